@@ -64,6 +64,10 @@ class CheckpointError(FileError):
     """A checkpoint that cannot be used, or could not be written. Its subject is the path."""
 
 
+class UnexpectedCheckpointError(CheckpointError):
+    """A failure of neither the file system nor an input, such as a bug. A retry would fail, too."""
+
+
 class NodeError(UserError):
     """Something failed on some nodes and works on the others. The subjects are the names of the failing nodes."""
 

@@ -1,15 +1,17 @@
 """Make every rank raise an error when an operation fails on some ranks."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from megatron_tape.errors import CheckpointError, StaleAttempt, UserError
+from megatron_tape.errors import CheckpointError, StaleAttempt, UnexpectedCheckpointError, UserError
 from megatron_tape.parallel.layout import ParallelLayout
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 def on_rank_0(layout: ParallelLayout, path: Path, failure: str, action: Callable[[], T]) -> T:
@@ -47,28 +49,37 @@ class Agreement:
     def check(self, path: Path, failure: str) -> None:
         """Raise the same error on all ranks if the block failed on any. All ranks call this together after the block.
 
-        After a failure, raises StaleAttempt if a newer attempt owns the run, otherwise CheckpointError. The message
-        contains `failure`, such as `cannot read a checkpoint`, and the error of the first rank that failed, which
-        names `path` unless it has its own subject.
+        After a failure, raises StaleAttempt if a newer attempt owns the run, otherwise CheckpointError, or its subclass
+        UnexpectedCheckpointError if a rank failed with neither an OSError nor a UserError. That rank logs its
+        traceback. The message contains `failure`, such as `cannot read a checkpoint`, and the error of the first rank
+        that failed, which names `path` unless it has its own subject.
         """
-        failures: list[tuple | None] = [None] * self._layout.world_size
-        dist.all_gather_object(failures, None if self._error is None else self._parts(path))
-        raised = [(rank, parts) for rank, parts in enumerate(failures) if parts is not None]
-        for _, parts in raised:
-            if isinstance(parts, StaleAttempt):
-                raise parts
-        for rank, parts in raised:
-            where = f" (rank {rank})" if self._layout.world_size > 1 else ""
-            raise CheckpointError(*parts, place=f"{failure}{where}")
+        failures: list[StaleAttempt | CheckpointError | None] = [None] * self._layout.world_size
+        dist.all_gather_object(failures, None if self._error is None else self._failure(path))
+        raised = [(rank, error) for rank, error in enumerate(failures) if error is not None]
+        # An unexpected error is the one to act on, even if another rank's disk is full.
+        importance = (StaleAttempt, UnexpectedCheckpointError, CheckpointError)
+        for kind in importance:
+            for rank, error in raised:
+                if isinstance(error, kind):
+                    where = f" (rank {rank})" if self._layout.world_size > 1 else ""
+                    raise error if isinstance(error, StaleAttempt) else error.at(f"{failure}{where}")
 
-    def _parts(self, path: Path) -> tuple | StaleAttempt:
+    def _failure(self, path: Path) -> StaleAttempt | CheckpointError:
+        """Return this rank's error, to be sent to the other ranks."""
         try:
             self._check_owner()
         except StaleAttempt as error:
             return error
         except OSError:  # the owner cannot be read if the disk fails
             pass
+
         error = self._error
         if isinstance(error, UserError):
-            return error.subjects, error.problem, error.fix
-        return str(path), f"cannot be used ({type(error).__name__}: {error})"
+            return CheckpointError(error.subjects, error.problem, error.fix)
+
+        problem = f"cannot be used ({type(error).__name__}: {error})"
+        if isinstance(error, OSError):
+            return CheckpointError(str(path), problem)
+        logger.error("unexpected error, to be reported by all ranks:", exc_info=error)
+        return UnexpectedCheckpointError(str(path), problem)

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from megatron_tape.checkpoint.directories import Source
 from megatron_tape.checkpoint.writing import Save, Writer
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.errors import CheckpointError
+from megatron_tape.errors import CheckpointError, TrainingStopped, UnexpectedCheckpointError
 from megatron_tape.run.watch import Watch
 from megatron_tape.text import counted
 from megatron_tape.training.engine import Engine
@@ -29,8 +29,9 @@ class CheckpointSaver:
     """Saves the checkpoints of a run. All ranks create a saver and call its methods together.
 
     With `checkpoint.asynchronous`, files are written while training continues; at most one save is pending. If a save
-    fails, a warning is logged, and the run saves again at the next `checkpoint.interval`. The methods raise
-    StaleAttempt if a newer attempt has taken over the run.
+    fails for a reason that can pass, such as a full disk, a warning is logged, and the run saves again at the next
+    `checkpoint.interval`. The methods raise TrainingStopped if a save fails for another reason, such as a bug, since
+    every later save would fail too, and StaleAttempt if a newer attempt has taken over the run.
     """
 
     def __init__(
@@ -87,6 +88,9 @@ class CheckpointSaver:
     def _failure_reported(self) -> Iterator[None]:
         try:
             yield
+        except UnexpectedCheckpointError as error:
+            self._current = None
+            raise _training_stopped(error) from None
         except CheckpointError as error:
             self._current = None
             _warn(error, "at the next checkpoint.interval")
@@ -96,6 +100,8 @@ class CheckpointSaver:
             self._watch.progress("saving")
             try:
                 path = self._writer.save(step, samples, progress)
+            except UnexpectedCheckpointError as error:
+                raise _training_stopped(error) from None
             except CheckpointError as error:
                 if tries_left == 0:
                     raise
@@ -110,6 +116,13 @@ class CheckpointSaver:
 
 def _warn(error: CheckpointError, next_try: str) -> None:
     logger.warning("warning: %s; earlier checkpoints are intact, and saving is tried again %s", error, next_try)
+
+
+def _training_stopped(error: UnexpectedCheckpointError) -> TrainingStopped:
+    return TrainingStopped(
+        f"{error}; every later save would fail too, so the run ends; earlier checkpoints are intact; the log has the "
+        "traceback: report it, and try another deepspeed.zero_stage or layout"
+    )
 
 
 def _wait_to_retry(engine: Engine, watch: Watch, seconds: float) -> bool:

@@ -222,6 +222,28 @@ def test_a_failed_save_is_reported_and_the_next_interval_saves(run, monkeypatch,
     assert not (run.folder / "checkpoints" / ".attempt-000001").exists()
 
 
+@WAYS
+@pytest.mark.parametrize("interval", [2, 100])
+def test_a_save_that_can_never_succeed_ends_the_run_at_the_first_one(run, monkeypatch, capfd, asynchronous, interval):
+    """With an interval of 100, only the last step is saved, whose save is otherwise retried."""
+    calls = []
+
+    def write_safetensors(path, tensors):
+        calls.append(path)
+        raise RuntimeError("a bug in this test")
+
+    monkeypatch.setattr(writing, "write_safetensors", write_safetensors)
+    assert run(f"--checkpoint.interval={interval}", f"--checkpoint.asynchronous={asynchronous}") == 1
+    assert len(calls) == 1 and steps_saved(run.folder) == []
+    (attempt,) = read_attempts(run.folder)
+    # Slurm's job does not start a refused run again.
+    assert attempt.outcome == "refused" and "(RuntimeError: a bug in this test)" in attempt.message
+    lines = capfd.readouterr().err.splitlines()
+    assert "Traceback (most recent call last):" in lines and "RuntimeError: a bug in this test" in lines
+    (sentence,) = [line for line in lines if line.startswith("error: ")]
+    assert "every later save would fail too" in sentence and "report it" in sentence
+
+
 @pytest.mark.parametrize("failing, status, saved, outcome", [(2, 0, [10], "finished"), (1000, 1, [], "failed")])
 def test_the_last_step_waits_for_the_disk_and_without_it_the_run_is_not_finished(
     run, monkeypatch, failing, status, saved, outcome
