@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_tape.checkpoint.directories import STATE, read_state
 from megatron_tape.checkpoint.locate import check_complete, checkpoint_to_continue
-from megatron_tape.config.schema import RunConfig, config_dict
+from megatron_tape.config.schema import RunConfig, config_dict, replace_settings
 from megatron_tape.config.sections import as_dict, settings_of
 from megatron_tape.config.values import format_value
 from megatron_tape.errors import CheckpointError, ConfigError, refuse
@@ -31,7 +31,10 @@ ORDER_KEYS = (
     "model.seq_length",
 )
 """Settings that determine which tokens each step trains on."""
-ORDER_KEYS_OF_DATASETS = ("data.split", "train.steps", "train.global_batch_size", "train.batch_ramp")
+SIZE_KEYS = ("data.stages", "train.steps", "train.global_batch_size", "train.batch_ramp")
+"""Those of ORDER_KEYS that change the order only if the number of epochs over a dataset changes, or a stage begins at
+another sample."""
+ORDER_KEYS_OF_DATASETS = ("data.split", *SIZE_KEYS)
 """Those of ORDER_KEYS that affect only indexed datasets (`data.prefix`), and no other source of samples."""
 LORA_KEYS = ("lora_rank", "lora_alpha", "lora_targets")
 """Settings of the LoRA layers of a context extension."""
@@ -147,21 +150,36 @@ def check_start(config: RunConfig) -> Path | None:
 def changes(saved: dict[str, dict[str, Any]], config: RunConfig) -> list[str]:
     """Return `key: was X, is now Y` for each setting that differs from the `saved` settings of a checkpoint.
 
-    Settings that were not saved or do not affect the computation are skipped. If the order of the data changes, the
-    last item is a sentence about its consequence.
+    Settings that were not saved or do not affect the computation are skipped.
     """
-    changed = []
+    sentences = []
     for key, was, now in changed_values(saved, json.loads(json.dumps(config_dict(config)))):
         same_model = key.startswith("model.") and key.removeprefix("model.") not in CHANGEABLE_MODEL_KEYS
         if not same_model and not key.startswith(WITHOUT_EFFECT):
-            changed.append((key, f"{key}: was {format_value(was)}, is now {format_value(now)}"))
-    sentences = [sentence for _, sentence in changed]
-    irrelevant = () if config.data.prefix is not None else ORDER_KEYS_OF_DATASETS
-    if reordered := [key for key, _ in changed if _is_in(key, ORDER_KEYS) and not _is_in(key, irrelevant)]:
-        sentences.append(
-            f"{', '.join(reordered)}: the data is shuffled again, so the run repeats some sequences and skips others"
-        )
+            sentences.append(f"{key}: was {format_value(was)}, is now {format_value(now)}")
     return sentences
+
+
+def changed_order_keys(saved: dict[str, dict[str, Any]], config: RunConfig) -> list[str]:
+    """Return those of ORDER_KEYS that differ from the `saved` settings of a checkpoint and affect the run's data."""
+    irrelevant = () if config.data.prefix is not None else ORDER_KEYS_OF_DATASETS
+    changed = changed_values(saved, json.loads(json.dumps(config_dict(config))))
+    return [key for key, *_ in changed if _is_in(key, ORDER_KEYS) and not _is_in(key, irrelevant)]
+
+
+def only_size_changed(keys: Collection[str]) -> bool:
+    """Return whether `keys`, a result of `changed_order_keys`, are all in SIZE_KEYS."""
+    return all(_is_in(key, SIZE_KEYS) for key in keys)
+
+
+def with_saved_size(saved: dict[str, dict[str, Any]], config: RunConfig) -> RunConfig:
+    """Return `config` with the values of SIZE_KEYS in the `saved` settings of a checkpoint."""
+    values = {}
+    for key in SIZE_KEYS:
+        section, _, name = key.partition(".")
+        if name in saved.get(section, {}):
+            values[key] = saved[section][name]
+    return replace_settings(config, values)
 
 
 def _is_in(key: str, keys: Collection[str]) -> bool:

@@ -8,6 +8,7 @@ directory of `index_cache`. All ranks then call it without `build`, and map the 
 
 import contextlib
 import logging
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,14 +17,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.datasets import helpers
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_builder import (
+    BlendedMegatronDatasetBuilder,
+    _get_size_per_split_per_dataset,
+)
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import normalize
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron_tape.config.data import blend
 from megatron_tape.config.schema import RunConfig
+from megatron_tape.config.stages import stages_of
 from megatron_tape.data.index_cache import cached, load_array
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, dataset_paths
 from megatron_tape.data.inputs import check_token_ids, large_enough
@@ -84,7 +90,7 @@ def plan_for_all(config: RunConfig, evaluates: bool) -> Plan:
     return plan[0]
 
 
-def _plan(config: RunConfig, evaluates: bool) -> Plan:
+def _plan(config: RunConfig, evaluates: bool, log: bool = True) -> Plan:
     prefixes, weights = blend(config.data.prefix)
     if weights is None and len(prefixes) > 1:
         # Without weights, Megatron would stop after one epoch over the list.
@@ -95,7 +101,7 @@ def _plan(config: RunConfig, evaluates: bool) -> Plan:
             splits.append(None)
         else:
             kept, problems = large_enough(config, name)
-            for problem in problems:
+            for problem in problems if log else ():
                 logger.warning("warning: data.split %s; the dataset is excluded from the %s data", problem, name)
             splits.append(([prefixes[i] for i in kept], None if weights is None else [weights[i] for i in kept]))
     pools = None if config.data.long_documents is None else find_pools(config)
@@ -178,6 +184,14 @@ class ShorterDocuments(AllDocuments):
         super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config)
 
 
+def interleave(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the dataset (size,), int16, and the index in it (size,), int64, of each sample of a mixture."""
+    dataset = np.zeros(size, np.int16)
+    sample = np.zeros(size, np.int64)
+    helpers.build_blending_indices(dataset, sample, shares, len(shares), size, False)
+    return dataset, sample
+
+
 class Mixed(Dataset):
     """`size` samples of several datasets in the proportions `weights`, interleaved evenly by Megatron's blending rule.
 
@@ -190,8 +204,7 @@ class Mixed(Dataset):
         shares = [weight / sum(weights) for weight in weights]
 
         def make() -> dict[str, np.ndarray]:
-            dataset, sample = np.zeros(size, np.int16), np.zeros(size, np.int64)
-            helpers.build_blending_indices(dataset, sample, shares, len(shares), size, False)
+            dataset, sample = interleave(shares, size)
             return {"counts": np.bincount(dataset, minlength=len(shares)), "dataset": dataset, "sample": sample}
 
         index = cached(directory, "Mixed", ("counts", "dataset", "sample"), [shares, size], make)
@@ -294,6 +307,55 @@ def training_epochs(config: RunConfig, plan: Plan, size: int) -> dict[str, float
     tokens = [int(training_lengths(prefix, config.data.split).sum(dtype=np.int64)) for prefix in prefixes]
     parts = map(DatasetPart, prefixes, weights or tokens, tokens)
     return epochs_by_dataset(list(parts), size * config.model.seq_length)
+
+
+def sample_order(config: RunConfig, samples: int, consumed: int) -> list:
+    """Return a value that is equal for two runs on the same datasets if their first `consumed` samples are equal.
+
+    `samples` is the number of training samples of the whole run. Megatron shuffles a dataset over all epochs of the
+    run, so the order depends on the number of epochs.
+    """
+    stages = stages_of(config)
+    ends = [*(stage.start for stage in stages[1:]), samples]
+    order = []
+    for stage, end in zip(stages, ends):
+        if stage.start < consumed:
+            epochs = _shuffled_epochs(stage.config, end - stage.start)
+            order.append((stage.start, stage.config.data.prefix, stage.config.train.seed, epochs))
+    return order
+
+
+def _shuffled_epochs(config: RunConfig, size: int) -> list[tuple[int, bool]]:
+    """Return `shuffled_epochs` of each dataset that a `GPTDataset` reads, for `size` training samples."""
+    plan = _plan(config, False, log=False)
+    if plan.pools is None:
+        prefixes, weights = plan.splits[0]
+        tokens = [int(training_lengths(prefix, config.data.split).sum(dtype=np.int64)) for prefix in prefixes]
+    else:  # the order of `DocumentWindows` does not depend on the number of samples
+        share = config.data.long_documents.share
+        tokens = [part.tokens for part in plan.pools.others]
+        weights = [part.weight for part in plan.pools.others] if len(tokens) > 1 else None
+        size = int(np.count_nonzero(interleave([share, 1 - share], size)[0])) if tokens else 0
+    sizes = [size]
+    if weights is not None:
+        surplus = GPTDatasetConfig.mid_level_dataset_surplus
+        sizes = [sizes[0] for sizes in _get_size_per_split_per_dataset(normalize(weights), [size], surplus)]
+    return [shuffled_epochs(*counts, config.model.seq_length) for counts in zip(tokens, sizes)]
+
+
+def shuffled_epochs(tokens: int, samples: int, seq_length: int) -> tuple[int, bool]:
+    """Return the number of epochs of a `GPTDataset`, and whether it shuffles the last one separately from the others.
+
+    `tokens` is the size of the dataset, and `samples` the number of requested samples of `seq_length` tokens. Two
+    datasets for which both values are equal have the same order. Follows Megatron's
+    `GPTDataset._build_document_sample_shuffle_indices`.
+    """
+    epochs = max(1, math.ceil((samples * seq_length + 1) / tokens))
+    if epochs == 1:
+        return 1, False
+    before_last = ((epochs - 1) * tokens - 1) // seq_length
+    per_epoch = (tokens - 1) // seq_length
+    return epochs, samples - before_last < int(0.8 * per_epoch)
 
 
 def cut_documents(lengths: np.ndarray, documents: np.ndarray, seq_length: int) -> dict[str, np.ndarray]:

@@ -17,12 +17,13 @@ import torch.distributed as dist
 from megatron_tape.checkpoint import restoring
 from megatron_tape.checkpoint.agreement import on_rank_0
 from megatron_tape.checkpoint.opening import open_base, open_to_resume
-from megatron_tape.checkpoint.saved_settings import changes
+from megatron_tape.checkpoint.saved_settings import changed_order_keys, changes, only_size_changed, with_saved_size
 from megatron_tape.checkpoint.saved_tokenizer import with_saved_tokenizer
 from megatron_tape.config.schema import RunConfig, config_dict, to_yaml
 from megatron_tape.config.stages import stage_at, stages_of
 from megatron_tape.data.batches import build_batches
 from megatron_tape.data.inputs import fingerprints, recorded_tokenizer
+from megatron_tape.data.megatron_datasets import sample_order
 from megatron_tape.data.tokenizer import Tokenizer, load_run_tokenizer, tokenizer_record
 from megatron_tape.errors import CheckpointError, ConfigError, TrainingStopped
 from megatron_tape.io.files import atomic_output
@@ -207,6 +208,8 @@ class Trainer:
         on_progress = partial(self.watch.progress, "indexing the data")
         self.batches = build_batches(self._with_tokenizer(), layout, eod, self.step, self.samples, on_progress)
         self.stages = stages_of(config)
+        if self.step > 0 and layout.rank == 0:
+            self._report_order()
         # Fork the loader processes now, since forking takes longer once this process has more memory.
         self.micro_batches = self.batches.training()
         self.watch.progress("building the model")
@@ -243,6 +246,23 @@ class Trainer:
         tokenizer_files = {} if self.tokenizer is None else self.tokenizer.files
         self.saves = CheckpointSaver(self.engine, config, self.watch, self.frozen_from, tokenizer_files)
         self.writer = self._open_writer() if layout.rank == 0 else None
+
+    def _report_order(self) -> None:
+        """Log whether the training data has another order than before the checkpoint."""
+        saved = self.checkpoint.state["config"]
+        seen = self.checkpoint.state["consumed_samples"]
+        keys = changed_order_keys(saved, self.config)
+        if self.config.data.prefix is not None and only_size_changed(keys):
+            before = with_saved_size(saved, self.config)
+            size_before = before.train.samples_after(before.train.steps - self.step, seen)
+            size_now = self.batches.samples.stop
+            if sample_order(before, size_before, seen) == sample_order(self.config, size_now, seen):
+                return
+            # Without a changed setting, the data skipped after a spike makes the run read more of it.
+            keys = keys or ["train.spikes"]
+        if keys:
+            message = "since %s: %s: the data is shuffled again, so the run repeats some sequences and skips others"
+            logger.info(message, self.checkpoint.path.name, ", ".join(keys))
 
     def _fill_weights(self) -> None:
         """Allocate the parameters, load the weights, and initialize parameters that are not in the loaded weights."""

@@ -6,7 +6,14 @@ import pytest
 from configurations import MODEL, make, model_config
 
 from megatron_tape.checkpoint import saved_settings
-from megatron_tape.checkpoint.saved_settings import changes, check_same_model, model_differences
+from megatron_tape.checkpoint.saved_settings import (
+    changed_order_keys,
+    changes,
+    check_same_model,
+    model_differences,
+    only_size_changed,
+    with_saved_size,
+)
 from megatron_tape.config.schema import config_dict
 from megatron_tape.config.sections import as_dict
 from megatron_tape.errors import ConfigError
@@ -18,19 +25,23 @@ def test_changed_settings_are_reported_with_both_values():
     assert changes(saved, make(train__precision="fp32")) == ["train.precision: was 'bf16', is now 'fp32'"]
 
 
-def test_a_change_of_the_order_of_the_data_is_reported_last():
-    *_, last = changes(config_dict(make()), make(train__seed=5))
-    assert last == "train.seed: the data is shuffled again, so the run repeats some sequences and skips others"
+def test_settings_that_change_the_order_of_the_data_are_named():
+    assert changed_order_keys(config_dict(make()), make(train__seed=5)) == ["train.seed"]
+    assert not only_size_changed(["train.seed"])
     assert changes(config_dict(make()), make(train__hang_timeout=5.0)) == []
-    ramp, skip = {"from": 2, "over_samples": 9}, {"action": "skip"}
-    now = make(train__batch_ramp=ramp, train__spikes=skip, data__prefix={"a": 1, "b": 1})
-    *changed, last = changes(config_dict(make(train__spikes={}, data__prefix={"a": 1})), now)
-    assert [sentence.partition(":")[0] for sentence in changed] == [
-        "data.prefix",
-        "train.batch_ramp",
+    saved = config_dict(make(train__spikes={}, train__batch_ramp={"from": 1, "over_samples": 9}, train__steps=20))
+    now = make(train__batch_ramp={"from": 2, "over_samples": 9}, train__spikes={"action": "skip"}, train__steps=30)
+    assert [sentence.partition(":")[0] for sentence in changes(saved, now)] == [
+        "train.steps",
+        "train.batch_ramp.from",
         "train.spikes.action",
     ]
-    assert last.startswith("data.prefix, train.batch_ramp: the data is shuffled again")
+    keys = changed_order_keys(saved, now)
+    assert keys == ["train.steps", "train.batch_ramp.from"] and only_size_changed(keys)
+    before = with_saved_size(saved, now)
+    assert (before.train.steps, before.train.batch_ramp.from_, before.train.spikes.action) == (20, 1, "skip")
+    generated = make(data__prefix=None, data__generator={"task": "addition"}, train__steps=30)
+    assert changed_order_keys(saved, generated) == ["data.prefix", "data.generator"]
 
 
 def test_differences_between_models_are_named_with_both_values():

@@ -1,6 +1,7 @@
 """Batches: the datasets of a blend that they are drawn from, their order, and the signals of loader processes."""
 
 import dataclasses
+import itertools
 import multiprocessing
 import os
 import resource
@@ -23,6 +24,7 @@ from megatron_tape.config.train import BatchRampSettings, TrainConfig
 from megatron_tape.data import megatron_datasets
 from megatron_tape.data.batches import build_batches, documents_from_tokens
 from megatron_tape.data.long_documents import training_lengths
+from megatron_tape.data.megatron_datasets import sample_order
 from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.parallel.layout import initialize_distributed
 
@@ -158,6 +160,31 @@ def test_stages_follow_each_other_at_whole_steps_and_keep_their_place_on_resume(
     resumed = build_batches(built.config, built.layout, step=30, consumed=120)
     assert next(resumed.training())["tokens"][0].tolist() == tokens[120]
     assert [said.partition(",")[0] for said in caplog.messages[-2:]] == ["from step 31 on", "from step 37 on"]
+
+
+@pytest.mark.parametrize("kind", ["one dataset", "blend", "long documents"])
+def test_the_described_order_of_samples_changes_exactly_when_the_order_does(folder, build, kind):
+    prefix = f"{folder}/a" if kind == "one dataset" else {f"{folder}/a": 0.3, f"{folder}/b": 0.7}
+    long = LongDocumentSettings(minimum=30, share=0.5) if kind == "long documents" else None
+    config = build(prefix, long_documents=long).config
+    consumed = 60
+    tokens, orders = {}, {}
+    for steps in range(20, 320, 13):
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
+        tokens[steps] = tokens_of(build_batches(config, initialize_distributed(1)).train, consumed)
+        orders[steps] = sample_order(config, 4 * steps, consumed)
+    pairs = list(itertools.combinations(orders, 2))
+    same = [orders[one] == orders[other] for one, other in pairs]
+    assert same == [tokens[one] == tokens[other] for one, other in pairs]
+    assert any(same) and not all(same)
+
+
+def test_a_stage_that_begins_later_does_not_change_the_order_so_far(folder, build):
+    config = build(f"{folder}/a", stages=[StageSettings(prefix=f"{folder}/b", share=0.3)]).config
+    longer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=44))
+    assert [stages_of(settings)[1].start for settings in (config, longer)] == [112, 120]
+    assert sample_order(config, 160, 112) == sample_order(longer, 176, 112)
+    assert sample_order(config, 160, 116) != sample_order(longer, 176, 116)
 
 
 def test_a_stage_begins_with_a_step_while_the_batch_grows():
