@@ -3,8 +3,8 @@
 Rank 0 builds the arrays once, and all ranks map them into memory. They are in one subdirectory of
 `data.cache_directory`, named by a digest of everything that the index depends on. Megatron's datasets would write them
 directly to this subdirectory, and a killed job would leave truncated arrays. Here, they write to a temporary directory,
-which is renamed when it is complete. Pickles are never loaded, so write access to the cache does not allow code
-execution.
+which is renamed when it is complete. If arrays are later damaged or removed, the next start rebuilds the index. Pickles
+are never loaded, so write access to the cache does not allow code execution.
 """
 
 import contextlib
@@ -31,11 +31,14 @@ import torch.distributed as dist
 
 from megatron_tape.errors import ConfigError, FileError, UserError
 from megatron_tape.io.files import sync_directory
+from megatron_tape.io.records import read_record, write_record
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 10.0
 _STAGING = ".building-"
+_SIZES = "sizes.json"
+"""The record in the directory of an index that contains the sizes of its arrays in bytes, by file name."""
 _ABANDONED_SECONDS = 86_400.0
 _BUSY_SECONDS = 1.0
 """Minimum CPU time of rank 0 between two heartbeats that counts as progress."""
@@ -90,13 +93,13 @@ def load_array(path: str | Path, allow_pickle: bool = False, mmap_mode: str = "r
     except Exception as error:  # damaged headers raise errors of many types
         problem = " ".join(str(error).split())[:200] or type(error).__name__
     if problem is not None:
-        fix = f"remove the directory {os.path.dirname(path)}; the next start rebuilds the index"
+        fix = f"start the run again, which rebuilds the index in {os.path.dirname(path)}"
         raise FileError(str(path), f"cannot be used ({problem})", fix)
     return array
 
 
 def build_on_rank_0(directory: str, build: Callable[[str], None], on_progress: Callable[[], None]) -> None:
-    """Build the index on rank 0 unless its directory in the cache, `directory`, exists. All ranks call this together.
+    """Build the index on rank 0 unless its directory in the cache, `directory`, is intact. All ranks call it together.
 
     Rank 0 calls `build(temporary)` and renames the temporary directory to `directory`. While the files grow or rank 0
     uses CPU time, every rank calls `on_progress`, so that an index that takes hours does not count as a hang.
@@ -144,18 +147,21 @@ def _finish(future: Future, staging: list[Path], directory: Path, build: Callabl
 
 
 def _build_in_staging(staging: list[Path], directory: Path, build: Callable[[str], None]) -> None:
-    """Build the index in a temporary directory and rename it to `directory`, or only check an existing `directory`.
+    """Build the index in a temporary directory and rename it to `directory`, unless `directory` is intact.
 
     The temporary directory's path is appended to `staging`.
     """
     cache = directory.parent
     cache.mkdir(parents=True, exist_ok=True)
+    state = "missing"
     if directory.exists():
-        for path in directory.glob("*.npy"):
-            load_array(path)
-        return
+        damage = _damage(directory)
+        if damage is None:
+            return
+        state = "damaged"
+        logger.warning("warning: the index of the data is damaged and will be rebuilt: %s", damage)
     if not os.access(cache, os.W_OK):
-        raise PermissionError(errno.EACCES, "the index is missing, and the directory is not writable", str(cache))
+        raise PermissionError(errno.EACCES, f"the index is {state}, and the directory is not writable", str(cache))
     for other in cache.glob(f"{_STAGING}*"):
         with contextlib.suppress(OSError):
             if time.time() - other.stat().st_mtime > _ABANDONED_SECONDS:
@@ -166,8 +172,12 @@ def _build_in_staging(staging: list[Path], directory: Path, build: Callable[[str
         new = temporary / "new"
         new.mkdir()
         build(str(new))
+        write_record(new / _SIZES, {path.name: path.stat().st_size for path in new.glob("*.npy")}, durable=False)
         for path in (*new.iterdir(), new):
             sync_directory(path)
+        if state == "damaged":
+            with contextlib.suppress(FileNotFoundError):  # another job has replaced it
+                os.rename(directory, temporary / "damaged")
         try:
             os.rename(new, directory)
         except OSError as error:
@@ -176,6 +186,27 @@ def _build_in_staging(staging: list[Path], directory: Path, build: Callable[[str
         sync_directory(cache)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _damage(directory: Path) -> str | None:
+    """Return a sentence about an array of an index that is missing, truncated or unreadable, or None."""
+    arrays = {path.name: path for path in directory.glob("*.npy")}
+    if not arrays:
+        return f"{directory} contains no arrays"
+    sizes = {}
+    try:
+        with contextlib.suppress(FileNotFoundError):  # an index of an earlier version
+            sizes = read_record(directory / _SIZES, dict[str, int])
+        for path in arrays.values():
+            load_array(path)
+    except FileError as error:
+        return f"{error.subject} {error.problem}"
+    for name, size in sizes.items():
+        if name not in arrays:
+            return f"{directory / name} does not exist"
+        if arrays[name].stat().st_size != size:
+            return f"{directory / name} has {arrays[name].stat().st_size} bytes instead of {size}"
+    return None
 
 
 def _bytes_in(directories: list[Path]) -> int:

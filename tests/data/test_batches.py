@@ -279,7 +279,7 @@ def test_an_index_that_vanishes_while_loader_processes_read_it_is_one_sentence(f
     (directory,) = (tmp_path / "cache").iterdir()
     for path in directory.glob("*train-shuffle_index.npy"):
         path.unlink()
-    with pytest.raises(FileError, match=f"remove the directory {directory}; the next start rebuilds the index"):
+    with pytest.raises(FileError, match=f"start the run again, which rebuilds the index in {directory}"):
         next(built.training())
 
 

@@ -3,7 +3,6 @@
 import errno
 import os
 import pickle
-import shutil
 import tempfile
 import time
 
@@ -17,7 +16,7 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.train import TrainConfig
 from megatron_tape.data import index_cache
 from megatron_tape.data.batches import build_batches
-from megatron_tape.errors import ConfigError, FileError
+from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.layout import initialize_distributed
 
 
@@ -62,18 +61,51 @@ class _Attack:
         return RUN.append, ("code",)
 
 
-@pytest.mark.parametrize("content", [b"cut", pickle.dumps(_Attack()), None])
-def test_a_damaged_array_is_named_and_runs_no_code(tokens, content):
+DAMAGES = {
+    "no header": lambda path: path.write_bytes(b"cut"),
+    # NumPy treats a file without a NumPy header as a pickle.
+    "pickle": lambda path: path.write_bytes(pickle.dumps(_Attack())),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-8]),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + bytes(8)),
+    "missing": lambda path: path.unlink(),
+    "not a file": lambda path: (path.unlink(), path.mkdir()),
+    "empty directory": lambda path: [other.unlink() for other in path.parent.iterdir()],
+}
+
+
+WITHOUT_SIZES = sorted(DAMAGES.keys() - {"longer", "missing"})
+"""Damage that is found without the record of the arrays' sizes."""
+
+
+@pytest.mark.parametrize(
+    "damage, recorded", [*((damage, True) for damage in DAMAGES), *((damage, False) for damage in WITHOUT_SIZES)]
+)
+def test_a_damaged_index_is_rebuilt_once_and_runs_no_code(tokens, damage, recorded, caplog):
     expected = tokens(BLEND)
-    assert tokens(BLEND) == expected and not list(tokens.cache.glob(".building-*"))
+    assert tokens(BLEND) == expected and caplog.messages == []
     path = next(tokens.cache.glob("*/*document_index.npy"))
-    content = path.read_bytes()[:-8] if content is None else content
-    path.write_bytes(content)  # NumPy treats a file without a NumPy header as a pickle
-    with pytest.raises(FileError, match=f"document_index.npy cannot be used .*; remove the directory {path.parent};"):
-        tokens(BLEND)
-    assert not RUN
-    shutil.rmtree(path.parent)
+    if not recorded:
+        (path.parent / "sizes.json").unlink()
+    DAMAGES[damage](path)
     assert tokens(BLEND) == expected
+    (warning,) = caplog.messages
+    assert warning.startswith("warning: the index of the data is damaged and will be rebuilt: ")
+    assert str(path) in warning or damage == "empty directory"
+    assert tokens(BLEND) == expected
+    assert len(caplog.messages) == 1 and not RUN
+    assert list(tokens.cache.iterdir()) == [path.parent]
+
+
+def test_a_damaged_index_stays_if_it_cannot_be_rebuilt(tokens, monkeypatch):
+    tokens(BLEND)
+    path = next(tokens.cache.glob("*/*document_index.npy"))
+    files = sorted(path.parent.iterdir())
+    DAMAGES["truncated"](path)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+        with pytest.raises(ConfigError, match="the index is damaged, and the directory is not writable"):
+            tokens(BLEND)
+    assert sorted(path.parent.iterdir()) == files
 
 
 @pytest.mark.parametrize("kind, number", [(PLAIN, 2), (MIX, 4)])
