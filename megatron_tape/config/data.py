@@ -39,7 +39,7 @@ class ExampleSettings:
 
     path: PathText
     """Training examples: an uncompressed file of JSON lines with the keys `input` and either `output` or `target`. The
-    end-of-document token is appended to each target."""
+    end-of-document token is appended to each target that is not truncated."""
     validation: PathText | None = None
     """Validation examples, in the same format. Required to compute the validation loss."""
     template: str = TEMPLATE

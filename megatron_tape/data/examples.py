@@ -152,7 +152,7 @@ class ExampleEncoder:
 
 
 def example_encoder(config: RunConfig, tokenizer: Tokenizer) -> ExampleEncoder:
-    """Return the encoder for `data.examples`. The caller must append the end-of-document token to targets.
+    """Return the encoder for `data.examples`. The caller must append the end-of-document token to whole targets.
 
     Raises ConfigError if the tokenizer lacks a required token, or the context has no room for an input.
     """

@@ -381,6 +381,9 @@ class DocumentWindows(Dataset):
     many whole windows as possible, from its start. The remainders of all documents are shuffled, concatenated and split
     into windows as in `GPTDataset`. An epoch contains each token once, except for the last incomplete window. `cut` is
     the result of `cut_documents` for documents with more than S tokens in total.
+
+    The label of a remainder's last token is the first token of the next remainder's document, as if this followed as a
+    whole. The first token of the remainder itself can come from the middle of its document.
     """
 
     def __init__(self, dataset: IndexedDataset, cut: dict[str, np.ndarray], seq_length: int, seed: int):
@@ -394,10 +397,15 @@ class DocumentWindows(Dataset):
         if epoch != self._epoch:
             self._begin(epoch)
         index = int(self._samples[index])
-        whole = index < self._ends_of_whole[-1]
-        text = self._whole_window(index) if whole else self._remainder_window(index - int(self._ends_of_whole[-1]))
-        text = torch.from_numpy(text.astype(np.int64))
-        return {"tokens": text[:-1], "labels": text[1:]}
+        if index < self._ends_of_whole[-1]:
+            text = self._whole_window(index)
+            tokens, labels = text[:-1], text[1:]
+        else:
+            tokens, labels = self._remainder_window(index - int(self._ends_of_whole[-1]))
+        return {
+            "tokens": torch.from_numpy(tokens.astype(np.int64)),
+            "labels": torch.from_numpy(labels.astype(np.int64)),
+        }
 
     def _begin(self, epoch: int) -> None:
         # NumPy guarantees that this generator's stream never changes.
@@ -416,9 +424,9 @@ class DocumentWindows(Dataset):
         offset = (index - self._first_whole(document)) * self._seq_length
         return self._dataset.get(int(self._documents[document]), offset=offset, length=self._seq_length + 1)
 
-    def _remainder_window(self, index: int) -> np.ndarray:
+    def _remainder_window(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         start = index * self._seq_length
-        missing, parts = self._seq_length + 1, []
+        missing, parts, labels = self._seq_length + 1, [], []
         number = int(np.searchsorted(self._ends_of_remainders, start, side="right"))
         while missing:
             document = int(self._order[number])
@@ -426,7 +434,11 @@ class DocumentWindows(Dataset):
             skipped = max(0, start - (int(self._ends_of_remainders[number]) - left))
             length = min(missing, left - skipped)
             offset = (int(self._ends_of_whole[document]) - self._first_whole(document)) * self._seq_length + skipped
-            parts.append(self._dataset.get(int(self._documents[document]), offset=offset, length=length))
+            part = self._dataset.get(int(self._documents[document]), offset=offset, length=length)
+            if parts:
+                labels.append(self._dataset.get(int(self._documents[document]), length=1))
+            labels.append(part[1:])
+            parts.append(part)
             missing -= length
             number += 1
-        return np.concatenate(parts)
+        return np.concatenate(parts)[:-1], np.concatenate(labels)

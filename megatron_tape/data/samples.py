@@ -86,7 +86,9 @@ class ExampleSamples(SampleSource):
             line = file.read(int(self._starts[number] - self._starts[number - 1]))
         example = parse_example(f"{self._path}:{number}", line)
         encoded = self._encode(example.input, example.target)
-        tokens = np.array([*encoded.prompt, *encoded.target, self._end], dtype=np.int64)
+        # After a truncated target, the end-of-document token would teach the model to end in the middle of an answer.
+        end = [] if encoded.target_truncated else [self._end]
+        tokens = np.array([*encoded.prompt, *encoded.target, *end], dtype=np.int64)
         in_loss = np.arange(len(tokens)) >= len(encoded.prompt)
         return padded_sample(tokens, in_loss | self._all, self._seq_length)
 

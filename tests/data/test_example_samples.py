@@ -51,10 +51,15 @@ def test_validation_goes_through_the_file_and_only_targets_and_their_end_are_in_
     assert sequences(sample_source(config, validation=True), 4) == [
         ([1, 2, 3, 9, 4, EOD] + [0] * 10, [4, EOD]),
         ([5, 6, 9, 7, 8, EOD] + [0] * 10, [7, 8, EOD]),
-        # 16 tokens: 11 of the input, the template, 4 of the target; the end-of-document token is only a label.
-        ([10] * 11 + [9, 11, 12, 13, 14], [11, 12, 13, 14, EOD]),
+        # 11 tokens of the input, the template, 4 of the target. The model must not learn to end a truncated target.
+        ([10] * 11 + [9, 11, 12, 13, 14], [11, 12, 13, 14]),
         ([1, 2, 3, 9, 4, EOD] + [0] * 10, [4, EOD]),
     ]
+
+
+def test_a_target_that_fits_exactly_ends_in_the_last_label(make):
+    source = sample_source(make(target_tokens=5), validation=True)
+    assert sequences(source, 3)[2] == ([10] * 10 + [9, 11, 12, 13, 14, 15], [11, 12, 13, 14, 15, EOD])
 
 
 def test_the_epochs_of_a_run_over_examples_are_warned_about(make, caplog):

@@ -144,7 +144,11 @@ def test_an_epoch_has_every_token_once_and_windows_begin_with_their_documents(fo
         range_of_epoch = range(epoch * windows.samples_per_epoch, (epoch + 1) * windows.samples_per_epoch)
         samples = [windows[i] for i in range_of_epoch]
         assert all(len(sample["tokens"]) == len(sample["labels"]) == LENGTH for sample in samples)
-        assert all(torch.equal(sample["tokens"][1:], sample["labels"][:-1]) for sample in samples)
+        for sample in samples:
+            ends = sample["tokens"] == EOD
+            assert torch.equal(sample["tokens"][1:][~ends[:-1]], sample["labels"][:-1][~ends[:-1]])
+            # After the end of a document, the label is the beginning of another one.
+            assert set(sample["labels"][ends].tolist()) <= set(starts.tolist())
         inputs = torch.cat([sample["tokens"] for sample in samples]).numpy()
         inputs = inputs[inputs != EOD]
         assert len(set(inputs)) == len(inputs) and set(inputs) <= set(used)
