@@ -296,6 +296,43 @@ def test_weights_of_wrong_shape_or_dtype_or_with_nan_are_named(tmp_path, name, c
     assert os.listdir(tmp_path) == ["source"]
 
 
+def save_pickled(weights, path):
+    torch.save(weights, path)
+
+
+@pytest.mark.parametrize(
+    "save, load, suffix, index",
+    [
+        (save_file, load_file, "safetensors", "model.safetensors.index.json"),
+        (save_pickled, torch.load, "bin", "pytorch_model.bin.index.json"),
+    ],
+)
+def test_a_tensor_in_two_shards_is_refused(tmp_path, save, load, suffix, index):
+    """transformers takes the copy of the last file, even if it is an older one that the index does not name."""
+    expected = write_source(tmp_path / "whole")
+    weights = load_file(tmp_path / "whole" / "model.safetensors")
+    source, name = tmp_path / "source", "model.norm.weight"
+    source.mkdir()
+    shutil.copy(tmp_path / "whole" / "config.json", source)
+    rest = {key: value for key, value in weights.items() if key != name}
+    first, second = (source / f"part-{number}.{suffix}" for number in (1, 2))
+    save({name: weights[name]}, first)
+    save(rest, second)
+    weight_map = dict.fromkeys(rest, second.name) | {name: first.name}
+    (source / index).write_text(json.dumps({"weight_map": weight_map}))
+    import_model(source, tmp_path / "imported", allow_pickle=True)
+    torch.testing.assert_close(training_logits(tmp_path / "imported"), expected, atol=1e-5, rtol=0)
+    save(rest | {name: 2 * weights[name]}, second)
+    with pytest.raises(FileError, match=f"{first} contains {name}, and {second} contains it, too"):
+        import_model(source, tmp_path / "other", allow_pickle=True)
+    save(rest, second)
+    moved = "model.embed_tokens.weight"
+    (source / index).write_text(json.dumps({"weight_map": weight_map | {moved: first.name}}))
+    with pytest.raises(FileError, match=f"{index} says that {moved} is in {first.name}, but it is in {second.name}"):
+        import_model(source, tmp_path / "other", allow_pickle=True)
+    assert not (tmp_path / "other").exists()
+
+
 def test_a_malicious_pickle_does_not_run_code(tmp_path):
     class Trap:
         def __reduce__(self):
@@ -328,7 +365,7 @@ def test_incomplete_and_damaged_models_are_refused(tmp_path):
     is_refused("config.json is not a file", lambda folder: (folder / "config.json").unlink())
     index = "model.safetensors.index.json"
     is_refused("not an index", lambda folder: (folder / index).write_text('{"weight_map": {"a": "../../secret"}}'))
-    is_refused("in none of its files", lambda folder: shutil.copy(folder / shards[0].name, folder / shards[1].name))
+    is_refused("in none of its files", lambda folder: save_file({}, folder / shards[1].name))
     is_refused("contains none of", lambda folder: [path.unlink() for path in folder.glob("model*")])
     with pytest.raises(FileError, match="hf download"):
         import_model(tmp_path / "nowhere", tmp_path / "imported")

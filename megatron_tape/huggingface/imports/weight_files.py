@@ -38,12 +38,20 @@ class _Index(TypedDict):
 
 
 class LazyTensors(Mapping):
-    """Tensors by name, which `read` loads on access. `shapes` has those shapes that are known before reading."""
+    """Tensors by name, which `read` loads on access.
+
+    `shapes` has those shapes, and `files` the paths of those files, that are known before reading.
+    """
 
     def __init__(
-        self, names: Iterable[str], read: Callable[[str], Tensor], shapes: Mapping[str, tuple[int, ...]] | None = None
+        self,
+        names: Iterable[str],
+        read: Callable[[str], Tensor],
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        files: Mapping[str, Path] | None = None,
     ):
         self._names, self._read, self.shapes = dict.fromkeys(names), read, shapes or {}
+        self.files = files or {}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._read(name)
@@ -62,30 +70,30 @@ class _Safetensors(LazyTensors):
     """Tensors of several safetensors files. A file is open only while one of its tensors is read."""
 
     def __init__(self, paths: list[Path]):
-        self._files: dict[str, Path] = {}
+        files: dict[str, Path] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for path in paths:
             try:
                 with safe_open(path, "np") as file:  # reads names and shapes only
                     for name in file.keys():
-                        self._files[name] = path
+                        _add_file(files, name, path)
                         shapes[name] = tuple(file.get_slice(name).get_shape())
             except SafetensorError as error:
                 problem = f"is not a complete safetensors file ({error!s:.200})"
                 raise FileError(str(path), problem, "download or write it again") from None
-        super().__init__(self._files, self._tensor, shapes)
+        super().__init__(files, self._tensor, shapes, files)
 
     def _tensor(self, name: str) -> Tensor:
         try:
-            with safe_open(self._files[name], "pt") as file:
+            with safe_open(self.files[name], "pt") as file:
                 return file.get_tensor(name)
         except SafetensorError as error:
             problem = f"contains {name:.100}, which cannot be read: {error!s:.200}"
-            raise FileError(str(self._files[name]), problem) from None
+            raise FileError(str(self.files[name]), problem) from None
 
 
-def open_files(paths: list[Path], allow_pickle: bool) -> Mapping[str, Tensor]:
-    """Return the tensors of all files by name. Raises FileError."""
+def open_files(paths: list[Path], allow_pickle: bool) -> LazyTensors:
+    """Return the tensors of all files by name. Raises FileError, for example if two files have the same tensor."""
     for path in paths:
         if not path.is_file():
             raise FileError(str(path), "is not a file", "give a safetensors file of weights")
@@ -94,10 +102,27 @@ def open_files(paths: list[Path], allow_pickle: bool) -> Mapping[str, Tensor]:
     if not allow_pickle:
         fix = "if you trust it, import it with tools/convert_checkpoint.py and --allow-pickle"
         raise FileError(str(paths[0]), "is a pickle, which may run code when read", fix)
-    return {name: tensor for path in paths for name, tensor in _read_pickle(path).items()}
+    tensors: dict[str, Tensor] = {}
+    files: dict[str, Path] = {}
+    for path in paths:
+        for name, tensor in _read_pickle(path).items():
+            _add_file(files, name, path)
+            tensors[name] = tensor
+    return LazyTensors(tensors, tensors.__getitem__, files=files)
 
 
-def open_directory(directory: Path, allow_pickle: bool) -> Mapping[str, Tensor]:
+def _add_file(files: dict[str, Path], name: str, path: Path) -> None:
+    """Set `files[name]` to `path`. Raises FileError if another file has a tensor of this name.
+
+    transformers would use that of the last file, whatever the index says.
+    """
+    if name in files:
+        problem = f"contains {name:.100}, and {path} contains it, too, so it is unknown which one belongs to the model"
+        raise FileError(str(files[name]), problem, "download or save the model again, into an empty directory")
+    files[name] = path
+
+
+def open_directory(directory: Path, allow_pickle: bool) -> LazyTensors:
     """Return the weights of a model directory in the format of transformers. Raises FileError."""
     names = [*_SAFETENSORS, *_PICKLED]
     first = next((directory / name for name in names if (directory / name).is_file()), None)
@@ -118,6 +143,10 @@ def open_directory(directory: Path, allow_pickle: bool) -> Mapping[str, Tensor]:
     if missing := sorted(set(places) - set(weights)):
         problem = f"is incomplete: {missing[0]:.100} is in its index, but in none of its files"
         raise FileError(str(directory), problem)
+    for name, place in places.items():
+        if (found := weights.files[name].name) != place:
+            problem = f"says that {name:.100} is in {place}, but it is in {found}"
+            raise FileError(str(first), problem, "download or save the model again, into an empty directory")
     return weights
 
 
