@@ -28,7 +28,8 @@ from megatron_tape.huggingface.imports.config_json import (
     padded_vocabulary,
     read_settings,
 )
-from megatron_tape.huggingface.imports.weight_files import check_weights, open_directory
+from megatron_tape.huggingface.imports.model_weights import open_model
+from megatron_tape.huggingface.imports.weight_files import check_weights
 from megatron_tape.io.records import read_yaml
 from megatron_tape.model.names import kind_of
 from megatron_tape.model.shapes import parameter_shapes
@@ -245,7 +246,7 @@ def _from_transformers(path: Path) -> Base:
     settings = read_settings(path / "config.json")
     with errors_of_settings(path / "config.json"):
         model = model_settings(settings, path / "config.json")
-    check_weights(open_directory(path, allow_pickle=False), model, str(path))
+    check_weights(open_model(path, model), model, str(path))
     return Base(path, model, None)
 
 

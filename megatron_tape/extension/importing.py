@@ -14,9 +14,10 @@ from megatron_tape.checkpoint.locate import IMPORTED
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import CheckpointError, UserError
 from megatron_tape.extension.base_model import KEY, Base, find_base
+from megatron_tape.huggingface.imports.model_weights import open_model
 from megatron_tape.huggingface.imports.new_checkpoint import find_tokenizer, write_imported
 from megatron_tape.huggingface.imports.source_card import source_card
-from megatron_tape.huggingface.imports.weight_files import LazyTensors, open_directory
+from megatron_tape.huggingface.imports.weight_files import LazyTensors
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.run.watch import Watch
 
@@ -45,7 +46,7 @@ def _checkpoint(config: RunConfig, advance: Callable[[], None]) -> Path:
         return target
     logger.info("importing %s to %s", base.path, target)
     model = dataclasses.replace(base.model, vocab_size=config.model.vocab_size)
-    weights = open_directory(base.path, allow_pickle=False)
+    weights = open_model(base.path, model)
 
     def read(name: str) -> Tensor:
         advance()

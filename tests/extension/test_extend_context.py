@@ -25,7 +25,7 @@ from extension_cases import (
     write_llama,
 )
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from megatron_tape.checkpoint.directories import list_checkpoints, read_state
 from megatron_tape.checks.arguments import parse_run_config
@@ -135,6 +135,19 @@ def test_at_step_0_a_hugging_face_model_has_its_own_logits(data, bases, tmp_path
     with torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained(path, dtype="float32")(TOKENS).logits
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def test_at_step_0_a_phi3_model_with_partial_rotation_has_its_own_logits(data, tmp_path):
+    torch.manual_seed(3)
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, vocab_size=64)
+    sizes |= dict(num_key_value_heads=2, max_position_embeddings=16, initializer_range=0.2, pad_token_id=0)
+    partial = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75}
+    model = Phi3ForCausalLM(Phi3Config(**sizes, rope_parameters=partial))
+    model.save_pretrained(tmp_path / "phi3")
+    shutil.copy(data / "tokenizer.json", tmp_path / "phi3")
+    ours = first_logits(data, str(tmp_path / "phi3"), tmp_path, "--model.position.rope_scaling_factor=1")
+    with torch.no_grad():
+        torch.testing.assert_close(ours, model.eval()(TOKENS).logits, atol=1e-5, rtol=0)
 
 
 def tensors(run):

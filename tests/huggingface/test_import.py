@@ -44,7 +44,10 @@ ORIGINAL = "original_max_position_embeddings"
 YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=16)
 PLAIN = dict(rope_type="default", rope_theta=1e4)
 LINEAR = dict(rope_type="linear", rope_theta=200.0, factor=3.0)
+# Of the 8 elements of a head, 6 are rotated.
+PARTIAL = dict(rope_type="default", rope_theta=500.0, partial_rotary_factor=0.75)
 OLDER = dict(type="linear", factor=3.0)
+LONG = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[2.0] * 4)
 NO_LIST = {"no_rope_layers": None, "layer_types": None}
 FAMILY = {
     "llama1": dict(num_key_value_heads=4),
@@ -61,6 +64,8 @@ FAMILY = {
     "mistral_of_width_34": dict(sliding_window=None, hidden_size=34, initializer_range=0.1),
     "qwen2": dict(rope_parameters=dict(rope_type="default", rope_theta=1e6)),
     "qwen3": dict(head_dim=128, tie_word_embeddings=True),
+    "phi3": dict(pad_token_id=0, rms_norm_eps=1e-6),
+    "phi3_partial": dict(pad_token_id=0, rope_parameters=PARTIAL, tie_word_embeddings=True),
 }
 IDS = torch.randint(90, (2, 60), generator=torch.Generator().manual_seed(5))
 
@@ -102,6 +107,24 @@ def training_logits(checkpoint):
         return built(IDS)[..., :90]
 
 
+def by_llamas_names(weights, kind):
+    """Return the weights of a family by Llama's names: Phi-3's 4 query and 2 key heads of 8 elements are split."""
+    order = [0, 1, 2, 6, 3, 4, 5, 7] if kind == "phi3_partial" else range(8)
+    rows = [8 * head + element for head in range(4) for element in order]
+    found = {}
+    for name, weight in weights.items():
+        if name.endswith("qkv_proj.weight"):
+            found[name.replace("qkv", "q")] = weight[rows]
+            found[name.replace("qkv", "k")] = weight[32:48][rows[:16]]
+            found[name.replace("qkv", "v")] = weight[48:]
+        elif name.endswith("gate_up_proj.weight"):
+            found[name.replace("gate_up", "gate")] = weight[:48]
+            found[name.replace("gate_up", "up")] = weight[48:]
+        else:
+            found[name] = weight
+    return found
+
+
 @pytest.mark.parametrize("encoding", ["tape", "rope"])
 @pytest.mark.parametrize("kind", FAMILY)
 def test_an_imported_model_keeps_its_logits_and_exports_unchanged(tmp_path, kind, encoding):
@@ -114,6 +137,7 @@ def test_an_imported_model_keeps_its_logits_and_exports_unchanged(tmp_path, kind
     export(tmp_path / "imported", tmp_path / "exported", tokenizer="none")
     torch.testing.assert_close(loaded_logits(tmp_path / "exported"), expected, atol=1e-5, rtol=0)
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "exported"))
+    before = by_llamas_names(before, kind)
     added = {name for name in after if ".position." in name}
     assert set(after) - added == set(before) and bool(added) == (encoding == "tape")
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -216,6 +240,9 @@ def test_pickles_need_permission_and_give_the_same_weights(tmp_path):
     "kind, change, refusal",
     [
         ("llama1", {"model_type": "gemma"}, "model_type is 'gemma'"),
+        ("llama1", {"model_type": "gemma3_text"}, "soft caps or sliding windows (layer_types)"),
+        ("llama1", {"model_type": "olmo2"}, "its norms follow attention and the MLP"),
+        ("llama1", {"model_type": ["olmo2"]}, "model_type is ['olmo2']"),
         ("llama1", {"hidden_act": "gelu"}, "hidden_act"),
         ("llama1", {"attention_bias": True}, "attention_bias"),
         ("llama1", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
@@ -241,6 +268,17 @@ def test_pickles_need_permission_and_give_the_same_weights(tmp_path):
         ("llama1", {"rope_parameters": {"full_attention": LINEAR}}, "rope_parameters.full_attention in "),
         ("llama1", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "rope_scaling and rope_parameters differ"),
         ("llama1", {"rope_parameters": PLAIN, "rope_theta": 5e5}, "rope_theta has different values"),
+        ("phi3", {"sliding_window": 2047}, "sliding_window is 2047"),
+        ("phi3", {"rope_parameters": LONG}, "rope_parameters.rope_type is 'longrope'"),
+        ("phi3", {"rope_parameters": YARN}, "rope_parameters.rope_type is 'yarn'"),
+        ("phi3", {"rope_parameters": None, "rope_scaling": OLDER | {"type": "su"}}, "rope_scaling.rope_type is 'su'"),
+        ("phi3", {"rope_parameters": PARTIAL | {"partial_rotary_factor": 0.4}}, "partial_rotary_factor is 0.4"),
+        ("phi3", {"rope_parameters": PARTIAL | {"partial_rotary_factor": 1.5}}, "partial_rotary_factor is 1.5"),
+        ("phi3", {"num_key_value_heads": 4}, "qkv_proj.weight the shape (64, 32), but its settings require (96, 32)"),
+        ("phi3", {"num_hidden_layers": 4}, "lacks the parameter model.layers.3.self_attn.qkv_proj.weight"),
+        ("phi3", {"num_hidden_layers": 2}, "contains model.layers.2"),
+        ("phi3", {"model_type": "llama"}, "contains model.layers.0.mlp.gate_up_proj.weight"),
+        ("llama1", {"model_type": "phi3"}, "lacks the parameter model.layers.0.self_attn.qkv_proj.weight"),
         ("smollm3", NO_LIST | {"no_rope_layer_interval": 2.5}, "layers_without_positions is 2.5"),
         ("smollm3", NO_LIST | {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers is [1, 0]"),
@@ -259,6 +297,7 @@ def test_unsupported_settings_are_refused_by_name(tmp_path, kind, change, refusa
         ("llama_linear", {"rope_parameters": LINEAR, "rope_scaling": OLDER, "rope_theta": 200.0}),
         ("llama_linear", {"rope_parameters": OLDER, "rope_scaling": OLDER}),
         ("llama3_tied", {ORIGINAL: 32}),
+        ("phi3", {"rope_parameters": None, "rope_theta": 500.0, "partial_rotary_factor": 0.5, ORIGINAL: 32}),
     ],
 )
 def test_rotary_settings_are_read_from_the_same_keys_as_in_transformers(tmp_path, kind, change):
@@ -270,7 +309,7 @@ def test_rotary_settings_are_read_from_the_same_keys_as_in_transformers(tmp_path
 
 
 def test_defaults_equal_those_of_transformers():
-    for name in ("llama", "mistral", "qwen2", "qwen3", "tape"):
+    for name in ("llama", "mistral", "qwen2", "qwen3", "phi3", "tape"):
         config = TapeConfig() if name == "tape" else AutoConfig.for_model(name)
         for key, value in config_json.DEFAULTS[name].items():
             assert getattr(config, key) == value, (name, key)
@@ -403,7 +442,7 @@ def test_links_out_of_a_model_directory_are_refused_before_weights_are_read(tmp_
     write_source(source)
     write_tokenizer(tmp_path / "tokenizer.json")
     (source / "tokenizer.json").symlink_to(tmp_path / "tokenizer.json")
-    monkeypatch.setattr(from_transformers, "open_directory", lambda *_: pytest.fail("the weights were opened"))
+    monkeypatch.setattr(from_transformers, "open_model", lambda *_: pytest.fail("the weights were opened"))
     with pytest.raises(FileError, match="tokenizer.json is a link to a file elsewhere; replace it with a copy"):
         import_model(source, tmp_path / "imported")
 
@@ -414,7 +453,7 @@ def test_output_and_tokenizer_are_checked_before_weights_are_read(tmp_path, monk
     path.write_text(path.read_text().replace('"w1": 1,', '"w1": 99,').replace('"w1":1,', '"w1":99,'))
     import_model(tmp_path / "source", tmp_path / "imported")
     assert "has a tokenizer of 100 ids for only 90 embedding rows" in capsys.readouterr().err
-    monkeypatch.setattr(from_transformers, "open_directory", lambda *_: pytest.fail("the weights were opened"))
+    monkeypatch.setattr(from_transformers, "open_model", lambda *_: pytest.fail("the weights were opened"))
     with pytest.raises(FileError, match="imported exists"):
         import_model(tmp_path / "source", tmp_path / "imported")
 

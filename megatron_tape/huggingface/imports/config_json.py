@@ -23,6 +23,8 @@ _LARGEST_MULTIPLE = 1 << 16
 """Largest multiple to which a vocabulary can be padded; a larger one could take gigabytes."""
 ENCODED = "encoded_tape"
 """`model_type` of this project's exports that contain the code of their positional encoding."""
+PHI3 = "phi3"
+"""`model_type` of Phi-3 and Phi-4."""
 
 _LLAMA = {"attention_bias": False, "rms_norm_eps": 1e-6}
 _QWEN2 = {"rms_norm_eps": 1e-6, "use_sliding_window": False, "num_key_value_heads": 32}
@@ -35,6 +37,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": _QWEN2 | {"attention_bias": False, "head_dim": 128},
     "smollm3": _LLAMA
     | {"use_sliding_window": False, "num_key_value_heads": 4, "tie_word_embeddings": True, "no_rope_layer_interval": 4},
+    PHI3: {"rms_norm_eps": 1e-5},
     "tape": _OURS | {"position_state_precision": "bf16"},
     ENCODED: _OURS | {"attention_output_gate": False},
 }
@@ -47,6 +50,7 @@ _FIXED: dict[str, dict[str, Any]] = {
     "qwen2": {"attention_bias": True, "qk_norm": False},
     "qwen3": {"qk_norm": True},
     "smollm3": {"qk_norm": False},
+    PHI3: {"attention_bias": False, "qk_norm": False, "use_sliding_window": True},
     "tape": {"use_sliding_window": False},
     ENCODED: {"use_sliding_window": False},
 }
@@ -58,6 +62,19 @@ _SUPPORTED = {
     "partial_rotary_factor": 1.0,
 }
 """Settings of which only one value can be imported."""
+_OLMO2 = "its norms follow attention and the MLP, and its norms of queries and keys span all heads"
+_GEMMA = "its norms multiply by 1 + weight, its embeddings are scaled, and its MLP uses GELU (hidden_activation)"
+_GEMMA2 = f"{_GEMMA}; it has more norms, and soft caps or sliding windows (layer_types)"
+# Why models similar to Llama cannot be imported.
+_UNLIKE_LLAMA = {
+    "olmo": "its norms have no weights, and it clips queries, keys and values (clip_qkv)",
+    "olmo2": _OLMO2,
+    "olmo3": f"{_OLMO2}; it has sliding windows (layer_types)",
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA2,
+    "gemma3": _GEMMA2,
+    "gemma3_text": _GEMMA2,
+}
 _TAPE_KEYS = {
     "gate_input": "gate_input",
     "position_mlp_size": "mlp_size",
@@ -163,7 +180,8 @@ def model_settings(settings: dict[str, Any], path: Path, changes: Changes = Chan
     """
     kind = settings.get("model_type")
     if not isinstance(kind, str) or kind not in DEFAULTS:
-        raise cannot_import(settings, path, "model_type", ", ".join(DEFAULTS))
+        reason = _UNLIKE_LLAMA.get(str(kind), "")
+        raise cannot_import(settings, path, "model_type", ", ".join(DEFAULTS), reason)
     original = {"tape": "tape", ENCODED: settings.get("position_encoding")}.get(kind, "rope")
     encoding = changes.position_encoding or original
     _check_changes(settings, path, encoding, changes)
@@ -196,9 +214,11 @@ def model_settings(settings: dict[str, Any], path: Path, changes: Changes = Chan
     return model
 
 
-def cannot_import(settings: dict[str, Any], path: Path, key: str, accepted: str) -> UserError:
+def cannot_import(settings: dict[str, Any], path: Path, key: str, accepted: str, reason: str = "") -> UserError:
     """Return the error that the value of a setting cannot be imported; `accepted` describes the supported values."""
     problem = f"is {settings.get(key)!r:.200} in {path}, which cannot be imported"
+    if reason:
+        problem = f"{problem} ({reason})"
     return UserError(key, problem, f"supported: {accepted}")
 
 
@@ -228,6 +248,8 @@ def _check_supported(settings: dict[str, Any], path: Path) -> None:
             raise cannot_import(settings, path, key, str(accepted))
 
     for key, accepted in _SUPPORTED.items():
+        if key == "partial_rotary_factor" and settings["model_type"] == PHI3:
+            continue  # `_rope` reads it
         refuse(settings.get(key, accepted) != accepted, key, accepted)
     # In these architectures, but not in Qwen2 and TAPE, attention_bias also adds a bias to the output projection.
     biased = settings["model_type"] in ("llama", "qwen3", "smollm3") and settings["attention_bias"]
@@ -279,7 +301,9 @@ def _rope(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[s
     if current and {**rope, "rope_theta": None} != {**current, "rope_theta": None}:
         raise UserError("rope_scaling", f"and rope_parameters differ in {path}", "remove the wrong one")
     kind, share = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
-    if share != 1.0 and kind != "proportional":
+    if settings["model_type"] == PHI3:
+        share = rope.get("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0))
+    elif share != 1.0 and kind != "proportional":
         fix = f"with rope_type {kind}, only 1 is supported; with rope_type proportional, any share"
         raise UserError(f"{key}.partial_rotary_factor", f"is {share} in {path}, which cannot be imported", fix)
     # transformers uses the first of these; the others must be equal.
@@ -289,6 +313,8 @@ def _rope(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[s
         if (other := place.get("rope_theta", theta)) != theta:
             problem = f"has different values in {path}: {other}, and {theta}, which transformers uses"
             raise UserError("rope_theta", problem, "remove the wrong one")
+    if settings["model_type"] == PHI3:
+        theta = _theta_of_share(theta, share, settings, path)
     if kind in ("default", "linear", "proportional"):
         factor = rope["factor"] if kind == "linear" else 1.0 if kind == "default" else rope.get("factor", 1.0)
         return {"rope_theta": theta, "rope_share": share, "rope_scaling_factor": factor * scaling_factor}
@@ -302,6 +328,20 @@ def _rope(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[s
         "rope_low_freq_factor": rope["low_freq_factor"],
         "rope_high_freq_factor": rope["high_freq_factor"],
     }
+
+
+def _theta_of_share(theta: float, share: float, settings: dict[str, Any], path: Path) -> float:
+    """Return the `rope_theta` with which `rope_share` gives Phi-3's frequencies.
+
+    For R rotated of D elements of a head, Phi-3's are theta^(-2i / R). Those of `rope_share` are theta^(-2i / D).
+    """
+    dim = settings.get("head_dim", settings["hidden_size"] // settings["num_attention_heads"])
+    rotated = int(dim * share) if 0 < share <= 1 else 0
+    if rotated < 2 or rotated % 2:
+        problem = f"is {share} in {path}, which cannot be imported"
+        fix = f"supported: shares that rotate an even number of the {dim} elements of a head"
+        raise UserError("partial_rotary_factor", problem, fix)
+    return theta ** (dim / rotated)
 
 
 def _yarn(rope: dict[str, Any], length: int, original_length: int, path: Path, scaling_factor: float) -> dict[str, Any]:
@@ -335,9 +375,11 @@ def _rotary(settings: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
         problem = f"in {path} is a group of settings, which transformers does not read for {settings['model_type']}"
         raise UserError(f"{key}.{nested[0][:40]}", problem, f"give one setting for all layers, directly in {key}")
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
+    # In transformers, Phi-3 has no others but longrope, and reads yarn as longrope.
+    supported = ("default",) if settings["model_type"] == PHI3 else tuple(_ROPE_KEYS)
+    if not isinstance(kind, str) or kind not in supported:
         problem = f"is {kind!r:.100} in {path}, which cannot be imported"
-        raise UserError(f"{key}.rope_type", problem, f"supported: {', '.join(_ROPE_KEYS)}")
+        raise UserError(f"{key}.rope_type", problem, f"supported: {', '.join(supported)}")
     known = (*_ROPE_KEYS[kind], *_ROPE_SHARED)
     nullable = ("factor", "truncate") if kind == "yarn" else ()
     found = {name: value for name, value in rope.items() if value is not None or name in nullable}

@@ -17,9 +17,9 @@ from megatron_tape.huggingface.imports.config_json import (
     read_settings,
 )
 from megatron_tape.huggingface.imports.from_gguf import SUFFIX, GgufFile
+from megatron_tape.huggingface.imports.model_weights import open_model
 from megatron_tape.huggingface.imports.new_checkpoint import advise, find_tokenizer, with_new_tape, write_imported
 from megatron_tape.huggingface.imports.source_card import source_card
-from megatron_tape.huggingface.imports.weight_files import open_directory
 from megatron_tape.io.files import refuse_existing
 
 
@@ -64,7 +64,7 @@ def import_model(
         origin = f"the {settings['model_type']} model {card.get('base_model') or source.resolve().name}"
         tokenizer = find_tokenizer(directory, model.unpadded_vocab_size)
         if gguf is None:
-            weights = open_directory(source, allow_pickle)
+            weights = open_model(source, model, allow_pickle)
         else:
             origin = f"{origin} (GGUF, {gguf.quantization})"
             command_line.log(f"{source} contains {gguf.quantization} weights; the checkpoint stores them in fp32")

@@ -30,7 +30,7 @@ _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _FILE = re.compile(r"[\w.-]{1,200}")
 _INDEX_BYTES = 32 << 20
 """Maximum size of an index file, enough for about 200,000 tensors."""
-_MISMATCH = "give the config.json that belongs to the weights, or download them again"
+MISMATCH = "give the config.json that belongs to the weights, or download them again"
 
 
 class _Index(TypedDict):
@@ -162,14 +162,14 @@ def check_weights(weights: Mapping[str, Any], model: ModelConfig, origin: str, u
         known = name in expected or name.startswith(unread) or name.endswith("rotary_emb.inv_freq")
         if not known and not (model.tie_embeddings and name == OUTPUT):
             problem = f"contains {name:.100}, but its settings describe a model without this parameter"
-            raise FileError(origin, problem, _MISMATCH)
+            raise FileError(origin, problem, MISMATCH)
     shapes = getattr(weights, "shapes", {})
     for name, shape in expected.items():
         if name not in weights:
-            raise FileError(origin, f"lacks the parameter {name}", _MISMATCH)
+            raise FileError(origin, f"lacks the parameter {name}", MISMATCH)
         if shapes.get(name, shape) != shape:
             problem = f"gives {name} the shape {shapes[name]!s:.100}, but its settings require {shape}"
-            raise FileError(origin, problem, _MISMATCH)
+            raise FileError(origin, problem, MISMATCH)
 
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:
