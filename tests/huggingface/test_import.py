@@ -222,8 +222,9 @@ def test_an_exported_tape_model_can_be_reimported(tmp_path):
         import_model(tmp_path / "exported", tmp_path / "no", position_mlp_size=7)
 
 
-def test_pickles_need_permission_and_give_the_same_weights(tmp_path):
-    write_source(tmp_path / "source")
+@pytest.mark.parametrize("kind", ["llama3_tied", "phi3_partial"])
+def test_pickles_need_permission_and_give_the_same_weights(tmp_path, kind):
+    write_source(tmp_path / "source", kind)
     import_model(tmp_path / "source", tmp_path / "expected")
     safe = tmp_path / "source" / "model.safetensors"
     torch.save(load_file(safe), tmp_path / "source" / "pytorch_model.bin")
