@@ -33,8 +33,7 @@ from megatron_tape import command_line
 from megatron_tape.checkpoint.directories import checkpointed_step
 from megatron_tape.checkpoint.locate import resolve_resume
 from megatron_tape.checks import Level, check
-from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.config.recipes import find_recipe
+from megatron_tape.checks.arguments import parse_run_config, with_config_option
 from megatron_tape.config.schema import RunConfig, replace_settings, to_yaml
 from megatron_tape.errors import EXIT_RESTART, ConfigError, refuse
 from megatron_tape.evaluation.model_source import model_of_run
@@ -188,9 +187,7 @@ def judge(run: Path, checkpoints: str, number: int) -> None:
 
 def _arguments(arguments: list[str], scratch: str) -> list[str]:
     """Turn `RECIPE --section.key value ...` into arguments of pretrain.train; see --scratch for the run's directory."""
-    if arguments and not arguments[0].startswith("-"):
-        recipe, *overrides = arguments
-        arguments = [f"--config={find_recipe(recipe)}", *overrides]
+    arguments = with_config_option(arguments)
     parser = command_line.Parser(add_help=False)
     parser.add_argument("--config", action="append", default=[])
     recipes = parser.parse_known_args(arguments)[0].config

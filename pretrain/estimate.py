@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_line.Parser(
         prog="python -m pretrain.estimate",
-        usage="%(prog)s --config RECIPE [--section.key value ...] [--processes N] [--gpu-memory GIB] "
+        usage="%(prog)s [--config] RECIPE [--section.key value ...] [--processes N] [--gpu-memory GIB] "
         "[--gpu KIND] [--search]",
         description="Compute the parameters, memory per GPU, FLOPs, tokens and disk space of a run, and estimate its "
         "step time. No GPU is needed.",

@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     """Check the nodes, print the result, and return the exit status: 1 if a check failed."""
     parser = command_line.Parser(
         prog="python -m pretrain.preflight",
-        usage="%(prog)s --config RECIPE [--nodes A,B] [--gpus N] [--timeout S] [--no-memory-check] [--key value ...]",
+        usage="%(prog)s [--config] RECIPE [--nodes A,B] [--gpus N] [--timeout S] [--no-memory-check] [--key value ...]",
         description=__doc__,
         epilog="`python -m pretrain.train --help` explains the settings of the run.",
     )

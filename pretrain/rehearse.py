@@ -17,11 +17,11 @@ def main(argv: list[str] | None = None) -> int:
     """Rehearse and print the report; return 1 if there are faults or differences from the estimate, otherwise 0."""
     parser = command_line.Parser(
         prog="python -m pretrain.rehearse",
-        usage="%(prog)s --config RECIPE [--processes N] [--rank R] [--section.key value ...]",
+        usage="%(prog)s [--config] RECIPE [--processes N] [--rank R] [--section.key value ...]",
         description="Run four steps of pretrain.train as one rank of many on a fake GPU, and compare memory and "
         "collectives with pretrain.estimate. No GPU and no data are needed, and little memory: nothing is computed.",
         epilog="A fault is an operation that would fail on a GPU. Exit status: 1 if there is a fault, or if a value "
-        "differs from the estimate by more than 5 %% (10 %% for the peak); 2 for invalid settings; otherwise 0. The "
+        "differs from the estimate by more than 5 % (10 % for the peak); 2 for invalid settings; otherwise 0. The "
         "settings are those of pretrain.train.",
     )
     processes_help = "number of GPUs (default: as many as one model replica needs)"

@@ -1,6 +1,7 @@
 """Read a run's settings from the command line, and check them without reading data or starting processes."""
 
 import dataclasses
+import sys
 from pathlib import Path
 
 from megatron_tape.checks.combinations import validate
@@ -18,6 +19,7 @@ def parse_run_config(
 ) -> RunConfig:
     """Return the settings from the recipes (`--config`) and overrides (`--section.key value`) in `argv`.
 
+    A first argument that is not an option is a recipe, as if it followed `--config`.
     If the run extends a model, settings that are not given are taken from that model. `checks.check` performs the
     checks that depend on the number of processes and on files. Exits with status 0 after `--help` or `--print_config`.
 
@@ -35,10 +37,11 @@ def parse_run_config(
     """
     parser = settings_parser(
         RunConfig,
-        usage="%(prog)s --config RECIPE [--section.key value ...]",
+        usage="%(prog)s [--config] RECIPE [--section.key value ...]",
         description=f"{purpose} Settings come from --config and --section.key; later ones override earlier ones.",
     )
-    parsed = read_settings(parser, RunConfig, argv)
+    arguments = sys.argv[1:] if argv is None else argv
+    parsed = read_settings(parser, RunConfig, with_config_option(arguments))
     fix = f"add the missing settings to {' or '.join(parsed.files)}, or give --section.key value"
     if not parsed.files:
         fix = "give --config RECIPE, such as --config tape_demo"
@@ -54,6 +57,14 @@ def parse_run_config(
         print(to_yaml(config), end="")
         raise SystemExit(0)
     return config
+
+
+def with_config_option(arguments: list[str]) -> list[str]:
+    """Return `RECIPE --section.key value ...` as `--config=RECIPE --section.key value ...`, others unchanged."""
+    if not arguments or arguments[0].startswith("-") or "=" in arguments[0]:
+        return arguments
+    recipe, *others = arguments
+    return [f"--config={recipe}", *others]
 
 
 def with_directories(config: RunConfig, name: str) -> RunConfig:

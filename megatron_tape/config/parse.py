@@ -69,7 +69,8 @@ def read_settings(parser: argparse.ArgumentParser, section: type, argv: list[str
         known.setdefault(setting.key, []).append(setting)
     if unknown:
         name = unknown[0].partition("=")[0]
-        refuse(not name.startswith("--"), name, "is not an option", "give settings as --section.key value")
+        fix = "give settings as --section.key value, and files after --config"
+        refuse(not name.startswith("--"), name, "is not an option", fix)
         name = name.removeprefix("--")
         refuse(name in known, name, "is a section of settings", f"give its settings as --{name}.key value")
         raise unknown_key(name, [*(key for key in known if "." in key), "print_config"])

@@ -19,6 +19,7 @@ from megatron_tape.config.sections import as_dict, settings_of
 from megatron_tape.config.train import SpikeSettings, TrainConfig
 from megatron_tape.position import ENCODINGS
 from megatron_tape.synthetic import Recall
+from pretrain import estimate
 
 
 @pytest.fixture
@@ -162,7 +163,7 @@ def test_help_lists_the_sections_and_refuses_unknown_ones(capsys):
         (["--data.generator.name=recall"], "name is an unknown key; choose from the keys of data.generator: task, "),
         (["--data.stages=[{prefix: a, shar: 1}]"], "data.stages[0].shar is an unknown key; correct "),
         (["--optimizer.weight_decay_of.position=0"], "; give optimizer.weight_decay_of a mapping, such as {position: "),
-        (["stray"], "stray is not an option"),
+        (["stray"], "stray is not an option; give settings as --section.key value, and files after --config"),
         (["--train=3"], "train is a section of settings; give its settings as --train.key value"),
         (["--train.spikes=skip"], "train.spikes is 'skip'"),
         (["--train.spikes.action=stop"], "train.spikes.action is 'stop'; it should be 'warn', 'skip' or 'rewind'"),
@@ -321,6 +322,19 @@ def test_a_recipe_can_be_read_from_a_pipe(tmp_path):
 
 def test_without_a_recipe_the_error_says_where_to_find_one(capsys):
     assert "give --config RECIPE, such as --config tape_demo" in refusal(capsys, parse_run_config, [])
+
+
+def test_a_first_argument_without_dashes_is_the_recipe(capsys):
+    recipe, other = "tape_demo", ["--train.steps", "3", "--config", "extend/tiny_tape"]
+    for arguments in ([], other):
+        assert parse_run_config([recipe, *arguments]) == parse_run_config(["--config", recipe, *arguments])
+    assert "train.steps is not an option" in refusal(capsys, parse_run_config, ["train.steps=3", recipe])
+
+    outputs = []
+    for given in ([recipe], ["--config", recipe]):
+        assert estimate.main([*given, "--processes=1"]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] != ""
 
 
 def test_a_recipe_is_found_by_name_unless_a_file_has_this_name(tmp_path, monkeypatch, capsys):
