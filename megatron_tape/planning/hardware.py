@@ -30,6 +30,11 @@ class Hardware(NamedTuple):
 
 # From NVIDIA's data sheets of the SXM modules; NVLink's stated bandwidth is for both directions. Between nodes: one
 # 400 Gb/s adapter per GPU as in DGX H100, and 200 Gb/s as in DGX A100.
+# L40S: half of the data sheet's 733 TFLOP/s with sparsity. RTX A6000: half of the data sheet's 309.7 TFLOP/s with
+# sparsity. RTX 4090: NVIDIA's white paper of the Ada architecture, dense, with accumulation in fp32. These cards have
+# PCIe 4.0 x16. The NVLink bridge of two A6000s is not counted. Between nodes, 100 Gb/s per GPU are assumed.
+# MI300X: AMD's data sheet, dense; seven Infinity Fabric links of 128 GB/s in both directions. Between nodes, 400 Gb/s
+# per GPU are assumed.
 KINDS = {
     kind.name: kind
     for kind in (
@@ -38,24 +43,29 @@ KINDS = {
         Hardware("B200", BLACKWELL, 178, 2250e12, 900e9, 50e9),
         Hardware("A100-80GB", OTHER_GPU, 80, 312e12, 300e9, 25e9),
         Hardware("A100-40GB", OTHER_GPU, 40, 312e12, 300e9, 25e9),
+        Hardware("L40S", OTHER_GPU, 45, 362e12, 32e9, 12.5e9),
+        Hardware("A6000", OTHER_GPU, 48, 154.8e12, 32e9, 12.5e9),
+        Hardware("RTX4090", OTHER_GPU, 24, 165.2e12, 32e9, 12.5e9),
+        Hardware("MI300X", OTHER_GPU, 192, 1307.4e12, 448e9, 50e9),
     )
 }
 """GPU models for estimates, by name."""
 # Half of the figures with sparsity in NVIDIA's data sheets of GH200, HGX B300 (36 PFLOP/s, 8 GPUs), GB200 NVL72 and
-# GB300 NVL72 (360 PFLOP/s, 72 GPUs); the dense figure in AMD's data sheet of MI300X.
+# GB300 NVL72 (360 PFLOP/s, 72 GPUs).
 PEAKS = {name.split("-")[0]: kind.peak for name, kind in KINDS.items()} | {
     "GH200": 989.4e12,
     "B300": 2250e12,
     "GB200": 2500e12,
     "GB300": 2500e12,
-    "MI300X": 1307.4e12,
+    "RTX 4090": KINDS["RTX4090"].peak,
 }
 """Dense bf16 FLOP/s of GPU models. A key is a word of the device name that CUDA reports."""
 
 
 def peak_flops(gpu: str) -> float | None:
     """Return the dense bf16 FLOP/s of the GPU whose device name in CUDA is `gpu`, or None if it is unknown."""
-    if re.search("MIG|PCIe|NVL", gpu):  # a part of a GPU, or a slower variant with the same name
+    # A part of a GPU, or a slower variant with the same name.
+    if re.search(r"MIG|PCIe|NVL|Laptop|4090 D\b", gpu):
         return None
     # Whole words, so that a GB200 is not taken for a B200.
     return next((peak for kind, peak in PEAKS.items() if re.search(rf"\b{kind}\b", gpu)), None)

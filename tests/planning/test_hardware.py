@@ -15,12 +15,19 @@ NAMES = {
     "NVIDIA B300 SXM6 AC": 2250e12,
     "NVIDIA GB200": 2500e12,
     "NVIDIA GB300": 2500e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA RTX A6000": 154.8e12,
+    "NVIDIA GeForce RTX 4090": 165.2e12,
     "AMD Instinct MI300X": 1307.4e12,
 }
 UNKNOWN = (
     "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
     "NVIDIA H100 PCIe",
     "NVIDIA H100 NVL",
+    "NVIDIA GeForce RTX 4090 D",
+    "NVIDIA GeForce RTX 4090 Laptop GPU",
+    "NVIDIA RTX 6000 Ada Generation",
+    "NVIDIA L40",
     "Tesla T4",
     "AMD Instinct MI300A",
 )
