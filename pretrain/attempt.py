@@ -42,7 +42,7 @@ from megatron_tape.io.files import SUFFIX, atomic_directory, remove
 from megatron_tape.io.records import write_record
 from megatron_tape.io.versions import commit
 from megatron_tape.parallel.launcher import restart_count
-from megatron_tape.run.attempts import Attempt
+from megatron_tape.run.attempts import UNREADY, Attempt
 from megatron_tape.run.judging import (
     crash_loop,
     decide,
@@ -84,6 +84,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--run", required=True, help="the run's directory")
     add("--checkpoints", required=True, help="the run's checkpoint directory")
     add("--attempt", type=int, required=True, help="number of the attempt")
+    add("--not-started", action="store_true", help="the processes of the attempt did not start")
     options = parser.parse_args(argv)
     if options.verb == "check":
         config = parse_run_config(_arguments(options.arguments, ""))
@@ -91,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
     elif options.verb == "chain":
         print(*check_chain(options.arguments, options.scratch), sep="\n")
     elif options.verb == "decide":
-        judge(Path(options.run), options.checkpoints, options.attempt)
+        judge(Path(options.run), options.checkpoints, options.attempt, options.not_started)
     else:
         begin(options)
 
@@ -171,8 +172,13 @@ def begin(options: argparse.Namespace) -> None:
         print(f"{name}={shlex.quote(str(value))}")
 
 
-def judge(run: Path, checkpoints: str, number: int) -> None:
-    """Print and record the verdict on an ended attempt (see `decide`), and the traceback if it is `stop`."""
+def judge(run: Path, checkpoints: str, number: int, not_started: bool = False) -> None:
+    """Print and record the verdict on an ended attempt (see `decide`), and the traceback if it is `stop`.
+
+    `not_started`: the processes of the attempt did not start, so none of them has recorded its end.
+    """
+    if not_started:
+        _record_missing_start(run, checkpoints, number)
     verdict, reason = decide(run, checkpoints, number)
     attempt = next(record for record in read_attempts(run) if record.number == number)
     write_record(
@@ -183,6 +189,17 @@ def judge(run: Path, checkpoints: str, number: int) -> None:
         print(f"exclude {','.join(bad)}")
     if verdict == "stop" and attempt.detail:
         print(attempt.detail.rstrip(), file=sys.stderr)
+
+
+def _record_missing_start(run: Path, checkpoints: str, number: int) -> None:
+    """Record that the processes of an attempt did not start, unless one of them has recorded its end."""
+    attempt = next((record for record in read_attempts(run) if record.number == number), None)
+    if attempt is None or attempt.outcome is not None:
+        return
+
+    log = attempt.facts.get("log") or "the output of the job"
+    message = f"the processes did not start on the nodes; see the errors in {log}"
+    Attempt.open(run, checkpoints, number).record_end(0, UNREADY, message)
 
 
 def _arguments(arguments: list[str], scratch: str) -> list[str]:

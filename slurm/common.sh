@@ -1,33 +1,100 @@
 # Functions for the scripts in this folder, which source this file. See docs/cluster.md.
 # shellcheck shell=bash
 
-# load_site ROOT: read ROOT/slurm/site.env, if it exists, and choose the Python to run.
+# begin_job ROOT ARGS...: prepare a job with the code in ROOT. ARGS are the arguments of the script.
+begin_job() {
+  use_own_variables
+  load_site "$1"
+}
+
+# use_own_variables: make SLURM_* describe this job. sbatch passes on the variables of the job that it was called in,
+# such as an interactive session. srun would use them as its options, and one CPU of the session would then run all
+# ranks (SLURM_CPU_BIND). Only variables that Slurm sets for every job are kept; site.env may set others.
+use_own_variables() {
+  local name record
+  for name in ${!SLURM_@} ${!SRUN_@}; do
+    case $name in
+      SLURM_CONF | SLURM_JWT | SLURM_CLUSTER_NAME | SLURM_WORKING_CLUSTER | SLURM_SUBMIT_*) ;;
+      SLURM_JOB_* | SLURM_JOBID | SLURM_ARRAY_* | SLURM_RESTART_COUNT) ;;
+      SLURM_NNODES | SLURM_NODELIST | SLURM_NODE_ALIASES | SLURM_NODEID | SLURM_TASKS_PER_NODE) ;;
+      SLURM_TASK_PID | SLURM_PROCID | SLURM_LOCALID | SLURM_GTIDS | SLURM_TOPOLOGY_*) ;;
+      SLURM_CPUS_ON_NODE | SLURM_GPUS_ON_NODE) ;;
+      *) unset "$name" ;;
+    esac
+  done
+
+  # Slurm sets these for some jobs only, so their values may be those of another job. The first job that scontrol
+  # prints is this one; the others are the other tasks of an array.
+  record=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null) || return 0
+
+  case ${record%% JobName=*} in
+    *HetJobId=*) fail "this job is heterogeneous (sbatch ... : ...), and the nodes after the colon would be idle;" \
+      "submit it without a colon, such as with --nodes=2" ;;
+    *ArrayJobId=*) ;;
+    *) for name in ${!SLURM_ARRAY_@}; do unset "$name"; done ;;
+  esac
+
+  record=${record#*$'\n'}
+  if [[ ${record%%Command=*} =~ Restarts=([0-9]+) ]]; then export SLURM_RESTART_COUNT=${BASH_REMATCH[1]}; fi
+}
+
+# load_site ROOT: read ROOT/slurm/site.env, if it exists, and choose the Python that runs the code in ROOT.
 load_site() {
   ROOT=$1
-  if [ -f "$ROOT/slurm/site.env" ]; then
-    # Environment modules and conda fail under `set -eu`.
-    local flags=$-
-    set +eu
-    # shellcheck disable=SC1091
-    source "$ROOT/slurm/site.env"
-    case $flags in *e*) set -e ;; esac
-    case $flags in *u*) set -u ;; esac
-  fi
+  if [ -f "$ROOT/slurm/site.env" ]; then read_site_file "$ROOT/slurm/site.env"; fi
+
+  TAPE_CONTAINER=${TAPE_CONTAINER:-}
   if [ -z "${TAPE_PYTHON:-}" ]; then
     TAPE_PYTHON=python3
-    if [ -z "${TAPE_CONTAINER:-}" ] && [ -x "$ROOT/.venv/bin/python" ]; then TAPE_PYTHON=$ROOT/.venv/bin/python; fi
+    if [ -z "$TAPE_CONTAINER" ] && [ -x "$ROOT/.venv/bin/python" ]; then TAPE_PYTHON=$ROOT/.venv/bin/python; fi
   fi
-  if [ -z "${TAPE_CONTAINER:-}" ] && ! command -v "$TAPE_PYTHON" >/dev/null; then
+  if [ -z "$TAPE_CONTAINER" ] && ! command -v "$TAPE_PYTHON" >/dev/null; then
     fail "TAPE_PYTHON is $TAPE_PYTHON, which is not found; run make install, or set TAPE_PYTHON in slurm/site.env"
   fi
-  export TAPE_PYTHON TAPE_CONTAINER=${TAPE_CONTAINER:-} PYTHONUNBUFFERED=1
+  export PYTHONUNBUFFERED=1
+
   split_words container TAPE_CONTAINER "$TAPE_CONTAINER"
   split_words sbatch_options TAPE_SBATCH_OPTIONS "${TAPE_SBATCH_OPTIONS:-}"
   split_words srun_options TAPE_SRUN_OPTIONS "${TAPE_SRUN_OPTIONS:-}"
   split_words preflight_options TAPE_PREFLIGHT_OPTIONS "${TAPE_PREFLIGHT_OPTIONS:-}"
+  check_srun_options
   if [ -n "${TAPE_NETWORK_INTERFACE:-}" ]; then
     export NCCL_SOCKET_IFNAME=$TAPE_NETWORK_INTERFACE GLOO_SOCKET_IFNAME=$TAPE_NETWORK_INTERFACE
   fi
+  use_code "$ROOT"
+}
+
+# read_site_file FILE: source FILE. TAPE_ variables of the environment override it, also in a job, which inherits them.
+read_site_file() {
+  local name
+  local -A environment=()
+  for name in $(compgen -e TAPE_); do environment[$name]=${!name}; done
+
+  # Environment modules and conda fail under `set -eu`.
+  local flags=$-
+  set +eu
+  # shellcheck disable=SC1090
+  source "$1"
+  case $flags in *e*) set -e ;; esac
+  case $flags in *u*) set -u ;; esac
+
+  for name in "${!environment[@]}"; do
+    [ "${!name:-}" != "${environment[$name]}" ] || continue
+    log "note: $name is '${environment[$name]}' from the environment, not '${!name:-}' from slurm/site.env" >&2
+    printf -v "$name" %s "${environment[$name]}"
+  done
+}
+
+# check_srun_options: reject options that change the tasks of a step or the GPUs that a task sees.
+check_srun_options() {
+  local option
+  for option in "${srun_options[@]}"; do
+    case $option in
+      --gpus | --gpus[=-]* | --gpu-b* | --gres*gpu* | --tres-* | --ntasks* | --nodes | --nodes=* | -[GnN]*)
+        fail "TAPE_SRUN_OPTIONS contains $option, but the scripts start one task per GPU, and each task must see all" \
+          "GPUs of its node; remove it, and choose nodes and GPUs with options of sbatch" ;;
+    esac
+  done
 }
 
 # split_words ARRAY NAME TEXT: split TEXT into ARRAY as a shell does, with quotes but without expansions. NAME is the
@@ -83,17 +150,14 @@ cancel_submitted() {
   fi
 }
 
-# run_python ARGS...: run Python, in the container if one is set, with the modules of $ROOT.
-run_python() {
-  PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} "${container[@]}" "$TAPE_PYTHON" "$@"
+# use_code ROOT: run the code in ROOT. The array `python` becomes the command that runs one of its modules.
+use_code() {
+  ROOT=$1
+  python=(env "PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}" "TAPE_CONTAINER=$TAPE_CONTAINER")
+  python+=("${container[@]}" "$TAPE_PYTHON" "$ROOT/slurm/run_module.py")
 }
 
-# Replaces `python -m`, which would import the code from the working directory, possibly another version than $ROOT's.
-RUN_MODULE='import runpy, sys
-sys.path[0] = sys.argv.pop(1)
-runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)'
-
-run_module() { run_python -c "$RUN_MODULE" "$ROOT" "$@"; }
+run_module() { "${python[@]}" "$@"; }
 
 log() { echo "$(date +%T) $*"; }
 
@@ -151,6 +215,7 @@ run_job() {
     --job-link "$job_link" "${requeued[@]}" --nodes "$nodes" --processes $((SLURM_JOB_NUM_NODES * tasks)) \
     --scratch="${TAPE_SCRATCH:-}" --log="$(job_log)" -- "$@" || exit 1
   eval "$variables"
+  use_code "$ROOT"
   export TAPE_ATTEMPT=$ATTEMPT MASTER_PORT=$PREFLIGHT_PORT MASTER_ADDR
   MASTER_ADDR=$(head_address "${nodes%%,*}")
   [ -z "$SIGNALED" ] || echo "$SIGNALED" >"$ATTEMPT_DIRECTORY/stop"
@@ -171,7 +236,7 @@ read_job() {
   [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || fail "this job is an array task; submit it without --array"
   nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
   [ -n "$nodes" ] || fail "scontrol show hostnames $SLURM_JOB_NODELIST prints nothing; check that scontrol works here"
-  gpus=${SLURM_GPUS_ON_NODE:-0}
+  gpus=$(gpus_per_node) || exit 1
   # One task per GPU, or one per node without GPUs. srun starts them, sets their ranks, and ends all when one dies.
   # torchrun is not used: it would intercept Slurm's signals to the processes.
   # Read from scontrol, since SLURM_NTASKS_PER_NODE may come from the session that submitted the job.
@@ -203,6 +268,7 @@ run_evaluation() {
   # After an error (1) or a usage error (2), the program has printed a message.
   if [ "$STEP_STATUS" -gt 2 ]; then
     ! may_retry_crash || requeue
+    [ "$STEP_STARTED" = yes ] || fail "the processes did not start, three times; see the errors above"
     fail "the evaluation has crashed three times; see above, and submit the same command to continue"
   fi
   exit 1
@@ -215,8 +281,7 @@ run_task() {
   if [ -z "$SIGNALED" ]; then
     (
       # exec, so that Python gets the signals.
-      export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
-      exec "${container[@]}" "$TAPE_PYTHON" -c "$RUN_MODULE" "$ROOT" pretrain.compare "$@" --only "$SLURM_ARRAY_TASK_ID"
+      exec "${python[@]}" pretrain.compare "$@" --only "$SLURM_ARRAY_TASK_ID"
     ) &
     SRUN=$!
     while :; do
@@ -262,7 +327,9 @@ retry_on_75() {
 }
 
 # run_step MODULE ARGS...: run the module on every rank, and wait until it ends, also when signals arrive. Sets
-# STEP_STATUS. srun's status is unreliable after signals, so the records of the run decide what happens next.
+# STEP_STATUS. srun's status is unreliable after signals, so the records of the run decide what happens next. Also sets
+# STEP_STARTED to "no" if the module has not started: after an error of srun (SLURM_EXIT_ERROR, a status that no program
+# here uses), an unknown option of srun or an error of the container (255), or if Python was not found (126, 127).
 # --overlap (Slurm 20.11 or newer): otherwise srun may wait up to two minutes (SlurmctldTimeout) until Slurm notices
 # that the previous step has ended.
 # --distribution=block:block: place consecutive ranks of a node on one socket, like consecutive GPUs. Slurm's default
@@ -271,12 +338,12 @@ run_step() {
   local module=$1
   shift
   # shellcheck disable=SC2046
-  PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(cpus_per_task)} LOCAL_WORLD_SIZE=$tasks \
+  SLURM_EXIT_ERROR=119 OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(cpus_per_task)} LOCAL_WORLD_SIZE=$tasks \
     srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks=$((SLURM_JOB_NUM_NODES * tasks)) --ntasks-per-node="$tasks" \
     --cpus-per-task="$(cpus_per_task)" --export=ALL --distribution=block:block --kill-on-bad-exit=1 --unbuffered --overlap \
-    $([ "$gpus" -gt 0 ] && echo "--gpus-per-node=$gpus --gpu-bind=none") "${srun_options[@]}" \
+    $([ "$gpus" -gt 0 ] && echo "--gpus-per-node=$gpus") "${srun_options[@]}" \
     bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS; exec "$@"' task \
-    "${container[@]}" "$TAPE_PYTHON" -c "$RUN_MODULE" "$ROOT" "$module" "$@" &
+    "${python[@]}" "$module" "$@" &
   local srun=$!
   SRUN=$srun
   [ -z "${ATTEMPT_DIRECTORY:-}" ] || kill_stuck_srun $srun &
@@ -289,6 +356,8 @@ run_step() {
   done
   kill $watcher 2>/dev/null
   SRUN=
+  STEP_STARTED=yes
+  case $STEP_STATUS in 119 | 126 | 127 | 255) STEP_STARTED=no ;; esac
 }
 
 # kill_stuck_srun PID: kill an srun that waits for tasks that no longer exist. This happens when a node restarts before
@@ -304,9 +373,34 @@ kill_stuck_srun() {
   done
 }
 
+# cpus_per_task: print the number of CPUs for each task, which depends on the node with the fewest CPUs.
 cpus_per_task() {
-  local cpus=$((${SLURM_CPUS_ON_NODE:-1} / tasks))
+  # Such as 64(x2),32 for three nodes.
+  local cpus
+  cpus=$(tr , '\n' <<<"${SLURM_JOB_CPUS_PER_NODE:-1}" | sed 's/(.*//' | sort -n | head -n 1)
+  cpus=$((cpus / tasks))
   echo $((cpus > 0 ? cpus : 1))
+}
+
+# gpus_per_node: print the number of GPUs that this job has on each of its nodes or, if they differ, the smallest one.
+# SLURM_GPUS_ON_NODE is the number of the first node and, in a job without GPUs, possibly that of another job.
+gpus_per_node() {
+  local counts
+  counts=$(scontrol show job --details "$SLURM_JOB_ID" | awk '
+    /^ *Command=/ { arguments = 1 }
+    !arguments && /^ *Nodes=.* GRES=/ {
+      sub(/.* GRES=/, ""); gsub(/\([^)]*\)/, ""); total = 0
+      count = split($0, resources, ",")
+      for (i = 1; i <= count; i++) if (resources[i] ~ /^gpu:/) { sub(/.*:/, "", resources[i]); total += resources[i] }
+      print total
+    }' | sort -n -u | paste -sd' ')
+  case $counts in
+    0\ *) fail "some nodes of this job have no GPU, and others have up to ${counts##* }; submit it with" \
+      "--gpus-per-node, or choose nodes of one kind with --constraint or --nodelist" ;;
+    *\ *) log "warning: the nodes of this job have ${counts// / or } GPUs; it uses ${counts%% *} on each" >&2 ;;
+  esac
+  counts=${counts:-${SLURM_GPUS_ON_NODE:-0}}
+  echo "${counts%% *}"
 }
 
 # head_address NODE: print the name of the node or, if it does not resolve, the address that Slurm uses for it. If that
@@ -333,9 +427,10 @@ job_log() { scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/^ *StdOut=
 
 # finish_attempt: end or requeue the job, depending on the records of the run (see pretrain.attempt decide).
 finish_attempt() {
-  local answer verdict reason
+  local answer verdict reason not_started=()
+  if [ "$STEP_STARTED" = no ]; then not_started=(--not-started); fi
   retry_on_75 answer run_module pretrain.attempt decide --run="$RUN_DIRECTORY" --checkpoints="$CHECKPOINT_DIRECTORY" \
-    --attempt "$ATTEMPT"
+    --attempt "$ATTEMPT" "${not_started[@]}"
   read -r verdict reason <<<"$answer"
   log "attempt $ATTEMPT: $reason"
   case $verdict in
@@ -431,4 +526,4 @@ seconds_left() {
       for (i = n; i > 0; i--) s += parts[i] * unit[n - i + 1]; print s}'
 }
 
-SIGNALED=${SIGNALED:-}
+SIGNALED=${SIGNALED:-} STEP_STARTED=yes

@@ -55,7 +55,7 @@ fi
 root=$(scontrol show job "$SLURM_JOB_ID" | sed -n '0,/^ *Command=/{//{s///;s|/slurm/compare\.sh.*||p}}')
 [ -f "$root/slurm/common.sh" ] || root=$(cd "$(dirname "$0")/.." && pwd)
 source "$root/slurm/common.sh" || exit 1
-load_site "$root"
+begin_job "$root"
 if [ -z "${SLURM_ARRAY_TASK_ID:-}" ]; then
   run_module pretrain.compare "$@" --report-only
   exit

@@ -30,7 +30,7 @@ fi
 # fails if its pipe is closed early: for the last task of an array it prints all tasks.
 root=$(scontrol show job "$SLURM_JOB_ID" | sed -n '0,/^ *Command=/{//{s///;s|/slurm/preprocess\.sh.*||p}}')
 source "$root/slurm/common.sh"
-load_site "$root"
+begin_job "$root"
 part=()
 if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
   if [ $((SLURM_ARRAY_TASK_MAX + 1)) -ne "$SLURM_ARRAY_TASK_COUNT" ]; then
@@ -38,4 +38,4 @@ if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
   fi
   part=(--part "$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT")
 fi
-run_python "$root/tools/preprocess_data.py" --workers "${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}" "$@" "${part[@]}"
+run_module tools.preprocess_data --workers "$SLURM_CPUS_ON_NODE" "$@" "${part[@]}"

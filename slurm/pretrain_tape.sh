@@ -36,5 +36,5 @@ link=$PWD/runs/.jobs/$SLURM_JOB_ID
 [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && [ -d "$link/code" ] && root=$(readlink -f "$link")/code
 [ -f "$root/slurm/common.sh" ] || root=$(cd "$(dirname "$0")/.." && pwd)
 source "$root/slurm/common.sh" || exit 1
-load_site "$root"
+begin_job "$root"
 run_job pretrain.train pretrain/recipes/tape_155m.yaml "$@"

@@ -33,7 +33,7 @@ def missing():
 class Cluster:
     """A cluster of virtual nodes, each with its own host name and processes, and a working directory with the code."""
 
-    def __init__(self, nodes="nodeA nodeB", gpus=0, mode="auto"):
+    def __init__(self, nodes="nodeA nodeB", gpus=0, mode="auto", cpus=4, task_plugin="task/none"):
         self.directory = Path(tempfile.mkdtemp(prefix="slc", dir="/tmp"))
         self.directory.chmod(0o755)
         self.work = self.directory / "work"
@@ -45,6 +45,8 @@ class Cluster:
             "SLURM_LOCAL_DIR": str(self.directory),
             "SLURM_LOCAL_NODES": nodes,
             "SLURM_LOCAL_GPUS": str(gpus),
+            "SLURM_LOCAL_CPUS": str(cpus),
+            "SLURM_LOCAL_TASK_PLUGIN": task_plugin,
             "SLURM_LOCAL_MODE": mode,
         }
         copy_code(self.work / "repo")

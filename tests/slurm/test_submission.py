@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import venv
 
 import pytest
 from cluster import REPOSITORY
@@ -79,10 +80,13 @@ def test_valid_commands_are_submitted_and_incomplete_ones_explained(submit, tmp_
 def test_each_array_task_preprocesses_one_part(tmp_path, last, count, expected):
     """Slurm runs a copy of the script."""
     script = shutil.copy(REPOSITORY / "slurm" / "preprocess.sh", tmp_path)
-    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "   Command={REPOSITORY}/slurm/preprocess.sh --input x"\n')
+    facts = "ArrayJobId=7 ArrayTaskId=1 " if count else ""
+    record = f"JobId=7 {facts}JobName=x\n   Command={REPOSITORY}/slurm/preprocess.sh --input x"
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho '{record}'\n")
     (tmp_path / "scontrol").chmod(0o755)
     variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "TAPE_PYTHON": "echo", "SLURM_JOB_ID": "7"}
-    variables |= {"SLURM_CPUS_ON_NODE": "2"}
+    # A job that is submitted in a job inherits the number of CPUs of that job's tasks.
+    variables |= {"SLURM_CPUS_ON_NODE": "2", "SLURM_CPUS_PER_TASK": "16"}
     if count:
         task = {"ID": 1, "MAX": last, "COUNT": count}
         variables |= {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in task.items()}
@@ -91,7 +95,34 @@ def test_each_array_task_preprocesses_one_part(tmp_path, last, count, expected):
     if last == 1:
         assert done.returncode == 1 and expected in done.stderr
     else:
-        assert done.stdout == f"{REPOSITORY}/tools/preprocess_data.py --workers 2 --input a b*{expected}\n"
+        program = f"{REPOSITORY}/slurm/run_module.py tools.preprocess_data"
+        assert done.stdout == f"{program} --workers 2 --input a b*{expected}\n"
+
+
+@pytest.mark.parametrize("script", ["pretrain_tape.sh", "compare.sh", "evaluate_tape.sh", "run_all.sh"])
+def test_a_python_without_the_packages_is_named_with_the_command_that_installs_them(submit, tmp_path, script):
+    bare = tmp_path / "bare"
+    venv.create(bare, symlinks=True)
+    python = bare / "bin" / "python"
+    arguments = CHAIN if script == "run_all.sh" else ["--x"]
+    status, submitted, output = submit(script, *arguments, TAPE_PYTHON=str(python))
+    assert (status, submitted, len(output.splitlines())) == (1, None, 1)
+    assert output.startswith(f"error: TAPE_PYTHON is {python}, which lacks the package ")
+    assert f"install the packages with {python} -m pip install -r {REPOSITORY}/requirements.txt" in output
+    status, _, output = submit(script, *arguments, TAPE_PYTHON=str(python), TAPE_CONTAINER="nice -n 0")
+    assert status == 1 and output.startswith(
+        f"error: TAPE_PYTHON is {python} in TAPE_CONTAINER (nice -n 0), which lacks"
+    )
+    assert "in the image, as slurm/apptainer.def does" in output
+
+
+@pytest.mark.parametrize("option", ["--gpus-per-task=1", "--gpu-bind=single:1", "-n 4", "--ntasks=4", "--gres=gpu:1"])
+def test_options_of_srun_that_change_the_tasks_or_their_gpus_are_refused(submit, option):
+    arguments = [RECIPE, "--data.prefix=a"]
+    status, submitted, output = submit("pretrain_tape.sh", *arguments, TAPE_SRUN_OPTIONS=f"--mpi=none {option}")
+    assert (status, submitted) == (1, None)
+    assert f"TAPE_SRUN_OPTIONS contains {option.split()[0]}, but the scripts start one task per GPU" in output
+    assert submit("pretrain_tape.sh", *arguments, TAPE_SRUN_OPTIONS="--mpi=none --nodelist=a --gpu-freq=low")[0] == 0
 
 
 CHAIN = [RECIPE, "--data.prefix=a", "--model.position_encoding=rope"]
