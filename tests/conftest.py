@@ -108,12 +108,16 @@ def run_tool(tmp_path_factory):
     environment = {**os.environ, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "1"}
     settings = {"capture_output": True, "text": True, "env": environment, "timeout": 120}
 
-    def run(tool, *arguments, code=0, workers=1):
+    def run(tool, *arguments, code=0, workers=1, variables=None):
         if tool == "preprocess_data":
             arguments = ("--workers", workers, *arguments)
         # A Hugging Face cache is chosen before any import; workers are forked from a process without threads.
-        apart = workers > 1 or "hub" in arguments
-        result = subprocess.run(command(tool, *arguments), **settings) if apart else run_here(tool, *arguments)
+        apart = workers > 1 or any(str(argument).startswith("hub") for argument in arguments)
+        if apart:
+            chosen = settings | {"env": environment | (variables or {})}
+            result = subprocess.run(command(tool, *arguments), **chosen)
+        else:
+            result = run_here(tool, *arguments)
         assert result.returncode == code, result.stderr
         assert "Traceback" not in result.stderr
         return result

@@ -3,19 +3,17 @@
     python tools/make_corpus.py stdlib --output data/stdlib.jsonl
     python tools/make_corpus.py folders ~/project --suffixes .py .md --output data/project.jsonl
     python tools/make_corpus.py hub allenai/c4 --config-name en --streaming --max-documents 9999 --output data/c4.jsonl
-    python tools/make_corpus.py hub json --data-files 'raw/*.jsonl.gz' --text-key content --output data/raw.jsonl
 
 stdlib: the source code of this Python's standard library, 31 MB of real text that every machine has.
 folders: one long document for each folder of a directory, such as a repository, made of the folder's files.
-hub: a dataset of the Hugging Face Hub, its local directory, or a format (json, parquet, text) with --data-files. Each
-text file is one document.
+hub: documents of a dataset of the Hugging Face Hub, or of a local directory in its layout. preprocess_data.py and
+train_tokenizer.py read such a dataset without this step, as --input hub:NAME.
 
 Documents that are too large or not valid UTF-8 are skipped, because preprocess_data.py would refuse them. The output
 appears only when it is complete.
 """
 
 import argparse
-import contextlib
 import io
 import json
 import os
@@ -26,9 +24,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_tape import command_line
-from megatron_tape.data.documents import LONE_SURROGATE, Problems, document_bytes_option
-from megatron_tape.data.raw_chunks import TooLarge
-from megatron_tape.errors import ConfigError, FileError, UserError
+from megatron_tape.data import hub
+from megatron_tape.data.documents import (
+    LONE_SURROGATE,
+    Problems,
+    check_text_keys,
+    document_bytes_option,
+    parse_chunk,
+)
+from megatron_tape.data.raw_chunks import TooLarge, UnreadableFile, read_chunks
+from megatron_tape.errors import FileError
 from megatron_tape.io.files import atomic_output
 
 _EXCLUDED = {"site-packages", "dist-packages", "__pycache__"}
@@ -40,13 +45,14 @@ def main() -> None:
     # Open the output first, so that an existing one is rejected before anything is downloaded.
     with atomic_output(arguments.output, overwrite=arguments.overwrite) as file:
         total, limit = None, arguments.max_document_bytes
+        problems = Problems()
         if arguments.source == "stdlib":
             records = standard_library(arguments.shuffle)
         elif arguments.source == "folders":
             records = folders(arguments.directory, arguments.suffixes, arguments.shuffle)
         else:
-            records, total = hub_texts(arguments), arguments.max_documents
-        progress, problems = command_line.Progress(total), Problems()
+            records, total = hub_texts(arguments, problems), arguments.max_documents
+        progress = command_line.Progress(total)
         count = size = 0
         for number, record in enumerate(records, start=1):
             try:
@@ -132,45 +138,21 @@ def _source(path: Path) -> str | None:
         return None
 
 
-def hub_texts(arguments: argparse.Namespace) -> Iterator[dict[str, str]]:
-    """Yield {"text"} of a dataset's rows, except for empty texts. Raises UserError if the dataset cannot be read."""
-    import datasets
+def hub_texts(arguments: argparse.Namespace, problems: Problems) -> Iterator[dict[str, str]]:
+    """Yield {"text"} of a dataset's documents, except for empty ones, and add the bad documents to `problems`.
 
-    command_line.log(f"opening {arguments.name} ...")
-    # A text file is one document, as in preprocess_data.py; datasets of the Hub define their own documents.
-    options = {"sample_by": "document"} if arguments.name == "text" else {}
-    with _library_errors(arguments.name, "opened", "check name, --config-name and --split"):
-        rows = datasets.load_dataset(
-            arguments.name,
-            arguments.config_name,
-            split=arguments.split,
-            streaming=arguments.streaming,
-            data_files=arguments.data_files,
-            **options,
-        )
-    if rows.column_names is not None and arguments.text_key not in rows.column_names:
-        problem = f"is {arguments.text_key!r}, but {arguments.name} has only the columns {rows.column_names}"
-        raise ConfigError("--text-key", problem, "choose one of them")
-    with _library_errors(arguments.name, "read", "repair or download it again"):
-        for number, row in enumerate(rows, start=1):
-            text = row.get(arguments.text_key)
-            if not isinstance(text, str):
-                problem = f"is {arguments.text_key!r}, but row {number} has no text there ({type(text).__name__})"
-                raise ConfigError("--text-key", problem, "choose another column")
-            if text:
-                yield {"text": text}
-
-
-@contextlib.contextmanager
-def _library_errors(name: str, action: str, fix: str) -> Iterator[None]:
-    """Within the context, convert errors of `datasets` into FileError: `name` cannot be `action`, such as "opened"."""
-    try:
-        yield
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split())[:500] or type(error).__name__
-        raise FileError(name, f"cannot be {action} ({reason})", fix) from error
+    Raises UserError if the dataset or one of its files cannot be read, ConnectionError if the network fails.
+    """
+    paths = hub.find_files(arguments.name, arguments)
+    if not arguments.streaming:
+        hub.download(paths)
+    check_text_keys(paths, arguments.text_key)
+    for chunk in read_chunks(paths, arguments.text_key, 1 << 18, arguments.max_document_bytes):
+        if isinstance(chunk, UnreadableFile):
+            raise chunk
+        texts, _, bad = parse_chunk(chunk, arguments.text_key, keep_empty=True)
+        problems.merge(bad)
+        yield from ({"text": text} for text in texts if text)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -187,15 +169,12 @@ def parser() -> argparse.ArgumentParser:
     shuffle = "shuffle the documents with this seed, so that all splits are alike (default: sort by path)"
     for source in (stdlib, directory):
         source.add_argument("--shuffle", type=int, metavar="SEED", help=shuffle)
-    hub = sources.add_parser("hub", help="a dataset of the Hugging Face Hub, or local files in its formats")
-    hub.add_argument("name", help="dataset, local directory, or format (json, parquet, text)")
-    hub.add_argument("--config-name", type=str, help="the dataset's configuration")
-    hub.add_argument("--data-files", nargs="+", metavar="GLOB", help="the files, for a format or a directory")
-    hub.add_argument("--split", type=str, default="train", help="the dataset's split (default: %(default)s)")
-    hub.add_argument("--streaming", action="store_true", help="do not download the whole dataset first")
-    hub.add_argument("--max-documents", type=command_line.whole_number, metavar="N", help="stop after N documents")
-    hub.add_argument("--text-key", type=str, default="text", help="the column with the text (default: %(default)s)")
-    for source in (stdlib, directory, hub):
+    dataset = sources.add_parser("hub", help="a dataset of the Hugging Face Hub, or a local directory in its layout")
+    dataset.add_argument("name", type=str, help="name of the dataset, or path of the directory")
+    hub.add_options(dataset)
+    dataset.add_argument("--max-documents", type=command_line.whole_number, metavar="N", help="stop after N documents")
+    dataset.add_argument("--text-key", type=str, default="text", help="the key or column with the text (default: text)")
+    for source in (stdlib, directory, dataset):
         source.add_argument("--output", required=True, metavar="F.jsonl", help="the file to write")
         source.add_argument("--overwrite", action="store_true", help="replace an existing output")
         document_bytes_option(source)

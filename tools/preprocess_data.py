@@ -1,29 +1,44 @@
 """Tokenize documents into Megatron-core's indexed dataset, P.bin and P.idx.
 
     python tools/preprocess_data.py --input 'data/c4/*.jsonl.zst' --tokenizer tokenizer.model \\
-        --output-prefix data/c4 --workers 16 --append-eod
+        --output-prefix data/c4 --workers 16
+    python tools/preprocess_data.py --input hub:HuggingFaceFW/fineweb-edu --config-name sample-10BT --streaming \\
+        --tokenizer tokenizer.model --output-prefix data/fineweb-edu
 
-The result does not depend on --workers. It appears under its name only when it is complete: an interrupted run leaves
-at most P.bin.partial and P.idx.partial, which the next run replaces.
+The result does not depend on --workers, and appears under its name only when it is complete. The same command
+continues an interrupted run after the last complete input file. Until then, the unfinished files are P.bin.partial,
+P.idx.partial and P.progress.
 
 Several machines can share the work: `--part I/N` reads every N-th file, starting with number I (from 0), and writes
 the dataset P-I-of-N. `slurm/preprocess.sh` does so in every task of a Slurm job array. Training reads all parts with
 `--data.prefix 'P-*'`; `tools/merge_datasets.py` merges them into one. A complete part is kept if it was made from the
 same files with the same options; otherwise it is an error. --overwrite replaces it. P.origin records the tokenizer,
-which training and evaluation compare with the model's.
+which training and evaluation compare with the model's, and the input files. Of a dataset of the Hub, these names
+contain the commit, so that no dataset mixes two revisions.
 """
 
 import argparse
+import contextlib
 import glob
 import os
 import re
+from collections import Counter
 from typing import Any
 
+import numpy as np
+
 from megatron_tape import command_line
-from megatron_tape.data.documents import FORMATS, Problems, check_text_key, document_bytes_option, find_inputs
-from megatron_tape.data.indexed_dataset import IndexedDatasetWriter, check_output_prefix, dataset_paths
+from megatron_tape.data import hub
+from megatron_tape.data.documents import FORMATS, Problems, check_text_keys, document_bytes_option, find_inputs
+from megatron_tape.data.indexed_dataset import (
+    IndexedDatasetWriter,
+    Mark,
+    check_output_prefix,
+    dataset_paths,
+    read_progress,
+)
 from megatron_tape.data.inputs import check_writable
-from megatron_tape.data.origins import read_origin
+from megatron_tape.data.origins import Source, read_origin
 from megatron_tape.data.preprocessing import Encoding, encode_files
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import ConfigError, FileError, refuse
@@ -34,28 +49,42 @@ def main() -> None:
     arguments = parser().parse_args()
     check_output_prefix("--output-prefix", arguments.output_prefix)
     check_writable("--output-prefix", os.path.dirname(os.path.abspath(arguments.output_prefix)))
-    paths = find_inputs(arguments.input)
-    tokenizer = load_tokenizer(arguments.tokenizer)
-    if arguments.append_eod and tokenizer.eod is None:
-        raise FileError(
-            arguments.tokenizer, "has no end-of-document token", "choose another tokenizer, or remove --append-eod"
-        )
-    encoding = Encoding(tokenizer, arguments.text_key, arguments.append_eod, arguments.max_document_bytes)
-    prefix, origin, overwrite = arguments.output_prefix, encoding.origin, arguments.overwrite
+    paths = find_inputs(arguments.input, arguments)
+    encoding = make_encoding(arguments)
+
+    prefix = arguments.output_prefix
+    overwrite = arguments.overwrite
     if arguments.part is not None:
-        prefix, paths = prefix_of_part(prefix, *arguments.part), files_of_part(paths, *arguments.part)
-        origin |= {"inputs": paths}
+        prefix = prefix_of_part(prefix, *arguments.part)
+        paths = files_of_part(paths, *arguments.part)
+    source = Source(
+        inputs=paths,
+        text_key=arguments.text_key,
+        max_document_bytes=arguments.max_document_bytes,
+        max_documents=arguments.max_documents,
+    )
+    origin = {**encoding.origin, "source": source}
+    if not overwrite:
+        check_revisions(arguments.output_prefix, prefix, paths)
+    if arguments.part is not None:
         if dataset_paths(prefix)[1].exists() and not overwrite:
             existing: Any = read_origin(prefix) or {}
             if {key: value for key, value in existing.items() if key != "files"} != origin:
                 fix = "remove it, or pass --overwrite for all parts"
-                raise FileError(prefix, "was made from other files, or with another tokenizer or --append-eod", fix)
+                raise FileError(prefix, "was made from other files, or with another tokenizer or other options", fix)
             command_line.log(f"{prefix} is complete already; nothing to do")
             return
         overwrite = True  # replaces the files of a killed process
-    for path in paths if arguments.on_error == "stop" else ():
-        check_text_key(path, arguments.text_key)
-    with IndexedDatasetWriter(prefix, encoding.dtype, overwrite=overwrite) as writer:
+
+    if not arguments.streaming:
+        hub.download(paths)
+    if arguments.on_error == "stop":
+        check_text_keys(paths, arguments.text_key)
+    # A local file may be replaced under its name before an interrupted run continues.
+    versions = [version(path) for path in paths]
+    with IndexedDatasetWriter(
+        prefix, encoding.dtype, overwrite=overwrite, source=origin | {"versions": versions}
+    ) as writer:
         summary = write(writer, paths, encoding, arguments)
         if not writer.documents:
             raise ConfigError("--input", "has no documents", "check it and --text-key")
@@ -63,14 +92,36 @@ def main() -> None:
     command_line.log(f"{prefix}: {summary}")
 
 
+def make_encoding(arguments: argparse.Namespace) -> Encoding:
+    """Return how to tokenize. Raises FileError if the tokenizer has no end-of-document token but should append it."""
+    tokenizer = load_tokenizer(arguments.tokenizer)
+    if arguments.append_eod and tokenizer.eod is None:
+        fix = "choose another tokenizer, or pass --no-append-eod"
+        raise FileError(arguments.tokenizer, "has no end-of-document token", fix)
+    return Encoding(tokenizer, arguments.text_key, arguments.append_eod, arguments.max_document_bytes)
+
+
+def version(path: str) -> tuple[int, int] | None:
+    """Return what changes when a file is replaced: its size and time. None for files of the Hub, and for pipes."""
+    if hub.is_remote(path) or not os.path.isfile(path):
+        return None
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns
+
+
 def prefix_of_part(prefix: str, index: int, count: int) -> str:
     """Return the prefix of part `index` of `count`. Raises FileError if parts with another count exist."""
-    for path in glob.glob(f"{glob.escape(prefix)}-*-of-*.idx"):
+    for path in existing_parts(prefix):
         other = re.fullmatch(r"-[0-9]+-of-([0-9]+)\.idx", path[len(prefix) :])
         if other and int(other[1]) != count:
             fix = "remove the parts of the other count, or choose another --output-prefix"
             raise FileError(path, f"is one of {int(other[1])} parts, but --part writes one of {count}", fix)
     return f"{prefix}-{index:05}-of-{count:05}"
+
+
+def existing_parts(prefix: str) -> list[str]:
+    """Return the index files of the parts that exist."""
+    return sorted(glob.glob(f"{glob.escape(prefix)}-*-of-*.idx"))
 
 
 def files_of_part(paths: list[str], index: int, count: int) -> list[str]:
@@ -80,36 +131,93 @@ def files_of_part(paths: list[str], index: int, count: int) -> list[str]:
     return paths[index::count]
 
 
+def check_revisions(output_prefix: str, prefix: str, paths: list[str]) -> None:
+    """Raise FileError if an interrupted run or another part has read another revision of a dataset of the Hub."""
+    commits = hub.revisions(paths)
+    if not commits:
+        return
+    recorded: dict[str, Any] = {}
+    if progress := read_progress(prefix):
+        recorded[prefix] = progress["source"].get("source")
+    for path in existing_parts(output_prefix):
+        other = path.removesuffix(".idx")
+        origin = read_origin(other)
+        recorded[other] = origin.get("source") if origin else None
+    for other, source in recorded.items():
+        for name, commit in hub.revisions(source["inputs"] if source else []).items():
+            if commits.get(name, commit) != commit:
+                problem = f"was made from revision {commit} of {name}, and --input is revision {commits[name]}"
+                raise FileError(other, problem, f"pass --revision {commit}, or --overwrite to begin again")
+
+
 def write(writer: IndexedDatasetWriter, paths: list[str], encoding: Encoding, arguments: argparse.Namespace) -> str:
     """Tokenize the files, append their documents to the writer, and return a summary. Log the progress.
 
-    Raises FileError at a bad document, unless `--on-error skip` is given.
+    Continue after the files that an interrupted run has completed. Raises FileError at a bad document, unless
+    `--on-error skip` is given.
     """
-    size = sum(map(os.path.getsize, paths))
-    command_line.log(f"{len(paths):,} files, {size / 1e6:,.1f} MB, {arguments.workers} workers")
+    problems = Problems()
+    done = 0
+    earlier_bytes = 0  # of text, in the files that an interrupted run has completed
+    earlier_tokens = writer.tokens
+    if writer.restored is not None:
+        done = writer.restored["inputs"]
+        earlier_bytes = writer.restored["text_bytes"]
+        problems = Problems(Counter(writer.restored["problems"]), writer.restored["places"])
+        command_line.log(f"continuing after {done:,} of {len(paths):,} files, which an interrupted run has completed")
+        stop_at_problem(problems, arguments)
+
+    remaining = paths[done:]
+    size = sum(map(hub.file_size, remaining))
+    end = "no token marks the ends of documents"
+    if encoding.append_eod:
+        end = f"every document ends in the end-of-document token {encoding.tokenizer.eod}"
+    command_line.log(f"{len(remaining):,} files, {size / 1e6:,.1f} MB, {arguments.workers} workers; {end}")
     progress = command_line.Progress(size)
-    problems, text_bytes = Problems(), 0
+    numbers = {path: number for number, path in enumerate(paths)}
+    text_bytes = 0
 
     def speed(seconds: float) -> str:
+        all_bytes = earlier_bytes + text_bytes
+        new_tokens = writer.tokens - earlier_tokens
         return (
-            f"{writer.documents:,} documents, {writer.tokens:,} tokens, {text_bytes / 1e6:,.1f} MB of text, "
-            f"{text_bytes / 1e6 / seconds:.1f} MB/s, {writer.tokens / seconds:,.0f} tokens/s"
+            f"{writer.documents:,} documents, {writer.tokens:,} tokens, {all_bytes / 1e6:,.1f} MB of text, "
+            f"{text_bytes / 1e6 / seconds:.1f} MB/s, {new_tokens / seconds:,.0f} tokens/s"
         )
 
     try:
-        for chunk in encode_files(paths, encoding, arguments.workers, arguments.chunk_bytes):
-            if arguments.on_error == "stop" and (bad := chunk.problems.first()):
-                fix = "repair or split it, raise --max-document-bytes, or pass --on-error skip to leave it out"
-                raise FileError(bad[0], f"cannot be used: {bad[1]}", fix)
-            problems.merge(chunk.problems)
-            writer.add(chunk.tokens, chunk.lengths)
-            text_bytes += chunk.text_bytes
-            progress.update(chunk.position, speed)
+        with contextlib.closing(encode_files(remaining, encoding, arguments.workers, arguments.chunk_bytes)) as chunks:
+            for chunk in chunks:
+                if numbers[chunk.path] > done:
+                    done = numbers[chunk.path]
+                    counts = dict(problems.counts)
+                    places = {reason: list(examples) for reason, examples in problems.examples.items()}
+                    mark = Mark(inputs=done, text_bytes=earlier_bytes + text_bytes, problems=counts, places=places)
+                    writer.mark(mark)
+                problems.merge(chunk.problems)
+                stop_at_problem(problems, arguments)
+                lengths = chunk.lengths
+                if arguments.max_documents is not None:
+                    lengths = lengths[: arguments.max_documents - writer.documents]
+                token_bytes = int(lengths.sum(dtype=np.int64)) * encoding.dtype.itemsize
+                writer.add(chunk.tokens[:token_bytes], lengths)
+                text_bytes += chunk.text_bytes
+                if writer.documents == arguments.max_documents:
+                    break
+                progress.update(chunk.position, speed)
     finally:
         progress.end()
     for line in problems.report():
         command_line.log(line)
     return f"{speed(progress.seconds)}, {progress.seconds:.1f} s"
+
+
+def stop_at_problem(problems: Problems, arguments: argparse.Namespace) -> None:
+    """Raise FileError about the first bad document, unless `--on-error skip` is given."""
+    bad = problems.first()
+    if bad is not None and arguments.on_error == "stop":
+        fix = "repair or split it, raise --max-document-bytes, or pass --on-error skip to leave it out"
+        raise FileError(bad[0], f"cannot be used: {bad[1]}", fix)
 
 
 def part(text: str) -> tuple[int, int]:
@@ -124,7 +232,8 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     result = command_line.Parser(description=__doc__, epilog=FORMATS)
     add = result.add_argument
-    add("--input", nargs="+", required=True, metavar="GLOB", help="files, or quoted patterns (** matches any depth)")
+    files = "files, quoted patterns (** matches any depth), or hub:NAME"
+    add("--input", nargs="+", required=True, metavar="GLOB", help=files)
     add("--tokenizer", required=True, help="SentencePiece .model, tokenizer.json, or a directory with one of them")
     add("--output-prefix", required=True, metavar="P", help="write P.bin and P.idx")
     add(
@@ -134,20 +243,27 @@ def parser() -> argparse.ArgumentParser:
         help="number of processes (default: %(default)s, the number of cores)",
     )
     add("--text-key", type=str, default="text", help="key or column of a document's text (default: %(default)s)")
-    add("--append-eod", action="store_true", help="end every document with the tokenizer's end-of-document token")
+    add(
+        "--append-eod",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="end every document with the tokenizer's end-of-document token",
+    )
+    add("--max-documents", type=command_line.whole_number, metavar="N", help="stop after N documents (of each part)")
     add(
         "--on-error",
         choices=("stop", "skip"),
         default="stop",
-        help="at a bad document or unreadable file: stop, writing nothing, or skip and report (default: %(default)s)",
+        help="at a bad document or unreadable file: stop and write no dataset, or skip and report (default: stop)",
     )
     add("--overwrite", action="store_true", help="replace an existing P; the old one stays until the new is complete")
     add("--part", type=part, metavar="I/N", help="write part I (from 0) of N: the dataset P-I-of-N of every N-th file")
     size = "input bytes that a worker tokenizes at a time (default: %(default)s)"
     add("--chunk-bytes", type=command_line.whole_number, default=1 << 18, help=size)
     document_bytes_option(result)
+    hub.add_options(result)
     return result
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(main, interrupted="the same command continues after the last complete input file")

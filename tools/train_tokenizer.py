@@ -11,12 +11,14 @@ import argparse
 import contextlib
 import heapq
 import io
+import itertools
 import random
 import re
 import signal
 from collections.abc import Iterable, Iterator
 
 from megatron_tape import command_line
+from megatron_tape.data import hub
 from megatron_tape.data.documents import FORMATS, document_bytes_option, find_inputs, read_texts
 from megatron_tape.errors import ConfigError
 from megatron_tape.io.files import atomic_output
@@ -30,9 +32,12 @@ def main() -> None:
     arguments = parser().parse_args()
     if arguments.max_bytes < 1000:
         raise ConfigError("--max-bytes", f"is {arguments.max_bytes}", "give 1000 or more")
-    paths = find_inputs(arguments.input)
+    paths = find_inputs(arguments.input, arguments)
+    if not arguments.streaming:
+        hub.download(paths)
     with atomic_output(arguments.output, overwrite=arguments.overwrite) as file:
         documents = read_texts(paths, arguments.text_key, document_bytes=arguments.max_document_bytes)
+        documents = itertools.islice(documents, arguments.max_documents)
         texts = sample_texts(documents, arguments.max_bytes, arguments.seed)
         if not texts:
             raise ConfigError("--input", "has no documents", "check the paths")
@@ -125,16 +130,20 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     result = command_line.Parser(description=__doc__, epilog=FORMATS)
     add = result.add_argument
-    add("--input", nargs="+", required=True, metavar="GLOB", help="files, or quoted patterns (** matches any depth)")
+    files = "files, quoted patterns (** matches any depth), or hub:NAME"
+    add("--input", nargs="+", required=True, metavar="GLOB", help=files)
     add("--vocab-size", type=command_line.whole_number, default=4096, help="number of ids (default: %(default)s)")
     add("--output", required=True, metavar="F.model", help="the model to write")
     add("--model-type", choices=("bpe", "unigram"), default="bpe", help="default: %(default)s; unigram trains slower")
     add("--text-key", type=str, default="text", help="key or column of a document's text (default: %(default)s)")
     size = "train on a random sample of documents of this size (default: %(default)s)"
     add("--max-bytes", type=command_line.whole_number, default=10_000_000, help=size)
+    documents = "read only the first N documents (default: all)"
+    add("--max-documents", type=command_line.whole_number, metavar="N", help=documents)
     add("--seed", type=int, default=0, help="seed for choosing the documents (default: %(default)s)")
     add("--overwrite", action="store_true", help="replace an existing output")
     document_bytes_option(result)
+    hub.add_options(result)
     return result
 
 

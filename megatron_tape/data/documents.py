@@ -10,11 +10,12 @@ import glob
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_tape import command_line
+from megatron_tape.data import hub
 from megatron_tape.data.raw_chunks import (
     DOCUMENT_BYTES,
     Chunk,
@@ -23,6 +24,7 @@ from megatron_tape.data.raw_chunks import (
     UnreadableFile,
     is_text_file,
     read_chunks,
+    text_format,
 )
 from megatron_tape.errors import FileError
 
@@ -31,9 +33,12 @@ FORMATS = """input formats, by the ending of the file's name:
   .parquet       one document per row, its text in the column --text-key
   .txt           plain UTF-8 text: the whole file is one document
 .jsonl, .json and .txt may be compressed, with .gz or .zst appended. A file that is given twice, even through a link,
-is read once."""
+is read once.
+  hub:NAME       a dataset of the Hugging Face Hub, or a local directory in its layout: the .parquet or .jsonl files of
+                 its --split"""
 
 _EXAMPLES, _KEYS_SHOWN = 3, 10
+_CHAT_KEYS = ("messages", "conversations", "conversation")
 _EMPTY = "empty text"
 LONE_SURROGATE = "a lone surrogate, which UTF-8 cannot encode"
 
@@ -67,25 +72,42 @@ class Problems:
             yield f"skipped {count:,}: {reason} ({', '.join(self.examples[reason])}{more})"
 
 
-def find_inputs(patterns: list[str]) -> list[str]:
+def find_inputs(patterns: list[str], hub_options: argparse.Namespace) -> list[str]:
     """Return the files that match paths and glob patterns: in the order of `patterns`, and sorted by name within each.
 
+    A pattern `hub:NAME` stands for the files of a dataset of the Hub, chosen by the options of `hub.add_options`.
     Duplicates are skipped. Raises FileError if a pattern matches no file or a file has an unknown format.
     """
+    if not any(pattern.startswith(hub.PREFIX) for pattern in patterns):
+        hub.refuse_options(hub_options)
     files: dict[str, str] = {}
     for pattern in patterns:
-        matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
-        matches = [match for match in matches if not os.path.isdir(match)]
-        if not matches:
-            advice = f"try '{pattern.rstrip('/')}/*.jsonl'" if os.path.isdir(pattern) else "check the path"
-            raise FileError(pattern, "matches no file (--input)", advice)
+        if pattern.startswith(hub.PREFIX):
+            matches = hub.find_files(pattern.removeprefix(hub.PREFIX), hub_options)
+        else:
+            matches = _matching_files(pattern)
         for path in matches:
-            files.setdefault(os.path.realpath(path), path)
+            identity = path if hub.is_remote(path) else os.path.realpath(path)
+            files.setdefault(identity, path)
     for path in files.values():
         if not is_text_file(path):
             fix = "rename it to .jsonl, .json, .txt (optionally with .gz or .zst appended) or .parquet"
             raise FileError(path, "has an unknown format", fix)
     return list(files.values())
+
+
+def _matching_files(pattern: str) -> list[str]:
+    """Return the files that match a path or glob pattern, sorted by name. Raises FileError if there are none."""
+    matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+    matches = [match for match in matches if not os.path.isdir(match)]
+    if matches:
+        return matches
+    advice = "check the path"
+    if os.path.isdir(pattern):
+        example = next((name for name in sorted(os.listdir(pattern)) if is_text_file(name)), "a.jsonl")
+        ending = example[example.rindex(text_format(example)) :]
+        advice = f"try '{os.path.join(pattern, '*')}{ending}', or {hub.PREFIX}{pattern} if it is a dataset of the Hub"
+    raise FileError(pattern, "matches no file (--input)", advice)
 
 
 def document_bytes_option(parser: argparse.ArgumentParser) -> None:
@@ -121,18 +143,28 @@ def parse_chunk(chunk: Chunk, text_key: str, keep_empty: bool = False) -> tuple[
     return texts, numbers, problems
 
 
+def check_text_keys(paths: list[str], text_key: str, option: str = "--text-key") -> None:
+    """Raise FileError if a file has no text under `text_key`. Of files that would be streamed, check only the first.
+
+    Opening each of thousands of files over the network takes minutes.
+    """
+    streamed = [path for path in paths if hub.local_path(path) is None]
+    for path in paths:
+        if path not in streamed[1:]:
+            check_text_key(path, text_key, option)
+
+
 def check_text_key(path: str, text_key: str, option: str = "--text-key") -> None:
     """Raise FileError if the first line of a JSON file lacks the key `text_key`, or a parquet file such a column.
 
     The message lists the existing keys, and names `option`, which sets the key. Files that can be read only once, such
     as pipes, are not checked.
     """
-    fix = f"choose another text key with {option}"
-    if not os.path.isfile(path):
+    if not hub.is_remote(path) and not os.path.isfile(path):
         return
     first = next(iter(read_chunks([path], text_key, 1 << 16)), None)
     if isinstance(first, NoTextColumn):
-        raise FileError(first.subject, first.problem, fix)
+        raise FileError(first.subject, first.problem, _how_to_choose_text(first.columns, option))
     if not isinstance(first, Chunk) or not isinstance(first.payload, bytes):
         return
     lines = enumerate(_split_lines(first.payload), start=first.first)
@@ -140,9 +172,24 @@ def check_text_key(path: str, text_key: str, option: str = "--text-key") -> None
     record = None
     with contextlib.suppress(ValueError):
         record = parse_json(line)
-    if isinstance(record, dict) and text_key not in record:
+    if not isinstance(record, dict):
+        return
+    problem = None
+    if text_key not in record:
         problem = f"has no key {text_key!r}, only {list(record)[:_KEYS_SHOWN]}"
-        raise FileError(first.place(number), problem, fix)
+    elif text_key in _CHAT_KEYS and isinstance(record[text_key], list):
+        problem = f"has a list under {text_key!r} instead of text"
+    if problem is not None:
+        raise FileError(first.place(number), problem, _how_to_choose_text(list(record), option))
+
+
+def _how_to_choose_text(keys: Sequence[str], option: str) -> str:
+    """Return the advice for a record with these keys, or a table with these columns, which has no text."""
+    fix = f"choose another text key with {option}"
+    chat = next((key for key in _CHAT_KEYS if key in keys), None)
+    if chat is None:
+        return fix
+    return f"{fix}; if {chat!r} holds chats, turn them into text first (docs/data.md, Chats)"
 
 
 def read_texts(
@@ -158,8 +205,7 @@ def read_texts(
 
     A text is bad if it has more than `document_bytes`, or if it is empty and `keep_empty` is false.
     """
-    for path in paths:
-        check_text_key(path, text_key, option)
+    check_text_keys(paths, text_key, option)
     for chunk in read_chunks(paths, text_key, 1 << 18, document_bytes):
         if isinstance(chunk, UnreadableFile):
             raise chunk

@@ -19,15 +19,19 @@ import json
 import os
 import resource
 import struct
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import NonNegativeInt
+from typing_extensions import TypedDict
 
 from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.io.files import PartialFile, fingerprint, hold_signals, refuse_existing, sync_directory
+from megatron_tape.io.records import read_record, write_record
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -37,6 +41,29 @@ _CODES = {np.dtype(name): code for code, name in _DTYPES.items()}
 BLOCK = 1 << 18
 """Number of index entries that are processed at a time."""
 _COPIED_BYTES = 1 << 24
+_SAVE_SECONDS = 60.0
+"""Seconds between two writes of P.progress."""
+
+
+class Mark(TypedDict):
+    """The state of preprocessing after a number of whole input files."""
+
+    inputs: NonNegativeInt
+    text_bytes: NonNegativeInt
+    problems: dict[str, int]
+    """Number of bad documents by reason."""
+    places: dict[str, list[str]]
+    """The places of the first bad documents by reason."""
+
+
+class Progress(TypedDict):
+    """The contents of P.progress: what the documents at the beginning of the unfinished files are made from."""
+
+    source: dict[str, Any]
+    dtype: str
+    documents: NonNegativeInt
+    tokens: NonNegativeInt
+    mark: Mark
 
 
 def raise_file_limit() -> None:
@@ -79,6 +106,19 @@ def origin_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.origin")
 
 
+def progress_path(prefix: str | Path) -> Path:
+    """Return the path of P.progress, the record of an interrupted run."""
+    return Path(f"{prefix}.progress")
+
+
+def read_progress(prefix: str | Path) -> Progress | None:
+    """Return the record of an interrupted run, or None if there is none that can be used."""
+    try:
+        return read_record(progress_path(prefix), Progress)
+    except (OSError, FileError):
+        return None
+
+
 class IndexedDatasetWriter:
     """Write a dataset that appears under its name only after `finish` has synced it to disk.
 
@@ -89,34 +129,118 @@ class IndexedDatasetWriter:
     directory cannot be written. With `overwrite`, an old dataset stays until `finish`.
 
     `documents` and `tokens` are the numbers of documents and tokens that have been appended.
+
+    With `source`, which describes as JSON what the documents are made from, an interrupted writer can be continued. It
+    keeps the documents up to the last `mark` in the unfinished files, and P.progress says how many these are. The next
+    writer with the same `source` begins with them; `restored` is then the state given to `mark`, otherwise None.
     """
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype, *, overwrite: bool = False):
+    def __init__(
+        self,
+        prefix: str | Path,
+        dtype: np.dtype,
+        *,
+        overwrite: bool = False,
+        source: Mapping[str, Any] | None = None,
+    ):
         self.dtype = np.dtype(dtype)
         self.documents = 0
         self.tokens = 0
+        self.restored: Mark | None = None
+        self._prefix = prefix
+        self._source = source
+        self._progress: Progress | None = None
+        self._saved = time.monotonic()
         self._sequences = 0
         self._datasets: list[IndexedDatasetReader] = []
         self._origin_path, self._origin = origin_path(prefix), None
         bin_path, idx_path = dataset_paths(prefix)
         if not overwrite:
             refuse_existing(idx_path, bin_path)
-        self._bin = PartialFile(bin_path)
+        continues = source is not None
+        self._bin = PartialFile(bin_path, continues=continues)
         try:
-            self._idx = PartialFile(idx_path)
+            self._idx = PartialFile(idx_path, continues=continues)
         except BaseException:
             self._bin.discard()
             raise
-        # The header is zeros until everything else is written.
-        self._idx.file.write(bytes(_HEADER.size))
+        if continues:
+            self._restore()
+        self._truncate()
 
     def __enter__(self) -> "IndexedDatasetWriter":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for file in (self._bin, self._idx, self._origin):
-            if file is not None:
-                file.discard()
+        if not self._leave_marked():
+            self._bin.discard()
+            self._idx.discard()
+            if self._source is not None:
+                progress_path(self._prefix).unlink(missing_ok=True)
+        if self._origin is not None:
+            self._origin.discard()
+
+    def _leave_marked(self) -> bool:
+        """Save the documents up to the last `mark` for the next writer, and return whether there are any."""
+        if self._progress is None or self._bin.file.closed:
+            return False
+        try:
+            self._save_progress()
+            self._truncate()
+            self._bin.leave()
+            self._idx.leave()
+        except OSError:
+            return False
+        return True
+
+    def mark(self, state: Mark) -> None:
+        """Keep the documents so far, and `state`, if the writer is interrupted from now on.
+
+        A killed process cannot save anything, so the state is also saved now if the last time is a minute ago.
+        """
+        assert self._source is not None and not self._datasets
+        self._progress = {
+            "source": dict(self._source),
+            "dtype": self.dtype.str,
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "mark": state,
+        }
+        if time.monotonic() - self._saved > _SAVE_SECONDS:
+            self._save_progress()
+
+    def _save_progress(self) -> None:
+        self._bin.sync()
+        self._idx.sync()
+        write_record(progress_path(self._prefix), self._progress)
+        self._saved = time.monotonic()
+
+    def _restore(self) -> None:
+        """Read P.progress, if it fits the unfinished files and `source`."""
+        progress = read_progress(self._prefix)
+        if progress is None:
+            return
+        sizes = (progress["tokens"] * self.dtype.itemsize, _HEADER.size + 4 * progress["documents"])
+        written = tuple(os.fstat(file.file.fileno()).st_size for file in (self._bin, self._idx))
+        is_whole = all(size <= found for size, found in zip(sizes, written))
+        # JSON has no tuples, so compare what would be written.
+        expected = json.loads(json.dumps([self._source, self.dtype.str]))
+        if is_whole and [progress["source"], progress["dtype"]] == expected:
+            self._progress = progress
+            self.restored = progress["mark"]
+
+    def _truncate(self) -> None:
+        """Cut the unfinished files to the documents of the last `mark`, and go to their ends."""
+        progress = self._progress
+        self.documents = self._sequences = progress["documents"] if progress else 0
+        self.tokens = progress["tokens"] if progress else 0
+        # The header is zeros until everything else is written.
+        self._idx.file.truncate(_HEADER.size + 4 * self.documents)
+        self._idx.file.seek(0)
+        self._idx.file.write(bytes(_HEADER.size))
+        self._idx.file.seek(0, os.SEEK_END)
+        self._bin.file.truncate(self.tokens * self.dtype.itemsize)
+        self._bin.file.seek(0, os.SEEK_END)
 
     def add(self, tokens: bytes, lengths: np.ndarray) -> None:
         """Append documents: their ids back to back as bytes of `dtype`, and their lengths (int32) in tokens."""
@@ -181,6 +305,7 @@ class IndexedDatasetWriter:
             self._origin_path.unlink(missing_ok=True)
             for file in files:
                 file.publish()
+            progress_path(self._prefix).unlink(missing_ok=True)
         sync_directory(self._bin.path.parent)
 
     def _document_indices(self) -> Iterator[np.ndarray]:

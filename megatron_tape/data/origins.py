@@ -17,6 +17,18 @@ from megatron_tape.io.files import fingerprint
 from megatron_tape.io.records import read_record
 
 
+class Source(TypedDict):
+    """The input files of a dataset, and the options that choose its documents.
+
+    The name of a file of the Hugging Face Hub includes the commit of the Hub's dataset.
+    """
+
+    inputs: list[str]
+    text_key: str
+    max_document_bytes: int
+    max_documents: int | None
+
+
 class Origin(TypedDict):
     """The contents of `P.origin`."""
 
@@ -25,8 +37,8 @@ class Origin(TypedDict):
     """Whether every document ends in the tokenizer's end-of-document token."""
     files: dict[str, str]
     """Fingerprints of the dataset's files by suffix."""
-    inputs: NotRequired[list[str]]
-    """The input files of a part, written by `tools/preprocess_data.py --part`."""
+    source: NotRequired[Source]
+    """What `tools/preprocess_data.py` made the dataset from; a merge of datasets has none."""
 
 
 def read_origin(prefix: str | Path) -> Origin | None:

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -57,9 +57,10 @@ class EncodedChunk:
 
     `tokens` are the token ids of its good documents, as bytes of the dataset's dtype, and `lengths` (int32) their
     lengths in tokens; `problems` are those of its bad documents. `text_bytes` is the number of UTF-8 bytes of text,
-    `position` the number of input bytes read so far.
+    `position` the number of input bytes read so far, and `path` the input file.
     """
 
+    path: str
     tokens: bytes
     lengths: np.ndarray
     text_bytes: int
@@ -79,6 +80,7 @@ def encode_chunk(chunk: Chunk, encoding: Encoding) -> EncodedChunk:
         else:
             problems.add("text without a token", chunk.place(number))
     return EncodedChunk(
+        path=chunk.path,
         tokens=np.concatenate(parts).astype(encoding.dtype).tobytes(),
         lengths=np.array(lengths, dtype=np.int32),
         text_bytes=sum(len(text.encode("utf-8")) for text in texts),
@@ -87,11 +89,14 @@ def encode_chunk(chunk: Chunk, encoding: Encoding) -> EncodedChunk:
     )
 
 
-def encode_files(paths: list[str], encoding: Encoding, workers: int, chunk_bytes: int) -> Iterator[EncodedChunk]:
+def encode_files(
+    paths: list[str], encoding: Encoding, workers: int, chunk_bytes: int
+) -> Generator[EncodedChunk, None, None]:
     """Tokenize the documents of files in `workers` processes, and yield the chunks in order.
 
     If a file cannot be read to its end, a chunk without documents reports the problem. Raises ChildProcessError if a
-    worker dies, and ConfigError if there are too many workers.
+    worker dies, ConfigError if there are too many workers, and ConnectionError, after the last chunk that could be
+    read, if the network fails while a file of the Hub is streamed.
     """
     refuse(workers > MAX_WORKERS, "--workers", f"is {workers:,}", f"use at most {MAX_WORKERS:,}")
     raise_file_limit()
@@ -102,14 +107,22 @@ def encode_files(paths: list[str], encoding: Encoding, workers: int, chunk_bytes
         # Fork the workers before this process starts any thread.
         executor.submit(os.getpid).result()
         pending: deque[Future | UnreadableFile] = deque()
-        for chunk in read_chunks(paths, encoding.text_key, chunk_bytes, encoding.document_bytes):
-            pending.append(chunk if isinstance(chunk, UnreadableFile) else executor.submit(_encode_in_worker, chunk))
-            # Report a document that is too large at once: its end may be far away, or never come, as in a pipe.
-            allowed = 0 if isinstance(chunk, Chunk) and chunk.is_too_large else CHUNKS_IN_FLIGHT * workers - 1
-            while len(pending) > allowed:
-                yield _result(pending.popleft())
+        failure: ConnectionError | None = None
+        try:
+            for chunk in read_chunks(paths, encoding.text_key, chunk_bytes, encoding.document_bytes):
+                is_unreadable = isinstance(chunk, UnreadableFile)
+                pending.append(chunk if is_unreadable else executor.submit(_encode_in_worker, chunk))
+                # Report a document that is too large at once: its end may be far away, or never come, as in a pipe.
+                allowed = 0 if isinstance(chunk, Chunk) and chunk.is_too_large else CHUNKS_IN_FLIGHT * workers - 1
+                while len(pending) > allowed:
+                    yield _result(pending.popleft())
+        except ConnectionError as error:
+            failure = error
+        # After a failure of the network, the next run continues with what was read before.
         while pending:
             yield _result(pending.popleft())
+        if failure is not None:
+            raise failure
     except BrokenProcessPool:
         problem = "a worker process died; the kernel may have killed it for lack of memory"
         raise ChildProcessError(f"{problem}; use fewer --workers, or lower --max-document-bytes") from None
@@ -122,7 +135,7 @@ def _result(pending: Future | UnreadableFile) -> EncodedChunk:
         return pending.result()
     problems = Problems()
     problems.add(f"the file {pending.problem}, so the rest was not read", pending.subject)
-    return EncodedChunk(b"", np.empty(0, np.int32), 0, 0, problems)
+    return EncodedChunk(pending.subject, b"", np.empty(0, np.int32), 0, 0, problems)
 
 
 _encoding: Encoding

@@ -4,13 +4,13 @@ Splitting is cheap. Parsing (`documents.parse_chunk`) is expensive, and may run 
 """
 
 import codecs
-import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from megatron_tape.data import hub
 from megatron_tape.errors import FileError
 
 DOCUMENT_BYTES = 12_000_000
@@ -27,7 +27,9 @@ class UnreadableFile(FileError):
 
 
 class NoTextColumn(UnreadableFile):
-    """A parquet file that has no column of strings with the name `text_key`."""
+    """A parquet file that has no column of strings with the name `text_key`, only `columns`."""
+
+    columns: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ def read_chunks(
 
     TooLarge replaces a document whose decompressed line, row or file has more than `document_bytes`. A file that ends
     early or cannot be decompressed yields its whole lines, then an UnreadableFile.
+
+    Raises ConnectionError if a file of the Hub is streamed and the network fails: the file itself may be good.
     """
     position = 0
     chunk_bytes = min(chunk_bytes, max(document_bytes, 1 << 16))
@@ -94,9 +98,11 @@ def read_chunks(
             yield from _read_file(path, text_key, chunk_bytes, document_bytes, position)
         except UnreadableFile as error:
             yield error
+        except ConnectionError:
+            raise
         except OSError as error:
             yield UnreadableFile(path, f"cannot be read to its end ({error})")
-        position += os.path.getsize(path)
+        position += hub.file_size(path)
 
 
 class _Counted:
@@ -117,7 +123,7 @@ def _read_file(path: str, text_key: str, chunk_bytes: int, document_bytes: int, 
     if extension == ".parquet":
         yield from _read_parquet(path, text_key, chunk_bytes, document_bytes, position)
         return
-    with open(path, "rb") as opened:
+    with hub.open_file(path) as opened:
         file = _Counted(opened)
         blocks = _decompress(file, path, chunk_bytes)
         if extension == ".txt":
@@ -236,7 +242,9 @@ def _read_parquet(path: str, text_key: str, chunk_bytes: int, document_bytes: in
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(path, buffer_size=_BLOCK) as file:
+        source = hub.local_path(path) or hub.open_file(path)
+        size_in_bytes = hub.file_size(path)
+        with pyarrow.parquet.ParquetFile(source, buffer_size=_BLOCK) as file:
             _check_column(path, file.schema_arrow, text_key)
             row, rows = 1, max(file.metadata.num_rows, 1)
             texts: list[bytes | None | TooLarge] = []
@@ -249,12 +257,12 @@ def _read_parquet(path: str, text_key: str, chunk_bytes: int, document_bytes: in
                     texts.append(TooLarge(document_bytes) if large else None if raw is None else raw.to_pybytes())
                     size += 0 if raw is None else raw.size
                 if size >= chunk_bytes or len(texts) >= chunk_bytes:
-                    reached = position + os.path.getsize(path) * (row + len(texts)) // rows
+                    reached = position + size_in_bytes * (row + len(texts)) // rows
                     yield Chunk(path, "row", row, texts, reached)
                     row, texts, size = row + len(texts), [], 0
             if texts:
-                yield Chunk(path, "row", row, texts, position + os.path.getsize(path))
-    except UnreadableFile:
+                yield Chunk(path, "row", row, texts, position + size_in_bytes)
+    except (UnreadableFile, ConnectionError):
         raise
     # pyarrow raises plain ValueError and TypeError for names and types that it cannot represent.
     except (pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
@@ -263,11 +271,20 @@ def _read_parquet(path: str, text_key: str, chunk_bytes: int, document_bytes: in
 
 def _check_column(path: str, schema: Any, text_key: str) -> None:
     """Raise NoTextColumn unless a parquet file has one column of strings with this name."""
+    problem = _column_problem(schema, text_key)
+    if problem is not None:
+        error = NoTextColumn(path, problem)
+        error.columns = tuple(schema.names)
+        raise error
+
+
+def _column_problem(schema: Any, text_key: str) -> str | None:
     import pyarrow
 
     if text_key not in schema.names:
-        raise NoTextColumn(path, f"has no column {text_key!r}, only {schema.names[:10]}")
+        return f"has no column {text_key!r}, only {schema.names[:10]}"
     column = schema.field(text_key).type
     values = column.value_type if pyarrow.types.is_dictionary(column) else column
-    if values not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
-        raise NoTextColumn(path, f"has a column {text_key!r} of type {column} instead of string")
+    if values in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
+        return None
+    return f"has a column {text_key!r} of type {column} instead of string"

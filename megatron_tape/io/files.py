@@ -32,25 +32,27 @@ class PartialFile:
 
     `file` is open for reading and writing bytes. Raises FileError if another process is writing the same output, or if
     the partial path exists but is not a regular file; OSError if the file cannot be created.
+
+    With `continues`, a partial file of this user that a previous writer left behind keeps its contents.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, *, continues: bool = False):
         self.path = Path(path)
         self.partial_path = self.path.with_name(self.path.name + SUFFIX)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.is_dir():
             raise FileError(str(self.path), "is a directory", "name a file to write")
-        self.file = self._open()
+        self.file = self._open(continues)
 
-    def _open(self) -> IO[bytes]:
+    def _open(self, continues: bool) -> IO[bytes]:
         while True:
             created, descriptor = _create_or_open(self.partial_path, os.O_RDWR)
             file = os.fdopen(descriptor, "r+b")
             try:
                 if _lock(descriptor, self.partial_path, self.path):
-                    if created:
+                    if created or (continues and _is_exclusive(descriptor)):
                         return file
-                    # Do not reuse the file: its creator would still own it, and it may have other hard links.
+                    # Do not reuse the file: its creator would still own it, or it may have other hard links.
                     self.partial_path.unlink()
             except BaseException:
                 file.close()
@@ -67,11 +69,21 @@ class PartialFile:
         os.replace(self.partial_path, self.path)
         self.file.close()
 
+    def leave(self) -> None:
+        """Close the unfinished file and keep it for the next writer; does nothing after `publish`."""
+        self.file.close()
+
     def discard(self) -> None:
-        """Remove the unfinished file; does nothing after `publish`."""
+        """Remove the unfinished file; does nothing after `publish` or `leave`."""
         if not self.file.closed:
             self.partial_path.unlink(missing_ok=True)
             self.file.close()
+
+
+def _is_exclusive(descriptor: int) -> bool:
+    """Return whether an open file belongs to this user and has no other name."""
+    status = os.fstat(descriptor)
+    return status.st_uid == os.geteuid() and status.st_nlink == 1
 
 
 @contextmanager

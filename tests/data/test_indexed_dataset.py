@@ -94,6 +94,75 @@ def test_memory_does_not_grow_with_the_number_of_documents(tmp_path):
     assert list(IndexedDatasetReader(tmp_path / "data").problems()) == []
 
 
+SOURCE = {"inputs": ["a", "b", "c"]}
+
+
+def mark(inputs):
+    return {"inputs": inputs, "text_bytes": 7, "problems": {"empty text": 2}, "places": {"empty text": ["a:1"]}}
+
+
+def add(writer, documents):
+    writer.add(np.concatenate(documents).astype("<u2").tobytes(), np.array([len(each) for each in documents]))
+
+
+def write_until(path, documents, killed, source=SOURCE):
+    """Add two documents, mark them, add the others, and end like an interrupted or a killed process."""
+    writer = IndexedDatasetWriter(path, np.dtype("<u2"), source=source)
+    add(writer, documents[:2])
+    writer.mark(mark(1))
+    add(writer, documents[2:])
+    if killed:
+        writer._bin.leave()
+        writer._idx.leave()
+    else:
+        writer.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_the_next_writer_continues_after_the_last_mark(tmp_path, documents, monkeypatch, killed):
+    monkeypatch.setattr(indexed_dataset, "_SAVE_SECONDS", -1.0)
+    write_documents(tmp_path / "whole", documents)
+    write_until(tmp_path / "data", documents, killed)
+    assert not (tmp_path / "data.idx").exists() and (tmp_path / "data.progress").exists()
+    with IndexedDatasetWriter(tmp_path / "data", np.dtype("<u2"), source=SOURCE) as writer:
+        assert writer.restored == mark(1)
+        assert (writer.documents, writer.tokens) == (2, 701)
+        add(writer, documents[2:])
+        writer.finish()
+    assert read_pair(tmp_path / "data") == read_pair(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.glob("data.*")) == ["data.bin", "data.idx"]
+
+
+@pytest.mark.parametrize("change", ["source", "dtype", "cut", "malformed", "negative", "link", "lost"])
+def test_unfinished_files_that_do_not_fit_are_replaced(tmp_path, documents, change):
+    write_documents(tmp_path / "whole", documents, np.int32 if change == "dtype" else np.uint16)
+    write_until(tmp_path / "data", documents, killed=False)
+    progress = tmp_path / "data.progress"
+    if change == "cut":
+        (tmp_path / "data.bin.partial").write_bytes(b"")
+    elif change == "malformed":
+        progress.write_text("[]")
+    elif change == "negative":
+        progress.write_text(progress.read_text().replace('"documents": 2', '"documents": -2'))
+    elif change == "link":  # another program may still write to the file under its other name
+        (tmp_path / "other").hardlink_to(tmp_path / "data.idx.partial")
+    elif change == "lost":
+        progress.unlink()
+    source = {"inputs": ["a"]} if change == "source" else SOURCE
+    dtype = np.dtype("<i4" if change == "dtype" else "<u2")
+    with IndexedDatasetWriter(tmp_path / "data", dtype, source=source) as writer:
+        assert (writer.restored, writer.documents, writer.tokens) == (None, 0, 0)
+        writer.add(np.concatenate(documents).astype(dtype).tobytes(), np.array([len(each) for each in documents]))
+        writer.finish()
+    assert read_pair(tmp_path / "data") == read_pair(tmp_path / "whole")
+
+
+def test_without_a_mark_nothing_is_left(tmp_path, documents):
+    with IndexedDatasetWriter(tmp_path / "data", np.dtype("<u2"), source=SOURCE) as writer:
+        add(writer, documents)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.fixture
 def small_blocks(monkeypatch):
     monkeypatch.setattr(indexed_dataset, "BLOCK", 1000)

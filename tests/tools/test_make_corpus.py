@@ -67,7 +67,7 @@ def test_too_large_documents_and_files_that_are_not_text_are_skipped(tmp_path, r
     options += ["--overwrite", "--max-documents", 2]
     report = run_tool("make_corpus", "hub", "json", "--data-files", tmp_path / "a.jsonl", *options).stderr
     assert read_texts(tmp_path / "out.jsonl") == ["one", "two"]
-    assert "skipped 1: more than 130 bytes in one document (text 2)" in report
+    assert f"skipped 1: more than 130 bytes in one document ({tmp_path}/a.jsonl:2)" in report
 
 
 def test_local_datasets_are_read_like_those_of_the_hub(tmp_path, run_tool):
@@ -89,7 +89,7 @@ def test_wrong_names_and_columns_leave_no_output(tmp_path, run_tool):
     output = tmp_path / "out.jsonl"
     options = ["--data-files", tmp_path / "a.jsonl", "--output", output]
     error = run_tool("make_corpus", "hub", "json", "--text-key", "body", *options, code=2).stderr
-    assert "has only the columns ['text']" in error
+    assert f"{tmp_path}/a.jsonl:1 has no key 'body', only ['text']" in error
     error = run_tool("make_corpus", "hub", "json", "--split", "nowhere", *options, code=2).stderr
-    assert "error: json cannot be opened" in error
+    assert "error: --split is 'nowhere', but json (default) has only ['train']" in error
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]

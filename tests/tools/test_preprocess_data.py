@@ -17,8 +17,9 @@ import zstandard
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 from tool_runs import command, read_pair, write_lines
 
-from megatron_tape.data import preprocessing, raw_chunks
+from megatron_tape.data import indexed_dataset, preprocessing, raw_chunks
 from megatron_tape.data.documents import read_texts
+from megatron_tape.data.indexed_dataset import IndexedDatasetWriter
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import FileError
 
@@ -347,6 +348,72 @@ def test_an_interrupted_run_cleans_up_and_keeps_an_old_dataset(interrupted, tmp_
     assert files_in(tmp_path) == ["endless.jsonl", *(["out.bin", "out.idx"] if existing else [])]
     assert not existing or read_pair(tmp_path / "out") == (b"old", b"old")
     wait_until(lambda: all(map(is_gone, workers)))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_same_command_continues_an_interrupted_run(preprocess, corpus, expected, tmp_path, tokenizer_path, workers):
+    preprocess(corpus, prefix="half")
+    (tmp_path / "a.jsonl").write_bytes(corpus.read_bytes())
+    (tmp_path / "b.jsonl").write_bytes(corpus.read_bytes())
+    preprocess(tmp_path / "a.jsonl", tmp_path / "b.jsonl", prefix="whole")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    arguments = command(
+        "preprocess_data", "--input", tmp_path / "a.jsonl", tmp_path / "pipe.jsonl", "--tokenizer", tokenizer_path,
+        "--output-prefix", tmp_path / "out", "--workers", workers, "--chunk-bytes", 1000,
+    )  # fmt: skip
+
+    first = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
+    with open(tmp_path / "pipe.jsonl", "wb", buffering=0) as pipe:
+        pipe.write(corpus.read_bytes())
+        complete = len(read_pair(tmp_path / "half")[0])
+        wait_until(lambda: (tmp_path / "out.bin.partial").stat().st_size > complete)
+        first.send_signal(signal.SIGINT)
+        error = first.communicate(timeout=60)[1]
+    assert first.returncode == 130
+    assert "ended by SIGINT; the same command continues after the last complete input file" in error
+    assert sorted(path.name for path in tmp_path.glob("out*")) == ["out.bin.partial", "out.idx.partial", "out.progress"]
+    assert (tmp_path / "out.bin.partial").stat().st_size == complete
+
+    second = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
+    (tmp_path / "pipe.jsonl").write_bytes(corpus.read_bytes())
+    error = second.communicate(timeout=60)[1]
+    assert second.returncode == 0, error
+    assert "continuing after 1 of 2 files" in error
+    assert read_pair(tmp_path / "out") == read_pair(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.glob("out*")) == ["out.bin", "out.idx", "out.origin"]
+
+
+def test_skipped_documents_of_an_interrupted_run_are_reported(preprocess, tmp_path, monkeypatch):
+    monkeypatch.setattr(indexed_dataset, "_SAVE_SECONDS", -1.0)
+    for name in "ab":
+        write_lines(tmp_path / f"{name}.jsonl", ["good", "", "good"])
+    (tmp_path / "c.jsonl").write_text('{"text": "also good"}')
+    add, seen = IndexedDatasetWriter.add, []
+
+    def fail_at_the_third_file(writer, tokens, lengths):
+        seen.append(len(lengths))
+        if len(seen) == 3:
+            raise OSError("a failure of the test")
+        add(writer, tokens, lengths)
+
+    monkeypatch.setattr(IndexedDatasetWriter, "add", fail_at_the_third_file)
+    preprocess(tmp_path / "*.jsonl", "--on-error", "skip", code=1)
+    monkeypatch.setattr(IndexedDatasetWriter, "add", add)
+    error = preprocess(tmp_path / "*.jsonl", code=2).stderr
+    assert f"{tmp_path}/a.jsonl:2 cannot be used: empty text" in error
+    report = preprocess(tmp_path / "*.jsonl", "--on-error", "skip").stderr
+    assert "continuing after 2 of 3 files" in report
+    assert f"skipped 2: empty text ({tmp_path}/a.jsonl:2, {tmp_path}/b.jsonl:2)" in report
+    assert "5 documents" in report
+
+    # An input that has changed is read again.
+    monkeypatch.setattr(IndexedDatasetWriter, "add", fail_at_the_third_file)
+    seen.clear()
+    preprocess(tmp_path / "*.jsonl", "--on-error", "skip", code=1, prefix="other")
+    monkeypatch.setattr(IndexedDatasetWriter, "add", add)
+    write_lines(tmp_path / "a.jsonl", ["better", "good", "good"])
+    report = preprocess(tmp_path / "*.jsonl", "--on-error", "skip", prefix="other").stderr
+    assert "continuing" not in report and "6 documents" in report
 
 
 def test_a_killed_run_leaves_no_dataset_and_the_next_run_succeeds(interrupted, preprocess, tmp_path, corpus, expected):

@@ -1,0 +1,236 @@
+"""Datasets of the Hugging Face Hub as lists of files, which are downloaded first or streamed.
+
+The `datasets` library finds the files of a dataset, its configuration and its split. The files are then read like any
+other parquet and JSON lines. A file of the Hub is named `hf://datasets/NAME@COMMIT/PATH`, so its name also says which
+revision of the dataset it is from. It is read from the Hub's local cache if it is there, and over the network if not.
+"""
+
+import argparse
+import functools
+import glob
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import IO, Any
+
+from megatron_tape import command_line
+from megatron_tape.errors import ConfigError, FileError
+from megatron_tape.home import expand_home
+
+PREFIX = "hub:"
+"""Begins the name of a dataset among paths of files."""
+_REMOTE = re.compile("hf://datasets/([^@]+)@([^/]+)/(.+)", re.DOTALL)
+_FORMATS = (".parquet", ".jsonl", ".json")
+_COMPRESSIONS = ("", ".gz", ".zst")
+_BLOCK = 16 << 20
+"""Bytes per request when a file is streamed."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose the files of a dataset: see `find_files`."""
+    add = parser.add_argument
+    add("--config-name", type=str, metavar="NAME", help="configuration of a Hub dataset, such as sample-10BT")
+    add("--split", type=str, help="split of a Hub dataset (default: train)")
+    add("--revision", type=str, help="branch, tag or commit of a Hub dataset (default: main)")
+    add("--data-files", nargs="+", metavar="GLOB", help="use these files of a Hub dataset or local directory")
+    streaming = "read a Hub dataset over the network (default: download its files to the Hub's local cache first)"
+    add("--streaming", action="store_true", help=streaming)
+
+
+def refuse_options(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError if an option of `add_options` is given, since no input is a dataset of the Hub."""
+    for name in ("config_name", "split", "revision", "data_files", "streaming"):
+        if getattr(arguments, name):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(option, f"is only for datasets of the Hub ({PREFIX}NAME)", "remove it")
+
+
+def is_remote(path: str) -> bool:
+    """Return whether `path` names a file of the Hub."""
+    return _REMOTE.fullmatch(path) is not None
+
+
+def revisions(paths: Sequence[str]) -> dict[str, str]:
+    """Return the commit of each dataset of the Hub that one of the files belongs to."""
+    matches = filter(None, map(_REMOTE.fullmatch, paths))
+    return {match[1]: match[2] for match in matches}
+
+
+def find_files(name: str, arguments: argparse.Namespace) -> list[str]:
+    """Return the files of a dataset's split, in order: paths, or names that include the commit of the Hub's revision.
+
+    `name` is a dataset of the Hub, a local directory in the Hub's layout, or a format (json, parquet, text) with
+    --data-files. Raises FileError, with the reason of the `datasets` library, if the dataset cannot be opened, or if it
+    has files in another format; ConfigError if it has no such split.
+    """
+    name = expand_home(name)
+    is_directory = os.path.isdir(name)
+    if not is_directory and (name.startswith((".", "/")) or name.count("/") > 1):
+        raise FileError(name, "is no directory", "check the path; a dataset of the Hub is named NAME or OWNER/NAME")
+    if is_directory and arguments.revision:
+        raise ConfigError("--revision", f"is only for datasets of the Hub, but {name} is a directory", "remove it")
+
+    command_line.log(f"finding the files of {name} ...")
+    builder = _open(name, arguments)
+    if builder.config.data_files is None:
+        problem = "is known only from the cache of the datasets library, which does not say where its files are"
+        raise FileError(name, problem, "start where the Hub can be reached, or give the files themselves")
+    splits = {str(split): [str(file) for file in files] for split, files in builder.config.data_files.items()}
+    split = arguments.split or "train"
+    if split not in splits:
+        problem = f"is {split!r}, but {name} ({builder.config.name}) has only {sorted(splits)}"
+        raise ConfigError("--split", problem, "choose one of them")
+    files = splits[split]
+    if not files:
+        raise FileError(name, f"has no files in the split {split!r}", "check --data-files")
+
+    # Only with --data-files is a text file known to be one document; the library reads one document per line.
+    formats = (*_FORMATS, ".txt") if arguments.data_files else _FORMATS
+    endings = tuple(ending + compression for ending in formats for compression in _COMPRESSIONS)
+    for file in files:
+        if not file.endswith(endings):
+            copy = "--revision refs/convert/parquet --data-files 'default/train/*.parquet'"
+            fix = f"try the Hub's own parquet copy, such as {copy}"
+            if is_directory or not is_remote(file):
+                fix = "convert it to JSON lines or parquet"
+            raise FileError(file, "is neither parquet nor JSON lines", fix)
+    return files
+
+
+def _open(name: str, arguments: argparse.Namespace) -> Any:
+    """Return the `datasets` builder of a dataset. Raises FileError if it cannot be opened."""
+    import datasets
+    import tqdm
+
+    # The monitor is a thread, and the processes that tokenize are forked later.
+    tqdm.tqdm.monitor_interval = 0
+    try:
+        return datasets.load_dataset_builder(
+            name, arguments.config_name, data_files=arguments.data_files, revision=arguments.revision
+        )
+    except MemoryError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:500] or type(error).__name__
+        if "onfig name" in reason or "BuilderConfig" in reason:
+            fix = "choose one with --config-name"
+        elif isinstance(error, datasets.exceptions.DatasetNotFoundError):
+            fix = "check the name and --revision; a private or gated dataset also needs HF_TOKEN"
+        elif isinstance(error, ConnectionError):
+            reason = f"there is no such directory, and {reason[0].lower()}{reason[1:]}"
+            fix = "check the name, then the network"
+        else:
+            fix = "check the name, --config-name and --data-files"
+        raise FileError(name, f"cannot be opened: {reason}", fix) from error
+
+
+def download(paths: Sequence[str]) -> None:
+    """Download the files of the Hub among `paths` to its local cache, unless they are there already.
+
+    Raises ConnectionError if that fails.
+    """
+    import huggingface_hub
+
+    for name, commit in revisions(paths).items():
+        files = [match[3] for path in paths if (match := _REMOTE.fullmatch(path)) and match[1] == name]
+        command_line.log(f"downloading {len(files):,} files of {name} (--streaming reads them without storing them)")
+        patterns = [glob.escape(file) for file in files]
+        _convert_errors(
+            name,
+            lambda: huggingface_hub.snapshot_download(
+                name,  # noqa: B023
+                repo_type="dataset",
+                revision=commit,  # noqa: B023
+                allow_patterns=patterns,  # noqa: B023
+            ),
+        )
+
+
+def local_path(path: str) -> str | None:
+    """Return where a file can be opened: `path` itself, or its copy in the Hub's local cache; None if it has none."""
+    match = _REMOTE.fullmatch(path)
+    if match is None:
+        return path
+    import huggingface_hub
+
+    name, commit, file = match.groups()
+    cached = huggingface_hub.try_to_load_from_cache(name, file, revision=commit, repo_type="dataset")
+    return cached if isinstance(cached, str) else None
+
+
+def open_file(path: str) -> IO[bytes]:
+    """Open a file of the Hub or a local file for reading. Reading raises ConnectionError if the network fails."""
+    local = local_path(path)
+    if local is None:
+        return _RemoteFile(path)  # type: ignore[return-value]
+    return open(local, "rb")
+
+
+def file_size(path: str) -> int:
+    """Return the size of a file of the Hub or a local file in bytes."""
+    local = local_path(path)
+    if local is None:
+        return _remote_size(path)
+    return os.path.getsize(local)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _remote_size(path: str) -> int:
+    # The file system keeps the listing of a directory, so that this is one request for each directory.
+    return int(_convert_errors(path, lambda: _file_system().info(path)["size"]))
+
+
+def _file_system() -> Any:
+    import huggingface_hub
+
+    return huggingface_hub.HfFileSystem()
+
+
+def _convert_errors(subject: str, call: Callable[[], Any]) -> Any:
+    """Return the result of a call of the Hub's library, whose errors become ConnectionError."""
+    try:
+        return call()
+    except MemoryError:
+        raise
+    # The library raises errors of its own, of its HTTP client, and of Python.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ConnectionError(f"{subject} cannot be read from the Hub: {reason}") from error
+
+
+class _RemoteFile:
+    """A file of the Hub that is read over the network in blocks, with retries."""
+
+    closed = False
+
+    def __init__(self, path: str):
+        self._path = path
+        self._file = _convert_errors(path, lambda: _file_system().open(path, block_size=_BLOCK))
+
+    def read(self, size: int = -1) -> bytes:
+        return _convert_errors(self._path, lambda: self._file.read(size))
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.closed = True
+        self._file.close()
+
+    def __enter__(self) -> "_RemoteFile":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
