@@ -18,6 +18,7 @@ from megatron_tape import command_line
 from megatron_tape.evaluation.comparison_file import NAME, read_comparison
 from megatron_tape.evaluation.figures import variant_styles
 from megatron_tape.evaluation.results import read_results
+from megatron_tape.evaluation.tasks import group_names
 from megatron_tape.io.files import atomic_output
 from megatron_tape.run.metrics import VALIDATION_LOSS
 
@@ -36,8 +37,6 @@ COPYING = {
     "tape+increments=signed": "TAPE, signed increments",
 }
 """Labels of the variants in the right panel."""
-BLANKS = {"dense": "8 blanks", "IID": "16 blanks (as trained)", "sparse": "32 blanks"}
-"""Labels of the groups of scores in the right panel: how many blanks the 16 symbols are mixed with."""
 CHANCE = 1 / 8
 """Accuracy of random guesses among the eight symbols."""
 POSITION_RANGES = 8
@@ -105,22 +104,25 @@ def _loss_by_position(run: Path) -> tuple[np.ndarray, np.ndarray]:
 
 def plot_copying(axes: Axes, directory: Path) -> None:
     """Plot the copying accuracy: one group of bars per number of blanks, one bar per variant."""
+    comparison = read_comparison(directory / "copying" / NAME)
+    # How many blanks the 16 symbols are mixed with, by the name of the group in the file.
+    blanks = group_names("selective_copy", comparison.evaluation["selective_copy"])
     accuracies = {
         (run.variant, score.group): score.value
-        for run in read_comparison(directory / "copying" / NAME).runs
+        for run in comparison.runs
         for score in run.scores
         if score.metric == "accuracy"
     }
     width = 0.8 / len(COPYING)
     styles = variant_styles(COPYING)
     for number, (variant, label) in enumerate(COPYING.items()):
-        centers = np.arange(len(BLANKS)) + (number - (len(COPYING) - 1) / 2) * width
-        heights = [accuracies[variant, group] for group in BLANKS]
+        centers = np.arange(len(blanks)) + (number - (len(COPYING) - 1) / 2) * width
+        heights = [accuracies[variant, group] for group in blanks]
         axes.bar(centers, heights, width, color=styles[variant]["color"], label=label)
-        shown = ", ".join(f"{x:.3f} among {blanks}" for x, blanks in zip(heights, BLANKS.values()))
+        shown = ", ".join(f"{x:.3f} among {among}" for x, among in zip(heights, blanks.values()))
         print(f"{variant}: copies {shown}")
     axes.axhline(CHANCE, color="gray", linestyle=":")
-    axes.set_xticks(range(len(BLANKS)), BLANKS.values())
+    axes.set_xticks(range(len(blanks)), blanks.values())
     axes.set(
         ylim=(0, 1.45),
         ylabel="symbols copied correctly (dotted: guessing)",

@@ -28,7 +28,7 @@ from megatron_tape.errors import EXIT_REFUSED, EXIT_RESTART, UserError, refuse
 from megatron_tape.evaluation.model_source import Source, check_trained_on, find_model
 from megatron_tape.evaluation.results import NAME, EvaluatedModel
 from megatron_tape.evaluation.task import Task
-from megatron_tape.evaluation.tasks import TASKS
+from megatron_tape.evaluation.tasks import TASKS, with_group_names
 from megatron_tape.home import provide_caches
 from megatron_tape.io.files import remove
 from megatron_tape.parallel.launcher import check_launcher_environment
@@ -223,7 +223,7 @@ def _run(task: Task, model: HFModel, ranks: Ranks, output: Path, planned: TaskPl
     results = add_result(output, info.label, evaluated, planned, result)
     pictures = draw(output, task, results)
     print(f"{task.name}: {info.label}, {duration(time.monotonic() - started)}")
-    for table in score_table({info.label: result}):
+    for table in score_table({info.label: with_group_names(task.name, result)}):
         print("\n".join(markdown(table, clean)))
     for note in result.notes:
         print(f"  note: {note}")

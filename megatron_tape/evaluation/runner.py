@@ -32,6 +32,7 @@ from megatron_tape.evaluation.results import (
     write_results,
 )
 from megatron_tape.evaluation.task import HuggingFaceModel, Task, Unit
+from megatron_tape.evaluation.tasks import with_group_names
 from megatron_tape.io.files import digest, open_to_append, remove, write_whole
 from megatron_tape.io.records import parse_record
 from megatron_tape.io.versions import cpu_name, versions_with_commit
@@ -217,10 +218,11 @@ def draw(output: Path, task: Task, results: Results) -> list[Path]:
     """
     from megatron_tape.evaluation.figures import encoding_of, model_encodings, png
 
+    shown = with_group_names(task.name, results.tasks[task.name])
     files = []
     try:
         with model_encodings({results.label: encoding_of(results.model.config)}):
-            for picture in task.draw({results.label: results.tasks[task.name]}):
+            for picture in task.draw({results.label: shown}):
                 write_whole(output / f"{picture.name}.png", [png(picture)])
                 files.append(output / f"{picture.name}.png")
     except OSError:

@@ -168,6 +168,13 @@ class Task:
         """Compute the results from the values of all units, given by unit key. Called on rank 0."""
         raise NotImplementedError
 
+    def group_names(self) -> dict[str, str]:
+        """Return names of the groups of scores for readers, by `Score.group`, in the order in which to show them.
+
+        Pages, pictures and tables show these names; files keep the groups. A group that is left out keeps its name.
+        """
+        return {}
+
     def require(self, *packages: str) -> None:
         """Raise ConfigError if one of `packages`, given by import name, is not installed."""
         missing = [package for package in packages if importlib.util.find_spec(package) is None]

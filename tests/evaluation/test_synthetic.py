@@ -189,7 +189,7 @@ def test_a_model_that_always_answers_blank_has_the_score_in_the_note():
     found = by_group(results, "accuracy")
     for name, share in {"IID": 0.5, "dense": 0.2, "sparse": 0.8}.items():
         assert found[name].value == results.details["blanks"][name] == pytest.approx(share, abs=0.06)
-    assert f"{found['dense'].value:.1%} (dense)" in results.notes[0]
+    assert f"{100 * found['dense'].value:.1f} % for 10 steps on 4 × 4 cells (20 % blank);" in results.notes[0]
 
 
 def next_of_pair(prefix):

@@ -25,8 +25,11 @@ from megatron_tape.evaluation.score_pictures import by_group, fraction_maps
 from megatron_tape.evaluation.statistics import bootstrap_ratio, wilson
 from megatron_tape.evaluation.task import LanguageModel, ModelInfo, Picture, Summary, Task, Unit
 from megatron_tape.synthetic import EVALUATION, Generator, sample_random
+from megatron_tape.text import counted
 
 SEQUENCES_PER_UNIT = 100
+TRAINED = "as trained"
+"""Marks the group with the sizes of the training in names for readers."""
 MOST = 10**6
 """More than the numbers of digits and samples can be: the factor that makes the sample index of every sum unique."""
 
@@ -99,6 +102,14 @@ class Addition(SyntheticTask):
     @property
     def lengths(self) -> list[int]:
         return list(range(self.settings.step, self.longest + 1, self.settings.step))
+
+    def group_names(self) -> dict[str, str]:
+        trained, longest = self.settings.digits, self.longest
+        names = {f"up to {trained} digits": f"operands up to {trained} digits ({TRAINED})"}
+        if longest > trained:
+            names[f"beyond {trained} digits"] = f"operands beyond {trained} digits"
+            names[f"up to {longest} digits"] = f"all operands up to {longest} digits"
+        return names
 
     def units(self, model: LanguageModel) -> list[Unit]:
         # The cost is the number of tokens: two operands, and a sum as long as the longer one.
@@ -223,6 +234,12 @@ class SelectiveCopy(Variants):
         refuse(not self.settings.blanks, self.key("blanks"), "is empty", "give a variant, such as {IID: 128}")
         super().check(info)
 
+    def group_names(self) -> dict[str, str]:
+        blanks = self.settings.blanks
+        trained = next(iter(blanks), "")
+        names = {name: counted(blanks[name], "blank") for name in sorted(blanks, key=blanks.__getitem__)}
+        return {name: f"{shown} ({TRAINED})" if name == trained else shown for name, shown in names.items()}
+
     def generators(self) -> dict[str, Generator]:
         sizes = {"copied": self.settings.copied, "symbols": self.settings.symbols}
         return {name: synthetic.SelectiveCopy(blanks=blanks, **sizes) for name, blanks in self.settings.blanks.items()}
@@ -237,6 +254,9 @@ class Recall(Variants):
     def check(self, info: ModelInfo) -> None:
         refuse(not self.settings.lengths, self.key("lengths"), "is empty", "give at least one length, such as [256]")
         super().check(info)
+
+    def group_names(self) -> dict[str, str]:
+        return {f"{length} tokens": f"{length:,} tokens" for length in sorted(self.settings.lengths)}
 
     def generators(self) -> dict[str, Generator]:
         sizes = {"keys": self.settings.keys, "tokens_per_pair": self.settings.tokens_per_pair}
@@ -258,6 +278,16 @@ class GridNavigation(Variants):
             refuse(not valid, f"{key}.{name}", f"is {values}", fix)
         super().check(info)
 
+    def group_names(self) -> dict[str, str]:
+        variants = self.settings.variants
+        trained = next(iter(variants), "")
+        names = {}
+        for name, (steps, width, blanks) in sorted(variants.items(), key=lambda item: item[1]):
+            cells = f"{width:g} \N{MULTIPLICATION SIGN} {width:g}" if self.settings.dimensions == 2 else f"{width:g}"
+            mark = f", {TRAINED}" if name == trained else ""
+            names[name] = f"{steps:g} steps on {cells} cells ({100 * blanks:g} % blank{mark})"
+        return names
+
     def generators(self) -> dict[str, Generator]:
         settings = self.settings
         same = {key: getattr(settings, key) for key in ("dimensions", "objects", "longest_run")}
@@ -267,5 +297,6 @@ class GridNavigation(Variants):
         }
 
     def notes(self, blanks: dict[str, float]) -> list[str]:
-        fractions = ", ".join(f"{fraction:.1%} ({name})" for name, fraction in blanks.items())
+        names = self.group_names()
+        fractions = "; ".join(f"{100 * blanks[name]:.1f} % for {shown}" for name, shown in names.items())
         return [f"Accuracy of always answering blank: {fractions}."]
