@@ -54,7 +54,7 @@ class Score:
     @property
     def subject(self) -> Score:
         """The score without value, interval and count. Scores with equal subjects can be compared between models."""
-        return replace(self, value=0.0, low=None, high=None, count=None)
+        return replace(self, value=0.0, low=None, high=None, count=None, counted="sample")
 
     @property
     def is_fraction(self) -> bool:

@@ -23,9 +23,9 @@ from megatron_tape.evaluation.report.comparison_tables import (
     by_task,
     headline,
     markdown,
-    metrics_tables,
     notes,
     picture,
+    task_tables,
     warnings,
 )
 from megatron_tape.evaluation.report.page import page
@@ -68,48 +68,157 @@ def test_a_baseline_is_chosen_and_may_be_missing():
     assert all(row.difference is None for row in rows_of(comparison(baseline="fox")))
 
 
+def rows_of_table(table):
+    """The cells of a table as texts, with their smaller lines after bars."""
+    return [["|".join([cell.text, *cell.detail.splitlines()]) for cell in row] for row in table.rows]
+
+
 def test_a_table_has_a_row_for_each_variant_and_marks_missing_values():
     found = {"rope": {1: 1.0, 2: 1.0}, "tape": {1: 1.0, 2: 1.0}, "nope": {1: 0.5}}
-    (table,) = metrics_tables(by_task(comparison(found))["selective_copy"], "rope")
-    assert table.caption == "accuracy \N{UPWARDS ARROW}, IID" and table.summary == ""
-    assert table.columns == ["variant", "seeds", "mean", "standard deviation", "difference from rope"]
-    assert [[cell.text for cell in row] for row in table.rows] == [
-        ["rope", "2", "1.0000", "0.0000", "–"],
-        ["tape", "2", "1.0000", "0.0000", "0.0000"],
-        ["nope", "1", "0.5000", "–", "−0.5000"],
+    (table,) = task_tables(by_task(comparison(found))["selective_copy"], "rope")
+    assert table.columns == ["variant", "IID"] and set(table.row_groups) == {"accuracy \N{UPWARDS ARROW}"}
+    assert rows_of_table(table) == [
+        ["rope|2 seeds", "1.0000 ± 0.0000"],
+        ["tape|2 seeds", "1.0000 ± 0.0000|0.0000"],
+        ["nope|1 seed", "0.5000|−0.5000"],
     ]
-    tests = metrics_tables(by_task(comparison())["selective_copy"], "rope")[0]
-    assert tests.columns[-2:] == ["95 % interval", "p"] and tests.rows[1][-1].text == "0.0755"
+    (table,) = task_tables(by_task(comparison())["selective_copy"], "rope")
+    assert rows_of_table(table)[1] == ["tape|3 seeds", "0.7667 ± 0.1155|+0.1667 (0.0232 – 0.3101)|p = 0.0755"]
 
 
 def test_a_table_of_one_seed_has_neither_mean_nor_deviation():
-    (table,) = metrics_tables(by_task(comparison({"rope": {1: 0.5}, "tape": {1: 0.6}}))["selective_copy"], "rope")
-    assert table.columns == ["variant", "value", "difference from rope"]
+    (table,) = task_tables(by_task(comparison({"rope": {1: 0.5}, "tape": {1: 0.6}}))["selective_copy"], "rope")
+    assert table.caption == "Below each value: the difference from rope."
+    assert rows_of_table(table) == [["rope", "0.5000"], ["tape", "0.6000|+0.1000"]]
 
 
-def test_a_metric_that_is_equal_in_all_runs_is_one_line_and_has_no_picture():
+def copying(values, **settings):
+    """Return a comparison of runs with one seed: accuracies and exact matches by variant and group."""
+    runs = [
+        run(variant, 1, *(score(value, metric, group) for group, of in groups.items() for metric, value in of.items()))
+        for variant, groups in values.items()
+    ]
+    blanks = {"IID": 16, "dense": 8, "sparse": 32}
+    return Comparison({}, {"selective_copy": {"blanks": blanks, "samples": 9, "of a later version": 1}}, "rope", runs)
+
+
+def of_groups(*accuracies):
+    return {group: {"accuracy": x, "exact match": x**2} for group, x in zip(("IID", "dense", "sparse"), accuracies)}
+
+
+SIGNED = {"rope": of_groups(1, 0.2235, 0.25), "tape": of_groups(0.996, 0.22, 0.26)}
+SIGNED |= {f"{name}+increments=signed": of_groups(1, 1, 1) for name in ("rope", "tape")}
+
+
+def test_a_task_has_one_table_with_a_column_for_each_condition_as_the_task_names_it():
+    (table,) = task_tables(by_task(copying(SIGNED))["selective_copy"], "rope")
+    assert table.columns == ["variant", "8 blanks", "16 blanks (as trained)", "32 blanks"]
+    assert table.row_groups == ["accuracy \N{UPWARDS ARROW}"] * 4 + ["exact match \N{UPWARDS ARROW}"] * 4
+    assert rows_of_table(table)[1] == ["tape", "0.2200|−0.0035", "0.9960|−0.0040", "0.2600|+0.0100"]
+    content = page({}, {}, [copying(SIGNED)])
+    assert content.count("<table") == 1 and content.count('scope="rowgroup"') == 2
+    assert "IID" not in content and "dense" not in content
+    lines = [line.split("|") for line in markdown(copying(SIGNED)).splitlines() if line.startswith("|")]
+    assert [cell.strip() for cell in lines[0][1:3]] == ["metric", "variant"] and len(lines) == 10
+
+
+def test_metrics_by_length_have_a_column_for_each_length_and_metrics_of_the_training_are_columns():
+    lengths = [replace(score(1.0, "loss", better="lower"), length=length, group="books") for length in (64, 128)]
+    training = [Score(name, 2.0, "lower", task="training") for name in ("validation loss", "seconds per step")]
+    tasks = by_task(Comparison({}, {}, "rope", [run("rope", 1, *training, *lengths)]))
+    ((by_length,), (of_training,)) = (task_tables(of, "rope") for of in tasks.values())
+    assert by_length.columns == ["variant", "64 tokens", "128 tokens"]
+    assert by_length.row_groups == ["loss \N{DOWNWARDS ARROW}, books"] and not of_training.row_groups
+    arrow = "\N{DOWNWARDS ARROW}"
+    assert of_training.columns == ["variant", f"validation loss {arrow}", f"seconds per step {arrow}"]
+
+
+@pytest.mark.parametrize("blanks", [{"IID": "many"}, {"IID": 4, "dense": 8, "sparse": 8}, [1], None])
+def test_groups_keep_their_names_if_the_recorded_settings_give_none(blanks):
+    made = replace(copying(SIGNED), evaluation={"selective_copy": {"blanks": blanks}})
+    assert task_tables(by_task(made)["selective_copy"], "rope")[0].columns[1:] == ["IID", "dense", "sparse"]
+
+
+def test_a_metric_that_is_equal_in_all_runs_has_no_picture():
     found = by_task(comparison({"rope": {1: 0.0, 2: 0.0}, "tape": {1: 0.0}}))["selective_copy"]
-    (table,) = metrics_tables(found, "rope")
-    assert table.summary == "accuracy \N{UPWARDS ARROW}, IID: 0 in all 3 runs." and len(table.rows) == 2
     assert picture(found, ["rope", "tape"]) == []
+
+
+@pytest.mark.parametrize(
+    "values, sentence",
+    [
+        (
+            SIGNED,
+            "With increments=signed, the accuracy is 100 % at 8 blanks, 16 blanks (as trained) and 32 blanks; without, "
+            "it is 22 % at 8 blanks, 99.6 to 100 % at 16 blanks (as trained) and 25 to 26 % at 32 blanks.",
+        ),
+        (
+            {"rope": of_groups(0.9, 0.5, 0.5), "tape": of_groups(0.9, 0.6, 0.7), "nope": of_groups(0.8, 0.1, 0)},
+            "tape has the highest accuracy: 60 % at 8 blanks, 90 % at 16 blanks (as trained) and 70 % at 32 blanks; "
+            "rope has 50 % at 8 blanks and 32 blanks and 90 % at 16 blanks (as trained).",
+        ),
+        (
+            {"rope": of_groups(0.9, 0.5, 0.5), "tape": of_groups(0.8, 0.6, 0.7)},
+            "The highest accuracy is that of tape with 60 % at 8 blanks and 70 % at 32 blanks and that of rope with "
+            "90 % at 16 blanks (as trained); rope has 50 % at 8 blanks",
+        ),
+        (
+            {"rope": of_groups(0.9, 0.5, 0.5), "tape": of_groups(0.901, 0.5, 0.5)},
+            "The accuracy is about the same for both: 50 % at 8 blanks and 32 blanks and 90 % at 16 blanks",
+        ),
+        ({"rope": of_groups(0.0004, 0, 1)}, "rope has the accuracy 0 % at 8 blanks, 0.04 % at 16 blanks (as trained)"),
+    ],
+)
+def test_the_first_sentence_says_which_variants_are_best_where_and_that_one_seed_was_run(values, sentence):
+    _, (first, second) = headline(copying(values))
+    assert first.startswith(sentence)
+    assert second.startswith("One seed of each variant was run: a difference may come from the seed")
+
+
+def test_the_first_sentence_about_losses_names_the_lowest():
+    def losses(variant, *values):
+        lengths = zip((64, 128, 256, 512, 1024), values)
+        of = {"group": "books", "task": "perplexity"}
+        return run(variant, 1, *(replace(score(v, "loss", better="lower"), length=n, **of) for n, v in lengths))
+
+    made = Comparison({}, {}, "rope", [losses("rope", 3, 3.1, 3.2, 4, 5), losses("tape", 3, 3, 3, 3, 3.5)])
+    assert headline(made)[1][0] == (
+        "tape has the lowest loss: 3.000 at 64 tokens to 3.500 at 1,024 tokens; rope has 3.000 at 64 tokens to 5.000 "
+        "at 1,024 tokens."
+    )
 
 
 CLEAR = {"rope": {1: 0.5, 2: 0.6, 3: 0.7}, "tape": {1: 0.8, 2: 0.91, 3: 1.0}}
 
 
 @pytest.mark.parametrize(
-    "found, bold, outcome",
+    "found, bold, outcomes",
     [
-        (CLEAR, True, "Accuracy is significantly better than rope for tape (+0.303 on IID, 95 % interval 0.289 to"),
-        (FOUND, False, "No difference in accuracy from rope is significant"),
-        ({"rope": {1: 0.5}, "tape": {1: 0.9}}, False, "No difference in accuracy can be tested"),
+        (
+            CLEAR,
+            True,
+            [
+                "tape has the highest mean accuracy: 90 % for IID; rope has 60 % for IID.",
+                "Compared with rope, accuracy is significantly better with tape (+0.303 for IID) (paired t tests",
+            ],
+        ),
+        # What may be due to chance is not the first sentence.
+        (FOUND, False, ["No difference in accuracy from rope is significant", "tape has the highest mean accuracy"]),
+        ({"rope": {1: 0.5}, "tape": {1: 0.9}}, False, ["tape has the highest accuracy", "One seed of each variant"]),
+        # A difference that does not vary cannot be tested, and is not hidden by that.
+        (
+            {"rope": {1: 0.0, 2: 0.0}, "tape": {1: 1.0, 2: 1.0}},
+            False,
+            ["tape has the highest mean accuracy: 100 %", "No difference in accuracy can be tested"],
+        ),
     ],
 )
-def test_only_a_significant_difference_is_bold_and_a_result(found, bold, outcome):
-    title, (compared, result) = headline(comparison(found))
+def test_only_a_significant_difference_is_bold_and_a_result(found, bold, outcomes):
+    title, paragraphs = headline(comparison(found))
     assert title.startswith("Comparison of rope")
-    assert compared.startswith(f"{len(found)} variants of one recipe (rope") and result.startswith(outcome)
-    (table,) = metrics_tables(by_task(comparison(found))["selective_copy"], "rope")
+    assert [text.startswith(outcome) for text, outcome in zip(paragraphs, outcomes)] == [True] * 2
+    assert f"{len(found)} variants of one recipe (rope" in paragraphs[-1]
+    (table,) = task_tables(by_task(comparison(found))["selective_copy"], "rope")
     assert any(cell.strong for row in table.rows for cell in row) == bold
 
 
@@ -120,8 +229,9 @@ def test_the_result_of_one_task_claims_nothing_about_another_task():
     values = {"rope": (0.5, 0.6, 0.7), "tape": (0.8, 0.91, 1.0)}
     runs = [both(variant, seed, x, x) for variant, of in values.items() for seed, x in enumerate(of)]
     runs += [both("nope", seed, x + (0.1, -0.1, 0.02)[seed], 0.1 * x) for seed, x in enumerate(values["rope"])]
-    _, (_, result) = headline(Comparison({}, {}, "rope", runs))
-    assert result.startswith("Accuracy (Selective copy") and "no other difference in accuracy (Selective copy" in result
+    _, paragraphs = headline(Comparison({}, {}, "rope", runs))
+    assert [text.partition(":")[0] for text in paragraphs[:2]] == ["Selective copy", "Passkey"]
+    assert paragraphs[2].startswith("Compared with rope, accuracy (Selective copy) is significantly better with tape")
 
 
 def test_a_comparison_without_finished_runs_has_a_page():
@@ -144,7 +254,7 @@ def test_markdown_has_a_row_for_each_variant_and_the_notes():
     text = markdown(comparison(), ["tape, seed 4"])
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len(lines) == 5 and len({len(line) for line in lines}) == 1
-    assert "| tape " in lines[3] and "| 0.7667 |" in lines[3] and "| 0.0755 |" in lines[3]
+    assert "| tape (3 seeds) " in lines[3] and "| 0.7667 ± 0.1155 (+0.1667 (0.0232 – 0.3101), p = 0.0755) |" in lines[3]
     assert "With 3 seeds" in text and "more than 2.5 times" in text
     assert "Fewer seeds than the others: nope&#60;b&#62; (2)." in text and "Not finished: tape, seed 4." in text
 

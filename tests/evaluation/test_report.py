@@ -8,6 +8,7 @@ import pytest
 from report_cases import CONFIG, results, score, settings, task, write_results, write_run
 
 from megatron_tape.command_line import status_of
+from megatron_tape.config.evaluation import SelectiveCopySettings
 from megatron_tape.evaluation import figures
 from megatron_tape.evaluation.figures import clean
 from megatron_tape.evaluation.report import page as page_module
@@ -179,11 +180,34 @@ def test_the_best_value_is_bold_only_if_intervals_allow_it(tmp_path, second, dig
 
 
 def test_rows_with_only_zeros_are_collapsed_into_one_line(tmp_path):
-    scores = [score("exact match", 0.0, "higher", group="a"), score("accuracy", 0.5, "higher", group="a")]
-    page = evaluated(tmp_path, x={"tasks": {"shiny": task(scores)}})
+    scores = [score("exact match", 0.0, "higher", group=group) for group in "abc"]
+    scores += [score("recall", 0.0, "higher"), score("accuracy", 0.5, "higher", group="a")]
+    page = evaluated(tmp_path, **dict.fromkeys("xy", {"tasks": {"shiny": task(scores)}}))
     (folded,) = page.root.iter("details")
-    assert folded.findtext("summary") == "0 everywhere: exact match \N{UPWARDS ARROW}, a."
+    arrow = "\N{UPWARDS ARROW}"
+    assert folded.findtext("summary") == f"Every model has 0 in exact match {arrow} (a, b and c) and recall {arrow}."
     assert [row[0].text.split()[0] for row in page.root.xpath("//section/div/table/tbody/tr")] == ["accuracy"]
+
+
+def test_scores_that_count_other_things_share_a_row(tmp_path):
+    tasks = [{"shiny": task([score(count=2, counted=noun)])} for noun in ("document", "window")]
+    page = evaluated(tmp_path, x={"tasks": tasks[0]}, y={"tasks": tasks[1]})
+    assert len(page.tables["Shiny"]) == 2 and page.tables["Shiny"][1][1:] == ["10|2 documents", "10|2 windows"]
+
+
+def test_a_page_has_no_empty_list(tmp_path, compared):
+    run = write_run(tmp_path / "run", steps=20)
+    for shown in (Page(compared), page_of(tmp_path, run), evaluated(tmp_path, x={}), Page(page({}, {}))):
+        assert not [element for element in shown.root.iter("ul", "nav") if not len(element)]
+
+
+def test_groups_of_a_synthetic_task_are_named_by_their_sizes_in_tables_and_pictures(tmp_path):
+    blanks = {"IID": 16, "dense": 8}
+    scores = [score("accuracy", 0.5, "higher", group=group) for group in blanks]
+    given = {"tasks": {"selective_copy": task(scores, settings={"blanks": blanks, "samples": 5})}}
+    page = evaluated(tmp_path, x=given)
+    assert [row[1] for row in page.tables["Selective copy"][1:]] == ["8 blanks", "16 blanks (as trained)"]
+    assert "0.5 8 blanks accuracy, 0.5 16 blanks (as trained) accuracy" in page.pictures["Selective copy"][0]
 
 
 def test_losses_at_different_lengths_come_with_a_warning(tmp_path):
@@ -273,6 +297,9 @@ def test_paths_without_a_run_or_results_are_rejected(tmp_path, capsys):
 
 
 class _Drawn(Task):
+    name = "shiny"
+    Settings = SelectiveCopySettings
+
     @classmethod
     def draw(cls, results):
         figure, (left, right) = figures.new_figure(1, 2)

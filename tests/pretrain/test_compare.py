@@ -300,7 +300,14 @@ def test_tables_and_page_show_every_metric(compared):
     output, done = compared
     text, html = (output / "comparison.md").read_text(), (output / "report.html").read_text()
     assert "# Comparison" in done.stdout and "p < 0.05 only if" in done.stdout
-    for shown in ("accuracy", "exact match", "dense", "validation loss (nats per token)", "seconds per step"):
+    for shown in (
+        "accuracy",
+        "exact match",
+        "2 blanks",
+        "4 blanks (as trained)",
+        "validation loss (nats per token)",
+        "seconds per step",
+    ):
         assert shown in text and shown in html
     assert "tape+token_mixing=per_head" in text and "difference from rope" in text
     assert "With 2 seeds" in html and "<img" in html

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from megatron_tape.evaluation import figures
 from megatron_tape.evaluation.comparison_file import TRAINING, Comparison, VariantResult, results_by_metric
 from megatron_tape.evaluation.report import tables
+from megatron_tape.evaluation.report.findings import at, conditions, finding, measured
 from megatron_tape.evaluation.report.tables import Cell, Table, enumerated, number
 from megatron_tape.evaluation.results import Score
 from megatron_tape.evaluation.statistics import PairedTest, t_quantile
 from megatron_tape.evaluation.task import Picture
-from megatron_tape.evaluation.tasks import title_of
+from megatron_tape.evaluation.tasks import group_names, title_of
 from megatron_tape.huggingface.export import markdown as markdown_text
 from megatron_tape.text import counted
 
@@ -27,11 +29,25 @@ _SMALLEST_P = 0.0001
 
 
 def by_task(comparison: Comparison) -> dict[str, ByMetric]:
-    """Return the results of all variants by task and metric; the training comes last."""
+    """Return the results of all variants by task and metric; the training comes last.
+
+    Groups of scores have their names for readers, and are in the order that the task declares (`Task.group_names`).
+    """
     tasks: dict[str, ByMetric] = {}
     for metric, results in sorted(results_by_metric(comparison).items(), key=lambda item: item[0].task == TRAINING):
         tasks.setdefault(metric.task, {})[metric] = results
-    return tasks
+    return {task: _with_group_names(metrics, comparison.evaluation.get(task, {})) for task, metrics in tasks.items()}
+
+
+def _with_group_names(by_metric: ByMetric, settings: Mapping[str, Any]) -> ByMetric:
+    names = group_names(next(iter(by_metric)).task, settings)
+    order = list(names)
+
+    def position(metric: Score) -> int:
+        return order.index(metric.group) if metric.group in names else len(order)
+
+    ordered = sorted(by_metric, key=position)
+    return {replace(metric, group=names.get(metric.group, metric.group)): by_metric[metric] for metric in ordered}
 
 
 def task_title(task: str) -> str:
@@ -39,36 +55,86 @@ def task_title(task: str) -> str:
     return "Loss and cost of training" if task == TRAINING else title_of(task)
 
 
-def metrics_tables(by_metric: ByMetric, baseline: str) -> list[Table]:
-    """Return a table for each metric, with a row for each variant; `summary` is set if all runs have the same value."""
-    made: list[Table] = []
-    for metric, results in by_metric.items():
-        numbers = _values(results)
-        decimals = tables.decimals_for(numbers)
-        decimals = decimals and decimals + 1
-        several = any(len(result.values) > 1 for result in results)
-        columns = ["variant", "seeds", "mean" if several else "value", "standard deviation"]
-        columns += [f"difference from {baseline}", "95 % interval", "p"]
-        cells = [_cells(result, decimals) for result in results]
-        if not several:
-            del columns[1]
-            for row in cells:
-                del row[1]
-        name = tables.subject_name(metric)
-        equal = len(numbers) > 1 and len(set(numbers)) == 1
-        summary = f"{name}: {tables.shown_number(numbers[0], None)} in all {len(numbers)} runs." if equal else ""
-        made += tables.table(name, columns, cells, summary)
-    return made
+def task_tables(by_metric: ByMetric, baseline: str) -> list[Table]:
+    """Return tables with a row for each metric and variant, and a column for each condition (length or group).
+
+    Metrics without conditions, such as those of the training, are columns. Metrics with the same columns share a table.
+    """
+    rows: dict[str, dict[str, Score]] = {}
+    for metric in by_metric:
+        row, column = _place(metric)
+        rows.setdefault(row, {})[column] = metric
+    shared: dict[tuple[str, ...], dict[str, dict[str, Score]]] = {}
+    for row, cells in rows.items():
+        shared.setdefault(tuple(cells), {})[row] = cells
+    return [one for of in shared.values() for one in _task_table(by_metric, of, baseline)]
 
 
-def _cells(result: VariantResult, decimals: int | None) -> list[Cell]:
+def _place(metric: Score) -> tuple[str, str]:
+    """Return the names of the row and of the column of a metric."""
+    name = tables.metric_name(metric)
+    if metric.length is not None:
+        return ", ".join(filter(None, (name, metric.group))), f"{metric.length:,} tokens"
+    return (name, metric.group) if metric.group else ("", name)
+
+
+def _task_table(by_metric: ByMetric, rows: Mapping[str, Mapping[str, Score]], baseline: str) -> list[Table]:
+    """Return a list of one table with the metrics in `rows`, by the names of row and column."""
+    metrics = [metric for of in rows.values() for metric in of.values()]
+    results = {metric: {result.variant: result for result in by_metric[metric]} for metric in metrics}
+    variants = list(dict.fromkeys(variant for of in results.values() for variant in of))
+    seeds = {label: max(len(of[label].values) for of in results.values() if label in of) for label in variants}
+    shown_seeds = {label: counted(count, "seed") for label, count in seeds.items()}
+    if len(set(seeds.values())) == 1:
+        shown_seeds = {}
+
+    decimals = {metric: _decimals(by_metric, metric) for metric in metrics}
+    made: list[list[Cell]] = []
+    for by_column in rows.values():
+        for variant in variants:
+            cells = [_cell(metric, results[metric].get(variant), decimals[metric]) for metric in by_column.values()]
+            made.append([Cell(variant, variant, shown_seeds.get(variant, "")), *cells])
+
+    columns = ["variant", *next(iter(rows.values()))]
+    caption = f"Below each value: the difference from {baseline}"
+    if max(seeds.values()) > 1:
+        caption = f"Mean \N{PLUS-MINUS SIGN} standard deviation over the seeds. {caption}, its 95 % interval and p"
+        if any(cell.strong for row in made for cell in row):
+            caption += f" (bold: p < {SIGNIFICANT})"
+    row_groups = [row for row in rows for _ in variants] if any(rows) else ()
+    return tables.table(f"{caption}.", columns, made, row_groups=row_groups)
+
+
+def _decimals(by_metric: ByMetric, metric: Score) -> int | None:
+    """Return the number of decimals for all values of a metric, at all lengths and in all groups."""
+    same = [of for other, of in by_metric.items() if (other.metric, other.unit) == (metric.metric, metric.unit)]
+    decimals = tables.decimals_for(value for results in same for value in _values(results))
+    return decimals and decimals + 1
+
+
+def _cell(metric: Score, result: VariantResult | None, decimals: int | None) -> Cell:
+    """Return a cell with the mean and the standard deviation of a variant, and below them its test."""
+    if result is None:
+        return number(None)
+    shown = tables.shown_number(result.mean, decimals)
+    # The number of parameters and the like does not depend on the seed.
+    if result.spread is not None and (result.spread > 0 or metric.better != "neither"):
+        shown += f" \N{PLUS-MINUS SIGN} {tables.shown_number(result.spread, decimals)}"
     test = result.difference
-    cells = [tables.text(result.variant), number(len(result.values), 0)]
-    cells += [number(value, decimals) for value in (result.mean, result.spread, test and test.mean)]
-    if test is None or test.p is None:
-        return [*cells, number(None), number(None)]
-    cells[-1] = replace(cells[-1], strong=test.p < SIGNIFICANT)
-    return [*cells, Cell(tables.interval(test.low, test.high, decimals), test.mean), Cell(shown_p(test.p), test.p)]
+    if test is None:
+        return Cell(shown, result.mean)
+    difference = _signed(test.mean, decimals)
+    if test.p is None:
+        return Cell(shown, result.mean, difference)
+    equal = "" if test.p < _SMALLEST_P else "= "
+    detail = f"{difference} ({tables.interval(test.low, test.high, decimals)})\np {equal}{shown_p(test.p)}"
+    return Cell(shown, result.mean, detail, strong=test.p < SIGNIFICANT)
+
+
+def _signed(value: float, decimals: int | None) -> str:
+    """Return a difference as text, with its sign unless it is shown as 0."""
+    shown = tables.shown_number(value, decimals)
+    return f"+{shown}" if value > 0 and any(digit in shown for digit in "123456789") else shown
 
 
 def shown_p(p: float) -> str:
@@ -114,29 +180,57 @@ def _values(results: Sequence[VariantResult]) -> list[float]:
 
 
 def headline(comparison: Comparison) -> tuple[str, list[str]]:
-    """Return a title, and sentences: what was compared, and what the tests show."""
+    """Return a title, and paragraphs: what was found, what the tests show, and what was compared."""
     variants = comparison.variants
     if not variants:
         return "Comparison", ["No run is finished."]
     seeds = sorted({sum(run.variant == variant for run in comparison.runs) for variant in variants})
     tasks = list(by_task(comparison))
     how_many = " to ".join(str(count) for count in dict.fromkeys((seeds[0], seeds[-1])))
-    each = f"{how_many} seed{'' if seeds == [1] else 's'}"
+    each = "one seed" if seeds == [1] else f"{how_many} seeds"
     evaluated = enumerated([task_title(task) for task in tasks if task != TRAINING] or ["the validation loss"])
     compared = (
         f"{counted(len(variants), 'variant')} of one recipe ({enumerated(variants, 6)}), trained with {each} each, are "
         f"compared by {evaluated}."
     )
-    return f"Comparison of {enumerated(variants, 4)}", [compared, _outcome(comparison)]
+    found = _findings(comparison)
+    by_chance, outcome = _outcome(comparison)
+    paragraphs = [outcome, *found, compared] if by_chance else [*found, f"{outcome} {compared}"]
+    return f"Comparison of {enumerated(variants, 4)}", paragraphs
 
 
-def _outcome(comparison: Comparison) -> str:
-    """Return a sentence about the significance of differences in the first metric whose `better` is not `neither`."""
+def _findings(comparison: Comparison) -> list[str]:
+    """Return a sentence for each evaluated task about its first metric, or about the validation loss without tasks."""
+    tasks = by_task(comparison)
+    evaluated = [task for task in tasks if task != TRAINING] or list(tasks)
+    sentences = []
+    for task in evaluated:
+        by_metric = tasks[task]
+        ranking = [metric.metric for metric in by_metric if metric.better != "neither"]
+        means = {metric: {one.variant: one.mean for one in results} for metric, results in by_metric.items()}
+        several = any(len(one.values) > 1 for results in by_metric.values() for one in results)
+        made = measured(ranking[0], means, "mean" if several else "") if ranking else None
+        if made is not None:
+            title = f"{task_title(task)}: " if len(evaluated) > 1 else ""
+            sentences.append(title + finding(made, comparison.baseline))
+    return sentences
+
+
+def _outcome(comparison: Comparison) -> tuple[bool, str]:
+    """Return a sentence on the tests of the first metric that ranks variants, and before it whether none succeeded.
+
+    Then all differences may be due to chance.
+    """
     baseline = comparison.baseline
     tasks = by_task(comparison)
     ranking = [metric for by_metric in tasks.values() for metric in by_metric if metric.better != "neither"]
     if not ranking:
-        return "None of the measured metrics ranks variants."
+        return False, "None of the measured metrics ranks variants."
+    if all(len(result.values) < 2 for metric in ranking for result in tasks[metric.task][metric]):
+        return False, (
+            "One seed of each variant was run: a difference may come from the seed, and none is tested. Add seeds with "
+            "--seeds."
+        )
     first = ranking[0]
     in_others = any(metric.metric == first.metric and metric.task != first.task for metric in ranking)
     name = f"{first.metric} ({task_title(first.task)})" if in_others else first.metric
@@ -148,37 +242,36 @@ def _outcome(comparison: Comparison) -> str:
             if result.difference is not None and result.difference.p is not None:
                 tests.setdefault(result.variant, []).append((metric, result.difference))
     if not tests:
-        return (
+        return False, (
             f"No difference in {name} can be tested, so the variants are not ranked. A test requires at least two "
             "seeds of both variants, and differences that vary."
         )
     method = "paired t tests over the seeds"
+    named = conditions(metrics)
     significant = {variant: [one for one in of if one[1].p < SIGNIFICANT] for variant, of in tests.items()}
     if not any(significant.values()):
         variant, one = max(((v, one) for v, of in tests.items() for one in of), key=lambda x: abs(x[1][1].mean))
-        return (
-            f"No difference in {name} from {baseline} is significant ({method}, p < {SIGNIFICANT}); the largest "
-            f"that can be tested is that of {_difference(variant, [one])}, p = {shown_p(one[1].p)}."
+        return True, (
+            f"No difference in {name} from {baseline} is significant ({method}, p < {SIGNIFICANT}); the largest that "
+            f"can be tested is that of {_difference(variant, *one, named)}, p = {shown_p(one[1].p)}."
         )
     sign = 1 if first.better == "higher" else -1
     parts = []
     for word, side in (("better", sign), ("worse", -sign)):
         of_side = {variant: [one for one in of if one[1].mean * side > 0] for variant, of in significant.items()}
-        if names := [_difference(variant, of) for variant, of in of_side.items() if of]:
-            parts.append(f"significantly {word} than {baseline} for {enumerated(names, 4)}")
-    others = f"; no other difference in {name} is significant" if len(significant) > 1 or len(metrics) > 1 else ""
-    return f"{name[:1].upper()}{name[1:]} is {', and '.join(parts)} ({method}, p < {SIGNIFICANT}){others}."
+        if len(metrics) == 1:
+            names = [_difference(variant, *of[0], named) for variant, of in of_side.items() if of]
+        else:
+            names = [f"{variant} ({len(of)} of {len(metrics)} conditions)" for variant, of in of_side.items() if of]
+        if names:
+            parts.append(f"significantly {word} with {enumerated(names, 4)}")
+    others = "; no other difference is significant" if len(significant) > 1 or len(metrics) > 1 else ""
+    return False, (f"Compared with {baseline}, {name} is {', and '.join(parts)} ({method}, p < {SIGNIFICANT}){others}.")
 
 
-def _difference(variant: str, tests: Sequence[tuple[Score, PairedTest]]) -> str:
-    """Return the name of a variant with its largest difference, and the number of its other differences."""
-    metric, test = max(tests, key=lambda one: abs(one[1].mean))
-    decimals = tables.decimals_for([test.mean, test.low, test.high])
-    signed = ("+" if test.mean > 0 else "") + tables.shown_number(test.mean, decimals)
-    low, high = (tables.shown_number(end, decimals) for end in (test.low, test.high))
-    where = f" on {tables.location(metric)}" if tables.location(metric) else ""
-    others = f"; also in {counted(len(tests) - 1, 'other score')}" if len(tests) > 1 else ""
-    return f"{variant} ({signed}{where}, 95 % interval {low} to {high}{others})"
+def _difference(variant: str, metric: Score, test: PairedTest, named: Mapping[Score, str]) -> str:
+    """Return the name of a variant with its difference; `named` has the names of conditions by metric."""
+    return f"{variant} ({_signed(test.mean, tables.decimals_for([test.mean]))}{at([named[metric]])})"
 
 
 def notes(comparison: Comparison, missing: Sequence[str] = ()) -> list[str]:
@@ -188,7 +281,7 @@ def notes(comparison: Comparison, missing: Sequence[str] = ()) -> list[str]:
     machines = list(dict.fromkeys(run.hardware for run in comparison.runs))
     found = [f"{counted(len(seeds), 'variant')} on {enumerated(machines)}."]
     if most < 2:
-        found.append("There is one seed, so the spread is unknown and differences are not tested.")
+        found.append("There is one seed of each variant, so the spread is unknown and differences are not tested.")
     else:
         found += [
             "Each point is one run. A seed sets the order of the data and the initial weights that variants share, so "
@@ -228,8 +321,7 @@ def markdown(comparison: Comparison, missing: Sequence[str] = (), escape: Callab
     lines = [f"# {escape(title)}", "", escape(" ".join(sentences)), ""]
     for task, by_metric in by_task(comparison).items():
         lines += [f"## {escape(task_title(task))}", ""]
-        for shown in metrics_tables(by_metric, comparison.baseline):
-            caption = [] if shown.summary else [f"{escape(shown.caption)}:", ""]
-            lines += [*caption, *tables.markdown(shown, escape), ""]
+        for shown in task_tables(by_metric, comparison.baseline):
+            lines += [escape(shown.caption), "", *tables.markdown(shown, escape), ""]
     remarks = warnings(comparison) + notes(comparison, missing)
     return "\n".join([*lines, *(f"- {escape(sentence)}" for sentence in remarks), ""])

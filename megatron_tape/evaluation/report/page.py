@@ -26,6 +26,7 @@ from megatron_tape.evaluation import figures
 from megatron_tape.evaluation.comparison_file import Comparison
 from megatron_tape.evaluation.figures import clean, encoding_of, model_encodings, png
 from megatron_tape.evaluation.report import comparison_tables
+from megatron_tape.evaluation.report.findings import finding, measured
 from megatron_tape.evaluation.report.tables import (
     Cell,
     Table,
@@ -40,7 +41,7 @@ from megatron_tape.evaluation.report.tables import (
 )
 from megatron_tape.evaluation.results import NAME, Results, read_results
 from megatron_tape.evaluation.task import Picture
-from megatron_tape.evaluation.tasks import TASKS, title_of
+from megatron_tape.evaluation.tasks import TASKS, group_names, title_of, with_group_names
 from megatron_tape.run.curves import DURING, METRICS, SETTINGS, Run, read_run
 from megatron_tape.run.metrics import (
     LEARNING_RATE,
@@ -88,7 +89,7 @@ def read(paths: Iterable[str | Path]) -> tuple[dict[str, Run], dict[str, Results
             runs[_label(path.resolve().name, path, runs)] = read_run(path)
         for file in files:
             result = read_results(file)
-            tasks = {name: replace(task, examples={}) for name, task in result.tasks.items()}
+            tasks = {name: replace(with_group_names(name, task), examples={}) for name, task in result.tasks.items()}
             results[_label(result.label, file.parent, results)] = replace(result, tasks=tasks)
         progress.update(0, lambda _: f"reading {path}")  # noqa: B023
     progress.end()
@@ -142,42 +143,64 @@ def page(
 def _headline(
     runs: Mapping[str, Run], results: Mapping[str, Results], comparisons: Sequence[Comparison]
 ) -> tuple[str, list[str]]:
-    """Return the title of the page, and the sentences below it: what was compared, and the outcome."""
-    if comparisons:
-        titles, sentences = zip(*map(comparison_tables.headline, comparisons))
-        return "; ".join(titles), [sentence for of in sentences for sentence in of]
-    labels = enumerated(list(results or runs), 4)
+    """Return the title of the page, and the paragraphs below it: what was found, and what was compared."""
+    titles: list[str] = []
+    sentences: list[str] = []
+    for comparison in comparisons:
+        title, found = comparison_tables.headline(comparison)
+        titles.append(title)
+        sentences += found
     if results:
-        compared = f"{counted(len(results), 'model')} evaluated: {enumerated(list(results), 6)}."
-        return f"Evaluation of {labels}", [compared, _leaders(results)]
+        kind = "evaluation" if comparisons else "Evaluation"
+        titles.append(f"{kind} of {enumerated(list(results), 4)}")
+        sentences += _outcome(results)
+    if not titles:
+        titles.append(f"Training of {enumerated(list(runs), 4)}")
+        sentences.append(_last_losses(runs))
+    return "; ".join(titles), sentences
+
+
+def _last_losses(runs: Mapping[str, Run]) -> str:
     losses = {label: run.curve(VALIDATION_LOSS).last for label, run in runs.items()}
     shown = [f"{label} {last[1]:.4f} at step {last[0]:,}" for label, last in losses.items() if last]
     outcome = f"Last validation loss: {enumerated(shown, 6)}." if shown else "No validation loss was logged."
     if len(runs) > 1:
         outcome += " There is one run of each, so this is no ranking; pretrain.compare trains several seeds."
-    return f"Training of {labels}", [outcome]
+    return outcome
 
 
-def _leaders(results: Mapping[str, Results]) -> str:
-    """Return a sentence about the scores in which one model leads (see `leader`)."""
+def _outcome(results: Mapping[str, Results]) -> list[str]:
+    """Return paragraphs: the best models by the first metric of each task, in how many scores a model leads (see
+    `leader`), and which models were evaluated."""
+    found: list[str] = []
     wins: Counter[str] = Counter()
     count = 0
     for name in dict.fromkeys(name for one in results.values() for name in one.tasks):
         evaluated = {label: one for label, one in results.items() if name in one.tasks}
-        if len(evaluated) < 2 or comparison_warnings(list(evaluated.values()), name):
+        if comparison_warnings(list(evaluated.values()), name):
             continue
-        for subject, scores in by_subject({label: one.tasks[name] for label, one in evaluated.items()}).items():
-            if subject.better != "neither" and len(scores) > 1:
+        subjects = by_subject({label: one.tasks[name] for label, one in evaluated.items()})
+        ranking = {subject: scores for subject, scores in subjects.items() if subject.better != "neither"}
+        if ranking:
+            values = {what: {label: score.value for label, score in of.items()} for what, of in ranking.items()}
+            made = measured(next(iter(ranking)).metric, values)
+            found += [f"{title_of(name)}: {finding(made)}"] if made else []
+        for scores in ranking.values():
+            if len(scores) > 1:
                 count += 1
                 wins.update(filter(None, [leader(scores)]))
+    models = f"{counted(len(results), 'model')} evaluated: {enumerated(list(results), 6)}."
     if not count:
-        return "No two models have a score that can be compared, so these results rank no model."
+        return [*found, f"{models} No two models have a score that can be compared, so these results rank no model."]
     scope = "Intervals reflect the choice of test samples, but not that of the training seed."
     if not wins:
-        return f"In none of {counted(count, 'score')} is the best model's 95 % interval separate from others. {scope}"
+        # Differences that are within the intervals are not the first thing to read.
+        of = counted(count, "score")
+        caveat = f"No model leads clearly: in none of {of} is the best model's 95 % interval separate from the others."
+        return [caveat, *found, f"{scope} {models}"]
     leads = enumerated([f"{label} leads in {number}" for label, number in wins.most_common()], 6)
-    outcome = f"In {wins.total()} of {counted(count, 'score')}, the best model's 95 % interval is separate from others"
-    return f"{outcome}: {leads}. {scope}"
+    evidence = f"In {wins.total()} of {counted(count, 'score')}, the best model's 95 % interval is separate from others"
+    return [*found, f"{evidence}: {leads}. {scope} {models}"]
 
 
 def training_warnings(runs: Mapping[str, Run]) -> list[str]:
@@ -197,7 +220,8 @@ def training_warnings(runs: Mapping[str, Run]) -> list[str]:
 
 def _shown(value: Any) -> Any:
     """Return a text without the characters that a page cannot show; jinja2 escapes it afterwards."""
-    return clean(value) if type(value) is str else value
+    # No line ends between a number and its percent sign.
+    return clean(value).replace(" %", "\N{NO-BREAK SPACE}%") if type(value) is str else value
 
 
 def draw(drawings: Iterable[Drawing]) -> list[tuple[str, str, float]]:
@@ -220,12 +244,14 @@ def draw(drawings: Iterable[Drawing]) -> list[tuple[str, str, float]]:
 
 def _comparison(comparison: Comparison, missing: Sequence[str]) -> list[Section]:
     variants = comparison.variants
-    notes = comparison_tables.notes(comparison, missing)
-    sections = [Section("Comparison", warnings=comparison_tables.warnings(comparison), notes=notes)]
+    sections = []
     for task, by_metric in comparison_tables.by_task(comparison).items():
         pictures = draw([(task, partial(comparison_tables.picture, by_metric, variants))])
-        tables = comparison_tables.metrics_tables(by_metric, comparison.baseline)
+        tables = comparison_tables.task_tables(by_metric, comparison.baseline)
         sections.append(Section(comparison_tables.task_title(task), tables, pictures))
+    notes = Section("How to read the comparison", notes=comparison_tables.notes(comparison, missing))
+    sections.append(notes)
+    sections[0].warnings = comparison_tables.warnings(comparison)
     return sections
 
 
@@ -267,9 +293,24 @@ def curves(runs: Mapping[str, Run]) -> Iterator[Drawing]:
         stem, _, length = key.rpartition("/")
         if key.startswith(DURING):
             stems.setdefault(stem if _LENGTH.fullmatch(length) else key, []).append(key)
+    names = _metric_names(runs)
     for stem, of in stems.items():
-        name = _NAMES.get(stem, ", ".join(stem.removeprefix(DURING).split("/")))
+        name = _NAMES.get(stem) or names.get(stem) or ", ".join(stem.removeprefix(DURING).split("/"))
         yield name, partial(_draw_curves, runs, name, of)
+
+
+def _metric_names(runs: Mapping[str, Run]) -> dict[str, str]:
+    """Return names for readers of metrics from evaluations during training, by key, where a task declares them."""
+    found: dict[str, str] = {}
+    for run in runs.values():
+        evaluation = run.settings.get("evaluation")
+        for task, settings in evaluation.items() if isinstance(evaluation, dict) else ():
+            groups = group_names(task, settings) if isinstance(settings, dict) else {}
+            for key in run.curves:
+                parts = key.removeprefix(DURING).split("/")
+                if key.startswith(DURING) and len(parts) == 3 and parts[0] == task and parts[2] in groups:
+                    found.setdefault(key, f"{title_of(task)}, {parts[1]}, {groups[parts[2]]}")
+    return found
 
 
 def _draw_curves(runs: Mapping[str, Run], name: str, keys: list[str]) -> list[Picture]:

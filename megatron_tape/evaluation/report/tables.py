@@ -6,7 +6,8 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
+from itertools import compress, groupby
+from operator import itemgetter
 from typing import Any
 
 from megatron_tape.evaluation.results import Results, Score, TaskResult
@@ -27,7 +28,7 @@ class Cell:
     sort: float | str | None = None
     """Key for sorting the rows by this column: numbers by value, texts by letters; None comes last."""
     detail: str = ""
-    """Smaller text below `text`."""
+    """Smaller text below `text`, in one or more lines."""
     strong: bool = False
     """Whether the text is bold. Only significant differences and best scores with separate intervals are bold."""
 
@@ -39,8 +40,16 @@ class Table:
     caption: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
+    row_groups: Sequence[str] = ()
+    """For each row the name of its group, such as a metric, or nothing. Markdown shows it in a column."""
     summary: str = ""
     """A sentence if all values are equal. It replaces the table in Markdown; the page collapses the table under it."""
+
+    @property
+    def grouped_rows(self) -> list[tuple[str, list[Sequence[Cell]]]]:
+        """The groups of consecutive rows, with their names; without groups, one that has no name."""
+        named = zip(self.row_groups or [""] * len(self.rows), self.rows)
+        return [(name, [row for _, row in of]) for name, of in groupby(named, key=itemgetter(0))]
 
     @property
     def are_numbers(self) -> list[bool]:
@@ -48,10 +57,17 @@ class Table:
         return [all(not isinstance(cell.sort, str) for cell in column) for column in zip(*self.rows)]
 
 
-def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], summary: str = "") -> list[Table]:
+def table(
+    caption: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    summary: str = "",
+    row_groups: Sequence[str] = (),
+) -> list[Table]:
     """Return a list of one table, without columns that are empty in every row; an empty list if there are no rows."""
     known = [any(cell.sort not in (None, "") for cell in column) for column in zip(*rows)]
-    shown = Table(caption, list(compress(columns, known)), [list(compress(row, known)) for row in rows], summary)
+    kept = [list(compress(row, known)) for row in rows]
+    shown = Table(caption, list(compress(columns, known)), kept, row_groups, summary)
     return [shown] if rows else []
 
 
@@ -62,9 +78,13 @@ def markdown(shown: Table, escape: Callable[[str], str]) -> list[str]:
     """
     if shown.summary:
         return [escape(shown.summary)]
+    if shown.row_groups:
+        rows = [[text(name), *row] for name, row in zip(shown.row_groups, shown.rows)]
+        shown = Table(shown.caption, ["metric", *shown.columns], rows)
     cells = [[escape(text).replace("|", "\\|") for text in shown.columns]]
     for row in shown.rows:
-        texts = (f"{cell.text} ({cell.detail})" if cell.detail else cell.text for cell in row)
+        details = (cell.detail.replace("\n", ", ") for cell in row)
+        texts = (f"{cell.text} ({detail})" if detail else cell.text for cell, detail in zip(row, details))
         cells.append([escape(text).replace("|", "\\|") for text in texts])
     widths = [max(3, *map(len, column)) for column in zip(*cells)]
     sides = [">" if number else "<" for number in shown.are_numbers]
@@ -75,12 +95,12 @@ def markdown(shown: Table, escape: Callable[[str], str]) -> list[str]:
 
 def subject(score: Score) -> list[Cell]:
     """Return the cells for the metric, group and length of a score."""
-    return [text(_metric(score)), text(score.group), number(score.length, 0)]
+    return [text(metric_name(score)), text(score.group), number(score.length, 0)]
 
 
 def subject_name(score: Score) -> str:
     """Return the metric, group and length of a score as text."""
-    return ", ".join(filter(None, (_metric(score), location(score))))
+    return ", ".join(filter(None, (metric_name(score), location(score))))
 
 
 def location(score: Score) -> str:
@@ -89,7 +109,8 @@ def location(score: Score) -> str:
     return ", ".join(filter(None, (score.group, length)))
 
 
-def _metric(score: Score) -> str:
+def metric_name(score: Score) -> str:
+    """Return the name of a metric with its unit, and an arrow that points to better values."""
     return score.metric + (f" ({score.unit})" if score.unit else "") + _ARROWS[score.better]
 
 
@@ -150,7 +171,7 @@ def score_table(tasks: Mapping[str, TaskResult], comparable: bool = True) -> lis
     decimals = {metric: decimals_for(numbers) for metric, numbers in values.items()}
     rows: list[list[Cell]] = []
     zeros: list[list[Cell]] = []
-    zero_subjects: list[str] = []
+    zeros_of: dict[str, list[str]] = {}
     for what, scores in by_subject(tasks).items():
         best = leader(scores) if comparable else None
         cells = [_score_cell(scores.get(label), decimals[what.metric], label == best) for label in tasks]
@@ -158,12 +179,14 @@ def score_table(tasks: Mapping[str, TaskResult], comparable: bool = True) -> lis
             rows.append(subject(what) + cells)
         else:
             zeros.append(subject(what) + cells)
-            zero_subjects.append(subject_name(what))
+            zeros_of.setdefault(metric_name(what), []).extend(filter(None, [location(what)]))
     caption = "Below each value: its 95 % interval, and the number of samples."
     if any(cell.strong for row in rows for cell in row):
         caption += " Bold: the best value, if its interval does not overlap those of the other models."
     columns = [*SUBJECT, *tasks]
-    return table(caption, columns, rows) + table("", columns, zeros, f"0 everywhere: {enumerated(zero_subjects, 6)}.")
+    shown = [f"{metric} ({enumerated(of, 6)})" if of else metric for metric, of in zeros_of.items()]
+    summary = f"Every model has 0 in {enumerated(shown, 6)}." if len(tasks) > 1 else f"0 in {enumerated(shown, 6)}."
+    return table(caption, columns, rows) + table("", columns, zeros, summary)
 
 
 def by_subject(tasks: Mapping[str, TaskResult]) -> dict[Score, dict[str, Score]]:

@@ -1,0 +1,173 @@
+"""Sentences that say which variant or model has the best values of a metric, and which values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from megatron_tape.evaluation.report.tables import decimals_for, enumerated, location, shown_number
+from megatron_tape.evaluation.results import Score
+
+MOST_NAMES = 4
+"""Maximum number of names in a list."""
+MOST_CONDITIONS = 4
+"""Up to this number of conditions, a sentence has the values of each."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The values of one metric under several conditions, such as context lengths, for variants or models.
+
+    Values count as equal if they have the same whole percentage, or the same text in a table if they are no fractions.
+    """
+
+    name: str
+    """Name of the metric in a sentence, such as `mean accuracy`."""
+    better: Literal["lower", "higher"]
+    values: Mapping[str, Mapping[str, float]]
+    """Values by condition and label. A score without group and length has the condition ""."""
+
+    @property
+    def labels(self) -> list[str]:
+        """The labels that have a value under every condition."""
+        first, *others = self.values.values()
+        return [label for label in first if all(label in of for of in others)]
+
+    def best(self, condition: str) -> list[str]:
+        """Return the labels with the best value under a condition, or with one that counts as equal."""
+        values = {label: self.values[condition][label] for label in self.labels}
+        best = max(values.values()) if self.better == "higher" else min(values.values())
+        return [label for label, value in values.items() if self._rounded(value) == self._rounded(best)]
+
+    @cached_property
+    def _are_fractions(self) -> bool:
+        values = (value for of in self.values.values() for value in of.values())
+        return self.better == "higher" and all(0 <= value <= 1 for value in values)
+
+    @cached_property
+    def _decimals(self) -> int | None:
+        return decimals_for(value for of in self.values.values() for value in of.values())
+
+    def _rounded(self, value: float) -> str:
+        return f"{value:.0%}" if self._are_fractions else shown_number(value, self._decimals)
+
+    def shown(self, value: float) -> str:
+        """Return a value as text."""
+        return _percent(value) if self._are_fractions else shown_number(value, self._decimals)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the conditions are sizes, such as lengths, and not names."""
+        return all(condition[:1].isdigit() for condition in self.values)
+
+    def describe(self, labels: Sequence[str], conditions: Sequence[str] | None = None) -> str:
+        """Return the values of `labels` as text, such as `99 to 100 % at 16 blanks and 22 % at 8 blanks`.
+
+        If the metric has more than `MOST_CONDITIONS` conditions, only the first and the last are described.
+        """
+        conditions = list(self.values) if conditions is None else conditions
+        if len(self.values) > MOST_CONDITIONS and len(conditions) > 2:
+            first, last = (f"{self._range(labels, end)}{at([end])}" for end in (conditions[0], conditions[-1]))
+            return f"{first} to {last}"
+        by_text: dict[str, list[str]] = {}
+        for condition in conditions:
+            by_text.setdefault(self._range(labels, condition), []).append(condition)
+        return enumerated([f"{text}{at(of)}" for text, of in by_text.items()])
+
+    def _range(self, labels: Sequence[str], condition: str) -> str:
+        values = [self.values[condition][label] for label in labels]
+        low, high = self.shown(min(values)), self.shown(max(values))
+        return low if low == high else f"{low.removesuffix(' %')} to {high}"
+
+
+def measured(metric: str, scores: Mapping[Score, Mapping[str, float]], prefix: str = "") -> Measured | None:
+    """Return the values of `metric`, given the values of a task by subject (see `Score.subject`) and label.
+
+    `prefix`, such as `mean`, precedes the name in sentences. Returns None if no label has a value under every
+    condition, or if the metric does not rank models.
+    """
+    found = {subject: values for subject, values in scores.items() if subject.metric == metric}
+    found = {subject: values for subject, values in found.items() if subject.better != "neither"}
+    if not found:
+        return None
+    better = next(iter(found)).better
+    names = conditions(list(found))
+    made = Measured(f"{prefix} {metric}".strip(), better, {names[one]: values for one, values in found.items()})
+    return made if made.labels else None
+
+
+def conditions(metrics: Sequence[Score]) -> dict[Score, str]:
+    """Return the names of the conditions of metrics; without the group if it is the same at all lengths."""
+    groups = {metric.group for metric in metrics}
+    only_length = len(groups) == 1 and all(metric.length is not None for metric in metrics)
+    return {metric: location(replace(metric, group="") if only_length else metric) for metric in metrics}
+
+
+def finding(measured: Measured, reference: str = "") -> str:
+    """Return a sentence with the labels that have the best values, their values, and those of `reference`.
+
+    Without a `reference`, or if it is among the best, the values of all others are given as ranges. If exactly the
+    variants with one setting are the best, as in `tape+increments=signed`, the sentence names the setting.
+    """
+    labels = measured.labels
+    best = {condition: measured.best(condition) for condition in measured.values}
+    always = [label for label in labels if all(label in of for of in best.values())]
+    others = [label for label in labels if label not in always]
+    if len(labels) == 1:
+        return f"{labels[0]} has the {measured.name} {measured.describe(labels)}."
+    if not others:
+        all_of = "both" if len(labels) == 2 else f"all {len(labels)}"
+        return f"The {measured.name} is about the same for {all_of}: {measured.describe(labels)}."
+
+    setting = _common_setting(always, labels)
+    if setting:
+        with_it, without = measured.describe(always), measured.describe(others)
+        return f"With {setting}, the {measured.name} is {with_it}; without, it is {without}."
+
+    best_name = f"the {'highest' if measured.better == 'higher' else 'lowest'} {measured.name}"
+    compared = [reference] if reference in others else others
+    has = f"{compared[0]} has" if len(compared) == 1 else "the others have"
+    if always:
+        have = "has" if len(always) == 1 else "have"
+        leaders = f"{enumerated(always, MOST_NAMES)} {have} {best_name}"
+        return f"{leaders}: {measured.describe(always)}; {has} {measured.describe(compared)}."
+
+    led: dict[tuple[str, ...], list[str]] = {}
+    for condition, of in best.items():
+        led.setdefault(tuple(of), []).append(condition)
+    parts = []
+    if len(best) > MOST_CONDITIONS and not measured.in_order:
+        parts = [f"that of {enumerated(of, MOST_NAMES)} in {len(of_it)}" for of, of_it in led.items()]
+        return f"T{best_name[1:]} is {enumerated(parts, MOST_NAMES)} of {len(best)} scores."
+    for of, of_it in led.items():
+        parts.append(f"that of {enumerated(of, MOST_NAMES)} with {measured.describe(of, of_it)}")
+    return f"T{best_name[1:]} is {enumerated(parts, MOST_NAMES)}; {has} {measured.describe(compared)}."
+
+
+def _common_setting(chosen: Sequence[str], labels: Sequence[str]) -> str:
+    """Return the part of variants' names that all of `chosen` have and no other label has; empty without one."""
+    if len(chosen) < 2:
+        return ""
+    for part in chosen[0].split("+"):
+        if [label for label in labels if part in label.split("+")] == list(chosen):
+            return part
+    return ""
+
+
+def at(conditions: Sequence[str]) -> str:
+    """Return a phrase for conditions, such as ` at 8 blanks and 16 blanks` or ` for books`."""
+    if conditions == [""]:
+        return ""
+    preposition = "at" if conditions[0][:1].isdigit() else "for"
+    return f" {preposition} {enumerated(conditions)}"
+
+
+def _percent(fraction: float) -> str:
+    """Return a fraction as percent. Only 0 and 1 are shown as 0 % and 100 %."""
+    for decimals in range(6):
+        text = f"{100 * fraction:.{decimals}f}"
+        if float(text) not in (0, 100) or fraction in (0, 1):
+            break
+    return f"{text} %"
