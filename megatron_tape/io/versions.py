@@ -2,10 +2,13 @@
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
+import runpy
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -15,14 +18,33 @@ PACKAGES = ("torch", "transformers", "lm_eval", "tokenizers", "megatron-tape")
 
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """Return the versions of Python and of the installed ones among `packages`."""
+    """Return the versions of Python and of the installed ones among `packages`.
+
+    That of torch is `torch.__version__`, with its build, such as 2.13.0+cu130.
+    """
     found = {"python": platform.python_version()}
     for name in packages:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    if "torch" in found:
+        found["torch"] = _torch_version() or found["torch"]
     return found
+
+
+def _torch_version() -> str | None:
+    """Return `torch.__version__` without importing torch, or None if it is not known.
+
+    The metadata of the wheels on PyPI leave out the build.
+    """
+    if torch := sys.modules.get("torch"):
+        return str(torch.__version__)
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    file = Path(spec.origin).with_name("version.py")
+    return runpy.run_path(str(file)).get("__version__") if file.is_file() else None
 
 
 def toolchain() -> dict[str, str]:
