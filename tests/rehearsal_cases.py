@@ -21,6 +21,7 @@ EXTENSION = ["--extension.trains=[position,lora,embeddings,norms]", "--extension
 QUICK_CASES = {
     **ZERO,
     "extension": [*EXTENSION, "--deepspeed.zero_stage=2", "--checkpoint.frozen=false"],
+    "one_micro_batch": ["--train.global_batch_size=4"],
 }
 PACKED = ["--data.reset_attention_mask=true", "--data.tokenizer=nowhere/tokenizer"]
 ONE = "--parallel.tensor_model_parallel_size=1"
@@ -28,6 +29,7 @@ FULL = "--train.recompute=full"
 ZERO_2, GATE = "--deepspeed.zero_stage=2", "--model.attention_output_gate=true"
 BY_BF16 = "--deepspeed.communication_precision=bf16"
 ROPE, CHOSEN = "--model.position_encoding=rope", "--model.attention_backend=auto"
+ONE_MICRO_BATCH = [ONE, "--train.global_batch_size=16", "--model.num_layers=8"]
 CONTEXT = ["--parallel.context_parallel_size=2", "--model.qk_norm=true"]
 
 
@@ -59,6 +61,13 @@ MANY = {
         "--model.seq_length=128",
         FULL,
     ],
+    # The first backward pass begins with all micro-batches of a step in flight.
+    "one_micro_batch_in_bf16": [*ONE_MICRO_BATCH, BY_BF16],
+    "one_micro_batch_one_bucket": [*ONE_MICRO_BATCH, "--deepspeed.reduce_bucket_size=100000000"],
+    "one_micro_batch_zero_2": [*ONE_MICRO_BATCH, ZERO_2],
+    "one_micro_batch_of_few_tokens": [*ONE_MICRO_BATCH, "--model.seq_length=128"],
+    "one_micro_batch_recomputed": [*ONE_MICRO_BATCH, FULL],
+    "one_micro_batch_per_stage": [*stages(4), ONE, "--model.num_layers=8", "--train.global_batch_size=16"],
     "chosen": [CHOSEN, ONE, "--model.num_query_groups=8"],
     "chosen_context_and_qk_norm": [CHOSEN, *CONTEXT],
 }

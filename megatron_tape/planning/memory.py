@@ -5,6 +5,7 @@ them) and the activations of the micro-batches in flight. The CUDA context, NCCL
 per cent more, which are not included.
 """
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter, itemgetter
 
@@ -12,9 +13,9 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import refuse
 from megatron_tape.ops.backends.table import CPU
 from megatron_tape.parallel.launcher import local_world_size
-from megatron_tape.planning.activations import activations
+from megatron_tape.planning.activations import Activations, activations
 from megatron_tape.planning.hardware import host_memory
-from megatron_tape.planning.parameters import parameters
+from megatron_tape.planning.parameters import parameter_count, parameters
 from megatron_tape.planning.plan import Plan
 from megatron_tape.text import byte_size, counted
 
@@ -29,7 +30,8 @@ class State:
     weights: int
     """Weights in the run's precision."""
     gradients: int
-    """Accumulated gradients of the trained parameters."""
+    """Accumulated gradients of the trained parameters. In `Memory`, those that exist at the peak: if all micro-batches
+    of a step are in flight when its first backward pass begins, the memory may peak before all gradients exist."""
     optimizer: int
     """Master weights, moments and averaged weights of the trained parameters, in fp32."""
     buffers: int = 0
@@ -80,12 +82,70 @@ def memory_of_stage(plan: Plan) -> Memory:
     reducing = state.bucket_copy + int(left * (kept.layers / plan.in_flight + max(0, kept.backward))) - kept.saved
     # The update begins after all activations and most buffers are freed.
     updating = state.update - kept.saved - buffers
+
+    # Pairs of the gradients and the additional memory at each moment of a step when the memory may peak.
+    if plan.zero_stage < 3 and plan.micro_batches <= plan.in_flight:
+        moments = [(0, loss), *_first_backward(plan, state, kept), (state.gradients, updating)]
+        if plan.micro_batches > 1:
+            later = kept.backward - int(kept.layers / plan.in_flight)
+            moments += [(state.gradients, later), (state.gradients, reducing)]
+    else:
+        moments = [(state.gradients, extra) for extra in (loss, kept.backward, reducing, updating)]
+    gradients, additional = max(moments, key=sum)
+    # If the memory peaks in the update, the gradients take the place of activations that are freed before it.
+    working = max(0, additional)
+    gradients += additional - working
+
     return Memory(
-        **asdict(state) | {"buffers": buffers},
+        **asdict(state) | {"buffers": buffers, "gradients": gradients},
         layer_activations=kept.layers,
         output_gradient=kept.output_gradient,
-        working=max(loss, kept.backward, reducing, updating),
+        working=working,
     )
+
+
+def _first_backward(plan: Plan, state: State, kept: Activations) -> Iterator[tuple[int, int]]:
+    """Yield the gradients and the additional memory during the first backward pass of a step, under ZeRO 1 and 2.
+
+    All micro-batches are in flight when it begins, so activations are freed while gradients are allocated. A parameter
+    group is allocated at its first gradient (see `training.gradients`). Its elements are contiguous, in the order of
+    the model: embedding, layers, output layer.
+    """
+    trained = plan.trained_elements
+    if not trained:
+        return
+
+    is_last = plan.micro_batches == 1  # so that each group is averaged as soon as it is complete
+    allocated = 4 if plan.zero_stage == 1 else 0  # ZeRO 2's bucket is counted as a buffer
+    averaged = 4 / plan.replicas
+    if plan.zero_stage == 1 and not is_last:
+        averaged = 4
+    elif plan.zero_stage == 1 and plan.config.deepspeed.overlap_comm:
+        averaged = plan.gradient_width
+
+    layers_begin = _trained_elements(plan, "embeddings")
+    layers_end = trained - _trained_elements(plan, "output")
+    of_copied_embedding = state.gradients - zero_state(plan).gradients
+    micro_batch = kept.layers / plan.in_flight
+
+    # More than 256 groups hardly change the result.
+    size = max(plan.config.deepspeed.reduce_bucket_size, trained // 256)
+    for begin in range(0, trained, size):
+        end = min(begin + size, trained)
+        gradients = int(allocated * (end - begin) + averaged * (trained - end)) + of_copied_embedding
+        left, left_after = (
+            min(1, max(0, (place - layers_begin) / max(1, layers_end - layers_begin))) for place in (end, begin)
+        )
+        yield gradients, kept.backward - int((1 - left) * micro_batch)
+        if is_last:
+            layers_left = int(left_after * (micro_batch + max(0, kept.backward)))
+            yield gradients, state.bucket_copy + layers_left - kept.saved
+
+
+def _trained_elements(plan: Plan, kind: str) -> int:
+    """Return the trained elements of one kind on the plan's pipeline stage."""
+    kinds = {kind} & plan.trained_kinds
+    return parameter_count(plan.model, plan.extension, kinds, plan.tensor_size, plan.contents)
 
 
 def check_host_memory(config: RunConfig, processes: int) -> None:

@@ -83,6 +83,23 @@ def test_memory_peaks_in_the_step_of_adam_if_activations_are_small():
     assert memory(plan).peak == (2 + 4 + 12) * plan.elements + 8 * largest
 
 
+def test_a_single_micro_batch_has_no_gradients_while_the_loss_is_computed():
+    settings = [ONE, "--train.micro_batch_size=1", "--model.vocab_size=262144"]
+    settings += ["--deepspeed.reduce_bucket_size=1000000"]
+    one, two = (memory(of_recipe(8, *settings, f"--train.global_batch_size={size}")) for size in (8, 16))
+    assert one.gradients == 0 and two.gradients == 4 * of_recipe(8, *settings).elements
+    assert one.peak == two.peak - two.gradients
+
+
+@pytest.mark.parametrize("bucket, part", [(100_000_000, (0.05, 0.2)), (10**10, (1, 1))])
+def test_a_single_micro_batch_allocates_the_gradients_of_a_bucket_at_its_first_gradient(bucket, part):
+    """1.1 billion gradients, in 12 buckets or in one, while the layers' activations dominate the memory."""
+    plan = of_recipe(8, ONE, "--train.global_batch_size=32", f"--deepspeed.reduce_bucket_size={bucket}")
+    found = memory(plan)
+    assert part[0] <= found.gradients / (4 * plan.elements) <= part[1]
+    assert found.peak < memory(of_recipe(8, ONE)).peak or bucket > plan.elements
+
+
 def test_overlapping_averaging_needs_a_second_bucket():
     def found(size):
         return memory(of_recipe(16, "--train.micro_batch_size=1", ZERO_2, f"--deepspeed.reduce_bucket_size={size}"))
