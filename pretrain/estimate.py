@@ -68,9 +68,14 @@ def main(argv: list[str] | None = None) -> int:
     needed = memory(plan)
     for name, value in (*_rows(plan, needed), *_time(plan, hardware)):
         print(f"{name:<40}{value}")
-    _warn_of_encoding(config.model)
+    in_bf16 = config.train.precision == "bf16"
+    if in_bf16:
+        _warn_of_encoding(config.model)
     if not fits(needed, gib):
-        _warn(f"{byte_size(needed.peak)} does not fit in {_room(gib)}; --processes N --search lists layouts that do")
+        fix = "--processes N --search lists layouts that do"
+        if not in_bf16:  # a search ranks layouts by their step times, which are known only for bf16
+            fix = "train.precision bf16 takes less, and with it --processes N --search lists layouts that fit"
+        _warn(f"{byte_size(needed.peak)} does not fit in {_room(gib)}; {fix}")
     return 0
 
 

@@ -163,6 +163,17 @@ def test_the_step_time_is_estimated_for_the_named_gpu_or_reported_as_unknown(run
     assert re.search(said, run(option).out, re.M)
 
 
+def test_an_estimate_in_fp32_refers_to_no_step_time_and_to_no_search_in_fp32(run, refused):
+    fp32 = "--train.precision=fp32"
+    for encoding in ("cope", "fire"):
+        assert run(fp32, f"--model.position_encoding={encoding}", name="tape_155m").err == ""
+
+    error = run(fp32, "--gpu-memory=1").err
+    assert "does not fit in 1 GiB" in error and "train.precision bf16 takes less" in error
+    assert "train.precision is fp32" in refused("--search", "--processes=8", fp32)
+    assert run("--search", "--processes=8", "--train.precision=bf16").err == ""
+
+
 def test_a_search_names_the_settings_of_the_fastest_layout(run, tmp_path):
     output = run("--processes=64", "--search").out
     settings = re.search(r"^the first of these: (.*)$", output, re.M)[1].split()
