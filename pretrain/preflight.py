@@ -32,7 +32,7 @@ from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import EXIT_RESTART, ConfigError, NodeError
 from megatron_tape.io.files import write_whole
-from megatron_tape.io.versions import code_digest, node_name, versions
+from megatron_tape.io.versions import code_digest, cuda_build_fix, node_name, versions
 from megatron_tape.parallel.launcher import (
     check_launcher_environment,
     check_master_address,
@@ -217,7 +217,7 @@ def _problems(store, config, options, size, home, token, imported) -> list[nodes
     if options.gpus:
         if not any(facts["cuda"] for facts in gathered):
             problem = f"torch {versions(['torch'])['torch']} is built without CUDA, but the job has GPUs"
-            problems.append(nodes.Problem(f"{problem}; install requirements-gpu.txt", mistake=True))
+            problems.append(nodes.Problem(f"{problem}; {cuda_build_fix()}", mistake=True))
         gpus = {node: [f["gpu"] for f in gathered if f["node"] == node and f["gpu"]] for node in by_node}
         problems += nodes.gpu_problems(gpus, options.gpus, 0 if options.no_memory_check else needed)
     return problems

@@ -47,6 +47,15 @@ def _torch_version() -> str | None:
     return runpy.run_path(str(file)).get("__version__") if file.is_file() else None
 
 
+def cuda_build_fix() -> str:
+    """Return how to replace torch's CPU build by the same version with CUDA. It ends an error or a warning."""
+    version = importlib.metadata.version("torch").partition("+")[0]
+    return (
+        "install the build with CUDA from pip's default index, without PIP_EXTRA_INDEX_URL: "
+        f"pip install --force-reinstall -c requirements.txt torch=={version}"
+    )
+
+
 def toolchain() -> dict[str, str]:
     """Return the versions of the C compiler that Triton uses on this node, and of NVIDIA's driver."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")

@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed import distributed_c10d
 
 from megatron_tape.errors import refuse
+from megatron_tape.io.versions import cuda_build_fix
 from megatron_tape.parallel import launcher, megatron_patches
 from megatron_tape.parallel.token_layout import TokenLayout
 
@@ -252,7 +253,8 @@ def check_devices(requested: str) -> None:
     refuse(requested == "cuda", key, f"{prefix} finds no GPU on this node ({_cuda_error()})", fix)
     if NVIDIA_DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
         refuse(torch.version.cuda is not None, key, f"{prefix} cannot use this node's GPUs ({_cuda_error()})", fix)
-        logger.warning("warning: training on the CPU, since torch is built without CUDA; see requirements-gpu.txt")
+        problem = "training on the CPU, since torch is built without CUDA"
+        logger.warning("warning: %s; to use this node's GPUs, %s", problem, cuda_build_fix())
 
 
 def _cuda_error() -> str:

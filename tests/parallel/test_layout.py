@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed import distributed_c10d
 
 from megatron_tape.errors import ConfigError, NodeError
+from megatron_tape.io.versions import cuda_build_fix
 from megatron_tape.parallel import launcher
 from megatron_tape.parallel import layout as layouts
 from megatron_tape.parallel.layout import (
@@ -144,6 +145,7 @@ def test_idle_or_unusable_gpus_are_refused(machine, caplog, device, case, proble
         check_devices(device)
         warned = device == "auto" and case["gpus"] > case["seen"]
         assert ("built without CUDA" in caplog.text) == warned
+        assert (cuda_build_fix() in caplog.text) == warned
         return
     with pytest.raises(ConfigError) as error:
         check_devices(device)
