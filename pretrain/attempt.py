@@ -4,14 +4,14 @@ An attempt is one start of a run's training processes. A job that is requeued st
 
 
     python -m pretrain.attempt check -- RECIPE [--section.key value ...]
-    python -m pretrain.attempt chain -- RECIPE [--section.key value ...] --extend RECIPE [--section.key value ...]
-        [--evaluate TASK... [--TASK.setting value ...]]
+    python -m pretrain.attempt chain -- RECIPE [--section.key value ...]
+        [--extend RECIPE [--section.key value ...]] [--evaluate TASK... [--TASK.setting value ...]]
     python -m pretrain.attempt begin --job ID ... -- RECIPE [--section.key value ...]
     python -m pretrain.attempt decide --run RUN --checkpoints DIR --attempt N
 
 - `check` validates the settings of a run.
-- `chain` validates a run, the extension of its model, and the evaluation of the extended model. It prints the directory
-  of the run and that of the extension.
+- `chain` validates a run and, if given, the extension of its model and the evaluation of the last model. It prints the
+  directory of the run and that of the extension.
 - `begin` validates the settings, creates the record of the next attempt, and prints shell variables for its processes.
   It copies the code and the complete configuration to RUN/jobs/ID, from where a requeued job continues.
 - `decide` prints the verdict on an ended attempt with its reason: `done` (the run is finished), `again` (requeue the
@@ -77,9 +77,9 @@ def main(argv: list[str] | None = None) -> None:
     add = verbs.add_parser("check", help="validate settings before a job is submitted").add_argument
     add("--module", help="module that each process will run (default: skip the check that the recipe is for it)")
     add("arguments", nargs="*", type=str, help="after --: RECIPE --section.key value ...")
-    add = verbs.add_parser("chain", help="validate a run, its extension and the evaluation").add_argument
+    add = verbs.add_parser("chain", help="validate a run, and its extension and evaluation").add_argument
     add("--scratch", default="", help="as for begin")
-    add("arguments", nargs="*", type=str, help="after --: RECIPE ... --extend RECIPE ... [--evaluate TASK ...]")
+    add("arguments", nargs="*", type=str, help="after --: RECIPE ... [--extend RECIPE ...] [--evaluate TASK ...]")
     add = verbs.add_parser("decide", help="print what to do after an attempt: done, again or stop").add_argument
     add("--run", required=True, help="the run's directory")
     add("--checkpoints", required=True, help="the run's checkpoint directory")
@@ -97,27 +97,38 @@ def main(argv: list[str] | None = None) -> None:
         begin(options)
 
 
-def check_chain(arguments: list[str], scratch: str) -> tuple[str, str]:
+def check_chain(arguments: list[str], scratch: str) -> list[str]:
     """Validate a run, its extension and the evaluation; return the directories of the run and of its extension.
 
-    `arguments` is RECIPE ... --extend RECIPE ... [--evaluate TASK ...]. Raises ConfigError for invalid settings.
+    `arguments` is RECIPE ... [--extend RECIPE ...] [--evaluate TASK ...]. Raises ConfigError for invalid settings.
     """
-    refuse("--extend" not in arguments, "--extend RECIPE", "is missing", "name the recipe of the extension")
-    at, evaluation = arguments.index("--extend"), []
-    if "--evaluate" in arguments[at:]:
-        end = at + arguments[at:].index("--evaluate")
-        arguments, evaluation = arguments[:end], arguments[end + 1 :]
-    first = parse_run_config(_arguments(arguments[:at], scratch))
-    base = Base.made_by(first)
-    second = parse_run_config(_arguments(arguments[at + 1 :], scratch), base=base)
+    training, evaluation = _split(arguments, "--evaluate")
+    pretraining, extension = _split(training, "--extend")
+
+    first = parse_run_config(_arguments(pretraining, scratch))
+    runs = [first]
+    base = None
+    if extension:
+        base = Base.made_by(first)
+        runs.append(parse_run_config(_arguments(extension, scratch), base=base))
+
     check(first, Level.FILES, extends=False)
-    check(second, Level.FILES, extends=True, base=base)
-    same = Path(first.logging.directory).resolve() == Path(second.logging.directory).resolve()
-    problem = f"is {first.logging.directory} for both pretraining and extension"
-    refuse(same, "logging.directory", problem, "give one of them --logging.directory NEW, after its recipe")
+    for second in runs[1:]:
+        check(second, Level.FILES, extends=True, base=base)
+        same = Path(first.logging.directory).resolve() == Path(second.logging.directory).resolve()
+        problem = f"is {first.logging.directory} for both pretraining and extension"
+        refuse(same, "logging.directory", problem, "give one of them --logging.directory NEW, after its recipe")
     if evaluation:
-        check_evaluation(evaluation, model_of_run(second))
-    return first.logging.directory, second.logging.directory
+        check_evaluation(evaluation, model_of_run(runs[-1]))
+    return [config.logging.directory for config in runs]
+
+
+def _split(arguments: list[str], option: str) -> tuple[list[str], list[str]]:
+    """Return the arguments before and after `option`."""
+    if option not in arguments:
+        return arguments, []
+    position = arguments.index(option)
+    return arguments[:position], arguments[position + 1 :]
 
 
 def begin(options: argparse.Namespace) -> None:

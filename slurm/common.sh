@@ -1,8 +1,11 @@
 # Functions for the scripts in this folder, which source this file. See docs/cluster.md.
 # shellcheck shell=bash
 
-# begin_job ROOT ARGS...: prepare a job with the code in ROOT. ARGS are the arguments of the script.
+# begin_job ROOT ARGS...: prepare a job that runs the code in ROOT. ARGS are the arguments of the script.
 begin_job() {
+  read_options "${@:2}"
+  [ -z "$dry_run${options[*]}" ] ||
+    fail "--dry-run and --sbatch work only if you run the script directly, and not with sbatch"
   use_own_variables
   load_site "$1"
 }
@@ -106,9 +109,67 @@ split_words() {
   mapfile -d '' -t words < <(xargs -r printf '%s\0' <<<"$3")
 }
 
-# submit ARGS...: run sbatch without Slurm's variables of the current job, if there is one. Otherwise srun would use the
-# CPUs and memory of the current job's variables in the new job.
+# read_options ARGS...: read the options that every script has when a user runs it. Store the words of --sbatch in the
+# array `options`, whether --dry-run is given in `dry_run`, and the other arguments in `script_arguments`. After
+# --help, print the comment at the top of the script and exit.
+options=() dry_run='' script_arguments=()
+read_options() {
+  local given
+  case ${1:-} in
+    -h | --help)
+      sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
+      exit 0
+      ;;
+  esac
+  while [ $# -gt 0 ]; do
+    case $1 in
+      --sbatch)
+        [ $# -ge 2 ] || fail "--sbatch needs options in quotes, such as \"--nodes=4\""
+        split_words given --sbatch "$2"
+        options+=("${given[@]}")
+        shift
+        ;;
+      --dry-run) dry_run=yes ;;
+      *)
+        refuse_sbatch_option "$@"
+        script_arguments+=("$1")
+        ;;
+    esac
+    shift
+  done
+}
+
+# Options of sbatch that no program of the scripts has (--input and --output are options of both). The second pattern
+# lists those without a value.
+SBATCH_OPTION='^(-[ACGJLNacdnpqtwx].*|--(account|array|begin|comment|constraint|cpus-per-.*|dependency|exclude|gpus.*'
+SBATCH_OPTION+='|gres|job-name|licenses|mail-.*|mem|mem-per-.*|nodelist|nodes|ntasks.*|partition|qos|reservation|signal'
+SBATCH_OPTION+='|time|time-min)(=.*)?)$'
+SBATCH_FLAG='^(-[Hs]|--(exclusive|hold|no-requeue|oversubscribe|parsable|requeue|test-only)(=.*)?)$'
+
+# refuse_sbatch_option ARGS...: fail if the first argument is an option of sbatch, and show where it belongs.
+refuse_sbatch_option() {
+  local option=$1 script=$0 command
+  if [[ $1 =~ ^(-.|--[a-z-]+)$ && $1 =~ $SBATCH_OPTION ]]; then
+    option="$1 ${2:-VALUE}"
+  elif ! [[ $1 =~ $SBATCH_OPTION || $1 =~ $SBATCH_FLAG ]]; then
+    return 0
+  fi
+  [ -f "$(dirname "$0")/common.sh" ] || script=SCRIPT # Slurm's copy of the script
+  command="$script --sbatch \"$option\" ..."
+  case $script in
+    *run_all.sh | *compare.sh) ;;
+    *) command="sbatch $option $script ...  or  $command" ;;
+  esac
+  fail "$1 is an option of sbatch, not of the script; run  $command"
+}
+
+# submit ARGS...: run sbatch without Slurm's variables of the current job, if there is one, as sbatch reads some of
+# them. After --dry-run, print the command instead.
 submit() {
+  if [ -n "$dry_run" ]; then
+    print_sbatch "$@"
+    return
+  fi
   command -v sbatch >/dev/null || fail "sbatch is not found; run this on a node where you can submit jobs"
   (
     for name in ${!SLURM_@}; do
@@ -118,12 +179,26 @@ submit() {
   )
 }
 
+# print_sbatch ARGS...: print the command, with the variables that set the defaults of sbatch.
+print_sbatch() {
+  local name words=() line
+  for name in $(compgen -e SBATCH_); do words+=("$name=${!name}"); done
+  printf -v line ' %q' "${words[@]}" sbatch "$@"
+  echo "${line# }"
+}
+
 # submit_job VARIABLE ARGS...: submit one of several jobs, and store its ID in VARIABLE. If this script fails or is
-# interrupted before it ends, all submitted jobs are cancelled.
+# interrupted before it ends, all submitted jobs are cancelled. After --dry-run, the IDs are JOB1, JOB2 and so on.
 submitted_jobs=() submitted_cluster='' stopped=''
 submit_job() {
   local -n number=$1
   shift
+  if [ -n "$dry_run" ]; then
+    submit "$@"
+    submitted_jobs+=("$1")
+    number=JOB${#submitted_jobs[@]}
+    return
+  fi
   if [ ${#submitted_jobs[@]} = 0 ]; then
     trap 'cancel_submitted $?' EXIT
     trap 'stopped=129' HUP

@@ -2,14 +2,15 @@
 # Compare positional encodings in a job array with one task per encoding and seed. A second job writes the tables and
 # the page.
 #
-#   slurm/compare.sh [--sbatch "OPTIONS"] [--at-once N] --recipe RECIPE --encodings A,B,... [--seeds N] [...]
+#   slurm/compare.sh [--sbatch "OPTIONS"] [--dry-run] [--at-once N] --recipe RECIPE --encodings A,B,... [...]
 #
-# The arguments after --sbatch and --at-once are those of python -m pretrain.compare. Relative paths are relative to the
-# directory that you submit from. OPTIONS, such as "--gpus=1 --time=4:00:00", apply to the tasks of the array; each uses
-# one GPU, or one CPU core without GPUs. N limits the number of tasks that run at once (default: no limit).
+# The other arguments are those of python -m pretrain.compare. Relative paths are relative to the directory that you
+# submit from. OPTIONS, such as "--gpus=1 --time=4:00:00", apply to the tasks of the array; each uses one GPU, or one CPU
+# core without GPUs. N limits the number of tasks that run at once (default: no limit). --dry-run checks everything and
+# prints the sbatch commands instead of submitting.
 # A task is requeued after preemption and before its time limit, and continues from its checkpoint. If tasks fail, run
 # the same command again: finished runs are not repeated. If the second job cannot be submitted, or this script is
-# interrupted, the array is cancelled. Reads slurm/site.env.
+# interrupted, the array is cancelled. Reads slurm/site.env, without TAPE_SBATCH_OPTIONS.
 
 #SBATCH --job-name=tape-compare
 #SBATCH --ntasks=1
@@ -24,25 +25,22 @@ on_signal() { SIGNALED=$1; }
 
 if [ -f "$(dirname "$0")/common.sh" ]; then # run by a user: Slurm runs a copy in another directory
   set -euo pipefail
-  case ${1:-} in "" | -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
   root=$(cd "$(dirname "$0")/.." && pwd)
   source "$root/slurm/common.sh"
+  [ $# -gt 0 ] || set -- --help
+  read_options "$@"
   load_site "$root"
-  options=() limit=
-  while :; do
-    case ${1:-} in
-      --sbatch) split_words options --sbatch "${2:-}" ;;
-      --at-once) limit=%${2:-} ;;
-      *) break ;;
-    esac
-    [ $# -ge 2 ] || fail "$1 needs a value; see slurm/compare.sh --help"
+  set -- "${script_arguments[@]}"
+  limit=
+  if [ "${1:-}" = --at-once ]; then
+    limit=%${2:-}
+    [[ $limit =~ ^%[1-9][0-9]*$ ]] || fail "--at-once is ${limit#%}; give a number of tasks of at least 1"
     shift 2
-  done
-  [[ $limit =~ ^(%[1-9][0-9]*)?$ ]] || fail "--at-once is ${limit#%}; give a number of tasks of at least 1"
+  fi
   checked=$(run_module pretrain.compare "$@" --check)
   echo "$checked"
   runs=${checked%% *} # such as 1,200
-  submit_job array "${sbatch_options[@]}" "${options[@]}" --array="0-$((${runs//,/} - 1))$limit" \
+  submit_job array "${options[@]}" --array="0-$((${runs//,/} - 1))$limit" \
     "$root/slurm/compare.sh" "$@"
   echo "runs    job $array"
   # afterany: run also if tasks have failed. The tables then name the missing runs.
@@ -55,7 +53,7 @@ fi
 root=$(scontrol show job "$SLURM_JOB_ID" | sed -n '0,/^ *Command=/{//{s///;s|/slurm/compare\.sh.*||p}}')
 [ -f "$root/slurm/common.sh" ] || root=$(cd "$(dirname "$0")/.." && pwd)
 source "$root/slurm/common.sh" || exit 1
-begin_job "$root"
+begin_job "$root" "$@"
 if [ -z "${SLURM_ARRAY_TASK_ID:-}" ]; then
   run_module pretrain.compare "$@" --report-only
   exit

@@ -1,11 +1,11 @@
 #!/bin/bash
 # Extend the context of a model. The job is requeued after preemption, crashes and lost nodes until it is finished.
 #
-#   sbatch [sbatch options] slurm/extend_tape.sh [RECIPE] --extension.from MODEL [--section.key value ...]
-#   slurm/extend_tape.sh [RECIPE] ...     submits itself, with the account and partition of slurm/site.env
+#   sbatch [SBATCH OPTIONS] slurm/extend_tape.sh [RECIPE] --extension.from MODEL [--section.key value ...]
+#   slurm/extend_tape.sh [--sbatch "SBATCH OPTIONS"] [--dry-run] [RECIPE] --extension.from MODEL [...]
 #
 # MODEL is a run, one of its checkpoints, or a directory in the Hugging Face format. RECIPE is a YAML file (default:
-# pretrain/recipes/extend/tape.yaml). sbatch options and paths: see slurm/pretrain_tape.sh.
+# pretrain/recipes/extend/tape.yaml). The two forms and paths: see slurm/pretrain_tape.sh.
 
 #SBATCH --job-name=tape-extend
 #SBATCH --nodes=2
@@ -21,11 +21,12 @@ trap 'on_signal TERM' TERM
 on_signal() { SIGNALED=$1; }
 
 if [ -f "$(dirname "$0")/common.sh" ]; then # run by a user: Slurm runs a copy in another directory
-  case ${1:-} in -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
   root=$(cd "$(dirname "$0")/.." && pwd)
-  source "$root/slurm/common.sh" && load_site "$root"
-  check_arguments pretrain.extend_context pretrain/recipes/extend/tape.yaml "$@" || exit
-  submit "${sbatch_options[@]}" "$root/slurm/$(basename "$0")" "$@"
+  source "$root/slurm/common.sh" || exit 1
+  read_options "$@"
+  load_site "$root"
+  check_arguments pretrain.extend_context pretrain/recipes/extend/tape.yaml "${script_arguments[@]}" || exit
+  submit "${sbatch_options[@]}" "${options[@]}" "$root/slurm/extend_tape.sh" "${script_arguments[@]}"
   exit
 fi
 # The code is in the repository that this script was submitted from or, after a requeue, in the job's copy in the run
@@ -35,5 +36,5 @@ link=$PWD/runs/.jobs/$SLURM_JOB_ID
 [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && [ -d "$link/code" ] && root=$(readlink -f "$link")/code
 [ -f "$root/slurm/common.sh" ] || root=$(cd "$(dirname "$0")/.." && pwd)
 source "$root/slurm/common.sh" || exit 1
-begin_job "$root"
+begin_job "$root" "$@"
 run_job pretrain.extend_context pretrain/recipes/extend/tape.yaml "$@"

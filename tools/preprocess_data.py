@@ -76,10 +76,13 @@ def main() -> None:
             return
         overwrite = True  # replaces the files of a killed process
 
-    if not arguments.streaming:
+    if not arguments.streaming and not arguments.check:
         hub.download(paths)
     if arguments.on_error == "stop":
         check_text_keys(paths, arguments.text_key)
+    if arguments.check:
+        return
+
     # A local file may be replaced under its name before an interrupted run continues.
     versions = [version(path) for path in paths]
     with IndexedDatasetWriter(
@@ -260,6 +263,7 @@ def parser() -> argparse.ArgumentParser:
     add("--part", type=part, metavar="I/N", help="write part I (from 0) of N: the dataset P-I-of-N of every N-th file")
     size = "input bytes that a worker tokenizes at a time (default: %(default)s)"
     add("--chunk-bytes", type=command_line.whole_number, default=1 << 18, help=size)
+    add("--check", action="store_true", help="validate the command, its input and the tokenizer, and exit")
     document_bytes_option(result)
     hub.add_options(result)
     return result

@@ -194,3 +194,15 @@ def test_a_verdict_and_the_bad_nodes_are_printed_and_the_verdict_is_kept(job, ca
     for number in ("2", "9" * 30):
         with pytest.raises(UserError, match=f"run/attempts contains no attempt {number}"):
             attempt.main(["decide", "--run", "run", "--checkpoints", "run/checkpoints", "--attempt", number])
+
+
+def test_an_attempt_whose_processes_did_not_start_is_recorded_as_such_unless_one_has_recorded_its_end(job, capfd):
+    decide = ["decide", "--run", "run", "--checkpoints", "run/checkpoints", "--not-started", "--attempt"]
+    job()
+    attempt.main([*decide, "1"])
+    assert capfd.readouterr().out.startswith("again the processes did not start on the nodes; see the errors in ")
+    assert read_attempts("run")[0].outcome == "unready"
+    job()
+    Attempt.open("run", "run/checkpoints", 2).record_end(1, "failed", "a step failed")
+    attempt.main([*decide, "2"])
+    assert capfd.readouterr().out.startswith("again rank 1: a step failed; ")

@@ -128,3 +128,12 @@ def test_heterogeneous_jobs_are_refused(cluster, prepare):
         assert cluster.wait(leader) != "COMPLETED"
         error = "error: this job is heterogeneous (sbatch ... : ...), and the nodes after the colon would be idle; "
         assert error in cluster.log(leader)
+
+
+def test_options_of_submission_after_the_script_are_refused_in_the_job(cluster, prepare):
+    prepare()
+    nodes = cluster.submit("pretrain_tape.sh", "tiny.yaml", "--nodes=2")
+    dry_run = cluster.submit("evaluate_tape.sh", "perplexity", "--dry-run")
+    assert cluster.wait(nodes) == cluster.wait(dry_run) == "FAILED"
+    assert "run  sbatch --nodes=2 SCRIPT ...  or  SCRIPT --sbatch" in cluster.log(nodes)
+    assert "error: --dry-run and --sbatch work only if you run the script directly" in cluster.log(dry_run)

@@ -1,6 +1,7 @@
 """The job scripts refuse invalid arguments and submit valid ones. A fake sbatch replaces Slurm's."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,10 @@ env >$FOLDER/environment
 [ $number != "${FAILS_AT:-}" ] && echo "$number${FAKE_CLUSTER:+;$FAKE_CLUSTER}"
 """
 RECIPE = str(REPOSITORY / "tests" / "recipes" / "tiny.yaml")
+TRAINING = [RECIPE, "--data.prefix=a"]
+EXTENSION = [str(REPOSITORY / "tests" / "recipes" / "extend.yaml"), "--data.prefix=a"]
+CHAIN = [*TRAINING, "--model.position_encoding=rope", "--extend", *EXTENSION]
+COMPARISON = ["--recipe", RECIPE, "--encodings", "rope", "--data.prefix=a", "--output=out"]
 
 
 @pytest.fixture
@@ -54,7 +59,8 @@ def submit(inputs, tmp_path):
     [
         ("pretrain_tape.sh", ["--bad.key", "1"], "bad.key is an unknown key"),
         ("pretrain_tape.sh", ["missing.yaml"], "missing.yaml does not exist"),
-        ("run_all.sh", [RECIPE, "--data.prefix=a", "--extend", RECIPE, "--bad.key", "1"], "bad.key is an unknown key"),
+        ("run_all.sh", [*TRAINING, "--extend", RECIPE, "--bad.key", "1"], "bad.key is an unknown key"),
+        ("run_all.sh", [*TRAINING, "--evaluate", "perplexity"], "perplexity.data"),
     ],
 )
 def test_invalid_settings_are_refused_before_sbatch(submit, script, arguments, message):
@@ -62,16 +68,85 @@ def test_invalid_settings_are_refused_before_sbatch(submit, script, arguments, m
     assert (status, submitted) == (2, None) and message in output
 
 
-def test_valid_commands_are_submitted_and_incomplete_ones_explained(submit, tmp_path):
-    assert submit("run_all.sh", RECIPE)[:2] == (1, None) and "--extend RECIPE is missing" in submit("run_all.sh")[2]
-    assert "sbatch --array=0-7" in submit("preprocess.sh", "--help")[2]
-    for script, arguments in (("pretrain_tape.sh", [RECIPE, "--data.prefix=a"]), ("preprocess.sh", ["--input", "*.x"])):
-        assert submit(script, *arguments)[:2] == (0, arguments)
-        # An interactive session is a job, too; the new job must not inherit its CPUs and memory.
-        session = {"SLURM_JOB_ID": "7", "SLURM_CPU_BIND": "mask_cpu:0x1", "SLURM_MEM_PER_CPU": "100"}
+def test_valid_commands_are_submitted_without_the_variables_of_a_session(submit, tmp_path, run_tool):
+    (tmp_path / "text.jsonl").write_text('{"text": "some words in a line"}\n' * 50)
+    run_tool(
+        "train_tokenizer", "--input", tmp_path / "*.jsonl", "--vocab-size", "280", "--output", tmp_path / "t.model"
+    )
+    preprocess = ["--input", "*.jsonl", "--tokenizer", "t.model", "--output-prefix", "out"]
+    # An interactive session is a job, too; the new job must not inherit its CPUs and memory.
+    session = {"SLURM_JOB_ID": "7", "SLURM_CPU_BIND": "mask_cpu:0x1", "SLURM_MEM_PER_CPU": "100"}
+    for script, arguments in (("pretrain_tape.sh", TRAINING), ("preprocess.sh", preprocess)):
         assert submit(script, *arguments, SLURM_CONF="/etc/slurm.conf", **session)[:2] == (0, arguments)
         inherited = (tmp_path / "environment").read_text().splitlines()
         assert [line for line in inherited if line.startswith("SLURM_")] == ["SLURM_CONF=/etc/slurm.conf"]
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("script", ["pretrain_tape.sh", "extend_tape.sh", "evaluate_tape.sh", "preprocess.sh"])
+def test_every_job_script_takes_options_of_sbatch_and_shows_what_it_would_submit(submit, tmp_path, script):
+    # A Python that accepts all settings.
+    site = {"TAPE_PYTHON": "true", "TAPE_SBATCH_OPTIONS": "--gpus-per-node=8", "SBATCH_ACCOUNT": "my group"}
+    options = ["--sbatch", "--nodes=4 --comment='a b'"]
+    expected = ["--nodes=4", "--comment=a b", f"{REPOSITORY}/slurm/{script}", "x y", "--z"]
+    if script != "preprocess.sh":
+        expected.insert(0, "--gpus-per-node=8")
+    # The options may be anywhere in the command.
+    status, submitted, output = submit(script, "x y", *options, "--z", "--dry-run", **site)
+    assert (status, submitted) == (0, None), output
+    assert shlex.split(output) == ["SBATCH_ACCOUNT=my group", "sbatch", *expected]
+    status, _, output = submit(script, *options, "x y", "--z", **site)
+    assert status == 0, output
+    assert (tmp_path / "submitted").read_text().split("\0")[:-1] == expected
+
+
+def test_a_dry_run_of_several_jobs_prints_their_commands(submit):
+    status, submitted, output = submit("run_all.sh", *CHAIN, "--dry-run")
+    assert (status, submitted) == (0, None)
+    lines = output.splitlines()
+    assert [line.split()[:2] for line in lines[1::2]] == [["pretraining", "job"], ["extension", "job"]]
+    assert "--dependency=afterok:JOB1" in lines[2].split() and lines[3].startswith(
+        "extension    job JOB2, after JOB1, in"
+    )
+    site = {"TAPE_SBATCH_OPTIONS": "--gpus-per-node=8"}
+    status, submitted, output = submit("compare.sh", "--dry-run", "--sbatch", "--gpus=1", *COMPARISON, **site)
+    assert (status, submitted) == (0, None)
+    commands = [line.split() for line in output.splitlines() if line.startswith("sbatch")]
+    assert commands[0][1:3] == ["--gpus=1", "--array=0-2"] and commands[1][1] == "--dependency=afterany:JOB1"
+
+
+@pytest.mark.parametrize("script", ["pretrain_tape.sh", "preprocess.sh", "run_all.sh"])
+@pytest.mark.parametrize(
+    "given, shown",
+    [(["--nodes=4"], "--nodes=4"), (["-N", "4"], "-N 4"), (["-N4"], "-N4"), (["--exclusive"], "--exclusive")],
+)
+def test_an_option_of_sbatch_that_is_given_to_a_script_is_answered_with_the_right_command(submit, script, given, shown):
+    status, submitted, output = submit(script, RECIPE, *given)
+    path = REPOSITORY / "slurm" / script
+    assert (status, submitted) == (1, None)
+    assert output.startswith(f"error: {given[0]} is an option of sbatch, not of the script; run  ")
+    assert output.endswith(f'{path} --sbatch "{shown}" ...\n')
+    assert (f"sbatch {shown} {path} ...  or " in output) == (script != "run_all.sh")
+
+
+def test_preprocessing_is_refused_without_input(submit):
+    status, submitted, output = submit("preprocess.sh", "--input", "*.x", "--tokenizer", "t", "--output-prefix", "out")
+    assert (status, submitted) == (2, None) and "error: *.x matches no file (--input)" in output
+    status, submitted, output = submit("preprocess.sh")
+    assert (status, submitted) == (0, None) and "sbatch --array=0-7" in output and "#SBATCH" not in output
+
+
+def test_variables_of_the_environment_override_the_site_file(tmp_path):
+    (tmp_path / "slurm").mkdir()
+    site = "TAPE_SCRATCH=/site\nTAPE_SRUN_OPTIONS=--mpi=none\nTAPE_CONTAINER='x y'\nTAPE_PYTHON=python3\n"
+    (tmp_path / "slurm" / "site.env").write_text(site)
+    script = 'source "$1"; load_site "$2"; echo "$TAPE_SCRATCH|$TAPE_SRUN_OPTIONS|${#container[@]}"'
+    command = ["bash", "-euc", script, "bash", str(REPOSITORY / "slurm" / "common.sh"), str(tmp_path)]
+    environment = {"PATH": os.environ["PATH"], "TAPE_SCRATCH": "/mine", "TAPE_CONTAINER": "", "TAPE_PYTHON": "python3"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "/mine|--mpi=none|0\n"
+    assert "TAPE_SCRATCH is '/mine' from the environment, not '/site' from slurm/site.env" in done.stderr
+    assert "TAPE_PYTHON" not in done.stderr and "TAPE_SRUN_OPTIONS" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -125,10 +200,6 @@ def test_options_of_srun_that_change_the_tasks_or_their_gpus_are_refused(submit,
     assert submit("pretrain_tape.sh", *arguments, TAPE_SRUN_OPTIONS="--mpi=none --nodelist=a --gpu-freq=low")[0] == 0
 
 
-CHAIN = [RECIPE, "--data.prefix=a", "--model.position_encoding=rope"]
-CHAIN += ["--extend", str(REPOSITORY / "tests" / "recipes" / "extend.yaml"), "--data.prefix=a"]
-
-
 def test_a_chain_is_submitted_with_the_site_options(submit):
     options = {"TAPE_SBATCH_OPTIONS": "--gpus-per-node=8 --comment='a * b'"}
     status, submitted, output = submit("run_all.sh", "--sbatch", '-A\n"me too"', *CHAIN, **options)
@@ -139,9 +210,6 @@ def test_a_chain_is_submitted_with_the_site_options(submit):
     assert status == 1 and "error: --sbatch is --comment='a, whose quotes do not match" in output
 
 
-COMPARISON = ["--recipe", RECIPE, "--encodings", "rope", "--data.prefix=a", "--output=out"]
-
-
 @pytest.mark.parametrize("script, arguments", [("run_all.sh", CHAIN), ("compare.sh", COMPARISON)])
 def test_a_failed_submission_cancels_the_submitted_jobs(submit, script, arguments):
     status, _, output = submit(script, *arguments, FAILS_AT="42")
@@ -150,6 +218,24 @@ def test_a_failed_submission_cancels_the_submitted_jobs(submit, script, argument
     )
     status, _, output = submit(script, *arguments, FAILS_AT="44", CANCEL_STATUS="1", FAKE_CLUSTER="far")
     assert status == 1 and output.endswith("cancel those that were: scancel --clusters=far 43\n")
+
+
+def test_an_evaluation_without_an_extension_is_of_the_pretrained_model(submit):
+    evaluation = ["perplexity", "--perplexity.data", "a", "--perplexity.lengths", "[8]"]
+    status, submitted, output = submit("run_all.sh", *TRAINING, "--evaluate", *evaluation)
+    assert status == 0, output
+    assert submitted == [
+        "--dependency=afterok:41",
+        "--kill-on-invalid-dep=yes",
+        f"{REPOSITORY}/slurm/evaluate_tape.sh",
+        *evaluation,
+        "--model=runs/tiny",
+    ]
+    jobs = "pretraining  job 41, in runs/tiny\nevaluation   job 42, after 41, in runs/tiny/evaluation\n"
+    assert output.startswith(jobs)
+    for arguments, message in (([], "neither --extend RECIPE nor --evaluate TASK"), (["--extend"], "names no recipe")):
+        status, _, output = submit("run_all.sh", *TRAINING, *arguments)
+        assert status == 1 and message in output
 
 
 def test_an_interrupted_submission_cancels_the_submitted_jobs(submit):
