@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -89,7 +90,7 @@ class MetricsWriter:
         path = directory / "metrics.jsonl"
         _rewrite(path, _rows_up_to(path, resume_step), staging)
         self._rows = _RecordFile(path)
-        self._events = None
+        self._events: _EventFile | None = None
         self._tensorboard, self._warned = directory / "tensorboard" if tensorboard else None, False
         # A new run also drops step 0, with which the configuration is shown.
         self._open_events(resume_step + 1 if resume_step > 0 else 0)
@@ -112,8 +113,7 @@ class MetricsWriter:
             "seconds_left": round(self._seconds_left(), 1),
         }
         self._rows.append(json.dumps(row, allow_nan=False).encode() + b"\n")
-        for name, value in values.items():
-            self._show("add_scalar", name, value, step)
+        self._show("scalars", values, step)
         if self._wandb is not None:
             self._wandb.log(step, values)
         with suppress(OSError):  # stdout may be a file on a full disk
@@ -121,7 +121,7 @@ class MetricsWriter:
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Show `text`, such as a sample or the configuration, verbatim in TensorBoard under `tag`."""
-        self._show("add_text", tag, "\n".join("    " + line for line in text.splitlines()), step)
+        self._show("text", tag, "\n".join("    " + line for line in text.splitlines()), step)
 
     def sync(self) -> None:
         """Flush all outputs and sync `metrics.jsonl` to disk. Call it before a checkpoint is saved."""
@@ -129,7 +129,6 @@ class MetricsWriter:
         if self._events is None:
             with suppress(OSError):
                 self._open_events(self._last_step + 1)
-        self._show("flush")
 
     def close(self) -> None:
         """Close all outputs. Warns if rows are lost because they could not be written."""
@@ -141,12 +140,10 @@ class MetricsWriter:
 
     def _open_events(self, purge_step: int) -> None:
         if self._tensorboard is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._events = SummaryWriter(str(self._tensorboard), purge_step=purge_step, flush_secs=5)
+            self._events = _EventFile(self._tensorboard, purge_step)
 
     def _show(self, method: str, *arguments: Any) -> None:
-        """Call a method of TensorBoard's writer. Drop the writer if it fails, since its thread ends on a full disk."""
+        """Call a method of the event file. Drop the file if it fails, since its last record may be incomplete."""
         if self._events is not None:
             try:
                 getattr(self._events, method)(*arguments)
@@ -178,6 +175,51 @@ class MetricsWriter:
         (first_step, first_time), (last_step, last_time) = self._recent[0], self._recent[-1]
         first, last, total = map(self._work, (first_step, last_step, self.total_steps))
         return (last_time - first_time) / (last - first) * max(0, total - last)
+
+
+class _EventFile:
+    """A new event file of TensorBoard, which drops earlier files' values of `purge_step` and later steps.
+
+    TensorBoard reads the files of a directory in the order of their names, which contain a Unix time in seconds, and
+    never returns to an earlier name. Torch's SummaryWriter takes the time from this node's clock, so that the file of a
+    later attempt may come first if that clock is slow. Here, the time is also above those of all existing files.
+    """
+
+    def __init__(self, directory: Path, purge_step: int):
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        directory.mkdir(parents=True, exist_ok=True)
+        names = [re.match(r"events\.out\.tfevents\.([0-9]{10})\.", path.name) for path in directory.iterdir()]
+        later = [int(name[1]) + 1 for name in names if name]
+        number = max(int(time.time()), *later, 0)
+        path = directory / f"events.out.tfevents.{number:010d}.{os.uname().nodename}.{os.getpid()}"
+        self._file = open(path, "xb")
+        self._records = RecordWriter(self._file)
+        self._append(file_version="brain.Event:2", step=purge_step)
+        self._append(session_log=SessionLog(status=SessionLog.START), step=purge_step)
+        self._file.flush()
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        for tag, value in values.items():
+            self._append(summary=Summary(value=[Summary.Value(tag=tag, simple_value=value)]), step=step)
+        self._file.flush()
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        from torch.utils.tensorboard import summary
+
+        self._append(summary=summary.text(tag, text), step=step)
+        self._file.flush()
+
+    def _append(self, **fields: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class _RecordFile:

@@ -4,12 +4,10 @@ import json
 import logging
 import math
 import os
-import threading
 import time
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.summary.writer import event_file_writer
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from megatron_tape.config.train import BatchRampSettings, TrainConfig
@@ -22,12 +20,6 @@ SCALARS = {
     "throughput/tokens_per_second": 12345.0,
     "throughput/tflops_per_second": 1.5,
 }
-
-
-@pytest.fixture(autouse=True)
-def files_in_order(monkeypatch):
-    """Number the event files from 0 in each test. Those of the same second are read in the order of their names."""
-    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
 def rows(directory):
@@ -188,7 +180,6 @@ def test_tensorboard_continues_at_the_first_sync_after_a_full_disk(tmp_path, mon
     writer = MetricsWriter(tmp_path, 100)
     with monkeypatch.context() as full_disk:
         full_disk.setattr(RecordWriter, "write", lambda *_: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
-        full_disk.setattr(threading, "excepthook", lambda _: None)
         for step in (1, 2, 3):
             writer.log(step, SCALARS)
             writer.sync()
@@ -199,6 +190,28 @@ def test_tensorboard_continues_at_the_first_sync_after_a_full_disk(tmp_path, mon
     writer.close()
     shown = [step for step, _ in curve(tmp_path)]
     assert shown[-1] == 6 and shown == sorted(set(shown))
+
+
+def test_tensorboard_shows_a_later_attempt_whose_node_has_a_slow_clock(tmp_path, monkeypatch):
+    shown = EventAccumulator(str(tmp_path / "tensorboard"))
+    clock = time.time
+    for attempt, seconds_slow in enumerate((0, 90, 7200, 3600)):
+        monkeypatch.setattr(time, "time", lambda: clock() - seconds_slow)  # noqa: B023
+        write(tmp_path, [2 * attempt + 1, 2 * attempt + 2], tensorboard=True, resume_step=2 * attempt)
+        # As a TensorBoard that is running, which has read the earlier files.
+        shown.Reload()
+        expected = list(range(1, 2 * attempt + 3))
+        assert [event.step for event in shown.Scalars("train/loss")] == expected
+        assert [step for step, _ in curve(tmp_path)] == expected
+
+
+def test_scalars_and_texts_are_in_the_event_file_at_once(tmp_path):
+    writer = MetricsWriter(tmp_path, 100)
+    writer.text("configuration", "steps: 3", 0)
+    writer.log(1, SCALARS)
+    assert curve(tmp_path) == [(1, 2.5)]
+    assert len(events(tmp_path).Tensors("configuration/text_summary")) == 1
+    writer.close()
 
 
 class Disk:
