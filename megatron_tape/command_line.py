@@ -17,14 +17,16 @@ from typing import Any, ClassVar, NoReturn
 from megatron_tape import __version__
 from megatron_tape.errors import EXIT_REFUSED, ConfigError, UserError
 from megatron_tape.home import expand_home, provide_caches
+from megatron_tape.io.files import refuse_address
 from megatron_tape.text import duration, printable
 
 
 class Parser(argparse.ArgumentParser):
     """An argparse parser that raises ConfigError, rejects abbreviated options and does not rewrap descriptions.
 
-    A leading `~` becomes the home directory in every argument that has no type or the type Path; use `type=str` for
-    text that is not a path. An argument `~name` is not changed if a file of that name exists.
+    An argument that has no type or the type Path is a path: a leading `~` becomes the home directory, and an address
+    such as `s3://bucket/run` is refused. An argument `~name` is not changed if a file of that name exists. Use
+    `type=str` for text that is not a path.
     """
 
     command: ClassVar[str | None] = None
@@ -57,9 +59,10 @@ def path(text: str) -> Path:
 
 
 def _expanded(text: str) -> str:
-    if not text.startswith("~/") and text != "~" and os.path.lexists(text):
-        return text
     try:
+        refuse_address(text)
+        if not text.startswith("~/") and text != "~" and os.path.lexists(text):
+            return text
         return expand_home(text)
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error)) from None

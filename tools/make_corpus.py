@@ -170,7 +170,7 @@ def parser() -> argparse.ArgumentParser:
     for source in (stdlib, directory):
         source.add_argument("--shuffle", type=int, metavar="SEED", help=shuffle)
     dataset = sources.add_parser("hub", help="a dataset of the Hugging Face Hub, or a local directory in its layout")
-    dataset.add_argument("name", type=str, help="name of the dataset, or path of the directory")
+    dataset.add_argument("name", help="name of the dataset, or path of the directory")
     hub.add_options(dataset)
     dataset.add_argument("--max-documents", type=command_line.whole_number, metavar="N", help="stop after N documents")
     dataset.add_argument("--text-key", type=str, default="text", help="the key or column with the text (default: text)")

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field
 
 from megatron_tape.errors import ConfigError, UserError
 from megatron_tape.home import expand_home
+from megatron_tape.io.files import refuse_address
 
 Count = Annotated[int, Field(ge=1)]
 NotNegativeInt = Annotated[int, Field(ge=0)]
@@ -21,14 +22,15 @@ _SHOWN_CHARACTERS = 200
 
 
 def expand_path(path: str) -> str:
-    """Return a path with a leading `~` expanded. Raises UserError if the path contains a control character."""
+    """Return a path with a leading `~` expanded. Raises UserError for an address, or if it has a control character."""
     if re.search(r"[\x00-\x1f\x7f-\x9f]", path):
         raise UserError(path, "contains a control character, such as a line break", "rename it")
+    refuse_address(path)
     return expand_home(path)
 
 
 PathText = Annotated[str, Field(min_length=1), AfterValidator(expand_path)]
-"""A path. A leading `~` becomes the home directory."""
+"""A path. A leading `~` becomes the home directory. Addresses such as `s3://bucket/run` are refused."""
 Prefixes = (
     Annotated[dict[PathText, Positive], Field(min_length=1)] | Annotated[list[PathText], Field(min_length=1)] | PathText
 )

@@ -10,6 +10,7 @@ import fcntl
 import functools
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -22,7 +23,7 @@ from typing import IO, Any
 
 from typing_extensions import TypedDict
 
-from megatron_tape.errors import FileError
+from megatron_tape.errors import FileError, UserError
 
 SUFFIX = ".partial"
 
@@ -226,6 +227,17 @@ def refuse_existing(*paths: str | Path, fix: str = "pass --overwrite to replace 
     for path in paths:
         if os.path.lexists(path):
             raise FileError(str(path), "exists", fix)
+
+
+def refuse_address(path: str) -> None:
+    """Raise UserError for an address such as `s3://bucket/run`, which would be used as a local path named `s3:`."""
+    if re.match("[A-Za-z][A-Za-z0-9+.-]*://", path):
+        raise UserError(
+            path,
+            "is an address, and object stores and servers are not supported",
+            "give a path, such as that of a shared or mounted directory, and copy with a program such as aws s3 sync "
+            "between runs",
+        )
 
 
 @contextmanager
