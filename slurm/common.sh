@@ -126,6 +126,7 @@ read_options() {
       --sbatch)
         [ $# -ge 2 ] || fail "--sbatch needs options in quotes, such as \"--nodes=4\""
         split_words given --sbatch "$2"
+        case ${given[0]:--} in -*) ;; *) fail "--sbatch is $2, which is no option of sbatch, such as \"--nodes=4\"" ;; esac
         options+=("${given[@]}")
         shift
         ;;

@@ -34,7 +34,7 @@ if [ -f "$(dirname "$0")/common.sh" ]; then # run by a user: Slurm runs a copy i
   limit=
   if [ "${1:-}" = --at-once ]; then
     limit=%${2:-}
-    [[ $limit =~ ^%[1-9][0-9]*$ ]] || fail "--at-once is ${limit#%}; give a number of tasks of at least 1"
+    [[ $limit =~ ^%[1-9][0-9]*$ ]] || fail "--at-once is '${limit#%}'; give a number of tasks of at least 1"
     shift 2
   fi
   checked=$(run_module pretrain.compare "$@" --check)

@@ -208,6 +208,9 @@ def test_a_chain_is_submitted_with_the_site_options(submit):
     assert "scancel" not in output
     status, _, output = submit("run_all.sh", "--sbatch", "--comment='a", *CHAIN)
     assert status == 1 and "error: --sbatch is --comment='a, whose quotes do not match" in output
+    # The recipe is in the place of the options.
+    status, submitted, output = submit("pretrain_tape.sh", "--sbatch", RECIPE)
+    assert status == 1 and f"error: --sbatch is {RECIPE}, which is no option of sbatch" in output
 
 
 @pytest.mark.parametrize("script, arguments", [("run_all.sh", CHAIN), ("compare.sh", COMPARISON)])
