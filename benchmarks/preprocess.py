@@ -61,7 +61,7 @@ def measure(corpus: Path, tokenizer: Path, workers: int, repetitions: int) -> di
     ours, theirs = corpus.with_name("ours"), corpus.with_name("theirs")
     seconds: dict[str, list[float]] = {"ours": [], "megatron": []}
     for _ in range(repetitions):
-        options = ("--workers", workers, "--append-eod", "--overwrite")
+        options = ("--workers", workers, "--overwrite")
         files = ("--input", corpus, "--tokenizer", tokenizer, "--output-prefix", ours)
         seconds["ours"].append(run("tools/preprocess_data.py", *files, *options))
         seconds["megatron"].append(run("-c", MEGATRON, corpus, tokenizer, theirs, workers))

@@ -17,7 +17,7 @@ echo "To watch the training: tensorboard --logdir $D"
 [ -e $D/data/tokenizer.model ] || run python tools/train_tokenizer.py --input $D/data/stdlib.jsonl --vocab-size 4096 \
   --output $D/data/tokenizer.model
 [ -e $D/data/stdlib.idx ] || run python tools/preprocess_data.py --input $D/data/stdlib.jsonl \
-  --tokenizer $D/data/tokenizer.model --output-prefix $D/data/stdlib --workers 2 --append-eod
+  --tokenizer $D/data/tokenizer.model --output-prefix $D/data/stdlib --workers 2
 
 for model in tape rope; do
   run "${torchrun[@]}" pretrain.train --config pretrain/recipes/${model}_demo.yaml --logging.directory $D/$model $steps

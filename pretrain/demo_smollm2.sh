@@ -50,7 +50,7 @@ PYTHON
 fi
 [ -e $D/data/stdlib.jsonl ] || run python tools/make_corpus.py stdlib --shuffle 1234 --output $D/data/stdlib.jsonl
 [ -e $D/data/stdlib.idx ] || run python tools/preprocess_data.py --input $D/data/stdlib.jsonl --tokenizer $model \
-  --output-prefix $D/data/stdlib --workers 2 --append-eod
+  --output-prefix $D/data/stdlib --workers 2
 
 for method in tape lora; do
   run "${torchrun[@]}" pretrain.extend_context --config pretrain/recipes/extend/smollm2_$method.yaml \

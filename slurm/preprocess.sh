@@ -2,9 +2,9 @@
 # Tokenize a corpus in one job, which makes the dataset P, or in a job array. Each task of an array makes one dataset
 # from its share of the input files:
 #
-#   sbatch --cpus-per-task=16 slurm/preprocess.sh --input raw.jsonl --tokenizer t.model --output-prefix P --append-eod
+#   sbatch --cpus-per-task=16 slurm/preprocess.sh --input raw.jsonl --tokenizer t.model --output-prefix P
 #   sbatch --array=0-7 --cpus-per-task=16 slurm/preprocess.sh --input 'raw/*.jsonl' --tokenizer t.model \
-#       --output-prefix P --append-eod
+#       --output-prefix P
 #   slurm/preprocess.sh [--sbatch "SBATCH OPTIONS"] [--dry-run] ARGS...
 #
 # The last form checks the arguments, the input and the tokenizer, and submits the script. --dry-run prints the sbatch

@@ -149,8 +149,7 @@ def repository(tmp_path_factory):
         shutil.copy(folder / f"runs/demo/data/stdlib.{suffix}", folder / f"data/c4-0.{suffix}")
     shell(
         folder,
-        "python tools/preprocess_data.py --input text.jsonl --tokenizer models/Llama-2-7b-hf "
-        "--output-prefix data/long --append-eod",
+        "python tools/preprocess_data.py --input text.jsonl --tokenizer models/Llama-2-7b-hf --output-prefix data/long",
     )
     return folder
 

@@ -249,8 +249,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--append-eod",
         action=argparse.BooleanOptionalAction,
-        default=False,
-        help="end every document with the tokenizer's end-of-document token",
+        default=True,
+        help="end every document with the tokenizer's end-of-document token (the default)",
     )
     add("--max-documents", type=command_line.whole_number, metavar="N", help="stop after N documents (of each part)")
     add(

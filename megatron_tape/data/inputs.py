@@ -140,7 +140,7 @@ def _check_training_datasets(config: RunConfig, tokenizer: Tokenizer | None) -> 
                 ("data.reset_attention_mask", "data.prefix"),
                 f"is true, but document {number} of {prefix} does not end in the end-of-document token "
                 f"{tokenizer and tokenizer.eod} of data.tokenizer",
-                "preprocess the dataset again with --append-eod",
+                "preprocess the dataset again with this tokenizer, and not with --no-append-eod",
             )
     if config.data.long_documents is not None:
         find_pools(config)

@@ -53,7 +53,7 @@ def settings(tokenizers, prefix, tokenizer="own", packed=True, **changes):
 
 def test_a_dataset_records_its_tokenizer_and_whether_documents_end(preprocess, tokenizers):
     record = tokenizer_record(load_tokenizer(tokenizers["own"]))
-    for options, ends in (([], False), (["--append-eod"], True)):
+    for options, ends in ((["--no-append-eod"], False), ([], True)):
         prefix = preprocess(f"out{ends}", "own", *options)
         origin = read_origin(prefix)
         source = origin.pop("source")
@@ -71,14 +71,14 @@ def test_a_dataset_that_another_tool_has_replaced_has_no_origin(preprocess):
 
 
 @pytest.mark.parametrize(
-    "made_with, options, problem",
+    "made_with, problem",
     [
-        ("other", ["--append-eod"], "encodes text in another way than data.tokenizer"),
-        ("ends", ["--append-eod"], "ends documents with the id 62, and data.tokenizer"),
+        ("other", "encodes text in another way than data.tokenizer"),
+        ("ends", "ends documents with the id 62, and data.tokenizer"),
     ],
 )
-def test_training_refuses_data_of_another_tokenizer(preprocess, tokenizers, made_with, options, problem):
-    good, bad = preprocess("good", "own", "--append-eod"), preprocess("bad", made_with, *options)
+def test_training_refuses_data_of_another_tokenizer(preprocess, tokenizers, made_with, problem):
+    good, bad = preprocess("good"), preprocess("bad", made_with)
     check_datasets(settings(tokenizers, good))
     for prefix in (bad, {good: 0.5, bad: 0.5}):
         with pytest.raises(ConfigError, match=problem) as error:
@@ -110,13 +110,14 @@ def test_data_of_other_tools_is_accepted_with_one_warning(tmp_path, tokenizers, 
 
 
 def test_merged_datasets_keep_a_common_tokenizer_and_no_others_are_merged(preprocess, tmp_path, tokenizers):
-    one, two, other = preprocess("one"), preprocess("two", "own", "--append-eod"), preprocess("other", "other")
+    one, two = preprocess("one", "own", "--no-append-eod"), preprocess("two")
+    other = preprocess("other", "other", "--no-append-eod")
     write_dataset(tmp_path / "foreign")
     out = tmp_path / "out"
     done = run_here("merge_datasets", "--input", one, two, "--output-prefix", out)
     assert done.returncode == 0
     assert read_origin(out)["tokenizer"] == read_origin(one)["tokenizer"] and not read_origin(out)["append_eod"]
-    stop = preprocess("stop", "ends", "--append-eod")
+    stop = preprocess("stop", "ends")
     for order in ((one, stop), (stop, one)):  # the documents of `one` do not end in an end-of-document token
         assert (
             run_here("merge_datasets", "--input", *order, "--output-prefix", tmp_path / "x", "--overwrite").returncode
@@ -134,7 +135,7 @@ def test_merged_datasets_keep_a_common_tokenizer_and_no_others_are_merged(prepro
 
 
 def test_inspection_names_the_tokenizer_and_refuses_another(preprocess, tmp_path, tokenizers):
-    prefix = preprocess("out", "own", "--append-eod")
+    prefix = preprocess("out")
     record = tokenizer_record(load_tokenizer(tokenizers["own"]))
     line = f"64 ids, digest {record['digest'][:12]}; documents end in token 63"
     assert line in run_here("inspect_dataset", prefix).stdout

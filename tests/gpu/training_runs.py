@@ -266,7 +266,7 @@ def prepare(folder: Path, run_tool) -> None:
                 file.write(json.dumps({"text": text[begin : begin + SIZE.document]}) + "\n")
             written += len(text)
     run_tool("train_tokenizer", "--input", corpus, "--vocab-size", SIZE.vocab_size, "--output", tokenizer)
-    options = ["--tokenizer", tokenizer, "--output-prefix", folder / "data", "--append-eod"]
+    options = ["--tokenizer", tokenizer, "--output-prefix", folder / "data"]
     run_tool("preprocess_data", "--input", corpus, *options)
     for side in ("cpu", "device"):
         (folder / side).mkdir()

@@ -30,7 +30,7 @@ def source_folder(tmp_path_factory, texts):
         KINDS["unigram"](part).save(str(folder / name / "tokenizer.json"))
     assert load_tokenizer(folder / "a").vocab_size == load_tokenizer(folder / "b").vocab_size == SIZE
     write_lines(folder / "text.jsonl", [text[i : i + 400] for text in texts for i in range(0, len(text), 400)][:100])
-    arguments = ["--input", folder / "text.jsonl", "--tokenizer", folder / "a", "--workers", "1", "--append-eod"]
+    arguments = ["--input", folder / "text.jsonl", "--tokenizer", folder / "a", "--workers", "1"]
     assert run_here("preprocess_data", *arguments, "--output-prefix", folder / "data").returncode == 0
     write_jsonl(folder / "held_out.jsonl", [" ".join(MENTIONS) + texts[3][:60], texts[4][:90]])
     return folder
@@ -116,7 +116,7 @@ def test_a_run_continues_without_its_tokenizer_files_but_not_with_another_tokeni
 def test_a_continued_run_refuses_data_that_was_preprocessed_again(work, capfd):
     assert start() == 0
     write_lines(Path("text.jsonl"), ["other text " * 200] * 70)
-    arguments = ["--input", "text.jsonl", "--tokenizer", "a", "--workers", "1", "--append-eod", "--overwrite"]
+    arguments = ["--input", "text.jsonl", "--tokenizer", "a", "--workers", "1", "--overwrite"]
     assert run_here("preprocess_data", *arguments, "--output-prefix", "data").returncode == 0
     capfd.readouterr()
     assert start(steps=3) == 2

@@ -258,7 +258,7 @@ def test_resume_none_does_not_overwrite_a_run_and_resume_accepts_a_path(run, cap
         ),
         ("logging.directory={data}/a.bin/x", "logging.directory"),
         ("data.prefix={data}/damaged", "incomplete or damaged"),
-        ("data.tokenizer={data}/other_end.json", "--append-eod"),  # no document ends with this token
+        ("data.tokenizer={data}/other_end.json", "--no-append-eod"),  # no document ends with this token
     ],
 )
 def test_settings_that_do_not_fit_the_data_are_refused_by_the_trainer_too(run, data, capfd, override, reported):

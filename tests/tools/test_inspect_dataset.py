@@ -14,7 +14,7 @@ def test_sizes_lengths_and_first_documents_are_shown(whole, tokenizer_path, run_
     output = run_tool("inspect_dataset", whole, *shown).stdout
     assert f"documents  {len(texts)}\n" in output
     assert "dtype      uint16\n" in output
-    assert "length     min 1, median" in output
+    assert "length     min 2, median" in output
     for text in texts:
         assert f" tokens:\n{text}\n" in output.replace("\r\n", "\n") or "\r\n" in text
 

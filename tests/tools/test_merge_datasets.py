@@ -28,7 +28,7 @@ def test_a_complete_part_is_kept_and_another_count_is_refused(preprocess, tmp_pa
     before = index.stat().st_ino
     assert "is complete already" in preprocess(tmp_path / "?.jsonl", "--part", "1/2").stderr
     assert index.stat().st_ino == before
-    for options in ([tmp_path / "[ac].jsonl"], [tmp_path / "?.jsonl", "--append-eod"]):
+    for options in ([tmp_path / "[ac].jsonl"], [tmp_path / "?.jsonl", "--no-append-eod"]):
         assert "was made from other files" in preprocess(*options, "--part", "1/2", code=2).stderr
     preprocess(tmp_path / "?.jsonl", "--part", "1/2", "--overwrite")
     assert index.stat().st_ino != before

@@ -19,7 +19,7 @@ from tool_runs import command, read_pair, write_lines
 
 from megatron_tape.data import indexed_dataset, preprocessing, raw_chunks
 from megatron_tape.data.documents import read_texts
-from megatron_tape.data.indexed_dataset import IndexedDatasetWriter
+from megatron_tape.data.indexed_dataset import IndexedDatasetReader, IndexedDatasetWriter
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import FileError
 
@@ -31,7 +31,7 @@ def expected(tmp_path_factory, tokenizer_path, texts):
     tokenizer = load_tokenizer(tokenizer_path)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(tokenizer.vocab_size))
     for text in texts:
-        ids = tokenizer.encode(text)
+        ids = [*tokenizer.encode(text), tokenizer.eod]
         builder.add_document(torch.tensor(ids), [len(ids)])
     builder.finalize(f"{prefix}.idx")
     return read_pair(prefix)
@@ -71,6 +71,28 @@ def test_every_input_format_gives_the_same_bytes(preprocess, corpus, expected, t
         (source / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + raw.rstrip(b"\n"))
     preprocess(source / "*", "--chunk-bytes", 20000)
     assert read_pair(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize("option, ends", [([], True), (["--append-eod"], True), (["--no-append-eod"], False)])
+def test_documents_end_in_the_end_of_document_token_unless_it_is_turned_off(
+    preprocess, corpus, tmp_path, tokenizer_path, texts, option, ends
+):
+    log = preprocess(corpus, *option).stderr
+    tokenizer = load_tokenizer(tokenizer_path)
+    reader = IndexedDatasetReader(tmp_path / "out")
+    for number, text in enumerate(texts):
+        assert reader.document(number).tolist() == [*tokenizer.encode(text), *([tokenizer.eod] if ends else [])]
+    said = "every document ends in the end-of-document token 3" if ends else "no token marks the ends of documents"
+    assert said in log
+
+
+def test_a_tokenizer_without_an_end_of_document_token_needs_the_option(preprocess, corpus, tmp_path):
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    options = ["--tokenizer", tmp_path / "tokenizer.json"]
+    error = preprocess(corpus, *options, code=2).stderr
+    assert "has no end-of-document token; choose another tokenizer, or pass --no-append-eod" in error
+    preprocess(corpus, *options, "--no-append-eod")
 
 
 def test_inputs_are_read_once_and_in_the_given_order_under_any_name(preprocess, tmp_path):
@@ -279,7 +301,7 @@ def test_user_errors_are_one_sentence_before_any_work(preprocess, corpus, tmp_pa
         "--workers is 100,000; use at most 1,024": [corpus, "--workers", 100_000],
         "is not a SentencePiece model; give": [corpus, "--tokenizer", corpus],
         "does not exist; give": [corpus, "--tokenizer", "none.model"],
-        "has no end-of-document token": [corpus, "--append-eod", "--tokenizer", tmp_path / "tokenizer.json"],
+        "has no end-of-document token": [corpus, "--tokenizer", tmp_path / "tokenizer.json"],
         "a directory; add a name for the dataset, such as folder/NAME": [corpus, "--output-prefix", "folder/"],
     }.items():
         lines = preprocess(*arguments, code=2).stderr.splitlines()
