@@ -35,6 +35,18 @@ ELSEWHERE = {
     "serving.md": "tests/huggingface/test_ecosystem.py and test_vllm.py run the servers",
 }
 PREPARED = {
+    "data.md": r"""
+        cp -r models/mine models/chat
+        echo '{% for message in messages %}{{ message.role }}: {{ message.content }}{% endfor %}' \
+            > models/chat/chat_template.jinja
+        echo '{"messages": [{"role": "user", "content": "hi"}]}' > chats.jsonl
+        for place in raw/fineweb-edu HuggingFaceFW/fineweb-edu; do
+            mkdir -p $place/sample/10BT
+            python -c "import pyarrow as pa, pyarrow.parquet as pq; \
+                pq.write_table(pa.table({'text': ['one', 'two']}), '$place/sample/10BT/0.parquet')"
+        done
+        printf -- '---\nconfigs:\n- config_name: sample-10BT\n  data_files: sample/10BT/*\n---\n' \
+            > HuggingFaceFW/fineweb-edu/README.md""",
     "monitoring.md": "cp -r runs/demo/tape runs/tape",
     "evaluation.md": """
         cp -r runs/demo/tape runs/tape

@@ -189,7 +189,7 @@ def _how_to_choose_text(keys: Sequence[str], option: str) -> str:
     chat = next((key for key in _CHAT_KEYS if key in keys), None)
     if chat is None:
         return fix
-    return f"{fix}; if {chat!r} holds chats, turn them into text first (docs/data.md, Chats)"
+    return f"turn the chats in {chat!r} into text first, with a chat template (see Chats in docs/data.md), or {fix}"
 
 
 def read_texts(

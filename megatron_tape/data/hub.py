@@ -70,7 +70,8 @@ def find_files(name: str, arguments: argparse.Namespace) -> list[str]:
     if is_directory and arguments.revision:
         raise ConfigError("--revision", f"is only for datasets of the Hub, but {name} is a directory", "remove it")
 
-    command_line.log(f"finding the files of {name} ...")
+    place = "a local directory" if is_directory else "a dataset of the Hub"
+    command_line.log(f"finding the files of {name}, {place}")
     builder = _open(name, arguments)
     if builder.config.data_files is None:
         problem = "is known only from the cache of the datasets library, which does not say where its files are"

@@ -90,6 +90,10 @@ def test_wrong_names_and_columns_leave_no_output(tmp_path, run_tool):
     options = ["--data-files", tmp_path / "a.jsonl", "--output", output]
     error = run_tool("make_corpus", "hub", "json", "--text-key", "body", *options, code=2).stderr
     assert f"{tmp_path}/a.jsonl:1 has no key 'body', only ['text']" in error
+    error = run_tool("make_corpus", "hub", f"{tmp_path}/none", "--output", output, code=2).stderr
+    assert f"error: {tmp_path}/none is no directory" in error
+    error = run_tool("make_corpus", "hub", tmp_path, "--config-name", "big", "--output", output, code=2).stderr
+    assert "BuilderConfig 'big' not found. Available: ['default']; choose one with --config-name" in error
     error = run_tool("make_corpus", "hub", "json", "--split", "nowhere", *options, code=2).stderr
     assert "error: --split is 'nowhere', but json (default) has only ['train']" in error
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]

@@ -137,6 +137,26 @@ def test_a_text_key_that_does_not_exist_is_refused_with_the_keys_of_the_first_re
     assert "skipped 1: no key 'text'" in preprocess(path, "--on-error", "skip").stderr
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+@pytest.mark.parametrize(
+    "key, turn, option",
+    [
+        ("messages", {"role": "user", "content": "hi"}, []),
+        ("conversations", {"from": "human", "value": "hi"}, []),
+        ("messages", {"role": "user", "content": "hi"}, ["--text-key", "messages"]),
+    ],
+)
+def test_chats_are_refused_with_what_makes_text_of_them(preprocess, tmp_path, name, key, turn, option):
+    if name.endswith(".parquet"):
+        pa.parquet.write_table(pa.table({"id": [1], key: [[turn]]}), tmp_path / name)
+    else:
+        (tmp_path / name).write_text(json.dumps({"id": 1, key: [turn]}))
+    error = preprocess(tmp_path / name, *option, code=2).stderr
+    fix = f"turn the chats in '{key}' into text first, with a chat template (see Chats in docs/data.md)"
+    assert f"; {fix}, or choose another text key with --text-key" in error
+    assert files_in(tmp_path) == [name]
+
+
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 18])
 def test_skipped_lines_are_counted_and_named(preprocess, tmp_path, chunk_bytes):
     good = b'{"text": "a"}\n'
