@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.special_tokens import CONFIG, MAP, SpecialTokens, refuse_specials_in_text, specials_in_text
-from megatron_tape.data.trial_texts import find_difference, trial_texts
+from megatron_tape.data.trial_texts import FIXED_TEXTS, find_difference, trial_texts
 from megatron_tape.errors import ConfigError, FileError, UserError, refuse
 from megatron_tape.io.files import write_whole
 from megatron_tape.io.records import read_small
@@ -35,6 +35,9 @@ _BEGINNING = ("<s>", "<|begin_of_text|>", "<|begin▁of▁sentence|>", "<bos>", 
 _GIVE = "give a .model, a tokenizer.json or their directory"
 _SAVE, _ENCODE, _DECODE = "save the tokenizer again", "cannot encode a text", "cannot decode ids"
 _FILE_BYTES, _MOST_IDS = 1 << 29, 1 << 24
+_TEXTS_AT_ONCE = 1 << 14
+_SPACES = str.maketrans({"▁": " ", "Ġ": " ", "Ċ": "\n"})
+"""Characters for a space and a line break in the tokens of SentencePiece and of tokenizers of bytes."""
 _ADDS_BOS = ("Llama", "CodeLlama", "Gemma")
 """Tokenizer classes of transformers that prepend bos to a text by default (`add_bos_token`)."""
 
@@ -45,6 +48,7 @@ class TokenizerRecord(TypedDict):
     digest: str
     same_as: NotRequired[str]
     """The digest of the SentencePiece model next to a `tokenizer.json`, if both give the same ids."""
+    sample: NotRequired[str]
     vocab_size: int
     eod: int | None
 
@@ -72,6 +76,14 @@ class Tokenizer(Protocol):
     @property
     def same_as(self) -> str | None:
         """The digest of the SentencePiece model next to a `tokenizer.json`, if both give the same ids."""
+
+    @property
+    def sample(self) -> str:
+        """The sha256 of the vocabulary and of the ids of sample texts.
+
+        It tells apart all tokenizers that were trained or configured differently, and is the same for two files of one
+        tokenizer. A file that was edited so that only rare text changes may have the sample of the original.
+        """
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -170,7 +182,12 @@ def write_files(files: Mapping[str, bytes], directory: Path) -> list[str]:
 
 def tokenizer_record(tokenizer: Tokenizer) -> TokenizerRecord:
     """Return the record of a tokenizer that a checkpoint or a dataset stores, to compare tokenizers later."""
-    record: TokenizerRecord = {"digest": tokenizer.digest, "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod}
+    record: TokenizerRecord = {
+        "digest": tokenizer.digest,
+        "sample": tokenizer.sample,
+        "vocab_size": tokenizer.vocab_size,
+        "eod": tokenizer.eod,
+    }
     return record if tokenizer.same_as is None else record | {"same_as": tokenizer.same_as}
 
 
@@ -179,15 +196,34 @@ def difference(one: TokenizerRecord, other: TokenizerRecord, name: str, with_eod
 
     The result is a predicate, such as "encodes text in another way than NAME", where `name` describes `other`. The
     end-of-document tokens are compared only if `with_eod` is true.
+
+    transformers writes other files than those that it has read, so different digests do not mean different ids. The
+    samples decide then, except for records of versions that did not store them.
     """
     digests = ({record["digest"], record.get("same_as")} - {None} for record in (one, other))
     if set.isdisjoint(*digests):
         sizes = one["vocab_size"], other["vocab_size"]
-        counts = "" if sizes[0] == sizes[1] else f" ({sizes[0]:,} ids, not {sizes[1]:,})"
-        return f"encodes text in another way than {name}{counts}"
+        if sizes[0] != sizes[1]:
+            return f"encodes text in another way than {name} ({sizes[0]:,} ids, not {sizes[1]:,})"
+        if "sample" not in one or "sample" not in other:
+            return f"may encode text in another way than {name}"
+        if one["sample"] != other["sample"]:
+            return f"encodes text in another way than {name}"
     if with_eod and one["eod"] != other["eod"]:
         return f"ends documents with the id {one['eod']}, and {name} with {other['eod']}"
     return None
+
+
+def _sample(tokenizer: Tokenizer, vocabulary: list[str | None]) -> str:
+    """Return the sha256 of `vocabulary`, the token of each id, and of the ids of FIXED_TEXTS and of every token."""
+    tokens = [token or "" for token in vocabulary]
+    texts = [*FIXED_TEXTS, *(token.translate(_SPACES) for token in tokens)]
+    digest = hashlib.sha256(_dump(tokens))
+    for start in range(0, len(texts), _TEXTS_AT_ONCE):
+        for ids in tokenizer.encode_batch(texts[start : start + _TEXTS_AT_ONCE]):
+            digest.update(len(ids).to_bytes(8, "little"))
+            digest.update(ids.astype("<i4").tobytes())
+    return digest.hexdigest()
 
 
 def _read_files(main: Path) -> dict[str, bytes]:
@@ -246,6 +282,10 @@ class _SentencePiece:
     @functools.cached_property
     def digest(self) -> str:
         return hashlib.sha256(self.files[TOKENIZER_MODEL]).hexdigest()
+
+    @functools.cached_property
+    def sample(self) -> str:
+        return _sample(self, [self._model.id_to_piece(index) for index in range(self.vocab_size)])
 
     @property
     def scores(self) -> list[float] | None:
@@ -338,6 +378,10 @@ class _HuggingFace:
     @property
     def digest(self) -> str:
         return _digest(self.files[TOKENIZER_JSON])
+
+    @functools.cached_property
+    def sample(self) -> str:
+        return _sample(self, [self._model.id_to_token(index) for index in range(self.vocab_size)])
 
     @functools.cached_property
     def same_as(self) -> str | None:

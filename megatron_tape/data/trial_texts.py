@@ -16,6 +16,20 @@ _DIFFICULT = (
 )
 
 
+FIXED_TEXTS = (
+    _DIFFICULT,
+    "The quick brown fox jumps over the lazy dog. Don't stop; it's 10:45 -- \"almost\" noon (UTC+2).\n\n\tEnd.",
+    "def encode(self, text: str) -> list[int]:\n    if not text.strip():\n        return []\n    x_1 += 0xFF // 3\r\n",
+    "0 1 12 123 1234 12345 1234567890 3.14159 1,000,000 2026-01-31 v1.2.3-rc4 1e-05 +49 (0)30 50%",
+    " leading,  double,   triple and trailing spaces \n \n\n  \n\t\t tabs\u00a0no-break\u3000wide\u200bzero-width ",
+    "<|endoftext|><s></s>[INST] [/INST]<unk><pad> <|im_start|>user\n<0x0A> <0x41> {{ x }} &amp; </html> C:\\a\\b $x^2$",
+    "Größe naïve façade İstanbul ΑΒΓ αβγ Привет мир שלום مرحبا नमस्ते สวัสดี 你好，世界。こんにちは ガ 한국어",
+    "ﬁ ½ ² ™ Å e\u0301 🙂🏽 🇩🇪 👩\u200d👧 \ufeff\u202e\x07\x1b \U0010fffd",
+    "camelCase snake_case SCREAMING_CASE kebab-case https://example.org/a?b=c&d=%20#e user@example.com README.md ...!?",
+)
+"""Texts of which every version of this project compares the ids; a changed text would make all tokenizers differ."""
+
+
 def trial_texts() -> list[str]:
     """Return texts from Python's standard library, and a text that is difficult for tokenizers."""
     library = Path(sysconfig.get_path("stdlib"))

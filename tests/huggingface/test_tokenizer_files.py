@@ -6,11 +6,14 @@ import sys
 
 import pytest
 from data.test_tokenizer import KINDS, MENTIONS
-from datasets_for_tests import source_code
+from datasets_for_tests import source_code, write_dataset
 
+from megatron_tape.data.indexed_dataset import origin_path
+from megatron_tape.data.origins import check_tokenizer, fingerprints_of
 from megatron_tape.data.tokenizer import difference, find_files, load_tokenizer, tokenizer_record
 from megatron_tape.errors import FileError
 from megatron_tape.huggingface.tokenizer_files import export_problem, read_tokenizer, write_tokenizer
+from megatron_tape.io.records import write_record
 
 NO_RULES = dict(normalization_rule_name="identity", remove_extra_whitespaces=False)
 
@@ -50,6 +53,33 @@ def test_sentencepiece_models_convert_to_the_same_ids(tmp_path, options):
     assert theirs.decode(ours.encode(code)) == ours.decode(ours.encode(code))
     assert (theirs.vocab_size, theirs.eod, theirs.bos) == (ours.vocab_size, ours.eod, ours.bos)
     assert theirs.same_as == ours.digest
+
+
+@pytest.mark.parametrize("template", ["", "{% for m in messages %}{{ m.content }}{% endfor %}"])
+@pytest.mark.parametrize(
+    "options",
+    [dict(model_type="bpe", **NO_RULES), dict(model_type="unigram", **NO_RULES), dict(model_type="unigram")],
+    ids=str,
+)
+def test_an_export_whose_tokenizer_transformers_saved_again_is_the_same(tmp_path, options, template):
+    """save_pretrained, which transformers' and trl's trainers call, drops the SentencePiece model."""
+    source, again = tmp_path / "source", tmp_path / "again"
+    source.mkdir()
+    (source / "tokenizer.model").write_bytes(sentencepiece_model(**options))
+    if template:
+        (source / "chat_template.jinja").write_text(template)
+    exported(source, tmp_path / "out")
+    read_tokenizer(tmp_path / "out").save_pretrained(again)
+    assert not (again / "tokenizer.model").exists()
+    record = tokenizer_record(load_tokenizer(again))
+    for original in (source, source / "tokenizer.model", tmp_path / "out", tmp_path / "out" / "tokenizer.json"):
+        assert difference(record, tokenizer_record(load_tokenizer(original)), "") is None
+    # A dataset contains only a record.
+    write_dataset(tmp_path / "data", documents=3)
+    prefix = str(tmp_path / "data")
+    trained = tokenizer_record(load_tokenizer(source))
+    write_record(origin_path(prefix), {"tokenizer": trained, "append_eod": True, "files": fingerprints_of(prefix)})
+    assert check_tokenizer([prefix], record, "that of again")[prefix]["tokenizer"] == trained
 
 
 def test_a_conversion_with_different_ids_is_refused_with_the_text(tmp_path):
