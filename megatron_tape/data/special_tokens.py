@@ -102,7 +102,7 @@ class SpecialTokens:
     def _naming(self) -> list[tuple[str, Any]]:
         """Return the settings that name special tokens as pairs (key, value), those of tokenizer_config.json first."""
         pairs = (pair for name in (CONFIG, MAP) for pair in self._settings.get(name, {}).items())
-        return [(key, value) for key, value in pairs if names_tokens(key)]
+        return [(key, value) for key, value in pairs if names_tokens(key, value)]
 
     def id_of(
         self, key: str, token_to_id: Callable[[str], int | None], default: Sequence[str] | int | None
@@ -138,9 +138,9 @@ class SpecialTokens:
         return token_to_id(candidates[0]) if candidates else None
 
 
-def names_tokens(key: str) -> bool:
-    """Return whether the setting `key` names special tokens, unlike switches such as `add_bos_token`."""
-    return key.endswith(("_token", "_special_tokens")) and not key.startswith("add_")
+def names_tokens(key: str, value: Any) -> bool:
+    """Return whether a setting names special tokens, unlike `add_bos_token: true` and `split_special_tokens: false`."""
+    return key.endswith(("_token", "_special_tokens")) and not isinstance(value, int | float)
 
 
 def specials_in_text(

@@ -175,7 +175,7 @@ def _of_hugging_face(
         return library, special, _new_settings(context, named | ({"unk_token": unknown} if unknown else {}))
     # Classes such as GPT2Tokenizer build another tokenizer from the vocabulary and ignore the file's other steps.
     padding = {"padding_side": "left"} if str(own.get("tokenizer_class")).startswith("Llama") else {}
-    others = {key: value for key, value in own.items() if not names_tokens(key)}
+    others = {key: value for key, value in own.items() if not names_tokens(key, value)}
     settings = padding | others | named | {"tokenizer_class": FROM_THE_FILE}
     settings.pop("auto_map", None)  # the code is not copied
     return library, special, settings
@@ -204,7 +204,7 @@ def _of_sentencepiece(
             single=f"{begin} $A", pair=f"{begin} $A {begin} $B", special_tokens=[(begin, tokenizer.bos)]
         )
     settings = _new_settings(context, {f"{role}_token": token for role, token in names.items()})
-    copied = ("chat_template", "model_max_length", "padding_side")
+    copied = ("chat_template", "model_max_length", "padding_side", "split_special_tokens")
     return converted, special, settings | {key: own[key] for key in copied if key in own}
 
 

@@ -239,6 +239,34 @@ def test_an_export_omits_tokens_that_the_tokenizer_lacks(tmp_path, tokenizer_pat
     assert names <= {"tokenizer.json", "tokenizer.model", "tokenizer_config.json"}
 
 
+@pytest.mark.parametrize("kind", ["json", "model"])
+@pytest.mark.parametrize("template", ["", "{{ messages[0].content }}"])
+@pytest.mark.parametrize("split", [True, False])
+def test_switches_are_kept_and_not_taken_for_tokens(tmp_path, tokenizer_path, capsys, kind, template, split):
+    source = tmp_path / "source"
+    if kind == "json":
+        save_bpe(source, END)
+    else:
+        source.mkdir()
+        (source / "tokenizer.model").write_bytes(tokenizer_path.read_bytes())
+    if template:
+        (source / "chat_template.jinja").write_text(template)
+    switches = {"split_special_tokens": split, "add_bos_token": False}
+    others = {} if kind == "model" else {"uses_image_token": True, "seconds_per_audio_token": 0.5, "scale_of_token": 2}
+    (source / "tokenizer_config.json").write_text(json.dumps(switches | others))
+    for name in ("out", "again"):
+        exported(source, tmp_path / name)
+        assert capsys.readouterr().err == ""
+        settings = json.loads((tmp_path / name / "tokenizer_config.json").read_text())
+        # Without a chat template, text never becomes a special token, as in training.
+        assert settings["split_special_tokens"] is (split or not template)
+        assert settings.items() >= others.items()
+        if template:
+            assert (tmp_path / name / "chat_template.jinja").read_text() == template
+        source = tmp_path / name
+    assert read_tokenizer(source).split_special_tokens is (split or not template)
+
+
 def test_invalid_ids_in_generation_settings_are_omitted_and_named(tmp_path, tokenizer_path, capsys):
     source = tmp_path / "source"
     source.mkdir()
