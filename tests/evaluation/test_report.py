@@ -104,7 +104,7 @@ def test_sections_have_scores_curves_pictures_and_notes(compared):
     rows = parsed.tables["Shiny"]
     assert rows[0] == ["metric", "length (tokens)", "tape", "rope", clean(NASTY)]
     assert [row[1] for row in rows[1:]] == ["256", "512", "1,024"]
-    assert rows[1][2] == "0.900|0.100 \N{EN DASH} 0.950 \N{MIDDLE DOT} 8 prompts" and rows[3][3].startswith("0.600|")
+    assert rows[1][2] == "0.900|0.100 \N{EN DASH} 0.950|8 prompts" and rows[3][3].startswith("0.600|")
     assert "perplexity \N{DOWNWARDS ARROW}" == parsed.tables["Blunt"][1][0]
     notes = parsed.sections["Shiny"]
     assert notes.count("All of them.") == 1 and "tape: Only tape." in notes and "rope: Only rope." in notes
@@ -187,6 +187,35 @@ def test_rows_with_only_zeros_are_collapsed_into_one_line(tmp_path):
     arrow = "\N{UPWARDS ARROW}"
     assert folded.findtext("summary") == f"Every model has 0 in exact match {arrow} (a, b and c) and recall {arrow}."
     assert [row[0].text.split()[0] for row in page.root.xpath("//section/div/table/tbody/tr")] == ["accuracy"]
+
+
+def test_lengths_of_a_metric_follow_each_other(tmp_path):
+    scores = [score(metric, length=length) for length in (64, 128) for metric in ("loss", "perplexity")]
+    rows = evaluated(tmp_path, x={"tasks": {"shiny": task(scores)}}).tables["Shiny"][1:]
+    assert [(row[0].split()[0], row[1]) for row in rows] == [
+        ("loss", "64"),
+        ("loss", "128"),
+        ("perplexity", "64"),
+        ("perplexity", "128"),
+    ]
+
+
+def test_the_first_sentences_name_the_best_model_or_say_that_none_leads(tmp_path):
+    def losses(*values, spread):
+        lengths = zip((64, 128), values)
+        of = [score("loss", x, length=n, low=x - spread, high=x + spread, unit="nats per token") for n, x in lengths]
+        return {"tasks": {"perplexity": task(of)}}
+
+    apart = evaluated(tmp_path, x=losses(3.0, 2.0, spread=0.1), y=losses(3.5, 2.5, spread=0.1))
+    found = (
+        "Perplexity: x has the lowest loss: 3.000 at 64 tokens and 2.000 at 128 tokens; y has 3.500 at 64 tokens and"
+    )
+    paragraphs = apart.root.xpath("//p[@class='outcome']")
+    assert paragraphs[0].text.startswith(found) and "x leads in 2" in paragraphs[1].text
+    near = evaluated(tmp_path, x=losses(3.0, 2.0, spread=1), y=losses(3.5, 2.5, spread=1))
+    paragraphs = near.root.xpath("//p[@class='outcome']")
+    assert paragraphs[0].text.startswith("No model leads clearly: in none of 2 scores")
+    assert paragraphs[1].text.startswith(found)
 
 
 def test_scores_that_count_other_things_share_a_row(tmp_path):
@@ -373,3 +402,11 @@ def test_every_encoding_has_its_own_color_and_its_variants_differ_by_shade_or_li
 )
 def test_numbers_of_one_table_have_the_same_decimals(values, shown):
     assert [shown_number(value, decimals_for(values)) for value in values] == shown
+
+
+def test_curves_of_evaluations_name_groups_as_tables_do(tmp_path):
+    run = write_run(tmp_path / "run", config=settings(evaluation__selective_copy={"blanks": {"IID": 16, "dense": 8}}))
+    rows = [{"step": step, "evaluation/selective_copy/accuracy/dense": 0.5} for step in (1, 2)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = page_of(tmp_path, run).pictures["Training"]
+    assert shown == ["Selective copy, accuracy, 8 blanks by step; at the end, run 0.5."]

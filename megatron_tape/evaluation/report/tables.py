@@ -172,7 +172,9 @@ def score_table(tasks: Mapping[str, TaskResult], comparable: bool = True) -> lis
     rows: list[list[Cell]] = []
     zeros: list[list[Cell]] = []
     zeros_of: dict[str, list[str]] = {}
-    for what, scores in by_subject(tasks).items():
+    # All lengths and groups of a metric follow each other.
+    order = list(values)
+    for what, scores in sorted(by_subject(tasks).items(), key=lambda item: order.index(item[0].metric)):
         best = leader(scores) if comparable else None
         cells = [_score_cell(scores.get(label), decimals[what.metric], label == best) for label in tasks]
         if any(score.value for score in scores.values()):
@@ -217,7 +219,7 @@ def _score_cell(score: Score | None, decimals: int | None, strong: bool) -> Cell
     if score is None:
         return number(None)
     between = interval(score.low, score.high, decimals)
-    detail = " \N{MIDDLE DOT} ".join(filter(None, (between, score.shown_count)))
+    detail = "\n".join(filter(None, (between, score.shown_count)))
     return replace(number(score.value, decimals, detail), strong=strong)
 
 
