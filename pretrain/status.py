@@ -25,6 +25,7 @@ from typing_extensions import TypedDict
 from megatron_tape import command_line
 from megatron_tape.checkpoint.directories import newest_complete, read_manifest
 from megatron_tape.errors import EXIT_REFUSED, FileError, UserError
+from megatron_tape.io.files import file_system_time
 from megatron_tape.io.records import read_yaml
 from megatron_tape.run.attempts import FINISHED, INTERRUPTED, Spike, attempt_numbers
 from megatron_tape.run.goodput import KEPT, seconds_by_kind, shares
@@ -50,7 +51,6 @@ Row = TypedDict(
     "Row",
     {
         "step": int,
-        "time": NotRequired[float],
         "seconds_left": NotRequired[float],
         LOSS: float | None,
         VALIDATION_LOSS: NotRequired[float | None],
@@ -167,12 +167,14 @@ def read_status(run: Path) -> RunStatus:
         in_queue = ", or wait for its job to start (squeue --me)" if shutil.which("squeue") else ""
         problem = "contains no attempts" if run.is_dir() else "is not a directory" if run.exists() else "does not exist"
         raise FileError(str(run), problem, f"give the logging.directory of a run{in_queue}")
-    last, now = attempts[-1], time.time()
+    last = attempts[-1]
+    now = file_system_time(run)
     state = judge(last, queue_state(last.facts.get("job")), now)
     rows = last_rows(run / "metrics.jsonl", Row, TAIL_BYTES)
     row = rows[-1] if rows else {}
     evaluated = next((one for one in reversed(rows) if VALIDATION_LOSS in one), {})
-    is_fresh = state.word == "running" and row.get("time", 0) >= last.facts.get("started", 0)
+    # Rows after the step that the last attempt continued from are its own.
+    is_fresh = state.word == "running" and row.get("step", 0) > last.heartbeat.get("from_step", float("inf"))
     waits = state.word in ("waiting", "between attempts")
     errors = [attempt for attempt in attempts if attempt.crashed and attempt.outcome is not None]
     error = f"attempt {errors[-1].number}, {last_error(errors[-1])}" if errors and last.outcome != FINISHED else None
@@ -206,7 +208,10 @@ def read_status(run: Path) -> RunStatus:
 
 
 def judge(last: AttemptRecord, queue: str | None, now: float) -> State:
-    """Return a run's state at the Unix time `now`, from its last attempt and the state of its job (`queue_state`)."""
+    """Return a run's state from its last attempt and the state of its job (`queue_state`).
+
+    `now` is the Unix time by the file system's clock, with which the ages of files are compared.
+    """
     if last.outcome == FINISHED:
         return State("finished", True)
     if last.verdict is not None and last.verdict["verdict"] == "stop":
@@ -226,14 +231,16 @@ def judge(last: AttemptRecord, queue: str | None, now: float) -> State:
         how = "run the same command" if by_hand else "its job has ended; submit the same command"
         return State("failed", False, f"{how} to continue")
     beat = last.heartbeat
-    silent = now - beat.get("time", last.facts.get("started", 0))
+    # The clocks of the run's nodes may differ from those of this node and of the file system.
+    silent = max(0.0, now - (last.beaten_at if beat else last.claimed_at))
     starting = STARTING_SECONDS_OF_JOBS if queue == "RUNNING" else STARTING_SECONDS
     if silent > (SILENT_SECONDS if beat else starting) or queue == "":
         word, suffix = ("stuck", ", although its job runs") if queue == "RUNNING" else ("gone", "")
         return State(word, False, f"no heartbeat from its processes for {duration(silent)}{suffix}")
     if not beat:
         return State("starting", True)
-    idle, limit = now - beat["since"], beat.get("hang_timeout")
+    idle = silent + beat["time"] - beat["since"]
+    limit = beat.get("hang_timeout")
     if limit is not None and idle > limit:
         return State("stuck", False, f"no progress for {duration(idle)} while {beat['stage']}")
     return State("running", True, f"{beat['stage']}, for {duration(idle)}")
@@ -339,7 +346,8 @@ def _newest_checkpoint(root: str | Path) -> dict[str, Any]:
     try:
         if (path := newest_complete(root, deep=False)) is None:
             return fields
-        step, age = read_manifest(path)["step"], time.time() - path.stat().st_mtime
+        step = read_manifest(path)["step"]
+        age = max(0.0, file_system_time(root) - path.stat().st_mtime)
     except (ValueError, OSError) as error:
         return fields | {"checkpoint_problem": str(error)}
     return fields | {"checkpoint": str(path), "checkpoint_step": step, "checkpoint_age": age}

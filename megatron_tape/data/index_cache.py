@@ -30,7 +30,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_tape.errors import ConfigError, FileError, UserError
-from megatron_tape.io.files import sync_directory
+from megatron_tape.io.files import file_system_time, sync_directory
 from megatron_tape.io.records import read_record, write_record
 
 logger = logging.getLogger(__name__)
@@ -162,9 +162,10 @@ def _build_in_staging(staging: list[Path], directory: Path, build: Callable[[str
         logger.warning("warning: the index of the data is damaged and will be rebuilt: %s", damage)
     if not os.access(cache, os.W_OK):
         raise PermissionError(errno.EACCES, f"the index is {state}, and the directory is not writable", str(cache))
+    now = file_system_time(cache)
     for other in cache.glob(f"{_STAGING}*"):
         with contextlib.suppress(OSError):
-            if time.time() - other.stat().st_mtime > _ABANDONED_SECONDS:
+            if now - other.stat().st_mtime > _ABANDONED_SECONDS:
                 shutil.rmtree(other)
     temporary = Path(tempfile.mkdtemp(prefix=f"{_STAGING}{os.uname().nodename}-", dir=cache))
     staging.append(temporary)

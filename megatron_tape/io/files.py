@@ -15,7 +15,9 @@ import secrets
 import shutil
 import signal
 import stat
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -265,6 +267,28 @@ def sync_directory(path: str | Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def file_system_time(directory: str | Path) -> float:
+    """Return the Unix time of the clock that dates new files in a directory.
+
+    On a network file system, this is the server's clock, so that the age of a file does not depend on the clock of the
+    node that wrote it or of the one that asks. Returns this node's time if no file can be created.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return time.time()
+
+
+def written_at(path: str | Path) -> float:
+    """Return the Unix time at which a file was written, by the clock of `file_system_time`. Raises OSError.
+
+    The file is opened, since a network file system may return old attributes otherwise.
+    """
+    with open(path, "rb") as file:
+        return os.fstat(file.fileno()).st_mtime
 
 
 def remove(path: str | Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_tape.checkpoint.directories import checkpointed_step
 from megatron_tape.errors import CheckpointError, FileError
+from megatron_tape.io.files import written_at
 from megatron_tape.io.records import RECORD_BYTES, parse_record, read_record, read_small
 from megatron_tape.run.attempts import (
     FAILED,
@@ -60,6 +61,10 @@ class AttemptRecord:
     verdict: Verdict | None = None
     heartbeat: Heartbeat | dict = field(default_factory=dict)
     """Contents of `heartbeat.json`; empty if it is missing."""
+    claimed_at: float = 0.0
+    """When `attempt.json` was written, by the file system's clock (`file_system_time`), unlike the times in records."""
+    beaten_at: float = 0.0
+    """When `heartbeat.json` was written, by the file system's clock."""
     spikes: tuple[Spike, ...] = ()
     ended: float | None = None
     """Unix time at which the last rank recorded its end."""
@@ -165,10 +170,17 @@ def nodes_to_exclude(attempt: AttemptRecord) -> list[str]:
 
 
 def _read(directory: Path, number: int) -> AttemptRecord:
-    ends = [end for path in sorted(directory.glob("rank-*.json")) if (end := _read_advisory(path, End))]
+    paths = sorted(directory.glob("rank-*.json"))
+    dated_ends = [(end, _written_at(path)) for path in paths if (end := _read_advisory(path, End))]
     order = {FINISHED: 0, REFUSED: 1, UNREADY: 2, HUNG: 3, FAILED: 3, STALE: 4, INTERRUPTED: 5}
+
+    def urgency(dated_end: tuple[End, float]) -> tuple:
+        end, written = dated_end
+        # The clocks of two nodes differ, so the file system's clock comes first.
+        return order[end["outcome"]], _is_lost_peer(end["message"]), written, end["time"]
+
     # The first record after sorting is the cause; other ranks failed as a consequence.
-    ends.sort(key=lambda end: (order[end["outcome"]], _is_lost_peer(end["message"]), end["time"]))
+    ends = [end for end, _ in sorted(dated_ends, key=urgency)]
     first = ends[0] if ends else {}
     return AttemptRecord(
         number=number,
@@ -181,9 +193,19 @@ def _read(directory: Path, number: int) -> AttemptRecord:
         stop_reason=stop_reason(directory),
         verdict=_read_advisory(directory / "verdict.json", Verdict) or None,
         heartbeat=_read_advisory(directory / "heartbeat.json", Heartbeat),
+        claimed_at=_written_at(directory / "attempt.json"),
+        beaten_at=_written_at(directory / "heartbeat.json"),
         ended=max((end["time"] for end in ends), default=None),
         spikes=tuple(_read_spikes(directory / SPIKES)),
     )
+
+
+def _written_at(path: Path) -> float:
+    """Return when a file was written, by the file system's clock, or 0 if it is missing."""
+    try:
+        return written_at(path)
+    except FileNotFoundError:
+        return 0.0
 
 
 def _read_spikes(path: Path) -> Iterator[Spike]:

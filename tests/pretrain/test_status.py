@@ -1,6 +1,7 @@
 """`python -m pretrain.status`: the state that it shows in each situation, and its exit status."""
 
 import json
+import os
 import time
 
 import pytest
@@ -13,11 +14,15 @@ from megatron_tape.run.judging import AttemptRecord
 from pretrain import status
 
 NOW = 1_800_000_000.0
-BEAT = {"time": NOW - 3, "since": NOW - 4, "stage": "training", "step": 7, "hang_timeout": 100.0}
+FAST = 1000.0
+"""Seconds that the clock of the run's node is ahead of the file system's."""
+BEAT = {"time": NOW - 3 + FAST, "since": NOW - 4 + FAST, "stage": "training", "step": 7, "hang_timeout": 100.0}
+BEAT |= {"from_step": 0}
 
 
-def record(**known):
-    return AttemptRecord(**{"number": 1, "facts": {"started": NOW - 600, "job": "5"}, **known})
+def record(started=NOW - 600, beaten=NOW - 3, **known):
+    dates = {"claimed_at": started, "beaten_at": beaten}
+    return AttemptRecord(**{"number": 1, "facts": {"started": started + FAST, "job": "5"}, **dates, **known})
 
 
 @pytest.mark.parametrize(
@@ -25,14 +30,14 @@ def record(**known):
     [
         (record(heartbeat=BEAT), "RUNNING", "running", True),
         (record(heartbeat=BEAT), None, "running", True),
-        (record(heartbeat=BEAT | {"since": NOW - 101}), "RUNNING", "stuck", False),
-        (record(heartbeat=BEAT | {"time": NOW - 61}), "RUNNING", "stuck", False),
-        (record(heartbeat=BEAT | {"time": NOW - 61}), None, "gone", False),
+        (record(heartbeat=BEAT | {"since": NOW - 101 + FAST}), "RUNNING", "stuck", False),
+        (record(heartbeat=BEAT, beaten=NOW - 61), "RUNNING", "stuck", False),
+        (record(heartbeat=BEAT, beaten=NOW - 61), None, "gone", False),
         (record(heartbeat=BEAT), "", "gone", False),
         (record(heartbeat=BEAT), "PENDING", "waiting", True),
-        (record(facts={"started": NOW - 20, "job": "5"}), "RUNNING", "starting", True),
-        (record(facts={"started": NOW - 2000, "job": "5"}), "RUNNING", "stuck", False),
-        (record(facts={"started": NOW - 600}), None, "gone", False),
+        (record(NOW - 20), "RUNNING", "starting", True),
+        (record(NOW - 2000), "RUNNING", "stuck", False),
+        (record(), None, "gone", False),
         (record(), "RUNNING", "starting", True),
         (record(outcome="finished"), "", "finished", True),
         (record(outcome="interrupted", message="USR1"), "PENDING", "waiting", True),
@@ -103,6 +108,31 @@ def test_the_screen_shows_goodput_and_the_last_spike(run, capsys):
     output = capsys.readouterr().out
     assert "goodput     80.0% of the time; saves 10.0%, start 10.0%\n" in output
     assert "spikes      2, the last at step 1,040 (skip): loss 9.5000, gradient norm 31.76\n" in output
+
+
+@pytest.mark.parametrize("seconds_slow", [90, -90])
+def test_the_clocks_of_the_nodes_do_not_decide_whether_a_run_is_alive(run, capsys, monkeypatch, seconds_slow):
+    attempt, now = Attempt.open(run, run / "checkpoints", 1), time.time()
+    with monkeypatch.context() as on_node:
+        on_node.setattr(time, "time", lambda: now - seconds_slow)
+        attempt.heartbeat(**BEAT | {"since": time.time() - 1, "time": time.time()})
+    assert status.main([str(run)]) == 0
+    output = capsys.readouterr().out
+    assert f"{run}: running (training, for 0:00:0" in output.splitlines()[0] and "ETA 0:00:30" in output
+    # No heartbeat for longer than a run may be silent.
+    written = time.time() - status.SILENT_SECONDS - 10
+    os.utime(attempt.directory / "heartbeat.json", (written, written))
+    with monkeypatch.context() as on_this_node:
+        on_this_node.setattr(time, "time", lambda: now - seconds_slow)
+        assert status.main([str(run)]) == 1
+    assert f"{run}: gone (no heartbeat" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_rows_of_an_earlier_attempt_predict_no_end(run, capsys):
+    attempt = Attempt.claim(run, run / "checkpoints", {"job": None})
+    attempt.heartbeat(**BEAT | {"from_step": 10, "step": 10, "since": time.time(), "time": time.time()})
+    assert status.main([str(run)]) == 0
+    assert "ETA" not in capsys.readouterr().out
 
 
 def test_several_runs_get_one_line_each_and_a_problem_exits_with_2(run, tmp_path_factory, capsys):

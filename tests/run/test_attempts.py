@@ -184,6 +184,17 @@ def test_an_error_about_a_lost_peer_is_not_the_cause_of_a_failure(run, error):
     assert read_attempts(run)[0].message == "OutOfMemoryError: the cause"
 
 
+def test_the_first_error_is_the_cause_whatever_the_clocks_of_the_nodes_say(run, monkeypatch):
+    attempt, now = claim(run), time.time()
+    for rank, (clock, message) in enumerate([(now, "a consequence"), (now + 90, "the cause")]):
+        with monkeypatch.context() as on_node:
+            on_node.setattr(time, "time", lambda: clock)  # noqa: B023
+            attempt.record_end(rank, "failed", message)
+    for rank, written in ((0, now - 10), (1, now - 20)):
+        os.utime(attempt.directory / f"rank-{rank:05d}.json", (written, written))
+    assert read_attempts(run)[0].message == "the cause"
+
+
 def test_a_system_error_of_nccl_is_not_taken_for_a_lost_peer(run):
     error = (
         NCCL_ERROR + "unhandled system error, NCCL version 2.21.5\nncclSystemError: System call (e.g. socket, malloc) "
