@@ -68,23 +68,24 @@ load_site() {
 }
 
 # read_site_file FILE: source FILE. TAPE_ variables of the environment override it, also in a job, which inherits them.
+# The names of the local variables are unlikely in FILE.
 read_site_file() {
-  local name
-  local -A environment=()
-  for name in $(compgen -e TAPE_); do environment[$name]=${!name}; done
+  local tape_name tape_flags=$-
+  local -A tape_environment=()
+  for tape_name in $(compgen -e TAPE_); do tape_environment[$tape_name]=${!tape_name}; done
 
   # Environment modules and conda fail under `set -eu`.
-  local flags=$-
   set +eu
   # shellcheck disable=SC1090
   source "$1"
-  case $flags in *e*) set -e ;; esac
-  case $flags in *u*) set -u ;; esac
+  case $tape_flags in *e*) set -e ;; esac
+  case $tape_flags in *u*) set -u ;; esac
 
-  for name in "${!environment[@]}"; do
-    [ "${!name:-}" != "${environment[$name]}" ] || continue
-    log "note: $name is '${environment[$name]}' from the environment, not '${!name:-}' from slurm/site.env" >&2
-    printf -v "$name" %s "${environment[$name]}"
+  for tape_name in "${!tape_environment[@]}"; do
+    [ "${!tape_name:-}" != "${tape_environment[$tape_name]}" ] || continue
+    log "note: $tape_name is '${tape_environment[$tape_name]}' from the environment," \
+      "not '${!tape_name:-}' from slurm/site.env" >&2
+    printf -v "$tape_name" %s "${tape_environment[$tape_name]}"
   done
 }
 
