@@ -2,6 +2,7 @@
 
 import argparse
 import codecs
+import errno
 import functools
 import io
 import os
@@ -83,6 +84,9 @@ class Interrupted(BaseException):
         self.number = number
 
 
+LASTING_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS}
+LASTING_ERRORS |= {errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
+"""Errors of a file system that responds: a full disk, missing rights, and impossible paths."""
 REPORT_TIMEOUT = 5.0
 """Seconds that ranks other than 0 wait before they report an error, so that rank 0 reports first."""
 UNTOUCHED = "nothing unfinished was left behind"
@@ -116,7 +120,8 @@ def status_of(main: Callable[[], int | None], unavailable: int = 1, interrupted:
     """Run a program's `main`, report its error, if any, as one sentence on stderr, and return the exit status:
 
     - the value that `main` returns, or 0 for None;
-    - EXIT_REFUSED after a ValueError, and `unavailable` after an OSError;
+    - EXIT_REFUSED after a ValueError;
+    - `unavailable` after an OSError that may pass within minutes, and 1 after others (`LASTING_ERRORS`);
     - 128 + N after signal N, with a message that ends with `interrupted`;
     - 1 after a broken pipe, an out-of-memory error or a panic of Rust code. Other errors are raised.
     """
@@ -130,7 +135,7 @@ def status_of(main: Callable[[], int | None], unavailable: int = 1, interrupted:
     except OSError as error:
         named = error.strerror and error.filename
         sentence = f"{error.strerror}: {error.filename}" if named else error.strerror or " ".join(str(error).split())
-        status = unavailable
+        status = 1 if error.errno in LASTING_ERRORS else unavailable
     except UserError as error:
         sentence, status = str(error), EXIT_REFUSED
     except ValueError as error:  # a library's message, possibly of several lines

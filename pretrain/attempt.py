@@ -35,7 +35,7 @@ from megatron_tape.checkpoint.locate import resolve_resume
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config, with_config_option
 from megatron_tape.config.schema import RunConfig, replace_settings, to_yaml
-from megatron_tape.errors import EXIT_RESTART, ConfigError, refuse
+from megatron_tape.errors import EXIT_RESTART, ConfigError, FileError, refuse
 from megatron_tape.evaluation.model_source import model_of_run
 from megatron_tape.extension.base_model import Base
 from megatron_tape.io.files import SUFFIX, atomic_directory, remove
@@ -166,7 +166,7 @@ def begin(options: argparse.Namespace) -> None:
     }
     attempt = Attempt.claim(run, checkpoints, facts)
     step = checkpointed_step(checkpoints)
-    print(f"attempt {attempt.number} of {run}, from step {step} of {config.train.steps}", file=sys.stderr)
+    _tell(f"attempt {attempt.number} of {run}, from step {step} of {config.train.steps}")
     ports = _free_ports(2)
     variables = {
         "RUN_DIRECTORY": run,
@@ -192,14 +192,25 @@ def judge(run: Path, checkpoints: str, number: int, not_started: bool = False) -
         _record_missing_start(run, checkpoints, number)
     verdict, reason = decide(run, checkpoints, number)
     attempt = next(record for record in read_attempts(run) if record.number == number)
-    write_record(
-        run / "attempts" / f"{number:06d}" / "verdict.json", {"verdict": verdict, "reason": reason, "time": time.time()}
-    )
     print(f"{verdict} {' '.join(reason.split())}")
     if verdict == "again" and (bad := nodes_to_exclude(attempt)):
         print(f"exclude {','.join(bad)}")
+    sys.stdout.flush()
+
+    # The Slurm script needs only the output, so the job continues even if the disk is full.
+    path = run / "attempts" / f"{number:06d}" / "verdict.json"
+    try:
+        write_record(path, {"verdict": verdict, "reason": reason, "time": time.time()})
+    except OSError as error:
+        _tell(f"warning: {path} cannot be written: {error.strerror or error}")
     if verdict == "stop" and attempt.detail:
-        print(attempt.detail.rstrip(), file=sys.stderr)
+        _tell(attempt.detail.rstrip())
+
+
+def _tell(message: str) -> None:
+    """Print a message to stderr, which may be a file on a full disk."""
+    with contextlib.suppress(OSError):
+        command_line.log(message)
 
 
 def _record_missing_start(run: Path, checkpoints: str, number: int) -> None:
@@ -241,7 +252,7 @@ def _refuse_crash_loop(run: Path, job_attempts: list, step: int, job: str) -> No
     if loop := crash_loop(job_attempts, step, job):
         raise ConfigError("logging.directory", f"is {run}, where {loop}; the last attempt: {last_error(last)}")
     if last.verdict is None:
-        print(f"attempt {last.number}: {last_error(last)}", file=sys.stderr)
+        _tell(f"attempt {last.number}: {last_error(last)}")
 
 
 def _point(link: Path, directory: Path) -> None:
@@ -260,13 +271,23 @@ def _copy(source: Path, directory: Path, config: RunConfig) -> None:
         for name in CODE:
             path = source / name
             if path.is_dir():
-                shutil.copytree(path, partial / "code" / name, ignore=ignored)
+                shutil.copytree(path, partial / "code" / name, ignore=ignored, copy_function=_copy_file)
             elif path.is_file():
                 shutil.copy2(path, partial / "code" / name)
         if (source / ".venv").exists():
             (partial / "code" / ".venv").symlink_to((source / ".venv").resolve())
         (partial / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
         write_record(partial / "job.json", {"commit": commit(source)})
+
+
+def _copy_file(source: str, target: str) -> None:
+    try:
+        shutil.copy2(source, target)
+    except OSError as error:
+        if error.errno not in command_line.LASTING_ERRORS:
+            raise
+        # Otherwise, copytree would try all other files, and report each of them.
+        raise FileError(target, f"cannot be written: {error.strerror}", "free space, or correct the rights") from None
 
 
 def _free_ports(count: int) -> list[int]:
@@ -282,5 +303,5 @@ def _free_ports(count: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    # An error of the file system may be temporary, so the Slurm script tries again; it does not for invalid settings.
+    # The Slurm script tries again if the file system does not respond, but not for a full disk or invalid settings.
     command_line.run(main, unavailable=EXIT_RESTART)

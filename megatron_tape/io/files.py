@@ -312,7 +312,7 @@ def write_whole(
     # The temporary name must not contain the final one: TensorBoard reads any file with "tfevents" in its name.
     partial = (staging or path.parent) / f".{secrets.token_hex(8)}{SUFFIX}"
     try:
-        with open(partial, "xb") as file:
+        with _add_path_to_errors(path), open(partial, "xb") as file:
             file.writelines(chunks)
             file.flush()
             if durable:

@@ -1,7 +1,10 @@
 """`python -m pretrain.attempt`: what it prints for a Slurm script. tests/slurm runs whole jobs."""
 
+import errno
 import json
+import os
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from megatron_tape.command_line import status_of
 from megatron_tape.config.schema import config_dict
 from megatron_tape.errors import EXIT_RESTART, UserError
 from megatron_tape.io.files import digest
+from megatron_tape.run import attempts
 from megatron_tape.run.attempts import Attempt
 from megatron_tape.run.judging import read_attempts
 from pretrain import attempt
@@ -174,6 +178,53 @@ def test_another_tokenizer_is_refused_before_the_run_is_taken_over(job):
     status, _, err = job("--data.tokenizer=tokenizer.json", job="8")
     assert status == 2 and "data.tokenizer tokenizer.json encodes" in err and home.is_dir()
     assert job("--data.tokenizer=tokenizer.json", "--train.steps=5", job="8")[0] == 0
+
+
+def test_a_verdict_is_printed_even_if_the_disk_is_full(job, capfd, monkeypatch):
+    job()
+    Attempt.open("run", "run/checkpoints", 1).record_end(0, "interrupted", "USR1")
+
+    def fsync(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    arguments = ["decide", "--run", "run", "--checkpoints", "run/checkpoints", "--attempt", "1"]
+    assert status_of(lambda: attempt.main(arguments), unavailable=EXIT_RESTART) == 0
+    output = capfd.readouterr()
+    assert output.out == "again USR1; the newest checkpoint is of step 0\n"
+    path = "run/attempts/000001/verdict.json"
+    assert output.err == f"warning: {path} cannot be written: No space left on device\n"
+    assert read_attempts("run")[0].verdict is None
+
+
+@pytest.mark.parametrize("number, expected", [(errno.ENOSPC, 1), (errno.EDQUOT, 1), (errno.EIO, EXIT_RESTART)])
+def test_begin_is_tried_again_only_if_the_file_system_does_not_respond(job, monkeypatch, number, expected):
+    write = attempts.write_record
+
+    def fails(descriptor):
+        raise OSError(number, os.strerror(number))
+
+    def write_record(*arguments, **options):
+        with monkeypatch.context() as failing:
+            failing.setattr(os, "fsync", fails)
+            write(*arguments, **options)
+
+    monkeypatch.setattr(attempts, "write_record", write_record)
+    status, variables, err = job()
+    assert (status, variables) == (expected, {})
+    assert err == f"error: {os.strerror(number)}: run/attempts/000001/attempt.json\n"
+
+
+def test_a_full_disk_while_the_code_is_copied_is_reported_once_with_its_path(job, monkeypatch):
+    (job.source / "pretrain" / "evaluate.py").write_text("another file")
+
+    def copy(source, target):
+        raise OSError(errno.ENOSPC, "No space left on device", source, None, target)
+
+    monkeypatch.setattr(shutil, "copy2", copy)
+    status, variables, err = job()
+    assert status not in (0, EXIT_RESTART) and variables == {}
+    assert err.count("\n") == 1 and err.count("No space left on device") == 1 and "code/pretrain/" in err
 
 
 @pytest.mark.parametrize(
