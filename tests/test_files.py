@@ -1,9 +1,19 @@
+import errno
 import os
+import stat
 
 import pytest
 
 from megatron_tape.errors import FileError
-from megatron_tape.io.files import PartialFile, atomic_directory, atomic_output, open_to_append, remove, write_whole
+from megatron_tape.io.files import (
+    PartialFile,
+    atomic_directory,
+    atomic_output,
+    open_to_append,
+    remove,
+    sync_directory,
+    write_whole,
+)
 
 
 def test_output_appears_only_when_the_block_succeeds(tmp_path):
@@ -45,6 +55,61 @@ def test_output_of_a_running_process_is_refused_and_of_a_killed_process_replaced
     assert (tmp_path / "file").read_bytes() == b"new" and os.listdir(tmp_path) == ["file"]
     with pytest.raises(FileError, match="is a directory"), atomic_output(tmp_path, overwrite=True):
         pass
+
+
+def write_in_every_way(directory):
+    with atomic_output(directory / "deep" / "output") as file:
+        file.write(b"whole")
+    with atomic_directory(directory / "directory") as partial:
+        (partial / "file").write_text("whole")
+    write_whole(directory / "record", [b"whole"])
+    sync_directory(directory)
+    sync_directory(directory / "record")
+
+
+def fail_to_sync(monkeypatch, number, kind):
+    """Make os.fsync fail for directories or regular files."""
+    fsync = os.fsync
+
+    def fails(descriptor):
+        if stat.S_IFMT(os.fstat(descriptor).st_mode) == kind:
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fails)
+
+
+CANNOT_SYNC = [errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF]
+
+
+@pytest.mark.parametrize("number", CANNOT_SYNC)
+def test_a_file_system_may_be_unable_to_sync_directories(tmp_path, monkeypatch, number):
+    fail_to_sync(monkeypatch, number, stat.S_IFDIR)
+    write_in_every_way(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["deep", "directory", "record"]
+    assert (tmp_path / "directory" / "file").read_text() == (tmp_path / "deep" / "output").read_text() == "whole"
+
+
+def test_a_file_system_may_be_unable_to_open_directories_for_syncing(tmp_path, monkeypatch):
+    def refuse(path, flags):
+        raise OSError(errno.EINVAL, "Invalid argument", path)
+
+    monkeypatch.setattr(os, "open", refuse)
+    sync_directory(tmp_path)
+    with pytest.raises(OSError, match="Invalid argument"):
+        sync_directory(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("number, kind", [(errno.EIO, stat.S_IFDIR), (errno.EACCES, stat.S_IFDIR),
+                                          *((number, stat.S_IFREG) for number in CANNOT_SYNC)])  # fmt: skip
+def test_other_errors_of_syncing_are_raised(tmp_path, monkeypatch, number, kind):
+    fail_to_sync(monkeypatch, number, kind)
+    (tmp_path / "record").write_text("old")
+    target = tmp_path if kind == stat.S_IFDIR else tmp_path / "record"
+    with pytest.raises(OSError, match=os.strerror(number)):
+        sync_directory(target)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        write_whole(tmp_path / "record", [b"new"])
 
 
 def test_a_directory_appears_only_when_the_block_succeeds(tmp_path):

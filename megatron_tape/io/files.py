@@ -131,7 +131,7 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
         with _add_path_to_errors(path):
             yield partial
         refuse_existing(path, fix=fix)
-        os.fsync(descriptor)
+        _sync(descriptor)
         os.rename(partial, path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -261,12 +261,34 @@ def hold_signals() -> Iterator[None]:
 
 
 def sync_directory(path: str | Path) -> None:
-    """Sync the entries of a directory, or the contents of a file, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Sync the entries of a directory, or the contents of a file, to disk.
+
+    A directory is skipped if its file system cannot sync directories.
+    """
     try:
-        os.fsync(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        if error.errno in _CANNOT_SYNC and os.path.isdir(path):
+            return
+        raise
+    try:
+        _sync(descriptor)
     finally:
         os.close(descriptor)
+
+
+_CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF}
+"""Errors of file systems, such as CIFS and some of FUSE, that cannot sync directories. git and PostgreSQL ignore them,
+too."""
+
+
+def _sync(descriptor: int) -> None:
+    """Sync an open file or directory; see `sync_directory`."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise
 
 
 def file_system_time(directory: str | Path) -> float:

@@ -1,8 +1,10 @@
+import errno
 import gzip
 import json
 import os
 import re
 import signal
+import stat
 import subprocess
 import time
 import tracemalloc
@@ -48,6 +50,19 @@ def test_output_equals_megatrons_for_any_number_of_workers_and_chunk_size(
     preprocess(corpus, "--chunk-bytes", chunk_bytes, workers=workers)
     assert read_pair(tmp_path / "out") == expected
     assert files_in(tmp_path) == ["out.bin", "out.idx", "out.origin"]
+
+
+def test_a_file_system_may_be_unable_to_sync_directories(preprocess, corpus, expected, tmp_path, monkeypatch):
+    fsync = os.fsync
+
+    def fails(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fails)
+    preprocess(corpus)
+    assert read_pair(tmp_path / "out") == expected
 
 
 @pytest.mark.parametrize("form", ["two gz streams", "two zst streams", "parquet", "txt, BOM", "no newline, BOM"])
