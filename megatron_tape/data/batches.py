@@ -4,6 +4,7 @@ The order of the samples depends only on the settings and the seed. B is the mic
 """
 
 import bisect
+import functools
 import itertools
 import logging
 import os
@@ -87,7 +88,7 @@ class Batches:
             sampler=tokens.micro_batches(samples.start, samples.stop, train.micro_batch_size),
             num_workers=num_workers,
             pin_memory=self.layout.device.type == "cuda",
-            worker_init_fn=_obey_only_the_parent,
+            worker_init_fn=functools.partial(_obey_only_the_parent, os.getpid()),
             generator=torch.Generator(),  # otherwise each loader draws a number from the run's default generator
         )
         batches = self._on_device(_start_workers(loader))
@@ -175,14 +176,16 @@ def _start_workers(loader: DataLoader) -> Iterator[dict[str, Tensor]]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _obey_only_the_parent(worker: int) -> None:
-    """Exit this loader process when its parent sends a signal of NOT_FOR_WORKERS; ignore those from other processes.
+def _obey_only_the_parent(parent: int, worker: int) -> None:
+    """Exit this loader process when `parent` sends a signal of NOT_FOR_WORKERS; ignore those from other processes.
+
+    `parent` is the training process. `os.getppid()` would be another one if a fork server starts the workers.
 
     Slurm and torchrun send signals to every process of a step. If a signal killed a worker, torch would raise an error
     in the training process before it could save. The parent, in contrast, sends SIGTERM to its workers when Python
     exits. If the parent is killed, torch's worker loop notices this and exits.
     """
-    parent = os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_WORKERS)  # not inherited from a fork server
 
     def wait() -> None:
         while signal.sigwaitinfo(NOT_FOR_WORKERS).si_pid != parent:

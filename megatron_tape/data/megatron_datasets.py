@@ -129,6 +129,11 @@ class CheckedDataset(IndexedDataset):
     def __init__(self, prefix: str, vocab_size: int):
         super().__init__(prefix)
         self._vocab_size = vocab_size
+        # Tokens are read from a memory map. Another open descriptor is too much for a blend of hundreds.
+        self.bin_reader._bin_file_reader.close()
+
+    def __reduce__(self) -> tuple:
+        return CheckedDataset, (self.path_prefix, self._vocab_size)
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Return `length` token ids of sequence `idx` from `offset` on. Raises ConfigError for an invalid id."""
@@ -152,9 +157,7 @@ class DatasetSettings(GPTDatasetConfig):
     def open(self, prefix: str) -> CheckedDataset:
         """Return the indexed dataset `prefix`, which is opened only once."""
         if prefix not in self.opened:
-            dataset = self.opened[prefix] = CheckedDataset(prefix, self.model_vocab_size)
-            # Tokens are read from a memory map. Another open descriptor is too much for a blend of hundreds.
-            dataset.bin_reader._bin_file_reader.close()
+            self.opened[prefix] = CheckedDataset(prefix, self.model_vocab_size)
         return self.opened[prefix]
 
 

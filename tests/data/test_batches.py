@@ -299,7 +299,15 @@ def test_loader_processes_survive_signals_that_are_sent_to_everyone(folder, buil
     assert not any(worker.is_alive() for worker in workers)
 
 
-def test_loader_processes_end_when_their_parent_signals_them(folder, build):
+@pytest.fixture(params=["fork", "forkserver"])
+def start_method(request):
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method(request.param, force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+
+
+def test_loader_processes_end_when_their_parent_signals_them(folder, build, start_method):
     """When Python exits, multiprocessing sends SIGTERM to remaining processes and waits for them without limit."""
     batches = build(f"{folder}/a", num_workers=2).training()
     next(batches)
