@@ -48,7 +48,7 @@ def train(folder, name, options, kinds=None):
 
     Without `kinds`, the command that extends a model does that, and chooses what it trains.
     """
-    steps = [option("train.steps", 3), option("train.eval_interval", "null"), option("schedule.warmup_steps", 0)]
+    steps = [option("train.steps", 3), option("train.eval_interval", 0), option("schedule.warmup_steps", 0)]
     # Adam would amplify rounding errors of tiny gradients to full steps.
     steps += [option("optimizer.eps", 1e-3), option("data.prefix", f"{folder}/a")]
     arguments = ["--config", str(RECIPE), "--logging.directory", f"{folder}/{name}", *steps, *options]

@@ -59,7 +59,7 @@ def pretrained(folder, data, name="base", encoding="rope", *overrides):
     settings = [
         option("model.position_encoding", encoding),
         "--train.steps=4",
-        "--train.eval_interval=null",
+        "--train.eval_interval=0",
         *overrides,
     ]
     status = train.main(

@@ -285,7 +285,7 @@ def slow_rank(folder, prefix):
         mock.patch.object(engine.Engine, "_positions", computing),
         mock.patch.object(Batches, "training", loading),
     ):
-        steps = [option("train.steps", 12), option("logging.interval", 2), option("train.eval_interval", "null")]
+        steps = [option("train.steps", 12), option("logging.interval", 2), option("train.eval_interval", 0)]
         settings = [prefix, tp(1), zero(1), option("train.global_batch_size", 8), *steps]
         run(folder, "slow_without_warnings", *settings)
         with mock.patch.object(step_times, "CPU_RANKS", 2):

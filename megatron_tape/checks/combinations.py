@@ -123,7 +123,7 @@ def _validate_data(config: RunConfig) -> None:
     if data.source in SAMPLE_SOURCES:
         _validate_samples(config)
     stages_of(config)
-    no_validation = data.source == "prefix" and config.train.validates and split_shares(data.split)[1] == 0
+    no_validation = interval and config.train.validates and data.source == "prefix" and split_shares(data.split)[1] == 0
     fix = "raise the second number of data.split, or set train.eval_interval to null"
     why = "which leaves no validation data"
     incompatible(no_validation, "train.eval_interval data.split", fix, why)
@@ -133,7 +133,7 @@ def _validate_data(config: RunConfig) -> None:
     why, fix = "so tokens would attend to preceding documents", "set data.reset_attention_mask to true"
     attends_across = data.long_documents is not None and not data.reset_attention_mask
     incompatible(attends_across, "data.long_documents data.reset_attention_mask", fix, why)
-    samples = interval is not None and "sample" in config.train.evaluations and config.logging.sample_tokens > 0
+    samples = interval and "sample" in config.train.evaluations and config.logging.sample_tokens > 0
     fix = "set data.tokenizer, or set logging.sample_tokens to 0"
     incompatible(samples and no_tokenizer, "logging.sample_tokens data.tokenizer", fix)
 
@@ -177,7 +177,7 @@ def _validate_examples(config: RunConfig) -> None:
         "lower it, or raise model.seq_length",
     )
     fix = "set data.examples.validation, or set train.eval_interval to null"
-    no_validation = config.train.validates and examples.validation is None
+    no_validation = config.train.eval_interval and config.train.validates and examples.validation is None
     incompatible(no_validation, "train.eval_interval data.examples", fix, "without a validation file")
 
 

@@ -112,10 +112,11 @@ class TrainConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation checkpointing, which saves memory. full recomputes every layer in the backward pass, a third more
     computation. selective stores the output of attention and recomputes the rest of each layer."""
-    eval_interval: Count | None = None
-    """Steps between evaluations. Disabled by default."""
+    eval_interval: NotNegativeInt | None = None
+    """Steps between evaluations. They also run after the last step, and by default only then. 0 disables them. By
+    default, a run without validation data is not an error."""
     evaluations: list[str] = field(default_factory=lambda: list(EVALUATIONS))
-    """Evaluations to run. Every eval_interval steps: validation_loss, and sample, which logs text that continues
+    """Evaluations to run. At the steps of eval_interval: validation_loss, and sample, which logs text that continues
     logging.sample_prompt. At every logged step: position_norms, the distance of TAPE from RoPE by layer, and
     gradient_norms of the embeddings, attention, MLPs, the positional encoding and norms."""
     eval_steps: Annotated[int, Field(ge=1, le=10**6)] = 10
@@ -153,8 +154,16 @@ class TrainConfig:
 
     @property
     def validates(self) -> bool:
-        """Whether the run evaluates validation data."""
-        return self.eval_interval is not None and bool(ON_VALIDATION_DATA & set(self.evaluations))
+        """Whether the run evaluates validation data, if there is any."""
+        return self.eval_interval != 0 and bool(ON_VALIDATION_DATA & set(self.evaluations))
+
+    def evaluates(self, step: int) -> bool:
+        """Return whether `eval_interval` selects `step`."""
+        if self.eval_interval == 0:
+            return False
+        if self.eval_interval is None:
+            return step == self.steps
+        return step % self.eval_interval == 0 or step == self.steps
 
     def samples_after(self, steps: int, samples: int = 0) -> int:
         """Return the total number of sequences after the first `samples` sequences and `steps` further steps."""

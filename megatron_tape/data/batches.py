@@ -24,6 +24,7 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.stages import Stage, stage_at, stages_of
 from megatron_tape.data.index_cache import build_on_rank_0, digest_of
 from megatron_tape.data.indexed_dataset import raise_file_limit
+from megatron_tape.data.inputs import missing_validation
 from megatron_tape.data.long_documents import log_epochs
 from megatron_tape.data.megatron_datasets import open_datasets, plan_for_all, training_epochs
 from megatron_tape.data.samples import ExampleSamples, SampleSource, sample_source
@@ -47,6 +48,7 @@ class Batches:
 
     train: Dataset
     validation: Dataset | None
+    """None if the run evaluates no validation data."""
     config: RunConfig
     layout: ParallelLayout
     eod: int | None
@@ -225,7 +227,7 @@ def build_batches(
     samples = range(consumed, train.samples_after(remaining, consumed))
     evaluates = train.validates
     if config.data.source in SAMPLE_SOURCES:
-        validation = sample_source(config, validation=True) if evaluates else None
+        validation = None if missing_validation(config) else sample_source(config, validation=True)
         training = sample_source(config, validation=False)
         if isinstance(training, ExampleSamples) and layout.rank == 0:
             log_epochs(samples.stop / len(training.lines), config.data.examples.path)
@@ -246,6 +248,7 @@ def build_batches(
     for stage in stages:
         with stage.rename_error_subjects():
             plans.append(plan_for_all(stage.config, evaluates and stage.number == 0))
+    evaluates = len(plans[0].splits) > 1
 
     sizes = [end - stage.start for stage, end in zip(stages, [*(stage.start for stage in stages[1:]), samples.stop])]
     validation_size = train.eval_steps * train.global_batch_size if evaluates else 0

@@ -106,7 +106,7 @@ def check_datasets(config: RunConfig, saved: TokenizerRecord | None = None) -> N
     for stage in stages_of(config):
         with stage.rename_error_subjects():
             _check_training_datasets(stage.config, tokenizer)
-    if config.data.source == "prefix" and config.train.validates:
+    if config.data.source == "prefix" and config.train.validates and config.train.eval_interval:
         large_enough(config, "validation")
     _check_tokenizers(config, tokenizer, saved)
     if config.data.examples is not None:
@@ -254,6 +254,26 @@ def large_enough(config: RunConfig, split: str) -> tuple[list[int], list[str]]:
     fix = f"raise the number of the {split} split in data.split, or use more data"
     refuse(not kept, keys, f"{problems and problems[-1]}{others}", fix)
     return kept, problems
+
+
+def missing_validation(config: RunConfig) -> ConfigError | None:
+    """Return the reason why a run computes no validation loss, or None if it does. Reads the index of its datasets."""
+    train, data = config.train, config.data
+    if train.eval_interval == 0:
+        return ConfigError("train.eval_interval", "is 0", "remove it, or set it to a number of steps")
+    if not train.validates:
+        return ConfigError("train.evaluations", "lacks validation_loss", "add it")
+    if data.examples is not None and data.examples.validation is None:
+        return ConfigError("data.examples.validation", "is not set", "set it to a file of examples")
+    if data.prefix is None:
+        return None
+    if split_shares(data.split)[1] == 0:
+        return ConfigError("data.split", f"is {data.split}, without validation documents", "raise its second number")
+    try:
+        large_enough(config, "validation")
+    except ConfigError as error:
+        return error
+    return None
 
 
 def _check_examples(config: RunConfig, tokenizer: Tokenizer) -> None:

@@ -32,7 +32,7 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.stages import stages_of
 from megatron_tape.data.index_cache import cached, load_array
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, dataset_paths
-from megatron_tape.data.inputs import check_token_ids, large_enough
+from megatron_tape.data.inputs import check_token_ids, large_enough, missing_validation
 from megatron_tape.data.long_documents import (
     DatasetPart,
     DocumentPools,
@@ -72,9 +72,10 @@ class Plan:
 def plan_for_all(config: RunConfig, evaluates: bool) -> Plan:
     """Return rank 0's plan on all ranks, which call this together. Only rank 0 reads the .idx files.
 
-    The plan includes the validation split if `evaluates` is true. A dataset of a blend that is too small for a split is
-    excluded from it, with a warning. Raises ConfigError, on all ranks, if a required split does not contain a whole
-    sequence, or a dataset cannot be read.
+    The plan includes the validation split if `evaluates` is true. If it does not contain a whole sequence, it is only
+    required with `train.eval_interval`. A dataset of a blend that is too small for a split is excluded from it, with a
+    warning. Raises ConfigError, on all ranks, if a required split does not contain a whole sequence, or a dataset
+    cannot be read.
     """
     plan: list[Plan | ConfigError | None] = [None]
     if dist.get_rank() == 0:
@@ -96,7 +97,10 @@ def _plan(config: RunConfig, evaluates: bool, log: bool = True) -> Plan:
         # Without weights, Megatron would stop after one epoch over the list.
         weights = [float(IndexedDatasetReader(prefix).lengths.sum(dtype=np.int64)) for prefix in prefixes]
     splits: list[Blend | None] = []
-    for name in ("training", "validation") if evaluates else ("training",):
+    names = ["training"]
+    if evaluates and (config.train.eval_interval or missing_validation(config) is None):
+        names.append("validation")
+    for name in names:
         if name == "training" and config.data.long_documents is not None:
             splits.append(None)
         else:

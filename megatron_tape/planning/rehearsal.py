@@ -253,7 +253,7 @@ def _shortened(config: RunConfig, home: str) -> RunConfig:
         "train.batch_ramp": None,
         "train.average": None if train.average is None else AverageSettings(kind="ema"),  # all kinds have the same size
         "train.steps": STEPS,
-        "train.eval_interval": None,
+        "train.eval_interval": 0,
         "train.evaluations": [],
         "schedule.warmup_steps": 1,
         "schedule.decay_steps": None if schedule.decay_steps is None else 1,

@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 class ValidationLoss(Hook):
     """Logs the loss and perplexity on the validation split, and the loss of the averaged weights if there are any.
 
-    The loss is the mean over `train.eval_steps` global batches.
+    The loss is the mean over `train.eval_steps` global batches. Nothing is logged if there is no validation data.
     """
 
     def evaluate(self, trainer: Training, step: int) -> HookResult:
+        if trainer.batches.validation is None:
+            return HookResult()
         loss = self._loss(trainer)
         scalars = {VALIDATION_LOSS: loss, VALIDATION_PERPLEXITY: _exp(loss)}
         if trainer.engine.averages:

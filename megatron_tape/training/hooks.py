@@ -77,10 +77,10 @@ class Hook:
     def due(self, trainer: Training, step: int) -> bool:
         """Return whether to call `evaluate` after `step`.
 
-        By default, this is every `train.eval_interval` steps and after the last step; never if the interval is null.
+        By default, this is every `train.eval_interval` steps and after the last step; only after the last step if the
+        interval is null, and never if it is 0.
         """
-        interval, last = trainer.config.train.eval_interval, step == trainer.config.train.steps
-        return interval is not None and (step % interval == 0 or last)
+        return trainer.config.train.evaluates(step)
 
     def evaluate(self, trainer: Training, step: int) -> HookResult:
         """Evaluate the model after `step`, and return what to log."""

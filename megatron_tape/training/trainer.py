@@ -22,7 +22,7 @@ from megatron_tape.checkpoint.saved_tokenizer import with_saved_tokenizer
 from megatron_tape.config.schema import RunConfig, config_dict, to_yaml
 from megatron_tape.config.stages import stage_at, stages_of
 from megatron_tape.data.batches import build_batches
-from megatron_tape.data.inputs import fingerprints, recorded_tokenizer
+from megatron_tape.data.inputs import fingerprints, missing_validation, recorded_tokenizer
 from megatron_tape.data.megatron_datasets import sample_order
 from megatron_tape.data.tokenizer import Tokenizer, load_run_tokenizer, tokenizer_record
 from megatron_tape.errors import CheckpointError, ConfigError, TrainingStopped
@@ -208,8 +208,10 @@ class Trainer:
         on_progress = partial(self.watch.progress, "indexing the data")
         self.batches = build_batches(self._with_tokenizer(), layout, eod, self.step, self.samples, on_progress)
         self.stages = stages_of(config)
-        if self.step > 0 and layout.rank == 0:
-            self._report_order()
+        if layout.rank == 0:
+            self._report_validation()
+            if self.step > 0:
+                self._report_order()
         # Fork the loader processes now, since forking takes longer once this process has more memory.
         self.micro_batches = self.batches.training()
         self.watch.progress("building the model")
@@ -246,6 +248,20 @@ class Trainer:
         tokenizer_files = {} if self.tokenizer is None else self.tokenizer.files
         self.saves = CheckpointSaver(self.engine, config, self.watch, self.frozen_from, tokenizer_files)
         self.writer = self._open_writer() if layout.rank == 0 else None
+
+    def _report_validation(self) -> None:
+        """Log at which steps the run computes the validation loss, or why it does not."""
+        train = self.config.train
+        if missing := missing_validation(self.config):
+            logger.info("the run computes no validation loss: %s", missing)
+            return
+        sequences = f"{train.eval_steps * train.global_batch_size:,} sequences"
+        if train.eval_interval is None:
+            fix = "set train.eval_interval to compute it more often"
+            logger.info("the validation loss is computed after the last step, on %s; %s", sequences, fix)
+        else:
+            message = "the validation loss is computed every %s and after the last step, on %s"
+            logger.info(message, counted(train.eval_interval, "step"), sequences)
 
     def _report_order(self) -> None:
         """Log whether the training data has another order than before the checkpoint."""

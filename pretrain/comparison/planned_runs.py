@@ -18,6 +18,7 @@ from megatron_tape.config.data import blend
 from megatron_tape.config.schema import ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
 from megatron_tape.config.sections import as_dict, settings_of
 from megatron_tape.data.indexed_dataset import dataset_paths
+from megatron_tape.data.inputs import missing_validation
 from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.evaluation import comparison_file
 from megatron_tape.evaluation.comparison_file import NAME, Comparison, FinishedRun
@@ -184,6 +185,9 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> Plan:
     refuse(is_set, "checkpoint.directory", problem, "remove this setting")
     evaluation = _evaluation(options, base)
     check(base, Level.START, processes=1, extends=False)
+    if evaluation is None and (missing := missing_validation(base)):
+        problem = f"{missing.problem}, and there are no tasks: nothing can be compared"
+        raise ConfigError(missing.subjects, problem, f"{missing.fix}, or give --evaluation FILE.yaml")
     runs = []
     for variant in variants:
         try:
@@ -293,7 +297,7 @@ def _read(recipe: str, overrides: list[str], own: list[str]) -> RunConfig:
 def _evaluation(options: argparse.Namespace, base: RunConfig) -> list[str] | None:
     """Return the tasks and their settings as arguments of pretrain.evaluate, or None if there are no tasks.
 
-    Raises ConfigError if nothing would be compared.
+    Raises ConfigError if the recipe trains on a task without evaluating it.
     """
     if options.evaluation is not None:
         return ["--config", options.evaluation, *["--trust-remote-code"] * options.trust_remote_code]
@@ -302,10 +306,6 @@ def _evaluation(options: argparse.Namespace, base: RunConfig) -> list[str] | Non
         problem = f"is not set, but {options.recipe} trains on {trained}, and only a task can evaluate that"
         fix = f"add evaluation: {{{trained}: {{...}}}} to the recipe, or give --evaluation FILE.yaml"
         raise ConfigError("evaluation", problem, fix)
-    if not given and not base.train.validates:
-        problem = "is null, or train.evaluations lacks validation_loss, and there are no tasks: nothing can be compared"
-        fix = "set it and add validation_loss to train.evaluations, or give --evaluation FILE.yaml"
-        raise ConfigError("train.eval_interval", problem, fix)
     return [*given, *(text for task, settings in given.items() for text in _as_options(task, settings))] or None
 
 

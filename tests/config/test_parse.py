@@ -176,7 +176,6 @@ def test_help_lists_the_sections_and_refuses_unknown_ones(capsys):
         (["--data.prefix={}"], "data.prefix is {}; it should have at least 1 item"),
         (["--evaluation.ruler={}"], "evaluation.ruler is an unknown key; choose from the keys of evaluation: every, "),
         (["--optimizer.lr_scale_of={position: x}"], "optimizer.lr_scale_of.position is 'x'"),
-        (["--train.eval_interval=0"], "than or equal to 1; remove it, or set it to null, to disable it"),
         (["--checkpoint.keep_every=0"], "than or equal to 1; remove it, or set it to null, to disable it"),
         (["--train.hang_timeout=0"], "it should be greater than 0; set it to null to disable it"),
         (["--checkpoint.interval=0"], "; it cannot be disabled; to use the longest interval, set it to train.steps"),

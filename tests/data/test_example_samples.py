@@ -9,7 +9,7 @@ from models import small_model
 
 from megatron_tape.config.schema import replace_settings
 from megatron_tape.data.batches import build_batches
-from megatron_tape.data.inputs import check_data_files, check_datasets
+from megatron_tape.data.inputs import check_data_files, check_datasets, missing_validation
 from megatron_tape.data.samples import sample_source
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.layout import initialize_distributed
@@ -66,6 +66,13 @@ def test_the_epochs_of_a_run_over_examples_are_warned_about(make, caplog):
     config = replace_settings(make(), {"train.steps": 9, "train.eval_interval": None})
     build_batches(config, initialize_distributed(1), EOD)
     assert f"warning: the run trains 48.00 epochs on {config.data.examples.path}; lower" in caplog.text
+
+
+def test_a_file_of_validation_examples_is_optional_unless_an_interval_is_set(make):
+    config = replace_settings(make(validation=None), {"train.eval_interval": None})
+    assert build_batches(config, initialize_distributed(1), EOD).validation is None
+    assert missing_validation(config).key == "data.examples.validation"
+    assert missing_validation(make()) is None
 
 
 def test_every_epoch_has_all_examples_in_another_order_which_only_the_seed_decides(make):

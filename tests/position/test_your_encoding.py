@@ -19,7 +19,7 @@ from megatron_tape.position import ENCODINGS
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "your-encoding.md").read_text(encoding="utf-8")
 FEWER = (
-    "--train.steps 4 --schedule.warmup_steps 2 --train.eval_interval null --model.num_layers 2 "
+    "--train.steps 4 --schedule.warmup_steps 2 --train.eval_interval 0 --model.num_layers 2 "
     "--logging.directory runs/kerple"
 )
 

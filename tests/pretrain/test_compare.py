@@ -230,7 +230,7 @@ def test_a_language_model_without_tasks_is_compared_by_its_validation_loss(tmp_p
     tiny = ROOT / "tests" / "recipes" / "tiny.yaml"
     plan = plan_of(tiny, tmp_path / "out", "--data.prefix", prefix, encodings="rope,tape", seeds=1)
     with pytest.raises(ConfigError, match="^train.eval_interval"):
-        plan_of(tiny, tmp_path / "out", "--data.prefix", prefix, "--train.eval_interval", "null", encodings="rope")
+        plan_of(tiny, tmp_path / "out", "--data.prefix", prefix, "--train.eval_interval", "0", encodings="rope")
     run = plan.runs[1]
     assert [name for name, _, _ in run.stages] == ["training"] and plan.tasks == []
     run.directory.mkdir(parents=True)

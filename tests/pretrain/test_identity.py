@@ -142,7 +142,7 @@ def test_evaluation_refuses_a_dataset_of_another_tokenizer(work, capfd):
 
 def extend(base, data, *overrides):
     given = [f"--extension.from={base}", f"--data.prefix={data}", "--logging.directory=extended", "--train.steps=2"]
-    given += ["--model.seq_length=32", "--train.eval_interval=null", *overrides]
+    given += ["--model.seq_length=32", "--train.eval_interval=0", *overrides]
     return extend_context.main(["--config", str(RECIPE.with_name("extend.yaml")), *given])
 
 

@@ -11,7 +11,7 @@ from training_cases import RECIPE
 
 REPOSITORY = Path(__file__).parents[2]
 OWN_LINES = ("loading torch", "building ", "index ready", "the run trains ", "training with ", "attention backend: ")
-OWN_LINES += ("saved ", "step ")
+OWN_LINES += ("saved ", "step ", "the validation loss is computed ")
 
 
 @pytest.fixture(scope="module")

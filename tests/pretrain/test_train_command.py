@@ -194,16 +194,57 @@ def test_another_order_of_the_data_is_reported_only_if_the_number_of_epochs_chan
     """The dataset has about 2,500 training tokens, and a step reads 64."""
     short = ("--logging.interval=500", *SHORT)
     message = "the data is shuffled again, so the run repeats some sequences and skips others"
-    assert run("--train.steps=2", "--train.eval_interval=null", *short) == 0
+    assert run("--train.steps=2", "--train.eval_interval=0", *short) == 0
     for more, reported in (
         (["--train.steps=3", "--train.global_batch_size=8"], None),
         (["--train.steps=60"], "train.steps, train.global_batch_size"),
         (["--train.steps=61", "--train.seed=5"], "train.steps, train.seed"),
     ):
         capfd.readouterr()
-        assert run(*more, "--train.eval_interval=null", *short) == 0
+        assert run(*more, "--train.eval_interval=0", *short) == 0
         lines = [line.split(": ", 1)[1] for line in capfd.readouterr().err.splitlines() if message in line]
         assert lines == ([f"{reported}: {message}"] if reported else [])
+
+
+@pytest.mark.parametrize("encoding", ["tape", "randpe"])
+def test_validation_runs_at_the_chosen_steps_and_does_not_change_training(run, capfd, encoding):
+    """RandPE draws random numbers in training."""
+    steps_of = {"null": [10], "4": [4, 8, 10], "0": []}
+    losses = {}
+    for interval, expected in steps_of.items():
+        name = f"every-{interval}"
+        chosen = [f"--model.position_encoding={encoding}", f"--train.eval_interval={interval}"]
+        capfd.readouterr()
+        assert run(*chosen, "--checkpoint.interval=3", "--checkpoint.keep=9", name=name) == 0
+        line = {
+            "null": "the validation loss is computed after the last step, on 8 sequences; set train.eval_interval to",
+            "4": "the validation loss is computed every 4 steps and after the last step, on 8 sequences",
+            "0": "the run computes no validation loss: train.eval_interval is 0; remove it, or",
+        }
+        assert line[interval] in capfd.readouterr().err
+        folder = run.folder.with_name(name)
+        found = rows(folder)
+        assert [row["step"] for row in found if "validation/loss" in row] == expected
+        losses[interval] = [row["train/loss"] for row in found]
+        # The resumed run equals the uninterrupted one.
+        for number in (6, 9, 10):
+            shutil.rmtree(folder / "checkpoints" / f"step-{number:08}")
+        assert run(*chosen, "--checkpoint.interval=3", "--checkpoint.keep=9", name=name) == 0
+        assert rows(folder) == found
+    assert losses["null"] == losses["4"] == losses["0"]
+
+
+@pytest.mark.parametrize(
+    "split, reason",
+    [
+        ("1,0,0", "data.split is 1,0,0, without validation documents; raise its second number"),
+        ("999,1,0", "data.split is 999,1,0, so the validation split has 0 tokens of {data}/a, too few for one"),
+    ],
+)
+def test_a_run_without_validation_data_says_which_setting_gives_some(run, data, capfd, split, reason):
+    assert run(f"--data.split={split}", "--train.steps=2", "--train.eval_interval=null", *SHORT) == 0
+    assert f"the run computes no validation loss: {reason.format(data=data)}" in capfd.readouterr().err
+    assert not any("validation/loss" in row for row in rows(run.folder))
 
 
 def test_another_tokenizer_is_refused_and_a_missing_one_is_not_needed(run, data, tmp_path, capfd):
@@ -358,7 +399,7 @@ def wrong_kernel(monkeypatch):
 
 def test_the_automatic_backend_falls_back_to_torch_only_if_allowed(run, wrong_kernel, monkeypatch, capfd):
     monkeypatch.setattr(backend, "choice", lambda *_: Choice("triton", "as this test says"))
-    short = ("--train.steps=1", "--train.eval_interval=null", "--schedule.warmup_steps=0")
+    short = ("--train.steps=1", "--train.eval_interval=0", "--schedule.warmup_steps=0")
     short += ("--model.hidden_size=128", "--model.num_layers=1", "--train.global_batch_size=1")
     assert run(*short) == 2
     fix = "fix this, or choose another backend; to train with slower attention in plain torch, set"

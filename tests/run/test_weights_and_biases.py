@@ -60,7 +60,7 @@ def logged(folder):
 def test_a_continued_run_logs_to_the_same_wandb_run_and_trains_as_without_wandb(tmp_path, capfd):
     def start(name, *overrides):
         given = ["--config", str(RECIPE), option("data.prefix", f"{write_all(tmp_path / name)}/a"), *overrides]
-        assert train.main([*given, f"--logging.directory={tmp_path / name}", "--train.eval_interval=null"]) == 0
+        assert train.main([*given, f"--logging.directory={tmp_path / name}", "--train.eval_interval=0"]) == 0
         return tmp_path / name
 
     wandb = ["--logging.wandb={project: tape, entity: us}", "--schedule.kind=constant"]

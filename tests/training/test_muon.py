@@ -93,7 +93,7 @@ def test_a_run_continues_only_with_its_own_moments(tmp_path, capfd):
         "--config",
         str(RECIPE),
         f"--logging.directory={tmp_path}/run",
-        "--train.eval_interval=null",
+        "--train.eval_interval=0",
         "--schedule.warmup_steps=0",
     ]
     arguments.append(option("data.prefix", f"{write_all(tmp_path)}/a"))

@@ -344,7 +344,7 @@ def test_the_collectives_of_the_recorder_that_was_used_are_written(tmp_path, mon
 def ranks(data, tmp_path):
     """Two training ranks with loader processes."""
     folder, port = tmp_path / "run", free_port()
-    given = arguments(data, folder, "--data.num_workers=2", "--train.steps=100000", "--train.eval_interval=null")
+    given = arguments(data, folder, "--data.num_workers=2", "--train.steps=100000", "--train.eval_interval=0")
     started = [start(begin, (given,), tmp_path / f"{rank}.log", environment(rank, 2, port)) for rank in range(2)]
     metrics = folder / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, started)

@@ -26,7 +26,7 @@ def run(tmp_path):
 
     def start(name, *overrides, trains=None, steps=2):
         prefix, folder = option("data.prefix", f"{data}/a"), f"--logging.directory={tmp_path / name}"
-        settings = [f"--train.steps={steps}", "--train.eval_interval=null", "--schedule.warmup_steps=0"]
+        settings = [f"--train.steps={steps}", "--train.eval_interval=0", "--schedule.warmup_steps=0"]
         return train.main(["--config", str(RECIPE), prefix, folder, *settings, *overrides], trains)
 
     start.folder = tmp_path
