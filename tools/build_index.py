@@ -9,6 +9,7 @@ sequences of the run.
 
 import logging
 import os
+import warnings
 
 from megatron_tape import command_line
 from megatron_tape.checkpoint.saved_settings import check_start
@@ -32,7 +33,8 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     for noisy in ("DeepSpeed", "megatron", "torch"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    warnings.filterwarnings("ignore", module="megatron")  # it warns that Transformer Engine and Apex are missing
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}  # even if there is a GPU
     command_line.log("loading torch and megatron-core")
     from megatron_tape.data.batches import build_batches
     from megatron_tape.parallel.layout import initialize_distributed

@@ -39,6 +39,14 @@ def test_two_processes_print_no_library_warnings(data, tmp_path):
     assert [line for line in done.stdout.splitlines() if not line.startswith(expected)] == []
 
 
+def test_indexing_prints_no_library_warnings(data, tmp_path):
+    settings = [f"--data.prefix={data}/a", f"--data.cache_directory={tmp_path}/cache"]
+    done = program("tools/build_index.py", "--config", RECIPE, *settings)
+    assert done.returncode == 0, done.stdout
+    expected = (*OWN_LINES, f"warning: {data}", "the index is in ")
+    assert [line for line in done.stdout.splitlines() if not line.startswith(expected)] == []
+
+
 @pytest.mark.slow
 def test_programs_need_no_home_directory(data, tmp_path):
     run, exported, tokenizer = tmp_path / "run", tmp_path / "exported", data / "tokenizer.json"
