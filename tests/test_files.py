@@ -182,6 +182,61 @@ def test_an_existing_directory_is_never_replaced_even_if_it_appears_meanwhile(tm
     assert os.listdir(tmp_path) == ["out"] and os.listdir(path) == []
 
 
+def refuse_notes(path):
+    if (path / "notes").exists():
+        raise FileError(str(path), "has notes")
+
+
+def test_a_directory_is_replaced_completely_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "out"
+    path.mkdir()
+    (path / "old").touch()
+    with pytest.raises(RuntimeError), atomic_directory(path, refuse_notes) as directory:
+        (directory / "new").touch()
+        raise RuntimeError
+    assert os.listdir(tmp_path) == ["out"] and os.listdir(path) == ["old"]
+
+    rename = os.rename
+
+    def fail_to_publish(source, target):
+        if str(source).endswith(".partial"):
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    with monkeypatch.context() as broken, pytest.raises(OSError, match="Input/output"):
+        broken.setattr(os, "rename", fail_to_publish)
+        with atomic_directory(path, refuse_notes) as directory:
+            (directory / "new").touch()
+    assert os.listdir(tmp_path) == ["out"] and os.listdir(path) == ["old"]
+
+    with atomic_directory(path, refuse_notes) as directory:
+        (directory / "new").touch()
+        assert os.listdir(path) == ["old"]
+    assert os.listdir(tmp_path) == ["out"] and os.listdir(path) == ["new"]
+    with atomic_directory(tmp_path / "first", refuse_notes):
+        pass
+    assert sorted(os.listdir(tmp_path)) == ["first", "out"]
+
+
+def test_a_directory_that_may_not_be_replaced_is_left_alone(tmp_path):
+    path = tmp_path / "out"
+    path.mkdir()
+    with pytest.raises(FileError, match="has notes"), atomic_directory(path, refuse_notes):
+        (path / "notes").touch()  # appears while the new directory is written
+    with pytest.raises(FileError, match="has notes"), atomic_directory(path, refuse_notes):
+        raise AssertionError
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(path)
+    for name in ("file", "link"):
+        with pytest.raises(FileError, match="is not a directory"), atomic_directory(tmp_path / name, refuse_notes):
+            raise AssertionError
+    (path / "notes").unlink()
+    (tmp_path / "out.replaced").mkdir()
+    with pytest.raises(FileError, match="an interrupted run has left it"), atomic_directory(path, refuse_notes):
+        raise AssertionError
+    assert sorted(os.listdir(tmp_path)) == ["file", "link", "out", "out.replaced"]
+
+
 def test_a_full_disk_names_the_output(tmp_path):
     full = open("/dev/full", "wb", buffering=0)
     with pytest.raises(OSError, match="No space left") as error, atomic_output(tmp_path / "file"):

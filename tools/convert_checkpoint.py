@@ -6,7 +6,8 @@
     python tools/convert_checkpoint.py from-hf --model SmolLM2-135M.Q8_0.gguf --output imported/smollm2_tape
     python tools/convert_checkpoint.py from-released --weights model.safetensors --config config.json --output released
 
-An output appears only when it is complete; an existing output is never changed.
+An output appears only when it is complete. An existing output is never changed, unless to-hf replaces a whole export
+(--overwrite).
 """
 
 import argparse
@@ -90,6 +91,7 @@ def add_export(add: Callable) -> None:
     newest = "a run or its checkpoints directory (the newest complete checkpoint is used), or the directory of one step"
     add("--checkpoint", required=True, metavar="DIR", help=newest)
     add("--output", required=True, metavar="DIR", help="the directory to write; it must not exist")
+    add("--overwrite", action="store_true", help="replace OUTPUT, if it is an export, when the new one is complete")
     add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="dtype of the weights (default: %(default)s)")
     add("--tokenizer", metavar="T", help="a .model, a tokenizer.json, their directory, or none (default: the run's)")
     add("--average", action="store_true", help="export the averaged weights of a run with train.average")

@@ -28,6 +28,7 @@ from typing_extensions import TypedDict
 from megatron_tape.errors import FileError, UserError
 
 SUFFIX = ".partial"
+REPLACED = ".replaced"
 
 
 class PartialFile:
@@ -114,25 +115,37 @@ def atomic_output(path: str | Path, mode: str = "wb", *, overwrite: bool = False
 
 
 @contextmanager
-def atomic_directory(path: str | Path) -> Iterator[Path]:
+def atomic_directory(
+    path: str | Path,
+    replaces: Callable[[Path], None] | None = None,
+    fix: str = "choose another output, or move it away",
+) -> Iterator[Path]:
     """Yield an empty directory to write into, which is renamed to `path` only if the block succeeds.
 
     Until then, it is called `path` + `.partial`. A directory of this name that a killed process left behind is removed
     first. The block must sync the files that it writes. Raises FileError before anything is written if `path` exists,
     if another process is writing it, or if the partial path exists but is not a directory.
+
+    Args:
+        path: the directory to write.
+        replaces: if given, an existing `path` is replaced by the complete new directory. This function is called with
+            `path` first, and raises FileError if it may not be replaced. A process that is killed between the two
+            renames leaves the old directory as `path` + `.replaced`.
+        fix: what to do if `path` exists and may not be replaced.
     """
     path = Path(os.path.abspath(path))
-    fix = "choose another output, or move it away"
-    refuse_existing(path, fix=fix)
+    _check_replaced(path, replaces, fix)
     partial = path.with_name(path.name + SUFFIX)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = _own_directory(partial, path)
     try:
         with _add_path_to_errors(path):
             yield partial
-        refuse_existing(path, fix=fix)
         _sync(descriptor)
-        os.rename(partial, path)
+        if _check_replaced(path, replaces, fix):
+            _replace_directory(path, partial)
+        else:
+            os.rename(partial, path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -140,6 +153,33 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
         sync_directory(path.parent)
     finally:
         os.close(descriptor)
+
+
+def _check_replaced(path: Path, replaces: Callable[[Path], None] | None, fix: str) -> bool:
+    """Return whether `path` exists and may be replaced. Raises FileError if it exists and may not be replaced."""
+    if replaces is None or not os.path.lexists(path):
+        refuse_existing(path, fix=fix)
+        return False
+    if path.is_symlink() or not path.is_dir():
+        raise FileError(str(path), "is not a directory, so it cannot be replaced", "choose another output")
+    old = path.with_name(path.name + REPLACED)
+    refuse_existing(old, fix=f"an interrupted run has left it while it replaced {path}; remove it")
+    replaces(path)
+    return True
+
+
+def _replace_directory(path: Path, new: Path) -> None:
+    """Replace the directory `path` by the directory `new`, and remove the old one."""
+    old = path.with_name(path.name + REPLACED)
+    with hold_signals():
+        os.rename(path, old)
+        try:
+            os.rename(new, path)
+        except BaseException:
+            os.rename(old, path)
+            raise
+    sync_directory(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _own_directory(partial: Path, path: Path) -> int:

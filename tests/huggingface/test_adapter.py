@@ -128,6 +128,17 @@ def test_an_adapter_can_use_an_existing_base(exported, trained, tmp_path, expect
             "--output", tmp_path / "third")  # fmt: skip
 
 
+def test_an_adapter_with_its_base_can_be_replaced(exported, trained, tmp_path):
+    output = tmp_path / "out"
+    shutil.copytree(exported / "tape_tp2_zero3", output)
+    assert (output / "base" / "config.json").is_file()
+    to_hf = ["to-hf", "--tokenizer", "none", "--checkpoint", trained / "rope_biased", "--output", output, "--adapter"]
+    refused(tmp_path, "exists; pass --overwrite", *to_hf)
+    assert convert(*to_hf, "--overwrite").returncode == 0
+    names = [{path.relative_to(folder) for path in folder.rglob("*")} for folder in (exported / "rope_biased", output)]
+    assert names[0] == names[1]
+
+
 def test_parameters_that_an_adapter_cannot_contain_are_refused(trained, tmp_path):
     to_hf = ["to-hf", "--tokenizer", "none", "--output", tmp_path / "out"]
     refused(tmp_path, "omit --adapter", *to_hf, "--checkpoint", trained / "matrices", "--adapter")

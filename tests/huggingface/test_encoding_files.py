@@ -19,6 +19,7 @@ from megatron_tape.evaluation.results import read_results
 from megatron_tape.evaluation.transformers_model import HFModel, load_model
 from megatron_tape.huggingface.export.remote_code import ENCODED_AUTO_MAP, code_files, encoding_files
 from megatron_tape.huggingface.export.saved_weights import open_weights
+from megatron_tape.huggingface.export.to_transformers import check_export
 from megatron_tape.huggingface.imports.from_transformers import import_model
 from megatron_tape.position import ENCODINGS, PositionEncoding
 from pretrain import evaluate
@@ -57,6 +58,7 @@ def test_reimporting_an_export_is_exact(exported, tmp_path, name):
     # The head size is always explicit.
     assert as_dict(again.model) == as_dict(first.model) | {"kv_channels": made.model.head_dim}
     export_with_code(name, tmp_path / "again", tmp_path / "exported")
+    check_export(tmp_path / "exported")
     for file in made.directory.iterdir():
         if file.name != "README.md":
             assert (tmp_path / "exported" / file.name).read_bytes() == file.read_bytes(), file.name

@@ -7,7 +7,7 @@ import export_cases
 import pytest
 import torch
 import yaml
-from conversions import changed_state, refused
+from conversions import changed_state, convert, refused
 from datasets_for_tests import EOD, source_code, write_documents, write_tokenizer
 from launch import run_group
 from safetensors.torch import load_file
@@ -154,6 +154,34 @@ def test_a_tokenizer_json_can_replace_the_runs_sentencepiece_model(trained, expo
     (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
     with pytest.raises(FileError, match="encodes text in another way than the one that trained the model"):
         export(trained / "tp2_zero3", tmp_path / "bad", tokenizer=str(tmp_path / "tokenizer.json"))
+
+
+def test_an_export_replaces_another_export_and_no_other_directory(trained, exported, tmp_path):
+    for name, options in (("sharded", []), ("tp1_zero2_rope", ["--dtype", "bf16"])):
+        output = tmp_path / name
+        shutil.copytree(exported / name, output)
+        to_hf = ["to-hf", "--checkpoint", trained / "tp2_zero3", "--output", output, *options]
+        refused(tmp_path, "exists; pass --overwrite to replace it", *to_hf)
+        done = convert(*to_hf, "--overwrite")
+        assert done.returncode == 0, done.stderr
+        expected = exported / ("bf16" if options else "tp2_zero3")
+        found = load_file(output / "model.safetensors")
+        assert all(torch.equal(tensor, found[key]) for key, tensor in load_file(expected / "model.safetensors").items())
+        # Nothing of the old export is left.
+        assert {path.name for path in output.iterdir()} == {path.name for path in expected.iterdir()}
+    to_hf = ["to-hf", "--checkpoint", trained / "tp2_zero3", "--output", tmp_path / "sharded", "--overwrite"]
+    damaged = tmp_path / "damaged"
+    shutil.copytree(trained / "tp2_zero3" / "checkpoints" / "step-00000003", damaged)
+    flip(next(damaged.glob("tensors-tp01-*")))
+    refused(tmp_path, "sha256", *to_hf[:2], damaged, *to_hf[3:])
+    for name in ("optimizer.pt", "checkpoint-500/model.safetensors", "base/notes.txt"):
+        file = tmp_path / "sharded" / name
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+        refused(tmp_path, f"{name} is not a file of an export", *to_hf)
+        file.unlink()
+    (tmp_path / "sharded" / "README.md").write_text("# My model")
+    refused(tmp_path, "is not an export of this project, so it is not replaced", *to_hf)
 
 
 def flip(file):

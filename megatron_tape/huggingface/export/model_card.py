@@ -32,6 +32,8 @@ from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import PositionEncoding, encoding_of
 from megatron_tape.run.metrics import LOSS, VALIDATION_LOSS, VALIDATION_LOSS_AVERAGED, read_lines
 
+CARD_SENTENCES = ("A decoder-only language model with ", "The trained parameters of a language model as a peft adapter")
+"""The beginnings of the cards of models and adapters."""
 _HERE = Path(__file__).parent
 _PAPER = "https://arxiv.org/abs/2501.00712"
 _METRICS = "metrics.jsonl"

@@ -18,6 +18,7 @@ from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.huggingface.export.to_transformers import (
     DTYPES,
     NO_TOKENIZER,
+    new_export,
     open_exportable,
     part_shapes,
     write_json,
@@ -58,8 +59,9 @@ def export_adapter(
     tokenizer: str | None = None,
     base: str | Path | None = None,
     average: bool = False,
+    overwrite: bool = False,
 ) -> None:
-    """Export the trained parameters of a run to the new directory `output`, for `PeftModel.from_pretrained`.
+    """Export the trained parameters of a run to the directory `output`, for `PeftModel.from_pretrained`.
 
     `base` is the directory of the base model in the format of transformers, by default `output`/base; it is written if
     it does not exist. As in peft, the adapter refers to it by the path given here. The other arguments are those of
@@ -69,7 +71,7 @@ def export_adapter(
     if base is not None and Path(os.path.abspath(base)).is_relative_to(os.path.abspath(output)):
         problem = f"is {base}, which is inside the adapter's directory {output}"
         raise UserError("--base", problem, "give a directory elsewhere, or omit it")
-    with atomic_directory(output) as directory:
+    with new_export(output, overwrite) as directory:
         saved = open_exportable(checkpoint, average)
         if other := [name for name in saved.trained if kind_of(name) not in SUPPORTED_KINDS]:
             supported = "LoRA layers, embeddings, norms and TAPE's matrices"

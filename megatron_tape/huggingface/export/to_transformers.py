@@ -8,7 +8,9 @@ one at a time: their shards are read and joined, and the weight is split as in H
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,10 @@ from megatron_tape.checkpoint.saved_tokenizer import TOKENIZER, load_saved_token
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.data.tokenizer import TOKENIZER_MODEL, difference, load_tokenizer, tokenizer_record
 from megatron_tape.errors import CheckpointError, FileError, UserError
-from megatron_tape.huggingface.export.model_card import ExportOptions, find_results, write_card
+from megatron_tape.huggingface.export.model_card import CARD_SENTENCES, ExportOptions, find_results, write_card
 from megatron_tape.huggingface.export.remote_code import AUTO_MAP, ENCODED_AUTO_MAP, code_files, write_code
 from megatron_tape.huggingface.export.saved_weights import SavedWeights, find_checkpoint, open_weights
+from megatron_tape.huggingface.imports.source_card import CARD
 from megatron_tape.huggingface.tensor_files import in_parts, on_meta, with_progress
 from megatron_tape.huggingface.tokenizer_files import (
     FROM_THE_FILE,
@@ -40,6 +43,14 @@ NO_TOKENIZER = "none"
 VOCABULARY_ROWS = ("model.embed_tokens.weight", "lm_head.weight")
 # Architecture and model_type of a model with rope, by model.qkv_bias and model.qk_norm.
 _PLAIN = {(False, False): ("Llama", "llama"), (True, False): ("Qwen2", "qwen2"), (False, True): ("Qwen3", "qwen3")}
+_EXPORTED_FILES = re.compile(
+    r"(base/)?("
+    r"README\.md|(config|generation_config|adapter_config|tokenizer|tokenizer_config)\.json|tokenizer\.model"
+    r"|(model(-\d+-of-\d+)?|adapter_model)\.safetensors|model\.safetensors\.index\.json"
+    r"|chat_template\.jinja|additional_chat_templates/[^/]+\.jinja|\w+_tape\.py|__pycache__/\w+_tape\.[\w.-]+\.pyc"
+    r")"
+)
+"""Paths of an export's files within its directory."""
 _NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
@@ -51,10 +62,11 @@ def export(
     tokenizer: str | None = None,
     results: Sequence[str | Path] = (),
     average: bool = False,
+    overwrite: bool = False,
 ) -> Path:
     """Export the model of a run, a checkpoints directory or one step to `output`; return the checkpoint's path.
 
-    Merges LoRA layers into the matrices. Raises UserError or OSError, and does not create `output`, if the checkpoint
+    Merges LoRA layers into the matrices. Raises UserError or OSError, and does not change `output`, if the checkpoint
     is damaged, cannot be exported or has no averaged weights, if the tokenizer is missing, or if `output` exists.
 
     Args:
@@ -63,13 +75,36 @@ def export(
         tokenizer: replaces the run's tokenizer; `none` exports without a tokenizer.
         results: directories of evaluation results for the model card (default: those of the checkpoint in the run).
         average: export the averaged weights.
+        overwrite: replace `output` when the new export is complete, if it is an export of this project.
     """
     name = Path(output).resolve().name
-    with atomic_directory(output) as directory:
+    with new_export(output, overwrite) as directory:
         saved = open_exportable(checkpoint, average)
         found = find_results(saved.path, results, average)
         write_model(saved, directory, ExportOptions(name, dtype, tokenizer, max_shard_size, True, found))
     return saved.path
+
+
+def new_export(output: str | Path, overwrite: bool) -> AbstractContextManager[Path]:
+    """Return a context with an empty directory that becomes `output` if the block succeeds; see `atomic_directory`.
+
+    With `overwrite`, it may replace another export, but no other directory.
+    """
+    fix = "pass --overwrite to replace it, or choose another output"
+    return atomic_directory(output, check_export if overwrite else None, fix)
+
+
+def check_export(directory: Path) -> None:
+    """Raise FileError if `directory` is not an export of this project, or contains files that exports do not have."""
+    fix = "choose another output, or move it away"
+    card = directory / CARD
+    if not card.is_file() or not any(sentence in card.read_text("utf-8", "replace") for sentence in CARD_SENTENCES):
+        raise FileError(str(directory), "is not an export of this project, so it is not replaced", fix)
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        is_directory = path.is_dir() and not path.is_symlink()
+        if not is_directory and not _EXPORTED_FILES.fullmatch(name):
+            raise FileError(str(path), "is not a file of an export, so its directory is not replaced", fix)
 
 
 def open_exportable(checkpoint: str | Path, average: bool = False) -> SavedWeights:
