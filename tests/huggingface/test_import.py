@@ -245,9 +245,10 @@ def test_pickles_need_permission_and_give_the_same_weights(tmp_path, kind):
         ("llama1", {"model_type": "olmo2"}, "its norms follow attention and the MLP"),
         ("llama1", {"model_type": ["olmo2"]}, "model_type is ['olmo2']"),
         ("llama1", {"hidden_act": "gelu"}, "hidden_act"),
-        ("llama1", {"attention_bias": True}, "attention_bias"),
-        ("llama1", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ("mistral", {"sliding_window": 4096}, "sliding_window is 4096"),
+        ("llama1", {"attention_bias": True}, "cannot be imported; supported: false"),
+        ("llama1", {"quantization_config": {"quant_method": "gptq"}}, "cannot be imported; supported: null"),
+        ("mistral", {"sliding_window": 63}, "supported: null, use_sliding_window false, or at least max_position"),
+        ("mistral", {"sliding_window": "63"}, "wrong type"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 16}, "sliding_window is 16"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ("llama1", {"layer_types": 3}, "wrong type"),
@@ -307,6 +308,26 @@ def test_rotary_settings_are_read_from_the_same_keys_as_in_transformers(tmp_path
     import_model(tmp_path / "source", tmp_path / "imported")
     expected = loaded_logits(tmp_path / "source")
     torch.testing.assert_close(training_logits(tmp_path / "imported"), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "kind, change",
+    [
+        ("mistral", {"sliding_window": 64}),
+        ("mistral", {"sliding_window": 4096, "layer_types": ["sliding_attention"] * 3}),
+        ("mistral", {"sliding_window": 32, "max_position_embeddings": 32}),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 16}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}),
+    ],
+)
+def test_a_sliding_window_that_holds_the_whole_context_changes_no_logit(tmp_path, kind, change):
+    write_source(tmp_path / "source", kind)
+    change_config(tmp_path / "source", change)
+    import_model(tmp_path / "source", tmp_path / "imported")
+    length = change.get("max_position_embeddings", IDS.shape[1])
+    expected = loaded_logits(tmp_path / "source")[:, :length]
+    found = training_logits(tmp_path / "imported")[:, :length]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
 def test_defaults_equal_those_of_transformers():

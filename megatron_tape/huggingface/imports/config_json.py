@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tape.config.schema import ModelConfig
+from megatron_tape.config.values import format_value
 from megatron_tape.errors import ConfigError, FileError, UserError
 from megatron_tape.io.records import check_shape, read_record
 from megatron_tape.model.validation import validate_model
@@ -243,22 +244,32 @@ def _check_changes(settings: dict[str, Any], path: Path, encoding: str, changes:
 def _check_supported(settings: dict[str, Any], path: Path) -> None:
     """Raise UserError if a setting that affects the model is not supported."""
 
-    def refuse(condition: bool, key: str, accepted: object) -> None:
+    def refuse(condition: bool, key: str, accepted: str) -> None:
         if condition:
-            raise cannot_import(settings, path, key, str(accepted))
+            raise cannot_import(settings, path, key, accepted)
 
     for key, accepted in _SUPPORTED.items():
         if key == "partial_rotary_factor" and settings["model_type"] == PHI3:
             continue  # `_rope` reads it
-        refuse(settings.get(key, accepted) != accepted, key, accepted)
+        refuse(settings.get(key, accepted) != accepted, key, format_value(accepted))
     # In these architectures, but not in Qwen2 and TAPE, attention_bias also adds a bias to the output projection.
     biased = settings["model_type"] in ("llama", "qwen3", "smollm3") and settings["attention_bias"]
-    refuse(biased, "attention_bias", False)
+    refuse(biased, "attention_bias", "false")
     # Qwen's settings contain the size of a sliding window even if it is disabled.
-    refuse(settings.get("sliding_window") is not None and settings["use_sliding_window"], "sliding_window", None)
+    window = settings.get("sliding_window") if settings["use_sliding_window"] else None
+    context = settings["max_position_embeddings"]
+    is_full = window is None or window >= context
+    refuse(
+        not is_full,
+        "sliding_window",
+        f"null, use_sliding_window false, or at least max_position_embeddings {context}; to import the model for "
+        f"contexts that fit into its window, set max_position_embeddings to {window} in its config.json",
+    )
     layers, types = settings["num_hidden_layers"], settings.get("layer_types")
     if types is not None:
-        refuse(set(types) != {"full_attention"}, "layer_types", "full_attention in all layers")
+        # A window that holds the whole context is full attention.
+        full = {"full_attention"} if window is None else {"full_attention", "sliding_attention"}
+        refuse(not set(types) <= full, "layer_types", "full_attention in all layers")
         refuse(len(types) != layers, "layer_types", f"one entry for each of {layers} layers")
 
 
