@@ -3,8 +3,10 @@
 import functools
 import json
 import os
+import shlex
 import shutil
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from models import build
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.errors import FileError
 from megatron_tape.huggingface.export.saved_weights import open_weights
 from megatron_tape.huggingface.export.to_transformers import export
@@ -159,6 +162,32 @@ def test_sharded_bf16_weights_and_older_settings_can_be_imported(tmp_path):
     assert done.returncode == 0, done.stderr
     export(tmp_path / "imported", tmp_path / "exported", "bf16", tokenizer="none")
     torch.testing.assert_close(loaded_logits(tmp_path / "exported"), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("encoding", ["tape", "rope"])
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_an_import_ends_with_commands_that_train_and_extend_the_model(tmp_path, monkeypatch, encoding, has_tokenizer):
+    monkeypatch.chdir(tmp_path)
+    write_source(tmp_path / "my model")
+    if has_tokenizer:
+        write_tokenizer(tmp_path / "my model" / "tokenizer.json")
+    options = ["--model", "my model", "--output", "an import", "--position-encoding", encoding]
+    done = convert("from-hf", *options)
+    assert done.returncode == 0, done.stderr
+    tokenizer = "an import/tokenizer" if has_tokenizer else "TOKENIZER"
+    commands = {}
+    for line in done.stderr.splitlines():
+        _, found, command = line.partition(": python -m ")
+        if found:
+            program, *arguments = shlex.split(command)
+            recipe = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
+            commands[program] = parse_run_config([recipe if word == "RECIPE" else word for word in arguments])
+    assert list(commands) == ["pretrain.train", "pretrain.extend_context"]
+    assert all(config.data.tokenizer == tokenizer for config in commands.values())
+    model = commands["pretrain.train"].model
+    assert (model.position_encoding, model.hidden_size, model.seq_length) == (encoding, 32, 64)
+    longer = commands["pretrain.extend_context"].model
+    assert (longer.position_encoding, longer.seq_length, longer.position.rope_scaling_factor) == ("tape", 128, 16.0)
 
 
 @pytest.mark.parametrize("name, rope", [("llama_yarn", YARN), ("llama3_tied", LLAMA3), ("llama_linear", LINEAR)])

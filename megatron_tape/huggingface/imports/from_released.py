@@ -75,7 +75,7 @@ def import_released(
         f"a checkpoint of the TAPE authors' code, {Path(weights).name}",
         unread=(unread,) if model.position_encoding == "tape" else (),
     )
-    advise(output)
+    advise(output, model)
 
 
 def _renamed(released: Mapping[str, Tensor]) -> LazyTensors:

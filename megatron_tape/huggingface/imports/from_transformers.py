@@ -74,4 +74,4 @@ def import_model(
         if model.position_encoding == "tape" and not exported_here:
             weights = with_new_tape(weights, model, seed)
         write_imported(output, model, weights, origin, tokenizer, card=card)
-    advise(output)
+    advise(output, model)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -134,16 +135,23 @@ def write_imported(
         write_record(directory / checkpoint_files.MANIFEST, manifest)
 
 
-def advise(output: str | Path) -> None:
-    """Print how to train from the checkpoint written by `write_imported`."""
+def advise(output: str | Path, model: ModelConfig) -> None:
+    """Print the commands that train and extend `model`, the checkpoint written to `output` by `write_imported`."""
     output = Path(output)
     copied = (output / TOKENIZER).is_dir()
-    tokenizer_of_run = output / TOKENIZER if copied else "TOKENIZER"
+    tokenizer = shlex.quote(str(output / TOKENIZER)) if copied else "TOKENIZER"
+    checkpoint, settings = (shlex.quote(str(path)) for path in (output, output / "model.yaml"))
+    data = f"--data.prefix DATA --data.tokenizer {tokenizer}"
+    command_line.log(f"wrote {output}")
     command_line.log(
-        f"wrote {output}; train from it with: python -m pretrain.train --config RECIPE "
-        f"--config {output / 'model.yaml'} --checkpoint.resume {output} --logging.directory runs/NAME "
-        f"--data.prefix DATA --data.tokenizer {tokenizer_of_run}"
+        f"train it: python -m pretrain.train --config RECIPE --config {settings} --checkpoint.resume {checkpoint} "
+        f"--logging.directory runs/NAME {data}"
     )
+    if model.position_encoding in ("rope", "tape"):
+        command_line.log(
+            f"train it with TAPE on contexts twice as long: python -m pretrain.extend_context --config extend/tape "
+            f"--extension.from {checkpoint} --logging.directory runs/NAME {data}"
+        )
     if not copied:
         command_line.log(
             f"{output} has no tokenizer: replace TOKENIZER by the model's; exports need --tokenizer TOKENIZER"
