@@ -124,6 +124,8 @@ class TokenCache:
 
 
 NO_CACHE = TokenCache()
+FROM_POSITIONS = ("embedding", "initial_state", "token_positions")
+"""Methods that return or receive absolute positions."""
 
 
 class PositionEncoding:
@@ -152,7 +154,8 @@ class PositionEncoding:
     extended_by: ClassVar[frozenset[str]] = frozenset()
     """Names of the settings that an extension of the context may change."""
     restarts_in_documents: ClassVar[bool] = False
-    """Whether positions restart in each packed document, for encodings that depend on absolute positions."""
+    """Whether positions restart at 0 in each packed document: true if the encoding depends on absolute positions, false
+    if it depends only on distances. A class that overrides a method of `FROM_POSITIONS` must set it."""
 
     def __init__(self, model: ModelConfig, tokens: TokenLayout | None = None, fused: bool = False):
         """Create the encoding of `model`.

@@ -81,6 +81,7 @@ class RotaryPosition(PositionEncoding):
     name = "rope"
     Settings = RotarySettings
     needs = frozenset({ROTATION})
+    restarts_in_documents = False
 
     @property
     def exports_to(self) -> str | None:

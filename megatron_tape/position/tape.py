@@ -60,6 +60,7 @@ class TapePosition(RotaryPosition):
     name = "tape"
     Settings = TapeSettings
     needs = frozenset({ROTATION, AVERAGE})
+    restarts_in_documents = False
     starts_as = "rope"
 
     def __init__(self, model, tokens=None, fused=False):

@@ -34,6 +34,7 @@ class XposPosition(RotaryPosition):
     Settings = XposSettings
     # transformers has no architecture with xPos.
     exports_to = "code"
+    restarts_in_documents = False
 
     def check(self) -> None:
         super().check()

@@ -14,9 +14,10 @@ from megatron_tape.ops.attention import attention
 from megatron_tape.ops.backends import tiled
 from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.parameters import parameter_count
-from megatron_tape.position import MicroBatch, encoding_of
+from megatron_tape.position import BUILT_IN, MicroBatch, PositionEncoding, encoding_of, register
 from megatron_tape.position.alibi import alibi_slopes
 from megatron_tape.position.encoding import NO_CACHE
+from megatron_tape.position.rope import RotaryPosition
 
 BATCH = MicroBatch(16, 16, 4, 1)
 # Settings with which 16 tokens reach every branch.
@@ -36,7 +37,7 @@ CHANGES = {
 
 
 def model_of(name, **changes):
-    return small_model(position_encoding=name, **(CHANGES[name] | changes))
+    return small_model(position_encoding=name, **(CHANGES.get(name, {}) | changes))
 
 
 def built_and_moved(name, **settings):
@@ -125,7 +126,7 @@ def test_xpos_depends_only_on_distances():
         attention(ones[:1], ones, ones, None, factor_TB1D=found.factor_TB1D)
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", [encoding.name for encoding in BUILT_IN])
 def test_packed_documents_equal_separate_sequences(name):
     built = built_and_moved(name, recompute="full")
     ids = random_tokens(2)
@@ -133,6 +134,27 @@ def test_packed_documents_equal_separate_sequences(name):
     for rows, columns in ((slice(0, 1), slice(0, 5)), (slice(0, 1), slice(5, 16)), (slice(1, 2), slice(0, 16))):
         torch.testing.assert_close(packed[rows, columns], built(ids[rows, columns]), atol=1e-4, rtol=1e-4)
     assert (built(ids) - packed)[0, 5:].abs().max() > 1e-3
+
+
+def test_an_encoding_that_computes_from_positions_must_say_whether_they_restart_in_documents():
+    class Absolute(PositionEncoding):
+        name = "absolute"
+
+        def initial_state(self, positions_SB, dtype):
+            return positions_SB
+
+    class Moved(RotaryPosition):
+        name = "moved"
+
+        def embedding(self, positions_sB, dtype):
+            return positions_sB
+
+    for encoding, method in ((Absolute, "initial_state"), (Moved, "embedding")):
+        with pytest.raises(ValueError, match=f"defines {method}, but not restarts_in_documents; set it to True"):
+            register(encoding)
+        encoding.restarts_in_documents = True
+        with registered():
+            assert register(encoding) is encoding
 
 
 @pytest.mark.parametrize("name", CHANGES)

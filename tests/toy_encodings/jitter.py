@@ -9,6 +9,7 @@ class JitterPosition(PositionEncoding):
 
     name = "jitter"
     needs = frozenset({ROTATION})
+    restarts_in_documents = False
 
     def parameters(self, layer):
         """Return a row for each group, which every tensor-parallel rank holds whole."""

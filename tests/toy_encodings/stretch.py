@@ -11,6 +11,7 @@ from megatron_tape.position.rope import RotaryPosition
 class ToyStretch(RotaryPosition):
     name = "toy_stretch"
     needs = frozenset({ROTATION})
+    restarts_in_documents = False
     exports_to = "code"
 
     def updates(self, layer):
