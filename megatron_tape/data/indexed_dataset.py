@@ -150,6 +150,7 @@ class IndexedDatasetWriter:
         self._prefix = prefix
         self._source = source
         self._progress: Progress | None = None
+        self._is_saved = False  # whether P.progress describes the unfinished files
         self._saved = time.monotonic()
         self._sequences = 0
         self._datasets: list[IndexedDatasetReader] = []
@@ -166,6 +167,8 @@ class IndexedDatasetWriter:
             raise
         if continues:
             self._restore()
+        if self.restored is None:
+            self._remove_progress()
         self._truncate()
 
     def __enter__(self) -> "IndexedDatasetWriter":
@@ -173,10 +176,10 @@ class IndexedDatasetWriter:
 
     def __exit__(self, *exception: object) -> None:
         if not self._leave_marked():
-            self._bin.discard()
+            if not self._bin.file.closed:
+                self._remove_progress()
             self._idx.discard()
-            if self._source is not None:
-                progress_path(self._prefix).unlink(missing_ok=True)
+            self._bin.discard()
         if self._origin is not None:
             self._origin.discard()
 
@@ -187,10 +190,13 @@ class IndexedDatasetWriter:
         try:
             self._save_progress()
             self._truncate()
-            self._bin.leave()
-            self._idx.leave()
         except OSError:
-            return False
+            # If the disk is full, keep the documents up to the last mark that is saved.
+            if not self._is_saved:
+                return False
+        # The next writer opens the token file first.
+        self._idx.leave()
+        self._bin.leave()
         return True
 
     def mark(self, state: Mark) -> None:
@@ -213,7 +219,15 @@ class IndexedDatasetWriter:
         self._bin.sync()
         self._idx.sync()
         write_record(progress_path(self._prefix), self._progress)
+        self._is_saved = True
         self._saved = time.monotonic()
+
+    def _remove_progress(self) -> None:
+        """Remove P.progress before the unfinished files get other documents than those that it describes."""
+        path = progress_path(self._prefix)
+        if os.path.lexists(path):
+            path.unlink(missing_ok=True)
+            sync_directory(path.parent)
 
     def _restore(self) -> None:
         """Read P.progress, if it fits the unfinished files and `source`."""
@@ -227,6 +241,7 @@ class IndexedDatasetWriter:
         expected = json.loads(json.dumps([self._source, self.dtype.str]))
         if is_whole and [progress["source"], progress["dtype"]] == expected:
             self._progress = progress
+            self._is_saved = True
             self.restored = progress["mark"]
 
     def _truncate(self) -> None:

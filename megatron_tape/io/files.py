@@ -74,14 +74,20 @@ class PartialFile:
         self.file.close()
 
     def leave(self) -> None:
-        """Close the unfinished file and keep it for the next writer; does nothing after `publish`."""
-        self.file.close()
+        """Close the unfinished file and keep it for the next writer; does nothing after `publish`.
+
+        Call `sync` before: what a full disk has no space for is lost.
+        """
+        with suppress(OSError):
+            self.file.close()
 
     def discard(self) -> None:
         """Remove the unfinished file; does nothing after `publish` or `leave`."""
         if not self.file.closed:
             self.partial_path.unlink(missing_ok=True)
-            self.file.close()
+            # Closing writes what is still buffered, which fails if the disk is full.
+            with suppress(OSError):
+                self.file.close()
 
 
 def _is_exclusive(descriptor: int) -> bool:

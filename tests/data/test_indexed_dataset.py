@@ -1,3 +1,4 @@
+import resource
 import tracemalloc
 
 import numpy as np
@@ -153,6 +154,49 @@ def test_unfinished_files_that_do_not_fit_are_replaced(tmp_path, documents, chan
     with IndexedDatasetWriter(tmp_path / "data", dtype, source=source) as writer:
         assert (writer.restored, writer.documents, writer.tokens) == (None, 0, 0)
         writer.add(np.concatenate(documents).astype(dtype).tobytes(), np.array([len(each) for each in documents]))
+        writer.finish()
+    assert read_pair(tmp_path / "data") == read_pair(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("between", ["other source", "no source"])
+def test_documents_of_another_source_are_never_continued(tmp_path, documents, monkeypatch, between):
+    """A killed writer must leave nothing that looks like the interrupted writer before it."""
+    monkeypatch.setattr(indexed_dataset, "_SAVE_SECONDS", -1.0)
+    write_until(tmp_path / "data", documents, killed=True)
+    monkeypatch.undo()
+    other = None if between == "no source" else {"inputs": ["another"]}
+    second = IndexedDatasetWriter(tmp_path / "data", np.dtype("<u2"), source=other)
+    add(second, [np.zeros(5000), np.ones(3)])
+    second._bin.leave()
+    second._idx.leave()
+    with IndexedDatasetWriter(tmp_path / "data", np.dtype("<u2"), source=SOURCE) as writer:
+        assert (writer.restored, writer.documents, writer.tokens) == (None, 0, 0)
+
+
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_a_full_disk_keeps_the_documents_of_the_last_mark(tmp_path, documents, monkeypatch, is_marked):
+    monkeypatch.setattr(indexed_dataset, "_SAVE_SECONDS", -1.0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.raises(OSError), IndexedDatasetWriter(tmp_path / "data", np.dtype("<u2"), source=SOURCE) as writer:
+        add(writer, documents[:2])
+        if is_marked:
+            writer.mark(mark(1))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # writing beyond it fails like a full disk
+        try:
+            add(writer, [np.zeros(1 << 18)])
+            add(writer, [np.zeros(1 << 20)])
+            writer._bin.sync()
+        finally:
+            # Leave the writer under the limit, too.
+            writer.__exit__(None, None, None)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    if not is_marked:
+        assert list(tmp_path.iterdir()) == []
+        return
+    write_documents(tmp_path / "whole", documents)
+    with IndexedDatasetWriter(tmp_path / "data", np.dtype("<u2"), source=SOURCE) as writer:
+        assert writer.restored == mark(1)
+        add(writer, documents[2:])
         writer.finish()
     assert read_pair(tmp_path / "data") == read_pair(tmp_path / "whole")
 
