@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from megatron_tape.data.batches import build_batches
 from megatron_tape.data.inputs import fingerprints, missing_validation, recorded_tokenizer
 from megatron_tape.data.megatron_datasets import sample_order
 from megatron_tape.data.tokenizer import Tokenizer, load_run_tokenizer, tokenizer_record
-from megatron_tape.errors import CheckpointError, ConfigError, TrainingStopped
+from megatron_tape.errors import CheckpointError, ConfigError, TrainingStopped, UserError
 from megatron_tape.io.files import atomic_output
 from megatron_tape.model.backend import chosen_backend
 from megatron_tape.model.initialization import initialize_weights, weight_initializations
@@ -138,7 +139,8 @@ class Trainer:
             signal asked it to stop, before which it saved a checkpoint if possible.
 
         Raises:
-            TrainingStopped: if the loss or gradient remains infinite or NaN, or there were too many spikes.
+            TrainingStopped: if the loss or gradient remains infinite or NaN, there were too many spikes, or saves can
+                never succeed.
             ConfigError: if `data.tokenizer` differs from the checkpoint's tokenizer.
         """
         if self.step >= self.config.train.steps:
@@ -271,8 +273,10 @@ class Trainer:
         if self.config.data.prefix is not None and only_size_changed(keys):
             before = with_saved_size(saved, self.config)
             size_before = before.train.samples_after(before.train.steps - self.step, seen)
-            size_now = self.batches.samples.stop
-            if sample_order(before, size_before, seen) == sample_order(self.config, size_now, seen):
+            order_before = None
+            with suppress(UserError):  # a dataset of data.stages may have been moved or removed
+                order_before = sample_order(before, size_before, seen)
+            if order_before == sample_order(self.config, self.batches.samples.stop, seen):
                 return
             # Without a changed setting, the data skipped after a spike makes the run read more of it.
             keys = keys or ["train.spikes"]

@@ -247,6 +247,18 @@ def test_a_run_without_validation_data_says_which_setting_gives_some(run, data, 
     assert not any("validation/loss" in row for row in rows(run.folder))
 
 
+def test_a_run_continues_after_the_dataset_of_a_stage_was_moved(run, data, tmp_path, capfd):
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{data}/a{suffix}", tmp_path / f"b{suffix}")
+    stages = "--data.stages=[{{prefix: {0}, share: 0.5}}]"
+    short = ("--train.eval_interval=null", *SHORT)
+    assert run("--train.steps=4", stages.format(tmp_path / "b"), *short) == 0
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"b{suffix}").rename(tmp_path / f"c{suffix}")
+    assert run("--train.steps=6", stages.format(tmp_path / "c"), *short) == 0
+    assert "data.stages, train.steps: the data is shuffled again" in capfd.readouterr().err
+
+
 def test_another_tokenizer_is_refused_and_a_missing_one_is_not_needed(run, data, tmp_path, capfd):
     original, other = tmp_path / "original.json", tmp_path / "other.json"
     text = (data / "tokenizer.json").read_text()
