@@ -85,10 +85,8 @@ def main() -> None:
 
     # A local file may be replaced under its name before an interrupted run continues.
     versions = [version(path) for path in paths]
-    with IndexedDatasetWriter(
-        prefix, encoding.dtype, overwrite=overwrite, source=origin | {"versions": versions}
-    ) as writer:
-        summary = write(writer, paths, encoding, arguments)
+    with IndexedDatasetWriter(prefix, encoding.dtype, overwrite=overwrite, source=origin, inputs=versions) as writer:
+        summary = write(writer, paths, versions, encoding, arguments)
         if not writer.documents:
             raise ConfigError("--input", "has no documents", "check it and --text-key")
         writer.finish(origin)
@@ -105,8 +103,8 @@ def make_encoding(arguments: argparse.Namespace) -> Encoding:
 
 
 def version(path: str) -> tuple[int, int] | None:
-    """Return what changes when a file is replaced: its size and time. None for files of the Hub, and for pipes."""
-    if hub.is_remote(path) or not os.path.isfile(path):
+    """Return what changes when a file is replaced or a pipe is written: size and time. None for files of the Hub."""
+    if hub.is_remote(path):
         return None
     status = os.stat(path)
     return status.st_size, status.st_mtime_ns
@@ -153,9 +151,16 @@ def check_revisions(output_prefix: str, prefix: str, paths: list[str]) -> None:
                 raise FileError(other, problem, f"pass --revision {commit}, or --overwrite to begin again")
 
 
-def write(writer: IndexedDatasetWriter, paths: list[str], encoding: Encoding, arguments: argparse.Namespace) -> str:
+def write(
+    writer: IndexedDatasetWriter,
+    paths: list[str],
+    versions: list[tuple[int, int] | None],
+    encoding: Encoding,
+    arguments: argparse.Namespace,
+) -> str:
     """Tokenize the files, append their documents to the writer, and return a summary. Log the progress.
 
+    `versions` are the results of `version` for the files, from before they are read.
     Continue after the files that an interrupted run has completed. Raises FileError at a bad document, unless
     `--on-error skip` is given.
     """
@@ -164,7 +169,7 @@ def write(writer: IndexedDatasetWriter, paths: list[str], encoding: Encoding, ar
     earlier_bytes = 0  # of text, in the files that an interrupted run has completed
     earlier_tokens = writer.tokens
     if writer.restored is not None:
-        done = writer.restored["inputs"]
+        done = len(writer.restored["inputs"])
         earlier_bytes = writer.restored["text_bytes"]
         problems = Problems(Counter(writer.restored["problems"]), writer.restored["places"])
         command_line.log(f"continuing after {done:,} of {len(paths):,} files, which an interrupted run has completed")
@@ -195,8 +200,8 @@ def write(writer: IndexedDatasetWriter, paths: list[str], encoding: Encoding, ar
                     done = numbers[chunk.path]
                     counts = dict(problems.counts)
                     places = {reason: list(examples) for reason, examples in problems.examples.items()}
-                    mark = Mark(inputs=done, text_bytes=earlier_bytes + text_bytes, problems=counts, places=places)
-                    writer.mark(mark)
+                    all_bytes = earlier_bytes + text_bytes
+                    writer.mark(Mark(inputs=versions[:done], text_bytes=all_bytes, problems=counts, places=places))
                 problems.merge(chunk.problems)
                 stop_at_problem(problems, arguments)
                 lengths = chunk.lengths

@@ -20,7 +20,7 @@ import os
 import resource
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,8 @@ _SAVE_SECONDS = 60.0
 class Mark(TypedDict):
     """The state of preprocessing after a number of whole input files."""
 
-    inputs: NonNegativeInt
+    inputs: list[Any]
+    """The versions of these files, such as size and time."""
     text_bytes: NonNegativeInt
     problems: dict[str, int]
     """Number of bad documents by reason."""
@@ -132,7 +133,8 @@ class IndexedDatasetWriter:
 
     With `source`, which describes as JSON what the documents are made from, an interrupted writer can be continued. It
     keeps the documents up to the last `mark` in the unfinished files, and P.progress says how many these are. The next
-    writer with the same `source` begins with them; `restored` is then the state given to `mark`, otherwise None.
+    writer with the same `source` begins with them if `inputs`, the versions of all input files, begins with those of
+    the mark; `restored` is then the state given to `mark`, otherwise None.
     """
 
     def __init__(
@@ -142,6 +144,7 @@ class IndexedDatasetWriter:
         *,
         overwrite: bool = False,
         source: Mapping[str, Any] | None = None,
+        inputs: Sequence[Any] = (),
     ):
         self.dtype = np.dtype(dtype)
         self.documents = 0
@@ -166,7 +169,7 @@ class IndexedDatasetWriter:
             self._bin.discard()
             raise
         if continues:
-            self._restore()
+            self._restore(inputs)
         if self.restored is None:
             self._remove_progress()
         self._truncate()
@@ -229,17 +232,18 @@ class IndexedDatasetWriter:
             path.unlink(missing_ok=True)
             sync_directory(path.parent)
 
-    def _restore(self) -> None:
-        """Read P.progress, if it fits the unfinished files and `source`."""
+    def _restore(self, inputs: Sequence[Any]) -> None:
+        """Read P.progress, if it fits the unfinished files, `source` and `inputs`."""
         progress = read_progress(self._prefix)
         if progress is None:
             return
         sizes = (progress["tokens"] * self.dtype.itemsize, _HEADER.size + 4 * progress["documents"])
         written = tuple(os.fstat(file.file.fileno()).st_size for file in (self._bin, self._idx))
         is_whole = all(size <= found for size, found in zip(sizes, written))
+        recorded = [progress["source"], progress["dtype"], progress["mark"]["inputs"]]
         # JSON has no tuples, so compare what would be written.
-        expected = json.loads(json.dumps([self._source, self.dtype.str]))
-        if is_whole and [progress["source"], progress["dtype"]] == expected:
+        expected = json.loads(json.dumps([self._source, self.dtype.str, inputs[: len(recorded[2])]]))
+        if is_whole and recorded == expected:
             self._progress = progress
             self._is_saved = True
             self.restored = progress["mark"]

@@ -96,10 +96,11 @@ def test_memory_does_not_grow_with_the_number_of_documents(tmp_path):
 
 
 SOURCE = {"inputs": ["a", "b", "c"]}
+INPUTS = [(7, 1), (7, 2), None]
 
 
-def mark(inputs):
-    return {"inputs": inputs, "text_bytes": 7, "problems": {"empty text": 2}, "places": {"empty text": ["a:1"]}}
+def mark(*inputs):
+    return {"inputs": list(inputs), "text_bytes": 7, "problems": {"empty text": 2}, "places": {"empty text": ["a:1"]}}
 
 
 def add(writer, documents):
@@ -110,7 +111,7 @@ def write_until(path, documents, killed, source=SOURCE):
     """Add two documents, mark them, add the others, and end like an interrupted or a killed process."""
     writer = IndexedDatasetWriter(path, np.dtype("<u2"), source=source)
     add(writer, documents[:2])
-    writer.mark(mark(1))
+    writer.mark(mark([7, 1]))
     add(writer, documents[2:])
     if killed:
         writer._bin.leave()
@@ -125,8 +126,8 @@ def test_the_next_writer_continues_after_the_last_mark(tmp_path, documents, monk
     write_documents(tmp_path / "whole", documents)
     write_until(tmp_path / "data", documents, killed)
     assert not (tmp_path / "data.idx").exists() and (tmp_path / "data.progress").exists()
-    with IndexedDatasetWriter(tmp_path / "data", np.dtype("<u2"), source=SOURCE) as writer:
-        assert writer.restored == mark(1)
+    with IndexedDatasetWriter(tmp_path / "data", np.dtype("<u2"), source=SOURCE, inputs=INPUTS) as writer:
+        assert writer.restored == mark([7, 1])
         assert (writer.documents, writer.tokens) == (2, 701)
         add(writer, documents[2:])
         writer.finish()
@@ -134,7 +135,7 @@ def test_the_next_writer_continues_after_the_last_mark(tmp_path, documents, monk
     assert sorted(path.name for path in tmp_path.glob("data.*")) == ["data.bin", "data.idx"]
 
 
-@pytest.mark.parametrize("change", ["source", "dtype", "cut", "malformed", "negative", "link", "lost"])
+@pytest.mark.parametrize("change", ["source", "inputs", "dtype", "cut", "malformed", "negative", "link", "lost"])
 def test_unfinished_files_that_do_not_fit_are_replaced(tmp_path, documents, change):
     write_documents(tmp_path / "whole", documents, np.int32 if change == "dtype" else np.uint16)
     write_until(tmp_path / "data", documents, killed=False)
@@ -151,7 +152,8 @@ def test_unfinished_files_that_do_not_fit_are_replaced(tmp_path, documents, chan
         progress.unlink()
     source = {"inputs": ["a"]} if change == "source" else SOURCE
     dtype = np.dtype("<i4" if change == "dtype" else "<u2")
-    with IndexedDatasetWriter(tmp_path / "data", dtype, source=source) as writer:
+    inputs = [(7, 9), *INPUTS[1:]] if change == "inputs" else INPUTS
+    with IndexedDatasetWriter(tmp_path / "data", dtype, source=source, inputs=inputs) as writer:
         assert (writer.restored, writer.documents, writer.tokens) == (None, 0, 0)
         writer.add(np.concatenate(documents).astype(dtype).tobytes(), np.array([len(each) for each in documents]))
         writer.finish()
@@ -169,7 +171,7 @@ def test_documents_of_another_source_are_never_continued(tmp_path, documents, mo
     add(second, [np.zeros(5000), np.ones(3)])
     second._bin.leave()
     second._idx.leave()
-    with IndexedDatasetWriter(tmp_path / "data", np.dtype("<u2"), source=SOURCE) as writer:
+    with IndexedDatasetWriter(tmp_path / "data", np.dtype("<u2"), source=SOURCE, inputs=INPUTS) as writer:
         assert (writer.restored, writer.documents, writer.tokens) == (None, 0, 0)
 
 
@@ -177,10 +179,13 @@ def test_documents_of_another_source_are_never_continued(tmp_path, documents, mo
 def test_a_full_disk_keeps_the_documents_of_the_last_mark(tmp_path, documents, monkeypatch, is_marked):
     monkeypatch.setattr(indexed_dataset, "_SAVE_SECONDS", -1.0)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with pytest.raises(OSError), IndexedDatasetWriter(tmp_path / "data", np.dtype("<u2"), source=SOURCE) as writer:
+    with (
+        pytest.raises(OSError),
+        IndexedDatasetWriter(tmp_path / "data", np.dtype("<u2"), source=SOURCE, inputs=INPUTS) as writer,
+    ):
         add(writer, documents[:2])
         if is_marked:
-            writer.mark(mark(1))
+            writer.mark(mark([7, 1]))
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # writing beyond it fails like a full disk
         try:
             add(writer, [np.zeros(1 << 18)])
@@ -194,15 +199,15 @@ def test_a_full_disk_keeps_the_documents_of_the_last_mark(tmp_path, documents, m
         assert list(tmp_path.iterdir()) == []
         return
     write_documents(tmp_path / "whole", documents)
-    with IndexedDatasetWriter(tmp_path / "data", np.dtype("<u2"), source=SOURCE) as writer:
-        assert writer.restored == mark(1)
+    with IndexedDatasetWriter(tmp_path / "data", np.dtype("<u2"), source=SOURCE, inputs=INPUTS) as writer:
+        assert writer.restored == mark([7, 1])
         add(writer, documents[2:])
         writer.finish()
     assert read_pair(tmp_path / "data") == read_pair(tmp_path / "whole")
 
 
 def test_without_a_mark_nothing_is_left(tmp_path, documents):
-    with IndexedDatasetWriter(tmp_path / "data", np.dtype("<u2"), source=SOURCE) as writer:
+    with IndexedDatasetWriter(tmp_path / "data", np.dtype("<u2"), source=SOURCE, inputs=INPUTS) as writer:
         add(writer, documents)
     assert list(tmp_path.iterdir()) == []
 

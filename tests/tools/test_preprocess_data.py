@@ -468,6 +468,10 @@ def test_skipped_documents_of_an_interrupted_run_are_reported(preprocess, tmp_pa
     seen.clear()
     preprocess(tmp_path / "*.jsonl", "--on-error", "skip", code=1, prefix="other")
     monkeypatch.setattr(IndexedDatasetWriter, "add", add)
+    # A file that was not complete may be repaired.
+    (tmp_path / "c.jsonl").write_text('{"text": "better"}')
+    report = preprocess(tmp_path / "*.jsonl", code=2, prefix="other").stderr
+    assert "continuing after 2 of 3 files" in report
     write_lines(tmp_path / "a.jsonl", ["better", "good", "good"])
     report = preprocess(tmp_path / "*.jsonl", "--on-error", "skip", prefix="other").stderr
     assert "continuing" not in report and "6 documents" in report
