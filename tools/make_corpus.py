@@ -141,7 +141,7 @@ def _source(path: Path) -> str | None:
 def hub_texts(arguments: argparse.Namespace, problems: Problems) -> Iterator[dict[str, str]]:
     """Yield {"text"} of a dataset's documents, except for empty ones, and add the bad documents to `problems`.
 
-    Raises UserError if the dataset or one of its files cannot be read, ConnectionError if the network fails.
+    Raises UserError if the dataset or one of its files cannot be read, hub.NetworkError if the network fails.
     """
     paths = hub.find_files(arguments.name, arguments)
     if not arguments.streaming:

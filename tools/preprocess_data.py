@@ -185,6 +185,17 @@ def write(
     numbers = {path: number for number, path in enumerate(paths)}
     text_bytes = 0
 
+    def mark_files_before(path: str) -> None:
+        """Record that all files before `path` are complete."""
+        nonlocal done
+        if numbers[path] <= done:
+            return
+        done = numbers[path]
+        counts = dict(problems.counts)
+        places = {reason: list(examples) for reason, examples in problems.examples.items()}
+        all_bytes = earlier_bytes + text_bytes
+        writer.mark(Mark(inputs=versions[:done], text_bytes=all_bytes, problems=counts, places=places))
+
     def speed(seconds: float) -> str:
         all_bytes = earlier_bytes + text_bytes
         new_tokens = writer.tokens - earlier_tokens
@@ -196,12 +207,7 @@ def write(
     try:
         with contextlib.closing(encode_files(remaining, encoding, arguments.workers, arguments.chunk_bytes)) as chunks:
             for chunk in chunks:
-                if numbers[chunk.path] > done:
-                    done = numbers[chunk.path]
-                    counts = dict(problems.counts)
-                    places = {reason: list(examples) for reason, examples in problems.examples.items()}
-                    all_bytes = earlier_bytes + text_bytes
-                    writer.mark(Mark(inputs=versions[:done], text_bytes=all_bytes, problems=counts, places=places))
+                mark_files_before(chunk.path)
                 problems.merge(chunk.problems)
                 stop_at_problem(problems, arguments)
                 lengths = chunk.lengths
@@ -213,6 +219,9 @@ def write(
                 if writer.documents == arguments.max_documents:
                     break
                 progress.update(chunk.position, speed)
+    except hub.NetworkError as error:
+        mark_files_before(error.subject)
+        raise
     finally:
         progress.end()
     for line in problems.report():

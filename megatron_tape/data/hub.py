@@ -26,6 +26,14 @@ _BLOCK = 16 << 20
 """Bytes per request when a file is streamed."""
 
 
+class NetworkError(ConnectionError):
+    """A failure to read `subject`, a file or a dataset of the Hub, over the network."""
+
+    def __init__(self, subject: str, reason: str):
+        super().__init__(f"{subject} cannot be read from the Hub: {reason}")
+        self.subject = subject
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose the files of a dataset: see `find_files`."""
     add = parser.add_argument
@@ -128,23 +136,21 @@ def _open(name: str, arguments: argparse.Namespace) -> Any:
 def download(paths: Sequence[str]) -> None:
     """Download the files of the Hub among `paths` to its local cache, unless they are there already.
 
-    Raises ConnectionError if that fails.
+    Raises NetworkError if that fails.
     """
     import huggingface_hub
 
     for name, commit in revisions(paths).items():
         files = [match[3] for path in paths if (match := _REMOTE.fullmatch(path)) and match[1] == name]
         command_line.log(f"downloading {len(files):,} files of {name} (--streaming reads them without storing them)")
-        patterns = [glob.escape(file) for file in files]
-        _convert_errors(
+        fetch = functools.partial(
+            huggingface_hub.snapshot_download,
             name,
-            lambda: huggingface_hub.snapshot_download(
-                name,  # noqa: B023
-                repo_type="dataset",
-                revision=commit,  # noqa: B023
-                allow_patterns=patterns,  # noqa: B023
-            ),
+            repo_type="dataset",
+            revision=commit,
+            allow_patterns=[glob.escape(file) for file in files],
         )
+        _convert_errors(name, fetch)
 
 
 def local_path(path: str) -> str | None:
@@ -160,7 +166,7 @@ def local_path(path: str) -> str | None:
 
 
 def open_file(path: str) -> IO[bytes]:
-    """Open a file of the Hub or a local file for reading. Reading raises ConnectionError if the network fails."""
+    """Open a file of the Hub or a local file for reading. Reading raises NetworkError if the network fails."""
     local = local_path(path)
     if local is None:
         return _RemoteFile(path)  # type: ignore[return-value]
@@ -188,7 +194,7 @@ def _file_system() -> Any:
 
 
 def _convert_errors(subject: str, call: Callable[[], Any]) -> Any:
-    """Return the result of a call of the Hub's library, whose errors become ConnectionError."""
+    """Return the result of a call of the Hub's library, whose errors become NetworkError about `subject`."""
     try:
         return call()
     except MemoryError:
@@ -196,7 +202,7 @@ def _convert_errors(subject: str, call: Callable[[], Any]) -> Any:
     # The library raises errors of its own, of its HTTP client, and of Python.
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ConnectionError(f"{subject} cannot be read from the Hub: {reason}") from error
+        raise NetworkError(subject, reason) from error
 
 
 class _RemoteFile:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_tape.data import hub
 from megatron_tape.data.documents import Problems, parse_chunk
 from megatron_tape.data.indexed_dataset import raise_file_limit, token_dtype
 from megatron_tape.data.raw_chunks import DOCUMENT_BYTES, Chunk, UnreadableFile, read_chunks
@@ -95,7 +96,7 @@ def encode_files(
     """Tokenize the documents of files in `workers` processes, and yield the chunks in order.
 
     If a file cannot be read to its end, a chunk without documents reports the problem. Raises ChildProcessError if a
-    worker dies, ConfigError if there are too many workers, and ConnectionError, after the last chunk that could be
+    worker dies, ConfigError if there are too many workers, and hub.NetworkError, after the last chunk that could be
     read, if the network fails while a file of the Hub is streamed.
     """
     refuse(workers > MAX_WORKERS, "--workers", f"is {workers:,}", f"use at most {MAX_WORKERS:,}")
@@ -107,7 +108,7 @@ def encode_files(
         # Fork the workers before this process starts any thread.
         executor.submit(os.getpid).result()
         pending: deque[Future | UnreadableFile] = deque()
-        failure: ConnectionError | None = None
+        failure: hub.NetworkError | None = None
         try:
             for chunk in read_chunks(paths, encoding.text_key, chunk_bytes, encoding.document_bytes):
                 is_unreadable = isinstance(chunk, UnreadableFile)
@@ -116,7 +117,7 @@ def encode_files(
                 allowed = 0 if isinstance(chunk, Chunk) and chunk.is_too_large else CHUNKS_IN_FLIGHT * workers - 1
                 while len(pending) > allowed:
                     yield _result(pending.popleft())
-        except ConnectionError as error:
+        except hub.NetworkError as error:
             failure = error
         # After a failure of the network, the next run continues with what was read before.
         while pending:

@@ -89,7 +89,7 @@ def read_chunks(
     TooLarge replaces a document whose decompressed line, row or file has more than `document_bytes`. A file that ends
     early or cannot be decompressed yields its whole lines, then an UnreadableFile.
 
-    Raises ConnectionError if a file of the Hub is streamed and the network fails: the file itself may be good.
+    Raises hub.NetworkError if a file of the Hub is streamed and the network fails: the file itself may be good.
     """
     position = 0
     chunk_bytes = min(chunk_bytes, max(document_bytes, 1 << 16))
@@ -98,7 +98,7 @@ def read_chunks(
             yield from _read_file(path, text_key, chunk_bytes, document_bytes, position)
         except UnreadableFile as error:
             yield error
-        except ConnectionError:
+        except hub.NetworkError:
             raise
         except OSError as error:
             yield UnreadableFile(path, f"cannot be read to its end ({error})")
@@ -262,7 +262,7 @@ def _read_parquet(path: str, text_key: str, chunk_bytes: int, document_bytes: in
                     row, texts, size = row + len(texts), [], 0
             if texts:
                 yield Chunk(path, "row", row, texts, position + size_in_bytes)
-    except (UnreadableFile, ConnectionError):
+    except (UnreadableFile, hub.NetworkError):
         raise
     # pyarrow raises plain ValueError and TypeError for names and types that it cannot represent.
     except (pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
