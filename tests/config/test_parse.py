@@ -324,7 +324,7 @@ def test_without_a_recipe_the_error_says_where_to_find_one(capsys):
 
 
 def test_a_first_argument_without_dashes_is_the_recipe(capsys):
-    recipe, other = "tape_demo", ["--train.steps", "3", "--config", "extend/tiny_tape"]
+    recipe, other = "tape_demo", ["--train.steps", "3", "--config", "rope_demo"]
     for arguments in ([], other):
         assert parse_run_config([recipe, *arguments]) == parse_run_config(["--config", recipe, *arguments])
     assert "train.steps is not an option" in refusal(capsys, parse_run_config, ["train.steps=3", recipe])
