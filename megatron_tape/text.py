@@ -4,6 +4,8 @@ import re
 
 CONTROLS = r"\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
 """Control characters, line separators and text-direction characters, to be put between `[]` in a regular expression."""
+LOG_TIME = "%Y-%m-%d %H:%M:%S"
+"""Format of the local date and time at the beginning of each line of a training log."""
 _IN_OUTPUT, _IN_A_LINE = re.compile(f"[{CONTROLS}]"), re.compile(rf"[{CONTROLS}\t\n\r]")
 
 

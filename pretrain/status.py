@@ -32,7 +32,7 @@ from megatron_tape.run.goodput import KEPT, seconds_by_kind, shares
 from megatron_tape.run.judging import AttemptRecord, last_error, queue_state, read_attempts
 from megatron_tape.run.metrics import LOSS, TOKENS_PER_SECOND, VALIDATION_LOSS, last_rows
 from megatron_tape.run.weights_and_biases import read_wandb
-from megatron_tape.text import duration
+from megatron_tape.text import LOG_TIME, duration
 
 SILENT_SECONDS = 60
 """Seconds without a heartbeat after which a run counts as stuck or gone."""
@@ -308,7 +308,7 @@ def _progress(status: RunStatus) -> str:
 
 def _described_attempt(attempt: AttemptRecord, alive: bool) -> str:
     try:
-        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.facts["started"]))
+        started = time.strftime(LOG_TIME, time.localtime(attempt.facts["started"]))
     except (KeyError, ValueError, OverflowError, OSError):  # not recorded, or out of range
         started = "at an unknown time"
     job = attempt.facts.get("job")

@@ -25,6 +25,7 @@ from megatron_tape.home import private_directory, provide_caches
 from megatron_tape.parallel.launcher import check_launcher_environment, local_rank, rank_and_size
 from megatron_tape.run.attempts import FAILED, FINISHED, INTERRUPTED, REFUSED, STALE, Attempt
 from megatron_tape.run.watch import CTRL_C, EXIT_STALE, Watch
+from megatron_tape.text import LOG_TIME
 
 if TYPE_CHECKING:
     from megatron_tape.training.model_building import ParameterFilter
@@ -139,7 +140,8 @@ def _abort_process_groups() -> None:
 
 def load_libraries(config: RunConfig, is_rank_0: bool) -> None:
     """Set the environment variables and log levels of the libraries, and import torch."""
-    logging.basicConfig(level=logging.INFO if is_rank_0 else logging.ERROR, format="%(message)s", force=True)
+    level = logging.INFO if is_rank_0 else logging.ERROR
+    logging.basicConfig(level=level, format="%(asctime)s %(message)s", datefmt=LOG_TIME, force=True)
     for noisy in ("DeepSpeed", "megatron", "torch", "numba", "matplotlib"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="megatron")  # it warns that Transformer Engine and Apex are missing

@@ -29,7 +29,7 @@ from typing_extensions import TypedDict
 from megatron_tape.io.files import SUFFIX, open_to_append, write_whole
 from megatron_tape.io.records import parse_record
 from megatron_tape.run.weights_and_biases import WandbRun
-from megatron_tape.text import duration, flop_count
+from megatron_tape.text import LOG_TIME, duration, flop_count
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class MetricsWriter:
         if self._wandb is not None:
             self._wandb.log(step, values)
         with suppress(OSError):  # stdout may be a file on a full disk
-            print(self._line(step, values), flush=True)
+            print(time.strftime(LOG_TIME), self._line(step, values), flush=True)
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Show `text`, such as a sample or the configuration, verbatim in TensorBoard under `tag`."""

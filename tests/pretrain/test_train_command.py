@@ -179,7 +179,7 @@ def test_every_setting_changed_since_the_save_is_reported_on_its_own_line(run, d
     silent = ["--logging.interval=2", "--checkpoint.keep=3", "--data.num_workers=1", "--train.hang_timeout=99"]
     assert run(*SHORT, *silent, "--optimizer.lr=0.002", "--train.steps=4", *packed(data)) == 0
     lines = capfd.readouterr().err.splitlines()
-    assert [line.partition(": ")[2] for line in lines if line.startswith("since step-00000002: ")] == [
+    assert [line.partition(": ")[2] for line in lines if " since step-00000002: " in line] == [
         f"data.tokenizer: was null, is now '{data}/tokenizer.json'",
         "data.reset_attention_mask: was false, is now true",
         "optimizer.lr: was 0.01, is now 0.002",

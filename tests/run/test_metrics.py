@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import time
+from datetime import datetime
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -95,13 +96,16 @@ def test_a_run_resumes_from_a_file_that_ends_at_any_byte(tmp_path, monkeypatch):
         assert (tmp_path / "metrics.jsonl").read_bytes() == whole
 
 
-def test_the_console_line_shows_each_metric_once(tmp_path, capsys):
+def test_the_console_line_shows_the_time_and_each_metric_once(tmp_path, capsys):
+    before = datetime.now().replace(microsecond=0)
     times = iter([0.0, 30.0])
     writer = plain(tmp_path, clock=lambda: next(times))
     writer.log(10, {**SCALARS, "validation/loss": 2.0, "validation/perplexity": 7.389, "toy": 1.0})
     writer.close()
-    assert capsys.readouterr().out == (
-        "step  10/100 | loss 2.5000 | grad norm 0.500 | lr 1.000e-03 | 12,345 tokens/s | 1.50 TFLOP/s | ETA 0:04:30"
+    line = capsys.readouterr().out
+    assert before <= datetime.strptime(line[:19], "%Y-%m-%d %H:%M:%S") <= datetime.now()
+    assert line[19:] == (
+        " step  10/100 | loss 2.5000 | grad norm 0.500 | lr 1.000e-03 | 12,345 tokens/s | 1.50 TFLOP/s | ETA 0:04:30"
         " | validation loss 2.0000 | perplexity 7.39\n"
     )
 
