@@ -310,6 +310,8 @@ def start_method(request):
 def test_loader_processes_end_when_their_parent_signals_them(folder, build, start_method):
     """When Python exits, multiprocessing sends SIGTERM to remaining processes and waits for them without limit."""
     batches = build(f"{folder}/a", num_workers=2).training()
+    # The first two batches come from different processes, so both have started.
+    next(batches)
     next(batches)
     workers = multiprocessing.active_children()
     for worker in workers:
