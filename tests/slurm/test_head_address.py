@@ -1,4 +1,4 @@
-"""slurm/common.sh: find the address of rank 0, and read fields of a job from scontrol."""
+"""slurm/common.sh: find the address of rank 0, and read facts about a job and its nodes from scontrol."""
 
 import subprocess
 from pathlib import Path
@@ -61,3 +61,24 @@ def test_a_job_finds_the_repository_that_it_was_submitted_from(script):
     code = ["bash", "-euo", "pipefail", "-c", f'{SCONTROL}\n{command.removesuffix("|| true")}\nprintf %s "$root"']
     done = subprocess.run(code, env=environment, capture_output=True, text=True, timeout=20)
     assert (done.returncode, done.stdout, done.stderr) == (0, "/a repo", "")
+
+
+@pytest.mark.parametrize(
+    "nodes, gpus, message",
+    [
+        (["GRES=gpu:a100:2(IDX:0-1)", "GRES=gpu:a100:2(IDX:0,3)"], "2", ""),
+        (["GRES=gpu:a100:2(IDX:0-1),gpu:h100:1(IDX:2)", "GRES=nvme:9(CNT:9),gpu:8(IDX:0-7)"], "3", "3 or 8 GPUs"),
+        (["GRES=", "GRES="], "0", ""),
+        (["GRES=gpu:4(IDX:0-3)", "GRES=nvme:1"], None, "some nodes of this job have no GPU"),
+        ([], "8", ""),
+    ],
+)
+def test_the_smallest_number_of_gpus_and_cpus_of_a_node_counts(nodes, gpus, message):
+    record = [f"     Nodes=n{number} CPU_IDs=0-3 Mem=0 {resources}" for number, resources in enumerate(nodes)]
+    record += ["   Command=/slurm/pretrain_tape.sh --logging.note x", " Nodes=n9 GRES=gpu:1"]
+    environment = {"JOB": "\n".join(record), "PATH": "/usr/bin:/bin", "SLURM_GPUS_ON_NODE": "8"}
+    environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_CPUS_PER_NODE": "64(x2),9,128(x3)"}
+    script = 'source "$1"; scontrol() { echo "$JOB"; }; gpus_per_node; tasks=2; cpus_per_task'
+    done = subprocess.run(["bash", "-uc", script, "bash", str(COMMON)], env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ([] if gpus is None else [gpus, "4"])
+    assert message in done.stderr and (message or not done.stderr)
