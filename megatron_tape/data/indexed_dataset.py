@@ -17,7 +17,9 @@ made (see `data.origins`). Megatron-core does not read it.
 import contextlib
 import json
 import os
+import re
 import resource
+import shlex
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +31,7 @@ import numpy as np
 from pydantic import NonNegativeInt
 from typing_extensions import TypedDict
 
+from megatron_tape.data.raw_chunks import is_text_file
 from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.io.files import PartialFile, fingerprint, hold_signals, refuse_existing, sync_directory
 from megatron_tape.io.records import read_record, write_record
@@ -100,6 +103,50 @@ def check_output_prefix(option: str, prefix: str) -> None:
     if Path(f"{prefix}.idx").name in (".idx", "..idx", "...idx"):
         fix = os.path.join(prefix, "NAME")
         raise ConfigError(option, f"is {prefix!r}, a directory", f"add a name for the dataset, such as {fix}")
+
+
+PAIR = "a dataset is a pair of files, NAME.bin and NAME.idx, and is given as NAME"
+
+
+def mistaken_for_dataset(prefix: str, tokenizer: str = "TOKENIZER") -> tuple[str, str] | None:
+    """Return what `prefix` is if it is something else than a dataset, and how to make or find one; otherwise None.
+
+    The first is the continuation of a sentence about `prefix`. `tokenizer` is part of the command in the second.
+    """
+    path = Path(prefix)
+    if Path(f"{prefix}.idx").exists():
+        return None
+    stem = prefix.removesuffix(".bin").removesuffix(".idx")
+    if stem != prefix and Path(f"{stem}.idx").exists():
+        return f"is a file of the dataset {stem}", f"give {stem}, without the suffix"
+    if path.is_dir():
+        datasets = sorted(str(index.with_suffix("")) for index in path.glob("*.idx"))
+        if datasets:
+            return "is a directory", f"give a dataset in it, such as {datasets[0]}, or all of them as {path / '*'}"
+        texts = sorted({file.suffix for file in path.iterdir() if is_text_file(str(file))})
+        pattern = path / f"*{texts[0] if texts else '.jsonl'}"
+        return "is a directory without a dataset", _how_to_make(str(pattern), str(path / "NAME"), tokenizer)
+    if is_text_file(prefix):
+        name = "NAME" if any(character in path.name for character in "*?[") else path.name.split(".")[0]
+        return "names text, not a dataset", _how_to_make(prefix, str(path.with_name(name or "NAME")), tokenizer)
+    if path.is_file():
+        fix = "convert it to .jsonl, .txt or .parquet, and make a dataset with tools/preprocess_data.py"
+        return "is a file of another format", fix
+    return None
+
+
+def how_to_make_from_hub(prefix: str, tokenizer: str) -> str | None:
+    """Return how to make a dataset if `prefix` can be the name of a dataset of the Hugging Face Hub, otherwise None."""
+    name = prefix.removeprefix("hub:")
+    if Path(prefix).parent.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return None
+    return _how_to_make(f"hub:{name}", f"data/{name.rpartition('/')[2]}", tokenizer)
+
+
+def _how_to_make(source: str, prefix: str, tokenizer: str) -> str:
+    """Return how to make the dataset `prefix` from `source`, an input of tools/preprocess_data.py."""
+    options = ["--input", source, "--tokenizer", tokenizer, "--output-prefix", prefix, "--append-eod"]
+    return f"run `python tools/preprocess_data.py {shlex.join(options)}` and give {prefix}"
 
 
 def origin_path(prefix: str | Path) -> Path:
@@ -363,6 +410,9 @@ class IndexedDatasetReader:
 
     def __init__(self, prefix: str | Path):
         self.bin_path, self.idx_path = dataset_paths(prefix)
+        if mistake := mistaken_for_dataset(str(prefix)):
+            problem, fix = mistake
+            raise FileError(str(prefix), f"{problem}; {PAIR}", fix)
         for path in (self.idx_path, self.bin_path):
             if not path.is_file():
                 raise FileError(str(path), "does not exist", "give the prefix of a .bin and .idx pair")

@@ -15,7 +15,14 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.stages import prefixes_of, stages_of
 from megatron_tape.config.values import format_value
 from megatron_tape.data.examples import example_encoder, read_examples
-from megatron_tape.data.indexed_dataset import IndexedDatasetReader, first_invalid_id, raise_file_limit
+from megatron_tape.data.indexed_dataset import (
+    PAIR,
+    IndexedDatasetReader,
+    first_invalid_id,
+    how_to_make_from_hub,
+    mistaken_for_dataset,
+    raise_file_limit,
+)
 from megatron_tape.data.long_documents import find_pools
 from megatron_tape.data.origins import Origin, check_tokenizer, fingerprints_of, read_origin, unknown_tokenizers
 from megatron_tape.data.tokenizer import Tokenizer, TokenizerRecord, difference, load_run_tokenizer, tokenizer_record
@@ -52,13 +59,22 @@ def check_data_files(config: RunConfig) -> None:
 
 
 def _check_prefixes(config: RunConfig) -> None:
+    tokenizer = config.data.tokenizer or "TOKENIZER"
     for prefix in blend(config.data.prefix)[0]:
+        with convert_path_errors("data.prefix", prefix):
+            mistake = mistaken_for_dataset(prefix, tokenizer)
+        if mistake is not None:
+            problem, fix = mistake
+            raise ConfigError("data.prefix", f"contains {prefix}, which {problem}; {PAIR}", fix)
+        hub = how_to_make_from_hub(prefix, tokenizer)
+        fix = "correct it, or finish preprocessing the corpus"
+        if hub is not None:
+            fix = f"correct it, or, if it is a dataset of the Hugging Face Hub, {hub}"
         for suffix in (".idx", ".bin"):
             with convert_path_errors("data.prefix", prefix):
                 missing = not Path(prefix + suffix).is_file()
             problem = "no dataset matches it" if is_pattern(prefix) else f"{prefix}{suffix} does not exist"
-            fix = _how_to_provide(prefix, "correct it, or finish preprocessing the corpus")
-            refuse(missing, "data.prefix", f"contains {prefix}, but {problem}", fix)
+            refuse(missing, "data.prefix", f"contains {prefix}, but {problem}", _how_to_provide(prefix, fix))
 
 
 def _how_to_provide(path: str, fix: str) -> str:

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 
 import pytest
 from configurations import make
@@ -8,8 +9,9 @@ from datasets_for_tests import write_dataset, write_documents
 from megatron_tape.checkpoint.locate import check_directories
 from megatron_tape.checkpoint.saved_tokenizer import check_tokenizer_exists
 from megatron_tape.config.schema import replace_settings
+from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.data.inputs import check_data_files, check_datasets
-from megatron_tape.errors import ConfigError
+from megatron_tape.errors import ConfigError, FileError
 
 
 def check_inputs(config):
@@ -35,7 +37,13 @@ def test_inputs_that_do_not_exist_are_named_one_by_one(tmp_path):
 
 def test_a_missing_relative_path_is_named_with_its_directory_and_the_demos_with_the_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for prefix, fix in (("data/web", "correct it, or finish"), ("runs/demo/data/stdlib", "run `make demo`")):
+    from_hub = "correct it, or, if it is a dataset of the Hugging Face Hub, run `python tools/preprocess_data.py"
+    for prefix, fix in (
+        ("web", "correct it, or finish"),
+        ("allenai/c4", f"{from_hub} --input hub:allenai/c4 --tokenizer"),
+        ("hub:allenai/c4", f"{from_hub} --input hub:allenai/c4 --tokenizer"),
+        ("runs/demo/data/stdlib", "run `make demo`"),
+    ):
         with pytest.raises(ConfigError) as error:
             check_data_files(make(data__prefix=prefix))
         assert error.value.fix.startswith(fix)
@@ -106,3 +114,37 @@ def test_ids_outside_the_vocabulary_are_refused_before_the_run_starts(tmp_path, 
     config = make(data__prefix=str(tmp_path / "a"), data__tokenizer=None, model__vocab_size=64)
     with pytest.raises(ConfigError, match=rf"a, in which document 9\d has the token id {bad}, but {problem}"):
         check_datasets(config)
+
+
+def test_what_is_mistaken_for_a_dataset_is_named_with_the_command_that_makes_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("texts.jsonl", "raw/a.txt.gz", "raw/b.parquet", "notes.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    write_dataset(tmp_path / "c4")
+    (tmp_path / "many").mkdir()
+    write_dataset(tmp_path / "many" / "web")
+    preprocess = "python tools/preprocess_data.py --input {} --tokenizer w.model --output-prefix {} --append-eod"
+    for prefix, problem, command, output in (
+        ("texts.jsonl", "names text, not a dataset", "texts.jsonl", "texts"),
+        ("my texts.jsonl", "names text, not a dataset", "'my texts.jsonl'", "'my texts'"),
+        ("raw/a.txt.gz", "names text, not a dataset", "raw/a.txt.gz", "raw/a"),
+        ("raw/*.parquet", "names text, not a dataset", "'raw/*.parquet'", "raw/NAME"),
+        ("raw", "is a directory without a dataset", "'raw/*.gz'", "raw/NAME"),
+    ):
+        with pytest.raises(ConfigError) as refusal:
+            check_data_files(make(data__prefix=prefix, data__tokenizer="w.model"))
+        expected = f"contains {prefix}, which {problem}; a dataset is a pair of files, NAME.bin and NAME.idx"
+        assert refusal.value.key == "data.prefix" and refusal.value.problem.startswith(expected)
+        assert f"run `{preprocess.format(command, output)}` and give " in refusal.value.fix
+    for prefix, fix in (
+        ("c4.idx", "give c4, without the suffix"),
+        ("c4.bin", "give c4, without the suffix"),
+        ("many", "give a dataset in it, such as many/web, or all of them as many/*"),
+        ("notes.csv", "convert it to .jsonl, .txt or .parquet, and make a dataset with tools/preprocess_data.py"),
+    ):
+        with pytest.raises(ConfigError) as refusal:
+            check_data_files(make(data__prefix=prefix))
+        assert refusal.value.fix == fix
+        with pytest.raises(FileError, match=re.escape(fix)):
+            IndexedDatasetReader(prefix)

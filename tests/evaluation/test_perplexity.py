@@ -7,14 +7,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from datasets_for_tests import write_dataset
+from datasets_for_tests import write_dataset, write_documents
 from evaluation.loss_cases import ByteModel, copies, result_of, run, score, uniform, write_jsonl
 from harness_cases import BYTES, bpe_tokenizer, random_llama
 
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
+from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.evaluation.model_source import find_model
 from megatron_tape.evaluation.task import Summary
 from megatron_tape.evaluation.tasks.perplexity import Perplexity
+from megatron_tape.evaluation.tasks.text_sources import find_sources, long_documents
 
 RANDOM = np.random.default_rng(0)
 TEXTS = ["".join(map(chr, RANDOM.integers(32, 127, size))) for size in (150, 40, 260, 200)]
@@ -173,6 +175,20 @@ def test_a_file_of_token_ids_is_read_with_its_type(tmp_path, dtype, vocab_size):
     settings = {"data": str(tmp_path / "ids.bin"), "lengths": [16], "stride": 4}
     run(Perplexity, model, token_dtype=dtype, **settings)
     assert set(sum(model.scored, [])) == set(ids[1:])
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+def test_a_file_of_a_dataset_is_refused_with_the_datasets_prefix(tmp_path, ending):
+    write_dataset(tmp_path / "a")
+    with pytest.raises(ConfigError, match=f"a file of the indexed dataset {tmp_path}/a; give {tmp_path}/a, without"):
+        find_sources(f"{tmp_path}/a{ending}", None, "uint16", "perplexity")
+
+
+def test_negative_ids_of_a_dataset_are_refused(tmp_path):
+    write_documents(tmp_path / "a", [[1, 2, -1, 3]], "<i4")
+    (source,) = find_sources(f"{tmp_path}/a", None, "uint16", "perplexity")
+    with pytest.raises(FileError, match="token 2 of document 0 is -1, outside the model's vocabulary"):
+        long_documents(source, ByteModel(uniform), "text", 2, None)
 
 
 def test_default_lengths_come_from_the_models_configuration(texts, tmp_path):

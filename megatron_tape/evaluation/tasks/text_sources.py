@@ -84,7 +84,7 @@ def _find_source(name: str, path: str, token_dtype: TokenDtype, section: str) ->
         return Source(name, path, "indexed", section, token_dtype)
     missing = not Path(path).is_file()
     refuse(missing, key, f"is {format_value(path)}, but there is no such file or indexed dataset", "correct the path")
-    prefix = path.removesuffix(".bin")
+    prefix = path.removesuffix(".bin").removesuffix(".idx")
     problem = f"is {path}, a file of the indexed dataset {prefix}"
     refuse(Path(f"{prefix}.idx").is_file(), key, problem, f"give {prefix}, without the suffix")
     formats = ".jsonl, .json, .txt (also .gz, .zst), .parquet, a .bin of token ids, or the prefix of an indexed dataset"
