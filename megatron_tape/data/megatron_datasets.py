@@ -31,7 +31,7 @@ from megatron_tape.config.data import blend
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.stages import stages_of
 from megatron_tape.data.index_cache import cached, load_array
-from megatron_tape.data.indexed_dataset import IndexedDatasetReader, dataset_paths
+from megatron_tape.data.indexed_dataset import IndexedDatasetReader, dataset_paths, first_invalid_id
 from megatron_tape.data.inputs import check_token_ids, large_enough, missing_validation
 from megatron_tape.data.long_documents import (
     DatasetPart,
@@ -142,8 +142,9 @@ class CheckedDataset(IndexedDataset):
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Return `length` token ids of sequence `idx` from `offset` on. Raises ConfigError for an invalid id."""
         ids = super().get(idx, offset, length)
-        document = int(np.searchsorted(self.document_indices, idx, side="right")) - 1
-        check_token_ids(ids, self._vocab_size, self.path_prefix, document)
+        if first_invalid_id(ids, self._vocab_size) is not None:
+            document = int(np.searchsorted(self.document_indices, idx, side="right")) - 1
+            check_token_ids(ids, self._vocab_size, self.path_prefix, document)
         return ids
 
 

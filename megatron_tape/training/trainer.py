@@ -274,7 +274,7 @@ class Trainer:
             before = with_saved_size(saved, self.config)
             size_before = before.train.samples_after(before.train.steps - self.step, seen)
             order_before = None
-            with suppress(UserError):  # a dataset of data.stages may have been moved or removed
+            with suppress(UserError, OSError):  # a dataset of data.stages may have been moved or removed
                 order_before = sample_order(before, size_before, seen)
             if order_before == sample_order(self.config, self.batches.samples.stop, seen):
                 return
