@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from training_cases import checksums, option, packed, tp, zero
+from training_cases import checksums, option, packed, tp, whole_state, zero
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_tape.checkpoint.directories import list_checkpoints
@@ -102,10 +102,16 @@ def extended(folder, data, base, name, *overrides):
     return rows
 
 
+def states(folder, names):
+    """Return the weights and moments of these extended models by name."""
+    return {name: whole_state(folder, name, STEPS) for name in names}
+
+
 def continued(folder, data, base, name, *overrides):
     """Train uninterrupted, and again from the first step's checkpoint; return the rows and last tensors of both."""
     every = [*overrides, "--checkpoint.interval=1"]
     found = {"whole": extended(folder, data, base, name, *every), "whole_state": checksums(folder, name, STEPS)}
+    found["whole_tensors"] = whole_state(folder, name, STEPS)
     dist.barrier()
     for step, path in list_checkpoints(f"{folder}/{name}/checkpoints"):
         if dist.get_rank() == 0 and step > 1:
@@ -124,11 +130,14 @@ def main(folder, data):
         rows[name] = extended(folder, data, base, name, tp(tensor_size), zero(stage))
     for name, overrides in {**VARIANTS, "packed": packed(data)}.items():
         rows[name] = extended(folder, data, base, name, tp(size), zero(1), *overrides)
-    if size == 1:
-        return rows | {"with_lora": extended(folder, data, base, "with_lora", *WITH_LORA)}
     leaner = ["--checkpoint.frozen=false", *WITH_LORA]
+    if size == 1:
+        rows["with_lora"] = extended(folder, data, base, "with_lora", *leaner)
+        return rows | {"states": states(folder, rows)}
     resumed = {
         "tp2_zero1": continued(folder, data, base, "resumed-1", tp(2), zero(1)),
         "with_lora": continued(folder, data, base, "resumed-3", tp(1), zero(3), *leaner),
     }
-    return rows | {name: case["whole"] for name, case in resumed.items()} | {"resumed": resumed}
+    found = states(folder, rows)
+    found |= {name: case.pop("whole_tensors") for name, case in resumed.items()}
+    return rows | {name: case["whole"] for name, case in resumed.items()} | {"resumed": resumed, "states": found}

@@ -7,14 +7,11 @@ import shutil
 from pathlib import Path
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 from extension_cases import WITH_LORA, continued, extended, pretrained
-from training_cases import RECIPE, evaluated, generated, option, packed, rows
+from training_cases import RECIPE, evaluated, generated, option, packed, rows, whole_state
 
 from megatron_tape.checkpoint.directories import list_checkpoints, read_state
-from megatron_tape.checkpoint.reading import Checkpoint
-from megatron_tape.model.weights import unshard
 from megatron_tape.training import engine
 from pretrain import train
 
@@ -76,29 +73,13 @@ def run(folder, name, *overrides, expect=0, trains=None):
     return rows(Path(folder, name))
 
 
-def whole_state(folder, name, step):
-    """Return every unsharded tensor of a checkpoint."""
-    path = Path(folder, name, "checkpoints", f"step-{step:08d}")
-    checkpoint, found = Checkpoint(path, read_state(path)), {}
-    for key, shares in checkpoint.places().items():
-        parts = [checkpoint.read(*share) for share in shares if share is not None]
-        cut = checkpoint.state["sharded"].get(key.partition("/")[2])
-        if cut is None:
-            found[key] = parts[0].clone()
-            continue
-        parameter = torch.nn.Parameter(torch.empty(0))
-        parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, *cut.values()
-        found[key] = unshard(parts, parameter).clone()
-    return found
-
-
 def moments(folder, name, step):
     """Return the unsharded first moments of a checkpoint."""
     return {key: value for key, value in whole_state(folder, name, step).items() if key.startswith("exp_avg/")}
 
 
 def equal_runs(folder, data):
-    results = {"rows": {}, "gradients": {}}
+    results = {"rows": {}, "gradients": {}, "states": {}}
     size = int(os.environ["WORLD_SIZE"])
     for layout, settings in LAYOUTS[size].items():
         for case, changes in cases(data).items():
@@ -109,6 +90,7 @@ def equal_runs(folder, data):
             # is rounded differently.
             saves = [*SEVERAL, option("optimizer.clip_grad", 0.0)] if case in COMPARED else []
             results["rows"][name] = run(folder, name, *prefix, *changes, *settings, *saves)
+            results["states"][name] = whole_state(folder, name, STEPS)
             if saves:
                 results["gradients"][name] = {step: moments(folder, name, step) for step in (1, 2)}
     return results
@@ -143,11 +125,13 @@ def more(folder, data):
     rows["evaluated"] = run(folder, "evaluated", prefix, *packed(data), *evaluating, *stages)
     rows["frozen"] = run(folder, "frozen", prefix, option("train.recompute", "full"), *stages, trains=first_layer)
     with not_finite():
-        rows["not_finite"] = run(folder, "not-finite", prefix, *stages)
-    updates = read_state(Path(folder, "not-finite", "checkpoints", f"step-{STEPS:08d}"))["optimizer_steps"]
+        rows["not_finite"] = run(folder, "not_finite", prefix, *stages)
+    updates = read_state(Path(folder, "not_finite", "checkpoints", f"step-{STEPS:08d}"))["optimizer_steps"]
     four = option("model.num_layers", 4)
     base = pretrained(folder, data, "base", "tape", four)
     rows["extended"] = extended(folder, data, base, "extended", *WITH_LORA, four, *stages)
+    for name in ("evaluated", "frozen", "not_finite", "extended"):
+        states[name] = whole_state(folder, name, STEPS)
     if stages:
         # From a checkpoint with stages, in another layout, saving no frozen weights.
         base = pretrained(folder, data, "base-of-stages", "tape", four, TWO)

@@ -2,6 +2,8 @@
 
 import shutil
 
+import deepspeed
+import torch
 import torch.distributed as dist
 from configurations import make_alone, nested
 from models import build, random_tokens, small_model
@@ -10,6 +12,7 @@ from toy_encodings import TOYS, registered
 from training_cases import option, run, tp, zero
 
 from megatron_tape.config.encodings import ENCODINGS
+from megatron_tape.model.weights import unshard
 from megatron_tape.training.engine import Engine
 
 BUILT_IN = {name: {"position_encoding": name} for name in ("fire", "path", "cope", "fox", "repo", "randpe")}
@@ -33,15 +36,29 @@ def settings_of(name):
     return BUILT_IN.get(name, {"position_encoding": name})
 
 
+def whole_weights(model, layout):
+    """Return the unsharded weights. Collective over all ranks."""
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        own = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    weights = {}
+    for name, parameter in model.named_parameters():
+        parts = [torch.empty_like(own[name]) for _ in range(layout.tensor_parallel_size)]
+        dist.all_gather(parts, own[name], group=layout.groups.tp)
+        weights[name] = unshard(parts, parameter)
+    return weights
+
+
 def steps(name, tensor_size, stage):
-    """Return the losses and gradient norms of two steps, and the loss after them."""
+    """Return the losses and gradient norms of two steps, the loss after them, and the weights after them."""
     changes = {"parallel__tensor_model_parallel_size": tensor_size, "deepspeed__zero_stage": stage}
     model, layout = build(small_model(**settings_of(name)), tp=tensor_size, randomize=False)
     engine = Engine(model, make_alone(model.encoding.model, train__global_batch_size=2, **changes), layout)
     tokens = [random_tokens(1, 17, seed=i) for i in range(2)][layout.data_parallel_rank :: layout.data_parallel_size]
     batches = [{"tokens": x[:, :-1], "labels": x[:, 1:]} for x in tokens]
     found = [engine.train_step(batches, 0.01, step) for step in (1, 2)]
-    return [number for step in found for number in (step.loss, step.grad_norm)] + [engine.evaluate(batches)]
+    numbers = [number for step in found for number in (step.loss, step.grad_norm)] + [engine.evaluate(batches)]
+    return {"numbers": numbers, "weights": whole_weights(model, layout)}
 
 
 def resume(folder, data, name, of_model, *layout):

@@ -4,7 +4,7 @@ import extension_cases as cases
 import pytest
 from datasets_for_tests import write_all
 from launch import run_group
-from training_cases import assert_close, without_speed
+from training_cases import assert_close, assert_same_state, without_speed
 
 
 @pytest.fixture(scope="module")
@@ -16,11 +16,13 @@ def rows(tmp_path_factory):
 @pytest.mark.parametrize("layout", ["tp2_zero1", *(f"tp{tp}_zero{stage}" for tp, stage in cases.LAYOUTS)])
 def test_every_layout_equals_one_process(rows, layout):
     assert_close(rows[2][layout], rows[1]["tp1_zero1"], cases.STEPS)
+    assert_same_state(rows[2]["states"][layout], rows[1]["states"]["tp1_zero1"])
 
 
 @pytest.mark.parametrize("variant", [*cases.VARIANTS, "packed", "with_lora"])
 def test_two_processes_equal_one_for_any_trained_parameters(rows, variant):
     assert_close(rows[2][variant], rows[1][variant], cases.STEPS)
+    assert_same_state(rows[2]["states"][variant], rows[1]["states"][variant])
     assert rows[1][variant][-1]["train/loss"] != rows[1]["tp1_zero1"][-1]["train/loss"]
 
 

@@ -8,6 +8,7 @@ from conversions import convert
 from datasets_for_tests import write_all
 from launch import run_group
 from pipeline_cases import COMPARED, LAYOUTS, MOVES, STEPS, run_under
+from training_cases import assert_same_state
 
 from megatron_tape.evaluation.results import read_results
 from pretrain import evaluate
@@ -25,7 +26,7 @@ def groups(data):
 
 @pytest.fixture(scope="module")
 def equal(groups):
-    kinds = ("rows", "gradients")
+    kinds = ("rows", "gradients", "states")
     return {kind: {name: value for group in groups for name, value in group[kind].items()} for kind in kinds}
 
 
@@ -39,7 +40,7 @@ RUNS = [f"{case}-{layout}" for layout in (*LAYOUTS[2], *LAYOUTS[4]) for case in 
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_pipeline_stages_have_the_losses_of_one_process(equal, run):
+def test_pipeline_stages_have_the_losses_and_weights_of_one_process(equal, run):
     case = run.partition("-")[0]
     rows, expected = equal["rows"][run], equal["rows"][f"{case}-alone"]
     assert len(rows) == STEPS
@@ -48,6 +49,8 @@ def test_pipeline_stages_have_the_losses_of_one_process(equal, run):
         for key in keys:
             assert row[key] == pytest.approx(other[key], rel=tolerance(run, case)), key
     assert "validation/loss" in keys
+    bound = {} if "bf16" not in case else {"bound": 0.05}
+    assert_same_state(equal["states"][run], equal["states"][f"{case}-alone"], **bound)
 
 
 def tolerance(run, case):
@@ -87,6 +90,7 @@ def test_other_features_of_a_run_are_the_same_with_stages(more, run):
         for key in keys:
             assert row[key] == (other[key] and pytest.approx(other[key], rel=1e-4)), key  # None if not finite
     assert more[0]["updates"] == more[1]["updates"] == STEPS - 1
+    assert_same_state(more[1]["states"][run], more[0]["states"][run])
 
 
 @pytest.mark.parametrize("move", MOVES)

@@ -9,6 +9,7 @@ from models import small_model
 from plans import of_model, on_cpu
 from position_cases import BUILT_IN, RESUMED, UNDER_ZERO_3, settings_of
 from toy_encodings import TOYS, registered
+from training_cases import assert_same_state
 
 from megatron_tape.planning.communication import ALL_TO_ALL, CONTEXT, communication
 from megatron_tape.planning.parameters import parameter_count
@@ -94,10 +95,12 @@ def test_under_zero_3_each_rank_initializes_its_partition_of_the_same_weights(re
 
 @pytest.mark.parametrize("name", (*TOYS, *BUILT_IN))
 @pytest.mark.parametrize("layout", ["tensor", "sharded"])
-def test_an_encoding_has_the_same_losses_under_every_layout(group, name, layout):
+def test_an_encoding_has_the_same_losses_and_weights_under_every_layout(group, name, layout):
     """The layout "sharded" uses ZeRO 3, under which parameters that attention reads must be gathered."""
     steps = group["encodings"]["steps"][name]
-    assert steps[layout] == pytest.approx(steps["alone"], rel=5e-5)
+    found, expected = steps[layout], steps["alone"]
+    assert found["numbers"] == pytest.approx(expected["numbers"], rel=5e-5)
+    assert_same_state(found["weights"], expected["weights"])
 
 
 def assert_resumed(whole, continued):

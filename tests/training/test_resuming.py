@@ -3,7 +3,7 @@
 import pytest
 from datasets_for_tests import write_all
 from launch import run_group
-from training_cases import RESUMED, assert_close, without_speed
+from training_cases import RESUMED, assert_close, assert_same_state, without_speed
 
 from megatron_tape.errors import EXIT_RESTART
 
@@ -72,6 +72,7 @@ def test_saving_changes_nothing(resumed):
 @pytest.mark.parametrize("case", ["from_tensor_to_context_parallel", "ramp", "muon_another_layout"])
 def test_a_run_continues_under_another_layout(resumed, case):
     assert_close(resumed[case]["continued"], resumed[case]["whole"])
+    assert_same_state(resumed[case]["continued_tensors"], resumed[case]["whole_tensors"])
 
 
 def test_a_batch_ramp_counts_the_sequences_so_far(resumed):

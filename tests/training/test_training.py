@@ -6,7 +6,7 @@ import pytest
 from datasets_for_tests import write_all
 from launch import run_group
 from tensor_parallel_cases import assert_equal
-from training_cases import LAYOUTS, assert_close
+from training_cases import LAYOUTS, assert_close, assert_same_state
 
 VARIANTS = {2: ["muon", "packed", "generated"], 4: ["muon", "packed", "generated", "sampled", "epochs", "ramp"]}
 
@@ -21,13 +21,19 @@ def equal(data):
     return {size: run_group("training_cases", size, data, "equal") for size in (1, 2, 4)}
 
 
+def assert_equals_one_process(equal, size, name, alone="tp1_cp1_zero1"):
+    """Assert that a run has the metrics, weights and moments of the run `alone` of one process."""
+    assert_close(equal[size][name], equal[1][alone])
+    assert_same_state(equal[size]["states"][name], equal[1]["states"][alone])
+
+
 @pytest.mark.parametrize("size, layout", [(size, layout) for size in LAYOUTS for layout in LAYOUTS[size]])
 def test_every_layout_equals_one_process(equal, size, layout):
-    assert_close(equal[size]["tp{}_cp{}_zero{}".format(*layout)], equal[1]["tp1_cp1_zero1"])
+    assert_equals_one_process(equal, size, "tp{}_cp{}_zero{}".format(*layout))
 
 
 def test_zero_3_with_all_parameters_partitioned_equals_one_process(equal):
-    assert_close(equal[2]["gathered"], equal[1]["tp1_cp1_zero1"])
+    assert_equals_one_process(equal, 2, "gathered")
 
 
 def test_muon_trains_differently_from_adamw(equal):
@@ -46,15 +52,15 @@ def test_models_on_four_processes_that_share_sequences_equal_one_process(equal):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_every_zero_stage_is_the_same_on_one_process(equal, stage):
-    assert_close(equal[1][f"tp1_cp1_zero{stage}"], equal[1]["tp1_cp1_zero1"])
+    assert_equals_one_process(equal, 1, f"tp1_cp1_zero{stage}")
 
 
 @pytest.mark.parametrize("size, variant", [(size, variant) for size in VARIANTS for variant in VARIANTS[size]])
 def test_variants_equal_one_process(equal, size, variant):
-    """Sampling text does not change training, so its rows are compared with those of `packed`."""
-    one_process = equal[1]["packed" if variant == "sampled" else variant]
-    assert_close(equal[size][variant], one_process)
-    assert one_process[-1]["train/loss"] != equal[1]["tp1_cp1_zero1"][-1]["train/loss"]
+    """Sampling text does not change training, so it is compared with `packed`."""
+    alone = "packed" if variant == "sampled" else variant
+    assert_equals_one_process(equal, size, variant, alone)
+    assert equal[1][alone][-1]["train/loss"] != equal[1]["tp1_cp1_zero1"][-1]["train/loss"]
 
 
 @pytest.mark.parametrize("size, layout", [(1, "tp1_cp1_zero3"), (2, "tp1_cp2_zero1"), (4, "tp2_cp1_zero3")])
