@@ -89,6 +89,8 @@ def main() -> None:
         summary = write(writer, paths, versions, encoding, arguments)
         if not writer.documents:
             raise ConfigError("--input", "has no documents", "check it and --text-key")
+        if not arguments.overwrite:  # parts that started at the same time did not see each other
+            check_revisions(arguments.output_prefix, prefix, paths)
         writer.finish(origin)
     command_line.log(f"{prefix}: {summary}")
 
@@ -133,13 +135,15 @@ def files_of_part(paths: list[str], index: int, count: int) -> list[str]:
 
 
 def check_revisions(output_prefix: str, prefix: str, paths: list[str]) -> None:
-    """Raise FileError if an interrupted run or another part has read another revision of a dataset of the Hub."""
+    """Raise FileError if an unfinished run or another part has read another revision of a dataset of the Hub."""
     commits = hub.revisions(paths)
     if not commits:
         return
     recorded: dict[str, Any] = {}
-    if progress := read_progress(prefix):
-        recorded[prefix] = progress["source"].get("source")
+    unfinished = glob.glob(f"{glob.escape(output_prefix)}-*-of-*.progress")
+    for other in (prefix, *(path.removesuffix(".progress") for path in sorted(unfinished))):
+        if progress := read_progress(other):
+            recorded[other] = progress["source"].get("source")
     for path in existing_parts(output_prefix):
         other = path.removesuffix(".idx")
         origin = read_origin(other)

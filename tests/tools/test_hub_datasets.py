@@ -161,6 +161,17 @@ def test_parts_share_the_files_and_refuse_another_revision(preprocess, hub, run_
     assert hub.requests.count("data/train-1.parquet") == 1
 
 
+def test_parts_that_run_at_the_same_time_do_not_mix_two_revisions(preprocess, hub, tmp_path):
+    run = {"variables": hub.variables}
+    hub.broken.add("data/train-2.parquet")
+    preprocess("hub:me/texts", "--streaming", "--part", "0/2", code=1, **run)
+    hub.broken.clear()
+    hub.add("me/texts", dataset_files("newer "))
+    error = preprocess("hub:me/texts", "--streaming", "--part", "1/2", code=2, **run).stderr
+    assert f"out-00000-of-00002 was made from revision {hub.commit}" in error
+    assert not list(tmp_path.glob("out-00001-of-00002*"))
+
+
 def test_other_tools_read_the_same_dataset(run_tool, hub, tmp_path):
     run = {"variables": hub.variables}
     run_tool("make_corpus", "hub", "me/texts", "--streaming", "--output", tmp_path / "out.jsonl", **run)
