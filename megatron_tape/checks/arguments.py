@@ -61,9 +61,11 @@ def parse_run_config(
 
 def with_config_option(arguments: list[str]) -> list[str]:
     """Return `RECIPE --section.key value ...` as `--config=RECIPE --section.key value ...`, others unchanged."""
-    if not arguments or arguments[0].startswith("-") or "=" in arguments[0]:
+    if not arguments or arguments[0].startswith("-"):
         return arguments
     recipe, *others = arguments
+    if "=" in recipe and not Path(recipe).is_file():  # a setting without dashes, not a file such as lr=0.1/config.yaml
+        return arguments
     return [f"--config={recipe}", *others]
 
 

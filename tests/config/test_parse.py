@@ -1,5 +1,6 @@
 import os
 import re
+import shutil
 import threading
 import tokenize
 
@@ -323,11 +324,15 @@ def test_without_a_recipe_the_error_says_where_to_find_one(capsys):
     assert "give --config RECIPE, such as --config tape_demo" in refusal(capsys, parse_run_config, [])
 
 
-def test_a_first_argument_without_dashes_is_the_recipe(capsys):
+def test_a_first_argument_without_dashes_is_the_recipe(tmp_path, capsys):
     recipe, other = "tape_demo", ["--train.steps", "3", "--config", "rope_demo"]
     for arguments in ([], other):
         assert parse_run_config([recipe, *arguments]) == parse_run_config(["--config", recipe, *arguments])
     assert "train.steps is not an option" in refusal(capsys, parse_run_config, ["train.steps=3", recipe])
+    copy = tmp_path / "lr=0.1" / "config.yaml"
+    copy.parent.mkdir()
+    shutil.copy(find_recipe(recipe), copy)
+    assert parse_run_config([str(copy)]) == parse_run_config(["--config", str(copy)])
 
     outputs = []
     for given in ([recipe], ["--config", recipe]):
