@@ -114,6 +114,12 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None, run: st
         "is not set",
         "set it to the model to extend: a run, a checkpoint, or the directory of a Hugging Face model",
     )
+    refuse(
+        given is None and section.context_factor is not None,
+        (_FACTOR_KEY, KEY),
+        f"is {section.context_factor}, but {KEY} names no model to extend",
+        f"set {KEY}, or remove {_FACTOR_KEY}",
+    )
     if given is None:
         return values
     if section.context_factor is not None:

@@ -229,6 +229,11 @@ def test_a_context_factor_that_is_not_clear_is_refused(name, position, extension
     assert str(refused.value).startswith(part)
 
 
+def test_a_context_factor_without_a_model_to_extend_is_refused():
+    with pytest.raises(ConfigError, match="^extension.context_factor is 2.0, but extension.from names no model"):
+        parse_run_config(["--config=tape_demo", "--extension.context_factor=2"])
+
+
 def test_a_yarn_model_with_its_own_attention_factor_can_be_given_another():
     position = extended_model(base_of("yarn_attention"), {"rope_attention_factor": 1.3}, context_factor=2).position
     assert (position.rope_scaling_factor, position.rope_attention_factor) == (8.0, 1.3)
