@@ -40,8 +40,10 @@ from megatron_tape.data.indexed_dataset import (
 from megatron_tape.data.inputs import check_writable
 from megatron_tape.data.origins import Source, read_origin
 from megatron_tape.data.preprocessing import Encoding, encode_files
+from megatron_tape.data.raw_chunks import TooLarge
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import ConfigError, FileError, refuse
+from megatron_tape.text import counted
 
 
 def main() -> None:
@@ -184,7 +186,9 @@ def write(
     end = "no token marks the ends of documents"
     if encoding.append_eod:
         end = f"every document ends in the end-of-document token {encoding.tokenizer.eod}"
-    command_line.log(f"{len(remaining):,} files, {size / 1e6:,.1f} MB, {arguments.workers} workers; {end}")
+    files = counted(len(remaining), "file")
+    workers = counted(arguments.workers, "worker")
+    command_line.log(f"{files}, {size / 1e6:,.1f} MB, {workers}; {end}")
     progress = command_line.Progress(size)
     numbers = {path: number for number, path in enumerate(paths)}
     text_bytes = 0
@@ -237,7 +241,9 @@ def stop_at_problem(problems: Problems, arguments: argparse.Namespace) -> None:
     """Raise FileError about the first bad document, unless `--on-error skip` is given."""
     bad = problems.first()
     if bad is not None and arguments.on_error == "stop":
-        fix = "repair or split it, raise --max-document-bytes, or pass --on-error skip to leave it out"
+        fix = "repair it, or pass --on-error skip to leave it out"
+        if bad[1] == str(TooLarge(arguments.max_document_bytes)):
+            fix = "split it, raise --max-document-bytes, or pass --on-error skip to leave it out"
         raise FileError(bad[0], f"cannot be used: {bad[1]}", fix)
 
 

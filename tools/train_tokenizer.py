@@ -110,7 +110,12 @@ def train(texts: list[str], vocab_size: int, model_type: str = "bpe") -> bytes:
             minloglevel=2,
         )
     except (RuntimeError, OSError, ValueError) as error:  # ValueError for numbers that it cannot hold
-        problem = f"is {vocab_size}, which SentencePiece refuses: {' '.join(str(error).split())}"
+        reason = " ".join(str(error).split())
+        maximum = re.search("set it to a value <= ([0-9]+)", reason)
+        if maximum:
+            problem = f"is {vocab_size}, too many for this text"
+            raise ConfigError("--vocab-size", problem, f"choose at most {maximum[1]}, or give more text") from error
+        problem = f"is {vocab_size}, which SentencePiece refuses: {reason}"
         raise ConfigError("--vocab-size", problem, "choose another size") from error
     return model.getvalue()
 

@@ -91,7 +91,7 @@ def find_inputs(patterns: list[str], hub_options: argparse.Namespace) -> list[st
             files.setdefault(identity, path)
     for path in files.values():
         if not is_text_file(path):
-            fix = "rename it to .jsonl, .json, .txt (optionally with .gz or .zst appended) or .parquet"
+            fix = "convert it to JSON lines (.jsonl), parquet or text (.txt); if it is one of these, rename it"
             raise FileError(path, "has an unknown format", fix)
     return list(files.values())
 
@@ -157,6 +157,8 @@ def check_text_keys(paths: list[str], text_key: str, option: str = "--text-key")
 def check_text_key(path: str, text_key: str, option: str = "--text-key") -> None:
     """Raise FileError if the first line of a JSON file lacks the key `text_key`, or a parquet file such a column.
 
+    Also raise it if a JSON file holds an array instead of lines.
+
     The message lists the existing keys, and names `option`, which sets the key. Files that can be read only once, such
     as pipes, are not checked.
     """
@@ -172,6 +174,9 @@ def check_text_key(path: str, text_key: str, option: str = "--text-key") -> None
     record = None
     with contextlib.suppress(ValueError):
         record = parse_json(line)
+    if isinstance(record, list) or line.strip() == b"[":
+        fix = f"write one object a line, as `jq -c '.[]' {path}` does"
+        raise FileError(first.place(number), "begins a JSON array instead of JSON lines", fix)
     if not isinstance(record, dict):
         return
     problem = None

@@ -28,6 +28,7 @@ from megatron_tape.data.origins import Origin, check_tokenizer, fingerprints_of,
 from megatron_tape.data.tokenizer import Tokenizer, TokenizerRecord, difference, load_run_tokenizer, tokenizer_record
 from megatron_tape.errors import ConfigError, FileError, refuse
 from megatron_tape.io.files import fingerprint
+from megatron_tape.text import counted
 
 _SAMPLED = 256
 """Number of documents of a dataset whose last tokens are checked."""
@@ -262,8 +263,8 @@ def large_enough(config: RunConfig, split: str) -> tuple[list[int], list[str]]:
             kept.append(number)
         else:
             problems.append(
-                f"is {config.data.split}, so the {split} split has {tokens:,} tokens of {prefix}, too few for one "
-                f"sequence of model.seq_length {seq_length}"
+                f"is {config.data.split}, so the {split} split has {tokens:,} tokens of {prefix}, in {last - first:,} "
+                f"of its {counted(len(lengths), 'document')}, too few for one sequence of model.seq_length {seq_length}"
             )
     others = "" if len(prefixes) == 1 else ", and no other dataset has enough"
     keys = ("data.split", "data.prefix", "model.seq_length")

@@ -136,7 +136,7 @@ BAD_LINES = {
 def test_a_bad_line_is_named_and_leaves_no_output(preprocess, tmp_path):
     (tmp_path / "bad.jsonl").write_bytes(b'{"text": "a"}\n' * 2 + b'{"text": "a\n{"text": "b"}\n')
     error = preprocess(tmp_path / "bad.jsonl", "--chunk-bytes", 20, code=2).stderr
-    assert f"error: {tmp_path}/bad.jsonl:3 cannot be used: invalid JSON; repair or split it, raise" in error
+    assert f"error: {tmp_path}/bad.jsonl:3 cannot be used: invalid JSON; repair it, or pass --on-error skip" in error
     assert files_in(tmp_path) == ["bad.jsonl"]
 
 
@@ -170,6 +170,14 @@ def test_chats_are_refused_with_what_makes_text_of_them(preprocess, tmp_path, na
     fix = f"turn the chats in '{key}' into text first, with a chat template (see Chats in docs/data.md)"
     assert f"; {fix}, or choose another text key with --text-key" in error
     assert files_in(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_json_array_is_refused_with_what_makes_lines_of_it(preprocess, tmp_path, indent):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"text": "a"}, {"text": "b"}], indent=indent))
+    fix = f"write one object a line, as `jq -c '.[]' {path}` does"
+    assert f"error: {path}:1 begins a JSON array instead of JSON lines; {fix}" in preprocess(path, code=2).stderr
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 18])
@@ -277,8 +285,8 @@ def test_too_large_documents_are_errors(preprocess, tmp_path, name, chunk_bytes)
     write_texts(tmp_path / name, ["a", "b", "c" * 300_000, "d", "e" * 300_000])
     place = f"{tmp_path}/{name}" + (" row " if name.endswith("parquet") else ":")
     error = preprocess(tmp_path / name, "--max-document-bytes", 100_000, code=2).stderr
-    problem = f"error: {place}3 cannot be used: more than 100,000 bytes in one document; repair or split it, raise"
-    assert problem in error
+    problem = f"error: {place}3 cannot be used: more than 100,000 bytes in one document"
+    assert f"{problem}; split it, raise --max-document-bytes" in error
     options = ["--max-document-bytes", 100_000, "--on-error", "skip", "--chunk-bytes", chunk_bytes]
     report = preprocess(tmp_path / name, *options).stderr
     assert f"skipped 2: more than 100,000 bytes in one document ({place}3, {place}5)" in report
