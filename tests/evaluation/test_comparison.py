@@ -28,6 +28,7 @@ from megatron_tape.evaluation.report.comparison_tables import (
     task_tables,
     warnings,
 )
+from megatron_tape.evaluation.report.findings import finding, measured
 from megatron_tape.evaluation.report.page import page
 from megatron_tape.evaluation.results import Score
 
@@ -186,6 +187,56 @@ def test_the_first_sentence_about_losses_names_the_lowest():
         "tape has the lowest loss: 3.000 at 64 tokens to 3.500 at 1,024 tokens; rope has 3.000 at 64 tokens to 5.000 "
         "at 1,024 tokens."
     )
+
+
+def by_length(values, metric="accuracy", better="higher", conditions=(64, 128, 256, 512, 1024)):
+    """Return a `Measured` of values by label, in the order of `conditions`: lengths, or names of groups."""
+    subjects = [Score(metric, 0.0, better, length=one if isinstance(one, int) else None) for one in conditions]
+    subjects = [replace(one, group="" if one.length else name) for one, name in zip(subjects, conditions)]
+    scores = {one: {label: of[n] for label, of in values.items() if n < len(of)} for n, one in enumerate(subjects)}
+    return measured(metric, {subject: of for subject, of in scores.items() if of})
+
+
+@pytest.mark.parametrize(
+    "found, sentence",
+    [
+        # No label is said to be one of the others if it is the best somewhere.
+        (
+            by_length({"x": [0.9, 0.2], "y": [0.5, 0.4]}),
+            "The highest accuracy is that of x with 90 % at 64 tokens and that of y with 40 % at 128 tokens.",
+        ),
+        (
+            by_length({"x": [0.9, 0.2], "y": [0.5, 0.4], "z": [0.1, 0.1]}),
+            "The highest accuracy is that of x with 90 % at 64 tokens and that of y with 40 % at 128 tokens; z has "
+            "10 % at 64 tokens and 128 tokens.",
+        ),
+        # x is not the best from 64 to 1,024 tokens.
+        (
+            by_length({"x": [0.9, 0.8, 0.2, 0.7, 0.6], "y": [0.5] * 5}),
+            "The highest accuracy is that of x with 90 % at 64 tokens, 80 % at 128 tokens, 70 % at 512 tokens and 60 % "
+            "at 1,024 tokens and that of y with 50 % at 256 tokens.",
+        ),
+        # The ends alone would hide the values between them.
+        (
+            by_length({"x": [2, 4, 9, 4, 2], "y": [9, 9, 9.5, 9, 9]}, "loss", "lower"),
+            "x has the lowest loss: 2.000 to 9.000 from 64 tokens to 1,024 tokens; y has 9.000 to 9.500 from 64 tokens "
+            "to 1,024 tokens.",
+        ),
+        # Names have no order.
+        (
+            by_length({"x": [0.9, 0.1, 0.8, 0.7, 0.6]}, conditions=("law", "web", "art", "sea", "sky")),
+            "x has the accuracy 10 to 90 % for law, web, art and 2 others.",
+        ),
+        # z has the highest value at 64 tokens, and none at 128.
+        (
+            by_length({"x": [0.9, 0.8], "y": [0.5, 0.4], "z": [1.0]}),
+            "x has the highest accuracy: 90 % at 64 tokens and 80 % at 128 tokens; y has 50 % at 64 tokens and 40 % at "
+            "128 tokens. This leaves out z, which lacks some of these scores.",
+        ),
+    ],
+)
+def test_a_finding_claims_no_more_than_the_values_show(found, sentence):
+    assert finding(found) == sentence
 
 
 CLEAR = {"rope": {1: 0.5, 2: 0.6, 3: 0.7}, "tape": {1: 0.8, 2: 0.91, 3: 1.0}}

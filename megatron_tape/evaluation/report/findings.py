@@ -35,6 +35,12 @@ class Measured:
         first, *others = self.values.values()
         return [label for label in first if all(label in of for of in others)]
 
+    @property
+    def incomplete_labels(self) -> list[str]:
+        """The labels that have a value under some conditions only."""
+        found = dict.fromkeys(label for of in self.values.values() for label in of)
+        return [label for label in found if label not in self.labels]
+
     def best(self, condition: str) -> list[str]:
         """Return the labels with the best value under a condition, or with one that counts as equal."""
         values = {label: self.values[condition][label] for label in self.labels}
@@ -65,19 +71,50 @@ class Measured:
     def describe(self, labels: Sequence[str], conditions: Sequence[str] | None = None) -> str:
         """Return the values of `labels` as text, such as `99 to 100 % at 16 blanks and 22 % at 8 blanks`.
 
-        If the metric has more than `MOST_CONDITIONS` conditions, only the first and the last are described.
+        If the metric has more than `MOST_CONDITIONS` conditions, three or more consecutive ones share a description.
         """
         conditions = list(self.values) if conditions is None else conditions
-        if len(self.values) > MOST_CONDITIONS and len(conditions) > 2:
-            first, last = (f"{self._range(labels, end)}{at([end])}" for end in (conditions[0], conditions[-1]))
-            return f"{first} to {last}"
+        parts: list[str] = []
         by_text: dict[str, list[str]] = {}
-        for condition in conditions:
-            by_text.setdefault(self._range(labels, condition), []).append(condition)
-        return enumerated([f"{text}{at(of)}" for text, of in by_text.items()])
+        for consecutive in self._consecutive(conditions):
+            if len(self.values) > MOST_CONDITIONS and len(consecutive) > 2:
+                parts.append(self._describe_together(labels, consecutive))
+                continue
+            for condition in consecutive:
+                by_text.setdefault(self._range(labels, [condition]), []).append(condition)
+        parts += [f"{text}{at(of)}" for text, of in by_text.items()]
+        return enumerated(parts)
 
-    def _range(self, labels: Sequence[str], condition: str) -> str:
-        values = [self.values[condition][label] for label in labels]
+    def _consecutive(self, conditions: Sequence[str]) -> list[list[str]]:
+        """Split `conditions` where the metric has others in between. The order of names has no meaning."""
+        order = list(self.values)
+        found: list[list[str]] = []
+        for condition in conditions:
+            follows = bool(found) and order.index(condition) == order.index(found[-1][-1]) + 1
+            if follows or (found and not self.in_order):
+                found[-1].append(condition)
+            else:
+                found.append([condition])
+        return found
+
+    def _describe_together(self, labels: Sequence[str], conditions: Sequence[str]) -> str:
+        """Return the values at the first and the last condition, or the range of all if they rise and fall."""
+        if not self.in_order:
+            return f"{self._range(labels, conditions)} for {enumerated(conditions, MOST_NAMES)}"
+
+        first, last = conditions[0], conditions[-1]
+        at_first = self._range(labels, [first])
+        at_last = self._range(labels, [last])
+        if at_first != at_last and all(self._is_monotonic(label, conditions) for label in labels):
+            return f"{at_first}{at([first])} to {at_last}{at([last])}"
+        return f"{self._range(labels, conditions)} from {first} to {last}"
+
+    def _is_monotonic(self, label: str, conditions: Sequence[str]) -> bool:
+        values = [self.values[condition][label] for condition in conditions]
+        return values in (sorted(values), sorted(values, reverse=True))
+
+    def _range(self, labels: Sequence[str], conditions: Sequence[str]) -> str:
+        values = [self.values[condition][label] for condition in conditions for label in labels]
         low, high = self.shown(min(values)), self.shown(max(values))
         return low if low == high else f"{low.removesuffix(' %')} to {high}"
 
@@ -106,11 +143,20 @@ def conditions(metrics: Sequence[Score]) -> dict[Score, str]:
 
 
 def finding(measured: Measured, reference: str = "") -> str:
-    """Return a sentence with the labels that have the best values, their values, and those of `reference`.
+    """Return sentences with the labels that have the best values, their values, and those of `reference`.
 
-    Without a `reference`, or if it is among the best, the values of all others are given as ranges. If exactly the
-    variants with one setting are the best, as in `tape+increments=signed`, the sentence names the setting.
+    Without a `reference`, or if it is always among the best, the values of all others are given as ranges. If exactly
+    the variants with one setting are the best, as in `tape+increments=signed`, the sentence names the setting.
     """
+    incomplete = measured.incomplete_labels
+    if not incomplete:
+        return _sentence(measured, reference)
+    lack = "lacks" if len(incomplete) == 1 else "lack"
+    left_out = f"{enumerated(incomplete, MOST_NAMES)}, which {lack} some of these scores"
+    return f"{_sentence(measured, reference)} This leaves out {left_out}."
+
+
+def _sentence(measured: Measured, reference: str) -> str:
     labels = measured.labels
     best = {condition: measured.best(condition) for condition in measured.values}
     always = [label for label in labels if all(label in of for of in best.values())]
@@ -127,12 +173,11 @@ def finding(measured: Measured, reference: str = "") -> str:
         return f"With {setting}, the {measured.name} is {with_it}; without, it is {without}."
 
     best_name = f"the {'highest' if measured.better == 'higher' else 'lowest'} {measured.name}"
-    compared = [reference] if reference in others else others
-    has = f"{compared[0]} has" if len(compared) == 1 else "the others have"
     if always:
+        compared = _compared(measured, others, reference if reference in others else "")
         have = "has" if len(always) == 1 else "have"
         leaders = f"{enumerated(always, MOST_NAMES)} {have} {best_name}"
-        return f"{leaders}: {measured.describe(always)}; {has} {measured.describe(compared)}."
+        return f"{leaders}: {measured.describe(always)}{compared}."
 
     led: dict[tuple[str, ...], list[str]] = {}
     for condition, of in best.items():
@@ -143,7 +188,18 @@ def finding(measured: Measured, reference: str = "") -> str:
         return f"T{best_name[1:]} is {enumerated(parts, MOST_NAMES)} of {len(best)} scores."
     for of, of_it in led.items():
         parts.append(f"that of {enumerated(of, MOST_NAMES)} with {measured.describe(of, of_it)}")
-    return f"T{best_name[1:]} is {enumerated(parts, MOST_NAMES)}; {has} {measured.describe(compared)}."
+    never = [label for label in labels if not any(label in of for of in led)]
+    compared = _compared(measured, never, reference if reference in labels else "")
+    return f"T{best_name[1:]} is {enumerated(parts, MOST_NAMES)}{compared}."
+
+
+def _compared(measured: Measured, others: Sequence[str], reference: str) -> str:
+    """Return a clause with the values of `reference` or else of `others`; empty without any."""
+    compared = [reference] if reference else others
+    if not compared:
+        return ""
+    has = f"{compared[0]} has" if len(compared) == 1 else "the others have"
+    return f"; {has} {measured.describe(compared)}"
 
 
 def _common_setting(chosen: Sequence[str], labels: Sequence[str]) -> str:
