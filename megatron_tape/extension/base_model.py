@@ -404,7 +404,7 @@ def _check_not_replaced(position: Any, base: Base) -> None:
     if not replaced:
         return
     key = replaced[0]
-    trained = "" if scaling is None else f", and its positions are scaled by {scaling} x{was.rope_scaling_factor:g}"
+    trained = "" if scaling is None else f" (its scaling is {scaling} x{was.rope_scaling_factor:g})"
     raise ConfigError(
         (*(f"model.position.{one}" for one in replaced), "extension.allow_other_scaling", KEY),
         f"is {getattr(position, key)}, but {KEY} {base.path} has {getattr(was, key)}{trained}",
