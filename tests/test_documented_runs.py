@@ -114,17 +114,26 @@ def shell(folder, code):
 def follow(folder, page):
     """Do what a page says: save its files, and run its commands and programs."""
     text = page.read_text(encoding="utf-8")
-    for path, content in re.findall(r"^Save this as `?([\w/.-]*\w).*?```\w+\n(.*?)^```", text, re.M | re.S):
+    for path, content in files_of(text):
         save(folder / path, content)
-    for code in parts(text):
-        for path, content in re.findall(FILE, code, re.M):
-            save(folder / path, content)
     for code in parts(text):
         code = re.sub(FILE, "", code, flags=re.M).strip()
         if SHELL.match(code):
             shell(folder, code)
         elif re.match(r"from|import", code) and "BUILT_IN" not in code:
             run(folder, code, sys.executable, "-")
+
+
+def files_of(text):
+    """Return the path and content of each file that a page tells its reader to write."""
+    files = re.findall(r"^Save this as `?([\w/.-]*\w).*?```\w+\n(.*?)^```", text, re.M | re.S)
+    for code in parts(text):
+        files += re.findall(FILE, code, re.M)
+    return files
+
+
+def git(folder, *arguments):
+    return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
 def save(path, content):
@@ -180,7 +189,13 @@ def test_the_commands_of_a_page_run(page, repository, tmp_path):
     folder = tmp_path / "repository"
     shutil.copytree(repository, folder)
     shell(folder, textwrap.dedent(PREPARED.get(page.name, "")))
+    git(folder, "init", "--quiet")
+    git(folder, "add", "--all")
     follow(folder, page)
+    new = git(folder, "ls-files", "--others", "--exclude-standard", "--exclude=/home/").splitlines()
+    text = page.read_text(encoding="utf-8")
+    of_reader = {path for path, _ in files_of(text)} | set(re.findall(r"^ +> (\S+)$", text, re.M))
+    assert set(new) <= of_reader, "a command leaves files that .gitignore does not list"
     shutil.rmtree(folder)
 
 
