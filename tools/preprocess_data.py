@@ -43,6 +43,7 @@ from megatron_tape.data.preprocessing import Encoding, encode_files
 from megatron_tape.data.raw_chunks import TooLarge
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import ConfigError, FileError, refuse
+from megatron_tape.io.files import refuse_existing
 from megatron_tape.text import counted
 
 
@@ -78,6 +79,8 @@ def main() -> None:
             return
         overwrite = True  # replaces the files of a killed process
 
+    if not overwrite:
+        refuse_existing(*dataset_paths(prefix))  # before the download
     if not arguments.streaming and not arguments.check:
         hub.download(paths)
     if arguments.on_error == "stop":

@@ -33,9 +33,9 @@ def main() -> None:
     if arguments.max_bytes < 1000:
         raise ConfigError("--max-bytes", f"is {arguments.max_bytes}", "give 1000 or more")
     paths = find_inputs(arguments.input, arguments)
-    if not arguments.streaming:
-        hub.download(paths)
     with atomic_output(arguments.output, overwrite=arguments.overwrite) as file:
+        if not arguments.streaming:
+            hub.download(paths)
         documents = read_texts(paths, arguments.text_key, document_bytes=arguments.max_document_bytes)
         documents = itertools.islice(documents, arguments.max_documents)
         texts = sample_texts(documents, arguments.max_bytes, arguments.seed)

@@ -111,6 +111,15 @@ def test_a_streamed_and_a_downloaded_dataset_are_the_same(preprocess, hub, expec
         assert read_origin(tmp_path / prefix)["source"]["inputs"] == names
 
 
+def test_an_existing_output_is_refused_before_the_download(preprocess, run_tool, hub, tmp_path):
+    (tmp_path / "out.idx").write_text("old")
+    assert "out.idx exists" in preprocess("hub:me/texts", code=2, variables=hub.variables).stderr
+    output = ["--output", tmp_path / "out.idx"]
+    error = run_tool("train_tokenizer", "--input", "hub:me/texts", *output, code=2, variables=hub.variables).stderr
+    assert "out.idx exists" in error
+    assert not any(path.endswith(".parquet") for path in hub.requests)
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_run_whose_network_failed_continues_after_the_last_complete_file(
     preprocess, hub, expected, tmp_path, workers
