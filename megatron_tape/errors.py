@@ -65,7 +65,7 @@ class CheckpointError(FileError):
 
 
 class UnexpectedCheckpointError(CheckpointError):
-    """A failure of neither the file system nor an input, such as a bug. A retry would fail, too."""
+    """A failure of neither the file system, nor memory, nor an input, such as a bug. A retry would fail, too."""
 
 
 class NodeError(UserError):

@@ -5,12 +5,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from megatron_tape.errors import CheckpointError, StaleAttempt, UnexpectedCheckpointError, UserError
 from megatron_tape.parallel.layout import ParallelLayout
 
 T = TypeVar("T")
+_CAN_PASS = (OSError, MemoryError, torch.OutOfMemoryError)
+"""Errors that a retry may not meet again, such as that of a full disk."""
 logger = logging.getLogger(__name__)
 
 
@@ -50,9 +53,9 @@ class Agreement:
         """Raise the same error on all ranks if the block failed on any. All ranks call this together after the block.
 
         After a failure, raises StaleAttempt if a newer attempt owns the run, otherwise CheckpointError, or its subclass
-        UnexpectedCheckpointError if a rank failed with neither an OSError nor a UserError. That rank logs its
-        traceback. The message contains `failure`, such as `cannot read a checkpoint`, and the error of the first rank
-        that failed, which names `path` unless it has its own subject.
+        UnexpectedCheckpointError if a rank failed with an error that is neither a UserError nor one that can pass. That
+        rank logs its traceback. The message contains `failure`, such as `cannot read a checkpoint`, and the error of
+        the first rank that failed, which names `path` unless it has its own subject.
         """
         failures: list[StaleAttempt | CheckpointError | None] = [None] * self._layout.world_size
         dist.all_gather_object(failures, None if self._error is None else self._failure(path))
@@ -79,7 +82,7 @@ class Agreement:
             return CheckpointError(error.subjects, error.problem, error.fix)
 
         problem = f"cannot be used ({type(error).__name__}: {error})"
-        if isinstance(error, OSError):
+        if isinstance(error, _CAN_PASS):
             return CheckpointError(str(path), problem)
         logger.error("unexpected error, to be reported by all ranks:", exc_info=error)
         return UnexpectedCheckpointError(str(path), problem)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import math
 import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -163,10 +164,13 @@ def _check_determined(model: dict[str, Any], position: dict[str, Any]) -> None:
 
 def _longer_context(factor: float, base: Base) -> int:
     """Return `factor` times the context length of `base`. Raises ConfigError if it is not a whole number."""
-    length = factor * base.model.seq_length
+    product = factor * base.model.seq_length
+    length = round(product)
+    # Rounding errors, as in 1.1 x 2,570, do not count.
+    is_whole = math.isclose(product, length, rel_tol=1e-12)
     problem = f"is {factor:g}, but {KEY} {base.path} has contexts of {base.model.seq_length} tokens"
-    refuse(not length.is_integer(), (_FACTOR_KEY, KEY), problem, "set it so that the product is a whole number")
-    return int(length)
+    refuse(not is_whole, (_FACTOR_KEY, KEY), problem, "set it so that the product is a whole number")
+    return length
 
 
 def _check_kept_scaling(given: dict[str, Any], base: Base) -> None:

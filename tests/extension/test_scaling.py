@@ -123,6 +123,12 @@ def test_a_context_factor_scales_a_model_without_scaling_from_its_own_length(kin
     assert extended_model(base_of("none"), context_factor=1.5).position.rope_scaling_type == "linear"
 
 
+def test_a_context_factor_may_be_a_decimal_fraction():
+    short = Base(Path("somewhere"), with_values(base_of("none").model, seq_length=2570), None)
+    assert 1.1 * 2570 != 2827
+    assert extended_model(short, context_factor=1.1).seq_length == 2827
+
+
 def test_a_context_factor_lengthens_a_model_without_rotation_alone():
     model = extended_model(base_of("none", "nope"), context_factor=4)
     assert model == with_values(base_of("none", "nope").model, seq_length=4 * 131072)

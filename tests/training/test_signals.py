@@ -202,14 +202,15 @@ WAYS = pytest.mark.parametrize("asynchronous", ["false", "true"])
 
 
 @WAYS
-def test_a_failed_save_is_reported_and_the_next_interval_saves(run, monkeypatch, capfd, asynchronous):
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError("No space left in memory")])
+def test_a_failed_save_is_reported_and_the_next_interval_saves(run, monkeypatch, capfd, asynchronous, error):
     original, calls = writing.write_record, []
 
     def write_record(path, value):
         if path.name == "state.json":
             calls.append(value["step"])
             if value["step"] in (2, 4):
-                raise OSError(28, "No space left on device")
+                raise error
         return original(path, value)
 
     monkeypatch.setattr(writing, "write_record", write_record)
@@ -217,7 +218,7 @@ def test_a_failed_save_is_reported_and_the_next_interval_saves(run, monkeypatch,
     assert calls == [2, 4, 6, 8, 10]
     assert steps_saved(run.folder) == [6, 8, 10]
     lines = [line for line in capfd.readouterr().err.splitlines() if " warning: " in line]
-    assert len(lines) == 2 and "No space left on device" in lines[0]
+    assert len(lines) == 2 and "No space left" in lines[0]
     assert "saving is tried again at the next checkpoint.interval" in lines[0]
     assert not (run.folder / "checkpoints" / ".attempt-000001").exists()
 
