@@ -17,7 +17,7 @@ use_own_variables() {
   local name record
   for name in ${!SLURM_@} ${!SRUN_@}; do
     case $name in
-      SLURM_CONF | SLURM_JWT | SLURM_CLUSTER_NAME | SLURM_WORKING_CLUSTER | SLURM_SUBMIT_*) ;;
+      SLURM_CONF | SLURM_CONF_SERVER | SLURM_SACK_SOCKET | SLURM_JWT | SLURM_CLUSTER_NAME | SLURM_WORKING_CLUSTER | SLURM_SUBMIT_*) ;;
       SLURM_JOB_* | SLURM_JOBID | SLURM_ARRAY_* | SLURM_RESTART_COUNT) ;;
       SLURM_NNODES | SLURM_NODELIST | SLURM_NODE_ALIASES | SLURM_NODEID | SLURM_TASKS_PER_NODE) ;;
       SLURM_TASK_PID | SLURM_PROCID | SLURM_LOCALID | SLURM_GTIDS | SLURM_TOPOLOGY_*) ;;
@@ -112,18 +112,23 @@ split_words() {
 
 # read_options ARGS...: read the options that every script has when a user runs it. Store the words of --sbatch in the
 # array `options`, whether --dry-run is given in `dry_run`, and the other arguments in `script_arguments`. After
-# --help, print the comment at the top of the script and exit.
+# --help, print the comment at the top of the script and exit. Options that would make the program of the job print
+# something and succeed are refused: no job can do anything with them.
 options=() dry_run='' script_arguments=()
 read_options() {
   local given
-  case ${1:-} in
-    -h | --help)
-      sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
-      exit 0
-      ;;
-  esac
   while [ $# -gt 0 ]; do
     case $1 in
+      -h | --help)
+        sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
+        exit 0
+        ;;
+      --check | --print_config | --version)
+        fail "$1 is an option of the Python program, which would print something and end; use --dry-run" ;;
+      --sbatch=*)
+        set -- --sbatch "${1#*=}" "${@:2}"
+        continue
+        ;;
       --sbatch)
         [ $# -ge 2 ] || fail "--sbatch needs options in quotes, such as \"--nodes=4\""
         split_words given --sbatch "$2"
@@ -175,7 +180,10 @@ submit() {
   command -v sbatch >/dev/null || fail "sbatch is not found; run this on a node where you can submit jobs"
   (
     for name in ${!SLURM_@}; do
-      case $name in SLURM_CONF | SLURM_CLUSTERS | SLURM_JWT) ;; *) unset "$name" ;; esac
+      case $name in
+        SLURM_CONF | SLURM_CONF_SERVER | SLURM_SACK_SOCKET | SLURM_JWT | SLURM_CLUSTERS) ;;
+        *) unset "$name" ;;
+      esac
     done
     exec sbatch "$@"
   )

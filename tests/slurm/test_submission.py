@@ -77,9 +77,12 @@ def test_valid_commands_are_submitted_without_the_variables_of_a_session(submit,
     # An interactive session is a job, too; the new job must not inherit its CPUs and memory.
     session = {"SLURM_JOB_ID": "7", "SLURM_CPU_BIND": "mask_cpu:0x1", "SLURM_MEM_PER_CPU": "100"}
     for script, arguments in (("pretrain_tape.sh", TRAINING), ("preprocess.sh", preprocess)):
-        assert submit(script, *arguments, SLURM_CONF="/etc/slurm.conf", **session)[:2] == (0, arguments)
+        # These lead sbatch to the cluster.
+        client = {"SLURM_CONF_SERVER": "head", "SLURM_SACK_SOCKET": "/run/sack", "SLURM_CLUSTERS": "far"}
+        assert submit(script, *arguments, **client, **session)[:2] == (0, arguments)
         inherited = (tmp_path / "environment").read_text().splitlines()
-        assert [line for line in inherited if line.startswith("SLURM_")] == ["SLURM_CONF=/etc/slurm.conf"]
+        kept = {line for line in inherited if line.startswith("SLURM_")}
+        assert kept == {f"{name}={value}" for name, value in client.items()}
     assert not list(tmp_path.glob("out*"))
 
 
@@ -95,9 +98,10 @@ def test_every_job_script_takes_options_of_sbatch_and_shows_what_it_would_submit
     status, submitted, output = submit(script, "x y", *options, "--z", "--dry-run", **site)
     assert (status, submitted) == (0, None), output
     assert shlex.split(output) == ["SBATCH_ACCOUNT=my group", "sbatch", *expected]
-    status, _, output = submit(script, *options, "x y", "--z", **site)
-    assert status == 0, output
-    assert (tmp_path / "submitted").read_text().split("\0")[:-1] == expected
+    for given in (options, ["=".join(options)]):
+        status, _, output = submit(script, *given, "x y", "--z", **site)
+        assert status == 0, output
+        assert (tmp_path / "submitted").read_text().split("\0")[:-1] == expected
 
 
 def test_a_dry_run_of_several_jobs_prints_their_commands(submit):
@@ -113,6 +117,20 @@ def test_a_dry_run_of_several_jobs_prints_their_commands(submit):
     assert (status, submitted) == (0, None)
     commands = [line.split() for line in output.splitlines() if line.startswith("sbatch")]
     assert commands[0][1:3] == ["--gpus=1", "--array=0-2"] and commands[1][1] == "--dependency=afterany:JOB1"
+
+
+@pytest.mark.parametrize(
+    "script", ["pretrain_tape.sh", "extend_tape.sh", "evaluate_tape.sh", "compare.sh", "preprocess.sh", "run_all.sh"]
+)
+def test_options_that_print_something_submit_no_job(submit, script):
+    site = {"TAPE_PYTHON": "true"}
+    status, submitted, output = submit(script, RECIPE, "--evaluate", "passkey", "--help", **site)
+    assert (status, submitted) == (0, None)
+    assert f"slurm/{script} [--sbatch" in output
+    for option in ("--print_config", "--version", "--check"):
+        status, submitted, output = submit(script, RECIPE, "--evaluate", "passkey", option, **site)
+        assert (status, submitted) == (1, None)
+        assert output.startswith(f"error: {option} is an option of the Python program")
 
 
 @pytest.mark.parametrize("script", ["pretrain_tape.sh", "preprocess.sh", "run_all.sh"])
