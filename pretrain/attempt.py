@@ -214,9 +214,12 @@ def _tell(message: str) -> None:
 
 
 def _record_missing_start(run: Path, checkpoints: str, number: int) -> None:
-    """Record that the processes of an attempt did not start, unless one of them has recorded its end."""
+    """Record that the processes of an attempt did not start, unless one of them has recorded its end or a heartbeat.
+
+    A process that runs may also end with a status of those that show a missing start, such as 255.
+    """
     attempt = next((record for record in read_attempts(run) if record.number == number), None)
-    if attempt is None or attempt.outcome is not None:
+    if attempt is None or attempt.outcome is not None or attempt.heartbeat:
         return
 
     log = attempt.facts.get("log") or "the output of the job"

@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -247,7 +248,7 @@ def test_a_verdict_and_the_bad_nodes_are_printed_and_the_verdict_is_kept(job, ca
             attempt.main(["decide", "--run", "run", "--checkpoints", "run/checkpoints", "--attempt", number])
 
 
-def test_an_attempt_whose_processes_did_not_start_is_recorded_as_such_unless_one_has_recorded_its_end(job, capfd):
+def test_an_attempt_whose_processes_did_not_start_is_recorded_as_such_unless_one_has_left_a_record(job, capfd):
     decide = ["decide", "--run", "run", "--checkpoints", "run/checkpoints", "--not-started", "--attempt"]
     job()
     attempt.main([*decide, "1"])
@@ -257,3 +258,8 @@ def test_an_attempt_whose_processes_did_not_start_is_recorded_as_such_unless_one
     Attempt.open("run", "run/checkpoints", 2).record_end(1, "failed", "a step failed")
     attempt.main([*decide, "2"])
     assert capfd.readouterr().out.startswith("again rank 1: a step failed; ")
+    job()
+    beat = {"since": time.time(), "hang_timeout": None, "stage": "training", "step": 7}
+    Attempt.open("run", "run/checkpoints", 3).heartbeat(**beat)
+    attempt.main([*decide, "3"])
+    assert "attempt 3 was killed or its node was lost" in capfd.readouterr().out
