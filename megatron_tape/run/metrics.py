@@ -196,9 +196,13 @@ class _EventFile:
         path = directory / f"events.out.tfevents.{number:010d}.{os.uname().nodename}.{os.getpid()}"
         self._file = open(path, "xb")
         self._records = RecordWriter(self._file)
-        self._append(file_version="brain.Event:2", step=purge_step)
-        self._append(session_log=SessionLog(status=SessionLog.START), step=purge_step)
-        self._file.flush()
+        try:
+            self._append(file_version="brain.Event:2", step=purge_step)
+            self._append(session_log=SessionLog(status=SessionLog.START), step=purge_step)
+            self._file.flush()
+        except OSError:  # each new try on a full disk would leave an empty file
+            path.unlink()
+            raise
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary

@@ -228,7 +228,7 @@ class Watch:
                 continue
 
             trace = dump()
-            if json.loads(trace).get("entries"):
+            if trace and json.loads(trace).get("entries"):
                 path = self._attempt.directory / f"collectives-{self._rank:05d}.json"
                 write_whole(path, [trace], durable=False)
                 return

@@ -188,6 +188,7 @@ def test_tensorboard_continues_at_the_first_sync_after_a_full_disk(tmp_path, mon
             writer.log(step, SCALARS)
             writer.sync()
     assert "TensorBoard files are not written until" in caplog.text
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1, "no empty files"
     for step in (4, 5, 6):
         writer.log(step, SCALARS)
         writer.sync()

@@ -333,7 +333,7 @@ def test_the_collectives_of_the_recorder_that_was_used_are_written(tmp_path, mon
     empty, used = b'{"version":"2.10"}', b'{"entries":[{"profiling_name":"gloo:all_reduce"}],"version":"2.10"}'
     path = attempt.directory / "collectives-00000.json"
 
-    for nccl, gloo, expected in ((empty, empty, None), (empty, used, used), (used, empty, used)):
+    for nccl, gloo, expected in ((empty, empty, None), (empty, used, used), (used, empty, used), (b"", used, used)):
         monkeypatch.setattr(recorders, "_dump_nccl_trace_json", lambda trace=nccl: trace, raising=False)
         monkeypatch.setattr(recorders, "_dump_fr_trace_json", lambda trace=gloo: trace)
         path.unlink(missing_ok=True)
