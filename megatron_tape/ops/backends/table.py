@@ -90,7 +90,7 @@ def _cut(case: Case) -> bool:
 _ON_CPU = frozenset({CPU})
 _H200 = "on an H200: docs/gpu.md"
 TABLE = (
-    Row(AVERAGES, _ON_CPU, "tiled", "one pass over [v | z]", measured="docs/attention.md"),
+    Row(AVERAGES, _ON_CPU, "tiled", "one pass over [v | z]", measured="benchmarks/LOG.md"),
     Row(AVERAGES, WITH_CUDNN, "torch_wide", "one call of cuDNN on [v | z]", range(8, 65), _free, measured=_H200),
     Row(
         AVERAGES,
