@@ -17,8 +17,7 @@ from typing import Any, ClassVar, NoReturn
 
 from megatron_tape import __version__
 from megatron_tape.errors import EXIT_REFUSED, ConfigError, UserError
-from megatron_tape.home import expand_home, provide_caches
-from megatron_tape.io.files import refuse_address
+from megatron_tape.home import expand_home, provide_caches, refuse_address
 from megatron_tape.text import duration, printable
 
 

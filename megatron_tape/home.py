@@ -1,7 +1,8 @@
-"""The user's home directory: expand `~` in paths, and provide cache directories if it is not writable."""
+"""Paths that users give: refuse addresses, and expand `~`. Provide cache directories if the home is not writable."""
 
 import getpass
 import os
+import re
 import stat
 import sys
 import tempfile
@@ -23,6 +24,17 @@ def expand_home(path: str) -> str:
         fix = f"give the full path, or ./{path} for a file of that name"
         raise UserError(path, "begins with ~, but no home directory was found for this user", fix)
     return expanded
+
+
+def refuse_address(path: str) -> None:
+    """Raise UserError for an address such as `s3://bucket/run`, which would be used as a local path named `s3:`."""
+    if re.match("[A-Za-z][A-Za-z0-9+.-]*://", path):
+        raise UserError(
+            path,
+            "is an address, and object stores and servers are not supported",
+            "give a path, such as that of a shared or mounted directory, and copy with a program such as aws s3 sync "
+            "between runs",
+        )
 
 
 def private_directory(name: str) -> str:

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Union
 from pydantic import AfterValidator, Field
 
 from megatron_tape.errors import ConfigError, UserError
-from megatron_tape.home import expand_home
-from megatron_tape.io.files import refuse_address
+from megatron_tape.home import expand_home, refuse_address
 
 Count = Annotated[int, Field(ge=1)]
 NotNegativeInt = Annotated[int, Field(ge=0)]

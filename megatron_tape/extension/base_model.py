@@ -366,7 +366,8 @@ def _check_scaling(config: RunConfig, base: Base) -> None:
     Warns if positions leave the trained range.
     """
     position = config.model.position
-    if "rope_theta" not in _keys_of_position(config.model.position_encoding):
+    keys = _keys_of_position(config.model.position_encoding)
+    if "rope_theta" not in keys:
         return
     if not config.extension.allow_other_scaling:
         _check_not_replaced(position, base)
@@ -421,7 +422,8 @@ def _warn_of_untrained_positions(model: ModelConfig, base: Base) -> None:
     """Print a warning if contexts grow more than the factor of a scaling, and no larger theta makes up for it."""
     position = model.position
     was = base.model.position
-    if "rope_scaling_factor" not in _keys_of_position(model.position_encoding) or position.rope_theta > was.rope_theta:
+    keys = _keys_of_position(model.position_encoding)
+    if "rope_scaling_factor" not in keys or position.rope_theta > was.rope_theta:
         return
     factor = position.rope_scaling_factor
     needed = was.rope_scaling_factor * model.seq_length / base.model.seq_length

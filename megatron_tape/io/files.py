@@ -10,7 +10,6 @@ import fcntl
 import functools
 import hashlib
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -25,7 +24,7 @@ from typing import IO, Any
 
 from typing_extensions import TypedDict
 
-from megatron_tape.errors import FileError, UserError
+from megatron_tape.errors import FileError
 
 SUFFIX = ".partial"
 REPLACED = ".replaced"
@@ -145,7 +144,7 @@ def atomic_directory(
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = _own_directory(partial, path)
     try:
-        with _add_path_to_errors(path):
+        with _add_path_to_errors(path, partial):
             yield partial
         _sync(descriptor)
         if _check_replaced(path, replaces, fix):
@@ -260,12 +259,18 @@ def _lock(descriptor: int, partial: Path, path: Path) -> bool:
 
 
 @contextmanager
-def _add_path_to_errors(path: str | Path) -> Iterator[None]:
-    """Add the output's path to an OSError without a file name, such as that for a full disk."""
+def _add_path_to_errors(path: str | Path, unfinished: Path | None = None) -> Iterator[None]:
+    """Add the output's path to an OSError without a file name, such as that for a full disk.
+
+    The path also replaces that of a file in the directory `unfinished`, which is removed and which the user has not
+    named.
+    """
     try:
         yield
     except OSError as error:
-        if error.strerror and error.filename is None:
+        name = error.filename
+        is_unfinished = unfinished is not None and name is not None and Path(name).is_relative_to(unfinished)
+        if error.strerror and (name is None or is_unfinished):
             error.filename = str(path)
         raise
 
@@ -275,17 +280,6 @@ def refuse_existing(*paths: str | Path, fix: str = "pass --overwrite to replace 
     for path in paths:
         if os.path.lexists(path):
             raise FileError(str(path), "exists", fix)
-
-
-def refuse_address(path: str) -> None:
-    """Raise UserError for an address such as `s3://bucket/run`, which would be used as a local path named `s3:`."""
-    if re.match("[A-Za-z][A-Za-z0-9+.-]*://", path):
-        raise UserError(
-            path,
-            "is an address, and object stores and servers are not supported",
-            "give a path, such as that of a shared or mounted directory, and copy with a program such as aws s3 sync "
-            "between runs",
-        )
 
 
 @contextmanager

@@ -177,7 +177,7 @@ def test_another_tokenizer_is_refused_before_the_run_is_taken_over(job):
     config = parse_run_config(["--config", str(RECIPE), "--data.prefix=a"])
     home = save("state.json", json.dumps(state | {"config": config_dict(config)}))
     status, _, err = job("--data.tokenizer=tokenizer.json", job="8")
-    assert status == 2 and "data.tokenizer tokenizer.json encodes" in err and home.is_dir()
+    assert status == 2 and "data.tokenizer tokenizer.json may encode" in err and home.is_dir()
     assert job("--data.tokenizer=tokenizer.json", "--train.steps=5", job="8")[0] == 0
 
 

@@ -238,7 +238,7 @@ def test_validation_runs_at_the_chosen_steps_and_does_not_change_training(run, c
     "split, reason",
     [
         ("1,0,0", "data.split is 1,0,0, without validation documents; raise its second number"),
-        ("999,1,0", "data.split is 999,1,0, so the validation split has 0 tokens of {data}/a, too few for one"),
+        ("999,1,0", "data.split is 999,1,0, so the validation split has 0 tokens of {data}/a, in 0 of its "),
     ],
 )
 def test_a_run_without_validation_data_says_which_setting_gives_some(run, data, capfd, split, reason):
