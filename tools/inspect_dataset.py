@@ -14,6 +14,7 @@ from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.data.origins import Origin, check_tokenizer, read_origin, unknown_tokenizers
 from megatron_tape.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_record
 from megatron_tape.errors import FileError
+from megatron_tape.text import counted
 
 
 def main() -> None:
@@ -37,7 +38,7 @@ def describe(prefix: str, dataset: IndexedDatasetReader, tokenizer: Tokenizer | 
     Negative token ids count as damage and, with `tokenizer`, ids outside its vocabulary.
     """
     vocab_size = None if tokenizer is None else tokenizer.vocab_size
-    with command_line.step(f"checking {len(dataset):,} documents, {dataset.bin_size / 1e6:,.1f} MB"):
+    with command_line.step(f"checking {counted(len(dataset), 'document')}, {dataset.bin_size / 1e6:,.1f} MB"):
         problems = list(dataset.problems())
         # Documents are found by the index, which must be intact.
         if not problems and (invalid := dataset.invalid_id(vocab_size)):

@@ -35,6 +35,7 @@ from megatron_tape.data.documents import (
 from megatron_tape.data.raw_chunks import TooLarge, UnreadableFile, read_chunks
 from megatron_tape.errors import FileError
 from megatron_tape.io.files import atomic_output
+from megatron_tape.text import counted
 
 _EXCLUDED = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -65,7 +66,7 @@ def main() -> None:
                 continue
             size += file.write(line + b"\n")
             count += 1
-            progress.update(count, lambda _: f"{count:,} documents, {size / 1e6:,.1f} MB")  # noqa: B023
+            progress.update(count, lambda _: f"{counted(count, 'document')}, {size / 1e6:,.1f} MB")  # noqa: B023
             if count == total:
                 break
         progress.end()
@@ -73,7 +74,7 @@ def main() -> None:
             command_line.log(sentence)
         if not count:
             raise FileError(arguments.source, "gives no document that can be written", "give another source")
-    command_line.log(f"{arguments.output}: {count:,} documents, {size / 1e6:,.1f} MB")
+    command_line.log(f"{arguments.output}: {counted(count, 'document')}, {size / 1e6:,.1f} MB")
 
 
 def standard_library(seed: int | None = None) -> Iterator[dict[str, str]]:

@@ -17,6 +17,7 @@ from megatron_tape.data.indexed_dataset import (
 )
 from megatron_tape.data.origins import check_tokenizer, common_origin, unknown_tokenizers
 from megatron_tape.errors import FileError
+from megatron_tape.text import counted
 
 
 def main() -> None:
@@ -69,7 +70,7 @@ def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool) -> None:
         with command_line.step("writing the index"):
             writer.finish(common_origin(origins.values()))
     command_line.log(
-        f"{output_prefix}: {writer.documents:,} documents, {writer.tokens:,} tokens, {progress.seconds:.1f} s"
+        f"{output_prefix}: {counted(writer.documents, 'document')}, {writer.tokens:,} tokens, {progress.seconds:.1f} s"
     )
 
 

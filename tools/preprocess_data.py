@@ -211,7 +211,7 @@ def write(
         all_bytes = earlier_bytes + text_bytes
         new_tokens = writer.tokens - earlier_tokens
         return (
-            f"{writer.documents:,} documents, {writer.tokens:,} tokens, {all_bytes / 1e6:,.1f} MB of text, "
+            f"{counted(writer.documents, 'document')}, {writer.tokens:,} tokens, {all_bytes / 1e6:,.1f} MB of text, "
             f"{text_bytes / 1e6 / seconds:.1f} MB/s, {new_tokens / seconds:,.0f} tokens/s"
         )
 

@@ -22,6 +22,7 @@ from megatron_tape.data import hub
 from megatron_tape.data.documents import FORMATS, document_bytes_option, find_inputs, read_texts
 from megatron_tape.errors import ConfigError
 from megatron_tape.io.files import atomic_output
+from megatron_tape.text import counted
 
 # SentencePiece drops long sentences, so the texts are split.
 _SENTENCE_CHARACTERS = 1000
@@ -42,7 +43,7 @@ def main() -> None:
         if not texts:
             raise ConfigError("--input", "has no documents", "check the paths")
         size = sum(len(text.encode("utf-8")) for text in texts)
-        command_line.log(f"training on {len(texts):,} documents, {size / 1e6:,.1f} MB")
+        command_line.log(f"training on {counted(len(texts), 'document')}, {size / 1e6:,.1f} MB")
         with (
             command_line.step(f"training {arguments.vocab_size:,} {arguments.model_type} pieces"),
             default_signal_handlers(),

@@ -21,7 +21,9 @@ def test_sizes_lengths_and_first_documents_are_shown(whole, tokenizer_path, run_
 
 def test_ids_are_shown_without_a_tokenizer(tmp_path, run_tool):
     write_documents(tmp_path / "data", [[5, 6, 7]])
-    assert run_tool("inspect_dataset", tmp_path / "data", "--tokens", 2).stdout.endswith("3 tokens:\n5 6 ...\n")
+    shown = run_tool("inspect_dataset", tmp_path / "data", "--tokens", 2)
+    assert shown.stdout.endswith("3 tokens:\n5 6 ...\n")
+    assert "checking 1 document, " in shown.stderr
 
 
 def test_negative_ids_are_damage_even_without_a_tokenizer(tmp_path, run_tool):

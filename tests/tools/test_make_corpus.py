@@ -43,7 +43,8 @@ def test_the_files_of_a_folder_become_one_document(tmp_path, run_tool):
         "# b/c/three.py\ntext of b/c/three.py\n",
         declared,
     ]
-    run_tool("make_corpus", "folders", root, "--suffixes", ".md", "--output", output, "--overwrite")
+    written = run_tool("make_corpus", "folders", root, "--suffixes", ".md", "--output", output, "--overwrite")
+    assert "out.jsonl: 1 document, " in written.stderr
     assert read_texts(output) == ["# a.md\ntext of a.md\n"]
     none = run_tool("make_corpus", "folders", root, "--suffixes", ".c", "--output", tmp_path / "x.jsonl", code=2)
     assert "has no files that end in .c" in none.stderr

@@ -33,7 +33,7 @@ def test_a_complete_part_is_kept_and_another_count_is_refused(preprocess, tmp_pa
     preprocess(tmp_path / "?.jsonl", "--part", "1/2", "--overwrite")
     assert index.stat().st_ino != before
     index.unlink()  # as if the process had been killed during the last rename
-    preprocess(tmp_path / "?.jsonl", "--part", "1/2")
+    assert "00001-of-00002: 1 document, " in preprocess(tmp_path / "?.jsonl", "--part", "1/2").stderr
     for part, problem in (("0/3", "is one of 2 parts"), ("2/2", "is not I/N"), ("\u0660/2", "is not I/N")):
         assert problem in preprocess(tmp_path / "?.jsonl", "--part", part, code=2).stderr
     assert "names only 3 files" in preprocess(tmp_path / "?.jsonl", "--part", "0/4", prefix="other", code=2).stderr
