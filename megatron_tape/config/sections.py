@@ -124,7 +124,7 @@ def _refusal(error: ValidationError, section: type, values: Any, name: str, fix:
     invalid = [(key, one) for key, one in by_key if one["type"] != "missing"]
     if not invalid:
         missing = tuple(key for key, _ in by_key)
-        others = f", as must {', '.join(missing[1:])}" if missing[1:] else ""
+        others = f" (also missing: {', '.join(missing[1:])})" if missing[1:] else ""
         return ConfigError(missing, f"must be set{others}", fix.replace("{key}", missing[0]))
     # A value of a union has an error for each member of the union. Report those with the longest path.
     key = max((key for key, _ in invalid if key.startswith(invalid[0][0])), key=len)

@@ -354,7 +354,7 @@ def test_a_recipe_is_found_by_name_unless_a_file_has_this_name(tmp_path, monkeyp
 
 
 def test_an_error_names_all_missing_settings(parse, capsys):
-    sentence = "error: train.steps must be set, as must train.global_batch_size; "
+    sentence = "error: train.steps must be set (also missing: train.global_batch_size); "
     assert sentence in refusal(capsys, parse, train={"seed": 1})
     assert "data.prefix must be set; " in refusal(capsys, parse, data={})
 
