@@ -266,11 +266,13 @@ def step(description: str):
 class Progress:
     """A progress line on stderr, updated about once a second on a terminal and every ten seconds in a log.
 
-    `total` is the value of `done` at the end. If it is None, the percentage and the time left are not shown.
+    `total` is the value of `done` at the end. If it is None, the percentage and the time left are not shown. `start` is
+    the value of `done` at the beginning, such as the part that an earlier run has completed.
     """
 
-    def __init__(self, total: int | None):
+    def __init__(self, total: int | None, start: int = 0):
         self._total = total
+        self._start = start
         self._terminal = sys.stderr.isatty()
         self._interval = 1.0 if self._terminal else 10.0
         self._started = self._last = time.monotonic()
@@ -288,9 +290,9 @@ class Progress:
         self._last = now
         elapsed = now - self._started
         line = message(elapsed)
-        if self._total and done:
-            share = min(done / self._total, 1.0)
-            line += f", {share:.1%}"
+        if self._total and done > self._start:
+            line += f", {min(done / self._total, 1.0):.1%}"
+            share = min((done - self._start) / (self._total - self._start), 1.0)  # of the work since the start
             if share >= 0.01 or elapsed > 60:  # before that, startup dominates
                 line += f", {duration(elapsed * (1 - share) / share)} left"
         if self._terminal:

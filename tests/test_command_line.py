@@ -107,6 +107,14 @@ def test_progress_on_a_terminal_clears_its_line_and_escapes_control_characters(m
     assert stream.buffer.getvalue().decode() == f"\r\033[K{SHOWN}, 10.0%, 0:00:00 left\r\033[K\n\x1b[A[WARNING]"
 
 
+def test_the_progress_of_a_continued_run_counts_earlier_work_but_not_as_time(monkeypatch, capsys):
+    seconds = iter([0, 20])
+    monkeypatch.setattr(command_line.time, "monotonic", lambda: next(seconds))
+    progress = command_line.Progress(100, start=50)
+    progress.update(60, lambda seconds: f"{seconds} s")
+    assert capsys.readouterr().err.endswith("20 s, 60.0%, 0:01:20 left\n")
+
+
 class PanicException(BaseException):
     """Imitates the exception of Rust code, which is in no module that could be imported."""
 

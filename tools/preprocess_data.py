@@ -192,7 +192,8 @@ def write(
     files = counted(len(remaining), "file")
     workers = counted(arguments.workers, "worker")
     command_line.log(f"{files}, {size / 1e6:,.1f} MB, {workers}; {end}")
-    progress = command_line.Progress(size)
+    earlier_size = sum(map(hub.file_size, paths[:done]))
+    progress = command_line.Progress(earlier_size + size, start=earlier_size)
     numbers = {path: number for number, path in enumerate(paths)}
     text_bytes = 0
 
@@ -229,7 +230,7 @@ def write(
                 text_bytes += chunk.text_bytes
                 if writer.documents == arguments.max_documents:
                     break
-                progress.update(chunk.position, speed)
+                progress.update(earlier_size + chunk.position, speed)
     except hub.NetworkError as error:
         mark_files_before(error.subject)
         raise
