@@ -273,6 +273,19 @@ def test_only_a_significant_difference_is_bold_and_a_result(found, bold, outcome
     assert any(cell.strong for row in table.rows for cell in row) == bold
 
 
+def test_seeds_that_not_all_variants_have_make_no_difference_in_the_findings():
+    # As after an interruption: rope is as good as tape with seed 1, and tape has not run with seed 2 yet.
+    _, paragraphs = headline(comparison({"rope": {1: 0.5, 2: 0.9}, "tape": {1: 0.5}}))
+    assert paragraphs[:2] == [
+        "The accuracy is about the same for both: 50 % for IID.",
+        "This counts only seed 1, which all variants have.",
+    ]
+    _, paragraphs = headline(comparison(FOUND))
+    assert paragraphs[1].startswith("tape has the highest mean accuracy: 80 % for IID; rope has 65 % for IID.")
+    assert paragraphs[2] == "This counts only seeds 2 and 3, which all variants have."
+    assert not any("counts only" in text for text in headline(comparison(CLEAR))[1])
+
+
 def test_the_result_of_one_task_claims_nothing_about_another_task():
     def both(variant, seed, value, other):
         return run(variant, seed, score(value), replace(score(other), task="passkey"))

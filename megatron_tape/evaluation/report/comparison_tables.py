@@ -200,7 +200,19 @@ def headline(comparison: Comparison) -> tuple[str, list[str]]:
 
 
 def _findings(comparison: Comparison) -> list[str]:
-    """Return a sentence for each evaluated task about its first metric, or about the validation loss without tasks."""
+    """Return a sentence for each evaluated task about its first metric, or about the validation loss without tasks.
+
+    If variants have different seeds, the sentences are about the seeds that all have, and another one says so: a seed
+    that only some variants have would make them look better or worse than the others.
+    """
+    seeds = [{run.seed for run in comparison.runs if run.variant == variant} for variant in comparison.variants]
+    shared = set.intersection(*seeds)
+    only_shared = ""
+    if shared and shared != set.union(*seeds):
+        comparison = replace(comparison, runs=[run for run in comparison.runs if run.seed in shared])
+        names = enumerated([str(seed) for seed in sorted(shared)], 6)
+        only_shared = f"This counts only {'seed' if len(shared) == 1 else 'seeds'} {names}, which all variants have."
+
     tasks = by_task(comparison)
     evaluated = [task for task in tasks if task != TRAINING] or list(tasks)
     sentences = []
@@ -213,6 +225,8 @@ def _findings(comparison: Comparison) -> list[str]:
         if made is not None:
             title = f"{task_title(task)}: " if len(evaluated) > 1 else ""
             sentences.append(title + finding(made, comparison.baseline))
+    if sentences and only_shared:
+        sentences.append(only_shared)
     return sentences
 
 
