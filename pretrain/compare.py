@@ -97,6 +97,9 @@ def _run_jobs(plan: Plan, left: list[PlannedRun], options: argparse.Namespace) -
         return {}, None
     gpus, device = find_gpus()
     slots = min(options.jobs or len(gpus) or len(os.sched_getaffinity(0)), len(left))
+    finished = 0
+    if options.only is None:
+        finished = len(plan.runs) - len(left)
 
     def finish(run: PlannedRun, seconds: float) -> None:
         plan.record(run, seconds, device)
@@ -105,7 +108,7 @@ def _run_jobs(plan: Plan, left: list[PlannedRun], options: argparse.Namespace) -
 
     with _locked(plan, alone=options.only is None) as lock:
         programs = Programs(gpus, lock)
-        jobs = Jobs(left, slots, programs, finish)
+        jobs = Jobs(left, slots, programs, finish, finished)
         jobs.run()
     return jobs.failed, jobs.stopped
 

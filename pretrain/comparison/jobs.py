@@ -84,8 +84,9 @@ class Jobs:
     """Executes runs, at most `slots` at a time, in the order given.
 
     `start(module, arguments, log, slot)` starts a stage. `finish(run, seconds)` is called when all stages of a run have
-    succeeded. A failed run does not stop the others; `failed` maps its name to the reason. `pause` is the number of
-    seconds between two checks of the processes.
+    succeeded. A failed run does not stop the others; `failed` maps its name to the reason. `finished` is the number of
+    other runs of the comparison, which have finished before; the log counts them. `pause` is the number of seconds
+    between two checks of the processes.
     """
 
     def __init__(
@@ -94,12 +95,14 @@ class Jobs:
         slots: int,
         start: Callable[[str, list[str], Path, int], subprocess.Popen],
         finish: Callable[[PlannedRun, float], None],
+        finished: int = 0,
         pause: float = 0.2,
     ):
         self._waiting, self._slots, self._start, self._finish, self._pause = list(runs), slots, start, finish, pause
         self._active: dict[int, _Active] = {}
-        self._total, self._done = len(runs), 0
-        self._progress = command_line.Progress(len(runs))
+        self._total = finished + len(runs)
+        self._done = finished
+        self._progress = command_line.Progress(self._total, start=finished)
         self._signals: list[int] = []
         self.failed: dict[str, str] = {}
 

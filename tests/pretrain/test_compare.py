@@ -176,6 +176,13 @@ def run_jobs(plan, stage, slots=2):
     return jobs, finished
 
 
+def test_a_continued_comparison_counts_the_runs_that_were_finished_before(recipe, tmp_path, capsys):
+    left = plan_of(recipe, tmp_path).left[1:]
+    Jobs(left, 1, Stage(), lambda run, seconds: None, finished=1, pause=0).run()
+    lines = [line.partition(" runs: ")[0] for line in capsys.readouterr().err.splitlines()]
+    assert lines == ["2 of 4", "3 of 4", "4 of 4"]
+
+
 def test_runs_are_trained_then_evaluated_with_limited_concurrency(recipe, tmp_path):
     plan, stage = plan_of(recipe, tmp_path), Stage()
     jobs, finished = run_jobs(plan, stage)
