@@ -218,6 +218,15 @@ def test_the_first_sentences_name_the_best_model_or_say_that_none_leads(tmp_path
     assert paragraphs[1].text.startswith(found)
 
 
+def test_scores_without_intervals_are_not_said_to_have_some(tmp_path):
+    models = {label: {"tasks": {"shiny": task([score(value=value)])}} for label, value in (("x", 1.0), ("y", 2.0))}
+    paragraphs = [one.text_content() for one in evaluated(tmp_path, **models).root.xpath("//p[@class='outcome']")]
+    assert paragraphs[0].replace("\xa0", " ") == (
+        "No model leads clearly: no score has a 95 % interval to judge a difference by."
+    )
+    assert "Intervals reflect" not in " ".join(paragraphs)
+
+
 def test_scores_that_count_other_things_share_a_row(tmp_path):
     tasks = [{"shiny": task([score(count=2, counted=noun)])} for noun in ("document", "window")]
     page = evaluated(tmp_path, x={"tasks": tasks[0]}, y={"tasks": tasks[1]})

@@ -175,6 +175,7 @@ def _outcome(results: Mapping[str, Results]) -> list[str]:
     found: list[str] = []
     wins: Counter[str] = Counter()
     count = 0
+    intervals = False
     for name in dict.fromkeys(name for one in results.values() for name in one.tasks):
         evaluated = {label: one for label, one in results.items() if name in one.tasks}
         if comparison_warnings(list(evaluated.values()), name):
@@ -188,10 +189,13 @@ def _outcome(results: Mapping[str, Results]) -> list[str]:
         for scores in ranking.values():
             if len(scores) > 1:
                 count += 1
+                intervals = intervals or any(score.shown_interval for score in scores.values())
                 wins.update(filter(None, [leader(scores)]))
     models = f"{counted(len(results), 'model')} evaluated: {enumerated(list(results), 6)}."
     if not count:
         return [*found, f"{models} No two models have a score that can be compared, so these results rank no model."]
+    if not intervals:
+        return ["No model leads clearly: no score has a 95 % interval to judge a difference by.", *found, models]
     scope = "Intervals reflect the choice of test samples, but not that of the training seed."
     if not wins:
         # Differences that are within the intervals are not the first thing to read.
