@@ -57,9 +57,9 @@ load_site() {
   export PYTHONUNBUFFERED=1
 
   split_words container TAPE_CONTAINER "$TAPE_CONTAINER"
-  split_words sbatch_options TAPE_SBATCH_OPTIONS "${TAPE_SBATCH_OPTIONS:-}"
-  split_words srun_options TAPE_SRUN_OPTIONS "${TAPE_SRUN_OPTIONS:-}"
-  split_words preflight_options TAPE_PREFLIGHT_OPTIONS "${TAPE_PREFLIGHT_OPTIONS:-}"
+  split_options sbatch_options TAPE_SBATCH_OPTIONS "${TAPE_SBATCH_OPTIONS:-}"
+  split_options srun_options TAPE_SRUN_OPTIONS "${TAPE_SRUN_OPTIONS:-}"
+  split_options preflight_options TAPE_PREFLIGHT_OPTIONS "${TAPE_PREFLIGHT_OPTIONS:-}"
   check_srun_options
   if [ -n "${TAPE_NETWORK_INTERFACE:-}" ]; then
     export NCCL_SOCKET_IFNAME=$TAPE_NETWORK_INTERFACE GLOO_SOCKET_IFNAME=$TAPE_NETWORK_INTERFACE
@@ -110,6 +110,17 @@ split_words() {
   mapfile -d '' -t words < <(xargs -r printf '%s\0' <<<"$3")
 }
 
+# split_options ARRAY NAME TEXT: split TEXT as split_words does, and reject it if its first word is no option: sbatch and
+# srun would take that word as the program to run.
+split_options() {
+  local -n split=$1
+  split_words "$@"
+  case ${split[0]:--} in
+    -*) ;;
+    *) fail "$2 is $3, whose first word is no option; begin it with an option, such as --nodes=4" ;;
+  esac
+}
+
 # read_options ARGS...: read the options that every script has when a user runs it. Store the words of --sbatch in the
 # array `options`, whether --dry-run is given in `dry_run`, and the other arguments in `script_arguments`. After
 # --help, print the comment at the top of the script and exit. Options that would make the program of the job print
@@ -124,15 +135,15 @@ read_options() {
         exit 0
         ;;
       --check | --print_config | --version)
-        fail "$1 is an option of the Python program, which would print something and end; use --dry-run" ;;
+        fail "$1 makes the program exit before it does any work, so a job needs no $1; give it to the program itself," \
+          "such as python -m pretrain.train, or check the command with --dry-run" ;;
       --sbatch=*)
         set -- --sbatch "${1#*=}" "${@:2}"
         continue
         ;;
       --sbatch)
         [ $# -ge 2 ] || fail "--sbatch needs options in quotes, such as \"--nodes=4\""
-        split_words given --sbatch "$2"
-        case ${given[0]:--} in -*) ;; *) fail "--sbatch is $2, which is no option of sbatch, such as \"--nodes=4\"" ;; esac
+        split_options given --sbatch "$2"
         options+=("${given[@]}")
         shift
         ;;

@@ -31,12 +31,18 @@ if [ -f "$(dirname "$0")/common.sh" ]; then # run by a user: Slurm runs a copy i
   read_options "$@"
   load_site "$root"
   set -- "${script_arguments[@]}"
-  limit=
-  if [ "${1:-}" = --at-once ]; then
-    limit=%${2:-}
-    [[ $limit =~ ^%[1-9][0-9]*$ ]] || fail "--at-once is '${limit#%}'; give a number of tasks of at least 1"
-    shift 2
-  fi
+  limit='' comparison=()
+  while [ $# -gt 0 ]; do
+    if [ "$1" = --at-once ]; then
+      limit=%${2:-}
+      [[ $limit =~ ^%[1-9][0-9]*$ ]] || fail "--at-once is '${limit#%}'; give a number of tasks of at least 1"
+      shift
+    else
+      comparison+=("$1")
+    fi
+    shift
+  done
+  set -- "${comparison[@]}"
   checked=$(run_module pretrain.compare "$@" --check)
   echo "$checked"
   runs=${checked%% *} # such as 1,200

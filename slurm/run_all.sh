@@ -21,6 +21,8 @@ for argument in "${script_arguments[@]}"; do
   case $part$argument in
     pretrain--extend) part=extend ;;
     pretrain--evaluate | extend--evaluate) part=evaluate ;;
+    *--extend | *--evaluate)
+      fail "$argument follows the arguments of --$part; give --extend at most once, and then --evaluate at most once" ;;
     pretrain*) pretrain+=("$argument") ;;
     extend*) extend+=("$argument") ;;
     *) evaluate+=("$argument") ;;

@@ -130,7 +130,7 @@ def test_options_that_print_something_submit_no_job(submit, script):
     for option in ("--print_config", "--version", "--check"):
         status, submitted, output = submit(script, RECIPE, "--evaluate", "passkey", option, **site)
         assert (status, submitted) == (1, None)
-        assert output.startswith(f"error: {option} is an option of the Python program")
+        assert output.startswith(f"error: {option} makes the program exit before it does any work")
 
 
 @pytest.mark.parametrize("script", ["pretrain_tape.sh", "preprocess.sh", "run_all.sh"])
@@ -145,6 +145,32 @@ def test_an_option_of_sbatch_that_is_given_to_a_script_is_answered_with_the_righ
     assert output.startswith(f"error: {given[0]} is an option of sbatch, not of the script; run  ")
     assert output.endswith(f'{path} --sbatch "{shown}" ...\n')
     assert (f"sbatch {shown} {path} ...  or " in output) == (script != "run_all.sh")
+
+
+@pytest.mark.parametrize("name", ["TAPE_SBATCH_OPTIONS", "TAPE_SRUN_OPTIONS", "TAPE_PREFLIGHT_OPTIONS"])
+def test_options_of_the_site_must_begin_with_an_option(submit, name):
+    status, submitted, output = submit("pretrain_tape.sh", *TRAINING, **{name: "nodes=4 --x"})
+    assert (status, submitted) == (1, None)
+    assert output.startswith(f"error: {name} is nodes=4 --x, whose first word is no option; ")
+
+
+def test_the_parts_of_a_chain_must_be_in_order(submit):
+    evaluation = ["--evaluate", "perplexity"]
+    extension = ["--extend", *EXTENSION]
+    for parts in (evaluation + extension, evaluation + evaluation, extension + extension):
+        status, submitted, output = submit("run_all.sh", *TRAINING, *parts)
+        assert (status, submitted) == (1, None)
+        assert "give --extend at most once, and then --evaluate at most once" in output
+
+
+def test_the_limit_of_an_array_may_stand_anywhere(submit):
+    for arguments in (["--at-once", "2", *COMPARISON], [*COMPARISON, "--at-once", "2"]):
+        status, _, output = submit("compare.sh", "--dry-run", *arguments)
+        assert status == 0 and "sbatch --array=0-2%2 " in output
+        assert "--at-once" not in output
+
+    status, submitted, output = submit("compare.sh", *COMPARISON, "--at-once")
+    assert (status, submitted) == (1, None) and "error: --at-once is ''" in output
 
 
 def test_preprocessing_is_refused_without_input(submit):
@@ -228,7 +254,7 @@ def test_a_chain_is_submitted_with_the_site_options(submit):
     assert status == 1 and "error: --sbatch is --comment='a, whose quotes do not match" in output
     # The recipe is in the place of the options.
     status, submitted, output = submit("pretrain_tape.sh", "--sbatch", RECIPE)
-    assert status == 1 and f"error: --sbatch is {RECIPE}, which is no option of sbatch" in output
+    assert status == 1 and f"error: --sbatch is {RECIPE}, whose first word is no option" in output
 
 
 @pytest.mark.parametrize("script, arguments", [("run_all.sh", CHAIN), ("compare.sh", COMPARISON)])
