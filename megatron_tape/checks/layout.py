@@ -6,6 +6,7 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.values import format_value, refuse_incompatible
 from megatron_tape.errors import refuse
 from megatron_tape.position import PositionEncoding, encoding_of
+from megatron_tape.text import counted
 
 PROCESSES = "the number of processes"
 """Subject of errors about the number of processes, which is not a setting."""
@@ -109,7 +110,7 @@ def _validate_pipeline(config: RunConfig, world_size: int) -> None:
     incompatible(len(sends) > 1, keys, fix, "which sends a state to only some of the stages (sends_state)")
     for key, size in config.train.batch_size_keys().items():
         micro_batches = size * parallel.ranks_per_sequence // (world_size * config.train.micro_batch_size)
-        problem = f"{size} gives each pipeline {micro_batches} micro-batches"
+        problem = f"{size} gives each pipeline {counted(micro_batches, 'micro-batch', 'micro-batches')}"
         fix = f"raise it to {-(-stages * size // micro_batches)} or more"
         refuse(micro_batches < stages, (key, STAGES), f"{problem}, fewer than its {stages} stages", fix)
         uneven = virtual > 1 and micro_batches % stages != 0

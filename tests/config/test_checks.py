@@ -260,6 +260,13 @@ def test_an_error_about_pipeline_stages_suggests_a_valid_value(changes, fix):
     assert fix in refused.value.fix
 
 
+def test_an_error_about_one_micro_batch_counts_it_in_the_singular():
+    settings = {key: value for key, value in STAGED.items() if key != "processes"}
+    with pytest.raises(ConfigError) as refused:
+        validate(make(**settings | {"train__global_batch_size": 1}), 2)
+    assert "gives each pipeline 1 micro-batch, fewer than its 2 stages" in str(refused.value)
+
+
 def test_pipeline_stages_are_refused_if_only_some_receive_a_state(monkeypatch):
     settings = {key: value for key, value in STAGED.items() if key != "processes"}
     validate(make(**settings), 2)
