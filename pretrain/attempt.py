@@ -37,7 +37,7 @@ from megatron_tape.checks.arguments import parse_run_config, with_config_option
 from megatron_tape.config.schema import RunConfig, replace_settings, to_yaml
 from megatron_tape.errors import EXIT_RESTART, ConfigError, FileError, refuse
 from megatron_tape.evaluation.model_source import model_of_run
-from megatron_tape.extension.base_model import Base
+from megatron_tape.extension.base_model import Base, find_base, starts_from_base
 from megatron_tape.io.files import SUFFIX, atomic_directory, remove
 from megatron_tape.io.records import write_record
 from megatron_tape.io.versions import commit
@@ -87,14 +87,29 @@ def main(argv: list[str] | None = None) -> None:
     add("--not-started", action="store_true", help="the processes of the attempt did not start")
     options = parser.parse_args(argv)
     if options.verb == "check":
-        config = parse_run_config(_arguments(options.arguments, ""))
-        check(config, Level.FILES, extends=options.module and options.module == EXTENDING)
+        check_job(_arguments(options.arguments, ""), options.module)
     elif options.verb == "chain":
         print(*check_chain(options.arguments, options.scratch), sep="\n")
     elif options.verb == "decide":
         judge(Path(options.run), options.checkpoints, options.attempt, options.not_started)
     else:
         begin(options)
+
+
+def check_job(arguments: list[str], module: str | None) -> None:
+    """Validate the arguments of `module` before a job is submitted; None skips the check that the recipe is for it.
+
+    Raises ConfigError for invalid settings, also if they do not fit the model that the run extends.
+    """
+    config = parse_run_config(arguments)
+    extends = None
+    if module is not None:
+        extends = module == EXTENDING
+
+    base = None
+    if extends and starts_from_base(config):
+        base = find_base(config.extension.from_, config.logging.directory)
+    check(config, Level.FILES, extends=extends, base=base)
 
 
 def check_chain(arguments: list[str], scratch: str) -> list[str]:

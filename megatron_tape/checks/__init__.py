@@ -47,7 +47,8 @@ def check(
         level: how thoroughly to check.
         processes: the number of training processes, or None if it is not known yet.
         extends: whether the command is pretrain.extend_context (true) or pretrain.train (false). None skips this check.
-        base: the model to extend, if another run will train it first. None reads the model of extension.from.
+        base: the model to extend, which the settings must fit at every level. None reads the model of extension.from,
+            at the level START only.
     """
     if processes is not None:
         check_processes(config, processes)

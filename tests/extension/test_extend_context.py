@@ -459,6 +459,21 @@ def test_a_requeued_job_needs_no_settings_of_its_base(bases, data, tmp_path, mon
     assert extend_context.main(["--config", config, f"--train.steps={STEPS}"]) == 0
 
 
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ("--model.seq_length=8", "set extension.allow_shorter_context: true"),
+        ("--model.num_layers=9", "model.num_layers: checkpoint 3, configuration 9"),
+        ("--extension.trains=[norms]", "does not include position"),
+    ],
+)
+def test_a_job_whose_settings_do_not_fit_its_base_is_not_submitted(bases, data, capfd, wrong, message):
+    given = [str(RECIPE), f"--data.prefix={data}/a", f"--extension.from={bases['rope']}"]
+    check = ["check", "--module", "pretrain.extend_context", "--", *given]
+    attempt.main(check)
+    assert message in refused(capfd, attempt.main, [*check, wrong])
+
+
 def test_a_chain_is_checked_before_its_first_model_exists(data, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     tiny = [str(REPOSITORY / "tests/recipes/tiny.yaml"), f"--data.prefix={data}/a", "--logging.directory=first"]
