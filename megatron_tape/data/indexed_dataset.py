@@ -145,7 +145,7 @@ def how_to_make_from_hub(prefix: str, tokenizer: str) -> str | None:
 
 def _how_to_make(source: str, prefix: str, tokenizer: str) -> str:
     """Return how to make the dataset `prefix` from `source`, an input of tools/preprocess_data.py."""
-    options = ["--input", source, "--tokenizer", tokenizer, "--output-prefix", prefix, "--append-eod"]
+    options = ["--input", source, "--tokenizer", tokenizer, "--output-prefix", prefix]
     return f"run `python tools/preprocess_data.py {shlex.join(options)}` and give {prefix}"
 
 

@@ -124,7 +124,7 @@ def test_what_is_mistaken_for_a_dataset_is_named_with_the_command_that_makes_one
     write_dataset(tmp_path / "c4")
     (tmp_path / "many").mkdir()
     write_dataset(tmp_path / "many" / "web")
-    preprocess = "python tools/preprocess_data.py --input {} --tokenizer w.model --output-prefix {} --append-eod"
+    preprocess = "python tools/preprocess_data.py --input {} --tokenizer w.model --output-prefix {}"
     for prefix, problem, command, output in (
         ("texts.jsonl", "names text, not a dataset", "texts.jsonl", "texts"),
         ("my texts.jsonl", "names text, not a dataset", "'my texts.jsonl'", "'my texts'"),
