@@ -133,7 +133,7 @@ class MeasuredModel:
         dtype = dtype_of(config)
         settings = dataclasses.replace(config.model, attention_backend=backend)
         sizes = config.parallel.tensor_model_parallel_size, config.parallel.uses_sequence_parallel
-        megatron_config = transformer_config(config.model, *sizes, dtype, config.train.recompute)
+        megatron_config = transformer_config(config.model, *sizes, dtype)
         seed_everything(config.train.seed, layout)
         self.fused = verified_kernels(settings, layout, dtype)
         self.model = LanguageModel(
@@ -141,7 +141,7 @@ class MeasuredModel:
             megatron_config,
             layout.groups,
             layout.device,
-            selective_recompute=config.train.recompute == "selective",
+            recompute=config.train.recompute,
             fused=self.fused,
         )
         allocate(self.model, layout.device)

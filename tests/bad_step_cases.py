@@ -57,7 +57,7 @@ def weights(engine):
     return states[engine.layout.replica_rank]
 
 
-REPLICATED = "gpt.decoder.layers.1.input_layernorm.weight"
+REPLICATED = "layers.1.input_layernorm.weight"
 """A parameter that every tensor-parallel rank holds whole."""
 
 
@@ -75,7 +75,7 @@ def trial(tp, stage, what, precision):
         result = e.train_step(batches(e, 10), 1e-2)
         assert judged == [(result.loss, result.grad_norm)]
     else:
-        parameter = e.names[REPLICATED if what == "replicated" else "gpt.decoder.layers.1.mlp.linear_fc1.weight"]
+        parameter = e.names[REPLICATED if what == "replicated" else "layers.1.mlp.linear_fc1.weight"]
         handle = parameter.register_hook(lambda g: g * math.inf if rank == 1 else g)
         result = e.train_step(batches(e, 10), 1e-2)
         handle.remove()
@@ -142,7 +142,7 @@ GRADIENTS = {"mlp.linear_fc1.weight": [[1, 0], [FINE, 0]], "mlp.linear_fc2.weigh
 def averaged(stage, **zero):
     """Return ZeRO's reduction of GRADIENTS, times 2: the sum over both ranks and micro-batches if nothing is lost."""
     e = engine(1, stage, "bf16", clip_grad=0.0, **zero)
-    names = {f"gpt.decoder.layers.0.{name}": values[dist.get_rank()] for name, values in GRADIENTS.items()}
+    names = {f"layers.0.{name}": values[dist.get_rank()] for name, values in GRADIENTS.items()}
     left = {name: list(values) for name, values in names.items()}
     for name in names:
         e.names[name].register_hook(lambda g, name=name: torch.full_like(g, left[name].pop(0)))
@@ -151,7 +151,7 @@ def averaged(stage, **zero):
     return [(state[f"exp_avg/{name}"].double() * 10 * 2).flatten()[[0, -1]].tolist() for name in names]
 
 
-SHARES = {"layers.1.input_layernorm.weight": [[1, 0], [FINE, 0]], "final_layernorm.weight": [[1, FINE], [0, 0]]}
+SHARES = {"layers.1.input_layernorm.weight": [[1, 0], [FINE, 0]], "norm.weight": [[1, FINE], [0, 0]]}
 """The same for replicated parameters, for which each rank processes half of the tokens."""
 
 
@@ -159,7 +159,7 @@ def summed(stage):
     """Return two tensor-parallel ranks' reduction of SHARES, and the norm of a step's gradient before it."""
     e = engine(2, stage, "bf16", clip_grad=0.0)
     norm = e.train_step(batches(e, 1), 0.0).grad_norm
-    values = {f"gpt.decoder.{name}": list(ranks[dist.get_rank()]) for name, ranks in SHARES.items()}
+    values = {name: list(ranks[dist.get_rank()]) for name, ranks in SHARES.items()}
     before = weights(e)
     for name, left in values.items():
         e.names[name].register_hook(lambda g, left=left: torch.full_like(g, left.pop(0)))

@@ -79,8 +79,8 @@ def build(
     layout = initialize_distributed(tp, context_parallel_size=cp)
     seed_everything(seed, layout)
     sp = tp > 1 if sequence_parallel is None else sequence_parallel
-    translated = transformer_config(model, tp, sp, dtype, recompute)
-    built = LanguageModel(model, translated, layout.groups, device, shifted_sparse, recompute == "selective")
+    translated = transformer_config(model, tp, sp, dtype)
+    built = LanguageModel(model, translated, layout.groups, device, shifted_sparse, recompute)
     if lora is not None:
         add_lora(built, model, lora)
     begin(built, model, layout, seed, lora)
@@ -129,7 +129,7 @@ def move_positions(built):
 def whole_weights(built, model):
     """Return the weights of a single-process model by the reference's names."""
     weights = {}
-    for name, parameter in built.gpt.named_parameters():
+    for name, parameter in built.named_parameters():
         weights |= from_megatron(name, parameter.detach(), model)
     return weights
 
@@ -181,7 +181,7 @@ def released_model(name, dtype=torch.float32, **changes):
 
 
 def load_whole(built, weights, model, layout):
-    load_weights(built.gpt, weights, model, layout.tensor_parallel_rank, layout.tensor_parallel_size)
+    load_weights(built, weights, model, layout.tensor_parallel_rank, layout.tensor_parallel_size)
 
 
 def random_tokens(batch=2, length=16, vocabulary=64, seed=3):

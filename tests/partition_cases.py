@@ -32,7 +32,7 @@ def begin(cp):
     allocate(built, layout.device, zero_partition(config, layout))
     initials = weight_initializations(model, LORA)
     initialize_weights(built, initials, SEED, 0, 1)
-    whole = {f"gpt.{name}": initialized_whole(name, initial, SEED) for name, initial in initials.items()}
+    whole = {name: initialized_whole(name, initial, SEED) for name, initial in initials.items()}
     result = {"names": [*whole], "wrong": [], "whole": []}
     held = 0
     for name, parameter in built.named_parameters():

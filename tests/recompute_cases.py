@@ -42,8 +42,7 @@ def step(name, stage, precision, trained, recompute):
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     settings = small_model(position_encoding=name, num_layers=2)
     model, layout = build(settings, recompute=recompute, dtype=dtype, lora=LORA if trained == "lora" else None)
-    # As with recomputation, so that both runs have the same graph.
-    freeze_parameters(model, TRAINED[trained], recomputes=True)
+    freeze_parameters(model, TRAINED[trained])
     changes = {"deepspeed__zero_stage": stage, "train__precision": precision}
     sizes = {"train__global_batch_size": 8, "train__micro_batch_size": 2}
     engine = Engine(model, make_alone(settings, **changes, **sizes), layout)

@@ -59,7 +59,7 @@ OF_FOUR = ("tape", "tape_gated_output", "tape_learned_increments_unit", "t5", "f
 
 def gradients_of(built, model, tokens):
     """Return the unsharded gradients by the reference's names."""
-    trained = {name: parameter for name, parameter in built.gpt.named_parameters() if parameter.requires_grad}
+    trained = {name: parameter for name, parameter in built.named_parameters() if parameter.requires_grad}
     own = [parameter.grad for parameter in trained.values()]
     flat = torch.cat([gradient.flatten() for gradient in own])
     shares = [torch.empty_like(flat) for _ in range(tokens.model_group.size())]
@@ -108,7 +108,7 @@ class Case:
         same = dict(lora=self.lora, shifted_sparse=self.shifted_sparse)
         built, layout = build(self.model, tp, cp=cp, **same, **options)
         trains = lambda name, parameter: self.trained is None or kind_of(name) in self.trained  # noqa: E731
-        freeze_parameters(built, trains, self.recompute != "none")
+        freeze_parameters(built, trains)
         return built, layout
 
     def alone(self):
@@ -131,7 +131,7 @@ class Case:
             tp, cp, recompute=self.recompute, randomize=False, sequence_parallel=self.sequence_parallel
         )
         tokens = built.tokens
-        built.gpt.output_layer.fused = self.fused_loss
+        built.output.fused = self.fused_loss
         # Checkpoints and all-to-alls rely on Megatron's order of ranks.
         assert layout.replica_rank == layout.rank // tp
         assert tokens.sequence_group.rank() == layout.context_parallel_rank * tp + layout.tensor_parallel_rank
@@ -139,7 +139,7 @@ class Case:
             torch.equal(
                 parameter, shard(to_megatron(self.initial, name, self.model), parameter, tokens.model_group.rank(), tp)
             )
-            for name, parameter in built.gpt.named_parameters()
+            for name, parameter in built.named_parameters()
         )
         load_whole(built, self.weights, self.model, layout)
         outputs, loss = run(built, tokens, self.batch, self.by_token)

@@ -26,8 +26,12 @@ from megatron_tape.data.tokenizer import TokenizerRecord
 from megatron_tape.errors import CheckpointError
 from megatron_tape.io.files import FileDigest, digest, remove, sync_directory
 from megatron_tape.io.records import check_shape, read_record, write_record
+from megatron_tape.model.names import current_name
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
+"""The format of new checkpoints."""
+READABLE_VERSIONS = (3, 4)
+"""The formats that can be read. In format 3, parameters had other names (see `model.names.current_name`)."""
 MANIFEST = "manifest.json"
 STATE = "state.json"
 ABANDONED = ".abandoned"
@@ -161,12 +165,13 @@ def read_manifest(path: str | Path) -> Manifest:
     """
     path = Path(path)
     version = read_record(path / MANIFEST, dict[str, Any]).get("format_version")
-    if isinstance(version, int) and version != FORMAT_VERSION:
+    if isinstance(version, int) and version not in READABLE_VERSIONS:
         age = "a newer" if version > FORMAT_VERSION else "an earlier"
+        readable = " and ".join(map(str, READABLE_VERSIONS))
         raise OtherFormat(
             str(path),
-            f"was written by {age} version of this project (checkpoint format {version}; this version reads format "
-            f"{FORMAT_VERSION})",
+            f"was written by {age} version of this project (checkpoint format {version}; this version reads formats "
+            f"{readable})",
             "use that version, or move the checkpoint away",
         )
     manifest = read_record(path / MANIFEST, Manifest)
@@ -182,8 +187,14 @@ def read_manifest(path: str | Path) -> Manifest:
 
 
 def read_state(path: str | Path) -> State:
-    """Read a checkpoint's `state.json`. Raises ValueError if it is malformed."""
+    """Read a checkpoint's `state.json`. Raises ValueError if it is malformed.
+
+    Parameters have their current names, also if the checkpoint has format 3.
+    """
     state = read_record(Path(path) / STATE, State)
+    state["sharded"] = {current_name(name): shards for name, shards in state["sharded"].items()}
+    if "frozen" in state:
+        state["frozen"] = [current_name(name) for name in state["frozen"]]
     if state["optimizer_steps"] > state["step"]:
         problem = f"is damaged: optimizer_steps {state['optimizer_steps']} exceeds step {state['step']}"
         raise CheckpointError(str(Path(path) / STATE), problem)

@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 from megatron_tape.errors import CheckpointError
 from megatron_tape.io.records import read_record
 from megatron_tape.io.safetensors import Place
-from megatron_tape.model.names import AVERAGE
+from megatron_tape.model.names import AVERAGE, current_name
 
 INDEX = "index.json"
 _TENSORS = re.compile(r"tensors-tp([0-9]{2,9})-\w+\.safetensors", re.ASCII)
@@ -47,6 +47,7 @@ def shard_of(name: str) -> int | None:
 def read_index(checkpoint: Path, tensor_size: int) -> dict[str, dict[str, Place]]:
     """Read `index.json` of a checkpoint that was saved with tensor-parallel size `tensor_size`.
 
+    The keys are those in the files, which contain other names in format 3 (see `current_key`).
     Raises ValueError if it is malformed, or a tensor extends beyond the end of its file.
     """
     files = read_record(checkpoint / INDEX, Index)["files"]
@@ -64,6 +65,12 @@ def read_index(checkpoint: Path, tensor_size: int) -> dict[str, dict[str, Place]
                 problem += "bytes"
                 raise CheckpointError(str(checkpoint / INDEX), problem, CHOOSE_ANOTHER)
     return files
+
+
+def current_key(key: str) -> str:
+    """Return a tensor's key, such as `exp_avg/NAME`, with the current name of the parameter."""
+    kind, _, name = key.partition("/")
+    return f"{kind}/{current_name(name)}"
 
 
 def check_average(checkpoint: Path, index: Mapping[str, Mapping[str, Place]]) -> None:

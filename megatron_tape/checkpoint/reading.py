@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megatron_tape.checkpoint.agreement import Agreement
 from megatron_tape.checkpoint.directories import START_AGAIN, State, read_manifest
-from megatron_tape.checkpoint.index import CHOOSE_ANOTHER, INDEX, read_index, readers, shard_of
+from megatron_tape.checkpoint.index import CHOOSE_ANOTHER, INDEX, current_key, read_index, readers, shard_of
 from megatron_tape.errors import CheckpointError
 from megatron_tape.io.files import FileDigest
 from megatron_tape.io.safetensors import Place
@@ -99,7 +99,7 @@ class Checkpoint:
         if unlisted := sorted(index.keys() - self.files.keys()):
             problem = f"lists {unlisted[0]}, which the manifest does not list"
             raise CheckpointError(str(self.path / INDEX), problem, CHOOSE_ANOTHER)
-        return index
+        return {file: {current_key(key): place for key, place in places.items()} for file, places in index.items()}
 
     def read_records(self) -> None:
         """Read the manifest and the index now, so that ranks to which this object is sent do not read them again."""

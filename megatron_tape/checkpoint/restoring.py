@@ -20,7 +20,7 @@ from megatron_tape.checkpoint.random_state import restore_random_state
 from megatron_tape.checkpoint.reading import CHOOSE_ANOTHER, Checkpoint, Reader
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import CheckpointError, refuse
-from megatron_tape.model.names import WRAPPED, kind_of
+from megatron_tape.model.names import kind_of
 from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.parallel.partitions import write_shard
@@ -51,7 +51,7 @@ def load_base_weights(base: Checkpoint, model: torch.nn.Module, layout: Parallel
     """
     parameters, saved = dict(model.named_parameters()), base.weight_names()
     settings = model_config(base.state["config"]["model"])
-    base_parameters = {f"{WRAPPED}{name}" for name in parameter_shapes(settings)}
+    base_parameters = parameter_shapes(settings)
     all_names = list(itertools.chain(*layout.gather_stages(list(parameters))))
     new = [name for name in all_names if name not in saved]
     may_be_new = {

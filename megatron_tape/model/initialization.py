@@ -1,7 +1,7 @@
 """Initialize the weights of a model in place, with the same values for every parallel layout.
 
-Each element depends only on the seed, the parameter's name and the element's index in the unsharded tensor (see
-`ops.philox`). A rank therefore draws only its own shard.
+Each element depends only on the seed, the parameter's `names.seed_name` and the element's index in the unsharded tensor
+(see `ops.philox`). A rank therefore draws only its own shard.
 
 Rows and columns of a parameter are those of a matrix: columns are the last axis, rows all other axes, flattened.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig
-from megatron_tape.model.names import MATRICES, POSITION, WRAPPED, kind_of, split_layer
+from megatron_tape.model.names import MATRICES, POSITION, kind_of, seed_name, split_layer
 from megatron_tape.model.shapes import lora_factors, parameter_shapes
 from megatron_tape.ops import philox
 from megatron_tape.parallel.partitions import local_storage
@@ -48,7 +48,7 @@ class Initialization:
 
 
 def weight_initializations(model: ModelConfig, extension: ExtensionConfig | None = None) -> dict[str, Initialization]:
-    """Return the initialization of every `GPTModel` parameter by name, with LoRA layers if `extension` adds them.
+    """Return the initialization of every parameter by name, with LoRA layers if `extension` adds them.
 
     Matrices and embeddings are normal with standard deviation `model.init_std`, divided by sqrt(2 L) for matrices that
     write to the residual stream of L layers. LoRA's A is uniform up to 1 / sqrt(input size), as in peft, and LoRA's B
@@ -58,10 +58,10 @@ def weight_initializations(model: ModelConfig, extension: ExtensionConfig | None
     residual = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
     initials = {}
     for name, shape in parameter_shapes(model, extension).items():
-        prefix, _, suffix = split_layer(name)
+        layer, suffix = split_layer(name)
         kind = kind_of(name)
         if kind == "position":
-            declared = encoding.parameters(int(prefix.split(".")[2]))[suffix.removeprefix(POSITION)]
+            declared = encoding.parameters(layer)[suffix.removeprefix(POSITION)]
             initials[name] = Initialization(shape, std=declared.std, value=declared.value)
         elif kind == "lora":
             initials[name] = Initialization(shape, bound=shape[1] ** -0.5 if factors[suffix].side == "A" else 0.0)
@@ -74,9 +74,9 @@ def weight_initializations(model: ModelConfig, extension: ExtensionConfig | None
 
 
 def initialized_whole(name: str, initial: Initialization, seed: int) -> Tensor:
-    """Return the initial value of the unsharded `GPTModel` parameter `name`, float32 on the CPU."""
+    """Return the initial value of the unsharded parameter `name`, float32 on the CPU."""
     whole = torch.empty(initial.shape)
-    _fill(whole.view(-1), 0, *_shard_ranges(initial.shape, None, 0, 1), initial, philox.key_of(seed, name))
+    _fill(whole.view(-1), 0, *_shard_ranges(initial.shape, None, 0, 1), initial, philox.key_of(seed, seed_name(name)))
     return whole
 
 
@@ -96,11 +96,10 @@ def initialize_weights(
     """
     for name, parameter in model.named_parameters():
         if names is None or name in names:
-            gpt_name = name.removeprefix(WRAPPED)
-            initial = initials[gpt_name]
+            initial = initials[name]
             memory, first = local_storage(parameter)
             rows, columns = _shard_ranges(initial.shape, parameter, rank, size)
-            _fill(memory, first, rows, columns, initial, philox.key_of(seed, gpt_name))
+            _fill(memory, first, rows, columns, initial, philox.key_of(seed, seed_name(name)))
 
 
 def _shard_ranges(

@@ -1,4 +1,6 @@
-"""The language model: Megatron-core's `GPTModel` with a positional encoding in its layers.
+"""The language model: embedding, layers, final norm and output layer, or a part of them in a pipeline stage.
+
+`LanguageModel.forward` is the loop over the layers, which pass on the hidden states and the position state.
 
 Axes: B batch, S all tokens of a sequence, s this rank's tokens, C hidden size, V vocabulary.
 """
@@ -8,37 +10,23 @@ from functools import partial
 import numpy as np
 import torch
 import torch.nn.functional as F
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.attention import SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from megatron.core.utils import init_method_normal, scaled_init_method_normal
 from torch import Tensor
 
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.model.backend import FusedKernels, chosen_backend
-from megatron_tape.model.decoder import Decoder
-from megatron_tape.model.layers import (
-    CoreAttention,
-    LayerPosition,
-    PositionSelfAttention,
-    PositionTransformerLayer,
-    RMSNorm,
-    Shared,
-    SwiGLU,
-)
+from megatron_tape.model.layers import LayerPosition, PositionTransformerLayer, RMSNorm
+from megatron_tape.model.output_layer import OutputLayer
 from megatron_tape.ops.activation_checkpointing import AttentionRecorder
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.shifted import ShiftedSegments, unshifted_groups
-from megatron_tape.ops.stage_boundary import packed_width, unpack
+from megatron_tape.ops.stage_boundary import pack, packed_width, unpack
 from megatron_tape.parallel.token_layout import TokenLayout
-from megatron_tape.position import PositionEncoding, encoding_of
+from megatron_tape.position import encoding_of
 
 
 def transformer_config(
@@ -46,9 +34,8 @@ def transformer_config(
     tensor_model_parallel_size: int = 1,
     sequence_parallel: bool = False,
     dtype: torch.dtype = torch.float32,
-    recompute: str = "none",
 ) -> TransformerConfig:
-    """Convert `ModelConfig` to Megatron-core's `TransformerConfig`; `recompute` is `train.recompute`."""
+    """Convert `ModelConfig` to Megatron-core's `TransformerConfig`, which its modules read."""
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -58,7 +45,7 @@ def transformer_config(
         kv_channels=model.head_dim,
         gated_linear_unit=True,
         activation_func=F.silu,
-        use_te_activation_func=True,  # take the MLP's activation module from `layer_spec`
+        use_te_activation_func=True,  # use the module in `MLPSubmodules.activation_func`
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
         qk_layernorm=model.qk_norm,
@@ -74,10 +61,6 @@ def transformer_config(
         pipeline_dtype=dtype,
         tensor_model_parallel_size=tensor_model_parallel_size,
         sequence_parallel=sequence_parallel,
-        # Megatron's "selective" recomputes only attention; ours recomputes everything except attention.
-        recompute_granularity=None if recompute == "none" else "full",
-        recompute_method=None if recompute == "none" else "uniform",
-        recompute_num_layers=None if recompute == "none" else 1,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -86,65 +69,23 @@ def transformer_config(
     )
 
 
-def layer_spec(model: ModelConfig, encoding: PositionEncoding, backend: str, first: int, packs: bool) -> ModuleSpec:
-    """Return the spec of one decoder layer: a Llama layer whose attention uses `encoding`.
-
-    `backend` is one of `ops.backends.BACKENDS`. See `PositionTransformerLayer` for `first` and `packs`.
-    """
-    norm = RMSNorm if model.qk_norm else None
-    return ModuleSpec(
-        module=PositionTransformerLayer,
-        params={"encoding": encoding, "first": first, "packs": packs},
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(
-                module=PositionSelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal, "output_gate": model.attention_output_gate},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
-                    core_attention=ModuleSpec(module=CoreAttention, params={"backend": backend}),
-                    linear_proj=RowParallelLinear,
-                    q_layernorm=norm,
-                    k_layernorm=norm,
-                ),
-            ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=ModuleSpec(
-                module=MLP,
-                submodules=MLPSubmodules(
-                    linear_fc1=ColumnParallelLinear, activation_func=SwiGLU, linear_fc2=RowParallelLinear
-                ),
-            ),
-            mlp_bda=get_bias_dropout_add,
-        ),
-    )
-
-
-def block_spec(
-    model: ModelConfig, encoding: PositionEncoding, backend: str, layers: range
-) -> TransformerBlockSubmodules:
-    """Return the spec of a model chunk: the decoder layers with the indices `layers`, and the final norm."""
-    packs = layers.stop < model.num_layers and encoding.sends_state(layers.stop)
-    specs = [layer_spec(model, encoding, backend, layers.start, packs and layer == layers[-1]) for layer in layers]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
-
-
 class LanguageModel(torch.nn.Module):
     """A decoder that returns logits or, given labels, the next-token loss.
 
     Parameters are created on torch's meta device. `parallel.partitions.allocate` gives them memory, and
-    `model.initialization.initialize_weights` or a checkpoint fills it.
+    `model.initialization.initialize_weights` or a checkpoint fills it. Their names are `embedding.weight`,
+    `layers.N.*`, `norm.weight` and `output.weight`.
 
     Args:
         config: the settings of `model` for Megatron, from `transformer_config`.
         device: the device that the model will run on, for the choice of the attention backend.
         shifted_sparse: use shifted sparse attention (`ops.shifted`) in training mode.
-        selective_recompute: keep attention's outputs, so that layers are recomputed without attention.
+        recompute: `train.recompute`: none, selective (recompute everything except attention) or full.
         fused: the Triton kernels to use apart from attention. Default: the position update's kernel if the attention
             backend is triton, otherwise none.
-        layers: indices of the layers of this model chunk. Default: all layers, which are the whole model. A chunk takes
-            the output of the previous chunk from `set_input_tensor`, and returns the input (s, B, `sent_width`) of the
+        layers: indices of the layers of this model chunk. Default: all layers, which are the whole model. Only the
+            first chunk has the embedding, only the last one the final norm and the output layer. Other chunks take
+            the output of the previous chunk from `set_input_tensor`, and return the input (s, B, `sent_width`) of the
             next one.
         z_loss: coefficient of the z-loss, the mean of log(sum(exp(logits)))^2. The gradient of the z-loss is added to
             that of the loss.
@@ -157,81 +98,56 @@ class LanguageModel(torch.nn.Module):
         groups: ProcessGroupCollection,
         device: torch.device | str = "cpu",
         shifted_sparse: bool = False,
-        selective_recompute: bool = False,
+        recompute: str = "none",
         fused: FusedKernels | None = None,
         layers: range | None = None,
         z_loss: float = 0.0,
     ):
         super().__init__()
-        self.layers = range(model.num_layers) if layers is None else layers
         self.model = model
-        self.attention_backend = chosen_backend(model, config.params_dtype, torch.device(device), shifted_sparse)
-        """The attention backend for `device`, where the caller must place the parameters."""
-        self.tokens = TokenLayout.of(groups, config.sequence_parallel)
-        self.fused = fused or FusedKernels(position_update=self.attention_backend == "triton")
-        self.encoding = encoding_of(model, self.tokens, self.fused.position_update)
-        with torch.device("meta"):
-            self.gpt = Decoder(
-                config,
-                self.layers,
-                transformer_layer_spec=block_spec(model, self.encoding, self.attention_backend, self.layers),
-                vocab_size=model.vocab_size,
-                max_sequence_length=model.seq_length,
-                share_embeddings_and_output_weights=model.tie_embeddings,
-                position_embedding_type="none",
-                pg_collection=groups,
-            )
-        if self.is_last:
-            self.gpt.output_layer.fused, self.gpt.output_layer.z_loss = self.fused.loss, z_loss
-        for module in self.gpt.modules():
-            if isinstance(module, SwiGLU):
-                module.fused = self.fused.swiglu
         self.dtype = config.params_dtype
         self.shifted_sparse = shifted_sparse
-        self.selective_recompute = selective_recompute
+        self.recompute = recompute
+        self.attention_backend = chosen_backend(model, self.dtype, torch.device(device), shifted_sparse)
+        """The attention backend for `device`, where the caller must place the parameters."""
+        self.fused = fused or FusedKernels(position_update=self.attention_backend == "triton")
+        self.tokens = TokenLayout.of(groups, config.sequence_parallel)
+        self.encoding = encoding_of(model, self.tokens, self.fused.position_update)
+
+        if layers is None:
+            layers = range(model.num_layers)
+        self._first_layer = layers.start
+        self.is_first = layers.start == 0
+        """Whether this model chunk begins with the embedding."""
+        self.is_last = layers.stop == model.num_layers
+        """Whether this model chunk ends with the output layer."""
+        self._receives_state = self.encoding.sends_state(layers.start)
+        self._sends_state = not self.is_last and self.encoding.sends_state(layers.stop)
+
+        with torch.device("meta"):
+            if self.is_first:
+                self.embedding = VocabParallelEmbedding(
+                    model.vocab_size,
+                    model.hidden_size,
+                    init_method=config.init_method,
+                    reduce_scatter_embeddings=config.sequence_parallel,
+                    config=config,
+                    tp_group=groups.tp,
+                )
+            self.layers = torch.nn.ModuleDict()
+            for layer in layers:
+                self.layers[str(layer)] = PositionTransformerLayer(
+                    model, config, groups, self.encoding, layer, self.attention_backend, self.fused.swiglu
+                )
+            if self.is_last:
+                self.norm = RMSNorm(config, model.hidden_size, model.norm_epsilon)
+                self.output = OutputLayer(model, config, groups, self.fused.loss, z_loss)
+
+        self.received_embedding: Tensor | None = None
+        """The copy of a tied embedding's weight in a chunk that has the output layer, but not the embedding."""
+        self._received: Tensor | None = None
         own_groups = self.tokens.local_heads(torch.arange(model.query_groups, device="cpu")).tolist()
         self._unshifted_groups = unshifted_groups(model.query_groups, own_groups)
-        self._received: Tensor | None = None
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this model chunk begins with the embedding."""
-        return self.layers.start == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this model chunk ends with the output layer."""
-        return self.layers.stop == self.model.num_layers
-
-    @property
-    def embedding(self) -> torch.nn.Module | None:
-        """The token embedding; None if this model chunk is not the first."""
-        return self.gpt.embedding if self.is_first else None
-
-    def take_z_loss(self) -> Tensor | float:
-        """Return the sum of the z-losses of all training forward passes since the last call.
-
-        The sum is 0 if the z-loss is disabled, and in all model chunks except the last.
-        """
-        if not self.is_last:
-            return 0.0
-        total, self.gpt.output_layer.z_losses = self.gpt.output_layer.z_losses, 0.0
-        return total
-
-    def sent_width(self, layer: int) -> int:
-        """Return the elements per token in the input of a model chunk that begins with layer `layer` (from 0).
-
-        These are the hidden states and, if the encoding sends it, the position state.
-        """
-        width = self.model.hidden_size
-        if self.encoding.sends_state(layer):
-            shape, dtype = self.encoding.sent_state(layer, 1, 1, self.dtype)
-            width += packed_width(shape, dtype, 1, self.dtype)
-        return width
-
-    def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
-        """Set this model chunk's input: a list with the previous chunk's output. Megatron's schedules call this."""
-        (self._received,) = tensors
 
     def forward(
         self,
@@ -255,52 +171,113 @@ class LanguageModel(torch.nn.Module):
         """
         if positions is None:
             positions = self.token_positions(tokens)
-        packing = None if documents is None else Packing.of(documents)
-        positions_SB = positions[:, None]
-        if packing is not None and self.encoding.restarts_in_documents:
-            starts_SB = packing.bounds_2BT[0].T.long()
-            positions_SB = positions[torch.arange(len(positions), device=positions.device)[:, None] - starts_SB]
+        packing = None
+        if documents is not None:
+            packing = Packing.of(documents)
+        positions_SB = self._in_documents(positions, packing)
         if self.shifted_sparse and self.training:
             packing = ShiftedSegments.of(tokens, packing, self._unshifted_groups)
-        records = self.selective_recompute and self.training and torch.is_grad_enabled()
-        tokens, labels, loss_weights = (
-            None if x is None else self.tokens.context_tokens(x) for x in (tokens, labels, loss_weights)
-        )
-        embedded, state = self._inputs_of_first_layer(tokens, positions_SB)
-        forward = partial(
-            self.gpt,
-            tokens,
-            None,
-            None,
-            decoder_input=embedded,
-            packed_seq_params=Shared(packing, AttentionRecorder() if records else None),
-            extra_block_kwargs={"context": state},
-        )
-        if not self.is_last:
-            return forward()
-        if labels is None:
-            return self.tokens.gather_context(forward(runtime_gather_output=True))
-        loss, losses = forward(labels=labels, loss_mask=self.tokens.loss_weights(loss_weights))
-        return self.tokens.gather_context(losses) if by_token else loss
 
-    def _inputs_of_first_layer(self, tokens: Tensor, positions_SB: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the input of this chunk's first layer (s, B, C) and its position state.
+        recomputes = self.recompute != "none" and self.training
+        recorder = None
+        if recomputes and self.recompute == "selective" and torch.is_grad_enabled():
+            recorder = AttentionRecorder()
 
-        The input is None if `self.gpt` computes it: from the tokens, or from `set_input_tensor`.
-        """
         if self.is_first:
-            added = self.encoding.embedding(self.tokens.local_tokens(positions_SB), self.dtype)
-            embedded = None if added is None else self.gpt.embedding(tokens, None) + added
-            return embedded, self.encoding.initial_state(positions_SB, self.dtype)
-        hidden_sBC, first = self._received, self.layers.start
-        if self.encoding.sends_state(first):
-            received = self.encoding.sent_state(first, len(hidden_sBC), hidden_sBC.shape[1], self.dtype)
-            hidden_sBC, state = unpack(hidden_sBC, self.model.hidden_size, *received)
-        else:
+            hidden_states = self._embedded(tokens, positions_SB)
             state = self.encoding.initial_state(positions_SB, self.dtype)
-        self.gpt.set_input_tensor(hidden_sBC)
+        else:
+            hidden_states, state = self._from_previous_chunk(positions_SB)
+        if recomputes:
+            # The embedding may be frozen, and a checkpointed layer computes gradients only if an input requires them.
+            hidden_states.requires_grad_()
+
+        for layer in self.layers.values():
+            run_layer = partial(layer, packing=packing, recorder=recorder)
+            if recomputes:
+                hidden_states, state = checkpoint(run_layer, False, hidden_states, state)
+            else:
+                hidden_states, state = run_layer(hidden_states, state)
+
+        if not self.is_last:
+            return pack(hidden_states, state) if self._sends_state else hidden_states
+        return self._logits_or_loss(self.norm(hidden_states), labels, loss_weights, by_token)
+
+    def _in_documents(self, positions: Tensor, packing: Packing | None) -> Tensor:
+        """Return the positions (S, B or 1) of tokens, which restart in each packed document if the encoding needs it.
+
+        `positions` (S,) are those of a sequence without documents.
+        """
+        if packing is None or not self.encoding.restarts_in_documents:
+            return positions[:, None]
+
+        starts_SB = packing.bounds_2BT[0].T.long()
+        index_S = torch.arange(len(positions), device=positions.device)
+        return positions[index_S[:, None] - starts_SB]
+
+    def _embedded(self, tokens: Tensor, positions_SB: Tensor) -> Tensor:
+        """Return the input of the first layer (s, B, C), for token ids (B, S)."""
+        hidden_states = self.embedding(self.tokens.context_tokens(tokens))
+        if not self.tokens.sequence_parallel:
+            # With sequence parallelism, the embedding's reduce-scatter returns the tokens first.
+            hidden_states = hidden_states.transpose(0, 1).contiguous()
+
+        added = self.encoding.embedding(self.tokens.local_tokens(positions_SB), self.dtype)
+        if added is not None:
+            hidden_states = hidden_states + added
+        return hidden_states
+
+    def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
+        """Set this model chunk's input: a list with the previous chunk's output. Megatron's schedules call this."""
+        (self._received,) = tensors
+
+    def _from_previous_chunk(self, positions_SB: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the hidden states (s, B, C) and the position state that enter the first layer of this chunk."""
+        received = self._received
         self._received = None
-        return None, state
+        if not self._receives_state:
+            return received, self.encoding.initial_state(positions_SB, self.dtype)
+
+        tokens, batch, _ = received.shape
+        shape, dtype = self.encoding.sent_state(self._first_layer, tokens, batch, self.dtype)
+        return unpack(received, self.model.hidden_size, shape, dtype)
+
+    def sent_width(self, layer: int) -> int:
+        """Return the elements per token in the input of a model chunk that begins with layer `layer` (from 0).
+
+        These are the hidden states and, if the encoding sends it, the position state.
+        """
+        width = self.model.hidden_size
+        if self.encoding.sends_state(layer):
+            shape, dtype = self.encoding.sent_state(layer, 1, 1, self.dtype)
+            width += packed_width(shape, dtype, 1, self.dtype)
+        return width
+
+    def _logits_or_loss(
+        self, hidden_states: Tensor, labels: Tensor | None, loss_weights: Tensor | None, by_token: bool
+    ) -> Tensor:
+        """Return the result of `forward` for the normalized output (s, B, C) of the last layer."""
+        tied_weight = None
+        if self.model.tie_embeddings:
+            tied_weight = self.embedding.weight if self.is_first else self.received_embedding
+
+        if labels is None:
+            return self.tokens.gather_context(self.output(hidden_states, tied_weight))
+
+        labels = self.tokens.context_tokens(labels)
+        if loss_weights is not None:
+            loss_weights = self.tokens.loss_weights(self.tokens.context_tokens(loss_weights))
+        loss, losses_BS = self.output(hidden_states, tied_weight, labels, loss_weights)
+        if by_token:
+            return self.tokens.gather_context(losses_BS)
+        return loss
+
+    def take_z_loss(self) -> Tensor | float:
+        """Return the sum of the z-losses of all training forward passes since the last call.
+
+        The sum is 0 if the z-loss is disabled, and in all model chunks except the last.
+        """
+        return self.output.take_z_loss() if self.is_last else 0.0
 
     def token_positions(self, tokens: Tensor, random: np.random.Generator | None = None) -> Tensor:
         """Return the positions (S,) of token ids (B, S), on the same device.
@@ -310,10 +287,13 @@ class LanguageModel(torch.nn.Module):
         positions = self.encoding.token_positions(tokens.shape[1], random)
         if positions is None:
             return torch.arange(tokens.shape[1], device=tokens.device)
+
         host = torch.from_numpy(positions)
-        # A copy from pageable memory would block the host until the GPU is done.
-        return (host.pin_memory() if tokens.is_cuda else host).to(tokens.device, non_blocking=True)
+        if tokens.is_cuda:
+            # A copy from pageable memory would block the host until the GPU is done.
+            host = host.pin_memory()
+        return host.to(tokens.device, non_blocking=True)
 
     def position_updates(self) -> list[LayerPosition]:
         """Return the modules that update the position state, in layer order; empty for encodings that update none."""
-        return [layer.position for layer in self.gpt.decoder.layers if layer.position.updates]
+        return [layer.position for layer in self.layers.values() if layer.position.updates]

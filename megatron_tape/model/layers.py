@@ -1,4 +1,7 @@
-"""Megatron-core transformer layers with a positional encoding and its position state.
+"""The transformer layer: Megatron-core's attention and MLP, with a positional encoding and its position state.
+
+`PositionTransformerLayer.forward` shows how the state passes through a layer: `LayerPosition.enter` turns it into
+inputs of attention, and `LayerPosition.forward` updates it for the next layer.
 
 Axes: B batch, S all tokens of a sequence, s this rank's tokens, C hidden size, h this rank's heads, D head dimension,
 G key/value groups. The position state z is what the encoding passes from layer to layer (see `position.encoding`).
@@ -7,24 +10,28 @@ G key/value groups. The position state z is what the encoding passes from layer 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
+from megatron_tape.config.schema import ModelConfig
 from megatron_tape.ops.activation_checkpointing import AttentionRecorder, run_directly
 from megatron_tape.ops.attention import attend
 from megatron_tape.ops.attention_inputs import AttentionInputs
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.shifted import ShiftedSegments, attend_in_segments
-from megatron_tape.ops.stage_boundary import pack
 from megatron_tape.ops.swiglu import swiglu
 from megatron_tape.parallel import megatron_patches
 from megatron_tape.parallel.token_layout import TokenLayout
@@ -52,25 +59,18 @@ class RMSNorm(torch.nn.Module):
 
 
 class SwiGLU(torch.nn.Module):
-    """The gated MLP's activation, silu(gate) * up. It saves only its input for the backward pass."""
+    """The gated MLP's activation, silu(gate) * up. It saves only its input for the backward pass.
 
-    def __init__(self, config: TransformerConfig):
+    `fused` selects the Triton kernel. Megatron's `MLP` builds this module from its spec.
+    """
+
+    def __init__(self, config: TransformerConfig, fused: bool):
         super().__init__()
-        self.fused = False
-        """Whether to use the Triton kernel."""
+        self.fused = fused
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
         """Map (..., 2 F), the gate and then the up projection, to (..., F); see `megatron_tape.ops.swiglu`."""
         return swiglu(gate_and_up, self.fused)
-
-
-class Shared(NamedTuple):
-    """Inputs shared by all layers of a forward pass; Megatron passes them to each layer as `packed_seq_params`."""
-
-    packing: Packing | ShiftedSegments | None = None
-    """The boundaries of packed documents, or the segments of shifted sparse attention."""
-    recorder: AttentionRecorder | None = None
-    """Records and replays attention under selective activation checkpointing; None otherwise."""
 
 
 class CoreAttention(torch.nn.Module):
@@ -103,14 +103,30 @@ class CoreAttention(torch.nn.Module):
 class PositionSelfAttention(SelfAttention):
     """Megatron's tensor-parallel self-attention with a positional encoding.
 
-    `output_gate` multiplies the output of attention by a sigmoid of a projection of the hidden states.
+    Megatron builds the projections and splits their output; `forward` calls them. With `model.attention_output_gate`,
+    the output of attention is multiplied by a sigmoid of a projection of the hidden states. `layer` counts from 0.
     """
 
-    def __init__(self, config: TransformerConfig, *args, output_gate: bool = False, **kwargs):
-        super().__init__(config, *args, **kwargs)
-        self.tokens = TokenLayout.of(self.pg_collection, config.sequence_parallel)
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: TransformerConfig,
+        groups: ProcessGroupCollection,
+        layer: int,
+        backend: str,
+    ):
+        norm = RMSNorm if model.qk_norm else None
+        parts = SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=ModuleSpec(module=CoreAttention, params={"backend": backend}),
+            linear_proj=RowParallelLinear,
+            q_layernorm=norm,
+            k_layernorm=norm,
+        )
+        super().__init__(config, parts, layer_number=layer + 1, pg_collection=groups)
+        self.tokens = TokenLayout.of(groups, config.sequence_parallel)
         self.linear_gate = None
-        if output_gate:
+        if model.attention_output_gate:
             self.linear_gate = ColumnParallelLinear(
                 config.hidden_size,
                 self.query_projection_size,
@@ -120,26 +136,38 @@ class PositionSelfAttention(SelfAttention):
                 bias=False,
                 skip_bias_add=False,
                 is_expert=False,
-                tp_group=self.pg_collection.tp,
+                tp_group=groups.tp,
             )
 
     def forward(
-        self, hidden_states: Tensor, positions: Positions, shared: Shared
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        self,
+        hidden_states: Tensor,
+        positions: Positions,
+        packing: Packing | ShiftedSegments | None,
+        recorder: AttentionRecorder | None,
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute attention of this rank's normalized hidden states (s, B, C).
 
-        Returns the projected output (s, B, C), its bias (None), and the position state averaged with the attention
-        weights (S, B, h, D), which is None if the encoding does not average it.
+        Returns the projected output (s, B, C), and the position state averaged with the attention weights
+        (S, B, h, D), which is None if the encoding does not average it. See `PositionTransformerLayer.forward` for
+        `packing` and `recorder`.
         """
-        projected = self.get_query_key_value_tensors(hidden_states)
-        run = run_directly if shared.recorder is None else partial(shared.recorder.run, self.layer_number)
-        entered = self.tokens.enter_attention(*projected)
-        output, averaged = self.core_attention(*entered, positions, shared.packing, run)
+        run = run_directly
+        if recorder is not None:
+            run = partial(recorder.run, self.layer_number)
+
+        query, key, value = self.get_query_key_value_tensors(hidden_states)
+        query, key, value = self.tokens.enter_attention(query, key, value)
+        output, averaged = self.core_attention(query, key, value, positions, packing, run)
         output = self.tokens.leave_attention(output).flatten(2)
+
         if self.linear_gate is not None:
-            output = output * self.linear_gate(hidden_states)[0].sigmoid()
-        output, bias = self.linear_proj(output)
-        return output, bias, averaged
+            gate, _ = self.linear_gate(hidden_states)
+            output = output * gate.sigmoid()
+
+        # Megatron's linear layers return a bias, too. It is None here: attention has none after its output.
+        output, _ = self.linear_proj(output)
+        return output, averaged
 
 
 class LayerPosition(torch.nn.Module):
@@ -234,52 +262,61 @@ class LayerPosition(torch.nn.Module):
         return new
 
 
-class PositionTransformerLayer(TransformerLayer):
-    """A pre-norm transformer layer; Megatron's argument and result `context` is the position state.
+class PositionTransformerLayer(torch.nn.Module):
+    """A pre-norm transformer layer, as in Llama, with a positional encoding.
 
     Args:
-        first: number of layers before this model chunk. Megatron's `layer_number` counts only within the chunk.
-        packs: return the hidden states and the position state as one tensor, to send to the next pipeline stage.
+        config: the settings of `model` for Megatron.
+        layer: index of the layer in the whole model, from 0.
+        backend: attention backend, one of `ops.backends.BACKENDS`.
+        fused_swiglu: use the Triton kernel of the MLP's activation.
     """
 
     def __init__(
         self,
+        model: ModelConfig,
         config: TransformerConfig,
-        submodules,
+        groups: ProcessGroupCollection,
         encoding: PositionEncoding,
-        layer_number: int = 1,
-        pg_collection: ProcessGroupCollection | None = None,
-        vp_stage: int | None = None,
-        first: int = 0,
-        packs: bool = False,
+        layer: int,
+        backend: str,
+        fused_swiglu: bool = False,
     ):
-        super().__init__(
-            config, submodules, layer_number=first + layer_number, pg_collection=pg_collection, vp_stage=vp_stage
+        super().__init__()
+        parts = MLPSubmodules(
+            linear_fc1=ColumnParallelLinear,
+            activation_func=ModuleSpec(module=SwiGLU, params={"fused": fused_swiglu}),
+            linear_fc2=RowParallelLinear,
         )
-        self.position = LayerPosition(encoding, self.layer_number - 1, config)
-        self._packs = packs
+        self.input_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+        self.self_attention = PositionSelfAttention(model, config, groups, layer, backend)
+        self.pre_mlp_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+        self.mlp = MLP(config, parts, ffn_hidden_size=config.ffn_hidden_size, tp_group=groups.tp)
+        self.position = LayerPosition(encoding, layer, config)
 
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: None = None,
-        context: Tensor | None = None,
-        *,
-        packed_seq_params: Shared,
-        **_,
+        state: Tensor | None,
+        packing: Packing | ShiftedSegments | None = None,
+        recorder: AttentionRecorder | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the next layer's hidden states (s, B, C) and position state; with `packs`, one tensor and None."""
-        normed = self.input_layernorm(hidden_states)
-        context, positions = self.position.enter(context, normed)
-        attention_output, bias, averaged = self.self_attention(normed, positions, packed_seq_params)
-        hidden_states = self._add(self.self_attn_bda, attention_output, bias, hidden_states)
-        mlp_output, bias = self.mlp(self.pre_mlp_layernorm(hidden_states))
-        hidden_states = self._add(self.mlp_bda, mlp_output, bias, hidden_states)
-        context = self.position(context, positions, averaged, attention_output, mlp_output)
-        return (pack(hidden_states, context), None) if self._packs else (hidden_states, context)
+        """Return the next layer's hidden states (s, B, C) and position state.
 
-    def _add(self, bias_dropout_add, output: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        # Always in training mode: in evaluation mode Megatron's function adds to `output` in place, but the position
-        # update still reads it. Without dropout there is no other difference.
-        add = bias_dropout_add(True, self.config.bias_dropout_fusion)
-        return add((output, bias), residual, self.hidden_dropout)
+        Args:
+            hidden_states: (s, B, C).
+            state: the position state, in the encoding's shape; None if the encoding has none.
+            packing: the boundaries of packed documents, or the segments of shifted sparse attention.
+            recorder: records and replays attention under selective activation checkpointing.
+        """
+        normed = self.input_layernorm(hidden_states)
+        state, positions = self.position.enter(state, normed)
+        attention_output, averaged = self.self_attention(normed, positions, packing, recorder)
+        hidden_states = hidden_states + attention_output
+
+        # The second result is the bias, which is None.
+        mlp_output, _ = self.mlp(self.pre_mlp_layernorm(hidden_states))
+        hidden_states = hidden_states + mlp_output
+
+        state = self.position(state, positions, averaged, attention_output, mlp_output)
+        return hidden_states, state

@@ -32,7 +32,7 @@ def add_lora(model: LanguageModel, settings: ModelConfig, extension: ExtensionCo
     """
     factors = lora_factors(settings, extension)
     scale = extension.lora_scale
-    for layer in model.gpt.decoder.layers:
+    for layer in model.layers.values():
         for path, build in {"self_attention.linear_qkv": QKVLora, "self_attention.linear_proj": OutputLora}.items():
             of_linear = {
                 name.removeprefix(f"{path}.lora."): factors[name] for name in factors if name.startswith(f"{path}.")

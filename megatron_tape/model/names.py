@@ -1,7 +1,8 @@
-"""Names of a model's parameters, and their conversion from Megatron to Hugging Face. Imports no torch.
+"""Names of a model's parameters, and their conversion to those of Hugging Face. Imports no torch.
 
-Megatron's names, such as `decoder.layers.0.mlp.linear_fc1.weight`, are those of parameters in training, which may be
-sharded. Hugging Face's names, such as `model.layers.0.mlp.up_proj.weight`, are those of unsharded weights in exports.
+The model's own names, such as `layers.0.mlp.linear_fc1.weight`, are those of `LanguageModel` and of checkpoints; inside
+a layer, they are Megatron's. A parameter of this name may be sharded, and Megatron fuses some matrices. Hugging Face's
+names, such as `model.layers.0.mlp.up_proj.weight`, are those of unsharded weights in exports.
 """
 
 import re
@@ -14,18 +15,18 @@ between the input embedding and the output layer counts as `embeddings`.
 """
 MATRICES = ("attention", "mlp")
 """The kinds of the matrices in the decoder layers, apart from the positional encoding and LoRA."""
-WRAPPED = "gpt."
-"""Prefix that `LanguageModel` and checkpoints add to the names of `GPTModel`."""
+EMBEDDING = "embedding.weight"
+"""The model's name of the embedding weight, which models with tied embeddings also use as the output layer's weight."""
 POSITION = "position."
-"""Prefix of a positional encoding's parameters in a layer, in both Megatron's and Hugging Face's names."""
+"""Prefix of a positional encoding's parameters in a layer, in both the model's and Hugging Face's names."""
 OUTPUT = "lm_head.weight"
 """Hugging Face's name of the output layer's matrix."""
 AVERAGE = "average"
 """The key of averaged weights in checkpoints, `average/NAME`, next to `weight/NAME` and moments (`exp_avg/NAME`)."""
 PLAIN = {
-    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-    "decoder.final_layernorm.weight": "model.norm.weight",
-    "output_layer.weight": OUTPUT,
+    EMBEDDING: "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": OUTPUT,
     "input_layernorm.weight": "input_layernorm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
@@ -34,34 +35,83 @@ PLAIN = {
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
 }
-"""Maps Megatron's names of unfused parameters to Hugging Face's names, both without the layer prefix."""
+"""Maps the model's names of unfused parameters to Hugging Face's names, both without the layer prefix."""
 FUSED = re.compile(r"self_attention\.linear_qkv\.(weight|bias)")
-"""Megatron's names of the fused projection to queries, keys and values, without the layer prefix."""
+"""The model's names of the fused projection to queries, keys and values, without the layer prefix."""
+_EARLIER = {
+    EMBEDDING: "embedding.word_embeddings.weight",
+    "norm.weight": "decoder.final_layernorm.weight",
+    "output.weight": "output_layer.weight",
+}
+"""Maps the names of parameters outside the layers to those that they had in checkpoints of format 3."""
+_FORMAT_3 = "gpt."
+"""Prefix of all names in checkpoints of format 3."""
 
 
-def split_layer(name: str) -> tuple[str, str, str]:
-    """Split a Megatron name: return Megatron's and Hugging Face's layer prefix (may be empty), and the suffix."""
-    if match := re.fullmatch(r"decoder\.layers\.([0-9]+)\.(.*)", name):
-        return f"decoder.layers.{match[1]}.", f"model.layers.{match[1]}.", match[2]
-    return "", "", name
+def layer_name(layer: int, suffix: str) -> str:
+    """Return the model's name of the parameter `suffix` of layer `layer` (from 0)."""
+    return f"layers.{layer}.{suffix}"
 
 
-def whole_name(prefix: str, suffix: str) -> str:
-    """Return Hugging Face's name of an unfused parameter, from the last two results of `split_layer`."""
-    return prefix + (f"{suffix}.weight" if suffix.startswith(POSITION) else PLAIN.get(suffix, suffix))
+def split_layer(name: str) -> tuple[int | None, str]:
+    """Return the index of a parameter's layer, and its name in the layer: the inverse of `layer_name`.
+
+    For a parameter outside the layers, return None and the name.
+    """
+    match = re.fullmatch(r"layers\.([0-9]+)\.(.*)", name)
+    if match is None:
+        return None, name
+    return int(match[1]), match[2]
+
+
+def whole_prefix(layer: int | None) -> str:
+    """Return Hugging Face's prefix of the parameters of a layer, or an empty string for None."""
+    return "" if layer is None else f"model.layers.{layer}."
+
+
+def whole_name(layer: int | None, suffix: str) -> str:
+    """Return Hugging Face's name of an unfused parameter, from the results of `split_layer`."""
+    if suffix.startswith(POSITION):
+        return f"{whole_prefix(layer)}{suffix}.weight"
+    return whole_prefix(layer) + PLAIN.get(suffix, suffix)
+
+
+def seed_name(name: str) -> str:
+    """Return the name by which a parameter's initial values are drawn (see `model.initialization`).
+
+    It is the parameter's name in format 3 of checkpoints, so that a seed still gives the same values.
+    """
+    if name in _EARLIER:
+        return _EARLIER[name]
+    return f"decoder.{name}"
+
+
+def current_name(saved: str) -> str:
+    """Return the name of a parameter, given its name in a checkpoint of format 3 or 4.
+
+    Format 3 had the name of `seed_name`, with a prefix.
+    """
+    if not saved.startswith(_FORMAT_3):
+        return saved
+    earlier = saved.removeprefix(_FORMAT_3)
+    for name, earlier_name in _EARLIER.items():
+        if earlier == earlier_name:
+            return name
+    return earlier.removeprefix("decoder.")
 
 
 def kind_of(name: str) -> str:
-    """Return the kind, one of `KINDS`, of a parameter by its name in a `GPTModel` or `LanguageModel`."""
-    name = name.removeprefix(WRAPPED)
-    if name.startswith(("embedding.", "output_layer.")):
-        return "embeddings" if name.startswith("embedding.") else "output"
+    """Return the kind, one of `KINDS`, of a parameter by its name in a `LanguageModel`."""
+    if name == EMBEDDING:
+        return "embeddings"
+    if name == "output.weight":
+        return "output"
     if f".{POSITION}" in name:
         return "position"
     if ".lora." in name:
         return "lora"
     if name.endswith(".bias"):
         return "biases"
-    if name.endswith("layernorm.weight"):
+    if name == "norm.weight" or name.endswith("layernorm.weight"):
         return "norms"
     return "mlp" if ".mlp." in name else "attention"

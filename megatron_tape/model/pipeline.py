@@ -21,9 +21,7 @@ from torch import Tensor, nn
 
 from megatron_tape.model.language_model import LanguageModel
 from megatron_tape.model.layers import LayerPosition
-
-TIED = "gpt.embedding.word_embeddings.weight"
-"""Name of the embedding weight, which models with tied embeddings also use as the output layer's weight."""
+from megatron_tape.model.names import EMBEDDING
 
 
 class Pipeline(nn.Module):
@@ -65,11 +63,6 @@ class Pipeline(nn.Module):
         like, name = next(self.model_chunks.parameters()), f"empty_{len(self._parameters)}"
         self.register_parameter(name, nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device)))
         return self.get_parameter(name)
-
-    @property
-    def embedding(self) -> nn.Module | None:
-        """The token embedding; None except in the first stage."""
-        return self.model_chunks[0].embedding
 
     @property
     def is_first(self) -> bool:
@@ -166,10 +159,10 @@ class TiedWeight:
         """Create the copy on `device`. Call this after the first stage has loaded or initialized the weight."""
         pipeline = self._pipeline
         if pipeline.is_first:
-            self.weight = dict(pipeline.named_parameters())[TIED]
+            self.weight = dict(pipeline.named_parameters())[EMBEDDING]
         elif pipeline.is_last:
             self.weight = torch.empty(self.shape, dtype=pipeline.dtype, device=device)
-            pipeline.model_chunks[-1].gpt.use_output_weight(self.weight)
+            pipeline.model_chunks[-1].received_embedding = self.weight
             if self.trained:
                 self.weight.requires_grad_().register_post_accumulate_grad_hook(self._accumulate)
         self.share()

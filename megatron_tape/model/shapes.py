@@ -7,7 +7,7 @@ from math import prod
 from typing import NamedTuple
 
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig
-from megatron_tape.model.names import FUSED, POSITION, split_layer, whole_name
+from megatron_tape.model.names import EMBEDDING, FUSED, POSITION, layer_name, split_layer, whole_name, whole_prefix
 from megatron_tape.position import encoding_of
 
 
@@ -45,7 +45,7 @@ def lora_widths(model: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def lora_factors(model: ModelConfig, extension: ExtensionConfig | None) -> dict[str, Factor]:
-    """Return the LoRA factors of one layer by their Megatron names in the layer; empty if `extension` adds no LoRA."""
+    """Return the LoRA factors of one layer by their names in the layer; empty if `extension` adds no LoRA."""
     if extension is None or not extension.adds_lora:
         return {}
     factors = {}
@@ -61,7 +61,7 @@ def lora_factors(model: ModelConfig, extension: ExtensionConfig | None) -> dict[
 
 
 def cut_shapes(model: ModelConfig, extension: ExtensionConfig | None = None) -> dict[str, ParameterShape]:
-    """Return shape and sharding of every `GPTModel` parameter by name, in layer order; includes `extension`'s LoRA."""
+    """Return shape and sharding of every parameter by name, in layer order; includes `extension`'s LoRA layers."""
     C, H, G, D = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
     encoding = encoding_of(model)
     qkv = (H + 2 * G) * D
@@ -82,29 +82,29 @@ def cut_shapes(model: ModelConfig, extension: ExtensionConfig | None = None) -> 
         "mlp.linear_fc2.weight": ParameterShape((C, model.ffn_hidden_size), 1),
         **lora,
     }
-    shapes = {"embedding.word_embeddings.weight": ParameterShape((model.vocab_size, C), 0)}
+    shapes = {EMBEDDING: ParameterShape((model.vocab_size, C), 0)}
     for index in range(model.num_layers):
         declared = encoding.parameters(index).items()
         position = {f"{POSITION}{name}": ParameterShape(p.shape, p.head_axis) for name, p in declared}
-        shapes |= {f"decoder.layers.{index}.{name}": shape for name, shape in (layer | position).items()}
-    shapes["decoder.final_layernorm.weight"] = ParameterShape((C,))
-    output = {} if model.tie_embeddings else {"output_layer.weight": ParameterShape((model.vocab_size, C), 0)}
+        shapes |= {layer_name(index, name): shape for name, shape in (layer | position).items()}
+    shapes["norm.weight"] = ParameterShape((C,))
+    output = {} if model.tie_embeddings else {"output.weight": ParameterShape((model.vocab_size, C), 0)}
     return shapes | output
 
 
 def parameter_shapes(model: ModelConfig, extension: ExtensionConfig | None = None) -> dict[str, tuple[int, ...]]:
-    """Return the whole shape of every `GPTModel` parameter by name; includes `extension`'s LoRA factors."""
+    """Return the whole shape of every parameter by name; includes `extension`'s LoRA factors."""
     return {name: shape.whole for name, shape in cut_shapes(model, extension).items()}
 
 
-def is_diagonal(model: ModelConfig, layer: str, suffix: str) -> bool:
+def is_diagonal(model: ModelConfig, layer: int | None, suffix: str) -> bool:
     """Return whether a parameter is a vector that exported models store as a diagonal matrix.
 
-    `layer` and `suffix` are Megatron's layer prefix and suffix, as returned by `split_layer`.
+    `layer` and `suffix` are its layer and its name in the layer, as returned by `split_layer`.
     """
     if not suffix.startswith(POSITION):
         return False
-    declared = encoding_of(model).parameters(int(layer.split(".")[2]))
+    declared = encoding_of(model).parameters(layer)
     return declared[suffix.removeprefix(POSITION)].diagonal
 
 
@@ -114,11 +114,12 @@ def whole_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     rows = {"q": model.num_attention_heads * dim, "k": groups * dim, "v": groups * dim}
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in parameter_shapes(model).items():
-        layer, prefix, suffix = split_layer(name)
+        layer, suffix = split_layer(name)
+        prefix = whole_prefix(layer)
         if match := FUSED.fullmatch(suffix):
             shapes |= {f"{prefix}self_attn.{p}_proj.{match[1]}": (rows[p], *shape[1:]) for p in "qkv"}
         elif suffix == "mlp.linear_fc1.weight":
             shapes |= {f"{prefix}mlp.{p}_proj.weight": (model.ffn_hidden_size, *shape[1:]) for p in ("gate", "up")}
         else:
-            shapes[whole_name(prefix, suffix)] = shape * 2 if is_diagonal(model, layer, suffix) else shape
+            shapes[whole_name(layer, suffix)] = shape * 2 if is_diagonal(model, layer, suffix) else shape
     return shapes

@@ -1,4 +1,4 @@
-"""Convert between Hugging Face's weights and Megatron's sharded parameters, by their names (see `model.names`).
+"""Convert between Hugging Face's weights and the model's sharded parameters, by their names (see `model.names`).
 
 Hugging Face's weights are unsharded, and have the names of Llama that `model.reference.forward` uses. Megatron fuses q,
 k and v into one matrix (for each group: its queries, its key, its value), and the gate and up projections of the MLP
@@ -13,19 +13,20 @@ from torch import Tensor
 
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig
 from megatron_tape.errors import FileError
-from megatron_tape.model.names import FUSED, split_layer, whole_name
+from megatron_tape.model.names import FUSED, layer_name, split_layer, whole_name, whole_prefix
 from megatron_tape.model.shapes import is_diagonal, lora_factors
 
 _LORA = re.compile(r"self_attention\.linear_(?:qkv|proj)\.lora\.([qkvo])_([AB])")
 
 
 def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) -> Tensor:
-    """Return the unsharded `GPTModel` parameter `name` from Hugging Face's `weights`.
+    """Return the model's unsharded parameter `name` from Hugging Face's `weights`.
 
     Raises KeyError if `weights` lacks one that is needed, and FileError if a matrix that Megatron stores as a vector is
     not diagonal.
     """
-    layer, prefix, suffix = split_layer(name)
+    layer, suffix = split_layer(name)
+    prefix = whole_prefix(layer)
     if match := FUSED.fullmatch(suffix):
         qkv = [weights[f"{prefix}self_attn.{p}_proj.{match[1]}"] for p in "qkv"]
         return torch.cat([weight.unflatten(0, (model.query_groups, -1)) for weight in qkv], dim=1).flatten(0, 1)
@@ -33,19 +34,20 @@ def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) ->
         return torch.cat([weights[f"{prefix}mlp.{p}_proj.weight"] for p in ("gate", "up")])
     if match := _LORA.fullmatch(suffix):
         return weights[lora_name(prefix, *match.groups())]
-    tensor = weights[whole_name(prefix, suffix)]
+    tensor = weights[whole_name(layer, suffix)]
     if not is_diagonal(model, layer, suffix):
         return tensor
     if torch.count_nonzero(tensor - tensor.diag().diag()):
         problem = "has nonzero elements off its diagonal, which token_mixing per_head cannot represent"
         fix = "set model.position.token_mixing to full; to import a model, pass --token-mixing full"
-        raise FileError(f"tensor {whole_name(prefix, suffix)}", problem, fix)
+        raise FileError(f"tensor {whole_name(layer, suffix)}", problem, fix)
     return tensor.diag()
 
 
 def from_megatron(name: str, tensor: Tensor, model: ModelConfig) -> dict[str, Tensor]:
-    """Return the Hugging Face weights by name that make up the unsharded `GPTModel` parameter `name`."""
-    layer, prefix, suffix = split_layer(name)
+    """Return the Hugging Face weights by name that make up the model's unsharded parameter `name`."""
+    layer, suffix = split_layer(name)
+    prefix = whole_prefix(layer)
     if match := FUSED.fullmatch(suffix):
         D, G = model.head_dim, model.query_groups
         sizes = [model.num_attention_heads // G * D, D, D]
@@ -55,16 +57,16 @@ def from_megatron(name: str, tensor: Tensor, model: ModelConfig) -> dict[str, Te
         return {f"{prefix}mlp.{p}_proj.weight": weight for p, weight in zip(("gate", "up"), tensor.chunk(2))}
     if match := _LORA.fullmatch(suffix):
         return {lora_name(prefix, *match.groups()): tensor}
-    return {whole_name(prefix, suffix): tensor.diag() if is_diagonal(model, layer, suffix) else tensor}
+    return {whole_name(layer, suffix): tensor.diag() if is_diagonal(model, layer, suffix) else tensor}
 
 
 def lora_pairs(model: ModelConfig, extension: ExtensionConfig) -> dict[str, dict[str, str]]:
-    """Return, for each adapted matrix by its Hugging Face name, the `GPTModel` names of its LoRA factors A and B."""
+    """Return, for each adapted matrix by its Hugging Face name, the model's names of its LoRA factors A and B."""
     pairs: dict[str, dict[str, str]] = {}
     for index in range(model.num_layers):
         for name, factor in lora_factors(model, extension).items():
             matrix = f"model.layers.{index}.self_attn.{factor.target}_proj.weight"
-            pairs.setdefault(matrix, {})[factor.side] = f"decoder.layers.{index}.{name}"
+            pairs.setdefault(matrix, {})[factor.side] = layer_name(index, name)
     return pairs
 
 
@@ -91,7 +93,12 @@ def unshard(parts: list[Tensor], parameter: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def load_weights(gpt: torch.nn.Module, weights: dict[str, Tensor], model: ModelConfig, rank: int, size: int) -> None:
-    """Load unsharded weights by Hugging Face's names into a `GPTModel` on tensor-parallel rank `rank` of `size`."""
-    for name, parameter in gpt.named_parameters():
-        parameter.copy_(shard(to_megatron(weights, name, model), parameter, rank, size))
+def load_weights(
+    model: torch.nn.Module, weights: dict[str, Tensor], settings: ModelConfig, rank: int, size: int
+) -> None:
+    """Load unsharded weights by Hugging Face's names into a `LanguageModel`.
+
+    This process is tensor-parallel rank `rank` of `size`.
+    """
+    for name, parameter in model.named_parameters():
+        parameter.copy_(shard(to_megatron(weights, name, settings), parameter, rank, size))

@@ -43,9 +43,9 @@ class StageContents(NamedTuple):
 
     def includes(self, name: str) -> bool:
         """Return whether the stage has the parameter of this name."""
-        prefix, _, _ = split_layer(name)
-        if prefix:
-            return int(prefix.split(".")[2]) in self.layers
+        layer, _ = split_layer(name)
+        if layer is not None:
+            return layer in self.layers
         return self.first if name.startswith("embedding.") else self.last
 
 

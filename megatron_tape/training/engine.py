@@ -21,8 +21,7 @@ from torch import Tensor
 
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.model.layers import PositionTransformerLayer
-from megatron_tape.model.names import AVERAGE
-from megatron_tape.model.pipeline import TIED
+from megatron_tape.model.names import AVERAGE, EMBEDDING
 from megatron_tape.parallel import deepspeed_patches
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.training import zero_partitions
@@ -164,7 +163,7 @@ class Engine:
             deepspeed_patches.vectorize_zero3_collectives(self.clock.waiting)
             _gather_for_whole_layers(model)
         else:
-            deferred = None if self._tied is None else self.trained.get(TIED)
+            deferred = None if self._tied is None else self.trained.get(EMBEDDING)
             zero, overlap = self.deepspeed_engine.optimizer, config.deepspeed.overlap_comm
             self._scattered = ScatteredGradients(zero, overlap, deferred, self.clock.waiting)
         self.micro_batches = self.deepspeed_engine.gradient_accumulation_steps()

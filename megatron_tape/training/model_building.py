@@ -11,8 +11,8 @@ from megatron_tape.config.schema import ExtensionConfig, RunConfig
 from megatron_tape.model.backend import verified_backend, verified_kernels
 from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.model.lora import add_lora
-from megatron_tape.model.names import kind_of
-from megatron_tape.model.pipeline import TIED, Pipeline
+from megatron_tape.model.names import EMBEDDING, kind_of
+from megatron_tape.model.pipeline import Pipeline
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.run.watch import Watch
@@ -35,9 +35,9 @@ def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Lang
     The parameters are on the meta device.
     """
     _log_settings(config, layout)
-    dtype, recompute = dtype_of(config), config.train.recompute
+    dtype = dtype_of(config)
     size, sequence_parallel = layout.tensor_parallel_size, config.parallel.uses_sequence_parallel
-    translated = transformer_config(config.model, size, sequence_parallel, dtype, recompute)
+    translated = transformer_config(config.model, size, sequence_parallel, dtype)
     watch.progress("choosing the attention backend")
     shifted_sparse = config.extension.attention == "shifted_sparse"
     allow_slow, packed = config.train.allow_slow_attention, config.data.reset_attention_mask
@@ -52,7 +52,7 @@ def build_model(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Lang
             layout.groups,
             layout.device,
             shifted_sparse,
-            selective_recompute=recompute == "selective",
+            recompute=config.train.recompute,
             fused=fused,
             layers=layers,
             z_loss=config.optimizer.z_loss,
@@ -82,12 +82,10 @@ def parameter_filter(extension: ExtensionConfig) -> ParameterFilter:
     return lambda name, parameter: "all" in extension.trains or kind_of(name) in extension.trains
 
 
-def freeze_parameters(model: LanguageModel | Pipeline, trains: ParameterFilter, recomputes: bool) -> None:
+def freeze_parameters(model: LanguageModel | Pipeline, trains: ParameterFilter) -> None:
     """Freeze the parameters for which `trains` returns false.
 
-    With activation checkpointing (`recomputes`), a layer computes gradients only if its input requires them. The output
-    of a frozen embedding is therefore made to require gradients. Raises ValueError if all parameters of a whole model
-    would be frozen; a pipeline stage may be frozen completely.
+    Raises ValueError if all parameters of a whole model would be frozen; a pipeline stage may be frozen completely.
     """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trains(name, parameter))
@@ -95,11 +93,7 @@ def freeze_parameters(model: LanguageModel | Pipeline, trains: ParameterFilter, 
         raise ValueError("all parameters of the model would be frozen; change extension.trains")
     if isinstance(model, Pipeline) and model.tied is not None:
         # Only the first stage has the parameter, but all stages need to know whether it is trained.
-        model.tied.trained = trains(TIED, torch.nn.Parameter(torch.empty(model.tied.shape, device="meta")))
-    if not recomputes or model.embedding is None:
-        return
-    if not any(parameter.requires_grad for parameter in model.embedding.parameters()):
-        model.embedding.register_forward_hook(lambda _module, _input, output: output.requires_grad_())
+        model.tied.trained = trains(EMBEDDING, torch.nn.Parameter(torch.empty(model.tied.shape, device="meta")))
 
 
 def parameter_table(model: LanguageModel | Pipeline, layout: ParallelLayout) -> str:

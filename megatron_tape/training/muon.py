@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.model.names import MATRICES, WRAPPED, kind_of
+from megatron_tape.model.names import MATRICES, kind_of
 from megatron_tape.model.weights import from_megatron, shard, to_megatron, unshard
 from megatron_tape.parallel.layout import ParallelLayout
 
@@ -104,7 +104,7 @@ class Matrices:
     def _orthogonal(self, matrix: Matrix, momentum: Tensor) -> Tensor:
         """Return this rank's tensor-parallel shard of a matrix's update, given its shard of the momentum."""
         layout, parameter = self._layout, matrix.parameter
-        size, name = layout.tensor_parallel_size, matrix.name.removeprefix(WRAPPED)
+        size, name = layout.tensor_parallel_size, matrix.name
         shards = [momentum]
         if size > 1 and getattr(parameter, "tensor_model_parallel", False):
             shards = [torch.empty_like(momentum) for _ in range(size)]

@@ -219,7 +219,7 @@ class Trainer:
         self.watch.progress("building the model")
         seed_everything(config.train.seed, layout)
         self.model = build_model(config, layout, self.watch)
-        freeze_parameters(self.model, self.trains, config.train.recompute != "none")
+        freeze_parameters(self.model, self.trains)
         local_frozen = [name for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
         frozen = list(itertools.chain(*layout.gather_stages(local_frozen)))
         self.frozen_from = restoring.source_of_frozen(self.checkpoint or self.base, frozen, config)

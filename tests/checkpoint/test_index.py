@@ -19,7 +19,7 @@ LARGE = model_config(
     seq_length=8192,
     vocab_size=128256,
 )
-CUT = [f"linear_{name}.weight" for name in ("qkv", "proj", "fc1", "fc2")] + ["embeddings", "output_layer"]
+CUT = [f"linear_{name}.weight" for name in ("qkv", "proj", "fc1", "fc2")] + ["embedding.weight", "output.weight"]
 RANKS = 4096
 
 

@@ -48,7 +48,7 @@ def test_bf16_adds_up_micro_batches_in_fp32_at_every_stage():
 
 
 TENSORS, RANDOM = "tensors-tp00-dp00000.safetensors", "random.safetensors"
-NAME = "weight/gpt.output_layer.weight"
+NAME = "weight/output.weight"
 
 
 def config_in(folder):

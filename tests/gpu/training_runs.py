@@ -189,7 +189,7 @@ class Side:
         layout = initialize_distributed()
         model = LanguageModel(settings, transformer_config(settings, dtype=dtype), layout.groups, layout.device)
         allocate(model, layout.device)
-        load_weights(model.gpt, weights, settings, 0, 1)
+        load_weights(model, weights, settings, 0, 1)
         return model
 
     def gradients(self, name: str, dtype: torch.dtype, backend: str) -> dict[str, torch.Tensor]:

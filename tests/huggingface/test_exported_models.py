@@ -38,11 +38,11 @@ def test_logits_and_gradients_equal_the_training_model(exported, name):
     weights = torch.ones(ids.shape)
     weights[:, -1] = 0
     made.built(ids, labels, weights / weights.sum()).backward()
-    theirs = dict(made.built.gpt.named_parameters())
-    pairs = {"model.embed_tokens.weight": "embedding.word_embeddings.weight"}
+    theirs = dict(made.built.named_parameters())
+    pairs = {"model.embed_tokens.weight": "embedding.weight"}
     for key in theirs:
         if ".position." in key:
-            pairs[f"model.{key.removeprefix('decoder.')}.weight"] = key
+            pairs[f"model.{key}.weight"] = key
     for ours, key in pairs.items():
         found, expected = made.loaded.get_parameter(ours).grad, theirs[key].grad
         assert (found - expected).norm() <= 1e-4 * expected.norm(), key

@@ -105,7 +105,7 @@ def training_logits(checkpoint):
     saved = open_weights(checkpoint)
     built, _ = build(saved.model, randomize=False)
     with torch.no_grad():
-        for name, parameter in built.gpt.named_parameters():
+        for name, parameter in built.named_parameters():
             parameter.copy_(saved.read(name))
         return built(IDS)[..., :90]
 

@@ -22,7 +22,7 @@ def lora(**changes):
 
 
 def named(built, kind):
-    return {name: parameter for name, parameter in built.gpt.named_parameters() if kind_of(name) == kind}
+    return {name: parameter for name, parameter in built.named_parameters() if kind_of(name) == kind}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -52,13 +52,13 @@ def test_logits_and_gradients_equal_the_released_code(name, token_mixing):
     """Computes in float64, so that only the released code rounds; the next test bounds our rounding in float32."""
     model, built, weights, gradients, outputs = released_model(name, torch.float64, token_mixing=token_mixing)
     weights = {key: value.requires_grad_() for key, value in weights.items()}
-    load_weights(built.gpt, reference.from_released(weights), model, 0, 1)
+    load_weights(built, reference.from_released(weights), model, 0, 1)
     ids = outputs["input_ids"]
     logits = built(ids)
     torch.testing.assert_close(logits, outputs["logits"].double(), atol=1e-5, rtol=0)
     F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
     checked, renamed = 0, reference.from_released(gradients)
-    for key, parameter in built.gpt.named_parameters():
+    for key, parameter in built.named_parameters():
         for weight_name, gradient in from_megatron(key, parameter.grad, model).items():
             if weight_name.endswith("position.token_mixing.weight"):
                 released = gradients[weight_name.replace("position.token_mixing", "post_attention_linear")]
@@ -78,7 +78,7 @@ def test_logits_and_gradients_equal_the_released_code(name, token_mixing):
 def test_rounding_is_at_most_twice_that_of_plain_torch(name):
     model, built, weights, _, outputs = released_model(name)
     plain = reference.from_released(weights)
-    load_weights(built.gpt, plain, model, 0, 1)
+    load_weights(built, plain, model, 0, 1)
     ids = outputs["input_ids"]
     exact = reference.forward({k: v.double() for k, v in plain.items()}, ids, reference_config(model))["logits"]
     ours = (built(ids) - exact).square().mean().sqrt()
@@ -103,7 +103,7 @@ def test_logits_gradients_and_parameter_count_equal_the_reference(variant, recom
     direction = torch.randn_like(logits)
     (logits * direction).sum().backward()
     (expected * direction).sum().backward()
-    for key, parameter in built.gpt.named_parameters():
+    for key, parameter in built.named_parameters():
         for weight_name, gradient in from_megatron(key, parameter.grad, model).items():
             expected_gradient = weights[weight_name].grad
             if weight_name.endswith("token_mixing.weight") and model.position.token_mixing == "per_head":

@@ -46,7 +46,7 @@ def built_and_moved(name, **settings):
 
 def whole_bias(built, layer=1, tokens=40):
     """Return the bias of every pair, (H, S, S), and the layer's parameters."""
-    position = built.gpt.decoder.layers[layer].position
+    position = built.layers[str(layer)].position
     state = built.encoding.initial_state(torch.arange(tokens)[:, None], torch.float32)
     with torch.no_grad():
         bias = position.enter(state, torch.zeros(tokens, 1, 32))[1].bias

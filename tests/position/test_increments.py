@@ -1,6 +1,7 @@
 """Learned position increments, and position states with normalized modulus."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def test_either_matrix_of_the_position_mlp_can_start_at_zero(zero):
     logits = built(ids)
     torch.testing.assert_close(logits, rope(ids), atol=1e-5, rtol=1e-5)
     logits.square().sum().backward()
-    matrices = dict(built.gpt.decoder.layers[0].position.named_parameters())
+    matrices = dict(built.layers["0"].position.named_parameters())
     moved = {name for name in ("up_proj", "down_proj") if matrices[name].grad.norm() > 0}
     assert moved == {f"{zero}_proj"}
     assert {name for name in ("up_proj", "down_proj") if matrices[name].norm() > 0} == {"up_proj", "down_proj"} - moved
@@ -54,7 +55,7 @@ def test_the_start_of_the_cumulative_sum_changes_nothing(case):
 def test_position_differences_are_exact_over_128k_tokens(dtype):
     tokens = 2**17
     built, _ = build(small_model(**INCREMENTS["rope_learned"], seq_length=tokens), dtype=dtype)
-    weight = built.gpt.decoder.layers[0].position.increments
+    weight = built.layers["0"].position.increments
     hidden = torch.randn(tokens, 1, 32, generator=torch.Generator().manual_seed(5)).to(dtype)
     with torch.no_grad():
         logits = torch.nn.functional.linear(hidden, weight)
@@ -88,7 +89,7 @@ def test_every_update_preserves_the_modulus(case, monkeypatch):
     built, _ = build(small_model(**INCREMENTS[case]))
     updated, states = [], []
     monkeypatch.setattr(rotation, "with_modulus", lambda *x: updated.append(x[0]) or with_modulus(*x))
-    for layer in built.gpt.decoder.layers:
+    for layer in built.layers.values():
         layer.position.register_forward_hook(lambda module, arguments, output: states.append(output))
     built(random_tokens())
     factor = 0.1 * math.log(4) + 1 if case == "both_yarn" else 1.0
@@ -125,16 +126,16 @@ def test_skipped_layers_equal_those_of_a_model_without_positions(name):
     nope.load_state_dict({key: value for key, value in some.state_dict().items() if ".position." not in key})
     inputs, outputs = {}, {}
 
-    def record(layer, given, kwargs, made):
-        inputs[layer.layer_number] = given, kwargs, made
+    def record(index, layer, given, kwargs, made):
+        inputs[index] = given[0], kwargs, made[0]
 
-    for layer in some.gpt.decoder.layers:
-        layer.register_forward_hook(record, with_kwargs=True)
+    for index, layer in some.layers.items():
+        layer.register_forward_hook(partial(record, int(index)), with_kwargs=True)
     some(random_tokens())
-    for number, layer in enumerate(nope.gpt.decoder.layers, 1):
-        given, kwargs, made = inputs[number]
-        hidden, state = layer(*given, **kwargs | {"context": None})
-        outputs[number] = (hidden - made[0]).abs().max()
-    assert max(outputs[2], outputs[4]) < 1e-6 < min(outputs[1], outputs[3])
-    moved = {int(key.split(".")[3]) for key in some.state_dict() if ".position." in key}
+    for index, layer in nope.layers.items():
+        hidden_states, kwargs, expected = inputs[int(index)]
+        found, _ = layer(hidden_states, None, **kwargs)
+        outputs[int(index)] = (found - expected).abs().max()
+    assert max(outputs[1], outputs[3]) < 1e-6 < min(outputs[0], outputs[2])
+    moved = {int(key.split(".")[1]) for key in some.state_dict() if ".position." in key}
     assert moved <= {0, 2}

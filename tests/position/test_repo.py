@@ -66,7 +66,7 @@ def test_layers_predict_positions_from_repo_first_layer_on():
     for first, layers in ((None, 3), (None, 6), (None, 1), (None, 2), (0, 3), (2, 3)):
         expected = {(None, 3): 1, (None, 6): 2, (None, 1): 0, (None, 2): 1}.get((first, layers), first)
         built, _ = build(model_of(repo_first_layer=first, num_layers=layers))
-        with_parameters = [any(True for _ in layer.position.parameters()) for layer in built.gpt.decoder.layers]
+        with_parameters = [any(True for _ in layer.position.parameters()) for layer in built.layers.values()]
         assert with_parameters == [layer >= expected for layer in range(layers)]
     shift = torch.arange(16) + 500
     some, everywhere = built_and_moved(), built_and_moved(repo_first_layer=0)
@@ -77,7 +77,7 @@ def test_layers_predict_positions_from_repo_first_layer_on():
 
 def test_positions_are_fp32_in_a_bf16_model():
     built = built_and_moved(torch.bfloat16)
-    parameters = dict(built.gpt.decoder.layers[1].position.named_parameters())
+    parameters = dict(built.layers["1"].position.named_parameters())
     h = torch.randn(S, B, C, generator=torch.Generator().manual_seed(1)).bfloat16()
     with torch.no_grad():
         found = built.encoding.predicted(parameters, h)

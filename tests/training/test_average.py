@@ -111,7 +111,7 @@ def test_the_averaged_weights_are_exported(runs, tmp_path):
         export(runs / "averaged", tmp_path / str(average), tokenizer="none", average=average)
         exported = load_file(tmp_path / str(average) / "model.safetensors")["model.norm.weight"]
         saved = open_weights(find_checkpoint(runs / "averaged"), average)
-        assert torch.equal(exported, saved.read("decoder.final_layernorm.weight"))
+        assert torch.equal(exported, saved.read("norm.weight"))
     raw, averaged = (load_file(tmp_path / name / "model.safetensors") for name in ("False", "True"))
     assert raw.keys() == averaged.keys() and not any(torch.equal(raw[name], averaged[name]) for name in raw)
 

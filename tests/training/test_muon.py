@@ -58,7 +58,7 @@ def unsharded_weights(state, names, model):
     """Return the weights by Hugging Face's names."""
     parts = {}
     for name in names:
-        parts |= from_megatron(name.removeprefix("gpt."), state[f"weight/{name}"], model)
+        parts |= from_megatron(name, state[f"weight/{name}"], model)
     return parts
 
 
@@ -74,7 +74,7 @@ def test_matrices_get_the_updates_of_torchs_muon(stage, monkeypatch):
     muon = torch.optim.Muon(theirs.values(), RATE, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
 
     def give(name, gradient):
-        for weight_name, weight_gradient in from_megatron(name.removeprefix("gpt."), gradient, model).items():
+        for weight_name, weight_gradient in from_megatron(name, gradient, model).items():
             theirs[weight_name].grad = weight_gradient.clone()
 
     for name in names:

@@ -18,12 +18,12 @@ def test_every_parameter_has_one_of_the_kinds_by_either_name():
     built, _ = build(small_model(**EVERY_KIND), lora=ExtensionConfig(trains=["lora"]))
     kinds = {name: kind_of(name) for name, _ in built.named_parameters()}
     assert set(kinds.values()) == set(KINDS)
-    assert all(kind_of(name.removeprefix("gpt.")) == kind for name, kind in kinds.items())
-    layer = "gpt.decoder.layers.0."
+    assert all(kind_of(name) == kind for name, kind in kinds.items())
+    layer = "layers.0."
     for name, kind in {
-        "gpt.embedding.word_embeddings.weight": "embeddings",
-        "gpt.output_layer.weight": "output",
-        "gpt.decoder.final_layernorm.weight": "norms",
+        "embedding.weight": "embeddings",
+        "output.weight": "output",
+        "norm.weight": "norms",
         f"{layer}self_attention.k_layernorm.weight": "norms",
         f"{layer}self_attention.linear_qkv.bias": "biases",
         f"{layer}position.down_proj": "position",
@@ -71,11 +71,11 @@ def test_by_default_matrices_decay_in_one_group_and_vectors_do_not_in_another(to
 def test_the_attribute_decay_of_a_parameter_overrides_the_default():
     built, _ = build(small_model())
     parameters = dict(built.named_parameters())
-    still, moving = "gpt.decoder.layers.0.position.up_proj", "gpt.decoder.final_layernorm.weight"
+    still, moving = "layers.0.position.up_proj", "norm.weight"
     parameters[still].decay, parameters[moving].decay = False, True
     plain, configured = decay_by_name(built), decay_by_name(built, weight_decay_of={"position": 0.3})
     assert (plain[still], plain[moving]) == (configured[still], configured[moving]) == (0.0, 0.1)
-    assert configured["gpt.decoder.layers.1.position.up_proj"] == 0.3
+    assert configured["layers.1.position.up_proj"] == 0.3
     assert decay_by_name(built, weight_decay_of={"position.up_proj": 0.2})[still] == 0.2
 
 

@@ -110,7 +110,7 @@ def test_only_trained_parameters_are_saved_and_an_export_merges_them_with_the_fr
     begin, merged = open_weights(lean_run.begin), open_weights(newest(lean_run.part))
     saved = tensors(newest(lean_run.part))
     for name in begin.files[0]:
-        expected = saved[f"weight/gpt.{name}"] if kind_of(name) == "position" else begin.read(name)
+        expected = saved[f"weight/{name}"] if kind_of(name) == "position" else begin.read(name)
         assert torch.equal(merged.read(name), expected)
 
 
@@ -139,7 +139,7 @@ def test_a_missing_or_changed_checkpoint_with_the_frozen_parameters_is_refused(l
 def test_training_parameters_that_the_checkpoints_omit_is_refused(lean_run, capfd):
     assert "other frozen parameters" in refused(capfd, lean_run.go_on(trains=only("position", "norms")))
     sentence = refused(capfd, lean_run.go_on("--checkpoint.frozen=true", trains=None))
-    assert "has no moments of gpt.embedding.word_embeddings.weight" in sentence
+    assert "has no moments of embedding.weight" in sentence
 
 
 def test_omitting_frozen_parameters_requires_a_checkpoint_that_contains_them(run, capfd):
@@ -149,7 +149,7 @@ def test_omitting_frozen_parameters_requires_a_checkpoint_that_contains_them(run
     sentence = refused(capfd, run("part", "--checkpoint.frozen=false", trains=POSITION), expected=2)
     assert "outside of checkpoint.directory" in sentence
     assert run("all", "--checkpoint.frozen=false") == 0
-    assert "weight/gpt.embedding.word_embeddings.weight" in tensors(newest(run.folder / "all"))
+    assert "weight/embedding.weight" in tensors(newest(run.folder / "all"))
 
 
 def test_a_run_that_continues_with_another_batch_size_neither_skips_nor_repeats_a_sequence(run, monkeypatch):

@@ -12,19 +12,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_tape.checkpoint import directories as checkpoint_files
-from megatron_tape.checkpoint.index import check_average, read_index, shard_of
+from megatron_tape.checkpoint.index import check_average, current_key, read_index, shard_of
 from megatron_tape.checkpoint.locate import find_checkpoint, find_source
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig
 from megatron_tape.config.sections import build
 from megatron_tape.errors import CheckpointError
-from megatron_tape.model.names import AVERAGE, WRAPPED
+from megatron_tape.model.names import AVERAGE
 from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.model.validation import validate_model
 from megatron_tape.model.weights import from_megatron, lora_pairs, unshard
 from megatron_tape.position import model_config
 
 _CHOOSE_ANOTHER = "choose another step"
-_WEIGHT, _AVERAGE = f"weight/{WRAPPED}", f"{AVERAGE}/{WRAPPED}"
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,8 @@ class SavedWeights:
 
     @cached_property
     def trained(self) -> list[str]:
-        """Megatron's names of the trained parameters."""
-        frozen = {name.removeprefix(WRAPPED) for name in self.state.get("frozen", ())}
+        """The model's names of the trained parameters."""
+        frozen = set(self.state.get("frozen", ()))
         return [name for name in self._shapes if name not in frozen]
 
     @cached_property
@@ -58,7 +57,7 @@ class SavedWeights:
         return lora_pairs(self.model, self.extension)
 
     def parts(self, name: str, with_lora: bool) -> dict[str, Tensor]:
-        """Return the Megatron parameter `name` as unsharded fp32 weights, by Hugging Face's names.
+        """Return the parameter `name` of the model as unsharded fp32 weights, by Hugging Face's names.
 
         With `with_lora`, LoRA layers are merged into the matrices.
         """
@@ -69,7 +68,7 @@ class SavedWeights:
         return parts
 
     def read(self, name: str) -> Tensor:
-        """Return the unsharded fp32 tensor of the Megatron parameter `name`.
+        """Return the unsharded fp32 tensor of the parameter `name` of the model.
 
         Raises CheckpointError if it cannot be read. Closes the file after each parameter, because the pages of an open
         file stay in memory.
@@ -85,7 +84,7 @@ class SavedWeights:
             except SafetensorError as error:
                 problem = f"has no readable tensor {key}: {error!s:.200}"
                 raise CheckpointError(str(path), problem, _CHOOSE_ANOTHER) from None
-        if (cut := self.state["sharded"].get(WRAPPED + name)) is None:
+        if (cut := self.state["sharded"].get(name)) is None:
             return parts[0]
         attributes = {"partition_dim": cut["dim"], "partition_stride": cut["stride"]}
         return unshard(parts, SimpleNamespace(tensor_model_parallel=True, **attributes))
@@ -110,11 +109,14 @@ def open_weights(path: Path, average: bool = False) -> SavedWeights:
     entries = [(key, file, place) for file, places in index.items() for key, place in places.items()]
     if average:
         check_average(path, index)
-    for kind in (_WEIGHT, _AVERAGE) if average else (_WEIGHT,):  # frozen parameters have no average
+    # Averages replace weights; frozen parameters have no average.
+    for wanted in ("weight", AVERAGE) if average else ("weight",):
         for key, file, place in entries:
-            if key.startswith(kind):
-                rank, name = shard_of(file), key.removeprefix(kind)
-                files[rank][name], shapes[rank][name] = (path / file, key), place["shape"]
+            kind, _, name = current_key(key).partition("/")
+            if kind == wanted:
+                rank = shard_of(file)
+                files[rank][name] = path / file, key
+                shapes[rank][name] = place["shape"]
     source = find_source(path, state)
     if source is not None:
         source = open_weights(find_checkpoint(source, lambda message: None))
@@ -126,7 +128,7 @@ def open_weights(path: Path, average: bool = False) -> SavedWeights:
 def _check_shapes(saved: SavedWeights, shapes: list[dict[str, list[int]]]) -> None:
     expected = parameter_shapes(saved.model, saved.extension)
     for rank, found in enumerate(shapes):
-        elsewhere = [] if saved.source is None else [name.removeprefix(WRAPPED) for name in saved.state["frozen"]]
+        elsewhere = [] if saved.source is None else saved.state["frozen"]
         for name in [*(name for name in expected if name not in elsewhere), *found]:
             where = f"has another architecture than its settings: parameter {name:.100}"
             if name not in found:
@@ -134,7 +136,7 @@ def _check_shapes(saved: SavedWeights, shapes: list[dict[str, list[int]]]) -> No
             if name not in expected:
                 raise CheckpointError(str(saved.path), f"{where} is not a parameter of the model")
             shape = list(found[name])
-            cut = saved.state["sharded"].get(WRAPPED + name)
+            cut = saved.state["sharded"].get(name)
             if cut:
                 if not 0 <= cut["dim"] < len(shape) or cut["stride"] < 1 or shape[cut["dim"]] % cut["stride"]:
                     raise CheckpointError(str(saved.path), f"{where} cannot be sharded as {cut!s:.100}")

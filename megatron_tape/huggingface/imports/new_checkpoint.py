@@ -26,7 +26,7 @@ from megatron_tape.io.records import write_record
 from megatron_tape.io.safetensors import write_safetensors
 from megatron_tape.io.strict_yaml import dump
 from megatron_tape.model.initialization import initialized_whole, weight_initializations
-from megatron_tape.model.names import OUTPUT, POSITION, WRAPPED, whole_name
+from megatron_tape.model.names import OUTPUT, POSITION, layer_name, whole_name
 from megatron_tape.model.shapes import parameter_shapes, whole_shapes
 from megatron_tape.model.weights import from_megatron, to_megatron
 from megatron_tape.position import encoding_of
@@ -70,11 +70,11 @@ def with_new_tape(weights: Mapping[str, Tensor], model: ModelConfig, seed: int) 
     def read(name: str) -> Tensor:
         if (match := _POSITION.fullmatch(name)) is None:
             return weights[name]
-        own = f"decoder.layers.{match[1]}.{POSITION}{match[2]}"
+        own = layer_name(int(match[1]), f"{POSITION}{match[2]}")
         return from_megatron(own, initialized_whole(own, initials[own], seed), model)[name]
 
     own = [(layer, name) for layer in range(model.num_layers) for name in encoding.parameters(layer)]
-    new = (whole_name(f"model.layers.{layer}.", f"{POSITION}{name}") for layer, name in own)
+    new = (whole_name(layer, f"{POSITION}{name}") for layer, name in own)
     return LazyTensors([*weights, *new], read, getattr(weights, "shapes", {}))
 
 
@@ -110,7 +110,7 @@ def write_imported(
         tensors = with_progress((to_megatron(padded, name, model) for name in shapes), announced.values())
         entries, index = {}, {}
         for number, part in enumerate(in_parts(announced, FILE_BYTES)):
-            file, contents = tensor_file(0, number), {f"weight/{WRAPPED}{name}": part[name] for name in part}
+            file, contents = tensor_file(0, number), {f"weight/{name}": part[name] for name in part}
             entries[file], index[file] = write_safetensors(directory / file, contents, tensors, {"format": "pt"})
         tensors.close()
         write_record(directory / INDEX, {"files": index})

@@ -1,0 +1,84 @@
+"""The output layer, which computes the loss in chunks of tokens, so that training never materializes all logits.
+
+Axes: B batch, S all tokens of a sequence, s this rank's tokens, C hidden size, V this rank's shard of the vocabulary.
+"""
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from megatron_tape.config.schema import ModelConfig
+from megatron_tape.ops.linear_cross_entropy import linear_cross_entropy
+
+
+class OutputLayer(ColumnParallelLinear):
+    """Megatron's column-parallel linear layer, from hidden states to logits or, given labels, to the loss.
+
+    With `model.tie_embeddings`, the layer has no weight of its own, and the caller passes the embedding's weight.
+
+    Args:
+        config: the settings of `model` for Megatron.
+        fused: compute the loss with Liger's kernels.
+        z_loss: coefficient of the z-loss. In training, its gradient is added to that of the loss.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: TransformerConfig,
+        groups: ProcessGroupCollection,
+        fused: bool = False,
+        z_loss: float = 0.0,
+    ):
+        super().__init__(
+            model.hidden_size,
+            model.vocab_size,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            gather_output=False,
+            skip_weight_param_allocation=model.tie_embeddings,
+            tp_group=groups.tp,
+        )
+        self.fused = fused
+        self.z_loss = z_loss
+        self._z_losses: Tensor | float = 0.0
+
+    def take_z_loss(self) -> Tensor | float:
+        """Return the sum of the z-losses of all forward passes with gradients since the last call."""
+        total = self._z_losses
+        self._z_losses = 0.0
+        return total
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        tied_weight: Tensor | None,
+        labels: Tensor | None = None,
+        loss_weights: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Map hidden states (s, B, C) to the logits (B, S, all V) or, with labels, to the loss.
+
+        With `labels` (B, S), return the scalar loss and the loss of each token (B, S). The scalar is the mean over the
+        tokens or, with `loss_weights` (B, S), their weighted sum. `tied_weight` (V, C) is the embedding's weight, or
+        None if the layer has its own.
+        """
+        if labels is None:
+            logits_SBV, _ = super().forward(hidden_states, tied_weight, runtime_gather_output=True)
+            return logits_SBV.transpose(0, 1).contiguous()
+
+        weight = tied_weight
+        if weight is None:
+            weight = self.weight
+        z_loss = 0.0
+        if torch.is_grad_enabled():
+            z_loss = self.z_loss
+
+        loss, losses_BS, z_loss_sum = linear_cross_entropy(
+            hidden_states, weight, labels, loss_weights, self.tp_group, self.fused, z_loss=z_loss
+        )
+        if z_loss:
+            self._z_losses = self._z_losses + z_loss_sum
+        return loss, losses_BS
