@@ -108,7 +108,7 @@ MOVES = {
 
 def first_layer(name, parameter):
     """Return whether to train a parameter; with this filter the second stage trains none."""
-    return ".layers.0." in name
+    return name.startswith("layers.0.")
 
 
 def not_finite(step=2):
