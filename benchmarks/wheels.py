@@ -3,7 +3,8 @@
     python -m benchmarks.wheels DIR [--python 3.12]
 
 Run it on a machine with a network, in the environment of `make install`; every wheel has the version that is installed
-in this environment. The GPU machine must have torch, Triton and numpy; transformers is used if it is installed.
+in this environment, or that requirements.txt pins for the other Python. The GPU machine must have torch, Triton and
+numpy; transformers is used if it is installed.
 """
 
 import importlib.metadata
@@ -15,9 +16,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 from megatron_tape import command_line
 from megatron_tape.errors import FileError
 from megatron_tape.io.files import atomic_directory
+from megatron_tape.io.versions import ROOT
 
 PACKAGES = (
     "megatron-core",
@@ -56,6 +60,21 @@ GLIBC = (28, 27, 26, 24, 17, 12, 5)
 """Accepted manylinux platforms: the N of glibc 2.N. All must be listed, since pip compares platform names exactly."""
 
 
+def pinned_for(python: str) -> dict[str, str]:
+    """Return the requirements, by package, that requirements.txt has only for some versions of Python, such as this.
+
+    `python` is a version such as 3.12.
+    """
+    found = {}
+    for line in (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines():
+        if ";" not in line or line.startswith("#"):
+            continue
+        requirement = Requirement(line)
+        if requirement.marker.evaluate({"python_version": python}):
+            found[requirement.name] = f"{requirement.name}{requirement.specifier}"
+    return found
+
+
 def main() -> None:
     """Write the wheels to a new folder and print their size."""
     parser = command_line.Parser(description=__doc__)
@@ -63,9 +82,11 @@ def main() -> None:
     parser.add_argument("--python", default="3.12", help="Python version of the GPU machine (default: %(default)s)")
     arguments = parser.parse_args()
     try:
-        requirements = {name: f"{name}=={importlib.metadata.version(name)}" for name in PACKAGES}
+        installed = {name: f"{name}=={importlib.metadata.version(name)}" for name in PACKAGES}
     except importlib.metadata.PackageNotFoundError as error:
         raise FileError(error.name, "is not installed here", "run this in the environment of make install") from None
+    pinned = pinned_for(arguments.python)
+    requirements = {name: pinned.get(name, requirement) for name, requirement in installed.items()}
     platforms = [f"manylinux_2_{minor}_{platform.machine()}" for minor in GLIBC]
     platforms += [f"{old}_{platform.machine()}" for old in ("manylinux2014", "manylinux2010", "manylinux1")]
     target = ["--only-binary=:all:", "--implementation=cp", f"--python-version={arguments.python}"]

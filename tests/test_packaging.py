@@ -5,9 +5,11 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import PathDistribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import megatron_tape
 
@@ -51,6 +53,17 @@ def test_every_module_and_data_file_is_installed(installed):
         files = [path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*") if path.is_file()]
         expected = [path for path in files if "__pycache__" not in path.parts and path.suffix != ".sh"]
         assert expected and [path for path in expected if not (installed / place / path).is_file()] == []
+
+
+def test_each_python_gets_its_version_of_megatron(installed):
+    (information,) = installed.glob("megatron_tape-*.dist-info")
+    requirements = [Requirement(line) for line in PathDistribution(information).requires]
+    of_megatron = [requirement for requirement in requirements if requirement.name == "megatron-core"]
+    versions = {}
+    for python in ("3.11", "3.12", "3.13"):
+        needed = [each for each in of_megatron if each.marker.evaluate({"python_version": python})]
+        versions[python] = [str(requirement.specifier) for requirement in needed]
+    assert versions == {"3.11": ["==0.16.1"], "3.12": ["==0.19.2"], "3.13": ["==0.19.2"]}
 
 
 def test_only_two_top_level_packages_are_installed(installed):

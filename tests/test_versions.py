@@ -16,6 +16,7 @@ def test_records_have_torchs_own_version_with_its_build(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: METADATA)
     found = [versions(), versions_with_commit(), environment.describe()["packages"]]
     assert [one["torch"] for one in found] == ["2.13.0+cu130"] * 3
+    assert all("megatron-core" in one for one in (versions(), versions_with_commit()))
     assert versions(["numpy"]).keys() == {"python", "numpy"}
 
 

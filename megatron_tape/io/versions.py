@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("torch", "transformers", "lm_eval", "tokenizers", "megatron-tape")
+PACKAGES = ("torch", "megatron-core", "transformers", "lm_eval", "tokenizers", "megatron-tape")
 
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:

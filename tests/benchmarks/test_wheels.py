@@ -20,6 +20,11 @@ def write_wheel(folder, name="toy", tags="py3-none-any"):
             archive.writestr(file, text)
 
 
+@pytest.mark.parametrize("python, version", [("3.11", "0.16.1"), ("3.12", "0.19.2")])
+def test_megatron_has_the_version_for_the_other_python(python, version):
+    assert wheels.pinned_for(python) == {"megatron-core": f"megatron-core=={version}"}
+
+
 def test_all_wheels_are_collected_and_built_or_none(tmp_path, monkeypatch):
     index, source, output = tmp_path / "index", tmp_path / "built-1.0", tmp_path / "collected"
     index.mkdir()
