@@ -14,6 +14,9 @@ ECOSYSTEM_STAMP := $(ECOSYSTEM)/.installed
 # vLLM pins its own versions of other packages.
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
+# The other of the two supported versions of Megatron-core, with the packages of .venv.
+MEGATRON := .venv-megatron
+MEGATRON_STAMP := $(MEGATRON)/.installed
 
 .PHONY: help demo demo-smollm2 test gpu-trial wheels lint docs docs-serve install clean
 
@@ -38,7 +41,7 @@ demo-smollm2: $(STAMP)
 # Tests marked slow run only with SLOW=1 or SLOW=only. tests/slurm runs in the background, since its jobs mostly wait,
 # while two other test files run at a time. Its output comes last. Ctrl-C ends both.
 # With TESTS, only .venv is created: a test that needs another environment fails with the command that creates it.
-test: $(STAMP) $(if $(TESTS),,$(PLAIN_STAMP) $(if $(SLOW),$(ECOSYSTEM_STAMP) $(VLLM_STAMP)))
+test: $(STAMP) $(if $(TESTS),,$(PLAIN_STAMP) $(if $(SLOW),$(ECOSYSTEM_STAMP) $(VLLM_STAMP) $(MEGATRON_STAMP)))
 ifdef TESTS
 	$(BIN)/python -m pytest $(TESTS)
 else
@@ -124,5 +127,20 @@ $(VLLM_STAMP): requirements-vllm.txt | $(STAMP)
 
 $(VLLM): $(VLLM_STAMP)
 
+# requirements.txt pins one version for each Python; this installs the one that .venv does not have. Megatron-core 0.19.2
+# refuses Python 3.11, but has wheels for it. The .pth file also makes this project importable. Packages of .venv come
+# after those of the environment itself.
+$(MEGATRON_STAMP): requirements.txt | $(STAMP)
+	$(BIN)/python -m venv --clear $(MEGATRON)
+	installed=$$($(BIN)/python -c 'from importlib import metadata; print(metadata.version("megatron-core"))'); \
+	  other=$$(sed -n 's/^\(megatron-core==[^;]*\);.*/\1/p' requirements.txt | grep -vx "megatron-core==$$installed"); \
+	  $(MEGATRON)/bin/pip install --no-compile --no-deps --ignore-requires-python $$other
+	site='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	  echo "import site; site.addsitedir('$$($(BIN)/python -c "$$site")')" \
+	  > "$$($(MEGATRON)/bin/python -c "$$site")/base.pth"
+	touch $@
+
+$(MEGATRON): $(MEGATRON_STAMP)
+
 clean:
-	rm -rf $(VENV) $(PLAIN) $(ECOSYSTEM) $(VLLM) build site *.egg-info
+	rm -rf $(VENV) $(PLAIN) $(ECOSYSTEM) $(VLLM) $(MEGATRON) build site *.egg-info
