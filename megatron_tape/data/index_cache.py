@@ -72,7 +72,7 @@ def cached(
 def load_array(path: str | Path, allow_pickle: bool = False, mmap_mode: str = "r") -> np.ndarray:
     """Map an array of integers from the cache into memory, read-only.
 
-    `allow_pickle` and `mmap_mode` are ignored. They are accepted because Megatron calls this instead of `numpy.load`.
+    `allow_pickle` and `mmap_mode` are ignored. They are accepted because Megatron calls this like `numpy.load`.
 
     Raises FileError if the file is missing or does not contain integers, OSError if the file system fails.
     """

@@ -1,7 +1,8 @@
-"""All patches of Megatron-core 0.16.1. Each docstring says why the patch is needed, and when it is no longer needed.
+"""All patches of Megatron-core 0.16.1 and 0.19.2.
 
-A patch lasts until the process ends, unless it is a context manager. Each function imports the modules of Megatron that
-it patches, so that a program does not load others.
+Each docstring says why the patch is needed, and when it is no longer needed. All are needed in both versions. A patch
+lasts until the process ends, unless it is a context manager. Each function imports the modules of Megatron that it
+patches, so that a program does not load others.
 """
 
 import contextlib
@@ -101,9 +102,11 @@ def split_qkv_with_torch() -> None:
 
 
 def load_cached_indices_with(load: Callable) -> None:
-    """Make Megatron's datasets load cached indices with `load` instead of `numpy.load`.
+    """Make Megatron's datasets load cached indices with `load`, which is called like `numpy.load`.
 
-    Megatron allows pickles in these files, and unpickling a file can run code. Unnecessary once it does not.
+    Megatron 0.16.1 calls `numpy.load` and allows pickles, and unpickling a file can run code. 0.19.2 calls its own
+    `safe_numpy_load`, which only unpickles harmless classes, but does not say how to mend a damaged index. Unnecessary
+    once Megatron can be given a loader; the first reason ends with support for 0.16.1.
     """
     from megatron.core.datasets import blended_dataset, gpt_dataset
 
@@ -113,7 +116,10 @@ def load_cached_indices_with(load: Callable) -> None:
 
     numpy: Any = _NumPy()
     numpy.load = load
-    blended_dataset.numpy = gpt_dataset.numpy = numpy
+    for module in (blended_dataset, gpt_dataset):
+        module.numpy = numpy
+        if hasattr(module, "safe_numpy_load"):
+            module.safe_numpy_load = load
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ import os
 import pickle
 import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.train import TrainConfig
 from megatron_tape.data import index_cache
 from megatron_tape.data.batches import build_batches
-from megatron_tape.errors import ConfigError
+from megatron_tape.data.index_cache import load_array
+from megatron_tape.errors import ConfigError, FileError
+from megatron_tape.parallel import megatron_patches
 from megatron_tape.parallel.layout import initialize_distributed
 
 
@@ -28,13 +31,31 @@ def folder(tmp_path_factory):
     return folder
 
 
+OWN_KINDS = ("Mixed", "DocumentWindows")
+"""Arrays that the project writes and loads without Megatron."""
+
+
+def assert_loaded_all_of_megatron(loaded):
+    (directory,) = {path.parent for path in loaded}
+    arrays = {path for path in directory.glob("*.npy") if path.name.split("-")[1] not in OWN_KINDS}
+    assert loaded == arrays
+
+
 PLAIN, BLEND, MIX = "plain", "blend", "mix with long documents"
 
 
 @pytest.fixture
 def tokens(folder, tmp_path, monkeypatch):
-    """Return a function that builds or loads a run's index and returns the tokens of its sequences."""
+    """Return a function that builds or loads a run's index and returns the tokens of its sequences.
+
+    It checks that Megatron loads every array with the project's loader, which refuses pickles.
+    """
     monkeypatch.setattr(index_cache, "sync_directory", lambda path: None)  # for speed
+    loaded = set()
+
+    def load(path, **options):
+        loaded.add(Path(path))
+        return load_array(path, **options)
 
     def read(kind, on_progress=lambda: None):
         prefix = f"{folder}/a" if kind == PLAIN else {f"{folder}/a": 0.3, f"{folder}/b": 0.7}
@@ -44,12 +65,16 @@ def tokens(folder, tmp_path, monkeypatch):
         train = TrainConfig(steps=10, global_batch_size=4, eval_interval=5, eval_steps=2, precision="fp32")
         data = DataConfig(**data, long_documents=long)
         config = RunConfig(model=small_model(seq_length=16), data=data, train=train)
+        loaded.clear()
         built = build_batches(config, initialize_distributed(1), EOD, on_progress=on_progress)
-        loaded = [*built.training(), *built.evaluation()]
-        return [sequence for batch in loaded for sequence in batch["tokens"].tolist()]
+        batches = [*built.training(), *built.evaluation()]
+        assert_loaded_all_of_megatron(loaded)
+        return [sequence for batch in batches for sequence in batch["tokens"].tolist()]
 
     read.cache = tmp_path / "cache"
-    return read
+    megatron_patches.load_cached_indices_with(load)
+    yield read
+    megatron_patches.load_cached_indices_with(load_array)
 
 
 RUN: list[str] = []
@@ -94,6 +119,21 @@ def test_a_damaged_index_is_rebuilt_once_and_runs_no_code(tokens, damage, record
     assert tokens(BLEND) == expected
     assert len(caplog.messages) == 1 and not RUN
     assert list(tokens.cache.iterdir()) == [path.parent]
+
+
+@pytest.mark.parametrize(
+    "array",
+    ["dataset_index", "dataset_sample_index", "train-document_index", "train-sample_index", "train-shuffle_index"],
+)
+def test_a_pickle_that_replaces_an_array_after_the_check_runs_no_code(tokens, array, monkeypatch):
+    """The check of rank 0 finds damage only before the run loads the arrays."""
+    tokens(BLEND)
+    (path, *_) = tokens.cache.glob(f"*/*{array}.npy")
+    DAMAGES["pickle"](path)
+    monkeypatch.setattr(index_cache, "_damage", lambda directory: None)
+    with pytest.raises(FileError, match=f"start the run again, which rebuilds the index in {path.parent}"):
+        tokens(BLEND)
+    assert not RUN
 
 
 def test_a_damaged_index_stays_if_it_cannot_be_rebuilt(tokens, monkeypatch):
