@@ -11,6 +11,9 @@ import torch
 from conftest import changed_weights, write_no_bytes
 from environments import ROOT, python_of, run_in
 from exported_models import OWN_CLASSES, PLAIN_ROPE, make
+from models import YARN, small_model
+
+from megatron_tape.huggingface.export.to_transformers import huggingface_config
 
 PACKAGE = ROOT / "transformers_tape" / "src" / "transformers_tape"
 # The demo's model; SmolLM2-135M's sizes; the other settings of TAPE; and a Llama.
@@ -101,6 +104,17 @@ def test_an_incompatible_vllm_gives_a_warning_instead_of_an_error(plugin, monkey
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
     with pytest.warns(RuntimeWarning, match="could not add TAPE models to vLLM .*0.32.0"):
         plugin.register()
+
+
+@pytest.mark.parametrize(
+    "encoding, seq_length, context",
+    [("rope", 48, 48), ("rope", 64, 64), ("rope", 80, 64), ("tape", 80, 80)],
+)
+def test_vllm_serves_no_position_beyond_those_that_yarn_scales_to(encoding, seq_length, context):
+    """vLLM's sines and cosines end there; those of TAPE models are computed for any position."""
+    model = small_model(position_encoding=encoding, seq_length=seq_length, **YARN)
+    config = huggingface_config(model, model.vocab_size, "fp32")
+    assert config["max_position_embeddings"] == context
 
 
 @pytest.fixture(scope="module")

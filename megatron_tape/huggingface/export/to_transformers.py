@@ -171,6 +171,7 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
     rope = _rope_parameters(model.position)
     config = _shape(name, kind, model, rows, dtype) | {"rope_parameters": rope}
     if not tape:
+        config["max_position_embeddings"] = _rotary_context(model)
         # transformers 4 reads rotary settings only outside rope_parameters; transformers 5 reads both.
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
         older = {"rope_theta": model.position.rope_theta, "rope_scaling": scaling if "factor" in rope else None}
@@ -217,6 +218,19 @@ def _rope_parameters(position: Any) -> dict:
     elif position.rope_scaling_factor != 1.0:
         rope |= {"rope_type": "linear", "factor": position.rope_scaling_factor}
     return rope
+
+
+def _rotary_context(model: ModelConfig) -> int:
+    """Return the context length in tokens of a model of transformers' own.
+
+    Since 0.30, vLLM serves `max_position_embeddings` tokens. With yarn, it computes sines and cosines for only as many
+    positions as yarn scales to, and a longer request would read past them.
+    """
+    position: Any = model.position
+    if position.rope_scaling_type != "yarn":
+        return model.seq_length
+    scaled_length = math.ceil(position.rope_original_seq_length * position.rope_scaling_factor)
+    return min(model.seq_length, scaled_length)
 
 
 def _shape(name: str, kind: str, model: ModelConfig, rows: int, dtype: str) -> dict:
