@@ -123,7 +123,7 @@ class Baseline(MeasuredModel):
 
     def __init__(self, name: str, config: RunConfig, layout: ParallelLayout):
         self.name, self.config, self.layout = name, config, layout
-        seed_everything(config.train.seed, layout)
+        seed_everything(config.train.seed)
         self.model = BASELINES[name](config.model, dtype_of(config), layout)
         self.batches = random_batches(config, layout)
         self.engine = PlainEngine(self.model)

@@ -134,7 +134,7 @@ class MeasuredModel:
         settings = dataclasses.replace(config.model, attention_backend=backend)
         sizes = config.parallel.tensor_model_parallel_size, config.parallel.uses_sequence_parallel
         megatron_config = transformer_config(config.model, *sizes, dtype)
-        seed_everything(config.train.seed, layout)
+        seed_everything(config.train.seed)
         self.fused = verified_kernels(settings, layout, dtype)
         self.model = LanguageModel(
             settings,

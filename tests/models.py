@@ -77,7 +77,7 @@ def build(
     `lora` are settings of a context extension that adds LoRA layers.
     """
     layout = initialize_distributed(tp, context_parallel_size=cp)
-    seed_everything(seed, layout)
+    seed_everything(seed)
     sp = tp > 1 if sequence_parallel is None else sequence_parallel
     translated = transformer_config(model, tp, sp, dtype)
     built = LanguageModel(model, translated, layout.groups, device, shifted_sparse, recompute)

@@ -1,7 +1,6 @@
-"""Save and restore the states of the random number generators: Python's, NumPy's, torch's and Megatron's."""
+"""Save and restore the states of the random number generators: Python's, NumPy's and torch's."""
 
 import json
-import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -9,25 +8,19 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_tape.errors import CheckpointError
 from megatron_tape.io.records import parse_record
 
-logger = logging.getLogger(__name__)
-
 RANDOM = "random.safetensors"
 """The file in a checkpoint with the states of all ranks."""
-STATE_SIZES = {16, 5056}
-"""Sizes in bytes of the states of a GPU generator and of a CPU generator."""
 
 
 def random_state() -> bytes:
     """Return the states of this rank's generators, serialized."""
     tensors = {"torch": torch.get_rng_state()}
-    tensors |= {f"tracker/{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state()
     version, words, gauss = random.getstate()
@@ -41,20 +34,11 @@ def random_state() -> bytes:
 def set_random_state(packed: bytes) -> None:
     """Restore the states that `random_state` returned.
 
-    If a run moves from CPUs to GPUs or back, the states of Megatron's generators do not fit the new devices. They then
-    remain as `seed_everything` has set them. For an invalid state, each generator raises its own type of error.
+    A run may move from CPUs to GPUs or back. For an invalid state, each generator raises its own type of error.
     """
     tensors = safetensors.torch.load(packed)
     text = parse_record(tensors["text"].numpy().tobytes(), dict[str, str])
     torch.set_rng_state(tensors["torch"])
-    saved = {key.removeprefix("tracker/"): value for key, value in tensors.items() if key.startswith("tracker/")}
-    current = get_cuda_rng_tracker().get_states()
-    common = sorted(saved.keys() & current.keys())
-    other_device = [name for name in common if {len(saved[name]), len(current[name])} == STATE_SIZES]
-    if other_device:
-        message = "the checkpoint was saved on another type of device: Megatron's random generators %s restart from "
-        logger.info(message + "train.seed", ", ".join(other_device))
-    get_cuda_rng_tracker().set_states(saved | {name: current[name] for name in other_device})
     if "cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["cuda"])
     version, words, gauss = parse_record(text["python"], list[Any])

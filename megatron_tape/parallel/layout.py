@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed import distributed_c10d
 
 from megatron_tape.errors import refuse
@@ -366,16 +365,11 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
             del os.environ["CUBLAS_WORKSPACE_CONFIG"]
 
 
-def seed_everything(seed: int, layout: ParallelLayout) -> None:
-    """Seed Python, NumPy and torch with the same seed on all ranks, and Megatron's generators.
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and torch with the same seed on all ranks.
 
-    Megatron's model-parallel generator has a different seed on each tensor-parallel rank. Initial weights do not depend
-    on any of these generators (see `model.initialization`).
+    Initial weights do not depend on any of these generators (see `model.initialization`), and no layer draws numbers.
     """
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    tracker = get_cuda_rng_tracker()
-    tracker.reset()
-    tracker.add("data-parallel-rng", seed)
-    tracker.add("model-parallel-rng", seed + 2718 + layout.tensor_parallel_rank)

@@ -28,44 +28,7 @@ def run_without_cuda() -> None:
     torch.cuda.current_device = lambda: cpu
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    if not isinstance(random._CUDA_RNG_STATE_TRACKER, _CpuRngTracker):
-        random._CUDA_RNG_STATE_TRACKER = _CpuRngTracker()
-    random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
     schedules.torch = _TorchOnCpu()
-
-
-class _CpuRngTracker:
-    """A replacement for Megatron's `CudaRNGStatesTracker` that stores named states of torch's CPU generator."""
-
-    def __init__(self):
-        self._states: dict[str, torch.Tensor] = {}
-
-    def is_initialized(self) -> bool:
-        return bool(self._states)
-
-    def reset(self) -> None:
-        self._states = {}
-
-    def get_states(self) -> dict[str, torch.Tensor]:
-        return dict(self._states)
-
-    def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        self._states = dict(states)
-
-    def add(self, name: str, seed: int) -> None:
-        self._states[name] = torch.Generator().manual_seed(seed).get_state()
-
-    @contextlib.contextmanager
-    def fork(self, name: str = "model-parallel-rng"):
-        if name not in self._states:
-            raise KeyError(f"there is no random state {name!r}, only {sorted(self._states)}; call add first")
-        outside = torch.get_rng_state()
-        torch.set_rng_state(self._states[name])
-        try:
-            yield
-        finally:
-            self._states[name] = torch.get_rng_state()
-            torch.set_rng_state(outside)
 
 
 class _TorchOnCpu:

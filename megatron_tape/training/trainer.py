@@ -217,7 +217,7 @@ class Trainer:
         # Fork the loader processes now, since forking takes longer once this process has more memory.
         self.micro_batches = self.batches.training()
         self.watch.progress("building the model")
-        seed_everything(config.train.seed, layout)
+        seed_everything(config.train.seed)
         self.model = build_model(config, layout, self.watch)
         freeze_parameters(self.model, self.trains)
         local_frozen = [name for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
