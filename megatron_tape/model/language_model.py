@@ -61,11 +61,6 @@ def transformer_config(
         pipeline_dtype=dtype,
         tensor_model_parallel_size=tensor_model_parallel_size,
         sequence_parallel=sequence_parallel,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
     )
 
 
@@ -134,17 +129,19 @@ class LanguageModel(torch.nn.Module):
                     config=config,
                     tp_group=groups.tp,
                 )
+            # By index in the whole model, so that parameters have the same names in a model chunk.
             self.layers = torch.nn.ModuleDict()
-            for layer in layers:
-                self.layers[str(layer)] = PositionTransformerLayer(
-                    model, config, groups, self.encoding, layer, self.attention_backend, self.fused.swiglu
+            for index in layers:
+                self.layers[str(index)] = PositionTransformerLayer(
+                    model, config, groups, self.encoding, index, self.attention_backend, self.fused.swiglu
                 )
             if self.is_last:
                 self.norm = RMSNorm(config, model.hidden_size, model.norm_epsilon)
                 self.output = OutputLayer(model, config, groups, self.fused.loss, z_loss)
 
         self.received_embedding: Tensor | None = None
-        """The copy of a tied embedding's weight in a chunk that has the output layer, but not the embedding."""
+        """The copy of a tied embedding's weight in a chunk that has the output layer, but not the embedding.
+        `pipeline.TiedWeight` sets it."""
         self._received: Tensor | None = None
         own_groups = self.tokens.local_heads(torch.arange(model.query_groups, device="cpu")).tolist()
         self._unshifted_groups = unshifted_groups(model.query_groups, own_groups)
@@ -181,6 +178,7 @@ class LanguageModel(torch.nn.Module):
         recomputes = self.recompute != "none" and self.training
         recorder = None
         if recomputes and self.recompute == "selective" and torch.is_grad_enabled():
+            # Without a backward pass, what it records would never be replayed.
             recorder = AttentionRecorder()
 
         if self.is_first:
@@ -195,6 +193,7 @@ class LanguageModel(torch.nn.Module):
         for layer in self.layers.values():
             run_layer = partial(layer, packing=packing, recorder=recorder)
             if recomputes:
+                # False: every tensor-parallel rank keeps the whole input of the layer.
                 hidden_states, state = checkpoint(run_layer, False, hidden_states, state)
             else:
                 hidden_states, state = run_layer(hidden_states, state)
@@ -234,7 +233,7 @@ class LanguageModel(torch.nn.Module):
     def _from_previous_chunk(self, positions_SB: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the hidden states (s, B, C) and the position state that enter the first layer of this chunk."""
         received = self._received
-        self._received = None
+        self._received = None  # so that it can be freed
         if not self._receives_state:
             return received, self.encoding.initial_state(positions_SB, self.dtype)
 

@@ -42,9 +42,9 @@ megatron_patches.split_qkv_with_torch()
 
 
 class RMSNorm(torch.nn.Module):
-    """Torch's RMSNorm, whose weight has Megatron's attribute `sequence_parallel`.
+    """Torch's RMSNorm, whose weight has the attribute `sequence_parallel`.
 
-    Megatron's own torch norm does not support sequence parallelism.
+    With it, each rank computes the gradient from its own tokens only, and `training.gradients` sums these gradients.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
@@ -77,6 +77,7 @@ class CoreAttention(torch.nn.Module):
     """Attention of projected queries, keys and values. Megatron's `SelfAttention` builds it from its spec."""
 
     def __init__(self, *args, backend: str, **kwargs):
+        # Megatron's arguments, such as the scale of the scores, are not needed.
         super().__init__()
         self.backend = backend
 
@@ -94,6 +95,7 @@ class CoreAttention(torch.nn.Module):
         Tensors have the axes of `ops.attention_inputs.AttentionInputs`. `packing` selects full attention, attention
         within documents, or shifted sparse attention. `run` calls the kernels (see `ops.activation_checkpointing`).
         """
+        # The fields of `Positions` are fields of `AttentionInputs`, too.
         inputs = AttentionInputs(q_SBHD=query, k_TBGD=key, v_TBGD=value, run=run, **vars(positions))
         if isinstance(packing, ShiftedSegments):
             return attend_in_segments(inputs, packing, self.backend)
@@ -123,6 +125,7 @@ class PositionSelfAttention(SelfAttention):
             q_layernorm=norm,
             k_layernorm=norm,
         )
+        # Megatron counts layers from 1.
         super().__init__(config, parts, layer_number=layer + 1, pg_collection=groups)
         self.tokens = TokenLayout.of(groups, config.sequence_parallel)
         self.linear_gate = None
@@ -212,12 +215,12 @@ class LayerPosition(torch.nn.Module):
         if state is not None and not self._learned:
             # Activation checkpointing makes every state require a gradient; fixed phases do not need it.
             state = state.detach()
-        hidden_states = self._for_encoding(hidden_states)
-        parameters = self._in_attention()
+        hidden_states = self._with_summed_gradient(hidden_states)
+        parameters = self._attention_parameters()
         state = self.encoding.enter(self.layer, parameters, state, hidden_states, NO_CACHE)
         return state, self.encoding.positions(self.layer, parameters, state, hidden_states, NO_CACHE)
 
-    def _in_attention(self) -> Mapping[str, Tensor]:
+    def _attention_parameters(self) -> Mapping[str, Tensor]:
         """Return the parameters of the heads that this rank has in attention, fewer with context parallelism."""
         if not self._head_axes or self.encoding.tokens.context_shards == 1:
             return self._parameters
@@ -227,7 +230,7 @@ class LayerPosition(torch.nn.Module):
         }
         return {**self._parameters, **of_heads}
 
-    def _for_encoding(self, hidden_states: Tensor) -> Tensor:
+    def _with_summed_gradient(self, hidden_states: Tensor) -> Tensor:
         """Return the hidden states, and sum their gradient over the tensor-parallel ranks in the backward pass.
 
         Without sequence parallelism, each rank computes only the gradient from its own heads.
@@ -251,8 +254,8 @@ class LayerPosition(torch.nn.Module):
         """
         if not self.updates:
             return state
-        outputs = (self._for_encoding(x) for x in (attention_output, mlp_output))
-        new = self.encoding.next_state(self.layer, self._in_attention(), state, positions, averaged, *outputs)
+        outputs = (self._with_summed_gradient(x) for x in (attention_output, mlp_output))
+        new = self.encoding.next_state(self.layer, self._attention_parameters(), state, positions, averaged, *outputs)
         if self.record_norms:
             with torch.no_grad():
                 after, before = new.float(), state.float()
@@ -305,7 +308,7 @@ class PositionTransformerLayer(torch.nn.Module):
 
         Args:
             hidden_states: (s, B, C).
-            state: the position state, in the encoding's shape; None if the encoding has none.
+            state: the position state (see `PositionEncoding`); None if the encoding has none.
             packing: the boundaries of packed documents, or the segments of shifted sparse attention.
             recorder: records and replays attention under selective activation checkpointing.
         """
@@ -318,5 +321,6 @@ class PositionTransformerLayer(torch.nn.Module):
         mlp_output, _ = self.mlp(self.pre_mlp_layernorm(hidden_states))
         hidden_states = hidden_states + mlp_output
 
+        # The update is `LayerPosition.forward`, so that ZeRO 3 gathers its parameters.
         state = self.position(state, positions, averaged, attention_output, mlp_output)
         return hidden_states, state

@@ -17,16 +17,20 @@ MATRICES = ("attention", "mlp")
 """The kinds of the matrices in the decoder layers, apart from the positional encoding and LoRA."""
 EMBEDDING = "embedding.weight"
 """The model's name of the embedding weight, which models with tied embeddings also use as the output layer's weight."""
+NORM = "norm.weight"
+"""The model's name of the final norm's weight."""
+OUTPUT = "output.weight"
+"""The model's name of the output layer's matrix."""
 POSITION = "position."
 """Prefix of a positional encoding's parameters in a layer, in both the model's and Hugging Face's names."""
-OUTPUT = "lm_head.weight"
+HUGGING_FACE_OUTPUT = "lm_head.weight"
 """Hugging Face's name of the output layer's matrix."""
 AVERAGE = "average"
 """The key of averaged weights in checkpoints, `average/NAME`, next to `weight/NAME` and moments (`exp_avg/NAME`)."""
 PLAIN = {
     EMBEDDING: "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "output.weight": OUTPUT,
+    NORM: "model.norm.weight",
+    OUTPUT: HUGGING_FACE_OUTPUT,
     "input_layernorm.weight": "input_layernorm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
@@ -40,10 +44,11 @@ FUSED = re.compile(r"self_attention\.linear_qkv\.(weight|bias)")
 """The model's names of the fused projection to queries, keys and values, without the layer prefix."""
 _EARLIER = {
     EMBEDDING: "embedding.word_embeddings.weight",
-    "norm.weight": "decoder.final_layernorm.weight",
-    "output.weight": "output_layer.weight",
+    NORM: "decoder.final_layernorm.weight",
+    OUTPUT: "output_layer.weight",
 }
 """Maps the names of parameters outside the layers to those that they had in checkpoints of format 3."""
+_CURRENT = {earlier: name for name, earlier in _EARLIER.items()}
 _FORMAT_3 = "gpt."
 """Prefix of all names in checkpoints of format 3."""
 
@@ -64,16 +69,16 @@ def split_layer(name: str) -> tuple[int | None, str]:
     return int(match[1]), match[2]
 
 
-def whole_prefix(layer: int | None) -> str:
+def hugging_face_prefix(layer: int | None) -> str:
     """Return Hugging Face's prefix of the parameters of a layer, or an empty string for None."""
     return "" if layer is None else f"model.layers.{layer}."
 
 
-def whole_name(layer: int | None, suffix: str) -> str:
+def hugging_face_name(layer: int | None, suffix: str) -> str:
     """Return Hugging Face's name of an unfused parameter, from the results of `split_layer`."""
     if suffix.startswith(POSITION):
-        return f"{whole_prefix(layer)}{suffix}.weight"
-    return whole_prefix(layer) + PLAIN.get(suffix, suffix)
+        return f"{hugging_face_prefix(layer)}{suffix}.weight"
+    return hugging_face_prefix(layer) + PLAIN.get(suffix, suffix)
 
 
 def seed_name(name: str) -> str:
@@ -94,9 +99,8 @@ def current_name(saved: str) -> str:
     if not saved.startswith(_FORMAT_3):
         return saved
     earlier = saved.removeprefix(_FORMAT_3)
-    for name, earlier_name in _EARLIER.items():
-        if earlier == earlier_name:
-            return name
+    if earlier in _CURRENT:
+        return _CURRENT[earlier]
     return earlier.removeprefix("decoder.")
 
 
@@ -104,7 +108,7 @@ def kind_of(name: str) -> str:
     """Return the kind, one of `KINDS`, of a parameter by its name in a `LanguageModel`."""
     if name == EMBEDDING:
         return "embeddings"
-    if name == "output.weight":
+    if name == OUTPUT:
         return "output"
     if f".{POSITION}" in name:
         return "position"
@@ -112,6 +116,6 @@ def kind_of(name: str) -> str:
         return "lora"
     if name.endswith(".bias"):
         return "biases"
-    if name == "norm.weight" or name.endswith("layernorm.weight"):
+    if name == NORM or name.endswith("layernorm.weight"):
         return "norms"
     return "mlp" if ".mlp." in name else "attention"

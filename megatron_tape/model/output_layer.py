@@ -1,6 +1,7 @@
 """The output layer, which computes the loss in chunks of tokens, so that training never materializes all logits.
 
-Axes: B batch, S all tokens of a sequence, s this rank's tokens, C hidden size, V this rank's shard of the vocabulary.
+Axes: B batch, S tokens of this context-parallel rank, s tokens of this rank, C hidden size, V this rank's shard of the
+vocabulary.
 """
 
 import torch
@@ -38,7 +39,7 @@ class OutputLayer(ColumnParallelLinear):
             config=config,
             init_method=config.init_method,
             bias=False,
-            gather_output=False,
+            gather_output=True,
             skip_weight_param_allocation=model.tie_embeddings,
             tp_group=groups.tp,
         )
@@ -66,7 +67,7 @@ class OutputLayer(ColumnParallelLinear):
         None if the layer has its own.
         """
         if labels is None:
-            logits_SBV, _ = super().forward(hidden_states, tied_weight, runtime_gather_output=True)
+            logits_SBV, _ = super().forward(hidden_states, tied_weight)
             return logits_SBV.transpose(0, 1).contiguous()
 
         weight = tied_weight

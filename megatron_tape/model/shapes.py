@@ -7,7 +7,17 @@ from math import prod
 from typing import NamedTuple
 
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig
-from megatron_tape.model.names import EMBEDDING, FUSED, POSITION, layer_name, split_layer, whole_name, whole_prefix
+from megatron_tape.model.names import (
+    EMBEDDING,
+    FUSED,
+    NORM,
+    OUTPUT,
+    POSITION,
+    hugging_face_name,
+    hugging_face_prefix,
+    layer_name,
+    split_layer,
+)
 from megatron_tape.position import encoding_of
 
 
@@ -87,8 +97,8 @@ def cut_shapes(model: ModelConfig, extension: ExtensionConfig | None = None) -> 
         declared = encoding.parameters(index).items()
         position = {f"{POSITION}{name}": ParameterShape(p.shape, p.head_axis) for name, p in declared}
         shapes |= {layer_name(index, name): shape for name, shape in (layer | position).items()}
-    shapes["norm.weight"] = ParameterShape((C,))
-    output = {} if model.tie_embeddings else {"output.weight": ParameterShape((model.vocab_size, C), 0)}
+    shapes[NORM] = ParameterShape((C,))
+    output = {} if model.tie_embeddings else {OUTPUT: ParameterShape((model.vocab_size, C), 0)}
     return shapes | output
 
 
@@ -115,11 +125,11 @@ def whole_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in parameter_shapes(model).items():
         layer, suffix = split_layer(name)
-        prefix = whole_prefix(layer)
+        prefix = hugging_face_prefix(layer)
         if match := FUSED.fullmatch(suffix):
             shapes |= {f"{prefix}self_attn.{p}_proj.{match[1]}": (rows[p], *shape[1:]) for p in "qkv"}
         elif suffix == "mlp.linear_fc1.weight":
             shapes |= {f"{prefix}mlp.{p}_proj.weight": (model.ffn_hidden_size, *shape[1:]) for p in ("gate", "up")}
         else:
-            shapes[whole_name(layer, suffix)] = shape * 2 if is_diagonal(model, layer, suffix) else shape
+            shapes[hugging_face_name(layer, suffix)] = shape * 2 if is_diagonal(model, layer, suffix) else shape
     return shapes

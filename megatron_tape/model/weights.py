@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig
 from megatron_tape.errors import FileError
-from megatron_tape.model.names import FUSED, layer_name, split_layer, whole_name, whole_prefix
+from megatron_tape.model.names import FUSED, hugging_face_name, hugging_face_prefix, layer_name, split_layer
 from megatron_tape.model.shapes import is_diagonal, lora_factors
 
 _LORA = re.compile(r"self_attention\.linear_(?:qkv|proj)\.lora\.([qkvo])_([AB])")
@@ -26,7 +26,7 @@ def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) ->
     not diagonal.
     """
     layer, suffix = split_layer(name)
-    prefix = whole_prefix(layer)
+    prefix = hugging_face_prefix(layer)
     if match := FUSED.fullmatch(suffix):
         qkv = [weights[f"{prefix}self_attn.{p}_proj.{match[1]}"] for p in "qkv"]
         return torch.cat([weight.unflatten(0, (model.query_groups, -1)) for weight in qkv], dim=1).flatten(0, 1)
@@ -34,20 +34,20 @@ def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) ->
         return torch.cat([weights[f"{prefix}mlp.{p}_proj.weight"] for p in ("gate", "up")])
     if match := _LORA.fullmatch(suffix):
         return weights[lora_name(prefix, *match.groups())]
-    tensor = weights[whole_name(layer, suffix)]
+    tensor = weights[hugging_face_name(layer, suffix)]
     if not is_diagonal(model, layer, suffix):
         return tensor
     if torch.count_nonzero(tensor - tensor.diag().diag()):
         problem = "has nonzero elements off its diagonal, which token_mixing per_head cannot represent"
         fix = "set model.position.token_mixing to full; to import a model, pass --token-mixing full"
-        raise FileError(f"tensor {whole_name(layer, suffix)}", problem, fix)
+        raise FileError(f"tensor {hugging_face_name(layer, suffix)}", problem, fix)
     return tensor.diag()
 
 
 def from_megatron(name: str, tensor: Tensor, model: ModelConfig) -> dict[str, Tensor]:
     """Return the Hugging Face weights by name that make up the model's unsharded parameter `name`."""
     layer, suffix = split_layer(name)
-    prefix = whole_prefix(layer)
+    prefix = hugging_face_prefix(layer)
     if match := FUSED.fullmatch(suffix):
         D, G = model.head_dim, model.query_groups
         sizes = [model.num_attention_heads // G * D, D, D]
@@ -57,7 +57,7 @@ def from_megatron(name: str, tensor: Tensor, model: ModelConfig) -> dict[str, Te
         return {f"{prefix}mlp.{p}_proj.weight": weight for p, weight in zip(("gate", "up"), tensor.chunk(2))}
     if match := _LORA.fullmatch(suffix):
         return {lora_name(prefix, *match.groups()): tensor}
-    return {whole_name(layer, suffix): tensor.diag() if is_diagonal(model, layer, suffix) else tensor}
+    return {hugging_face_name(layer, suffix): tensor.diag() if is_diagonal(model, layer, suffix) else tensor}
 
 
 def lora_pairs(model: ModelConfig, extension: ExtensionConfig) -> dict[str, dict[str, str]]:

@@ -131,6 +131,10 @@ FROM_POSITIONS = ("embedding", "initial_state", "token_positions")
 class PositionEncoding:
     """Base class of positional encodings. It encodes nothing itself. Each model has one instance.
 
+    The position state is a tensor whose first two axes are tokens and sequences; an encoding chooses which tokens and
+    groups a rank holds. Fixed phases have all S tokens, since every rank can compute them. A state that layers update
+    has this rank's s tokens and all G groups, and enters attention by `TokenLayout.to_heads`.
+
     Code outside this package must not depend on which encoding is in use. The exception is `huggingface/`, since models
     with TAPE and RoPE have export formats of their own.
     """

@@ -14,11 +14,10 @@ from megatron_tape.training.optimizer import parameter_groups
 EVERY_KIND = dict(qkv_bias=True, qk_norm=True)
 
 
-def test_every_parameter_has_one_of_the_kinds_by_either_name():
+def test_every_parameter_has_one_of_the_kinds():
     built, _ = build(small_model(**EVERY_KIND), lora=ExtensionConfig(trains=["lora"]))
     kinds = {name: kind_of(name) for name, _ in built.named_parameters()}
     assert set(kinds.values()) == set(KINDS)
-    assert all(kind_of(name) == kind for name, kind in kinds.items())
     layer = "layers.0."
     for name, kind in {
         "embedding.weight": "embeddings",

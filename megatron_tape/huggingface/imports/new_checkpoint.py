@@ -26,14 +26,14 @@ from megatron_tape.io.records import write_record
 from megatron_tape.io.safetensors import write_safetensors
 from megatron_tape.io.strict_yaml import dump
 from megatron_tape.model.initialization import initialized_whole, weight_initializations
-from megatron_tape.model.names import OUTPUT, POSITION, layer_name, whole_name
+from megatron_tape.model.names import HUGGING_FACE_OUTPUT, POSITION, hugging_face_name, layer_name
 from megatron_tape.model.shapes import parameter_shapes, whole_shapes
 from megatron_tape.model.weights import from_megatron, to_megatron
 from megatron_tape.position import encoding_of
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _POSITION = re.compile(r"model\.layers\.(\d+)\.position\.(\w+)\.weight")
-_VOCABULARY = ("model.embed_tokens.weight", OUTPUT)
+_VOCABULARY = ("model.embed_tokens.weight", HUGGING_FACE_OUTPUT)
 
 
 def _padded(weights: Mapping[str, Tensor], model: ModelConfig, origin: str) -> LazyTensors:
@@ -74,7 +74,7 @@ def with_new_tape(weights: Mapping[str, Tensor], model: ModelConfig, seed: int) 
         return from_megatron(own, initialized_whole(own, initials[own], seed), model)[name]
 
     own = [(layer, name) for layer in range(model.num_layers) for name in encoding.parameters(layer)]
-    new = (whole_name(layer, f"{POSITION}{name}") for layer, name in own)
+    new = (hugging_face_name(layer, f"{POSITION}{name}") for layer, name in own)
     return LazyTensors([*weights, *new], read, getattr(weights, "shapes", {}))
 
 

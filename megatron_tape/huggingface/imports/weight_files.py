@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.errors import FileError
 from megatron_tape.io.records import read_record
-from megatron_tape.model.names import OUTPUT
+from megatron_tape.model.names import HUGGING_FACE_OUTPUT
 from megatron_tape.model.shapes import whole_shapes
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def check_weights(weights: Mapping[str, Any], model: ModelConfig, origin: str, u
     for name in sorted(weights):
         # Older versions of transformers also saved rotary frequencies, which follow from the settings.
         known = name in expected or name.startswith(unread) or name.endswith("rotary_emb.inv_freq")
-        if not known and not (model.tie_embeddings and name == OUTPUT):
+        if not known and not (model.tie_embeddings and name == HUGGING_FACE_OUTPUT):
             problem = f"contains {name:.100}, but its settings describe a model without this parameter"
             raise FileError(origin, problem, MISMATCH)
     shapes = getattr(weights, "shapes", {})
