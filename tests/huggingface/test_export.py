@@ -10,13 +10,17 @@ import yaml
 from conversions import changed_state, convert, refused
 from datasets_for_tests import EOD, source_code, write_documents, write_tokenizer
 from launch import run_group
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_tape.checkpoint.directories import digest, list_checkpoints
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import FileError
+from megatron_tape.huggingface.export.saved_weights import find_checkpoint, open_weights
 from megatron_tape.huggingface.export.to_transformers import export
+from megatron_tape.io.records import write_record
+from megatron_tape.io.safetensors import write_safetensors
+from megatron_tape.model.names import seed_name
 from megatron_tape.run.metrics import LOSS, VALIDATION_LOSS
 
 CASES = list(export_cases.cases())
@@ -225,6 +229,35 @@ def test_inconsistent_checkpoints_are_refused(exports, tmp_path, refusal):
     refused(tmp_path, refusal, *command)
 
 
+def as_format_3(step, target):
+    """Copy a checkpoint, and give its parameters the names that they had in format 3."""
+    shutil.copytree(step, target)
+    earlier = lambda name: f"gpt.{seed_name(name)}"  # noqa: E731
+    index = {}
+    for path in target.glob("tensors-*"):
+        tensors = {tuple(key.split("/")): tensor for key, tensor in load(path.read_bytes()).items()}
+        renamed = {f"{kind}/{earlier(name)}": tensor for (kind, name), tensor in tensors.items()}
+        _, index[path.name] = write_safetensors(path, renamed)
+    state = json.loads((target / "state.json").read_text())
+    state["sharded"] = {earlier(name): how for name, how in state["sharded"].items()}
+    write_record(target / "state.json", state)
+    write_record(target / "index.json", {"files": index})
+    files = {path.name: digest(path) for path in target.iterdir() if path.is_file() and path.name != "manifest.json"}
+    manifest = json.loads((target / "manifest.json").read_text())
+    write_record(target / "manifest.json", manifest | {"format_version": 3, "files": manifest["files"] | files})
+    return target
+
+
+def test_shards_of_a_checkpoint_of_format_3_are_merged(trained, tmp_path):
+    step = trained / "tp2_zero3" / "checkpoints" / "step-00000003"
+    expected = open_weights(step)
+    found = open_weights(find_checkpoint(as_format_3(step, tmp_path / step.name)))
+    assert len(found.files) == 2 and "weight/gpt." in found.files[0]["norm.weight"][1]
+    assert found.trained == expected.trained
+    for name in expected.trained:
+        assert torch.equal(found.read(name), expected.read(name))
+
+
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(trained, tmp_path):
     from tokenizers import Tokenizer, models
 
@@ -234,8 +267,6 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(trained, tmp_path):
 
 
 def test_a_run_falls_back_to_the_newest_complete_checkpoint(trained, tmp_path):
-    from megatron_tape.huggingface.export.saved_weights import find_checkpoint
-
     whole = trained / "tp2_zero3" / "checkpoints" / "step-00000003"
     shutil.copytree(whole, tmp_path / "checkpoints" / whole.name)
     (tmp_path / "checkpoints" / "step-00000009").mkdir()
