@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import inspect
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -121,12 +122,14 @@ class HFModel:
             from transformers import DynamicCache
 
             cache = DynamicCache(config=self.model.config)
+        # transformers 5.24 renamed past_key_values.
+        cache_name = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
         self.reset_rope_frequencies()
         for start in range(0, length, chunk):
             stop = min(start + chunk, length)
             # The logits at position i predict token i + 1.
             scored = max(0, stop - max(start, first - 1))
-            options = {} if cache is None else {"past_key_values": cache}
+            options = {} if cache is None else {cache_name: cache}
             output = self.model(
                 inputs[:, start:stop], use_cache=cache is not None, logits_to_keep=max(1, scored), **options
             )

@@ -90,6 +90,17 @@ def test_a_cache_changes_nothing(exported, name):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", ["fire", OWN_CLASSES])
+@pytest.mark.parametrize("argument", ["cache", "past_key_values"])
+def test_the_cache_has_its_name_before_and_since_transformers_5_24(exported, name, argument):
+    model, ids = exported(name).loaded, random_tokens()
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :9], **{argument: cache})
+    found = model(ids[:, 9:], **{argument: cache}).logits
+    assert_close(found, model(ids, use_cache=False).logits[:, 9:], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", ALL)
 def test_packs_and_masks(exported, name):
     made, ids = exported(name), random_tokens()

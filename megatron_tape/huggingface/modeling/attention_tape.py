@@ -44,9 +44,7 @@ class TapeAttention(nn.Module):
             self.q_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
             self.k_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
 
-    def forward(
-        self, hidden_states, state, attention_mask, past_key_values, average_state, cache_position=None, **kwargs
-    ):
+    def forward(self, hidden_states, state, attention_mask, cache, average_state, cache_position=None, **kwargs):
         """Return the output (B, S, C), the averaged state (B, S, H, D) or None, and the attention weights or None.
 
         hidden_states (B, S, C), state (B, S, G, D); the mask is in the format of the attention implementation. The
@@ -54,8 +52,8 @@ class TapeAttention(nn.Module):
         """
         query, key, value = self.project(hidden_states, state, average_state)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx, {"cache_position": cache_position})
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx, {"cache_position": cache_position})
 
         kwargs["dropout"] = self.config.attention_dropout if self.training else 0.0
         kwargs["scaling"] = self.scaling

@@ -3,24 +3,28 @@
 Axes: B batch, S new tokens, G key/value heads, D head dimension.
 """
 
+import inspect
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
+from transformers.masking_utils import create_causal_mask
 
+CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+"""The name of the cache in transformers' arguments and outputs. transformers 5.24 renamed it."""
 CACHES = (DynamicCache, StaticCache)
 _STATE = {"keys", "values", "is_initialized", "dtype", "device"}
 """Attributes of a DynamicLayer. If a version of transformers adds others, layers are not replaced by GrowingLayers."""
 
 
-def check_cache(past_key_values: Cache | None) -> None:
+def check_cache(cache: Cache | None) -> None:
     """Raise NotImplementedError for a cache that may not be able to store the position state with the values."""
-    if past_key_values is not None and type(past_key_values) not in CACHES:
+    if cache is not None and type(cache) not in CACHES:
         raise NotImplementedError(
-            f"TAPE models do not support {type(past_key_values).__name__}, which may be unable to store the "
-            f"position state with the values; use {' or '.join(cache.__name__ for cache in CACHES)}"
+            f"TAPE models do not support {type(cache).__name__}, which may be unable to store the position state with "
+            f"the values; use {' or '.join(supported.__name__ for supported in CACHES)}"
         )
 
 

@@ -26,7 +26,7 @@ class DecoderConfig(transformers.PreTrainedConfig):
     Raises ValueError for unsupported settings.
     """
 
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
 
     def __init__(
         self,

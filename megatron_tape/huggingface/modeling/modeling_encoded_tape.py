@@ -13,6 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from .attention_encoded_tape import attend_with_scores, under_autocast, without_autocast
 from .attention_tape import SERVERS, TapeAttention, attend
 from .cache_encoded_tape import EncodingCache, check_cache, prepare_cache
+from .cache_tape import CACHE
 from .configuration_encoded_tape import EncodedConfig
 from .encoding_tape import Encoding, TokenCache, in_some_layers
 from .modeling_tape import (
@@ -108,7 +109,7 @@ class EncodedAttention(TapeAttention):
         if config.attention_output_gate:
             self.gate_proj = nn.Linear(config.hidden_size, config.num_attention_heads * config.head_dim, bias=False)
 
-    def forward(self, hidden_states, positions, attention_mask, past_key_values, cache_position=None, **kwargs):
+    def forward(self, hidden_states, positions, attention_mask, cache, cache_position=None, **kwargs):
         """Return the output (B, S, C), the averaged state (S, B, H, D) or None, and the attention weights or None.
 
         hidden_states (B, S, C); `positions` are the encoding's inputs to attention in this layer.
@@ -119,8 +120,8 @@ class EncodedAttention(TapeAttention):
             factor = positions.factor_TB1D.transpose(0, 1)
             query, key = query * factor, key / factor
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx, {"cache_position": cache_position})
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx, {"cache_position": cache_position})
         kwargs["dropout"] = self.config.attention_dropout if self.training else 0.0
         kwargs["scaling"] = self.scaling
         if positions.bias is None and positions.log_gate_TBH is None and positions.rescore is None:
@@ -150,14 +151,16 @@ class EncodedDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.position = EncodedPosition(encoding.parameters(layer_idx))
 
-    def forward(self, hidden_states, state, attention_mask=None, past_key_values=None, last=False, **kwargs):
+    def forward(self, hidden_states, state, attention_mask=None, last=False, **kwargs):
         """Return the next layer's hidden states (B, S, C) and state, and the attention weights or None.
 
         The state is (S, B or 1, ...) or None.
         """
-        layer, encoding, cache = self.layer_idx, self.encoding, TokenCache()
-        if past_key_values is not None:
-            cache = EncodingCache(past_key_values.layers[layer], len(hidden_states))
+        layer, encoding = self.layer_idx, self.encoding
+        cache = kwargs.pop(CACHE, None)
+        token_cache = TokenCache()
+        if cache is not None:
+            token_cache = EncodingCache(cache.layers[layer], len(hidden_states))
         parameters = self.position()
         normed = self.input_layernorm(hidden_states)
         mixed = under_autocast(hidden_states)
@@ -167,11 +170,9 @@ class EncodedDecoderLayer(GradientCheckpointingLayer):
             return (x.to(self.input_layernorm.weight.dtype) if mixed else x).transpose(0, 1)
 
         with without_autocast(hidden_states):
-            state = encoding.enter(layer, parameters, state, for_encoding(normed), cache)
-            positions = encoding.positions(layer, parameters, state, for_encoding(normed), cache)
-        attention_output, averaged, weights = self.self_attn(
-            normed, positions, attention_mask, past_key_values, **kwargs
-        )
+            state = encoding.enter(layer, parameters, state, for_encoding(normed), token_cache)
+            positions = encoding.positions(layer, parameters, state, for_encoding(normed), token_cache)
+        attention_output, averaged, weights = self.self_attn(normed, positions, attention_mask, cache, **kwargs)
         hidden_states = hidden_states + attention_output
         mlp_output = self.mlp(self.post_attention_layernorm(hidden_states))
         if encoding.updates(layer) and not last:
@@ -225,18 +226,18 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
     def check_cached(self, length: int) -> None:
         self.encoding.check_cached(length)
 
-    def _check(self, past_key_values) -> None:
+    def _check(self, cache) -> None:
         implementation = self.config._attn_implementation
         if implementation not in _IMPLEMENTATIONS:
             raise NotImplementedError(
                 f"models with the positional encoding {Encoding.name} do not support {implementation} attention; call "
                 f"model.set_attn_implementation('sdpa'), or 'eager' to return attention weights"
             )
-        check_cache(past_key_values)
+        check_cache(cache)
 
-    def _prepare_cache(self, past_key_values, hidden_states: Tensor) -> None:
-        prepare_cache(past_key_values, self.config.num_hidden_layers)
-        if past_key_values is not None and (before := past_key_values.get_seq_length()) > 0:
+    def _prepare_cache(self, cache, hidden_states: Tensor) -> None:
+        prepare_cache(cache, self.config.num_hidden_layers)
+        if cache is not None and (before := cache.get_seq_length()) > 0:
             self.check_cached(before + hidden_states.shape[1])
 
     def _count(self, cache_position: Tensor, attention_mask: Tensor | None) -> Tensor:

@@ -27,7 +27,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple, logging
 
 from .attention_tape import TapeAttention, refuse_servers
-from .cache_tape import check_cache, preallocate, refuse_paged
+from .cache_tape import CACHE, check_cache, preallocate, refuse_paged
 from .configuration_tape import TapeConfig
 from .position_tape import TapePhases, TapePosition, warn_if_frozen
 
@@ -63,14 +63,15 @@ class TapeDecoderLayer(GradientCheckpointingLayer):
         # Nothing reads the state after the last layer.
         self.position = TapePosition(config) if layer_idx < config.num_hidden_layers - 1 else None
 
-    def forward(self, hidden_states, state, attention_mask=None, past_key_values=None, last=False, **kwargs):
+    def forward(self, hidden_states, state, attention_mask=None, last=False, **kwargs):
         """Return the next layer's hidden states (B, S, C) and state (B, S, G, D), and the attention weights or None.
 
         The `last` layer leaves the state unchanged, since nothing reads it.
         """
+        cache = kwargs.pop(CACHE, None)
         kwargs["average_state"] = updates = self.position is not None and not last
         normed = self.input_layernorm(hidden_states)
-        attention_output, averaged, weights = self.self_attn(normed, state, attention_mask, past_key_values, **kwargs)
+        attention_output, averaged, weights = self.self_attn(normed, state, attention_mask, cache, **kwargs)
         hidden_states = hidden_states + attention_output
         mlp_output = self.mlp(self.post_attention_layernorm(hidden_states))
         if updates:
@@ -85,7 +86,7 @@ class TapePreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["TapeDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = [CACHE]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -136,15 +137,15 @@ class TapeModel(TapePreTrainedModel):
         self.layers = nn.ModuleList([TapeDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.phases = TapePhases(config)
 
-    def _check(self, past_key_values: Cache | None) -> None:
-        check_cache(past_key_values)
+    def _check(self, cache: Cache | None) -> None:
+        check_cache(cache)
         # A compiled graph cannot depend on the values of weights.
         if self.training and not self._is_checked and not torch.compiler.is_compiling():
             self._is_checked = True
             warn_if_frozen(self)
 
-    def _prepare_cache(self, past_key_values: Cache | None, hidden_states: Tensor) -> None:
-        preallocate(past_key_values, hidden_states)
+    def _prepare_cache(self, cache: Cache | None, hidden_states: Tensor) -> None:
+        preallocate(cache, hidden_states)
 
     def _count(self, cache_position: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Return the default positions of the new tokens, (1, S)."""
@@ -169,10 +170,12 @@ class TapeModel(TapePreTrainedModel):
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
+        cache: Cache | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """Run the decoder on token ids (B, S) or embeddings (B, S, C).
 
+        The cache is called `past_key_values` before transformers 5.24, and `cache` since; either name is accepted.
         attention_mask (B, T) is 0 at padding. Shifting all position_ids (B or 1, S) changes nothing. Without a mask and
         with use_cache=False, position_ids that restart begin a new document, which does not attend to earlier ones.
         """
@@ -187,34 +190,29 @@ class TapeModel(TapePreTrainedModel):
                 f"{config._attn_implementation} attention does not return attention weights for output_attentions; "
                 'load the model with attn_implementation="eager", or call model.set_attn_implementation("eager")'
             )
-        if kwargs.get("cache") is not None:
-            refuse_paged()
-        self._check(past_key_values)
+        cache = past_key_values if cache is None else cache
+        self._check(cache)
         if use_cache and self.training and self.gradient_checkpointing:
             logger.warning_once("gradient checkpointing cannot be combined with a cache: setting use_cache=False")
             use_cache = False
 
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=config)
-        self._prepare_cache(past_key_values, hidden_states)
-        past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
+        if use_cache and cache is None:
+            cache = DynamicCache(config=config)
+        self._prepare_cache(cache, hidden_states)
+        past_length = cache.get_seq_length() if cache is not None else 0
         S = hidden_states.shape[1]
         if (cache_position := kwargs.pop("cache_position", None)) is None:
             cache_position = torch.arange(S, device=hidden_states.device) + past_length
         if position_ids is None:
             position_ids = self._count(cache_position, attention_mask)
-        mask = create_causal_mask(
-            config,
-            hidden_states,
-            attention_mask,
-            past_key_values=past_key_values,
-            position_ids=position_ids,
-            **({"cache_position": cache_position} if _MASK_WANTS_CACHE_POSITION else {}),
-        )
+        for_mask = {CACHE: cache, "position_ids": position_ids}
+        if _MASK_WANTS_CACHE_POSITION:
+            for_mask["cache_position"] = cache_position
+        mask = create_causal_mask(config, hidden_states, attention_mask, **for_mask)
 
         hidden_states, state = self._start(hidden_states, position_ids)
-        for_layers = dict(kwargs, attention_mask=mask, past_key_values=past_key_values, position_ids=position_ids)
+        for_layers = {**kwargs, CACHE: cache, "attention_mask": mask, "position_ids": position_ids}
         for_layers["cache_position"] = cache_position
         all_hidden_states, all_weights = [], []
         # Assisted generation with early exit temporarily lowers config.num_hidden_layers.
@@ -227,7 +225,7 @@ class TapeModel(TapePreTrainedModel):
         hidden_states = self.norm(hidden_states)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_states,
-            past_key_values=past_key_values,
+            **{CACHE: cache},
             hidden_states=(*all_hidden_states, hidden_states) if output_hidden_states else None,
             attentions=tuple(all_weights) if output_attentions else None,
         )
@@ -260,6 +258,7 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: Cache | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
         """Return logits (B, S, V), only of the last `logits_to_keep` tokens if that is not 0, and the loss on `labels`.
@@ -273,6 +272,7 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            cache=cache,
             **kwargs,
         )
         indices = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -283,7 +283,7 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE: outputs[CACHE] if CACHE in outputs else None},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
