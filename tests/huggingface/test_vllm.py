@@ -16,7 +16,7 @@ from models import YARN, small_model
 from megatron_tape.huggingface.export.to_transformers import huggingface_config
 
 PACKAGE = ROOT / "transformers_tape" / "src" / "transformers_tape"
-# The demo's model; SmolLM2-135M's sizes; the other settings of TAPE; and a Llama.
+# The demo's model; SmolLM2-135M's sizes; the other settings of TAPE; and a Llama with YaRN.
 SMOLLM2 = dict(num_layers=4, hidden_size=576, ffn_hidden_size=1536, num_attention_heads=9, num_query_groups=3)
 SMOLLM2 |= dict(mlp_size=36, tie_embeddings=True, rope_theta=1e5, seq_length=1024)
 DEMO = dict(num_layers=6, hidden_size=192, ffn_hidden_size=512, num_attention_heads=6, num_query_groups=6)
@@ -24,7 +24,8 @@ DEMO |= dict(mlp_size=24, seq_length=256)
 OTHER = dict(kv_channels=16, qkv_bias=True, qk_norm=True, gate_input="attention", state_precision="bf16")
 OTHER |= dict(rope_scaling_type="yarn", rope_scaling_factor=4.0, rope_original_seq_length=64, seq_length=256)
 MODELS = {"demo": (OWN_CLASSES, DEMO), "smollm2": (OWN_CLASSES, SMOLLM2), "other_settings": (OWN_CLASSES, OTHER)}
-MODELS |= {"rope": (PLAIN_ROPE, DEMO)}
+PLAIN = dict(rope_scaling_type="yarn", rope_scaling_factor=4.0, rope_original_seq_length=64, rope_attention_factor=1.3)
+MODELS |= {"rope": (PLAIN_ROPE, DEMO | PLAIN)}
 
 REFUSED = """
 import os
