@@ -18,7 +18,7 @@ VLLM_STAMP := $(VLLM)/.installed
 MEGATRON := .venv-megatron
 MEGATRON_STAMP := $(MEGATRON)/.installed
 
-.PHONY: help demo demo-smollm2 test gpu-trial wheels lint docs docs-serve install clean
+.PHONY: help demo demo-smollm2 test test-megatron gpu-trial wheels lint docs docs-serve install clean
 
 help:
 	@echo "make install        create .venv with all packages except those for GPUs; other targets do this first"
@@ -26,6 +26,7 @@ help:
 	@echo "make demo-smollm2   download SmolLM2-135M (93 MB), train TAPE and LoRA in it, and evaluate the models"
 	@echo "make test           run the tests that are not slow; SLOW=1 runs all tests, SLOW=only the slow ones"
 	@echo "make test TESTS=X   run some tests: X is a file, or other arguments of pytest"
+	@echo "make test-megatron  run the tests of what uses Megatron-core with the other supported version of it"
 	@echo "make lint           run ruff and mypy"
 	@echo "make docs           build the documentation in site/; make docs-serve shows it in a browser"
 	@echo "make gpu-trial      check and measure on a machine with a GPU; ARGS=... are the program's arguments"
@@ -54,6 +55,11 @@ else
 	$(if $(SLOW),,echo "Slow tests were not run; make test SLOW=1 runs them as well.";) \
 	[ $$others -eq 0 ] && [ $$slurm -eq 0 ]
 endif
+
+# Tests of the packages that use Megatron-core, with the version that .venv does not have.
+WITH_MEGATRON := $(addprefix tests/,model position data checkpoint parallel training)
+test-megatron: $(MEGATRON_STAMP)
+	$(MEGATRON)/bin/python -m pytest $(or $(TESTS),-n 2 --dist loadfile --no-loadscope-reorder $(QUICK) $(WITH_MEGATRON))
 
 # For example: make gpu-trial ARGS="--minutes 8 --output DIR"
 gpu-trial: $(STAMP)
