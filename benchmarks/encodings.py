@@ -211,7 +211,7 @@ def decoder(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Pre
     exported = random_model(model).to(device, dtype).eval()
     text, cache = torch.randint(model.vocab_size, (1, 24), device=device), DynamicCache(config=exported.config)
     uncached = exported(text, use_cache=False).logits.float()
-    cached = [exported(part, past_key_values=cache).logits.float() for part in text.split([12, 3, *[1] * 9], 1)]
+    cached = [exported(part, cache=cache).logits.float() for part in text.split([12, 3, *[1] * 9], 1)]
     difference = ((torch.cat(cached, 1) - uncached).abs().max() / uncached.std()).item()
     if not difference <= (MAX_LOGIT_ERROR if dtype is torch.float32 else 10 * MAX_LOGIT_ERROR):
         raise ConfigError("logits with a cache", f"differ by {difference:.2g} standard deviations from those without")

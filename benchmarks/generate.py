@@ -104,12 +104,12 @@ def cached_seconds(models: Models, kind: str, prompt: torch.Tensor, steps: int) 
     """Return each model's seconds for each of `steps` tokens after `prompt` (1, S); the models alternate by token."""
     caches = {name: new_cache(kind, model, prompt.shape[1] + steps) for name, model in models.items()}
     for name, model in models.items():
-        model(prompt, past_key_values=caches[name], use_cache=True, logits_to_keep=1)
+        model(prompt, cache=caches[name], use_cache=True, logits_to_keep=1)
     taken = {name: [] for name in models}
     for step in range(steps):
         token = prompt[:, step % prompt.shape[1], None]
         for name, decode in models.items():
-            call = lambda: decode(token, past_key_values=caches[name], use_cache=True)  # noqa: B023, E731
+            call = lambda: decode(token, cache=caches[name], use_cache=True)  # noqa: B023, E731
             taken[name].append(seconds(call, prompt.device))
     return taken
 
@@ -120,7 +120,7 @@ def prompt_seconds(models: Models, prompt: torch.Tensor, passes: int) -> dict[st
     for _ in range(passes):
         for name, model in models.items():
             cache = new_cache("dynamic", model, prompt.shape[1])
-            call = lambda: model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)  # noqa: B023, E731
+            call = lambda: model(prompt, cache=cache, use_cache=True, logits_to_keep=1)  # noqa: B023, E731
             taken[name].append(seconds(call, prompt.device))
     return taken
 
