@@ -47,6 +47,7 @@ class Megatron(nn.Module):
 
     def __init__(self, model: ModelConfig, dtype: torch.dtype, layout: ParallelLayout):
         from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
         from megatron.core.transformer import TransformerConfig
 
         super().__init__()
@@ -70,6 +71,9 @@ class Megatron(nn.Module):
             masked_softmax_fusion=importlib.util.find_spec("scaled_upper_triang_masked_softmax_cuda") is not None,
             gradient_accumulation_fusion=False,
         )
+        # GPTModel draws initial weights and dropout from this stream.
+        state = torch.cuda.get_rng_state() if on_gpu else torch.get_rng_state()
+        get_cuda_rng_tracker().set_states({"model-parallel-rng": state})
         self.gpt = GPTModel(
             config=config,
             transformer_layer_spec=gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm"),
