@@ -7,6 +7,7 @@ from unittest import mock
 import partition_cases
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import mappings
 from models import SMALL, build, load_whole, random_tokens, small_model, whole_weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,6 +15,7 @@ from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.model.names import kind_of
 from megatron_tape.model.weights import from_megatron, shard, to_megatron, unshard
 from megatron_tape.ops import chunks
+from megatron_tape.parallel.layout import initialize_distributed
 from megatron_tape.training.gradients import replicated_parameters, sum_over_group
 from megatron_tape.training.model_building import freeze_parameters
 
@@ -267,6 +269,7 @@ def main():
     importlib.import_module("toy_encodings.head_gate")
     results = every_layout(cases(), without_sequence_parallel(), shared_groups(), [(2, 1), (1, 2)])
     results["shifted"] = [moved_by_shifted_positions(tp, cp) for tp, cp in ((2, 1), (1, 2))]
+    results["strided"] = reduced_transpose(2)
     results["partitions"] = {cp: partition_cases.begin(cp) for cp in (1, 2)}
     results["numbers"] = {
         f"{name}_tp{tp}_cp{cp}": count(changes | {"num_query_groups": 4}, tp, cp)
@@ -275,6 +278,16 @@ def main():
     }
     results["shape"] = {"S": 16, "B": 2, "C": SMALL["hidden_size"], "layers": SMALL["num_layers"]}
     return results
+
+
+def reduced_transpose(tp):
+    """Return the sums over the ranks of a transposed tensor and of a transposed gradient, whose values are the rank."""
+    group = initialize_distributed(tp).groups.tp
+    ranks = torch.full((3, 2), float(group.rank()))
+    summed = mappings.reduce_from_tensor_model_parallel_region(ranks.T, group=group)
+    leaf = torch.zeros(2, 3, requires_grad=True)
+    mappings.copy_to_tensor_model_parallel_region(leaf, group=group).backward(ranks.T)
+    return summed.tolist(), leaf.grad.tolist()
 
 
 def of_four_processes():

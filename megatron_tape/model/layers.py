@@ -39,6 +39,7 @@ from megatron_tape.position import PositionEncoding, Positions
 from megatron_tape.position.encoding import NO_CACHE
 
 megatron_patches.split_qkv_with_torch()
+megatron_patches.reduce_tensors_of_any_strides()
 
 
 class RMSNorm(torch.nn.Module):

@@ -1,8 +1,8 @@
 """All patches of Megatron-core 0.16.1 and 0.19.2.
 
-Each docstring says why the patch is needed, and when it is no longer needed. All are needed in both versions. A patch
-lasts until the process ends, unless it is a context manager. Each function imports the modules of Megatron that it
-patches, so that a program does not load others.
+Each docstring says why the patch is needed, and when it is no longer needed. Where it names no version, both need it.
+A patch lasts until the process ends, unless it is a context manager. Each function imports the modules of Megatron that
+it patches, so that a program does not load others.
 """
 
 import contextlib
@@ -62,6 +62,18 @@ def split_qkv_with_torch() -> None:
     from megatron.core.transformer import attention
 
     attention.SplitAlongDim = None
+
+
+def reduce_tensors_of_any_strides() -> None:
+    """Make Megatron's all-reduce of activations and gradients work for tensors that are not contiguous.
+
+    Megatron 0.16.1 reduces a contiguous copy of such a tensor, and returns the tensor without the reduction.
+    Unnecessary in 0.19.2.
+    """
+    from megatron.core.tensor_parallel import mappings
+
+    reduce = mappings._reduce
+    mappings._reduce = lambda input_, group: reduce(input_.contiguous(), group)
 
 
 def load_cached_indices_with(load: Callable) -> None:

@@ -51,6 +51,11 @@ def test_shifting_positions_changes_no_logit(results):
     assert all(0 < change < 1e-4 for change in results["shifted"])
 
 
+def test_tensors_that_are_not_contiguous_are_summed_over_the_ranks(results):
+    summed, gradient = results["strided"]
+    assert summed == gradient == [[1.0] * 3] * 2
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_tape_adds_at_most_two_small_all_to_alls_per_layer(results, direction):
     """Per layer and direction, TAPE may send at most 2 * S*B*C / 2 elements more than RoPE on two processes."""
