@@ -34,7 +34,8 @@ def random_state() -> bytes:
 def set_random_state(packed: bytes) -> None:
     """Restore the states that `random_state` returned.
 
-    A run may move from CPUs to GPUs or back. For an invalid state, each generator raises its own type of error.
+    Without CUDA, the state of a GPU's generator is ignored. For an invalid state, each generator raises its own type of
+    error.
     """
     tensors = safetensors.torch.load(packed)
     text = parse_record(tensors["text"].numpy().tobytes(), dict[str, str])
