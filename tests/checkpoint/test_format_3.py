@@ -1,7 +1,7 @@
 """Checkpoints of format 3, whose parameters had other names, can still be used.
 
-`format_3` next to this file is the checkpoint of step 2 of a run with the settings below, which the last version
-that wrote this format trained to step 4. The embedding was frozen.
+`format_3` next to this file is the checkpoint of step 2 of a run with GENERATOR and SETTINGS, which the last version
+that wrote this format trained to step 4. The predicate `is_trained` froze the embedding.
 """
 
 import json
