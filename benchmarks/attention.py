@@ -2,13 +2,15 @@
 
     python -m benchmarks.attention [--shapes 12x64@1024 32/8x128@4096] [--flex] [--output FILE.json]
 
-A candidate is an encoding with a backend of `model.attention_backend`, such as `tape torch`. Both encodings rotate
-queries and keys; TAPE also averages its position state and computes the state's gradient. Repetitions alternate between
-candidates, and medians are reported. A candidate that cannot run, or has more than twice the error of plain torch,
-is not timed but listed with the reason. `of_rope` is the time of TAPE's fastest backend divided by that of RoPE's.
+A candidate is an encoding with a backend of `model.attention_backend`, such as `tape torch`. Both
+encodings rotate queries and keys; TAPE also averages its position state and computes the state's
+gradient. Repetitions alternate between candidates, and medians are reported. A candidate that
+cannot run, or has more than twice the error of plain torch, is not timed but listed with the
+reason. `of_rope` is the time of TAPE's fastest backend divided by that of RoPE's.
 
-TFLOP/s count the encoding's matrix products, halved for the causal mask: RoPE has two forward and five backward, TAPE
-three and seven. Without a GPU, TRITON_INTERPRET=1 includes `triton`, checked but not timed.
+TFLOP/s count the encoding's matrix products, halved for the causal mask: RoPE has two forward and
+five backward, TAPE three and seven. Without a GPU, TRITON_INTERPRET=1 includes `triton`, checked
+but not timed.
 """
 
 import argparse
@@ -34,12 +36,17 @@ from megatron_tape.ops.parity import Check, inexact
 
 NEEDS = {"rope": frozenset({ROTATION}), "tape": frozenset({ROTATION, AVERAGE})}
 """Features that each encoding requires of a backend."""
-PRODUCTS = {"rope": {"forward": 2, "forward+backward": 7}, "tape": {"forward": 3, "forward+backward": 10}}
+PRODUCTS = {
+    "rope": {"forward": 2, "forward+backward": 7},
+    "tape": {"forward": 3, "forward+backward": 10},
+}
 """Number of matrix products in each encoding's attention, each of heads x S x S x head_dim."""
 
 
 class Shape(NamedTuple):
-    """Sizes of attention: query heads H, key/value groups G, head dimension D and tokens per sequence S."""
+    """Sizes of attention: query heads H, key/value groups G, head dimension D and tokens per
+    sequence S.
+    """
 
     heads: int
     groups: int
@@ -55,9 +62,13 @@ class Shape(NamedTuple):
             dim, length = sizes.split("@")
             shape = cls(int(heads), int(groups or heads), int(dim), int(length))
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text} is not a shape such as 12x64@1024 or 32/8x128@4096") from None
+            raise argparse.ArgumentTypeError(
+                f"{text} is not a shape such as 12x64@1024 or 32/8x128@4096"
+            ) from None
         if min(shape) < 1 or shape.heads % shape.groups or shape.head_dim % 2:
-            raise argparse.ArgumentTypeError(f"{text}: groups must divide heads, and the head dimension must be even")
+            raise argparse.ArgumentTypeError(
+                f"{text}: groups must divide heads, and the head dimension must be even"
+            )
         return shape
 
     def __str__(self) -> str:
@@ -76,7 +87,9 @@ def inputs(shape: Shape, batch: int, dtype: torch.dtype) -> list[Tensor]:
     device = device_here()
     generator = torch.Generator(device).manual_seed(0)
     sizes = [(shape.length, batch, n, shape.head_dim) for n in (shape.heads, *[shape.groups] * 3)]
-    q, k, v, z = (torch.randn(size, generator=generator, device=device, dtype=dtype) for size in sizes)
+    q, k, v, z = (
+        torch.randn(size, generator=generator, device=device, dtype=dtype) for size in sizes
+    )
     z.mul_(0.1).add_(rope(shape.length, shape.head_dim, dtype))
     return [x.requires_grad_() for x in (q, k, v, z)]
 
@@ -88,29 +101,48 @@ def rope(length: int, dim: int, dtype: torch.dtype) -> Tensor:
     return rope_phases(torch.arange(length), frequencies)[:, None, None].to(device_here(), dtype)
 
 
-def attend(encoding: str, backend: str, q: Tensor, k: Tensor, v: Tensor, z: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Compute attention with an encoding and a backend. RoPE ignores z and uses its phases, which need no gradient."""
+def attend(
+    encoding: str, backend: str, q: Tensor, k: Tensor, v: Tensor, z: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Compute attention with an encoding and a backend. RoPE ignores z and uses its phases, which
+    need no gradient.
+    """
     averages = encoding == "tape"
-    state = z if averages else rope(len(z), z.shape[-1], q.dtype).to(q.dtype)
+    if averages:
+        state = z
+    else:
+        state = rope(len(z), z.shape[-1], q.dtype).to(q.dtype)
     return attention(q, k, v, state, averages, None, backend)
 
 
-def candidates(dim: int, dtype: torch.dtype, flex: bool = False) -> tuple[list[str], dict[str, str]]:
+def candidates(
+    dim: int, dtype: torch.dtype, flex: bool = False
+) -> tuple[list[str], dict[str, str]]:
     """Return the names of the candidates that can run, and the reason for each backend that cannot.
 
-    FlexAttention, which takes a minute to compile, is included only with `flex`. Three backends are left out: fla,
-    which is for forget gates; naive, which is the reference; and, on a GPU, tiled, which is for CPUs.
+    FlexAttention, which takes a minute to compile, is included only with `flex`. Three backends are
+    left out: fla, which is for forget gates; naive, which is the reference; and, on a GPU, tiled,
+    which is for CPUs.
     """
-    device, found, rejected = device_here(), [], {}
+    device = device_here()
+    found = []
+    rejected = {}
     for backend in BACKENDS:
         if backend in ("naive", "fla") or (backend == "flex" and not flex):
             continue
         if not (why := unsupported(backend, device, dtype, dim)):
-            why = "is for CPUs" if backend == "tiled" and device.type != "cpu" else None
+            if backend == "tiled" and device.type != "cpu":
+                why = "is for CPUs"
+            else:
+                why = None
         if why:
             rejected[backend] = why
         else:
-            found += [f"{encoding} {backend}" for encoding, needs in NEEDS.items() if not lacks(backend, needs)]
+            found += [
+                f"{encoding} {backend}"
+                for encoding, needs in NEEDS.items()
+                if not lacks(backend, needs)
+            ]
     return found, rejected
 
 
@@ -122,25 +154,34 @@ def check(name: str, shape: Shape, dtype: torch.dtype) -> Check:
 
 
 def inexact_at(name: str, length: int, shape: Shape, dtype: torch.dtype) -> str | None:
-    """Return why a candidate is not exact at a length, or None if its errors are at most twice those of plain torch."""
+    """Return why a candidate is not exact at a length, or None if its errors are at most twice
+    those of plain torch.
+    """
     try:
         why = inexact(*check(name, shape._replace(length=length), dtype), dtype)
     except Exception as error:  # a compiler may raise anything
         why = reason(error)
-    return f"{length} tokens: {why}" if why else None
+    if why:
+        return f"{length} tokens: {why}"
+    return None
 
 
 def measure(shape: Shape, arguments: argparse.Namespace, deadline: float) -> Iterator[dict]:
-    """Time every exact candidate, forward and forward + backward; yield the result so far after each step.
+    """Time every exact candidate, forward and forward + backward; yield the result so far after
+    each step.
 
-    Candidates that are not yet checked at `deadline` (of `time.monotonic`) are listed under `no_time`.
+    Candidates that are not yet checked at `deadline` (of `time.monotonic`) are listed under
+    `no_time`.
     """
-    dtype, batch = DTYPES[arguments.precision], max(1, arguments.tokens // shape.length)
+    dtype = DTYPES[arguments.precision]
+    batch = max(1, arguments.tokens // shape.length)
     found, rejected = candidates(shape.head_dim, dtype, arguments.flex)
     result = {"shape": str(shape), "batch": batch, "auto": {}, "timed": {}, "of_rope": {}}
     result |= {"rejected": rejected, "no_time": []}
     for encoding, needs in NEEDS.items():
-        auto = choose_backend("auto", device_here(), dtype, shape.head_dim, needs, grouped=shape.groups < shape.heads)
+        auto = choose_backend(
+            "auto", device_here(), dtype, shape.head_dim, needs, grouped=shape.groups < shape.heads
+        )
         result["auto"][encoding] = f"{encoding} {auto.backend}"
     exact = []
     for name in found:
@@ -154,26 +195,39 @@ def measure(shape: Shape, arguments: argparse.Namespace, deadline: float) -> Ite
             exact.append(name)
         yield result
     tensors = inputs(shape, batch, dtype)
-    output_grads = [torch.randn_like(tensors[0]) for _ in range(2)]  # random: constants would be faster to multiply
+    output_grads = [
+        torch.randn_like(tensors[0]) for _ in range(2)
+    ]  # random: constants would be faster to multiply
     product = 1e-12 * shape.heads * shape.length**2 * shape.head_dim * batch
     for direction in DIRECTIONS:
-        runs = {name: functools.partial(_run, name, tensors, output_grads, direction != "forward") for name in exact}
+        runs = {
+            name: functools.partial(_run, name, tensors, output_grads, direction != "forward")
+            for name in exact
+        }
         timings, failed = timed(runs, arguments.repetitions, device_here())
         rejected |= {f"{name}, {direction}": why for name, why in failed.items()}
         tape, rope = (fastest(timings, encoding) for encoding in ("tape", "rope"))
         for name, timing in timings.items():
             if "seconds" in timing:
-                timing["tflops"] = PRODUCTS[name.split()[0]][direction] * product / timing["seconds"]
+                timing["tflops"] = (
+                    PRODUCTS[name.split()[0]][direction] * product / timing["seconds"]
+                )
                 if rope:
                     timing["ratio"] = timing["seconds"] / timings[rope]["seconds"]
         if tape and rope:
-            result["of_rope"][direction] = {"ratio": timings[tape]["ratio"], "tape": tape, "rope": rope}
+            result["of_rope"][direction] = {
+                "ratio": timings[tape]["ratio"],
+                "tape": tape,
+                "rope": rope,
+            }
         result["timed"][direction] = timings
         yield result
 
 
 def _run(name: str, tensors: list[Tensor], output_grads: list[Tensor], backward: bool) -> None:
-    """Run a candidate's forward pass and, with `backward`, the backward pass from `output_grads`."""
+    """Run a candidate's forward pass and, with `backward`, the backward pass from
+    `output_grads`.
+    """
     with torch.set_grad_enabled(backward):
         outputs = [x for x in attend(*name.split(), *tensors) if x is not None]
     if backward:
@@ -186,28 +240,52 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     default = SHAPES if torch.cuda.is_available() else SHAPES[:1]
     add = parser.add_argument
     add(
-        "--shapes", nargs="+", type=Shape.parse, metavar="H[/G]xD@S", default=default,
+        "--shapes",
+        nargs="+",
+        type=Shape.parse,
+        metavar="H[/G]xD@S",
+        default=default,
         help="query heads, key/value groups if fewer, head dimension, sequence length; a sequence longer than --tokens "
         f"is a batch of one (default here: {' '.join(map(str, default))})",
-    )  # fmt: skip
+    )
     add("--flex", action="store_true", help="compile and time FlexAttention as well")
-    add("--without", nargs="+", choices=BACKENDS, metavar="NAME", default=[], help="backends to exclude")
+    add(
+        "--without",
+        nargs="+",
+        choices=BACKENDS,
+        metavar="NAME",
+        default=[],
+        help="backends to exclude",
+    )
     tokens = 65536 if torch.cuda.is_available() else 2048
-    add("--tokens", type=whole_number, default=tokens, help="tokens per batch (default here: %(default)s)")
-    add("--repetitions", type=whole_number, default=10, help="maximum number of timed runs (default: %(default)s)")
+    add(
+        "--tokens",
+        type=whole_number,
+        default=tokens,
+        help="tokens per batch (default here: %(default)s)",
+    )
+    add(
+        "--repetitions",
+        type=whole_number,
+        default=10,
+        help="maximum number of timed runs (default: %(default)s)",
+    )
     minutes = "start no check or shape after this many minutes (default: %(default)s)"
     add("--minutes", type=float, default=8.0, help=minutes)
     add_time_arguments(parser)
     arguments = parser.parse_args(argv)
     if arguments.toy:
-        arguments.tokens, arguments.repetitions, arguments.shapes = 64, 1, [TOY]
+        arguments.tokens = 64
+        arguments.repetitions = 1
+        arguments.shapes = [TOY]
     return arguments
 
 
 def main(argv: list[str] | None = None) -> None:
     """Time all shapes, print the table, and write the record to the file that --output names."""
     arguments = parse(argv)
-    record, results = Record(arguments), []
+    record = Record(arguments)
+    results = []
     deadline = time.monotonic() + 60 * arguments.minutes
     for shape in arguments.shapes:
         if time.monotonic() > deadline:

@@ -1,8 +1,10 @@
-"""Baselines: models of other libraries that `benchmarks.train_step` compares with, Llama and GPTModel.
+"""Baselines: models of other libraries that `benchmarks.train_step` compares with, Llama and
+GPTModel.
 
-transformers' Llama uses torch's SDPA, Megatron-core's GPTModel uses Megatron's local layers. Both are RoPE models of
-the same sizes as this project's. torch's fused AdamW trains fp32 weights with gradients clipped to a norm of 1; with
-bf16, the forward and backward pass use a bf16 copy of the weights.
+transformers' Llama uses torch's SDPA, Megatron-core's GPTModel uses Megatron's local layers. Both
+are RoPE models of the same sizes as this project's. torch's fused AdamW trains fp32 weights with
+gradients clipped to a norm of 1; with bf16, the forward and backward pass use a bf16 copy of the
+weights.
 """
 
 import importlib.util
@@ -18,7 +20,9 @@ from megatron_tape.training.engine import StepResult
 
 
 class Llama(nn.Module):
-    """transformers' Llama. `forward` takes tokens (B, S) and labels (B, S) and returns the mean loss."""
+    """transformers' Llama. `forward` takes tokens (B, S) and labels (B, S) and returns the mean
+    loss.
+    """
 
     def __init__(self, model: ModelConfig, dtype: torch.dtype, layout: ParallelLayout):
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -43,7 +47,9 @@ class Llama(nn.Module):
 
 
 class Megatron(nn.Module):
-    """Megatron-core's GPTModel with local layers. `forward` has the arguments and the result of `Llama.forward`."""
+    """Megatron-core's GPTModel with local layers. `forward` has the arguments and the result of
+    `Llama.forward`.
+    """
 
     def __init__(self, model: ModelConfig, dtype: torch.dtype, layout: ParallelLayout):
         from megatron.core.models.gpt import GPTModel, gpt_layer_specs
@@ -51,7 +57,8 @@ class Megatron(nn.Module):
         from megatron.core.transformer import TransformerConfig
 
         super().__init__()
-        on_gpu, S = layout.device.type == "cuda", model.seq_length
+        on_gpu = layout.device.type == "cuda"
+        S = model.seq_length
         config = TransformerConfig(
             num_layers=model.num_layers,
             hidden_size=model.hidden_size,
@@ -68,7 +75,10 @@ class Megatron(nn.Module):
             bf16=dtype is torch.bfloat16,
             use_cpu_initialization=not on_gpu,
             bias_dropout_fusion=on_gpu,
-            masked_softmax_fusion=importlib.util.find_spec("scaled_upper_triang_masked_softmax_cuda") is not None,
+            masked_softmax_fusion=importlib.util.find_spec(
+                "scaled_upper_triang_masked_softmax_cuda"
+            )
+            is not None,
             gradient_accumulation_fusion=False,
         )
         # GPTModel draws initial weights and dropout from this stream.
@@ -76,7 +86,9 @@ class Megatron(nn.Module):
         get_cuda_rng_tracker().set_states({"model-parallel-rng": state})
         self.gpt = GPTModel(
             config=config,
-            transformer_layer_spec=gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm"),
+            transformer_layer_spec=gpt_layer_specs.get_gpt_layer_local_spec(
+                normalization="RMSNorm"
+            ),
             vocab_size=model.vocab_size,
             max_sequence_length=S,
             position_embedding_type="rope",
@@ -99,7 +111,10 @@ class PlainEngine:
     def __init__(self, model: nn.Module):
         self.model, self.weights = model.train(), list(model.parameters())
         self.in_bf16 = self.weights[0].dtype is torch.bfloat16
-        self.fp32 = [nn.Parameter(w.detach().float()) for w in self.weights] if self.in_bf16 else self.weights
+        if self.in_bf16:
+            self.fp32 = [nn.Parameter(w.detach().float()) for w in self.weights]
+        else:
+            self.fp32 = self.weights
         self.adam = torch.optim.AdamW(self.fp32, weight_decay=0.01, fused=True)
 
     def train_step(self, batches: list[dict[str, Tensor]], lr: float) -> StepResult:
@@ -112,7 +127,8 @@ class PlainEngine:
             total += loss.detach()
         if self.in_bf16:
             for master, weight in zip(self.fp32, self.weights):
-                master.grad, weight.grad = weight.grad.float(), None
+                master.grad = weight.grad.float()
+                weight.grad = None
         norm = nn.utils.clip_grad_norm_(self.fp32, 1.0)
         self.adam.step()
         self.adam.zero_grad()
@@ -123,10 +139,14 @@ class PlainEngine:
 
 
 class Baseline(MeasuredModel):
-    """A baseline with its optimizer, measured like this project's models. `config` is the RoPE model's."""
+    """A baseline with its optimizer, measured like this project's models. `config` is the RoPE
+    model's.
+    """
 
     def __init__(self, name: str, config: RunConfig, layout: ParallelLayout):
-        self.name, self.config, self.layout = name, config, layout
+        self.name = name
+        self.config = config
+        self.layout = layout
         seed_everything(config.train.seed)
         self.model = BASELINES[name](config.model, dtype_of(config), layout)
         self.batches = random_batches(config, layout)
@@ -138,7 +158,10 @@ class Baseline(MeasuredModel):
     def memory(self) -> dict[str, int]:
         """Return the measured peaks in bytes (see `peaks`), without an estimate."""
         state = sum(4 * weight.nbytes for weight in self.engine.fp32)
-        copy = sum(weight.nbytes for weight in self.engine.weights) if self.engine.in_bf16 else 0
+        if self.engine.in_bf16:
+            copy = sum(weight.nbytes for weight in self.engine.weights)
+        else:
+            copy = 0
         return self.peaks(state + copy)
 
     def release(self) -> None:

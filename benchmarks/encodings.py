@@ -1,15 +1,18 @@
-"""Compare every positional encoding with RoPE: step time, memory, parameters, and decode time per token.
+"""Compare every positional encoding with RoPE: step time, memory, parameters, and decode time per
+token.
 
     python -m benchmarks.encodings [--only fire cope] [--output FILE.json]
 
-The models differ only in the encoding. Model, batch and step are those of `benchmarks.train_step`: by default 12
-layers, 12 heads x 64, 1,024 tokens. RoPE's model stays in memory. The other encodings follow one at a time, and their
-steps alternate with RoPE's, so that other load on the machine affects both alike. A ratio is the median over pairs of
-consecutive steps. On a CPU, memory is the sum of weights, gradients, Adam's state and saved activations. An encoding
-gets no figure if its losses differ from those of the naive attention, with parameters perturbed after initialization.
+The models differ only in the encoding. Model, batch and step are those of `benchmarks.train_step`:
+by default 12 layers, 12 heads x 64, 1,024 tokens. RoPE's model stays in memory. The other encodings
+follow one at a time, and their steps alternate with RoPE's, so that other load on the machine
+affects both alike. A ratio is the median over pairs of consecutive steps. On a CPU, memory is the
+sum of weights, gradients, Adam's state and saved activations. An encoding gets no figure if its
+losses differ from those of the naive attention, with parameters perturbed after initialization.
 
-Decoding is measured the same way, with the exported model and a Llama: one sequence, with a cache of `--context`
-tokens. An encoding gets no figure if its logits with a cache differ from those without one.
+Decoding is measured the same way, with the exported model and a Llama: one sequence, with a cache
+of `--context` tokens. An encoding gets no figure if its logits with a cache differ from those
+without one.
 """
 
 import argparse
@@ -26,7 +29,14 @@ from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.environment import Record, add_record_arguments, quiet_libraries
 from benchmarks.generate import cached_seconds
-from benchmarks.measured_model import MAX_LOSS_ERROR, SHAPES, MeasuredModel, dtype_of, free_memory, run_config
+from benchmarks.measured_model import (
+    MAX_LOSS_ERROR,
+    SHAPES,
+    MeasuredModel,
+    dtype_of,
+    free_memory,
+    run_config,
+)
 from benchmarks.timing import reason
 from megatron_tape import command_line
 from megatron_tape.checks.combinations import validate
@@ -42,7 +52,9 @@ from megatron_tape.position import BUILT_IN, encoding_of
 
 BASELINE = "rope"
 LEARNED = {"position.increments": "learned"}
-VARIANTS: dict[str, dict] = {encoding.name: {"position_encoding": encoding.name} for encoding in BUILT_IN} | {
+VARIANTS: dict[str, dict] = {
+    encoding.name: {"position_encoding": encoding.name} for encoding in BUILT_IN
+} | {
     "yarn": {
         "position_encoding": "rope",
         "position.rope_scaling_type": "yarn",
@@ -51,11 +63,18 @@ VARIANTS: dict[str, dict] = {encoding.name: {"position_encoding": encoding.name}
     },
     "rope, learned increments": {"position_encoding": "rope", **LEARNED},
     "tape, learned increments": {"position_encoding": "tape", **LEARNED},
-    "tape, learned increments, unit modulus": {"position_encoding": "tape", **LEARNED, "position.state_norm": "unit"},
+    "tape, learned increments, unit modulus": {
+        "position_encoding": "tape",
+        **LEARNED,
+        "position.state_norm": "unit",
+    },
 }
-"""Measured variants by name, with the settings of `model` in which they differ from the RoPE model."""
+"""Measured variants by name, with the settings of `model` in which they differ from the RoPE model.
+"""
 MAX_LOGIT_ERROR = 1e-3
-"""Maximum difference of logits with and without a cache, in their standard deviations; ten times this in bf16."""
+"""Maximum difference of logits with and without a cache, in their standard deviations; ten times
+this in bf16.
+"""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -87,12 +106,30 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = command_line.Parser(prog="python -m benchmarks.encodings", description=__doc__)
     others = [name for name in VARIANTS if name != BASELINE]
     only = f"variants to measure: {'; '.join(others)} (default: all)"
-    parser.add_argument("--only", nargs="+", choices=others, default=others, metavar="NAME", help=only)
-    parser.add_argument("--shape", choices=SHAPES, default="155m-1k" if on_gpu else "cpu", help="default: %(default)s")
-    parser.add_argument("--repetitions", type=whole_number, default=7, help="pairs of steps (default: %(default)s)")
-    parser.add_argument("--context", type=whole_number, default=1024, help="tokens in the cache (default: %(default)s)")
-    parser.add_argument("--tokens", type=whole_number, default=24, help="tokens to decode (default: %(default)s)")
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16" if on_gpu else "fp32")
+    parser.add_argument(
+        "--only", nargs="+", choices=others, default=others, metavar="NAME", help=only
+    )
+    parser.add_argument(
+        "--shape",
+        choices=SHAPES,
+        default="155m-1k" if on_gpu else "cpu",
+        help="default: %(default)s",
+    )
+    parser.add_argument(
+        "--repetitions", type=whole_number, default=7, help="pairs of steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--context",
+        type=whole_number,
+        default=1024,
+        help="tokens in the cache (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tokens", type=whole_number, default=24, help="tokens to decode (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--precision", choices=("bf16", "fp32"), default="bf16" if on_gpu else "fp32"
+    )
     parser.add_argument(
         "--threads",
         type=whole_number,
@@ -106,7 +143,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def config_of(name: str, arguments: argparse.Namespace) -> RunConfig:
     """Return the configuration of the variant `name`. Raises ConfigError if it is invalid."""
     config = run_config(BASELINE, SHAPES[arguments.shape], arguments.precision)
-    config = replace_settings(config, {f"model.{key}": value for key, value in VARIANTS[name].items()})
+    config = replace_settings(
+        config, {f"model.{key}": value for key, value in VARIANTS[name].items()}
+    )
     validate(config, 1)
     return config
 
@@ -118,7 +157,9 @@ def steps(
     result: dict,
     save: Callable[[], None],
 ) -> None:
-    """Add step time and memory of each variant to `result`; its steps alternate with RoPE's. Call `save` after each."""
+    """Add step time and memory of each variant to `result`; its steps alternate with RoPE's. Call
+    `save` after each.
+    """
     before = allocated()
     rope = build_model(configs[BASELINE], layout)
     rope.step()  # creates the optimizer's state
@@ -134,14 +175,20 @@ def steps(
         except (ConfigError, RuntimeError) as error:
             row["failed"] = reason(error)
             continue
-        taken = [(rope.step().seconds, other.step().seconds) for _ in range(1 + arguments.repetitions)][1:]
+        taken = [
+            (rope.step().seconds, other.step().seconds) for _ in range(1 + arguments.repetitions)
+        ][1:]
         row["seconds_per_step"] = statistics.median(b for _, b in taken)
         row["step_over_rope"] = statistics.median(b / a for a, b in taken)
         row["memory"] = peak_of_step(other, before)
         row["memory_over_rope"] = row["memory"] / baseline["memory"]
         row["attention"] = other.backend
         baseline.setdefault("seconds_per_step", statistics.median(a for a, _ in taken))
-        print(f"  {row['step_over_rope']:.2f} times RoPE's step, memory {row['memory_over_rope']:.2f}", flush=True)
+        print(
+            f"  {row['step_over_rope']:.2f} times RoPE's step, memory"
+            f" {row['memory_over_rope']:.2f}",
+            flush=True,
+        )
         other.release()
         save()
     rope.release()
@@ -149,11 +196,15 @@ def steps(
 
 def allocated() -> int:
     """Return the bytes allocated on the GPU, or 0 without a GPU."""
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    if torch.cuda.is_available():
+        return torch.cuda.memory_allocated()
+    return 0
 
 
 def peak_of_step(measured: MeasuredModel, before: int) -> int:
-    """Return a step's peak memory in bytes, without the `before` bytes that the GPU held before the model was built."""
+    """Return a step's peak memory in bytes, without the `before` bytes that the GPU held before the
+    model was built.
+    """
     if measured.layout.device.type != "cuda":
         return measured.memory()["peak"]
     torch.cuda.reset_peak_memory_stats()
@@ -162,7 +213,9 @@ def peak_of_step(measured: MeasuredModel, before: int) -> int:
 
 
 def build_model(config: RunConfig, layout: ParallelLayout) -> MeasuredModel:
-    """Return a model with its optimizer. Raises ConfigError if its losses differ from those of naive attention."""
+    """Return a model with its optimizer. Raises ConfigError if its losses differ from those of
+    naive attention.
+    """
     dtype = dtype_of(config)
     backend = chosen_backend(config.model, dtype, layout.device)
     measured = MeasuredModel(config, layout, backend)
@@ -172,7 +225,9 @@ def build_model(config: RunConfig, layout: ParallelLayout) -> MeasuredModel:
     measured.use(backend)
     allowed = MAX_LOSS_ERROR if dtype is torch.float32 else 0.1
     if not difference <= allowed:
-        raise ConfigError("token losses", f"differ by {difference:.2g} from those of the naive attention")
+        raise ConfigError(
+            "token losses", f"differ by {difference:.2g} from those of the naive attention"
+        )
     return measured
 
 
@@ -183,7 +238,9 @@ def decoding(
     result: dict,
     save: Callable[[], None],
 ) -> None:
-    """Add each exported model's decode time per token to `result`; its tokens alternate with a Llama's."""
+    """Add each exported model's decode time per token to `result`; its tokens alternate with a
+    Llama's.
+    """
     plain = configs[BASELINE]
     llama = decoder(plain.model, dtype_of(plain), layout.device)
     text = torch.randint(plain.model.vocab_size, (1, plain.model.seq_length), device=layout.device)
@@ -197,7 +254,9 @@ def decoding(
             continue
         prompt = text[:, : min(arguments.context, text.shape[1]) - arguments.tokens - 1]
         with torch.inference_mode():
-            taken = cached_seconds({"llama": llama, "other": other}, "dynamic", prompt, 1 + arguments.tokens)
+            taken = cached_seconds(
+                {"llama": llama, "other": other}, "dynamic", prompt, 1 + arguments.tokens
+            )
         pairs = list(zip(taken["llama"], taken["other"]))[1:]
         row["seconds_per_token"] = statistics.median(b for _, b in pairs)
         row["decoding_over_rope"] = statistics.median(b / a for a, b in pairs)
@@ -207,23 +266,35 @@ def decoding(
 
 @torch.inference_mode()
 def decoder(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Return an exported model with random weights. Raises ConfigError if using a cache changes its logits."""
+    """Return an exported model with random weights. Raises ConfigError if using a cache changes its
+    logits.
+    """
     exported = random_model(model).to(device, dtype).eval()
-    text, cache = torch.randint(model.vocab_size, (1, 24), device=device), DynamicCache(config=exported.config)
+    text = torch.randint(model.vocab_size, (1, 24), device=device)
+    cache = DynamicCache(config=exported.config)
     uncached = exported(text, use_cache=False).logits.float()
-    cached = [exported(part, cache=cache).logits.float() for part in text.split([12, 3, *[1] * 9], 1)]
+    cached = [
+        exported(part, cache=cache).logits.float() for part in text.split([12, 3, *[1] * 9], 1)
+    ]
     difference = ((torch.cat(cached, 1) - uncached).abs().max() / uncached.std()).item()
     if not difference <= (MAX_LOGIT_ERROR if dtype is torch.float32 else 10 * MAX_LOGIT_ERROR):
-        raise ConfigError("logits with a cache", f"differ by {difference:.2g} standard deviations from those without")
+        raise ConfigError(
+            "logits with a cache",
+            f"differ by {difference:.2g} standard deviations from those without",
+        )
     return exported
 
 
 def random_model(model: ModelConfig) -> PreTrainedModel:
-    """Return a transformers model with random weights. Only those of the encoding depend on the encoding."""
+    """Return a transformers model with random weights. Only those of the encoding depend on the
+    encoding.
+    """
     encoding = encoding_of(model)
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        (directory / "config.json").write_text(json.dumps(huggingface_config(model, model.vocab_size, "fp32")))
+        (directory / "config.json").write_text(
+            json.dumps(huggingface_config(model, model.vocab_size, "fp32"))
+        )
         if encoding.exports_to != "plain":
             write_code(directory, None if encoding.exports_to == "tape" else type(encoding))
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=True)
@@ -244,7 +315,9 @@ def table(result: dict) -> list[str]:
         if name == BASELINE:
             cells = ["1", "1", f"{row['parameters']:,}", "1"]
         else:
-            ratios = (row.get(key) for key in ("step_over_rope", "memory_over_rope", "decoding_over_rope"))
+            ratios = (
+                row.get(key) for key in ("step_over_rope", "memory_over_rope", "decoding_over_rope")
+            )
             step, memory, token = ("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
             cells = [step, memory, f"{row['additional_parameters']:+,}", token]
         lines.append(f"| {name} | {' | '.join(cells)} |")

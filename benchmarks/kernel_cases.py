@@ -1,7 +1,7 @@
 """Compile attention kernels and compare them with float64.
 
-A case is one kernel at one shape and length. Each case runs in its own process, so that a kernel that crashes, hangs or
-corrupts the GPU's context does not affect other cases.
+A case is one kernel at one shape and length. Each case runs in its own process, so that a kernel
+that crashes, hangs or corrupts the GPU's context does not affect other cases.
 """
 
 import faulthandler
@@ -19,26 +19,46 @@ import torch
 
 from benchmarks.attention import Shape, candidates, check
 from benchmarks.timing import device_here, reason
-from megatron_tape.ops.parity import LENGTH, Check, Shapes, deviations, kernel_checks, loss_check, swiglu_check
+from megatron_tape.ops.parity import (
+    LENGTH,
+    Check,
+    Shapes,
+    deviations,
+    kernel_checks,
+    loss_check,
+    swiglu_check,
+)
 
 SHAPES = ("12x64", "16x128", "32x128", "32/8x128")
 """Heads, or heads/groups, and head dimension of the recipes."""
 LONG_CASE = ("2x128", 4096)
-"""Shape and length of one long sequence. It has few heads, since scores in float64 need much memory."""
+"""Shape and length of one long sequence. It has few heads, since scores in float64 need much
+memory.
+"""
 LIBRARY_LENGTH = 320
-"""A length that is 64 modulo 128, at which cuDNN's gradients of queries have been wrong (pytorch #196678)."""
-TOY_SHAPES, TOY_LENGTH = ("1x32",), 5
+"""A length that is 64 modulo 128, at which cuDNN's gradients of queries have been wrong (pytorch
+#196678).
+"""
+TOY_SHAPES = ("1x32",)
+TOY_LENGTH = 5
 MAX_PROCESSES = 12
 """Maximum number of cases that run at the same time."""
 CASE_SECONDS = 60.0
 """Time limit of a case."""
 PRELOADED = ["benchmarks.kernel_cases", "torch.fx.experimental.symbolic_shapes"]
-PRELOADED += [f"megatron_tape.ops.kernels.triton_{name}" for name in ("attention", "position_update", "swiglu")]
-"""Modules that are imported once, before processes are forked. Importing them does not initialize CUDA."""
+PRELOADED += [
+    f"megatron_tape.ops.kernels.triton_{name}"
+    for name in ("attention", "position_update", "swiglu")
+]
+"""Modules that are imported once, before processes are forked. Importing them does not initialize
+CUDA.
+"""
 
 
 class Case(NamedTuple):
-    """A check of `ops.parity.kernel_checks`, or a candidate of `benchmarks.attention`, at one shape and length."""
+    """A check of `ops.parity.kernel_checks`, or a candidate of `benchmarks.attention`, at one shape
+    and length.
+    """
 
     shape: str
     name: str
@@ -47,13 +67,17 @@ class Case(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of inputs: bf16 on a GPU, fp32 on a CPU, where kernels are interpreted."""
-        return torch.bfloat16 if device_here().type == "cuda" else torch.float32
+        if device_here().type == "cuda":
+            return torch.bfloat16
+        return torch.float32
 
     def check(self) -> Check:
         """Return the functions to compare, and their inputs."""
         shape = Shape.parse(f"{self.shape}@{self.length}")
         kernels = _kernels(shape, self.dtype)
-        return kernels[self.name] if self.name in kernels else check(self.name, shape, self.dtype)
+        if self.name in kernels:
+            return kernels[self.name]
+        return check(self.name, shape, self.dtype)
 
 
 def kernel_cases(toy: bool) -> list[Case]:
@@ -63,7 +87,9 @@ def kernel_cases(toy: bool) -> list[Case]:
         length = TOY_LENGTH if toy else LENGTH
         names = _kernels(Shape.parse(f"{shape}@1"), Case(shape, "", 1).dtype)
         cases += [Case(shape, name, length) for name in names]
-    return cases if toy else [*cases, Case(LONG_CASE[0], "attention", LONG_CASE[1])]
+    if toy:
+        return cases
+    return [*cases, Case(LONG_CASE[0], "attention", LONG_CASE[1])]
 
 
 def library_cases(toy: bool) -> list[Case]:
@@ -90,8 +116,8 @@ def compile_case(case: Case) -> dict:
 def check_case(case: Case) -> dict:
     """Compare outputs and gradients with float64.
 
-    Return `worst`, the largest ratio of an error to its allowed error (None if an error is not finite), and `inexact`,
-    up to three descriptions of errors above the allowed ones.
+    Return `worst`, the largest ratio of an error to its allowed error (None if an error is not
+    finite), and `inexact`, up to three descriptions of errors above the allowed ones.
     """
     found = list(deviations(*case.check(), case.dtype))
     inexact = [str(deviation) for deviation in found if not deviation.exact]
@@ -103,8 +129,8 @@ def check_case(case: Case) -> dict:
 def run_cases(function: Callable[[Case], dict], cases: list[Case]) -> Iterator[dict]:
     """Call `function` for each case in its own process, up to MAX_PROCESSES at a time.
 
-    Yield the result of each case when it arrives, with its `seconds`, or with an `error` and no seconds if the process
-    died or took too long.
+    Yield the result of each case when it arrives, with its `seconds`, or with an `error` and no
+    seconds if the process died or took too long.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -136,15 +162,20 @@ def _send(sender: Connection, function: Callable[[Case], dict], case: Case) -> N
     try:
         result = function(case)
     except Exception as error:  # a compiler may raise anything
-        result = {"error": reason(error)}  # raises the error again, and so ends the process, after a fault of the GPU
+        result = {
+            "error": reason(error)
+        }  # raises the error again, and so ends the process, after a fault of the GPU
     sender.send(result | {"seconds": round(time.monotonic() - started, 2)})
 
 
 def _kernels(shape: Shape, dtype: torch.dtype) -> dict[str, Check]:
-    device, width = device_here(), 4 * shape.heads * shape.head_dim
+    device = device_here()
+    width = 4 * shape.heads * shape.head_dim
     shapes = Shapes(shape.heads, shape.groups, shape.head_dim, averages=True, inner=4 * shape.heads)
     checks = kernel_checks(shapes, dtype, device, shape.length, tokens=min(shape.length, 48))
     checks["swiglu"] = swiglu_check(width, dtype, device)
     if importlib.util.find_spec("liger_kernel"):
-        checks["loss"] = loss_check(width, dtype, device)  # the vocabulary has the size of the MLP's width
+        checks["loss"] = loss_check(
+            width, dtype, device
+        )  # the vocabulary has the size of the MLP's width
     return checks

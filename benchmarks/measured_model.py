@@ -1,4 +1,6 @@
-"""The models that benchmarks train on random tokens: their sizes, their memory, and timed optimizer steps."""
+"""The models that benchmarks train on random tokens: their sizes, their memory, and timed optimizer
+steps.
+"""
 
 import dataclasses
 import gc
@@ -35,7 +37,9 @@ MAX_LOSS_ERROR = 1e-4
 """Maximum root mean square difference of two models' token losses in fp32, in nats."""
 LEARNING_RATE = 1e-4
 COMPARED = 1024
-"""Tokens at the beginning of a sequence whose losses are compared; later tokens do not affect these losses."""
+"""Tokens at the beginning of a sequence whose losses are compared; later tokens do not affect these
+losses.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,12 +61,15 @@ class Shape:
 
 
 SHAPES = {
-    # pretrain/recipes/tape_155m.yaml: 163 M parameters, 131,072 tokens per GPU and step on the recipe's four GPUs.
-    "155m-1k": Shape(12, 12, 64, 1024, 32000, micro_batch=32, accumulate=4, ffn=3072, position_mlp=48),
+    # pretrain/recipes/tape_155m.yaml: 163 M parameters, 131,072 tokens per GPU and step on the
+    # recipe's four GPUs.
+    "155m-1k": Shape(
+        12, 12, 64, 1024, 32000, micro_batch=32, accumulate=4, ffn=3072, position_mlp=48
+    ),
     # Llama-like: 1.345 G parameters with RoPE, 1.348 G with TAPE.
     "1.3b-4k": Shape(24, 16, 128, 4096, 32000, micro_batch=4, accumulate=4, ffn=5504),
-    # 8 of Llama 2 7B's 32 layers: 1.881 G parameters with RoPE, 1.885 G with TAPE. 7 of the 8 layers rewrite TAPE's
-    # state; in the whole model 31 of 32 do.
+    # 8 of Llama 2 7B's 32 layers: 1.881 G parameters with RoPE, 1.885 G with TAPE. 7 of the 8
+    # layers rewrite TAPE's state; in the whole model 31 of 32 do.
     "7b-8k": Shape(8, 32, 128, 8192, 32000, micro_batch=1, accumulate=4, ffn=11008),
     "cpu": Shape(12, 12, 64, 1024, 4096, micro_batch=1, accumulate=1),
     "toy": Shape(2, 4, 32, 32, 128, micro_batch=2, accumulate=2),
@@ -79,7 +86,9 @@ def run_config(
     recompute: str = "none",
     backend: str = "auto",
 ) -> RunConfig:
-    """Return the configuration of a run that trains a model of `shape`. Raises ConfigError if it is invalid."""
+    """Return the configuration of a run that trains a model of `shape`. Raises ConfigError if it is
+    invalid.
+    """
     width = shape.heads * shape.head_dim
     data_size = max(1, world_size // tensor_parallel)
     config = RunConfig(
@@ -123,12 +132,14 @@ class Step:
 class MeasuredModel:
     """A model with its optimizer, and the micro-batches that every step trains on.
 
-    `first_losses` are the token losses at initialization, and `plain_losses` are those with naive attention.
-    Afterwards, noise is added to the encoding's parameters.
+    `first_losses` are the token losses at initialization, and `plain_losses` are those with naive
+    attention. Afterwards, noise is added to the encoding's parameters.
     """
 
     def __init__(self, config: RunConfig, layout: ParallelLayout, backend: str):
-        self.config, self.layout, self.backend = config, layout, backend
+        self.config = config
+        self.layout = layout
+        self.backend = backend
         self.name = config.model.position_encoding
         dtype = dtype_of(config)
         settings = dataclasses.replace(config.model, attention_backend=backend)
@@ -145,8 +156,11 @@ class MeasuredModel:
             fused=self.fused,
         )
         allocate(self.model, layout.device)
-        rank, size = layout.tensor_parallel_rank, layout.tensor_parallel_size
-        initialize_weights(self.model, weight_initializations(settings), config.train.seed, rank, size)
+        rank = layout.tensor_parallel_rank
+        size = layout.tensor_parallel_size
+        initialize_weights(
+            self.model, weight_initializations(settings), config.train.seed, rank, size
+        )
         self.batches = random_batches(config, layout)
         self.use("naive")
         self.plain_losses = self.token_losses()
@@ -156,13 +170,17 @@ class MeasuredModel:
         self.engine = Engine(self.model, config, layout)
 
     def step(self) -> Step:
-        """Take one optimizer step. Raises RuntimeError if the loss or the gradient is not finite."""
+        """Take one optimizer step. Raises RuntimeError if the loss or the gradient is not
+        finite.
+        """
         self._synchronize()
         started = time.perf_counter()
         result = self.engine.train_step(self.batches, LEARNING_RATE)
         self._synchronize()
         if result.skipped:
-            raise RuntimeError(f"a step was skipped: loss {result.loss}, gradient norm {result.grad_norm}")
+            raise RuntimeError(
+                f"a step was skipped: loss {result.loss}, gradient norm {result.grad_norm}"
+            )
         return Step(time.perf_counter() - started, result.loss)
 
     def use(self, backend: str) -> None:
@@ -185,20 +203,29 @@ class MeasuredModel:
         return activation_bytes(self.model, lambda: self.model(**self.batches[0]))
 
     def memory(self) -> dict[str, int]:
-        """Return the measured peaks (see `peaks`) and the peak that planning.memory estimates, in bytes."""
-        model = dataclasses.replace(self.config.model, attention_backend=self.model.attention_backend)
-        estimated = memory(Plan(dataclasses.replace(self.config, model=model), self.layout.world_size))
+        """Return the measured peaks (see `peaks`) and the peak that planning.memory estimates, in
+        bytes.
+        """
+        model = dataclasses.replace(
+            self.config.model, attention_backend=self.model.attention_backend
+        )
+        estimated = memory(
+            Plan(dataclasses.replace(self.config, model=model), self.layout.world_size)
+        )
         state = estimated.weights + estimated.gradients + estimated.optimizer
         return {**self.peaks(state), "estimated_peak": estimated.peak}
 
     def peaks(self, state: int) -> dict[str, int]:
         """Return the measured peaks of memory in bytes.
 
-        On a GPU, they are the peaks of torch's allocator since the last reset. On a CPU, the peak is `state` (the bytes
-        of weights, gradients and optimizer state) plus the saved activations.
+        On a GPU, they are the peaks of torch's allocator since the last reset. On a CPU, the peak
+        is `state` (the bytes of weights, gradients and optimizer state) plus the saved activations.
         """
         if self.layout.device.type == "cuda":
-            return {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+            return {
+                "peak": torch.cuda.max_memory_allocated(),
+                "reserved": torch.cuda.max_memory_reserved(),
+            }
         return {"peak": state + self.activation_bytes()}
 
     def release(self) -> None:
@@ -231,7 +258,9 @@ class MeasuredModel:
 
 
 def activation_bytes(model: torch.nn.Module, forward: Callable[[], Tensor]) -> int:
-    """Return the bytes that `forward()` saves for the backward pass, not counting the model's weights."""
+    """Return the bytes that `forward()` saves for the backward pass, not counting the model's
+    weights.
+    """
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved_bytes: dict[int, int] = {}
 
@@ -245,7 +274,9 @@ def activation_bytes(model: torch.nn.Module, forward: Callable[[], Tensor]) -> i
     def recorded(call: _RecordedCall, saved: Tensor) -> Tensor | int:
         # Tensors that activation checkpointing saves do not reach the autograd hooks below.
         packed = keep(call, saved)
-        return packed if isinstance(packed, int) else pack(packed)
+        if isinstance(packed, int):
+            return packed
+        return pack(packed)
 
     keep = _RecordedCall._pack
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
@@ -264,14 +295,22 @@ def free_memory() -> None:
 
 def dtype_of(config: RunConfig) -> torch.dtype:
     """Return the dtype in which the configuration's model computes."""
-    return torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    if config.train.precision == "bf16":
+        return torch.bfloat16
+    return torch.float32
 
 
 def random_batches(config: RunConfig, layout: ParallelLayout) -> list[dict[str, Tensor]]:
-    """Return a step's micro-batches of random tokens and labels (B, S); they depend only on the data-parallel rank."""
-    model, train = config.model, config.train
+    """Return a step's micro-batches of random tokens and labels (B, S); they depend only on the
+    data-parallel rank.
+    """
+    model = config.model
+    train = config.train
     generator = torch.Generator().manual_seed(layout.data_parallel_rank)
     count = train.global_batch_size // (train.micro_batch_size * layout.data_parallel_size)
     shape = (train.micro_batch_size, model.seq_length + 1)
-    drawn = (torch.randint(model.vocab_size, shape, generator=generator).to(layout.device) for _ in range(count))
+    drawn = (
+        torch.randint(model.vocab_size, shape, generator=generator).to(layout.device)
+        for _ in range(count)
+    )
     return [{"tokens": x[:, :-1].contiguous(), "labels": x[:, 1:].contiguous()} for x in drawn]

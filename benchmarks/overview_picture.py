@@ -2,8 +2,8 @@
 
     python -m benchmarks.overview_picture
 
-writes `docs/overview.png`. The records are in `benchmarks/results/comparisons/`; `docs/reproductions.md` lists the
-commands that wrote them.
+writes `docs/overview.png`. The records are in `benchmarks/results/comparisons/`;
+`docs/reproductions.md` lists the commands that wrote them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 RECORDS = Path(__file__).parent / "results" / "comparisons"
-ROPE, TAPE, NEUTRAL = ENCODING_COLORS["rope"], ENCODING_COLORS["tape"], "0.45"
+ROPE = ENCODING_COLORS["rope"]
+TAPE = ENCODING_COLORS["tape"]
+NEUTRAL = "0.45"
 LENGTHS = {512: "512\n(trained)", 1024: "1,024\n(2×)", 2048: "2,048\n(4×)"}
 BLANKS = {"dense": "8", "IID": "16\n(trained)", "sparse": "32"}
 """Tick labels, numbers of blanks, by the name of the group in the record."""
@@ -40,7 +42,9 @@ def main(argv: list[str] | None = None) -> None:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     parser = command_line.Parser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("docs/overview.png"), help="the PNG to write")
+    parser.add_argument(
+        "--output", type=Path, default=Path("docs/overview.png"), help="the PNG to write"
+    )
     output = parser.parse_args(argv).output
     with matplotlib.rc_context(
         {
@@ -72,24 +76,36 @@ def draw_losses(axes: Axes) -> None:
         for variant in ("rope", "tape")
     ]
     draw_line(axes, np.concatenate(yarn), NEUTRAL, linestyle=":")
-    rope, tape = means["rope"], means["tape"]
+    rope = means["rope"]
+    tape = means["tape"]
     axes.text(1.5, 4.14, "RoPE", color=ROPE, ha="right", va="bottom", weight="bold")
     axes.text(1.55, 3.91, "TAPE", color=TAPE, va="top", weight="bold")
     axes.text(2, 3.64, "both with YaRN", color=NEUTRAL, ha="right", va="bottom")
     for place in (1, 2):
-        axes.annotate("", (place + 0.07, tape[place]), (place + 0.07, rope[place]), arrowprops={"arrowstyle": "->"})
-        axes.text(place + 0.1, (tape[place] + rope[place]) / 2 + 0.04, f"−{rope[place] - tape[place]:.2f}")
+        axes.annotate(
+            "",
+            (place + 0.07, tape[place]),
+            (place + 0.07, rope[place]),
+            arrowprops={"arrowstyle": "->"},
+        )
+        axes.text(
+            place + 0.1, (tape[place] + rope[place]) / 2 + 0.04, f"−{rope[place] - tape[place]:.2f}"
+        )
     axes.set_xticks(range(len(LENGTHS)), list(LENGTHS.values()))
     axes.set(xlim=(-0.15, 2.35), ylim=(3.4, 4.42), ylabel="loss (nats per token)")
     axes.set_xlabel("tokens of context (dots: three seeds)")
-    axes.set_title("Beyond the trained length, TAPE's loss\nrises less than RoPE's; with YaRN neither rises")
+    axes.set_title(
+        "Beyond the trained length, TAPE's loss\nrises less than RoPE's; with YaRN neither rises"
+    )
 
 
 def draw_copying(axes: Axes) -> None:
     """Plot the copying accuracy with the trained number of blanks, with fewer and with more."""
     for variant, color, shift in (("rope", ROPE, -0.012), ("tape", TAPE, 0.012)):
         for suffix, linestyle in (("", "-"), (f"+{INCREMENTS}", "--")):
-            values = scores("selective_copy", variant + suffix, "accuracy", [(None, group) for group in BLANKS])
+            values = scores(
+                "selective_copy", variant + suffix, "accuracy", [(None, group) for group in BLANKS]
+            )
             draw_line(axes, values, color, linestyle=linestyle, shift=shift)
         axes.text(
             2.06,
@@ -111,26 +127,40 @@ def draw_copying(axes: Axes) -> None:
     axes.set_title("With signed increments, both also copy\namong half and twice the blanks")
 
 
-def scores(record: str, variant: str, metric: str, columns: Sequence[tuple[int | None, str | None]]) -> np.ndarray:
-    """Return a variant's scores (seeds, columns) in a record; a column selects a length, a group, or both."""
-    runs = [run for run in read_comparison(RECORDS / f"{record}.json").runs if run.variant == variant]
+def scores(
+    record: str, variant: str, metric: str, columns: Sequence[tuple[int | None, str | None]]
+) -> np.ndarray:
+    """Return a variant's scores (seeds, columns) in a record; a column selects a length, a group,
+    or both.
+    """
+    runs = [
+        run for run in read_comparison(RECORDS / f"{record}.json").runs if run.variant == variant
+    ]
     if len(runs) != 3:
-        raise ValueError(f"{record}.json has {len(runs)} runs of {variant}, but the picture's label says three seeds")
+        raise ValueError(
+            f"{record}.json has {len(runs)} runs of {variant}, but the picture's label says three"
+            " seeds"
+        )
     return np.array(
         [
             [
                 score.value
                 for length, group in columns
                 for score in run.scores
-                if score.metric == metric and length in (None, score.length) and group in (None, score.group)
+                if score.metric == metric
+                and length in (None, score.length)
+                and group in (None, score.group)
             ]
             for run in runs
         ]
     )
 
 
-def draw_line(axes: Axes, values: np.ndarray, color: str, linestyle: str = "-", shift: float = 0) -> np.ndarray:
-    """Plot the mean of `values` (seeds, columns) as a line and each seed as a dot; return the means (columns,).
+def draw_line(
+    axes: Axes, values: np.ndarray, color: str, linestyle: str = "-", shift: float = 0
+) -> np.ndarray:
+    """Plot the mean of `values` (seeds, columns) as a line and each seed as a dot; return the means
+    (columns,).
 
     `shift` moves the line to the right, so that lines with equal values stay visible.
     """

@@ -1,10 +1,11 @@
-"""Compare the speed of `tools/preprocess_data.py` with Megatron-LM's method, on the source of Python's library.
+"""Compare the speed of `tools/preprocess_data.py` with Megatron-LM's method, on the source of
+Python's library.
 
     python -m benchmarks.preprocess --workers 1 2 --repetitions 3
 
-`as_megatron` implements Megatron-LM's method for this comparison. Each run is a new process, so its time includes
-imports. Runs of the two methods alternate, `--repetitions` times each, and medians are reported. If the methods write
-different bytes, no figure is reported.
+`as_megatron` implements Megatron-LM's method for this comparison. Each run is a new process, so its
+time includes imports. Runs of the two methods alternate, `--repetitions` times each, and medians
+are reported. If the methods write different bytes, no figure is reported.
 """
 
 import argparse
@@ -29,36 +30,61 @@ MEGATRON = "import sys; from benchmarks.preprocess import as_megatron; as_megatr
 def main() -> None:
     """Measure, print the speeds, and write the record to the file that --output names."""
     parser = command_line.Parser(description=__doc__)
-    parser.add_argument("--workers", type=whole_number, nargs="+", default=[1, 2], help="processes (default: 1 2)")
-    parser.add_argument("--repetitions", type=whole_number, default=3, help="runs per method (default: %(default)s)")
-    parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe", help="default: %(default)s")
+    parser.add_argument(
+        "--workers", type=whole_number, nargs="+", default=[1, 2], help="processes (default: 1 2)"
+    )
+    parser.add_argument(
+        "--repetitions", type=whole_number, default=3, help="runs per method (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--model-type", choices=("bpe", "unigram"), default="bpe", help="default: %(default)s"
+    )
     add_record_arguments(parser)
     arguments = parser.parse_args()
-    record, rows = Record(arguments), []
+    record = Record(arguments)
+    rows = []
     with tempfile.TemporaryDirectory(prefix="preprocess-") as directory:
         corpus, tokenizer = prepare(Path(directory), arguments)
         megabytes = sum(len(json.loads(line)["text"].encode()) for line in corpus.open("rb")) / 1e6
         for workers in arguments.workers:
             seconds = measure(corpus, tokenizer, workers, arguments.repetitions)
             ours, theirs = (statistics.median(seconds[name]) for name in ("ours", "megatron"))
-            print(f"{workers} workers: {ours:.2f} s ({megabytes / ours:.1f} MB/s), Megatron-LM's method {theirs:.2f} s "
-                  f"({megabytes / theirs:.1f} MB/s), ratio {theirs / ours:.2f}", flush=True)  # fmt: skip
+            print(
+                f"{workers} workers: {ours:.2f} s ({megabytes / ours:.1f} MB/s), Megatron-LM's method {theirs:.2f} s "
+                f"({megabytes / theirs:.1f} MB/s), ratio {theirs / ours:.2f}",
+                flush=True,
+            )
             rows.append({"workers": workers, "ours": ours, "megatron": theirs, "seconds": seconds})
     record.write({"corpus_mb": megabytes, "rows": rows})
 
 
 def prepare(directory: Path, arguments: argparse.Namespace) -> tuple[Path, Path]:
     """Write a corpus and train a tokenizer in a directory; return their paths."""
-    corpus, tokenizer = directory / "corpus.jsonl", directory / "tokenizer.model"
+    corpus = directory / "corpus.jsonl"
+    tokenizer = directory / "tokenizer.model"
     run("tools/make_corpus.py", "stdlib", "--output", corpus)
-    run("tools/train_tokenizer.py", "--input", corpus, "--vocab-size", 4096, "--output", tokenizer,
-        "--model-type", arguments.model_type)  # fmt: skip
+    run(
+        "tools/train_tokenizer.py",
+        "--input",
+        corpus,
+        "--vocab-size",
+        4096,
+        "--output",
+        tokenizer,
+        "--model-type",
+        arguments.model_type,
+    )
     return corpus, tokenizer
 
 
-def measure(corpus: Path, tokenizer: Path, workers: int, repetitions: int) -> dict[str, list[float]]:
-    """Return the seconds of every run of both methods. Raises ValueError if their datasets differ."""
-    ours, theirs = corpus.with_name("ours"), corpus.with_name("theirs")
+def measure(
+    corpus: Path, tokenizer: Path, workers: int, repetitions: int
+) -> dict[str, list[float]]:
+    """Return the seconds of every run of both methods. Raises ValueError if their datasets
+    differ.
+    """
+    ours = corpus.with_name("ours")
+    theirs = corpus.with_name("theirs")
     seconds: dict[str, list[float]] = {"ours": [], "megatron": []}
     for _ in range(repetitions):
         options = ("--workers", workers, "--overwrite")
@@ -67,12 +93,16 @@ def measure(corpus: Path, tokenizer: Path, workers: int, repetitions: int) -> di
         seconds["megatron"].append(run("-c", MEGATRON, corpus, tokenizer, theirs, workers))
         for ending in (".bin", ".idx"):
             if not filecmp.cmp(f"{ours}{ending}", f"{theirs}{ending}", shallow=False):
-                raise ValueError(f"the two methods wrote different {ending} files, so no speed is reported")
+                raise ValueError(
+                    f"the two methods wrote different {ending} files, so no speed is reported"
+                )
     return seconds
 
 
 def run(*arguments: object) -> float:
-    """Run Python with these arguments; return the seconds. Raises ValueError with the end of stderr if it fails."""
+    """Run Python with these arguments; return the seconds. Raises ValueError with the end of stderr
+    if it fails.
+    """
     command = [sys.executable, *map(str, arguments)]
     started = time.perf_counter()
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
@@ -87,8 +117,9 @@ _tokenizer = None
 def as_megatron(source: str, tokenizer: str, prefix: str, workers: str) -> None:
     """Write the dataset `prefix` as Megatron-LM's preprocessing tool does, with the same imports.
 
-    The workers of a pool parse and tokenize lines, sent in chunks of 32, and return a list of token IDs per line. The
-    parent passes each list to Megatron-core's builder, which converts it to an array.
+    The workers of a pool parse and tokenize lines, sent in chunks of 32, and return a list of token
+    IDs per line. The parent passes each list to Megatron-core's builder, which converts it to an
+    array.
     """
     import torch  # noqa: F401
     from megatron.core.datasets import indexed_dataset

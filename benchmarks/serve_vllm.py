@@ -3,10 +3,10 @@
     make .venv-vllm && .venv-vllm/bin/pip install ./transformers_tape
     .venv-vllm/bin/python -m benchmarks.serve_vllm [--output FILE.json]
 
-Each model is served in its own process, and the two alternate, answer by answer, so that other load on the machine
-affects both alike. Ratios are medians over consecutive pairs. All requests arrive at once, with different prompts. The
-time of the prompts is that of generating one token. If TAPE with its matrices at zero does not generate the same tokens
-as Llama, no figure is reported.
+Each model is served in its own process, and the two alternate, answer by answer, so that other load
+on the machine affects both alike. Ratios are medians over consecutive pairs. All requests arrive at
+once, with different prompts. The time of the prompts is that of generating one token. If TAPE with
+its matrices at zero does not generate the same tokens as Llama, no figure is reported.
 """
 
 import argparse
@@ -18,7 +18,11 @@ import time
 from pathlib import Path
 
 # A small cache (in GiB), since two engines run at the same time.
-os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+os.environ |= {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TapeConfig, TapeForCausalLM
@@ -48,7 +52,8 @@ def write_models(arguments: argparse.Namespace, folder: Path) -> dict[str, Path]
         initializer_range=0.1,  # so that no two tokens are almost equally likely
     )
     torch.manual_seed(0)
-    llama, tape = LlamaForCausalLM(LlamaConfig(**settings)), TapeForCausalLM(TapeConfig(**settings))
+    llama = LlamaForCausalLM(LlamaConfig(**settings))
+    tape = TapeForCausalLM(TapeConfig(**settings))
     tape.load_state_dict(llama.state_dict(), strict=False)
     paths = {name: folder / name for name in ("llama", "zero", "tape")}
     llama.save_pretrained(paths["llama"])
@@ -63,15 +68,24 @@ def write_models(arguments: argparse.Namespace, folder: Path) -> dict[str, Path]
 
 def start(path: Path, arguments: argparse.Namespace) -> LLM:
     """Return a vLLM engine of one model, in fp32 and without a tokenizer."""
-    options = dict(dtype="float32", enforce_eager=not arguments.compiled, max_num_seqs=max(arguments.requests))
+    options = dict(
+        dtype="float32", enforce_eager=not arguments.compiled, max_num_seqs=max(arguments.requests)
+    )
     options |= dict(max_model_len=arguments.prompt + arguments.tokens, enable_prefix_caching=False)
     return LLM(str(path), skip_tokenizer_init=True, **options)
 
 
-def answer(engine: LLM, requests: int, tokens: int, arguments: argparse.Namespace) -> tuple[float, list]:
-    """Generate `tokens` tokens for each of `requests` prompts; return the seconds and the token IDs."""
+def answer(
+    engine: LLM, requests: int, tokens: int, arguments: argparse.Namespace
+) -> tuple[float, list]:
+    """Generate `tokens` tokens for each of `requests` prompts; return the seconds and the token
+    IDs.
+    """
     ids = torch.randint(
-        1, arguments.vocab_size, (requests, arguments.prompt), generator=torch.Generator().manual_seed(1)
+        1,
+        arguments.vocab_size,
+        (requests, arguments.prompt),
+        generator=torch.Generator().manual_seed(1),
     )
     sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": row} for row in ids.tolist()]
@@ -81,7 +95,9 @@ def answer(engine: LLM, requests: int, tokens: int, arguments: argparse.Namespac
 
 
 def compare(engines: dict[str, LLM], requests: int, arguments: argparse.Namespace) -> dict:
-    """Return each model's tokens per second, and the ratios of TAPE's time to Llama's for prompts and later tokens."""
+    """Return each model's tokens per second, and the ratios of TAPE's time to Llama's for prompts
+    and later tokens.
+    """
     prompts, later = ({name: [] for name in engines} for _ in range(2))
     for turn in range(1 + arguments.passes):
         for name, engine in engines.items():
@@ -93,7 +109,10 @@ def compare(engines: dict[str, LLM], requests: int, arguments: argparse.Namespac
     ratio = lambda of: statistics.median(t / p for t, p in zip(of["tape"], of["llama"]))  # noqa: E731
     produced = requests * (arguments.tokens - 1)
     rates = {name: produced / statistics.median(seconds) for name, seconds in later.items()}
-    return {"tokens_per_second": rates, "tape_over_llama": {"prompts": ratio(prompts), "tokens": ratio(later)}}
+    return {
+        "tokens_per_second": rates,
+        "tape_over_llama": {"prompts": ratio(prompts), "tokens": ratio(later)},
+    }
 
 
 def main() -> None:
@@ -105,11 +124,27 @@ def main() -> None:
     parser.add_argument("--head-dim", type=whole_number, default=64)
     parser.add_argument("--ffn", type=whole_number, default=1536)
     parser.add_argument("--vocab-size", type=whole_number, default=49152)
-    parser.add_argument("--requests", type=whole_number, nargs="+", default=[1, 8, 32], help="default: %(default)s")
-    parser.add_argument("--prompt", type=whole_number, default=128, help="tokens of each prompt (default: %(default)s)")
-    parser.add_argument("--tokens", type=whole_number, default=64, help="tokens of each answer (default: %(default)s)")
-    parser.add_argument("--passes", type=whole_number, default=5, help="repetitions (default: %(default)s)")
-    parser.add_argument("--compiled", action="store_true", help="compile the models, as vLLM does by default")
+    parser.add_argument(
+        "--requests", type=whole_number, nargs="+", default=[1, 8, 32], help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--prompt",
+        type=whole_number,
+        default=128,
+        help="tokens of each prompt (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=whole_number,
+        default=64,
+        help="tokens of each answer (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--passes", type=whole_number, default=5, help="repetitions (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--compiled", action="store_true", help="compile the models, as vLLM does by default"
+    )
     add_record_arguments(parser)
     arguments = parser.parse_args()
     record = Record(arguments)
@@ -119,14 +154,21 @@ def main() -> None:
         zero = start(paths["zero"], arguments)
         answers = [answer(engine, 4, 16, arguments)[1] for engine in (engines["llama"], zero)]
         if answers[0] != answers[1]:
-            sys.exit("error: TAPE with its matrices at zero generates other tokens than Llama, so nothing is measured")
+            sys.exit(
+                "error: TAPE with its matrices at zero generates other tokens than Llama, so"
+                " nothing is measured"
+            )
         del zero
         engines["tape"] = start(paths["tape"], arguments)
         result = {}
         for requests in arguments.requests:
             result[requests] = row = compare(engines, requests, arguments)
-            rates = ", ".join(f"{name} {rate:.1f}" for name, rate in row["tokens_per_second"].items())
-            ratios = ", ".join(f"{what} {ratio:.3f}" for what, ratio in row["tape_over_llama"].items())
+            rates = ", ".join(
+                f"{name} {rate:.1f}" for name, rate in row["tokens_per_second"].items()
+            )
+            ratios = ", ".join(
+                f"{what} {ratio:.3f}" for what, ratio in row["tape_over_llama"].items()
+            )
             print(f"{requests} requests: {rates} tokens/s; TAPE / Llama time: {ratios}", flush=True)
             record.write({"requests": result})
 

@@ -1,4 +1,6 @@
-"""Markdown tables of benchmark results, for the benchmarks and the summary of a GPU trial. Does not import torch."""
+"""Markdown tables of benchmark results, for the benchmarks and the summary of a GPU trial. Does not
+import torch.
+"""
 
 from collections.abc import Iterator
 
@@ -17,7 +19,10 @@ def attention_table(results: list[dict]) -> Iterator[str]:
         missing = dict.fromkeys(result["no_time"], "out of time") | result["rejected"]
         rows += [f"| {result['shape']} | {name} | {why} | |" for name, why in missing.items()]
     if rows:
-        yield "| shape | candidate | forward: ms, TFLOP/s, time / RoPE's fastest | forward + backward |"
+        yield (
+            "| shape | candidate | forward: ms, TFLOP/s, time / RoPE's fastest | forward +"
+            " backward |"
+        )
         yield "|---|---|---|---|"
         yield from rows
 
@@ -27,28 +32,50 @@ def _timing(timing: dict | None) -> str:
         return ""
     if "seconds" not in timing:
         return "exact, not timed"
-    return f"{1e3 * timing['seconds']:.3f}, {timing['tflops']:,.1f}, {timing.get('ratio', float('nan')):.2f}"
+    return (
+        f"{1e3 * timing['seconds']:.3f}, {timing['tflops']:,.1f},"
+        f" {timing.get('ratio', float('nan')):.2f}"
+    )
 
 
 def fastest(timings: dict[str, dict], encoding: str) -> str | None:
     """Return the name of an encoding's fastest candidate, or None if none was timed."""
-    timed = [name for name, timing in timings.items() if "seconds" in timing and name.startswith(encoding)]
+    timed = [
+        name
+        for name, timing in timings.items()
+        if "seconds" in timing and name.startswith(encoding)
+    ]
     return min(timed, key=lambda name: timings[name]["seconds"], default=None)
 
 
 def step_table(results: dict[str, dict]) -> Iterator[str]:
-    """Yield the lines of a table of results of `benchmarks.train_step`; their keys are the first column."""
+    """Yield the lines of a table of results of `benchmarks.train_step`; their keys are the first
+    column.
+    """
     rows = []
     for label, result in results.items():
         for name, model in result.get("models", {}).items():
-            shares = (f"{model[key]:.1%}" if model.get(key) else "" for key in ("mfu", "mfu_of_rope_flops"))
+            shares = (
+                f"{model[key]:.1%}" if model.get(key) else ""
+                for key in ("mfu", "mfu_of_rope_flops")
+            )
             gib = [
-                f"{model['memory'][key] / 2**30:.2f}" for key in ("peak", "estimated_peak") if key in model["memory"]
+                f"{model['memory'][key] / 2**30:.2f}"
+                for key in ("peak", "estimated_peak")
+                if key in model["memory"]
             ]
             cells = [label, name, model.get("attention", ""), f"{model['seconds_per_step']:.4f}"]
-            cells += [f"{model['tokens_per_second']:,.0f}", *shares, f"{model['of_matmul']:.1%}", " / ".join(gib)]
+            cells += [
+                f"{model['tokens_per_second']:,.0f}",
+                *shares,
+                f"{model['of_matmul']:.1%}",
+                " / ".join(gib),
+            ]
             rows.append(f"| {' | '.join(cells)} |")
     if rows:
-        yield "| shape | model | attention | s/step | tokens/s | MFU | MFU by RoPE FLOPs | of matmul | GiB / estimate |"
+        yield (
+            "| shape | model | attention | s/step | tokens/s | MFU | MFU by RoPE FLOPs | of matmul"
+            " | GiB / estimate |"
+        )
         yield "|---|---|---|--:|--:|--:|--:|--:|--:|"
         yield from rows

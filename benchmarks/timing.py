@@ -23,18 +23,25 @@ def device_here() -> torch.device:
 def add_time_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options --precision, --toy, --output and --commit."""
     parser.add_argument(
-        "--precision", choices=DTYPES, default="bf16" if torch.cuda.is_available() else "fp32",
+        "--precision",
+        choices=DTYPES,
+        default="bf16" if torch.cuda.is_available() else "fp32",
         help="default here: %(default)s",
-    )  # fmt: skip
-    parser.add_argument("--toy", action="store_true", help="use the smallest sizes, to test that everything runs")
+    )
+    parser.add_argument(
+        "--toy", action="store_true", help="use the smallest sizes, to test that everything runs"
+    )
     add_record_arguments(parser)
 
 
 def reason(error: Exception) -> str:
-    """Describe an error in one line. Raises AcceleratorError if the GPU's context is unusable after the error."""
+    """Describe an error in one line. Raises AcceleratorError if the GPU's context is unusable after
+    the error.
+    """
     fault = getattr(torch, "AcceleratorError", ())
     if not isinstance(error, fault) and torch.cuda.is_initialized():
-        # Triton reports a fault as an ordinary error; torch then raises at the next synchronization.
+        # Triton reports a fault as an ordinary error; torch then raises at the next
+        # synchronization.
         torch.cuda.synchronize()
     if isinstance(error, fault):
         raise error
@@ -55,10 +62,12 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
 def timed(
     functions: dict[str, Callable[[], object]], repetitions: int, device: torch.device
 ) -> tuple[dict[str, dict], dict[str, str]]:
-    """Time functions, alternating between them; return their median seconds, and the reasons of those that failed.
+    """Time functions, alternating between them; return their median seconds, and the reasons of
+    those that failed.
 
-    On a GPU, one repetition calls a function for 20 ms, which hides the launch time. On a CPU, where kernels are
-    interpreted, functions with names that end in triton run once and are not timed.
+    On a GPU, one repetition calls a function for 20 ms, which hides the launch time. On a CPU,
+    where kernels are interpreted, functions with names that end in triton run once and are not
+    timed.
     """
     on_gpu = device.type == "cuda"
     found: dict[str, dict] = {}
@@ -91,7 +100,9 @@ def timed(
             except Exception as error:
                 failed[name] = reason(error)
                 del times[name]
-    found |= {name: {"seconds": statistics.median(t), "repetitions": len(t)} for name, t in times.items()}
+    found |= {
+        name: {"seconds": statistics.median(t), "repetitions": len(t)} for name, t in times.items()
+    }
     return found, failed
 
 
@@ -106,4 +117,8 @@ def copy_bandwidth(device: torch.device) -> float:
     """Measure the bytes per second, reads plus writes, of a large copy."""
     source = torch.ones(2**28 if device.type == "cuda" else 2**25, device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / timed({"copy": lambda: target.copy_(source)}, 10, device)[0]["copy"]["seconds"]
+    return (
+        2
+        * source.nbytes
+        / timed({"copy": lambda: target.copy_(source)}, 10, device)[0]["copy"]["seconds"]
+    )

@@ -2,8 +2,8 @@
 
     python -m benchmarks.trial_stages NAME --output FILE.json [--seconds N] [--toy]
 
-Results are written as they arrive. Without a GPU, a stage runs at toy size on the CPU, where Triton interprets kernels;
-its times are meaningless.
+Results are written as they arrive. Without a GPU, a stage runs at toy size on the CPU, where Triton
+interprets kernels; its times are meaningless.
 """
 
 import argparse
@@ -21,11 +21,11 @@ from benchmarks.environment import Record, add_record_arguments
 from megatron_tape.command_line import Parser
 from megatron_tape.io.versions import ROOT
 
-_RUN, _GRADIENT = (
-    "test_a_run_has_the_losses_and_gradient_norms_of_the_cpu[{}]",
-    "test_gradients_have_at_most_twice_the_error_of_plain_torch[{}]",
-)
-TRAINED = [_RUN.format(name) for name in ("tape fp32", "tape bf16 ZeRO 2", "rope fp32", "rope bf16 ZeRO 2")]
+_RUN = "test_a_run_has_the_losses_and_gradient_norms_of_the_cpu[{}]"
+_GRADIENT = "test_gradients_have_at_most_twice_the_error_of_plain_torch[{}]"
+TRAINED = [
+    _RUN.format(name) for name in ("tape fp32", "tape bf16 ZeRO 2", "rope fp32", "rope bf16 ZeRO 2")
+]
 TRAINED += [_GRADIENT.format(f"gradients of tape-dtype{number}") for number in (0, 1)]
 """The tests of tests/gpu/test_training_on_gpu.py that the stage `training` runs."""
 TRAINED_TOY = [_RUN.format("tape bf16 ZeRO 2"), _GRADIENT.format("gradients of tape packed-dtype0")]
@@ -45,14 +45,18 @@ def machine(record: Record, options: argparse.Namespace) -> None:
 
 
 def compile_kernels(record: Record, options: argparse.Namespace) -> None:
-    """Compile the kernels for the recipes' shapes in parallel; later stages find them in Triton's cache."""
+    """Compile the kernels for the recipes' shapes in parallel; later stages find them in Triton's
+    cache.
+    """
     from benchmarks import kernel_cases as kernels
 
     _run_cases(record, kernels.compile_case, kernels.kernel_cases(options.toy))
 
 
 def correctness(record: Record, options: argparse.Namespace) -> None:
-    """Compare outputs and gradients of the same kernels, and of available library kernels, with float64."""
+    """Compare outputs and gradients of the same kernels, and of available library kernels, with
+    float64.
+    """
     from benchmarks import kernel_cases as kernels
 
     cases = [*kernels.kernel_cases(options.toy), *kernels.library_cases(options.toy)]
@@ -67,11 +71,16 @@ def _run_cases(record: Record, function: Callable, cases: list) -> None:
         found.append(case)
         record.write({"planned": len(cases), "cases": found})
         problem = case.get("error") or "; ".join(case.get("inexact", []))
-        print(f"{len(found)} of {len(cases)}: {case['shape']} {case['name']}: {problem or 'passed'}", flush=True)
+        print(
+            f"{len(found)} of {len(cases)}: {case['shape']} {case['name']}: {problem or 'passed'}",
+            flush=True,
+        )
 
 
 def attention(record: Record, options: argparse.Namespace) -> None:
-    """Time every available attention backend with TAPE and RoPE, except those that crashed or hung in `correctness`."""
+    """Time every available attention backend with TAPE and RoPE, except those that crashed or hung
+    in `correctness`.
+    """
     from benchmarks import attention
 
     without = sorted(_crashed(options.output.with_name("correctness.json")))
@@ -92,7 +101,9 @@ def _crashed(record: Path) -> set[str]:
 
 
 def step(shape: str, record: Record, options: argparse.Namespace) -> None:
-    """Time training steps of TAPE, RoPE and transformers' Llama at a shape; for 1.3b-4k, also write traces."""
+    """Time training steps of TAPE, RoPE and transformers' Llama at a shape; for 1.3b-4k, also write
+    traces.
+    """
     from benchmarks import train_step
 
     baselines = ["transformers", *(["megatron"] if "megatron" in options.also else [])]
@@ -104,7 +115,9 @@ def step(shape: str, record: Record, options: argparse.Namespace) -> None:
 
 
 def training(record: Record, options: argparse.Namespace) -> None:
-    """Compare losses and gradients of 20 training steps of TAPE and RoPE on the GPU with those on the CPU."""
+    """Compare losses and gradients of 20 training steps of TAPE and RoPE on the GPU with those on
+    the CPU.
+    """
     import pytest
 
     found: dict[str, str] = {}
@@ -119,7 +132,11 @@ def training(record: Record, options: argparse.Namespace) -> None:
                 skipped = isinstance(report.longrepr, tuple)
                 why = (report.longrepr[2] if skipped else report.longreprtext).strip().splitlines()
                 lines = [line[1:].strip() for line in why if line.startswith("E ")] or why[-1:]
-                found[name] = report.outcome if report.passed else f"{report.outcome}: {' '.join(lines)[:300]}"
+                found[name] = (
+                    report.outcome
+                    if report.passed
+                    else f"{report.outcome}: {' '.join(lines)[:300]}"
+                )
                 record.write({"tests": found})
 
     os.environ["TESTS_ON"] = "cpu" if options.toy else "gpu"
@@ -143,12 +160,19 @@ STAGES: dict[str, Callable[[Record, argparse.Namespace], None]] = {
 
 
 def _output(options: argparse.Namespace) -> list[str]:
-    return ["--output", str(options.output), *(["--commit", options.commit] if options.commit else [])]
+    return [
+        "--output",
+        str(options.output),
+        *(["--commit", options.commit] if options.commit else []),
+    ]
 
 
 def watch(seconds: float) -> None:
-    """Start a thread that kills this process and its group when the parent ends or after `seconds`."""
-    parent, deadline = os.getppid(), time.monotonic() + seconds
+    """Start a thread that kills this process and its group when the parent ends or after
+    `seconds`.
+    """
+    parent = os.getppid()
+    deadline = time.monotonic() + seconds
 
     def kill_when_due() -> None:
         while os.getppid() == parent and time.monotonic() < deadline:
@@ -164,8 +188,12 @@ def main(argv: list[str] | None = None) -> None:
     """Run the stage that the command line names."""
     parser = Parser(description=__doc__)
     parser.add_argument("stage", choices=STAGES, metavar="NAME", help=", ".join(STAGES))
-    parser.add_argument("--seconds", type=float, default=600.0, help="time limit in seconds (default: %(default)s)")
-    parser.add_argument("--toy", action="store_true", help="run at toy size on the CPU, even if there is a GPU")
+    parser.add_argument(
+        "--seconds", type=float, default=600.0, help="time limit in seconds (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--toy", action="store_true", help="run at toy size on the CPU, even if there is a GPU"
+    )
     also = "also time FlexAttention (flex) or Megatron-core's GPTModel (megatron)"
     parser.add_argument("--also", nargs="+", choices=("flex", "megatron"), default=[], help=also)
     add_record_arguments(parser)

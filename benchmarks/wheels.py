@@ -1,10 +1,11 @@
-"""Collect the wheels that `benchmarks.gpu_trial --wheels DIR` needs on a GPU machine without a network.
+"""Collect the wheels that `benchmarks.gpu_trial --wheels DIR` needs on a GPU machine without a
+network.
 
     python -m benchmarks.wheels DIR [--python 3.12]
 
-Run it on a machine with a network, in the environment of `make install`; every wheel has the version that is installed
-in this environment, or that requirements.txt pins for the other Python. The GPU machine must have torch, Triton and
-numpy; transformers is used if it is installed.
+Run it on a machine with a network, in the environment of `make install`; every wheel has the
+version that is installed in this environment, or that requirements.txt pins for the other Python.
+The GPU machine must have torch, Triton and numpy; transformers is used if it is installed.
 """
 
 import importlib.metadata
@@ -54,14 +55,19 @@ PACKAGES = (
 """The packages to collect."""
 
 SOURCE_PACKAGES = ("deepspeed",)
-"""Packages to build from source, since the index has no wheels of them. Their compiled extensions are not needed."""
+"""Packages to build from source, since the index has no wheels of them. Their compiled extensions
+are not needed.
+"""
 
 GLIBC = (28, 27, 26, 24, 17, 12, 5)
-"""Accepted manylinux platforms: the N of glibc 2.N. All must be listed, since pip compares platform names exactly."""
+"""Accepted manylinux platforms: the N of glibc 2.N. All must be listed, since pip compares platform
+names exactly.
+"""
 
 
 def pinned_for(python: str) -> dict[str, str]:
-    """Return the requirements, by package, that requirements.txt has only for some versions of Python, such as this.
+    """Return the requirements, by package, that requirements.txt has only for some versions of
+    Python, such as this.
 
     `python` is a version such as 3.12.
     """
@@ -79,16 +85,22 @@ def main() -> None:
     """Write the wheels to a new folder and print their size."""
     parser = command_line.Parser(description=__doc__)
     parser.add_argument("directory", metavar="DIR", type=Path, help="new directory to create")
-    parser.add_argument("--python", default="3.12", help="Python version of the GPU machine (default: %(default)s)")
+    parser.add_argument(
+        "--python", default="3.12", help="Python version of the GPU machine (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     try:
         installed = {name: f"{name}=={importlib.metadata.version(name)}" for name in PACKAGES}
     except importlib.metadata.PackageNotFoundError as error:
-        raise FileError(error.name, "is not installed here", "run this in the environment of make install") from None
+        raise FileError(
+            error.name, "is not installed here", "run this in the environment of make install"
+        ) from None
     pinned = pinned_for(arguments.python)
     requirements = {name: pinned.get(name, requirement) for name, requirement in installed.items()}
     platforms = [f"manylinux_2_{minor}_{platform.machine()}" for minor in GLIBC]
-    platforms += [f"{old}_{platform.machine()}" for old in ("manylinux2014", "manylinux2010", "manylinux1")]
+    platforms += [
+        f"{old}_{platform.machine()}" for old in ("manylinux2014", "manylinux2010", "manylinux1")
+    ]
     target = ["--only-binary=:all:", "--implementation=cp", f"--python-version={arguments.python}"]
     target += [f"--platform={name}" for name in platforms]
     with atomic_directory(arguments.directory) as partial:
@@ -107,9 +119,19 @@ def main() -> None:
 
 
 def _pip(*arguments: str) -> None:
-    command = [sys.executable, "-m", "pip", arguments[0], "--disable-pip-version-check", "--quiet", *arguments[1:]]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        arguments[0],
+        "--disable-pip-version-check",
+        "--quiet",
+        *arguments[1:],
+    ]
     if status := subprocess.run(command).returncode:
-        raise FileError(f"pip {arguments[0]}", f"ended with exit status {status}", "see the output above")
+        raise FileError(
+            f"pip {arguments[0]}", f"ended with exit status {status}", "see the output above"
+        )
 
 
 if __name__ == "__main__":

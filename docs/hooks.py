@@ -1,4 +1,5 @@
-"""mkdocs hooks: generate the pages of the reference, and add Markdown files from outside docs/ to the site.
+"""mkdocs hooks: generate the pages of the reference, and add Markdown files from outside docs/ to
+the site.
 
 This module imports neither torch nor mkdocs at its top, since tests import it as well.
 """
@@ -40,7 +41,12 @@ COPIED = {
 PROGRAMS = {
     "Training": ("pretrain.train", "pretrain.extend_context"),
     "Before a run": ("pretrain.estimate", "pretrain.rehearse", "pretrain.preflight"),
-    "During and after a run": ("pretrain.status", "pretrain.evaluate", "pretrain.compare", "pretrain.report"),
+    "During and after a run": (
+        "pretrain.status",
+        "pretrain.evaluate",
+        "pretrain.compare",
+        "pretrain.report",
+    ),
     "Data": (
         "tools.make_corpus",
         "tools.train_tokenizer",
@@ -56,7 +62,7 @@ PROGRAMS = {
 PYTHON = {
     "Models and modules": ("megatron_tape.model.modules", "megatron_tape.model.reference"),
     "Positional encodings": ("megatron_tape.position.encoding", "megatron_tape.position.registry"),
-    "Attention": ("megatron_tape.ops.attention", "megatron_tape.ops.positions"),
+    "Attention": ("megatron_tape.ops.attention", "megatron_tape.ops.position_inputs"),
     "Evaluation": ("megatron_tape.evaluation.task", "megatron_tape.evaluation.results"),
     "Hooks of a training run": ("megatron_tape.training.hooks",),
 }
@@ -64,11 +70,15 @@ PYTHON = {
 
 
 class _ParserFound(BaseException):
-    """Carries a program's parser out of its `main`. A BaseException, so that the program does not catch it."""
+    """Carries a program's parser out of its `main`. A BaseException, so that the program does not
+    catch it.
+    """
 
 
 def parser_of(module: str) -> argparse.ArgumentParser:
-    """Return the parser of a program's command line, such as that of `pretrain.train`, without running the program."""
+    """Return the parser of a program's command line, such as that of `pretrain.train`, without
+    running the program.
+    """
 
     def raise_parser(parser: argparse.ArgumentParser, *_: Any) -> None:
         raise _ParserFound(parser)
@@ -85,19 +95,28 @@ def parser_of(module: str) -> argparse.ArgumentParser:
 
 def command_of(module: str) -> str:
     """Return the command that starts a program in a clone of the repository."""
-    return f"python {module.replace('.', '/')}.py" if module.startswith("tools.") else f"python -m {module}"
+    if module.startswith("tools."):
+        return f"python {module.replace('.', '/')}.py"
+    return f"python -m {module}"
 
 
 def installed_commands() -> dict[str, str]:
-    """Map the modules of programs to the commands that `pip install` provides, such as pretrain.train to tape-train."""
+    """Map the modules of programs to the commands that `pip install` provides, such as
+    pretrain.train to tape-train.
+    """
     text = (ROOT / "pretrain" / "console_scripts.py").read_text(encoding="utf-8")
     scripts = re.findall(r'_script\("([\w-]+)", "([\w.]+)"\)', text)
-    return {module.removeprefix("pretrain.") if ".tools." in module else module: name for name, module in scripts}
+    return {
+        module.removeprefix("pretrain.") if ".tools." in module else module: name
+        for name, module in scripts
+    }
 
 
 def _cell(text: str) -> str:
     """Escape text for a cell of a Markdown table, and turn paths of pages in docs/ into links."""
-    escaped = html.escape(" ".join(text.split()), quote=False).replace("|", "&#124;").replace("*", "\\*")
+    escaped = (
+        html.escape(" ".join(text.split()), quote=False).replace("|", "&#124;").replace("*", "\\*")
+    )
     return re.sub(r"docs/([\w/-]+\.md)", r"[\1](../\1)", escaped)
 
 
@@ -110,7 +129,10 @@ def _anchored(key: str) -> str:
 
 
 def _setting_row(setting: Setting) -> tuple[str, ...]:
-    default = "required" if setting.default is MISSING else f"default `{format_value(setting.default)}`"
+    if setting.default is MISSING:
+        default = "required"
+    else:
+        default = f"default `{format_value(setting.default)}`"
     kind = f"{describe(setting.schema)}; {default}"
     if setting.sections:
         kind = f"section; {'default `null`' if setting.default is None else 'always present'}"
@@ -119,7 +141,9 @@ def _setting_row(setting: Setting) -> tuple[str, ...]:
 
 
 def _setting_tables(settings: Iterable[Setting], level: int) -> Iterator[str]:
-    """Yield the lines of a table per section; every table but the first has a heading of this level."""
+    """Yield the lines of a table per section; every table but the first has a heading of this
+    level.
+    """
     grouped: dict[str, dict[str, Setting]] = {}
     for setting in settings:
         grouped.setdefault(setting.key.rpartition(".")[0], {}).setdefault(setting.key, setting)
@@ -131,7 +155,9 @@ def _setting_tables(settings: Iterable[Setting], level: int) -> Iterator[str]:
 
 
 def _encodings_note(setting: Setting) -> str:
-    """Return a sentence that lists the encodings with this setting; "" if it is not in `model.position`."""
+    """Return a sentence that lists the encodings with this setting; "" if it is not in
+    `model.position`.
+    """
     if not setting.key.startswith("model.position."):
         return ""
     field = setting.key.rpartition(".")[2]
@@ -144,12 +170,17 @@ def settings_page() -> str:
     lines = [
         "# Settings",
         "",
-        "All settings, generated from the code. Give a setting in a recipe (`--config RECIPE.yaml`) or as "
-        "`--section.key value`; later values override earlier ones. `model.position_encoding` determines the "
-        "settings of `model.position`, and `data.generator.task` those of `data.generator`.",
+        (
+            "All settings, generated from the code. Give a setting in a recipe (`--config"
+            " RECIPE.yaml`) or as `--section.key value`; later values override earlier ones."
+            " `model.position_encoding` determines the settings of `model.position`, and"
+            " `data.generator.task` those of `data.generator`."
+        ),
         "",
     ]
-    for name, group in itertools.groupby(settings_of(RunConfig), lambda setting: setting.key.partition(".")[0]):
+    for name, group in itertools.groupby(
+        settings_of(RunConfig), lambda setting: setting.key.partition(".")[0]
+    ):
         section, *settings = group
         lines.extend([f"## {name}", "", inspect.getdoc(section.sections[0]) or "", ""])
         lines.extend(_setting_tables(settings, 3))
@@ -157,8 +188,10 @@ def settings_page() -> str:
         [
             "## Tasks of pretrain.evaluate",
             "",
-            "`pretrain.evaluate TASK --TASK.setting value`. Tasks of the section [evaluation](#evaluation) have the "
-            "same settings there.",
+            (
+                "`pretrain.evaluate TASK --TASK.setting value`. Tasks of the section"
+                " [evaluation](#evaluation) have the same settings there."
+            ),
             "",
         ]
     )
@@ -173,8 +206,11 @@ def programs_page() -> str:
     lines = [
         "# Programs",
         "",
-        "Generated from `--help`. Programs that take settings accept every key of [the settings](settings.md) as "
-        "`--section.key value`. `pip install` provides most programs as commands, shown in brackets.",
+        (
+            "Generated from `--help`. Programs that take settings accept every key of [the"
+            " settings](settings.md) as `--section.key value`. `pip install` provides most programs"
+            " as commands, shown in brackets."
+        ),
         "",
     ]
     for heading, modules in PROGRAMS.items():
@@ -192,7 +228,11 @@ def _program(module: str) -> Iterator[str]:
     in_brackets = f" (`{installed}`)" if installed else ""
     name = module.rpartition(".")[2]
     yield from (f"### {name}{in_brackets} {{#{name}}}", "", description, "")
-    yield from ("```text", *parser.format_usage().removeprefix("usage: ").rstrip().splitlines(), *example.splitlines())
+    yield from (
+        "```text",
+        *parser.format_usage().removeprefix("usage: ").rstrip().splitlines(),
+        *example.splitlines(),
+    )
     yield from ("```", "")
     for title, one in subparsers_of(parser):
         if title:
@@ -203,7 +243,9 @@ def _program(module: str) -> Iterator[str]:
 
 
 def subparsers_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Yield the pair ("", parser), and then a pair of name and parser for each of its subcommands."""
+    """Yield the pair ("", parser), and then a pair of name and parser for each of its
+    subcommands.
+    """
     yield "", parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -212,7 +254,9 @@ def subparsers_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argpar
 
 def _is_option(action: argparse.Action) -> bool:
     is_setting = any("." in name for name in action.option_strings)
-    return not isinstance(action, argparse._HelpAction | argparse._SubParsersAction) and not is_setting
+    return (
+        not isinstance(action, argparse._HelpAction | argparse._SubParsersAction) and not is_setting
+    )
 
 
 def _option_row(action: argparse.Action) -> tuple[str, str]:
@@ -221,19 +265,34 @@ def _option_row(action: argparse.Action) -> tuple[str, str]:
         metavar = "{" + ",".join(map(str, action.choices)) + "}"
     metavar = " ".join(metavar) if isinstance(metavar, tuple) else metavar
     names = ", ".join(action.option_strings)
-    name = f"{names} {metavar}" if action.option_strings and action.nargs != 0 else names or metavar
+    if action.option_strings and action.nargs != 0:
+        name = f"{names} {metavar}"
+    else:
+        name = names or metavar
     meaning = (action.help or "") % vars(action)
-    required = " (required)" if action.required and action.option_strings else ""
+    if action.required and action.option_strings:
+        required = " (required)"
+    else:
+        required = ""
     return f"`{name}`".replace("|", "\\|"), _cell(meaning + required)
 
 
 def python_page() -> str:
-    """Return the page of the Python API; mkdocstrings replaces each `:::` line by the docstrings of a module."""
-    lines = ["# Python API", "", "Modules, classes and functions to import, with their docstrings.", ""]
+    """Return the page of the Python API; mkdocstrings replaces each `:::` line by the docstrings of
+    a module.
+    """
+    lines = [
+        "# Python API",
+        "",
+        "Modules, classes and functions to import, with their docstrings.",
+        "",
+    ]
     for heading, modules in PYTHON.items():
         lines.extend([f"## {heading}", ""])
         for module in modules:
-            lines.extend([f"::: {module}", ""] if (ROOT / f"{module.replace('.', '/')}.py").exists() else [])
+            lines.extend(
+                [f"::: {module}", ""] if (ROOT / f"{module.replace('.', '/')}.py").exists() else []
+            )
     return "\n".join(lines)
 
 
@@ -261,7 +320,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrite links between files of the repository so that they work in the site. mkdocs calls this hook per page."""
+    """Rewrite links between files of the repository so that they work in the site. mkdocs calls
+    this hook per page.
+    """
     path = page.file.src_uri
     sources = {copy: source for source, copy in COPIED.items()}
     folder = Path(sources.get(path, f"docs/{path}")).parent
@@ -277,9 +338,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return text  # such as a link to LICENSE, which has no page
         return f"{image}[{text}]({os.path.relpath(page_path, Path(path).parent)}{anchor})"
 
-    # GitHub needs a backslash before a bar in a table's code; Python-Markdown would show the backslash.
+    # GitHub needs a backslash before a bar in a table's code; Python-Markdown would show the
+    # backslash.
     code_in_table = re.compile(r"(?<=`)[^`\n]*\\\|[^`\n]*(?=`)")
     lines = markdown.split("\n")
-    lines = [code_in_table.sub(lambda code: code[0].replace("\\|", "|"), x) if x.startswith("|") else x for x in lines]
+    lines = [
+        code_in_table.sub(lambda code: code[0].replace("\\|", "|"), x) if x.startswith("|") else x
+        for x in lines
+    ]
     markdown = "\n".join(lines)
     return re.sub(r"(!?)\[([^]]*)\]\(([^)#:\s]+)(#[^)]*)?\)", site_link, markdown)

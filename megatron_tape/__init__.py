@@ -7,7 +7,8 @@ Classes and functions for your own PyTorch code; `docs/python.md` has examples:
                             the modules of its layers, and the state before the first layer
     plot_position_states    draw how far the layers moved each token's position state
 
-Importing this package does not import torch. To train on many GPUs, use programs such as `python -m pretrain.train`.
+Importing this package does not import torch. To train on many GPUs, use programs such as `python -m
+pretrain.train`.
 """
 
 import importlib

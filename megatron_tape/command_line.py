@@ -1,4 +1,6 @@
-"""Code that all programs share: options, errors in one sentence, clean exits on signals, progress lines."""
+"""Code that all programs share: options, errors in one sentence, clean exits on signals, progress
+lines.
+"""
 
 import argparse
 import codecs
@@ -22,11 +24,12 @@ from megatron_tape.text import duration, printable
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that raises ConfigError, rejects abbreviated options and does not rewrap descriptions.
+    """An argparse parser that raises ConfigError, rejects abbreviated options and does not rewrap
+    descriptions.
 
-    An argument that has no type or the type Path is a path: a leading `~` becomes the home directory, and an address
-    such as `s3://bucket/run` is refused. An argument `~name` is not changed if a file of that name exists. Use
-    `type=str` for text that is not a path.
+    An argument that has no type or the type Path is a path: a leading `~` becomes the home
+    directory, and an address such as `s3://bucket/run` is refused. An argument `~name` is not
+    changed if a file of that name exists. Use `type=str` for text that is not a path.
     """
 
     command: ClassVar[str | None] = None
@@ -36,16 +39,23 @@ class Parser(argparse.ArgumentParser):
         # A subcommand's `prog` already begins with the command.
         if self.command and not (arguments.get("prog") or "").startswith(self.command):
             arguments["prog"] = self.command
-        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False} | arguments)
+        super().__init__(
+            **{"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+            | arguments
+        )
         version = f"megatron-tape {__version__}"
-        self.add_argument("--version", action="version", version=version, help="show the version and exit")
+        self.add_argument(
+            "--version", action="version", version=version, help="show the version and exit"
+        )
         self.register("type", None, lambda text: _expanded(text))
         self.register("type", Path, path)
 
     def add_subparsers(self, **arguments: Any):
         """Add subcommands as argparse does; each expands `~` in its own arguments."""
         subparsers = super().add_subparsers(**arguments)
-        subparsers.type = str  # its values include the subcommand's arguments, which the subcommand expands
+        subparsers.type = (
+            str  # its values include the subcommand's arguments, which the subcommand expands
+        )
         return subparsers
 
     def error(self, message: str) -> NoReturn:
@@ -87,16 +97,21 @@ LASTING_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.E
 LASTING_ERRORS |= {errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 """Errors of a file system that responds: a full disk, missing rights, and impossible paths."""
 REPORT_TIMEOUT = 5.0
-"""Seconds that ranks other than 0 wait before they report an error, so that rank 0 reports first."""
+"""Seconds that ranks other than 0 wait before they report an error, so that rank 0 reports first.
+"""
 UNTOUCHED = "nothing unfinished was left behind"
 """Default end of the message after a signal."""
 
 
-def run(main: Callable[[], int | None], unavailable: int = 1, interrupted: str = UNTOUCHED) -> NoReturn:
-    """Run a program's `main`, and exit with the status that `status_of` returns for the same arguments.
+def run(
+    main: Callable[[], int | None], unavailable: int = 1, interrupted: str = UNTOUCHED
+) -> NoReturn:
+    """Run a program's `main`, and exit with the status that `status_of` returns for the same
+    arguments.
 
-    SIGINT, SIGTERM and SIGHUP raise Interrupted in `main`, so that its context managers remove unfinished output.
-    Failing to write stdout, for example to a full disk, counts as an OSError of `main`.
+    SIGINT, SIGTERM and SIGHUP raise Interrupted in `main`, so that its context managers remove
+    unfinished output. Failing to write stdout, for example to a full disk, counts as an OSError of
+    `main`.
     """
     escape_unprintable()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -115,14 +130,19 @@ def run(main: Callable[[], int | None], unavailable: int = 1, interrupted: str =
     sys.exit(status)
 
 
-def status_of(main: Callable[[], int | None], unavailable: int = 1, interrupted: str = UNTOUCHED) -> int:
-    """Run a program's `main`, report its error, if any, as one sentence on stderr, and return the exit status:
+def status_of(
+    main: Callable[[], int | None], unavailable: int = 1, interrupted: str = UNTOUCHED
+) -> int:
+    """Run a program's `main`, report its error, if any, as one sentence on stderr, and return the
+    exit status:
 
     - the value that `main` returns, or 0 for None;
     - EXIT_REFUSED after a ValueError;
-    - `unavailable` after an OSError that may pass within minutes, and 1 after others (`LASTING_ERRORS`);
+    - `unavailable` after an OSError that may pass within minutes, and 1 after others
+      (`LASTING_ERRORS`);
     - 128 + N after signal N, with a message that ends with `interrupted`;
-    - 1 after a broken pipe, an out-of-memory error or a panic of Rust code. Other errors are raised.
+    - 1 after a broken pipe, an out-of-memory error or a panic of Rust code. Other errors are
+      raised.
     """
     try:
         return main() or 0
@@ -133,12 +153,17 @@ def status_of(main: Callable[[], int | None], unavailable: int = 1, interrupted:
         return 1
     except OSError as error:
         named = error.strerror and error.filename
-        sentence = f"{error.strerror}: {error.filename}" if named else error.strerror or " ".join(str(error).split())
+        if named:
+            sentence = f"{error.strerror}: {error.filename}"
+        else:
+            sentence = error.strerror or " ".join(str(error).split())
         status = 1 if error.errno in LASTING_ERRORS else unavailable
     except UserError as error:
-        sentence, status = str(error), EXIT_REFUSED
+        sentence = str(error)
+        status = EXIT_REFUSED
     except ValueError as error:  # a library's message, possibly of several lines
-        sentence, status = " ".join(str(error).split()), EXIT_REFUSED
+        sentence = " ".join(str(error).split())
+        status = EXIT_REFUSED
     except BaseException as error:
         if (sentence := describe_fatal_error(error)) is None:
             raise
@@ -149,20 +174,34 @@ def status_of(main: Callable[[], int | None], unavailable: int = 1, interrupted:
 
 
 def describe_fatal_error(error: BaseException) -> str | None:
-    """Return one sentence about an out-of-memory error or a panic of Rust code, and None for any other error."""
-    reason, name = " ".join(str(error).split())[:300], type(error).__name__
+    """Return one sentence about an out-of-memory error or a panic of Rust code, and None for any
+    other error.
+    """
+    reason = " ".join(str(error).split())[:300]
+    name = type(error).__name__
     # torch's own error is recognized by its name, since torch may not be imported.
-    if isinstance(error, MemoryError) or name == "OutOfMemoryError" or "can't allocate memory" in reason:
+    if (
+        isinstance(error, MemoryError)
+        or name == "OutOfMemoryError"
+        or "can't allocate memory" in reason
+    ):
         reason = f" ({reason})" if reason else ""
-        return f"memory ran out{reason}; use smaller inputs or settings, or give the program more memory"
+        return (
+            f"memory ran out{reason}; use smaller inputs or settings, or give the program more"
+            " memory"
+        )
     if name == "PanicException":  # a BaseException
-        return f"a library failed ({reason}); one of the input files is damaged, or the library has a bug"
+        return (
+            f"a library failed ({reason}); one of the input files is damaged, or the library has"
+            " a bug"
+        )
     return None
 
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Report a UserError, out-of-memory error or panic in the block as `run` does, and exit; raise other errors.
+    """Report a UserError, out-of-memory error or panic in the block as `run` does, and exit; raise
+    other errors.
 
     For programs that run on many ranks and install their own signal handlers.
     """
@@ -180,7 +219,9 @@ def exit_on_user_error() -> Iterator[None]:
 
 
 def print_error(error: UserError | str) -> None:
-    """Print an error to stderr; ranks other than 0 first wait REPORT_TIMEOUT, since most errors occur on every rank."""
+    """Print an error to stderr; ranks other than 0 first wait REPORT_TIMEOUT, since most errors
+    occur on every rank.
+    """
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         # A launcher ends all ranks as soon as one exits, so rank 0 must print first.
@@ -189,10 +230,11 @@ def print_error(error: UserError | str) -> None:
 
 
 def escape_unprintable() -> None:
-    """Make stdout and stderr escape control characters, and characters that their encoding cannot represent.
+    """Make stdout and stderr escape control characters, and characters that their encoding cannot
+    represent.
 
-    Otherwise a name from an untrusted file could change what a terminal shows, and an é could raise an error at the end
-    of a long run if PYTHONIOENCODING is ascii.
+    Otherwise a name from an untrusted file could change what a terminal shows, and an é could raise
+    an error at the end of a long run if PYTHONIOENCODING is ascii.
     """
     for stream in (sys.stdout, sys.stderr):
         if not isinstance(stream, io.TextIOWrapper):
@@ -203,8 +245,11 @@ def escape_unprintable() -> None:
         stream.write = functools.partial(_write_printable, stream)
 
 
-_MOVES, _COLORS = re.compile(r"(\n|\x1b\[A)*"), re.compile(r"\x1b\[[0-9;]*m")
-"""tqdm's moves between its bars, which are printed unchanged, and color codes, which are removed on stderr."""
+_MOVES = re.compile(r"(\n|\x1b\[A)*")
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")
+"""tqdm's moves between its bars, which are printed unchanged, and color codes, which are removed on
+stderr.
+"""
 
 
 def _write_printable(stream: io.TextIOWrapper, text: str) -> int:
@@ -215,7 +260,9 @@ def _write_printable(stream: io.TextIOWrapper, text: str) -> int:
 
 
 def _escape_or_restore(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Restore bytes that Python decoded as surrogates, such as those of file names, and escape other characters."""
+    """Restore bytes that Python decoded as surrogates, such as those of file names, and escape
+    other characters.
+    """
     try:
         return codecs.lookup_error("surrogateescape")(error)
     except UnicodeError:
@@ -264,10 +311,12 @@ def step(description: str):
 
 
 class Progress:
-    """A progress line on stderr, updated about once a second on a terminal and every ten seconds in a log.
+    """A progress line on stderr, updated about once a second on a terminal and every ten seconds in
+    a log.
 
-    `total` is the value of `done` at the end. If it is None, the percentage and the time left are not shown. `start` is
-    the value of `done` at the beginning, such as the part that an earlier run has completed.
+    `total` is the value of `done` at the end. If it is None, the percentage and the time left are
+    not shown. `start` is the value of `done` at the beginning, such as the part that an earlier run
+    has completed.
     """
 
     def __init__(self, total: int | None, start: int = 0):
@@ -283,7 +332,9 @@ class Progress:
         return time.monotonic() - self._started
 
     def update(self, done: int, message: Callable[[float], str]) -> None:
-        """Show `message(seconds since the start)`, the percentage done and the time left, if an update is due."""
+        """Show `message(seconds since the start)`, the percentage done and the time left, if an
+        update is due.
+        """
         now = time.monotonic()
         if now - self._last < self._interval:
             return
@@ -292,7 +343,9 @@ class Progress:
         line = message(elapsed)
         if self._total and done > self._start:
             line += f", {min(done / self._total, 1.0):.1%}"
-            share = min((done - self._start) / (self._total - self._start), 1.0)  # of the work since the start
+            share = min(
+                (done - self._start) / (self._total - self._start), 1.0
+            )  # of the work since the start
             if share >= 0.01 or elapsed > 60:  # before that, startup dominates
                 line += f", {duration(elapsed * (1 - share) / share)} left"
         if self._terminal:

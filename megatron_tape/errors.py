@@ -1,4 +1,6 @@
-"""Errors that are shown to users as one sentence: subject (such as a setting's key), problem and fix."""
+"""Errors that are shown to users as one sentence: subject (such as a setting's key), problem and
+fix.
+"""
 
 from megatron_tape.text import printable
 
@@ -18,19 +20,26 @@ class UserError(ValueError):
     Code that handles the error must read its attributes instead of parsing the message.
     """
 
-    def __init__(self, subject: str | tuple[str, ...], problem: str, fix: str = "", place: str = ""):
+    def __init__(
+        self, subject: str | tuple[str, ...], problem: str, fix: str = "", place: str = ""
+    ):
         """Create an error.
 
         Args:
-            subject: what the error is about: a setting's key, a file or a checkpoint. A tuple lists all subjects that
-                the problem depends on; the message shows only the first.
+            subject: what the error is about: a setting's key, a file or a checkpoint. A tuple lists
+                all subjects that the problem depends on; the message shows only the first.
             problem: what is wrong, as the continuation of a sentence that starts with the subject.
             fix: what the user can do, as an imperative.
             place: where the subject was set, such as `recipe.yaml:12`.
         """
         super().__init__(subject, problem, fix, place)
-        self.subjects = (subject,) if isinstance(subject, str) else tuple(subject)
-        self.problem, self.fix, self.place = problem, fix, place
+        if isinstance(subject, str):
+            self.subjects = (subject,)
+        else:
+            self.subjects = tuple(subject)
+        self.problem = problem
+        self.fix = fix
+        self.place = place
 
     @property
     def subject(self) -> str:
@@ -43,8 +52,14 @@ class UserError(ValueError):
 
     def __str__(self) -> str:
         sentence = " ".join(filter(None, (self.subject, self.problem)))
-        message = (f"{self.place}: " if self.place else "") + sentence + (f"; {self.fix}" if self.fix else "")
-        return printable(message if len(message) <= _LONGEST else f"{message[:_LONGEST]} ...", one_line=True)
+        message = (
+            (f"{self.place}: " if self.place else "")
+            + sentence
+            + (f"; {self.fix}" if self.fix else "")
+        )
+        return printable(
+            message if len(message) <= _LONGEST else f"{message[:_LONGEST]} ...", one_line=True
+        )
 
 
 class ConfigError(UserError):
@@ -65,11 +80,15 @@ class CheckpointError(FileError):
 
 
 class UnexpectedCheckpointError(CheckpointError):
-    """A failure of neither the file system, nor memory, nor an input, such as a bug. A retry would fail, too."""
+    """A failure of neither the file system, nor memory, nor an input, such as a bug. A retry would
+    fail, too.
+    """
 
 
 class NodeError(UserError):
-    """Something failed on some nodes and works on the others. The subjects are the names of the failing nodes."""
+    """Something failed on some nodes and works on the others. The subjects are the names of the
+    failing nodes.
+    """
 
 
 class StaleAttempt(RuntimeError):
@@ -78,9 +97,3 @@ class StaleAttempt(RuntimeError):
 
 class TrainingStopped(RuntimeError):
     """Training cannot continue; the message is the reason."""
-
-
-def refuse(condition: bool, subject: str | tuple[str, ...], problem: str, fix: str = "") -> None:
-    """Raise ConfigError(subject, problem, fix) if `condition` is true."""
-    if condition:
-        raise ConfigError(subject, problem, fix)

@@ -1,4 +1,6 @@
-"""Paths that users give: refuse addresses, and expand `~`. Provide cache directories if the home is not writable."""
+"""Paths that users give: refuse addresses, and expand `~`. Provide cache directories if the home is
+not writable.
+"""
 
 import getpass
 import os
@@ -13,9 +15,11 @@ from megatron_tape.errors import UserError
 
 
 def expand_home(path: str) -> str:
-    """Return a path with a leading `~` or `~user` expanded. Raises UserError if the user has no home directory.
+    """Return a path with a leading `~` or `~user` expanded. Raises UserError if the user has no
+    home directory.
 
-    A shell expands `~` at the beginning of an unquoted word, but not in a recipe or after `--option=`.
+    A shell expands `~` at the beginning of an unquoted word, but not in a recipe or after
+    `--option=`.
     """
     if not path.startswith("~"):
         return path
@@ -27,36 +31,44 @@ def expand_home(path: str) -> str:
 
 
 def refuse_address(path: str) -> None:
-    """Raise UserError for an address such as `s3://bucket/run`, which would be used as a local path named `s3:`."""
+    """Raise UserError for an address such as `s3://bucket/run`, which would be used as a local path
+    named `s3:`.
+    """
     if re.match("[A-Za-z][A-Za-z0-9+.-]*://", path):
         raise UserError(
             path,
             "is an address, and object stores and servers are not supported",
-            "give a path, such as that of a shared or mounted directory, and copy with a program such as aws s3 sync "
-            "between runs",
+            "give a path, such as that of a shared or mounted directory, and copy with a program"
+            " such as aws s3 sync between runs",
         )
 
 
 def private_directory(name: str) -> str:
     """Create a directory for temporary files that only this user can write to, and return its path.
 
-    It is called `name`, and later calls return it again. If a directory of that name belongs to another user, or others
-    can write to it, each call creates a new one, called `name` with a random suffix.
+    It is called `name`, and later calls return it again. If a directory of that name belongs to
+    another user, or others can write to it, each call creates a new one, called `name` with a
+    random suffix.
     """
     path = Path(tempfile.gettempdir(), name)
     with suppress(OSError):
         path.mkdir(mode=0o700, exist_ok=True)
         status = path.lstat()
-        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
+        if (
+            stat.S_ISDIR(status.st_mode)
+            and status.st_uid == os.getuid()
+            and not status.st_mode & 0o022
+        ):
             return str(path)
     return tempfile.mkdtemp(prefix=f"{name}-")
 
 
 def provide_caches() -> None:
-    """Move libraries' caches to a temporary directory if the home directory is not writable; set USER if it is unknown.
+    """Move libraries' caches to a temporary directory if the home directory is not writable; set
+    USER if it is unknown.
 
-    Both cases are common in containers. Cache variables that are already set are not changed. Rank 0 prints which
-    caches have moved.
+    Both cases are common in containers. Cache variables that are already set are not changed. Rank
+    0 prints which caches have moved.
     """
     try:
         getpass.getuser()
@@ -64,10 +76,17 @@ def provide_caches() -> None:
         os.environ["USER"] = str(os.getuid())  # torch's compiler asks for a name
     home = os.path.expanduser("~")
     models = os.environ.get("HF_HOME") or os.path.join(home, ".cache", "huggingface")
-    names = [] if _is_writable(home) else ["MPLCONFIGDIR", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR"]
+    if _is_writable(home):
+        names = []
+    else:
+        names = ["MPLCONFIGDIR", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR"]
     if not _is_writable(models):
         # HF_HOME may be a read-only directory of models that many users share.
-        names += ["HF_MODULES_CACHE"] if os.access(models, os.R_OK | os.X_OK) else ["HF_MODULES_CACHE", "HF_HOME"]
+        names += (
+            ["HF_MODULES_CACHE"]
+            if os.access(models, os.R_OK | os.X_OK)
+            else ["HF_MODULES_CACHE", "HF_HOME"]
+        )
     names = [name for name in names if name not in os.environ]
     if not names:
         return
@@ -82,6 +101,13 @@ def provide_caches() -> None:
 def _is_writable(path: str) -> bool:
     """Return whether a directory is writable, or can be created if it does not exist."""
     absolute = os.path.abspath(path)
-    # Unlike Path's methods, os.path.lexists returns False for paths in directories that cannot be searched.
-    existing = next(each for each in (absolute, *map(str, Path(absolute).parents)) if os.path.lexists(each))
-    return not path.startswith("~") and os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK)
+    # Unlike Path's methods, os.path.lexists returns False for paths in directories that cannot be
+    # searched.
+    existing = next(
+        each for each in (absolute, *map(str, Path(absolute).parents)) if os.path.lexists(each)
+    )
+    return (
+        not path.startswith("~")
+        and os.path.isdir(existing)
+        and os.access(existing, os.W_OK | os.X_OK)
+    )

@@ -5,7 +5,9 @@ import sys
 
 
 def exit_on_ctrl_c() -> None:
-    """Make an uncaught KeyboardInterrupt, even during imports, exit with status 130 and a sentence, no traceback."""
+    """Make an uncaught KeyboardInterrupt, even during imports, exit with status 130 and a sentence,
+    no traceback.
+    """
     default = sys.excepthook
 
     def report(kind, error, trace):

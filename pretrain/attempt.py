@@ -1,6 +1,8 @@
-"""Start and evaluate the attempts of a run. A Slurm script calls this before and after the training processes.
+"""Start and evaluate the attempts of a run. A Slurm script calls this before and after the training
+processes.
 
-An attempt is one start of a run's training processes. A job that is requeued starts a new attempt each time.
+An attempt is one start of a run's training processes. A job that is requeued starts a new attempt
+each time.
 
 
     python -m pretrain.attempt check -- RECIPE [--section.key value ...]
@@ -10,12 +12,14 @@ An attempt is one start of a run's training processes. A job that is requeued st
     python -m pretrain.attempt decide --run RUN --checkpoints DIR --attempt N
 
 - `check` validates the settings of a run.
-- `chain` validates a run and, if given, the extension of its model and the evaluation of the last model. It prints the
-  directory of the run and that of the extension.
-- `begin` validates the settings, creates the record of the next attempt, and prints shell variables for its processes.
-  It copies the code and the complete configuration to RUN/jobs/ID, from where a requeued job continues.
-- `decide` prints the verdict on an ended attempt with its reason: `done` (the run is finished), `again` (requeue the
-  job) or `stop`. After `again`, a second line may list nodes to `exclude` from the next attempt.
+- `chain` validates a run and, if given, the extension of its model and the evaluation of the last
+  model. It prints the directory of the run and that of the extension.
+- `begin` validates the settings, creates the record of the next attempt, and prints shell variables
+  for its processes. It copies the code and the complete configuration to RUN/jobs/ID, from where a
+  requeued job continues.
+- `decide` prints the verdict on an ended attempt with its reason: `done` (the run is finished),
+  `again` (requeue the job) or `stop`. After `again`, a second line may list nodes to `exclude` from
+  the next attempt.
 """
 
 import argparse
@@ -35,7 +39,7 @@ from megatron_tape.checkpoint.locate import resolve_resume
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config, with_config_option
 from megatron_tape.config.schema import RunConfig, replace_settings, to_yaml
-from megatron_tape.errors import EXIT_RESTART, ConfigError, FileError, refuse
+from megatron_tape.errors import EXIT_RESTART, ConfigError, FileError
 from megatron_tape.evaluation.model_source import model_of_run
 from megatron_tape.extension.base_model import Base, find_base, starts_from_base
 from megatron_tape.io.files import SUFFIX, atomic_directory, remove
@@ -55,7 +59,15 @@ from pretrain.evaluate import check_evaluation
 
 EXTENDING = "pretrain.extend_context"
 """The program whose runs extend another model."""
-CODE = ("megatron_tape", "pretrain", "tools", "slurm", "requirements.txt", "requirements-gpu.txt", "pyproject.toml")
+CODE = (
+    "megatron_tape",
+    "pretrain",
+    "tools",
+    "slurm",
+    "requirements.txt",
+    "requirements-gpu.txt",
+    "pyproject.toml",
+)
 """Files and directories of the repository that are copied for a job."""
 
 
@@ -63,24 +75,54 @@ def main(argv: list[str] | None = None) -> None:
     """Run the subcommand `check`, `chain`, `begin` or `decide`."""
     parser = command_line.Parser(prog="python -m pretrain.attempt", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    add = verbs.add_parser("begin", help="create the next attempt of a run, and print shell variables").add_argument
-    add("--module", default="pretrain.train", help="module that each process runs (default: %(default)s)")
+    add = verbs.add_parser(
+        "begin", help="create the next attempt of a run, and print shell variables"
+    ).add_argument
+    add(
+        "--module",
+        default="pretrain.train",
+        help="module that each process runs (default: %(default)s)",
+    )
     add("--job", required=True, help="Slurm's ID of the job")
     add("--source", required=True, help="directory of the code to copy")
-    add("--job-link", required=True, help="link to RUN/jobs/ID, created at the first start and read after a requeue")
-    add("--requeued", action="store_true", help="the job was requeued: use the configuration behind --job-link")
+    add(
+        "--job-link",
+        required=True,
+        help="link to RUN/jobs/ID, created at the first start and read after a requeue",
+    )
+    add(
+        "--requeued",
+        action="store_true",
+        help="the job was requeued: use the configuration behind --job-link",
+    )
     add("--nodes", required=True, help="comma-separated names of the nodes")
     add("--processes", type=int, required=True, help="number of ranks of the job")
-    add("--scratch", default="", help="write to SCRATCH/runs/RECIPE unless logging.directory is set")
+    add(
+        "--scratch", default="", help="write to SCRATCH/runs/RECIPE unless logging.directory is set"
+    )
     add("--log", default="", help="path of the job's output, to be recorded")
     add("arguments", nargs="*", type=str, help="after --: RECIPE --section.key value ...")
     add = verbs.add_parser("check", help="validate settings before a job is submitted").add_argument
-    add("--module", help="module that each process will run (default: skip the check that the recipe is for it)")
+    add(
+        "--module",
+        help=(
+            "module that each process will run (default: skip the check that the recipe is for it)"
+        ),
+    )
     add("arguments", nargs="*", type=str, help="after --: RECIPE --section.key value ...")
-    add = verbs.add_parser("chain", help="validate a run, and its extension and evaluation").add_argument
+    add = verbs.add_parser(
+        "chain", help="validate a run, and its extension and evaluation"
+    ).add_argument
     add("--scratch", default="", help="as for begin")
-    add("arguments", nargs="*", type=str, help="after --: RECIPE ... [--extend RECIPE ...] [--evaluate TASK ...]")
-    add = verbs.add_parser("decide", help="print what to do after an attempt: done, again or stop").add_argument
+    add(
+        "arguments",
+        nargs="*",
+        type=str,
+        help="after --: RECIPE ... [--extend RECIPE ...] [--evaluate TASK ...]",
+    )
+    add = verbs.add_parser(
+        "decide", help="print what to do after an attempt: done, again or stop"
+    ).add_argument
     add("--run", required=True, help="the run's directory")
     add("--checkpoints", required=True, help="the run's checkpoint directory")
     add("--attempt", type=int, required=True, help="number of the attempt")
@@ -97,7 +139,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def check_job(arguments: list[str], module: str | None) -> None:
-    """Validate the arguments of `module` before a job is submitted; None skips the check that the recipe is for it.
+    """Validate the arguments of `module` before a job is submitted; None skips the check that the
+    recipe is for it.
 
     Raises ConfigError for invalid settings, also if they do not fit the model that the run extends.
     """
@@ -113,9 +156,11 @@ def check_job(arguments: list[str], module: str | None) -> None:
 
 
 def check_chain(arguments: list[str], scratch: str) -> list[str]:
-    """Validate a run, its extension and the evaluation; return the directories of the run and of its extension.
+    """Validate a run, its extension and the evaluation; return the directories of the run and of
+    its extension.
 
-    `arguments` is RECIPE ... [--extend RECIPE ...] [--evaluate TASK ...]. Raises ConfigError for invalid settings.
+    `arguments` is RECIPE ... [--extend RECIPE ...] [--evaluate TASK ...]. Raises ConfigError for
+    invalid settings.
     """
     training, evaluation = _split(arguments, "--evaluate")
     pretraining, extension = _split(training, "--extend")
@@ -131,8 +176,12 @@ def check_chain(arguments: list[str], scratch: str) -> list[str]:
     for second in runs[1:]:
         check(second, Level.FILES, extends=True, base=base)
         same = Path(first.logging.directory).resolve() == Path(second.logging.directory).resolve()
-        problem = f"is {first.logging.directory} for both pretraining and extension"
-        refuse(same, "logging.directory", problem, "give one of them --logging.directory NEW, after its recipe")
+        if same:
+            raise ConfigError(
+                "logging.directory",
+                f"is {first.logging.directory} for both pretraining and extension",
+                "give one of them --logging.directory NEW, after its recipe",
+            )
     if evaluation:
         check_evaluation(evaluation, model_of_run(runs[-1]))
     return [config.logging.directory for config in runs]
@@ -147,17 +196,28 @@ def _split(arguments: list[str], option: str) -> tuple[list[str], list[str]]:
 
 
 def begin(options: argparse.Namespace) -> None:
-    """Create the next attempt for a job and print its shell variables. Raises ConfigError if it must not start."""
+    """Create the next attempt for a job and print its shell variables. Raises ConfigError if it
+    must not start.
+    """
     link = Path(options.job_link)
     requeued = options.requeued and (link / "config.yaml").is_file()
     from_copy = ["--config", str(link.resolve() / "config.yaml")]
-    config = parse_run_config(from_copy if requeued else _arguments(options.arguments, options.scratch))
-    run, checkpoints = Path(config.logging.directory), config.checkpoint.directory
+    config = parse_run_config(
+        from_copy if requeued else _arguments(options.arguments, options.scratch)
+    )
+    run = Path(config.logging.directory)
+    checkpoints = config.checkpoint.directory
     attempts = read_attempts(run)
-    # Only a requeued job can be in a crash loop. A new job may always start, since a user has submitted it.
-    job_attempts = [attempt for attempt in attempts if attempt.facts.get("job") == options.job] if requeued else []
+    # Only a requeued job can be in a crash loop. A new job may always start, since a user has
+    # submitted it.
+    if requeued:
+        job_attempts = [attempt for attempt in attempts if attempt.facts.get("job") == options.job]
+    else:
+        job_attempts = []
     resume = resolve_resume(config.checkpoint.resume, checkpoints)
-    if job_attempts and checkpointed_step(checkpoints) > job_attempts[0].facts.get("checkpoint_step", 0):
+    if job_attempts and checkpointed_step(checkpoints) > job_attempts[0].facts.get(
+        "checkpoint_step", 0
+    ):
         resume = "auto"  # the job has newer checkpoints than the one it started from
     config = replace_settings(config, {"checkpoint.resume": resume})
     check(config, Level.START, options.processes, extends=options.module == EXTENDING)
@@ -199,7 +259,8 @@ def begin(options: argparse.Namespace) -> None:
 
 
 def judge(run: Path, checkpoints: str, number: int, not_started: bool = False) -> None:
-    """Print and record the verdict on an ended attempt (see `decide`), and the traceback if it is `stop`.
+    """Print and record the verdict on an ended attempt (see `decide`), and the traceback if it is
+    `stop`.
 
     `not_started`: the processes of the attempt did not start, so none of them has recorded its end.
     """
@@ -229,7 +290,8 @@ def _tell(message: str) -> None:
 
 
 def _record_missing_start(run: Path, checkpoints: str, number: int) -> None:
-    """Record that the processes of an attempt did not start, unless one of them has recorded its end or a heartbeat.
+    """Record that the processes of an attempt did not start, unless one of them has recorded its
+    end or a heartbeat.
 
     A process that runs may also end with a status of those that show a missing start, such as 255.
     """
@@ -243,13 +305,16 @@ def _record_missing_start(run: Path, checkpoints: str, number: int) -> None:
 
 
 def _arguments(arguments: list[str], scratch: str) -> list[str]:
-    """Turn `RECIPE --section.key value ...` into arguments of pretrain.train; see --scratch for the run's directory."""
+    """Turn `RECIPE --section.key value ...` into arguments of pretrain.train; see --scratch for the
+    run's directory.
+    """
     arguments = with_config_option(arguments)
     parser = command_line.Parser(add_help=False)
     parser.add_argument("--config", action="append", default=[])
     recipes = parser.parse_known_args(arguments)[0].config
     if scratch and recipes:
-        # Placed first, so that a logging.directory in a recipe, such as a run's config.yaml, overrides it.
+        # Placed first, so that a logging.directory in a recipe, such as a run's config.yaml,
+        # overrides it.
         arguments = [f"--logging.directory={scratch}/runs/{Path(recipes[-1]).stem}", *arguments]
     return arguments
 
@@ -260,15 +325,23 @@ def _refuse_other_job(run: Path, attempts: list, job: str) -> None:
     if other in (None, job) or attempts[-1].verdict is not None:
         return
     state = (queue_state(other) or "").lower()
-    problem = f"is {run}, which belongs to job {other} ({state})"
-    refuse(state != "", "logging.directory", problem, "cancel that job, or give --logging.directory NEW")
+    if state != "":
+        raise ConfigError(
+            "logging.directory",
+            f"is {run}, which belongs to job {other} ({state})",
+            "cancel that job, or give --logging.directory NEW",
+        )
 
 
 def _refuse_crash_loop(run: Path, job_attempts: list, step: int, job: str) -> None:
-    """Raise ConfigError if a job is in a crash loop. Otherwise, print how an attempt without a verdict ended."""
+    """Raise ConfigError if a job is in a crash loop. Otherwise, print how an attempt without a
+    verdict ended.
+    """
     last = job_attempts[-1]
     if loop := crash_loop(job_attempts, step, job):
-        raise ConfigError("logging.directory", f"is {run}, where {loop}; the last attempt: {last_error(last)}")
+        raise ConfigError(
+            "logging.directory", f"is {run}, where {loop}; the last attempt: {last_error(last)}"
+        )
     if last.verdict is None:
         _tell(f"attempt {last.number}: {last_error(last)}")
 
@@ -289,7 +362,9 @@ def _copy(source: Path, directory: Path, config: RunConfig) -> None:
         for name in CODE:
             path = source / name
             if path.is_dir():
-                shutil.copytree(path, partial / "code" / name, ignore=ignored, copy_function=_copy_file)
+                shutil.copytree(
+                    path, partial / "code" / name, ignore=ignored, copy_function=_copy_file
+                )
             elif path.is_file():
                 shutil.copy2(path, partial / "code" / name)
         if (source / ".venv").exists():
@@ -305,11 +380,15 @@ def _copy_file(source: str, target: str) -> None:
         if error.errno not in command_line.LASTING_ERRORS:
             raise
         # Otherwise, copytree would try all other files, and report each of them.
-        raise FileError(target, f"cannot be written: {error.strerror}", "free space, or correct the rights") from None
+        raise FileError(
+            target, f"cannot be written: {error.strerror}", "free space, or correct the rights"
+        ) from None
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return free TCP ports of this node, below the range that Linux uses for outgoing connections."""
+    """Return free TCP ports of this node, below the range that Linux uses for outgoing
+    connections.
+    """
     ports = []
     for port in random.sample(range(20000, 32000), 1000):
         with socket.socket() as listener, contextlib.suppress(OSError):
@@ -321,5 +400,6 @@ def _free_ports(count: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    # The Slurm script tries again if the file system does not respond, but not for a full disk or invalid settings.
+    # The Slurm script tries again if the file system does not respond, but not for a full disk or
+    # invalid settings.
     command_line.run(main, unavailable=EXIT_RESTART)

@@ -1,12 +1,14 @@
 """Train and evaluate several positional encodings with several seeds, and compare them on one page.
 
-    python -m pretrain.compare --recipe RECIPE --encodings rope,tape,tape+token_mixing=per_head --seeds 3
+    python -m pretrain.compare --recipe RECIPE --encodings rope,tape,tape+token_mixing=per_head
+    --seeds 3
 
-An encoding with changed settings is a variant of its own: tape+token_mixing=per_head changes a setting of the model or
-of the encoding, tape+optimizer.lr=1e-3 one of `optimizer` or `schedule`. There is one run per variant and seed. A run
-trains with pretrain.train, and then evaluates the tasks in the recipe's section `evaluation` with pretrain.evaluate.
-The results of all runs are in comparison.json, comparison.md and report.html in the output directory. The same command
-continues an interrupted comparison; a command with more seeds or encodings adds runs to it.
+An encoding with changed settings is a variant of its own: tape+token_mixing=per_head changes a
+setting of the model or of the encoding, tape+optimizer.lr=1e-3 one of `optimizer` or `schedule`.
+There is one run per variant and seed. A run trains with pretrain.train, and then evaluates the
+tasks in the recipe's section `evaluation` with pretrain.evaluate. The results of all runs are in
+comparison.json, comparison.md and report.html in the output directory. The same command continues
+an interrupted comparison; a command with more seeds or encodings adds runs to it.
 """
 
 from __future__ import annotations
@@ -21,18 +23,20 @@ from contextlib import contextmanager, suppress
 
 from megatron_tape import command_line
 from megatron_tape.command_line import log
-from megatron_tape.errors import EXIT_RESTART, FileError, refuse
+from megatron_tape.errors import EXIT_RESTART, ConfigError, FileError
 from megatron_tape.evaluation.comparison_file import NAME, write_comparison
 from megatron_tape.io.files import write_whole
 from megatron_tape.parallel.launcher import refuse_launcher
 from megatron_tape.text import counted
 from pretrain import report
 from pretrain.comparison.jobs import Jobs, Programs, find_gpus
-from pretrain.comparison.planned_runs import Plan, PlannedRun, make_plan
+from pretrain.comparison.planned_runs import ComparisonPlan, PlannedRun, make_plan
 
 
 def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the command line; return the options, and the arguments that override settings of the recipe."""
+    """Parse the command line; return the options, and the arguments that override settings of the
+    recipe.
+    """
     parser = command_line.Parser(
         prog="python -m pretrain.compare",
         usage="%(prog)s --recipe RECIPE --encodings A,B,... [--seeds N] [--section.key value ...]",
@@ -40,42 +44,93 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]
         epilog="--section.key value changes a setting of the recipe for all runs.",
     )
     add = parser.add_argument
-    add("--recipe", required=True, metavar="RECIPE", help="recipe of all runs, as for --config of pretrain.train")
+    add(
+        "--recipe",
+        required=True,
+        metavar="RECIPE",
+        help="recipe of all runs, as for --config of pretrain.train",
+    )
     add(
         "--encodings",
         type=str,
         required=True,
         metavar="A,B,...",
-        help="variants to train: encodings, optionally with settings as in tape+x=y; the first is the baseline",
+        help=(
+            "variants to train: encodings, optionally with settings as in tape+x=y; the first is"
+            " the baseline"
+        ),
     )
-    add("--seeds", default="3", metavar="N or A-B", help="seeds of each variant: 1 to N, or A to B (default: 3)")
-    add("--output", metavar="DIR", help="output directory (default: runs/compare/<name of the recipe>)")
-    add("--evaluation", metavar="FILE.yaml", help="file of tasks, as for pretrain.evaluate --config; replaces "
-        "the recipe's section evaluation")  # fmt: skip
+    add(
+        "--seeds",
+        default="3",
+        metavar="N or A-B",
+        help="seeds of each variant: 1 to N, or A to B (default: 3)",
+    )
+    add(
+        "--output",
+        metavar="DIR",
+        help="output directory (default: runs/compare/<name of the recipe>)",
+    )
+    add(
+        "--evaluation",
+        metavar="FILE.yaml",
+        help="file of tasks, as for pretrain.evaluate --config; replaces "
+        "the recipe's section evaluation",
+    )
     add("--trust-remote-code", action="store_true", help="run lm_eval tasks from your own files")
-    add("--jobs", type=int, metavar="N", help="concurrent runs (default: one per GPU or, without GPUs, per CPU core)")
-    add("--check", action="store_true", help="validate the command, print the number of runs, and exit")
-    add("--only", type=int, metavar="K", help="do only run K, counted from 0, without tables and page (for job arrays)")
-    add("--report-only", action="store_true", help="write tables and page of the finished runs, without starting runs")
+    add(
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="concurrent runs (default: one per GPU or, without GPUs, per CPU core)",
+    )
+    add(
+        "--check",
+        action="store_true",
+        help="validate the command, print the number of runs, and exit",
+    )
+    add(
+        "--only",
+        type=int,
+        metavar="K",
+        help="do only run K, counted from 0, without tables and page (for job arrays)",
+    )
+    add(
+        "--report-only",
+        action="store_true",
+        help="write tables and page of the finished runs, without starting runs",
+    )
     options, overrides = parser.parse_known_args(argv)
     for text in overrides:
         unknown = text.startswith("--") and "." not in text.partition("=")[0]
-        refuse(unknown, text, "is not an option", "see --help; write settings of the recipe as --section.key value")
+        if unknown:
+            raise ConfigError(
+                text,
+                "is not an option",
+                "see --help; write settings of the recipe as --section.key value",
+            )
     return options, overrides
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the comparison and return the exit status. Raises UserError for invalid settings before training begins."""
+    """Run the comparison and return the exit status. Raises UserError for invalid settings before
+    training begins.
+    """
     options, overrides = read_command(argv)
     refuse_launcher("pretrain.compare", "starts its own processes")
-    refuse(options.jobs is not None and options.jobs < 1, "--jobs", f"is {options.jobs}", "give 1 or more")
+    if options.jobs is not None and options.jobs < 1:
+        raise ConfigError("--jobs", f"is {options.jobs}", "give 1 or more")
     plan = make_plan(options, overrides)
-    count, left = len(plan.runs), plan.left
+    count = len(plan.runs)
+    left = plan.left
     if options.check:
         print(f"{counted(count, 'run')}, {count - len(left)} finished, output in {plan.output}")
         return 0
     if options.only is not None:
-        refuse(not 0 <= options.only < count, "--only", f"is {options.only}", f"give a number from 0 to {count - 1}")
+        if not 0 <= options.only < count:
+            raise ConfigError(
+                "--only", f"is {options.only}", f"give a number from 0 to {count - 1}"
+            )
         left = [run for run in left if run is plan.runs[options.only]]
     failed, stopped = ({}, None) if options.report_only else _run_jobs(plan, left, options)
     if options.only is None:
@@ -84,14 +139,25 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {name}: {reason}", file=sys.stderr)
     missing = [run.name for run in plan.left if options.only is None or run in left]
     if missing:
-        log(f"{counted(len(missing), 'run')} of {count} not finished; run the same command to continue")
+        log(
+            f"{counted(len(missing), 'run')} of {count} not finished; run the same command to"
+            " continue"
+        )
     if stopped is not None:
-        return 128 + signal.SIGINT if stopped == signal.SIGINT else EXIT_RESTART
-    return 1 if missing else 0
+        if stopped == signal.SIGINT:
+            return 128 + signal.SIGINT
+        return EXIT_RESTART
+    if missing:
+        return 1
+    return 0
 
 
-def _run_jobs(plan: Plan, left: list[PlannedRun], options: argparse.Namespace) -> tuple[dict[str, str], int | None]:
-    """Execute the runs in `left`; return why runs failed, by name, and the signal that ended the comparison, if any."""
+def _run_jobs(
+    plan: ComparisonPlan, left: list[PlannedRun], options: argparse.Namespace
+) -> tuple[dict[str, str], int | None]:
+    """Execute the runs in `left`; return why runs failed, by name, and the signal that ended the
+    comparison, if any.
+    """
     if not left:
         log("all runs are finished already")
         return {}, None
@@ -114,11 +180,12 @@ def _run_jobs(plan: Plan, left: list[PlannedRun], options: argparse.Namespace) -
 
 
 @contextmanager
-def _locked(plan: Plan, alone: bool) -> Iterator[int]:
-    """Lock the output directory against other comparisons, and yield the file descriptor that holds the lock.
+def _locked(plan: ComparisonPlan, alone: bool) -> Iterator[int]:
+    """Lock the output directory against other comparisons, and yield the file descriptor that holds
+    the lock.
 
-    If `alone` is false, the tasks of a job array share the lock. Runs inherit the descriptor: if this process is
-    killed, the directory stays locked until its runs have ended.
+    If `alone` is false, the tasks of a job array share the lock. Runs inherit the descriptor: if
+    this process is killed, the directory stays locked until its runs have ended.
     """
     plan.output.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(plan.output, os.O_RDONLY | os.O_DIRECTORY)
@@ -135,20 +202,24 @@ def _locked(plan: Plan, alone: bool) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _write(plan: Plan) -> str:
-    """Write the results to comparison.json and comparison.md; return the tables as text for a terminal."""
+def _write(plan: ComparisonPlan) -> str:
+    """Write the results to comparison.json and comparison.md; return the tables as text for a
+    terminal.
+    """
     from megatron_tape.evaluation.figures import clean
     from megatron_tape.evaluation.report.comparison_tables import markdown
 
     order = {run.variant.label: number for number, run in reversed([*enumerate(plan.runs)])}
-    plan.known.runs.sort(key=lambda run: (order.get(run.variant, len(order)), run.variant, run.seed))
+    plan.known.runs.sort(
+        key=lambda run: (order.get(run.variant, len(order)), run.variant, run.seed)
+    )
     write_comparison(plan.output / NAME, plan.known)
     left = [run.name for run in plan.left]
     write_whole(plan.output / "comparison.md", [markdown(plan.known, left).encode()])
     return markdown(plan.known, left, clean)
 
 
-def _conclude(plan: Plan) -> None:
+def _conclude(plan: ComparisonPlan) -> None:
     plan.collect()
     if not plan.known.runs:
         return

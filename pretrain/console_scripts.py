@@ -1,4 +1,6 @@
-"""Entry points of the installed commands: `tape-train` runs `python -m pretrain.train`, and so on."""
+"""Entry points of the installed commands: `tape-train` runs `python -m pretrain.train`, and so
+on.
+"""
 
 import runpy
 from collections.abc import Callable
@@ -8,7 +10,9 @@ from pretrain import exit_on_ctrl_c
 
 
 def _script(command: str, module: str) -> Callable[[], None]:
-    """Return a function that runs a module as `python -m` does, with the command's name in its --help."""
+    """Return a function that runs a module as `python -m` does, with the command's name in its
+    --help.
+    """
 
     def run() -> None:
         exit_on_ctrl_c()

@@ -1,4 +1,5 @@
-"""Plot the results of the demo: training losses, the effect of the context extension, and copying accuracy.
+"""Plot the results of the demo: training losses, the effect of the context extension, and copying
+accuracy.
 
     python -m pretrain.demo_picture runs/demo
 
@@ -27,8 +28,11 @@ if TYPE_CHECKING:
 
 NAMES = {"tape": "TAPE", "rope": "RoPE"}
 MODELS = {name: {**style, "label": NAMES[name]} for name, style in variant_styles(NAMES).items()}
-MODELS["rope"]["linestyle"] = "--"  # drawn last, so TAPE's solid line stays visible where both are equal
-CONTEXT, EXTENDED = 256, 1024
+MODELS["rope"]["linestyle"] = (
+    "--"  # drawn last, so TAPE's solid line stays visible where both are equal
+)
+CONTEXT = 256
+EXTENDED = 1024
 """Context lengths in tokens before and after the extension, as in the recipes."""
 COPYING = {
     "rope": "RoPE",
@@ -68,12 +72,22 @@ def plot_training(axes: Axes, directory: Path) -> None:
     """Plot the validation loss of TAPE and RoPE over the training steps."""
     for name, style in MODELS.items():
         rows = [
-            json.loads(line) for line in (directory / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            json.loads(line)
+            for line in (
+                (directory / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            )
         ]
-        points = [(row["step"], row[VALIDATION_LOSS]) for row in rows if row.get(VALIDATION_LOSS) is not None]
+        points = [
+            (row["step"], row[VALIDATION_LOSS])
+            for row in rows
+            if row.get(VALIDATION_LOSS) is not None
+        ]
         axes.plot(*zip(*points), **style)
         step, loss = points[-1]
-        print(f"{name}: validation loss {loss:.4f} after {step} steps, perplexity {math.exp(min(loss, 700)):.2f}")
+        print(
+            f"{name}: validation loss {loss:.4f} after {step} steps, perplexity"
+            f" {math.exp(min(loss, 700)):.2f}"
+        )
     title = "Training on Python's standard library\n(one seed each: no ranking)"
     axes.set(xlabel="step", ylabel="validation loss (nats per token)", title=title)
 
@@ -82,13 +96,17 @@ def plot_extension(axes: Axes, directory: Path) -> None:
     """Plot how much the extension lowers the loss at each position."""
     for name, style in MODELS.items():
         losses = [_loss_by_position(directory / run) for run in (name, f"{name}-{EXTENDED}")]
-        positions, gain = losses[0][0], losses[0][1] - losses[1][1]
+        positions = losses[0][0]
+        gain = losses[0][1] - losses[1][1]
         ranges = np.array_split(np.arange(len(positions)), min(POSITION_RANGES, len(positions)))
         means = ([values[indices].mean() for indices in ranges] for values in (positions, gain))
         axes.plot(*means, **style)
         for where, mask in (("up to", positions <= CONTEXT), ("beyond", positions > CONTEXT)):
             before, after = (loss[mask].mean() for _, loss in losses)
-            print(f"{name}: loss {where} token {CONTEXT} {before:.4f}, after the extension {after:.4f}")
+            print(
+                f"{name}: loss {where} token {CONTEXT} {before:.4f}, after the extension"
+                f" {after:.4f}"
+            )
     axes.axvline(CONTEXT, color="gray", linestyle=":")
     axes.axhline(0, color="gray", linewidth=1)
     title = f"Extension from {CONTEXT} to {EXTENDED:,} tokens"
@@ -96,7 +114,9 @@ def plot_extension(axes: Axes, directory: Path) -> None:
 
 
 def _loss_by_position(run: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return positions (P,) and the losses (P,) of held-out text at them, for the newest evaluated step of a run."""
+    """Return positions (P,) and the losses (P,) of held-out text at them, for the newest evaluated
+    step of a run.
+    """
     newest = max((run / "evaluation").glob("step-*"))
     (losses,) = read_results(newest).tasks["perplexity"].details["loss_by_position"].values()
     return np.array(losses["tokens_before"]), np.array(losses["loss"])

@@ -1,4 +1,6 @@
-"""Estimate the resources of a run: `python -m pretrain.estimate --config RECIPE [--section.key value ...]`."""
+"""Estimate the resources of a run: `python -m pretrain.estimate --config RECIPE [--section.key
+value ...]`.
+"""
 
 import argparse
 import json
@@ -12,14 +14,23 @@ from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.combinations import validate
 from megatron_tape.config.schema import ModelConfig, RunConfig
-from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.errors import ConfigError
 from megatron_tape.ops.backends import AVERAGE, ROTATION, described
 from megatron_tape.planning.flops import flops_per_step
 from megatron_tape.planning.hardware import KINDS, Hardware
 from megatron_tape.planning.memory import Memory, checkpoint_bytes, checkpoints_bytes, memory
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.planning.plan import Plan
-from megatron_tape.planning.search import CHOSEN, GIB, HEADROOM, ONE_GPU, Candidate, SearchResult, fits, search
+from megatron_tape.planning.search import (
+    CHOSEN,
+    GIB,
+    HEADROOM,
+    ONE_GPU,
+    Candidate,
+    SearchResult,
+    fits,
+    search,
+)
 from megatron_tape.planning.step_time import EFFICIENCY, step_time
 from megatron_tape.position import encoding_of
 from megatron_tape.text import byte_size, counted, duration
@@ -40,18 +51,28 @@ COLUMNS = ("tensor", "context", "pipeline", "data", "ZeRO", "micro", "recompute"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the estimate, or with --search the layouts that fit; return 1 if a search finds none, otherwise 0.
+    """Print the estimate, or with --search the layouts that fit; return 1 if a search finds none,
+    otherwise 0.
 
     An estimate that does not fit prints a warning.
     """
     options, settings = _parser().parse_known_args(argv)
-    processes, gib = options.processes, options.gpu_memory
-    refuse(processes is not None and processes < 1, "--processes", f"is {processes}", "give 1 or more")
-    refuse(gib is not None and not 0 < gib < math.inf, "--gpu-memory", f"is {gib}", "give a number of GiB above 0")
+    processes = options.processes
+    gib = options.gpu_memory
+    if processes is not None and processes < 1:
+        raise ConfigError("--processes", f"is {processes}", "give 1 or more")
+    if gib is not None and not 0 < gib < math.inf:
+        raise ConfigError("--gpu-memory", f"is {gib}", "give a number of GiB above 0")
     if options.search:
-        searched = [name for name in CHOSEN if any(x.partition("=")[0] == f"--{name}" for x in settings)]
-        refuse(bool(searched), "--search", f"chooses {', '.join(searched)} itself", "remove these settings")
-        refuse(processes is None, "--search", "needs --processes", "add it with the number of GPUs")
+        searched = [
+            name for name in CHOSEN if any(x.partition("=")[0] == f"--{name}" for x in settings)
+        ]
+        if bool(searched):
+            raise ConfigError(
+                "--search", f"chooses {', '.join(searched)} itself", "remove these settings"
+            )
+        if processes is None:
+            raise ConfigError("--search", "needs --processes", "add it with the number of GPUs")
         settings += [f"--{name}={value}" for name, value in ONE_GPU.items()]
     config = parse_run_config(settings)
     hardware = KINDS[options.gpu]
@@ -61,8 +82,13 @@ def main(argv: list[str] | None = None) -> int:
         result = search(plan, hardware, gib, validate)
         print("\n".join(_describe_search(result, plan, hardware, gib)))
         _warn_of_encoding(config.model)
-        return 0 if result.fitting else 1
-    processes = config.parallel.ranks_per_sequence if processes is None else processes
+        if result.fitting:
+            return 0
+        return 1
+    if processes is None:
+        processes = config.parallel.ranks_per_sequence
+    else:
+        processes = processes
     plan = Plan(config, processes, generation=hardware.generation)
     check(config, Level.SETTINGS, processes)
     needed = memory(plan)
@@ -74,7 +100,10 @@ def main(argv: list[str] | None = None) -> int:
     if not fits(needed, gib):
         fix = "--processes N --search lists layouts that do"
         if not in_bf16:  # a search ranks layouts by their step times, which are known only for bf16
-            fix = "train.precision bf16 takes less, and with it --processes N --search lists layouts that fit"
+            fix = (
+                "train.precision bf16 takes less, and with it --processes N --search lists layouts"
+                " that fit"
+            )
         _warn(f"{byte_size(needed.peak)} does not fit in {_room(gib)}; {fix}")
     return 0
 
@@ -82,20 +111,38 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_line.Parser(
         prog="python -m pretrain.estimate",
-        usage="%(prog)s [--config] RECIPE [--section.key value ...] [--processes N] [--gpu-memory GIB] "
-        "[--gpu KIND] [--search]",
-        description="Compute the parameters, memory per GPU, FLOPs, tokens and disk space of a run, and estimate its "
-        "step time. No GPU is needed.",
-        epilog="The settings are those of pretrain.train; `python -m pretrain.train --help` explains every key.",
+        usage=(
+            "%(prog)s [--config] RECIPE [--section.key value ...] [--processes N] [--gpu-memory"
+            " GIB] [--gpu KIND] [--search]"
+        ),
+        description=(
+            "Compute the parameters, memory per GPU, FLOPs, tokens and disk space of a run, and"
+            " estimate its step time. No GPU is needed."
+        ),
+        epilog=(
+            "The settings are those of pretrain.train; `python -m pretrain.train --help` explains"
+            " every key."
+        ),
     )
     add = parser.add_argument
-    add("--processes", type=int, metavar="N", help="number of GPUs (default: as many as one model replica needs)")
-    add("--gpu-memory", type=float, metavar="GIB", help="memory of one GPU in GiB (default: that of --gpu)")
+    add(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="number of GPUs (default: as many as one model replica needs)",
+    )
+    add(
+        "--gpu-memory",
+        type=float,
+        metavar="GIB",
+        help="memory of one GPU in GiB (default: that of --gpu)",
+    )
     gpu_help = "model of the GPUs, which determines memory and step time (default: %(default)s)"
     add("--gpu", choices=KINDS, default="H100", help=gpu_help)
     search_help = (
-        "list the ten fastest layouts that fit on --processes GPUs; a layout is a choice of tensor-, context- and "
-        "pipeline-parallel sizes, virtual stages, ZeRO stage, micro-batch size and recomputation"
+        "list the ten fastest layouts that fit on --processes GPUs; a layout is a choice of"
+        " tensor-, context- and pipeline-parallel sizes, virtual stages, ZeRO stage, micro-batch"
+        " size and recomputation"
     )
     add("--search", action="store_true", help=search_help)
     return parser
@@ -109,8 +156,8 @@ def _warn_of_encoding(model: ModelConfig) -> None:
     encoding = model.position_encoding
     if slower := encoding_of(model).needs - {ROTATION, AVERAGE}:
         _warn(
-            f"the step time assumes RoPE's attention; with {encoding}, steps take longer, because attention must "
-            f"{described(slower)}"
+            f"the step time assumes RoPE's attention; with {encoding}, steps take longer, because"
+            f" attention must {described(slower)}"
         )
 
 
@@ -124,8 +171,17 @@ def _rows(plan: Plan, needed: Memory) -> Iterator[tuple[str, str]]:
     if plan.tensor_size * plan.stages > 1:
         elements = max(stage.elements for stage in plan.of_stages())
         yield "  per model-parallel rank, at most", f"{elements:,}"
-    layout = f"{counted(plan.processes, 'process', 'processes')}: {config.parallel.describe(plan.processes)}"
-    yield "layout", f"{layout}, ZeRO {plan.zero_stage}, {config.train.precision}, recompute {config.train.recompute}"
+    layout = (
+        f"{counted(plan.processes, 'process', 'processes')}:"
+        f" {config.parallel.describe(plan.processes)}"
+    )
+    yield (
+        "layout",
+        (
+            f"{layout}, ZeRO {plan.zero_stage}, {config.train.precision}, recompute"
+            f" {config.train.recompute}"
+        ),
+    )
     yield "attention on a GPU, assumed", _attention(plan)
     yield "memory per GPU", f"{byte_size(needed.peak):>10}"
     for attribute, name in COMPONENTS.items():
@@ -133,7 +189,9 @@ def _rows(plan: Plan, needed: Memory) -> Iterator[tuple[str, str]]:
     if config.checkpoint.asynchronous:
         shards = plan.tensor_size * plan.stages
         shard = checkpoint_bytes(plan) // shards
-        writers = min(plan.replicas, writer_count(shard, shards, config.checkpoint.writers))
+        writers = min(
+            plan.data_context_size, writer_count(shard, shards, config.checkpoint.writers)
+        )
         copies = f"{byte_size(shard // writers):>10}, {counted(writers * shards, 'writer')}"
         yield "host memory per checkpoint writer", copies
     flops = flops_per_step(plan)
@@ -158,9 +216,14 @@ def _time(plan: Plan, hardware: Hardware) -> Iterator[tuple[str, str]]:
         yield "step time", f"not estimated: {error}"
         return
     overheads = {"communication": time.communication, "waiting for other stages": time.bubble}
-    shares = "".join(f", {value / time.total:.0%} {name}" for name, value in overheads.items() if value)
+    shares = "".join(
+        f", {value / time.total:.0%} {name}" for name, value in overheads.items() if value
+    )
     yield "step time, assumed", f"{_seconds(time.total)} s on {_assumed(hardware)}{shares}"
-    yield "time of the run, assumed", duration(float(f"{time.total * plan.tokens / plan.tokens_per_step:.2g}"))
+    yield (
+        "time of the run, assumed",
+        duration(float(f"{time.total * plan.tokens / plan.tokens_per_step:.2g}")),
+    )
 
 
 def _seconds(time: float) -> str:
@@ -176,9 +239,15 @@ def _room(gib: float) -> str:
     return f"{gib:g} GiB with {HEADROOM:.0%} kept free"
 
 
-def _describe_search(result: SearchResult, plan: Plan, hardware: Hardware, gib: float) -> Iterator[str]:
-    gpus, batch = counted(plan.processes, "GPU"), counted(plan.config.train.global_batch_size, "sequence")
-    yield f"assumed for {gpus}, {_assumed(hardware)}; {batch} of {plan.model.seq_length:,} tokens a step"
+def _describe_search(
+    result: SearchResult, plan: Plan, hardware: Hardware, gib: float
+) -> Iterator[str]:
+    gpus = counted(plan.processes, "GPU")
+    batch = counted(plan.config.train.global_batch_size, "sequence")
+    yield (
+        f"assumed for {gpus}, {_assumed(hardware)}; {batch} of {plan.model.seq_length:,} tokens a"
+        " step"
+    )
     yield f"attention, assumed: {_attention(plan)}"
     if result.fitting:
         yield ROW.format(*COLUMNS)
@@ -188,7 +257,10 @@ def _describe_search(result: SearchResult, plan: Plan, hardware: Hardware, gib: 
         yield f"none fits in {_room(gib)}; the smallest:"
         yield ROW.format(*COLUMNS)
         for candidate in sorted(result.too_large, key=lambda candidate: candidate.memory.peak)[:5]:
-            size, part = max((getattr(candidate.memory, attribute), name) for attribute, name in COMPONENTS.items())
+            size, part = max(
+                (getattr(candidate.memory, attribute), name)
+                for attribute, name in COMPONENTS.items()
+            )
             yield f"{_row(candidate)}  of which {part} {size / GIB:.1f}"
     else:
         yield f"no layout can run on {gpus}"
@@ -198,8 +270,13 @@ def _describe_search(result: SearchResult, plan: Plan, hardware: Hardware, gib: 
 
 def _settings(chosen: RunConfig) -> str:
     """Return the layout that a search chose as arguments `--section.key value`."""
-    values = {name: getattr(getattr(chosen, name.partition(".")[0]), name.partition(".")[2]) for name in CHOSEN}
-    shown = {name: json.dumps(value, separators=(",", ":")).strip('"') for name, value in values.items()}
+    values = {
+        name: getattr(getattr(chosen, name.partition(".")[0]), name.partition(".")[2])
+        for name in CHOSEN
+    }
+    shown = {
+        name: json.dumps(value, separators=(",", ":")).strip('"') for name, value in values.items()
+    }
     return " ".join(f"--{name} {value}" for name, value in shown.items())
 
 
@@ -209,7 +286,7 @@ def _row(candidate: Candidate) -> str:
         plan.tensor_size,
         plan.context_size,
         plan.pipeline,
-        plan.replicas // plan.context_size,
+        plan.data_context_size // plan.context_size,
         plan.zero_stage,
         train.micro_batch_size,
         train.recompute,

@@ -1,9 +1,11 @@
-"""Evaluate a model: `python -m pretrain.evaluate TASK... --model MODEL`, or under `torchrun --nproc-per-node N -m`.
+"""Evaluate a model: `python -m pretrain.evaluate TASK... --model MODEL`, or under `torchrun
+--nproc-per-node N -m`.
 
-MODEL is the directory of a run, one of its checkpoints, or a directory with a causal language model that transformers
-can load. results.json in the output directory receives the scores of each task and each example, the settings, and the
-versions of the software and data; a figure per task is written next to it. pretrain.report compares the results of
-several models on one page. The same command continues an interrupted evaluation and skips finished tasks.
+MODEL is the directory of a run, one of its checkpoints, or a directory with a causal language model
+that transformers can load. results.json in the output directory receives the scores of each task
+and each example, the settings, and the versions of the software and data; a figure per task is
+written next to it. pretrain.report compares the results of several models on one page. The same
+command continues an interrupted evaluation and skips finished tasks.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from typing import TYPE_CHECKING
 from megatron_tape import command_line
 from megatron_tape.config.parse import read_settings, settings_parser
 from megatron_tape.config.sections import build
-from megatron_tape.errors import EXIT_REFUSED, EXIT_RESTART, UserError, refuse
-from megatron_tape.evaluation.model_source import Source, check_trained_on, find_model
+from megatron_tape.errors import EXIT_REFUSED, EXIT_RESTART, ConfigError, UserError
+from megatron_tape.evaluation.model_source import ModelSource, check_trained_on, find_model
 from megatron_tape.evaluation.results import NAME, EvaluatedModel
 from megatron_tape.evaluation.task import Task
 from megatron_tape.evaluation.tasks import TASKS, with_group_names
@@ -46,10 +48,15 @@ EXAMPLE = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Evaluate a model and return the exit status. Invalid arguments are reported before torch is imported."""
+    """Evaluate a model and return the exit status. Invalid arguments are reported before torch is
+    imported.
+    """
     command_line.escape_unprintable()
-    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    status, mark = 1, os.environ.get("TAPE_FAILURE")  # the status after an exception
+    before = {
+        number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGUSR1)
+    }
+    status = 1
+    mark = os.environ.get("TAPE_FAILURE")  # the status after an exception
     try:
         status = _main(argv)
         return status
@@ -60,7 +67,9 @@ def main(argv: list[str] | None = None) -> int:
             with suppress(OSError):
                 Path(mark).touch()
         for number, handler in before.items():
-            signal.signal(number, signal.SIG_IGN if failed_in_job else handler)  # until the process has ended
+            signal.signal(
+                number, signal.SIG_IGN if failed_in_job else handler
+            )  # until the process has ended
 
 
 def _main(argv: list[str] | None) -> int:
@@ -68,30 +77,45 @@ def _main(argv: list[str] | None) -> int:
     try:
         check_launcher_environment()
     except UserError as error:
-        command_line.print_error(error)  # on every rank: RANK may come from an earlier launcher and be wrong
+        command_line.print_error(
+            error
+        )  # on every rank: RANK may come from an earlier launcher and be wrong
         return EXIT_REFUSED
     try:
         options, tasks = read_command(argv)
         provide_caches()
         source = find_model(options.model, options.label, options.average)
-        output = Path(options.output) if options.output else source.default_output
+        if options.output:
+            output = Path(options.output)
+        else:
+            output = source.default_output
         source.check_code(options.trust_remote_code)
         for task in tasks:
             check_task(task, source)
         existing = next(path for path in (output, *output.absolute().parents) if path.exists())
         writable = existing.is_dir() and os.access(existing, os.W_OK)
-        refuse(not writable, "--output", f"is {output}, but {existing} is not a writable directory", "choose another")
+        if not writable:
+            raise ConfigError(
+                "--output",
+                f"is {output}, but {existing} is not a writable directory",
+                "choose another",
+            )
         if not options.check:
             evaluate(options, tasks, source, output)
     except (command_line.Interrupted, KeyboardInterrupt) as error:
         command_line.log("interrupted; run the same command to continue")
-        return 130 if isinstance(error, KeyboardInterrupt) else EXIT_RESTART
+        if isinstance(error, KeyboardInterrupt):
+            return 130
+        return EXIT_RESTART
     except UserError as error:
         if rank == "0":
             command_line.log(f"error: {error}")
         return EXIT_REFUSED
     except (ValueError, OSError) as error:
-        message = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
+        if isinstance(error, OSError) and error.filename:
+            message = f"{error.strerror}: {error.filename}"
+        else:
+            message = str(error)
         command_line.log(f"error{'' if rank == '0' else f' (rank {rank})'}: {message}")
         return 1
     except BaseException as error:
@@ -113,31 +137,69 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]
     sections = dataclasses.make_dataclass("Tasks", fields, frozen=True, kw_only=True)
     parser = settings_parser(
         sections,
-        usage="%(prog)s TASK... --model MODEL [--output DIR] [--config FILE.yaml] [--TASK.setting value ...]",
-        description=f"{__doc__}\nTasks: {', '.join(TASKS)}. By default, all tasks with a section in --config.\n\n"
-        f"An example:\n  {EXAMPLE}",
+        usage=(
+            "%(prog)s TASK... --model MODEL [--output DIR] [--config FILE.yaml] [--TASK.setting"
+            " value ...]"
+        ),
+        description=(
+            f"{__doc__}\nTasks: {', '.join(TASKS)}. By default, all tasks with a section in"
+            f" --config.\n\nAn example:\n  {EXAMPLE}"
+        ),
     )
     add = parser.add_argument
     add("tasks", nargs="*", metavar="TASK", help="task to evaluate")
-    add("--model", metavar="MODEL", help="a run, a checkpoint, or a directory that transformers can load")
-    add("--average", action="store_true", help="evaluate the averaged weights of a run with train.average")
-    add("--output", metavar="DIR", help="output directory (default: RUN/evaluation/STEP or evaluations/NAME)")
-    add("--label", type=str, metavar="NAME", help="name of the model in the results (default: the directory's name)")
-    device_help = "device of the model; auto is a GPU if there is one, otherwise the CPU (default: auto)"
+    add(
+        "--model",
+        metavar="MODEL",
+        help="a run, a checkpoint, or a directory that transformers can load",
+    )
+    add(
+        "--average",
+        action="store_true",
+        help="evaluate the averaged weights of a run with train.average",
+    )
+    add(
+        "--output",
+        metavar="DIR",
+        help="output directory (default: RUN/evaluation/STEP or evaluations/NAME)",
+    )
+    add(
+        "--label",
+        type=str,
+        metavar="NAME",
+        help="name of the model in the results (default: the directory's name)",
+    )
+    device_help = (
+        "device of the model; auto is a GPU if there is one, otherwise the CPU (default: auto)"
+    )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device_help)
-    add("--dtype", choices=("fp32", "bf16"), help="dtype of the model (default: bf16 on a GPU, fp32 on a CPU)")
-    trusted = "run Python files in MODEL that differ from this project's, and lm_eval tasks from your own files"
+    add(
+        "--dtype",
+        choices=("fp32", "bf16"),
+        help="dtype of the model (default: bf16 on a GPU, fp32 on a CPU)",
+    )
+    trusted = (
+        "run Python files in MODEL that differ from this project's, and lm_eval tasks from your own"
+        " files"
+    )
     add("--trust-remote-code", action="store_true", help=trusted)
     add("--check", action="store_true", help="validate the command and exit")
     add("--overwrite", action="store_true", help="evaluate finished tasks again")
     parsed = read_settings(parser, sections, argv)
     options = parsed.options
-    refuse(options.model is None, "--model", "is missing", "give a run, a checkpoint, or a transformers directory")
-    names = list(dict.fromkeys(options.tasks)) or [name for name in TASKS if parsed.values.get(name) is not None]
+    if options.model is None:
+        raise ConfigError(
+            "--model", "is missing", "give a run, a checkpoint, or a transformers directory"
+        )
+    names = list(dict.fromkeys(options.tasks)) or [
+        name for name in TASKS if parsed.values.get(name) is not None
+    ]
     choices = f"choose from {', '.join(TASKS)}"
-    refuse(not names, "TASK", "is missing", choices)
+    if not names:
+        raise ConfigError("TASK", "is missing", choices)
     for name in names:
-        refuse(name not in TASKS, name, "is not a task", choices)
+        if name not in TASKS:
+            raise ConfigError(name, "is not a task", choices)
     values = {name: parsed.values.get(name) or {} for name in names}
     with parsed.add_places_to_errors():
         fix = "give --{key} VALUE, or --config FILE.yaml"
@@ -148,34 +210,45 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]
     return options, tasks
 
 
-def check_evaluation(arguments: list[str], source: Source) -> None:
-    """Raise ConfigError if `source`, which need not exist yet, cannot be evaluated with these arguments."""
+def check_evaluation(arguments: list[str], source: ModelSource) -> None:
+    """Raise ConfigError if `source`, which need not exist yet, cannot be evaluated with these
+    arguments.
+    """
     _, tasks = read_command([*arguments, "--model", str(source.path)])
     for task in tasks:
         check_task(task, source)
 
 
-def check_task(task: Task, source: Source) -> None:
-    """Raise ConfigError if a task cannot evaluate a model, for example because it needs a tokenizer."""
-    fix = (
-        "export the model with a tokenizer T: tools/convert_checkpoint.py to-hf --tokenizer T"
-        if source.is_checkpoint
-        else "save the model's tokenizer into that directory with save_pretrained of transformers"
-    )
+def check_task(task: Task, source: ModelSource) -> None:
+    """Raise ConfigError if a task cannot evaluate a model, for example because it needs a
+    tokenizer.
+    """
+    if source.is_checkpoint:
+        fix = "export the model with a tokenizer T: tools/convert_checkpoint.py to-hf --tokenizer T"
+    else:
+        fix = "save the model's tokenizer into that directory with save_pretrained of transformers"
     needed = task.needs_tokenizer and not source.info.has_tokenizer
-    refuse(needed, task.name, f"needs a tokenizer, but {source.path} has none", fix)
+    if needed:
+        raise ConfigError(task.name, f"needs a tokenizer, but {source.path} has none", fix)
     if task.needs_tokenizer and task.generates and (problem := source.tokenizer_problem()):
-        fix = "choose tasks that do not generate text, such as perplexity"
-        refuse(
-            True, task.name, f"needs a tokenizer that transformers can load, but that of {source.path} {problem}", fix
-        )
+        if True:
+            raise ConfigError(
+                task.name,
+                f"needs a tokenizer that transformers can load, but that of {source.path}"
+                f" {problem}",
+                "choose tasks that do not generate text, such as perplexity",
+            )
     check_trained_on(task.name, source)
     if os.environ.get("RANK", "0") == "0":
         task.check(source.info)
 
 
-def evaluate(options: argparse.Namespace, tasks: list[Task], source: Source, output: Path) -> None:
-    """Evaluate the model of `source` on all ranks; rank 0 writes results and figures to `output`."""
+def evaluate(
+    options: argparse.Namespace, tasks: list[Task], source: ModelSource, output: Path
+) -> None:
+    """Evaluate the model of `source` on all ranks; rank 0 writes results and figures to
+    `output`.
+    """
     warnings.filterwarnings("ignore", category=FutureWarning)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if os.environ.get("RANK", "0") == "0":
@@ -192,9 +265,13 @@ def evaluate(options: argparse.Namespace, tasks: list[Task], source: Source, out
 
     def plan() -> list[TaskPlan]:
         progress = command_line.Progress(sum(file.stat().st_size for file in source.files()))
-        digest = source.digest(lambda done: progress.update(done, lambda _: f"reading {source.path}"))
+        digest = source.digest(
+            lambda done: progress.update(done, lambda _: f"reading {source.path}")
+        )
         progress.end()
-        return unfinished([plan_task(task, digest, dtype) for task in tasks], output, options.overwrite)
+        return unfinished(
+            [plan_task(task, digest, dtype) for task in tasks], output, options.overwrite
+        )
 
     planned = ranks.run_on_rank_0(plan)
     if planned:
@@ -208,7 +285,9 @@ def evaluate(options: argparse.Namespace, tasks: list[Task], source: Source, out
     ranks.leave()
 
 
-def _run(task: Task, model: HFModel, ranks: Ranks, output: Path, planned: TaskPlan, source: Source) -> None:
+def _run(
+    task: Task, model: HFModel, ranks: Ranks, output: Path, planned: TaskPlan, source: ModelSource
+) -> None:
     """Run a task on all ranks; rank 0 records its results and prints its scores."""
     from megatron_tape.evaluation.figures import clean
     from megatron_tape.evaluation.report.tables import markdown, score_table
@@ -218,8 +297,11 @@ def _run(task: Task, model: HFModel, ranks: Ranks, output: Path, planned: TaskPl
     result = run_task(task, model, ranks, output, planned)
     if result is None:
         return
-    info, digest = model.info, planned.model_digest
-    evaluated = EvaluatedModel(source.given, digest, model.parameters, info.trained_length, info.config, source.run)
+    info = model.info
+    digest = planned.model_digest
+    evaluated = EvaluatedModel(
+        source.given, digest, model.parameters, info.trained_length, info.config, source.run
+    )
     results = add_result(output, info.label, evaluated, planned, result)
     pictures = draw(output, task, results)
     print(f"{task.name}: {info.label}, {duration(time.monotonic() - started)}")
@@ -233,8 +315,10 @@ def _run(task: Task, model: HFModel, ranks: Ranks, output: Path, planned: TaskPl
 
 
 @contextmanager
-def _as_transformers(source: Source, output: Path, dtype: str, ranks: Ranks) -> Iterator[Path]:
-    """Yield a directory that transformers can load; a checkpoint is exported to a temporary one in `output`."""
+def _as_transformers(source: ModelSource, output: Path, dtype: str, ranks: Ranks) -> Iterator[Path]:
+    """Yield a directory that transformers can load; a checkpoint is exported to a temporary one in
+    `output`.
+    """
     if not source.is_checkpoint:
         yield source.path
         return
@@ -247,11 +331,13 @@ def _as_transformers(source: Source, output: Path, dtype: str, ranks: Ranks) -> 
             remove(temporary)
 
 
-def _load(source: Source, directory: Path, device: str, dtype: str, ranks: Ranks) -> HFModel:
+def _load(source: ModelSource, directory: Path, device: str, dtype: str, ranks: Ranks) -> HFModel:
     from megatron_tape.evaluation.transformers_model import load_model
 
     with ranks.rank_0_reports():
-        return load_model(source.info, directory, dtype, device, source.needs_trust, source.load_saved_tokenizer())
+        return load_model(
+            source.info, directory, dtype, device, source.needs_trust, source.load_saved_tokenizer()
+        )
 
 
 if __name__ == "__main__":

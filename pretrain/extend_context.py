@@ -1,9 +1,10 @@
-"""Extend a model to longer contexts: `python -m pretrain.extend_context --config RECIPE --extension.from MODEL`.
+"""Extend a model to longer contexts: `python -m pretrain.extend_context --config RECIPE
+--extension.from MODEL`.
 
-MODEL is the directory of a run, one of its checkpoints, or a directory in the format of transformers, which is imported
-to the directory `base` of the new run. Settings of the model default to those of MODEL. Everything else, including
-torchrun, works as in pretrain.train. To continue a run after MODEL was removed, give `config.yaml` of the run as
---config.
+MODEL is the directory of a run, one of its checkpoints, or a directory in the format of
+transformers, which is imported to the directory `base` of the new run. Settings of the model
+default to those of MODEL. Everything else, including torchrun, works as in pretrain.train. To
+continue a run after MODEL was removed, give `config.yaml` of the run as --config.
 """
 
 import sys
@@ -14,7 +15,9 @@ from pretrain.train import supervised
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Extend a model and return the exit status. Invalid arguments are reported before torch is imported."""
+    """Extend a model and return the exit status. Invalid arguments are reported before torch is
+    imported.
+    """
     with exit_on_user_error():
         config = parse_run_config(argv, __doc__.strip())
     return supervised(config, extends=True)

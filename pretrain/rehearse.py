@@ -1,4 +1,6 @@
-"""Rehearse a run without GPUs: `python -m pretrain.rehearse --config RECIPE [--processes N] [--section.key value]`."""
+"""Rehearse a run without GPUs: `python -m pretrain.rehearse --config RECIPE [--processes N]
+[--section.key value]`.
+"""
 
 import logging
 import os
@@ -8,32 +10,47 @@ import warnings
 from megatron_tape import command_line
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.errors import refuse
+from megatron_tape.errors import ConfigError
 from megatron_tape.planning.plan import Plan
 from megatron_tape.text import counted
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Rehearse and print the report; return 1 if there are faults or differences from the estimate, otherwise 0."""
+    """Rehearse and print the report; return 1 if there are faults or differences from the estimate,
+    otherwise 0.
+    """
     parser = command_line.Parser(
         prog="python -m pretrain.rehearse",
         usage="%(prog)s [--config] RECIPE [--processes N] [--rank R] [--section.key value ...]",
-        description="Run four steps of pretrain.train as one rank of many on a fake GPU, and compare memory and "
-        "collectives with pretrain.estimate. No GPU and no data are needed, and little memory: nothing is computed.",
-        epilog="A fault is an operation that would fail on a GPU. Exit status: 1 if there is a fault, or if a value "
-        "differs from the estimate by more than 5 % (10 % for the peak); 2 for invalid settings; otherwise 0. The "
-        "settings are those of pretrain.train.",
+        description=(
+            "Run four steps of pretrain.train as one rank of many on a fake GPU, and compare memory"
+            " and collectives with pretrain.estimate. No GPU and no data are needed, and little"
+            " memory: nothing is computed."
+        ),
+        epilog=(
+            "A fault is an operation that would fail on a GPU. Exit status: 1 if there is a fault,"
+            " or if a value differs from the estimate by more than 5 % (10 % for the peak); 2 for"
+            " invalid settings; otherwise 0. The settings are those of pretrain.train."
+        ),
     )
     processes_help = "number of GPUs (default: as many as one model replica needs)"
     parser.add_argument("--processes", type=int, metavar="N", help=processes_help)
-    parser.add_argument("--rank", type=int, metavar="R", default=0, help="rank to rehearse (default: 0)")
+    parser.add_argument(
+        "--rank", type=int, metavar="R", default=0, help="rank to rehearse (default: 0)"
+    )
     options, settings = parser.parse_known_args(argv)
-    processes, rank = options.processes, options.rank
-    refuse(processes is not None and processes < 1, "--processes", f"is {processes}", "give 1 or more")
+    processes = options.processes
+    rank = options.rank
+    if processes is not None and processes < 1:
+        raise ConfigError("--processes", f"is {processes}", "give 1 or more")
     config = parse_run_config(settings)
-    processes = config.parallel.ranks_per_sequence if processes is None else processes
+    if processes is None:
+        processes = config.parallel.ranks_per_sequence
+    else:
+        processes = processes
     check(config, Level.SETTINGS, processes)
-    refuse(not 0 <= rank < processes, "--rank", f"is {rank}", f"give a number from 0 to {processes - 1}")
+    if not 0 <= rank < processes:
+        raise ConfigError("--rank", f"is {rank}", f"give a number from 0 to {processes - 1}")
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
     for noisy in ("DeepSpeed", "megatron", "torch"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
@@ -44,10 +61,12 @@ def main(argv: list[str] | None = None) -> int:
     install_fake_world(processes, rank)
     outcome = rehearse(config)
     rows = list(outcome.rows())
-    plan, train = Plan(outcome.config, processes), outcome.config.train
+    plan = Plan(outcome.config, processes)
+    train = outcome.config.train
     print(
-        f"rank {rank} of {processes}: {plan.config.parallel.describe(processes)}, ZeRO {plan.zero_stage}, "
-        f"{train.precision}, recompute {train.recompute}, attention as {plan.model.attention_backend}"
+        f"rank {rank} of {processes}: {plan.config.parallel.describe(processes)}, ZeRO"
+        f" {plan.zero_stage}, {train.precision}, recompute {train.recompute}, attention as"
+        f" {plan.model.attention_backend}"
     )
     print(f"{'MiB':<44}{'rehearsed':>14}{'estimated':>14}")
     print(*rows, sep="\n")
@@ -56,7 +75,10 @@ def main(argv: list[str] | None = None) -> int:
     for fault, count in outcome.faults.items():
         print(f"FAULT  {fault} ({counted(count, 'time')})")
     differing = [row.name for row in rows if not row.agrees]
-    faults = counted(len(outcome.faults), "fault") if outcome.faults else "no faults"
+    if outcome.faults:
+        faults = counted(len(outcome.faults), "fault")
+    else:
+        faults = "no faults"
     print(f"{faults}; different from the estimate: {', '.join(differing)}" if differing else faults)
     return int(bool(outcome.faults or differing))
 

@@ -2,9 +2,10 @@
 
     python -m pretrain.report RUN_OR_RESULTS... --output report.html
 
-RUN is the directory of a training run: the page shows its curves and the evaluations in its directory `evaluation`.
-RESULTS is a results.json of pretrain.evaluate, a comparison.json of pretrain.compare, or the directory of either. The
-page is one HTML file that works without network access.
+RUN is the directory of a training run: the page shows its curves and the evaluations in its
+directory `evaluation`. RESULTS is a results.json of pretrain.evaluate, a comparison.json of
+pretrain.compare, or the directory of either. The page is one HTML file that works without network
+access.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_tape import command_line
-from megatron_tape.errors import refuse
+from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.comparison_file import NAME, read_comparison
 from megatron_tape.io.files import write_whole
 from megatron_tape.run.curves import METRICS
@@ -23,25 +24,40 @@ from megatron_tape.text import counted
 def main(argv: list[str] | None = None) -> None:
     """Write the page for the paths on the command line."""
     parser = command_line.Parser(prog="python -m pretrain.report", description=__doc__)
-    parser.add_argument("paths", nargs="+", metavar="RUN_OR_RESULTS", help="a run, a results file, or its directory")
     parser.add_argument(
-        "--output", type=Path, default=Path("report.html"), help="output file, which is replaced (default: %(default)s)"
+        "paths", nargs="+", metavar="RUN_OR_RESULTS", help="a run, a results file, or its directory"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("report.html"),
+        help="output file, which is replaced (default: %(default)s)",
     )
     arguments = parser.parse_args(argv)
     make(arguments.paths, arguments.output)
 
 
 def make(paths: list[str | Path], output: Path, missing: Sequence[str] = ()) -> None:
-    """Write a page about runs, results and comparisons to `output`; `missing` names unfinished runs of a comparison.
+    """Write a page about runs, results and comparisons to `output`; `missing` names unfinished runs
+    of a comparison.
 
-    Raises UserError if `output` is not a .html file or an input is invalid, and OSError if reading or writing fails.
+    Raises UserError if `output` is not a .html file or an input is invalid, and OSError if reading
+    or writing fails.
     """
-    fix = "give a name that ends in .html; an existing file of that name is replaced"
-    refuse(output.suffix.lower() not in (".html", ".htm"), "--output", f"is {output}", fix)
-    refuse(output.is_dir(), "--output", f"is {output}, which is a directory", "give the name of a file")
+    if output.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(
+            "--output",
+            f"is {output}",
+            "give a name that ends in .html; an existing file of that name is replaced",
+        )
+    if output.is_dir():
+        raise ConfigError(
+            "--output", f"is {output}, which is a directory", "give the name of a file"
+        )
     from megatron_tape.evaluation.report.page import page, read
 
-    comparisons, others = [], []
+    comparisons = []
+    others = []
     for path in map(Path, paths):
         file = path / NAME if path.is_dir() else path
         # A run of a comparison also contains this file, but is shown as a run.

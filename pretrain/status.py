@@ -2,10 +2,11 @@
 
     python -m pretrain.status RUN [RUN ...] [--json]
 
-RUN is the directory of a run (logging.directory), or a directory that directly contains runs. One run is shown in
-several lines, several runs in a table. Files are skipped if a run is among the arguments. The exit status is 0 if every
-run is in progress, waiting in the queue, interrupted by hand or finished; 1 if a run is stuck, failed or gone, or its
-job has ended before the run was finished; 2 if a RUN contains no run or cannot be read.
+RUN is the directory of a run (logging.directory), or a directory that directly contains runs. One
+run is shown in several lines, several runs in a table. Files are skipped if a run is among the
+arguments. The exit status is 0 if every run is in progress, waiting in the queue, interrupted by
+hand or finished; 1 if a run is stuck, failed or gone, or its job has ended before the run was
+finished; 2 if a RUN contains no run or cannot be read.
 """
 
 import contextlib
@@ -36,10 +37,15 @@ from megatron_tape.text import LOG_TIME, duration
 
 SILENT_SECONDS = 60
 """Seconds without a heartbeat after which a run counts as stuck or gone."""
-STARTING_SECONDS, STARTING_SECONDS_OF_JOBS = 180, 1800
-"""Seconds that a run may take to write its first heartbeat, without and with a job, which first checks its nodes."""
+STARTING_SECONDS = 180
+STARTING_SECONDS_OF_JOBS = 1800
+"""Seconds that a run may take to write its first heartbeat, without and with a job, which first
+checks its nodes.
+"""
 TAIL_BYTES = 1 << 22
-"""Bytes read from the end of metrics.jsonl: a row of 126 layers has 13 KB, and validations may be 100 rows apart."""
+"""Bytes read from the end of metrics.jsonl: a row of 126 layers has 13 KB, and validations may be
+100 rows apart.
+"""
 ATTEMPTS_SHOWN = 8
 MESSAGE_CHARACTERS = 120
 """Maximum characters shown of the message with which an attempt ended."""
@@ -57,7 +63,9 @@ Row = TypedDict(
         TOKENS_PER_SECOND: NotRequired[float | None],
     },
 )
-"""The keys that are read from the row of a step in metrics.jsonl. None is a value that is not finite."""
+"""The keys that are read from the row of a step in metrics.jsonl. None is a value that is not
+finite.
+"""
 
 
 class _Train(TypedDict, total=False):
@@ -69,8 +77,10 @@ class _Config(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class State:
-    """The state of a run, such as `running`, whether it needs no action (`well`), and an explanation."""
+class RunState:
+    """The state of a run, such as `running`, whether it needs no action (`well`), and an
+    explanation.
+    """
 
     word: str
     well: bool
@@ -88,7 +98,9 @@ class RunStatus:
     step: int
     total_steps: int | None
     loss: float | None
-    """The last logged loss; None also if it is not finite. Without a logged loss, `loss_step` is None, too."""
+    """The last logged loss; None also if it is not finite. Without a logged loss, `loss_step` is
+    None, too.
+    """
     loss_step: int | None
     validation_loss: float | None
     validation_step: int | None
@@ -96,7 +108,9 @@ class RunStatus:
     seconds_left: float | None
     """Estimated seconds to the end of the run; None unless the run is training."""
     time_shares: dict[str, float]
-    """Fraction of the time since the first attempt by use (`goodput.KINDS`); that of `kept steps` is the goodput."""
+    """Fraction of the time since the first attempt by use (`goodput.KINDS`); that of `kept steps`
+    is the goodput.
+    """
     layout: str | None
     checkpoint: str | None
     checkpoint_step: int | None
@@ -115,12 +129,19 @@ class RunStatus:
 def main(argv: list[str] | None = None) -> int:
     """Print the status of runs; return the exit status that --help describes."""
     parser = command_line.Parser(prog="python -m pretrain.status", description=__doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="the directory of a run, or of several runs")
-    parser.add_argument("--json", action="store_true", help="print a JSON list with an object per run")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="the directory of a run, or of several runs"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print a JSON list with an object per run"
+    )
     options = parser.parse_args(argv)
-    if hasattr(sys.stdout, "reconfigure"):  # a record may contain characters that the terminal cannot show
+    if hasattr(
+        sys.stdout, "reconfigure"
+    ):  # a record may contain characters that the terminal cannot show
         sys.stdout.reconfigure(errors="backslashreplace")
-    statuses, problems = [], []
+    statuses = []
+    problems = []
     runs = list(dict.fromkeys(run for path in options.runs for run in find_runs(Path(path))))
     if any(map(_is_run, runs)):
         runs = [run for run in runs if not os.path.isfile(run)]
@@ -132,7 +153,11 @@ def main(argv: list[str] | None = None) -> int:
         except UserError as error:
             problems.append(error)
     if options.json:
-        lines = [json.dumps([dataclasses.asdict(status) for status in statuses], indent=2, allow_nan=False)]
+        lines = [
+            json.dumps(
+                [dataclasses.asdict(status) for status in statuses], indent=2, allow_nan=False
+            )
+        ]
     elif len(runs) == 1:
         lines = [line for status in statuses for line in screen(status)]
     else:
@@ -143,11 +168,15 @@ def main(argv: list[str] | None = None) -> int:
         command_line.log(f"error: {problem}")
     if problems:
         return EXIT_REFUSED
-    return 0 if all(status.well for status in statuses) else 1
+    if all(status.well for status in statuses):
+        return 0
+    return 1
 
 
 def find_runs(path: Path) -> list[Path]:
-    """Return the runs directly below a directory; only `path` if it is a run itself or contains none."""
+    """Return the runs directly below a directory; only `path` if it is a run itself or contains
+    none.
+    """
     below = []
     with contextlib.suppress(OSError):  # read_status reports it
         below = [] if _is_run(path) else sorted(path.iterdir())
@@ -161,11 +190,21 @@ def _is_run(path: Path) -> bool:
 
 
 def read_status(run: Path) -> RunStatus:
-    """Return the status of the run in a directory. Raises OSError or UserError if its records cannot be read."""
+    """Return the status of the run in a directory. Raises OSError or UserError if its records
+    cannot be read.
+    """
     attempts = read_attempts(run)
     if not attempts:
-        in_queue = ", or wait for its job to start (squeue --me)" if shutil.which("squeue") else ""
-        problem = "contains no attempts" if run.is_dir() else "is not a directory" if run.exists() else "does not exist"
+        if shutil.which("squeue"):
+            in_queue = ", or wait for its job to start (squeue --me)"
+        else:
+            in_queue = ""
+        if run.is_dir():
+            problem = "contains no attempts"
+        elif run.exists():
+            problem = "is not a directory"
+        else:
+            problem = "does not exist"
         raise FileError(str(run), problem, f"give the logging.directory of a run{in_queue}")
     last = attempts[-1]
     now = file_system_time(run)
@@ -174,14 +213,21 @@ def read_status(run: Path) -> RunStatus:
     row = rows[-1] if rows else {}
     evaluated = next((one for one in reversed(rows) if VALIDATION_LOSS in one), {})
     # Rows after the step that the last attempt continued from are its own.
-    is_fresh = state.word == "running" and row.get("step", 0) > last.heartbeat.get("from_step", float("inf"))
+    is_fresh = state.word == "running" and row.get("step", 0) > last.heartbeat.get(
+        "from_step", float("inf")
+    )
     waits = state.word in ("waiting", "between attempts")
     errors = [attempt for attempt in attempts if attempt.crashed and attempt.outcome is not None]
-    error = f"attempt {errors[-1].number}, {last_error(errors[-1])}" if errors and last.outcome != FINISHED else None
+    if errors and last.outcome != FINISHED:
+        error = f"attempt {errors[-1].number}, {last_error(errors[-1])}"
+    else:
+        error = None
     spikes = [spike for attempt in attempts for spike in attempt.spikes]
     in_run = run / "checkpoints"
     # The recorded path is wrong if the run's directory has been moved or copied.
-    checkpoint = _newest_checkpoint(in_run if in_run.is_dir() else last.facts.get("checkpoint_directory", in_run))
+    checkpoint = _newest_checkpoint(
+        in_run if in_run.is_dir() else last.facts.get("checkpoint_directory", in_run)
+    )
     return RunStatus(
         run=str(run),
         state=state.word,
@@ -203,47 +249,60 @@ def read_status(run: Path) -> RunStatus:
         last_spike=_described_spike(spikes[-1]) if spikes else None,
         wandb=_wandb(run),
         log=last.facts.get("log") or None,
-        attempts=[_described_attempt(attempt, attempt is last and state.well) for attempt in attempts],
+        attempts=[
+            _described_attempt(attempt, attempt is last and state.well) for attempt in attempts
+        ],
     )
 
 
-def judge(last: AttemptRecord, queue: str | None, now: float) -> State:
+def judge(last: AttemptRecord, queue: str | None, now: float) -> RunState:
     """Return a run's state from its last attempt and the state of its job (`queue_state`).
 
     `now` is the Unix time by the file system's clock, with which the ages of files are compared.
     """
     if last.outcome == FINISHED:
-        return State("finished", True)
+        return RunState("finished", True)
     if last.verdict is not None and last.verdict["verdict"] == "stop":
-        return State("failed", False, last.verdict["reason"])
+        return RunState("failed", False, last.verdict["reason"])
     if queue == "PENDING":
-        return State("waiting", True, "requeued, and waiting for nodes")
+        return RunState("waiting", True, "requeued, and waiting for nodes")
     ended = last.outcome is not None or last.verdict is not None
     if ended and queue:
-        return State("between attempts", True, f"the job is {queue.lower()}")
+        return RunState("between attempts", True, f"the job is {queue.lower()}")
     if last.outcome == INTERRUPTED and queue is None:
-        return State("interrupted", True, "run the same command to continue")
+        return RunState("interrupted", True, "run the same command to continue")
     if last.outcome == INTERRUPTED or (ended and last.stop_reason):
-        explanation = "its job has ended; submit the same command to continue, unless a new job is in the queue"
-        return State("stopped", False, explanation)
+        explanation = (
+            "its job has ended; submit the same command to continue, unless a new job is in the"
+            " queue"
+        )
+        return RunState("stopped", False, explanation)
     if ended:
         by_hand = last.facts.get("job") is None
-        how = "run the same command" if by_hand else "its job has ended; submit the same command"
-        return State("failed", False, f"{how} to continue")
+        if by_hand:
+            how = "run the same command"
+        else:
+            how = "its job has ended; submit the same command"
+        return RunState("failed", False, f"{how} to continue")
     beat = last.heartbeat
     # The clocks of the run's nodes may differ from those of this node and of the file system.
     silent = max(0.0, now - (last.beaten_at if beat else last.claimed_at))
-    starting = STARTING_SECONDS_OF_JOBS if queue == "RUNNING" else STARTING_SECONDS
+    if queue == "RUNNING":
+        starting = STARTING_SECONDS_OF_JOBS
+    else:
+        starting = STARTING_SECONDS
     if silent > (SILENT_SECONDS if beat else starting) or queue == "":
         word, suffix = ("stuck", ", although its job runs") if queue == "RUNNING" else ("gone", "")
-        return State(word, False, f"no heartbeat from its processes for {duration(silent)}{suffix}")
+        return RunState(
+            word, False, f"no heartbeat from its processes for {duration(silent)}{suffix}"
+        )
     if not beat:
-        return State("starting", True)
+        return RunState("starting", True)
     idle = silent + beat["time"] - beat["since"]
     limit = beat.get("hang_timeout")
     if limit is not None and idle > limit:
-        return State("stuck", False, f"no progress for {duration(idle)} while {beat['stage']}")
-    return State("running", True, f"{beat['stage']}, for {duration(idle)}")
+        return RunState("stuck", False, f"no progress for {duration(idle)} while {beat['stage']}")
+    return RunState("running", True, f"{beat['stage']}, for {duration(idle)}")
 
 
 def screen(status: RunStatus) -> list[str]:
@@ -253,16 +312,29 @@ def screen(status: RunStatus) -> list[str]:
     if status.loss_step is not None:
         validation = ""
         if status.validation_step is not None:
-            validation = f"; validation {_number(status.validation_loss)} at step {status.validation_step:,}"
+            validation = (
+                f"; validation {_number(status.validation_loss)} at step {status.validation_step:,}"
+            )
         lines.append(f"loss        {_number(status.loss)} at step {status.loss_step:,}{validation}")
-        left = f", ETA {duration(status.seconds_left)}" if status.seconds_left is not None else ""
+        if status.seconds_left is not None:
+            left = f", ETA {duration(status.seconds_left)}"
+        else:
+            left = ""
         lines.append(f"speed       {status.tokens_per_second or 0:,.0f} tokens/s{left}")
     if status.time_shares:
-        others = ", ".join(f"{kind} {share:.1%}" for kind, share in status.time_shares.items() if kind != KEPT)
-        lines.append(f"goodput     {status.time_shares.get(KEPT, 0):.1%} of the time{f'; {others}' if others else ''}")
+        others = ", ".join(
+            f"{kind} {share:.1%}" for kind, share in status.time_shares.items() if kind != KEPT
+        )
+        lines.append(
+            f"goodput     {status.time_shares.get(KEPT, 0):.1%} of the"
+            f" time{f'; {others}' if others else ''}"
+        )
     newest = status.checkpoint_problem or "none yet"
     if status.checkpoint is not None:
-        newest = f"step {status.checkpoint_step:,}, {duration(status.checkpoint_age)} ago: {status.checkpoint}"
+        newest = (
+            f"step {status.checkpoint_step:,}, {duration(status.checkpoint_age)} ago:"
+            f" {status.checkpoint}"
+        )
     described = {
         "layout": status.layout,
         "checkpoint": newest,
@@ -273,7 +345,9 @@ def screen(status: RunStatus) -> list[str]:
     }
     lines += [f"{name:<12}{value}" for name, value in described.items() if value]
     count = len(status.attempts)
-    lines.append(f"attempts    {count}{f', the last {ATTEMPTS_SHOWN}:' if count > ATTEMPTS_SHOWN else ':'}")
+    lines.append(
+        f"attempts    {count}{f', the last {ATTEMPTS_SHOWN}:' if count > ATTEMPTS_SHOWN else ':'}"
+    )
     return lines + [f"  {attempt}" for attempt in status.attempts[-ATTEMPTS_SHOWN:]]
 
 
@@ -283,7 +357,11 @@ def table(statuses: list[RunStatus]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows)]
     # Words are aligned on the left, numbers on the right.
     aligned = [
-        [f"{cell:<{w}}" if n < 2 else f"{cell:>{w}}" for n, (cell, w) in enumerate(zip(row, widths))] for row in rows
+        [
+            f"{cell:<{w}}" if n < 2 else f"{cell:>{w}}"
+            for n, (cell, w) in enumerate(zip(row, widths))
+        ]
+        for row in rows
     ]
     return ["  ".join(row).rstrip() for row in aligned]
 
@@ -303,7 +381,9 @@ def _cells(status: RunStatus) -> tuple[str, ...]:
 
 def _progress(status: RunStatus) -> str:
     total = status.total_steps or 0
-    return f"{status.step:,}" + (f" of {total:,} ({min(1, status.step / total):.1%})" if total > 0 else "")
+    return f"{status.step:,}" + (
+        f" of {total:,} ({min(1, status.step / total):.1%})" if total > 0 else ""
+    )
 
 
 def _described_attempt(attempt: AttemptRecord, alive: bool) -> str:
@@ -313,7 +393,10 @@ def _described_attempt(attempt: AttemptRecord, alive: bool) -> str:
         started = "at an unknown time"
     job = attempt.facts.get("job")
     nodes = attempt.facts.get("nodes", [])
-    shown = ",".join(nodes) if len(nodes) <= 4 else f"{nodes[0]} .. {nodes[-1]} ({len(nodes)} nodes)"
+    if len(nodes) <= 4:
+        shown = ",".join(nodes)
+    else:
+        shown = f"{nodes[0]} .. {nodes[-1]} ({len(nodes)} nodes)"
     where = f"{f'job {job} on ' if job else ''}{shown}"
     newest = attempt.facts.get("checkpoint_step", 0)
     begun = attempt.heartbeat.get("from_step", newest)
@@ -322,7 +405,10 @@ def _described_attempt(attempt: AttemptRecord, alive: bool) -> str:
         where += f" (the checkpoint of step {newest:,} was not used; the log says why)"
     if attempt.outcome is not None:
         reason = last_error(attempt) if attempt.crashed else attempt.message
-        end = f"{attempt.outcome}: {reason[:MESSAGE_CHARACTERS]}{' ...' if len(reason) > MESSAGE_CHARACTERS else ''}"
+        end = (
+            f"{attempt.outcome}:"
+            f" {reason[:MESSAGE_CHARACTERS]}{' ...' if len(reason) > MESSAGE_CHARACTERS else ''}"
+        )
     elif attempt.stop_reason:
         end = f"ended by {attempt.stop_reason}"
     else:
@@ -342,7 +428,9 @@ def _total_steps(run: Path) -> int | None:
 
 def _newest_checkpoint(root: str | Path) -> dict[str, Any]:
     """Return the `checkpoint...` fields of RunStatus for the newest checkpoint in a directory."""
-    fields = dict.fromkeys(("checkpoint", "checkpoint_step", "checkpoint_age", "checkpoint_problem"))
+    fields = dict.fromkeys(
+        ("checkpoint", "checkpoint_step", "checkpoint_age", "checkpoint_problem")
+    )
     try:
         if (path := newest_complete(root, deep=False)) is None:
             return fields
@@ -363,11 +451,15 @@ def _wandb(run: Path) -> str | None:
         record = read_wandb(run)
     except ValueError:
         return None
-    return record and (record["url"] or f"offline; upload with: wandb sync {run}/wandb/offline-run-*")
+    return record and (
+        record["url"] or f"offline; upload with: wandb sync {run}/wandb/offline-run-*"
+    )
 
 
 def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"
+    if value is None:
+        return "not finite"
+    return f"{value:.4f}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Train one model: `python -m pretrain.train --config RECIPE`, or under `torchrun --nproc-per-node N -m`."""
+"""Train one model: `python -m pretrain.train --config RECIPE`, or under `torchrun --nproc-per-node
+N -m`.
+"""
 
 import contextlib
 import logging
@@ -37,7 +39,8 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(argv: list[str] | None = None, trains: "ParameterFilter | None" = None) -> int:
-    """Train a model and return the exit status. Invalid arguments are reported before torch is imported.
+    """Train a model and return the exit status. Invalid arguments are reported before torch is
+    imported.
 
     `trains` selects the parameters to train (default: all); see `training.trainer.Trainer`.
     """
@@ -57,7 +60,9 @@ def supervised(config: RunConfig, extends: bool, trains: "ParameterFilter | None
         return _supervised(config, watch, extends, trains)
 
 
-def _supervised(config: RunConfig, watch: Watch, extends: bool, trains: "ParameterFilter | None") -> int:
+def _supervised(
+    config: RunConfig, watch: Watch, extends: bool, trains: "ParameterFilter | None"
+) -> int:
     rank, size = rank_and_size()
     is_rank_0 = rank == 0
     with exit_on_user_error():
@@ -67,7 +72,12 @@ def _supervised(config: RunConfig, watch: Watch, extends: bool, trains: "Paramet
     try:
         try:
             first_of_node = local_rank() == 0  # one rank per node checks the node's files
-            level = Level.START if is_rank_0 else Level.FILES if first_of_node else Level.SETTINGS
+            if is_rank_0:
+                level = Level.START
+            elif first_of_node:
+                level = Level.FILES
+            else:
+                level = Level.SETTINGS
             check(config, level, size, extends)
         except UserError as error:
             print_error(error)
@@ -77,7 +87,9 @@ def _supervised(config: RunConfig, watch: Watch, extends: bool, trains: "Paramet
         except (OSError, MemoryError) as error:
             message = describe_fatal_error(error)
             if message is None and isinstance(error, OSError):
-                message = f"an input file cannot be read: {error.strerror or error} ({error.filename})"
+                message = (
+                    f"an input file cannot be read: {error.strerror or error} ({error.filename})"
+                )
             watch.record_end(FAILED, message)
             print(f"error (rank {rank}): {message}", file=sys.stderr)
             return 1
@@ -90,7 +102,8 @@ def _supervised(config: RunConfig, watch: Watch, extends: bool, trains: "Paramet
         if extends:
             from megatron_tape.extension.importing import base_of_run as find_base
         if watch.stop == signal.SIGTERM.name:
-            # torchrun stops the other ranks so when rank 0 refuses a run. `Trainer` would wait for rank 0.
+            # torchrun stops the other ranks so when rank 0 refuses a run. `Trainer` would wait for
+            # rank 0.
             reason = f"{watch.stop} stopped the run before it began"
             if is_rank_0:
                 watch.record_end(INTERRUPTED, reason)
@@ -100,14 +113,20 @@ def _supervised(config: RunConfig, watch: Watch, extends: bool, trains: "Paramet
     except KeyboardInterrupt:
         watch.record_end(INTERRUPTED, CTRL_C)
         if is_rank_0:
-            message = "interrupted; the same command continues from the last checkpoint, if there is one"
+            message = (
+                "interrupted; the same command continues from the last checkpoint, if there is one"
+            )
             with contextlib.suppress(OSError):
                 print(message, file=sys.stderr, flush=True)
         _abort_process_groups()
         return EXIT_INTERRUPTED
     except Exception as error:
-        # FAILED lets a Slurm job try again: a file that cannot be read here may be readable on another node.
-        outcome = REFUSED if isinstance(error, (TrainingStopped, ConfigError)) else FAILED
+        # FAILED lets a Slurm job try again: a file that cannot be read here may be readable on
+        # another node.
+        if isinstance(error, (TrainingStopped, ConfigError)):
+            outcome = REFUSED
+        else:
+            outcome = FAILED
         outcome = STALE if isinstance(error, StaleAttempt) else outcome
         foreseen = isinstance(error, (TrainingStopped, UserError, StaleAttempt))
         sentence = str(error) if foreseen else describe_fatal_error(error)
@@ -118,10 +137,14 @@ def _supervised(config: RunConfig, watch: Watch, extends: bool, trains: "Paramet
         _abort_process_groups()
         if sentence is None:
             raise
-        print(f"error{'' if is_rank_0 else f' (rank {rank})'}: {message}", file=sys.stderr, flush=True)
+        print(
+            f"error{'' if is_rank_0 else f' (rank {rank})'}: {message}", file=sys.stderr, flush=True
+        )
         if isinstance(error, StaleAttempt):
             return EXIT_STALE
-        return EXIT_REFUSED if isinstance(error, ConfigError) else 1
+        if isinstance(error, ConfigError):
+            return EXIT_REFUSED
+        return 1
     if reason is None:
         if is_rank_0:
             watch.record_end(FINISHED, f"finished all {config.train.steps} steps")
@@ -129,11 +152,15 @@ def _supervised(config: RunConfig, watch: Watch, extends: bool, trains: "Paramet
     if is_rank_0:
         with contextlib.suppress(OSError):  # nothing may read stderr any more
             print(f"{reason}; run the same command to continue", file=sys.stderr, flush=True)
-    return EXIT_INTERRUPTED if watch.stop == CTRL_C else EXIT_RESTART
+    if watch.stop == CTRL_C:
+        return EXIT_INTERRUPTED
+    return EXIT_RESTART
 
 
 def _abort_process_groups() -> None:
-    """Abort torch's process groups, if they exist, so that this rank does not wait for the others when it exits."""
+    """Abort torch's process groups, if they exist, so that this rank does not wait for the others
+    when it exits.
+    """
     if layout := sys.modules.get("megatron_tape.parallel.layout"):
         layout.abort_process_groups()
 
@@ -144,18 +171,24 @@ def load_libraries(config: RunConfig, is_rank_0: bool) -> None:
     logging.basicConfig(level=level, format="%(asctime)s %(message)s", datefmt=LOG_TIME, force=True)
     for noisy in ("DeepSpeed", "megatron", "torch", "numba", "matplotlib"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", module="megatron")  # it warns that Transformer Engine and Apex are missing
+    warnings.filterwarnings(
+        "ignore", module="megatron"
+    )  # it warns that Transformer Engine and Apex are missing
     warnings.filterwarnings(
         "ignore", category=FutureWarning, module="torch.distributed"
     )  # deprecated calls in DeepSpeed
-    # On a local disk: otherwise hundreds of nodes would write compiled kernels to a shared home directory.
+    # On a local disk: otherwise hundreds of nodes would write compiled kernels to a shared home
+    # directory.
     os.environ.setdefault("TRITON_CACHE_DIR", private_directory(f"triton-cache-{os.getuid()}"))
     provide_caches()
     if config.parallel.uses_sequence_parallel:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron needs it to overlap collectives
+        os.environ.setdefault(
+            "CUDA_DEVICE_MAX_CONNECTIONS", "1"
+        )  # Megatron needs it to overlap collectives
     # Avoids out-of-memory errors by fragmentation.
     _set_default("PYTORCH_ALLOC_CONF", "expandable_segments:True", older="PYTORCH_CUDA_ALLOC_CONF")
-    # Number of collectives in torch's flight recorder, which `Watch` writes to a file if a rank hangs.
+    # Number of collectives in torch's flight recorder, which `Watch` writes to a file if a rank
+    # hangs.
     _set_default("TORCH_FR_BUFFER_SIZE", "2000", older="TORCH_NCCL_TRACE_BUFFER_SIZE")
     if config.train.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -163,11 +196,15 @@ def load_libraries(config: RunConfig, is_rank_0: bool) -> None:
     import torch
 
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns that it found no accelerator
+        os.environ.setdefault(
+            "DS_ACCELERATOR", "cpu"
+        )  # otherwise DeepSpeed warns that it found no accelerator
 
 
 def _set_default(name: str, value: str, older: str) -> None:
-    """Set an environment variable of torch >= 2.9, unless the user has set it or its `older` name."""
+    """Set an environment variable of torch >= 2.9, unless the user has set it or its `older`
+    name.
+    """
     if older not in os.environ:
         os.environ.setdefault(name, value)
 

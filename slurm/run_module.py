@@ -1,10 +1,10 @@
-"""Run a module of this repository. It replaces `python -m`, which would import the code from the working directory,
-possibly another version.
+"""Run a module of this repository. It replaces `python -m`, which would import the code from the
+working directory, possibly another version.
 
     python slurm/run_module.py MODULE [ARGUMENT ...]
 
-If Python is too old or lacks a package, this prints one sentence and exits with 1. This file itself must also run on
-old versions of Python.
+If Python is too old or lacks a package, this prints one sentence and exits with 1. This file itself
+must also run on old versions of Python.
 """
 
 import os
@@ -19,20 +19,29 @@ def main():
     sys.path[0] = ROOT
     module = sys.argv.pop(1)
 
-    if sys.version_info < (3, 11):  # noqa: UP036 (not every cluster's default is as new as this project needs)
-        refuse(f"is Python {sys.version_info[0]}.{sys.version_info[1]}", "choose Python 3.11 to 3.13")
+    # Not every cluster's default Python is as new as this project needs.
+    if sys.version_info < (3, 11):  # noqa: UP036
+        refuse(
+            f"is Python {sys.version_info[0]}.{sys.version_info[1]}", "choose Python 3.11 to 3.13"
+        )
 
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except ModuleNotFoundError as error:
-        is_package = error.name and "." not in error.name and not os.path.exists(os.path.join(ROOT, error.name))
+        is_package = (
+            error.name
+            and "." not in error.name
+            and not os.path.exists(os.path.join(ROOT, error.name))
+        )
         if not is_package:
             raise
 
         requirements = os.path.join(ROOT, "requirements.txt")
         fix = f"install the packages with {sys.executable} -m pip install -r {requirements}"
         if os.environ.get("TAPE_CONTAINER"):
-            fix = f"install the packages of {requirements} in the image, as slurm/apptainer.def does"
+            fix = (
+                f"install the packages of {requirements} in the image, as slurm/apptainer.def does"
+            )
         refuse(f"lacks the package {error.name}", fix)
 
 
@@ -42,7 +51,9 @@ def refuse(problem, fix):
     container = os.environ.get("TAPE_CONTAINER")
     if container:
         python = f"{python} in TAPE_CONTAINER ({container})"
-    sys.exit(f"error: TAPE_PYTHON is {python}, which {problem}; {fix}, or set another TAPE_PYTHON in slurm/site.env")
+    sys.exit(
+        f"error: TAPE_PYTHON is {python}, which {problem}; {fix}, or set another TAPE_PYTHON in slurm/site.env"
+    )
 
 
 if __name__ == "__main__":

@@ -47,13 +47,22 @@ def engine(tp, stage, precision, clip_grad=1.0, average=None, kind="adamw", stat
 
 def batches(engine, seed, mask=1.0):
     for i in range(engine.micro_batches):
-        tokens = random_tokens(batch=1, length=17, seed=seed + i + 100 * engine.layout.data_parallel_rank)
-        yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_weights": torch.full((1, 16), mask / 16)}
+        tokens = random_tokens(
+            batch=1, length=17, seed=seed + i + 100 * engine.layout.data_parallel_rank
+        )
+        yield {
+            "tokens": tokens[:, :-1],
+            "labels": tokens[:, 1:],
+            "loss_weights": torch.full((1, 16), mask / 16),
+        }
 
 
 def weights(engine):
     """Return the unsharded state, on every rank."""
-    states = [engine.training_state(lambda key, rank=rank: rank) for rank in range(engine.layout.replica_size)]
+    states = [
+        engine.training_state(lambda key, rank=rank: rank)
+        for rank in range(engine.layout.replica_size)
+    ]
     return states[engine.layout.replica_rank]
 
 
@@ -70,12 +79,15 @@ def trial(tp, stage, what, precision):
         # A tensor-parallel group shares one loss; otherwise only rank 1 has the bad one.
         result = e.train_step(batches(e, 10, math.nan if rank == 1 or tp == 2 else 1.0), 1e-2)
     elif what == "spike":  # on rank 1 alone, in one step
-        answers, judged = iter([rank == 1]), []
+        answers = iter([rank == 1])
+        judged = []
         e.set_skip_predicate(lambda loss, norm: judged.append((loss, norm)) or next(answers, False))
         result = e.train_step(batches(e, 10), 1e-2)
         assert judged == [(result.loss, result.grad_norm)]
     else:
-        parameter = e.names[REPLICATED if what == "replicated" else "layers.1.mlp.linear_fc1.weight"]
+        parameter = e.names[
+            REPLICATED if what == "replicated" else "layers.1.mlp.linear_fc1.weight"
+        ]
         handle = parameter.register_hook(lambda g: g * math.inf if rank == 1 else g)
         result = e.train_step(batches(e, 10), 1e-2)
         handle.remove()
@@ -83,7 +95,9 @@ def trial(tp, stage, what, precision):
     unchanged = all(torch.equal(before[key], after[key]) for key in before)
     good = e.train_step(batches(e, 20), 1e-2)
     moved = any(not torch.equal(before[key], value) for key, value in weights(e).items())
-    outcome = torch.tensor([result.skipped, unchanged, not good.skipped, moved, math.isfinite(good.loss)]).int()
+    outcome = torch.tensor(
+        [result.skipped, unchanged, not good.skipped, moved, math.isfinite(good.loss)]
+    ).int()
     dist.all_reduce(outcome, op=dist.ReduceOp.MIN)
     return outcome.tolist() + [int(math.isfinite(result.grad_norm)), e.optimizer_steps]
 
@@ -119,7 +133,8 @@ def left_out(stage, precision, kind, what):
         answers = iter([True])
         e.set_skip_predicate(lambda loss, norm: next(answers, False))
     skipped = e.train_step(batches(e, 10, math.nan if what == "loss" else 1.0), 1e-2, 3).skipped
-    saved, updates = weights(e), e.optimizer_steps
+    saved = weights(e)
+    updates = e.optimizer_steps
     ends.append(end(e, (4, 30), (5, 40)))
     again = new(saved)
     again.load_training_state(saved.get, updates)
@@ -127,7 +142,9 @@ def left_out(stage, precision, kind, what):
     (expected, count), *others = ends
     averaged = any(key.startswith("average/") for key in expected)
     same = all(count == other and expected.keys() == state.keys() for state, other in others)
-    same = same and all(torch.equal(value, state[key]) for state, _ in others for key, value in expected.items())
+    same = same and all(
+        torch.equal(value, state[key]) for state, _ in others for key, value in expected.items()
+    )
     outcome = torch.tensor(skipped and averaged and same).int()
     dist.all_reduce(outcome, op=dist.ReduceOp.MIN)
     return bool(outcome)
@@ -135,12 +152,17 @@ def left_out(stage, precision, kind, what):
 
 FINE = 2.0**-9
 """Lost when it is added to 1 in bf16, whose next number is 1 + 2^-7."""
-GRADIENTS = {"mlp.linear_fc1.weight": [[1, 0], [FINE, 0]], "mlp.linear_fc2.weight": [[1, FINE], [0, 0]]}
+GRADIENTS = {
+    "mlp.linear_fc1.weight": [[1, 0], [FINE, 0]],
+    "mlp.linear_fc2.weight": [[1, FINE], [0, 0]],
+}
 """By parameter, the value of its gradient on each rank in each of two micro-batches."""
 
 
 def averaged(stage, **zero):
-    """Return ZeRO's reduction of GRADIENTS, times 2: the sum over both ranks and micro-batches if nothing is lost."""
+    """Return ZeRO's reduction of GRADIENTS, times 2: the sum over both ranks and micro-batches if
+    nothing is lost.
+    """
     e = engine(1, stage, "bf16", clip_grad=0.0, **zero)
     names = {f"layers.0.{name}": values[dist.get_rank()] for name, values in GRADIENTS.items()}
     left = {name: list(values) for name, values in names.items()}
@@ -148,15 +170,22 @@ def averaged(stage, **zero):
         e.names[name].register_hook(lambda g, name=name: torch.full_like(g, left[name].pop(0)))
     e.train_step(batches(e, 0), 1e-2)
     state = weights(e)
-    return [(state[f"exp_avg/{name}"].double() * 10 * 2).flatten()[[0, -1]].tolist() for name in names]
+    return [
+        (state[f"exp_avg/{name}"].double() * 10 * 2).flatten()[[0, -1]].tolist() for name in names
+    ]
 
 
-SHARES = {"layers.1.input_layernorm.weight": [[1, 0], [FINE, 0]], "norm.weight": [[1, FINE], [0, 0]]}
+SHARES = {
+    "layers.1.input_layernorm.weight": [[1, 0], [FINE, 0]],
+    "norm.weight": [[1, FINE], [0, 0]],
+}
 """The same for replicated parameters, for which each rank processes half of the tokens."""
 
 
 def summed(stage):
-    """Return two tensor-parallel ranks' reduction of SHARES, and the norm of a step's gradient before it."""
+    """Return two tensor-parallel ranks' reduction of SHARES, and the norm of a step's gradient
+    before it.
+    """
     e = engine(2, stage, "bf16", clip_grad=0.0)
     norm = e.train_step(batches(e, 1), 0.0).grad_norm
     values = {name: list(ranks[dist.get_rank()]) for name, ranks in SHARES.items()}
@@ -165,8 +194,14 @@ def summed(stage):
         e.names[name].register_hook(lambda g, left=left: torch.full_like(g, left.pop(0)))
     e.train_step(batches(e, 0), 0.0)
     after = weights(e)
-    moments = [(after[key].double() - 0.9 * before[key].double()) * 10 for key in (f"exp_avg/{n}" for n in values)]
-    same = all(_same_on_both(after[f"weight/{name}"]) and _same_on_both(after[f"exp_avg/{name}"]) for name in values)
+    moments = [
+        (after[key].double() - 0.9 * before[key].double()) * 10
+        for key in (f"exp_avg/{n}" for n in values)
+    ]
+    same = all(
+        _same_on_both(after[f"weight/{name}"]) and _same_on_both(after[f"exp_avg/{name}"])
+        for name in values
+    )
     return {"norm": norm, "sums": [moment[[0, -1]].tolist() for moment in moments], "same": same}
 
 
@@ -189,9 +224,14 @@ def overlapped(stage):
 
 
 def scattered():
-    """Return whether gradients of odd sizes are averaged and partitioned as by DeepSpeed's function."""
-    group, generator = dist.group.WORLD, torch.Generator().manual_seed(dist.get_rank())
-    tensors = [torch.randn(size, generator=generator) for size in [(1,), (2,), (7, 3), (64,), (5, 13)]]
+    """Return whether gradients of odd sizes are averaged and partitioned as by DeepSpeed's
+    function.
+    """
+    group = dist.group.WORLD
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    tensors = [
+        torch.randn(size, generator=generator) for size in [(1,), (2,), (7, 3), (64,), (5, 13)]
+    ]
     expected = reduce_scatter_coalesced([tensor.clone() for tensor in tensors], group)
     found = average_and_scatter(tensors, group)
     return len(found) == len(expected) and all(map(torch.equal, found, expected))

@@ -8,7 +8,14 @@ from megatron_tape.config.data import DataConfig
 from megatron_tape.config.schema import ENCODINGS, ModelConfig, RunConfig, replace_settings
 from megatron_tape.config.train import TrainConfig
 
-MODEL = dict(num_layers=3, hidden_size=64, ffn_hidden_size=96, num_attention_heads=8, seq_length=32, vocab_size=128)
+MODEL = dict(
+    num_layers=3,
+    hidden_size=64,
+    ffn_hidden_size=96,
+    num_attention_heads=8,
+    seq_length=32,
+    vocab_size=128,
+)
 MINIMAL = {
     "model": MODEL,
     "data": {"prefix": "somewhere/corpus"},
@@ -17,14 +24,20 @@ MINIMAL = {
 
 
 def nested(encoding="tape", **values):
-    """Return settings of a model with those of its encoding under `position`, without those of other encodings."""
+    """Return settings of a model with those of its encoding under `position`, without those of
+    other encodings.
+    """
     fields = {item.name for item in dataclasses.fields(ModelConfig)}
     own = {item.name for item in dataclasses.fields(ENCODINGS[encoding].Settings)}
-    others = {item.name for one in ENCODINGS.values() for item in dataclasses.fields(one.Settings)} - own
+    others = {
+        item.name for one in ENCODINGS.values() for item in dataclasses.fields(one.Settings)
+    } - own
     of_encoding = values.pop("position", {}) | {
         key: value for key, value in values.items() if key not in fields | others
     }
-    return {key: value for key, value in values.items() if key in fields} | {"position": of_encoding}
+    return {key: value for key, value in values.items() if key in fields} | {
+        "position": of_encoding
+    }
 
 
 def model_config(**values):
@@ -45,7 +58,9 @@ def make(model=None, **changes):
         data=DataConfig(prefix="somewhere/corpus", tokenizer="somewhere/tokenizer.model"),
         train=TrainConfig(steps=100, global_batch_size=16, micro_batch_size=2, eval_interval=50),
     )
-    return replace_settings(config, {name.replace("__", "."): value for name, value in changes.items()})
+    return replace_settings(
+        config, {name.replace("__", "."): value for name, value in changes.items()}
+    )
 
 
 def make_alone(model, **changes):

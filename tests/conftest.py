@@ -21,19 +21,25 @@ else:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
 
-    # A single process trains on a single GPU; only those that train together get several. Set before CUDA starts,
-    # which counting GPUs does not do; workers of pytest-xdist inherit it.
+    # A single process trains on a single GPU; only those that train together get several. Set
+    # before CUDA starts, which counting GPUs does not do; workers of pytest-xdist inherit it.
     os.environ.setdefault(
-        "TESTED_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        "TESTED_GPUS",
+        os.environ.get("CUDA_VISIBLE_DEVICES")
+        or ",".join(map(str, range(torch.cuda.device_count()))),
     )
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["TESTED_GPUS"].split(",")[0]
     if not torch.cuda.is_available():
-        pytest.exit("TESTS_ON=gpu, but torch sees no GPU here; leave it out to interpret the kernels", returncode=1)
+        pytest.exit(
+            "TESTS_ON=gpu, but torch sees no GPU here; leave it out to interpret the kernels",
+            returncode=1,
+        )
 
 GIB_PER_WORKER = 9
 """GPU memory per pytest-xdist worker; float64 scores of 4,096 tokens take most of it."""
 
-# In the background of a script, SIGINT is ignored, and the tests' child processes would inherit that.
+# In the background of a script, SIGINT is ignored, and the tests' child processes would inherit
+# that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -68,7 +74,9 @@ def pytest_xdist_auto_num_workers(config):
 
 @pytest.fixture(autouse=ON_GPU)
 def gpu_answers():
-    """Exit after a GPU fault, which invalidates later results of this process; pytest-xdist starts another worker."""
+    """Exit after a GPU fault, which invalidates later results of this process; pytest-xdist starts
+    another worker.
+    """
     yield
     try:
         torch.cuda.synchronize()
@@ -78,9 +86,12 @@ def gpu_answers():
 
 @pytest.fixture(autouse=True)
 def no_messages_to_closed_streams():
-    """Undo a command's logging.basicConfig(), whose stream `capsys` closes: later messages would print tracebacks."""
+    """Undo a command's logging.basicConfig(), whose stream `capsys` closes: later messages would
+    print tracebacks.
+    """
     root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    handlers = root.handlers[:]
+    level = root.level
     yield
     for handler in root.handlers[:]:
         if handler not in handlers and type(handler) is logging.StreamHandler:
@@ -90,14 +101,25 @@ def no_messages_to_closed_streams():
 
 @pytest.fixture(autouse=True)
 def torchs_own_linear():
-    """Undo what ZeRO 3 replaces for the rest of a process: torch's linear, by one without forward derivatives."""
+    """Undo what ZeRO 3 replaces for the rest of a process: torch's linear, by one without forward
+    derivatives.
+    """
     yield
     torch = sys.modules.get("torch")
     if torch is not None and torch.nn.functional.linear.__module__.startswith("deepspeed"):
         torch.nn.functional.linear = torch._C._nn.linear
 
 
-MODULES = ("argparse.py", "base64.py", "bisect.py", "calendar.py", "copy.py", "csv.py", "heapq.py", "json/decoder.py")
+MODULES = (
+    "argparse.py",
+    "base64.py",
+    "bisect.py",
+    "calendar.py",
+    "copy.py",
+    "csv.py",
+    "heapq.py",
+    "json/decoder.py",
+)
 
 
 @pytest.fixture(scope="session")
@@ -111,7 +133,8 @@ def run_tool(tmp_path_factory):
     def run(tool, *arguments, code=0, workers=1, variables=None):
         if tool == "preprocess_data":
             arguments = ("--workers", workers, *arguments)
-        # A Hugging Face cache is chosen before any import; workers are forked from a process without threads.
+        # A Hugging Face cache is chosen before any import; workers are forked from a process
+        # without threads.
         apart = workers > 1 or any(str(argument).startswith("hub") for argument in arguments)
         if apart:
             chosen = settings | {"env": environment | (variables or {})}

@@ -16,10 +16,14 @@ def convert(*arguments):
 
 
 def refused(tmp_path, part, *arguments):
-    """Check that the tool prints one sentence with `part`, exits with 2, and does not change `tmp_path`."""
+    """Check that the tool prints one sentence with `part`, exits with 2, and does not change
+    `tmp_path`.
+    """
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     done = convert(*arguments)
-    errors = [line for line in done.stderr.splitlines() if not line.startswith(("checking", "comparing"))]
+    errors = [
+        line for line in done.stderr.splitlines() if not line.startswith(("checking", "comparing"))
+    ]
     assert done.returncode == 2, done.stderr
     assert len(errors) == 1 and errors[0].startswith("error: ") and part in errors[0], done.stderr
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
@@ -29,15 +33,21 @@ def change_config(folder, change, without=()):
     """Change the config.json of a Hugging Face model."""
     path = folder / "config.json"
     settings = json.loads(path.read_text()) | change
-    path.write_text(json.dumps({key: value for key, value in settings.items() if key not in without}))
+    path.write_text(
+        json.dumps({key: value for key, value in settings.items() if key not in without})
+    )
 
 
 @contextmanager
 def changed_state(source, folder):
-    """Copy the checkpoint `source` into `folder`; yield the copy and its state, and write the changed state to it."""
+    """Copy the checkpoint `source` into `folder`; yield the copy and its state, and write the
+    changed state to it.
+    """
     step = folder / source.name
     shutil.copytree(source, step)
-    state, manifest = (json.loads((step / name).read_text()) for name in ("state.json", "manifest.json"))
+    state, manifest = (
+        json.loads((step / name).read_text()) for name in ("state.json", "manifest.json")
+    )
     yield step, state
     (step / "state.json").write_text(json.dumps(state))
     manifest["files"]["state.json"] = digest(step / "state.json")

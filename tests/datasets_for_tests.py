@@ -17,12 +17,15 @@ def source_code(module):
 
 
 def write_dataset(prefix, documents=120, seed=0, vocabulary=63):
-    """Write documents that a tiny model can learn: each counts upward with its own step and ends in EOD."""
+    """Write documents that a tiny model can learn: each counts upward with its own step and ends in
+    EOD.
+    """
     generator = torch.Generator().manual_seed(seed)
     written = []
     for _ in range(documents):
         length, start, stride = (
-            int(torch.randint(a, b, (1,), generator=generator)) for a, b in ((8, 40), (0, 60), (1, 5))
+            int(torch.randint(a, b, (1,), generator=generator))
+            for a, b in ((8, 40), (0, 60), (1, 5))
         )
         written.append([(start + stride * i) % vocabulary for i in range(length)] + [EOD])
     write_documents(prefix, written, overwrite=True)

@@ -1,11 +1,18 @@
-"""Stands in for `python` and `torchrun` when tests run the commands of the documentation: two processes, few steps."""
+"""Stands in for `python` and `torchrun` when tests run the commands of the documentation: two
+processes, few steps.
+"""
 
 import os
 import re
 import sys
 from pathlib import Path
 
-SMALL = {"model.num_layers": 2, "model.hidden_size": 32, "model.num_attention_heads": 2, "model.ffn_hidden_size": 48}
+SMALL = {
+    "model.num_layers": 2,
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 2,
+    "model.ffn_hidden_size": 48,
+}
 FEW = {
     "train.steps": 2,
     "schedule.warmup_steps": 0,
@@ -36,13 +43,21 @@ SAMPLES = {
 
 
 def shortened(arguments):
-    """Return the arguments of python with those of a program replaced by ones that make it short."""
+    """Return the arguments of python with those of a program replaced by ones that make it
+    short.
+    """
     program = next((word for word in arguments if re.match(r"(pretrain|tools)[./]\w", word)), None)
     changes: dict[str, object] = {}
     if program in ("pretrain.train", "pretrain.extend_context", "tools/build_index.py"):
         new = program != "pretrain.extend_context" and "--checkpoint.resume" not in arguments
-        split = {"data.split": "90,10,0"} if "--data.prefix" in arguments else {}
-        profile = {"train.profile.steps": "[1, 2]"} if "--train.profile.steps" in arguments else {}
+        if "--data.prefix" in arguments:
+            split = {"data.split": "90,10,0"}
+        else:
+            split = {}
+        if "--train.profile.steps" in arguments:
+            profile = {"train.profile.steps": "[1, 2]"}
+        else:
+            profile = {}
         changes = FEW | split | profile | (SMALL if new else {})
     elif program == "pretrain.compare" and "ONLY_CHECK" in os.environ:
         arguments.append("--check")
@@ -52,14 +67,23 @@ def shortened(arguments):
         words = " ".join(arguments)
         for recipe in re.findall(r"--config (\S+)", words):
             words += " " + Path(recipe).read_text(encoding="utf-8").replace(":", " ")
-        changes = {key: value for key, value in SAMPLES.items() if key.partition(".")[0] in words.split()}
+        changes = {
+            key: value for key, value in SAMPLES.items() if key.partition(".")[0] in words.split()
+        }
         if "arc_easy" in words:  # its data needs a network
-            arguments += ["--lm_eval.tasks", "[next_word]", "--lm_eval.include_path", "mytasks", "--trust-remote-code"]
+            arguments += [
+                "--lm_eval.tasks",
+                "[next_word]",
+                "--lm_eval.include_path",
+                "mytasks",
+                "--trust-remote-code",
+            ]
     return arguments + [word for key, value in changes.items() for word in (f"--{key}", str(value))]
 
 
 if __name__ == "__main__":
-    name, arguments = os.path.basename(sys.argv[0]), sys.argv[1:]
+    name = os.path.basename(sys.argv[0])
+    arguments = sys.argv[1:]
     if "ONLY_CHECK" in os.environ and "pretrain.compare" not in arguments:
         sys.exit()
     if {"vllm.entrypoints.openai.api_server", "--logging.wandb.project"} & set(arguments):

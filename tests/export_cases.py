@@ -1,4 +1,6 @@
-"""Train tiny models in several layouts on real text, and save their logits; see huggingface/test_export.py."""
+"""Train tiny models in several layouts on real text, and save their logits; see
+huggingface/test_export.py.
+"""
 
 from pathlib import Path
 
@@ -41,7 +43,8 @@ def settings(data):
 def cases():
     """Both tensor-parallel sizes, and among them the kinds of models.
 
-    A checkpoint holds the same shares of the weights with every ZeRO stage; test_resuming.py compares all layouts.
+    A checkpoint holds the same shares of the weights with every ZeRO stage; test_resuming.py
+    compares all layouts.
     """
     kind = {
         "position.token_mixing": "per_head",
@@ -83,4 +86,7 @@ def main(folder, data):
         run(data, name, *settings(data), *overrides)
         saved[name] = logits(data, name, [*settings(data), *overrides], text)
     if dist.get_rank() == 0:
-        save_file({name: tensor.contiguous() for name, tensor in saved.items()}, f"{data}/logits.safetensors")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in saved.items()},
+            f"{data}/logits.safetensors",
+        )

@@ -22,7 +22,8 @@ from megatron_tape.training.trainer import Trainer
 from pretrain import extend_context, train
 
 TESTS = Path(__file__).parent
-BASE, RECIPE = TESTS / "recipes" / "tiny.yaml", TESTS / "recipes" / "extend.yaml"
+BASE = TESTS / "recipes" / "tiny.yaml"
+RECIPE = TESTS / "recipes" / "extend.yaml"
 STEPS = 3
 TOKENS = torch.randint(60, (2, 32), generator=torch.Generator().manual_seed(1))
 ONLY = "extension.trains"
@@ -44,7 +45,13 @@ VARIANTS = {
 
 def write_llama(folder, data=None, **changes):
     """Write a Hugging Face model with random weights and, with `data`, its tokenizer."""
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, vocab_size=64)
+    sizes = dict(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        vocab_size=64,
+    )
     settings = dict(num_key_value_heads=2, max_position_embeddings=16, initializer_range=0.2)
     torch.manual_seed(3)
     LlamaForCausalLM(LlamaConfig(**sizes | settings | changes)).save_pretrained(folder)
@@ -63,7 +70,13 @@ def pretrained(folder, data, name="base", encoding="rope", *overrides):
         *overrides,
     ]
     status = train.main(
-        ["--config", str(BASE), option("data.prefix", f"{data}/a"), f"--logging.directory={run}", *settings]
+        [
+            "--config",
+            str(BASE),
+            option("data.prefix", f"{data}/a"),
+            f"--logging.directory={run}",
+            *settings,
+        ]
     )
     assert status == 0
     dist.barrier()
@@ -71,8 +84,16 @@ def pretrained(folder, data, name="base", encoding="rope", *overrides):
 
 
 def arguments(folder, data, base, name, *overrides, recipe=RECIPE):
-    prefix, run = option("data.prefix", f"{data}/a"), f"--logging.directory={folder}/{name}"
-    return ["--config", str(recipe), prefix, run, option("extension.from", base), *map(str, overrides)]
+    prefix = option("data.prefix", f"{data}/a")
+    run = f"--logging.directory={folder}/{name}"
+    return [
+        "--config",
+        str(recipe),
+        prefix,
+        run,
+        option("extension.from", base),
+        *map(str, overrides),
+    ]
 
 
 class Begun(Hook, Exception):
@@ -88,7 +109,13 @@ def first_logits(data, base, folder, *overrides, recipe=RECIPE):
     config = parse_run_config(arguments(folder, data, base, "unused", *overrides, recipe=recipe))
     with contextlib.closing(Watch(None)) as watch, pytest.raises(Begun) as begun:
         hooks = {"begun": Begun()}
-        Trainer(config, watch, parameter_filter(config.extension), importing.base_of_run, lambda _: hooks).run()
+        Trainer(
+            config,
+            watch,
+            parameter_filter(config.extension),
+            importing.base_of_run,
+            lambda _: hooks,
+        ).run()
     return begun.value.logits
 
 
@@ -97,7 +124,9 @@ def extended(folder, data, base, name, *overrides):
     status = extend_context.main(arguments(folder, data, base, name, *overrides))
     assert status == 0, f"{name} ended with {status}"
     dist.barrier()
-    rows = [json.loads(line) for line in Path(folder, name, "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in Path(folder, name, "metrics.jsonl").read_text().splitlines()
+    ]
     dist.barrier()
     return rows
 
@@ -108,9 +137,14 @@ def states(folder, names):
 
 
 def continued(folder, data, base, name, *overrides):
-    """Train uninterrupted, and again from the first step's checkpoint; return the rows and last tensors of both."""
+    """Train uninterrupted, and again from the first step's checkpoint; return the rows and last
+    tensors of both.
+    """
     every = [*overrides, "--checkpoint.interval=1"]
-    found = {"whole": extended(folder, data, base, name, *every), "whole_state": checksums(folder, name, STEPS)}
+    found = {
+        "whole": extended(folder, data, base, name, *every),
+        "whole_state": checksums(folder, name, STEPS),
+    }
     found["whole_tensors"] = whole_state(folder, name, STEPS)
     dist.barrier()
     for step, path in list_checkpoints(f"{folder}/{name}/checkpoints"):
@@ -140,4 +174,8 @@ def main(folder, data):
     }
     found = states(folder, rows)
     found |= {name: case.pop("whole_tensors") for name, case in resumed.items()}
-    return rows | {name: case["whole"] for name, case in resumed.items()} | {"resumed": resumed, "states": found}
+    return (
+        rows
+        | {name: case["whole"] for name, case in resumed.items()}
+        | {"resumed": resumed, "states": found}
+    )

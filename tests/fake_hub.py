@@ -1,4 +1,6 @@
-"""A server on this machine that stands in for the Hugging Face Hub: datasets of plain files in two revisions."""
+"""A server on this machine that stands in for the Hugging Face Hub: datasets of plain files in two
+revisions.
+"""
 
 import hashlib
 import json
@@ -10,7 +12,9 @@ from urllib.parse import unquote, urlsplit
 
 
 class FakeHub:
-    """The datasets by name: files by path, of each commit. `requests` are the paths of file contents asked for."""
+    """The datasets by name: files by path, of each commit. `requests` are the paths of file
+    contents asked for.
+    """
 
     def __init__(self):
         self.datasets = {}
@@ -27,8 +31,13 @@ class FakeHub:
     def find(self, name, revision):
         """Return the commit of a revision and its files, or None."""
         commits = self.datasets.get(name, {})
-        commit = next(reversed(commits), None) if revision == "main" else revision
-        return (commit, commits[commit]) if commit in commits else None
+        if revision == "main":
+            commit = next(reversed(commits), None)
+        else:
+            commit = revision
+        if commit in commits:
+            return (commit, commits[commit])
+        return None
 
 
 _DATASET = re.compile("/api/datasets/([^/]+/[^/]+)(?:/revision/([^/]+))?")
@@ -81,18 +90,27 @@ class _Handler(BaseHTTPRequestHandler):
         for path, content in files.items():
             if path.startswith(below):
                 first, deeper, _ = path[len(below) :].partition("/")
-                kind = "directory" if deeper and "recursive=true" not in self.path.lower() else "file"
+                if deeper and "recursive=true" not in self.path.lower():
+                    kind = "directory"
+                else:
+                    kind = "file"
                 name = below + first if kind == "directory" else path
                 size = 0 if kind == "directory" else len(content)
                 oid = hashlib.sha1(name.encode()).hexdigest()
                 entries[name] = {"type": kind, "path": name, "oid": oid, "size": size}
-        self.reply(200, json.dumps(list(entries.values())).encode(), Content_Type="application/json")
+        self.reply(
+            200, json.dumps(list(entries.values())).encode(), Content_Type="application/json"
+        )
 
     def file(self, commit, files, path):
         if path not in files:
             return self.missing("EntryNotFound")
         content = files[path]
-        headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X_Repo_Commit": commit, "Accept_Ranges": "bytes"}
+        headers = {
+            "ETag": f'"{hashlib.sha1(content).hexdigest()}"',
+            "X_Repo_Commit": commit,
+            "Accept_Ranges": "bytes",
+        }
         if self.command == "GET":
             self.server.hub.requests.append(path)
             if path in self.server.hub.broken:
@@ -102,7 +120,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self.reply(200, content, **headers)
         part = content[int(bounds[1]) : int(bounds[2]) + 1 if bounds[2] else None]
         end = int(bounds[1]) + len(part) - 1
-        return self.reply(206, part, Content_Range=f"bytes {bounds[1]}-{end}/{len(content)}", **headers)
+        return self.reply(
+            206, part, Content_Range=f"bytes {bounds[1]}-{end}/{len(content)}", **headers
+        )
 
 
 @contextmanager

@@ -1,4 +1,6 @@
-"""Saves while the disk of one of two ranks is full, and resuming; see parallel/test_two_processes.py."""
+"""Saves while the disk of one of two ranks is full, and resuming; see
+parallel/test_two_processes.py.
+"""
 
 import errno
 import resource
@@ -27,10 +29,11 @@ from megatron_tape.training import zero_partitions
 def resumed(e, config):
     """Load the newest checkpoint into an engine that has continued training.
 
-    Returns whether its state is the saved one again, the tensor files that each rank has opened, and those that it
-    should have opened according to the plan.
+    Returns whether its state is the saved one again, the tensor files that each rank has opened,
+    and those that it should have opened according to the plan.
     """
-    layout, opened = e.layout, []
+    layout = e.layout
+    opened = []
 
     def watch(event, arguments):
         if event == "open" and shard_of(Path(str(arguments[0])).name) is not None:
@@ -45,8 +48,15 @@ def resumed(e, config):
     load_training_state(checkpoint, e)
     found = list(opened)
     state = weights(e)
-    plan = readers({name: entry["bytes"] for name, entry in checkpoint.files.items()}, 1, 1, layout.replica_size)
-    planned = [name for name, rank in plan.items() if rank == layout.rank and shard_of(name) is not None]
+    plan = readers(
+        {name: entry["bytes"] for name, entry in checkpoint.files.items()},
+        1,
+        1,
+        layout.replica_size,
+    )
+    planned = [
+        name for name, rank in plan.items() if rank == layout.rank and shard_of(name) is not None
+    ]
     return {
         "same": all(torch.equal(saved[key], state[key]) for key in saved) and not checkpoint.cached,
         "changed": not any(torch.equal(saved[key], changed[key]) for key in saved),
@@ -83,11 +93,13 @@ def unreadable(e, config):
 
 
 def owned_states(stage):
-    """Return whether both ranks own the tensors that they should, each as DeepSpeed's own functions sum it up over all
-    ranks, and what share of all tensors a rank has sent to the other."""
-    e, sent = engine(1, stage, "fp32"), []
+    """Return whether both ranks own the tensors that they should, each as DeepSpeed's own functions
+    sum it up over all ranks, and what share of all tensors a rank has sent to the other."""
+    e = engine(1, stage, "fp32")
+    sent = []
     e.train_step(batches(e, 1), 1e-2)
-    sizes, me = e.state_sizes(), e.layout.replica_rank
+    sizes = e.state_sizes()
+    me = e.layout.replica_rank
     owners = {key: number % 2 for number, key in enumerate(sizes)}
     exchange = dist.all_to_all_single
 
@@ -99,7 +111,9 @@ def owned_states(stage):
         mock.patch.object(dist, "all_to_all_single", counted),
         mock.patch.object(zero_partitions, "BATCH_BYTES", 20000),
     ):
-        with mock.patch.object(dist, "all_reduce", side_effect=AssertionError("a whole tensor is sent to every rank")):
+        with mock.patch.object(
+            dist, "all_reduce", side_effect=AssertionError("a whole tensor is sent to every rank")
+        ):
             state = e.training_state(owners.__getitem__)
     right = state.keys() == {key for key in sizes if owners[key] == me}
     for key in sizes:

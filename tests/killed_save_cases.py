@@ -1,4 +1,5 @@
-"""Saves that are killed before each of their file operations in turn; see checkpoint/test_directories.py.
+"""Saves that are killed before each of their file operations in turn; see
+checkpoint/test_directories.py.
 
 Files of a few bytes stand for tensors, so that torch, which makes forking slow, is not imported.
 """
@@ -15,7 +16,8 @@ from pathlib import Path
 from megatron_tape.checkpoint import directories as files
 from megatron_tape.io.files import digest, sync_directory
 
-HOME, NAMES = ".attempt-000001", ("model", "run.json")
+HOME = ".attempt-000001"
+NAMES = ("model", "run.json")
 # The checkpoints before the save, its step, and the number of checkpoints to keep.
 SCENARIOS = {
     "the first checkpoint": ([], 100, 1),
@@ -25,7 +27,11 @@ SCENARIOS = {
     "the same step after a replacement was killed": ([100, 200, "200 replaced"], 200, 1),
     "the same step while only the replaced one is there": ([100, "200 replaced"], 200, 2),
     "one more while only the replaced one is there": ([100, "200 replaced"], 300, 2),
-    "the same step, broken, while the replaced one is whole": ([100, "200 broken", "200 replaced"], 200, 1),
+    "the same step, broken, while the replaced one is whole": (
+        [100, "200 broken", "200 replaced"],
+        200,
+        1,
+    ),
     "one more among leftovers": ([100, 200, "partial"], 300, 1),
 }
 
@@ -54,25 +60,37 @@ def value_of(path):
 
 
 def kill_at_every_operation(directory, before, step, keep):
-    """Kill a save before its first operation, its second, and so on; return the number of operations."""
+    """Kill a save before its first operation, its second, and so on; return the number of
+    operations.
+    """
     directory.mkdir()
-    template, root = directory / "template", directory / "root"
+    template = directory / "template"
+    root = directory / "root"
     build(template, before)
-    newest_before, broken_before = newest_step(template), broken(template)
+    newest_before = newest_step(template)
+    broken_before = broken(template)
     for operation in range(1, 1000):
         shutil.rmtree(root, ignore_errors=True)
         shutil.copytree(template, root)
         killed = save_and_die(root, step, keep, operation)
         survivor = files.newest_complete(root, warn=lambda _: None)
-        assert newest_step(root) >= newest_before, f"{before}: operation {operation} lost a checkpoint"
-        assert broken(root) <= broken_before, f"{before}: operation {operation} left half a checkpoint under its name"
+        assert newest_step(root) >= newest_before, (
+            f"{before}: operation {operation} lost a checkpoint"
+        )
+        assert broken(root) <= broken_before, (
+            f"{before}: operation {operation} left half a checkpoint under its name"
+        )
         if survivor:
             assert value_of(survivor) in (newest_step(root), 1 + step)
         if not killed:
             assert value_of(survivor) == 1 + step
         assert value_of(save(root, step + 100, keep=keep)) == step + 100
         assert len(files.list_checkpoints(root)) <= keep
-        assert not [name for name in os.listdir(root) if name.startswith(".step") or name.endswith(".replaced")]
+        assert not [
+            name
+            for name in os.listdir(root)
+            if name.startswith(".step") or name.endswith(".replaced")
+        ]
         if not killed:
             return operation - 1
     raise AssertionError("the save never ends")
@@ -84,7 +102,9 @@ def broken(root):
 
 def newest_step(root):
     path = files.newest_complete(root, warn=lambda _: None)
-    return files.read_manifest(path)["step"] if path else 0
+    if path:
+        return files.read_manifest(path)["step"]
+    return 0
 
 
 def build(root, before):
@@ -104,7 +124,9 @@ def build(root, before):
 
 
 def save_and_die(root, step, keep, operation):
-    """Save in a child that kills itself before its n-th file operation; return whether it got that far."""
+    """Save in a child that kills itself before its n-th file operation; return whether it got that
+    far.
+    """
     child = os.fork()
     if child == 0:
         try:
@@ -123,8 +145,18 @@ def save_and_die(root, step, keep, operation):
 
 
 def count_operations(last):
-    """Die before the ``last``-th file operation; if that is a flush, the file loses its second half."""
-    counted = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree"}
+    """Die before the ``last``-th file operation; if that is a flush, the file loses its second
+    half.
+    """
+    counted = {
+        "open",
+        "os.rename",
+        "os.mkdir",
+        "os.remove",
+        "os.rmdir",
+        "os.scandir",
+        "shutil.rmtree",
+    }
     done = 0
 
     def operation(die=lambda: None):

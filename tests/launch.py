@@ -24,16 +24,24 @@ IN_PROCESSES = {
     "CUDA_VISIBLE_DEVICES": "",
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    "PYTHONPATH": os.pathsep.join(
+        [str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ),
     "PYTHONWARNINGS": "ignore",
 }
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["launch", "megatron_tape.training.trainer", "megatron_tape.evaluation.training_model"])
+FORKS.set_forkserver_preload(
+    ["launch", "megatron_tape.training.trainer", "megatron_tape.evaluation.training_model"]
+)
 
 
 def alone():
-    """Return the environment without variables of a launcher, which earlier runs in this process may have set."""
-    return {name: value for name, value in os.environ.items() if name not in LAUNCHER} | IN_PROCESSES
+    """Return the environment without variables of a launcher, which earlier runs in this process
+    may have set.
+    """
+    return {
+        name: value for name, value in os.environ.items() if name not in LAUNCHER
+    } | IN_PROCESSES
 
 
 def environment(rank, size, port):
@@ -43,7 +51,9 @@ def environment(rank, size, port):
 
 
 def free_port():
-    """Return a free port outside Linux's ephemeral range, so that no other connection takes it before it is used."""
+    """Return a free port outside Linux's ephemeral range, so that no other connection takes it
+    before it is used.
+    """
     while True:
         port = random.SystemRandom().randrange(15000, 32000)
         with socket.socket() as s, contextlib.suppress(OSError):
@@ -52,11 +62,15 @@ def free_port():
 
 
 def start(call, arguments, log, environment, folder="."):
-    """Start call(*arguments) in a process with this environment and working directory; its output is added to `log`."""
+    """Start call(*arguments) in a process with this environment and working directory; its output
+    is added to `log`.
+    """
     with mock.patch.dict(os.environ, alone(), clear=True):
         multiprocessing.forkserver.ensure_running()
     log.parent.mkdir(parents=True, exist_ok=True)
-    process = FORKS.Process(target=_begin, args=(call, arguments, log, environment, os.path.abspath(folder)))
+    process = FORKS.Process(
+        target=_begin, args=(call, arguments, log, environment, os.path.abspath(folder))
+    )
     process.start()
     process.poll = lambda: process.exitcode
     return process
@@ -95,10 +109,14 @@ def _case(module, folder, arguments):
 
 def run_group(module, size, *arguments, timeout=600):
     """Run `module`.main(folder, *arguments) on `size` ranks; return what rank 0's call returned."""
-    folder, port = Path(tempfile.mkdtemp(prefix="group-")), free_port()
+    folder = Path(tempfile.mkdtemp(prefix="group-"))
+    port = free_port()
     logs = [folder / f"rank{rank}.log" for rank in range(size)]
     given = (module, folder, list(map(str, arguments)))
-    processes = [start(_case, given, log, environment(rank, size, port), folder) for rank, log in enumerate(logs)]
+    processes = [
+        start(_case, given, log, environment(rank, size, port), folder)
+        for rank, log in enumerate(logs)
+    ]
     deadline = time.monotonic() + timeout
     try:
         while any(process.is_alive() for process in processes):
@@ -112,5 +130,7 @@ def run_group(module, size, *arguments, timeout=600):
     if any(process.exitcode for process in processes):
         culprit = next((r for r, p in enumerate(processes) if p.exitcode not in (0, -9)), 0)
         tail = logs[culprit].read_text()[-6000:]
-        raise AssertionError(f"rank {culprit} of {module} ended with {processes[culprit].exitcode}:\n{tail}")
+        raise AssertionError(
+            f"rank {culprit} of {module} ended with {processes[culprit].exitcode}:\n{tail}"
+        )
     return torch.load(folder / "result.pt", weights_only=True)

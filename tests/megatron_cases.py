@@ -1,6 +1,8 @@
-"""Train under several layouts with the installed Megatron-core; parallel/test_megatron_versions.py compares versions.
+"""Train under several layouts with the installed Megatron-core; parallel/test_megatron_versions.py
+compares versions.
 
-As a program, `megatron_cases.py DATA OUTPUT` runs the cases on four processes and writes the result to OUTPUT.
+As a program, `megatron_cases.py DATA OUTPUT` runs the cases on four processes and writes the result
+to OUTPUT.
 """
 
 import sys
@@ -25,7 +27,10 @@ def recompute(kind):
 
 def stages(virtual=1):
     """Two pipeline stages of `virtual` model chunks each, for four layers."""
-    sizes = [option("parallel.pipeline_model_parallel_size", 2), option("parallel.virtual_pipeline_size", virtual)]
+    sizes = [
+        option("parallel.pipeline_model_parallel_size", 2),
+        option("parallel.virtual_pipeline_size", virtual),
+    ]
     return [option("model.num_layers", 4), option("train.micro_batch_size", 1), *sizes]
 
 

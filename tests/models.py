@@ -24,7 +24,8 @@ SMALL = dict(
     mlp_size=6,
     init_std=0.1,
 )
-# Heads of size 8 have four frequencies: the first is kept, the last divided, and those between are interpolated.
+# Heads of size 8 have four frequencies: the first is kept, the last divided, and those between are
+# interpolated.
 YARN = dict(
     rope_scaling_type="yarn",
     rope_scaling_factor=4.0,
@@ -34,7 +35,8 @@ YARN = dict(
     rope_beta_slow=0.5,
 )
 LLAMA3 = dict(rope_scaling_type="llama3", rope_scaling_factor=8.0, rope_original_seq_length=32)
-LEARNED, SIGNED = {"increments": "learned"}, {"increments": "signed"}
+LEARNED = {"increments": "learned"}
+SIGNED = {"increments": "signed"}
 UNIT = {"state_norm": "unit"}
 INCREMENTS = {
     "rope_learned": {"position_encoding": "rope", **LEARNED},
@@ -50,7 +52,11 @@ INCREMENTS = {
     "one_layer": {"num_layers": 1} | LEARNED | UNIT,
 }
 SOME_LAYERS = {
-    "rope_some_layers": {"position_encoding": "rope", "num_layers": 4, "layers_without_positions": 2},
+    "rope_some_layers": {
+        "position_encoding": "rope",
+        "num_layers": 4,
+        "layers_without_positions": 2,
+    },
     "tape_some_layers": {"num_layers": 6, "layers_without_positions": 3},
 }
 
@@ -72,7 +78,8 @@ def build(
     shifted_sparse=False,
     cp=1,
 ):
-    """Build this process's shard of a model; `randomize` changes parameters whose initial values have no effect.
+    """Build this process's shard of a model; `randomize` changes parameters whose initial values
+    have no effect.
 
     `lora` are settings of a context extension that adds LoRA layers.
     """
@@ -93,7 +100,11 @@ def begin(built, model, layout, seed=0, lora=None):
     """Allocate and initialize a newly built model."""
     allocate(built, "cpu")
     initialize_weights(
-        built, weight_initializations(model, lora), seed, layout.tensor_parallel_rank, layout.tensor_parallel_size
+        built,
+        weight_initializations(model, lora),
+        seed,
+        layout.tensor_parallel_rank,
+        layout.tensor_parallel_size,
     )
     return built
 
@@ -103,10 +114,14 @@ def randomize_tape(built):
     generator = torch.Generator().manual_seed(99)
     for name, parameter in built.named_parameters():
         if name.endswith("position.increments"):
-            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(98)) * 0.5)
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=torch.Generator().manual_seed(98)) * 0.5
+            )
     for update in built.position_updates():
         for parameter in update.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5
+            )
     for name, parameter in built.named_parameters():
         if name.endswith(("linear_qkv.bias", "q_layernorm.weight", "k_layernorm.weight")):
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
@@ -154,15 +169,25 @@ def _released_scaling(config):
     if scaling["type"] == "linear":
         return {"rope_scaling_factor": scaling["factor"]}
     original = config["original_max_position_embeddings"]
-    factor = -(-config["max_position_embeddings"] // original)  # the released code ignores the factor
-    return {"rope_scaling_type": "yarn", "rope_scaling_factor": factor, "rope_original_seq_length": original}
+    factor = -(
+        -config["max_position_embeddings"] // original
+    )  # the released code ignores the factor
+    return {
+        "rope_scaling_type": "yarn",
+        "rope_scaling_factor": factor,
+        "rope_original_seq_length": original,
+    }
 
 
 def released_model(name, dtype=torch.float32, **changes):
-    """Build the released code's model `name` and return (model settings, module, the file's contents)."""
+    """Build the released code's model `name` and return (model settings, module, the file's
+    contents).
+    """
     config, weights, gradients, rest = load(name)
     model = model_config(
-        position_encoding={"adape": "tape", "t5rb": "t5", "yarn": "rope"}.get(config["rpe_type"], config["rpe_type"]),
+        position_encoding={"adape": "tape", "t5rb": "t5", "yarn": "rope"}.get(
+            config["rpe_type"], config["rpe_type"]
+        ),
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
         ffn_hidden_size=config["intermediate_size"],

@@ -5,7 +5,11 @@ from configurations import make_alone
 from models import small_model
 
 from megatron_tape.config.schema import ExtensionConfig
-from megatron_tape.model.initialization import initialize_weights, initialized_whole, weight_initializations
+from megatron_tape.model.initialization import (
+    initialize_weights,
+    initialized_whole,
+    weight_initializations,
+)
 from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.model.lora import add_lora
 from megatron_tape.parallel.layout import initialize_distributed
@@ -19,12 +23,16 @@ SEED = 6
 def begin(cp):
     """Build a model, draw its partitions on this rank, and give it to an engine.
 
-    Returns the names of the parameters, of those whose partition is not a part of the whole weight, of those that
-    are whole in memory, and of those that the engine has not got; and the share of all numbers that this rank holds.
+    Returns the names of the parameters, of those whose partition is not a part of the whole weight,
+    of those that are whole in memory, and of those that the engine has not got; and the share of
+    all numbers that this rank holds.
     """
     model = small_model(qkv_bias=True)
     layout = initialize_distributed(1, context_parallel_size=cp)
-    sizes = {"parallel__context_parallel_size": cp, "train__global_batch_size": layout.data_parallel_size}
+    sizes = {
+        "parallel__context_parallel_size": cp,
+        "train__global_batch_size": layout.data_parallel_size,
+    }
     config = make_alone(model, deepspeed__zero_stage=3, **sizes)
     built = LanguageModel(model, transformer_config(model, 1, False), layout.groups)
     add_lora(built, model, LORA)
@@ -45,6 +53,8 @@ def begin(cp):
         held += len(memory)
     state = Engine(built, config, layout).training_state()
     owned = [name for name in whole if layout.replica_rank == 0]
-    result["wrong_in_engine"] = [name for name in owned if not torch.equal(state[f"weight/{name}"], whole[name])]
+    result["wrong_in_engine"] = [
+        name for name in owned if not torch.equal(state[f"weight/{name}"], whole[name])
+    ]
     result["fraction"] = held / sum(weight.numel() for weight in whole.values())
     return result

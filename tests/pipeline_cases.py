@@ -15,7 +15,11 @@ from megatron_tape.checkpoint.directories import list_checkpoints, read_state
 from megatron_tape.training import engine
 from pretrain import train
 
-FOUR_LAYERS = [option("model.num_layers", 4), option("train.micro_batch_size", 1), option("train.global_batch_size", 8)]
+FOUR_LAYERS = [
+    option("model.num_layers", 4),
+    option("train.micro_batch_size", 1),
+    option("train.global_batch_size", 8),
+]
 SEVERAL = option("checkpoint.interval", 1), option("checkpoint.keep", 99)
 STEPS = 3
 
@@ -27,7 +31,10 @@ def cases(data):
         "rope": [option("model.position_encoding", "rope")],
         "path_fox": [option("model.position_encoding", "path_fox")],
         "learned": [option("model.position.increments", "learned")],
-        "rope_signed": [option("model.position.increments", "signed"), option("model.position_encoding", "rope")],
+        "rope_signed": [
+            option("model.position.increments", "signed"),
+            option("model.position_encoding", "rope"),
+        ],
         "tied": [option("model.tie_embeddings", "true")],
         "packed": packed(data),
         "generated": generated(),
@@ -39,7 +46,8 @@ def cases(data):
     }
 
 
-STAGES, VIRTUAL = "parallel.pipeline_model_parallel_size", "parallel.virtual_pipeline_size"
+STAGES = "parallel.pipeline_model_parallel_size"
+VIRTUAL = "parallel.virtual_pipeline_size"
 LAYOUTS = {
     1: {"alone": []},
     2: {"pp2": [option(STAGES, 2)], "pp2_v2": [option(STAGES, 2), option(VIRTUAL, 2)]},
@@ -47,7 +55,11 @@ LAYOUTS = {
         "pp4": [option(STAGES, 4)],
         "pp2_cp2": [option(STAGES, 2), option("parallel.context_parallel_size", 2)],
         "pp2_dp2": [option(STAGES, 2), option("parallel.pipeline_layers", "[1, 3]")],
-        "pp2_v2_tp2": [option(STAGES, 2), option(VIRTUAL, 2), option("parallel.tensor_model_parallel_size", 2)],
+        "pp2_v2_tp2": [
+            option(STAGES, 2),
+            option(VIRTUAL, 2),
+            option("parallel.tensor_model_parallel_size", 2),
+        ],
     },
 }
 COMPARED = ("tape", "rope_signed", "learned", "tied", "packed", "full")
@@ -58,15 +70,27 @@ def run_under(layout):
     """Return the names of the cases to run in a layout."""
     if layout in ("alone", "pp2"):
         return tuple(cases(""))
-    return {"pp2_v2": ("tape", "packed", "ramp"), "pp2_v2_tp2": ("tape", "rope_signed", "tied")}.get(
-        layout, ("tape", "tied")
-    )
+    return {
+        "pp2_v2": ("tape", "packed", "ramp"),
+        "pp2_v2_tp2": ("tape", "rope_signed", "tied"),
+    }.get(layout, ("tape", "tied"))
 
 
 def run(folder, name, *overrides, expect=0, trains=None):
     """Train in `folder`/`name`, and return the rows of its metrics."""
-    steps = [option("train.steps", STEPS), option("train.eval_steps", 1), option("train.eval_interval", STEPS)]
-    arguments = ["--config", str(RECIPE), "--logging.directory", f"{folder}/{name}", *FOUR_LAYERS, *steps]
+    steps = [
+        option("train.steps", STEPS),
+        option("train.eval_steps", 1),
+        option("train.eval_interval", STEPS),
+    ]
+    arguments = [
+        "--config",
+        str(RECIPE),
+        "--logging.directory",
+        f"{folder}/{name}",
+        *FOUR_LAYERS,
+        *steps,
+    ]
     status = train.main([*arguments, *map(str, overrides)], trains)
     assert status == expect, f"{name} ended with {status} instead of {expect}"
     dist.barrier()
@@ -75,7 +99,11 @@ def run(folder, name, *overrides, expect=0, trains=None):
 
 def moments(folder, name, step):
     """Return the unsharded first moments of a checkpoint."""
-    return {key: value for key, value in whole_state(folder, name, step).items() if key.startswith("exp_avg/")}
+    return {
+        key: value
+        for key, value in whole_state(folder, name, step).items()
+        if key.startswith("exp_avg/")
+    }
 
 
 def equal_runs(folder, data):
@@ -85,10 +113,17 @@ def equal_runs(folder, data):
         for case, changes in cases(data).items():
             if case not in run_under(layout):
                 continue
-            name, prefix = f"{case}-{layout}", [] if case == "generated" else [option("data.prefix", f"{data}/a")]
-            # After the first step, the first moments are a tenth of the gradients, which are not clipped, as their norm
-            # is rounded differently.
-            saves = [*SEVERAL, option("optimizer.clip_grad", 0.0)] if case in COMPARED else []
+            name = f"{case}-{layout}"
+            if case == "generated":
+                prefix = []
+            else:
+                prefix = [option("data.prefix", f"{data}/a")]
+            # After the first step, the first moments are a tenth of the gradients, which are not
+            # clipped, as their norm is rounded differently.
+            if case in COMPARED:
+                saves = [*SEVERAL, option("optimizer.clip_grad", 0.0)]
+            else:
+                saves = []
             results["rows"][name] = run(folder, name, *prefix, *changes, *settings, *saves)
             results["states"][name] = whole_state(folder, name, STEPS)
             if saves:
@@ -96,7 +131,8 @@ def equal_runs(folder, data):
     return results
 
 
-TP, ZERO = "parallel.tensor_model_parallel_size", "deepspeed.zero_stage"
+TP = "parallel.tensor_model_parallel_size"
+ZERO = "deepspeed.zero_stage"
 TWO = option(STAGES, 2)
 MOVES = {
     "same": ([TWO], [TWO]),
@@ -112,21 +148,38 @@ def first_layer(name, parameter):
 
 
 def not_finite(step=2):
-    """Replace the losses of the `step`-th step, of 8 micro-batches, by NaN on the ranks that have losses."""
-    calls, scaled = itertools.count(), engine._scaled
-    return mock.patch.object(engine, "_scaled", lambda x: scaled(x * (math.nan if next(calls) // 8 == step - 1 else 1)))
+    """Replace the losses of the `step`-th step, of 8 micro-batches, by NaN on the ranks that have
+    losses.
+    """
+    calls = itertools.count()
+    scaled = engine._scaled
+    return mock.patch.object(
+        engine, "_scaled", lambda x: scaled(x * (math.nan if next(calls) // 8 == step - 1 else 1))
+    )
 
 
 def more(folder, data):
-    """Test other features with two stages or in one process; two processes also resume in other layouts."""
+    """Test other features with two stages or in one process; two processes also resume in other
+    layouts.
+    """
     stages = [TWO] if os.environ["WORLD_SIZE"] == "2" else []
-    prefix, rows, states = option("data.prefix", f"{data}/a"), {}, {}
-    evaluating = [option("logging.sample_tokens", 3), option("logging.sample_prompt", "w1 w2 w3"), *evaluated(data)]
+    prefix = option("data.prefix", f"{data}/a")
+    rows = {}
+    states = {}
+    evaluating = [
+        option("logging.sample_tokens", 3),
+        option("logging.sample_prompt", "w1 w2 w3"),
+        *evaluated(data),
+    ]
     rows["evaluated"] = run(folder, "evaluated", prefix, *packed(data), *evaluating, *stages)
-    rows["frozen"] = run(folder, "frozen", prefix, option("train.recompute", "full"), *stages, trains=first_layer)
+    rows["frozen"] = run(
+        folder, "frozen", prefix, option("train.recompute", "full"), *stages, trains=first_layer
+    )
     with not_finite():
         rows["not_finite"] = run(folder, "not_finite", prefix, *stages)
-    updates = read_state(Path(folder, "not_finite", "checkpoints", f"step-{STEPS:08d}"))["optimizer_steps"]
+    updates = read_state(Path(folder, "not_finite", "checkpoints", f"step-{STEPS:08d}"))[
+        "optimizer_steps"
+    ]
     four = option("model.num_layers", 4)
     base = pretrained(folder, data, "base", "tape", four)
     rows["extended"] = extended(folder, data, base, "extended", *WITH_LORA, four, *stages)
@@ -141,7 +194,9 @@ def more(folder, data):
     tied = [prefix, option("model.tie_embeddings", "true"), *SEVERAL]
     for name, (before, after) in MOVES.items() if stages else [("alone", ([], []))]:
         in_background = [option("checkpoint.asynchronous", "true"), option("checkpoint.writers", 4)]
-        rows[f"{name}_whole"] = run(folder, name, *tied, *before, *(in_background if name == "same" else ()))
+        rows[f"{name}_whole"] = run(
+            folder, name, *tied, *before, *(in_background if name == "same" else ())
+        )
         states[f"{name}_whole"] = whole_state(folder, name, STEPS)
         dist.barrier()
         for step, path in list_checkpoints(f"{folder}/{name}/checkpoints"):
@@ -155,4 +210,6 @@ def more(folder, data):
 
 def main(folder, data):
     found = equal_runs(folder, data)
-    return found if os.environ["WORLD_SIZE"] == "4" else found | {"more": more(folder, data)}
+    if os.environ["WORLD_SIZE"] == "4":
+        return found
+    return found | {"more": more(folder, data)}

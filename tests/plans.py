@@ -26,8 +26,14 @@ def of_recipe(processes, *overrides, name="tape_1b"):
 
 
 def of_model(model, batch=1, precision="bf16", recompute="none", extension=None, **others):
-    """Return the plan of a model on as many processes as one sequence needs; `others` are `section__key=value`."""
-    changes = {"train.micro_batch_size": batch, "train.precision": precision, "train.recompute": recompute}
+    """Return the plan of a model on as many processes as one sequence needs; `others` are
+    `section__key=value`.
+    """
+    changes = {
+        "train.micro_batch_size": batch,
+        "train.precision": precision,
+        "train.recompute": recompute,
+    }
     changes |= {name.replace("__", "."): value for name, value in others.items()}
     config = dataclasses.replace(replace_settings(configurations.make(), changes), model=model)
     if extension is not None:
@@ -41,7 +47,9 @@ def on_cpu(*arguments, **settings):
 
 
 def middle_model(encoding):
-    sizes = dict(num_layers=4, vocab_size=4096, hidden_size=384, ffn_hidden_size=1024, num_attention_heads=6)
+    sizes = dict(
+        num_layers=4, vocab_size=4096, hidden_size=384, ffn_hidden_size=1024, num_attention_heads=6
+    )
     others = dict(seq_length=256, mlp_size=24, attention_backend="torch")
     return small_model(position_encoding=encoding, **sizes, **others)
 
@@ -49,5 +57,10 @@ def middle_model(encoding):
 def saved_bytes(built, model, batch=2, packed=False):
     """Return the bytes that a forward pass saves for the backward pass, without weights."""
     tokens = random_tokens(batch, model.seq_length + 1, model.vocab_size)
-    documents = torch.zeros(batch, model.seq_length, dtype=torch.long) if packed else None
-    return activation_bytes(built, lambda: built(tokens[:, :-1], tokens[:, 1:], documents=documents))
+    if packed:
+        documents = torch.zeros(batch, model.seq_length, dtype=torch.long)
+    else:
+        documents = None
+    return activation_bytes(
+        built, lambda: built(tokens[:, :-1], tokens[:, 1:], documents=documents)
+    )

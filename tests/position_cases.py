@@ -15,10 +15,12 @@ from megatron_tape.config.encodings import ENCODINGS
 from megatron_tape.model.weights import unshard
 from megatron_tape.training.engine import Engine
 
-BUILT_IN = {name: {"position_encoding": name} for name in ("fire", "path", "cope", "fox", "repo", "randpe")}
+BUILT_IN = {
+    name: {"position_encoding": name} for name in ("fire", "path", "cope", "fox", "repo", "randpe")
+}
 BUILT_IN["increments"] = {"increments": "learned", "state_norm": "unit"}
-"""Most have both sharded and replicated parameters. Positions of repo are sent to other processes; those of randpe must
-be the same on all processes and in all micro-batches."""
+"""Most have both sharded and replicated parameters. Positions of repo are sent to other processes;
+those of randpe must be the same on all processes and in all micro-batches."""
 RESUMED = (*TOYS, "path", "increments")
 OF_ONE_HEAD = {"num_attention_heads": 1, "num_query_groups": 1}
 """Parameters with one element per head or group then have one element."""
@@ -29,7 +31,9 @@ UNDER_ZERO_3["fox_three_heads"] = {"position_encoding": "fox", **OF_THREE_HEADS}
 """Three biases. The first of two processes holds two of them, and the second holds one."""
 UNDER_ZERO_3["increments"] = BUILT_IN["increments"] | OF_ONE_HEAD
 LAYOUTS = {"alone": (1, 1), "tensor": (2, 2), "sharded": (1, 3)}
-"""Tensor-parallel size and ZeRO stage; without tensor parallelism the two processes are data parallel."""
+"""Tensor-parallel size and ZeRO stage; without tensor parallelism the two processes are data
+parallel.
+"""
 
 
 def settings_of(name):
@@ -50,19 +54,29 @@ def whole_weights(model, layout):
 
 
 def steps(name, tensor_size, stage):
-    """Return the losses and gradient norms of two steps, the loss after them, and the weights after them."""
+    """Return the losses and gradient norms of two steps, the loss after them, and the weights after
+    them.
+    """
     changes = {"parallel__tensor_model_parallel_size": tensor_size, "deepspeed__zero_stage": stage}
     model, layout = build(small_model(**settings_of(name)), tp=tensor_size, randomize=False)
-    engine = Engine(model, make_alone(model.encoding.model, train__global_batch_size=2, **changes), layout)
-    tokens = [random_tokens(1, 17, seed=i) for i in range(2)][layout.data_parallel_rank :: layout.data_parallel_size]
+    engine = Engine(
+        model, make_alone(model.encoding.model, train__global_batch_size=2, **changes), layout
+    )
+    tokens = [random_tokens(1, 17, seed=i) for i in range(2)][
+        layout.data_parallel_rank :: layout.data_parallel_size
+    ]
     batches = [{"tokens": x[:, :-1], "labels": x[:, 1:]} for x in tokens]
     found = [engine.train_step(batches, 0.01, step) for step in (1, 2)]
-    numbers = [number for step in found for number in (step.loss, step.grad_norm)] + [engine.evaluate(batches)]
+    numbers = [number for step in found for number in (step.loss, step.grad_norm)] + [
+        engine.evaluate(batches)
+    ]
     return {"numbers": numbers, "weights": whole_weights(model, layout)}
 
 
 def resume(folder, data, name, of_model, *layout):
-    """Return the metrics of two steps, and those with the second step resumed from the first one's checkpoint."""
+    """Return the metrics of two steps, and those with the second step resumed from the first one's
+    checkpoint.
+    """
     own = nested(of_model.get("position_encoding", "tape"), **of_model)
     changes = {f"model.position.{key}": value for key, value in own.pop("position").items()}
     changes |= {f"model.{key}": value for key, value in own.items()}
@@ -87,8 +101,14 @@ def main(folder, data):
     names = (*TOYS, *BUILT_IN)
     with registered():
         return {
-            "steps": {name: {layout: steps(name, *sizes) for layout, sizes in LAYOUTS.items()} for name in names},
-            "resumed": {name: resume(folder, data, name, settings_of(name), tp(2), zero(2)) for name in RESUMED},
+            "steps": {
+                name: {layout: steps(name, *sizes) for layout, sizes in LAYOUTS.items()}
+                for name in names
+            },
+            "resumed": {
+                name: resume(folder, data, name, settings_of(name), tp(2), zero(2))
+                for name in RESUMED
+            },
             "under_zero_3": {
                 name: resume(folder, data, f"{name}-zero3", settings, tp(1), zero(3))
                 for name, settings in UNDER_ZERO_3.items()

@@ -1,4 +1,6 @@
-"""Gradients of every encoding with and without recomputation on two processes; see training/test_recompute.py."""
+"""Gradients of every encoding with and without recomputation on two processes; see
+training/test_recompute.py.
+"""
 
 import torch
 import torch.distributed as dist
@@ -28,20 +30,32 @@ FROZEN = {"position": ("t5", "fire", "cope"), "others": ("t5", "fire"), "lora": 
 def cases():
     """Return encoding, ZeRO stage, precision, trained kinds and kinds of recomputation by case."""
     for name in NAMES:
-        yield name, 1, "fp32", "all", ("selective", "full") if name in ("tape", "path_fox", *TOYS) else ("selective",)
+        yield (
+            name,
+            1,
+            "fp32",
+            "all",
+            ("selective", "full") if name in ("tape", "path_fox", *TOYS) else ("selective",),
+        )
     for name in ("tape", "t5", "path_fox", "repo", *TOYS):
         yield name, 3, "fp32", "all", ("selective",)
     for name in ("fire", "path_fox"):
         yield name, 1, "bf16", "all", ("selective",)
     for trained, names in FROZEN.items():
-        yield from ((name, stage, "fp32", trained, ("selective",)) for name in names for stage in (1, 3))
+        yield from (
+            (name, stage, "fp32", trained, ("selective",)) for name in names for stage in (1, 3)
+        )
 
 
 def step(name, stage, precision, trained, recompute):
-    """Return the loss of a step of two micro-batches, and this rank's shard of each trained parameter's gradient."""
+    """Return the loss of a step of two micro-batches, and this rank's shard of each trained
+    parameter's gradient.
+    """
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     settings = small_model(position_encoding=name, num_layers=2)
-    model, layout = build(settings, recompute=recompute, dtype=dtype, lora=LORA if trained == "lora" else None)
+    model, layout = build(
+        settings, recompute=recompute, dtype=dtype, lora=LORA if trained == "lora" else None
+    )
     freeze_parameters(model, TRAINED[trained])
     changes = {"deepspeed__zero_stage": stage, "train__precision": precision}
     sizes = {"train__global_batch_size": 8, "train__micro_batch_size": 2}
@@ -61,7 +75,8 @@ def step(name, stage, precision, trained, recompute):
 
 
 def compared(one, other):
-    """Compare two steps of this rank: the losses, the number of gradients, and their largest difference.
+    """Compare two steps of this rank: the losses, the number of gradients, and their largest
+    difference.
 
     Distances are relative to the largest number of a gradient.
     """
@@ -77,8 +92,11 @@ def compared(one, other):
 
 
 def differences(*case, kinds):
-    """Return the difference of a step with each kind of recomputation from one without, on each rank, or its error."""
-    plain, found = step(*case, "none"), {}
+    """Return the difference of a step with each kind of recomputation from one without, on each
+    rank, or its error.
+    """
+    plain = step(*case, "none")
+    found = {}
     for recompute in kinds:
         try:
             own = compared(plain, step(*case, recompute))

@@ -16,7 +16,9 @@ parallel: {tensor_model_parallel_size: 2}
 deepspeed: {zero_stage: 1, reduce_bucket_size: 1000000}
 logging: {sample_tokens: 0, directory: nowhere/run}
 """
-ZERO = {f"zero_{stage}": [f"--deepspeed.zero_stage={stage}"] for stage in (1, 3)}  # the command rehearses ZeRO 2
+ZERO = {
+    f"zero_{stage}": [f"--deepspeed.zero_stage={stage}"] for stage in (1, 3)
+}  # the command rehearses ZeRO 2
 EXTENSION = ["--extension.trains=[position,lora,embeddings,norms]", "--extension.lora_rank=4"]
 QUICK_CASES = {
     **ZERO,
@@ -26,9 +28,11 @@ QUICK_CASES = {
 PACKED = ["--data.reset_attention_mask=true", "--data.tokenizer=nowhere/tokenizer"]
 ONE = "--parallel.tensor_model_parallel_size=1"
 FULL = "--train.recompute=full"
-ZERO_2, GATE = "--deepspeed.zero_stage=2", "--model.attention_output_gate=true"
+ZERO_2 = "--deepspeed.zero_stage=2"
+GATE = "--model.attention_output_gate=true"
 BY_BF16 = "--deepspeed.communication_precision=bf16"
-ROPE, CHOSEN = "--model.position_encoding=rope", "--model.attention_backend=auto"
+ROPE = "--model.position_encoding=rope"
+CHOSEN = "--model.attention_backend=auto"
 ONE_MICRO_BATCH = [ONE, "--train.global_batch_size=16", "--model.num_layers=8"]
 CONTEXT = ["--parallel.context_parallel_size=2", "--model.qk_norm=true"]
 
@@ -52,7 +56,8 @@ MANY = {
     "context_and_qk_norm": [*CONTEXT, "--train.average={kind: last, count: 2, every: 10}"],
     "stage_of_four": [*stages(4), "--model.num_layers=4"],
     "stage_of_four_tied": [*stages(4), ONE, "--model.num_layers=4", "--model.tie_embeddings=true"],
-    # Short sequences: tensors in flight between virtual stages are not fully counted, but small in long ones.
+    # Short sequences: tensors in flight between virtual stages are not fully counted, but small in
+    # long ones.
     "virtual_stages_recomputed": [
         *stages(2),
         ONE,
@@ -67,14 +72,21 @@ MANY = {
     "one_micro_batch_zero_2": [*ONE_MICRO_BATCH, ZERO_2],
     "one_micro_batch_of_few_tokens": [*ONE_MICRO_BATCH, "--model.seq_length=128"],
     "one_micro_batch_recomputed": [*ONE_MICRO_BATCH, FULL],
-    "one_micro_batch_per_stage": [*stages(4), ONE, "--model.num_layers=8", "--train.global_batch_size=16"],
+    "one_micro_batch_per_stage": [
+        *stages(4),
+        ONE,
+        "--model.num_layers=8",
+        "--train.global_batch_size=16",
+    ],
     "chosen": [CHOSEN, ONE, "--model.num_query_groups=8"],
     "chosen_context_and_qk_norm": [CHOSEN, *CONTEXT],
 }
 
 
 def mistakes():
-    """Return the patches that plant each mistake. Mistakes planted together do not stop the run or hide each other."""
+    """Return the patches that plant each mistake. Mistakes planted together do not stop the run or
+    hide each other.
+    """
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
     from megatron_tape.data.batches import Batches
@@ -83,11 +95,15 @@ def mistakes():
     from megatron_tape.position.rope import RotaryPosition
     from megatron_tape.training import gradients
 
-    norm, summed = RMSNorm.forward, gradients.sum_over_group
+    norm = RMSNorm.forward
+    summed = gradients.sum_over_group
 
     def labels_stay(self, batches):
         for batch in batches:
-            yield {key: value if key == "labels" else value.to(self.layout.device) for key, value in batch.items()}
+            yield {
+                key: value if key == "labels" else value.to(self.layout.device)
+                for key, value in batch.items()
+            }
 
     def reads(self, hidden_states):
         hidden_states.abs().max().item()
@@ -109,7 +125,9 @@ def mistakes():
     constant = "constant"
     copied = lambda self, name, make, device: make().to(device, non_blocking=True)  # noqa: E731
     return {
-        "frequencies_on_the_cpu": [(RotaryPosition, constant, lambda self, name, make, device: make())],
+        "frequencies_on_the_cpu": [
+            (RotaryPosition, constant, lambda self, name, make, device: make())
+        ],
         "labels_on_the_cpu": [(Batches, "_on_device", labels_stay)],
         "an_item_and_a_copy_in_a_layer": [
             (RMSNorm, "forward", reads),

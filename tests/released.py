@@ -15,7 +15,13 @@ def load(name):
         tensors = {key: file.get_tensor(key) for key in file.keys()}
 
     def part(prefix):
-        return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+        return {
+            key.removeprefix(prefix): value
+            for key, value in tensors.items()
+            if key.startswith(prefix)
+        }
 
-    rest = {key: value for key, value in tensors.items() if not key.startswith(("weight.", "grad."))}
+    rest = {
+        key: value for key, value in tensors.items() if not key.startswith(("weight.", "grad."))
+    }
     return config, part("weight."), part("grad."), rest

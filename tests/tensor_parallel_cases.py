@@ -23,7 +23,11 @@ VARIANTS = {
     "tape": {},
     "tape_per_head": {"num_query_groups": 4, "token_mixing": "per_head"},
     "tape_biased_qk_norm": {"qkv_bias": True, "qk_norm": True, "kv_channels": 12},
-    "tape_gated_output": {"attention_output_gate": True, "gate_input": "attention", "kv_channels": 12},
+    "tape_gated_output": {
+        "attention_output_gate": True,
+        "gate_input": "attention",
+        "kv_channels": 12,
+    },
     "nope_tied": {"position_encoding": "nope", "tie_embeddings": True},
     "alibi": {"position_encoding": "alibi"},
     "t5": {"position_encoding": "t5", "t5_num_buckets": 6, "t5_max_distance": 9},
@@ -40,14 +44,20 @@ VARIANTS = {
     "tape_learned_increments_unit": {"increments": "learned", "state_norm": "unit"},
 }
 COUNTED = {name: {"position_encoding": name} for name in ("tape", "rope", "fox", "path_fox")}
-COUNTED |= {f"{name}_learned": {"position_encoding": name, "increments": "learned"} for name in ("tape", "rope")}
+COUNTED |= {
+    f"{name}_learned": {"position_encoding": name, "increments": "learned"}
+    for name in ("tape", "rope")
+}
 """Cases for which communication is counted."""
 LORA = ExtensionConfig(trains=["lora"], lora_rank=3, lora_alpha=6.0)
 SOME_LORA = ExtensionConfig(trains=["lora"], lora_rank=2, lora_alpha=1.0, lora_targets=["q", "v"])
 ROPE = {"position_encoding": "rope"}
 LORA_VARIANTS = {
     "tape_lora": {"lora": LORA},
-    "tape_lora_for_q_and_v": {"lora": SOME_LORA, "changes": {"num_query_groups": 4, "qkv_bias": True}},
+    "tape_lora_for_q_and_v": {
+        "lora": SOME_LORA,
+        "changes": {"num_query_groups": 4, "qkv_bias": True},
+    },
     "tape_lora_alone_recomputed": {"lora": LORA, "trained": ("lora",), "recompute": "full"},
 }
 LORA_WITHOUT_SEQUENCE_PARALLEL = {
@@ -56,29 +66,48 @@ LORA_WITHOUT_SEQUENCE_PARALLEL = {
 }
 SHARING = ("tape", "path_fox", "repo", "rope_learned_increments")
 """Encodings with parameters or positions per group."""
-OF_FOUR = ("tape", "tape_gated_output", "tape_learned_increments_unit", "t5", "fire", "path_fox", "repo")
+OF_FOUR = (
+    "tape",
+    "tape_gated_output",
+    "tape_learned_increments_unit",
+    "t5",
+    "fire",
+    "path_fox",
+    "repo",
+)
 
 
 def gradients_of(built, model, tokens):
     """Return the unsharded gradients by the reference's names."""
-    trained = {name: parameter for name, parameter in built.named_parameters() if parameter.requires_grad}
+    trained = {
+        name: parameter for name, parameter in built.named_parameters() if parameter.requires_grad
+    }
     own = [parameter.grad for parameter in trained.values()]
     flat = torch.cat([gradient.flatten() for gradient in own])
     shares = [torch.empty_like(flat) for _ in range(tokens.model_group.size())]
     dist.all_gather(shares, flat, group=tokens.model_group)
     gradients = {}
-    for (name, parameter), *parts in zip(trained.items(), *(split_like(share, own) for share in shares)):
+    for (name, parameter), *parts in zip(
+        trained.items(), *(split_like(share, own) for share in shares)
+    ):
         gradients |= from_megatron(name, unshard(parts, parameter), model)
     return gradients
 
 
 def split_like(flat, tensors):
-    return [x.view_as(y) for x, y in zip(flat.split([tensor.numel() for tensor in tensors]), tensors)]
+    return [
+        x.view_as(y) for x, y in zip(flat.split([tensor.numel() for tensor in tensors]), tensors)
+    ]
 
 
 def run(built, tokens, batch, by_token):
-    """Return the logits, optionally the losses of all tokens, and the loss of this rank's sequences."""
-    own = {key: value.chunk(tokens.data_shards)[tokens.data_group.rank()] for key, value in batch.items()}
+    """Return the logits, optionally the losses of all tokens, and the loss of this rank's
+    sequences.
+    """
+    own = {
+        key: value.chunk(tokens.data_shards)[tokens.data_group.rank()]
+        for key, value in batch.items()
+    }
     given = {key: value for key, value in own.items() if key not in ("labels", "loss_weights")}
     with torch.no_grad():
         outputs = {"logits": built(**given)}
@@ -91,7 +120,9 @@ def run(built, tokens, batch, by_token):
 
 @dataclass
 class Case:
-    """A model to run on one process and on several; `trained` limits the kinds of trainable parameters."""
+    """A model to run on one process and on several; `trained` limits the kinds of trainable
+    parameters.
+    """
 
     changes: dict = field(default_factory=dict)
     recompute: str = "none"
@@ -116,12 +147,18 @@ class Case:
     def alone(self):
         """Compute the expected results of all layouts."""
         self.model = small_model(**self.changes)
-        self.batch = {"tokens": random_tokens(seed=1), "labels": random_tokens(seed=2), **self.inputs}
+        self.batch = {
+            "tokens": random_tokens(seed=1),
+            "labels": random_tokens(seed=2),
+            **self.inputs,
+        }
         built, layout = self.built(1)
         self.weights = whole_weights(built, self.model)
         # Every rank computes the whole batch.
         everything = replace(
-            layout.tokens, data_group=layout.tokens.model_group, replica_group=layout.tokens.model_group
+            layout.tokens,
+            data_group=layout.tokens.model_group,
+            replica_group=layout.tokens.model_group,
         )
         self.results = run(built, everything, self.batch, self.by_token)
         self.gradients = gradients_of(built, self.model, layout.tokens)
@@ -130,16 +167,29 @@ class Case:
     def compared(self, tp, cp=1):
         """Return the largest differences from one process, relative to the largest value."""
         built, layout = self.built(
-            tp, cp, recompute=self.recompute, randomize=False, sequence_parallel=self.sequence_parallel
+            tp,
+            cp,
+            recompute=self.recompute,
+            randomize=False,
+            sequence_parallel=self.sequence_parallel,
         )
         tokens = built.tokens
         built.output.fused = self.fused_loss
         # Checkpoints and all-to-alls rely on Megatron's order of ranks.
         assert layout.replica_rank == layout.rank // tp
-        assert tokens.sequence_group.rank() == layout.context_parallel_rank * tp + layout.tensor_parallel_rank
+        assert (
+            tokens.sequence_group.rank()
+            == layout.context_parallel_rank * tp + layout.tensor_parallel_rank
+        )
         same_start = all(
             torch.equal(
-                parameter, shard(to_megatron(self.initial, name, self.model), parameter, tokens.model_group.rank(), tp)
+                parameter,
+                shard(
+                    to_megatron(self.initial, name, self.model),
+                    parameter,
+                    tokens.model_group.rank(),
+                    tp,
+                ),
             )
             for name, parameter in built.named_parameters()
         )
@@ -157,10 +207,16 @@ class Case:
             sum_over_group(replicated, layout.groups.tp)
         gradients = gradients_of(built, self.model, tokens)
         expected, expected_loss = self.results
-        expected = {key: x.chunk(tokens.data_shards)[tokens.data_group.rank()] for key, x in expected.items()}
+        expected = {
+            key: x.chunk(tokens.data_shards)[tokens.data_group.rank()]
+            for key, x in expected.items()
+        }
         return {
             "same_start": same_start,
-            "outputs": {key: ((outputs[key] - x).abs().max() / x.abs().max()).item() for key, x in expected.items()},
+            "outputs": {
+                key: ((outputs[key] - x).abs().max() / x.abs().max()).item()
+                for key, x in expected.items()
+            },
             "loss": (loss - expected_loss).abs().item(),
             "collectives": summing.calls,
             "gradients": {
@@ -179,7 +235,9 @@ def assert_equal(result):
 
 
 class CountCollectives(TorchDispatchMode):
-    """Counts collectives and sums the 4-byte elements that each kind moves: the size of its larger buffer."""
+    """Counts collectives and sums the 4-byte elements that each kind moves: the size of its larger
+    buffer.
+    """
 
     def __init__(self):
         super().__init__()
@@ -189,7 +247,9 @@ class CountCollectives(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "c10d":
             sizes = []
-            torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: sizes.append(tensor.nbytes // 4), args)
+            torch.utils._pytree.tree_map_only(
+                torch.Tensor, lambda tensor: sizes.append(tensor.nbytes // 4), args
+            )
             kind = function._schema.name.split("::")[1]
             self.numbers[kind] = self.numbers.get(kind, 0) + max(sizes, default=0)
             self.calls += 1
@@ -197,10 +257,13 @@ class CountCollectives(TorchDispatchMode):
 
 
 def count(changes, tp, cp):
-    """Return the number of elements that a rank's collectives move in a forward and backward pass, by kind."""
+    """Return the number of elements that a rank's collectives move in a forward and backward pass,
+    by kind.
+    """
     model = small_model(**changes)
     built, _ = build(model, tp, cp=cp)
-    ids, labels = random_tokens(seed=1), random_tokens(seed=2)
+    ids = random_tokens(seed=1)
+    labels = random_tokens(seed=2)
     with CountCollectives() as forward:
         loss = built(ids, labels)
     with CountCollectives() as backward:
@@ -226,9 +289,13 @@ def cases():
     found = {name: Case(changes, by_token=name == "tape") for name, changes in VARIANTS.items()}
     found |= {name: Case(**settings) for name, settings in LORA_VARIANTS.items()}
     found["tape_recompute"] = Case(recompute="full")
-    found["increments_recompute"] = Case(VARIANTS["tape_learned_increments_unit"], recompute="selective")
+    found["increments_recompute"] = Case(
+        VARIANTS["tape_learned_increments_unit"], recompute="selective"
+    )
     found["tape_packed"] = Case(inputs={"documents": DOCUMENTS})
-    found["tape_shifted"] = Case(recompute="full", shifted_sparse=True, inputs={"documents": DOCUMENTS})
+    found["tape_shifted"] = Case(
+        recompute="full", shifted_sparse=True, inputs={"documents": DOCUMENTS}
+    )
     found["tape_weighted"] = Case(fused_loss=True, by_token=True, inputs={"loss_weights": weights})
     return found
 
@@ -237,11 +304,16 @@ def without_sequence_parallel():
     """Return the cases for tensor parallelism without sequence parallelism."""
     found = {name: {"changes": {"position_encoding": name}} for name in ("rope", "toy_head_gate")}
     found |= LORA_WITHOUT_SEQUENCE_PARALLEL
-    return {f"{name}_split_by_heads": Case(**case, sequence_parallel=False) for name, case in found.items()}
+    return {
+        f"{name}_split_by_heads": Case(**case, sequence_parallel=False)
+        for name, case in found.items()
+    }
 
 
 def shared_groups():
-    """Return the cases for context parallelism with key/value groups that the number of ranks does not divide."""
+    """Return the cases for context parallelism with key/value groups that the number of ranks does
+    not divide.
+    """
     three = {"num_attention_heads": 12, "num_query_groups": 3, "kv_channels": 8}
     found = {"tape_of_one_group": Case({"num_query_groups": 1})}
     found |= {f"{name}_of_three_groups": Case(VARIANTS[name] | three) for name in SHARING}
@@ -250,18 +322,22 @@ def shared_groups():
 
 
 def every_layout(of_both, of_tensor, of_context, layouts):
-    """Return the results of each case under each layout (tensor and context parallel sizes), by name.
+    """Return the results of each case under each layout (tensor and context parallel sizes), by
+    name.
 
     `of_tensor` and `of_context` are run only under that kind of parallelism.
     """
     for case in (of_both | of_tensor | of_context).values():
         case.alone()
     results = {}
-    # One process computes the loss of all 32 tokens at once; several take chunks of 2, or of 5 with tp 2.
+    # One process computes the loss of all 32 tokens at once; several take chunks of 2, or of 5 with
+    # tp 2.
     with mock.patch.object(chunks, "LOGITS", 160):
         for tp, cp in layouts:
             chosen = of_both | (of_tensor if cp == 1 else of_context if tp == 1 else {})
-            results |= {f"{name}_tp{tp}_cp{cp}": case.compared(tp, cp) for name, case in chosen.items()}
+            results |= {
+                f"{name}_tp{tp}_cp{cp}": case.compared(tp, cp) for name, case in chosen.items()
+            }
     return results
 
 
@@ -281,7 +357,9 @@ def main():
 
 
 def reduced_transpose(tp):
-    """Return the sums over the ranks of a transposed tensor and of a transposed gradient, whose values are the rank."""
+    """Return the sums over the ranks of a transposed tensor and of a transposed gradient, whose
+    values are the rank.
+    """
     group = initialize_distributed(tp).groups.tp
     ranks = torch.full((3, 2), float(group.rank()))
     summed = mappings.reduce_from_tensor_model_parallel_region(ranks.T, group=group)

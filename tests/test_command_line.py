@@ -1,4 +1,6 @@
-"""megatron_tape.command_line: exit status, error messages and escaping, including streams that fail."""
+"""megatron_tape.command_line: exit status, error messages and escaping, including streams that
+fail.
+"""
 
 import io
 import os
@@ -33,14 +35,21 @@ def run(redirections, tmp_path):
     arguments = [sys.executable, TOOL, str(tmp_path / "file")]
     buffered = os.environ | {"PYTHONUNBUFFERED": ""}
     return subprocess.run(
-        ["bash", "-c", command, *arguments], cwd=ROOT, env=buffered, capture_output=True, text=True, timeout=60
+        ["bash", "-c", command, *arguments],
+        cwd=ROOT,
+        env=buffered,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 
 def test_a_full_disk_behind_stdout_is_reported_in_one_sentence(tmp_path):
     done = run(">/dev/full", tmp_path)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "a library's warningerror: No space left on device: stdout"
+    assert (
+        done.stderr.splitlines()[-1] == "a library's warningerror: No space left on device: stdout"
+    )
 
 
 def test_a_closed_pipe_ends_the_tool_silently(tmp_path):
@@ -60,16 +69,26 @@ PROGRAMS = [
 def test_ctrl_c_during_the_imports_ends_with_one_sentence(program, tmp_path):
     (tmp_path / "yaml.py").write_text("raise KeyboardInterrupt")
     path = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    done = subprocess.run([sys.executable, *program], env=os.environ | path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, *program],
+        env=os.environ | path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert (done.returncode, done.stderr) == (130, "error: ended by Ctrl-C\n")
 
 
-@pytest.mark.parametrize("shared", ["command_line.run(main)", "with command_line.exit_on_user_error(): main()"])
+@pytest.mark.parametrize(
+    "shared", ["command_line.run(main)", "with command_line.exit_on_user_error(): main()"]
+)
 def test_characters_that_stdout_cannot_encode_are_escaped(shared):
     main = "main = lambda: print('na\xefve', chr(0x4F60), chr(0xDCE9))"
     program = f"from megatron_tape import command_line\n{main}\n{shared}"
     ascii_only = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", program], env=ascii_only, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=ascii_only, capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "na\\xefve \\u4f60 \\udce9\n", "")
 
 
@@ -77,16 +96,22 @@ EVIL = "evil\x1b]0;title\x07\x1b[2J\x9b2J\u202etxt.\x7f\u2028"
 SHOWN = r"evil\x1b]0;title\x07\x1b[2J\x9b2J\u202etxt.\x7f\u2028"
 
 
-@pytest.mark.parametrize("shared", ["command_line.run(main)", "with command_line.exit_on_user_error(): main()"])
+@pytest.mark.parametrize(
+    "shared", ["command_line.run(main)", "with command_line.exit_on_user_error(): main()"]
+)
 def test_control_characters_are_escaped_in_all_output(shared):
     main = (
-        "def main():\n print(text)\n command_line.log(text)\n raise FileError(text + chr(10), 'has problem\\r', 'fix')"
+        "def main():\n print(text)\n command_line.log(text)\n raise FileError(text + chr(10), 'has"
+        " problem\\r', 'fix')"
     )
     program = "from megatron_tape import command_line\nfrom megatron_tape.errors import FileError\n"
     program += f"text = {EVIL!r}\n{main}\n{shared}"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, timeout=60)
-    shown, printed = done.stdout.decode(), done.stderr.decode()
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, timeout=60
+    )
+    shown = done.stdout.decode()
+    printed = done.stderr.decode()
     assert (shown + printed).count(SHOWN) == 3 and EVIL not in shown + printed
     assert done.returncode == 2 and printed.endswith(f"error: {SHOWN}\\n has problem\\r; fix\n")
 
@@ -104,7 +129,10 @@ def test_progress_on_a_terminal_clears_its_line_and_escapes_control_characters(m
     stream.write("\n\x1b[A")  # as tqdm does
     stream.write("\x1b[93m[WARNING]\x1b[0m")  # as DeepSpeed does
     stream.flush()
-    assert stream.buffer.getvalue().decode() == f"\r\033[K{SHOWN}, 10.0%, 0:00:00 left\r\033[K\n\x1b[A[WARNING]"
+    assert (
+        stream.buffer.getvalue().decode()
+        == f"\r\033[K{SHOWN}, 10.0%, 0:00:00 left\r\033[K\n\x1b[A[WARNING]"
+    )
 
 
 def test_the_progress_of_a_continued_run_counts_earlier_work_but_not_as_time(monkeypatch, capsys):
@@ -123,9 +151,18 @@ class PanicException(BaseException):
     "error, sentence",
     [
         (MemoryError(), "error: memory ran out; use smaller"),
-        (MemoryError("Unable to allocate\n8 TiB"), "error: memory ran out (Unable to allocate 8 TiB); use smaller"),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "error: memory ran out ([enf"),
-        (PanicException("index out of bounds"), "error: a library failed (index out of bounds); one of the input"),
+        (
+            MemoryError("Unable to allocate\n8 TiB"),
+            "error: memory ran out (Unable to allocate 8 TiB); use smaller",
+        ),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+            "error: memory ran out ([enf",
+        ),
+        (
+            PanicException("index out of bounds"),
+            "error: a library failed (index out of bounds); one of the input",
+        ),
     ],
 )
 def test_out_of_memory_and_a_panic_are_reported_in_one_sentence(error, sentence, capsys):
@@ -143,7 +180,15 @@ def test_out_of_memory_and_a_panic_are_reported_in_one_sentence(error, sentence,
 
 
 def test_undecodable_file_names_are_printed_as_bytes_with_surrogateescape():
-    program = "from megatron_tape import command_line\ncommand_line.run(lambda: print('\\xe9', chr(0xDCE9)))"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii:surrogateescape"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, timeout=60)
+    program = (
+        "from megatron_tape import command_line\ncommand_line.run(lambda: print('\\xe9',"
+        " chr(0xDCE9)))"
+    )
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "PYTHONIOENCODING": "ascii:surrogateescape",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, timeout=60
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"\\xe9 \xe9\n", b"")

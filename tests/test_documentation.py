@@ -16,7 +16,9 @@ SITE.loader.exec_module(hooks)
 PROGRAMS = [
     pytest.param(program, id=f"{page.name}-{i}")
     for page in PAGES
-    for i, program in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S))
+    for i, program in enumerate(
+        re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    )
 ]
 
 
@@ -34,19 +36,27 @@ def test_there_are_programs():
 def test_the_map_lists_all_packages_and_only_existing_paths():
     text = (ROOT / "docs" / "code-map.md").read_text(encoding="utf-8")
     table, tree = text.split("## The tree")
-    folder, named = ROOT, []
+    folder = ROOT
+    named = []
     for line in re.findall(r"^    ( *)(\S.*)$", tree.partition("## ")[0], re.M):
-        indent, rest = len(line[0]), line[1]
+        indent = len(line[0])
+        rest = line[1]
         places = re.split(r"\s{2,}", rest)[0].split()
         folder = ROOT if indent == 0 else ROOT / "megatron_tape"
         named += [folder / place for place in places]
     assert len(named) > 15
     assert [place for place in named if not place.exists()] == []
     packages = {path.parent.name for path in (ROOT / "megatron_tape").glob("*/__init__.py")}
-    assert packages == {place.name for place in named if place.parent.name == "megatron_tape" and place.is_dir()}
+    assert packages == {
+        place.name for place in named if place.parent.name == "megatron_tape" and place.is_dir()
+    }
     paths = re.findall(r"`([\w/]+(?:/|\.\w+))`", table)
     assert len(paths) > 50
-    assert [path for path in paths if not any((ROOT / above / path).exists() for above in ("", "megatron_tape"))] == []
+    assert [
+        path
+        for path in paths
+        if not any((ROOT / above / path).exists() for above in ("", "megatron_tape"))
+    ] == []
 
 
 def test_every_recipe_of_an_extension_is_listed():
@@ -62,7 +72,9 @@ def test_links_and_paths_exist(page):
     paths = re.findall(r"`((?:megatron_tape|pretrain|slurm|tests|benchmarks|docs)/[\w./-]+)`", text)
     generated = {(ROOT / "docs" / path) for path in hooks.GENERATED}
     targets = {link: (page.parent / link).resolve() for link in links}
-    missing = [link for link, target in targets.items() if not target.exists() and target not in generated]
+    missing = [
+        link for link, target in targets.items() if not target.exists() and target not in generated
+    ]
     missing += [path for path in paths if not (ROOT / path).exists()]
     assert missing == []
 
@@ -89,12 +101,15 @@ def test_the_documentation_stays_short():
 def prose(page):
     """Return the words of a page without its code and tables."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    return " ".join(line for line in text.splitlines() if not line.startswith(("    ", "|", "#"))).split()
+    return " ".join(
+        line for line in text.splitlines() if not line.startswith(("    ", "|", "#"))
+    ).split()
 
 
 def test_no_passage_is_repeated():
     """Thirty words in a row stand in one place only; another page links to it."""
-    places, repeated = {}, []
+    places = {}
+    repeated = []
     for page in PAGES:
         words = prose(page)
         for start in range(len(words) - 29):

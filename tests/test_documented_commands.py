@@ -1,4 +1,6 @@
-"""Commands and settings in the documentation exist: programs, options, keys of settings, recipes and make targets."""
+"""Commands and settings in the documentation exist: programs, options, keys of settings, recipes
+and make targets.
+"""
 
 import re
 import shlex
@@ -50,7 +52,9 @@ def commands(text):
 
 
 def shell_words(line, lines):
-    """Return the words of a line, and of those that follow in `lines` while a quoted text continues."""
+    """Return the words of a line, and of those that follow in `lines` while a quoted text
+    continues.
+    """
     try:
         return shlex.split(line, comments=True)
     except ValueError:
@@ -58,10 +62,15 @@ def shell_words(line, lines):
 
 
 def simple_commands(words):
-    """Yield the commands of a line that are joined by operators, without the variables that they set."""
+    """Yield the commands of a line that are joined by operators, without the variables that they
+    set.
+    """
     while words:
-        cut = next((i for i, word in enumerate(words) if word in ("&&", "|", ";", ">", "&")), len(words))
-        command, words = words[:cut], words[cut + 1 :]
+        cut = next(
+            (i for i, word in enumerate(words) if word in ("&&", "|", ";", ">", "&")), len(words)
+        )
+        command = words[:cut]
+        words = words[cut + 1 :]
         while command and re.match(r"[A-Z_]+=", command[0]):
             del command[0]
         if command:
@@ -69,17 +78,25 @@ def simple_commands(words):
 
 
 def program_of(words):
-    """Return the module that a command starts and the rest of its words, or None for programs of others."""
+    """Return the module that a command starts and the rest of its words, or None for programs of
+    others.
+    """
     first, *rest = words
     if PYTHON.fullmatch(first):
         for i, word in enumerate(rest):
-            if i and rest[i - 1] == "-m" and word.startswith(("pretrain.", "tools.", "benchmarks.")):
+            if (
+                i
+                and rest[i - 1] == "-m"
+                and word.startswith(("pretrain.", "tools.", "benchmarks."))
+            ):
                 return word, rest[i + 1 :]
             if word.startswith(("tools/", "pretrain/", "benchmarks/")) and word.endswith(".py"):
                 return word.removesuffix(".py").replace("/", "."), rest[i + 1 :]
     if first == "sbatch":
         job = next((i for i, word in enumerate(rest) if word in JOBS), None)
-        return None if job is None else (JOBS[rest[job]], rest[job + 1 :])
+        if job is None:
+            return None
+        return (JOBS[rest[job]], rest[job + 1 :])
     if first.startswith("tape-"):
         return SCRIPTS[first], rest
     return None
@@ -89,10 +106,17 @@ def program_of(words):
 def options_of(module):
     parser = hooks.parser_of(module)
     found = {
-        name for _, one in hooks.subparsers_of(parser) for action in one._actions for name in action.option_strings
+        name
+        for _, one in hooks.subparsers_of(parser)
+        for action in one._actions
+        for name in action.option_strings
     }
-    takes_settings = parser.usage is not None and re.search(r"--(section\.)?key value", parser.usage)
-    return found | {f"--{key}" for key in (*SETTINGS, "config", "print_config")} if takes_settings else found
+    takes_settings = parser.usage is not None and re.search(
+        r"--(section\.)?key value", parser.usage
+    )
+    if takes_settings:
+        return found | {f"--{key}" for key in (*SETTINGS, "config", "print_config")}
+    return found
 
 
 def problems(words):
@@ -100,23 +124,38 @@ def problems(words):
     if words[0] == "make":
         makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
         targets = [word for word in words[1:] if re.fullmatch(r"[a-z][a-z0-9-]*", word)]
-        yield from (f"make {target}" for target in targets if not re.search(rf"^{target}:", makefile, re.M))
-    yield from (word for word in words if re.fullmatch(r"(pretrain/recipes|slurm)/[\w/.]+", word) and not exists(word))
+        yield from (
+            f"make {target}" for target in targets if not re.search(rf"^{target}:", makefile, re.M)
+        )
+    yield from (
+        word
+        for word in words
+        if re.fullmatch(r"(pretrain/recipes|slurm)/[\w/.]+", word) and not exists(word)
+    )
     program = program_of(words)
     if program is None:
         return
     module, arguments = program
     if not (ROOT / module.replace(".", "/")).with_suffix(".py").exists():
         yield module
-    elif module.startswith("pretrain.") or module in {one for group in hooks.PROGRAMS.values() for one in group}:
-        given = {word.strip("[]").partition("=")[0] for word in arguments if re.match(r"\[?--[a-z]", word)}
+    elif module.startswith("pretrain.") or module in {
+        one for group in hooks.PROGRAMS.values() for one in group
+    }:
+        given = {
+            word.strip("[]").partition("=")[0]
+            for word in arguments
+            if re.match(r"\[?--[a-z]", word)
+        }
         given -= {"--help", "--section.key"}
         yield from (f"{module} {name}" for name in sorted(given - options_of(module)))
 
 
 def exists(path):
     """Return whether a path exists, or is made by the documentation's reader."""
-    return (ROOT / path).exists() or path in ("slurm/site.env", "pretrain/recipes/encodings/kerple.yaml")
+    return (ROOT / path).exists() or path in (
+        "slurm/site.env",
+        "pretrain/recipes/encodings/kerple.yaml",
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -162,11 +201,18 @@ def recipes(text):
 def keys_of(values, above=""):
     """Yield the dotted keys of a mapping, as deep as there are sections."""
     for key, value in values.items():
-        is_section = isinstance(value, dict) and any(other.startswith(f"{above}{key}.") for other in SETTINGS)
+        is_section = isinstance(value, dict) and any(
+            other.startswith(f"{above}{key}.") for other in SETTINGS
+        )
         yield from keys_of(value, f"{above}{key}.") if is_section else [f"{above}{key}"]
 
 
 def test_settings_in_recipes_exist():
-    found = [(page.name, key) for page in PAGES for part in recipes(page.read_text("utf-8")) for key in keys_of(part)]
+    found = [
+        (page.name, key)
+        for page in PAGES
+        for part in recipes(page.read_text("utf-8"))
+        for key in keys_of(part)
+    ]
     assert len(found) > 10
     assert [(page, key) for page, key in found if key not in SETTINGS] == []

@@ -1,5 +1,6 @@
-"""The commands of the documentation run, page by page, in a copy of the repository: two processes, small models, few
-steps (tests/documented_python.py), and a small Llama in place of downloads. Commands in SKIPPED do nothing."""
+"""The commands of the documentation run, page by page, in a copy of the repository: two processes,
+small models, few steps (tests/documented_python.py), and a small Llama in place of downloads.
+Commands in SKIPPED do nothing."""
 
 import os
 import re
@@ -16,7 +17,10 @@ from test_documentation import PAGES, ROOT
 from tool_runs import write_lines
 
 SKIPPED = {
-    "make": "continuous integration runs make install, docs and test; tests/pretrain/test_demos.py the demos",
+    "make": (
+        "continuous integration runs make install, docs and test; tests/pretrain/test_demos.py the"
+        " demos"
+    ),
     "pip": "continuous integration installs the packages",
     "sbatch": "tests/slurm runs the job scripts",
     "slurm/run_all.sh": "tests/slurm runs it",
@@ -35,7 +39,8 @@ ELSEWHERE = {
     "serving.md": "tests/huggingface/test_ecosystem.py and test_vllm.py run the servers",
 }
 PREPARED = {
-    "data.md": r"""
+    "data.md": (
+        r"""
         cp -r models/mine models/chat
         echo '{% for message in messages %}{{ message.role }}: {{ message.content }}{% endfor %}' \
             > models/chat/chat_template.jinja
@@ -46,22 +51,30 @@ PREPARED = {
                 pq.write_table(pa.table({'text': ['one', 'two']}), '$place/sample/10BT/0.parquet')"
         done
         printf -- '---\nconfigs:\n- config_name: sample-10BT\n  data_files: sample/10BT/*\n---\n' \
-            > HuggingFaceFW/fineweb-edu/README.md""",
+            > HuggingFaceFW/fineweb-edu/README.md"""
+    ),
     "monitoring.md": "cp -r runs/demo/tape runs/tape",
-    "evaluation.md": """
+    "evaluation.md": (
+        """
         cp -r runs/demo/tape runs/tape
         cp -r runs/demo/rope runs/rope
-        python -m pretrain.evaluate passkey --model models/Qwen3-0.6B""",
-    "report.md": """
+        python -m pretrain.evaluate passkey --model models/Qwen3-0.6B"""
+    ),
+    "report.md": (
+        """
         cp -r runs/demo/tape runs/tape
         cp -r runs/demo/rope runs/rope
-        python -m pretrain.evaluate passkey --model models/mine --output evaluations/llama""",
-    "harness.md": """
+        python -m pretrain.evaluate passkey --model models/mine --output evaluations/llama"""
+    ),
+    "harness.md": (
+        """
         cp -r runs/demo/tape-1024 runs/extended
         mkdir -p mytasks
-        echo '{"text": "one two", "choices": [" three", " one"], "answer": 0}' > mytasks/rows.jsonl""",
+        echo '{"text": "one two", "choices": [" three", " one"], "answer": 0}' > mytasks/rows.jsonl"""
+    ),
     "positions.md": "mkdir exported && cp -r runs/demo/tape-hf exported/tape_demo",
-    "scrolls.md": """
+    "scrolls.md": (
+        """
         cp -r runs/demo/tape runs/tape_155m
         mkdir -p runs/c4/data data/scrolls/qasper
         cp tokenizer.model runs/c4/data
@@ -70,14 +83,19 @@ PREPARED = {
                 echo '{"id": "'$i'", "input": "Who? '$i'", "output": "Ann"}' >> data/scrolls/qasper/$part.jsonl
             done
         done
-        cd data/scrolls && python -m zipfile -c qasper.zip qasper/""",
-    "your-encoding.md": r"""
+        cd data/scrolls && python -m zipfile -c qasper.zip qasper/"""
+    ),
+    "your-encoding.md": (
+        r"""
         sed -i 's/^BUILT_IN.*/from megatron_tape.position.kerple import KerplePosition\n\n&\n    KerplePosition,/' \
-            megatron_tape/position/__init__.py""",
-    "synthetic.md": """
+            megatron_tape/position/__init__.py"""
+    ),
+    "synthetic.md": (
+        """
         python -m pretrain.train --config synthetic/addition_tape
         python -m pretrain.train --config synthetic/grid_navigation_tape
-        python -m pretrain.train --config compare/recall --logging.directory runs/recall""",
+        python -m pretrain.train --config compare/recall --logging.directory runs/recall"""
+    ),
 }
 """What pages presume: runs, exports and evaluations."""
 FILE = r"^# ([\w/]+\.yaml)\n((?:.+\n?)+)"
@@ -87,7 +105,8 @@ SHELL = re.compile(rf"\S*(python|torchrun|export |for |sed |{'|'.join(SKIPPED)})
 
 def parts(text):
     """Yield the code blocks of a page and the commands in its tables, in order."""
-    fenced, indented = r"^```\w*\n((?s:.)*?)^```", r"((?:^    .*\n|^\n(?=    ))+)"
+    fenced = r"^```\w*\n((?s:.)*?)^```"
+    indented = r"((?:^    .*\n|^\n(?=    ))+)"
     in_table = r"^\|[^|\n]*\|[^|\n]*`((?:python|torchrun) [^`\n]+[^.`\n])`.*\n"
     for found in re.findall(f"{fenced}|{indented}|{in_table}", text, re.M):
         yield textwrap.dedent("".join(found)).strip("\n")
@@ -101,7 +120,15 @@ def run(folder, code, *command):
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(command, input=code, cwd=folder, env=environment, capture_output=True, text=True, timeout=850)
+    done = subprocess.run(
+        command,
+        input=code,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=850,
+    )
     errors = "".join(re.findall(r"^.*error: .*\n", done.stderr, re.M))
     assert done.returncode == 0, f"{code}\n{errors}{done.stdout[-2000:]}{done.stderr[-4000:]}"
 
@@ -133,7 +160,9 @@ def files_of(text):
 
 
 def git(folder, *arguments):
-    return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def save(path, content):
@@ -143,9 +172,13 @@ def save(path, content):
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory):
-    """A copy of the repository in which the demo has run, with the texts and models that the pages name."""
+    """A copy of the repository in which the demo has run, with the texts and models that the pages
+    name.
+    """
     folder = tmp_path_factory.mktemp("repository")
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     for path in tracked.splitlines():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, folder / path)
@@ -155,7 +188,9 @@ def repository(tmp_path_factory):
     for name in ("python", "torchrun"):
         (programs / name).write_text(f"#!{sys.executable}\n{stand_in}", encoding="utf-8")
         (programs / name).chmod(0o755)
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda path: path.stat().st_size)[-60:]
+    files = sorted(
+        Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda path: path.stat().st_size
+    )[-60:]
     texts = [path.read_text(encoding="utf-8") for path in files]
     (folder / "data").mkdir()
     for name in ("held_out.jsonl", "data/held_out.jsonl"):
@@ -170,7 +205,8 @@ def repository(tmp_path_factory):
         shutil.copy(folder / f"runs/demo/data/stdlib.{suffix}", folder / f"data/c4-0.{suffix}")
     shell(
         folder,
-        "python tools/preprocess_data.py --input text.jsonl --tokenizer models/Llama-2-7b-hf --output-prefix data/long",
+        "python tools/preprocess_data.py --input text.jsonl --tokenizer models/Llama-2-7b-hf"
+        " --output-prefix data/long",
     )
     return folder
 
@@ -203,7 +239,11 @@ def test_the_commands_of_a_page_run(page, repository, tmp_path):
 def test_the_comparisons_of_the_research_log_are_valid(repository, monkeypatch):
     monkeypatch.setenv("ONLY_CHECK", "1")
     log = ROOT / "docs" / "reproductions.md"
-    variables = "\n".join(code for code in parts(log.read_text(encoding="utf-8")) if SHELL.match(code))
+    variables = "\n".join(
+        code for code in parts(log.read_text(encoding="utf-8")) if SHELL.match(code)
+    )
     for page in sorted(log.with_suffix("").glob("*.md")):
-        code = "\n".join(code for code in parts(page.read_text(encoding="utf-8")) if SHELL.match(code))
+        code = "\n".join(
+            code for code in parts(page.read_text(encoding="utf-8")) if SHELL.match(code)
+        )
         shell(repository, f"sed() {{ :; }}\n{variables}\n{code}")

@@ -87,7 +87,11 @@ def test_a_file_system_may_be_unable_to_sync_directories(tmp_path, monkeypatch, 
     fail_to_sync(monkeypatch, number, stat.S_IFDIR)
     write_in_every_way(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["deep", "directory", "record"]
-    assert (tmp_path / "directory" / "file").read_text() == (tmp_path / "deep" / "output").read_text() == "whole"
+    assert (
+        (tmp_path / "directory" / "file").read_text()
+        == (tmp_path / "deep" / "output").read_text()
+        == "whole"
+    )
 
 
 def test_a_file_system_may_be_unable_to_open_directories_for_syncing(tmp_path, monkeypatch):
@@ -100,8 +104,14 @@ def test_a_file_system_may_be_unable_to_open_directories_for_syncing(tmp_path, m
         sync_directory(tmp_path / "missing")
 
 
-@pytest.mark.parametrize("number, kind", [(errno.EIO, stat.S_IFDIR), (errno.EACCES, stat.S_IFDIR),
-                                          *((number, stat.S_IFREG) for number in CANNOT_SYNC)])  # fmt: skip
+@pytest.mark.parametrize(
+    "number, kind",
+    [
+        (errno.EIO, stat.S_IFDIR),
+        (errno.EACCES, stat.S_IFDIR),
+        *((number, stat.S_IFREG) for number in CANNOT_SYNC),
+    ],
+)
 def test_other_errors_of_syncing_are_raised(tmp_path, monkeypatch, number, kind):
     fail_to_sync(monkeypatch, number, kind)
     (tmp_path / "record").write_text("old")
@@ -129,12 +139,16 @@ def test_a_directory_appears_only_when_the_block_succeeds(tmp_path):
 
 @pytest.mark.parametrize("writer", [atomic_output, atomic_directory])
 def test_a_partial_output_that_is_a_link_is_refused_and_a_leftover_is_replaced(tmp_path, writer):
-    thesis, partial = tmp_path / "precious" / "thesis", tmp_path / "out.partial"
+    thesis = tmp_path / "precious" / "thesis"
+    partial = tmp_path / "out.partial"
     thesis.parent.mkdir()
     thesis.write_text("years of work")
 
     def refused(problem):
-        with pytest.raises(FileError, match=f"out.partial {problem}.*; remove it"), writer(tmp_path / "out"):
+        with (
+            pytest.raises(FileError, match=f"out.partial {problem}.*; remove it"),
+            writer(tmp_path / "out"),
+        ):
             raise AssertionError
         assert thesis.read_text() == "years of work" and not (tmp_path / "out").exists()
         partial.rmdir() if partial.is_dir() and not partial.is_symlink() else partial.unlink()
@@ -166,7 +180,11 @@ def test_appending_creates_a_file_and_follows_no_link(tmp_path):
     assert (tmp_path / "log").read_bytes() == b"1\n2\n"
     (tmp_path / "link").symlink_to("log")
     os.mkfifo(tmp_path / "fifo")
-    for name, problem in (("link", "is a link"), ("fifo", "is not a regular file"), (".", "is not a regular file")):
+    for name, problem in (
+        ("link", "is a link"),
+        ("fifo", "is not a regular file"),
+        (".", "is not a regular file"),
+    ):
         with pytest.raises(FileError, match=problem):
             open_to_append(tmp_path / name)
     with pytest.raises(FileNotFoundError):
@@ -228,11 +246,17 @@ def test_a_directory_that_may_not_be_replaced_is_left_alone(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(path)
     for name in ("file", "link"):
-        with pytest.raises(FileError, match="is not a directory"), atomic_directory(tmp_path / name, refuse_notes):
+        with (
+            pytest.raises(FileError, match="is not a directory"),
+            atomic_directory(tmp_path / name, refuse_notes),
+        ):
             raise AssertionError
     (path / "notes").unlink()
     (tmp_path / "out.replaced").mkdir()
-    with pytest.raises(FileError, match="an interrupted run has left it"), atomic_directory(path, refuse_notes):
+    with (
+        pytest.raises(FileError, match="an interrupted run has left it"),
+        atomic_directory(path, refuse_notes),
+    ):
         raise AssertionError
     assert sorted(os.listdir(tmp_path)) == ["file", "link", "out", "out.replaced"]
 
@@ -242,13 +266,17 @@ def test_a_full_disk_names_the_output(tmp_path):
     with pytest.raises(OSError, match="No space left") as error, atomic_output(tmp_path / "file"):
         full.write(b"x")
     assert error.value.filename == str(tmp_path / "file")
-    with pytest.raises(OSError, match="No space left") as error, atomic_directory(tmp_path / "directory"):
+    with (
+        pytest.raises(OSError, match="No space left") as error,
+        atomic_directory(tmp_path / "directory"),
+    ):
         full.write(b"x")
     assert error.value.filename == str(tmp_path / "directory") and os.listdir(tmp_path) == []
 
 
 def test_a_small_file_is_replaced_atomically_and_a_failure_leaves_no_temporary_file(tmp_path):
-    path, staging = tmp_path / "file", tmp_path / "staging"
+    path = tmp_path / "file"
+    staging = tmp_path / "staging"
     staging.mkdir()
     write_whole(path, [b"o", b"ld"])
 

@@ -1,4 +1,6 @@
-"""megatron_tape.home: expansion of `~` in arguments and settings, and caches without a home directory."""
+"""megatron_tape.home: expansion of `~` in arguments and settings, and caches without a home
+directory.
+"""
 
 import getpass
 import os
@@ -18,7 +20,9 @@ NOBODY = "~no-such-user/x"
 
 @pytest.fixture
 def environment(monkeypatch, tmp_path):
-    """Remove variables of caches from the environment, and use a separate folder for temporary files."""
+    """Remove variables of caches from the environment, and use a separate folder for temporary
+    files.
+    """
     for name in (*CACHES, "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "TRITON_HOME", "RANK"):
         monkeypatch.setenv(name, "")  # so that what is set in the test is undone
         monkeypatch.delenv(name)
@@ -43,7 +47,11 @@ def test_options_of_all_programs_expand_only_paths(monkeypatch):
     parser.add_argument("--file", type=Path)
     parser.add_argument("--prompt", type=str)
     given = parser.parse_args(["a", "~/b", "--file=~/c", "--prompt=~/d"])
-    assert (given.paths, given.file, given.prompt) == (["a", "/home/me/b"], Path("/home/me/c"), "~/d")
+    assert (given.paths, given.file, given.prompt) == (
+        ["a", "/home/me/b"],
+        Path("/home/me/c"),
+        "~/d",
+    )
     with pytest.raises(ConfigError, match="argument --file: ~no-such-user/x begins with ~"):
         parser.parse_args([f"--file={NOBODY}"])
     sub = command_line.Parser()
@@ -55,7 +63,9 @@ def test_options_of_all_programs_expand_only_paths(monkeypatch):
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_without_a_home_directory_caches_are_temporary_and_rank_0_says_so(environment, tmp_path, capsys, rank):
+def test_without_a_home_directory_caches_are_temporary_and_rank_0_says_so(
+    environment, tmp_path, capsys, rank
+):
     environment.setenv("HOME", "/dev/null")
     environment.setenv("RANK", rank)
     environment.setenv("MPLCONFIGDIR", "/mine")
@@ -72,9 +82,12 @@ def test_without_a_home_directory_caches_are_temporary_and_rank_0_says_so(enviro
 def test_models_in_a_read_only_cache_can_be_read(environment, tmp_path, capsys, shared):
     models = tmp_path / ".cache" / "huggingface"
     models.mkdir(parents=True)
-    access, read_only = os.access, str(models if shared else tmp_path)
+    access = os.access
+    read_only = str(models if shared else tmp_path)
     refused = lambda path, mode: mode & os.W_OK and str(path).startswith(read_only)  # noqa: E731
-    environment.setattr(os, "access", lambda path, mode: not refused(path, mode) and access(path, mode))
+    environment.setattr(
+        os, "access", lambda path, mode: not refused(path, mode) and access(path, mode)
+    )
     environment.setenv("HOME", str(tmp_path))
     if shared:
         environment.setenv("HF_HOME", str(models))
@@ -111,6 +124,10 @@ def test_no_program_imports_matplotlib_transformers_or_torch_at_the_top():
     ]
     modules = [".".join(path.parts) for path in programs]
     code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
-    code += "print([name for name in ('matplotlib', 'transformers', 'torch') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code, *modules], cwd=folder, capture_output=True, text=True)
+    code += (
+        "print([name for name in ('matplotlib', 'transformers', 'torch') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *modules], cwd=folder, capture_output=True, text=True
+    )
     assert done.stdout.strip() == "[]", done.stderr

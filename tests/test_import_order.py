@@ -1,6 +1,8 @@
-"""The order of the packages, defined only here: everything that a module imports is in its own row or above.
+"""The order of the packages, defined only here: everything that a module imports is in its own row
+or above.
 
-Imports for type checkers, imports inside functions, and strings that name a module count like any other.
+Imports for type checkers, imports inside functions, and strings that name a module count like any
+other.
 """
 
 import ast
@@ -11,7 +13,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# Modules of one row may import each other, but not in a circle; the more specific of two matching names counts.
+# Modules of one row may import each other, but not in a circle; the more specific of two matching
+# names counts.
 ORDER = (
     ("errors", "text", "home", "io"),
     ("command_line",),
@@ -41,25 +44,36 @@ def imported_names(tree, package):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) + 1 - node.level]
+            else:
+                above = []
             base = ".".join([*above, *filter(None, [node.module])])
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
+        elif (
+            isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value
+        ):
             yield node.lineno, node.value.replace(":", ".")
 
 
 def imports_of(*packages):
-    """Map every module of `packages` to the modules of these that it imports, each with the line of the import."""
+    """Map every module of `packages` to the modules of these that it imports, each with the line of
+    the import.
+    """
     files = {}
     for path in (path for package in packages for path in sorted((ROOT / package).rglob("*.py"))):
         parts = path.relative_to(ROOT).with_suffix("").parts
         files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     found = {}
     for module, path in files.items():
-        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        if path.name == "__init__.py":
+            package = module
+        else:
+            package = module.rpartition(".")[0]
         found[module] = edges = {}
         for line, name in imported_names(ast.parse(path.read_text(encoding="utf-8")), package):
-            # `from package import name` imports a module of that name, or else the package that defines the name.
+            # `from package import name` imports a module of that name, or else the package that
+            # defines the name.
             target = name if name in files else name.rpartition(".")[0]
             if target in files and target != module:
                 edges.setdefault(target, line)
@@ -68,9 +82,15 @@ def imports_of(*packages):
 
 def row(module):
     """Return the row of ORDER that the module belongs to, or None."""
-    rows = {f"megatron_tape.{prefix}": number for number, prefixes in enumerate(ORDER) for prefix in prefixes}
+    rows = {
+        f"megatron_tape.{prefix}": number
+        for number, prefixes in enumerate(ORDER)
+        for prefix in prefixes
+    }
     named = [prefix for prefix in rows if f"{module}.".startswith(f"{prefix}.")]
-    return rows[max(named, key=len)] if named else None
+    if named:
+        return rows[max(named, key=len)]
+    return None
 
 
 def faults():
@@ -98,7 +118,9 @@ def test_imports_follow_the_order_and_form_no_cycle():
 
 
 WITHOUT_TORCH = "errors io command_line synthetic config planning.search data.inputs checkpoint.directories".split()
-WITHOUT_TORCH += "checkpoint.saved_settings checkpoint.locate huggingface.imports.config_json".split()
+WITHOUT_TORCH += (
+    "checkpoint.saved_settings checkpoint.locate huggingface.imports.config_json".split()
+)
 WITHOUT_TORCH += "extension.base evaluation.task evaluation.results evaluation.statistics".split()
 WITHOUT_TORCH += ["evaluation.during_training", "model.shapes"]
 WITHOUT_TORCH += [
@@ -113,7 +135,9 @@ WITHOUT_TORCH += [
 
 def test_modules_that_read_settings_and_files_do_not_import_torch():
     named = [f"megatron_tape.{name}." for name in WITHOUT_TORCH]
-    modules = [module for module in imports_of("megatron_tape") if f"{module}.".startswith(tuple(named))]
+    modules = [
+        module for module in imports_of("megatron_tape") if f"{module}.".startswith(tuple(named))
+    ]
     assert len(modules) >= len(named)
     code = (
         "import importlib, sys\n"

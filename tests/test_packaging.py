@@ -32,11 +32,21 @@ for script in sys.argv[1:]:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """Install from a copy, as building leaves files in the source; return the folder with the packages."""
-    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("packages")
+    """Install from a copy, as building leaves files in the source; return the folder with the
+    packages.
+    """
+    source = tmp_path_factory.mktemp("source")
+    target = tmp_path_factory.mktemp("packages")
     for name in PACKAGES:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "requirements.txt", "README.md", "LICENSE", "NOTICE"):
+    for name in (
+        "pyproject.toml",
+        "setup.py",
+        "requirements.txt",
+        "README.md",
+        "LICENSE",
+        "NOTICE",
+    ):
         shutil.copy(ROOT / name, source)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "--no-compile", "--target", target, source], check=True, timeout=300)
@@ -45,20 +55,31 @@ def installed(tmp_path_factory):
 
 def run(installed, tmp_path, *command):
     environment = {**os.environ, "PYTHONPATH": str(installed)}
-    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_every_module_and_data_file_is_installed(installed):
     for folder, place in PACKAGES.items():
-        files = [path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*") if path.is_file()]
-        expected = [path for path in files if "__pycache__" not in path.parts and path.suffix != ".sh"]
-        assert expected and [path for path in expected if not (installed / place / path).is_file()] == []
+        files = [
+            path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*") if path.is_file()
+        ]
+        expected = [
+            path for path in files if "__pycache__" not in path.parts and path.suffix != ".sh"
+        ]
+        assert (
+            expected
+            and [path for path in expected if not (installed / place / path).is_file()] == []
+        )
 
 
 def test_each_python_gets_its_version_of_megatron(installed):
     (information,) = installed.glob("megatron_tape-*.dist-info")
     requirements = [Requirement(line) for line in PathDistribution(information).requires]
-    of_megatron = [requirement for requirement in requirements if requirement.name == "megatron-core"]
+    of_megatron = [
+        requirement for requirement in requirements if requirement.name == "megatron-core"
+    ]
     versions = {}
     for python in ("3.11", "3.12", "3.13"):
         needed = [each for each in of_megatron if each.marker.evaluate({"python_version": python})]
@@ -67,7 +88,9 @@ def test_each_python_gets_its_version_of_megatron(installed):
 
 
 def test_only_two_top_level_packages_are_installed(installed):
-    packages = {path.name for path in installed.iterdir() if path.is_dir() and path.suffix != ".dist-info"}
+    packages = {
+        path.name for path in installed.iterdir() if path.is_dir() and path.suffix != ".dist-info"
+    }
     assert packages == {"megatron_tape", "pretrain", "bin"}
 
 
@@ -79,7 +102,14 @@ def test_every_command_prints_the_version(installed, tmp_path):
 
 
 def test_a_command_runs_from_any_directory_under_its_own_name(installed, tmp_path):
-    done = run(installed, tmp_path, installed / "bin" / "tape-train", "--config", "tape_demo", "--print_config")
+    done = run(
+        installed,
+        tmp_path,
+        installed / "bin" / "tape-train",
+        "--config",
+        "tape_demo",
+        "--print_config",
+    )
     assert done.returncode == 0, done.stderr
     assert "position_encoding: tape" in done.stdout
     done = run(installed, tmp_path, installed / "bin" / "tape-convert", "to-hf", "--help")

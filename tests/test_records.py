@@ -21,7 +21,10 @@ class Shape(Needed, total=False):
     rest: Any
 
 
-GOOD = '{"step": 3, "sizes": {"a": [1, 2]}, "seconds": 2, "outcome": "failed", "rest": [{}], "unknown": 1}'
+GOOD = (
+    '{"step": 3, "sizes": {"a": [1, 2]}, "seconds": 2, "outcome": "failed", "rest": [{}],'
+    ' "unknown": 1}'
+)
 
 
 def test_a_valid_record_is_returned_unchanged(tmp_path):
@@ -45,7 +48,10 @@ def test_a_valid_record_is_returned_unchanged(tmp_path):
         ('{"step": 3, "sizes": {}, "seconds": 1e999}', "it is not JSON .*finite"),
         ('{"step": 3, "sizes"', "it is not JSON"),
         (b"\xff\xfe\xfa", "it is not UTF-8 text .byte 0"),
-        (bytes(3000) + b"\n", "it is not JSON .it contains NUL characters, which a power cut can leave"),
+        (
+            bytes(3000) + b"\n",
+            "it is not JSON .it contains NUL characters, which a power cut can leave",
+        ),
         ("[" * 100_000, "it is nested too deeply"),
         ("1" * 10_000, "it is not JSON"),
     ],
@@ -107,6 +113,6 @@ def test_yaml_is_checked_in_the_same_way(tmp_path, text, sentence):
 
 def test_an_integer_beyond_64_bits_is_read_if_any_value_is_allowed():
     """The maximum length of Hugging Face's tokenizers is 10^30."""
-    assert parse_record('{"model_max_length": 1000000000000000019884624838656}', dict[str, Any]) == {
-        "model_max_length": 1e30
-    }
+    assert parse_record(
+        '{"model_max_length": 1000000000000000019884624838656}', dict[str, Any]
+    ) == {"model_max_length": 1e30}

@@ -10,7 +10,9 @@ from megatron_tape.io.files import digest
 from megatron_tape.io.safetensors import write_safetensors
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+)
 def test_tensors_are_written_bit_for_bit_at_the_returned_offsets(tmp_path, dtype):
     matrix = torch.arange(6).reshape(2, 3).to(dtype)
     tensors = {"matrix": matrix, "transposed": matrix.T, "scalar": torch.tensor(1).to(dtype)}
@@ -21,7 +23,9 @@ def test_tensors_are_written_bit_for_bit_at_the_returned_offsets(tmp_path, dtype
     found, places = write_safetensors(tmp_path / "tensors", tensors, metadata={"step": "100"})
     read = load_file(tmp_path / "tensors")
     assert read.keys() == tensors.keys() == places.keys()
-    assert all(read[name].dtype == dtype and torch.equal(read[name], tensors[name]) for name in tensors)
+    assert all(
+        read[name].dtype == dtype and torch.equal(read[name], tensors[name]) for name in tensors
+    )
     content = (tmp_path / "tensors").read_bytes()
     for name, place in places.items():
         stored = content[place["offset"] : place["offset"] + tensors[name].nbytes]

@@ -25,7 +25,12 @@ def test_flops_are_printed_with_three_digits(value, shown):
 
 @pytest.mark.parametrize(
     "value, shown",
-    [(12, "12 bytes"), (2**20 * 25.3, "25.3 MiB"), (2**30 * 1.5, "1.50 GiB"), (2**30 * 139, "139 GiB")],
+    [
+        (12, "12 bytes"),
+        (2**20 * 25.3, "25.3 MiB"),
+        (2**30 * 1.5, "1.50 GiB"),
+        (2**30 * 139, "139 GiB"),
+    ],
 )
 def test_bytes_are_printed_with_three_digits_and_a_binary_unit(value, shown):
     assert byte_size(value) == shown

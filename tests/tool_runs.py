@@ -36,10 +36,14 @@ class InThisProcess:
 
 @mock.patch.object(preprocessing, "ProcessPoolExecutor", InThisProcess)
 def run_here(tool, *arguments):
-    """Run a tool in this process, which has imported its libraries already; it must not start processes."""
+    """Run a tool in this process, which has imported its libraries already; it must not start
+    processes.
+    """
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = {number: signal.getsignal(number) for number in numbers}
-    output, messages, argv = io.StringIO(), io.StringIO(), sys.argv
+    output = io.StringIO()
+    messages = io.StringIO()
+    argv = sys.argv
     sys.argv = command(tool, *arguments)[1:]
     try:
         with redirect_stdout(output), redirect_stderr(messages):

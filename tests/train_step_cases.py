@@ -14,5 +14,7 @@ def main(folder):
     options = ["--shape=toy", "--warmup=1", "--repetitions=2", "--tensor-parallel=2"]
     train_step.main([*options, f"--output={path}"])
     records = [None, None]
-    dist.all_gather_object(records, (path.exists(), json.loads(path.read_text()) if path.exists() else None))
+    dist.all_gather_object(
+        records, (path.exists(), json.loads(path.read_text()) if path.exists() else None)
+    )
     return {"records": records}

@@ -1,4 +1,6 @@
-"""Run the training command several times in one process group, for test_training.py and test_resuming.py."""
+"""Run the training command several times in one process group, for test_training.py and
+test_resuming.py.
+"""
 
 import contextlib
 import json
@@ -25,11 +27,20 @@ from pretrain import train
 
 RECIPE = Path(__file__).parent / "recipes" / "tiny.yaml"
 STEPS = 4
-LAYOUTS = {2: [(1, 1, 2), (2, 1, 3), (1, 2, 1)], 4: [(2, 1, 1), (2, 1, 2), (2, 1, 3), (1, 2, 2), (2, 2, 1), (1, 4, 3)]}
+LAYOUTS = {
+    2: [(1, 1, 2), (2, 1, 3), (1, 2, 1)],
+    4: [(2, 1, 1), (2, 1, 2), (2, 1, 3), (1, 2, 2), (2, 2, 1), (1, 4, 3)],
+}
 """Tensor-parallel size, context-parallel size and ZeRO stage, by the number of processes."""
 RESUMED = [(1, 2), (2, 1), (2, 3)]
 """Tensor-parallel size and ZeRO stage of runs to resume; other tests resume with more changes."""
-LOSSES = ("train/loss", "train/grad_norm", "train/z_loss", "validation/loss", "validation/loss_averaged_weights")
+LOSSES = (
+    "train/loss",
+    "train/grad_norm",
+    "train/z_loss",
+    "validation/loss",
+    "validation/loss_averaged_weights",
+)
 
 
 def assert_close(rows, expected, steps=STEPS):
@@ -40,18 +51,24 @@ def assert_close(rows, expected, steps=STEPS):
             assert (key in row) == (key in other)
             if key in other:
                 assert math.isclose(row[key], other[key], rel_tol=1e-4), (row["step"], key)
-        norms, expected = ({key: row[key] for key in row if key.startswith("grad_norm/")} for row in (row, other))
+        norms, expected = (
+            {key: row[key] for key in row if key.startswith("grad_norm/")} for row in (row, other)
+        )
         assert norms.keys() == expected.keys()
         total = row["train/grad_norm"]
         for key, norm in norms.items():
-            assert math.isclose(norm, expected[key], rel_tol=1e-4, abs_tol=1e-4 * total), (row["step"], key)
+            assert math.isclose(norm, expected[key], rel_tol=1e-4, abs_tol=1e-4 * total), (
+                row["step"],
+                key,
+            )
         assert math.isclose(math.hypot(*norms.values()), total, rel_tol=1e-4)
 
 
 def assert_same_state(state, expected, bound=5e-4):
     """Assert that the weights and moments after the last step are equal, up to rounding.
 
-    Losses alone do not show everything: TAPE's matrices begin at zero, and hardly change the loss of the first steps.
+    Losses alone do not show everything: TAPE's matrices begin at zero, and hardly change the loss
+    of the first steps.
     """
     assert state.keys() == expected.keys() and len(expected) > 20
     for key, value in expected.items():
@@ -62,12 +79,17 @@ def without_speed(rows):
     """Return the rows without metrics that differ between equal runs: speeds, times and memory."""
     of_time = ("time", "seconds_left", "slowest_rank")
     groups = ("seconds/", "memory/", "throughput/")
-    return [{k: v for k, v in row.items() if k not in of_time and not k.startswith(groups)} for row in rows]
+    return [
+        {k: v for k, v in row.items() if k not in of_time and not k.startswith(groups)}
+        for row in rows
+    ]
 
 
 def rows(folder):
     """Return the rows of a run's metrics.jsonl without speeds, times and memory."""
-    return without_speed([json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()])
+    return without_speed(
+        [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    )
 
 
 def steps_saved(folder):
@@ -75,14 +97,25 @@ def steps_saved(folder):
 
 
 def run(folder, name, *overrides, expect=0, trains=None):
-    """Train in `folder`/`name`; return the rows of metrics.jsonl (on rank 0), checking the exit status."""
+    """Train in `folder`/`name`; return the rows of metrics.jsonl (on rank 0), checking the exit
+    status.
+    """
     shorter = [option("train.steps", STEPS), option("train.eval_interval", STEPS // 2)]
     shorter += [option("train.micro_batch_size", 2), option("train.eval_steps", 1)]
-    arguments = ["--config", str(RECIPE), "--logging.directory", f"{folder}/{name}", *shorter, *map(str, overrides)]
+    arguments = [
+        "--config",
+        str(RECIPE),
+        "--logging.directory",
+        f"{folder}/{name}",
+        *shorter,
+        *map(str, overrides),
+    ]
     status = train.main(arguments, trains)
     assert status == expect, f"{name} ended with {status} instead of {expect}"
     dist.barrier()
-    rows = [json.loads(line) for line in Path(folder, name, "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in Path(folder, name, "metrics.jsonl").read_text().splitlines()
+    ]
     dist.barrier()
     return rows
 
@@ -90,7 +123,8 @@ def run(folder, name, *overrides, expect=0, trains=None):
 def whole_state(folder, name, step):
     """Return the unsharded weights and moments of a checkpoint."""
     path = Path(folder, name, "checkpoints", f"step-{step:08d}")
-    checkpoint, found = Checkpoint(path, read_state(path)), {}
+    checkpoint = Checkpoint(path, read_state(path))
+    found = {}
     for key, shares in checkpoint.places().items():
         parts = [checkpoint.read(*share) for share in shares if share is not None]
         cut = checkpoint.state["sharded"].get(key.partition("/")[2])
@@ -98,7 +132,10 @@ def whole_state(folder, name, step):
             found[key] = parts[0].clone()
             continue
         parameter = torch.nn.Parameter(torch.empty(0))
-        parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, *cut.values()
+        parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = (
+            True,
+            *cut.values(),
+        )
         found[key] = unshard(parts, parameter).clone()
     return found
 
@@ -127,7 +164,9 @@ def zero(stage):
 
 @contextlib.contextmanager
 def gathering_all():
-    """Make ZeRO 3 partition all parameters; by default it replicates small ones, which here are all."""
+    """Make ZeRO 3 partition all parameters; by default it replicates small ones, which here are
+    all.
+    """
     settings = engine.deepspeed_config
 
     def changed(*arguments):
@@ -141,8 +180,10 @@ def gathering_all():
 
 def equal_runs(folder, data, size):
     """Train the same steps in every layout of this many processes."""
-    prefix, rows = option("data.prefix", f"{data}/a"), {}
-    # On four processes, tensor parallelism shards each matrix over two, and ZeRO partitions the shards over two.
+    prefix = option("data.prefix", f"{data}/a")
+    rows = {}
+    # On four processes, tensor parallelism shards each matrix over two, and ZeRO partitions the
+    # shards over two.
     tensor = tp(2 if size == 4 else 1)
     for layout in LAYOUTS.get(size, [(1, 1, 1), (1, 1, 2), (1, 1, 3)]):
         name = "tp{}_cp{}_zero{}".format(*layout)
@@ -150,8 +191,11 @@ def equal_runs(folder, data, size):
     rows["muon"] = run(folder, "muon", prefix, MUON, AVERAGE, tensor, zero(1 if size == 4 else 2))
     shared = cp(2) if size == 2 else tensor
     rows["packed"] = run(folder, "packed", prefix, shared, zero(2), *packed(data))
-    # ZeRO 3 gathers the weights in every forward pass, so all ranks must do equally many in an evaluation.
-    rows["evaluated"] = run(folder, "evaluated", prefix, shared, zero(1 if size == 2 else 3), *evaluated(data))
+    # ZeRO 3 gathers the weights in every forward pass, so all ranks must do equally many in an
+    # evaluation.
+    rows["evaluated"] = run(
+        folder, "evaluated", prefix, shared, zero(1 if size == 2 else 3), *evaluated(data)
+    )
     # Sequences have different numbers of answers, so that micro-batches and ranks do, too.
     accumulate = [option("train.global_batch_size", 8), AVERAGE]
     rows["generated"] = run(folder, "generated", *generated(), shared, zero(3), *accumulate)
@@ -159,12 +203,16 @@ def equal_runs(folder, data, size):
         with gathering_all():
             rows["gathered"] = run(folder, "gathered", prefix, tp(2), zero(3))
         return rows
-    rows["epochs"] = run(folder, "epochs", option("data.prefix", f"[{data}/a,{data}/b]"), tensor, *many_samples())
+    rows["epochs"] = run(
+        folder, "epochs", option("data.prefix", f"[{data}/a,{data}/b]"), tensor, *many_samples()
+    )
     rows["ramp"] = run(folder, "ramp", prefix, tensor, *ramp())
     if size == 4:
         sampling = [option("logging.sample_tokens", 3), option("logging.sample_prompt", "w1 w2 w3")]
         rows["sampled"] = run(folder, "sampled", prefix, tensor, zero(3), *packed(data), *sampling)
-        rows["bf16"] = run(folder, "bf16", prefix, tensor, zero(2), option("train.precision", "bf16"))
+        rows["bf16"] = run(
+            folder, "bf16", prefix, tensor, zero(2), option("train.precision", "bf16")
+        )
     return rows
 
 
@@ -176,15 +224,25 @@ def many_samples():
 def ramp():
     """Steps of 4, 4, 8 and 12 sequences; the weights of the last three are averaged."""
     last = option("train.average", "{kind: last, count: 3, every: 1}")
-    return [last, option("train.global_batch_size", 12), option("train.batch_ramp", "{from: 4, over_samples: 16}")]
+    return [
+        last,
+        option("train.global_batch_size", 12),
+        option("train.batch_ramp", "{from: 4, over_samples: 16}"),
+    ]
 
 
 def generated():
-    return [option("data.prefix", "null"), option("data.generator", "{task: addition, digits: 4}"), Z_LOSS]
+    return [
+        option("data.prefix", "null"),
+        option("data.generator", "{task: addition, digits: 4}"),
+        Z_LOSS,
+    ]
 
 
 def evaluated(data):
-    """Tasks of unequal size, so that ranks have different numbers of forward passes with odd lengths."""
+    """Tasks of unequal size, so that ranks have different numbers of forward passes with odd
+    lengths.
+    """
     documents = f"data: {data}/b, documents: 3, stride: 4"
     return [
         option("evaluation.every", 2),
@@ -195,13 +253,19 @@ def evaluated(data):
 
 
 def packed(data):
-    return [option("data.reset_attention_mask", "true"), option("data.tokenizer", f"{data}/tokenizer.json"), Z_LOSS]
+    return [
+        option("data.reset_attention_mask", "true"),
+        option("data.tokenizer", f"{data}/tokenizer.json"),
+        Z_LOSS,
+    ]
 
 
 def resumed_run(folder, name, *overrides, then=(), steps=STEPS, at=2, interval=2, trains=None):
-    """Train all steps at once, and again resumed at step `at`, as if the run had been interrupted there.
+    """Train all steps at once, and again resumed at step `at`, as if the run had been interrupted
+    there.
 
-    Returns the rows of both, the checksums of the tensors at their last step and, if the layout changes, the tensors.
+    Returns the rows of both, the checksums of the tensors at their last step and, if the layout
+    changes, the tensors.
     """
     settings = [option("train.steps", steps), option("checkpoint.interval", interval)]
     whole = run(folder, name, *overrides, *settings, trains=trains)
@@ -222,12 +286,16 @@ def resumed_run(folder, name, *overrides, then=(), steps=STEPS, at=2, interval=2
 @contextlib.contextmanager
 def spikes(step, times):
     """Multiply the gradient by a thousand in these attempts at this step."""
-    train_step, scaled, seen = engine.Engine.train_step, engine._scaled, []
+    train_step = engine.Engine.train_step
+    scaled = engine._scaled
+    seen = []
 
     def changed(self, batches, lr, number=0):
         seen.extend([number] * (number == step))
         spike = number == step and len(seen) in times
-        with mock.patch.object(engine, "_scaled", lambda loss: scaled(1000 * loss) if spike else scaled(loss)):
+        with mock.patch.object(
+            engine, "_scaled", lambda loss: scaled(1000 * loss) if spike else scaled(loss)
+        ):
             return train_step(self, batches, lr, number)
 
     with mock.patch.object(engine.Engine, "train_step", changed):
@@ -236,7 +304,8 @@ def spikes(step, times):
 
 def spike_runs(folder, prefix):
     """Runs of 8 steps with a spike in the sixth, saved after every second."""
-    results, eight = {}, {"steps": 8, "interval": 2}
+    results = {}
+    eight = {"steps": 8, "interval": 2}
 
     def settings(action):
         return [prefix, option("train.spikes", SPIKES % action)]
@@ -258,9 +327,13 @@ def spike_runs(folder, prefix):
         build(self)
 
     with mock.patch.object(trainer.Trainer, "_build", elsewhere):
-        results["rewound"] = run(folder, "rewound", prefix, zero(3), checkpoint, option("train.steps", 8))
+        results["rewound"] = run(
+            folder, "rewound", prefix, zero(3), checkpoint, option("train.steps", 8)
+        )
     records = Path(folder, "spike-rewind", "attempts").glob("*/spikes.jsonl")
-    results["spike_records"] = [json.loads(line) for path in records for line in path.read_text().splitlines()]
+    results["spike_records"] = [
+        json.loads(line) for path in records for line in path.read_text().splitlines()
+    ]
     return results
 
 
@@ -280,7 +353,9 @@ def checksums(folder, name, step):
 
 
 def frozen_runs(folder, prefix):
-    """Runs that train only the positional encoding, with checkpoints of all parameters or only the trained ones."""
+    """Runs that train only the positional encoding, with checkpoints of all parameters or only the
+    trained ones.
+    """
 
     def trains(name, parameter):
         return kind_of(name) == "position"
@@ -289,25 +364,35 @@ def frozen_runs(folder, prefix):
     results = {"frozen": resumed_run(folder, "frozen", prefix, tp(2), zero(3), **shorter)}
     # Starts at step 3 with the weights of another run, saved in a third layout.
     begin = [option("checkpoint.resume", f"{folder}/tp1_zero2/checkpoints/step-00000002")]
-    alone = [prefix, AVERAGE, *begin, option("checkpoint.frozen", "false"), option("checkpoint.interval", 1)]
+    alone = [
+        prefix,
+        AVERAGE,
+        *begin,
+        option("checkpoint.frozen", "false"),
+        option("checkpoint.interval", 1),
+    ]
     first = {"at": 3, "interval": 1, "trains": trains}
     results["adapters"] = resumed_run(folder, "adapters", *alone, tp(2), zero(3), **first)
     return results
 
 
 def slow_rank(folder, prefix):
-    """Two ranks whose clocks show only 1 s for a forward pass on rank 0, 3 s on rank 1, and 0.5 s for its data.
+    """Two ranks whose clocks show only 1 s for a forward pass on rank 0, 3 s on rank 1, and 0.5 s
+    for its data.
 
     Of the two runs, only the second is allowed to warn about slow ranks.
     """
-    rank, moment = dist.get_rank(), [0.0]
+    rank = dist.get_rank()
+    moment = [0.0]
 
     def advance(result, seconds):
         moment[0] += seconds
         return result
 
-    positions, training = engine.Engine._positions, Batches.training
-    said, listener = [], logging.Handler()
+    positions = engine.Engine._positions
+    training = Batches.training
+    said = []
+    listener = logging.Handler()
     listener.emit = lambda record: said.append(record.getMessage())
     step_times.logger.addHandler(listener)
     computing = lambda *given: advance(positions(*given), (1.0, 3.0)[rank])  # noqa: E731
@@ -317,7 +402,11 @@ def slow_rank(folder, prefix):
         mock.patch.object(engine.Engine, "_positions", computing),
         mock.patch.object(Batches, "training", loading),
     ):
-        steps = [option("train.steps", 12), option("logging.interval", 2), option("train.eval_interval", 0)]
+        steps = [
+            option("train.steps", 12),
+            option("logging.interval", 2),
+            option("train.eval_interval", 0),
+        ]
         settings = [prefix, tp(1), zero(1), option("train.global_batch_size", 8), *steps]
         run(folder, "slow_without_warnings", *settings)
         with mock.patch.object(step_times, "CPU_RANKS", 2):
@@ -326,7 +415,8 @@ def slow_rank(folder, prefix):
 
 
 def resumed_runs(folder, data):
-    prefix, results = option("data.prefix", f"{data}/a"), {}
+    prefix = option("data.prefix", f"{data}/a")
+    results = {}
     for tensor_size, stage in RESUMED:
         name = f"tp{tensor_size}_zero{stage}"
         results[name] = resumed_run(folder, name, prefix, tp(tensor_size), zero(stage))
@@ -338,19 +428,27 @@ def resumed_runs(folder, data):
     results["workers"] = resumed_run(folder, "workers", *workers)
     stages = option("data.stages", f"[{{prefix: {data}/b, share: 0.25}}]")
     results["stages"] = resumed_run(folder, "stages", prefix, stages)
-    before, after = [*generated(), *ramp(), tp(1), zero(1)], [*generated(), *ramp(), tp(2), zero(3)]
+    before = [*generated(), *ramp(), tp(1), zero(1)]
+    after = [*generated(), *ramp(), tp(2), zero(3)]
     results["ramp"] = resumed_run(folder, "ramp", *before, then=after, at=3, interval=1)
     muon = [prefix, MUON, AVERAGE]
     results["muon"] = resumed_run(folder, "muon", *muon, tp(1), zero(2))
-    results["muon_another_layout"] = resumed_run(folder, "muon-other", *muon, zero(1), then=[*muon, tp(2), zero(1)])
-    before, after = [prefix, tp(2), zero(3)], [prefix, cp(2), zero(2)]
-    results["from_tensor_to_context_parallel"] = resumed_run(folder, "to-context", *before, then=after)
+    results["muon_another_layout"] = resumed_run(
+        folder, "muon-other", *muon, zero(1), then=[*muon, tp(2), zero(1)]
+    )
+    before = [prefix, tp(2), zero(3)]
+    after = [prefix, cp(2), zero(2)]
+    results["from_tensor_to_context_parallel"] = resumed_run(
+        folder, "to-context", *before, then=after
+    )
     with gathering_all():
         results["gathered"] = resumed_run(folder, "gathered", prefix, AVERAGE, zero(3))
     results["slow"] = slow_rank(folder, prefix)
     results["context_parallel"] = resumed_run(folder, "context", prefix, cp(2), zero(1))
     results |= frozen_runs(folder, prefix) | spike_runs(folder, prefix)
-    return results | {"spike_twice": spike_twice(folder, prefix)}  # last, since processes leave their groups
+    return results | {
+        "spike_twice": spike_twice(folder, prefix)
+    }  # last, since processes leave their groups
 
 
 def main(folder, data, what):
@@ -359,4 +457,6 @@ def main(folder, data, what):
     size = int(os.environ["WORLD_SIZE"])
     found = equal_runs(folder, data, size)
     found["states"] = {name: whole_state(folder, name, STEPS) for name in found}
-    return found | {"models": tensor_parallel_cases.of_four_processes()} if size == 4 else found
+    if size == 4:
+        return found | {"models": tensor_parallel_cases.of_four_processes()}
+    return found

@@ -1,4 +1,6 @@
-"""All cases of parallel/test_two_processes.py in one process group, since imports take seconds per process."""
+"""All cases of parallel/test_two_processes.py in one process group, since imports take seconds per
+process.
+"""
 
 import full_disk_cases
 import position_cases

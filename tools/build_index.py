@@ -1,10 +1,11 @@
-"""Build the index of a run's data, which defines the order of its sequences, before a job occupies GPUs.
+"""Build the index of a run's data, which defines the order of its sequences, before a job occupies
+GPUs.
 
     python tools/build_index.py --config pretrain/recipes/tape_demo.yaml [--section.key value ...]
 
-Pass the same settings as for the run. The run then finds the index in data.cache_directory, so its GPUs need not wait.
-The index depends on the data, data.split, data.long_documents, model.seq_length, train.seed, and the number of
-sequences of the run.
+Pass the same settings as for the run. The run then finds the index in data.cache_directory, so its
+GPUs need not wait. The index depends on the data, data.split, data.long_documents,
+model.seq_length, train.seed, and the number of sequences of the run.
 """
 
 import logging
@@ -33,7 +34,9 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     for noisy in ("DeepSpeed", "megatron", "torch"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", module="megatron")  # it warns that Transformer Engine and Apex are missing
+    warnings.filterwarnings(
+        "ignore", module="megatron"
+    )  # it warns that Transformer Engine and Apex are missing
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}  # even if there is a GPU
     command_line.log("loading torch and megatron-core")
     from megatron_tape.data.batches import build_batches

@@ -2,8 +2,9 @@
 
     python tools/generate.py --model runs/demo/tape --prompt "def main("
 
-The prompt and its continuation, and nothing else, go to stdout. With several prompts, a line `==> prompt 1 of 3 <==`
-precedes each of them. The continuation of a prompt does not depend on the other prompts.
+The prompt and its continuation, and nothing else, go to stdout. With several prompts, a line `==>
+prompt 1 of 3 <==` precedes each of them. The continuation of a prompt does not depend on the other
+prompts.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 from megatron_tape import command_line
 from megatron_tape.errors import FileError, UserError
-from megatron_tape.evaluation.model_source import Source, find_model
+from megatron_tape.evaluation.model_source import ModelSource, find_model
 from megatron_tape.huggingface.tokenizer_files import read_tokenizer
 from megatron_tape.io.records import read_small
 
@@ -40,7 +41,9 @@ def main() -> None:
         fix = "export the model with a tokenizer: tools/convert_checkpoint.py to-hf --tokenizer T"
         raise FileError(arguments.model, "does not contain a tokenizer", fix)
     if problem := source.tokenizer_problem():
-        raise FileError(arguments.model, f"needs a tokenizer that transformers can read, but its own {problem}")
+        raise FileError(
+            arguments.model, f"needs a tokenizer that transformers can read, but its own {problem}"
+        )
     prompts = read_prompts(arguments.prompt, arguments.prompts_file)
 
     with _in_transformers_format(source) as directory:
@@ -54,7 +57,9 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
     if arguments.max_new_tokens < 1:
         raise UserError("--max-new-tokens", f"is {arguments.max_new_tokens}", "give at least 1")
     if not arguments.temperature >= 0:
-        raise UserError("--temperature", f"is {arguments.temperature}", "give a number of at least 0")
+        raise UserError(
+            "--temperature", f"is {arguments.temperature}", "give a number of at least 0"
+        )
     if not 0 < arguments.top_p <= 1:
         raise UserError("--top-p", f"is {arguments.top_p}", "give a number above 0 and at most 1")
     if arguments.top_p < 1 and arguments.temperature == 0:
@@ -65,10 +70,14 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
 
 
 def read_prompts(texts: list[str], file: Path | None) -> list[Prompt]:
-    """Return the prompts `texts`, then the lines of `file`. Raises UserError if there are none, or if one is empty."""
+    """Return the prompts `texts`, then the lines of `file`. Raises UserError if there are none, or
+    if one is empty.
+    """
     prompts = [Prompt(text, "--prompt") for text in texts]
     if len(texts) > 1:
-        prompts = [Prompt(text, f"--prompt number {number}") for number, text in enumerate(texts, 1)]
+        prompts = [
+            Prompt(text, f"--prompt number {number}") for number, text in enumerate(texts, 1)
+        ]
 
     if file is not None:
         try:
@@ -88,8 +97,10 @@ def read_prompts(texts: list[str], file: Path | None) -> list[Prompt]:
 
 
 @contextlib.contextmanager
-def _in_transformers_format(source: Source) -> Iterator[Path]:
-    """Yield the model's directory in transformers' format; a checkpoint is exported to a temporary directory."""
+def _in_transformers_format(source: ModelSource) -> Iterator[Path]:
+    """Yield the model's directory in transformers' format; a checkpoint is exported to a temporary
+    directory.
+    """
     if not source.is_checkpoint:
         yield source.path
         return
@@ -99,9 +110,11 @@ def _in_transformers_format(source: Source) -> Iterator[Path]:
 
 
 def continuations(
-    arguments: argparse.Namespace, prompts: list[Prompt], source: Source, directory: Path
+    arguments: argparse.Namespace, prompts: list[Prompt], source: ModelSource, directory: Path
 ) -> Iterator[str]:
-    """Yield the text that the model in `directory` adds to each prompt. Checks all prompts before it loads weights."""
+    """Yield the text that the model in `directory` adds to each prompt. Checks all prompts before
+    it loads weights.
+    """
     import transformers
 
     def load(read):
@@ -109,10 +122,15 @@ def continuations(
             return read(str(directory), trust_remote_code=source.needs_trust)
         except Exception as error:  # any error of the libraries below, often with many lines
             reason = str(error).strip().split("\n")[0]
-            raise FileError(arguments.model, f"cannot be loaded: {reason or type(error).__name__}") from None
+            raise FileError(
+                arguments.model, f"cannot be loaded: {reason or type(error).__name__}"
+            ) from None
 
     tokenizer = load(read_tokenizer)
-    encoded = [tokenizer(prompt.text, return_tensors="pt", return_token_type_ids=False) for prompt in prompts]
+    encoded = [
+        tokenizer(prompt.text, return_tensors="pt", return_token_type_ids=False)
+        for prompt in prompts
+    ]
     lengths = [ids["input_ids"].shape[1] for ids in encoded]
     counts = [
         _new_tokens(prompt, length, arguments.max_new_tokens, source.info.trained_length)
@@ -126,22 +144,31 @@ def continuations(
     model.generation_config = transformers.GenerationConfig(**ids_only)
     sampling: dict[str, Any] = {"do_sample": False}
     if arguments.temperature:
-        sampling = {"do_sample": True, "temperature": arguments.temperature, "top_k": 0, "top_p": arguments.top_p}
+        sampling = {
+            "do_sample": True,
+            "temperature": arguments.temperature,
+            "top_k": 0,
+            "top_p": arguments.top_p,
+        }
 
-    # One by one, since a model with padding computes slightly different logits, and some encodings count padding.
+    # One by one, since a model with padding computes slightly different logits, and some encodings
+    # count padding.
     for number, (ids, length, count) in enumerate(zip(encoded, lengths, counts, strict=True), 1):
         transformers.set_seed(arguments.seed)
         counter = f" {number} of {len(prompts)}" if len(prompts) > 1 else ""
         with command_line.step(f"generating{counter}"):
             output = model.generate(**ids, max_new_tokens=count, **sampling)
-        # Decoding only the new tokens would drop the space before the first word with some tokenizers.
+        # Decoding only the new tokens would drop the space before the first word with some
+        # tokenizers.
         before = tokenizer.decode(output[0, :length], skip_special_tokens=True)
         whole = tokenizer.decode(output[0], skip_special_tokens=True)
         yield whole.removeprefix(before)
 
 
 def _new_tokens(prompt: Prompt, length: int, most: int, context: int | None) -> int:
-    """Return how many tokens to add to a prompt of `length` tokens: `most`, or fewer if they exceed the context."""
+    """Return how many tokens to add to a prompt of `length` tokens: `most`, or fewer if they exceed
+    the context.
+    """
     if length == 0:
         problem = "encodes to no tokens with the model's tokenizer"
         raise UserError(prompt.origin, problem, "give some text to continue")
@@ -151,7 +178,10 @@ def _new_tokens(prompt: Prompt, length: int, most: int, context: int | None) -> 
         problem = f"has {length} tokens, but the model was trained on contexts of {context}"
         raise UserError(prompt.origin, problem, "shorten it")
     room = context - length
-    command_line.log(f"{prompt.origin}: the model's context of {context} tokens leaves room for {room} new tokens")
+    command_line.log(
+        f"{prompt.origin}: the model's context of {context} tokens leaves room for {room} new"
+        " tokens"
+    )
     return room
 
 
@@ -165,7 +195,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help="a run, a checkpoint, or an exported model with its tokenizer",
     )
-    add("--average", action="store_true", help="use the averaged weights of a run with train.average")
+    add(
+        "--average",
+        action="store_true",
+        help="use the averaged weights of a run with train.average",
+    )
     add(
         "--prompt",
         type=str,
@@ -174,23 +208,49 @@ def parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="the text to continue; may be given several times",
     )
-    add("--prompts-file", type=command_line.path, metavar="FILE", help="a text file with one prompt per line (UTF-8)")
-    add("--max-new-tokens", type=int, default=64, metavar="N", help="maximum of tokens to add (default: %(default)s)")
+    add(
+        "--prompts-file",
+        type=command_line.path,
+        metavar="FILE",
+        help="a text file with one prompt per line (UTF-8)",
+    )
+    add(
+        "--max-new-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="maximum of tokens to add (default: %(default)s)",
+    )
     add(
         "--temperature",
         type=float,
         default=0.0,
-        help="0 chooses the most likely token; above 0, tokens are sampled at this temperature (default: 0)",
+        help=(
+            "0 chooses the most likely token; above 0, tokens are sampled at this temperature"
+            " (default: 0)"
+        ),
     )
     add(
         "--top-p",
         type=float,
         default=1.0,
         metavar="P",
-        help="sample only from the most likely tokens whose probabilities add up to P (default: 1, all tokens)",
+        help=(
+            "sample only from the most likely tokens whose probabilities add up to P (default: 1,"
+            " all tokens)"
+        ),
     )
-    add("--seed", type=int, default=1234, help="seed of sampling, the same for each prompt (default: %(default)s)")
-    add("--trust-remote-code", action="store_true", help="run Python files in MODEL that are not this project's")
+    add(
+        "--seed",
+        type=int,
+        default=1234,
+        help="seed of sampling, the same for each prompt (default: %(default)s)",
+    )
+    add(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python files in MODEL that are not this project's",
+    )
     return result
 
 

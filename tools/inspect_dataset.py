@@ -20,10 +20,16 @@ from megatron_tape.text import counted
 def main() -> None:
     """Parse the command line, check the dataset and describe it."""
     arguments = parser().parse_args()
-    tokenizer = load_tokenizer(arguments.tokenizer) if arguments.tokenizer else None
-    dataset, origin = IndexedDatasetReader(arguments.prefix), read_origin(arguments.prefix)
+    if arguments.tokenizer:
+        tokenizer = load_tokenizer(arguments.tokenizer)
+    else:
+        tokenizer = None
+    dataset = IndexedDatasetReader(arguments.prefix)
+    origin = read_origin(arguments.prefix)
     if tokenizer is not None:
-        origins = check_tokenizer([arguments.prefix], tokenizer_record(tokenizer), arguments.tokenizer)
+        origins = check_tokenizer(
+            [arguments.prefix], tokenizer_record(tokenizer), arguments.tokenizer
+        )
         if warning := unknown_tokenizers(origins, arguments.tokenizer):
             command_line.log(warning)
     describe(arguments.prefix, dataset, tokenizer, origin)
@@ -32,19 +38,25 @@ def main() -> None:
         print(f"\n{text_of(dataset, index, tokenizer, arguments.tokens)}")
 
 
-def describe(prefix: str, dataset: IndexedDatasetReader, tokenizer: Tokenizer | None, origin: Origin | None) -> None:
+def describe(
+    prefix: str, dataset: IndexedDatasetReader, tokenizer: Tokenizer | None, origin: Origin | None
+) -> None:
     """Print a dataset's size, tokenizer and document lengths. Raises FileError if it is damaged.
 
     Negative token ids count as damage and, with `tokenizer`, ids outside its vocabulary.
     """
     vocab_size = None if tokenizer is None else tokenizer.vocab_size
-    with command_line.step(f"checking {counted(len(dataset), 'document')}, {dataset.bin_size / 1e6:,.1f} MB"):
+    with command_line.step(
+        f"checking {counted(len(dataset), 'document')}, {dataset.bin_size / 1e6:,.1f} MB"
+    ):
         problems = list(dataset.problems())
         # Documents are found by the index, which must be intact.
         if not problems and (invalid := dataset.invalid_id(vocab_size)):
             problems.append(invalid)
     if problems:
-        fix = "write the dataset again with tools/preprocess_data.py" + (", or check --tokenizer" if tokenizer else "")
+        fix = "write the dataset again with tools/preprocess_data.py" + (
+            ", or check --tokenizer" if tokenizer else ""
+        )
         raise FileError(prefix, f"is damaged: {'; '.join(problems)}", fix)
     lengths = dataset.document_lengths()
     print(f"documents  {len(dataset):,}")
@@ -53,31 +65,49 @@ def describe(prefix: str, dataset: IndexedDatasetReader, tokenizer: Tokenizer | 
     print(f"tokenizer  {'unknown' if origin is None else describe_tokenizer(origin)}")
     if len(lengths):
         print(
-            f"length     min {lengths.min():,}, median {np.median(lengths):,.0f}, mean {lengths.mean():,.1f}, "
-            f"max {lengths.max():,}"
+            f"length     min {lengths.min():,}, median {np.median(lengths):,.0f}, mean"
+            f" {lengths.mean():,.1f}, max {lengths.max():,}"
         )
 
 
 def describe_tokenizer(origin: Origin) -> str:
-    """Return a line about the tokenizer recorded in a dataset's origin: its size, digest, and end of documents."""
+    """Return a line about the tokenizer recorded in a dataset's origin: its size, digest, and end
+    of documents.
+    """
     tokenizer = origin["tokenizer"]
-    ends = f"documents end in token {tokenizer['eod']}" if origin["append_eod"] else "no token ends documents"
+    if origin["append_eod"]:
+        ends = f"documents end in token {tokenizer['eod']}"
+    else:
+        ends = "no token ends documents"
     return f"{tokenizer['vocab_size']:,} ids, digest {tokenizer['digest'][:12]}; {ends}"
 
 
-def text_of(dataset: IndexedDatasetReader, index: int, tokenizer: Tokenizer | None, tokens: int) -> str:
-    """Return a heading and the first `tokens` tokens of a document, as text or, without a tokenizer, as ids."""
+def text_of(
+    dataset: IndexedDatasetReader, index: int, tokenizer: Tokenizer | None, tokens: int
+) -> str:
+    """Return a heading and the first `tokens` tokens of a document, as text or, without a
+    tokenizer, as ids.
+    """
     ids = dataset.document(index)
     shown = ids[:tokens].tolist()
-    text = tokenizer.decode(shown) if tokenizer else " ".join(map(str, shown))
-    return f"document {index}, {len(ids):,} tokens:\n{text}{' ...' if len(shown) < len(ids) else ''}"
+    if tokenizer:
+        text = tokenizer.decode(shown)
+    else:
+        text = " ".join(map(str, shown))
+    return (
+        f"document {index}, {len(ids):,} tokens:\n{text}{' ...' if len(shown) < len(ids) else ''}"
+    )
 
 
 def histogram(lengths: np.ndarray) -> str:
-    """Return a table of the numbers of documents and tokens by document length, in bins between powers of two."""
+    """Return a table of the numbers of documents and tokens by document length, in bins between
+    powers of two.
+    """
     if not len(lengths):
         return "no documents\n"
-    bins = np.frexp(lengths)[1]  # 0 for an empty document, else k for lengths from 2 ** (k - 1) to below 2 ** k
+    bins = np.frexp(lengths)[
+        1
+    ]  # 0 for an empty document, else k for lengths from 2 ** (k - 1) to below 2 ** k
     documents = np.bincount(bins)
     tokens = np.bincount(bins, weights=lengths)
     lines = [f"{'tokens in a document':>24}  {'documents':>18}  {'tokens':>23}"]
@@ -93,7 +123,9 @@ def histogram(lengths: np.ndarray) -> str:
 
 def whole_number_or_0(text: str) -> int:
     """Parse an option that is a whole number of at least 0."""
-    return 0 if text == "0" else command_line.whole_number(text)
+    if text == "0":
+        return 0
+    return command_line.whole_number(text)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -101,7 +133,10 @@ def parser() -> argparse.ArgumentParser:
     result = command_line.Parser(description=__doc__)
     add = result.add_argument
     add("prefix", metavar="P", help="prefix of the dataset's files, P.bin and P.idx")
-    add("--tokenizer", help="tokenizer to show documents as text; check that the dataset was made with it")
+    add(
+        "--tokenizer",
+        help="tokenizer to show documents as text; check that the dataset was made with it",
+    )
     add(
         "--documents",
         type=whole_number_or_0,

@@ -2,7 +2,8 @@
 
     python tools/merge_datasets.py --input 'data/c4-*' data/wiki --output-prefix data/both
 
-The result appears under its name only when it is complete. Memory does not grow with the number of tokens.
+The result appears under its name only when it is complete. Memory does not grow with the number of
+tokens.
 """
 
 import argparse
@@ -31,8 +32,9 @@ def main() -> None:
 def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool) -> None:
     """Write the datasets, one after the other, to `output_prefix`.
 
-    The origin of the result records their common tokenizer. Raises FileError if a dataset is damaged or multimodal, if
-    its tokenizer or dtype differs from that of the first one, or if all are empty.
+    The origin of the result records their common tokenizer. Raises FileError if a dataset is
+    damaged or multimodal, if its tokenizer or dtype differs from that of the first one, or if all
+    are empty.
     """
     origins = check_tokenizer(prefixes, None, "")
     if warning := unknown_tokenizers(origins, "the same as for the others"):
@@ -45,7 +47,9 @@ def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool) -> None:
             problem = f"has {dataset.dtype.name} tokens, but {prefixes[0]} has {dtype.name}"
             raise FileError(prefix, problem, "merge only datasets made with the same tokenizer")
         if dataset.multimodal:
-            raise FileError(prefix, "is a multimodal dataset, which cannot be merged", "remove it from --input")
+            raise FileError(
+                prefix, "is a multimodal dataset, which cannot be merged", "remove it from --input"
+            )
     size = sum(dataset.bin_size for dataset in datasets)
     with IndexedDatasetWriter(output_prefix, dtype, overwrite=overwrite) as writer:
         with command_line.step(f"checking {len(datasets):,} datasets, {size / 1e6:,.1f} MB"):
@@ -54,13 +58,17 @@ def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool) -> None:
                     raise FileError(prefix, f"is damaged: {problem}", "write it again")
         if not any(map(len, datasets)):
             raise FileError(
-                prefixes[0], "and all others have no documents", "check --input and --text-key of the preprocessing"
+                prefixes[0],
+                "and all others have no documents",
+                "check --input and --text-key of the preprocessing",
             )
         progress = command_line.Progress(size)
 
         def on_progress() -> None:
             done = writer.tokens * dtype.itemsize
-            progress.update(done, lambda seconds: f"{done / 1e6:,.1f} MB, {done / 1e6 / seconds:,.1f} MB/s")
+            progress.update(
+                done, lambda seconds: f"{done / 1e6:,.1f} MB, {done / 1e6 / seconds:,.1f} MB/s"
+            )
 
         try:
             for dataset in datasets:
@@ -70,7 +78,8 @@ def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool) -> None:
         with command_line.step("writing the index"):
             writer.finish(common_origin(origins.values()))
     command_line.log(
-        f"{output_prefix}: {counted(writer.documents, 'document')}, {writer.tokens:,} tokens, {progress.seconds:.1f} s"
+        f"{output_prefix}: {counted(writer.documents, 'document')}, {writer.tokens:,} tokens,"
+        f" {progress.seconds:.1f} s"
     )
 
 
@@ -81,7 +90,11 @@ def parser() -> argparse.ArgumentParser:
     what = "prefixes of datasets with the same tokenizer, in order, or quoted patterns"
     add("--input", nargs="+", required=True, metavar="P", help=what)
     add("--output-prefix", required=True, metavar="P", help="write P.bin and P.idx")
-    add("--overwrite", action="store_true", help="replace an existing P; the old one stays until the new is complete")
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace an existing P; the old one stays until the new is complete",
+    )
     return result
 
 

@@ -2,18 +2,20 @@
 
     python tools/preprocess_data.py --input 'data/c4/*.jsonl.zst' --tokenizer tokenizer.model \\
         --output-prefix data/c4 --workers 16
-    python tools/preprocess_data.py --input hub:HuggingFaceFW/fineweb-edu --config-name sample-10BT --streaming \\
+    python tools/preprocess_data.py --input hub:HuggingFaceFW/fineweb-edu --config-name sample-10BT
+    --streaming \\
         --tokenizer tokenizer.model --output-prefix data/fineweb-edu
 
-The result does not depend on --workers, and appears under its name only when it is complete. The same command
-continues an interrupted run after the last complete input file. Until then, the unfinished files are P.bin.partial,
-P.idx.partial and P.progress.
+The result does not depend on --workers, and appears under its name only when it is complete. The
+same command continues an interrupted run after the last complete input file. Until then, the
+unfinished files are P.bin.partial, P.idx.partial and P.progress.
 
-Several machines can share the work: `--part I/N` reads every N-th file, starting with number I (from 0), and writes
-the dataset P-I-of-N. `slurm/preprocess.sh` does so in every task of a Slurm job array. Training reads all parts with
-`--data.prefix 'P-*'`; `tools/merge_datasets.py` merges them into one. A complete part is kept if it was made from the
-same files with the same options; otherwise it is an error. --overwrite replaces it. P.origin records the tokenizer,
-which training and evaluation compare with the model's, and the input files. Of a dataset of the Hub, these names
+Several machines can share the work: `--part I/N` reads every N-th file, starting with number I
+(from 0), and writes the dataset P-I-of-N. `slurm/preprocess.sh` does so in every task of a Slurm
+job array. Training reads all parts with `--data.prefix 'P-*'`; `tools/merge_datasets.py` merges
+them into one. A complete part is kept if it was made from the same files with the same options;
+otherwise it is an error. --overwrite replaces it. P.origin records the tokenizer, which training
+and evaluation compare with the model's, and the input files. Of a dataset of the Hub, these names
 contain the commit, so that no dataset mixes two revisions.
 """
 
@@ -29,7 +31,13 @@ import numpy as np
 
 from megatron_tape import command_line
 from megatron_tape.data import hub
-from megatron_tape.data.documents import FORMATS, Problems, check_text_keys, document_bytes_option, find_inputs
+from megatron_tape.data.documents import (
+    FORMATS,
+    Problems,
+    check_text_keys,
+    document_bytes_option,
+    find_inputs,
+)
 from megatron_tape.data.indexed_dataset import (
     IndexedDatasetWriter,
     Mark,
@@ -38,11 +46,11 @@ from megatron_tape.data.indexed_dataset import (
     read_progress,
 )
 from megatron_tape.data.inputs import check_writable
-from megatron_tape.data.origins import Source, read_origin
+from megatron_tape.data.origins import DatasetSource, read_origin
 from megatron_tape.data.preprocessing import Encoding, encode_files
 from megatron_tape.data.raw_chunks import TooLarge
 from megatron_tape.data.tokenizer import load_tokenizer
-from megatron_tape.errors import ConfigError, FileError, refuse
+from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.io.files import refuse_existing
 from megatron_tape.text import counted
 
@@ -60,7 +68,7 @@ def main() -> None:
     if arguments.part is not None:
         prefix = prefix_of_part(prefix, *arguments.part)
         paths = files_of_part(paths, *arguments.part)
-    source = Source(
+    source = DatasetSource(
         inputs=paths,
         text_key=arguments.text_key,
         max_document_bytes=arguments.max_document_bytes,
@@ -74,7 +82,11 @@ def main() -> None:
             existing: Any = read_origin(prefix) or {}
             if {key: value for key, value in existing.items() if key != "files"} != origin:
                 fix = "remove it, or pass --overwrite for all parts"
-                raise FileError(prefix, "was made from other files, or with another tokenizer or other options", fix)
+                raise FileError(
+                    prefix,
+                    "was made from other files, or with another tokenizer or other options",
+                    fix,
+                )
             command_line.log(f"{prefix} is complete already; nothing to do")
             return
         overwrite = True  # replaces the files of a killed process
@@ -90,7 +102,9 @@ def main() -> None:
 
     # A local file may be replaced under its name before an interrupted run continues.
     versions = [version(path) for path in paths]
-    with IndexedDatasetWriter(prefix, encoding.dtype, overwrite=overwrite, source=origin, inputs=versions) as writer:
+    with IndexedDatasetWriter(
+        prefix, encoding.dtype, overwrite=overwrite, source=origin, inputs=versions
+    ) as writer:
         summary = write(writer, paths, versions, encoding, arguments)
         if not writer.documents:
             raise ConfigError("--input", "has no documents", "check it and --text-key")
@@ -101,16 +115,22 @@ def main() -> None:
 
 
 def make_encoding(arguments: argparse.Namespace) -> Encoding:
-    """Return how to tokenize. Raises FileError if the tokenizer has no end-of-document token but should append it."""
+    """Return how to tokenize. Raises FileError if the tokenizer has no end-of-document token but
+    should append it.
+    """
     tokenizer = load_tokenizer(arguments.tokenizer)
     if arguments.append_eod and tokenizer.eod is None:
         fix = "choose another tokenizer, or pass --no-append-eod"
         raise FileError(arguments.tokenizer, "has no end-of-document token", fix)
-    return Encoding(tokenizer, arguments.text_key, arguments.append_eod, arguments.max_document_bytes)
+    return Encoding(
+        tokenizer, arguments.text_key, arguments.append_eod, arguments.max_document_bytes
+    )
 
 
 def version(path: str) -> tuple[int, int] | None:
-    """Return what changes when a file is replaced or a pipe is written: size and time. None for files of the Hub."""
+    """Return what changes when a file is replaced or a pipe is written: size and time. None for
+    files of the Hub.
+    """
     if hub.is_remote(path):
         return None
     status = os.stat(path)
@@ -118,12 +138,16 @@ def version(path: str) -> tuple[int, int] | None:
 
 
 def prefix_of_part(prefix: str, index: int, count: int) -> str:
-    """Return the prefix of part `index` of `count`. Raises FileError if parts with another count exist."""
+    """Return the prefix of part `index` of `count`. Raises FileError if parts with another count
+    exist.
+    """
     for path in existing_parts(prefix):
         other = re.fullmatch(r"-[0-9]+-of-([0-9]+)\.idx", path[len(prefix) :])
         if other and int(other[1]) != count:
             fix = "remove the parts of the other count, or choose another --output-prefix"
-            raise FileError(path, f"is one of {int(other[1])} parts, but --part writes one of {count}", fix)
+            raise FileError(
+                path, f"is one of {int(other[1])} parts, but --part writes one of {count}", fix
+            )
     return f"{prefix}-{index:05}-of-{count:05}"
 
 
@@ -134,13 +158,19 @@ def existing_parts(prefix: str) -> list[str]:
 
 def files_of_part(paths: list[str], index: int, count: int) -> list[str]:
     """Return every `count`-th file, from number `index` on."""
-    problem = f"is {index}/{count}, but --input names only {len(paths):,} files"
-    refuse(count > len(paths), "--part", problem, "use fewer parts: a file is never split")
+    if count > len(paths):
+        raise ConfigError(
+            "--part",
+            f"is {index}/{count}, but --input names only {len(paths):,} files",
+            "use fewer parts: a file is never split",
+        )
     return paths[index::count]
 
 
 def check_revisions(output_prefix: str, prefix: str, paths: list[str]) -> None:
-    """Raise FileError if an unfinished run or another part has read another revision of a dataset of the Hub."""
+    """Raise FileError if an unfinished run or another part has read another revision of a dataset
+    of the Hub.
+    """
     commits = hub.revisions(paths)
     if not commits:
         return
@@ -156,8 +186,13 @@ def check_revisions(output_prefix: str, prefix: str, paths: list[str]) -> None:
     for other, source in recorded.items():
         for name, commit in hub.revisions(source["inputs"] if source else []).items():
             if commits.get(name, commit) != commit:
-                problem = f"was made from revision {commit} of {name}, and --input is revision {commits[name]}"
-                raise FileError(other, problem, f"pass --revision {commit}, or --overwrite to begin again")
+                problem = (
+                    f"was made from revision {commit} of {name}, and --input is revision"
+                    f" {commits[name]}"
+                )
+                raise FileError(
+                    other, problem, f"pass --revision {commit}, or --overwrite to begin again"
+                )
 
 
 def write(
@@ -167,10 +202,11 @@ def write(
     encoding: Encoding,
     arguments: argparse.Namespace,
 ) -> str:
-    """Tokenize the files, append their documents to the writer, and return a summary. Log the progress.
+    """Tokenize the files, append their documents to the writer, and return a summary. Log the
+    progress.
 
-    `versions` are the results of `version` for the files, from before they are read.
-    Continue after the files that an interrupted run has completed. Raises FileError at a bad document, unless
+    `versions` are the results of `version` for the files, from before they are read. Continue after
+    the files that an interrupted run has completed. Raises FileError at a bad document, unless
     `--on-error skip` is given.
     """
     problems = Problems()
@@ -181,7 +217,10 @@ def write(
         done = len(writer.restored["inputs"])
         earlier_bytes = writer.restored["text_bytes"]
         problems = Problems(Counter(writer.restored["problems"]), writer.restored["places"])
-        command_line.log(f"continuing after {done:,} of {len(paths):,} files, which an interrupted run has completed")
+        command_line.log(
+            f"continuing after {done:,} of {len(paths):,} files, which an interrupted run has"
+            " completed"
+        )
         stop_at_problem(problems, arguments)
 
     remaining = paths[done:]
@@ -206,18 +245,23 @@ def write(
         counts = dict(problems.counts)
         places = {reason: list(examples) for reason, examples in problems.examples.items()}
         all_bytes = earlier_bytes + text_bytes
-        writer.mark(Mark(inputs=versions[:done], text_bytes=all_bytes, problems=counts, places=places))
+        writer.mark(
+            Mark(inputs=versions[:done], text_bytes=all_bytes, problems=counts, places=places)
+        )
 
     def speed(seconds: float) -> str:
         all_bytes = earlier_bytes + text_bytes
         new_tokens = writer.tokens - earlier_tokens
         return (
-            f"{counted(writer.documents, 'document')}, {writer.tokens:,} tokens, {all_bytes / 1e6:,.1f} MB of text, "
-            f"{text_bytes / 1e6 / seconds:.1f} MB/s, {new_tokens / seconds:,.0f} tokens/s"
+            f"{counted(writer.documents, 'document')}, {writer.tokens:,} tokens,"
+            f" {all_bytes / 1e6:,.1f} MB of text, {text_bytes / 1e6 / seconds:.1f} MB/s,"
+            f" {new_tokens / seconds:,.0f} tokens/s"
         )
 
     try:
-        with contextlib.closing(encode_files(remaining, encoding, arguments.workers, arguments.chunk_bytes)) as chunks:
+        with contextlib.closing(
+            encode_files(remaining, encoding, arguments.workers, arguments.chunk_bytes)
+        ) as chunks:
             for chunk in chunks:
                 mark_files_before(chunk.path)
                 problems.merge(chunk.problems)
@@ -255,7 +299,9 @@ def part(text: str) -> tuple[int, int]:
     """Parse the option I/N, such as 3/8, into (I, N)."""
     match = re.fullmatch("([0-9]{1,5})/([0-9]{1,5})", text)
     if not match or int(match[1]) >= int(match[2]):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not I/N with I from 0 to N - 1, such as 0/8")
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} is not I/N with I from 0 to N - 1, such as 0/8"
+        )
     return int(match[1]), int(match[2])
 
 
@@ -265,7 +311,11 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     files = "files, quoted patterns (** matches any depth), or hub:NAME"
     add("--input", nargs="+", required=True, metavar="GLOB", help=files)
-    add("--tokenizer", required=True, help="SentencePiece .model, tokenizer.json, or a directory with one of them")
+    add(
+        "--tokenizer",
+        required=True,
+        help="SentencePiece .model, tokenizer.json, or a directory with one of them",
+    )
     add("--output-prefix", required=True, metavar="P", help="write P.bin and P.idx")
     add(
         "--workers",
@@ -273,29 +323,57 @@ def parser() -> argparse.ArgumentParser:
         default=os.cpu_count(),
         help="number of processes (default: %(default)s, the number of cores)",
     )
-    add("--text-key", type=str, default="text", help="key or column of a document's text (default: %(default)s)")
+    add(
+        "--text-key",
+        type=str,
+        default="text",
+        help="key or column of a document's text (default: %(default)s)",
+    )
     add(
         "--append-eod",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="end every document with the tokenizer's end-of-document token (the default)",
     )
-    add("--max-documents", type=command_line.whole_number, metavar="N", help="stop after N documents (of each part)")
+    add(
+        "--max-documents",
+        type=command_line.whole_number,
+        metavar="N",
+        help="stop after N documents (of each part)",
+    )
     add(
         "--on-error",
         choices=("stop", "skip"),
         default="stop",
-        help="at a bad document or unreadable file: stop and write no dataset, or skip and report (default: stop)",
+        help=(
+            "at a bad document or unreadable file: stop and write no dataset, or skip and report"
+            " (default: stop)"
+        ),
     )
-    add("--overwrite", action="store_true", help="replace an existing P; the old one stays until the new is complete")
-    add("--part", type=part, metavar="I/N", help="write part I (from 0) of N: the dataset P-I-of-N of every N-th file")
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace an existing P; the old one stays until the new is complete",
+    )
+    add(
+        "--part",
+        type=part,
+        metavar="I/N",
+        help="write part I (from 0) of N: the dataset P-I-of-N of every N-th file",
+    )
     size = "input bytes that a worker tokenizes at a time (default: %(default)s)"
     add("--chunk-bytes", type=command_line.whole_number, default=1 << 18, help=size)
-    add("--check", action="store_true", help="validate the command, its input and the tokenizer, and exit")
+    add(
+        "--check",
+        action="store_true",
+        help="validate the command, its input and the tokenizer, and exit",
+    )
     document_bytes_option(result)
     hub.add_options(result)
     return result
 
 
 if __name__ == "__main__":
-    command_line.run(main, interrupted="the same command continues after the last complete input file")
+    command_line.run(
+        main, interrupted="the same command continues after the last complete input file"
+    )

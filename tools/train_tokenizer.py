@@ -1,10 +1,12 @@
-"""Train a SentencePiece tokenizer that reproduces every text exactly, including the spaces and newlines of source code.
+"""Train a SentencePiece tokenizer that reproduces every text exactly, including the spaces and
+newlines of source code.
 
-    python tools/train_tokenizer.py --input data/stdlib.jsonl --vocab-size 4096 --output data/tokenizer.model
+    python tools/train_tokenizer.py --input data/stdlib.jsonl --vocab-size 4096 --output
+    data/tokenizer.model
 
-Characters in no piece are encoded as bytes. Ids: 0 <pad>, 1 <unk>, 2 <s>, 3 </s>, then bytes and pieces. The only
-character that is not reproduced is U+2581, which SentencePiece uses for the space. The same input and options give the
-same tokenizer.
+Characters in no piece are encoded as bytes. Ids: 0 <pad>, 1 <unk>, 2 <s>, 3 </s>, then bytes and
+pieces. The only character that is not reproduced is U+2581, which SentencePiece uses for the space.
+The same input and options give the same tokenizer.
 """
 
 import argparse
@@ -37,7 +39,9 @@ def main() -> None:
     with atomic_output(arguments.output, overwrite=arguments.overwrite) as file:
         if not arguments.streaming:
             hub.download(paths)
-        documents = read_texts(paths, arguments.text_key, document_bytes=arguments.max_document_bytes)
+        documents = read_texts(
+            paths, arguments.text_key, document_bytes=arguments.max_document_bytes
+        )
         documents = itertools.islice(documents, arguments.max_documents)
         texts = sample_texts(documents, arguments.max_bytes, arguments.seed)
         if not texts:
@@ -53,27 +57,33 @@ def main() -> None:
 
 
 def sample_texts(documents: Iterable[tuple[str, int]], max_bytes: int, seed: int) -> list[str]:
-    """Return a random sample of the documents, in order, of at most `max_bytes` UTF-8 bytes in total.
+    """Return a random sample of the documents, in order, of at most `max_bytes` UTF-8 bytes in
+    total.
 
-    `documents` yields texts and the input bytes read so far, for the progress. Each document is given a random number,
-    and those with the smallest numbers are kept. This takes one pass over the input, and memory for `max_bytes`. Only
-    the beginning of a document of more than `max_bytes` is used.
+    `documents` yields texts and the input bytes read so far, for the progress. Each document is
+    given a random number, and those with the smallest numbers are kept. This takes one pass over
+    the input, and memory for `max_bytes`. Only the beginning of a document of more than `max_bytes`
+    is used.
     """
-    draw, progress = random.Random(seed), command_line.Progress(None)
+    draw = random.Random(seed)
+    progress = command_line.Progress(None)
     sample: list[tuple[float, int, int, str]] = []
     size = 0
-    # A document whose number exceeds that of one already dropped cannot be among the smallest `max_bytes`.
+    # A document whose number exceeds that of one already dropped cannot be among the smallest
+    # `max_bytes`.
     limit = 1.0
     for order, (text, position) in enumerate(documents):
         if len(text.encode("utf-8")) > max_bytes:
             text = text[: max_bytes // 4]
-        key, length = draw.random(), len(text.encode("utf-8"))
+        key = draw.random()
+        length = len(text.encode("utf-8"))
         if key < limit:
             heapq.heappush(sample, (-key, order, length, text))
             size += length
         while size > max_bytes:
             worst = heapq.heappop(sample)
-            limit, size = -worst[0], size - worst[2]
+            limit = -worst[0]
+            size = size - worst[2]
         progress.update(position, lambda _: f"reading: {position / 1e6:,.1f} MB")  # noqa: B023
     progress.end()
     return [text for _, _, _, text in sorted(sample, key=lambda entry: entry[1])]
@@ -81,13 +91,17 @@ def sample_texts(documents: Iterable[tuple[str, int]], max_bytes: int, seed: int
 
 def sentences(texts: list[str]) -> Iterator[str]:
     """Split texts into pieces of at most `_SENTENCE_CHARACTERS`, after a newline if possible."""
-    pattern = re.compile(rf"(?s:.{{1,{_SENTENCE_CHARACTERS}}}(?<=\n)|.{{1,{_SENTENCE_CHARACTERS}}})")
+    pattern = re.compile(
+        rf"(?s:.{{1,{_SENTENCE_CHARACTERS}}}(?<=\n)|.{{1,{_SENTENCE_CHARACTERS}}})"
+    )
     for text in texts:
         yield from pattern.findall(text)
 
 
 def train(texts: list[str], vocab_size: int, model_type: str = "bpe") -> bytes:
-    """Return a SentencePiece model of `vocab_size` pieces as bytes. Raises ConfigError if SentencePiece refuses."""
+    """Return a SentencePiece model of `vocab_size` pieces as bytes. Raises ConfigError if
+    SentencePiece refuses.
+    """
     import sentencepiece
 
     model = io.BytesIO()
@@ -110,12 +124,18 @@ def train(texts: list[str], vocab_size: int, model_type: str = "bpe") -> bytes:
             eos_id=3,
             minloglevel=2,
         )
-    except (RuntimeError, OSError, ValueError) as error:  # ValueError for numbers that it cannot hold
+    except (
+        RuntimeError,
+        OSError,
+        ValueError,
+    ) as error:  # ValueError for numbers that it cannot hold
         reason = " ".join(str(error).split())
         maximum = re.search("set it to a value <= ([0-9]+)", reason)
         if maximum:
             problem = f"is {vocab_size}, too many for this text"
-            raise ConfigError("--vocab-size", problem, f"choose at most {maximum[1]}, or give more text") from error
+            raise ConfigError(
+                "--vocab-size", problem, f"choose at most {maximum[1]}, or give more text"
+            ) from error
         problem = f"is {vocab_size}, which SentencePiece refuses: {reason}"
         raise ConfigError("--vocab-size", problem, "choose another size") from error
     return model.getvalue()
@@ -123,8 +143,12 @@ def train(texts: list[str], vocab_size: int, model_type: str = "bpe") -> bytes:
 
 @contextlib.contextmanager
 def default_signal_handlers() -> Iterator[None]:
-    """Let signals end the process at once in the context, since SentencePiece returns to Python only after training."""
-    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
+    """Let signals end the process at once in the context, since SentencePiece returns to Python
+    only after training.
+    """
+    handlers = {
+        number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
@@ -138,15 +162,32 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     files = "files, quoted patterns (** matches any depth), or hub:NAME"
     add("--input", nargs="+", required=True, metavar="GLOB", help=files)
-    add("--vocab-size", type=command_line.whole_number, default=4096, help="number of ids (default: %(default)s)")
+    add(
+        "--vocab-size",
+        type=command_line.whole_number,
+        default=4096,
+        help="number of ids (default: %(default)s)",
+    )
     add("--output", required=True, metavar="F.model", help="the model to write")
-    add("--model-type", choices=("bpe", "unigram"), default="bpe", help="default: %(default)s; unigram trains slower")
-    add("--text-key", type=str, default="text", help="key or column of a document's text (default: %(default)s)")
+    add(
+        "--model-type",
+        choices=("bpe", "unigram"),
+        default="bpe",
+        help="default: %(default)s; unigram trains slower",
+    )
+    add(
+        "--text-key",
+        type=str,
+        default="text",
+        help="key or column of a document's text (default: %(default)s)",
+    )
     size = "train on a random sample of documents of this size (default: %(default)s)"
     add("--max-bytes", type=command_line.whole_number, default=10_000_000, help=size)
     documents = "read only the first N documents (default: all)"
     add("--max-documents", type=command_line.whole_number, metavar="N", help=documents)
-    add("--seed", type=int, default=0, help="seed for choosing the documents (default: %(default)s)")
+    add(
+        "--seed", type=int, default=0, help="seed for choosing the documents (default: %(default)s)"
+    )
     add("--overwrite", action="store_true", help="replace an existing output")
     document_bytes_option(result)
     hub.add_options(result)

@@ -9,11 +9,16 @@ class ModelFiles(BuildHookInterface):
     """Includes modeling code from the surrounding repository."""
 
     def initialize(self, version, build_data):
-        """Add the files of TAPE models. Models with other encodings need code that only their exports contain."""
-        files = sorted(Path(self.root, "..", "megatron_tape", "huggingface", "modeling").glob("*_tape.py"))
+        """Add the files of TAPE models. Models with other encodings need code that only their
+        exports contain.
+        """
+        files = sorted(
+            Path(self.root, "..", "megatron_tape", "huggingface", "modeling").glob("*_tape.py")
+        )
         if not files:  # such as in an unpacked source distribution
             raise FileNotFoundError(
-                "transformers-tape must be built in a clone of its repository: pip install ./transformers_tape"
+                "transformers-tape must be built in a clone of its repository: pip install"
+                " ./transformers_tape"
             )
         for file in files:
             if file.stem.endswith("_encoded_tape"):

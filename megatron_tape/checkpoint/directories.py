@@ -1,16 +1,18 @@
-"""Write, find and remove checkpoint directories, which are complete whenever they exist. Imports no torch.
+"""Write, find and remove checkpoint directories, which are complete whenever they exist. Imports no
+torch.
 
-The directory `step-00000100` contains files, and a `manifest.json` that lists their sizes and sha256. A checkpoint is
-written into a staging directory, flushed to disk, and then renamed; a checkpoint is renamed before it is deleted. A
-process may therefore be killed at any moment.
+The directory `step-00000100` contains files, and a `manifest.json` that lists their sizes and
+sha256. A checkpoint is written into a staging directory, flushed to disk, and then renamed; a
+checkpoint is renamed before it is deleted. A process may therefore be killed at any moment.
 
-If a checkpoint of the same step exists, it is renamed to `step-00000100.replaced` until the new one is in place.
-Readers accept both names, so that one of the two always exists. `step-00000100.abandoned` is a damaged checkpoint after
-which the run continued from an earlier one (see `prune`). Names that start with a dot and end in `.partial` are
-leftovers of killed processes.
+If a checkpoint of the same step exists, it is renamed to `step-00000100.replaced` until the new one
+is in place. Readers accept both names, so that one of the two always exists.
+`step-00000100.abandoned` is a damaged checkpoint after which the run continued from an earlier one
+(see `prune`). Names that start with a dot and end in `.partial` are leftovers of killed processes.
 
-If a checkpoint is a symbolic link, only the link is removed. Files that are not in the manifest are ignored.
-Only one process at a time may call these functions, but several may write files into one staging directory.
+If a checkpoint is a symbolic link, only the link is removed. Files that are not in the manifest are
+ignored. Only one process at a time may call these functions, but several may write files into one
+staging directory.
 """
 
 import os
@@ -31,7 +33,9 @@ from megatron_tape.model.names import current_name
 FORMAT_VERSION = 4
 """The format of new checkpoints."""
 READABLE_VERSIONS = (3, 4)
-"""The formats that can be read. In format 3, parameters had other names (see `model.names.current_name`)."""
+"""The formats that can be read. In format 3, parameters had other names (see
+`model.names.current_name`).
+"""
 MANIFEST = "manifest.json"
 STATE = "state.json"
 ABANDONED = ".abandoned"
@@ -40,11 +44,15 @@ _NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})(\.replaced)?")
 
 
 Steps = Annotated[int, Field(ge=0, le=10**8)]
-"""A number of steps. The upper bound limits the memory that a program allocates for numbers in a damaged file."""
+"""A number of steps. The upper bound limits the memory that a program allocates for numbers in a
+damaged file.
+"""
 
 
 class Manifest(TypedDict):
-    """The contents of `manifest.json`: the step, and the size and sha256 of each file by its relative path."""
+    """The contents of `manifest.json`: the step, and the size and sha256 of each file by its
+    relative path.
+    """
 
     format_version: int
     step: Steps
@@ -52,21 +60,23 @@ class Manifest(TypedDict):
 
 
 class ShardSpec(TypedDict):
-    """How a parameter is sharded over the tensor-parallel ranks: along axis `dim`, in `stride` pieces for each rank."""
+    """How a parameter is sharded over the tensor-parallel ranks: along axis `dim`, in `stride`
+    pieces for each rank.
+    """
 
     dim: Annotated[int, Field(ge=0, le=1)]
     stride: Annotated[int, Field(ge=1, le=16)]
 
 
 class Progress(TypedDict, total=False):
-    """Other state of a run (`Trainer.progress`), to which hooks may add keys. Imported checkpoints have the last three.
+    """Other state of a run (`Trainer.progress`), to which hooks may add keys. Imported checkpoints
+    have the last three.
 
-    `bad_steps`: the number of consecutive steps, up to this one, whose loss or gradient was not finite.
-    `tokenizer`: the record of the run's tokenizer, whose files are in the directory `tokenizer`.
-    `data`: fingerprints of the data files, by their names in the settings.
-    `origin`: the model that was imported.
-    `identity`: a digest of the imported files.
-    `card`: the metadata of the imported model card, by the keys of the Hugging Face Hub.
+    `bad_steps`: the number of consecutive steps, up to this one, whose loss or gradient was not
+    finite. `tokenizer`: the record of the run's tokenizer, whose files are in the directory
+    `tokenizer`. `data`: fingerprints of the data files, by their names in the settings. `origin`:
+    the model that was imported. `identity`: a digest of the imported files. `card`: the metadata of
+    the imported model card, by the keys of the Hugging Face Hub.
     """
 
     bad_steps: Steps
@@ -77,19 +87,21 @@ class Progress(TypedDict, total=False):
     card: dict[str, Any]
 
 
-class Source(TypedDict):
-    """A reference to a checkpoint with frozen weights, in the `state.json` of a checkpoint that omits them."""
+class FrozenWeightsSource(TypedDict):
+    """A reference to a checkpoint with frozen weights, in the `state.json` of a checkpoint that
+    omits them.
+    """
 
     path: str
     manifest_sha256: str
 
 
-class State(TypedDict):
+class CheckpointState(TypedDict):
     """The contents of `state.json`.
 
-    `optimizer_steps` does not count skipped updates. `data_parallel_size` counts the ranks with the same weights,
-    context-parallel ranks included. `sharded` and `frozen` refer to parameters by name; imported checkpoints have no
-    `frozen`. `config` contains the run's settings by section.
+    `optimizer_steps` does not count skipped updates. `data_parallel_size` counts the ranks with the
+    same weights, context-parallel ranks included. `sharded` and `frozen` refer to parameters by
+    name; imported checkpoints have no `frozen`. `config` contains the run's settings by section.
     """
 
     step: Steps
@@ -100,12 +112,14 @@ class State(TypedDict):
     data_parallel_size: Annotated[int, Field(ge=1, le=10**6)]
     sharded: dict[str, ShardSpec]
     frozen: NotRequired[list[str]]
-    frozen_from: NotRequired[Source | None]
+    frozen_from: NotRequired[FrozenWeightsSource | None]
     config: dict[str, dict[str, Any]]
 
 
 class OtherFormat(CheckpointError):
-    """A checkpoint that another version of this project wrote. It may be complete, but this version cannot read it."""
+    """A checkpoint that another version of this project wrote. It may be complete, but this version
+    cannot read it.
+    """
 
 
 def staging_directory(home: str | Path, step: int) -> Path:
@@ -122,18 +136,25 @@ def staging_directory(home: str | Path, step: int) -> Path:
 def publish(staging: Path, root: str | Path, step: int, files: Mapping[str, FileDigest]) -> Path:
     """Turn a staging directory into checkpoint `step` in `root`, and return its path.
 
-    `files` maps names to digests. An existing checkpoint of the same step is replaced. When this returns, the
-    checkpoint is on disk. Raises CheckpointError if a file is missing or has another size, as seen by this process.
+    `files` maps names to digests. An existing checkpoint of the same step is replaced. When this
+    returns, the checkpoint is on disk. Raises CheckpointError if a file is missing or has another
+    size, as seen by this process.
     """
-    entries = {name: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for name, entry in sorted(files.items())}
-    write_record(staging / MANIFEST, {"format_version": FORMAT_VERSION, "step": step, "files": entries})
+    entries = {
+        name: {"bytes": entry["bytes"], "sha256": entry["sha256"]}
+        for name, entry in sorted(files.items())
+    }
+    write_record(
+        staging / MANIFEST, {"format_version": FORMAT_VERSION, "step": step, "files": entries}
+    )
     sync_directory(staging)
     for name, entry in files.items():
         if problem := _file_problem(staging / name, name, entry, deep=False):
             fix = "set checkpoint.directory to a directory that all nodes share"
             raise CheckpointError(str(staging), f"is not complete: {problem}", fix)
     root = Path(root)
-    final, replaced = root / _name(step), root / f"{_name(step)}.replaced"
+    final = root / _name(step)
+    replaced = root / f"{_name(step)}.replaced"
     if os.path.lexists(final):
         if replaced.exists() and problems(final, deep=False):
             _discard(final)
@@ -152,7 +173,10 @@ def list_checkpoints(root: str | Path) -> list[tuple[int, Path]]:
     `step-N.replaced` follows `step-N`.
     """
     root = Path(root)
-    names = [_NAME.fullmatch(path.name) for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    if root.is_dir():
+        names = [_NAME.fullmatch(path.name) for path in root.iterdir() if path.is_dir()]
+    else:
+        names = []
     newest_first = sorted((-int(name[1]), name[2] or "", name[0]) for name in names if name)
     return [(-negative_step, root / name) for negative_step, _, name in newest_first]
 
@@ -160,8 +184,8 @@ def list_checkpoints(root: str | Path) -> list[tuple[int, Path]]:
 def read_manifest(path: str | Path) -> Manifest:
     """Read a checkpoint's manifest.
 
-    Raises OtherFormat if another version of this project wrote it, and ValueError (or its subclass CheckpointError) if
-    it is malformed or its step differs from the directory's name.
+    Raises OtherFormat if another version of this project wrote it, and ValueError (or its subclass
+    CheckpointError) if it is malformed or its step differs from the directory's name.
     """
     path = Path(path)
     version = read_record(path / MANIFEST, dict[str, Any]).get("format_version")
@@ -170,14 +194,16 @@ def read_manifest(path: str | Path) -> Manifest:
         readable = " and ".join(map(str, READABLE_VERSIONS))
         raise OtherFormat(
             str(path),
-            f"was written by {age} version of this project (checkpoint format {version}; this version reads formats "
-            f"{readable})",
+            f"was written by {age} version of this project (checkpoint format {version}; this"
+            f" version reads formats {readable})",
             "use that version, or move the checkpoint away",
         )
     manifest = read_record(path / MANIFEST, Manifest)
     name = _NAME.fullmatch(path.name)
     if name and manifest["step"] != int(name[1]):
-        raise CheckpointError(MANIFEST, f"says step {manifest['step']}, but the directory is named {path.name}")
+        raise CheckpointError(
+            MANIFEST, f"says step {manifest['step']}, but the directory is named {path.name}"
+        )
     if not manifest["files"]:
         raise CheckpointError(MANIFEST, "lists no files")
     for name in manifest["files"]:
@@ -186,19 +212,25 @@ def read_manifest(path: str | Path) -> Manifest:
     return manifest
 
 
-def read_state(path: str | Path) -> State:
+def read_state(path: str | Path) -> CheckpointState:
     """Read a checkpoint's `state.json`. Raises ValueError if it is malformed.
 
     Parameters have their current names, also if the checkpoint has format 3.
     """
-    state = read_record(Path(path) / STATE, State)
+    state = read_record(Path(path) / STATE, CheckpointState)
     state["sharded"] = {current_name(name): shards for name, shards in state["sharded"].items()}
     if "frozen" in state:
         state["frozen"] = [current_name(name) for name in state["frozen"]]
     if state["optimizer_steps"] > state["step"]:
-        problem = f"is damaged: optimizer_steps {state['optimizer_steps']} exceeds step {state['step']}"
+        problem = (
+            f"is damaged: optimizer_steps {state['optimizer_steps']} exceeds step {state['step']}"
+        )
         raise CheckpointError(str(Path(path) / STATE), problem)
-    for section, key in (("data", "tokenizer"), ("logging", "directory"), ("checkpoint", "directory")):
+    for section, key in (
+        ("data", "tokenizer"),
+        ("logging", "directory"),
+        ("checkpoint", "directory"),
+    ):
         settings = state["config"].get(section, {})
         check_shape(settings, dict[str, Any], f"config.{section}")
         check_shape(settings.get(key), str | None, f"config.{section}.{key}")
@@ -207,7 +239,8 @@ def read_state(path: str | Path) -> State:
 
 
 def problems(path: str | Path, deep: bool = True) -> list[str]:
-    """Return a sentence for each missing or damaged file of a checkpoint; none if the checkpoint is complete.
+    """Return a sentence for each missing or damaged file of a checkpoint; none if the checkpoint is
+    complete.
 
     `deep` compares checksums, which reads every byte; otherwise only sizes are compared.
     """
@@ -226,9 +259,10 @@ def newest_complete(
 ) -> Path | None:
     """Return the path of the newest complete checkpoint in `root`, or None.
 
-    Calls `warn` with a message for each broken checkpoint that is skipped, except those in `excluding`. See `problems`
-    for `deep`. If a disk error prevents the check, `strict` raises CheckpointError instead of skipping the checkpoint.
-    Raises OtherFormat if another version wrote a checkpoint, which a run that continues an older one would replace.
+    Calls `warn` with a message for each broken checkpoint that is skipped, except those in
+    `excluding`. See `problems` for `deep`. If a disk error prevents the check, `strict` raises
+    CheckpointError instead of skipping the checkpoint. Raises OtherFormat if another version wrote
+    a checkpoint, which a run that continues an older one would replace.
     """
     for _, path in list_checkpoints(root):
         if path in excluding:
@@ -246,21 +280,30 @@ def newest_complete(
 
 
 def checkpointed_step(root: str | Path) -> int:
-    """Return the step of the newest checkpoint whose files have the expected sizes, or 0 if there is none."""
+    """Return the step of the newest checkpoint whose files have the expected sizes, or 0 if there
+    is none.
+    """
     path = newest_complete(root, deep=False)
-    return 0 if path is None else read_manifest(path)["step"]
+    if path is None:
+        return 0
+    return read_manifest(path)["step"]
 
 
-def prune(root: str | Path, keep: int, keep_every: int | None = None, published: int | None = None) -> None:
-    """Remove old checkpoints, so that the newest `keep` complete ones remain, and leftovers of killed processes.
+def prune(
+    root: str | Path, keep: int, keep_every: int | None = None, published: int | None = None
+) -> None:
+    """Remove old checkpoints, so that the newest `keep` complete ones remain, and leftovers of
+    killed processes.
 
-    A checkpoint is complete if its files have the expected sizes. Steps that are a multiple of `keep_every` are never
-    removed. Broken checkpoints do not count towards `keep`, and are removed once `keep` newer ones are complete. If a
-    new checkpoint is missing or broken, the one that it replaced is renamed back.
+    A checkpoint is complete if its files have the expected sizes. Steps that are a multiple of
+    `keep_every` are never removed. Broken checkpoints do not count towards `keep`, and are removed
+    once `keep` newer ones are complete. If a new checkpoint is missing or broken, the one that it
+    replaced is renamed back.
 
-    `published` is the step of the checkpoint that the run has just saved. Later checkpoints are damaged ones that the
-    run skipped when it started. They are renamed to `step-00000100.abandoned`, which no reader accepts, and removed
-    when the run reaches their step again.
+    `published` is the step of the checkpoint that the run has just saved. Later checkpoints are
+    damaged ones that the run skipped when it started. They are renamed to
+    `step-00000100.abandoned`, which no reader accepts, and removed when the run reaches their step
+    again.
     """
     root = Path(root)
     if published is not None:
@@ -269,7 +312,8 @@ def prune(root: str | Path, keep: int, keep_every: int | None = None, published:
     checkpoints = list_checkpoints(root)
     maybe_broken = {step for step, path in checkpoints if path != root / _name(step)}
     for step, path in checkpoints:
-        enough, permanent = len(kept) >= keep, keep_every is not None and step % keep_every == 0
+        enough = len(kept) >= keep
+        permanent = keep_every is not None and step % keep_every == 0
         if step in kept or (enough and not permanent):
             _discard(path)
         elif (not enough or step in maybe_broken) and not problems(path, deep=False):
@@ -298,14 +342,23 @@ def _name(step: int) -> str:
 
 
 def _problems(path: Path, deep: bool) -> list[str]:
-    """Like `problems`, but raise OtherFormat if another version wrote it, and OSError if the disk fails."""
+    """Like `problems`, but raise OtherFormat if another version wrote it, and OSError if the disk
+    fails.
+    """
     if not (path / MANIFEST).is_file():
         return [f"{MANIFEST} is missing"]
     try:
         manifest = read_manifest(path)
-        of_files = (_file_problem(path / name, name, entry, deep) for name, entry in manifest["files"].items())
+        of_files = (
+            _file_problem(path / name, name, entry, deep)
+            for name, entry in manifest["files"].items()
+        )
         damage = [problem for problem in of_files if problem]
-        if not damage and STATE in manifest["files"] and (step := read_state(path)["step"]) != manifest["step"]:
+        if (
+            not damage
+            and STATE in manifest["files"]
+            and (step := read_state(path)["step"]) != manifest["step"]
+        ):
             damage.append(f"{STATE} says step {step}, but {MANIFEST} says {manifest['step']}")
     except OtherFormat:
         raise
@@ -325,7 +378,9 @@ def _file_problem(path: Path, name: str, entry: FileDigest, deep: bool) -> str |
         sha256 = digest(path)["sha256"]
     except OSError as error:
         return f"{name} cannot be read ({error})"
-    return None if sha256 == entry["sha256"] else f"{name} has sha256 {sha256} instead of {entry['sha256']}"
+    if sha256 == entry["sha256"]:
+        return None
+    return f"{name} has sha256 {sha256} instead of {entry['sha256']}"
 
 
 def _discard(path: Path) -> None:

@@ -1,7 +1,8 @@
-"""The index of a checkpoint's tensors, and the assignment of files to the ranks that write and read them.
+"""The index of a checkpoint's tensors, and the assignment of files to the ranks that write and read
+them.
 
-Each file has tensors of one tensor-parallel rank. One rank reads the whole file, checks its sha256, and sends the
-tensors to the other ranks, so that no byte is read twice. Imports no torch.
+Each file has tensors of one tensor-parallel rank. One rank reads the whole file, checks its sha256,
+and sends the tensors to the other ranks, so that no byte is read twice. Imports no torch.
 """
 
 import heapq
@@ -22,13 +23,16 @@ _TENSORS = re.compile(r"tensors-tp([0-9]{2,9})-\w+\.safetensors", re.ASCII)
 
 CHOOSE_ANOTHER = "choose another checkpoint"
 FILE_BYTES = 1 << 30
-"""Target size of a tensor file in bytes: a shard is divided into ceil(its size / FILE_BYTES) files."""
+"""Target size of a tensor file in bytes: a shard is divided into ceil(its size / FILE_BYTES) files.
+"""
 MAX_FILES = 512
 """Maximum number of tensor files of a checkpoint, if `checkpoint.writers` is not set."""
 
 
 class Index(TypedDict):
-    """The contents of `index.json`: the offset and shape of each tensor by file and key, such as `exp_avg/NAME`."""
+    """The contents of `index.json`: the offset and shape of each tensor by file and key, such as
+    `exp_avg/NAME`.
+    """
 
     files: dict[str, dict[str, Place]]
 
@@ -41,7 +45,9 @@ def tensor_file(rank: int, number: int) -> str:
 def shard_of(name: str) -> int | None:
     """Return the tensor-parallel rank in the name of a tensor file, or None for any other file."""
     match = _TENSORS.fullmatch(name)
-    return int(match[1]) if match else None
+    if match:
+        return int(match[1])
+    return None
 
 
 def read_index(checkpoint: Path, tensor_size: int) -> dict[str, dict[str, Place]]:
@@ -55,13 +61,19 @@ def read_index(checkpoint: Path, tensor_size: int) -> dict[str, dict[str, Place]
         shard = shard_of(name)
         if shard is None or shard >= tensor_size or not (checkpoint / name).is_file():
             raise CheckpointError(
-                str(checkpoint / INDEX), f"lists {name}, which is not a file of this checkpoint", CHOOSE_ANOTHER
+                str(checkpoint / INDEX),
+                f"lists {name}, which is not a file of this checkpoint",
+                CHOOSE_ANOTHER,
             )
         size = (checkpoint / name).stat().st_size
         for key, place in places.items():
-            start, shape = place["offset"], place["shape"]
+            start = place["offset"]
+            shape = place["shape"]
             if start + 4 * math.prod(shape) > size:
-                problem = f"says that {key} of shape {shape} begins at byte {start} of {name}, which has only {size:,} "
+                problem = (
+                    f"says that {key} of shape {shape} begins at byte {start} of {name}, which has"
+                    f" only {size:,} "
+                )
                 problem += "bytes"
                 raise CheckpointError(str(checkpoint / INDEX), problem, CHOOSE_ANOTHER)
     return files
@@ -83,8 +95,8 @@ def check_average(checkpoint: Path, index: Mapping[str, Mapping[str, Place]]) ->
 def balance(sizes: Mapping[str, int], ranks: int, limit: int | None = None) -> dict[str, int]:
     """Distribute items of the given sizes evenly over `ranks` ranks; return the rank of each item.
 
-    The total sizes of two ranks differ by at most the largest item. With `limit`, at most `limit` ranks have items.
-    These ranks are spaced evenly, so that they are spread over the nodes.
+    The total sizes of two ranks differ by at most the largest item. With `limit`, at most `limit`
+    ranks have items. These ranks are spaced evenly, so that they are spread over the nodes.
     """
     count = min(len(sizes), ranks if limit is None else min(ranks, limit))
     loads = [(0, number) for number in range(count)]
@@ -97,16 +109,19 @@ def balance(sizes: Mapping[str, int], ranks: int, limit: int | None = None) -> d
 
 
 def writers(sizes: Mapping[str, int], shards: int, ranks: int, limit: int | None) -> dict[str, int]:
-    """Return which of the `ranks` ranks that hold the same shard of the model writes each of its tensors.
+    """Return which of the `ranks` ranks that hold the same shard of the model writes each of its
+    tensors.
 
-    `sizes` are the tensors' sizes in bytes. `shards` is the number of shards: the tensor-parallel size times the number
-    of pipeline stages. `limit` is `checkpoint.writers`.
+    `sizes` are the tensors' sizes in bytes. `shards` is the number of shards: the tensor-parallel
+    size times the number of pipeline stages. `limit` is `checkpoint.writers`.
     """
     return balance(sizes, ranks, writer_count(sum(sizes.values()), shards, limit))
 
 
 def writer_count(size: int, shards: int, limit: int | None) -> int:
-    """Return how many ranks write a shard of `size` bytes, for a model with `shards` shards; see `writers`."""
+    """Return how many ranks write a shard of `size` bytes, for a model with `shards` shards; see
+    `writers`.
+    """
     if limit is None:
         limit = min(MAX_FILES, shards * math.ceil(size / FILE_BYTES))
     return max(1, limit // shards)
@@ -115,22 +130,28 @@ def writer_count(size: int, shards: int, limit: int | None) -> int:
 def readers(
     sizes: Mapping[str, int], saved_size: int, tensor_size: int, replicas: int, stages: int = 1
 ) -> dict[str, int]:
-    """Return the rank that reads each file, among the `tensor_size` * `replicas` * `stages` ranks of a run.
+    """Return the rank that reads each file, among the `tensor_size` * `replicas` * `stages` ranks
+    of a run.
 
-    `sizes` are the files' sizes in bytes, and `saved_size` is the tensor-parallel size with which the checkpoint was
-    saved. If that equals `tensor_size` and there is one pipeline stage, each file is read by a rank that needs its
-    tensors. That rank sends them to the ranks with the same weights. Otherwise any rank may read a file; it sends the
-    tensors to all ranks.
+    `sizes` are the files' sizes in bytes, and `saved_size` is the tensor-parallel size with which
+    the checkpoint was saved. If that equals `tensor_size` and there is one pipeline stage, each
+    file is read by a rank that needs its tensors. That rank sends them to the ranks with the same
+    weights. Otherwise any rank may read a file; it sends the tensors to all ranks.
     """
     groups: dict[int | None, dict[str, int]] = {}
     for name, size in sizes.items():
         shard = shard_of(name)
-        groups.setdefault(shard if (saved_size, stages) == (tensor_size, 1) else None, {})[name] = size
+        groups.setdefault(shard if (saved_size, stages) == (tensor_size, 1) else None, {})[name] = (
+            size
+        )
     assigned = {}
     for shard, files in groups.items():
         if shard is None:
             assigned |= balance(files, tensor_size * replicas * stages)
         else:
             # Consecutive ranks differ in their tensor-parallel rank.
-            assigned |= {name: replica * tensor_size + shard for name, replica in balance(files, replicas).items()}
+            assigned |= {
+                name: replica * tensor_size + shard
+                for name, replica in balance(files, replicas).items()
+            }
     return assigned

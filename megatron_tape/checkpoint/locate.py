@@ -1,6 +1,8 @@
-"""Find the checkpoint that a path, a setting or another checkpoint refers to, and check a run's directories.
+"""Find the checkpoint that a path, a setting or another checkpoint refers to, and check a run's
+directories.
 
-Imports no torch. In this package, `deep` checks compare checksums, which reads every byte; others compare file sizes.
+Imports no torch. In this package, `deep` checks compare checksums, which reads every byte; others
+compare file sizes.
 """
 
 import hashlib
@@ -11,27 +13,32 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tape.checkpoint import directories as files
-from megatron_tape.checkpoint.directories import MANIFEST, Source, State
+from megatron_tape.checkpoint.directories import MANIFEST, CheckpointState, FrozenWeightsSource
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.inputs import check_writable, convert_path_errors
-from megatron_tape.errors import CheckpointError, refuse
+from megatron_tape.errors import CheckpointError, ConfigError
 from megatron_tape.io.files import digest
 from megatron_tape.io.records import read_yaml
 from megatron_tape.model.names import AVERAGE
 
 IMPORTED = "base"
-"""Name of a run's subdirectory for the model that the run extends, imported from Hugging Face as a checkpoint."""
+"""Name of a run's subdirectory for the model that the run extends, imported from Hugging Face as a
+checkpoint.
+"""
 
 
 class NoCheckpoint(CheckpointError):
     """A directory without any checkpoint, complete or broken."""
 
 
-def find_checkpoint(path: str | Path, warn: Callable[[str], None] = lambda message: None, deep: bool = True) -> Path:
-    """Return `path` if it is a checkpoint, or else the newest complete checkpoint in this directory or this run.
+def find_checkpoint(
+    path: str | Path, warn: Callable[[str], None] = lambda message: None, deep: bool = True
+) -> Path:
+    """Return `path` if it is a checkpoint, or else the newest complete checkpoint in this directory
+    or this run.
 
-    Calls `warn` with a message for each broken checkpoint that is skipped. Raises CheckpointError if no checkpoint is
-    complete.
+    Calls `warn` with a message for each broken checkpoint that is skipped. Raises CheckpointError
+    if no checkpoint is complete.
     """
     path = Path(path)
     fix = "give the directory of a run, of its checkpoints, or of one checkpoint"
@@ -44,80 +51,122 @@ def find_checkpoint(path: str | Path, warn: Callable[[str], None] = lambda messa
         return path
     root = path
     if not files.list_checkpoints(root):
-        root = path / "checkpoints" if (path / "checkpoints").is_dir() else _configured(path) or path
+        if (path / "checkpoints").is_dir():
+            root = path / "checkpoints"
+        else:
+            root = _configured(path) or path
     if not files.list_checkpoints(root):
         raise NoCheckpoint(str(path), "has no checkpoint", fix)
     newest = files.newest_complete(root, warn, deep)
     if newest is None:
-        raise CheckpointError(str(root), "has no complete checkpoint", "train or download the model again")
+        raise CheckpointError(
+            str(root), "has no complete checkpoint", "train or download the model again"
+        )
     return newest
 
 
 def _configured(run: Path) -> Path | None:
-    """Return `checkpoint.directory` from the `config.yaml` of a run, or None if it cannot be read."""
+    """Return `checkpoint.directory` from the `config.yaml` of a run, or None if it cannot be
+    read.
+    """
     try:
-        return Path(read_yaml(run / "config.yaml", dict[str, dict[str, Any]])["checkpoint"]["directory"])
+        return Path(
+            read_yaml(run / "config.yaml", dict[str, dict[str, Any]])["checkpoint"]["directory"]
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def resolve_resume(resume: str, root: str | Path) -> str:
-    """Return `auto` if `resume` is a checkpoint of another run and this run has checkpoints; otherwise `resume`.
+    """Return `auto` if `resume` is a checkpoint of another run and this run has checkpoints;
+    otherwise `resume`.
 
-    `resume` is `checkpoint.resume`, and `root` is `checkpoint.directory`. A run starts from a checkpoint outside of
-    `root` only once; after that it continues its own checkpoints.
+    `resume` is `checkpoint.resume`, and `root` is `checkpoint.directory`. A run starts from a
+    checkpoint outside of `root` only once; after that it continues its own checkpoints.
     """
-    elsewhere = resume not in ("auto", "none") and Path(root).resolve() not in Path(resume).resolve().parents
-    return "auto" if elsewhere and files.list_checkpoints(root) else resume
+    elsewhere = (
+        resume not in ("auto", "none")
+        and Path(root).resolve() not in Path(resume).resolve().parents
+    )
+    if elsewhere and files.list_checkpoints(root):
+        return "auto"
+    return resume
 
 
 def checkpoint_to_continue(config: RunConfig) -> Path | None:
-    """Return the checkpoint that a run will continue, or None if it starts without one. Compares only file sizes."""
+    """Return the checkpoint that a run will continue, or None if it starts without one. Compares
+    only file sizes.
+    """
     root = config.checkpoint.directory or ""
     resume = resolve_resume(config.checkpoint.resume, root)
     if resume == "auto":
         return files.newest_complete(root, deep=False)
-    return None if resume == "none" else Path(resume)
+    if resume == "none":
+        return None
+    return Path(resume)
 
 
 def check_complete(path: Path, deep: bool = True) -> None:
-    """Raise CheckpointError if `path`, the value of `checkpoint.resume`, is not a complete checkpoint."""
-    damage = files.problems(path, deep) if path.is_dir() else ["it is not a directory"]
+    """Raise CheckpointError if `path`, the value of `checkpoint.resume`, is not a complete
+    checkpoint.
+    """
+    if path.is_dir():
+        damage = files.problems(path, deep)
+    else:
+        damage = ["it is not a directory"]
     if not damage:
         return
-    inside = [path for folder in (path, path / "checkpoints") for _, path in files.list_checkpoints(folder)]
-    problem, fix = f"is not a complete checkpoint: {'; '.join(damage)}", "choose another checkpoint"
+    inside = [
+        path
+        for folder in (path, path / "checkpoints")
+        for _, path in files.list_checkpoints(folder)
+    ]
+    problem = f"is not a complete checkpoint: {'; '.join(damage)}"
+    fix = "choose another checkpoint"
     if inside:
-        problem, fix = "is a directory of checkpoints, not a checkpoint", f"choose one of them, such as {inside[0]}"
+        problem = "is a directory of checkpoints, not a checkpoint"
+        fix = f"choose one of them, such as {inside[0]}"
     elif (path / "config.json").is_file():
         fix = "to start from a Hugging Face model, first run tools/convert_checkpoint.py from-hf"
     raise CheckpointError(f"checkpoint.resume {path}", problem, fix)
 
 
 def model_digest(checkpoint: Path, average: bool = False) -> str:
-    """Return a sha256 that identifies the model in a complete checkpoint, or the model of its averaged weights."""
+    """Return a sha256 that identifies the model in a complete checkpoint, or the model of its
+    averaged weights.
+    """
     sha256 = digest(checkpoint / MANIFEST)["sha256"]
-    return hashlib.sha256(f"{sha256} {AVERAGE}".encode()).hexdigest() if average else sha256
+    if average:
+        return hashlib.sha256(f"{sha256} {AVERAGE}".encode()).hexdigest()
+    return sha256
 
 
-def source_record(checkpoint: Path) -> Source:
-    """Return the reference to a complete checkpoint with frozen weights, for `state.json` of another checkpoint."""
-    return {"path": str(checkpoint.resolve()), "manifest_sha256": digest(checkpoint / MANIFEST)["sha256"]}
+def source_record(checkpoint: Path) -> FrozenWeightsSource:
+    """Return the reference to a complete checkpoint with frozen weights, for `state.json` of
+    another checkpoint.
+    """
+    return {
+        "path": str(checkpoint.resolve()),
+        "manifest_sha256": digest(checkpoint / MANIFEST)["sha256"],
+    }
 
 
-def find_source(checkpoint: Path, state: State) -> Path | None:
-    """Return the checkpoint with the frozen weights that `checkpoint` omits, or None if it omits none.
+def find_source(checkpoint: Path, state: CheckpointState) -> Path | None:
+    """Return the checkpoint with the frozen weights that `checkpoint` omits, or None if it omits
+    none.
 
-    That checkpoint is at the path in `state["frozen_from"]` or, if the run's directory was moved, in the run's
-    subdirectory `IMPORTED`. Raises CheckpointError if it does not exist, or its manifest has changed since `checkpoint`
-    was saved.
+    That checkpoint is at the path in `state["frozen_from"]` or, if the run's directory was moved,
+    in the run's subdirectory `IMPORTED`. Raises CheckpointError if it does not exist, or its
+    manifest has changed since `checkpoint` was saved.
     """
     record = state.get("frozen_from")
     if record is None:
         return None
     source = Path(record["path"])
     for path in (source, checkpoint.resolve().parent.parent / IMPORTED):
-        if (path / MANIFEST).is_file() and digest(path / MANIFEST)["sha256"] == record["manifest_sha256"]:
+        if (path / MANIFEST).is_file() and digest(path / MANIFEST)["sha256"] == record[
+            "manifest_sha256"
+        ]:
             return path
     missing = not (source / MANIFEST).is_file()
     problem = f"omits the frozen parameters, which are in checkpoint {source}, but that "
@@ -126,9 +175,11 @@ def find_source(checkpoint: Path, state: State) -> Path | None:
 
 
 def check_directories(config: RunConfig) -> None:
-    """Raise ConfigError if the run cannot use `logging.directory`, `checkpoint.directory` or `checkpoint.resume`.
+    """Raise ConfigError if the run cannot use `logging.directory`, `checkpoint.directory` or
+    `checkpoint.resume`.
 
-    Directories must be writable, and not belong to another run. Raises OSError if the file system does not respond.
+    Directories must be writable, and not belong to another run. Raises OSError if the file system
+    does not respond.
     """
     check_writable("logging.directory", config.logging.directory)
     check_writable("checkpoint.directory", config.checkpoint.directory)
@@ -136,28 +187,39 @@ def check_directories(config: RunConfig) -> None:
     resume = config.checkpoint.resume
     with convert_path_errors("checkpoint.resume", resume):
         missing = resume not in ("auto", "none") and not Path(resume).is_dir()
-    fix = "set it to auto, none or a checkpoint's path"
-    refuse(missing, "checkpoint.resume", f"is {resume}, which is not a directory", fix)
+    if missing:
+        raise ConfigError(
+            "checkpoint.resume",
+            f"is {resume}, which is not a directory",
+            "set it to auto, none or a checkpoint's path",
+        )
 
 
 def _refuse_checkpoints_of_another_run(config: RunConfig) -> None:
     """Raise ConfigError if `checkpoint.directory` belongs to another run that still exists.
 
-    A directory belongs to the run that contains it, and to the run that saved its newest checkpoint. A directory inside
-    of `logging.directory`, such as the default, is always accepted.
+    A directory belongs to the run that contains it, and to the run that saved its newest
+    checkpoint. A directory inside of `logging.directory`, such as the default, is always accepted.
     """
-    run, directory = config.logging.directory, config.checkpoint.directory
-    if not run or not directory or Path(os.path.abspath(run)) in Path(os.path.abspath(directory)).parents:
+    run = config.logging.directory
+    directory = config.checkpoint.directory
+    if (
+        not run
+        or not directory
+        or Path(os.path.abspath(run)) in Path(os.path.abspath(directory)).parents
+    ):
         return
     owners = [Path(directory).parent]
     for _, newest in files.list_checkpoints(directory)[:1]:
         with suppress(ValueError, FileNotFoundError):
-            owners.append(Path(files.read_state(newest)["config"].get("logging", {}).get("directory") or run))
+            owners.append(
+                Path(files.read_state(newest)["config"].get("logging", {}).get("directory") or run)
+            )
     for owner in owners:
-        refuse(
-            (owner / "attempts").is_dir() and owner.resolve() != Path(run).resolve(),
-            ("checkpoint.directory", "logging.directory"),
-            f"is {directory}, which belongs to the run {owner}, but logging.directory is {run}",
-            "remove checkpoint.directory to save in the run's own directory; to start from a checkpoint of the other "
-            "run, set checkpoint.resume to it",
-        )
+        if (owner / "attempts").is_dir() and owner.resolve() != Path(run).resolve():
+            raise ConfigError(
+                ("checkpoint.directory", "logging.directory"),
+                f"is {directory}, which belongs to the run {owner}, but logging.directory is {run}",
+                "remove checkpoint.directory to save in the run's own directory; to start from a"
+                " checkpoint of the other run, set checkpoint.resume to it",
+            )

@@ -1,4 +1,6 @@
-"""Open the checkpoint that a run continues or starts from, and check its bytes; one rank reads each file."""
+"""Open the checkpoint that a run continues or starts from, and check its bytes; one rank reads each
+file.
+"""
 
 import functools
 import itertools
@@ -8,9 +10,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_tape.checkpoint import directories as files
-from megatron_tape.checkpoint.agreement import Agreement, on_rank_0
 from megatron_tape.checkpoint.index import readers
 from megatron_tape.checkpoint.locate import check_complete, find_source, resolve_resume
+from megatron_tape.checkpoint.rank_errors import RankErrors, on_rank_0
 from megatron_tape.checkpoint.reading import Checkpoint, check_files
 from megatron_tape.checkpoint.saved_settings import check_same_model
 from megatron_tape.config.schema import RunConfig
@@ -22,19 +24,22 @@ logger = logging.getLogger(__name__)
 
 
 def open_to_resume(config: RunConfig, layout: ParallelLayout) -> Checkpoint | None:
-    """Open the checkpoint of `checkpoint.resume`, or return None to start without one. All ranks call this together.
+    """Open the checkpoint of `checkpoint.resume`, or return None to start without one. All ranks
+    call this together.
 
-    `auto` selects the newest complete checkpoint, and warns about broken ones that it skips. A path outside of the
-    run's directory acts like `auto` once the run has checkpoints of its own. Raises CheckpointError if the path is not
-    a complete checkpoint, if all checkpoints of the run are broken, or if a file of the selected checkpoint cannot be
-    read.
+    `auto` selects the newest complete checkpoint, and warns about broken ones that it skips. A path
+    outside of the run's directory acts like `auto` once the run has checkpoints of its own. Raises
+    CheckpointError if the path is not a complete checkpoint, if all checkpoints of the run are
+    broken, or if a file of the selected checkpoint cannot be read.
     """
     directory = Path(config.checkpoint.directory)
     resume = resolve_resume(config.checkpoint.resume, directory)
     broken: set[Path] = set()
     warned: set[str] = set()
     while True:
-        path = on_rank_0(layout, directory, "cannot start", lambda: _choose(resume, config, broken, warned))
+        path = on_rank_0(
+            layout, directory, "cannot start", lambda: _choose(resume, config, broken, warned)
+        )
         if path is None:
             return None
         checkpoint, damage = _open(path, layout)
@@ -52,39 +57,46 @@ def open_to_resume(config: RunConfig, layout: ParallelLayout) -> Checkpoint | No
 
 
 def open_base(path: Path, layout: ParallelLayout) -> Checkpoint:
-    """Open the checkpoint with the initial weights of a run (`extension.from`). All ranks call this together.
+    """Open the checkpoint with the initial weights of a run (`extension.from`). All ranks call this
+    together.
 
     Raises CheckpointError if it is not complete.
     """
     checkpoint, damage = _open(path, layout)
     if damage:
         problem = f"has the initial weights of the run, but is not complete: {'; '.join(damage)}"
-        raise CheckpointError(str(path), problem, "download or write it again, or change extension.from")
+        raise CheckpointError(
+            str(path), problem, "download or write it again, or change extension.from"
+        )
     _open_source(checkpoint, layout)
     return checkpoint
 
 
 def _open(path: Path, layout: ParallelLayout) -> tuple[Checkpoint | None, list[str]]:
-    """Open a checkpoint and compare its files' checksums. Return it, or None and a sentence for each problem.
+    """Open a checkpoint and compare its files' checksums. Return it, or None and a sentence for
+    each problem.
 
-    Each rank reads the files that it will load. Raises CheckpointError on all ranks if one of them cannot read a file.
+    Each rank reads the files that it will load. Raises CheckpointError on all ranks if one of them
+    cannot read a file.
     """
-    with Agreement(layout) as agreement:
+    with RankErrors(layout) as errors:
         if not path.is_dir():
             fix = "set checkpoint.directory to a directory that all nodes share"
             raise CheckpointError(str(path), f"does not exist on node {node_name()}", fix)
-    agreement.check(path, "cannot read a checkpoint")
+    errors.check(path, "cannot read a checkpoint")
     checkpoint, damage = on_rank_0(layout, path, "cannot read a checkpoint", lambda: _records(path))
     if damage:
         return None, damage
     sizes = {name: entry["bytes"] for name, entry in checkpoint.files.items()}
     saved_size = checkpoint.state["tensor_model_parallel_size"]
-    reader_of = readers(sizes, saved_size, layout.tensor_parallel_size, layout.replica_size, layout.pipeline_size)
+    reader_of = readers(
+        sizes, saved_size, layout.tensor_parallel_size, layout.replica_size, layout.pipeline_size
+    )
     local_files = [name for name, rank in reader_of.items() if rank == layout.rank]
     problems: list[str] = []
-    with Agreement(layout) as agreement:
+    with RankErrors(layout) as errors:
         checkpoint.cached, problems = check_files(path, checkpoint.files, local_files)
-    agreement.check(path, "cannot read a checkpoint")
+    errors.check(path, "cannot read a checkpoint")
     all_problems: list[list[str]] = [[]] * layout.world_size
     dist.all_gather_object(all_problems, problems)
     if damage := list(itertools.chain(*all_problems)):
@@ -93,7 +105,9 @@ def _open(path: Path, layout: ParallelLayout) -> tuple[Checkpoint | None, list[s
 
 
 def _records(path: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Do the same as `_open` without the checksums: read the manifest, state and index, and compare file sizes."""
+    """Do the same as `_open` without the checksums: read the manifest, state and index, and compare
+    file sizes.
+    """
     if damage := files.problems(path, deep=False):
         return None, damage
     try:
@@ -105,23 +119,30 @@ def _records(path: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def _open_source(checkpoint: Checkpoint, layout: ParallelLayout) -> None:
-    """Open the checkpoint with the frozen weights as `checkpoint.source`, if `checkpoint` omits them."""
+    """Open the checkpoint with the frozen weights as `checkpoint.source`, if `checkpoint` omits
+    them.
+    """
     find = functools.partial(find_source, checkpoint.path, checkpoint.state)
     source = on_rank_0(layout, checkpoint.path, "cannot continue", find)
     if source is None:
         return
     checkpoint.source, damage = _open(source, layout)
     if damage:
-        problem = f"has the frozen parameters of {checkpoint.path}, but is not complete: {'; '.join(damage)}"
+        problem = (
+            f"has the frozen parameters of {checkpoint.path}, but is not complete:"
+            f" {'; '.join(damage)}"
+        )
         raise CheckpointError(str(source), problem, "restore the original checkpoint")
     _open_source(checkpoint.source, layout)
 
 
 def _choose(resume: str, config: RunConfig, broken: set[Path], warned: set[str]) -> Path | None:
-    """Return the checkpoint to continue, or None. Compares only file sizes, and skips the `broken` checkpoints.
+    """Return the checkpoint to continue, or None. Compares only file sizes, and skips the `broken`
+    checkpoints.
 
-    Messages in `warned` are not logged again. Raises CheckpointError if the run has checkpoints of later steps than the
-    one where it would start: its new checkpoints would be older than these, and be removed.
+    Messages in `warned` are not logged again. Raises CheckpointError if the run has checkpoints of
+    later steps than the one where it would start: its new checkpoints would be older than these,
+    and be removed.
     """
 
     def warn(message: str) -> None:
@@ -134,10 +155,13 @@ def _choose(resume: str, config: RunConfig, broken: set[Path], warned: set[str])
         path = files.newest_complete(directory, warn, deep=False, excluding=broken, strict=True)
         if path is None and files.list_checkpoints(directory):
             raise CheckpointError(
-                str(directory), "has no complete checkpoint", "to start from step 0, move its checkpoints away"
+                str(directory),
+                "has no complete checkpoint",
+                "to start from step 0, move its checkpoints away",
             )
         return path
-    path, start = None, 0
+    path = None
+    start = 0
     if resume != "none":
         path = Path(resume)
         check_complete(path, deep=False)
@@ -147,6 +171,7 @@ def _choose(resume: str, config: RunConfig, broken: set[Path], warned: set[str])
         raise CheckpointError(
             str(directory),
             f"has checkpoints up to step {newest}, but this run would start at step {start}",
-            f"move them away, {config.to_start_another_run}, or set checkpoint.resume: auto to continue",
+            f"move them away, {config.to_start_another_run}, or set checkpoint.resume: auto to"
+            " continue",
         )
     return path

@@ -27,15 +27,19 @@ def random_state() -> bytes:
     state: Any = np.random.get_state()
     kind, keys, *rest = state
     tensors["numpy"] = torch.from_numpy(keys.astype(np.int64))
-    text = json.dumps({"python": json.dumps([version, words, gauss]), "numpy": json.dumps([kind, *rest])})
-    return safetensors.torch.save(tensors | {"text": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)})
+    text = json.dumps(
+        {"python": json.dumps([version, words, gauss]), "numpy": json.dumps([kind, *rest])}
+    )
+    return safetensors.torch.save(
+        tensors | {"text": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
+    )
 
 
 def set_random_state(packed: bytes) -> None:
     """Restore the states that `random_state` returned.
 
-    Without CUDA, the state of a GPU's generator is ignored. For an invalid state, each generator raises its own type of
-    error.
+    Without CUDA, the state of a GPU's generator is ignored. For an invalid state, each generator
+    raises its own type of error.
     """
     tensors = safetensors.torch.load(packed)
     text = parse_record(tensors["text"].numpy().tobytes(), dict[str, str])
@@ -49,7 +53,9 @@ def set_random_state(packed: bytes) -> None:
 
 
 def pack_states(states: list[bytes]) -> dict[str, Tensor]:
-    """Return the tensors of the file `RANDOM`: the ranks' states, padded to one length, and their actual lengths."""
+    """Return the tensors of the file `RANDOM`: the ranks' states, padded to one length, and their
+    actual lengths.
+    """
     lengths = torch.tensor([len(state) for state in states])
     rows = torch.zeros(len(states), int(lengths.max()), dtype=torch.uint8)
     for row, state in zip(rows, states, strict=True):
@@ -58,7 +64,8 @@ def pack_states(states: list[bytes]) -> dict[str, Tensor]:
 
 
 def restore_random_state(checkpoint: Path, rank: int) -> None:
-    """Restore the states that rank `rank` saved; do nothing if the checkpoint was saved by fewer ranks.
+    """Restore the states that rank `rank` saved; do nothing if the checkpoint was saved by fewer
+    ranks.
 
     Raises CheckpointError if the states cannot be restored.
     """
@@ -67,12 +74,21 @@ def restore_random_state(checkpoint: Path, rank: int) -> None:
         return
     try:
         with safe_open(path, "pt") as file:
-            rows, lengths = file.get_slice("states"), file.get_slice("lengths")
+            rows = file.get_slice("states")
+            lengths = file.get_slice("lengths")
             if rank >= lengths.get_shape()[0]:
                 return
             state = rows[rank, : int(lengths[rank])].numpy().tobytes()
         set_random_state(state)
-    except (SafetensorError, KeyError, IndexError, TypeError, ValueError, RuntimeError, OSError) as error:
+    except (
+        SafetensorError,
+        KeyError,
+        IndexError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+        OSError,
+    ) as error:
         reason = " ".join(str(error).split())
         problem = f"has random states that cannot be restored ({type(error).__name__}: {reason})"
         raise CheckpointError(str(path), problem, "choose another checkpoint") from None

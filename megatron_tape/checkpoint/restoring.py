@@ -1,9 +1,10 @@
 """Restore a run from a checkpoint: weights, optimizer state and random number generators.
 
-A checkpoint contains fp32 weights and moments by parameter name (docs/training.md lists the files). They do not depend
-on the ZeRO stage or the number of data-parallel ranks. Tensor-parallel shards are merged and split again if necessary,
-so a run may continue under another layout. Frozen parameters have no moments. With `checkpoint.frozen: false` their
-weights are not saved either; `state.json` names the checkpoint that contains them.
+A checkpoint contains fp32 weights and moments by parameter name (docs/training.md lists the files).
+They do not depend on the ZeRO stage or the number of data-parallel ranks. Tensor-parallel shards
+are merged and split again if necessary, so a run may continue under another layout. Frozen
+parameters have no moments. With `checkpoint.frozen: false` their weights are not saved either;
+`state.json` names the checkpoint that contains them.
 """
 
 import itertools
@@ -13,13 +14,13 @@ from pathlib import Path
 import torch
 
 from megatron_tape.checkpoint import directories as files
-from megatron_tape.checkpoint.agreement import Agreement
 from megatron_tape.checkpoint.interfaces import EngineState
 from megatron_tape.checkpoint.locate import source_record
 from megatron_tape.checkpoint.random_state import restore_random_state
+from megatron_tape.checkpoint.rank_errors import RankErrors
 from megatron_tape.checkpoint.reading import CHOOSE_ANOTHER, Checkpoint, Reader
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.errors import CheckpointError, refuse
+from megatron_tape.errors import CheckpointError, ConfigError
 from megatron_tape.model.names import kind_of
 from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.parallel.layout import ParallelLayout
@@ -28,41 +29,55 @@ from megatron_tape.position import model_config
 
 
 def load_weights(checkpoint: Checkpoint, model: torch.nn.Module, layout: ParallelLayout) -> None:
-    """Load the weights of `checkpoint` into a model with allocated memory. Call this before the engine is created."""
+    """Load the weights of `checkpoint` into a model with allocated memory. Call this before the
+    engine is created.
+    """
     parameters = dict(model.named_parameters())
     read = Reader(checkpoint, parameters, layout)
     _write_weights(read, parameters, read.names)
     read.check()
 
 
-def _write_weights(read: Reader, parameters: Mapping[str, torch.nn.Parameter], names: Iterable[str]) -> None:
+def _write_weights(
+    read: Reader, parameters: Mapping[str, torch.nn.Parameter], names: Iterable[str]
+) -> None:
     for name in names:
         weight = read(f"weight/{name}")
         if weight is not None:
             write_shard(parameters[name], weight)
 
 
-def load_base_weights(base: Checkpoint, model: torch.nn.Module, layout: ParallelLayout) -> list[str]:
-    """Load the initial weights of a run from `base`, and return the names of the parameters that `base` does not have.
+def load_base_weights(
+    base: Checkpoint, model: torch.nn.Module, layout: ParallelLayout
+) -> list[str]:
+    """Load the initial weights of a run from `base`, and return the names of the parameters that
+    `base` does not have.
 
-    The caller must initialize these. They can only be LoRA layers, and parameters of the positional encoding if the
-    model in `base` has another encoding. Raises CheckpointError if any other parameter is missing in `base`, or if
-    `base` has a parameter that the model does not have.
+    The caller must initialize these. They can only be LoRA layers, and parameters of the positional
+    encoding if the model in `base` has another encoding. Raises CheckpointError if any other
+    parameter is missing in `base`, or if `base` has a parameter that the model does not have.
     """
-    parameters, saved = dict(model.named_parameters()), base.weight_names()
+    parameters = dict(model.named_parameters())
+    saved = base.weight_names()
     settings = model_config(base.state["config"]["model"])
     base_parameters = parameter_shapes(settings)
     all_names = list(itertools.chain(*layout.gather_stages(list(parameters))))
     new = [name for name in all_names if name not in saved]
     may_be_new = {
-        name for name in new if kind_of(name) == "lora" or (kind_of(name) == "position" and name not in base_parameters)
+        name
+        for name in new
+        if kind_of(name) == "lora" or (kind_of(name) == "position" and name not in base_parameters)
     }
     fix = "set extension.from to another model"
     if missing := [name for name in new if name not in may_be_new]:
-        raise CheckpointError(str(base.path), f"has no {missing[0]}, which the model of this run requires", fix)
+        raise CheckpointError(
+            str(base.path), f"has no {missing[0]}, which the model of this run requires", fix
+        )
     if extra := sorted(saved.difference(all_names)):
         raise CheckpointError(
-            str(base.path), f"contains the parameter {extra[0]}, which the model of this run does not have", fix
+            str(base.path),
+            f"contains the parameter {extra[0]}, which the model of this run does not have",
+            fix,
         )
     read = Reader(base, parameters, layout)
     _write_weights(read, parameters, (name for name in read.names if name in saved))
@@ -74,29 +89,35 @@ def load_base_weights(base: Checkpoint, model: torch.nn.Module, layout: Parallel
 def load_training_state(checkpoint: Checkpoint, engine: EngineState) -> None:
     """Restore the optimizer's state and the random number generators.
 
-    The engine must be new, and its model must already have the weights. Raises CheckpointError if moments are missing,
-    because a parameter that is trained now was frozen in the checkpoint.
+    The engine must be new, and its model must already have the weights. Raises CheckpointError if
+    moments are missing, because a parameter that is trained now was frozen in the checkpoint.
     """
     updates = checkpoint.state["optimizer_steps"]
     read = Reader(checkpoint, engine.trained, engine.layout)
     were_frozen = [name for name in read.names if name in checkpoint.state.get("frozen", ())]
     if updates and were_frozen:
         problem = f"has no moments of {were_frozen[0]}, which was frozen in it, but is trained now"
-        raise CheckpointError(str(checkpoint.path), problem, f"train the same parameters, or {CHOOSE_ANOTHER}")
+        raise CheckpointError(
+            str(checkpoint.path), problem, f"train the same parameters, or {CHOOSE_ANOTHER}"
+        )
     engine.load_training_state(read, updates, read.names)
     read.check()
-    with Agreement(engine.layout) as agreement:
+    with RankErrors(engine.layout) as errors:
         restore_random_state(checkpoint.path, engine.layout.rank)
-    agreement.check(checkpoint.path, "cannot continue")
+    errors.check(checkpoint.path, "cannot continue")
     checkpoint.release()
 
 
-def source_of_frozen(checkpoint: Checkpoint | None, frozen: list[str], config: RunConfig) -> files.Source | None:
-    """Return the reference to the checkpoint with the `frozen` parameters, for checkpoints that omit them.
+def source_of_frozen(
+    checkpoint: Checkpoint | None, frozen: list[str], config: RunConfig
+) -> files.FrozenWeightsSource | None:
+    """Return the reference to the checkpoint with the `frozen` parameters, for checkpoints that
+    omit them.
 
-    `checkpoint` is the one that the run continues or starts from. Return None with `checkpoint.frozen: true`, since the
-    run's own checkpoints then contain them. Raises ConfigError if no checkpoint outside of the run contains them, and
-    CheckpointError if the run's last checkpoint omits other parameters than `frozen`.
+    `checkpoint` is the one that the run continues or starts from. Return None with
+    `checkpoint.frozen: true`, since the run's own checkpoints then contain them. Raises ConfigError
+    if no checkpoint outside of the run contains them, and CheckpointError if the run's last
+    checkpoint omits other parameters than `frozen`.
     """
     if config.checkpoint.frozen or not frozen:
         return None
@@ -104,15 +125,19 @@ def source_of_frozen(checkpoint: Checkpoint | None, frozen: list[str], config: R
     of_run = checkpoint is not None and directory.resolve() in checkpoint.path.resolve().parents
     if of_run and checkpoint.state.get("frozen_from") is not None:
         if changed := set(frozen) ^ set(checkpoint.state["frozen"]):
-            problem = f"was saved with checkpoint.frozen: false and other frozen parameters (such as {min(changed)})"
+            problem = (
+                "was saved with checkpoint.frozen: false and other frozen parameters (such as"
+                f" {min(changed)})"
+            )
             fix = "train the same parameters, or set checkpoint.frozen: true"
             raise CheckpointError(str(checkpoint.path), problem, fix)
         return source_record(checkpoint.source.path)
-    refuse(
-        of_run or checkpoint is None,
-        "checkpoint.frozen",
-        "is false, but the frozen weights would be lost: the run did not start from a checkpoint outside of "
-        f"checkpoint.directory {directory} that contains them",
-        "set checkpoint.frozen: true, or start the run from a checkpoint with checkpoint.resume or extension.from",
-    )
+    if of_run or checkpoint is None:
+        raise ConfigError(
+            "checkpoint.frozen",
+            "is false, but the frozen weights would be lost: the run did not start from a"
+            f" checkpoint outside of checkpoint.directory {directory} that contains them",
+            "set checkpoint.frozen: true, or start the run from a checkpoint with checkpoint.resume"
+            " or extension.from",
+        )
     return source_record(checkpoint.path)

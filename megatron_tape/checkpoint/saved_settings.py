@@ -12,10 +12,15 @@ from megatron_tape.checkpoint.locate import check_complete, checkpoint_to_contin
 from megatron_tape.config.schema import RunConfig, config_dict, replace_settings
 from megatron_tape.config.sections import as_dict, settings_of
 from megatron_tape.config.values import format_value
-from megatron_tape.errors import CheckpointError, ConfigError, refuse
+from megatron_tape.errors import CheckpointError, ConfigError
 from megatron_tape.position import model_config
 
-CHANGEABLE_MODEL_KEYS = ("seq_length", "attention_backend", "position.state_precision", "position.mlp_zero")
+CHANGEABLE_MODEL_KEYS = (
+    "seq_length",
+    "attention_backend",
+    "position.state_precision",
+    "position.mlp_zero",
+)
 """Model settings that may change although the weights stay the same."""
 ORDER_KEYS = (
     "data.prefix",
@@ -32,10 +37,12 @@ ORDER_KEYS = (
 )
 """Settings that determine which tokens each step trains on."""
 SIZE_KEYS = ("data.stages", "train.steps", "train.global_batch_size", "train.batch_ramp")
-"""Those of ORDER_KEYS that change the order only if the number of epochs over a dataset changes, or a stage begins at
-another sample."""
+"""Those of ORDER_KEYS that change the order only if the number of epochs over a dataset changes, or
+a stage begins at another sample."""
 ORDER_KEYS_OF_DATASETS = ("data.split", *SIZE_KEYS)
-"""Those of ORDER_KEYS that affect only indexed datasets (`data.prefix`), and no other source of samples."""
+"""Those of ORDER_KEYS that affect only indexed datasets (`data.prefix`), and no other source of
+samples.
+"""
 LORA_KEYS = ("lora_rank", "lora_alpha", "lora_targets")
 """Settings of the LoRA layers of a context extension."""
 WITHOUT_EFFECT = (
@@ -61,79 +68,106 @@ WITHOUT_EFFECT = (
 def check_same_model(path: Path, config: RunConfig) -> None:
     """Raise ConfigError if a run with this configuration cannot continue the checkpoint at `path`.
 
-    The settings of the model must be equal, except CHANGEABLE_MODEL_KEYS, and the optimizer must be the same. If the
-    checkpoint or the run extends the context of a model, both must extend the same model and train the same kinds of
-    parameters.
+    The settings of the model must be equal, except CHANGEABLE_MODEL_KEYS, and the optimizer must be
+    the same. If the checkpoint or the run extends the context of a model, both must extend the same
+    model and train the same kinds of parameters.
     """
     state = read_state(path)
     sections = state["config"]
     kind = sections.get("optimizer", {}).get("kind", "adamw")
-    refuse(
-        state["optimizer_steps"] > 0 and kind != config.optimizer.kind,
-        ("optimizer.kind", "checkpoint.resume"),
-        f"is {config.optimizer.kind}, but {path} has the optimizer state of {kind}",
-        f"set optimizer.kind: {kind}, or start another run from these weights (pretrain.extend_context)",
-    )
-    base, extends = sections.get("extension", {}).get("from"), config.extension.from_ is not None
-    refuse(
-        base is not None and not extends,
-        "checkpoint.resume",
-        f"selects {path}, a checkpoint of pretrain.extend_context, which extends the context of {base}",
-        "continue it with pretrain.extend_context, or export it to Hugging Face's format and import the export",
-    )
-    refuse(
-        base is None and extends,
-        ("checkpoint.resume", "extension.from"),
-        f"selects {path}, which is not a checkpoint of pretrain.extend_context",
-        "to extend its context, set extension.from to it instead of checkpoint.resume; otherwise "
-        f"{config.to_start_another_run}",
-    )
+    if state["optimizer_steps"] > 0 and kind != config.optimizer.kind:
+        raise ConfigError(
+            ("optimizer.kind", "checkpoint.resume"),
+            f"is {config.optimizer.kind}, but {path} has the optimizer state of {kind}",
+            f"set optimizer.kind: {kind}, or start another run from these weights"
+            " (pretrain.extend_context)",
+        )
+    base = sections.get("extension", {}).get("from")
+    extends = config.extension.from_ is not None
+    if base is not None and not extends:
+        raise ConfigError(
+            "checkpoint.resume",
+            f"selects {path}, a checkpoint of pretrain.extend_context, which extends the context of"
+            f" {base}",
+            "continue it with pretrain.extend_context, or export it to Hugging Face's format and"
+            " import the export",
+        )
+    if base is None and extends:
+        raise ConfigError(
+            ("checkpoint.resume", "extension.from"),
+            f"selects {path}, which is not a checkpoint of pretrain.extend_context",
+            "to extend its context, set extension.from to it instead of checkpoint.resume;"
+            f" otherwise {config.to_start_another_run}",
+        )
     if extends:
         _check_same_extension(path, sections["extension"], config)
     saved = sections["model"]
-    with suppress(ValueError):  # settings of another version of this project may be invalid in this one
-        saved = as_dict(model_config(saved))  # adds the defaults of settings that are newer than the checkpoint
+    with suppress(
+        ValueError
+    ):  # settings of another version of this project may be invalid in this one
+        saved = as_dict(
+            model_config(saved)
+        )  # adds the defaults of settings that are newer than the checkpoint
     differences = model_differences(saved, as_dict(config.model), CHANGEABLE_MODEL_KEYS)
-    fix = f"add --config {path / 'model.yaml'}" if (path / "model.yaml").is_file() else "restore these settings"
-    refuse(
-        bool(differences),
-        ("checkpoint.resume", "model"),
-        f"selects {path}, which contains another model: {'; '.join(differences)}",
-        f"{fix}, or {config.to_start_another_run}",
-    )
+    if (path / "model.yaml").is_file():
+        fix = f"add --config {path / 'model.yaml'}"
+    else:
+        fix = "restore these settings"
+    if bool(differences):
+        raise ConfigError(
+            ("checkpoint.resume", "model"),
+            f"selects {path}, which contains another model: {'; '.join(differences)}",
+            f"{fix}, or {config.to_start_another_run}",
+        )
 
 
 def _check_same_extension(path: Path, saved: dict[str, Any], config: RunConfig) -> None:
     current = json.loads(json.dumps(config_dict(config)["extension"]))
-    keys = ["trains", *LORA_KEYS] if "lora" in saved["trains"] and "lora" in current["trains"] else ["trains"]
+    if "lora" in saved["trains"] and "lora" in current["trains"]:
+        keys = ["trains", *LORA_KEYS]
+    else:
+        keys = ["trains"]
     changed = [key for key in keys if _sorted_if_list(saved[key]) != _sorted_if_list(current[key])]
-    # If extension.from is a run, its newest checkpoint was extended, and there may be a newer one now. The saved value
-    # is the run's directory if all settings of the model were given, otherwise the checkpoint.
+    # If extension.from is a run, its newest checkpoint was extended, and there may be a newer one
+    # now. The saved value is the run's directory if all settings of the model were given, otherwise
+    # the checkpoint.
     before, now = (Path(value).resolve() for value in (saved["from"], current["from"]))
-    same_run = before.parent == now.parent and before.name.startswith("step-") and now.name.startswith("step-")
+    same_run = (
+        before.parent == now.parent
+        and before.name.startswith("step-")
+        and now.name.startswith("step-")
+    )
     if not same_run and not now.is_relative_to(before):
         changed.insert(0, "from")
     listed = "; ".join(
-        f"extension.{key}: was {format_value(saved[key])}, is now {format_value(current[key])}" for key in changed
+        f"extension.{key}: was {format_value(saved[key])}, is now {format_value(current[key])}"
+        for key in changed
     )
-    without = "" if config.checkpoint.resume in ("auto", "none") else " and without checkpoint.resume"
-    refuse(
-        bool(changed),
-        ("checkpoint.resume", *(f"extension.{key}" for key in changed)),
-        f"selects {path}, which was trained with other settings ({listed})",
-        f"restore the settings from config.yaml in its run's directory, or {config.to_start_another_run}{without}",
-    )
+    if config.checkpoint.resume in ("auto", "none"):
+        without = ""
+    else:
+        without = " and without checkpoint.resume"
+    if bool(changed):
+        raise ConfigError(
+            ("checkpoint.resume", *(f"extension.{key}" for key in changed)),
+            f"selects {path}, which was trained with other settings ({listed})",
+            "restore the settings from config.yaml in its run's directory, or"
+            f" {config.to_start_another_run}{without}",
+        )
 
 
 def _sorted_if_list(value: Any) -> Any:
-    return sorted(value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return sorted(value)
+    return value
 
 
 def check_start(config: RunConfig) -> Path | None:
-    """Return the checkpoint that a run will continue, or None if it starts without one. Compares only file sizes.
+    """Return the checkpoint that a run will continue, or None if it starts without one. Compares
+    only file sizes.
 
-    Raises ConfigError if `checkpoint.resume` is not a complete checkpoint, or the run cannot continue the checkpoint
-    (see `check_same_model`).
+    Raises ConfigError if `checkpoint.resume` is not a complete checkpoint, or the run cannot
+    continue the checkpoint (see `check_same_model`).
     """
     try:
         start = checkpoint_to_continue(config)
@@ -148,21 +182,29 @@ def check_start(config: RunConfig) -> Path | None:
 
 
 def changes(saved: dict[str, dict[str, Any]], config: RunConfig) -> list[str]:
-    """Return `key: was X, is now Y` for each setting that differs from the `saved` settings of a checkpoint.
+    """Return `key: was X, is now Y` for each setting that differs from the `saved` settings of a
+    checkpoint.
 
     Settings that were not saved or do not affect the computation are skipped.
     """
     sentences = []
     for key, was, now in changed_values(saved, json.loads(json.dumps(config_dict(config)))):
-        same_model = key.startswith("model.") and key.removeprefix("model.") not in CHANGEABLE_MODEL_KEYS
+        same_model = (
+            key.startswith("model.") and key.removeprefix("model.") not in CHANGEABLE_MODEL_KEYS
+        )
         if not same_model and not key.startswith(WITHOUT_EFFECT):
             sentences.append(f"{key}: was {format_value(was)}, is now {format_value(now)}")
     return sentences
 
 
 def changed_order_keys(saved: dict[str, dict[str, Any]], config: RunConfig) -> list[str]:
-    """Return those of ORDER_KEYS that differ from the `saved` settings of a checkpoint and affect the run's data."""
-    irrelevant = () if config.data.prefix is not None else ORDER_KEYS_OF_DATASETS
+    """Return those of ORDER_KEYS that differ from the `saved` settings of a checkpoint and affect
+    the run's data.
+    """
+    if config.data.prefix is not None:
+        irrelevant = ()
+    else:
+        irrelevant = ORDER_KEYS_OF_DATASETS
     changed = changed_values(saved, json.loads(json.dumps(config_dict(config))))
     return [key for key, *_ in changed if _is_in(key, ORDER_KEYS) and not _is_in(key, irrelevant)]
 
@@ -187,16 +229,24 @@ def _is_in(key: str, keys: Collection[str]) -> bool:
     return any(f"{key}.".startswith(f"{other}.") for other in keys)
 
 
-def changed_values(before: Mapping[str, Any], now: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, value before, value now) for each setting that differs between two versions of the section `name`.
+def changed_values(
+    before: Mapping[str, Any], now: Mapping[str, Any], name: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (key, value before, value now) for each setting that differs between two versions of
+    the section `name`.
 
-    Settings that are missing in `before` are skipped. A section that is null in one version is yielded as a whole.
+    Settings that are missing in `before` are skipped. A section that is null in one version is
+    yielded as a whole.
     """
     for setting, value in now.items():
         key = f"{name}.{setting}" if name else setting
         if setting not in before or before[setting] == value:
             continue
-        if key in _sections() and isinstance(before[setting], Mapping) and isinstance(value, Mapping):
+        if (
+            key in _sections()
+            and isinstance(before[setting], Mapping)
+            and isinstance(value, Mapping)
+        ):
             yield from changed_values(before[setting], value, key)
         else:
             yield key, before[setting], value
@@ -213,21 +263,41 @@ def model_differences(
     free: Collection[str] = (),
     names: tuple[str, str] = ("checkpoint", "configuration"),
 ) -> list[str]:
-    """Return a description of each model setting that differs between `a` and `b`, such as `model.num_layers: ...`.
+    """Return a description of each model setting that differs between `a` and `b`, such as
+    `model.num_layers: ...`.
 
-    `names` are what the descriptions call `a` and `b`. Keys that are in only one of them or in `free` are skipped.
-    A null equals the value that is derived from other settings.
+    `names` are what the descriptions call `a` and `b`. Keys that are in only one of them or in
+    `free` are skipped. A null equals the value that is derived from other settings.
     """
-    differing = {key for key, *_ in changed_values(a, b, "model") if key.removeprefix("model.") not in free}
+    differing = {
+        key for key, *_ in changed_values(a, b, "model") if key.removeprefix("model.") not in free
+    }
     changed = changed_values(_derived(a), _derived(b), "model")
-    return [f"{key}: {names[0]} {was}, {names[1]} {now}" for key, was, now in changed if key in differing]
+    return [
+        f"{key}: {names[0]} {was}, {names[1]} {now}"
+        for key, was, now in changed
+        if key in differing
+    ]
 
 
 def _derived(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's settings, with nulls replaced by the values that are derived from other settings."""
-    heads, hidden, position = model.get("num_attention_heads"), model.get("hidden_size"), model.get("position")
-    if type(heads) is not int or type(hidden) is not int or heads < 1 or not isinstance(position, Mapping):
+    """Return a model's settings, with nulls replaced by the values that are derived from other
+    settings.
+    """
+    heads = model.get("num_attention_heads")
+    hidden = model.get("hidden_size")
+    position = model.get("position")
+    if (
+        type(heads) is not int
+        or type(hidden) is not int
+        or heads < 1
+        or not isinstance(position, Mapping)
+    ):
         return dict(model)
     defaults = {"num_query_groups": heads, "kv_channels": hidden // heads}
-    position = dict(position) | ({"mlp_size": 4 * heads} if position.get("mlp_size", 0) is None else {})
-    return {key: defaults.get(key) if value is None else value for key, value in model.items()} | {"position": position}
+    position = dict(position) | (
+        {"mlp_size": 4 * heads} if position.get("mlp_size", 0) is None else {}
+    )
+    return {key: defaults.get(key) if value is None else value for key, value in model.items()} | {
+        "position": position
+    }

@@ -1,4 +1,5 @@
-"""Write the run's tokenizer into each checkpoint, and find it there when the run continues. Imports no torch.
+"""Write the run's tokenizer into each checkpoint, and find it there when the run continues. Imports
+no torch.
 
 A checkpoint has a copy since the files at `data.tokenizer` may change later.
 """
@@ -19,7 +20,7 @@ from megatron_tape.data.tokenizer import (
     tokenizer_record,
     write_files,
 )
-from megatron_tape.errors import CheckpointError, ConfigError, refuse
+from megatron_tape.errors import CheckpointError, ConfigError
 
 TOKENIZER = "tokenizer"
 """The directory in a checkpoint with the tokenizer's files."""
@@ -37,32 +38,45 @@ def load_saved_tokenizer(checkpoint: Path) -> Tokenizer | None:
     tokenizer = load_tokenizer(directory)
     listed = read_manifest(checkpoint)["files"]
     if added := [name for name in tokenizer.files if f"{TOKENIZER}/{name}" not in listed]:
-        raise CheckpointError(str(directory / added[0]), "is not listed in the checkpoint's manifest", "remove it")
+        raise CheckpointError(
+            str(directory / added[0]), "is not listed in the checkpoint's manifest", "remove it"
+        )
     return tokenizer
 
 
 def write_tokenizer_files(files: Mapping[str, bytes], checkpoint: Path) -> list[str]:
-    """Write a tokenizer's files into a checkpoint, flush them to disk, and return their names in the checkpoint."""
+    """Write a tokenizer's files into a checkpoint, flush them to disk, and return their names in
+    the checkpoint.
+    """
     return [f"{TOKENIZER}/{name}" for name in write_files(files, checkpoint / TOKENIZER)]
 
 
 def with_saved_tokenizer(config: RunConfig, start: Path | None) -> RunConfig:
-    """Return the settings with `data.tokenizer` set to the tokenizer in checkpoint `start`, if it has one.
+    """Return the settings with `data.tokenizer` set to the tokenizer in checkpoint `start`, if it
+    has one.
 
-    `start` is the checkpoint that the run continues or starts from. Raises ConfigError if the tokenizer at
-    `data.tokenizer`, if it still exists, differs from the one in the checkpoint.
+    `start` is the checkpoint that the run continues or starts from. Raises ConfigError if the
+    tokenizer at `data.tokenizer`, if it still exists, differs from the one in the checkpoint.
     """
     if start is None or config.data.generator is not None or not (start / TOKENIZER).is_dir():
         return config
-    saved, configured = start / TOKENIZER, config.data.tokenizer
+    saved = start / TOKENIZER
+    configured = config.data.tokenizer
     tokenizer = load_saved_tokenizer(start)
-    if configured is not None and Path(configured).exists() and Path(configured).resolve() != saved.resolve():
-        check_same_tokenizer(configured, tokenizer, f"that of checkpoint {start}", f"set data.tokenizer: {saved}")
+    if (
+        configured is not None
+        and Path(configured).exists()
+        and Path(configured).resolve() != saved.resolve()
+    ):
+        check_same_tokenizer(
+            configured, tokenizer, f"that of checkpoint {start}", f"set data.tokenizer: {saved}"
+        )
     return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(saved)))
 
 
 def check_same_tokenizer(path: str, expected: Tokenizer, name: str, fix: str) -> Tokenizer:
-    """Return the tokenizer at `path`, the value of `data.tokenizer`. Raises ConfigError if it differs from `expected`.
+    """Return the tokenizer at `path`, the value of `data.tokenizer`. Raises ConfigError if it
+    differs from `expected`.
 
     In the message, `name` describes the expected tokenizer, and `fix` says what to do.
     """
@@ -71,18 +85,28 @@ def check_same_tokenizer(path: str, expected: Tokenizer, name: str, fix: str) ->
     except (ValueError, OSError) as error:
         raise ConfigError(_KEY, f"cannot be used: {error}") from error
     different = difference(tokenizer_record(tokenizer), tokenizer_record(expected), name)
-    keys = (_KEY, "checkpoint.resume", "extension.from")
-    refuse(different is not None, keys, f"{path} {different}", f"{fix}, and preprocess the data with it")
+    if different is not None:
+        raise ConfigError(
+            (_KEY, "checkpoint.resume", "extension.from"),
+            f"{path} {different}",
+            f"{fix}, and preprocess the data with it",
+        )
     return tokenizer
 
 
 def check_tokenizer_exists(config: RunConfig) -> None:
-    """Raise ConfigError if neither `data.tokenizer` nor a tokenizer in the checkpoint to continue exists."""
+    """Raise ConfigError if neither `data.tokenizer` nor a tokenizer in the checkpoint to continue
+    exists.
+    """
     path = config.data.tokenizer
     with convert_path_errors(_KEY, path):
         missing = path is not None and not Path(path).exists()
-    fix = "train or download a tokenizer, or correct the path"
-    refuse(missing and saved_tokenizer_directory(config) is None, _KEY, f"is {path}, which does not exist", fix)
+    if missing and saved_tokenizer_directory(config) is None:
+        raise ConfigError(
+            _KEY,
+            f"is {path}, which does not exist",
+            "train or download a tokenizer, or correct the path",
+        )
 
 
 def saved_tokenizer_directory(config: RunConfig) -> Path | None:

@@ -1,4 +1,5 @@
-"""Check a run before it starts: its number of processes, its files and their contents. Does not import torch.
+"""Check a run before it starts: its number of processes, its files and their contents. Does not
+import torch.
 
 `checks.arguments` checks whether the settings are compatible with each other when it reads them.
 """
@@ -32,23 +33,33 @@ class Level(IntEnum):
     SETTINGS = 0
     """Check that the settings are compatible with the number of processes and with the command."""
     FILES = 1
-    """Also check that files exist and directories are writable. Used before a job is submitted, and on every node."""
+    """Also check that files exist and directories are writable. Used before a job is submitted, and
+    on every node.
+    """
     START = 2
-    """Also check the contents of files. Used once at the start of a job, and by every run before it trains."""
+    """Also check the contents of files. Used once at the start of a job, and by every run before it
+    trains.
+    """
 
 
 def check(
-    config: RunConfig, level: Level, processes: int | None = None, extends: bool | None = None, base: Base | None = None
+    config: RunConfig,
+    level: Level,
+    processes: int | None = None,
+    extends: bool | None = None,
+    base: Base | None = None,
 ) -> None:
-    """Raise ConfigError for the first problem that would stop a run, or OSError if a file system fails.
+    """Raise ConfigError for the first problem that would stop a run, or OSError if a file system
+    fails.
 
     Args:
         config: the run's settings.
         level: how thoroughly to check.
         processes: the number of training processes, or None if it is not known yet.
-        extends: whether the command is pretrain.extend_context (true) or pretrain.train (false). None skips this check.
-        base: the model to extend, which the settings must fit at every level. None reads the model of extension.from,
-            at the level START only.
+        extends: whether the command is pretrain.extend_context (true) or pretrain.train (false).
+            None skips this check.
+        base: the model to extend, which the settings must fit at every level. None reads the model
+            of extension.from, at the level START only.
     """
     if processes is not None:
         check_processes(config, processes)
@@ -62,7 +73,10 @@ def check(
         check_base(config, base)
     if level >= Level.START:
         start = check_start(config)
-        state = None if start is None or not (start / STATE).is_file() else read_state(start)
+        if start is None or not (start / STATE).is_file():
+            state = None
+        else:
+            state = read_state(start)
         if state is not None and state["step"] >= config.train.steps:
             return
         progress = {} if state is None else state["progress"]
@@ -84,6 +98,6 @@ def _warn_of_export(config: RunConfig) -> None:
     tokenizer = load_run_tokenizer(config)
     if tokenizer is not None and (problem := export_problem(tokenizer, config.model.seq_length)):
         command_line.log(
-            f"warning: data.tokenizer {config.data.tokenizer} {problem}; training and evaluation work, but exports to "
-            "Hugging Face will not include a tokenizer"
+            f"warning: data.tokenizer {config.data.tokenizer} {problem}; training and evaluation"
+            " work, but exports to Hugging Face will not include a tokenizer"
         )

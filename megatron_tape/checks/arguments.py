@@ -1,4 +1,6 @@
-"""Read a run's settings from the command line, and check them without reading data or starting processes."""
+"""Read a run's settings from the command line, and check them without reading data or starting
+processes.
+"""
 
 import dataclasses
 import sys
@@ -17,11 +19,13 @@ from megatron_tape.planning.parameters import parameter_count
 def parse_run_config(
     argv: list[str] | None = None, purpose: str = "Train one model.", base: Base | None = None
 ) -> RunConfig:
-    """Return the settings from the recipes (`--config`) and overrides (`--section.key value`) in `argv`.
+    """Return the settings from the recipes (`--config`) and overrides (`--section.key value`) in
+    `argv`.
 
-    A first argument that is not an option is a recipe, as if it followed `--config`.
-    If the run extends a model, settings that are not given are taken from that model. `checks.check` performs the
-    checks that depend on the number of processes and on files. Exits with status 0 after `--help` or `--print_config`.
+    A first argument that is not an option is a recipe, as if it followed `--config`. If the run
+    extends a model, settings that are not given are taken from that model. `checks.check` performs
+    the checks that depend on the number of processes and on files. Exits with status 0 after
+    `--help` or `--print_config`.
 
     Args:
         argv: the arguments. None reads those of the process.
@@ -32,13 +36,16 @@ def parse_run_config(
         The settings. The defaults of directories contain the name of the last recipe.
 
     Raises:
-        ConfigError: a key is unknown or missing, or a value is invalid or incompatible with others. The message
-            contains the file and line of settings from a recipe.
+        ConfigError: a key is unknown or missing, or a value is invalid or incompatible with others.
+            The message contains the file and line of settings from a recipe.
     """
     parser = settings_parser(
         RunConfig,
         usage="%(prog)s [--config] RECIPE [--section.key value ...]",
-        description=f"{purpose} Settings come from --config and --section.key; later ones override earlier ones.",
+        description=(
+            f"{purpose} Settings come from --config and --section.key; later ones override earlier"
+            " ones."
+        ),
     )
     arguments = sys.argv[1:] if argv is None else argv
     parsed = read_settings(parser, RunConfig, with_config_option(arguments))
@@ -52,7 +59,10 @@ def parse_run_config(
         config = with_directories(resolve_datasets(config), name)
         validate(config, world_size=config.parallel.ranks_per_sequence)
     if parsed.options.print_config:
-        sizes = parameter_count(config.model, config.extension), flops_per_token(config.model, config.extension)
+        sizes = (
+            parameter_count(config.model, config.extension),
+            flops_per_token(config.model, config.extension),
+        )
         print("# {:,} parameters, {:,} FLOPs per token".format(*sizes))
         print(to_yaml(config), end="")
         raise SystemExit(0)
@@ -60,18 +70,26 @@ def parse_run_config(
 
 
 def with_config_option(arguments: list[str]) -> list[str]:
-    """Return `RECIPE --section.key value ...` as `--config=RECIPE --section.key value ...`, others unchanged."""
+    """Return `RECIPE --section.key value ...` as `--config=RECIPE --section.key value ...`, others
+    unchanged.
+    """
     if not arguments or arguments[0].startswith("-"):
         return arguments
     recipe, *others = arguments
-    if "=" in recipe and not Path(recipe).is_file():  # a setting without dashes, not a file such as lr=0.1/config.yaml
+    if (
+        "=" in recipe and not Path(recipe).is_file()
+    ):  # a setting without dashes, not a file such as lr=0.1/config.yaml
         return arguments
     return [f"--config={recipe}", *others]
 
 
 def with_directories(config: RunConfig, name: str) -> RunConfig:
-    """Return `config` with all directories set. The default of `logging.directory` is `runs/<name>`."""
-    logging = dataclasses.replace(config.logging, directory=config.logging.directory or f"runs/{name}")
+    """Return `config` with all directories set. The default of `logging.directory` is
+    `runs/<name>`.
+    """
+    logging = dataclasses.replace(
+        config.logging, directory=config.logging.directory or f"runs/{name}"
+    )
     config = dataclasses.replace(config, logging=logging)
     directory = config.checkpoint.directory or config.default_checkpoint_directory
     return dataclasses.replace(

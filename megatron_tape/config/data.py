@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megatron_tape.config.values import Count, NotNegativeInt, PathText, Prefixes, format_value
-from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.errors import ConfigError
 from megatron_tape.synthetic import Addition, GridNavigation, Recall, SelectiveCopy
 
 SAMPLE_SOURCES = ("generator", "examples")
@@ -38,12 +38,15 @@ class ExampleSettings:
     """Train on pairs of an input and a target. The pairs are shuffled again in every epoch."""
 
     path: PathText
-    """Training examples: an uncompressed file of JSON lines with the keys `input` and either `output` or `target`. The
-    end-of-document token is appended to each target that is not truncated."""
+    """Training examples: an uncompressed file of JSON lines with the keys `input` and either
+    `output` or `target`. The end-of-document token is appended to each target that is not
+    truncated."""
     validation: PathText | None = None
     """Validation examples, in the same format. Required to compute the validation loss."""
     template: str = TEMPLATE
-    """Prompt before the target. {input} is replaced by the input. The end of an input that is too long is cut off."""
+    """Prompt before the target. {input} is replaced by the input. The end of an input that is too
+    long is cut off.
+    """
     target_tokens: Count = 200
     """Maximum number of tokens of a target. Longer targets are truncated."""
     bos: bool = False
@@ -52,10 +55,11 @@ class ExampleSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LongDocumentSettings:
-    """Draw a fixed fraction of the training tokens from long documents. Where possible, a sequence starts at the
-    beginning of a long document. Requires reset_attention_mask. Validation data is not affected. The weights of
-    data.prefix apply among the long documents and, separately, among all other documents. A dataset with less than one
-    sequence of a group is excluded from this group."""
+    """Draw a fixed fraction of the training tokens from long documents. Where possible, a sequence
+    starts at the beginning of a long document. Requires reset_attention_mask. Validation data is
+    not affected. The weights of data.prefix apply among the long documents and, separately, among
+    all other documents. A dataset with less than one sequence of a group is excluded from this
+    group."""
 
     minimum: Count
     """Number of tokens from which a document is long."""
@@ -65,48 +69,68 @@ class LongDocumentSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Training and validation data: Megatron's indexed datasets (prefix), a synthetic task (generator) or pairs of
-    inputs and targets (examples). Set exactly one of the three."""
+    """Training and validation data: Megatron's indexed datasets (prefix), a synthetic task
+    (generator) or pairs of inputs and targets (examples). Set exactly one of the three."""
 
     prefix: Prefixes | None = None
-    """Indexed datasets: a path without .idx and .bin, a list of paths, or a mapping path: weight. A pattern such as
-    data/web-* selects the datasets that match when the run starts. They share its weight in proportion to their tokens.
-    A dataset with less than one sequence in a split is excluded from that split, with a warning."""
+    """Indexed datasets: a path without .idx and .bin, a list of paths, or a mapping path: weight. A
+    pattern such as data/web-* selects the datasets that match when the run starts. They share its
+    weight in proportion to their tokens. A dataset with less than one sequence in a split is
+    excluded from that split, with a warning."""
     stages: list[StageSettings] | None = None
-    """Later stages of training, none by default. [{prefix: {data/books: 1, data/math: 2}, share: 0.1}] trains on books
-    and math for the last 10 % of the run's tokens. Validation data always comes from data.prefix."""
-    generator: Annotated[Addition | SelectiveCopy | GridNavigation | Recall, Field(discriminator="task")] | None = None
-    """Train on sequences of a synthetic task instead of a dataset. Each sample depends only on train.seed and its
-    index, and no index is used twice. Validation samples are drawn in the same way."""
+    """Later stages of training, none by default. [{prefix: {data/books: 1, data/math: 2}, share:
+    0.1}] trains on books and math for the last 10 % of the run's tokens. Validation data always
+    comes from data.prefix."""
+    generator: (
+        Annotated[Addition | SelectiveCopy | GridNavigation | Recall, Field(discriminator="task")]
+        | None
+    ) = None
+    """Train on sequences of a synthetic task instead of a dataset. Each sample depends only on
+    train.seed and its index, and no index is used twice. Validation samples are drawn in the same
+    way."""
     examples: ExampleSettings | None = None
     """Train on pairs of an input and a target instead of a dataset."""
     loss_on: Literal["answers", "all"] = "answers"
-    """Tokens in the loss of generator and examples: only answers (the targets of examples), or all tokens. The loss is
-    the mean over these tokens of the global batch. With indexed datasets, the loss always includes all tokens."""
+    """Tokens in the loss of generator and examples: only answers (the targets of examples), or all
+    tokens. The loss is the mean over these tokens of the global batch. With indexed datasets, the
+    loss always includes all tokens."""
     split: str = "969,30,1"
-    """Division of the documents of prefix into training, validation and test documents: three relative sizes."""
+    """Division of the documents of prefix into training, validation and test documents: three
+    relative sizes.
+    """
     tokenizer: PathText | None = None
-    """Tokenizer that the data was made with. Required for sampled text, reset_attention_mask and examples."""
+    """Tokenizer that the data was made with. Required for sampled text, reset_attention_mask and
+    examples.
+    """
     reset_attention_mask: bool = False
-    """Do not attend from one document to another where a sequence contains several. Requires tokenizer."""
+    """Do not attend from one document to another where a sequence contains several. Requires
+    tokenizer.
+    """
     long_documents: LongDocumentSettings | None = None
     """Draw a fraction of the training tokens from long documents. Disabled by default."""
     allow_changed: bool = False
-    """Continue a run whose data files have changed since its checkpoint was saved. By default, this is an error."""
+    """Continue a run whose data files have changed since its checkpoint was saved. By default, this
+    is an error.
+    """
     num_workers: NotNegativeInt = 0
-    """Number of worker processes that load training data, per training process. 0 loads it in the training process.
-    Validation data is always loaded in the training process."""
+    """Number of worker processes that load training data, per training process. 0 loads it in the
+    training process. Validation data is always loaded in the training process."""
     cache_directory: PathText | None = None
-    """Directory in which Megatron's index maps and the results of data checks are cached between runs. Default:
-    index_cache in the directory of the first dataset."""
+    """Directory in which Megatron's index maps and the results of data checks are cached between
+    runs. Default: index_cache in the directory of the first dataset."""
 
     @property
     def source(self) -> str:
-        """The data source of the run: one of `DATA_SOURCES`. Raises ConfigError unless exactly one is set."""
+        """The data source of the run: one of `DATA_SOURCES`. Raises ConfigError unless exactly one
+        is set.
+        """
         configured = [key for key in DATA_SOURCES if getattr(self, key) is not None]
         if len(configured) != 1:
             keys = tuple(f"data.{key}" for key in configured)
-            refuse(bool(keys), keys, f"and {', '.join(keys[1:])} are mutually exclusive", "keep one of them")
+            if bool(keys):
+                raise ConfigError(
+                    keys, f"and {', '.join(keys[1:])} are mutually exclusive", "keep one of them"
+                )
             alternatives = " or ".join(f"data.{key}" for key in SAMPLE_SOURCES)
             raise ConfigError("data.prefix", "must be set", f"set it, or {alternatives} instead")
         return configured[0]
@@ -119,10 +143,13 @@ class DataConfig:
         return str(Path(blend(self.prefix)[0][0]).parent / "index_cache")
 
 
-def blend(prefix: dict[str, float] | list[str] | str | None) -> tuple[list[str], list[float] | None]:
+def blend(
+    prefix: dict[str, float] | list[str] | str | None,
+) -> tuple[list[str], list[float] | None]:
     """Return the paths in a value of `data.prefix`, and their weights.
 
-    The weights are None if the value has none; datasets are then weighted by their numbers of tokens.
+    The weights are None if the value has none; datasets are then weighted by their numbers of
+    tokens.
     """
     if prefix is None:
         return [], None
@@ -137,17 +164,28 @@ def split_shares(split: str) -> tuple[float, float, float]:
         numbers = [float(part) for part in str(split).split(",")]
     except ValueError:
         numbers = []
-    if len(numbers) != 3 or not all(math.isfinite(n) and n >= 0 for n in numbers) or numbers[0] == 0:
+    if (
+        len(numbers) != 3
+        or not all(math.isfinite(n) and n >= 0 for n in numbers)
+        or numbers[0] == 0
+    ):
         raise ConfigError(
             "data.split",
             f"is {split!r}",
-            "give three nonnegative numbers such as 969,30,1 for training, validation and test, the first above 0",
+            "give three nonnegative numbers such as 969,30,1 for training, validation and test, the"
+            " first above 0",
         )
     train, validation, test = (number / sum(numbers) for number in numbers)
     return train, validation, test
 
 
 def check_template(template: str, name: str) -> None:
-    """Raise ConfigError for the setting `name` unless its value `template` contains `{input}` exactly once."""
-    fix = f"include {INPUT} exactly once, such as {TEMPLATE!r}"
-    refuse(template.count(INPUT) != 1, name, f"is {format_value(template)}", fix)
+    """Raise ConfigError for the setting `name` unless its value `template` contains `{input}`
+    exactly once.
+    """
+    if template.count(INPUT) != 1:
+        raise ConfigError(
+            name,
+            f"is {format_value(template)}",
+            f"include {INPUT} exactly once, such as {TEMPLATE!r}",
+        )

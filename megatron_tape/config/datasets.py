@@ -1,4 +1,5 @@
-"""Replace patterns such as `data/web-*` in `data.prefix` and `data.stages` by the datasets that they match.
+"""Replace patterns such as `data/web-*` in `data.prefix` and `data.stages` by the datasets that
+they match.
 
 A prefix is the path of a dataset without `.idx` and `.bin`, or such a pattern.
 """
@@ -13,10 +14,11 @@ from megatron_tape.config.data import blend
 from megatron_tape.config.schema import RunConfig
 
 _ENDINGS = (".bin", ".idx", ".bin.partial", ".idx.partial")
-"""Endings of the files of complete and of unfinished datasets. A pattern also matches unfinished datasets, so that the
-run refuses them instead of training without them."""
+"""Endings of the files of complete and of unfinished datasets. A pattern also matches unfinished
+datasets, so that the run refuses them instead of training without them."""
 _PART = re.compile(r"(.*-)[0-9]{5}(-of-([0-9]{5}))", re.DOTALL)
-"""Prefix of a dataset written by `tools/preprocess_data.py --part`, such as `web-00000-of-00008`."""
+"""Prefix of a dataset written by `tools/preprocess_data.py --part`, such as `web-00000-of-00008`.
+"""
 
 
 def is_pattern(prefix: str) -> bool:
@@ -25,25 +27,37 @@ def is_pattern(prefix: str) -> bool:
 
 
 def match_datasets(prefix: str) -> list[str]:
-    """Return the sorted prefixes of the datasets that a pattern matches. Return [prefix] if nothing matches.
+    """Return the sorted prefixes of the datasets that a pattern matches. Return [prefix] if nothing
+    matches.
 
-    A prefix without wildcards, or one that is the literal name of a dataset, is returned as it is. If the pattern
-    matches some parts of a dataset that was preprocessed in parts, missing parts with a matching name are included, so
-    that the run refuses to start without them.
+    A prefix without wildcards, or one that is the literal name of a dataset, is returned as it is.
+    If the pattern matches some parts of a dataset that was preprocessed in parts, missing parts
+    with a matching name are included, so that the run refuses to start without them.
     """
     if not is_pattern(prefix) or any(os.path.exists(prefix + ending) for ending in _ENDINGS):
         return [prefix]
-    matches = {path.removesuffix(end) for end in _ENDINGS for path in glob.glob(prefix + end, recursive=True)}
+    matches = {
+        path.removesuffix(end)
+        for end in _ENDINGS
+        for path in glob.glob(prefix + end, recursive=True)
+    }
     for begin, end, count in {part.groups() for part in map(_PART.fullmatch, matches) if part}:
         parts = (f"{begin}{number:05}{end}" for number in range(int(count)))
-        matches |= {part for part in parts if fnmatch.fnmatchcase(os.path.basename(part), os.path.basename(prefix))}
+        matches |= {
+            part
+            for part in parts
+            if fnmatch.fnmatchcase(os.path.basename(part), os.path.basename(prefix))
+        }
     return sorted(matches) or [prefix]
 
 
-def resolve_patterns(prefix: dict[str, float] | list[str] | str | None) -> dict[str, float] | list[str] | str | None:
+def resolve_patterns(
+    prefix: dict[str, float] | list[str] | str | None,
+) -> dict[str, float] | list[str] | str | None:
     """Replace each pattern in a value of `data.prefix` by the datasets that it matches.
 
-    If a pattern has a weight, the datasets share it in proportion to their sizes. A pattern without matches is kept.
+    If a pattern has a weight, the datasets share it in proportion to their sizes. A pattern without
+    matches is kept.
     """
     prefixes, weights = blend(prefix)
     matches = [match_datasets(name) for name in prefixes]
@@ -53,14 +67,17 @@ def resolve_patterns(prefix: dict[str, float] | list[str] | str | None) -> dict[
         return list(dict.fromkeys(name for names in matches for name in names))
     result: dict[str, float] = {}
     for names, weight in zip(matches, weights):
-        sizes = [os.path.getsize(f"{name}.bin") if os.path.isfile(f"{name}.bin") else 1 for name in names]
+        sizes = [
+            os.path.getsize(f"{name}.bin") if os.path.isfile(f"{name}.bin") else 1 for name in names
+        ]
         for name, size in zip(names, sizes):
             result[name] = result.get(name, 0.0) + weight * (size / max(1, sum(sizes)))
     return result
 
 
 def resolve_datasets(config: RunConfig) -> RunConfig:
-    """Return the configuration with all patterns in `data.prefix` and `data.stages` replaced by datasets.
+    """Return the configuration with all patterns in `data.prefix` and `data.stages` replaced by
+    datasets.
 
     The run's saved settings then list its datasets, and a restart notices if they change.
     """

@@ -1,6 +1,7 @@
 """The registry of positional encodings.
 
-Hugging Face exports contain a copy of this file, so it must not import other modules of the project.
+Hugging Face exports contain a copy of this file, so it must not import other modules of the
+project.
 """
 
 from typing import Any

@@ -1,4 +1,6 @@
-"""The section `evaluation`: tasks that run during training. `pretrain.evaluate TASK` has the same settings."""
+"""The section `evaluation`: tasks that run during training. `pretrain.evaluate TASK` has the same
+settings.
+"""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -9,7 +11,9 @@ from megatron_tape.config.values import Count, PathText
 
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 BelowMillion = Annotated[int, Field(ge=1, lt=10**6)]
-"""Type of settings of the addition task. Three values are packed into the index of a sum, each in six digits."""
+"""Type of settings of the addition task. Three values are packed into the index of a sum, each in
+six digits.
+"""
 TokenDtype = Literal["uint16", "uint32"]
 
 
@@ -18,25 +22,29 @@ class DocumentSettings:
     """Settings of tasks that compute the loss of each token of a set of documents."""
 
     data: dict[str, PathText] | PathText
-    """Documents to evaluate: one path, or a mapping name: path. A path is a file of JSON lines or text (also .gz and
-    .zst), a parquet file, an indexed dataset (without .idx and .bin), or a .bin file of token ids without an index,
-    which is one document. Token ids must be those of the model's tokenizer."""
+    """Documents to evaluate: one path, or a mapping name: path. A path is a file of JSON lines or
+    text (also .gz and .zst), a parquet file, an indexed dataset (without .idx and .bin), or a .bin
+    file of token ids without an index, which is one document. Token ids must be those of the
+    model's tokenizer."""
     token_dtype: TokenDtype = "uint16"
-    """Type of the token ids in .bin files without an index: uint16, as nanoGPT and LongLoRA write them, or uint32 (also
-    int32). uint16 is refused for models with more than 65,536 ids. Indexed datasets contain their own type."""
+    """Type of the token ids in .bin files without an index: uint16, as nanoGPT and LongLoRA write
+    them, or uint32 (also int32). uint16 is refused for models with more than 65,536 ids. Indexed
+    datasets contain their own type."""
     text_key: str = "text"
     """Key of the text in JSON lines, and its column in parquet files."""
     split: str | None = None
-    """Evaluate only the validation documents of indexed datasets, for a division such as 969,30,1 (see data.split).
-    Default: evaluate all documents."""
+    """Evaluate only the validation documents of indexed datasets, for a division such as 969,30,1
+    (see data.split). Default: evaluate all documents."""
     lengths: list[int] | None = None
-    """Context lengths in tokens, including a beginning-of-sequence token if the model's tokenizer adds one. Default:
-    the training length, half of it and a quarter of it."""
+    """Context lengths in tokens, including a beginning-of-sequence token if the model's tokenizer
+    adds one. Default: the training length, half of it and a quarter of it."""
     documents: Count | None = None
-    """Maximum number of documents per path. The first ones that are long enough are evaluated. Default: 50."""
+    """Maximum number of documents per path. The first ones that are long enough are evaluated.
+    Default: 50.
+    """
     stride: Count = 256
-    """Number of tokens that are scored at the end of each window. At short lengths, fewer tokens are scored per window,
-    so that every scored token has at least three quarters of the context."""
+    """Number of tokens that are scored at the end of each window. At short lengths, fewer tokens
+    are scored per window, so that every scored token has at least three quarters of the context."""
     windows: Count | None = None
     """Maximum number of scored tokens per document, as a multiple of stride. Default: 8."""
 
@@ -46,22 +54,25 @@ class PerplexitySettings(DocumentSettings):
     """Perplexity of documents at several context lengths."""
 
     protocol: Literal["documents", "longlora"] = "documents"
-    """How tokens are scored. documents scores the same tokens at every length, each token once and within its document.
-    longlora reproduces the tables of the LongLoRA and TAPE papers; a note in the results explains its flaws. With
-    longlora, stride is the distance between the starts of windows, windows is their maximum number per path, and all
-    documents and windows are evaluated by default."""
+    """How tokens are scored. documents scores the same tokens at every length, each token once and
+    within its document. longlora reproduces the tables of the LongLoRA and TAPE papers; a note in
+    the results explains its flaws. With longlora, stride is the distance between the starts of
+    windows, windows is their maximum number per path, and all documents and windows are evaluated
+    by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextGainSettings(DocumentSettings):
-    """Reduction of the loss by longer contexts, on all tokens and on key tokens. As in LongPPL (Fang et al., 2025), key
-    tokens are those that alpha and beta select."""
+    """Reduction of the loss by longer contexts, on all tokens and on key tokens. As in LongPPL
+    (Fang et al., 2025), key tokens are those that alpha and beta select."""
 
     short: int | None = None
-    """Length in tokens of the short context, the baseline for longer contexts. Default: an eighth of the longest
-    context."""
+    """Length in tokens of the short context, the baseline for longer contexts. Default: an eighth
+    of the longest context."""
     alpha: float = 2.0
-    """The loss of a key token falls by more than this, in nats, from the short to the longest context."""
+    """The loss of a key token falls by more than this, in nats, from the short to the longest
+    context.
+    """
     beta: float = -2.0
     """The log-probability of a key token with the longest context is above this, in nats."""
 
@@ -81,15 +92,17 @@ class AdditionSettings:
     samples: BelowMillion = 100
     """Number of sums per pair of operand lengths."""
     seed: Seed = 0
-    """Seed of the sums. They are drawn independently of the training data, which contains the same sums only where
-    operands are so short that few different sums exist."""
+    """Seed of the sums. They are drawn independently of the training data, which contains the same
+    sums only where operands are so short that few different sums exist."""
     batch_size: Count = 100
     """Sums per batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VariantSettings:
-    """Settings of tasks that evaluate several variants of a synthetic task, such as longer sequences."""
+    """Settings of tasks that evaluate several variants of a synthetic task, such as longer
+    sequences.
+    """
 
     samples: Count = 1000
     """Number of sequences per variant."""
@@ -108,7 +121,9 @@ class SelectiveCopySettings(VariantSettings):
     symbols: int = 16
     """Number of different symbols, as in training."""
     blanks: dict[str, int] = field(default_factory=lambda: {"IID": 128, "dense": 64, "sparse": 256})
-    """Variants: a mapping from names to numbers of blanks in a sequence. The first must be as in training."""
+    """Variants: a mapping from names to numbers of blanks in a sequence. The first must be as in
+    training.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,17 +135,26 @@ class GridNavigationSettings(VariantSettings):
     objects: int = 16
     """Number of different objects, as in training."""
     longest_run: int | None = None
-    """Maximum number of steps in one direction, as in training. Default: 10 in one dimension, 3 in two."""
+    """Maximum number of steps in one direction, as in training. Default: 10 in one dimension, 3 in
+    two.
+    """
     variants: dict[str, list[float]] = field(
-        default_factory=lambda: {"IID": [128, 64, 0.5], "dense": [64, 32, 0.2], "sparse": [256, 128, 0.8]}
+        default_factory=lambda: {
+            "IID": [128, 64, 0.5],
+            "dense": [64, 32, 0.2],
+            "sparse": [256, 128, 0.8],
+        }
     )
-    """Variants: a mapping from names to [steps, width, blank_probability], the number of steps of a walk, the number of
-    cells along each dimension and the fraction of empty cells. The first must be as in training."""
+    """Variants: a mapping from names to [steps, width, blank_probability], the number of steps of a
+    walk, the number of cells along each dimension and the fraction of empty cells. The first must
+    be as in training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecallSettings(VariantSettings):
-    """Accuracy of recalling the values of keys from key-value pairs at the beginning of the sequence."""
+    """Accuracy of recalling the values of keys from key-value pairs at the beginning of the
+    sequence.
+    """
 
     keys: int = 128
     """Number of different keys, which is also the number of different values, as in training."""
@@ -148,7 +172,9 @@ class EvaluationConfig:
     every: Count = 1000
     """Steps between evaluations. The tasks also run after the last step."""
     perplexity: PerplexitySettings | None = None
-    """Perplexity of documents at several context lengths. Disabled by default, as are all other tasks."""
+    """Perplexity of documents at several context lengths. Disabled by default, as are all other
+    tasks.
+    """
     context_gain: ContextGainSettings | None = None
     """Reduction of the loss by longer contexts."""
     addition: AdditionSettings | None = None
@@ -161,5 +187,11 @@ class EvaluationConfig:
     """Accuracy of recalling the values of keys."""
 
     def enabled_tasks(self) -> dict[str, Any]:
-        """Return the settings of each enabled task, such as `PerplexitySettings`, by the name of the task."""
-        return {name: value for name, value in vars(self).items() if name != "every" and value is not None}
+        """Return the settings of each enabled task, such as `PerplexitySettings`, by the name of
+        the task.
+        """
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name != "every" and value is not None
+        }

@@ -1,4 +1,6 @@
-"""Read settings from recipes (`--config`) and options (`--section.key value`). Errors name file and line, or option."""
+"""Read settings from recipes (`--config`) and options (`--section.key value`). Errors name file and
+line, or option.
+"""
 
 import argparse
 import inspect
@@ -11,9 +13,16 @@ from typing import Any, NoReturn
 
 from megatron_tape.command_line import Parser
 from megatron_tape.config.recipes import find_recipe
-from megatron_tape.config.sections import Setting, merge, settings_of, unflatten, unknown_key, validate_as
+from megatron_tape.config.sections import (
+    Setting,
+    merge,
+    settings_of,
+    unflatten,
+    unknown_key,
+    validate_as,
+)
 from megatron_tape.config.values import format_value
-from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.errors import ConfigError
 from megatron_tape.io.strict_yaml import parse_value, read_recipe
 
 _TYPES = {
@@ -25,7 +34,12 @@ _TYPES = {
     "array": "a list",
     "object": "a mapping",
 }
-_BOUNDS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "up to", "exclusiveMaximum": "below"}
+_BOUNDS = {
+    "minimum": "of at least",
+    "exclusiveMinimum": "above",
+    "maximum": "up to",
+    "exclusiveMaximum": "below",
+}
 
 
 @dataclass
@@ -37,13 +51,17 @@ class ParsedCommandLine:
     values: dict[str, Any] = field(default_factory=dict)
     """Settings of all files and options, as nested dictionaries. They are not validated yet."""
     places: dict[str, str] = field(default_factory=dict)
-    """Where each setting was given, by dotted key: file and line, such as `recipe.yaml:12`, or the option."""
+    """Where each setting was given, by dotted key: file and line, such as `recipe.yaml:12`, or the
+    option.
+    """
     files: list[str] = field(default_factory=list)
     """Paths of the recipes, in order."""
 
     @contextmanager
     def add_places_to_errors(self) -> Iterator[None]:
-        """Within the context, add to a ConfigError the file and line of its settings, if one is from a recipe."""
+        """Within the context, add to a ConfigError the file and line of its settings, if one is
+        from a recipe.
+        """
         try:
             yield
         except ConfigError as error:
@@ -53,15 +71,20 @@ class ParsedCommandLine:
 
     def _place(self, key: str) -> str:
         # For an item of a list or a mapping, use the place of the list or mapping.
-        while key not in self.places and (whole := re.fullmatch(r"(.*\..*)(\[\d+\]|\.[^.]*)", key, re.DOTALL)):
+        while key not in self.places and (
+            whole := re.fullmatch(r"(.*\..*)(\[\d+\]|\.[^.]*)", key, re.DOTALL)
+        ):
             key = whole[1]
         return self.places.get(key, "")
 
 
-def read_settings(parser: argparse.ArgumentParser, section: type, argv: list[str] | None) -> ParsedCommandLine:
+def read_settings(
+    parser: argparse.ArgumentParser, section: type, argv: list[str] | None
+) -> ParsedCommandLine:
     """Parse a command line with a parser from `settings_parser`.
 
-    Later options and recipes override earlier ones. Raises ConfigError for an unknown option or an unreadable recipe.
+    Later options and recipes override earlier ones. Raises ConfigError for an unknown option or an
+    unreadable recipe.
     """
     options, unknown = parser.parse_known_args(argv)
     known: dict[str, list[Setting]] = {}
@@ -69,10 +92,17 @@ def read_settings(parser: argparse.ArgumentParser, section: type, argv: list[str
         known.setdefault(setting.key, []).append(setting)
     if unknown:
         name = unknown[0].partition("=")[0]
-        fix = "give settings as --section.key value, and files after --config"
-        refuse(not name.startswith("--"), name, "is not an option", fix)
+        if not name.startswith("--"):
+            raise ConfigError(
+                name,
+                "is not an option",
+                "give settings as --section.key value, and files after --config",
+            )
         name = name.removeprefix("--")
-        refuse(name in known, name, "is a section of settings", f"give its settings as --{name}.key value")
+        if name in known:
+            raise ConfigError(
+                name, "is a section of settings", f"give its settings as --{name}.key value"
+            )
         raise unknown_key(name, [*(key for key in known if "." in key), "print_config"])
     parsed = ParsedCommandLine(options)
     for is_file, group in itertools.groupby(options.given, lambda item: item[0] == "config"):
@@ -93,7 +123,8 @@ def read_settings(parser: argparse.ArgumentParser, section: type, argv: list[str
 
 
 def _from_text(text: str, settings: list[Setting]) -> Any:
-    """Parse the value of an option as YAML if the result has the type of one of `settings`, otherwise as plain text.
+    """Parse the value of an option as YAML if the result has the type of one of `settings`,
+    otherwise as plain text.
 
     `settings` are the settings with the option's key, one per section that may contain it.
     """
@@ -103,10 +134,21 @@ def _from_text(text: str, settings: list[Setting]) -> Any:
         return text
     if isinstance(parsed, str):
         return text  # YAML would truncate it at a #, and strip quotes and spaces
-    types = [schema.get("type") for each in settings for schema in each.schema.get("anyOf", [each.schema])]
+    types = [
+        schema.get("type")
+        for each in settings
+        for schema in each.schema.get("anyOf", [each.schema])
+    ]
     if {"{": "object", "[": "array"}.get(text.lstrip()[:1]) in types:
         return parsed  # Even if it is invalid: as text, it would be used as a path.
-    return next((value for value in (parsed, text) if any(_is_valid(value, each.kind) for each in settings)), parsed)
+    return next(
+        (
+            value
+            for value in (parsed, text)
+            if any(_is_valid(value, each.kind) for each in settings)
+        ),
+        parsed,
+    )
 
 
 def _is_valid(value: Any, kind: Any) -> bool:
@@ -118,19 +160,30 @@ def _is_valid(value: Any, kind: Any) -> bool:
 
 
 def settings_parser(section: type, usage: str, description: str) -> argparse.ArgumentParser:
-    """Return a parser with an option for each setting of `section`, and `--config`, `--print_config` and `--help`.
+    """Return a parser with an option for each setting of `section`, and `--config`,
+    `--print_config` and `--help`.
 
-    Parsing collects settings and recipes in the list `given`, as (key, text) in the order of the command line, and
-    raises ConfigError if it fails. `--help SECTION` shows only the settings of a section such as `train.spikes`.
+    Parsing collects settings and recipes in the list `given`, as (key, text) in the order of the
+    command line, and raises ConfigError if it fails. `--help SECTION` shows only the settings of a
+    section such as `train.spikes`.
     """
     sections = ", ".join(setting.key for setting in settings_of(section) if "." not in setting.key)
-    epilog = f"Sections of settings: {sections}. --help SECTION shows only the settings of that section."
+    epilog = (
+        f"Sections of settings: {sections}. --help SECTION shows only the settings of that section."
+    )
     parser = Parser(usage=usage, description=description, epilog=epilog, add_help=False)
     about = "Print this help, or only the settings of a section such as train.spikes, and exit."
-    parser.add_argument("-h", "--help", nargs="?", metavar="SECTION", action=_Help, section=section, help=about)
-    about = "YAML file with settings, or the name of a recipe in pretrain/recipes, such as tape_demo. May be repeated."
+    parser.add_argument(
+        "-h", "--help", nargs="?", metavar="SECTION", action=_Help, section=section, help=about
+    )
+    about = (
+        "YAML file with settings, or the name of a recipe in pretrain/recipes, such as tape_demo."
+        " May be repeated."
+    )
     _add_setting(parser, "config", "RECIPE", about)
-    parser.add_argument("--print_config", action="store_true", help="Print the resulting configuration and exit.")
+    parser.add_argument(
+        "--print_config", action="store_true", help="Print the resulting configuration and exit."
+    )
     _add_settings(parser, settings_of(section))
     return parser
 
@@ -142,13 +195,21 @@ class _Help(argparse.Action):
         super().__init__(**options)
         self._section = section
 
-    def __call__(self, parser: Any, namespace: Any, value: Any, option_string: str | None = None) -> NoReturn:
+    def __call__(
+        self, parser: Any, namespace: Any, value: Any, option_string: str | None = None
+    ) -> NoReturn:
         if value is not None:
-            shown = [setting for setting in settings_of(self._section) if f"{setting.key}.".startswith(f"{value}.")]
+            shown = [
+                setting
+                for setting in settings_of(self._section)
+                if f"{setting.key}.".startswith(f"{value}.")
+            ]
             if not shown:
                 raise unknown_key(value, (setting.key for setting in settings_of(self._section)))
             parser = argparse.ArgumentParser(
-                usage=argparse.SUPPRESS, add_help=False, formatter_class=argparse.RawDescriptionHelpFormatter
+                usage=argparse.SUPPRESS,
+                add_help=False,
+                formatter_class=argparse.RawDescriptionHelpFormatter,
             )
             _add_settings(parser, shown)
         parser.print_help()
@@ -157,18 +218,31 @@ class _Help(argparse.Action):
 
 def _add_settings(parser: argparse.ArgumentParser, settings: Iterable[Setting]) -> None:
     """Add an option for each setting, and a group of options for each top-level section."""
-    group, added = None, set()
+    group = None
+    added = set()
     for setting in settings:
-        key, default = setting.key, setting.default
+        key = setting.key
+        default = setting.default
         if group is None or "." not in key:
             title = key if setting.sections else key.rpartition(".")[0]
             kinds = setting.sections or (setting.within,)
-            group = parser.add_argument_group(title, inspect.getdoc(kinds[0]) if len(kinds) == 1 else None)
+            group = parser.add_argument_group(
+                title, inspect.getdoc(kinds[0]) if len(kinds) == 1 else None
+            )
         if "." in key and key not in added:
             added.add(key)
-            of_section = "null or the settings below; default: null" if default is None else "the settings below"
-            required = "required" if default is MISSING else f"default: {format_value(default)}"
-            allowed = of_section if setting.sections else f"{describe(setting.schema)}; {required}"
+            if default is None:
+                of_section = "null or the settings below; default: null"
+            else:
+                of_section = "the settings below"
+            if default is MISSING:
+                required = "required"
+            else:
+                required = f"default: {format_value(default)}"
+            if setting.sections:
+                allowed = of_section
+            else:
+                allowed = f"{describe(setting.schema)}; {required}"
             about = f"{setting.schema.get('description', '')} ({allowed})"
             _add_setting(group, key, key.rpartition(".")[2].upper(), about)
 
@@ -186,7 +260,9 @@ def _add_setting(group: Any, key: str, metavar: str, description: str) -> None:
 
 
 def describe(schema: dict[str, Any]) -> str:
-    """Describe the values that a JSON schema allows, such as `a whole number of at least 1 or null`."""
+    """Describe the values that a JSON schema allows, such as `a whole number of at least 1 or
+    null`.
+    """
     if "anyOf" in schema:
         return " or ".join(map(describe, schema["anyOf"]))
     if "enum" in schema:

@@ -8,14 +8,17 @@ from megatron_tape.config.values import expand_path
 from megatron_tape.errors import ConfigError
 
 RECIPES = Path(__file__).resolve().parents[2] / "pretrain/recipes"
-"""The packages pretrain and megatron_tape are in the same directory, both in a clone and when installed."""
+"""The packages pretrain and megatron_tape are in the same directory, both in a clone and when
+installed.
+"""
 
 
 def find_recipe(path_or_name: str) -> str:
-    """Return the path of a recipe, given as a path or as a name in `pretrain/recipes`, such as `extend/yarn`.
+    """Return the path of a recipe, given as a path or as a name in `pretrain/recipes`, such as
+    `extend/yarn`.
 
-    An existing file has precedence over a recipe of the same name. Raises ConfigError if neither exists; the message
-    lists recipes with similar names, or all recipes if there are none.
+    An existing file has precedence over a recipe of the same name. Raises ConfigError if neither
+    exists; the message lists recipes with similar names, or all recipes if there are none.
     """
     path = expand_path(path_or_name)
     recipes = _recipes()
@@ -29,14 +32,24 @@ def find_recipe(path_or_name: str) -> str:
     except OSError:
         return path  # reading it raises a clear error
     if packaged is None:
-        similar = difflib.get_close_matches(path.removesuffix(".yaml").lower(), recipes, n=3, cutoff=0.7)
-        names = f"such as {', '.join(similar)}" if similar else f"one of {', '.join(recipes)}"
+        similar = difflib.get_close_matches(
+            path.removesuffix(".yaml").lower(), recipes, n=3, cutoff=0.7
+        )
+        if similar:
+            names = f"such as {', '.join(similar)}"
+        else:
+            names = f"one of {', '.join(recipes)}"
         fix = f"give the path of a YAML file, or the name of a recipe, {names}"
         raise ConfigError(f"recipe {path}", "does not exist", fix)
     return packaged
 
 
 def _recipes() -> dict[str, str]:
-    """Return the paths of all recipes in `pretrain/recipes` by name. Recipes in subdirectories come last."""
-    paths = {path.relative_to(RECIPES).with_suffix("").as_posix(): str(path) for path in RECIPES.rglob("*.yaml")}
+    """Return the paths of all recipes in `pretrain/recipes` by name. Recipes in subdirectories come
+    last.
+    """
+    paths = {
+        path.relative_to(RECIPES).with_suffix("").as_posix(): str(path)
+        for path in RECIPES.rglob("*.yaml")
+    }
     return dict(sorted(paths.items(), key=lambda item: (item[0].count("/"), item[0])))

@@ -1,8 +1,9 @@
 """All settings of a run, as nested dataclasses.
 
-A run reads `--config recipe.yaml` and `--section.key value`. Later values override earlier ones, and an unknown key is
-an error. `checks.check` rejects invalid settings before process groups and parameters are created. The text after a
-field is its description in `--help` and in the reference. This module does not import torch.
+A run reads `--config recipe.yaml` and `--section.key value`. Later values override earlier ones,
+and an unknown key is an error. `checks.check` rejects invalid settings before process groups and
+parameters are created. The text after a field is its description in `--help` and in the reference.
+This module does not import torch.
 """
 
 import difflib
@@ -18,7 +19,14 @@ from megatron_tape.config.encodings import ENCODINGS
 from megatron_tape.config.evaluation import EvaluationConfig
 from megatron_tape.config.sections import as_dict, build, chosen_by, merge, unflatten, validate_as
 from megatron_tape.config.train import TrainConfig
-from megatron_tape.config.values import Count, Decay, NotNegative, NotNegativeInt, PathText, Positive
+from megatron_tape.config.values import (
+    Count,
+    Decay,
+    NotNegative,
+    NotNegativeInt,
+    PathText,
+    Positive,
+)
 from megatron_tape.errors import UserError
 from megatron_tape.io.strict_yaml import dump
 
@@ -26,21 +34,43 @@ TRAINABLE = ("position", "lora", "embeddings", "output", "norms")
 """Kinds of parameters that `extension.trains` can select."""
 LORA_TARGETS = ("q", "k", "v", "o")
 """Projections of attention (query, key, value, output) that can have LoRA layers."""
-ATTENTION_BACKENDS = ("auto", "triton", "tiled", "torch", "torch_wide", "flash_attn", "flex", "fla", "naive")
+ATTENTION_BACKENDS = (
+    "auto",
+    "triton",
+    "tiled",
+    "torch",
+    "torch_wide",
+    "flash_attn",
+    "flex",
+    "fla",
+    "naive",
+)
 
 
 def _known_encoding(name: str) -> str:
     close = difflib.get_close_matches(name.lower(), ENCODINGS, n=1)
-    suggestion = f"did you mean {close[0]}? Otherwise, choose from" if close else "choose from"
+    if close:
+        suggestion = f"did you mean {close[0]}? Otherwise, choose from"
+    else:
+        suggestion = "choose from"
     if name not in ENCODINGS:
-        raise UserError(name, "is not a positional encoding", f"{suggestion} {', '.join(ENCODINGS)}")
+        raise UserError(
+            name, "is not a positional encoding", f"{suggestion} {', '.join(ENCODINGS)}"
+        )
     return name
 
 
 def _settings_of_encoding(value: Any, info: ValidationInfo) -> Any:
-    """Validate `model.position` as settings of the encoding `model.position_encoding`; do nothing if it is unknown."""
-    encoding = ENCODINGS.get(info.data.get("position_encoding")) if info.data else None
-    return value if encoding is None else validate_as(encoding.Settings, value)
+    """Validate `model.position` as settings of the encoding `model.position_encoding`; do nothing
+    if it is unknown.
+    """
+    if info.data:
+        encoding = ENCODINGS.get(info.data.get("position_encoding"))
+    else:
+        encoding = None
+    if encoding is None:
+        return value
+    return validate_as(encoding.Settings, value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +79,9 @@ class ModelConfig:
 
     position_encoding: Annotated[str, AfterValidator(_known_encoding)] = "tape"
     """Name of the positional encoding: tape, rope, nope, or another name from docs/encodings.md."""
-    position: Annotated[Any, AfterValidator(_settings_of_encoding), Field(validate_default=True)] = field(
-        default_factory=dict, metadata=chosen_by("position_encoding", ENCODINGS)
-    )
+    position: Annotated[
+        Any, AfterValidator(_settings_of_encoding), Field(validate_default=True)
+    ] = field(default_factory=dict, metadata=chosen_by("position_encoding", ENCODINGS))
     """Settings of the positional encoding. Each encoding has its own."""
     num_layers: Annotated[int, Field(ge=1, le=10_000)]
     """Number of transformer layers."""
@@ -70,23 +100,26 @@ class ModelConfig:
     qk_norm: bool = False
     """Apply RMSNorm to each head's queries and keys before the rotation, as Qwen3 does."""
     attention_output_gate: bool = False
-    """Multiply the output of the heads by sigmoid(W x) before the output projection, where x is the input of attention
-    and W is learned. Qwen3-Next and the "Pro" models of the Forgetting Transformer do so."""
+    """Multiply the output of the heads by sigmoid(W x) before the output projection, where x is the
+    input of attention and W is learned. Qwen3-Next and the "Pro" models of the Forgetting
+    Transformer do so."""
     layers_without_positions: Annotated[int, Field(ge=2, le=10_000)] | None = None
-    """Use no positional encoding in every n-th layer, as SmolLM3 does: 4 selects layers 4, 8, 12, ..., counted from 1.
-    Default: all layers use the positional encoding."""
+    """Use no positional encoding in every n-th layer, as SmolLM3 does: 4 selects layers 4, 8, 12,
+    ..., counted from 1. Default: all layers use the positional encoding."""
     seq_length: Annotated[int, Field(ge=1, le=2**30)]
     """Tokens per training sequence (S)."""
     vocab_size: Annotated[int, Field(ge=1, le=2**28)]
-    """Number of rows of the embedding matrix: the tokenizer's vocabulary size, padded to a multiple of
-    tensor_model_parallel_size."""
+    """Number of rows of the embedding matrix: the tokenizer's vocabulary size, padded to a multiple
+    of tensor_model_parallel_size."""
     unpadded_vocab_size: Count | None = None
-    """Vocabulary size of exports, which drop the padding. Default: the tokenizer's vocabulary size."""
+    """Vocabulary size of exports, which drop the padding. Default: the tokenizer's vocabulary size.
+    """
     attention_backend: Literal[ATTENTION_BACKENDS] = "auto"  # type: ignore[valid-type]
-    """Implementation of attention. auto chooses by device and model. triton: this project's GPU kernels. tiled: PyTorch
-    code optimized for CPUs. torch: SDPA, one call for the values and one for the position state. torch_wide: one call
-    of SDPA for both, with cuDNN. flash_attn: FlashAttention 2, 3 or 4. flex (FlexAttention) and fla
-    (flash-linear-attention): biases and forget gates on GPUs. naive: the definition in plain PyTorch."""
+    """Implementation of attention. auto chooses by device and model. triton: this project's GPU
+    kernels. tiled: PyTorch code optimized for CPUs. torch: SDPA, one call for the values and one
+    for the position state. torch_wide: one call of SDPA for both, with cuDNN. flash_attn:
+    FlashAttention 2, 3 or 4. flex (FlexAttention) and fla (flash-linear-attention): biases and
+    forget gates on GPUs. naive: the definition in plain PyTorch."""
     norm_epsilon: Positive = 1e-5
     """Epsilon of every RMSNorm."""
     tie_embeddings: bool = False
@@ -97,12 +130,16 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:
         """Width of one head (D)."""
-        return self.hidden_size // self.num_attention_heads if self.kv_channels is None else self.kv_channels
+        if self.kv_channels is None:
+            return self.hidden_size // self.num_attention_heads
+        return self.kv_channels
 
     @property
     def query_groups(self) -> int:
         """Key/value groups (G)."""
-        return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
+        if self.num_query_groups is None:
+            return self.num_attention_heads
+        return self.num_query_groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,10 +147,10 @@ class OptimizerConfig:
     """The optimizer: AdamW, or Muon for matrices and AdamW for all other parameters."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """Optimizer. muon updates the matrices of attention and the MLP with orthogonalized Nesterov momentum (0.95), and
-    uses AdamW for embeddings, the output layer, norms, biases and the positional encoding. It stores one moment per
-    matrix, AdamW two. Its updates are scaled so that the learning rate and weight decay of AdamW can be reused. It does
-    not support ZeRO 3."""
+    """Optimizer. muon updates the matrices of attention and the MLP with orthogonalized Nesterov
+    momentum (0.95), and uses AdamW for embeddings, the output layer, norms, biases and the
+    positional encoding. It stores one moment per matrix, AdamW two. Its updates are scaled so that
+    the learning rate and weight decay of AdamW can be reused. It does not support ZeRO 3."""
     lr: Positive = 1e-4
     """Peak learning rate."""
     min_lr: NotNegative = 0.0
@@ -121,15 +158,17 @@ class OptimizerConfig:
     weight_decay: NotNegative = 0.01
     """Decoupled weight decay of matrices. Norms, biases and other vectors do not decay.
 
-    Weight decay pulls TAPE's matrices towards zero, where TAPE equals RoPE. Set weight_decay_of to {position: 0.0} to
-    prevent this."""
+    Weight decay pulls TAPE's matrices towards zero, where TAPE equals RoPE. Set weight_decay_of to
+    {position: 0.0} to prevent this."""
     weight_decay_of: dict[str, NotNegative] = field(default_factory=dict)
-    """Weight decay by kind of parameter, such as {embeddings: 0.0}. It replaces weight_decay and also applies to
-    vectors. Kinds: embeddings, output, attention, mlp, biases, norms, position and lora. position selects all
-    parameters of the positional encoding; position.NAME, such as position.increments, selects one of them."""
+    """Weight decay by kind of parameter, such as {embeddings: 0.0}. It replaces weight_decay and
+    also applies to vectors. Kinds: embeddings, output, attention, mlp, biases, norms, position and
+    lora. position selects all parameters of the positional encoding; position.NAME, such as
+    position.increments, selects one of them."""
     lr_scale_of: dict[str, NotNegative] = field(default_factory=dict)
-    """Learning rate multiplier by kind of parameter, with the kinds of weight_decay_of. All other parameters have a
-    multiplier of 1. The multiplier also scales weight decay, which is proportional to the learning rate."""
+    """Learning rate multiplier by kind of parameter, with the kinds of weight_decay_of. All other
+    parameters have a multiplier of 1. The multiplier also scales weight decay, which is
+    proportional to the learning rate."""
     beta1: Decay = 0.9
     """Decay rate of the moving average of gradients (AdamW)."""
     beta2: Decay = 0.95
@@ -137,10 +176,13 @@ class OptimizerConfig:
     eps: Positive = 1e-8
     """Term added to the denominator of AdamW's update for numerical stability."""
     clip_grad: NotNegative = 1.0
-    """Maximum global norm of the gradients. Larger gradients are scaled down to it. 0 disables clipping."""
+    """Maximum global norm of the gradients. Larger gradients are scaled down to it. 0 disables
+    clipping.
+    """
     z_loss: NotNegative = 0.0
-    """Coefficient of an auxiliary loss, the mean of log(sum(exp(logits)))^2, which keeps logits small. 1e-4 is common;
-    0 disables it. The auxiliary loss is logged as train/z_loss and is not part of train/loss or validation/loss."""
+    """Coefficient of an auxiliary loss, the mean of log(sum(exp(logits)))^2, which keeps logits
+    small. 1e-4 is common; 0 disables it. The auxiliary loss is logged as train/z_loss and is not
+    part of train/loss or validation/loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,10 +190,12 @@ class ScheduleConfig:
     """The learning rate schedule: a linear warm-up, then one of four shapes."""
 
     kind: Literal["cosine", "polynomial", "constant", "wsd"] = "cosine"
-    """Shape after the warm-up. cosine and polynomial decay until the last step. constant keeps the peak. wsd (warm-up,
-    stable, decay) keeps the peak and decays linearly at the end."""
+    """Shape after the warm-up. cosine and polynomial decay until the last step. constant keeps the
+    peak. wsd (warm-up, stable, decay) keeps the peak and decays linearly at the end."""
     warmup_steps: NotNegativeInt = 0
-    """Number of steps over which the learning rate rises linearly to its peak. 0 disables the warm-up."""
+    """Number of steps over which the learning rate rises linearly to its peak. 0 disables the
+    warm-up.
+    """
     decay_steps: Count | None = None
     """Number of steps of the final decay of kind wsd. Default: 10 % of train.steps."""
     power: Positive = 1.0
@@ -160,27 +204,28 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Model parallelism: how each model replica is divided over GPUs. The data-parallel size is the number of GPUs
-    divided by the number of GPUs of one replica."""
+    """Model parallelism: how each model replica is divided over GPUs. The data-parallel size is the
+    number of GPUs divided by the number of GPUs of one replica."""
 
     tensor_model_parallel_size: Annotated[int, Field(ge=1, le=2**16)] = 1
     """Number of GPUs over which each layer's matrices are sharded."""
     sequence_parallel: bool | None = None
-    """Shard the activations outside attention and the MLP by token over the tensor-parallel GPUs. Default: true if
-    tensor_model_parallel_size > 1."""
+    """Shard the activations outside attention and the MLP by token over the tensor-parallel GPUs.
+    Default: true if tensor_model_parallel_size > 1."""
     context_parallel_size: Count = 1
-    """Number of groups of tensor_model_parallel_size GPUs over which each sequence is sharded, for long sequences. Each
-    group computes some of the tokens outside attention, and some of the heads inside attention."""
+    """Number of groups of tensor_model_parallel_size GPUs over which each sequence is sharded, for
+    long sequences. Each group computes some of the tokens outside attention, and some of the heads
+    inside attention."""
     pipeline_model_parallel_size: Count = 1
-    """Number of pipeline stages, each of which computes consecutive layers. Use it for models on hundreds of GPUs that
-    are too large for tensor parallelism and ZeRO 1 alone."""
+    """Number of pipeline stages, each of which computes consecutive layers. Use it for models on
+    hundreds of GPUs that are too large for tensor parallelism and ZeRO 1 alone."""
     virtual_pipeline_size: Count = 1
-    """Number of model chunks (groups of consecutive layers) per pipeline stage. More chunks shorten the pipeline bubble
-    but require more communication. Above 1, the number of micro-batches per step must be a multiple of
-    pipeline_model_parallel_size."""
+    """Number of model chunks (groups of consecutive layers) per pipeline stage. More chunks shorten
+    the pipeline bubble but require more communication. Above 1, the number of micro-batches per
+    step must be a multiple of pipeline_model_parallel_size."""
     pipeline_layers: list[int] | None = None
-    """Number of layers of each model chunk, from the first layer to the last. Default: equal numbers. The first stage
-    also computes the embedding, and the last stage the loss."""
+    """Number of layers of each model chunk, from the first layer to the last. Default: equal
+    numbers. The first stage also computes the embedding, and the last stage the loss."""
 
     @property
     def ranks_per_stage(self) -> int:
@@ -193,43 +238,59 @@ class ParallelConfig:
         return self.ranks_per_stage * self.pipeline_model_parallel_size
 
     def model_chunks(self, num_layers: int) -> list[range]:
-        """Return the layers (from 0) of each model chunk, in order. Stage p of P holds chunks p, p + P, p + 2 P, ..."""
+        """Return the layers (from 0) of each model chunk, in order. Stage p of P holds chunks p, p
+        + P, p + 2 P, ...
+        """
         count = self.pipeline_model_parallel_size * self.virtual_pipeline_size
         numbers = self.pipeline_layers or [num_layers // count] * count
-        return [range(end - number, end) for number, end in zip(numbers, itertools.accumulate(numbers))]
+        return [
+            range(end - number, end) for number, end in zip(numbers, itertools.accumulate(numbers))
+        ]
 
     def describe(self, processes: int) -> str:
-        """Describe the layout of a run on `processes` ranks, such as `2 tensor parallel x 4 data parallel`."""
+        """Describe the layout of a run on `processes` ranks, such as `2 tensor parallel x 4 data
+        parallel`.
+        """
         sizes = [
             (self.tensor_model_parallel_size, "tensor"),
             (self.context_parallel_size, "context"),
             (self.pipeline_model_parallel_size, "pipeline"),
             (processes // self.ranks_per_sequence, "data"),
         ]
-        shown = [f"{size} {kind} parallel" for size, kind in sizes if size > 1 or kind in ("tensor", "data")]
+        shown = [
+            f"{size} {kind} parallel"
+            for size, kind in sizes
+            if size > 1 or kind in ("tensor", "data")
+        ]
         return " x ".join(shown)
 
     @property
     def uses_sequence_parallel(self) -> bool:
         """Whether sequence parallelism is enabled, with the default resolved."""
-        return self.tensor_model_parallel_size > 1 if self.sequence_parallel is None else self.sequence_parallel
+        if self.sequence_parallel is None:
+            return self.tensor_model_parallel_size > 1
+        return self.sequence_parallel
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedConfig:
-    """DeepSpeed's ZeRO, which shards the training state over the data-parallel and context-parallel ranks."""
+    """DeepSpeed's ZeRO, which shards the training state over the data-parallel and context-parallel
+    ranks.
+    """
 
     zero_stage: Annotated[int, Field(ge=1, le=3)] = 1
-    """ZeRO stage. 1 shards the optimizer state, 2 also the gradients, 3 also the parameters. In bf16, all stages
-    accumulate the gradients of micro-batches in fp32."""
+    """ZeRO stage. 1 shards the optimizer state, 2 also the gradients, 3 also the parameters. In
+    bf16, all stages accumulate the gradients of micro-batches in fp32."""
     communication_precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision in which gradients are averaged over ranks. bf16 halves the communication volume but rounds the sums;
-    it requires train.precision bf16."""
+    """Precision in which gradients are averaged over ranks. bf16 halves the communication volume
+    but rounds the sums; it requires train.precision bf16."""
     overlap_comm: bool = True
-    """Overlap gradient averaging and ZeRO 3's all-gathers with computation. Results do not change. Not tested on
-    GPUs."""
+    """Overlap gradient averaging and ZeRO 3's all-gathers with computation. Results do not change.
+    Not tested on GPUs."""
     reduce_bucket_size: Count = 500_000_000
-    """Number of gradient elements per communication bucket. Smaller buckets take less memory but need more messages."""
+    """Number of gradient elements per communication bucket. Smaller buckets take less memory but
+    need more messages.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,59 +300,76 @@ class CheckpointConfig:
     directory: PathText | None = None
     """Directory of the checkpoints. Default: checkpoints in logging.directory."""
     interval: Count = 1000
-    """Steps between checkpoints; the last step is also saved. A failed save is only retried after the next interval."""
+    """Steps between checkpoints; the last step is also saved. A failed save is only retried after
+    the next interval.
+    """
     keep: Count = 2
     """Number of most recent checkpoints to keep. Older ones are deleted."""
     keep_every: Count | None = None
-    """Also keep the checkpoints of steps divisible by this number, which must be a multiple of interval. Disabled by
-    default. If the run continues without this setting, its next save deletes them."""
+    """Also keep the checkpoints of steps divisible by this number, which must be a multiple of
+    interval. Disabled by default. If the run continues without this setting, its next save deletes
+    them."""
     asynchronous: bool = False
-    """Write checkpoints in background threads while training continues. Each writer needs host memory for a copy of
-    the tensors that it writes. Only one checkpoint is written at a time. A run that finishes or is stopped by a signal
-    waits until its last checkpoint is written."""
+    """Write checkpoints in background threads while training continues. Each writer needs host
+    memory for a copy of the tensors that it writes. Only one checkpoint is written at a time. A run
+    that finishes or is stopped by a signal waits until its last checkpoint is written."""
     writers: Count | None = None
-    """Maximum number of processes that write tensors, each to its own file of about equal size. Must be at least
-    tensor_model_parallel_size * pipeline_model_parallel_size. Default: one per GiB, at most 512."""
+    """Maximum number of processes that write tensors, each to its own file of about equal size.
+    Must be at least tensor_model_parallel_size * pipeline_model_parallel_size. Default: one per
+    GiB, at most 512."""
     frozen: bool = True
-    """Also save frozen parameters if only some parameters are trained (extension.trains, or a program as in
-    docs/extending.md). false saves only the trained parameters and the path of the checkpoint that the run started
-    from (extension.from or resume). Frozen parameters are then loaded from that path, so it must stay available."""
+    """Also save frozen parameters if only some parameters are trained (extension.trains, or a
+    program as in docs/extending.md). false saves only the trained parameters and the path of the
+    checkpoint that the run started from (extension.from or resume). Frozen parameters are then
+    loaded from that path, so it must stay available."""
     resume: PathText = "auto"
-    """auto continues from the newest complete checkpoint, or starts a new run if there is none. none always starts a
-    new run; it requires a directory without later checkpoints. A path of a checkpoint starts from its weights, step and
-    optimizer state. If it belongs to another run, restarts continue from this run's own checkpoints."""
+    """auto continues from the newest complete checkpoint, or starts a new run if there is none.
+    none always starts a new run; it requires a directory without later checkpoints. A path of a
+    checkpoint starts from its weights, step and optimizer state. If it belongs to another run,
+    restarts continue from this run's own checkpoints."""
 
     def milestones(self, steps: int) -> int:
-        """Return the number of checkpoints of a run of `steps` steps that `keep_every` protects from deletion."""
-        return 0 if self.keep_every is None else steps // self.keep_every
+        """Return the number of checkpoints of a run of `steps` steps that `keep_every` protects
+        from deletion.
+        """
+        if self.keep_every is None:
+            return 0
+        return steps // self.keep_every
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExtensionConfig:
-    """Extension of a trained model to a longer context, by context_factor or by the settings model.position.rope_*."""
+    """Extension of a trained model to a longer context, by context_factor or by the settings
+    model.position.rope_*.
+    """
 
     from_: PathText | None = None
-    """The model to extend: the directory of a run, of a checkpoint or of a Hugging Face model. The run starts at step 0
-    with the weights of this model. Model settings that are not given are taken from it. Disabled by default."""
+    """The model to extend: the directory of a run, of a checkpoint or of a Hugging Face model. The
+    run starts at step 0 with the weights of this model. Model settings that are not given are taken
+    from it. Disabled by default."""
     context_factor: Annotated[float, Field(ge=1)] | None = None
-    """New context length divided by the model's own. It sets model.seq_length, and multiplies the model's
-    rope_scaling_factor; the type of the scaling and its other settings stay. A model without scaling gets
-    rope_scaling_type, linear by default. Default: model.seq_length and model.position are used as given. In the
-    settings of a started run this is null, since the resulting values are stored."""
+    """New context length divided by the model's own. It sets model.seq_length, and multiplies the
+    model's rope_scaling_factor; the type of the scaling and its other settings stay. A model
+    without scaling gets rope_scaling_type, linear by default. Default: model.seq_length and
+    model.position are used as given. In the settings of a started run this is null, since the
+    resulting values are stored."""
     allow_shorter_context: bool = False
     """Allow a model.seq_length below that of the model to extend. By default, this is an error."""
     allow_other_scaling: bool = False
-    """Allow settings that replace the scaling of the model to extend: another rope_scaling_type or rope_share, a
-    smaller rope_scaling_factor or rope_theta, or other bounds. By default, this is an error."""
+    """Allow settings that replace the scaling of the model to extend: another rope_scaling_type or
+    rope_share, a smaller rope_scaling_factor or rope_theta, or other bounds. By default, this is an
+    error."""
     trains: Annotated[list[Literal[*TRAINABLE, "all"]], Field(min_length=1)] = field(  # type: ignore[valid-type]
         default_factory=lambda: ["all"]
     )
-    """Parameters to train; all others are frozen. all, or a list of position (the positional encoding), lora (adds LoRA
-    layers), embeddings (input), output (the output layer, unless it shares the embedding's matrix) and norms."""
+    """Parameters to train; all others are frozen. all, or a list of position (the positional
+    encoding), lora (adds LoRA layers), embeddings (input), output (the output layer, unless it
+    shares the embedding's matrix) and norms."""
     attention: Literal["full", "shifted_sparse"] = "full"
-    """Attention pattern in training steps; evaluation always uses full attention. shifted_sparse is LongLoRA's
-    pattern: tokens attend causally within segments of a quarter of the sequence. For half of the heads, segments are
-    shifted by half their length. With model.attention_backend torch, it is slower than full attention."""
+    """Attention pattern in training steps; evaluation always uses full attention. shifted_sparse is
+    LongLoRA's pattern: tokens attend causally within segments of a quarter of the sequence. For
+    half of the heads, segments are shifted by half their length. With model.attention_backend
+    torch, it is slower than full attention."""
     lora_rank: Count = 8
     """Rank of the LoRA layers."""
     lora_alpha: Positive = 16.0
@@ -299,7 +377,9 @@ class ExtensionConfig:
     lora_targets: Annotated[list[Literal[LORA_TARGETS]], Field(min_length=1)] = field(  # type: ignore[valid-type]
         default_factory=lambda: list(LORA_TARGETS)
     )
-    """Projections of attention with LoRA layers: any of q (query), k (key), v (value) and o (output)."""
+    """Projections of attention with LoRA layers: any of q (query), k (key), v (value) and o
+    (output).
+    """
 
     @property
     def adds_lora(self) -> bool:
@@ -323,7 +403,9 @@ class WandbSettings:
     name: str | None = None
     """Name of the run in W&B. Default: the last part of logging.directory."""
     mode: Literal["online", "offline"] = "online"
-    """online uploads metrics during the run. offline writes files for `wandb sync`, which uploads them later."""
+    """online uploads metrics during the run. offline writes files for `wandb sync`, which uploads
+    them later.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,11 +413,15 @@ class LoggingConfig:
     """Where and how often metrics and sampled text are logged."""
 
     directory: PathText | None = None
-    """Directory of the run's metrics, settings and, by default, checkpoints. Default: runs/<name of the recipe>."""
+    """Directory of the run's metrics, settings and, by default, checkpoints. Default: runs/<name of
+    the recipe>.
+    """
     interval: Count = 10
     """Steps between rows of metrics."""
     sample_tokens: NotNegativeInt = 64
-    """Number of tokens of text to sample at every evaluation (train.eval_interval). 0 disables sampling."""
+    """Number of tokens of text to sample at every evaluation (train.eval_interval). 0 disables
+    sampling.
+    """
     sample_prompt: str = "The"
     """Prompt that the sampled text continues."""
     tensorboard: bool = True
@@ -369,14 +455,17 @@ class RunConfig:
     def to_start_another_run(self) -> str:
         """The options with which a user starts another run, as part of an error message."""
         follows = self.checkpoint.directory == self.default_checkpoint_directory
-        return f"start another run with --logging.directory NEW{'' if follows else ' --checkpoint.directory NEW'}"
+        return (
+            "start another run with --logging.directory"
+            f" NEW{'' if follows else ' --checkpoint.directory NEW'}"
+        )
 
 
 def config_dict(config: RunConfig) -> dict[str, Any]:
     """Return all settings as nested dictionaries, with the keys of recipes.
 
-    `checkpoint.directory` is None if it has its default value, so that a copy of these settings with another
-    `logging.directory` also has another checkpoint directory.
+    `checkpoint.directory` is None if it has its default value, so that a copy of these settings
+    with another `logging.directory` also has another checkpoint directory.
     """
     sections = as_dict(config)
     if config.checkpoint.directory == config.default_checkpoint_directory:
@@ -390,5 +479,7 @@ def to_yaml(config: RunConfig) -> str:
 
 
 def replace_settings(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """Return a copy of `config` with new `values` by dotted key, such as `optimizer.lr`. Raises ConfigError."""
+    """Return a copy of `config` with new `values` by dotted key, such as `optimizer.lr`. Raises
+    ConfigError.
+    """
     return build(RunConfig, merge(RunConfig, as_dict(config), unflatten(values)))

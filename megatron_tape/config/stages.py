@@ -1,4 +1,6 @@
-"""Stages of training, each with its own datasets: `data.prefix`, then `data.stages`. Does not import torch."""
+"""Stages of training, each with its own datasets: `data.prefix`, then `data.stages`. Does not
+import torch.
+"""
 
 import bisect
 import contextlib
@@ -8,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron_tape.config.data import blend
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.errors import ConfigError, refuse
+from megatron_tape.errors import ConfigError
 
 KEY = "data.stages"
 
@@ -18,15 +20,22 @@ class Stage:
     """One stage of training."""
 
     config: RunConfig
-    """The settings of the run, with the datasets of this stage in `data.prefix`, and without `data.stages`."""
+    """The settings of the run, with the datasets of this stage in `data.prefix`, and without
+    `data.stages`.
+    """
     number: int
-    """0 for the stage on `data.prefix` (or another data source), n for the n-th entry of `data.stages`."""
+    """0 for the stage on `data.prefix` (or another data source), n for the n-th entry of
+    `data.stages`.
+    """
     start: int
-    """Index of the first training sample of the stage. A stage starts at the beginning of a step."""
+    """Index of the first training sample of the stage. A stage starts at the beginning of a step.
+    """
 
     @contextlib.contextmanager
     def rename_error_subjects(self) -> Iterator[None]:
-        """Within the context, rename the subject `data.prefix` of errors to `data.stages` if this is a later stage."""
+        """Within the context, rename the subject `data.prefix` of errors to `data.stages` if this
+        is a later stage.
+        """
         try:
             yield
         except ConfigError as error:
@@ -37,13 +46,17 @@ class Stage:
 def stages_of(config: RunConfig) -> list[Stage]:
     """Return the stages of a run, in order. A run without `data.stages` has one.
 
-    Each stage has its own seed, so that two stages with the same dataset shuffle it differently. Raises ConfigError if
-    the shares in `data.stages` leave a stage without a step.
+    Each stage has its own seed, so that two stages with the same dataset shuffle it differently.
+    Raises ConfigError if the shares in `data.stages` leave a stage without a step.
     """
     later = config.data.stages or []
     total = sum(item.share for item in later)
-    problem = f"has shares that add up to {total:g}, so there are no steps for data.prefix"
-    refuse(total >= 1, KEY, problem, "lower the shares to less than 1 in total")
+    if total >= 1:
+        raise ConfigError(
+            KEY,
+            f"has shares that add up to {total:g}, so there are no steps for data.prefix",
+            "lower the shares to less than 1 in total",
+        )
     train = config.train
     samples = train.samples_after(train.steps)
     stages = [Stage(_with_datasets(config, config.data.prefix, 0), 0, 0)]
@@ -51,21 +64,33 @@ def stages_of(config: RunConfig) -> list[Stage]:
     for number, item in enumerate(later, start=1):
         first = round(samples * (1 - remaining))
         step = bisect.bisect_right(range(train.steps + 1), first, key=train.samples_after) - 1
-        stages.append(Stage(_with_datasets(config, item.prefix, number), number, train.samples_after(step)))
+        stages.append(
+            Stage(_with_datasets(config, item.prefix, number), number, train.samples_after(step))
+        )
         remaining -= item.share
-    for stage, end in zip(stages if later else (), [*(stage.start for stage in stages[1:]), samples]):
-        problem = f"gives stage {stage.number} less than one of the {train.steps} steps"
-        refuse(stage.start >= end, (KEY, "train.steps"), problem, "raise its share or train.steps")
+    for stage, end in zip(
+        stages if later else (), [*(stage.start for stage in stages[1:]), samples]
+    ):
+        if stage.start >= end:
+            raise ConfigError(
+                (KEY, "train.steps"),
+                f"gives stage {stage.number} less than one of the {train.steps} steps",
+                "raise its share or train.steps",
+            )
     return stages
 
 
 def prefixes_of(stages: list[Stage]) -> list[str]:
     """Return the prefixes of the datasets of all stages, without duplicates."""
-    return list(dict.fromkeys(prefix for stage in stages for prefix in blend(stage.config.data.prefix)[0]))
+    return list(
+        dict.fromkeys(prefix for stage in stages for prefix in blend(stage.config.data.prefix)[0])
+    )
 
 
 def stage_at(stages: list[Stage], sample: int) -> int:
-    """Return the `Stage.number` of the stage that contains the training sample with index `sample`."""
+    """Return the `Stage.number` of the stage that contains the training sample with index
+    `sample`.
+    """
     return sum(stage.start <= sample for stage in stages) - 1
 
 

@@ -11,15 +11,21 @@ from megatron_tape.config.values import Count, Decay, NotNegativeInt, Positive
 EVALUATIONS = ("validation_loss", "sample", "position_norms", "gradient_norms")
 """Default of `train.evaluations`."""
 ON_VALIDATION_DATA = frozenset({"validation_loss"})
-"""Entries of `train.evaluations` that read validation data. Without them, the validation split is not indexed."""
+"""Entries of `train.evaluations` that read validation data. Without them, the validation split is
+not indexed.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRampSettings:
-    """Batch size warm-up: increase the batch size linearly to global_batch_size. The learning rate is not affected."""
+    """Batch size warm-up: increase the batch size linearly to global_batch_size. The learning rate
+    is not affected.
+    """
 
     from_: Count
-    """Number of sequences in the first step. All batch sizes are multiples of it, also global_batch_size."""
+    """Number of sequences in the first step. All batch sizes are multiples of it, also
+    global_batch_size.
+    """
     over_samples: Count
     """Number of sequences until the batch size reaches global_batch_size."""
 
@@ -29,34 +35,45 @@ class SpikeSettings:
     """Detect spikes: steps with a loss or gradient norm far above that of recent updates."""
 
     action: Literal["warn", "skip", "rewind"] = "warn"
-    """What to do after a spike. warn logs it. skip also skips the update of this step. rewind exits with status 75;
-    after a restart, the run continues from its newest checkpoint with the data that follows the spike."""
+    """What to do after a spike. warn logs it. skip also skips the update of this step. rewind exits
+    with status 75; after a restart, the run continues from its newest checkpoint with the data that
+    follows the spike."""
     window: Annotated[int, Field(ge=3, le=10_000)] = 100
-    """Number of previous updates that a step is compared with. Detection starts after this number of updates."""
+    """Number of previous updates that a step is compared with. Detection starts after this number
+    of updates.
+    """
     threshold: Positive = 6.0
-    """A loss or gradient norm is a spike if it exceeds the median of the last `window` updates by more than this number
-    of standard deviations. The standard deviation is estimated from the median absolute deviation."""
+    """A loss or gradient norm is a spike if it exceeds the median of the last `window` updates by
+    more than this number of standard deviations. The standard deviation is estimated from the
+    median absolute deviation."""
     limit: Count = 10
-    """Maximum number of skipped steps or rewinds in a run. The next spike ends the run with an error."""
+    """Maximum number of skipped steps or rewinds in a run. The next spike ends the run with an
+    error.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class AverageSettings:
-    """Keep an average of the weights, in fp32 and sharded like the optimizer state. It is saved in checkpoints,
-    evaluated as validation/loss_averaged_weights, and exported with --average."""
+    """Keep an average of the weights, in fp32 and sharded like the optimizer state. It is saved in
+    checkpoints, evaluated as validation/loss_averaged_weights, and exported with --average."""
 
     kind: Literal["ema", "last"]
-    """ema: exponential moving average over all updates. last: mean of the weights at several steps at the end."""
+    """ema: exponential moving average over all updates. last: mean of the weights at several steps
+    at the end.
+    """
     decay: Decay = 0.999
-    """Decay per update of kind ema; skipped steps do not count. If (1 + updates) / (10 + updates) is smaller, it is
-    used instead, so that the initial weights decay quickly."""
+    """Decay per update of kind ema; skipped steps do not count. If (1 + updates) / (10 + updates)
+    is smaller, it is used instead, so that the initial weights decay quickly."""
     count: Count = 10
-    """Number of steps whose weights are averaged by kind last. The last of them is the last step of the run."""
+    """Number of steps whose weights are averaged by kind last. The last of them is the last step of
+    the run.
+    """
     every: Count = 100
     """Number of steps from one averaged step of kind last to the next. Skipped steps count."""
 
     def share(self, step: int, steps: int, updates: int, skipped: bool = False) -> float:
-        """Return the fraction s in the update of the average, average = (1 - s) average + s weights, after a step.
+        """Return the fraction s in the update of the average, average = (1 - s) average + s
+        weights, after a step.
 
         Args:
             step: the step that has just ended, counted from 1.
@@ -65,17 +82,23 @@ class AverageSettings:
             skipped: whether `step` skipped its update.
         """
         if self.kind == "ema":
-            return 0.0 if skipped else 1 - min(self.decay, (1 + updates) / (10 + updates))
+            if skipped:
+                return 0.0
+            return 1 - min(self.decay, (1 + updates) / (10 + updates))
         # Skipped steps count, since the mean is over fixed steps.
         number, remainder = divmod(step - (steps - (self.count - 1) * self.every), self.every)
         # Before the first of these steps, the average equals the current weights.
-        return 1.0 if number < 0 else 0.0 if remainder else 1 / (number + 1)
+        if number < 0:
+            return 1.0
+        if remainder:
+            return 0.0
+        return 1 / (number + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileSettings:
-    """Trace steps with PyTorch's profiler. Traces are written to logging.directory/profile; open them in
-    ui.perfetto.dev. The signal SIGUSR2 traces the next two steps."""
+    """Trace steps with PyTorch's profiler. Traces are written to logging.directory/profile; open
+    them in ui.perfetto.dev. The signal SIGUSR2 traces the next two steps."""
 
     steps: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None
     """First and last step of the trace, such as [10, 12]. Default: trace only after SIGUSR2."""
@@ -92,8 +115,9 @@ class TrainConfig:
     micro_batch_size: Annotated[int, Field(ge=1, le=10**6)] = 1
     """Number of sequences in one forward pass of a model replica."""
     global_batch_size: Annotated[int, Field(ge=1, le=10**6)]
-    """Number of sequences per optimizer step, over all GPUs. It must be a multiple of micro_batch_size times the
-    data-parallel size; the quotient is the number of accumulated micro-batches."""
+    """Number of sequences per optimizer step, over all GPUs. It must be a multiple of
+    micro_batch_size times the data-parallel size; the quotient is the number of accumulated
+    micro-batches."""
     batch_ramp: BatchRampSettings | None = None
     """Batch size warm-up. Disabled by default."""
     precision: Literal["fp32", "bf16"] = "bf16"
@@ -101,28 +125,35 @@ class TrainConfig:
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1234
     """Seed of weight initialization and data shuffling."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Device to train on. auto uses the GPUs, or the CPU if there are none. With auto or cuda, there must be one
-    process for each visible GPU of a node."""
+    """Device to train on. auto uses the GPUs, or the CPU if there are none. With auto or cuda,
+    there must be one process for each visible GPU of a node."""
     allow_slow_attention: bool = False
-    """Use attention in plain PyTorch if the fast kernels do not work on the GPU, instead of exiting with an error."""
+    """Use attention in plain PyTorch if the fast kernels do not work on the GPU, instead of exiting
+    with an error.
+    """
     deterministic: bool = False
-    """Use only deterministic kernels, so that a run that is repeated on the same GPUs has the same losses. This makes
-    training slower. Runs on CPUs are always deterministic. On GPUs, PyTorch has no deterministic kernel for the
-    cumulative sums of model.position.increments (except fixed) and of the encodings fox, path_fox and cope."""
+    """Use only deterministic kernels, so that a run that is repeated on the same GPUs has the same
+    losses. This makes training slower. Runs on CPUs are always deterministic. On GPUs, PyTorch has
+    no deterministic kernel for the cumulative sums of model.position.increments (except fixed) and
+    of the encodings fox, path_fox and cope."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation checkpointing, which saves memory. full recomputes every layer in the backward pass, a third more
-    computation. selective stores the output of attention and recomputes the rest of each layer."""
+    """Activation checkpointing, which saves memory. full recomputes every layer in the backward
+    pass, a third more computation. selective stores the output of attention and recomputes the rest
+    of each layer."""
     eval_interval: NotNegativeInt | None = None
-    """Steps between evaluations. They also run after the last step, and by default only then. 0 disables them. By
-    default, a run without validation data is not an error."""
+    """Steps between evaluations. They also run after the last step, and by default only then. 0
+    disables them. By default, a run without validation data is not an error."""
     evaluations: list[str] = field(default_factory=lambda: list(EVALUATIONS))
-    """Evaluations to run. At the steps of eval_interval: validation_loss, and sample, which logs text that continues
-    logging.sample_prompt. At every logged step: position_norms, the distance of TAPE from RoPE by layer, and
-    gradient_norms of the embeddings, attention, MLPs, the positional encoding and norms."""
+    """Evaluations to run. At the steps of eval_interval: validation_loss, and sample, which logs
+    text that continues logging.sample_prompt. At every logged step: position_norms, the distance of
+    TAPE from RoPE by layer, and gradient_norms of the embeddings, attention, MLPs, the positional
+    encoding and norms."""
     eval_steps: Annotated[int, Field(ge=1, le=10**6)] = 10
     """Number of global batches per evaluation of validation_loss."""
     max_bad_steps: Count = 5
-    """Stop the run after this many consecutive steps with a non-finite loss or gradient. Their updates are skipped."""
+    """Stop the run after this many consecutive steps with a non-finite loss or gradient. Their
+    updates are skipped.
+    """
     spikes: SpikeSettings | None = None
     """Detect spikes of the loss or gradient norm. Disabled by default."""
     average: AverageSettings | None = None
@@ -130,16 +161,21 @@ class TrainConfig:
     profile: ProfileSettings = ProfileSettings()
     """Trace steps with PyTorch's profiler."""
     hang_timeout: Positive | None = 1800.0
-    """Seconds without progress (a step, an evaluation batch or a save) after which each process writes its stack traces
-    and exits with status 77. During start-up, the timeout is at least an hour. null disables the timeout."""
+    """Seconds without progress (a step, an evaluation batch or a save) after which each process
+    writes its stack traces and exits with status 77. During start-up, the timeout is at least an
+    hour. null disables the timeout."""
 
     def batch_size_keys(self) -> dict[str, int]:
         """Return the configured batch sizes by the keys of their settings."""
         sizes = {"train.global_batch_size": self.global_batch_size}
-        return sizes if self.batch_ramp is None else sizes | {"train.batch_ramp.from": self.batch_ramp.from_}
+        if self.batch_ramp is None:
+            return sizes
+        return sizes | {"train.batch_ramp.from": self.batch_ramp.from_}
 
     def batch_size(self, samples: int) -> int:
-        """Return the global batch size of the step that follows the first `samples` sequences of the run."""
+        """Return the global batch size of the step that follows the first `samples` sequences of
+        the run.
+        """
         ramp = self.batch_ramp
         if ramp is None or samples >= ramp.over_samples:
             return self.global_batch_size
@@ -147,7 +183,9 @@ class TrainConfig:
         return size - size % ramp.from_
 
     def batch_sizes(self, samples: int, steps: int) -> Iterator[int]:
-        """Yield the global batch sizes of the `steps` steps that follow the first `samples` sequences of the run."""
+        """Yield the global batch sizes of the `steps` steps that follow the first `samples`
+        sequences of the run.
+        """
         for _ in range(steps):
             yield (size := self.batch_size(samples))
             samples += size
@@ -166,7 +204,12 @@ class TrainConfig:
         return step % self.eval_interval == 0 or step == self.steps
 
     def samples_after(self, steps: int, samples: int = 0) -> int:
-        """Return the total number of sequences after the first `samples` sequences and `steps` further steps."""
-        while steps and (size := self.batch_size(samples)) < self.global_batch_size:  # only during the warm-up
-            steps, samples = steps - 1, samples + size
+        """Return the total number of sequences after the first `samples` sequences and `steps`
+        further steps.
+        """
+        while (
+            steps and (size := self.batch_size(samples)) < self.global_batch_size
+        ):  # only during the warm-up
+            steps = steps - 1
+            samples = samples + size
         return samples + steps * self.global_batch_size

@@ -21,7 +21,9 @@ _SHOWN_CHARACTERS = 200
 
 
 def expand_path(path: str) -> str:
-    """Return a path with a leading `~` expanded. Raises UserError for an address, or if it has a control character."""
+    """Return a path with a leading `~` expanded. Raises UserError for an address, or if it has a
+    control character.
+    """
     if re.search(r"[\x00-\x1f\x7f-\x9f]", path):
         raise UserError(path, "contains a control character, such as a line break", "rename it")
     refuse_address(path)
@@ -29,20 +31,33 @@ def expand_path(path: str) -> str:
 
 
 PathText = Annotated[str, Field(min_length=1), AfterValidator(expand_path)]
-"""A path. A leading `~` becomes the home directory. Addresses such as `s3://bucket/run` are refused."""
+"""A path. A leading `~` becomes the home directory. Addresses such as `s3://bucket/run` are
+refused.
+"""
 Prefixes = (
-    Annotated[dict[PathText, Positive], Field(min_length=1)] | Annotated[list[PathText], Field(min_length=1)] | PathText
+    Annotated[dict[PathText, Positive], Field(min_length=1)]
+    | Annotated[list[PathText], Field(min_length=1)]
+    | PathText
 )
-"""Datasets by path without `.idx` and `.bin`: one path, a list of paths, or a mapping from paths to weights."""
+"""Datasets by path without `.idx` and `.bin`: one path, a list of paths, or a mapping from paths to
+weights.
+"""
 
 
 def format_value(value: Any) -> str:
-    """Format a value for an error message, spelled as in YAML and truncated. A section is formatted as `set`."""
+    """Format a value for an error message, spelled as in YAML and truncated. A section is formatted
+    as `set`.
+    """
     if dataclasses.is_dataclass(value):
         return "set"
     constants = {None: "null", True: "true", False: "false"}
-    text = constants[value] if value is None or isinstance(value, bool) else repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+    if value is None or isinstance(value, bool):
+        text = constants[value]
+    else:
+        text = repr(value)
+    if len(text) <= _SHOWN_CHARACTERS:
+        return text
+    return f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 def refuse_incompatible(config: Any, refused: bool, keys: str, fix: str, why: str = "") -> None:
@@ -55,7 +70,8 @@ def refuse_incompatible(config: Any, refused: bool, keys: str, fix: str, why: st
         refused: whether the settings are incompatible.
         keys: the dotted keys of the incompatible settings, separated by spaces.
         fix: what to change.
-        why: why the settings are incompatible, as a clause such as "which has no final decay". May be empty.
+        why: why the settings are incompatible, as a clause such as "which has no final decay". May
+            be empty.
     """
     if refused:
         subjects = tuple(keys.split())

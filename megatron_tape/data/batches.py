@@ -1,6 +1,7 @@
 """Load the micro-batches of a run from Megatron's indexed datasets or from a `SampleSource`.
 
-The order of the samples depends only on the settings and the seed. B is the micro-batch size, S the sequence length.
+The order of the samples depends only on the settings and the seed. B is the micro-batch size, S the
+sequence length.
 """
 
 import bisect
@@ -28,22 +29,25 @@ from megatron_tape.data.inputs import missing_validation
 from megatron_tape.data.long_documents import log_epochs
 from megatron_tape.data.megatron_datasets import open_datasets, plan_for_all, training_epochs
 from megatron_tape.data.samples import ExampleSamples, SampleSource, sample_source
-from megatron_tape.errors import UserError, refuse
+from megatron_tape.errors import ConfigError, UserError
 from megatron_tape.parallel.layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
 
 NOT_FOR_WORKERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
-"""Signals that schedulers and terminals send to all processes of a run. Only the training process handles them."""
+"""Signals that schedulers and terminals send to all processes of a run. Only the training process
+handles them.
+"""
 
 
 @dataclass(frozen=True)
 class Batches:
     """Iterate over this rank's micro-batches of training and validation data.
 
-    A micro-batch is a dict of tensors (B, S) on the rank's device: `tokens` and `labels`, int64. With
-    `data.reset_attention_mask`, it also has `documents` (see `documents_from_tokens`); with a `SampleSource`,
-    `loss_weights`, float32. Training sample i is the same under every parallel layout.
+    A micro-batch is a dict of tensors (B, S) on the rank's device: `tokens` and `labels`, int64.
+    With `data.reset_attention_mask`, it also has `documents` (see `documents_from_tokens`); with a
+    `SampleSource`, `loss_weights`, float32. Training sample i is the same under every parallel
+    layout.
     """
 
     train: Dataset
@@ -67,9 +71,12 @@ class Batches:
         return self._load(self.train, self.samples, self.config.data.num_workers, sizes)
 
     def evaluation(self) -> Iterator[dict[str, Tensor]]:
-        """Return this rank's micro-batches of the validation data. They are the same at every evaluation."""
-        # Load in the training process: the same few sequences are used every time and remain in the page cache. Workers
-        # would either be forked while NCCL threads are running, or be idle between evaluations.
+        """Return this rank's micro-batches of the validation data. They are the same at every
+        evaluation.
+        """
+        # Load in the training process: the same few sequences are used every time and remain in the
+        # page cache. Workers would either be forked while NCCL threads are running, or be idle
+        # between evaluations.
         samples = range(self.config.train.eval_steps * self.config.train.global_batch_size)
         return self._load(self.validation, samples, 0, iter([len(samples)]))
 
@@ -78,9 +85,11 @@ class Batches:
     ) -> Iterator[dict[str, Tensor]]:
         """Yield this rank's micro-batches of `samples`, indices into `dataset`.
 
-        `sizes` are the sizes of consecutive global batches, over which the loss of a `SampleSource` is averaged.
+        `sizes` are the sizes of consecutive global batches, over which the loss of a `SampleSource`
+        is averaged.
         """
-        train, tokens = self.config.train, self.layout.tokens
+        train = self.config.train
+        tokens = self.layout.tokens
         masked = isinstance(dataset, SampleSource)
         if not masked:
             dataset = _Samples(dataset, self.eod if self.config.data.reset_attention_mask else None)
@@ -91,21 +100,29 @@ class Batches:
             num_workers=num_workers,
             pin_memory=self.layout.device.type == "cuda",
             worker_init_fn=functools.partial(_obey_only_the_parent, os.getpid()),
-            generator=torch.Generator(),  # otherwise each loader draws a number from the run's default generator
+            # otherwise each loader draws a number from the run's default generator
+            generator=torch.Generator(),
         )
         batches = self._on_device(_start_workers(loader))
-        return self._weighted(batches, sizes) if masked else batches
+        if masked:
+            return self._weighted(batches, sizes)
+        return batches
 
-    def _weighted(self, batches: Iterator[dict[str, Tensor]], sizes: Iterator[int]) -> Iterator[dict[str, Tensor]]:
-        """Replace the `loss_mask` of each micro-batch by `loss_weights`; `sizes` are the sizes of the global batches.
+    def _weighted(
+        self, batches: Iterator[dict[str, Tensor]], sizes: Iterator[int]
+    ) -> Iterator[dict[str, Tensor]]:
+        """Replace the `loss_mask` of each micro-batch by `loss_weights`; `sizes` are the sizes of
+        the global batches.
 
-        The loss of a micro-batch is the weighted sum of its tokens' losses. Averaged over all micro-batches of a global
-        batch, it is the mean loss of the tokens that the masks select.
+        The loss of a micro-batch is the weighted sum of its tokens' losses. Averaged over all
+        micro-batches of a global batch, it is the mean loss of the tokens that the masks select.
         """
         for size in sizes:
             count = size // (self.config.train.micro_batch_size * self.layout.tokens.data_shards)
             group = list(itertools.islice(batches, count))
-            in_loss = self.layout.tokens.total(torch.stack([batch["loss_mask"].sum() for batch in group]).sum())
+            in_loss = self.layout.tokens.total(
+                torch.stack([batch["loss_mask"].sum() for batch in group]).sum()
+            )
             weight = count * self.layout.tokens.data_shards / in_loss.clamp(min=1)
             for batch in group:
                 mask = batch.pop("loss_mask")
@@ -119,14 +136,19 @@ class Batches:
                     raise batch
                 yield {key: value.to(device, non_blocking=True) for key, value in batch.items()}
         finally:
-            del batches  # stops the loader processes at once, even if this frame is still referenced
+            del (
+                batches
+            )  # stops the loader processes at once, even if this frame is still referenced
 
 
 class _InStages(Dataset):
-    """The training samples of a run with stages: sample `stages[n].start + i` is sample i of `datasets[n]`."""
+    """The training samples of a run with stages: sample `stages[n].start + i` is sample i of
+    `datasets[n]`.
+    """
 
     def __init__(self, datasets: list[Dataset], stages: list[Stage]):
-        self._datasets, self._stages = datasets, stages
+        self._datasets = datasets
+        self._stages = stages
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         number = stage_at(self._stages, index)
@@ -134,7 +156,9 @@ class _InStages(Dataset):
 
 
 class _MicroBatches(Dataset):
-    """A dataset of micro-batches. A UserError is returned, not raised, because `DataLoader` would change its type."""
+    """A dataset of micro-batches. A UserError is returned, not raised, because `DataLoader` would
+    change its type.
+    """
 
     def __init__(self, samples: Dataset):
         self._samples = samples
@@ -147,10 +171,13 @@ class _MicroBatches(Dataset):
 
 
 class _Samples(Dataset):
-    """Reduce the samples of a `GPTDataset` to `tokens` and `labels`; add `documents` unless `eod` is None."""
+    """Reduce the samples of a `GPTDataset` to `tokens` and `labels`; add `documents` unless `eod`
+    is None.
+    """
 
     def __init__(self, samples: Dataset, eod: int | None):
-        self._samples, self._eod = samples, eod
+        self._samples = samples
+        self._eod = eod
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         sample = self._samples[index]
@@ -161,7 +188,8 @@ class _Samples(Dataset):
 
 
 def documents_from_tokens(tokens: Tensor, eod: int) -> Tensor:
-    """Return the number of each token's document within its sequence: token ids (..., S) -> (..., S), int64, from 0.
+    """Return the number of each token's document within its sequence: token ids (..., S) -> (...,
+    S), int64, from 0.
 
     The token `eod` is the last token of its document.
     """
@@ -171,7 +199,9 @@ def documents_from_tokens(tokens: Tensor, eod: int) -> Tensor:
 
 def _start_workers(loader: DataLoader) -> Iterator[dict[str, Tensor]]:
     """Return an iterator over `loader`, whose workers are started with NOT_FOR_WORKERS blocked."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_WORKERS)  # inherited by the workers forked here
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, NOT_FOR_WORKERS
+    )  # inherited by the workers forked here
     try:
         return iter(loader)
     finally:
@@ -179,13 +209,16 @@ def _start_workers(loader: DataLoader) -> Iterator[dict[str, Tensor]]:
 
 
 def _obey_only_the_parent(parent: int, worker: int) -> None:
-    """Exit this loader process when `parent` sends a signal of NOT_FOR_WORKERS; ignore those from other processes.
+    """Exit this loader process when `parent` sends a signal of NOT_FOR_WORKERS; ignore those from
+    other processes.
 
-    `parent` is the training process. `os.getppid()` would be another one if a fork server starts the workers.
+    `parent` is the training process. `os.getppid()` would be another one if a fork server starts
+    the workers.
 
-    Slurm and torchrun send signals to every process of a step. If a signal killed a worker, torch would raise an error
-    in the training process before it could save. The parent, in contrast, sends SIGTERM to its workers when Python
-    exits. If the parent is killed, torch's worker loop notices this and exits.
+    Slurm and torchrun send signals to every process of a step. If a signal killed a worker, torch
+    would raise an error in the training process before it could save. The parent, in contrast,
+    sends SIGTERM to its workers when Python exits. If the parent is killed, torch's worker loop
+    notices this and exits.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_WORKERS)  # not inherited from a fork server
 
@@ -207,8 +240,9 @@ def build_batches(
 ) -> Batches:
     """Open the run's training and validation data and return its batches.
 
-    All ranks call this together. If the cache lacks the index of the datasets, rank 0 builds it. A dataset of a blend
-    that is too small for a split is excluded from that split; the other datasets keep their proportions.
+    All ranks call this together. If the cache lacks the index of the datasets, rank 0 builds it. A
+    dataset of a blend that is too small for a split is excluded from that split; the other datasets
+    keep their proportions.
 
     Args:
         config: the run's settings.
@@ -219,15 +253,21 @@ def build_batches(
         on_progress: called repeatedly while the index is being built.
 
     Raises:
-        ConfigError: a required split does not contain a whole sequence, or the index cannot be stored.
+        ConfigError: a required split does not contain a whole sequence, or the index cannot be
+            stored.
     """
-    assert eod is not None or not config.data.reset_attention_mask, "data.reset_attention_mask requires eod"
+    assert eod is not None or not config.data.reset_attention_mask, (
+        "data.reset_attention_mask requires eod"
+    )
     train = config.train
     remaining = train.steps - step
     samples = range(consumed, train.samples_after(remaining, consumed))
     evaluates = train.validates
     if config.data.source in SAMPLE_SOURCES:
-        validation = None if missing_validation(config) else sample_source(config, validation=True)
+        if missing_validation(config):
+            validation = None
+        else:
+            validation = sample_source(config, validation=True)
         training = sample_source(config, validation=False)
         if isinstance(training, ExampleSamples) and layout.rank == 0:
             log_epochs(samples.stop / len(training.lines), config.data.examples.path)
@@ -238,20 +278,29 @@ def build_batches(
     if is_rank_0:
         logger.info("building the index of %s training sequences", f"{samples.stop:,}")
     started = time.monotonic()
-    stages, plans, cache = stages_of(config), [], config.data.resolved_cache_directory
-    problem = (
-        f"starts its last stage after {stages[-1].start:,} sequences, but this run ends after {samples.stop:,}, "
-        "because its batch size has changed"
-    )
-    fix = "raise the share of that stage, or train.steps"
-    refuse(stages[-1].start >= samples.stop, ("data.stages", "train.steps"), problem, fix)
+    stages = stages_of(config)
+    plans = []
+    cache = config.data.resolved_cache_directory
+    if stages[-1].start >= samples.stop:
+        raise ConfigError(
+            ("data.stages", "train.steps"),
+            f"starts its last stage after {stages[-1].start:,} sequences, but this run ends after"
+            f" {samples.stop:,}, because its batch size has changed",
+            "raise the share of that stage, or train.steps",
+        )
     for stage in stages:
         with stage.rename_error_subjects():
             plans.append(plan_for_all(stage.config, evaluates and stage.number == 0))
     evaluates = len(plans[0].splits) > 1
 
-    sizes = [end - stage.start for stage, end in zip(stages, [*(stage.start for stage in stages[1:]), samples.stop])]
-    validation_size = train.eval_steps * train.global_batch_size if evaluates else 0
+    sizes = [
+        end - stage.start
+        for stage, end in zip(stages, [*(stage.start for stage in stages[1:]), samples.stop])
+    ]
+    if evaluates:
+        validation_size = train.eval_steps * train.global_batch_size
+    else:
+        validation_size = 0
     order = config.model.seq_length, config.data.split, config.data.long_documents, train.seed
     directory = os.path.join(cache, digest_of(*order, sizes, validation_size, plans))
 
@@ -270,10 +319,28 @@ def build_batches(
             epochs.update(training_epochs(stage.config, plan, size))
         if epochs:
             prefix, most = max(epochs.items(), key=lambda item: item[1])
-            log_epochs(most, prefix if len(epochs) == 1 else f"{prefix}, the most repeated of {len(epochs)} datasets")
+            log_epochs(
+                most,
+                (
+                    prefix
+                    if len(epochs) == 1
+                    else f"{prefix}, the most repeated of {len(epochs)} datasets"
+                ),
+            )
         logger.info("index ready after %.1f s", time.monotonic() - started)
         for stage in stages[max(1, stage_at(stages, consumed)) :]:
-            after = bisect.bisect_left(range(remaining), stage.start, key=lambda n: train.samples_after(n, consumed))
-            logger.info("from step %s on, the training data is %s", f"{step + after + 1:,}", stage.config.data.prefix)
-    train_data = _InStages([first, *(datasets[0] for datasets in later)], stages) if later else first
-    return Batches(train_data, validation[0] if evaluates else None, config, layout, eod, samples, remaining)
+            after = bisect.bisect_left(
+                range(remaining), stage.start, key=lambda n: train.samples_after(n, consumed)
+            )
+            logger.info(
+                "from step %s on, the training data is %s",
+                f"{step + after + 1:,}",
+                stage.config.data.prefix,
+            )
+    if later:
+        train_data = _InStages([first, *(datasets[0] for datasets in later)], stages)
+    else:
+        train_data = first
+    return Batches(
+        train_data, validation[0] if evaluates else None, config, layout, eod, samples, remaining
+    )

@@ -1,7 +1,7 @@
 """Find the input files of a corpus and parse the text of each document.
 
-A document that cannot be used, a bad document, is reported with its place and the reason. The place is its file and its
-line or row, such as `corpus.jsonl:12`.
+A document that cannot be used, a bad document, is reported with its place and the reason. The place
+is its file and its line or row, such as `corpus.jsonl:12`.
 """
 
 import argparse
@@ -37,7 +37,8 @@ is read once.
   hub:NAME       a dataset of the Hugging Face Hub, or a local directory in its layout: the .parquet or .jsonl files of
                  its --split"""
 
-_EXAMPLES, _KEYS_SHOWN = 3, 10
+_EXAMPLES = 3
+_KEYS_SHOWN = 10
 _CHAT_KEYS = ("messages", "conversations", "conversation")
 _EMPTY = "empty text"
 LONE_SURROGATE = "a lone surrogate, which UTF-8 cannot encode"
@@ -66,17 +67,21 @@ class Problems:
         return next(((places[0], reason) for reason, places in self.examples.items()), None)
 
     def report(self) -> Iterator[str]:
-        """Yield one sentence per reason: how many documents were skipped for it, and where the first of them are."""
+        """Yield one sentence per reason: how many documents were skipped for it, and where the
+        first of them are.
+        """
         for reason, count in self.counts.most_common():
             more = ", ..." if count > len(self.examples[reason]) else ""
             yield f"skipped {count:,}: {reason} ({', '.join(self.examples[reason])}{more})"
 
 
 def find_inputs(patterns: list[str], hub_options: argparse.Namespace) -> list[str]:
-    """Return the files that match paths and glob patterns: in the order of `patterns`, and sorted by name within each.
+    """Return the files that match paths and glob patterns: in the order of `patterns`, and sorted
+    by name within each.
 
-    A pattern `hub:NAME` stands for the files of a dataset of the Hub, chosen by the options of `hub.add_options`.
-    Duplicates are skipped. Raises FileError if a pattern matches no file or a file has an unknown format.
+    A pattern `hub:NAME` stands for the files of a dataset of the Hub, chosen by the options of
+    `hub.add_options`. Duplicates are skipped. Raises FileError if a pattern matches no file or a
+    file has an unknown format.
     """
     if not any(pattern.startswith(hub.PREFIX) for pattern in patterns):
         hub.refuse_options(hub_options)
@@ -91,44 +96,66 @@ def find_inputs(patterns: list[str], hub_options: argparse.Namespace) -> list[st
             files.setdefault(identity, path)
     for path in files.values():
         if not is_text_file(path):
-            fix = "convert it to JSON lines (.jsonl), parquet or text (.txt); if it is one of these, rename it"
+            fix = (
+                "convert it to JSON lines (.jsonl), parquet or text (.txt); if it is one of these,"
+                " rename it"
+            )
             raise FileError(path, "has an unknown format", fix)
     return list(files.values())
 
 
 def _matching_files(pattern: str) -> list[str]:
-    """Return the files that match a path or glob pattern, sorted by name. Raises FileError if there are none."""
-    matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+    """Return the files that match a path or glob pattern, sorted by name. Raises FileError if there
+    are none.
+    """
+    if os.path.exists(pattern):
+        matches = [pattern]
+    else:
+        matches = sorted(glob.glob(pattern, recursive=True))
     matches = [match for match in matches if not os.path.isdir(match)]
     if matches:
         return matches
     advice = "check the path"
     if os.path.isdir(pattern):
-        example = next((name for name in sorted(os.listdir(pattern)) if is_text_file(name)), "a.jsonl")
+        example = next(
+            (name for name in sorted(os.listdir(pattern)) if is_text_file(name)), "a.jsonl"
+        )
         ending = example[example.rindex(text_format(example)) :]
-        advice = f"try '{os.path.join(pattern, '*')}{ending}', or {hub.PREFIX}{pattern} if it is a dataset of the Hub"
+        advice = (
+            f"try '{os.path.join(pattern, '*')}{ending}', or {hub.PREFIX}{pattern} if it is a"
+            " dataset of the Hub"
+        )
     raise FileError(pattern, "matches no file (--input)", advice)
 
 
 def document_bytes_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option --max-document-bytes, which limits the size of a document and thus the memory to tokenize it."""
+    """Add the option --max-document-bytes, which limits the size of a document and thus the memory
+    to tokenize it.
+    """
     parser.add_argument(
         "--max-document-bytes",
         type=command_line.whole_number,
         default=DOCUMENT_BYTES,
         metavar="N",
-        help="maximum size of a document (a decompressed JSON line, row or .txt file) in bytes; a larger one is an "
-        "error or is skipped, like one that cannot be read. Tokenizing a document takes up to 150 times its size in "
-        "memory (default: %(default)s)",
+        help=(
+            "maximum size of a document (a decompressed JSON line, row or .txt file) in bytes; a"
+            " larger one is an error or is skipped, like one that cannot be read. Tokenizing a"
+            " document takes up to 150 times its size in memory (default: %(default)s)"
+        ),
     )
 
 
-def parse_chunk(chunk: Chunk, text_key: str, keep_empty: bool = False) -> tuple[list[str], list[int], Problems]:
-    """Return the texts of a chunk, their line or row numbers, and the problems of its bad documents.
+def parse_chunk(
+    chunk: Chunk, text_key: str, keep_empty: bool = False
+) -> tuple[list[str], list[int], Problems]:
+    """Return the texts of a chunk, their line or row numbers, and the problems of its bad
+    documents.
 
     An empty text is bad unless `keep_empty` is true. Blank lines are skipped.
     """
-    problems, texts, numbers = Problems(), [], []
+    problems = Problems()
+    texts = []
+    numbers = []
     is_json = isinstance(chunk.payload, bytes)
     documents: Any = _split_lines(chunk.payload) if is_json else chunk.payload
     for number, raw in enumerate(documents, start=chunk.first):
@@ -144,7 +171,8 @@ def parse_chunk(chunk: Chunk, text_key: str, keep_empty: bool = False) -> tuple[
 
 
 def check_text_keys(paths: list[str], text_key: str, option: str = "--text-key") -> None:
-    """Raise FileError if a file has no text under `text_key`. Of files that would be streamed, check only the first.
+    """Raise FileError if a file has no text under `text_key`. Of files that would be streamed,
+    check only the first.
 
     Opening each of thousands of files over the network takes minutes.
     """
@@ -155,12 +183,13 @@ def check_text_keys(paths: list[str], text_key: str, option: str = "--text-key")
 
 
 def check_text_key(path: str, text_key: str, option: str = "--text-key") -> None:
-    """Raise FileError if the first line of a JSON file lacks the key `text_key`, or a parquet file such a column.
+    """Raise FileError if the first line of a JSON file lacks the key `text_key`, or a parquet file
+    such a column.
 
     Also raise it if a JSON file holds an array instead of lines.
 
-    The message lists the existing keys, and names `option`, which sets the key. Files that can be read only once, such
-    as pipes, are not checked.
+    The message lists the existing keys, and names `option`, which sets the key. Files that can be
+    read only once, such as pipes, are not checked.
     """
     if not hub.is_remote(path) and not os.path.isfile(path):
         return
@@ -189,12 +218,17 @@ def check_text_key(path: str, text_key: str, option: str = "--text-key") -> None
 
 
 def _how_to_choose_text(keys: Sequence[str], option: str) -> str:
-    """Return the advice for a record with these keys, or a table with these columns, which has no text."""
+    """Return the advice for a record with these keys, or a table with these columns, which has no
+    text.
+    """
     fix = f"choose another text key with {option}"
     chat = next((key for key in _CHAT_KEYS if key in keys), None)
     if chat is None:
         return fix
-    return f"turn the chats in {chat!r} into text first, with a chat template (see Chats in docs/data.md), or {fix}"
+    return (
+        f"turn the chats in {chat!r} into text first, with a chat template (see Chats in"
+        f" docs/data.md), or {fix}"
+    )
 
 
 def read_texts(
@@ -243,7 +277,9 @@ def parse_json(line: bytes) -> Any:
 
 
 def _parse_line(line: bytes, text_key: str) -> tuple[str, str | None]:
-    """Return the text of a JSON line and None, or an empty text and the reason why the line is bad."""
+    """Return the text of a JSON line and None, or an empty text and the reason why the line is
+    bad.
+    """
     try:
         record = parse_json(line)
     except ValueError as error:
@@ -259,7 +295,9 @@ def _parse_line(line: bytes, text_key: str) -> tuple[str, str | None]:
         text.encode("utf-8")
     except UnicodeEncodeError:
         return "", LONE_SURROGATE
-    return (text, None) if text else ("", _EMPTY)
+    if text:
+        return (text, None)
+    return ("", _EMPTY)
 
 
 def _parse_text(raw: bytes | None | TooLarge) -> tuple[str, str | None]:
@@ -272,4 +310,6 @@ def _parse_text(raw: bytes | None | TooLarge) -> tuple[str, str | None]:
         text = raw.decode("utf-8")
     except UnicodeDecodeError:
         return "", "invalid UTF-8"
-    return (text, None) if text else ("", _EMPTY)
+    if text:
+        return (text, None)
+    return ("", _EMPTY)

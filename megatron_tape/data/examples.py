@@ -1,6 +1,8 @@
-"""Read examples, pairs of an input and a target text, from JSON lines as in SCROLLS, and encode them as token ids.
+"""Read examples, pairs of an input and a target text, from JSON lines as in SCROLLS, and encode
+them as token ids.
 
-Training and evaluation truncate them in the same way to fit a model's context. Does not import torch.
+Training and evaluation truncate them in the same way to fit a model's context. Does not import
+torch.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.documents import parse_json
 from megatron_tape.data.raw_chunks import DOCUMENT_BYTES, TooLarge, UnreadableFile, read_chunks
 from megatron_tape.data.tokenizer import Tokenizer
-from megatron_tape.errors import FileError, UserError, refuse
+from megatron_tape.errors import ConfigError, FileError, UserError
 
 _CHUNK = 1 << 22
 _CHARACTERS_PER_TOKEN = 8
@@ -35,10 +37,11 @@ class Example:
 
 
 def read_examples(path: str, split: str) -> Iterator[Example]:
-    """Yield the examples of a JSON-lines file, or of the split `split` of a SCROLLS zip from the Hugging Face Hub.
+    """Yield the examples of a JSON-lines file, or of the split `split` of a SCROLLS zip from the
+    Hugging Face Hub.
 
-    Each line has `input`, either `output` or `target`, and optionally `id`. Blank lines are skipped. Raises FileError
-    with the file and the line.
+    Each line has `input`, either `output` or `target`, and optionally `id`. Blank lines are
+    skipped. Raises FileError with the file and the line.
     """
     try:
         for place, line in _zipped_lines(path, split) if zipfile.is_zipfile(path) else _lines(path):
@@ -46,13 +49,20 @@ def read_examples(path: str, split: str) -> Iterator[Example]:
                 yield parse_example(place, line)
     except (UserError, MemoryError):
         raise
-    except Exception as error:  # zipfile and its decompressors raise a dozen kinds for damaged archives
-        raise FileError(path, f"cannot be read ({error})", "download it again, or choose another file") from None
+    except (
+        Exception
+    ) as error:  # zipfile and its decompressors raise a dozen kinds for damaged archives
+        raise FileError(
+            path, f"cannot be read ({error})", "download it again, or choose another file"
+        ) from None
 
 
 def _lines(path: str) -> Iterator[tuple[str, bytes]]:
     if not path.removesuffix(".gz").removesuffix(".zst").endswith((".jsonl", ".json")):
-        fix = "choose a .jsonl or .json file (optionally with .gz or .zst appended), or a zip of SCROLLS"
+        fix = (
+            "choose a .jsonl or .json file (optionally with .gz or .zst appended), or a zip of"
+            " SCROLLS"
+        )
         raise UnreadableFile(path, "has an unknown format", fix)
     for chunk in read_chunks([path], "", _CHUNK, DOCUMENT_BYTES):
         if isinstance(chunk, UnreadableFile):
@@ -66,7 +76,11 @@ def _lines(path: str) -> Iterator[tuple[str, bytes]]:
 
 def _zipped_lines(path: str, split: str) -> Iterator[tuple[str, bytes]]:
     with zipfile.ZipFile(path) as archive:
-        names = [name for name in archive.namelist() if Path(name).name == f"{split}.jsonl" and "__MACOSX" not in name]
+        names = [
+            name
+            for name in archive.namelist()
+            if Path(name).name == f"{split}.jsonl" and "__MACOSX" not in name
+        ]
         if len(names) != 1:
             problem = f"is a zip with {len(names)} files called {split}.jsonl instead of one"
             raise UnreadableFile(path, problem, "choose another split")
@@ -76,12 +90,16 @@ def _zipped_lines(path: str, split: str) -> Iterator[tuple[str, bytes]]:
                 number += 1
                 place = f"{path}/{names[0]}:{number}"
                 if len(line.removesuffix(b"\n")) > DOCUMENT_BYTES:
-                    raise FileError(place, f"has {TooLarge(DOCUMENT_BYTES)}", "shorten or remove it")
+                    raise FileError(
+                        place, f"has {TooLarge(DOCUMENT_BYTES)}", "shorten or remove it"
+                    )
                 yield place, line
 
 
 def parse_example(place: str, line: bytes) -> Example:
-    """Parse a JSON line as an example. Raises FileError with `place`, its file and line, if it is invalid."""
+    """Parse a JSON line as an example. Raises FileError with `place`, its file and line, if it is
+    invalid.
+    """
     fix = "repair or remove it"
     try:
         record = parse_json(line)
@@ -93,7 +111,10 @@ def parse_example(place: str, line: bytes) -> Example:
     for key in ("input", target_key):
         value: Any = record.get(key)
         if not isinstance(value, str):
-            keys = "choose a file with input, and output or target, in every line (SCROLLS' test split has no targets)"
+            keys = (
+                "choose a file with input, and output or target, in every line (SCROLLS' test split"
+                " has no targets)"
+            )
             raise FileError(place, f"has no text under the key {key}", keys)
         try:
             value.encode()
@@ -115,66 +136,92 @@ class EncodedExample:
 
 
 class ExampleEncoder:
-    """Encode examples: a prompt of at most `length` - `target_tokens` tokens and a target of at most `target_tokens`.
+    """Encode examples: a prompt of at most `length` - `target_tokens` tokens and a target of at
+    most `target_tokens`.
 
-    The prompt is the template, with the input in place of `{input}`. An input that is too long is cut off at the end,
-    as in SCROLLS' own baselines, because its question comes first.
+    The prompt is the template, with the input in place of `{input}`. An input that is too long is
+    cut off at the end, as in SCROLLS' own baselines, because its question comes first.
     """
 
     def __init__(
-        self, encode: Callable[[str], Sequence[int]], bos: Sequence[int], template: str, length: int, target_tokens: int
+        self,
+        encode: Callable[[str], Sequence[int]],
+        bos: Sequence[int],
+        template: str,
+        length: int,
+        target_tokens: int,
     ):
-        """Encode the template. `encode` must add no special tokens; `bos` are the ids that precede every prompt.
+        """Encode the template. `encode` must add no special tokens; `bos` are the ids that precede
+        every prompt.
 
-        `length` is the context in tokens. Raises ConfigError if the template and a target leave no room for an input.
+        `length` is the context in tokens. Raises ConfigError if the template and a target leave no
+        room for an input.
         """
         before, _, self._after_text = template.partition(INPUT)
-        self._encode, self._target_tokens = encode, target_tokens
+        self._encode = encode
+        self._target_tokens = target_tokens
         self._before, self._after = [*bos, *encode(before)], list(encode(self._after_text))
         self._room = length - target_tokens - len(self._before) - len(self._after)
-        refuse(
-            self._room < 1,
-            ("target_tokens", "template"),
-            f"is {target_tokens}; together with {len(self._before) + len(self._after)} tokens of the template, this "
-            f"leaves no room for an input in the context of {length} tokens",
-            "lower target_tokens, shorten the template, or use a longer context",
-        )
+        if self._room < 1:
+            raise ConfigError(
+                ("target_tokens", "template"),
+                f"is {target_tokens}; together with {len(self._before) + len(self._after)} tokens"
+                f" of the template, this leaves no room for an input in the context of {length}"
+                " tokens",
+                "lower target_tokens, shorten the template, or use a longer context",
+            )
 
     def __call__(self, input: str, target: str) -> EncodedExample:
         """Return the token ids of an example's prompt and target."""
         shown, input_truncated = first_tokens(self._encode, input, self._room)
-        # Encode the target together with the template's end, because tokens depend on the text before them.
-        answer_text = f"{self._after_text} {target.strip()}" if self._after_text else target.strip()
+        # Encode the target together with the template's end, because tokens depend on the text
+        # before them.
+        if self._after_text:
+            answer_text = f"{self._after_text} {target.strip()}"
+        else:
+            answer_text = target.strip()
         whole = self._encode(answer_text)
         answer = list(whole[len(self._after) :])
         kept = answer[: self._target_tokens]
-        return EncodedExample([*self._before, *shown, *self._after], kept, input_truncated, len(kept) < len(answer))
+        return EncodedExample(
+            [*self._before, *shown, *self._after], kept, input_truncated, len(kept) < len(answer)
+        )
 
 
 def example_encoder(config: RunConfig, tokenizer: Tokenizer) -> ExampleEncoder:
-    """Return the encoder for `data.examples`. The caller must append the end-of-document token to whole targets.
+    """Return the encoder for `data.examples`. The caller must append the end-of-document token to
+    whole targets.
 
-    Raises ConfigError if the tokenizer lacks a required token, or the context has no room for an input.
+    Raises ConfigError if the tokenizer lacks a required token, or the context has no room for an
+    input.
     """
-    settings, path = config.data.examples, config.data.tokenizer
-    refuse(
-        tokenizer.eod is None,
-        ("data.tokenizer", "data.examples"),
-        f"is {path}, which has no end-of-document token to append to the targets of data.examples",
-        "choose a tokenizer that has one",
-    )
-    refuse(
-        settings.bos and tokenizer.bos is None,
-        ("data.examples.bos", "data.tokenizer"),
-        f"is true, but data.tokenizer {path} has no beginning-of-sequence token",
-        "set data.examples.bos to false, or choose another tokenizer",
-    )
+    settings = config.data.examples
+    path = config.data.tokenizer
+    if tokenizer.eod is None:
+        raise ConfigError(
+            ("data.tokenizer", "data.examples"),
+            f"is {path}, which has no end-of-document token to append to the targets of"
+            " data.examples",
+            "choose a tokenizer that has one",
+        )
+    if settings.bos and tokenizer.bos is None:
+        raise ConfigError(
+            ("data.examples.bos", "data.tokenizer"),
+            f"is true, but data.tokenizer {path} has no beginning-of-sequence token",
+            "set data.examples.bos to false, or choose another tokenizer",
+        )
     bos = [tokenizer.bos] if settings.bos else []
-    return ExampleEncoder(tokenizer.encode, bos, settings.template, config.model.seq_length, settings.target_tokens)
+    return ExampleEncoder(
+        tokenizer.encode, bos, settings.template, config.model.seq_length, settings.target_tokens
+    )
 
 
-def first_tokens(encode: Callable[[str], Sequence[int]], text: str, count: int) -> tuple[list[int], bool]:
-    """Return the first `count` token ids of a text and whether it has more, without encoding all of a long text."""
+def first_tokens(
+    encode: Callable[[str], Sequence[int]], text: str, count: int
+) -> tuple[list[int], bool]:
+    """Return the first `count` token ids of a text and whether it has more, without encoding all of
+    a long text.
+    """
     characters = count * _CHARACTERS_PER_TOKEN
     while True:
         ids = encode(text[:characters])

@@ -1,8 +1,9 @@
 """Datasets of the Hugging Face Hub as lists of files, which are downloaded first or streamed.
 
-The `datasets` library finds the files of a dataset, its configuration and its split. The files are then read like any
-other parquet and JSON lines. A file of the Hub is named `hf://datasets/NAME@COMMIT/PATH`, so its name also says which
-revision of the dataset it is from. It is read from the Hub's local cache if it is there, and over the network if not.
+The `datasets` library finds the files of a dataset, its configuration and its split. The files are
+then read like any other parquet and JSON lines. A file of the Hub is named
+`hf://datasets/NAME@COMMIT/PATH`, so its name also says which revision of the dataset it is from. It
+is read from the Hub's local cache if it is there, and over the network if not.
 """
 
 import argparse
@@ -37,20 +38,37 @@ class NetworkError(ConnectionError):
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose the files of a dataset: see `find_files`."""
     add = parser.add_argument
-    add("--config-name", type=str, metavar="NAME", help="configuration of a Hub dataset, such as sample-10BT")
+    add(
+        "--config-name",
+        type=str,
+        metavar="NAME",
+        help="configuration of a Hub dataset, such as sample-10BT",
+    )
     add("--split", type=str, help="split of a Hub dataset (default: train)")
     add("--revision", type=str, help="branch, tag or commit of a Hub dataset (default: main)")
-    add("--data-files", nargs="+", metavar="GLOB", help="use these files of a Hub dataset or local directory")
-    streaming = "read a Hub dataset over the network (default: download its files to the Hub's local cache first)"
+    add(
+        "--data-files",
+        nargs="+",
+        metavar="GLOB",
+        help="use these files of a Hub dataset or local directory",
+    )
+    streaming = (
+        "read a Hub dataset over the network (default: download its files to the Hub's local cache"
+        " first)"
+    )
     add("--streaming", action="store_true", help=streaming)
 
 
 def refuse_options(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError if an option of `add_options` is given, since no input is a dataset of the Hub."""
+    """Raise ConfigError if an option of `add_options` is given, since no input is a dataset of the
+    Hub.
+    """
     for name in ("config_name", "split", "revision", "data_files", "streaming"):
         if getattr(arguments, name):
             option = f"--{name.replace('_', '-')}"
-            raise ConfigError(option, f"is only for datasets of the Hub ({PREFIX}NAME)", "remove it")
+            raise ConfigError(
+                option, f"is only for datasets of the Hub ({PREFIX}NAME)", "remove it"
+            )
 
 
 def is_remote(path: str) -> bool:
@@ -65,26 +83,42 @@ def revisions(paths: Sequence[str]) -> dict[str, str]:
 
 
 def find_files(name: str, arguments: argparse.Namespace) -> list[str]:
-    """Return the files of a dataset's split, in order: paths, or names that include the commit of the Hub's revision.
+    """Return the files of a dataset's split, in order: paths, or names that include the commit of
+    the Hub's revision.
 
-    `name` is a dataset of the Hub, a local directory in the Hub's layout, or a format (json, parquet, text) with
-    --data-files. Raises FileError, with the reason of the `datasets` library, if the dataset cannot be opened, or if it
-    has files in another format; ConfigError if it has no such split.
+    `name` is a dataset of the Hub, a local directory in the Hub's layout, or a format (json,
+    parquet, text) with --data-files. Raises FileError, with the reason of the `datasets` library,
+    if the dataset cannot be opened, or if it has files in another format; ConfigError if it has no
+    such split.
     """
     name = expand_home(name)
     is_directory = os.path.isdir(name)
     if not is_directory and (name.startswith((".", "/")) or name.count("/") > 1):
-        raise FileError(name, "is no directory", "check the path; a dataset of the Hub is named NAME or OWNER/NAME")
+        raise FileError(
+            name,
+            "is no directory",
+            "check the path; a dataset of the Hub is named NAME or OWNER/NAME",
+        )
     if is_directory and arguments.revision:
-        raise ConfigError("--revision", f"is only for datasets of the Hub, but {name} is a directory", "remove it")
+        raise ConfigError(
+            "--revision", f"is only for datasets of the Hub, but {name} is a directory", "remove it"
+        )
 
     place = "a local directory" if is_directory else "a dataset of the Hub"
     command_line.log(f"finding the files of {name}, {place}")
     builder = _open(name, arguments)
     if builder.config.data_files is None:
-        problem = "is known only from the cache of the datasets library, which does not say where its files are"
-        raise FileError(name, problem, "start where the Hub can be reached, or give the files themselves")
-    splits = {str(split): [str(file) for file in files] for split, files in builder.config.data_files.items()}
+        problem = (
+            "is known only from the cache of the datasets library, which does not say where its"
+            " files are"
+        )
+        raise FileError(
+            name, problem, "start where the Hub can be reached, or give the files themselves"
+        )
+    splits = {
+        str(split): [str(file) for file in files]
+        for split, files in builder.config.data_files.items()
+    }
     split = arguments.split or "train"
     if split not in splits:
         problem = f"is {split!r}, but {name} ({builder.config.name}) has only {sorted(splits)}"
@@ -93,7 +127,8 @@ def find_files(name: str, arguments: argparse.Namespace) -> list[str]:
     if not files:
         raise FileError(name, f"has no files in the split {split!r}", "check --data-files")
 
-    # Only with --data-files is a text file known to be one document; the library reads one document per line.
+    # Only with --data-files is a text file known to be one document; the library reads one document
+    # per line.
     formats = (*_FORMATS, ".txt") if arguments.data_files else _FORMATS
     endings = tuple(ending + compression for ending in formats for compression in _COMPRESSIONS)
     for file in files:
@@ -115,7 +150,10 @@ def _open(name: str, arguments: argparse.Namespace) -> Any:
     tqdm.tqdm.monitor_interval = 0
     try:
         return datasets.load_dataset_builder(
-            name, arguments.config_name, data_files=arguments.data_files, revision=arguments.revision
+            name,
+            arguments.config_name,
+            data_files=arguments.data_files,
+            revision=arguments.revision,
         )
     except MemoryError:
         raise
@@ -134,15 +172,21 @@ def _open(name: str, arguments: argparse.Namespace) -> Any:
 
 
 def download(paths: Sequence[str]) -> None:
-    """Download the files of the Hub among `paths` to its local cache, unless they are there already.
+    """Download the files of the Hub among `paths` to its local cache, unless they are there
+    already.
 
     Raises NetworkError if that fails.
     """
     import huggingface_hub
 
     for name, commit in revisions(paths).items():
-        files = [match[3] for path in paths if (match := _REMOTE.fullmatch(path)) and match[1] == name]
-        command_line.log(f"downloading {len(files):,} files of {name} (--streaming reads them without storing them)")
+        files = [
+            match[3] for path in paths if (match := _REMOTE.fullmatch(path)) and match[1] == name
+        ]
+        command_line.log(
+            f"downloading {len(files):,} files of {name} (--streaming reads them without storing"
+            " them)"
+        )
         fetch = functools.partial(
             huggingface_hub.snapshot_download,
             name,
@@ -154,19 +198,27 @@ def download(paths: Sequence[str]) -> None:
 
 
 def local_path(path: str) -> str | None:
-    """Return where a file can be opened: `path` itself, or its copy in the Hub's local cache; None if it has none."""
+    """Return where a file can be opened: `path` itself, or its copy in the Hub's local cache; None
+    if it has none.
+    """
     match = _REMOTE.fullmatch(path)
     if match is None:
         return path
     import huggingface_hub
 
     name, commit, file = match.groups()
-    cached = huggingface_hub.try_to_load_from_cache(name, file, revision=commit, repo_type="dataset")
-    return cached if isinstance(cached, str) else None
+    cached = huggingface_hub.try_to_load_from_cache(
+        name, file, revision=commit, repo_type="dataset"
+    )
+    if isinstance(cached, str):
+        return cached
+    return None
 
 
 def open_file(path: str) -> IO[bytes]:
-    """Open a file of the Hub or a local file for reading. Reading raises NetworkError if the network fails."""
+    """Open a file of the Hub or a local file for reading. Reading raises NetworkError if the
+    network fails.
+    """
     local = local_path(path)
     if local is None:
         return _RemoteFile(path)  # type: ignore[return-value]
@@ -183,7 +235,8 @@ def file_size(path: str) -> int:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _remote_size(path: str) -> int:
-    # The file system keeps the listing of a directory, so that this is one request for each directory.
+    # The file system keeps the listing of a directory, so that this is one request for each
+    # directory.
     return int(_convert_errors(path, lambda: _file_system().info(path)["size"]))
 
 
@@ -194,7 +247,9 @@ def _file_system() -> Any:
 
 
 def _convert_errors(subject: str, call: Callable[[], Any]) -> Any:
-    """Return the result of a call of the Hub's library, whose errors become NetworkError about `subject`."""
+    """Return the result of a call of the Hub's library, whose errors become NetworkError about
+    `subject`.
+    """
     try:
         return call()
     except MemoryError:

@@ -1,10 +1,11 @@
 """Cache the index of a run's data: the arrays that define the order of its samples.
 
 Rank 0 builds the arrays once, and all ranks map them into memory. They are in one subdirectory of
-`data.cache_directory`, named by a digest of everything that the index depends on. Megatron's datasets would write them
-directly to this subdirectory, and a killed job would leave truncated arrays. Here, they write to a temporary directory,
-which is renamed when it is complete. If arrays are later damaged or removed, the next start rebuilds the index. Pickles
-are never loaded, so write access to the cache does not allow code execution.
+`data.cache_directory`, named by a digest of everything that the index depends on. Megatron's
+datasets would write them directly to this subdirectory, and a killed job would leave truncated
+arrays. Here, they write to a temporary directory, which is renamed when it is complete. If arrays
+are later damaged or removed, the next start rebuilds the index. Pickles are never loaded, so write
+access to the cache does not allow code execution.
 """
 
 import contextlib
@@ -38,29 +39,40 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 10.0
 _STAGING = ".building-"
 _SIZES = "sizes.json"
-"""The record in the directory of an index that contains the sizes of its arrays in bytes, by file name."""
+"""The record in the directory of an index that contains the sizes of its arrays in bytes, by file
+name.
+"""
 _ABANDONED_SECONDS = 86_400.0
 _BUSY_SECONDS = 1.0
 """Minimum CPU time of rank 0 between two heartbeats that counts as progress."""
 _LOADING = Lock()
-"""Lock for parsing the header of an array. Megatron loads arrays in several threads, and Python 3.11 may raise
-SystemError if they parse headers at the same time."""
+"""Lock for parsing the header of an array. Megatron loads arrays in several threads, and Python
+3.11 may raise SystemError if they parse headers at the same time."""
 _PERMANENT = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
-"""`errno` of errors that a retry does not fix: the cache has no space, no permissions or no directory for the index."""
+"""`errno` of errors that a retry does not fix: the cache has no space, no permissions or no
+directory for the index.
+"""
 
 
 def digest_of(*parts: Any) -> str:
-    """Return a digest (32 hexadecimal digits) of dataclasses and JSON values: everything that an index depends on."""
+    """Return a digest (32 hexadecimal digits) of dataclasses and JSON values: everything that an
+    index depends on.
+    """
     return hashlib.sha256(json.dumps(parts, default=dataclasses.asdict).encode()).hexdigest()[:32]
 
 
 def cached(
-    directory: str, kind: str, names: Sequence[str], key: Any, make: Callable[[], dict[str, np.ndarray]]
+    directory: str,
+    kind: str,
+    names: Sequence[str],
+    key: Any,
+    make: Callable[[], dict[str, np.ndarray]],
 ) -> dict[str, np.ndarray]:
-    """Return the arrays `names` of an index, mapped into memory. If `directory` lacks them, `make` computes them.
+    """Return the arrays `names` of an index, mapped into memory. If `directory` lacks them, `make`
+    computes them.
 
-    `key` must contain everything that the arrays depend on. Each array is in a file DIGEST-KIND-NAME.npy,
-    where DIGEST is that of `key`, and KIND is `kind`, such as Mixed.
+    `key` must contain everything that the arrays depend on. Each array is in a file
+    DIGEST-KIND-NAME.npy, where DIGEST is that of `key`, and KIND is `kind`, such as Mixed.
     """
     paths = {name: Path(directory, f"{digest_of(key)}-{kind}-{name}.npy") for name in names}
     if not any(path.exists() for path in paths.values()):
@@ -72,9 +84,11 @@ def cached(
 def load_array(path: str | Path, allow_pickle: bool = False, mmap_mode: str = "r") -> np.ndarray:
     """Map an array of integers from the cache into memory, read-only.
 
-    `allow_pickle` and `mmap_mode` are ignored. They are accepted because Megatron calls this like `numpy.load`.
+    `allow_pickle` and `mmap_mode` are ignored. They are accepted because Megatron calls this like
+    `numpy.load`.
 
-    Raises FileError if the file is missing or does not contain integers, OSError if the file system fails.
+    Raises FileError if the file is missing or does not contain integers, OSError if the file system
+    fails.
     """
     problem = None
     try:
@@ -98,21 +112,29 @@ def load_array(path: str | Path, allow_pickle: bool = False, mmap_mode: str = "r
     return array
 
 
-def build_on_rank_0(directory: str, build: Callable[[str], None], on_progress: Callable[[], None]) -> None:
-    """Build the index on rank 0 unless its directory in the cache, `directory`, is intact. All ranks call it together.
+def build_on_rank_0(
+    directory: str, build: Callable[[str], None], on_progress: Callable[[], None]
+) -> None:
+    """Build the index on rank 0 unless its directory in the cache, `directory`, is intact. All
+    ranks call it together.
 
-    Rank 0 calls `build(temporary)` and renames the temporary directory to `directory`. While the files grow or rank 0
-    uses CPU time, every rank calls `on_progress`, so that an index that takes hours does not count as a hang.
+    Rank 0 calls `build(temporary)` and renames the temporary directory to `directory`. While the
+    files grow or rank 0 uses CPU time, every rank calls `on_progress`, so that an index that takes
+    hours does not count as a hang.
 
-    Raises the same error on all ranks: ConfigError if the cache cannot store the index; a UserError of `build`; or
-    MemoryError or RuntimeError if the index cannot be built for another reason.
+    Raises the same error on all ranks: ConfigError if the cache cannot store the index; a UserError
+    of `build`; or MemoryError or RuntimeError if the index cannot be built for another reason.
     """
-    future, staging = Future(), []
+    future = Future()
+    staging = []
     if is_rank_0 := dist.get_rank() == 0:
         arguments = future, staging, Path(directory), build
         Thread(target=_finish, args=arguments, name="index", daemon=True).start()
-    # The state of rank 0: whether it has finished, bytes written, CPU time in seconds, and the error to raise.
-    state, logged, error = (False, 0, math.inf, None), time.monotonic(), None
+    # The state of rank 0: whether it has finished, bytes written, CPU time in seconds, and the
+    # error to raise.
+    state = (False, 0, math.inf, None)
+    logged = time.monotonic()
+    error = None
     try:
         while not state[0]:
             sent: list[tuple | None] = [None]
@@ -126,7 +148,8 @@ def build_on_rank_0(directory: str, build: Callable[[str], None], on_progress: C
                     logged = time.monotonic()
                     logger.info("indexing the data: %s MB written", f"{size / 1e6:,.0f}")
             dist.broadcast_object_list(sent, src=0)
-            before, state = state, sent[0]
+            before = state
+            state = sent[0]
             if state[1] != before[1] or state[2] - before[2] > _BUSY_SECONDS:
                 on_progress()
             if state[3] is not None:
@@ -137,7 +160,9 @@ def build_on_rank_0(directory: str, build: Callable[[str], None], on_progress: C
         raise
 
 
-def _finish(future: Future, staging: list[Path], directory: Path, build: Callable[[str], None]) -> None:
+def _finish(
+    future: Future, staging: list[Path], directory: Path, build: Callable[[str], None]
+) -> None:
     try:
         _build_in_staging(staging, directory, build)
     except BaseException as error:
@@ -147,7 +172,8 @@ def _finish(future: Future, staging: list[Path], directory: Path, build: Callabl
 
 
 def _build_in_staging(staging: list[Path], directory: Path, build: Callable[[str], None]) -> None:
-    """Build the index in a temporary directory and rename it to `directory`, unless `directory` is intact.
+    """Build the index in a temporary directory and rename it to `directory`, unless `directory` is
+    intact.
 
     The temporary directory's path is appended to `staging`.
     """
@@ -161,7 +187,9 @@ def _build_in_staging(staging: list[Path], directory: Path, build: Callable[[str
         state = "damaged"
         logger.warning("warning: the index of the data is damaged and will be rebuilt: %s", damage)
     if not os.access(cache, os.W_OK):
-        raise PermissionError(errno.EACCES, f"the index is {state}, and the directory is not writable", str(cache))
+        raise PermissionError(
+            errno.EACCES, f"the index is {state}, and the directory is not writable", str(cache)
+        )
     now = file_system_time(cache)
     for other in cache.glob(f"{_STAGING}*"):
         with contextlib.suppress(OSError):
@@ -173,7 +201,11 @@ def _build_in_staging(staging: list[Path], directory: Path, build: Callable[[str
         new = temporary / "new"
         new.mkdir()
         build(str(new))
-        write_record(new / _SIZES, {path.name: path.stat().st_size for path in new.glob("*.npy")}, durable=False)
+        write_record(
+            new / _SIZES,
+            {path.name: path.stat().st_size for path in new.glob("*.npy")},
+            durable=False,
+        )
         for path in (*new.iterdir(), new):
             sync_directory(path)
         if state == "damaged":
@@ -182,7 +214,10 @@ def _build_in_staging(staging: list[Path], directory: Path, build: Callable[[str
         try:
             os.rename(new, directory)
         except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another job has built the same index
+            if error.errno not in (
+                errno.EEXIST,
+                errno.ENOTEMPTY,
+            ):  # another job has built the same index
                 raise
         sync_directory(cache)
     finally:
@@ -190,7 +225,9 @@ def _build_in_staging(staging: list[Path], directory: Path, build: Callable[[str
 
 
 def _damage(directory: Path) -> str | None:
-    """Return a sentence about an array of an index that is missing, truncated or unreadable, or None."""
+    """Return a sentence about an array of an index that is missing, truncated or unreadable, or
+    None.
+    """
     arrays = {path.name: path for path in directory.glob("*.npy")}
     if not arrays:
         return f"{directory} contains no arrays"
@@ -220,10 +257,17 @@ def _bytes_in(directories: list[Path]) -> int:
 
 def _refusal(error: BaseException, cache: str) -> Exception:
     """Return the error to raise on all ranks: a ConfigError if a retry cannot help."""
-    cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+    if isinstance(error.__cause__, OSError):
+        cause = error.__cause__
+    else:
+        cause = error
     if isinstance(cause, OSError) and cause.errno in _PERMANENT:
         problem = f"is {cache}, where the index of the data cannot be stored ({cause.strerror})"
-        return ConfigError("data.cache_directory", problem, "free space there, make it writable, or choose another one")
+        return ConfigError(
+            "data.cache_directory",
+            problem,
+            "free space there, make it writable, or choose another one",
+        )
     if isinstance(error, UserError):
         return error
     lacks_memory = isinstance(cause, MemoryError)

@@ -2,16 +2,15 @@
 
 `P.bin` holds the token ids of all documents back to back. `P.idx` holds, little-endian:
 
-    9 bytes  b"MMIDIDX\\0\\0"     uint64 version = 1     uint8 dtype code
-    uint64   number of sequences n                     uint64 number of document indices m
-    int32[n] sequence lengths in tokens
-    int64[n] sequence pointers: byte offsets into P.bin
-    int64[m] document indices: document d is the sequences from index [d] to index [d + 1], exclusive
-    int8[n]  sequence modes, in multimodal datasets only
+    9 bytes  b"MMIDIDX\\0\\0"     uint64 version = 1     uint8 dtype code uint64   number of
+    sequences n                     uint64 number of document indices m int32[n] sequence lengths in
+    tokens int64[n] sequence pointers: byte offsets into P.bin int64[m] document indices: document d
+    is the sequences from index [d] to index [d + 1], exclusive int8[n]  sequence modes, in
+    multimodal datasets only
 
-Like Megatron-LM's own preprocessing, the writer makes every document one sequence, so document indices are 0..n.
-A dataset that is appended as a whole keeps its document indices. `P.origin`, if it exists, records how the dataset was
-made (see `data.origins`). Megatron-core does not read it.
+Like Megatron-LM's own preprocessing, the writer makes every document one sequence, so document
+indices are 0..n. A dataset that is appended as a whole keeps its document indices. `P.origin`, if
+it exists, records how the dataset was made (see `data.origins`). Megatron-core does not read it.
 """
 
 import contextlib
@@ -33,7 +32,13 @@ from typing_extensions import TypedDict
 
 from megatron_tape.data.raw_chunks import is_text_file
 from megatron_tape.errors import ConfigError, FileError
-from megatron_tape.io.files import PartialFile, fingerprint, hold_signals, refuse_existing, sync_directory
+from megatron_tape.io.files import (
+    PartialFile,
+    fingerprint,
+    hold_signals,
+    refuse_existing,
+    sync_directory,
+)
 from megatron_tape.io.records import read_record, write_record
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -61,7 +66,9 @@ class Mark(TypedDict):
 
 
 class Progress(TypedDict):
-    """The contents of P.progress: what the documents at the beginning of the unfinished files are made from."""
+    """The contents of P.progress: what the documents at the beginning of the unfinished files are
+    made from.
+    """
 
     source: dict[str, Any]
     dtype: str
@@ -71,15 +78,21 @@ class Progress(TypedDict):
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit of open files to the hard limit, since each mapped file of a dataset takes a descriptor."""
+    """Raise the soft limit of open files to the hard limit, since each mapped file of a dataset
+    takes a descriptor.
+    """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return Megatron-core's dtype of stored token ids: uint16 for a vocabulary below 65,500, otherwise int32."""
-    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+    """Return Megatron-core's dtype of stored token ids: uint16 for a vocabulary below 65,500,
+    otherwise int32.
+    """
+    if vocab_size < 65500:
+        return np.dtype("<u2")
+    return np.dtype("<i4")
 
 
 def dataset_paths(prefix: str | Path) -> tuple[Path, Path]:
@@ -88,30 +101,40 @@ def dataset_paths(prefix: str | Path) -> tuple[Path, Path]:
 
 
 def first_invalid_id(ids: np.ndarray, vocab_size: int | None) -> int | None:
-    """Return the index of the first id that is negative or not below `vocab_size`, or None if all ids are valid.
+    """Return the index of the first id that is negative or not below `vocab_size`, or None if all
+    ids are valid.
 
-    If `vocab_size` is None, only negative ids are invalid. Other tools use them for padding and as separators.
+    If `vocab_size` is None, only negative ids are invalid. Other tools use them for padding and as
+    separators.
     """
     invalid = ids < 0
     if vocab_size is not None:
         invalid |= ids >= vocab_size
-    return int(invalid.argmax()) if invalid.any() else None
+    if invalid.any():
+        return int(invalid.argmax())
+    return None
 
 
 def check_output_prefix(option: str, prefix: str) -> None:
-    """Raise ConfigError for `option` if `prefix` ends in a directory, as in `data/`: the index would be `data/.idx`."""
+    """Raise ConfigError for `option` if `prefix` ends in a directory, as in `data/`: the index
+    would be `data/.idx`.
+    """
     if Path(f"{prefix}.idx").name in (".idx", "..idx", "...idx"):
         fix = os.path.join(prefix, "NAME")
-        raise ConfigError(option, f"is {prefix!r}, a directory", f"add a name for the dataset, such as {fix}")
+        raise ConfigError(
+            option, f"is {prefix!r}, a directory", f"add a name for the dataset, such as {fix}"
+        )
 
 
 PAIR = "a dataset is a pair of files, NAME.bin and NAME.idx, and is given as NAME"
 
 
 def mistaken_for_dataset(prefix: str, tokenizer: str = "TOKENIZER") -> tuple[str, str] | None:
-    """Return what `prefix` is if it is something else than a dataset, and how to make or find one; otherwise None.
+    """Return what `prefix` is if it is something else than a dataset, and how to make or find one;
+    otherwise None.
 
-    The first is the continuation of a sentence about `prefix`. `tokenizer` is part of the command in the second.
+    The first is the continuation of a sentence about `prefix`. `tokenizer` is part of the command
+    in the second.
     """
     path = Path(prefix)
     if Path(f"{prefix}.idx").exists():
@@ -122,21 +145,36 @@ def mistaken_for_dataset(prefix: str, tokenizer: str = "TOKENIZER") -> tuple[str
     if path.is_dir():
         datasets = sorted(str(index.with_suffix("")) for index in path.glob("*.idx"))
         if datasets:
-            return "is a directory", f"give a dataset in it, such as {datasets[0]}, or all of them as {path / '*'}"
+            return (
+                "is a directory",
+                f"give a dataset in it, such as {datasets[0]}, or all of them as {path / '*'}",
+            )
         texts = sorted({file.suffix for file in path.iterdir() if is_text_file(str(file))})
         pattern = path / f"*{texts[0] if texts else '.jsonl'}"
-        return "is a directory without a dataset", _how_to_make(str(pattern), str(path / "NAME"), tokenizer)
+        return "is a directory without a dataset", _how_to_make(
+            str(pattern), str(path / "NAME"), tokenizer
+        )
     if is_text_file(prefix):
-        name = "NAME" if any(character in path.name for character in "*?[") else path.name.split(".")[0]
-        return "names text, not a dataset", _how_to_make(prefix, str(path.with_name(name or "NAME")), tokenizer)
+        if any(character in path.name for character in "*?["):
+            name = "NAME"
+        else:
+            name = path.name.split(".")[0]
+        return "names text, not a dataset", _how_to_make(
+            prefix, str(path.with_name(name or "NAME")), tokenizer
+        )
     if path.is_file():
-        fix = "convert it to .jsonl, .txt or .parquet, and make a dataset with tools/preprocess_data.py"
+        fix = (
+            "convert it to .jsonl, .txt or .parquet, and make a dataset with"
+            " tools/preprocess_data.py"
+        )
         return "is a file of another format", fix
     return None
 
 
 def how_to_make_from_hub(prefix: str, tokenizer: str) -> str | None:
-    """Return how to make a dataset if `prefix` can be the name of a dataset of the Hugging Face Hub, otherwise None."""
+    """Return how to make a dataset if `prefix` can be the name of a dataset of the Hugging Face
+    Hub, otherwise None.
+    """
     name = prefix.removeprefix("hub:")
     if Path(prefix).parent.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return None
@@ -144,7 +182,9 @@ def how_to_make_from_hub(prefix: str, tokenizer: str) -> str | None:
 
 
 def _how_to_make(source: str, prefix: str, tokenizer: str) -> str:
-    """Return how to make the dataset `prefix` from `source`, an input of tools/preprocess_data.py."""
+    """Return how to make the dataset `prefix` from `source`, an input of
+    tools/preprocess_data.py.
+    """
     options = ["--input", source, "--tokenizer", tokenizer, "--output-prefix", prefix]
     return f"run `python tools/preprocess_data.py {shlex.join(options)}` and give {prefix}"
 
@@ -170,18 +210,21 @@ def read_progress(prefix: str | Path) -> Progress | None:
 class IndexedDatasetWriter:
     """Write a dataset that appears under its name only after `finish` has synced it to disk.
 
-    Lengths are written directly to the unfinished index file, so memory does not grow with the number of documents. Use
-    it as a context manager: leaving it without `finish` removes the unfinished files.
+    Lengths are written directly to the unfinished index file, so memory does not grow with the
+    number of documents. Use it as a context manager: leaving it without `finish` removes the
+    unfinished files.
 
-    Raises FileError if the dataset exists and `overwrite` is false, or if another process is writing it; OSError if its
-    directory cannot be written. With `overwrite`, an old dataset stays until `finish`.
+    Raises FileError if the dataset exists and `overwrite` is false, or if another process is
+    writing it; OSError if its directory cannot be written. With `overwrite`, an old dataset stays
+    until `finish`.
 
     `documents` and `tokens` are the numbers of documents and tokens that have been appended.
 
-    With `source`, which describes as JSON what the documents are made from, an interrupted writer can be continued. It
-    keeps the documents up to the last `mark` in the unfinished files, and P.progress says how many these are. The next
-    writer with the same `source` begins with them if `inputs`, the versions of all input files, begins with those of
-    the mark; `restored` is then the state given to `mark`, otherwise None.
+    With `source`, which describes as JSON what the documents are made from, an interrupted writer
+    can be continued. It keeps the documents up to the last `mark` in the unfinished files, and
+    P.progress says how many these are. The next writer with the same `source` begins with them if
+    `inputs`, the versions of all input files, begins with those of the mark; `restored` is then the
+    state given to `mark`, otherwise None.
     """
 
     def __init__(
@@ -204,7 +247,8 @@ class IndexedDatasetWriter:
         self._saved = time.monotonic()
         self._sequences = 0
         self._datasets: list[IndexedDatasetReader] = []
-        self._origin_path, self._origin = origin_path(prefix), None
+        self._origin_path = origin_path(prefix)
+        self._origin = None
         bin_path, idx_path = dataset_paths(prefix)
         if not overwrite:
             refuse_existing(idx_path, bin_path)
@@ -234,7 +278,9 @@ class IndexedDatasetWriter:
             self._origin.discard()
 
     def _leave_marked(self) -> bool:
-        """Save the documents up to the last `mark` for the next writer, and return whether there are any."""
+        """Save the documents up to the last `mark` for the next writer, and return whether there
+        are any.
+        """
         if self._progress is None or self._bin.file.closed:
             return False
         try:
@@ -252,7 +298,8 @@ class IndexedDatasetWriter:
     def mark(self, state: Mark) -> None:
         """Keep the documents so far, and `state`, if the writer is interrupted from now on.
 
-        A killed process cannot save anything, so the state is also saved now if the last time is a minute ago.
+        A killed process cannot save anything, so the state is also saved now if the last time is a
+        minute ago.
         """
         assert self._source is not None and not self._datasets
         self._progress = {
@@ -273,7 +320,9 @@ class IndexedDatasetWriter:
         self._saved = time.monotonic()
 
     def _remove_progress(self) -> None:
-        """Remove P.progress before the unfinished files get other documents than those that it describes."""
+        """Remove P.progress before the unfinished files get other documents than those that it
+        describes.
+        """
         path = progress_path(self._prefix)
         if os.path.lexists(path):
             path.unlink(missing_ok=True)
@@ -289,7 +338,9 @@ class IndexedDatasetWriter:
         is_whole = all(size <= found for size, found in zip(sizes, written))
         recorded = [progress["source"], progress["dtype"], progress["mark"]["inputs"]]
         # JSON has no tuples, so compare what would be written.
-        expected = json.loads(json.dumps([self._source, self.dtype.str, inputs[: len(recorded[2])]]))
+        expected = json.loads(
+            json.dumps([self._source, self.dtype.str, inputs[: len(recorded[2])]])
+        )
         if is_whole and recorded == expected:
             self._progress = progress
             self._is_saved = True
@@ -309,7 +360,9 @@ class IndexedDatasetWriter:
         self._bin.file.seek(0, os.SEEK_END)
 
     def add(self, tokens: bytes, lengths: np.ndarray) -> None:
-        """Append documents: their ids back to back as bytes of `dtype`, and their lengths (int32) in tokens."""
+        """Append documents: their ids back to back as bytes of `dtype`, and their lengths (int32)
+        in tokens.
+        """
         lengths = np.ascontiguousarray(lengths, dtype="<i4")
         total = int(lengths.sum(dtype=np.int64))
         assert not self._datasets, "a writer takes whole datasets or documents, not both"
@@ -320,20 +373,29 @@ class IndexedDatasetWriter:
         self.documents += len(lengths)
         self.tokens += total
 
-    def add_dataset(self, dataset: "IndexedDatasetReader", on_progress: Callable[[], None] = lambda: None) -> None:
-        """Append all documents of a dataset of the same `dtype`. Call `on_progress` after each block of 16 MiB.
+    def add_dataset(
+        self, dataset: "IndexedDatasetReader", on_progress: Callable[[], None] = lambda: None
+    ) -> None:
+        """Append all documents of a dataset of the same `dtype`. Call `on_progress` after each
+        block of 16 MiB.
 
-        A writer takes whole datasets or documents, not both. Raises FileError if the dataset's token file is too
-        short.
+        A writer takes whole datasets or documents, not both. Raises FileError if the dataset's
+        token file is too short.
         """
         assert dataset.dtype == self.dtype, "the datasets must have the same dtype"
-        assert self._datasets or not self.documents, "a writer takes whole datasets or documents, not both"
+        assert self._datasets or not self.documents, (
+            "a writer takes whole datasets or documents, not both"
+        )
         remaining = dataset.bin_size
         with open(dataset.bin_path, "rb") as file:
             while remaining:
                 block = file.read(min(_COPIED_BYTES, remaining))
                 if not block:
-                    raise FileError(str(dataset.bin_path), "became shorter while it was read", "preprocess it again")
+                    raise FileError(
+                        str(dataset.bin_path),
+                        "became shorter while it was read",
+                        "preprocess it again",
+                    )
                 self._bin.file.write(block)
                 remaining -= len(block)
                 self.tokens += len(block) // self.dtype.itemsize
@@ -347,14 +409,16 @@ class IndexedDatasetWriter:
     def finish(self, origin: Mapping[str, Any] | None = None) -> None:
         """Complete the index, sync all files to disk and rename them to their final names.
 
-        `origin` is written to P.origin as JSON, together with fingerprints of the other two files. The index is renamed
-        last: if it exists, the dataset is complete.
+        `origin` is written to P.origin as JSON, together with fingerprints of the other two files.
+        The index is renamed last: if it exists, the dataset is complete.
         """
         self._write_pointers()
         for block in self._document_indices():
             self._idx.file.write(block.astype("<i8").data)
         self._idx.file.seek(0)
-        self._idx.file.write(_HEADER.pack(_MAGIC, 1, _CODES[self.dtype], self._sequences, self.documents + 1))
+        self._idx.file.write(
+            _HEADER.pack(_MAGIC, 1, _CODES[self.dtype], self._sequences, self.documents + 1)
+        )
         files = [self._bin, self._idx]
         if origin is not None:
             for file in files:
@@ -375,7 +439,9 @@ class IndexedDatasetWriter:
         sync_directory(self._bin.path.parent)
 
     def _document_indices(self) -> Iterator[np.ndarray]:
-        """Yield blocks of the document indices: 0..n, or those of the appended datasets plus their offsets."""
+        """Yield blocks of the document indices: 0..n, or those of the appended datasets plus their
+        offsets.
+        """
         if not self._datasets:
             for start in range(0, self.documents + 1, BLOCK):
                 yield np.arange(start, min(start + BLOCK, self.documents + 1))
@@ -392,7 +458,10 @@ class IndexedDatasetWriter:
         for start in range(0, self._sequences, BLOCK):
             count = min(BLOCK, self._sequences - start)
             self._idx.file.seek(_HEADER.size + 4 * start)
-            sizes = np.frombuffer(self._idx.file.read(4 * count), dtype="<i4").astype("<i8") * self.dtype.itemsize
+            sizes = (
+                np.frombuffer(self._idx.file.read(4 * count), dtype="<i4").astype("<i8")
+                * self.dtype.itemsize
+            )
             pointers = np.cumsum(sizes) - sizes + offset
             offset += int(sizes.sum())
             self._idx.file.seek(_HEADER.size + 4 * self._sequences + 8 * start)
@@ -403,9 +472,9 @@ class IndexedDatasetWriter:
 class IndexedDatasetReader:
     """A memory-mapped dataset. `len()` returns its number of documents.
 
-    `lengths`, `pointers` and `document_indices` are the arrays of the index (see the module's docstring). `multimodal`
-    is true if the index also has sequence modes. Raises FileError if a file is missing or the index cannot be read;
-    `problems` finds all other damage.
+    `lengths`, `pointers` and `document_indices` are the arrays of the index (see the module's
+    docstring). `multimodal` is true if the index also has sequence modes. Raises FileError if a
+    file is missing or the index cannot be read; `problems` finds all other damage.
     """
 
     def __init__(self, prefix: str | Path):
@@ -415,7 +484,9 @@ class IndexedDatasetReader:
             raise FileError(str(prefix), f"{problem}; {PAIR}", fix)
         for path in (self.idx_path, self.bin_path):
             if not path.is_file():
-                raise FileError(str(path), "does not exist", "give the prefix of a .bin and .idx pair")
+                raise FileError(
+                    str(path), "does not exist", "give the prefix of a .bin and .idx pair"
+                )
         self.bin_size, idx_size = self.bin_path.stat().st_size, self.idx_path.stat().st_size
         with open(self.idx_path, "rb") as file:
             header = file.read(_HEADER.size)
@@ -432,8 +503,8 @@ class IndexedDatasetReader:
         size = _HEADER.size + 12 * sequences + 8 * entries
         if idx_size not in (size, size + sequences):
             raise self._damaged(
-                f"has {idx_size} bytes, but {sequences} sequences and {entries} document indices take {size}: it is "
-                "truncated or damaged"
+                f"has {idx_size} bytes, but {sequences} sequences and {entries} document indices"
+                f" take {size}: it is truncated or damaged"
             )
         self.multimodal = idx_size != size
         index = np.memmap(self.idx_path, mode="r")
@@ -452,12 +523,18 @@ class IndexedDatasetReader:
     def tokens(self) -> np.ndarray:
         """All token ids, memory-mapped."""
         count = self.bin_size // self.dtype.itemsize
-        return np.memmap(self.bin_path, self.dtype, "r", shape=(count,)) if count else np.empty(0, self.dtype)
+        if count:
+            return np.memmap(self.bin_path, self.dtype, "r", shape=(count,))
+        return np.empty(0, self.dtype)
 
     def document(self, index: int) -> np.ndarray:
         """Return the token ids of a document."""
-        first, stop = self.document_indices[index], self.document_indices[index + 1]
-        start = int(self.pointers[first]) // self.dtype.itemsize if stop > first else 0
+        first = self.document_indices[index]
+        stop = self.document_indices[index + 1]
+        if stop > first:
+            start = int(self.pointers[first]) // self.dtype.itemsize
+        else:
+            start = 0
         return self.tokens[start : start + int(self.lengths[first:stop].sum(dtype=np.int64))]
 
     def document_of(self, token: int) -> int:
@@ -471,11 +548,14 @@ class IndexedDatasetReader:
         for start in range(0, len(lengths), BLOCK):
             indices = self.document_indices[start : start + BLOCK + 1]
             ends = np.cumsum(self.lengths[indices[0] : indices[-1]], dtype=np.int64)
-            lengths[start : start + BLOCK] = np.diff(np.concatenate([[0], ends])[indices - indices[0]])
+            lengths[start : start + BLOCK] = np.diff(
+                np.concatenate([[0], ends])[indices - indices[0]]
+            )
         return lengths
 
     def wrong_size(self) -> str | None:
-        """Return a sentence if the size of the token file differs from the one that the index implies, otherwise None.
+        """Return a sentence if the size of the token file differs from the one that the index
+        implies, otherwise None.
 
         Reads only the last entries of the index.
         """
@@ -484,16 +564,21 @@ class IndexedDatasetReader:
             expected = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
         if expected == self.bin_size:
             return None
-        return f"{self.bin_path} has {self.bin_size} bytes, but its index describes {expected} bytes"
+        return (
+            f"{self.bin_path} has {self.bin_size} bytes, but its index describes {expected} bytes"
+        )
 
     def problems(self) -> Iterator[str]:
-        """Yield a sentence for each kind of damage. Reads only the index; `invalid_id` checks the token ids.
+        """Yield a sentence for each kind of damage. Reads only the index; `invalid_id` checks the
+        token ids.
 
         Memory does not grow with the number of documents.
         """
-        offset, misplaced = 0, None
+        offset = 0
+        misplaced = None
         for start in range(0, len(self.lengths), BLOCK):
-            lengths, pointers = self.lengths[start : start + BLOCK], self.pointers[start : start + BLOCK]
+            lengths = self.lengths[start : start + BLOCK]
+            pointers = self.pointers[start : start + BLOCK]
             if lengths.min() < 0:
                 yield f"sequence {start + int(np.argmax(lengths < 0))} has a negative length"
                 return
@@ -503,12 +588,20 @@ class IndexedDatasetReader:
                 misplaced = start + int(wrong[0]) if len(wrong) else None
             offset += int(sizes.sum())
         if offset != self.bin_size:
-            yield f"{self.bin_path} has {self.bin_size} bytes, but its index describes {offset} bytes"
+            yield (
+                f"{self.bin_path} has {self.bin_size} bytes, but its index describes {offset} bytes"
+            )
         if misplaced is not None:
             pointer = self.pointers[misplaced]
-            yield f"the pointer of sequence {misplaced} is {pointer}, but the previous sequence does not end there"
+            yield (
+                f"the pointer of sequence {misplaced} is {pointer}, but the previous sequence does"
+                " not end there"
+            )
         if not self._document_indices_increase():
-            yield f"the document indices do not increase from 0 to the number of sequences, {len(self.lengths)}"
+            yield (
+                "the document indices do not increase from 0 to the number of sequences,"
+                f" {len(self.lengths)}"
+            )
 
     def _document_indices_increase(self) -> bool:
         indices = self.document_indices
@@ -518,14 +611,18 @@ class IndexedDatasetReader:
         return all((block[1:] >= block[:-1]).all() for block in blocks)
 
     def invalid_id(self, vocab_size: int | None = None) -> str | None:
-        """Return a sentence about the first token id that `first_invalid_id` finds, or None. Reads all tokens."""
+        """Return a sentence about the first token id that `first_invalid_id` finds, or None. Reads
+        all tokens.
+        """
         for start in range(0, len(self.tokens), 16 * BLOCK):
             block = self.tokens[start : start + 16 * BLOCK]
             found = first_invalid_id(block, vocab_size)
             if found is None:
                 continue
             token = start + found
-            sentence = f"token {token}, in document {self.document_of(token)}, has the id {block[found]}"
+            sentence = (
+                f"token {token}, in document {self.document_of(token)}, has the id {block[found]}"
+            )
             if block[found] < 0:
                 return f"{sentence}, but ids cannot be negative"
             return f"{sentence}, but the tokenizer has {vocab_size} ids"

@@ -1,4 +1,5 @@
-"""Divide the training documents into long and other ones, for `data.long_documents`. Does not import torch.
+"""Divide the training documents into long and other ones, for `data.long_documents`. Does not
+import torch.
 
 Here, a document is a sequence of the indexed dataset, the unit that Megatron-core shuffles.
 """
@@ -17,8 +18,8 @@ from megatron_tape.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 MANY_EPOCHS = 4
-"""Up to four epochs, repeated text is nearly as useful as new text (Muennighoff et al., "Scaling Data-Constrained
-Language Models", 2023)."""
+"""Up to four epochs, repeated text is nearly as useful as new text (Muennighoff et al., "Scaling
+Data-Constrained Language Models", 2023)."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,12 @@ class DatasetPart:
 
 @dataclass(frozen=True)
 class DocumentPools:
-    """The training documents in two pools. A run draws `data.long_documents.share` of its tokens from the pool `long`.
+    """The training documents in two pools. A run draws `data.long_documents.share` of its tokens
+    from the pool `long`.
 
-    Within each pool, datasets have the weights of `data.prefix` or, by default, weights proportional to their tokens in
-    the pool. A dataset with less than one sequence in a pool is not part of it. `others` is empty if the share is 1.
+    Within each pool, datasets have the weights of `data.prefix` or, by default, weights
+    proportional to their tokens in the pool. A dataset with less than one sequence in a pool is not
+    part of it. `others` is empty if the share is 1.
     """
 
     long: list[DatasetPart]
@@ -45,8 +48,11 @@ class DocumentPools:
 
 
 def find_pools(config: RunConfig) -> DocumentPools:
-    """Return both pools of documents. Raises ConfigError if a required pool has less than one sequence."""
-    seq_length, minimum = config.model.seq_length, config.data.long_documents.minimum
+    """Return both pools of documents. Raises ConfigError if a required pool has less than one
+    sequence.
+    """
+    seq_length = config.model.seq_length
+    minimum = config.data.long_documents.minimum
     share = config.data.long_documents.share
     prefixes, weights = blend(config.data.prefix)
     all_lengths = [training_lengths(prefix, config.data.split) for prefix in prefixes]
@@ -66,19 +72,24 @@ def find_pools(config: RunConfig) -> DocumentPools:
                 weight = float(tokens) if weights is None else weights[index]
                 pool.append(DatasetPart(prefix, weight, tokens))
         if not pool:
-            dataset = "the dataset with most of them" if len(prefixes) > 1 else prefixes[0]
+            if len(prefixes) > 1:
+                dataset = "the dataset with most of them"
+            else:
+                dataset = prefixes[0]
             raise ConfigError(
                 (f"data.long_documents.{key}", "data.prefix", "model.seq_length"),
-                f"is {getattr(config.data.long_documents, key)}, but the training documents of {relation} {minimum} "
-                f"tokens in {dataset} have {largest:,} tokens in total, too few for a sequence of "
-                f"model.seq_length {seq_length}",
+                f"is {getattr(config.data.long_documents, key)}, but the training documents of"
+                f" {relation} {minimum} tokens in {dataset} have {largest:,} tokens in total, too"
+                f" few for a sequence of model.seq_length {seq_length}",
                 fix,
             )
     return pools
 
 
 def epochs_by_dataset(parts: list[DatasetPart], tokens: int) -> dict[str, float]:
-    """Return the epochs over each part of a pool, by prefix, for a run that draws `tokens` tokens from the pool."""
+    """Return the epochs over each part of a pool, by prefix, for a run that draws `tokens` tokens
+    from the pool.
+    """
     total = sum(part.weight for part in parts)
     epochs: defaultdict[str, float] = defaultdict(float)
     for part in parts:  # a blend may contain a prefix twice
@@ -90,7 +101,9 @@ def log_epochs(times: float, data: str) -> None:
     """Log how many epochs a run trains on `data`; warn above MANY_EPOCHS."""
     line = f"the run trains {times:,.2f} epochs on {data}"
     if times > MANY_EPOCHS:
-        logger.warning("warning: %s; lower train.steps or train.global_batch_size, or add data", line)
+        logger.warning(
+            "warning: %s; lower train.steps or train.global_batch_size, or add data", line
+        )
     else:
         logger.info("%s", line)
 

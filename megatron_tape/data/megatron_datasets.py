@@ -1,9 +1,10 @@
-"""Open a run's training and validation datasets: Megatron's `GPTDataset`, and mixes with long documents.
+"""Open a run's training and validation datasets: Megatron's `GPTDataset`, and mixes with long
+documents.
 
-Rank 0 reads the datasets' .idx files and plans which datasets each split draws from (`plan_for_all`). If the cache
-lacks the run's index, which defines the order of its samples, rank 0 calls `open_datasets` with `build` in a temporary
-directory of `index_cache`. All ranks then call it without `build`, and map the index from the cache into memory. S is
-`model.seq_length`.
+Rank 0 reads the datasets' .idx files and plans which datasets each split draws from
+(`plan_for_all`). If the cache lacks the run's index, which defines the order of its samples, rank 0
+calls `open_datasets` with `build` in a temporary directory of `index_cache`. All ranks then call it
+without `build`, and map the index from the cache into memory. S is `model.seq_length`.
 """
 
 import contextlib
@@ -56,11 +57,13 @@ megatron_patches.load_cached_indices_with(load_array)
 
 
 @dataclass(frozen=True)
-class Plan:
+class DatasetPlan:
     """The datasets that each split draws samples from, the same on all ranks."""
 
     identity: dict[str, list[int]]
-    """Size in bytes and modification time in ns of each dataset file, by path. Changed files require a new index."""
+    """Size in bytes and modification time in ns of each dataset file, by path. Changed files
+    require a new index.
+    """
     whole: Blend
     """All datasets of `data.prefix`."""
     splits: list[Blend | None]
@@ -69,33 +72,38 @@ class Plan:
     """The long and the other training documents with `data.long_documents`, otherwise None."""
 
 
-def plan_for_all(config: RunConfig, evaluates: bool) -> Plan:
-    """Return rank 0's plan on all ranks, which call this together. Only rank 0 reads the .idx files.
+def plan_for_all(config: RunConfig, evaluates: bool) -> DatasetPlan:
+    """Return rank 0's plan on all ranks, which call this together. Only rank 0 reads the .idx
+    files.
 
-    The plan includes the validation split if `evaluates` is true. If it does not contain a whole sequence, it is only
-    required with `train.eval_interval`. A dataset of a blend that is too small for a split is excluded from it, with a
-    warning. Raises ConfigError, on all ranks, if a required split does not contain a whole sequence, or a dataset
-    cannot be read.
+    The plan includes the validation split if `evaluates` is true. If it does not contain a whole
+    sequence, it is only required with `train.eval_interval`. A dataset of a blend that is too small
+    for a split is excluded from it, with a warning. Raises ConfigError, on all ranks, if a required
+    split does not contain a whole sequence, or a dataset cannot be read.
     """
-    plan: list[Plan | ConfigError | None] = [None]
+    plan: list[DatasetPlan | ConfigError | None] = [None]
     if dist.get_rank() == 0:
         try:
             plan[0] = _plan(config, evaluates)
         except ConfigError as error:
             plan[0] = error
         except (OSError, ValueError) as error:
-            plan[0] = ConfigError("data.prefix", f"contains a dataset that can no longer be read: {error}")
+            plan[0] = ConfigError(
+                "data.prefix", f"contains a dataset that can no longer be read: {error}"
+            )
     dist.broadcast_object_list(plan, src=0)
     if isinstance(plan[0], ConfigError):
         raise plan[0]
     return plan[0]
 
 
-def _plan(config: RunConfig, evaluates: bool, log: bool = True) -> Plan:
+def _plan(config: RunConfig, evaluates: bool, log: bool = True) -> DatasetPlan:
     prefixes, weights = blend(config.data.prefix)
     if weights is None and len(prefixes) > 1:
         # Without weights, Megatron would stop after one epoch over the list.
-        weights = [float(IndexedDatasetReader(prefix).lengths.sum(dtype=np.int64)) for prefix in prefixes]
+        weights = [
+            float(IndexedDatasetReader(prefix).lengths.sum(dtype=np.int64)) for prefix in prefixes
+        ]
     splits: list[Blend | None] = []
     names = ["training"]
     if evaluates and (config.train.eval_interval or missing_validation(config) is None):
@@ -106,10 +114,22 @@ def _plan(config: RunConfig, evaluates: bool, log: bool = True) -> Plan:
         else:
             kept, problems = large_enough(config, name)
             for problem in problems if log else ():
-                logger.warning("warning: data.split %s; the dataset is excluded from the %s data", problem, name)
-            splits.append(([prefixes[i] for i in kept], None if weights is None else [weights[i] for i in kept]))
-    pools = None if config.data.long_documents is None else find_pools(config)
-    return Plan(_identify(prefixes), (prefixes, weights), splits, pools)
+                logger.warning(
+                    "warning: data.split %s; the dataset is excluded from the %s data",
+                    problem,
+                    name,
+                )
+            splits.append(
+                (
+                    [prefixes[i] for i in kept],
+                    None if weights is None else [weights[i] for i in kept],
+                )
+            )
+    if config.data.long_documents is None:
+        pools = None
+    else:
+        pools = find_pools(config)
+    return DatasetPlan(_identify(prefixes), (prefixes, weights), splits, pools)
 
 
 def _identify(prefixes: list[str]) -> dict[str, list[int]]:
@@ -118,29 +138,37 @@ def _identify(prefixes: list[str]) -> dict[str, list[int]]:
 
 
 class NoTokenizer:
-    """A stand-in for the tokenizer that `GPTDataset` requires, although it only reads token ids here."""
+    """A stand-in for the tokenizer that `GPTDataset` requires, although it only reads token ids
+    here.
+    """
 
     unique_identifiers: dict = {}
-    eod, pad, vocab_size = -2, -1, None
+    eod = -2
+    pad = -1
+    vocab_size = None
 
 
 class CheckedDataset(IndexedDataset):
     """An indexed dataset that refuses token ids outside the model's vocabulary when they are read.
 
-    On a GPU, they would cause a CUDA error. Megatron's `GPTDataset` treats -1 as padding and replaces it by 0.
+    On a GPU, they would cause a CUDA error. Megatron's `GPTDataset` treats -1 as padding and
+    replaces it by 0.
     """
 
     def __init__(self, prefix: str, vocab_size: int):
         super().__init__(prefix)
         self._vocab_size = vocab_size
-        # Tokens are read from a memory map. Another open descriptor is too much for a blend of hundreds.
+        # Tokens are read from a memory map. Another open descriptor is too much for a blend of
+        # hundreds.
         self.bin_reader._bin_file_reader.close()
 
     def __reduce__(self) -> tuple:
         return CheckedDataset, (self.path_prefix, self._vocab_size)
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return `length` token ids of sequence `idx` from `offset` on. Raises ConfigError for an invalid id."""
+        """Return `length` token ids of sequence `idx` from `offset` on. Raises ConfigError for an
+        invalid id.
+        """
         ids = super().get(idx, offset, length)
         if first_invalid_id(ids, self._vocab_size) is not None:
             document = int(np.searchsorted(self.document_indices, idx, side="right")) - 1
@@ -150,7 +178,8 @@ class CheckedDataset(IndexedDataset):
 
 @dataclass
 class DatasetSettings(GPTDatasetConfig):
-    """Settings of Megatron's datasets. `documents_below` is the length limit of `ShorterDocuments` in tokens.
+    """Settings of Megatron's datasets. `documents_below` is the length limit of `ShorterDocuments`
+    in tokens.
 
     `opened` holds the opened indexed datasets by prefix. All splits and stages of a run share it.
     """
@@ -169,7 +198,8 @@ class DatasetSettings(GPTDatasetConfig):
 class AllDocuments(GPTDataset):
     """A `GPTDataset` whose length is the requested number of samples until its index is loaded.
 
-    Megatron's `__len__` would read the lengths of all documents to return the number of samples in whole epochs.
+    Megatron's `__len__` would read the lengths of all documents to return the number of samples in
+    whole epochs.
     """
 
     @staticmethod
@@ -178,22 +208,30 @@ class AllDocuments(GPTDataset):
         return config.open(dataset_path)
 
     def __len__(self) -> int:
-        return super().__len__() if self.sample_index is not None else self.num_samples
+        if self.sample_index is not None:
+            return super().__len__()
+        return self.num_samples
 
 
 class ShorterDocuments(AllDocuments):
     """A `GPTDataset` of the documents with less than `config.documents_below` tokens."""
 
-    def __init__(self, indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config):
+    def __init__(
+        self, indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
+    ):
         if indexed_indices is not None:  # None if the index is cached
             indexed_indices = indexed_indices[
                 indexed_dataset.sequence_lengths[indexed_indices] < config.documents_below
             ]
-        super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config)
+        super().__init__(
+            indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
+        )
 
 
 def interleave(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the dataset (size,), int16, and the index in it (size,), int64, of each sample of a mixture."""
+    """Return the dataset (size,), int16, and the index in it (size,), int64, of each sample of a
+    mixture.
+    """
     dataset = np.zeros(size, np.int16)
     sample = np.zeros(size, np.int64)
     helpers.build_blending_indices(dataset, sample, shares, len(shares), size, False)
@@ -201,10 +239,12 @@ def interleave(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Mixed(Dataset):
-    """`size` samples of several datasets in the proportions `weights`, interleaved evenly by Megatron's blending rule.
+    """`size` samples of several datasets in the proportions `weights`, interleaved evenly by
+    Megatron's blending rule.
 
-    The caller must append the datasets to `datasets` in the order of `weights`. `counts` is the number of samples drawn
-    from each. The dataset and the index of each sample are arrays in the cache, in `directory`.
+    The caller must append the datasets to `datasets` in the order of `weights`. `counts` is the
+    number of samples drawn from each. The dataset and the index of each sample are arrays in the
+    cache, in `directory`.
     """
 
     def __init__(self, directory: str, weights: Sequence[float], size: int):
@@ -213,10 +253,16 @@ class Mixed(Dataset):
 
         def make() -> dict[str, np.ndarray]:
             dataset, sample = interleave(shares, size)
-            return {"counts": np.bincount(dataset, minlength=len(shares)), "dataset": dataset, "sample": sample}
+            return {
+                "counts": np.bincount(dataset, minlength=len(shares)),
+                "dataset": dataset,
+                "sample": sample,
+            }
 
         index = cached(directory, "Mixed", ("counts", "dataset", "sample"), [shares, size], make)
-        self.counts, self._dataset, self._sample = index["counts"].tolist(), index["dataset"], index["sample"]
+        self.counts = index["counts"].tolist()
+        self._dataset = index["dataset"]
+        self._sample = index["sample"]
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -225,18 +271,22 @@ class Mixed(Dataset):
         return self.datasets[self._dataset[index]][int(self._sample[index])]
 
 
-def open_split(kind: type[AllDocuments], settings: DatasetSettings, split: int, size: int, build: bool) -> Dataset:
+def open_split(
+    kind: type[AllDocuments], settings: DatasetSettings, split: int, size: int, build: bool
+) -> Dataset:
     """Return a dataset with at least `size` samples of one split: 0 for training, 1 for validation.
 
-    With `build`, rank 0 calls this alone, and missing indices are built. Otherwise all ranks call it together, and
-    indices are mapped into memory when they are first used.
+    With `build`, rank 0 calls this alone, and missing indices are built. Otherwise all ranks call
+    it together, and indices are mapped into memory when they are first used.
     """
     threads = min(_THREADS, len(settings.blend[0]), len(os.sched_getaffinity(0)))
     one_split = replace(settings, num_dataset_builder_threads=threads)  # type: ignore[call-arg]
-    one_split.split_matrix = [bounds if i == split else None for i, bounds in enumerate(settings.split_matrix)]
+    one_split.split_matrix = [
+        bounds if i == split else None for i, bounds in enumerate(settings.split_matrix)
+    ]
     sizes = [size if i == split else 0 for i in range(len(one_split.split_matrix))]
-    # Set after construction: Megatron's constructor rejects these options together with `split`, even though the cached
-    # indices follow it.
+    # Set after construction: Megatron's constructor rejects these options together with `split`,
+    # even though the cached indices follow it.
     one_split.fast_cache_load = one_split.defer_npy_index_mmap = not build
     with megatron_patches.barriers_disabled() if build else contextlib.nullcontext():
         return BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, one_split).build()[split]
@@ -245,13 +295,16 @@ def open_split(kind: type[AllDocuments], settings: DatasetSettings, split: int, 
 def mix_with_long_documents(
     config: RunConfig, settings: DatasetSettings, pools: DocumentPools, size: int, build: bool
 ) -> Mixed:
-    """Return `size` training samples, the fraction `data.long_documents.share` of them from long documents.
+    """Return `size` training samples, the fraction `data.long_documents.share` of them from long
+    documents.
 
-    All ranks pass the same `pools`. `build` is an argument of `open_split`. If it is false, rank 0 logs the number of
-    epochs over the long and the other documents of each dataset.
+    All ranks pass the same `pools`. `build` is an argument of `open_split`. If it is false, rank 0
+    logs the number of epochs over the long and the other documents of each dataset.
     """
-    minimum, share = config.data.long_documents.minimum, config.data.long_documents.share
-    cache, seq_length = settings.path_to_cache, config.model.seq_length
+    minimum = config.data.long_documents.minimum
+    share = config.data.long_documents.share
+    cache = settings.path_to_cache
+    seq_length = config.model.seq_length
     mix = Mixed(cache, [share, 1 - share] if pools.others else [1.0], size)
     long = Mixed(cache, [part.weight for part in pools.long], mix.counts[0])
     for part in pools.long:
@@ -260,11 +313,18 @@ def mix_with_long_documents(
             lengths = training_lengths(prefix, config.data.split)
             return cut_documents(lengths, np.flatnonzero(lengths >= minimum), seq_length)
 
-        cut = cached(cache, "DocumentWindows", ("documents", "ends_of_whole", "left"), part.prefix, make)
-        long.datasets.append(DocumentWindows(settings.open(part.prefix), cut, seq_length, config.train.seed))
+        cut = cached(
+            cache, "DocumentWindows", ("documents", "ends_of_whole", "left"), part.prefix, make
+        )
+        long.datasets.append(
+            DocumentWindows(settings.open(part.prefix), cut, seq_length, config.train.seed)
+        )
     mix.datasets.append(long)
     if pools.others and mix.counts[1]:
-        weights = [part.weight for part in pools.others] if len(pools.others) > 1 else None
+        if len(pools.others) > 1:
+            weights = [part.weight for part in pools.others]
+        else:
+            weights = None
         other_blend = ([part.prefix for part in pools.others], weights)
         shorter = replace(settings, blend=other_blend, documents_below=minimum)  # type: ignore[call-arg]
         mix.datasets.append(open_split(ShorterDocuments, shorter, 0, mix.counts[1], build))
@@ -275,10 +335,13 @@ def mix_with_long_documents(
     return mix
 
 
-def open_datasets(config: RunConfig, plan: Plan, size: int, cache: str, build: bool, opened: dict) -> list[Dataset]:
+def open_datasets(
+    config: RunConfig, plan: DatasetPlan, size: int, cache: str, build: bool, opened: dict
+) -> list[Dataset]:
     """Return one dataset per split of `plan`; that of the training split has `size` samples.
 
-    `cache` is the directory of the index. `build` is passed to `open_split`, and `opened` to `DatasetSettings`.
+    `cache` is the directory of the index. `build` is passed to `open_split`, and `opened` to
+    `DatasetSettings`.
     """
     settings = DatasetSettings(
         random_seed=config.train.seed,
@@ -295,33 +358,41 @@ def open_datasets(config: RunConfig, plan: Plan, size: int, cache: str, build: b
         opened=opened,
     )
     datasets = []
-    # Open each split separately, since the plan may exclude different datasets from each. Megatron would loop forever
-    # while indexing a split without documents.
+    # Open each split separately, since the plan may exclude different datasets from each. Megatron
+    # would loop forever while indexing a split without documents.
     for i, split_blend in enumerate(plan.splits):
         if split_blend is None:
             datasets.append(mix_with_long_documents(config, settings, plan.pools, size, build))
             continue
-        samples = size if i == 0 else config.train.eval_steps * config.train.global_batch_size
+        if i == 0:
+            samples = size
+        else:
+            samples = config.train.eval_steps * config.train.global_batch_size
         split_settings = replace(settings, blend=split_blend)  # type: ignore[call-arg]
         datasets.append(open_split(AllDocuments, split_settings, i, samples, build))
     return datasets
 
 
-def training_epochs(config: RunConfig, plan: Plan, size: int) -> dict[str, float]:
-    """Return the epochs over each dataset, by prefix, for `size` samples; empty with `data.long_documents`."""
+def training_epochs(config: RunConfig, plan: DatasetPlan, size: int) -> dict[str, float]:
+    """Return the epochs over each dataset, by prefix, for `size` samples; empty with
+    `data.long_documents`.
+    """
     if plan.splits[0] is None:
         return {}
     prefixes, weights = plan.splits[0]
-    tokens = [int(training_lengths(prefix, config.data.split).sum(dtype=np.int64)) for prefix in prefixes]
+    tokens = [
+        int(training_lengths(prefix, config.data.split).sum(dtype=np.int64)) for prefix in prefixes
+    ]
     parts = map(DatasetPart, prefixes, weights or tokens, tokens)
     return epochs_by_dataset(list(parts), size * config.model.seq_length)
 
 
 def sample_order(config: RunConfig, samples: int, consumed: int) -> list:
-    """Return a value that is equal for two runs on the same datasets if their first `consumed` samples are equal.
+    """Return a value that is equal for two runs on the same datasets if their first `consumed`
+    samples are equal.
 
-    `samples` is the number of training samples of the whole run. Megatron shuffles a dataset over all epochs of the
-    run, so the order depends on the number of epochs.
+    `samples` is the number of training samples of the whole run. Megatron shuffles a dataset over
+    all epochs of the run, so the order depends on the number of epochs.
     """
     stages = stages_of(config)
     ends = [*(stage.start for stage in stages[1:]), samples]
@@ -334,29 +405,44 @@ def sample_order(config: RunConfig, samples: int, consumed: int) -> list:
 
 
 def _shuffled_epochs(config: RunConfig, size: int) -> list[tuple[int, bool]]:
-    """Return `shuffled_epochs` of each dataset that a `GPTDataset` reads, for `size` training samples."""
+    """Return `shuffled_epochs` of each dataset that a `GPTDataset` reads, for `size` training
+    samples.
+    """
     plan = _plan(config, False, log=False)
     if plan.pools is None:
         prefixes, weights = plan.splits[0]
-        tokens = [int(training_lengths(prefix, config.data.split).sum(dtype=np.int64)) for prefix in prefixes]
+        tokens = [
+            int(training_lengths(prefix, config.data.split).sum(dtype=np.int64))
+            for prefix in prefixes
+        ]
     else:  # the order of `DocumentWindows` does not depend on the number of samples
         share = config.data.long_documents.share
         tokens = [part.tokens for part in plan.pools.others]
-        weights = [part.weight for part in plan.pools.others] if len(tokens) > 1 else None
-        size = int(np.count_nonzero(interleave([share, 1 - share], size)[0])) if tokens else 0
+        if len(tokens) > 1:
+            weights = [part.weight for part in plan.pools.others]
+        else:
+            weights = None
+        if tokens:
+            size = int(np.count_nonzero(interleave([share, 1 - share], size)[0]))
+        else:
+            size = 0
     sizes = [size]
     if weights is not None:
         surplus = GPTDatasetConfig.mid_level_dataset_surplus
-        sizes = [sizes[0] for sizes in _get_size_per_split_per_dataset(normalize(weights), [size], surplus)]
+        sizes = [
+            sizes[0]
+            for sizes in _get_size_per_split_per_dataset(normalize(weights), [size], surplus)
+        ]
     return [shuffled_epochs(*counts, config.model.seq_length) for counts in zip(tokens, sizes)]
 
 
 def shuffled_epochs(tokens: int, samples: int, seq_length: int) -> tuple[int, bool]:
-    """Return the number of epochs of a `GPTDataset`, and whether it shuffles the last one separately from the others.
+    """Return the number of epochs of a `GPTDataset`, and whether it shuffles the last one
+    separately from the others.
 
-    `tokens` is the size of the dataset, and `samples` the number of requested samples of `seq_length` tokens. Two
-    datasets for which both values are equal have the same order. Follows Megatron's
-    `GPTDataset._build_document_sample_shuffle_indices`.
+    `tokens` is the size of the dataset, and `samples` the number of requested samples of
+    `seq_length` tokens. Two datasets for which both values are equal have the same order. Follows
+    Megatron's `GPTDataset._build_document_sample_shuffle_indices`.
     """
     epochs = max(1, math.ceil((samples * seq_length + 1) / tokens))
     if epochs == 1:
@@ -366,13 +452,16 @@ def shuffled_epochs(tokens: int, samples: int, seq_length: int) -> tuple[int, bo
     return epochs, samples - before_last < int(0.8 * per_epoch)
 
 
-def cut_documents(lengths: np.ndarray, documents: np.ndarray, seq_length: int) -> dict[str, np.ndarray]:
+def cut_documents(
+    lengths: np.ndarray, documents: np.ndarray, seq_length: int
+) -> dict[str, np.ndarray]:
     """Divide D documents into windows of S tokens. Return arrays (D,), int64, by name.
 
-    `documents` (D,) are indices into `lengths` (N,), the numbers of tokens of all documents of a dataset. The windows
-    of a document are consecutive from its start. A window is whole if its document also contains its last label, the
-    next token. `ends_of_whole` is the cumulative number of whole windows, including those of each document. `left` is
-    the number of tokens after a document's whole windows; 0 if the only one is the last label.
+    `documents` (D,) are indices into `lengths` (N,), the numbers of tokens of all documents of a
+    dataset. The windows of a document are consecutive from its start. A window is whole if its
+    document also contains its last label, the next token. `ends_of_whole` is the cumulative number
+    of whole windows, including those of each document. `left` is the number of tokens after a
+    document's whole windows; 0 if the only one is the last label.
     """
     lengths = lengths[documents].astype(np.int64)
     whole = np.maximum(lengths - 1, 0) // seq_length
@@ -382,22 +471,33 @@ def cut_documents(lengths: np.ndarray, documents: np.ndarray, seq_length: int) -
 
 
 class DocumentWindows(Dataset):
-    """Training samples from the documents of a dataset, in endless epochs that are shuffled differently.
+    """Training samples from the documents of a dataset, in endless epochs that are shuffled
+    differently.
 
-    A sample is a window: `tokens` and `labels` (S,), int64. Megatron's `GPTDataset` splits its stream of documents at
-    arbitrary positions, so a document of one and a half windows rarely fills a window. Here, each document provides as
-    many whole windows as possible, from its start. The remainders of all documents are shuffled, concatenated and split
-    into windows as in `GPTDataset`. An epoch contains each token once, except for the last incomplete window. `cut` is
+    A sample is a window: `tokens` and `labels` (S,), int64. Megatron's `GPTDataset` splits its
+    stream of documents at arbitrary positions, so a document of one and a half windows rarely fills
+    a window. Here, each document provides as many whole windows as possible, from its start. The
+    remainders of all documents are shuffled, concatenated and split into windows as in
+    `GPTDataset`. An epoch contains each token once, except for the last incomplete window. `cut` is
     the result of `cut_documents` for documents with more than S tokens in total.
 
-    The label of a remainder's last token is the first token of the next remainder's document, as if this followed as a
-    whole. The first token of the remainder itself can come from the middle of its document.
+    The label of a remainder's last token is the first token of the next remainder's document, as if
+    this followed as a whole. The first token of the remainder itself can come from the middle of
+    its document.
     """
 
-    def __init__(self, dataset: IndexedDataset, cut: dict[str, np.ndarray], seq_length: int, seed: int):
-        self._dataset, self._seq_length, self._seed = dataset, seq_length, seed
-        self._documents, self._ends_of_whole, self._left = cut["documents"], cut["ends_of_whole"], cut["left"]
-        self.samples_per_epoch = int(self._ends_of_whole[-1]) + max(0, int(self._left.sum()) - 1) // seq_length
+    def __init__(
+        self, dataset: IndexedDataset, cut: dict[str, np.ndarray], seq_length: int, seed: int
+    ):
+        self._dataset = dataset
+        self._seq_length = seq_length
+        self._seed = seed
+        self._documents = cut["documents"]
+        self._ends_of_whole = cut["ends_of_whole"]
+        self._left = cut["left"]
+        self.samples_per_epoch = (
+            int(self._ends_of_whole[-1]) + max(0, int(self._left.sum()) - 1) // seq_length
+        )
         self._epoch = None
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -407,7 +507,8 @@ class DocumentWindows(Dataset):
         index = int(self._samples[index])
         if index < self._ends_of_whole[-1]:
             text = self._whole_window(index)
-            tokens, labels = text[:-1], text[1:]
+            tokens = text[:-1]
+            labels = text[1:]
         else:
             tokens, labels = self._remainder_window(index - int(self._ends_of_whole[-1]))
         return {
@@ -425,23 +526,31 @@ class DocumentWindows(Dataset):
 
     def _first_whole(self, document: int) -> int:
         """Return the index of the first whole window of `documents[document]`."""
-        return int(self._ends_of_whole[document - 1]) if document else 0
+        if document:
+            return int(self._ends_of_whole[document - 1])
+        return 0
 
     def _whole_window(self, index: int) -> np.ndarray:
         document = int(np.searchsorted(self._ends_of_whole, index, side="right"))
         offset = (index - self._first_whole(document)) * self._seq_length
-        return self._dataset.get(int(self._documents[document]), offset=offset, length=self._seq_length + 1)
+        return self._dataset.get(
+            int(self._documents[document]), offset=offset, length=self._seq_length + 1
+        )
 
     def _remainder_window(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         start = index * self._seq_length
-        missing, parts, labels = self._seq_length + 1, [], []
+        missing = self._seq_length + 1
+        parts = []
+        labels = []
         number = int(np.searchsorted(self._ends_of_remainders, start, side="right"))
         while missing:
             document = int(self._order[number])
             left = int(self._left[document])
             skipped = max(0, start - (int(self._ends_of_remainders[number]) - left))
             length = min(missing, left - skipped)
-            offset = (int(self._ends_of_whole[document]) - self._first_whole(document)) * self._seq_length + skipped
+            offset = (
+                int(self._ends_of_whole[document]) - self._first_whole(document)
+            ) * self._seq_length + skipped
             part = self._dataset.get(int(self._documents[document]), offset=offset, length=length)
             if parts:
                 labels.append(self._dataset.get(int(self._documents[document]), length=1))

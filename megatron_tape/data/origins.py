@@ -1,7 +1,8 @@
-"""The origin of an indexed dataset: `P.origin` records its tokenizer and whether documents end in a special token.
+"""The origin of an indexed dataset: `P.origin` records its tokenizer and whether documents end in a
+special token.
 
-Datasets from other tools have no such file. The file is ignored if the dataset's files have changed since, for example
-because another tool has replaced them.
+Datasets from other tools have no such file. The file is ignored if the dataset's files have changed
+since, for example because another tool has replaced them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,7 @@ from megatron_tape.io.files import fingerprint
 from megatron_tape.io.records import read_record
 
 
-class Source(TypedDict):
+class DatasetSource(TypedDict):
     """The input files of a dataset, and the options that choose its documents.
 
     The name of a file of the Hugging Face Hub includes the commit of the Hub's dataset.
@@ -37,7 +38,7 @@ class Origin(TypedDict):
     """Whether every document ends in the tokenizer's end-of-document token."""
     files: dict[str, str]
     """Fingerprints of the dataset's files by suffix."""
-    source: NotRequired[Source]
+    source: NotRequired[DatasetSource]
     """What `tools/preprocess_data.py` made the dataset from; a merge of datasets has none."""
 
 
@@ -53,7 +54,9 @@ def read_origin(prefix: str | Path) -> Origin | None:
     except FileError as error:
         fix = f"remove that file, or preprocess the dataset {prefix} again"
         raise FileError(error.subject, error.problem, fix) from None
-    return origin if origin["files"] == fingerprints_of(prefix) else None
+    if origin["files"] == fingerprints_of(prefix):
+        return origin
+    return None
 
 
 def fingerprints_of(prefix: str | Path) -> dict[str, str]:
@@ -61,18 +64,24 @@ def fingerprints_of(prefix: str | Path) -> dict[str, str]:
     return {path.suffix: fingerprint(path) for path in dataset_paths(prefix) if path.is_file()}
 
 
-def check_tokenizer(prefixes: Iterable[str], tokenizer: TokenizerRecord | None, name: str) -> dict[str, Origin | None]:
-    """Return the datasets' origins by prefix. Raises FileError if one was made with a tokenizer other than `tokenizer`.
+def check_tokenizer(
+    prefixes: Iterable[str], tokenizer: TokenizerRecord | None, name: str
+) -> dict[str, Origin | None]:
+    """Return the datasets' origins by prefix. Raises FileError if one was made with a tokenizer
+    other than `tokenizer`.
 
-    `name` describes `tokenizer` in messages. If `tokenizer` is None, the datasets are compared with each other. The
-    end-of-document token is compared only for datasets whose documents end in it.
+    `name` describes `tokenizer` in messages. If `tokenizer` is None, the datasets are compared with
+    each other. The end-of-document token is compared only for datasets whose documents end in it.
     """
     origins = {prefix: read_origin(prefix) for prefix in prefixes}
     known = [(prefix, origin) for prefix, origin in origins.items() if origin is not None]
     ends = [(prefix, origin) for prefix, origin in known if origin["append_eod"]]
     for found, with_eod in ((known, False), (ends, True)):
         for prefix, origin in found:
-            other = (found[0][1]["tokenizer"], f"that of {found[0][0]}") if tokenizer is None else (tokenizer, name)
+            if tokenizer is None:
+                other = (found[0][1]["tokenizer"], f"that of {found[0][0]}")
+            else:
+                other = (tokenizer, name)
             if different := difference(origin["tokenizer"], *other, with_eod):
                 problem = f"was made with a tokenizer that {different}"
                 fix = "preprocess the dataset again, or use the tokenizer that it was made with"
@@ -81,19 +90,32 @@ def check_tokenizer(prefixes: Iterable[str], tokenizer: TokenizerRecord | None, 
 
 
 def unknown_tokenizers(origins: Mapping[str, Origin | None], name: str) -> str | None:
-    """Return a warning about the datasets without an origin, or None; `name` describes the expected tokenizer."""
+    """Return a warning about the datasets without an origin, or None; `name` describes the expected
+    tokenizer.
+    """
     unknown = [prefix for prefix, origin in origins.items() if origin is None]
     if not unknown:
         return None
-    more = "" if len(unknown) == 1 else f" and {len(unknown) - 1} other datasets"
+    if len(unknown) == 1:
+        more = ""
+    else:
+        more = f" and {len(unknown) - 1} other datasets"
     does, it = ("does", "it") if len(unknown) == 1 else ("do", "them")
-    return f"warning: {unknown[0]}{more} {does} not record which tokenizer made {it}; make sure that it was {name}"
+    return (
+        f"warning: {unknown[0]}{more} {does} not record which tokenizer made {it}; make sure that"
+        f" it was {name}"
+    )
 
 
 def common_origin(origins: Iterable[Origin | None]) -> dict[str, Any] | None:
-    """Return the origin of the merge of datasets with the same tokenizer, or None if one has no origin."""
+    """Return the origin of the merge of datasets with the same tokenizer, or None if one has no
+    origin.
+    """
     known = list(origins)
     if not known or None in known:
         return None
     first = next((origin for origin in known if origin["append_eod"]), known[0])
-    return {"tokenizer": first["tokenizer"], "append_eod": all(origin["append_eod"] for origin in known)}
+    return {
+        "tokenizer": first["tokenizer"],
+        "append_eod": all(origin["append_eod"] for origin in known),
+    }

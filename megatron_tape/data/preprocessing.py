@@ -1,8 +1,8 @@
 """Tokenize documents in parallel. The result does not depend on the number of processes.
 
-The parent process splits the input into chunks of raw bytes and writes the dataset; worker processes parse and
-tokenize. A bounded number of chunks is in flight and results are consumed in order, so memory does not grow with the
-corpus.
+The parent process splits the input into chunks of raw bytes and writes the dataset; worker
+processes parse and tokenize. A bounded number of chunks is in flight and results are consumed in
+order, so memory does not grow with the corpus.
 """
 
 import multiprocessing
@@ -24,7 +24,7 @@ from megatron_tape.data.documents import Problems, parse_chunk
 from megatron_tape.data.indexed_dataset import raise_file_limit, token_dtype
 from megatron_tape.data.raw_chunks import DOCUMENT_BYTES, Chunk, UnreadableFile, read_chunks
 from megatron_tape.data.tokenizer import Tokenizer, tokenizer_record
-from megatron_tape.errors import refuse
+from megatron_tape.errors import ConfigError
 
 CHUNKS_IN_FLIGHT = 3
 """Maximum number of chunks per worker that are queued, being encoded, or finished."""
@@ -33,7 +33,9 @@ MAX_WORKERS = 1024
 
 @dataclass(frozen=True)
 class Encoding:
-    """How to tokenize texts. `append_eod` appends the tokenizer's end-of-document token to each document."""
+    """How to tokenize texts. `append_eod` appends the tokenizer's end-of-document token to each
+    document.
+    """
 
     tokenizer: Tokenizer
     text_key: str
@@ -56,9 +58,10 @@ class Encoding:
 class EncodedChunk:
     """The result of tokenizing a chunk.
 
-    `tokens` are the token ids of its good documents, as bytes of the dataset's dtype, and `lengths` (int32) their
-    lengths in tokens; `problems` are those of its bad documents. `text_bytes` is the number of UTF-8 bytes of text,
-    `position` the number of input bytes read so far, and `path` the input file.
+    `tokens` are the token ids of its good documents, as bytes of the dataset's dtype, and `lengths`
+    (int32) their lengths in tokens; `problems` are those of its bad documents. `text_bytes` is the
+    number of UTF-8 bytes of text, `position` the number of input bytes read so far, and `path` the
+    input file.
     """
 
     path: str
@@ -73,7 +76,8 @@ def encode_chunk(chunk: Chunk, encoding: Encoding) -> EncodedChunk:
     """Parse and tokenize the documents of a chunk."""
     texts, numbers, problems = parse_chunk(chunk, encoding.text_key)
     end = np.array([encoding.tokenizer.eod] if encoding.append_eod else [], dtype=np.int32)
-    parts, lengths = [np.empty(0, np.int32)], []
+    parts = [np.empty(0, np.int32)]
+    lengths = []
     for ids, number in zip(encoding.tokenizer.encode_batch(texts), numbers):
         if len(ids):
             parts += (ids, end)
@@ -95,14 +99,19 @@ def encode_files(
 ) -> Generator[EncodedChunk, None, None]:
     """Tokenize the documents of files in `workers` processes, and yield the chunks in order.
 
-    If a file cannot be read to its end, a chunk without documents reports the problem. Raises ChildProcessError if a
-    worker dies, ConfigError if there are too many workers, and hub.NetworkError, after the last chunk that could be
-    read, if the network fails while a file of the Hub is streamed.
+    If a file cannot be read to its end, a chunk without documents reports the problem. Raises
+    ChildProcessError if a worker dies, ConfigError if there are too many workers, and
+    hub.NetworkError, after the last chunk that could be read, if the network fails while a file of
+    the Hub is streamed.
     """
-    refuse(workers > MAX_WORKERS, "--workers", f"is {workers:,}", f"use at most {MAX_WORKERS:,}")
+    if workers > MAX_WORKERS:
+        raise ConfigError("--workers", f"is {workers:,}", f"use at most {MAX_WORKERS:,}")
     raise_file_limit()
     executor = ProcessPoolExecutor(
-        workers, multiprocessing.get_context("fork"), initializer=_start_worker, initargs=(encoding,)
+        workers,
+        multiprocessing.get_context("fork"),
+        initializer=_start_worker,
+        initargs=(encoding,),
     )
     try:
         # Fork the workers before this process starts any thread.
@@ -110,11 +119,19 @@ def encode_files(
         pending: deque[Future | UnreadableFile] = deque()
         failure: hub.NetworkError | None = None
         try:
-            for chunk in read_chunks(paths, encoding.text_key, chunk_bytes, encoding.document_bytes):
+            for chunk in read_chunks(
+                paths, encoding.text_key, chunk_bytes, encoding.document_bytes
+            ):
                 is_unreadable = isinstance(chunk, UnreadableFile)
-                pending.append(chunk if is_unreadable else executor.submit(_encode_in_worker, chunk))
-                # Report a document that is too large at once: its end may be far away, or never come, as in a pipe.
-                allowed = 0 if isinstance(chunk, Chunk) and chunk.is_too_large else CHUNKS_IN_FLIGHT * workers - 1
+                pending.append(
+                    chunk if is_unreadable else executor.submit(_encode_in_worker, chunk)
+                )
+                # Report a document that is too large at once: its end may be far away, or never
+                # come, as in a pipe.
+                if isinstance(chunk, Chunk) and chunk.is_too_large:
+                    allowed = 0
+                else:
+                    allowed = CHUNKS_IN_FLIGHT * workers - 1
                 while len(pending) > allowed:
                     yield _result(pending.popleft())
         except hub.NetworkError as error:
@@ -126,7 +143,9 @@ def encode_files(
             raise failure
     except BrokenProcessPool:
         problem = "a worker process died; the kernel may have killed it for lack of memory"
-        raise ChildProcessError(f"{problem}; use fewer --workers, or lower --max-document-bytes") from None
+        raise ChildProcessError(
+            f"{problem}; use fewer --workers, or lower --max-document-bytes"
+        ) from None
     finally:
         executor.shutdown(cancel_futures=True)
 

@@ -16,7 +16,9 @@ from megatron_tape.errors import FileError
 DOCUMENT_BYTES = 12_000_000
 """Default maximum size of a document in bytes. Tokenizing takes up to 150 times as much memory."""
 _COMPRESSED_BLOCK = {".gz": 1 << 16, ".zst": 1 << 14}
-"""Compressed bytes per call of the decompressor. A call returns at most 1 MiB for gzip, and 512 MiB for zstd."""
+"""Compressed bytes per call of the decompressor. A call returns at most 1 MiB for gzip, and 512 MiB
+for zstd.
+"""
 _BLOCK = 1 << 20
 _ROWS = 64
 """Rows of a parquet file that are decoded together."""
@@ -46,9 +48,10 @@ class TooLarge:
 class Chunk:
     """Consecutive unparsed documents of a file.
 
-    `payload` is whole JSON lines as bytes, or a list of UTF-8 texts, in which None is a null (see also TooLarge).
-    `first` is the number, from 1, of the first line or row. `unit` is "line", "row", or "" for a file that is a single
-    document. `position` is the number of input bytes read so far, before decompression.
+    `payload` is whole JSON lines as bytes, or a list of UTF-8 texts, in which None is a null (see
+    also TooLarge). `first` is the number, from 1, of the first line or row. `unit` is "line",
+    "row", or "" for a file that is a single document. `position` is the number of input bytes read
+    so far, before decompression.
     """
 
     path: str
@@ -66,7 +69,9 @@ class Chunk:
         """Return where line or row `number` is, for messages, such as `corpus.jsonl:12`."""
         if self.unit == "line":
             return f"{self.path}:{number}"
-        return f"{self.path} row {number}" if self.unit == "row" else self.path
+        if self.unit == "row":
+            return f"{self.path} row {number}"
+        return self.path
 
 
 def is_text_file(path: str) -> bool:
@@ -86,10 +91,12 @@ def read_chunks(
 ) -> Iterator[Chunk | UnreadableFile]:
     """Yield the documents of files in order, in chunks of about `chunk_bytes`.
 
-    TooLarge replaces a document whose decompressed line, row or file has more than `document_bytes`. A file that ends
-    early or cannot be decompressed yields its whole lines, then an UnreadableFile.
+    TooLarge replaces a document whose decompressed line, row or file has more than
+    `document_bytes`. A file that ends early or cannot be decompressed yields its whole lines, then
+    an UnreadableFile.
 
-    Raises hub.NetworkError if a file of the Hub is streamed and the network fails: the file itself may be good.
+    Raises hub.NetworkError if a file of the Hub is streamed and the network fails: the file itself
+    may be good.
     """
     position = 0
     chunk_bytes = min(chunk_bytes, max(document_bytes, 1 << 16))
@@ -118,7 +125,9 @@ class _Counted:
         return data
 
 
-def _read_file(path: str, text_key: str, chunk_bytes: int, document_bytes: int, position: int) -> Iterator[Chunk]:
+def _read_file(
+    path: str, text_key: str, chunk_bytes: int, document_bytes: int, position: int
+) -> Iterator[Chunk]:
     extension = text_format(path)
     if extension == ".parquet":
         yield from _read_parquet(path, text_key, chunk_bytes, document_bytes, position)
@@ -143,13 +152,16 @@ def _read_file(path: str, text_key: str, chunk_bytes: int, document_bytes: int, 
 
 
 def _decompress(file: _Counted, path: str, block_bytes: int) -> Iterator[bytes]:
-    """Yield the decompressed content of a file in blocks. Raises UnreadableFile after the last good block."""
+    """Yield the decompressed content of a file in blocks. Raises UnreadableFile after the last good
+    block.
+    """
     if not path.endswith((".gz", ".zst")):
         while block := file.read(block_bytes):
             yield block
         return
     new_stream, decompression_error, *max_output = _decompressor(path)
-    stream, unfinished = new_stream(), True  # an empty file counts as cut off
+    stream = new_stream()
+    unfinished = True  # an empty file counts as cut off
     while data := file.read(_COMPRESSED_BLOCK[Path(path).suffix]):
         while data:
             # Files may consist of several compressed streams, as `cat a.gz b.gz` makes them.
@@ -162,7 +174,9 @@ def _decompress(file: _Counted, path: str, block_bytes: int) -> Iterator[bytes]:
                 block = stream.decompress(data, *max_output)
             except decompression_error as error:
                 # zlib's messages begin with a number and the operation.
-                raise UnreadableFile(path, f"has damaged compressed data ({str(error).rpartition(': ')[2]})") from error
+                raise UnreadableFile(
+                    path, f"has damaged compressed data ({str(error).rpartition(': ')[2]})"
+                ) from error
             for start in range(0, len(block), _BLOCK):
                 yield block[start : start + _BLOCK]
             del block  # before the next one is made
@@ -173,7 +187,9 @@ def _decompress(file: _Counted, path: str, block_bytes: int) -> Iterator[bytes]:
 
 
 def _decompressor(path: str) -> tuple:
-    """Return the constructor of decompressors, their error type, and, for gzip, the maximum output per call."""
+    """Return the constructor of decompressors, their error type, and, for gzip, the maximum output
+    per call.
+    """
     if path.endswith(".gz"):
         return lambda: zlib.decompressobj(wbits=31), zlib.error, _BLOCK
     import zstandard
@@ -184,17 +200,22 @@ def _decompressor(path: str) -> tuple:
 
 def _whole_text(blocks: Iterator[bytes], document_bytes: int) -> bytes | TooLarge:
     """Return the content of a file that is one document. Stop reading once it is too large."""
-    parts, size = [], 0
+    parts = []
+    size = 0
     for block in blocks:
         parts.append(block)
         size += len(block)
         if size > document_bytes + len(codecs.BOM_UTF8):
             return TooLarge(document_bytes)
     text = b"".join(parts).removeprefix(codecs.BOM_UTF8)
-    return text if len(text) <= document_bytes else TooLarge(document_bytes)
+    if len(text) <= document_bytes:
+        return text
+    return TooLarge(document_bytes)
 
 
-def _whole_lines(blocks: Iterator[bytes], chunk_bytes: int, document_bytes: int) -> Iterator[bytes | TooLarge]:
+def _whole_lines(
+    blocks: Iterator[bytes], chunk_bytes: int, document_bytes: int
+) -> Iterator[bytes | TooLarge]:
     """Split a byte stream into chunks of whole lines. TooLarge replaces a line that is too long.
 
     If the stream is cut off, its unfinished line is dropped.
@@ -214,7 +235,8 @@ def _whole_lines(blocks: Iterator[bytes], chunk_bytes: int, document_bytes: int)
                 buffer = buffer[end:]
             if exceeds:
                 yield TooLarge(document_bytes)
-                buffer, is_too_large = b"", True
+                buffer = b""
+                is_too_large = True
     except UnreadableFile:
         yield from _bounded(buffer[: buffer.rfind(b"\n") + 1], document_bytes)
         raise
@@ -222,7 +244,9 @@ def _whole_lines(blocks: Iterator[bytes], chunk_bytes: int, document_bytes: int)
 
 
 def _bounded(lines: bytes, document_bytes: int) -> Iterator[bytes | TooLarge]:
-    """Yield `lines` unchanged, except that TooLarge replaces each line of more than `document_bytes`."""
+    """Yield `lines` unchanged, except that TooLarge replaces each line of more than
+    `document_bytes`.
+    """
     start = position = 0
     while len(lines) - position > document_bytes:
         end = lines.find(b"\n", position)
@@ -237,7 +261,9 @@ def _bounded(lines: bytes, document_bytes: int) -> Iterator[bytes | TooLarge]:
         yield lines[start:]
 
 
-def _read_parquet(path: str, text_key: str, chunk_bytes: int, document_bytes: int, position: int) -> Iterator[Chunk]:
+def _read_parquet(
+    path: str, text_key: str, chunk_bytes: int, document_bytes: int, position: int
+) -> Iterator[Chunk]:
     import pyarrow
     import pyarrow.parquet
 
@@ -246,7 +272,8 @@ def _read_parquet(path: str, text_key: str, chunk_bytes: int, document_bytes: in
         size_in_bytes = hub.file_size(path)
         with pyarrow.parquet.ParquetFile(source, buffer_size=_BLOCK) as file:
             _check_column(path, file.schema_arrow, text_key)
-            row, rows = 1, max(file.metadata.num_rows, 1)
+            row = 1
+            rows = max(file.metadata.num_rows, 1)
             texts: list[bytes | None | TooLarge] = []
             size = 0
             for batch in file.iter_batches(_ROWS, columns=[text_key], use_threads=False):
@@ -254,19 +281,29 @@ def _read_parquet(path: str, text_key: str, chunk_bytes: int, document_bytes: in
                 for value in batch.column(text_key).cast(pyarrow.large_binary()):
                     raw = value.as_buffer()
                     large = raw is not None and raw.size > document_bytes
-                    texts.append(TooLarge(document_bytes) if large else None if raw is None else raw.to_pybytes())
+                    texts.append(
+                        TooLarge(document_bytes)
+                        if large
+                        else None
+                        if raw is None
+                        else raw.to_pybytes()
+                    )
                     size += 0 if raw is None else raw.size
                 if size >= chunk_bytes or len(texts) >= chunk_bytes:
                     reached = position + size_in_bytes * (row + len(texts)) // rows
                     yield Chunk(path, "row", row, texts, reached)
-                    row, texts, size = row + len(texts), [], 0
+                    row = row + len(texts)
+                    texts = []
+                    size = 0
             if texts:
                 yield Chunk(path, "row", row, texts, position + size_in_bytes)
     except (UnreadableFile, hub.NetworkError):
         raise
     # pyarrow raises plain ValueError and TypeError for names and types that it cannot represent.
     except (pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
-        raise UnreadableFile(path, f"cannot be read as parquet ({' '.join(str(error).split())[:200]})") from error
+        raise UnreadableFile(
+            path, f"cannot be read as parquet ({' '.join(str(error).split())[:200]})"
+        ) from error
 
 
 def _check_column(path: str, schema: Any, text_key: str) -> None:
@@ -284,7 +321,10 @@ def _column_problem(schema: Any, text_key: str) -> str | None:
     if text_key not in schema.names:
         return f"has no column {text_key!r}, only {schema.names[:10]}"
     column = schema.field(text_key).type
-    values = column.value_type if pyarrow.types.is_dictionary(column) else column
+    if pyarrow.types.is_dictionary(column):
+        values = column.value_type
+    else:
+        values = column
     if values in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
         return None
     return f"has a column {text_key!r} of type {column} instead of string"

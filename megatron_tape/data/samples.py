@@ -1,8 +1,10 @@
-"""Training samples with a loss mask, from sources other than indexed datasets. S is `model.seq_length`.
+"""Training samples with a loss mask, from sources other than indexed datasets. S is
+`model.seq_length`.
 
-To add a source, subclass `SampleSource`, add a setting to `config.data.DataConfig` and its name to `SAMPLE_SOURCES`,
-validate it in `checks.combinations`, and create the source in `sample_source`. `Batches` distributes samples in the
-same order under every parallel layout. It converts loss masks to weights for the mean loss over a global batch.
+To add a source, subclass `SampleSource`, add a setting to `config.data.DataConfig` and its name to
+`SAMPLE_SOURCES`, validate it in `checks.combinations`, and create the source in `sample_source`.
+`Batches` distributes samples in the same order under every parallel layout. It converts loss masks
+to weights for the mean loss over a global batch.
 """
 
 import numpy as np
@@ -21,18 +23,22 @@ class SampleSource(Dataset):
     """An endless sequence of samples. Sample i depends only on the settings, the seed and i."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return sample `index` >= 0: `tokens` and `labels` (S,), int64, and `loss_mask` (S,), bool.
+        """Return sample `index` >= 0: `tokens` and `labels` (S,), int64, and `loss_mask` (S,),
+        bool.
 
-        The mask selects the labels that enter the loss. `padded_sample` makes a sample from token ids.
+        The mask selects the labels that enter the loss. `padded_sample` makes a sample from token
+        ids.
         """
         raise NotImplementedError
 
 
 def padded_sample(tokens: np.ndarray, in_loss: np.ndarray, seq_length: int) -> dict[str, Tensor]:
-    """Return a sample of the token ids (N,), N <= S + 1; `in_loss` (N,), bool, selects the ids that enter the loss.
+    """Return a sample of the token ids (N,), N <= S + 1; `in_loss` (N,), bool, selects the ids that
+    enter the loss.
 
-    The first token is never predicted. The sequence is padded with zeros to S + 1 tokens. The padding does not enter
-    the loss, and because of causal attention, the sequence does not attend to it.
+    The first token is never predicted. The sequence is padded with zeros to S + 1 tokens. The
+    padding does not enter the loss, and because of causal attention, the sequence does not attend
+    to it.
     """
     sequence = torch.zeros(seq_length + 1, dtype=torch.int64)
     mask = torch.zeros(seq_length + 1, dtype=torch.bool)
@@ -42,13 +48,17 @@ def padded_sample(tokens: np.ndarray, in_loss: np.ndarray, seq_length: int) -> d
 
 
 class GeneratedSamples(SampleSource):
-    """Sequences of the synthetic task `data.generator`. Training and validation use independent random streams."""
+    """Sequences of the synthetic task `data.generator`. Training and validation use independent
+    random streams.
+    """
 
     def __init__(self, config: RunConfig, purpose: int):
         """Create a source for `purpose`: TRAINING or VALIDATION."""
         self._generator = config.data.generator
-        self._seed, self._purpose = config.train.seed, purpose
-        self._seq_length, self._all = config.model.seq_length, config.data.loss_on == "all"
+        self._seed = config.train.seed
+        self._purpose = purpose
+        self._seq_length = config.model.seq_length
+        self._all = config.data.loss_on == "all"
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         tokens, answers = self._generator.sequence(sample_random(self._seed, self._purpose, index))
@@ -56,25 +66,35 @@ class GeneratedSamples(SampleSource):
 
 
 class ExampleSamples(SampleSource):
-    """One sample per line of the file in `data.examples`. Training examples are shuffled anew in every epoch."""
+    """One sample per line of the file in `data.examples`. Training examples are shuffled anew in
+    every epoch.
+    """
 
     def __init__(self, config: RunConfig, validation: bool):
         """Read the offsets of the file's lines. Raises FileError if it has no examples."""
-        settings, tokenizer = config.data.examples, load_run_tokenizer(config)
+        settings = config.data.examples
+        tokenizer = load_run_tokenizer(config)
         self._path = settings.validation if validation else settings.path
-        self._encode, self._end = example_encoder(config, tokenizer), tokenizer.eod
-        self._seq_length, self._all = config.model.seq_length, config.data.loss_on == "all"
+        self._encode = example_encoder(config, tokenizer)
+        self._end = tokenizer.eod
+        self._seq_length = config.model.seq_length
+        self._all = config.data.loss_on == "all"
         self._seed = None if validation else config.train.seed
-        starts, lines = [0], []
+        starts = [0]
+        lines = []
         with open(self._path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 starts.append(starts[-1] + len(line))
                 if line.strip():
                     lines.append(number)
         if not lines:
-            raise FileError(self._path, "contains no examples", "choose another file for data.examples")
-        self._starts, self.lines = np.array(starts), np.array(lines)
-        self._epoch, self._order = -1, np.empty(0, int)
+            raise FileError(
+                self._path, "contains no examples", "choose another file for data.examples"
+            )
+        self._starts = np.array(starts)
+        self.lines = np.array(lines)
+        self._epoch = -1
+        self._order = np.empty(0, int)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         epoch, place = divmod(index, len(self.lines))
@@ -86,7 +106,8 @@ class ExampleSamples(SampleSource):
             line = file.read(int(self._starts[number] - self._starts[number - 1]))
         example = parse_example(f"{self._path}:{number}", line)
         encoded = self._encode(example.input, example.target)
-        # After a truncated target, the end-of-document token would teach the model to end in the middle of an answer.
+        # After a truncated target, the end-of-document token would teach the model to end in the
+        # middle of an answer.
         end = [] if encoded.target_truncated else [self._end]
         tokens = np.array([*encoded.prompt, *encoded.target, *end], dtype=np.int64)
         in_loss = np.arange(len(tokens)) >= len(encoded.prompt)
@@ -94,11 +115,15 @@ class ExampleSamples(SampleSource):
 
     def _order_of(self, epoch: int) -> np.ndarray:
         count = len(self.lines)
-        return np.arange(count) if self._seed is None else sample_random(self._seed, TRAINING, epoch).permutation(count)
+        if self._seed is None:
+            return np.arange(count)
+        return sample_random(self._seed, TRAINING, epoch).permutation(count)
 
 
 def sample_source(config: RunConfig, validation: bool) -> SampleSource:
-    """Return the source of a run with `data.generator` or `data.examples`, for training or validation."""
+    """Return the source of a run with `data.generator` or `data.examples`, for training or
+    validation.
+    """
     if config.data.source == "examples":
         return ExampleSamples(config, validation)
     return GeneratedSamples(config, VALIDATION if validation else TRAINING)

@@ -7,7 +7,9 @@ from pathlib import Path
 
 _MODULES = ("argparse", "json/decoder", "encodings/idna", "textwrap", "this")
 _MOST_CHARACTERS = 40_000
-"""Maximum length of a text. Normalization may expand a character to 128 characters, which take 256 bytes each."""
+"""Maximum length of a text. Normalization may expand a character to 128 characters, which take 256
+bytes each.
+"""
 _DIFFICULT = (
     "  two spaces,\ttab\r\n\n\n    def f(x): return x**2  # ▁ ﬁ Ⅳ Å\n"
     "Grüße, привет, 你好, नमस्ते, \u200b🙂👩\u200d👩\u200d👧 <s>[INST]</s><unk> 3.14159  "
@@ -18,16 +20,36 @@ _DIFFICULT = (
 
 FIXED_TEXTS = (
     _DIFFICULT,
-    "The quick brown fox jumps over the lazy dog. Don't stop; it's 10:45 -- \"almost\" noon (UTC+2).\n\n\tEnd.",
-    "def encode(self, text: str) -> list[int]:\n    if not text.strip():\n        return []\n    x_1 += 0xFF // 3\r\n",
+    (
+        "The quick brown fox jumps over the lazy dog. Don't stop; it's 10:45 -- \"almost\" noon"
+        " (UTC+2).\n\n\tEnd."
+    ),
+    (
+        "def encode(self, text: str) -> list[int]:\n    if not text.strip():\n        return []\n  "
+        "  x_1 += 0xFF // 3\r\n"
+    ),
     "0 1 12 123 1234 12345 1234567890 3.14159 1,000,000 2026-01-31 v1.2.3-rc4 1e-05 +49 (0)30 50%",
-    " leading,  double,   triple and trailing spaces \n \n\n  \n\t\t tabs\u00a0no-break\u3000wide\u200bzero-width ",
-    "<|endoftext|><s></s>[INST] [/INST]<unk><pad> <|im_start|>user\n<0x0A> <0x41> {{ x }} &amp; </html> C:\\a\\b $x^2$",
-    "Größe naïve façade İstanbul ΑΒΓ αβγ Привет мир שלום مرحبا नमस्ते สวัสดี 你好，世界。こんにちは ガ 한국어",
+    (
+        " leading,  double,   triple and trailing spaces \n \n\n  \n\t\t"
+        " tabs\u00a0no-break\u3000wide\u200bzero-width "
+    ),
+    (
+        "<|endoftext|><s></s>[INST] [/INST]<unk><pad> <|im_start|>user\n<0x0A> <0x41> {{ x }} &amp;"
+        " </html> C:\\a\\b $x^2$"
+    ),
+    (
+        "Größe naïve façade İstanbul ΑΒΓ αβγ Привет мир שלום مرحبا नमस्ते สวัสดี 你好，世界。"
+        "こんにちは ガ 한국어"
+    ),
     "ﬁ ½ ² ™ Å e\u0301 🙂🏽 🇩🇪 👩\u200d👧 \ufeff\u202e\x07\x1b \U0010fffd",
-    "camelCase snake_case SCREAMING_CASE kebab-case https://example.org/a?b=c&d=%20#e user@example.com README.md ...!?",
+    (
+        "camelCase snake_case SCREAMING_CASE kebab-case https://example.org/a?b=c&d=%20#e"
+        " user@example.com README.md ...!?"
+    ),
 )
-"""Texts of which every version of this project compares the ids; a changed text would make all tokenizers differ."""
+"""Texts of which every version of this project compares the ids; a changed text would make all
+tokenizers differ.
+"""
 
 
 def trial_texts() -> list[str]:
@@ -46,18 +68,21 @@ def find_difference(
 ) -> str | None:
     """Return a text, or one of its lines, that two tokenizers encode differently, or None.
 
-    `expected` and `found` return the ids of a text. A unigram model (with `scores` by id) may have several equally
-    likely segmentations, for example of a line of dashes. SentencePiece chooses arbitrarily among them, so any of them
-    is accepted.
+    `expected` and `found` return the ids of a text. A unigram model (with `scores` by id) may have
+    several equally likely segmentations, for example of a line of dashes. SentencePiece chooses
+    arbitrarily among them, so any of them is accepted.
     """
 
     def differs(text: str) -> bool:
-        ours, theirs = list(expected(text)), list(found(text))
+        ours = list(expected(text))
+        theirs = list(found(text))
         if ours == theirs:
             return False
         if not scores or max([*ours, *theirs], default=0) >= len(scores):
             return True
-        return not math.isclose(*(sum(scores[i] for i in ids) for ids in (ours, theirs)), rel_tol=1e-6)
+        return not math.isclose(
+            *(sum(scores[i] for i in ids) for ids in (ours, theirs)), rel_tol=1e-6
+        )
 
     text = next(filter(differs, texts), None)
     return text and next(filter(differs, text.splitlines()), text)

@@ -1,4 +1,6 @@
-"""Create and check the tasks of the section `evaluation`, which run during training. Imports no torch."""
+"""Create and check the tasks of the section `evaluation`, which run during training. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from dataclasses import replace
 
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.tokenizer import load_run_tokenizer, tokenizer_record
-from megatron_tape.errors import refuse
+from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.model_source import info_of_run
 from megatron_tape.evaluation.task import Task
 from megatron_tape.evaluation.tasks import TASKS
@@ -19,12 +21,21 @@ def build_tasks(config: RunConfig) -> dict[str, Task]:
 
 
 def check_tasks(config: RunConfig) -> None:
-    """Read the data of the tasks of `evaluation`; raise ConfigError if tasks, data and model do not fit together."""
+    """Read the data of the tasks of `evaluation`; raise ConfigError if tasks, data and model do not
+    fit together.
+    """
     if not (tasks := build_tasks(config)):
         return
     tokenizer = load_run_tokenizer(config)
-    info = replace(info_of_run(config), tokenizer=None if tokenizer is None else tokenizer_record(tokenizer))
+    info = replace(
+        info_of_run(config), tokenizer=None if tokenizer is None else tokenizer_record(tokenizer)
+    )
     for name, task in tasks.items():
-        missing, keys = task.needs_tokenizer and not info.has_tokenizer, ("data.tokenizer", f"evaluation.{name}")
-        refuse(missing, keys, f"is null, but {name} needs a tokenizer", f"set it, or remove evaluation.{name}")
+        missing = task.needs_tokenizer and not info.has_tokenizer
+        if missing:
+            raise ConfigError(
+                ("data.tokenizer", f"evaluation.{name}"),
+                f"is null, but {name} needs a tokenizer",
+                f"set it, or remove evaluation.{name}",
+            )
         task.check(info)

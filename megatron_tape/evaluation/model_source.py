@@ -16,8 +16,13 @@ from megatron_tape.checkpoint.locate import find_checkpoint, model_digest
 from megatron_tape.checkpoint.saved_tokenizer import TOKENIZER, load_saved_tokenizer
 from megatron_tape.config.schema import ModelConfig, RunConfig, config_dict
 from megatron_tape.config.sections import as_dict
-from megatron_tape.data.tokenizer import Tokenizer, TokenizerRecord, load_tokenizer, tokenizer_record
-from megatron_tape.errors import CheckpointError, ConfigError, FileError, refuse
+from megatron_tape.data.tokenizer import (
+    Tokenizer,
+    TokenizerRecord,
+    load_tokenizer,
+    tokenizer_record,
+)
+from megatron_tape.errors import CheckpointError, ConfigError, FileError
 from megatron_tape.evaluation.task import ModelInfo
 from megatron_tape.huggingface.export.remote_code import AUTO_MAP, ENCODED_AUTO_MAP, is_own_code
 from megatron_tape.huggingface.imports.config_json import ENCODED, read_settings
@@ -32,14 +37,17 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 
 @dataclass(frozen=True)
-class Source:
-    """A model given with --model: a checkpoint of this project, or a directory in transformers format."""
+class ModelSource:
+    """A model given with --model: a checkpoint of this project, or a directory in transformers
+    format.
+    """
 
     path: Path
     info: ModelInfo
     is_checkpoint: bool
     run: dict[str, Any] | None
-    """The `settings` and the `step` of the checkpoint; None for a directory in transformers format."""
+    """The `settings` and the `step` of the checkpoint; None for a directory in transformers format.
+    """
     default_output: Path
     """Directory of the results without --output."""
     runs_foreign_code: bool
@@ -56,7 +64,8 @@ class Source:
         """
         if self.is_checkpoint:
             return model_digest(self.path, self.average)
-        whole, done = hashlib.sha256(), 0
+        whole = hashlib.sha256()
+        done = 0
         for file in self.files():
             fingerprint = digest(file, lambda bytes_read: progress(done + bytes_read))  # noqa: B023
             whole.update(f"{file.name} {fingerprint['sha256']}\n".encode())
@@ -64,9 +73,23 @@ class Source:
         return whole.hexdigest()
 
     def files(self) -> list[Path]:
-        """Return the files of a directory in transformers format that determine the model's output."""
-        names = {"config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"}
-        names |= {"added_tokens.json", *_TOKENIZERS, "vocab.json", "merges.txt", "vocab.txt", "spiece.model"}
+        """Return the files of a directory in transformers format that determine the model's
+        output.
+        """
+        names = {
+            "config.json",
+            "generation_config.json",
+            "tokenizer_config.json",
+            "special_tokens_map.json",
+        }
+        names |= {
+            "added_tokens.json",
+            *_TOKENIZERS,
+            "vocab.json",
+            "merges.txt",
+            "vocab.txt",
+            "spiece.model",
+        }
         return sorted(
             file
             for file in self.path.iterdir()
@@ -75,84 +98,130 @@ class Source:
 
     def load_saved_tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer in the checkpoint; None if it contains none."""
-        return load_saved_tokenizer(self.path) if self.is_checkpoint else None
+        if self.is_checkpoint:
+            return load_saved_tokenizer(self.path)
+        return None
 
     def tokenizer_problem(self) -> str | None:
-        """Return why the checkpoint's tokenizer cannot be exported, as a clause; None if it can, or if there is
-        none."""
+        """Return why the checkpoint's tokenizer cannot be exported, as a clause; None if it can, or
+        if there is none."""
         tokenizer = self.load_saved_tokenizer()
-        return None if tokenizer is None else export_problem(tokenizer, self.info.trained_length or 0)
+        if tokenizer is None:
+            return None
+        return export_problem(tokenizer, self.info.trained_length or 0)
 
     @property
     def needs_trust(self) -> bool:
-        """Whether transformers needs `trust_remote_code=True` to load the model. Call `check_code` before."""
+        """Whether transformers needs `trust_remote_code=True` to load the model. Call `check_code`
+        before.
+        """
         return self.is_checkpoint or self.runs_foreign_code or "auto_map" in self.info.config
 
     def check_code(self, trust_remote_code: bool) -> None:
-        """Raise ConfigError if transformers would run foreign Python files, unless `trust_remote_code`."""
+        """Raise ConfigError if transformers would run foreign Python files, unless
+        `trust_remote_code`.
+        """
         foreign = self.runs_foreign_code and not trust_remote_code
-        problem = f"{self.given} contains Python code, which transformers would run"
-        refuse(foreign, "--model", problem, "read the code, and pass --trust-remote-code if you trust it")
+        if foreign:
+            raise ConfigError(
+                "--model",
+                f"{self.given} contains Python code, which transformers would run",
+                "read the code, and pass --trust-remote-code if you trust it",
+            )
 
     def export(self, directory: Path, dtype: str) -> None:
-        """Export the checkpoint in transformers format, with its tokenizer if possible. Raises ConfigError."""
+        """Export the checkpoint in transformers format, with its tokenizer if possible. Raises
+        ConfigError.
+        """
         from megatron_tape.huggingface.export.to_transformers import NO_TOKENIZER, export
 
         try:
-            tokenizer = None if self.info.has_tokenizer and not self.tokenizer_problem() else NO_TOKENIZER
+            if self.info.has_tokenizer and not self.tokenizer_problem():
+                tokenizer = None
+            else:
+                tokenizer = NO_TOKENIZER
             export(self.path, directory, dtype, tokenizer=tokenizer, average=self.average)
             command_line.log(f"exported {self.path} to a temporary directory")
         except (ValueError, OSError) as error:
             raise ConfigError("--model", f"{self.given} cannot be exported: {error}") from None
 
 
-def find_model(given: str, label: str | None = None, average: bool = False) -> Source:
-    """Return the model at a path: a run, its checkpoints, one checkpoint, or a directory in transformers format.
+def find_model(given: str, label: str | None = None, average: bool = False) -> ModelSource:
+    """Return the model at a path: a run, its checkpoints, one checkpoint, or a directory in
+    transformers format.
 
-    `label` is the model's name in results, by default that of the directory. `average` selects the averaged weights of
-    a run. Only the sizes of a checkpoint's files are checked. Raises ConfigError if the model cannot be used.
+    `label` is the model's name in results, by default that of the directory. `average` selects the
+    averaged weights of a run. Only the sizes of a checkpoint's files are checked. Raises
+    ConfigError if the model cannot be used.
     """
     path = Path(given)
     formats = "give a run, a checkpoint, or a directory in the format of transformers"
     if not path.exists():
         if given.count("/") == 1 and not given.startswith((".", "/")) and not path.parent.is_dir():
-            formats += f"; to download a model from the hub, run hf download {given} --local-dir models/{path.name}"
+            formats += (
+                f"; to download a model from the hub, run hf download {given} --local-dir"
+                f" models/{path.name}"
+            )
         raise ConfigError("--model", f"{given} does not exist", formats)
     if (path / "adapter_config.json").is_file():
-        fix = "merge it with its base model first (see docs/extension.md), and give the merged model"
+        fix = (
+            "merge it with its base model first (see docs/extension.md), and give the merged model"
+        )
         raise ConfigError("--model", f"{given} is an adapter", fix)
     try:
         in_transformers_format = (path / "config.json").is_file() and not (path / MANIFEST).exists()
-        source = _from_transformers(path, label) if in_transformers_format else _from_checkpoint(path, label, average)
+        if in_transformers_format:
+            source = _from_transformers(path, label)
+        else:
+            source = _from_checkpoint(path, label, average)
     except (ValueError, OSError) as error:
         raise ConfigError("--model", f"{given} cannot be used: {error}") from None
-    problem = f"requires a run or a checkpoint, but {given} is in transformers format"
-    refuse(average and not source.is_checkpoint, "--average", problem, "omit it")
+    if average and not source.is_checkpoint:
+        raise ConfigError(
+            "--average",
+            f"requires a run or a checkpoint, but {given} is in transformers format",
+            "omit it",
+        )
     return replace(source, given=given)
 
 
-def _from_transformers(path: Path, label: str | None) -> Source:
+def _from_transformers(path: Path, label: str | None) -> ModelSource:
     settings = read_settings(path / "config.json")
     if not any(path.glob("*.safetensors")):
-        fix = "convert weights in other formats with save_pretrained of transformers, but note that they may run code"
+        fix = (
+            "convert weights in other formats with save_pretrained of transformers, but note that"
+            " they may run code"
+        )
         raise FileError(str(path), "contains no .safetensors files", fix)
-    text = settings.get("text_config") if isinstance(settings.get("text_config"), dict) else settings
+    if isinstance(settings.get("text_config"), dict):
+        text = settings.get("text_config")
+    else:
+        text = settings
     # GPT-2 and similar models use n_positions, MPT max_seq_len.
     names = ("max_position_embeddings", "n_positions", "max_seq_len")
-    vocabulary, length = text.get("vocab_size"), next((text[name] for name in names if name in text), None)
+    vocabulary = text.get("vocab_size")
+    length = next((text[name] for name in names if name in text), None)
     if type(vocabulary) is not int or vocabulary < 1:
-        raise FileError(str(path / "config.json"), f"has vocab_size {vocabulary!r}", "set it to an integer above 0")
+        raise FileError(
+            str(path / "config.json"),
+            f"has vocab_size {vocabulary!r}",
+            "set it to an integer above 0",
+        )
     name = path.resolve().name
     info = ModelInfo(
         label=label or name,
         vocab_size=vocabulary,
         trained_length=length if type(length) is int and length > 0 else None,
         config=settings,
-        has_tokenizer=any((path / file).is_file() for file in (*_TOKENIZERS, "vocab.json", "spiece.model")),
+        has_tokenizer=any(
+            (path / file).is_file() for file in (*_TOKENIZERS, "vocab.json", "spiece.model")
+        ),
         tokenizer=_tokenizer_record(path),
     )
     foreign = "auto_map" in settings and not _is_own_code(path, settings)
-    return Source(path, info, False, None, Path("evaluations") / name, foreign or _tokenizer_runs_code(path))
+    return ModelSource(
+        path, info, False, None, Path("evaluations") / name, foreign or _tokenizer_runs_code(path)
+    )
 
 
 def _tokenizer_record(path: Path) -> TokenizerRecord | None:
@@ -163,17 +232,24 @@ def _tokenizer_record(path: Path) -> TokenizerRecord | None:
 
 
 def _is_own_code(path: Path, settings: dict[str, Any]) -> bool:
-    """Return whether transformers would run only unchanged copies of the Python files that this project exports.
+    """Return whether transformers would run only unchanged copies of the Python files that this
+    project exports.
 
-    `settings` is the directory's config.json. Its `auto_map` could also name a class in another directory.
+    `settings` is the directory's config.json. Its `auto_map` could also name a class in another
+    directory.
     """
-    classes, encoding = settings["auto_map"], settings.get("position_encoding")
+    classes = settings["auto_map"]
+    encoding = settings.get("position_encoding")
     if not isinstance(classes, dict):
         return False
     named = set(map(str, classes.values()))
     if named <= set(AUTO_MAP.values()):
         return is_own_code(path)
-    known = isinstance(encoding, str) and encoding in ENCODINGS and named <= set(ENCODED_AUTO_MAP.values())
+    known = (
+        isinstance(encoding, str)
+        and encoding in ENCODINGS
+        and named <= set(ENCODED_AUTO_MAP.values())
+    )
     return known and is_own_code(path, ENCODINGS[encoding])
 
 
@@ -182,19 +258,23 @@ def _tokenizer_runs_code(directory: Path) -> bool:
     return file.is_file() and "auto_map" in read_record(file, dict[str, Any])
 
 
-def model_of_run(config: RunConfig) -> Source:
+def model_of_run(config: RunConfig) -> ModelSource:
     """Return the model that a run will have trained when it is finished."""
     run = Path(config.logging.directory)
     facts = {"settings": config_dict(config), "step": config.train.steps}
-    return Source(run, info_of_run(config), True, facts, run / "evaluation", False)
+    return ModelSource(run, info_of_run(config), True, facts, run / "evaluation", False)
 
 
 def info_of_run(config: RunConfig) -> ModelInfo:
     """Return the `ModelInfo` of a model in training."""
-    return _info(config.model, Path(config.logging.directory or "run").name, config.data.tokenizer is not None)
+    return _info(
+        config.model,
+        Path(config.logging.directory or "run").name,
+        config.data.tokenizer is not None,
+    )
 
 
-def check_trained_on(task: str, source: Source) -> None:
+def check_trained_on(task: str, source: ModelSource) -> None:
     """Raise ConfigError if `task` is synthetic and the model was trained on other data."""
     data = source.run["settings"].get("data", {}) if source.run else {}
     trained_on = task
@@ -202,32 +282,47 @@ def check_trained_on(task: str, source: Source) -> None:
         trained_on = "text"
     elif data.get("generator"):
         trained_on = data["generator"]["task"]
-    problem = f"is for models that were trained on it, but {source.path} was trained on {trained_on}"
-    fix = f"give a model that was trained with data.generator: {{task: {task}}}"
-    refuse(task in GENERATORS and trained_on != task, task, problem, fix)
+    if task in GENERATORS and trained_on != task:
+        raise ConfigError(
+            task,
+            f"is for models that were trained on it, but {source.path} was trained on {trained_on}",
+            f"give a model that was trained with data.generator: {{task: {task}}}",
+        )
 
 
-def _from_checkpoint(path: Path, label: str | None, average: bool) -> Source:
+def _from_checkpoint(path: Path, label: str | None, average: bool) -> ModelSource:
     path = find_checkpoint(path, deep=False)
-    state, suffix = read_state(path), f"-{AVERAGE}" if average else ""
+    state = read_state(path)
+    suffix = f"-{AVERAGE}" if average else ""
     if average:
         check_average(path, read_index(path, state["tensor_model_parallel_size"]))
     try:
         model = model_config(state["config"]["model"])
     except ConfigError as error:
-        raise CheckpointError(str(path), f"was written by another version of this project ({error})") from None
+        raise CheckpointError(
+            str(path), f"was written by another version of this project ({error})"
+        ) from None
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     name = run.resolve().name
     tokenizer = state["progress"].get("tokenizer")
     facts = {"settings": state["config"], "step": state["step"]}
-    output = run / "evaluation" / f"{path.name}{suffix}" if run != path else Path("evaluations") / f"{name}{suffix}"
+    if run != path:
+        output = run / "evaluation" / f"{path.name}{suffix}"
+    else:
+        output = Path("evaluations") / f"{name}{suffix}"
     info = _info(model, label or f"{name}{suffix}", (path / TOKENIZER).is_dir(), tokenizer)
-    return Source(path, info, True, facts, output, False, average=average)
+    return ModelSource(path, info, True, facts, output, False, average=average)
 
 
-def _info(model: ModelConfig, label: str, has_tokenizer: bool, tokenizer: TokenizerRecord | None = None) -> ModelInfo:
-    # The model_type of an export, but the name of the encoding if an export has a built-in type of transformers.
-    model_type = ENCODED if encoding_of(model).exports_to == "code" else model.position_encoding
+def _info(
+    model: ModelConfig, label: str, has_tokenizer: bool, tokenizer: TokenizerRecord | None = None
+) -> ModelInfo:
+    # The model_type of an export, but the name of the encoding if an export has a built-in type of
+    # transformers.
+    if encoding_of(model).exports_to == "code":
+        model_type = ENCODED
+    else:
+        model_type = model.position_encoding
     return ModelInfo(
         label=label,
         vocab_size=model.unpadded_vocab_size or model.vocab_size,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from megatron_tape.errors import UserError, refuse
+from megatron_tape.errors import ConfigError, UserError
 from megatron_tape.evaluation.task import Unit
 from megatron_tape.parallel.launcher import check_master_address, rank_and_size
 
@@ -17,14 +17,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The rank of this process, and the number of processes of an evaluation. One process needs no process group."""
+    """The rank of this process, and the number of processes of an evaluation. One process needs no
+    process group.
+    """
 
     rank: int = 0
     count: int = 1
 
     @classmethod
     def join(cls) -> Ranks:
-        """Connect the processes that torchrun or Slurm has started; return the `Ranks` of this process."""
+        """Connect the processes that torchrun or Slurm has started; return the `Ranks` of this
+        process.
+        """
         ranks = cls(*rank_and_size())
         if ranks.count > 1:
             with ranks.rank_0_reports():
@@ -48,7 +52,9 @@ class Ranks:
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks on rank 0, and an empty list on the others. Includes a barrier."""
+        """Return the values of all ranks on rank 0, and an empty list on the others. Includes a
+        barrier.
+        """
         if self.count == 1:
             return [value]
         import torch.distributed as dist
@@ -60,8 +66,11 @@ class Ranks:
         return values or []
 
     def run_on_rank_0(self, work: Callable[[], T]) -> T:
-        """Call `work` on rank 0, and return its result on every rank. If it raises an error, every rank raises one."""
-        value, failure = None, None
+        """Call `work` on rank 0, and return its result on every rank. If it raises an error, every
+        rank raises one.
+        """
+        value = None
+        failure = None
         if self.rank == 0:
             try:
                 value = work()
@@ -70,12 +79,15 @@ class Ranks:
         value, failed = self.broadcast((value, failure is not None))
         if failure is not None:
             raise failure
-        refuse(failed, "the evaluation", "failed on rank 0", "see the message of rank 0")
+        if failed:
+            raise ConfigError("the evaluation", "failed on rank 0", "see the message of rank 0")
         return value
 
     @contextmanager
     def rank_0_reports(self) -> Iterator[None]:
-        """Turn a UserError into a ValueError on all ranks but 0, so that only rank 0 shows it to the user."""
+        """Turn a UserError into a ValueError on all ranks but 0, so that only rank 0 shows it to
+        the user.
+        """
         try:
             yield
         except UserError as error:
@@ -90,9 +102,10 @@ class Ranks:
             dist.destroy_process_group()
 
     def assign(self, units: list[Unit]) -> list[list[Unit]]:
-        """Return the units of each rank. The most expensive unit comes first, and each goes to the least loaded
-        rank."""
-        loads, assigned = [0.0] * self.count, [[] for _ in range(self.count)]
+        """Return the units of each rank. The most expensive unit comes first, and each goes to the
+        least loaded rank."""
+        loads = [0.0] * self.count
+        assigned = [[] for _ in range(self.count)]
         for unit in sorted(units, key=lambda unit: -unit.cost):
             rank = loads.index(min(loads))
             loads[rank] += unit.cost
@@ -107,4 +120,6 @@ def _others_alive() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise ValueError("another process of this evaluation has ended; see the messages of that process") from error
+        raise ValueError(
+            "another process of this evaluation has ended; see the messages of that process"
+        ) from error

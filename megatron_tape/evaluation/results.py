@@ -1,4 +1,5 @@
-"""Scores, and the file `results.json`: the scores of a model, and the settings, data and versions behind them.
+"""Scores, and the file `results.json`: the scores of a model, and the settings, data and versions
+behind them.
 
 Imports no torch.
 """
@@ -28,13 +29,16 @@ Whole = Annotated[int, Strict()]
 
 @dataclass(frozen=True)
 class Score:
-    """One measured value. Tasks return scores; result files, pages, model cards and comparisons show them."""
+    """One measured value. Tasks return scores; result files, pages, model cards and comparisons
+    show them.
+    """
 
     metric: str
     """The name of the metric, such as `perplexity` or `accuracy`."""
     value: Number
     better: Literal["lower", "higher", "neither"]
-    """Which values are better; `neither` for a metric that describes models without ranking them."""
+    """Which values are better; `neither` for a metric that describes models without ranking them.
+    """
     low: Number | None = None
     """Lower end of the 95 % confidence interval."""
     high: Number | None = None
@@ -53,7 +57,9 @@ class Score:
 
     @property
     def subject(self) -> Score:
-        """The score without value, interval and count. Scores with equal subjects can be compared between models."""
+        """The score without value, interval and count. Scores with equal subjects can be compared
+        between models.
+        """
         return replace(self, value=0.0, low=None, high=None, count=None, counted="sample")
 
     @property
@@ -74,11 +80,15 @@ class Score:
     @property
     def shown_count(self) -> str:
         """The number of samples as text, such as `32 documents`; empty if unknown."""
-        return "" if self.count is None else counted(self.count, self.counted)
+        if self.count is None:
+            return ""
+        return counted(self.count, self.counted)
 
     @property
     def shown_interval(self) -> str:
-        return "" if self.low is None or self.high is None else f"{self.low:.4g} to {self.high:.4g}"
+        if self.low is None or self.high is None:
+            return ""
+        return f"{self.low:.4g} to {self.high:.4g}"
 
 
 @dataclass(frozen=True)
@@ -132,11 +142,15 @@ class Results:
 def results_file(path: str | Path) -> Path:
     """Return the path of `results.json`, given this path or that of its directory."""
     path = Path(path)
-    return path / NAME if path.is_dir() else path
+    if path.is_dir():
+        return path / NAME
+    return path
 
 
 def read_results(path: str | Path) -> Results:
-    """Read `results.json`, given its path or its directory. Raises OSError, or FileError if it is invalid."""
+    """Read `results.json`, given its path or its directory. Raises OSError, or FileError if it is
+    invalid.
+    """
     results = read_dataclass(results_file(path), Results, _BYTES)
     tasks = {
         name: replace(task, scores=[replace(score, task=name) for score in task.scores])
@@ -146,7 +160,9 @@ def read_results(path: str | Path) -> Results:
 
 
 def read_dataclass(file: str | Path, cls: type, limit: int = RECORD_BYTES) -> Any:
-    """Read a JSON file of at most `limit` bytes as a dataclass `cls`. Raises OSError, or FileError if it is invalid."""
+    """Read a JSON file of at most `limit` bytes as a dataclass `cls`. Raises OSError, or FileError
+    if it is invalid.
+    """
     try:
         value = parse_record(read_small(file, limit), dict[str, Any])
     except ValueError as error:
@@ -166,7 +182,9 @@ def write_results(directory: Path, results: Results) -> None:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Lock the results in a directory within the context, so that other processes of this project wait."""
+    """Lock the results in a directory within the context, so that other processes of this project
+    wait.
+    """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

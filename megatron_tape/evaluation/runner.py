@@ -1,8 +1,9 @@
-"""Run tasks on a model: distribute their units over the ranks, save values, and write results and pictures.
+"""Run tasks on a model: distribute their units over the ranks, save values, and write results and
+pictures.
 
-Each rank appends the value of each finished unit to its own file in `parts/TASK-DIGEST/` of the output directory, so
-that an interrupted evaluation can continue, on any number of processes. The digest covers everything that the values
-depend on: model, settings, data and dtype.
+Each rank appends the value of each finished unit to its own file in `parts/TASK-DIGEST/` of the
+output directory, so that an interrupted evaluation can continue, on any number of processes. The
+digest covers everything that the values depend on: model, settings, data and dtype.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ class TaskPlan:
 
 def plan_task(task: Task, model_digest: str, dtype: str) -> TaskPlan:
     """Return the plan of a task. Reads the task's files to compute their digests."""
-    data = {str(path): _sha256(path, path.stat().st_size, path.stat().st_mtime_ns) for path in task.inputs()}
+    data = {
+        str(path): _sha256(path, path.stat().st_size, path.stat().st_mtime_ns)
+        for path in task.inputs()
+    }
     # With the paths, so that exchanging the contents of two files changes the identity.
     facts = [task.name, asdict(task.settings), model_digest, dtype, sorted(data.items())]
     identity = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
@@ -67,7 +71,9 @@ def plan_task(task: Task, model_digest: str, dtype: str) -> TaskPlan:
 
 @functools.lru_cache
 def _sha256(path: Path, size: int, modified: int) -> str:
-    """Return the SHA-256 of a file and show progress. Cached, since several tasks may read the file."""
+    """Return the SHA-256 of a file and show progress. Cached, since several tasks may read the
+    file.
+    """
     progress = command_line.Progress(size)
     sha256 = digest(path, lambda done: progress.update(done, lambda _: f"reading {path}"))["sha256"]
     progress.end()
@@ -75,7 +81,8 @@ def _sha256(path: Path, size: int, modified: int) -> str:
 
 
 def unfinished(plans: list[TaskPlan], output: Path, overwrite: bool) -> list[TaskPlan]:
-    """Return the plans without results in the output directory, or all if `overwrite`; log the finished tasks.
+    """Return the plans without results in the output directory, or all if `overwrite`; log the
+    finished tasks.
 
     Raises FileError if the directory holds results of another model.
     """
@@ -106,7 +113,9 @@ class _Part(TypedDict):
 
 
 def read_parts(directory: Path) -> dict[str, dict[str, Any]]:
-    """Return the values of finished units by unit key. Incomplete lines, left by killed processes, are ignored."""
+    """Return the values of finished units by unit key. Incomplete lines, left by killed processes,
+    are ignored.
+    """
     values = {}
     for file in sorted(directory.glob("*.jsonl")):
         for line in file.read_bytes().splitlines():
@@ -138,8 +147,11 @@ def hardware(device: Any) -> str:
     return f"CPU {cpu_name()}, {os.cpu_count()} cores"
 
 
-def run_task(task: Task, model: HuggingFaceModel, ranks: Ranks, output: Path, plan: TaskPlan) -> TaskResult | None:
-    """Evaluate the unfinished units of a task together with the other ranks; return the result on rank 0, else None.
+def run_task(
+    task: Task, model: HuggingFaceModel, ranks: Ranks, output: Path, plan: TaskPlan
+) -> TaskResult | None:
+    """Evaluate the unfinished units of a task together with the other ranks; return the result on
+    rank 0, else None.
 
     All ranks call this with the same arguments.
     """
@@ -149,10 +161,14 @@ def run_task(task: Task, model: HuggingFaceModel, ranks: Ranks, output: Path, pl
     done = set(ranks.broadcast(sorted(values)))
     left = [unit for unit in units if unit.key not in done]
     if ranks.rank == 0:
-        finished = f", {len(units) - len(left):,} of them already finished" if len(left) < len(units) else ""
+        if len(left) < len(units):
+            finished = f", {len(units) - len(left):,} of them already finished"
+        else:
+            finished = ""
         command_line.log(f"{task.name}: {counted(len(units), 'part')}{finished}")
     rank_values = _evaluate(task, model, ranks, plan.parts(output), ranks.assign(left)[ranks.rank])
-    # Not read from the files: a network file system may show files of other machines only after a minute.
+    # Not read from the files: a network file system may show files of other machines only after a
+    # minute.
     gathered = ranks.gather(rank_values)
     if ranks.rank != 0:
         return None
@@ -177,10 +193,19 @@ def run_task(task: Task, model: HuggingFaceModel, ranks: Ranks, output: Path, pl
     )
 
 
-def _evaluate(task: Task, model: HuggingFaceModel, ranks: Ranks, parts: Path, units: list[Unit]) -> dict[str, Any]:
-    """Evaluate this rank's units, and save each value at once; return the values by unit key. Rank 0 shows progress."""
-    progress = command_line.Progress(1_000_000) if ranks.rank == 0 and units else None
-    total, finished, values = sum(unit.cost for unit in units), 0.0, {}
+def _evaluate(
+    task: Task, model: HuggingFaceModel, ranks: Ranks, parts: Path, units: list[Unit]
+) -> dict[str, Any]:
+    """Evaluate this rank's units, and save each value at once; return the values by unit key. Rank
+    0 shows progress.
+    """
+    if ranks.rank == 0 and units:
+        progress = command_line.Progress(1_000_000)
+    else:
+        progress = None
+    total = sum(unit.cost for unit in units)
+    finished = 0.0
+    values = {}
     for number, unit in enumerate(units, 1):
         with ranks.rank_0_reports():
             values[unit.key] = append_part(parts, ranks.rank, unit.key, task.evaluate(unit, model))
@@ -193,8 +218,11 @@ def _evaluate(task: Task, model: HuggingFaceModel, ranks: Ranks, parts: Path, un
     return values
 
 
-def add_result(output: Path, label: str, model: EvaluatedModel, plan: TaskPlan, result: TaskResult) -> Results:
-    """Add the result of a task to `results.json` in the output directory, and remove the saved values of its units.
+def add_result(
+    output: Path, label: str, model: EvaluatedModel, plan: TaskPlan, result: TaskResult
+) -> Results:
+    """Add the result of a task to `results.json` in the output directory, and remove the saved
+    values of its units.
 
     Raises FileError if the directory now holds results of another model.
     """
@@ -214,7 +242,8 @@ def add_result(output: Path, label: str, model: EvaluatedModel, plan: TaskPlan, 
 def draw(output: Path, task: Task, results: Results) -> list[Path]:
     """Draw the pictures of a task into the output directory, as PNG files; return their paths.
 
-    A failure to draw, such as for a diverged model, is logged as a warning. Raises OSError if a file cannot be written.
+    A failure to draw, such as for a diverged model, is logged as a warning. Raises OSError if a
+    file cannot be written.
     """
     from megatron_tape.evaluation.figures import encoding_of, model_encodings, png
 
@@ -228,5 +257,8 @@ def draw(output: Path, task: Task, results: Results) -> list[Path]:
     except OSError:
         raise
     except Exception as error:
-        command_line.log(f"warning: not all pictures of {task.name} could be drawn ({type(error).__name__}: {error})")
+        command_line.log(
+            f"warning: not all pictures of {task.name} could be drawn ({type(error).__name__}:"
+            f" {error})"
+        )
     return files

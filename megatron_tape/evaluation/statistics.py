@@ -18,17 +18,24 @@ NORMAL_QUANTILE = 1.959963984540054
 """Half the width of a 95 % interval in standard errors."""
 
 
-def bootstrap_ratio(numerators: Sequence[float], denominators: Sequence[float], samples: int = 1000) -> Interval:
-    """Return the bootstrap interval of sum(`numerators`) / sum(`denominators`), such as of nats per token.
+def bootstrap_ratio(
+    numerators: Sequence[float], denominators: Sequence[float], samples: int = 1000
+) -> Interval:
+    """Return the bootstrap interval of sum(`numerators`) / sum(`denominators`), such as of nats per
+    token.
 
-    Both arguments have one number for each document. Documents are drawn with replacement `samples` times. Returns
-    (None, None) if fewer than two documents have a nonzero denominator.
+    Both arguments have one number for each document. Documents are drawn with replacement `samples`
+    times. Returns (None, None) if fewer than two documents have a nonzero denominator.
     """
-    pairs = np.stack([np.asarray(numerators, np.float64), np.asarray(denominators, np.float64)], axis=1)
+    pairs = np.stack(
+        [np.asarray(numerators, np.float64), np.asarray(denominators, np.float64)], axis=1
+    )
     if np.count_nonzero(pairs[:, 1]) < 2:
         return None, None
     random = np.random.default_rng(0)
-    sums = np.stack([pairs[random.integers(len(pairs), size=len(pairs))].sum(axis=0) for _ in range(samples)])
+    sums = np.stack(
+        [pairs[random.integers(len(pairs), size=len(pairs))].sum(axis=0) for _ in range(samples)]
+    )
     sums = sums[sums[:, 1] != 0]
     return percentiles(sums[:, 0] / sums[:, 1])
 
@@ -42,19 +49,22 @@ def percentiles(resampled: np.ndarray) -> Interval:
 
 
 def bootstrap_mean(values: Sequence[float]) -> Interval:
-    """Return the bootstrap interval of the mean of `values`; (None, None) for fewer than two values."""
+    """Return the bootstrap interval of the mean of `values`; (None, None) for fewer than two
+    values.
+    """
     return bootstrap_ratio(values, np.ones(len(values)))
 
 
 def wilson(successes: float, count: int) -> tuple[float, float]:
     """Return Wilson's score interval of the fraction `successes` / `count`.
 
-    It is accurate near 0 and 1 and for few samples. `successes` may be fractional, such as for samples with several
-    answers, which `scipy.stats.binomtest` does not support.
+    It is accurate near 0 and 1 and for few samples. `successes` may be fractional, such as for
+    samples with several answers, which `scipy.stats.binomtest` does not support.
     """
     if count == 0:
         return 0.0, 1.0
-    fraction, z = successes / count, NORMAL_QUANTILE
+    fraction = successes / count
+    z = NORMAL_QUANTILE
     center = fraction + z * z / (2 * count)
     spread = z * math.sqrt(fraction * (1 - fraction) / count + z * z / (4 * count * count))
     low, high = ((center + sign * spread) / (1 + z * z / count) for sign in (-1, 1))
@@ -64,7 +74,8 @@ def wilson(successes: float, count: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class PairedTest:
-    """Result of Student's paired t test: number and mean of the differences, 95 % interval of the mean, p value.
+    """Result of Student's paired t test: number and mean of the differences, 95 % interval of the
+    mean, p value.
 
     `low`, `high` and `p` are None if there are fewer than two differences, or if all are equal.
     """
@@ -74,27 +85,33 @@ class PairedTest:
     low: float | None = None
     high: float | None = None
     p: float | None = None
-    """Two-sided p value: the probability of a mean at least this far from 0 if the true mean is 0 and differences are
-    normally distributed."""
+    """Two-sided p value: the probability of a mean at least this far from 0 if the true mean is 0
+    and differences are normally distributed."""
 
 
 def paired_t(differences: Sequence[float]) -> PairedTest:
     """Test whether the mean of `differences` (at least one) is zero."""
     from scipy.special import stdtr
 
-    count, mean = len(differences), float(np.mean(differences))
+    count = len(differences)
+    mean = float(np.mean(differences))
     # Differences that vary only by rounding count as equal.
     if count < 2 or np.std(differences) <= 1e-12 * max(map(abs, differences)):
         return PairedTest(count, mean)
     error = float(np.std(differences, ddof=1)) / math.sqrt(count)
     reach = t_quantile(count - 1) * error
-    return PairedTest(count, mean, mean - reach, mean + reach, 2 * float(stdtr(count - 1, -abs(mean / error))))
+    return PairedTest(
+        count, mean, mean - reach, mean + reach, 2 * float(stdtr(count - 1, -abs(mean / error)))
+    )
 
 
 def holm(tests: Sequence[PairedTest]) -> list[PairedTest]:
-    """Return the tests with p values corrected for multiple comparisons by Holm's method (1979); None is kept."""
+    """Return the tests with p values corrected for multiple comparisons by Holm's method (1979);
+    None is kept.
+    """
     known = sorted((test.p, index) for index, test in enumerate(tests) if test.p is not None)
-    corrected, largest = list(tests), 0.0
+    corrected = list(tests)
+    largest = 0.0
     for rank, (p, index) in enumerate(known):
         largest = max(largest, min(1.0, p * (len(known) - rank)))
         corrected[index] = replace(tests[index], p=largest)

@@ -1,17 +1,18 @@
 """The interface of evaluation tasks.
 
-A task is one file in `evaluation/tasks` with a subclass of `Task`, listed in `evaluation/tasks/__init__.py`. It imports
-torch, transformers and lm_eval only inside functions, so that invalid settings are rejected before these slow imports.
+A task is one file in `evaluation/tasks` with a subclass of `Task`, listed in
+`evaluation/tasks/__init__.py`. It imports torch, transformers and lm_eval only inside functions, so
+that invalid settings are rejected before these slow imports.
 
 1. `check` rejects settings, data and models that do not fit together.
 2. `units` splits the work into units, in the same order on every rank.
-3. The runner distributes the units over the ranks, calls `evaluate` for each unit, and saves the return values, so that
-   an interrupted evaluation can continue.
+3. The runner distributes the units over the ranks, calls `evaluate` for each unit, and saves the
+   return values, so that an interrupted evaluation can continue.
 4. `summarize` computes scores from the values of all units.
 5. `draw` draws pictures of the results of one or more models.
 
-The return value of `evaluate` is written as JSON and read back before `summarize`, so it may contain only numbers,
-strings, lists and dictionaries.
+The return value of `evaluate` is written as JSON and read back before `summarize`, so it may
+contain only numbers, strings, lists and dictionaries.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Unit:
     """A unit of work, which one rank evaluates."""
 
     key: str
-    """Name of the unit within its task, such as `1024/17`. It depends only on the task's settings and data."""
+    """Name of the unit within its task, such as `1024/17`. It depends only on the task's settings
+    and data.
+    """
     cost: float = 1.0
     """Relative amount of work, used to balance ranks and to estimate the remaining time."""
 
@@ -74,18 +77,24 @@ class ModelInfo:
     trained_length: int | None
     """Context length of the training in tokens; None if `config` does not contain it."""
     config: dict[str, Any]
-    """The contents of `config.json`; for a checkpoint or a model in training, equivalent settings."""
+    """The contents of `config.json`; for a checkpoint or a model in training, equivalent settings.
+    """
     has_tokenizer: bool
     tokenizer: TokenizerRecord | None = None
-    """The record of the tokenizer, which is compared with the records in datasets; None if unknown."""
+    """The record of the tokenizer, which is compared with the records in datasets; None if unknown.
+    """
 
 
-class LanguageModel(Protocol):
-    """A model that tasks evaluate. The modules `transformers_model` and `training_model` implement it."""
+class EvaluatedModel(Protocol):
+    """A model that tasks evaluate. The modules `transformers_model` and `training_model` implement
+    it.
+    """
 
     info: ModelInfo
     tokenizer: Any
-    """A tokenizer of transformers or, in training, a `data.tokenizer.Tokenizer`; None if the model has none."""
+    """A tokenizer of transformers or, in training, a `data.tokenizer.Tokenizer`; None if the model
+    has none.
+    """
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without beginning-of-text and end-of-text tokens."""
@@ -95,38 +104,52 @@ class LanguageModel(Protocol):
 
     @property
     def bos(self) -> list[int]:
-        """The beginning-of-text token that the tokenizer puts before texts: a list of one id, or an empty list."""
+        """The beginning-of-text token that the tokenizer puts before texts: a list of one id, or an
+        empty list.
+        """
 
     def losses(self, tokens: np.ndarray, first: int) -> np.ndarray:
-        """Return the losses (N - first,), float64, in nats of `tokens[first:]`, for `tokens` (N,) and `first` >= 1.
+        """Return the losses (N - first,), float64, in nats of `tokens[first:]`, for `tokens` (N,)
+        and `first` >= 1.
 
-        Each token is predicted from all tokens before it. Implementations limit the memory for logits.
+        Each token is predicted from all tokens before it. Implementations limit the memory for
+        logits.
         """
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return the logits (B, S, V) of tokens (B, S), in float32 on the CPU. Meant for small vocabularies V."""
+        """Return the logits (B, S, V) of tokens (B, S), in float32 on the CPU. Meant for small
+        vocabularies V.
+        """
 
 
-class HuggingFaceModel(LanguageModel, Protocol):
-    """A `LanguageModel` of transformers, for tasks that generate text or inspect the model."""
+class HuggingFaceModel(EvaluatedModel, Protocol):
+    """A `EvaluatedModel` of transformers, for tasks that generate text or inspect the model."""
 
     model: Any
     """The `PreTrainedModel`, in evaluation mode."""
     device: Any
 
     def answer(self, prompt: Sequence[int], count: int) -> tuple[str, bool]:
-        """Generate at most `count` tokens greedily after `prompt`; return the text, and whether an end token came."""
+        """Generate at most `count` tokens greedily after `prompt`; return the text, and whether an
+        end token came.
+        """
 
     def harness(self, batch_size: int = 1, max_length: int | None = None) -> Any:
-        """Return this model as an `HFLM` of lm-evaluation-harness; `max_length` is its context length in tokens."""
+        """Return this model as an `HFLM` of lm-evaluation-harness; `max_length` is its context
+        length in tokens.
+        """
 
 
 class Task:
-    """Base class of tasks. A subclass defines `name`, `Settings`, `units`, `evaluate` and `summarize`."""
+    """Base class of tasks. A subclass defines `name`, `Settings`, `units`, `evaluate` and
+    `summarize`.
+    """
 
     name: ClassVar[str]
     title: ClassVar[str] = ""
-    """Heading of the results. Default: `name` with a capital letter, and spaces instead of underscores."""
+    """Heading of the results. Default: `name` with a capital letter, and spaces instead of
+    underscores.
+    """
     Settings: ClassVar[type]
     """The dataclass of the task's settings. As in `config.schema`, each field has a docstring."""
     needs_tokenizer: ClassVar[bool] = True
@@ -134,8 +157,11 @@ class Task:
     """Whether the task needs a `HuggingFaceModel`. Such a task cannot run during training."""
 
     def __init__(self, settings: Any, section: str = ""):
-        """Create a task; `section` is the section of its settings in error messages, by default the task's name."""
-        self.settings, self.section = settings, section or self.name
+        """Create a task; `section` is the section of its settings in error messages, by default the
+        task's name.
+        """
+        self.settings = settings
+        self.section = section or self.name
 
     def key(self, setting: str) -> str:
         return f"{self.section}.{setting}"
@@ -153,15 +179,19 @@ class Task:
         """
 
     def inputs(self) -> Sequence[Path]:
-        """Return the files that the task reads. If one of them changes, earlier results are not reused."""
+        """Return the files that the task reads. If one of them changes, earlier results are not
+        reused.
+        """
         return ()
 
-    def units(self, model: LanguageModel) -> list[Unit]:
+    def units(self, model: EvaluatedModel) -> list[Unit]:
         """Return the units of work, as the same list on every rank."""
         raise NotImplementedError
 
-    def evaluate(self, unit: Unit, model: LanguageModel) -> dict[str, Any]:
-        """Evaluate one unit; return its value as plain JSON, including the score of each example."""
+    def evaluate(self, unit: Unit, model: EvaluatedModel) -> dict[str, Any]:
+        """Evaluate one unit; return its value as plain JSON, including the score of each
+        example.
+        """
         raise NotImplementedError
 
     def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
@@ -169,9 +199,11 @@ class Task:
         raise NotImplementedError
 
     def group_names(self) -> dict[str, str]:
-        """Return names of the groups of scores for readers, by `Score.group`, in the order in which to show them.
+        """Return names of the groups of scores for readers, by `Score.group`, in the order in which
+        to show them.
 
-        Pages, pictures and tables show these names; files keep the groups. A group that is left out keeps its name.
+        Pages, pictures and tables show these names; files keep the groups. A group that is left out
+        keeps its name.
         """
         return {}
 

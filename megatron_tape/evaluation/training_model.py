@@ -26,18 +26,28 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingModel:
-    """The model in training as an `evaluation.task.LanguageModel`. Data-parallel ranks may evaluate different texts.
+    """The model in training as an `evaluation.task.LanguageModel`. Data-parallel ranks may evaluate
+    different texts.
 
-    Under ZeRO 3, all ranks have to take part in every forward pass. Before a pass, the ranks agree whether any of them
-    still has work. A rank that has none takes part with a dummy input (`join_other_ranks`).
+    Under ZeRO 3, all ranks have to take part in every forward pass. Before a pass, the ranks agree
+    whether any of them still has work. A rank that has none takes part with a dummy input
+    (`join_other_ranks`).
     """
 
     def __init__(self, trainer: Training, stage: str):
         self.tokenizer = trainer.tokenizer
-        record = None if self.tokenizer is None else tokenizer_record(self.tokenizer)
-        self.info = replace(info_of_run(trainer.config), has_tokenizer=record is not None, tokenizer=record)
-        self._engine, self._watch, self._stage = trainer.engine, trainer.watch, stage
-        self._tokens, self._device = trainer.layout.tokens, trainer.layout.device
+        if self.tokenizer is None:
+            record = None
+        else:
+            record = tokenizer_record(self.tokenizer)
+        self.info = replace(
+            info_of_run(trainer.config), has_tokenizer=record is not None, tokenizer=record
+        )
+        self._engine = trainer.engine
+        self._watch = trainer.watch
+        self._stage = stage
+        self._tokens = trainer.layout.tokens
+        self._device = trainer.layout.device
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text)
@@ -47,7 +57,9 @@ class TrainingModel:
 
     @property
     def bos(self) -> list[int]:
-        return [] if self.tokenizer is None else self.tokenizer.prefix
+        if self.tokenizer is None:
+            return []
+        return self.tokenizer.prefix
 
     def losses(self, tokens: np.ndarray, first: int) -> np.ndarray:
         ids = torch.from_numpy(np.ascontiguousarray(tokens, np.int64))[None]
@@ -62,29 +74,36 @@ class TrainingModel:
         self._any_rank_works(True)
         length = tokens_BS[0].shape[1]
         padding = -length % self._tokens.sequence_shards
-        padded = [torch.nn.functional.pad(part, (0, padding)).to(self._device) for part in tokens_BS]
+        padded = [
+            torch.nn.functional.pad(part, (0, padding)).to(self._device) for part in tokens_BS
+        ]
         return function(*padded)[:, :length]
 
     def join_other_ranks(self) -> None:
-        """Take part in forward passes of other ranks until all have finished. Each rank calls this after its last
-        pass."""
+        """Take part in forward passes of other ranks until all have finished. Each rank calls this
+        after its last pass."""
         dummy = torch.zeros(1, self._tokens.sequence_shards, dtype=torch.int64, device=self._device)
         while self._any_rank_works(False):
             self._watch.progress(self._stage)
             self._engine.losses(dummy, dummy)
 
     def _any_rank_works(self, this_rank: bool) -> bool:
-        """Return whether any data-parallel rank has a forward pass to run. This is a collective call under ZeRO 3."""
+        """Return whether any data-parallel rank has a forward pass to run. This is a collective
+        call under ZeRO 3.
+        """
         if self._engine.zero_stage < 3:
             return False
         return bool(self._tokens.total(torch.tensor(float(this_rank), device=self._device)) > 0)
 
 
 class TaskHook(Hook):
-    """A hook that evaluates a task every `every` steps and after the last step, on all data-parallel ranks together."""
+    """A hook that evaluates a task every `every` steps and after the last step, on all
+    data-parallel ranks together.
+    """
 
     def __init__(self, task: Task, every: int):
-        self._task, self._every = task, every
+        self._task = task
+        self._every = every
         self._units: list[Unit] | None = None
 
     def before_step(self, trainer: Training, step: int) -> None:
@@ -97,9 +116,12 @@ class TaskHook(Hook):
         return step % self._every == 0 or step == trainer.config.train.steps
 
     def evaluate(self, trainer: Training, step: int) -> HookResult:
-        """Return the scores by tag, `evaluation/TASK/METRIC/GROUP/LENGTH`. If the task fails, log a warning instead."""
+        """Return the scores by tag, `evaluation/TASK/METRIC/GROUP/LENGTH`. If the task fails, log a
+        warning instead.
+        """
         group = trainer.layout.tokens.data_group
-        model, units = self._model(trainer), self._units
+        model = self._model(trainer)
+        units = self._units
         values: dict[str, Any] = {}
         failure = None
         for unit in Ranks(group.rank(), group.size()).assign(units)[group.rank()]:
@@ -111,13 +133,20 @@ class TaskHook(Hook):
         gathered: list[Any] = [None] * group.size()
         dist.all_gather_object(gathered, (values, failure), group=group)
         if failure := next((message for _, message in gathered if message), None):
-            logger.warning("warning: the evaluation %s of step %d has no result: %s", self._task.name, step, failure)
+            logger.warning(
+                "warning: the evaluation %s of step %d has no result: %s",
+                self._task.name,
+                step,
+                failure,
+            )
             return HookResult()
         by_key = {key: value for of_rank, _ in gathered for key, value in of_rank.items()}
         summary = self._task.summarize({unit.key: by_key[unit.key] for unit in units}, model.info)
         scalars = {self._tag(score): score.value for score in summary.scores}
         if trainer.writer is not None:
-            shown = (f"{tag.removeprefix('evaluation/')} {value:.4g}" for tag, value in scalars.items())
+            shown = (
+                f"{tag.removeprefix('evaluation/')} {value:.4g}" for tag, value in scalars.items()
+            )
             logger.info("evaluation at step %d | %s", step, " | ".join(shown))
         return HookResult(scalars=scalars)
 
@@ -126,9 +155,14 @@ class TaskHook(Hook):
 
     def _tag(self, score: Score) -> str:
         length = None if score.length is None else str(score.length)
-        return "/".join(filter(None, ["evaluation", self._task.name, score.metric, score.group, length]))
+        return "/".join(
+            filter(None, ["evaluation", self._task.name, score.metric, score.group, length])
+        )
 
 
 def task_hooks(config: RunConfig) -> dict[str, Hook]:
     """Return the hooks for the tasks of the section `evaluation`, by name."""
-    return {f"evaluation.{name}": TaskHook(task, config.evaluation.every) for name, task in build_tasks(config).items()}
+    return {
+        f"evaluation.{name}": TaskHook(task, config.evaluation.every)
+        for name, task in build_tasks(config).items()
+    }

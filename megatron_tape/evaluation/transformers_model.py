@@ -35,14 +35,23 @@ class HFModel:
     """A causal language model of transformers; implements `evaluation.task.HuggingFaceModel`."""
 
     def __init__(
-        self, info: ModelInfo, model: Any, tokenizer: Any, chunk: int = CHUNK, saved_tokenizer: Tokenizer | None = None
+        self,
+        info: ModelInfo,
+        model: Any,
+        tokenizer: Any,
+        chunk: int = CHUNK,
+        saved_tokenizer: Tokenizer | None = None,
     ):
         """Wrap a `PreTrainedModel` and its tokenizer, which may be None.
 
-        `chunk` is the number of tokens per forward pass. `saved_tokenizer` is the tokenizer of the training. If given,
-        it encodes and decodes texts, since `tokenizer` may split some texts differently.
+        `chunk` is the number of tokens per forward pass. `saved_tokenizer` is the tokenizer of the
+        training. If given, it encodes and decodes texts, since `tokenizer` may split some texts
+        differently.
         """
-        self.info, self.model, self.tokenizer, self.chunk = info, model.eval(), tokenizer, chunk
+        self.info = info
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.chunk = chunk
         self._saved_tokenizer = saved_tokenizer
 
     @property
@@ -61,7 +70,9 @@ class HFModel:
     def decode(self, tokens: list[int]) -> str:
         if self._saved_tokenizer is not None:
             return self._saved_tokenizer.decode(tokens)
-        return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(
+            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
 
     @cached_property
     def bos(self) -> list[int]:
@@ -71,15 +82,18 @@ class HFModel:
             return []
         bos = self.tokenizer.bos_token_id
         ids = self.tokenizer("a", verbose=False)["input_ids"]
-        return ids[:1] if bos is not None and ids[:1] == [bos] else []
+        if bos is not None and ids[:1] == [bos]:
+            return ids[:1]
+        return []
 
     @cached_property
     def supports_chunks(self) -> bool:
-        """Whether forward passes over chunks of a text with a cache are equivalent to one pass over the whole text.
+        """Whether forward passes over chunks of a text with a cache are equivalent to one pass over
+        the whole text.
 
-        False for recurrent models, since many models of transformers continue from a recurrent state only one token at
-        a time. Also False for RoPE with frequencies that depend on the length, since the cached keys of earlier chunks
-        would have other frequencies.
+        False for recurrent models, since many models of transformers continue from a recurrent
+        state only one token at a time. Also False for RoPE with frequencies that depend on the
+        length, since the cached keys of earlier chunks would have other frequencies.
         """
         return not (self.model._is_stateful or self._rope_types & {"dynamic", "longrope"})
 
@@ -105,7 +119,8 @@ class HFModel:
     def reset_rope_frequencies(self) -> None:
         """Reset the frequencies of dynamic RoPE, so that results do not depend on earlier texts.
 
-        transformers keeps the frequencies of a long text until it reads a text shorter than the trained length.
+        transformers keeps the frequencies of a long text until it reads a text shorter than the
+        trained length.
         """
         if "dynamic" in self._rope_types:
             self.model(torch.zeros(1, 1, dtype=torch.int64, device=self.device), use_cache=False)
@@ -113,17 +128,27 @@ class HFModel:
     @torch.inference_mode()
     def losses(self, tokens: np.ndarray, first: int) -> np.ndarray:
         if not 1 <= first <= len(tokens):
-            raise ValueError(f"first is {first}, but must be from 1 to the number of tokens, {len(tokens)}")
+            raise ValueError(
+                f"first is {first}, but must be from 1 to the number of tokens, {len(tokens)}"
+            )
         ids = torch.from_numpy(np.ascontiguousarray(tokens, dtype=np.int64)).to(self.device)
-        inputs, cache, losses = ids[None, :-1], None, []
+        inputs = ids[None, :-1]
+        cache = None
+        losses = []
         length = inputs.shape[1]
-        chunk = self.chunk if self.supports_chunks and self._supports_cache(length) else max(1, length)
+        if self.supports_chunks and self._supports_cache(length):
+            chunk = self.chunk
+        else:
+            chunk = max(1, length)
         if length > chunk:
             from transformers import DynamicCache
 
             cache = DynamicCache(config=self.model.config)
         # transformers 5.24 renamed past_key_values.
-        cache_name = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
+        if "cache" in inspect.signature(self.model.forward).parameters:
+            cache_name = "cache"
+        else:
+            cache_name = "past_key_values"
         self.reset_rope_frequencies()
         for start in range(0, length, chunk):
             stop = min(start + chunk, length)
@@ -131,15 +156,22 @@ class HFModel:
             scored = max(0, stop - max(start, first - 1))
             options = {} if cache is None else {cache_name: cache}
             output = self.model(
-                inputs[:, start:stop], use_cache=cache is not None, logits_to_keep=max(1, scored), **options
+                inputs[:, start:stop],
+                use_cache=cache is not None,
+                logits_to_keep=max(1, scored),
+                **options,
             )
             if cache is not None and cache.get_seq_length() != stop:
                 # Models with their own code may not support this cache.
                 self.supports_chunks = False
                 return self.losses(tokens, first)
             if scored:
-                losses.append(_cross_entropy(output.logits[0, -scored:], ids[stop - scored + 1 : stop + 1]))
-        return torch.cat(losses).cpu().numpy() if losses else np.empty(0)
+                losses.append(
+                    _cross_entropy(output.logits[0, -scored:], ids[stop - scored + 1 : stop + 1])
+                )
+        if losses:
+            return torch.cat(losses).cpu().numpy()
+        return np.empty(0)
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor) -> Tensor:
@@ -154,11 +186,17 @@ class HFModel:
         ids_or_none = set(eos if isinstance(eos, list) else [eos]) | {self.tokenizer.eos_token_id}
         ends = sorted(end for end in ids_or_none if end is not None)
         settings = GenerationConfig(
-            max_new_tokens=count, do_sample=False, num_beams=1, repetition_penalty=1.0,
-            eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0,
-        )  # fmt: skip
+            max_new_tokens=count,
+            do_sample=False,
+            num_beams=1,
+            repetition_penalty=1.0,
+            eos_token_id=ends or None,
+            pad_token_id=ends[0] if ends else 0,
+        )
         ids = torch.tensor([prompt], device=self.device)
-        output = self.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        output = self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), generation_config=settings
+        )
         answer = output[0, len(prompt) :].tolist()
         ended = bool(answer) and answer[-1] in ends
         text = self.tokenizer.decode(answer[:-1] if ended else answer, skip_special_tokens=True)
@@ -172,7 +210,9 @@ class HFModel:
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the losses (N,), float64, of logits (N, V) for labels (N,). Converts few logits to float32 at once."""
+    """Return the losses (N,), float64, of logits (N, V) for labels (N,). Converts few logits to
+    float32 at once.
+    """
     losses = [
         F.cross_entropy(part.float(), label, reduction="none")
         for part, label in zip(logits.split(_LOGIT_TOKENS), labels.split(_LOGIT_TOKENS))
@@ -188,7 +228,8 @@ def load_model(
     trust_remote_code: bool = False,
     saved_tokenizer: Tokenizer | None = None,
 ) -> HFModel:
-    """Load a model in transformers format from safetensors files. Raises FileError if transformers cannot load it.
+    """Load a model in transformers format from safetensors files. Raises FileError if transformers
+    cannot load it.
 
     `saved_tokenizer` is that of `HFModel`. If it is given, the directory needs no tokenizer.
     """
@@ -207,11 +248,17 @@ def load_model(
         )
         # Texts are generated greedily, without the model's settings for sampling or repetition.
         config = model.generation_config
-        ids = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        ids = {
+            key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+        }
         model.generation_config = transformers.GenerationConfig(**ids)
         tokenizer = None
-        if info.has_tokenizer and (saved_tokenizer is None or (Path(directory) / TOKENIZER_JSON).is_file()):
-            tokenizer = read_tokenizer(directory, trust_remote_code=trust_remote_code, local_files_only=True)
+        if info.has_tokenizer and (
+            saved_tokenizer is None or (Path(directory) / TOKENIZER_JSON).is_file()
+        ):
+            tokenizer = read_tokenizer(
+                directory, trust_remote_code=trust_remote_code, local_files_only=True
+            )
             # Avoids a warning for each long text; tasks truncate texts themselves.
             tokenizer.model_max_length = int(1e30)
             # As in training, no text encodes to a special token.
@@ -220,14 +267,17 @@ def load_model(
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise FileError(str(directory), f"cannot be loaded: {reason}") from None
     config = read_settings(Path(directory) / "config.json")
-    info = dataclasses.replace(info, config=config, has_tokenizer=saved_tokenizer is not None or tokenizer is not None)
+    info = dataclasses.replace(
+        info, config=config, has_tokenizer=saved_tokenizer is not None or tokenizer is not None
+    )
     return HFModel(info, model.to(device), tokenizer, saved_tokenizer=saved_tokenizer)
 
 
 def _copy_code(directory: Path) -> None:
     """Copy a model's code to the module cache of transformers under a lock.
 
-    Without the lock, a process could read a file that another process is still writing. Existing files are not copied.
+    Without the lock, a process could read a file that another process is still writing. Existing
+    files are not copied.
     """
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
     from transformers.utils import HF_MODULES_CACHE
@@ -243,13 +293,19 @@ def _copy_code(directory: Path) -> None:
 
 
 def choose_device(name: str) -> str:
-    """Return the device for --device `auto`, `cpu` or `cuda`. Raises ConfigError if this rank needs a missing GPU."""
-    count, rank = torch.cuda.device_count(), local_rank()
+    """Return the device for --device `auto`, `cpu` or `cuda`. Raises ConfigError if this rank needs
+    a missing GPU.
+    """
+    count = torch.cuda.device_count()
+    rank = local_rank()
     if name == "auto":
         name = "cuda" if count else "cpu"
     if name == "cpu":
         return "cpu"
     if rank >= count:
-        problem = f"selects cuda, but this machine has {counted(count, 'GPU')}, none of them for local rank {rank}"
+        problem = (
+            f"selects cuda, but this machine has {counted(count, 'GPU')}, none of them for local"
+            f" rank {rank}"
+        )
         raise ConfigError("--device", problem, "start one process per GPU, or set --device cpu")
     return f"cuda:{rank}"

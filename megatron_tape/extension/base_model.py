@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tape import command_line
-from megatron_tape.checkpoint.directories import MANIFEST, State, list_checkpoints, read_state
+from megatron_tape.checkpoint.directories import (
+    MANIFEST,
+    CheckpointState,
+    list_checkpoints,
+    read_state,
+)
 from megatron_tape.checkpoint.locate import IMPORTED, NoCheckpoint, find_checkpoint, find_source
 from megatron_tape.checkpoint.saved_settings import CHANGEABLE_MODEL_KEYS, model_differences
 from megatron_tape.checkpoint.saved_tokenizer import (
@@ -19,10 +24,16 @@ from megatron_tape.checkpoint.saved_tokenizer import (
     load_saved_tokenizer,
     with_saved_tokenizer,
 )
-from megatron_tape.config.schema import ExtensionConfig, LoggingConfig, ModelConfig, ParallelConfig, RunConfig
+from megatron_tape.config.schema import (
+    ExtensionConfig,
+    LoggingConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+)
 from megatron_tape.config.sections import as_dict, build, keys_of, merge, settings_of
 from megatron_tape.data.tokenizer import TokenizerRecord, load_tokenizer, tokenizer_record
-from megatron_tape.errors import CheckpointError, ConfigError, UserError, refuse
+from megatron_tape.errors import CheckpointError, ConfigError, UserError
 from megatron_tape.huggingface.imports.config_json import (
     errors_of_settings,
     model_settings,
@@ -45,7 +56,9 @@ _SCALING_KEYS = {
     "yarn": ("rope_original_seq_length", "rope_beta_slow", "rope_beta_fast", "rope_truncate"),
 }
 """Settings that an extension keeps, by the type of the scaling."""
-_REQUIRED = {setting.key for setting in settings_of(ModelConfig) if setting.default is dataclasses.MISSING}
+_REQUIRED = {
+    setting.key for setting in settings_of(ModelConfig) if setting.default is dataclasses.MISSING
+}
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -56,15 +69,18 @@ class Base:
     path: Path
     """A checkpoint of this project, or a directory of a Hugging Face model."""
     model: ModelConfig
-    state: State | None
+    state: CheckpointState | None
     """The contents of the checkpoint's state.json; None for a Hugging Face model."""
     is_import_of_run: bool = False
-    """Whether this is the run's own import of a Hugging Face model whose directory no longer exists."""
+    """Whether this is the run's own import of a Hugging Face model whose directory no longer
+    exists.
+    """
 
     @classmethod
     def made_by(cls, config: RunConfig) -> "Base":
         """Return the model that a run with these settings will have trained when it is finished."""
-        directory, tokenizer = Path(config.logging.directory), config.data.tokenizer
+        directory = Path(config.logging.directory)
+        tokenizer = config.data.tokenizer
         state: Any = {"progress": {}, "config": {"data": {"tokenizer": tokenizer}}}
         return cls(directory, config.model, state)
 
@@ -74,13 +90,19 @@ class Base:
         if self.state is None:
             return self.path
         if self.path.is_dir():
-            return self.path / TOKENIZER if (self.path / TOKENIZER).is_dir() else None
+            if (self.path / TOKENIZER).is_dir():
+                return self.path / TOKENIZER
+            return None
         named = self.state["config"]["data"]["tokenizer"]  # of a run that has not started
-        return Path(named) if named is not None and Path(named).exists() else None
+        if named is not None and Path(named).exists():
+            return Path(named)
+        return None
 
     @property
     def identity(self) -> str:
-        """A digest of a Hugging Face model: of its config.json and its weight files' names, sizes and times."""
+        """A digest of a Hugging Face model: of its config.json and its weight files' names, sizes
+        and times.
+        """
         digest = hashlib.sha256((self.path / "config.json").read_bytes())
         for file in sorted(self.path.glob("*.safetensors*")):
             facts = file.stat()
@@ -88,39 +110,48 @@ class Base:
         return digest.hexdigest()
 
 
-def with_base_settings(values: dict[str, Any], base: Base | None = None, run: str | None = None) -> dict[str, Any]:
-    """Return the settings `values`, with the settings of the model that the run extends as defaults of `model`.
+def with_base_settings(
+    values: dict[str, Any], base: Base | None = None, run: str | None = None
+) -> dict[str, Any]:
+    """Return the settings `values`, with the settings of the model that the run extends as defaults
+    of `model`.
 
-    The model is `base`, by default that of `extension.from`; if both are given, they must agree. If it is a run, the
-    returned `extension.from` is the run's newest complete checkpoint, so that the configuration names exact weights.
-    `run` is the default of `logging.directory`. `extension.context_factor` becomes `model.seq_length` and
-    `model.position.rope_scaling_factor`, and is null in the result, so that a run that continues does not multiply them
-    again. Raises ConfigError.
+    The model is `base`, by default that of `extension.from`; if both are given, they must agree. If
+    it is a run, the returned `extension.from` is the run's newest complete checkpoint, so that the
+    configuration names exact weights. `run` is the default of `logging.directory`.
+    `extension.context_factor` becomes `model.seq_length` and `model.position.rope_scaling_factor`,
+    and is null in the result, so that a run that continues does not multiply them again. Raises
+    ConfigError.
     """
     extension = values.get("extension", {})
     section = build(ExtensionConfig, extension, "extension")
     given = section.from_
     if base is not None:
-        problem = f"is {given}, but run_all.sh extends the model that its pretraining job makes"
-        refuse(given not in (None, str(base.path)), KEY, problem, f"remove {KEY}, or set it to null")
+        if given not in (None, str(base.path)):
+            raise ConfigError(
+                KEY,
+                f"is {given}, but run_all.sh extends the model that its pretraining job makes",
+                f"remove {KEY}, or set it to null",
+            )
         given = str(base.path)
     model = values.get("model", {})
     if not isinstance(model, dict) or not isinstance(position := model.get("position", {}), dict):
         return values  # an error follows when the sections are built
     encoding = str(model.get("position_encoding") or "")
     complete = model.keys() >= _REQUIRED
-    refuse(
-        given is None and not complete and bool(extension),
-        KEY,
-        "is not set",
-        "set it to the model to extend: a run, a checkpoint, or the directory of a Hugging Face model",
-    )
-    refuse(
-        given is None and section.context_factor is not None,
-        (_FACTOR_KEY, KEY),
-        f"is {section.context_factor}, but {KEY} names no model to extend",
-        f"set {KEY}, or remove {_FACTOR_KEY}",
-    )
+    if given is None and not complete and bool(extension):
+        raise ConfigError(
+            KEY,
+            "is not set",
+            "set it to the model to extend: a run, a checkpoint, or the directory of a Hugging Face"
+            " model",
+        )
+    if given is None and section.context_factor is not None:
+        raise ConfigError(
+            (_FACTOR_KEY, KEY),
+            f"is {section.context_factor}, but {KEY} names no model to extend",
+            f"set {KEY}, or remove {_FACTOR_KEY}",
+        )
     if given is None:
         return values
     if section.context_factor is not None:
@@ -129,13 +160,19 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None, run: st
         directory = build(LoggingConfig, values.get("logging", {}), "logging").directory
         base = base or find_base(given, directory or run)
     except ConfigError:
-        if complete:  # a run that has started may no longer need the model; a new one is refused later
+        if (
+            complete
+        ):  # a run that has started may no longer need the model; a new one is refused later
             return values
         raise
     inherited = _inherited(base.model, encoding or base.model.position_encoding)
     scales_positions = "rope_scaling_factor" in inherited["position"]
     scaling = _scaling_of(base.model)
-    if scales_positions and scaling in (None, "linear") and position.get("rope_scaling_type", "linear") != "linear":
+    if (
+        scales_positions
+        and scaling in (None, "linear")
+        and position.get("rope_scaling_type", "linear") != "linear"
+    ):
         unscaled_length = base.model.seq_length / base.model.position.rope_scaling_factor
         inherited["position"]["rope_original_seq_length"] = round(unscaled_length)
     if section.context_factor is not None:
@@ -145,109 +182,149 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None, run: st
             inherited["position"]["rope_scaling_factor"] *= section.context_factor
         extension = extension | {"context_factor": None}
     if base.state is None:
-        tensor_size = build(ParallelConfig, values.get("parallel", {}), "parallel").tensor_model_parallel_size
+        tensor_size = build(
+            ParallelConfig, values.get("parallel", {}), "parallel"
+        ).tensor_model_parallel_size
         inherited["vocab_size"] = padded_vocabulary(base.model.vocab_size, tensor_size)
     named = given if base.is_import_of_run else str(base.path)
-    return values | {"model": merge(ModelConfig, inherited, model), "extension": extension | {"from": named}}
+    return values | {
+        "model": merge(ModelConfig, inherited, model),
+        "extension": extension | {"from": named},
+    }
 
 
 def _check_determined(model: dict[str, Any], position: dict[str, Any]) -> None:
-    """Raise ConfigError if `model` or `position` has a setting that `extension.context_factor` determines."""
-    for key, section in (("model.seq_length", model), ("model.position.rope_scaling_factor", position)):
-        refuse(
-            key.rpartition(".")[2] in section,
-            (key, _FACTOR_KEY),
-            f"is given, but {_FACTOR_KEY} determines it",
-            f"remove one of them; {_FACTOR_KEY} null disables it",
-        )
+    """Raise ConfigError if `model` or `position` has a setting that `extension.context_factor`
+    determines.
+    """
+    for key, section in (
+        ("model.seq_length", model),
+        ("model.position.rope_scaling_factor", position),
+    ):
+        if key.rpartition(".")[2] in section:
+            raise ConfigError(
+                (key, _FACTOR_KEY),
+                f"is given, but {_FACTOR_KEY} determines it",
+                f"remove one of them; {_FACTOR_KEY} null disables it",
+            )
 
 
 def _longer_context(factor: float, base: Base) -> int:
-    """Return `factor` times the context length of `base`. Raises ConfigError if it is not a whole number."""
+    """Return `factor` times the context length of `base`. Raises ConfigError if it is not a whole
+    number.
+    """
     product = factor * base.model.seq_length
     length = round(product)
     # Rounding errors, as in 1.1 x 2,570, do not count.
     is_whole = math.isclose(product, length, rel_tol=1e-12)
-    problem = f"is {factor:g}, but {KEY} {base.path} has contexts of {base.model.seq_length} tokens"
-    refuse(not is_whole, (_FACTOR_KEY, KEY), problem, "set it so that the product is a whole number")
+    if not is_whole:
+        raise ConfigError(
+            (_FACTOR_KEY, KEY),
+            f"is {factor:g}, but {KEY} {base.path} has contexts of {base.model.seq_length} tokens",
+            "set it so that the product is a whole number",
+        )
     return length
 
 
 def _check_kept_scaling(given: dict[str, Any], base: Base) -> None:
-    """Raise ConfigError if the scaling of `base` cannot be multiplied as `extension.context_factor` asks.
+    """Raise ConfigError if the scaling of `base` cannot be multiplied as `extension.context_factor`
+    asks.
 
     `given` are the given settings of `model.position`.
     """
     scaling = _scaling_of(base.model)
     kind = given.get("rope_scaling_type", scaling)
     key = "model.position.rope_scaling_type"
-    refuse(
-        scaling is not None and kind != scaling,
-        (key, _FACTOR_KEY, KEY),
-        f"is {kind}, but {KEY} {base.path} has the scaling {scaling}, which {_FACTOR_KEY} keeps",
-        f"remove {key}; to replace the scaling, give model.seq_length and model.position.rope_scaling_factor instead "
-        f"of {_FACTOR_KEY}, and set extension.allow_other_scaling: true",
-    )
+    if scaling is not None and kind != scaling:
+        raise ConfigError(
+            (key, _FACTOR_KEY, KEY),
+            f"is {kind}, but {KEY} {base.path} has the scaling {scaling}, which {_FACTOR_KEY}"
+            " keeps",
+            f"remove {key}; to replace the scaling, give model.seq_length and"
+            f" model.position.rope_scaling_factor instead of {_FACTOR_KEY}, and set"
+            " extension.allow_other_scaling: true",
+        )
     attention_factor = getattr(base.model.position, "rope_attention_factor", None)
-    refuse(
-        scaling == "yarn" and attention_factor is not None and "rope_attention_factor" not in given,
-        ("model.position.rope_attention_factor", _FACTOR_KEY, KEY),
-        f"is {attention_factor} in {KEY} {base.path}, which is not yarn's default, so the value for longer contexts is "
-        "unknown",
-        "set it; null uses yarn's default for the new factor",
-    )
+    if scaling == "yarn" and attention_factor is not None and "rope_attention_factor" not in given:
+        raise ConfigError(
+            ("model.position.rope_attention_factor", _FACTOR_KEY, KEY),
+            f"is {attention_factor} in {KEY} {base.path}, which is not yarn's default, so the value"
+            " for longer contexts is unknown",
+            "set it; null uses yarn's default for the new factor",
+        )
 
 
 def _scaling_of(model: ModelConfig) -> str | None:
     """Return the type of the scaling of a model's positions, or None if they are not scaled."""
     is_scaled = getattr(model.position, "rope_scaling_factor", 1.0) != 1.0
-    return model.position.rope_scaling_type if is_scaled else None
+    if is_scaled:
+        return model.position.rope_scaling_type
+    return None
 
 
 def _keys_of_position(encoding: str) -> set[str]:
     """Return the keys of a positional encoding's settings; none for an unknown encoding."""
-    return keys_of(ENCODINGS[encoding].Settings) if encoding in ENCODINGS else set()
+    if encoding in ENCODINGS:
+        return keys_of(ENCODINGS[encoding].Settings)
+    return set()
 
 
 def find_base(given: str, run: str | None = None) -> Base:
-    """Return the model to extend: a run's newest checkpoint, one checkpoint, or a Hugging Face model.
+    """Return the model to extend: a run's newest checkpoint, one checkpoint, or a Hugging Face
+    model.
 
-    If the directory of a Hugging Face model is gone, but the run in the directory `run` has imported it before, return
-    this import. Checks the sizes of a checkpoint's files, but not their digests. Raises ConfigError if the model is
-    damaged, incomplete or cannot be extended.
+    If the directory of a Hugging Face model is gone, but the run in the directory `run` has
+    imported it before, return this import. Checks the sizes of a checkpoint's files, but not their
+    digests. Raises ConfigError if the model is damaged, incomplete or cannot be extended.
     """
     path = Path(given)
     if not path.is_dir() and run is not None and (imported := _imported_by(Path(run), path)):
         return imported
     fix = (
-        "give a run, one of its checkpoints, or the directory of a Hugging Face model; to continue a run that has "
-        "started, give --config RUN/config.yaml instead"
+        "give a run, one of its checkpoints, or the directory of a Hugging Face model; to continue"
+        " a run that has started, give --config RUN/config.yaml instead"
     )
     if _HUB_NAME.fullmatch(given) and not path.parent.exists():
-        fix += f"; to download this model from the Hugging Face Hub: hf download {given} --local-dir DIR"
-    refuse(not path.is_dir(), KEY, f"is {given}, which is not a directory", fix)
+        fix += (
+            f"; to download this model from the Hugging Face Hub: hf download {given}"
+            " --local-dir DIR"
+        )
+    if not path.is_dir():
+        raise ConfigError(KEY, f"is {given}, which is not a directory", fix)
     try:
         if (path / "config.json").is_file() and not (path / MANIFEST).exists():
             return _from_transformers(path)
         return _from_checkpoint(find_checkpoint(path, deep=False))
     except NoCheckpoint:
-        fix = "give a run, one of its checkpoints, or the complete directory of a Hugging Face model"
-        raise ConfigError(KEY, f"is {given}, which contains neither a checkpoint nor a config.json", fix) from None
+        fix = (
+            "give a run, one of its checkpoints, or the complete directory of a Hugging Face model"
+        )
+        raise ConfigError(
+            KEY, f"is {given}, which contains neither a checkpoint nor a config.json", fix
+        ) from None
     except UserError as error:
         problem = f"is {given}, which cannot be extended: {error.subject} {error.problem}"
         raise ConfigError(KEY, problem, error.fix) from None
     except (ValueError, FileNotFoundError, PermissionError) as error:
-        raise ConfigError(KEY, f"is {given}, which cannot be extended: {error}", "repair it, or give another") from None
+        raise ConfigError(
+            KEY, f"is {given}, which cannot be extended: {error}", "repair it, or give another"
+        ) from None
 
 
 def _imported_by(run: Path, source: Path) -> Base | None:
-    """Return the model that a run imported from `source`, or None if it extends another model or has not started."""
+    """Return the model that a run imported from `source`, or None if it extends another model or
+    has not started.
+    """
     try:
         extended = read_yaml(run / "config.yaml", dict[str, dict[str, Any]])["extension"]["from"]
     except (OSError, ValueError, KeyError):
         return None
     imported = run / IMPORTED
-    if not isinstance(extended, str) or Path(extended) != source or not (imported / MANIFEST).is_file():
+    if (
+        not isinstance(extended, str)
+        or Path(extended) != source
+        or not (imported / MANIFEST).is_file()
+    ):
         return None
     return replace(_from_checkpoint(find_checkpoint(imported, deep=False)), is_import_of_run=True)
 
@@ -271,39 +348,57 @@ def _from_checkpoint(path: Path) -> Base:
         raise CheckpointError(str(path), f"has another architecture or version ({error})") from None
     trained = state["config"].get("extension", {}).get("trains")
     if isinstance(trained, list) and "lora" in trained:
-        fix = f"merge them first: tools/convert_checkpoint.py to-hf --checkpoint {path} --output NEW, and extend NEW"
+        fix = (
+            f"merge them first: tools/convert_checkpoint.py to-hf --checkpoint {path} --output NEW,"
+            " and extend NEW"
+        )
         raise CheckpointError(str(path), "has LoRA layers", fix)
     return Base(path, model, state)
 
 
 def _inherited(base: ModelConfig, encoding: str) -> dict[str, Any]:
-    """Return the settings that a run with the positional encoding `encoding` inherits from its base model."""
-    keys, before = _keys_of_position(encoding), base.position_encoding
+    """Return the settings that a run with the positional encoding `encoding` inherits from its base
+    model.
+    """
+    keys = _keys_of_position(encoding)
+    before = base.position_encoding
     excluded = {"attention_backend", *(["position_encoding"] if encoding != before else [])}
     if encoding in ENCODINGS and before in ENCODINGS[encoding].replaces:
         excluded.add("layers_without_positions")  # the new encoding has no positions in any layer
     inherited = {key: value for key, value in as_dict(base).items() if key not in excluded}
-    return inherited | {"position": {key: value for key, value in inherited["position"].items() if key in keys}}
+    return inherited | {
+        "position": {key: value for key, value in inherited["position"].items() if key in keys}
+    }
 
 
 def starts_from_base(config: RunConfig) -> bool:
-    """Return whether a run starts from the model that it extends, rather than from a checkpoint of its own."""
+    """Return whether a run starts from the model that it extends, rather than from a checkpoint of
+    its own.
+    """
     resume = config.checkpoint.resume
     own = list_checkpoints(config.checkpoint.directory)
-    return config.extension.from_ is not None and (resume == "none" or (resume == "auto" and not own))
+    return config.extension.from_ is not None and (
+        resume == "none" or (resume == "auto" and not own)
+    )
 
 
 def check_base(config: RunConfig, base: Base | None = None) -> None:
-    """Raise ConfigError if a run's model, length, tokenizer or trained parameters do not fit the model that it extends.
+    """Raise ConfigError if a run's model, length, tokenizer or trained parameters do not fit the
+    model that it extends.
 
-    `base` is by default the model of `extension.from`. A shorter context and another scaling must be allowed by
-    `extension`. Warns if positions are scaled by less than the context grows.
+    `base` is by default the model of `extension.from`. A shorter context and another scaling must
+    be allowed by `extension`. Warns if positions are scaled by less than the context grows.
     """
     base = base or find_base(config.extension.from_, config.logging.directory)
-    was, now = base.model.position_encoding, config.model.position_encoding
+    was = base.model.position_encoding
+    now = config.model.position_encoding
     added = was != now and ENCODINGS[now].starts_as == was
     extended = {f"position.{key}" for key in ENCODINGS[now].extended_by}
-    free = {*CHANGEABLE_MODEL_KEYS, *(f"position.{key}" for key in _keys_of_position("rope")), *extended}
+    free = {
+        *CHANGEABLE_MODEL_KEYS,
+        *(f"position.{key}" for key in _keys_of_position("rope")),
+        *extended,
+    }
     dropped = was in ENCODINGS[now].replaces
     if added or dropped:
         free |= {"position_encoding", *(f"position.{key}" for key in _keys_of_position(now))}
@@ -314,56 +409,71 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
     if base.state is None and config.model.vocab_size >= base.model.vocab_size:
         free.add("vocab_size")  # an import adds the missing rows
     differences = model_differences(as_dict(base.model), as_dict(config.model), free)
-    refuse(
-        bool(differences),
-        KEY,
-        f"{base.path} is another model than these settings describe ({'; '.join(differences)})",
-        "remove these settings from the recipe or the command line: an extension changes only model.seq_length, "
-        "model.attention_backend, model.position.rope_*, model.position.randpe_range, model.position.state_precision, "
-        "model.position_encoding from rope to tape or nope, and model.position.increments from fixed to learned or "
-        "signed",
-    )
-    base_shapes, shapes = parameter_shapes(base.model), parameter_shapes(config.model)
-    unfit = [name for name, shape in base_shapes.items() if kind_of(name) == "position" and shapes.get(name) != shape]
-    refuse(
-        bool(unfit),
-        (KEY, "model.position_encoding"),
-        f"{base.path} has the parameters {', '.join(unfit)}, which {now} does not have or has in another shape",
-        f"keep model.position_encoding {was}, or extend a model without them",
-    )
+    if bool(differences):
+        raise ConfigError(
+            KEY,
+            f"{base.path} is another model than these settings describe ({'; '.join(differences)})",
+            "remove these settings from the recipe or the command line: an extension changes only"
+            " model.seq_length, model.attention_backend, model.position.rope_*,"
+            " model.position.randpe_range, model.position.state_precision, model.position_encoding"
+            " from rope to tape or nope, and model.position.increments from fixed to learned or"
+            " signed",
+        )
+    base_shapes = parameter_shapes(base.model)
+    shapes = parameter_shapes(config.model)
+    unfit = [
+        name
+        for name, shape in base_shapes.items()
+        if kind_of(name) == "position" and shapes.get(name) != shape
+    ]
+    if bool(unfit):
+        raise ConfigError(
+            (KEY, "model.position_encoding"),
+            f"{base.path} has the parameters {', '.join(unfit)}, which {now} does not have or has"
+            " in another shape",
+            f"keep model.position_encoding {was}, or extend a model without them",
+        )
     _check_length(config, base)
     _check_scaling(config, base)
-    trains, new = config.extension.trains, f"model.position_encoding is {now}"
+    trains = config.extension.trains
+    new = f"model.position_encoding is {now}"
     if not added and _encoding_parameters(config.model) > _encoding_parameters(base.model):
-        added, new = True, f"model.position.increments is {config.model.position.increments}"
-    refuse(
-        added and not {"position", "all"} & set(trains),
-        ("extension.trains", KEY),
-        f"does not include position, but {new}, unlike in {KEY} {base.path}: the new parameters would not be trained",
-        "add position, or keep the base model's setting",
-    )
+        added = True
+        new = f"model.position.increments is {config.model.position.increments}"
+    if added and not {"position", "all"} & set(trains):
+        raise ConfigError(
+            ("extension.trains", KEY),
+            f"does not include position, but {new}, unlike in {KEY} {base.path}: the new parameters"
+            " would not be trained",
+            "add position, or keep the base model's setting",
+        )
     _check_tokenizer(config, base)
 
 
 def _check_length(config: RunConfig, base: Base) -> None:
-    """Raise ConfigError if a run's context is shorter than that of its base model, unless this is allowed."""
+    """Raise ConfigError if a run's context is shorter than that of its base model, unless this is
+    allowed.
+    """
     length = config.model.seq_length
     own_length = base.model.seq_length
-    refuse(
-        length < own_length and not config.extension.allow_shorter_context,
-        ("model.seq_length", "extension.allow_shorter_context", KEY),
-        f"is {length}, but {KEY} {base.path} has contexts of {own_length} tokens",
-        f"for contexts twice as long, set {_FACTOR_KEY}: 2 instead of model.seq_length and model.position.rope_*; to "
-        "train on shorter contexts, set extension.allow_shorter_context: true",
-    )
+    if length < own_length and not config.extension.allow_shorter_context:
+        raise ConfigError(
+            ("model.seq_length", "extension.allow_shorter_context", KEY),
+            f"is {length}, but {KEY} {base.path} has contexts of {own_length} tokens",
+            f"for contexts twice as long, set {_FACTOR_KEY}: 2 instead of model.seq_length and"
+            " model.position.rope_*; to train on shorter contexts, set"
+            " extension.allow_shorter_context: true",
+        )
 
 
 def _check_scaling(config: RunConfig, base: Base) -> None:
-    """Raise ConfigError if a run replaces the scaling of its base model's RoPE, unless this is allowed.
+    """Raise ConfigError if a run replaces the scaling of its base model's RoPE, unless this is
+    allowed.
 
-    A larger factor, or a larger base of the frequencies, replaces nothing. `rope_original_seq_length` must not exceed
-    the base model's context. It may be smaller, because some models state a longer context than they were trained on.
-    Warns if positions leave the trained range.
+    A larger factor, or a larger base of the frequencies, replaces nothing.
+    `rope_original_seq_length` must not exceed the base model's context. It may be smaller, because
+    some models state a longer context than they were trained on. Warns if positions leave the
+    trained range.
     """
     position = config.model.position
     keys = _keys_of_position(config.model.position_encoding)
@@ -374,28 +484,39 @@ def _check_scaling(config: RunConfig, base: Base) -> None:
     scaling = _scaling_of(base.model)
     kind = position.rope_scaling_type
     is_scaled = position.rope_scaling_factor != 1.0
-    refuse(
-        not is_scaled and kind not in ("linear", base.model.position.rope_scaling_type),
-        ("model.position.rope_scaling_factor", "model.position.rope_scaling_type"),
-        f"is 1, so model.position.rope_scaling_type {kind} has no effect",
-        "set it to the new context length divided by the old one",
-    )
+    if not is_scaled and kind not in ("linear", base.model.position.rope_scaling_type):
+        raise ConfigError(
+            ("model.position.rope_scaling_factor", "model.position.rope_scaling_type"),
+            f"is 1, so model.position.rope_scaling_type {kind} has no effect",
+            "set it to the new context length divided by the old one",
+        )
     if scaling in (None, kind):
         _warn_of_untrained_positions(config.model, base)
     if is_scaled and kind != "linear":
         is_original_known = scaling in ("llama3", "yarn")
-        trained = base.model.position.rope_original_seq_length if is_original_known else base.model.seq_length
+        if is_original_known:
+            trained = base.model.position.rope_original_seq_length
+        else:
+            trained = base.model.seq_length
         given = position.rope_original_seq_length
-        key = "model.position.rope_original_seq_length"
-        problem = f"is {given}, but contexts of {KEY} {base.path} have {trained} tokens"
-        refuse(given > trained, (key, KEY), problem, f"set it to {trained}")
+        if given > trained:
+            raise ConfigError(
+                ("model.position.rope_original_seq_length", KEY),
+                f"is {given}, but contexts of {KEY} {base.path} have {trained} tokens",
+                f"set it to {trained}",
+            )
 
 
 def _check_not_replaced(position: Any, base: Base) -> None:
-    """Raise ConfigError if `position`, the settings of `model.position`, replaces the scaling of the base model."""
+    """Raise ConfigError if `position`, the settings of `model.position`, replaces the scaling of
+    the base model.
+    """
     was = base.model.position
     scaling = _scaling_of(base.model)
-    replaced = [] if position.rope_share == was.rope_share else ["rope_share"]
+    if position.rope_share == was.rope_share:
+        replaced = []
+    else:
+        replaced = ["rope_share"]
     if position.rope_theta < was.rope_theta:
         replaced.append("rope_theta")
     if scaling is not None:
@@ -404,22 +525,30 @@ def _check_not_replaced(position: Any, base: Base) -> None:
         if position.rope_scaling_factor < was.rope_scaling_factor:
             replaced.append("rope_scaling_factor")
         # An unused setting of another type may have any value.
-        used = [key for key in _SCALING_KEYS[scaling] if getattr(position, key) != getattr(was, key)]
+        used = [
+            key for key in _SCALING_KEYS[scaling] if getattr(position, key) != getattr(was, key)
+        ]
         replaced += used if position.rope_scaling_type == scaling else []
     if not replaced:
         return
     key = replaced[0]
-    trained = "" if scaling is None else f" (its scaling is {scaling} x{was.rope_scaling_factor:g})"
+    if scaling is None:
+        trained = ""
+    else:
+        trained = f" (its scaling is {scaling} x{was.rope_scaling_factor:g})"
     raise ConfigError(
         (*(f"model.position.{one}" for one in replaced), "extension.allow_other_scaling", KEY),
         f"is {getattr(position, key)}, but {KEY} {base.path} has {getattr(was, key)}{trained}",
-        f"to keep its scaling, remove model.position.rope_*, and set {_FACTOR_KEY}: 2 instead of model.seq_length for "
-        "contexts twice as long; to replace it, set extension.allow_other_scaling: true",
+        f"to keep its scaling, remove model.position.rope_*, and set {_FACTOR_KEY}: 2 instead of"
+        " model.seq_length for contexts twice as long; to replace it, set"
+        " extension.allow_other_scaling: true",
     )
 
 
 def _warn_of_untrained_positions(model: ModelConfig, base: Base) -> None:
-    """Print a warning if contexts grow more than the factor of a scaling, and no larger theta makes up for it."""
+    """Print a warning if contexts grow more than the factor of a scaling, and no larger theta makes
+    up for it.
+    """
     position = model.position
     was = base.model.position
     keys = _keys_of_position(model.position_encoding)
@@ -429,8 +558,9 @@ def _warn_of_untrained_positions(model: ModelConfig, base: Base) -> None:
     needed = was.rope_scaling_factor * model.seq_length / base.model.seq_length
     if factor < needed:
         command_line.log(
-            f"warning: model.position.rope_scaling_factor is {factor:g}, but contexts of {KEY} {base.path} grow from "
-            f"{base.model.seq_length} to {model.seq_length} tokens; set it to {needed:g} unless this is intended"
+            f"warning: model.position.rope_scaling_factor is {factor:g}, but contexts of {KEY}"
+            f" {base.path} grow from {base.model.seq_length} to {model.seq_length} tokens; set it"
+            f" to {needed:g} unless this is intended"
         )
 
 
@@ -440,11 +570,14 @@ def _encoding_parameters(model: ModelConfig) -> set[str]:
 
 
 def _check_tokenizer(config: RunConfig, base: Base) -> None:
-    """Raise ConfigError if `data.tokenizer` and the tokenizer of the base model are both known and differ."""
+    """Raise ConfigError if `data.tokenizer` and the tokenizer of the base model are both known and
+    differ.
+    """
     given = config.data.tokenizer
     if given is None or not Path(given).exists():
         return
-    directory, name = base.tokenizer, f"that of {KEY} {base.path}"
+    directory = base.tokenizer
+    name = f"that of {KEY} {base.path}"
     tokenizer = None
     if base.state is not None and base.path.is_dir():
         tokenizer = load_saved_tokenizer(base.path)
@@ -456,34 +589,44 @@ def _check_tokenizer(config: RunConfig, base: Base) -> None:
 
 
 def with_base_tokenizer(config: RunConfig, base: Base) -> tuple[RunConfig, TokenizerRecord | None]:
-    """Return `config` with the tokenizer of the model that the run extends, and the record of that tokenizer.
+    """Return `config` with the tokenizer of the model that the run extends, and the record of that
+    tokenizer.
 
-    Returns `config` unchanged, and no record, if a Hugging Face model's tokenizer cannot be used or if `data` already
-    has a tokenizer or a generator. Raises ConfigError.
+    Returns `config` unchanged, and no record, if a Hugging Face model's tokenizer cannot be used or
+    if `data` already has a tokenizer or a generator. Raises ConfigError.
     """
     if base.state is not None:
         return with_saved_tokenizer(config, base.path), base.state["progress"].get("tokenizer")
     if config.data.tokenizer is None and config.data.generator is None:
         with suppress(ValueError, OSError):
             record = tokenizer_record(load_tokenizer(base.path))
-            return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(base.path))), record
+            return (
+                dataclasses.replace(
+                    config, data=dataclasses.replace(config.data, tokenizer=str(base.path))
+                ),
+                record,
+            )
     return config, None
 
 
 def check_command(config: RunConfig, extends: bool) -> None:
     """Raise ConfigError if `config` is for the other command.
 
-    With `extends` (`pretrain.extend_context`), `extension.from` must be set. Otherwise (`pretrain.train`), the section
-    `extension` must have its defaults.
+    With `extends` (`pretrain.extend_context`), `extension.from` must be set. Otherwise
+    (`pretrain.train`), the section `extension` must have its defaults.
     """
     given = config.extension.from_
-    fix = "set it to the model to extend, or run pretrain.train"
-    refuse(extends and given is None, KEY, "is not set", fix)
-    problem = f"is {given}, but pretrain.train does not extend models"
-    refuse(not extends and given is not None, KEY, problem, "run pretrain.extend_context")
-    refuse(
-        not extends and config.extension != ExtensionConfig(),
-        "extension",
-        "has settings, but pretrain.train does not use this section",
-        "remove them, or run pretrain.extend_context",
-    )
+    if extends and given is None:
+        raise ConfigError(KEY, "is not set", "set it to the model to extend, or run pretrain.train")
+    if not extends and given is not None:
+        raise ConfigError(
+            KEY,
+            f"is {given}, but pretrain.train does not extend models",
+            "run pretrain.extend_context",
+        )
+    if not extends and config.extension != ExtensionConfig():
+        raise ConfigError(
+            "extension",
+            "has settings, but pretrain.train does not use this section",
+            "remove them, or run pretrain.extend_context",
+        )

@@ -1,4 +1,6 @@
-"""Import the Hugging Face model that a run extends into the run's directory, on rank 0 while the other ranks wait."""
+"""Import the Hugging Face model that a run extends into the run's directory, on rank 0 while the
+other ranks wait.
+"""
 
 import dataclasses
 import logging
@@ -29,8 +31,8 @@ POLL_SECONDS = 0.5
 def base_of_run(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Path:
     """Return the checkpoint that a run starts from. All ranks must call this together.
 
-    Imports a Hugging Face model to `base` in the run's directory, unless this was done before. A failed import leaves
-    nothing there. Raises CheckpointError on every rank.
+    Imports a Hugging Face model to `base` in the run's directory, unless this was done before. A
+    failed import leaves nothing there. Raises CheckpointError on every rank.
     """
     return import_on_rank_0(lambda advance: _checkpoint(config, advance), layout, watch)
 
@@ -52,9 +54,13 @@ def _checkpoint(config: RunConfig, advance: Callable[[], None]) -> Path:
         advance()
         return weights[name]
 
-    origin, card = f"the model {base.path.resolve().name}", source_card(base.path)
-    tokenizer, identity = find_tokenizer(base.path, model.unpadded_vocab_size), base.identity
-    write_imported(target, model, LazyTensors(weights, read), origin, tokenizer, identity=identity, card=card)
+    origin = f"the model {base.path.resolve().name}"
+    card = source_card(base.path)
+    tokenizer = find_tokenizer(base.path, model.unpadded_vocab_size)
+    identity = base.identity
+    write_imported(
+        target, model, LazyTensors(weights, read), origin, tokenizer, identity=identity, card=card
+    )
     return target
 
 
@@ -62,20 +68,26 @@ def _check_imported(target: Path, base: Base, config: RunConfig) -> None:
     fix = f"move {target} away to import the model again, or {config.to_start_another_run}"
     state = read_state(target)
     if state["progress"].get("identity") != base.identity:
-        raise CheckpointError(str(target), f"was not imported from the files that {base.path} has now", fix)
+        raise CheckpointError(
+            str(target), f"was not imported from the files that {base.path} has now", fix
+        )
     if state["config"]["model"].get("vocab_size") != config.model.vocab_size:
         problem = (
-            f"was imported with model.vocab_size {state['config']['model'].get('vocab_size')}, but the run has "
-            f"model.vocab_size {config.model.vocab_size}"
+            f"was imported with model.vocab_size {state['config']['model'].get('vocab_size')}, but"
+            f" the run has model.vocab_size {config.model.vocab_size}"
         )
-        raise CheckpointError(str(target), problem, f"set the run's model.vocab_size back, or {fix}")
+        raise CheckpointError(
+            str(target), problem, f"set the run's model.vocab_size back, or {fix}"
+        )
 
 
-def import_on_rank_0(work: Callable[[Callable[[], None]], Path], layout: ParallelLayout, watch: Watch) -> Path:
+def import_on_rank_0(
+    work: Callable[[Callable[[], None]], Path], layout: ParallelLayout, watch: Watch
+) -> Path:
     """Run `work` on rank 0, and return its result or raise its error on every rank.
 
-    `work` receives a function that it must call after each tensor, so that the watchdog does not mistake a long
-    import for a hang.
+    `work` receives a function that it must call after each tensor, so that the watchdog does not
+    mistake a long import for a hang.
     """
     status = {"steps": 0, "path": None, "error": None}
 
@@ -88,7 +100,10 @@ def import_on_rank_0(work: Callable[[Callable[[], None]], Path], layout: Paralle
         except UserError as error:
             status["error"] = CheckpointError(error.subjects, error.problem, error.fix)
         except Exception as error:
-            reason = str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
+            if isinstance(error, (ValueError, OSError)):
+                reason = str(error)
+            else:
+                reason = f"{type(error).__name__}: {error}"
             status["error"] = CheckpointError(KEY, f"cannot be imported: {reason}")
 
     thread = threading.Thread(target=run, name="import", daemon=True)

@@ -13,19 +13,27 @@ _MOST_ELEMENTS = 1 << 45
 
 
 def on_meta(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return tensors on the meta device that describe the contents of a file to `write_safetensors`.
+    """Return tensors on the meta device that describe the contents of a file to
+    `write_safetensors`.
 
     Raises UserError for a tensor that is too large for any machine.
     """
     for name, shape in shapes.items():
         if math.prod(shape) > _MOST_ELEMENTS:
-            problem = f"would have the shape {tuple(shape)!s:.100}, which is too large for any machine"
+            problem = (
+                f"would have the shape {tuple(shape)!s:.100}, which is too large for any machine"
+            )
             raise UserError(name[:100], problem, "give the settings that belong to the weights")
-    return {name: torch.empty(tuple(shape), dtype=dtype, device="meta") for name, shape in shapes.items()}
+    return {
+        name: torch.empty(tuple(shape), dtype=dtype, device="meta")
+        for name, shape in shapes.items()
+    }
 
 
 def in_parts(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
-    """Split tensors, in order, into parts of at most `max_bytes` each. A tensor larger than that has its own part."""
+    """Split tensors, in order, into parts of at most `max_bytes` each. A tensor larger than that
+    has its own part.
+    """
     parts: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -37,13 +45,17 @@ def in_parts(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Te
     return parts
 
 
-def with_progress(tensors: Iterable[Tensor], announced: Iterable[Tensor]) -> Generator[Tensor, None, None]:
+def with_progress(
+    tensors: Iterable[Tensor], announced: Iterable[Tensor]
+) -> Generator[Tensor, None, None]:
     """Yield `tensors`, and report how many bytes of their total size are written.
 
-    `announced` has tensors of the same sizes in the same order. Close the generator after the last write.
+    `announced` has tensors of the same sizes in the same order. Close the generator after the last
+    write.
     """
     sizes = [tensor.nbytes for tensor in announced]
-    progress, written = command_line.Progress(sum(sizes)), 0
+    progress = command_line.Progress(sum(sizes))
+    written = 0
     try:
         for tensor, size in zip(tensors, sizes):
             yield tensor

@@ -1,7 +1,7 @@
 """Write tokenizer files that `AutoTokenizer` loads, with the same ids as in training.
 
-A Hugging Face tokenizer is copied. A SentencePiece model is converted to a `tokenizer.json` with transformers, and both
-must give the same ids for sample texts.
+A Hugging Face tokenizer is copied. A SentencePiece model is converted to a `tokenizer.json` with
+transformers, and both must give the same ids for sample texts.
 """
 
 import json
@@ -36,7 +36,10 @@ _SHOWN = 500
 """Maximum characters of a list of tokens in a message."""
 _WITHOUT = "export the model without a tokenizer: --tokenizer none"
 _GIVE = f"give an exact tokenizer.json with --tokenizer, or {_WITHOUT}"
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_NORMAL = 1
+_UNKNOWN = 2
+_CONTROL = 3
+_USER_DEFINED = 4
 """Types of SentencePiece pieces."""
 _NEVER = -1e9
 """Score of a SentencePiece piece that must not match text."""
@@ -53,8 +56,11 @@ class ExportedTokenizer:
     """Contents of `generation_config.json`."""
 
 
-def write_tokenizer(tokenizer: Tokenizer, output: Path, context: int, source: str) -> ExportedTokenizer:
-    """Write the files of a tokenizer to the directory `output`, for a model with a context of `context` tokens.
+def write_tokenizer(
+    tokenizer: Tokenizer, output: Path, context: int, source: str
+) -> ExportedTokenizer:
+    """Write the files of a tokenizer to the directory `output`, for a model with a context of
+    `context` tokens.
 
     `source` names the tokenizer in messages. Raises FileError if it cannot be converted exactly.
     """
@@ -65,17 +71,23 @@ def write_tokenizer(tokenizer: Tokenizer, output: Path, context: int, source: st
 
 
 def export_problem(tokenizer: Tokenizer, context: int) -> str | None:
-    """Return why `write_tokenizer` would refuse a tokenizer, such as "cannot be converted: ...", or None."""
+    """Return why `write_tokenizer` would refuse a tokenizer, such as "cannot be converted: ...", or
+    None.
+    """
     source = "the tokenizer"
     try:
         with tempfile.TemporaryDirectory() as directory:
             _write(tokenizer, Path(directory), context, source)
     except FileError as error:
-        return error.problem if error.subject == source else f"has a file {error.subject} that {error.problem}"
+        if error.subject == source:
+            return error.problem
+        return f"has a file {error.subject} that {error.problem}"
     return None
 
 
-def _write(tokenizer: Tokenizer, output: Path, context: int, source: str) -> tuple[ExportedTokenizer, list[str]]:
+def _write(
+    tokenizer: Tokenizer, output: Path, context: int, source: str
+) -> tuple[ExportedTokenizer, list[str]]:
     """Do the work of `write_tokenizer`, and return its result with warnings for the user."""
     warnings: list[str] = []
     files = {name: content for name, content in tokenizer.files.items() if _is_exported(name)}
@@ -89,20 +101,33 @@ def _write(tokenizer: Tokenizer, output: Path, context: int, source: str) -> tup
         named, missing = tokenizer.names.existing(library.token_to_id)
     if missing:
         tokens = ", ".join(missing)[:_SHOWN]
-        warnings.append(f"the export omits special tokens that {source} names but does not have: {tokens}")
-    settings |= {key: value for key, value in named.items() if key not in ("eos_token", "bos_token")}
-    special["pad"] = library.token_to_id(named["pad_token"]) if "pad_token" in named else special.get("pad")
+        warnings.append(
+            f"the export omits special tokens that {source} names but does not have: {tokens}"
+        )
+    settings |= {
+        key: value for key, value in named.items() if key not in ("eos_token", "bos_token")
+    }
+    special["pad"] = (
+        library.token_to_id(named["pad_token"]) if "pad_token" in named else special.get("pad")
+    )
     added = sorted(library.get_added_tokens_decoder().items())
-    settings["added_tokens_decoder"] = {str(i): {key: getattr(token, key) for key in _FLAGS} for i, token in added}
-    templates = "chat_template.jinja" in files or any(name.startswith(CHAT_TEMPLATES) for name in files)
+    settings["added_tokens_decoder"] = {
+        str(i): {key: getattr(token, key) for key in _FLAGS} for i, token in added
+    }
+    templates = "chat_template.jinja" in files or any(
+        name.startswith(CHAT_TEMPLATES) for name in files
+    )
     if not (templates or settings.get("chat_template")):
-        # In training, no text was encoded as a special token. Only chat templates contain special tokens as text.
+        # In training, no text was encoded as a special token. Only chat templates contain special
+        # tokens as text.
         settings["split_special_tokens"] = True
     files[CONFIG] = _json(settings)
     write_files(files, output)
     if TOKENIZER_JSON not in tokenizer.files:
         converted = load_tokenizer(output)
-        write_files(converted.files, output)  # with the settings that keep text from becoming special tokens
+        write_files(
+            converted.files, output
+        )  # with the settings that keep text from becoming special tokens
         _check_same_ids(converted, tokenizer, source)
     ids = {f"{role}_token_id": special.get(role) for role in ("bos", "eos", "pad")}
     generation = _generation(tokenizer, source, warnings)
@@ -112,31 +137,46 @@ def _write(tokenizer: Tokenizer, output: Path, context: int, source: str) -> tup
 
 
 def _is_exported(name: str) -> bool:
-    """Return whether an export includes the file `name`. Other files could add tokens in transformers."""
-    return name in (TOKENIZER_JSON, TOKENIZER_MODEL, "chat_template.jinja") or name.startswith(CHAT_TEMPLATES)
+    """Return whether an export includes the file `name`. Other files could add tokens in
+    transformers.
+    """
+    return name in (TOKENIZER_JSON, TOKENIZER_MODEL, "chat_template.jinja") or name.startswith(
+        CHAT_TEMPLATES
+    )
 
 
 def _generation(tokenizer: Tokenizer, source: str, warnings: list[str]) -> dict[str, Any]:
-    """Return the contents of `generation_config.json` without ids that the tokenizer lacks. Adds to `warnings`."""
+    """Return the contents of `generation_config.json` without ids that the tokenizer lacks. Adds to
+    `warnings`.
+    """
     try:
         settings = parse_record(tokenizer.files.get(GENERATION, b"{}"), dict[str, Any])
     except ValueError as error:
         problem = f"cannot be used: {error}"
-        raise FileError(f"{GENERATION} of {source}", problem, "save it again, or remove it") from None
-    dropped, end = [], tokenizer.vocab_size
+        raise FileError(
+            f"{GENERATION} of {source}", problem, "save it again, or remove it"
+        ) from None
+    dropped = []
+    end = tokenizer.vocab_size
     for key, value in list(settings.items()):
         if not key.endswith("_token_id") or value is None:
             continue
         ids = value if isinstance(value, list) else [value]
         good = [index for index in ids if type(index) is int and index in range(end)]
-        dropped += [f"{key} {index!r:.40}" for index in ids if type(index) is not int or index not in range(end)]
+        dropped += [
+            f"{key} {index!r:.40}"
+            for index in ids
+            if type(index) is not int or index not in range(end)
+        ]
         if not good:
             del settings[key]
         elif isinstance(value, list):
             settings[key] = good
     if dropped:
         ids = ", ".join(dropped)[:_SHOWN]
-        warnings.append(f"the export omits ids in {GENERATION} of {source} that do not exist: {ids}")
+        warnings.append(
+            f"the export omits ids in {GENERATION} of {source} that do not exist: {ids}"
+        )
     return settings
 
 
@@ -145,36 +185,56 @@ def _json(settings: dict[str, Any]) -> bytes:
 
 
 def read_tokenizer(directory: str | Path, **options: Any) -> Any:
-    """Load the tokenizer of an export, or of another model, with transformers; `options` are for `from_pretrained`.
+    """Load the tokenizer of an export, or of another model, with transformers; `options` are for
+    `from_pretrained`.
 
-    Uses a tokenizer.json unchanged: AutoTokenizer would replace the tokenizer of every Qwen2 model by Qwen's.
+    Uses a tokenizer.json unchanged: AutoTokenizer would replace the tokenizer of every Qwen2 model
+    by Qwen's.
     """
     import transformers
 
-    kind, file = transformers.AutoTokenizer, Path(directory) / CONFIG
+    kind = transformers.AutoTokenizer
+    file = Path(directory) / CONFIG
     if (Path(directory) / TOKENIZER_JSON).is_file():
         settings = read_record(file, dict[str, Any]) if file.is_file() else {}
-        kind = kind if "auto_map" in settings else transformers.PreTrainedTokenizerFast
+        if "auto_map" in settings:
+            kind = kind
+        else:
+            kind = transformers.PreTrainedTokenizerFast
     return kind.from_pretrained(directory, **options)
 
 
 def _of_hugging_face(
     tokenizer: Tokenizer, own: dict[str, Any], context: int
 ) -> tuple[Any, dict[str, int | None], dict[str, Any]]:
-    """Return a tokenizer of the `tokenizers` library, the ids of special tokens and a new tokenizer_config.json.
+    """Return a tokenizer of the `tokenizers` library, the ids of special tokens and a new
+    tokenizer_config.json.
 
-    `tokenizer` has a tokenizer.json. `own` has the contents of its tokenizer_config.json; empty if there is none.
+    `tokenizer` has a tokenizer.json. `own` has the contents of its tokenizer_config.json; empty if
+    there is none.
     """
     import tokenizers
 
     library = tokenizers.Tokenizer.from_buffer(tokenizer.files[TOKENIZER_JSON])
     special = {"bos": tokenizer.bos, "eos": tokenizer.eod}
-    named = {f"{role}_token": library.id_to_token(index) for role, index in special.items() if index is not None}
+    named = {
+        f"{role}_token": library.id_to_token(index)
+        for role, index in special.items()
+        if index is not None
+    }
     if not own:
         unknown = getattr(library.model, "unk_token", None)
-        return library, special, _new_settings(context, named | ({"unk_token": unknown} if unknown else {}))
-    # Classes such as GPT2Tokenizer build another tokenizer from the vocabulary and ignore the file's other steps.
-    padding = {"padding_side": "left"} if str(own.get("tokenizer_class")).startswith("Llama") else {}
+        return (
+            library,
+            special,
+            _new_settings(context, named | ({"unk_token": unknown} if unknown else {})),
+        )
+    # Classes such as GPT2Tokenizer build another tokenizer from the vocabulary and ignore the
+    # file's other steps.
+    if str(own.get("tokenizer_class")).startswith("Llama"):
+        padding = {"padding_side": "left"}
+    else:
+        padding = {}
     others = {key: value for key, value in own.items() if not names_tokens(key, value)}
     settings = padding | others | named | {"tokenizer_class": FROM_THE_FILE}
     settings.pop("auto_map", None)  # the code is not copied
@@ -197,11 +257,15 @@ def _of_sentencepiece(
     ids = {"unk": model.trainer_spec.unk_id, "pad": model.trainer_spec.pad_id}
     special = {"bos": tokenizer.bos, "eos": tokenizer.eod}
     special |= {role: index for role, index in ids.items() if 0 <= index < tokenizer.vocab_size}
-    names = {role: converted.id_to_token(index) for role, index in special.items() if index is not None}
+    names = {
+        role: converted.id_to_token(index) for role, index in special.items() if index is not None
+    }
     if tokenizer.prefix:
         begin = names["bos"]
         converted.post_processor = processors.TemplateProcessing(
-            single=f"{begin} $A", pair=f"{begin} $A {begin} $B", special_tokens=[(begin, tokenizer.bos)]
+            single=f"{begin} $A",
+            pair=f"{begin} $A {begin} $B",
+            special_tokens=[(begin, tokenizer.bos)],
         )
     settings = _new_settings(context, {f"{role}_token": token for role, token in names.items()})
     copied = ("chat_template", "model_max_length", "padding_side", "split_special_tokens")
@@ -209,18 +273,26 @@ def _of_sentencepiece(
 
 
 def _converted(model: Any) -> Any:
-    """Convert a SentencePiece model to a tokenizer of the `tokenizers` library with transformers' converter.
+    """Convert a SentencePiece model to a tokenizer of the `tokenizers` library with transformers'
+    converter.
 
-    Unlike in transformers' own conversion, text such as `<0x41>` does not become the token of that name.
+    Unlike in transformers' own conversion, text such as `<0x41>` does not become the token of that
+    name.
     """
     from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
     from transformers.convert_slow_tokenizer import SpmConverter, generate_merges
 
-    never = [piece.piece for piece in model.pieces if piece.type != _NORMAL and len(piece.piece) > 1]
+    never = [
+        piece.piece for piece in model.pieces if piece.type != _NORMAL and len(piece.piece) > 1
+    ]
     if model.trainer_spec.model_type == model.trainer_spec.UNIGRAM:
-        scores = [(piece.piece, piece.score if piece.type == _NORMAL else _NEVER) for piece in model.pieces]
+        scores = [
+            (piece.piece, piece.score if piece.type == _NORMAL else _NEVER)
+            for piece in model.pieces
+        ]
         result = SpmConverter.build_tokenizer_from_spm_proto(model, scores)
-        # A low score does not suffice: next to characters that no piece contains, such a piece would still match.
+        # A low score does not suffice: next to characters that no piece contains, such a piece
+        # would still match.
         cuts = "|".join(f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in never)
         split = pre_tokenizers.Split(Regex(cuts), "merged_with_previous")
     else:
@@ -229,7 +301,8 @@ def _converted(model: Any) -> Any:
         merges = generate_merges(ids, scores, skip_tokens=never)
         result = SpmConverter.build_tokenizer_from_spm_proto(model, ids, merges)
         split = None
-    rules, steps = model.normalizer_spec, []
+    rules = model.normalizer_spec
+    steps = []
     if rules.precompiled_charsmap:  # SentencePiece's rules for character sequences are all NFKC
         steps += [normalizers.NFKC(), normalizers.Precompiled(rules.precompiled_charsmap)]
     if rules.remove_extra_whitespaces:
@@ -239,15 +312,18 @@ def _converted(model: Any) -> Any:
     set_spaces(result, rules.add_dummy_prefix, steps)
     result.pre_tokenizer = split
     special = [piece.piece for piece in model.pieces if piece.type in (_UNKNOWN, _CONTROL)]
-    result.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in special])
+    result.add_special_tokens(
+        [AddedToken(name, normalized=False, special=True) for name in special]
+    )
     return result
 
 
 def set_spaces(library: Any, prefix: bool, rules: Sequence[Any] = ()) -> None:
-    """Make a tokenizer of the `tokenizers` library handle spaces as SentencePiece does, after normalization by `rules`.
+    """Make a tokenizer of the `tokenizers` library handle spaces as SentencePiece does, after
+    normalization by `rules`.
 
-    transformers prepends a space to texts without one. SentencePiece prepends one to every text if `prefix` is set, and
-    to no text otherwise.
+    transformers prepends a space to texts without one. SentencePiece prepends one to every text if
+    `prefix` is set, and to no text otherwise.
     """
     from tokenizers import decoders, normalizers
 
@@ -256,19 +332,27 @@ def set_spaces(library: Any, prefix: bool, rules: Sequence[Any] = ()) -> None:
     if prefix:
         back.append(decoders.Strip(" ", 1, 0))
     steps = [*rules, *before, normalizers.Replace(" ", "▁")]
-    library.normalizer, library.pre_tokenizer = normalizers.Sequence(steps), None
+    library.normalizer = normalizers.Sequence(steps)
+    library.pre_tokenizer = None
     library.decoder = decoders.Sequence(back)
 
 
 def _check_same_ids(converted: Tokenizer, tokenizer: Any, source: str) -> None:
-    """Raise FileError if `converted` encodes a sample text to other ids than the SentencePiece model `tokenizer`."""
+    """Raise FileError if `converted` encodes a sample text to other ids than the SentencePiece
+    model `tokenizer`.
+    """
     from sentencepiece import sentencepiece_model_pb2
 
     model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.files[TOKENIZER_MODEL])
     symbols = [piece.piece for piece in model.pieces if piece.type == _USER_DEFINED]
     texts = [*trial_texts(), "a <0x41> b", *(f"a{symbol}b" for symbol in symbols)]
-    if (text := find_difference(tokenizer.encode, converted.encode, texts, tokenizer.scores)) is not None:
-        problem = f"cannot be converted: its tokenizer.json would give different ids for the text {ascii(text):.100}"
+    if (
+        text := find_difference(tokenizer.encode, converted.encode, texts, tokenizer.scores)
+    ) is not None:
+        problem = (
+            "cannot be converted: its tokenizer.json would give different ids for the text"
+            f" {ascii(text):.100}"
+        )
         raise FileError(source, problem, _GIVE)
 
 

@@ -1,8 +1,9 @@
 """Write files that appear under their final name only when they are complete.
 
-While the output `data.bin` is being written, it is called `data.bin.partial`. The writer locks that file, so that two
-processes never write the same output. The next run replaces a partial file that a killed process left behind. Small
-files that programs exchange are not locked: of several writers, the last one wins (`write_whole`).
+While the output `data.bin` is being written, it is called `data.bin.partial`. The writer locks that
+file, so that two processes never write the same output. The next run replaces a partial file that a
+killed process left behind. Small files that programs exchange are not locked: of several writers,
+the last one wins (`write_whole`).
 """
 
 import errno
@@ -33,10 +34,12 @@ REPLACED = ".replaced"
 class PartialFile:
     """A file that is written next to its final path and moved there by `publish`.
 
-    `file` is open for reading and writing bytes. Raises FileError if another process is writing the same output, or if
-    the partial path exists but is not a regular file; OSError if the file cannot be created.
+    `file` is open for reading and writing bytes. Raises FileError if another process is writing the
+    same output, or if the partial path exists but is not a regular file; OSError if the file cannot
+    be created.
 
-    With `continues`, a partial file of this user that a previous writer left behind keeps its contents.
+    With `continues`, a partial file of this user that a previous writer left behind keeps its
+    contents.
     """
 
     def __init__(self, path: str | Path, *, continues: bool = False):
@@ -55,7 +58,8 @@ class PartialFile:
                 if _lock(descriptor, self.partial_path, self.path):
                     if created or (continues and _is_exclusive(descriptor)):
                         return file
-                    # Do not reuse the file: its creator would still own it, or it may have other hard links.
+                    # Do not reuse the file: its creator would still own it, or it may have other
+                    # hard links.
                     self.partial_path.unlink()
             except BaseException:
                 file.close()
@@ -68,7 +72,9 @@ class PartialFile:
         os.fsync(self.file.fileno())
 
     def publish(self) -> None:
-        """Move the file to its final path, replacing an old file. Call `sync` before and `sync_directory` after."""
+        """Move the file to its final path, replacing an old file. Call `sync` before and
+        `sync_directory` after.
+        """
         os.replace(self.partial_path, self.path)
         self.file.close()
 
@@ -96,11 +102,14 @@ def _is_exclusive(descriptor: int) -> bool:
 
 
 @contextmanager
-def atomic_output(path: str | Path, mode: str = "wb", *, overwrite: bool = False) -> Iterator[IO[Any]]:
-    """Yield a file to write (`mode` "wb", or "w" for UTF-8 text) that appears as `path` only if the block succeeds.
+def atomic_output(
+    path: str | Path, mode: str = "wb", *, overwrite: bool = False
+) -> Iterator[IO[Any]]:
+    """Yield a file to write (`mode` "wb", or "w" for UTF-8 text) that appears as `path` only if the
+    block succeeds.
 
-    The file is then synced to disk. Raises FileError before anything is written if `path` exists and `overwrite` is
-    false. With `overwrite`, the old file stays until the new one is complete.
+    The file is then synced to disk. Raises FileError before anything is written if `path` exists
+    and `overwrite` is false. With `overwrite`, the old file stays until the new one is complete.
     """
     if not overwrite:
         refuse_existing(path)
@@ -125,17 +134,20 @@ def atomic_directory(
     replaces: Callable[[Path], None] | None = None,
     fix: str = "choose another output, or move it away",
 ) -> Iterator[Path]:
-    """Yield an empty directory to write into, which is renamed to `path` only if the block succeeds.
+    """Yield an empty directory to write into, which is renamed to `path` only if the block
+    succeeds.
 
-    Until then, it is called `path` + `.partial`. A directory of this name that a killed process left behind is removed
-    first. The block must sync the files that it writes. Raises FileError before anything is written if `path` exists,
-    if another process is writing it, or if the partial path exists but is not a directory.
+    Until then, it is called `path` + `.partial`. A directory of this name that a killed process
+    left behind is removed first. The block must sync the files that it writes. Raises FileError
+    before anything is written if `path` exists, if another process is writing it, or if the partial
+    path exists but is not a directory.
 
     Args:
         path: the directory to write.
-        replaces: if given, an existing `path` is replaced by the complete new directory. This function is called with
-            `path` first, and raises FileError if it may not be replaced. A process that is killed between the two
-            renames leaves the old directory as `path` + `.replaced`.
+        replaces: if given, an existing `path` is replaced by the complete new directory. This
+            function is called with `path` first, and raises FileError if it may not be replaced. A
+            process that is killed between the two renames leaves the old directory as `path` +
+            `.replaced`.
         fix: what to do if `path` exists and may not be replaced.
     """
     path = Path(os.path.abspath(path))
@@ -161,12 +173,16 @@ def atomic_directory(
 
 
 def _check_replaced(path: Path, replaces: Callable[[Path], None] | None, fix: str) -> bool:
-    """Return whether `path` exists and may be replaced. Raises FileError if it exists and may not be replaced."""
+    """Return whether `path` exists and may be replaced. Raises FileError if it exists and may not
+    be replaced.
+    """
     if replaces is None or not os.path.lexists(path):
         refuse_existing(path, fix=fix)
         return False
     if path.is_symlink() or not path.is_dir():
-        raise FileError(str(path), "is not a directory, so it cannot be replaced", "choose another output")
+        raise FileError(
+            str(path), "is not a directory, so it cannot be replaced", "choose another output"
+        )
     old = path.with_name(path.name + REPLACED)
     refuse_existing(old, fix=f"an interrupted run has left it while it replaced {path}; remove it")
     replaces(path)
@@ -188,7 +204,9 @@ def _replace_directory(path: Path, new: Path) -> None:
 
 
 def _own_directory(partial: Path, path: Path) -> int:
-    """Create the empty directory `partial`, removing one that a killed process left; return its locked descriptor."""
+    """Create the empty directory `partial`, removing one that a killed process left; return its
+    locked descriptor.
+    """
     while True:
         created = False
         with suppress(FileExistsError):
@@ -215,7 +233,9 @@ def open_to_append(path: str | Path, buffering: int = -1) -> IO[bytes]:
 
 
 def _create_or_open(path: str | Path, flags: int) -> tuple[bool, int]:
-    """Return whether a regular file was created, and its descriptor. Raises FileError if the path is anything else."""
+    """Return whether a regular file was created, and its descriptor. Raises FileError if the path
+    is anything else.
+    """
     while True:
         with suppress(FileExistsError):
             return True, os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
@@ -236,7 +256,10 @@ def _open_no_link(path: str | Path, flags: int, kind: int) -> int:
         return descriptor
     if descriptor is not None:
         os.close(descriptor)
-    problem = "is a link" if os.path.islink(path) else f"is not a {_KINDS[kind]}"
+    if os.path.islink(path):
+        problem = "is a link"
+    else:
+        problem = f"is not a {_KINDS[kind]}"
     raise FileError(str(path), f"{problem}, so nothing was written", "remove it")
 
 
@@ -244,11 +267,14 @@ _KINDS = {stat.S_IFREG: "regular file", stat.S_IFDIR: "directory"}
 
 
 def _lock(descriptor: int, partial: Path, path: Path) -> bool:
-    """Lock an open file or directory; return whether it is still at `partial`. Raises FileError if it is locked."""
+    """Lock an open file or directory; return whether it is still at `partial`. Raises FileError if
+    it is locked.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        # Some network file systems have no locks. There, the user must not start two writers of one output.
+        # Some network file systems have no locks. There, the user must not start two writers of one
+        # output.
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             fix = "wait for it or choose another output"
             raise FileError(str(path), "is being written by another process", fix) from None
@@ -262,20 +288,24 @@ def _lock(descriptor: int, partial: Path, path: Path) -> bool:
 def _add_path_to_errors(path: str | Path, unfinished: Path | None = None) -> Iterator[None]:
     """Add the output's path to an OSError without a file name, such as that for a full disk.
 
-    The path also replaces that of a file in the directory `unfinished`, which is removed and which the user has not
-    named.
+    The path also replaces that of a file in the directory `unfinished`, which is removed and which
+    the user has not named.
     """
     try:
         yield
     except OSError as error:
         name = error.filename
-        is_unfinished = unfinished is not None and name is not None and Path(name).is_relative_to(unfinished)
+        is_unfinished = (
+            unfinished is not None and name is not None and Path(name).is_relative_to(unfinished)
+        )
         if error.strerror and (name is None or is_unfinished):
             error.filename = str(path)
         raise
 
 
-def refuse_existing(*paths: str | Path, fix: str = "pass --overwrite to replace it or choose another output") -> None:
+def refuse_existing(
+    *paths: str | Path, fix: str = "pass --overwrite to replace it or choose another output"
+) -> None:
     """Raise FileError with the advice `fix` if one of the paths exists."""
     for path in paths:
         if os.path.lexists(path):
@@ -290,7 +320,9 @@ def hold_signals() -> Iterator[None]:
         return
     received: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers = {number: signal.signal(number, lambda n, frame: received.append(n)) for number in numbers}
+    handlers = {
+        number: signal.signal(number, lambda n, frame: received.append(n)) for number in numbers
+    }
     try:
         yield
     finally:
@@ -318,8 +350,8 @@ def sync_directory(path: str | Path) -> None:
 
 
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF}
-"""Errors of file systems, such as CIFS and some of FUSE, that cannot sync directories. git and PostgreSQL ignore them,
-too."""
+"""Errors of file systems, such as CIFS and some of FUSE, that cannot sync directories. git and
+PostgreSQL ignore them, too."""
 
 
 def _sync(descriptor: int) -> None:
@@ -334,8 +366,9 @@ def _sync(descriptor: int) -> None:
 def file_system_time(directory: str | Path) -> float:
     """Return the Unix time of the clock that dates new files in a directory.
 
-    On a network file system, this is the server's clock, so that the age of a file does not depend on the clock of the
-    node that wrote it or of the one that asks. Returns this node's time if no file can be created.
+    On a network file system, this is the server's clock, so that the age of a file does not depend
+    on the clock of the node that wrote it or of the one that asks. Returns this node's time if no
+    file can be created.
     """
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
@@ -345,7 +378,8 @@ def file_system_time(directory: str | Path) -> float:
 
 
 def written_at(path: str | Path) -> float:
-    """Return the Unix time at which a file was written, by the clock of `file_system_time`. Raises OSError.
+    """Return the Unix time at which a file was written, by the clock of `file_system_time`. Raises
+    OSError.
 
     The file is opened, since a network file system may return old attributes otherwise.
     """
@@ -367,11 +401,12 @@ def write_whole(
 ) -> None:
     """Replace `path` atomically by a file of `chunks`. Of several writers, the last one wins.
 
-    The file is first written in `staging` (default: next to `path`), which must be on the same file system. With
-    `durable`, it is synced to disk. If OSError is raised, the old file is unchanged.
+    The file is first written in `staging` (default: next to `path`), which must be on the same file
+    system. With `durable`, it is synced to disk. If OSError is raised, the old file is unchanged.
     """
     path = Path(path)
-    # The temporary name must not contain the final one: TensorBoard reads any file with "tfevents" in its name.
+    # The temporary name must not contain the final one: TensorBoard reads any file with "tfevents"
+    # in its name.
     partial = (staging or path.parent) / f".{secrets.token_hex(8)}{SUFFIX}"
     try:
         with _add_path_to_errors(path), open(partial, "xb") as file:
@@ -395,9 +430,14 @@ class FileDigest(TypedDict):
     sha256: str
 
 
-def digest(path: str | Path, progress: Callable[[int], None] = lambda bytes_read: None) -> FileDigest:
-    """Return the size and sha256 (hexadecimal) of a file. `progress` is called with the number of bytes read so far."""
-    hasher, size = hashlib.sha256(), 0
+def digest(
+    path: str | Path, progress: Callable[[int], None] = lambda bytes_read: None
+) -> FileDigest:
+    """Return the size and sha256 (hexadecimal) of a file. `progress` is called with the number of
+    bytes read so far.
+    """
+    hasher = hashlib.sha256()
+    size = 0
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
             hasher.update(block)
@@ -406,14 +446,16 @@ def digest(path: str | Path, progress: Callable[[int], None] = lambda bytes_read
     return {"bytes": size, "sha256": hasher.hexdigest()}
 
 
-BLOCKS, BLOCK_BYTES = 15, 64 << 10
+BLOCKS = 15
+BLOCK_BYTES = 64 << 10
 
 
 def fingerprint(path: str | Path, blocks: int = BLOCKS) -> str:
     """Return the size and a short sha256 of a file, as in "12 bytes, sha256 0123456789ab".
 
-    Of a file of more than `blocks` * 256 KiB, only `blocks` + 1 evenly spaced blocks of 64 KiB are read. The result is
-    cached in this process as long as the file's times, size and inode stay the same.
+    Of a file of more than `blocks` * 256 KiB, only `blocks` + 1 evenly spaced blocks of 64 KiB are
+    read. The result is cached in this process as long as the file's times, size and inode stay the
+    same.
     """
     status = os.stat(path)
     identity = status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns

@@ -1,7 +1,9 @@
-"""Small JSON and YAML files that programs exchange: written atomically, and validated when they are read.
+"""Small JSON and YAML files that programs exchange: written atomically, and validated when they are
+read.
 
-A record may be truncated, edited by hand, written by another version, or a different file altogether, so its size and
-its type (`shape`) are checked before use. Does not import torch; imports PyYAML only to read a YAML file.
+A record may be truncated, edited by hand, written by another version, or a different file
+altogether, so its size and its type (`shape`) are checked before use. Does not import torch;
+imports PyYAML only to read a YAML file.
 """
 
 import functools
@@ -26,8 +28,12 @@ _RESTORE = "restore it, or remove it if it is not needed"
 
 
 def write_record(path: str | Path, value: Any, *, durable: bool = True) -> None:
-    """Write `value` as JSON atomically, synced if `durable`. Raises ValueError if it contains a non-finite number."""
-    write_whole(path, [(json.dumps(value, indent=1, allow_nan=False) + "\n").encode()], durable=durable)
+    """Write `value` as JSON atomically, synced if `durable`. Raises ValueError if it contains a
+    non-finite number.
+    """
+    write_whole(
+        path, [(json.dumps(value, indent=1, allow_nan=False) + "\n").encode()], durable=durable
+    )
 
 
 def read_record(path: str | Path, shape: Any, limit: int = RECORD_BYTES) -> Any:
@@ -44,10 +50,14 @@ def read_record(path: str | Path, shape: Any, limit: int = RECORD_BYTES) -> Any:
 
 
 def read_yaml(path: str | Path, shape: Any, limit: int = 1 << 20) -> Any:
-    """Read a YAML file as strictly as a recipe, and check the type of its value like `read_record`."""
+    """Read a YAML file as strictly as a recipe, and check the type of its value like
+    `read_record`.
+    """
     try:
         value = parse_yaml(read_small(path, limit), shape)
-        json.dumps(value, allow_nan=False)  # fails for non-finite numbers and for types that JSON lacks
+        json.dumps(
+            value, allow_nan=False
+        )  # fails for non-finite numbers and for types that JSON lacks
         return value
     except (TypeError, ValueError) as error:
         raise FileError(str(path), f"cannot be used: {error}", _RESTORE) from None
@@ -66,7 +76,9 @@ def parse_yaml(text: str | bytes, shape: Any) -> Any:
 
 
 def read_small(path: str | Path, limit: int) -> bytes:
-    """Return a file's contents. Raises ValueError if it has more than `limit` bytes or is not a regular file."""
+    """Return a file's contents. Raises ValueError if it has more than `limit` bytes or is not a
+    regular file.
+    """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise ValueError("it is not a regular file")
     with open(path, "rb") as file:
@@ -79,15 +91,18 @@ def read_small(path: str | Path, limit: int) -> bytes:
 def parse_record(text: str | bytes, shape: Any) -> Any:
     """Parse JSON and check that its value has the type `shape`. Raises ValueError with the problem.
 
-    `shape` is a TypedDict (other keys are allowed too), `dict[str, T]`, `list[T]`, a union, a Literal, `int`, `float`,
-    `str`, `bool`, `None` or `Any`. pydantic checks it strictly. Numbers must be finite. An integer of more than 64 bits
-    is read as a float, which is rejected where the type is `int`.
+    `shape` is a TypedDict (other keys are allowed too), `dict[str, T]`, `list[T]`, a union, a
+    Literal, `int`, `float`, `str`, `bool`, `None` or `Any`. pydantic checks it strictly. Numbers
+    must be finite. An integer of more than 64 bits is read as a float, which is rejected where the
+    type is `int`.
     """
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         if "\0" in text:
             raise ValueError("it contains NUL characters, which a power cut can leave")
-        value = json.loads(text, parse_constant=_number, parse_float=_number, parse_int=_whole_number)
+        value = json.loads(
+            text, parse_constant=_number, parse_float=_number, parse_int=_whole_number
+        )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except UnicodeDecodeError as error:
@@ -106,14 +121,18 @@ def _number(text: str) -> float:
 
 
 def _whole_number(text: str) -> int | float:
-    # Hugging Face's tokenizers have a maximum length of 10^30. The check rejects a float in place of an int.
+    # Hugging Face's tokenizers have a maximum length of 10^30. The check rejects a float in place
+    # of an int.
     value = int(text)
-    return value if -(2**63) <= value < 2**63 else _number(text)
+    if -(2**63) <= value < 2**63:
+        return value
+    return _number(text)
 
 
 @functools.cache
 def validator(shape: Any) -> SchemaValidator:
-    """Return pydantic's validator of the type `shape`. It stops at the first wrong item of a list or mapping.
+    """Return pydantic's validator of the type `shape`. It stops at the first wrong item of a list
+    or mapping.
 
     Otherwise, the errors of a list of millions of wrong items would take gigabytes.
     """
@@ -131,9 +150,11 @@ def validator(shape: Any) -> SchemaValidator:
 
 
 def check_shape(value: Any, shape: Any, path: str = "") -> None:
-    """Raise ValueError if `value`, as parsed from JSON or YAML, does not have the type `shape` (see `parse_record`).
+    """Raise ValueError if `value`, as parsed from JSON or YAML, does not have the type `shape` (see
+    `parse_record`).
 
-    The message begins with the path of the wrong item, such as `files[3].bytes`; `path` is the path of `value` itself.
+    The message begins with the path of the wrong item, such as `files[3].bytes`; `path` is the path
+    of `value` itself.
     """
     try:
         validator(shape).validate_python(value, strict=True)
@@ -148,14 +169,17 @@ def check_shape(value: Any, shape: Any, path: str = "") -> None:
 
 
 def path_of_error(value: Any, loc: tuple[int | str, ...], path: str, missing: bool) -> str:
-    """Return the path, such as `files[3].bytes`, of the item of `value` that a pydantic error is about.
+    """Return the path, such as `files[3].bytes`, of the item of `value` that a pydantic error is
+    about.
 
-    `path` is the path of `value`. `loc` is the error's location; names of union types in it are skipped. `missing`
-    means that the last part of `loc` is a key that does not exist.
+    `path` is the path of `value`. `loc` is the error's location; names of union types in it are
+    skipped. `missing` means that the last part of `loc` is a key that does not exist.
     """
     for index, part in enumerate(loc):
         if isinstance(value, list) and isinstance(part, int):
-            path, value = f"{path}[{part}]", value[part]
+            path = f"{path}[{part}]"
+            value = value[part]
         elif isinstance(value, dict) and (part in value or (missing and index == len(loc) - 1)):
-            path, value = f"{path}.{str(part)[:40]}" if path else str(part)[:40], value.get(part)
+            path = f"{path}.{str(part)[:40]}" if path else str(part)[:40]
+            value = value.get(part)
     return path

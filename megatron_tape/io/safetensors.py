@@ -1,8 +1,9 @@
-"""Write safetensors files one tensor at a time, with a digest of the file. Does not import torch until used.
+"""Write safetensors files one tensor at a time, with a digest of the file. Does not import torch
+until used.
 
-The format: eight bytes with the header's length, a JSON header with each tensor's dtype, shape and offsets, and the
-tensors' bytes without gaps. The library's own `save_file` needs all tensors in memory and returns no digest. Files are
-read with its `safe_open`.
+The format: eight bytes with the header's length, a JSON header with each tensor's dtype, shape and
+offsets, and the tensors' bytes without gaps. The library's own `save_file` needs all tensors in
+memory and returns no digest. Files are read with its `safe_open`.
 """
 
 from __future__ import annotations
@@ -40,15 +41,17 @@ def write_safetensors(
     tensors: Iterable[Tensor] | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> tuple[FileDigest, dict[str, Place]]:
-    """Write a safetensors file and sync it to disk. Return its digest, and each tensor's offset and shape by name.
+    """Write a safetensors file and sync it to disk. Return its digest, and each tensor's offset and
+    shape by name.
 
     The file is not written atomically, so write it within `atomic_directory`.
 
     Args:
         path: the file, which is replaced if it exists.
-        announced: tensors by name, which define the dtypes and shapes in the file; they may be on the meta device.
-        tensors: the tensors to write, in the order of `announced`, on any device and of any dtype. They may be created
-            one at a time. Default: those of `announced`.
+        announced: tensors by name, which define the dtypes and shapes in the file; they may be on
+            the meta device.
+        tensors: the tensors to write, in the order of `announced`, on any device and of any dtype.
+            They may be created one at a time. Default: those of `announced`.
         metadata: strings for the header.
 
     Raises:
@@ -59,12 +62,14 @@ def write_safetensors(
     header: dict = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, tensor in announced.items():
-        start, end = end, end + tensor.nbytes
+        start = end
+        end = end + tensor.nbytes
         dtype = _DTYPES[str(tensor.dtype).removeprefix("torch.")]
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    begin, hasher = 8 + len(encoded), hashlib.sha256()
+    begin = 8 + len(encoded)
+    hasher = hashlib.sha256()
     with open(path, "wb") as file:
 
         def put(block) -> None:
@@ -73,18 +78,24 @@ def write_safetensors(
 
         put(len(encoded).to_bytes(8, "little") + encoded)
         # `zip` takes the next tensor only if another one is announced.
-        for (name, expected), tensor in zip(announced.items(), announced.values() if tensors is None else tensors):
+        for (name, expected), tensor in zip(
+            announced.items(), announced.values() if tensors is None else tensors
+        ):
             assert tensor.shape == expected.shape, (name, tensor.shape, expected.shape)
             converted = tensor.detach().to("cpu", expected.dtype).contiguous()
             if converted.dtype is torch.float16 and not torch.isfinite(converted).all():
-                raise UserError(name, "contains values beyond the range of fp16", "use bf16 or fp32")
-            # A view as bytes needs a stride of 1. A contiguous tensor of one element may have any other stride.
+                raise UserError(
+                    name, "contains values beyond the range of fp16", "use bf16 or fp32"
+                )
+            # A view as bytes needs a stride of 1. A contiguous tensor of one element may have any
+            # other stride.
             flat = converted.as_strided((converted.numel(),), (1,))
             put(flat.view(torch.uint8).numpy())
         assert file.tell() == begin + end, f"{path} lacks announced tensors"
         file.flush()
         os.fsync(file.fileno())
     places: dict[str, Place] = {
-        name: {"offset": begin + header[name]["data_offsets"][0], "shape": header[name]["shape"]} for name in announced
+        name: {"offset": begin + header[name]["data_offsets"][0], "shape": header[name]["shape"]}
+        for name in announced
     }
     return {"bytes": begin + end, "sha256": hasher.hexdigest()}, places

@@ -1,7 +1,8 @@
 """Read and write recipes, YAML files of settings, and reject ambiguous YAML.
 
-Duplicate keys, anchors and aliases (nested aliases can expand to gigabytes), tags, and files that are too large for a
-recipe are rejected. Numbers are decimal, 1e-3 is a number, and dates and keys are text.
+Duplicate keys, anchors and aliases (nested aliases can expand to gigabytes), tags, and files that
+are too large for a recipe are rejected. Numbers are decimal, 1e-3 is a number, and dates and keys
+are text.
 """
 
 import re
@@ -18,12 +19,17 @@ MAX_BYTES = 1_000_000
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader that rejects anchors, tags and duplicate keys, and reads dates and non-decimal numbers as text."""
+    """A loader that rejects anchors, tags and duplicate keys, and reads dates and non-decimal
+    numbers as text.
+    """
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node:
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None or event.tag is not None:
-            raise _refusal("anchors, aliases and tags (&, * and !) are not supported; write the value out", event)
+            raise _refusal(
+                "anchors, aliases and tags (&, * and !) are not supported; write the value out",
+                event,
+            )
         return super().compose_node(parent, index)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -33,7 +39,9 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 raise _refusal("a list or a mapping cannot be a key; correct it", key)
             if key.value in lines:
-                raise _refusal(f"{key.value} is given twice, first in line {lines[key.value]}; remove one", key)
+                raise _refusal(
+                    f"{key.value} is given twice, first in line {lines[key.value]}; remove one", key
+                )
             lines[key.value] = key.start_mark.line + 1
             key.tag = "tag:yaml.org,2002:str"  # a path such as 1.10 is not the number 1.1
         return node
@@ -77,12 +85,15 @@ def parse_value(text: str | bytes) -> Any:
 
 
 def dump(settings: dict[str, dict[str, Any]]) -> str:
-    """Return settings by section as YAML text, which `read_recipe` and other YAML parsers read alike."""
+    """Return settings by section as YAML text, which `read_recipe` and other YAML parsers read
+    alike.
+    """
     return yaml.dump(settings, Dumper=_Dumper, sort_keys=False)
 
 
 def read_recipe(path: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the nested settings of a YAML file, and the file and line of each setting by its dotted key.
+    """Return the nested settings of a YAML file, and the file and line of each setting by its
+    dotted key.
 
     Raises `ConfigError` with the file and the line.
     """
@@ -90,11 +101,17 @@ def read_recipe(path: str) -> tuple[dict[str, Any], dict[str, str]]:
         with open(path, "rb") as file:
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
-            raise ConfigError(path, f"is larger than {MAX_BYTES:,} bytes, so it is not a recipe", "correct --config")
+            raise ConfigError(
+                path,
+                f"is larger than {MAX_BYTES:,} bytes, so it is not a recipe",
+                "correct --config",
+            )
         loader = _Loader(content.decode())
         root = loader.get_single_node()
         if not isinstance(root, yaml.MappingNode):
-            raise ConfigError(path, "must contain sections such as model: and data:, each with keys", "add them")
+            raise ConfigError(
+                path, "must contain sections such as model: and data:, each with keys", "add them"
+            )
         places = {key: f"{path}:{node.start_mark.line + 1}" for key, node in _keys(root)}
         for key, _ in root.value:
             if "." in key.value:
@@ -102,11 +119,16 @@ def read_recipe(path: str) -> tuple[dict[str, Any], dict[str, str]]:
                 raise ConfigError(key.value, "is not a section", fix, places[key.value])
         return loader.construct_document(root), places
     except OSError as error:
-        reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+        if isinstance(error, FileNotFoundError):
+            reason = "does not exist"
+        else:
+            reason = f"cannot be read ({error.strerror})"
         raise ConfigError(f"--config {path}", reason, "give the path of a YAML file") from None
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{path}:{line}", "is not UTF-8 text", "save the recipe as UTF-8") from None
+        raise ConfigError(
+            f"{path}:{line}", "is not UTF-8 text", "save the recipe as UTF-8"
+        ) from None
     except RecursionError:
         raise ConfigError(
             path,
@@ -117,11 +139,19 @@ def read_recipe(path: str) -> tuple[dict[str, Any], dict[str, str]]:
         raise
     except (yaml.YAMLError, ValueError) as error:  # ValueError: more digits than Python converts
         mark = getattr(error, "problem_mark", None)
-        problem = str(error) if mark is None else str(getattr(error, "problem", error))
-        place, fix = path if mark is None else f"{path}:{mark.line + 1}", ""
+        if mark is None:
+            problem = str(error)
+        else:
+            problem = str(getattr(error, "problem", error))
+        place = path if mark is None else f"{path}:{mark.line + 1}"
+        fix = ""
         if isinstance(error, (ParserError, ScannerError)):
-            fix = "check the indentation, colons, quotes and brackets of this line and the one before"
-            problem = "it is not valid YAML" if "<" in problem else problem  # names such as <block end>
+            fix = (
+                "check the indentation, colons, quotes and brackets of this line and the one before"
+            )
+            problem = (
+                "it is not valid YAML" if "<" in problem else problem
+            )  # names such as <block end>
         raise ConfigError(place, f"cannot be read: {' '.join(problem.split())}", fix) from None
 
 

@@ -44,11 +44,15 @@ def _torch_version() -> str | None:
     if spec is None or spec.origin is None:
         return None
     file = Path(spec.origin).with_name("version.py")
-    return runpy.run_path(str(file)).get("__version__") if file.is_file() else None
+    if file.is_file():
+        return runpy.run_path(str(file)).get("__version__")
+    return None
 
 
 def cuda_build_fix() -> str:
-    """Return how to replace torch's CPU build by the same version with CUDA. It ends an error or a warning."""
+    """Return how to replace torch's CPU build by the same version with CUDA. It ends an error or a
+    warning.
+    """
     version = importlib.metadata.version("torch").partition("+")[0]
     return (
         "install the build with CUDA from pip's default index, without PIP_EXTRA_INDEX_URL: "
@@ -57,14 +61,14 @@ def cuda_build_fix() -> str:
 
 
 def toolchain() -> dict[str, str]:
-    """Return the versions of the C compiler that Triton uses on this node, and of NVIDIA's driver."""
+    """Return the versions of the C compiler that Triton uses on this node, and of NVIDIA's
+    driver.
+    """
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     version = _output([compiler, "-dumpfullversion"]) if compiler else None
     result = {"C compiler": f"{Path(compiler).name} {version}" if version else "none that runs"}
-    file, query = (
-        Path("/sys/module/nvidia/version"),
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-    )
+    file = Path("/sys/module/nvidia/version")
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = file.read_text() if file.is_file() else _output(query)
     return result | ({"driver": driver.split()[0]} if driver else {})
 
@@ -74,7 +78,9 @@ def cpu_name() -> str:
     name = ""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+        name = next(
+            (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""
+        )
     return name or platform.processor() or platform.machine()
 
 
@@ -84,7 +90,9 @@ def node_name() -> str:
 
 
 def commit(source: Path = ROOT) -> str | None:
-    """Return the git commit of the directory `source`, or None if it is not in this project's repository."""
+    """Return the git commit of the directory `source`, or None if it is not in this project's
+    repository.
+    """
     git = ["git", "-C", str(source)]
     # The package may be installed in an environment inside another repository.
     if not _output([*git, "ls-files", "megatron_tape/__init__.py"]):
@@ -107,7 +115,9 @@ def versions_with_commit() -> dict[str, str]:
 
 
 def code_digest(folders: Iterable[str]) -> str:
-    """Return a short sha256 of this project's Python files in `folders`, paths such as "megatron_tape/ops"."""
+    """Return a short sha256 of this project's Python files in `folders`, paths such as
+    "megatron_tape/ops".
+    """
     hasher = hashlib.sha256()
     for path in sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py")):
         hasher.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")

@@ -1,4 +1,6 @@
-"""Choose a model's attention backend and fused kernels, and verify them on the device. Imports torch, not Megatron."""
+"""Choose a model's attention backend and fused kernels, and verify them on the device. Imports
+torch, not Megatron.
+"""
 
 import logging
 from collections.abc import Set
@@ -12,7 +14,14 @@ from megatron_tape.errors import ConfigError, NodeError, UserError
 from megatron_tape.io.versions import node_name
 from megatron_tape.ops.backends import AVERAGE, LIBRARIES, REFLECTIONS, lacks
 from megatron_tape.ops.backends.choice import Choice, choose_backend, unsupported
-from megatron_tape.ops.parity import Shapes, backend_fails, first_failure, loss_check, swiglu_check, update_checks
+from megatron_tape.ops.parity import (
+    Shapes,
+    backend_fails,
+    first_failure,
+    loss_check,
+    swiglu_check,
+    update_checks,
+)
 from megatron_tape.position import encoding_of
 
 logger = logging.getLogger(__name__)
@@ -20,7 +29,9 @@ logger = logging.getLogger(__name__)
 _COMPILED = ("triton", "flex", "fla")
 """Backends whose kernels are compiled at run time."""
 _PLAIN = ("torch", "tiled", "naive")
-"""Backends in plain torch that `train.allow_slow_attention` falls back to, the fastest on a GPU first."""
+"""Backends in plain torch that `train.allow_slow_attention` falls back to, the fastest on a GPU
+first.
+"""
 
 
 class _Failure(NamedTuple):
@@ -29,9 +40,13 @@ class _Failure(NamedTuple):
     node: str
     rank: int
     problem: str
-    """A predicate with the subject `model.attention_backend`, such as "is flex, which does not work here (...)"."""
+    """A predicate with the subject `model.attention_backend`, such as "is flex, which does not work
+    here (...)".
+    """
     inexact: str | None = None
-    """The backend or kernel whose results on this rank differ from plain torch, or that raises an error here."""
+    """The backend or kernel whose results on this rank differ from plain torch, or that raises an
+    error here.
+    """
     replaceable: bool = False
     """Whether `auto` may try another backend. True if another library's kernels failed."""
 
@@ -45,8 +60,12 @@ class FusedKernels:
     loss: bool = False
 
 
-def chosen_backend(model: ModelConfig, dtype: torch.dtype, device: torch.device, shifted_sparse: bool = False) -> str:
-    """Return the name of the backend that `model.attention_backend` selects on `device`; see `choice`."""
+def chosen_backend(
+    model: ModelConfig, dtype: torch.dtype, device: torch.device, shifted_sparse: bool = False
+) -> str:
+    """Return the name of the backend that `model.attention_backend` selects on `device`; see
+    `choice`.
+    """
     return choice(model, dtype, device, shifted_sparse).backend
 
 
@@ -58,19 +77,29 @@ def choice(
     packed: bool = False,
     without: Set[str] = frozenset(),
 ) -> Choice:
-    """Return the backend that `model.attention_backend` selects on `device`, with the reason for this choice.
+    """Return the backend that `model.attention_backend` selects on `device`, with the reason for
+    this choice.
 
-    `auto` never selects a backend in `without`. See `choose_backend` for the other arguments. Raises ConfigError if a
-    named backend cannot run on `device`, or does not support the positional encoding.
+    `auto` never selects a backend in `without`. See `choose_backend` for the other arguments.
+    Raises ConfigError if a named backend cannot run on `device`, or does not support the positional
+    encoding.
     """
-    requested, needs = model.attention_backend, encoding_of(model).needs
+    requested = model.attention_backend
+    needs = encoding_of(model).needs
     grouped = model.query_groups < model.num_attention_heads
-    return choose_backend(requested, device, dtype, model.head_dim, needs, shifted_sparse, packed, without, grouped)
+    return choose_backend(
+        requested, device, dtype, model.head_dim, needs, shifted_sparse, packed, without, grouped
+    )
 
 
-def kernel_shapes(model: ModelConfig, tensor_parallel_size: int = 1, context_parallel_size: int = 1) -> Shapes:
-    """Return the sizes for which a model's Triton kernels are compiled, for `ops.parity` to compare with torch."""
-    encoding, layers = encoding_of(model), range(model.num_layers)
+def kernel_shapes(
+    model: ModelConfig, tensor_parallel_size: int = 1, context_parallel_size: int = 1
+) -> Shapes:
+    """Return the sizes for which a model's Triton kernels are compiled, for `ops.parity` to compare
+    with torch.
+    """
+    encoding = encoding_of(model)
+    layers = range(model.num_layers)
     return Shapes(
         heads=model.num_attention_heads,
         groups=model.query_groups,
@@ -91,52 +120,69 @@ def verified_backend(
     allow_slow: bool = False,
     packed: bool = False,
 ) -> str:
-    """Return the attention backend that all ranks of `layout` use, and log the reason. All ranks call this together.
+    """Return the attention backend that all ranks of `layout` use, and log the reason. All ranks
+    call this together.
 
-    On a GPU the backend's kernels are first compared with plain torch. One rank of each node does this before the
-    others, which then find the compiled kernels in the node's cache.
+    On a GPU the backend's kernels are first compared with plain torch. One rank of each node does
+    this before the others, which then find the compiled kernels in the node's cache.
 
-    If the kernels of another library fail on any rank (they raise an error, or their results differ), `auto` tries the
-    next backend of `ops.backends.table` on all ranks. If this project's own kernels fail, `auto` falls back to plain
-    torch on all ranks and logs a warning, but only with `allow_slow`. If there is no other backend to use, this raises
-    ConfigError, or NodeError if the backend failed only on some ranks.
+    If the kernels of another library fail on any rank (they raise an error, or their results
+    differ), `auto` tries the next backend of `ops.backends.table` on all ranks. If this project's
+    own kernels fail, `auto` falls back to plain torch on all ranks and logs a warning, but only
+    with `allow_slow`. If there is no other backend to use, this raises ConfigError, or NodeError if
+    the backend failed only on some ranks.
     """
-    device, auto = torch.device(layout.device), model.attention_backend == "auto"
+    device = torch.device(layout.device)
+    auto = model.attention_backend == "auto"
     shapes = kernel_shapes(model, layout.tensor_parallel_size, layout.context_parallel_size)
     failed: set[str] = set()
     while True:
         chosen = choice(model, dtype, device, shifted_sparse, packed, failed)
         problem = _why_slow(model, chosen, dtype, device)
-        checked = chosen.backend in _COMPILED or (device.type == "cuda" and chosen.backend in LIBRARIES)
-        # All ranks must enter `first_on_node`, also those whose GPU model led to a backend that needs no check.
+        checked = chosen.backend in _COMPILED or (
+            device.type == "cuda" and chosen.backend in LIBRARIES
+        )
+        # All ranks must enter `first_on_node`, also those whose GPU model led to a backend that
+        # needs no check.
         inexact = None
         if layout.any_rank(checked):
             with layout.first_on_node():
                 # Shifted sparse attention passes its segments to the kernels as packed documents.
                 if checked:
-                    inexact = backend_fails(chosen.backend, shapes, dtype, device, packed or shifted_sparse)
-        problem = problem if inexact is None else f"is {chosen.backend}, which {inexact}"
+                    inexact = backend_fails(
+                        chosen.backend, shapes, dtype, device, packed or shifted_sparse
+                    )
+        if inexact is None:
+            problem = problem
+        else:
+            problem = f"is {chosen.backend}, which {inexact}"
         # All backends that follow a slow one in the table are even slower.
         replaceable = auto and chosen.backend in LIBRARIES and not chosen.slow
         failure = None
         if problem is not None:
-            failure = _Failure(node_name(), layout.rank, problem, chosen.backend if inexact else None, replaceable)
+            failure = _Failure(
+                node_name(), layout.rank, problem, chosen.backend if inexact else None, replaceable
+            )
         failures = [failure for failure in layout.gather(failure) if failure is not None]
         failed |= {failure.inexact for failure in failures if failure.inexact}
         if not failures or not all(failure.replaceable for failure in failures):
             break
         first = failures[0]
-        logger.warning("attention backend rejected: it %s (rank %d, %s)", first.problem, first.rank, first.node)
+        logger.warning(
+            "attention backend rejected: it %s (rank %d, %s)", first.problem, first.rank, first.node
+        )
     if failures:
         error = _error_of(failures, layout.world_size, auto)
         if not allow_slow or not auto:
             raise error
         needs = encoding_of(model).needs
-        # torch materializes all S x S scores when an encoding changes them, which our kernel cannot do either.
+        # torch materializes all S x S scores when an encoding changes them, which our kernel cannot
+        # do either.
         supported = _PLAIN[1:] if lacks("triton", needs) else _PLAIN
         plain = [name for name in supported if name not in failed]
         logger.warning(
-            "WARNING: train.allow_slow_attention lets training continue with slower attention in plain torch: %s %s",
+            "WARNING: train.allow_slow_attention lets training continue with slower attention in"
+            " plain torch: %s %s",
             error.subject,
             error.problem,
         )
@@ -147,8 +193,12 @@ def verified_backend(
     return chosen.backend
 
 
-def _why_slow(model: ModelConfig, chosen: Choice, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why a GPU must use slow attention although some kernels support the model, or None if it need not."""
+def _why_slow(
+    model: ModelConfig, chosen: Choice, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Return why a GPU must use slow attention although some kernels support the model, or None if
+    it need not.
+    """
     needs = encoding_of(model).needs
     supporting = [name for name in _COMPILED if not lacks(name, needs)]
     if device.type != "cuda" or not chosen.slow or not supporting:
@@ -159,26 +209,42 @@ def _why_slow(model: ModelConfig, chosen: Choice, dtype: torch.dtype, device: to
 
 
 def _error_of(failures: list[_Failure], world_size: int, auto: bool) -> UserError:
-    """Return a ConfigError if all ranks failed, else a NodeError that names the nodes of those that did."""
+    """Return a ConfigError if all ranks failed, else a NodeError that names the nodes of those that
+    did.
+    """
     node, rank, problem, *_ = failures[0]
     listed = ", ".join(str(failure.rank) for failure in failures[:8])
     ranks = f"rank {rank}" if len(failures) == 1 else f"ranks {listed}"
-    allowed = "; to train with slower attention in plain torch, set train.allow_slow_attention: true" if auto else ""
+    if auto:
+        allowed = (
+            "; to train with slower attention in plain torch, set train.allow_slow_attention: true"
+        )
+    else:
+        allowed = ""
     if len(failures) == world_size:
         key = ("model.attention_backend", "model.position_encoding")
-        return ConfigError(key, f"{problem} ({ranks}, {node})", f"fix this, or choose another backend{allowed}")
+        return ConfigError(
+            key, f"{problem} ({ranks}, {node})", f"fix this, or choose another backend{allowed}"
+        )
     nodes = tuple(dict.fromkeys(failure.node for failure in failures))
-    problem = f"({ranks} of {world_size}) cannot train with the other nodes: model.attention_backend {problem}"
+    problem = (
+        f"({ranks} of {world_size}) cannot train with the other nodes: model.attention_backend"
+        f" {problem}"
+    )
     return NodeError(nodes, problem, f"fix or exclude the node{allowed}")
 
 
-def verified_kernels(model: ModelConfig, layout, dtype: torch.dtype, allow_slow: bool = False) -> FusedKernels:
-    """Return the fused kernels, apart from attention, that all ranks of `layout` use, and log the reasons.
+def verified_kernels(
+    model: ModelConfig, layout, dtype: torch.dtype, allow_slow: bool = False
+) -> FusedKernels:
+    """Return the fused kernels, apart from attention, that all ranks of `layout` use, and log the
+    reasons.
 
-    All ranks call this together. A kernel is used on GPUs with Triton if its results agree with plain torch on every
-    rank. The loss also requires liger-kernel and a 16-bit dtype. If the position update's kernel fails although Triton
-    works, this raises an error like `verified_backend`. With `allow_slow`, or if `model.attention_backend` is neither
-    auto nor triton, the update uses plain torch instead.
+    All ranks call this together. A kernel is used on GPUs with Triton if its results agree with
+    plain torch on every rank. The loss also requires liger-kernel and a 16-bit dtype. If the
+    position update's kernel fails although Triton works, this raises an error like
+    `verified_backend`. With `allow_slow`, or if `model.attention_backend` is neither auto nor
+    triton, the update uses plain torch instead.
     """
     device = torch.device(layout.device)
     if device.type != "cuda":
@@ -200,18 +266,34 @@ def verified_kernels(model: ModelConfig, layout, dtype: torch.dtype, allow_slow:
     usable = {}
     for name, check in checks.items():
         with layout.first_on_node():
-            why = f"triton {triton}" if triton else first_failure(check(), dtype, device)
-        failure = None if why is None else _Failure(node_name(), layout.rank, why, inexact=None if triton else name)
+            if triton:
+                why = f"triton {triton}"
+            else:
+                why = first_failure(check(), dtype, device)
+        if why is None:
+            failure = None
+        else:
+            failure = _Failure(node_name(), layout.rank, why, inexact=None if triton else name)
         failures = [failure for failure in layout.gather(failure) if failure is not None]
         # Decide from the failures of all ranks, so that all ranks decide the same.
         problem = "requires the fused position update, which {}"
-        inexact = [failure._replace(problem=problem.format(failure.problem)) for failure in failures if failure.inexact]
+        inexact = [
+            failure._replace(problem=problem.format(failure.problem))
+            for failure in failures
+            if failure.inexact
+        ]
         if inexact and name == "position_update" and required:
             raise _error_of(inexact, layout.world_size, auto=True)
         usable[name], label = not failures, name.replace("_", " ")
         if failures:
             first = failures[0]
-            logger.info("the %s runs in plain torch (rank %d, %s: %s)", label, first.rank, first.node, first.problem)
+            logger.info(
+                "the %s runs in plain torch (rank %d, %s: %s)",
+                label,
+                first.rank,
+                first.node,
+                first.problem,
+            )
         else:
             logger.info("the fused %s agrees with plain torch here", label)
     return FusedKernels(**usable)

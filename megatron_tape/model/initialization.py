@@ -1,9 +1,10 @@
 """Initialize the weights of a model in place, with the same values for every parallel layout.
 
-Each element depends only on the seed, the parameter's `names.seed_name` and the element's index in the unsharded tensor
-(see `ops.philox`). A rank therefore draws only its own shard.
+Each element depends only on the seed, the parameter's `names.seed_name` and the element's index in
+the unsharded tensor (see `ops.philox`). A rank therefore draws only its own shard.
 
-Rows and columns of a parameter are those of a matrix: columns are the last axis, rows all other axes, flattened.
+Rows and columns of a parameter are those of a matrix: columns are the last axis, rows all other
+axes, flattened.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -35,10 +36,16 @@ class Initialization:
     bound: float = 0.0
     """If not 0, draw from a uniform distribution between -bound and bound."""
     value: float | tuple = 0.0
-    """The constant if `std` and `bound` are 0: one number for all elements, or nested tuples of the shape `shape`."""
+    """The constant if `std` and `bound` are 0: one number for all elements, or nested tuples of the
+    shape `shape`.
+    """
 
-    def block(self, key: philox.Key, rows: range, columns: range, device: torch.device | str) -> Tensor:
-        """Return the initial values of these rows and columns, float32 (len(rows), len(columns))."""
+    def block(
+        self, key: philox.Key, rows: range, columns: range, device: torch.device | str
+    ) -> Tensor:
+        """Return the initial values of these rows and columns, float32 (len(rows),
+        len(columns)).
+        """
         if self.std:
             return philox.normal(key, rows, columns, device).mul_(self.std)
         if self.bound:
@@ -47,14 +54,19 @@ class Initialization:
         return value.view(-1, self.shape[-1])[rows.start : rows.stop, columns.start : columns.stop]
 
 
-def weight_initializations(model: ModelConfig, extension: ExtensionConfig | None = None) -> dict[str, Initialization]:
-    """Return the initialization of every parameter by name, with LoRA layers if `extension` adds them.
+def weight_initializations(
+    model: ModelConfig, extension: ExtensionConfig | None = None
+) -> dict[str, Initialization]:
+    """Return the initialization of every parameter by name, with LoRA layers if `extension` adds
+    them.
 
-    Matrices and embeddings are normal with standard deviation `model.init_std`, divided by sqrt(2 L) for matrices that
-    write to the residual stream of L layers. LoRA's A is uniform up to 1 / sqrt(input size), as in peft, and LoRA's B
-    is 0. Norms are 1, biases 0. The positional encoding declares the values of its own parameters.
+    Matrices and embeddings are normal with standard deviation `model.init_std`, divided by sqrt(2
+    L) for matrices that write to the residual stream of L layers. LoRA's A is uniform up to 1 /
+    sqrt(input size), as in peft, and LoRA's B is 0. Norms are 1, biases 0. The positional encoding
+    declares the values of its own parameters.
     """
-    encoding, factors = encoding_of(model), {} if extension is None else lora_factors(model, extension)
+    encoding = encoding_of(model)
+    factors = {} if extension is None else lora_factors(model, extension)
     residual = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
     initials = {}
     for name, shape in parameter_shapes(model, extension).items():
@@ -64,7 +76,9 @@ def weight_initializations(model: ModelConfig, extension: ExtensionConfig | None
             declared = encoding.parameters(layer)[suffix.removeprefix(POSITION)]
             initials[name] = Initialization(shape, std=declared.std, value=declared.value)
         elif kind == "lora":
-            initials[name] = Initialization(shape, bound=shape[1] ** -0.5 if factors[suffix].side == "A" else 0.0)
+            initials[name] = Initialization(
+                shape, bound=shape[1] ** -0.5 if factors[suffix].side == "A" else 0.0
+            )
         elif kind in (*MATRICES, "embeddings", "output"):
             scale = (2 * model.num_layers) ** -0.5 if suffix in residual else 1.0
             initials[name] = Initialization(shape, std=model.init_std * scale)
@@ -76,7 +90,13 @@ def weight_initializations(model: ModelConfig, extension: ExtensionConfig | None
 def initialized_whole(name: str, initial: Initialization, seed: int) -> Tensor:
     """Return the initial value of the unsharded parameter `name`, float32 on the CPU."""
     whole = torch.empty(initial.shape)
-    _fill(whole.view(-1), 0, *_shard_ranges(initial.shape, None, 0, 1), initial, philox.key_of(seed, seed_name(name)))
+    _fill(
+        whole.view(-1),
+        0,
+        *_shard_ranges(initial.shape, None, 0, 1),
+        initial,
+        philox.key_of(seed, seed_name(name)),
+    )
     return whole
 
 
@@ -89,10 +109,11 @@ def initialize_weights(
     size: int,
     names: Collection[str] | None = None,
 ) -> None:
-    """Initialize in place the parameters of a `LanguageModel` or `Pipeline`, all of them or those in `names`.
+    """Initialize in place the parameters of a `LanguageModel` or `Pipeline`, all of them or those
+    in `names`.
 
-    `initials` comes from `weight_initializations`. This process is tensor-parallel rank `rank` of `size`. Under ZeRO 3
-    it draws only its partition of each parameter.
+    `initials` comes from `weight_initializations`. This process is tensor-parallel rank `rank` of
+    `size`. Under ZeRO 3 it draws only its partition of each parameter.
     """
     for name, parameter in model.named_parameters():
         if names is None or name in names:
@@ -105,37 +126,61 @@ def initialize_weights(
 def _shard_ranges(
     shape: tuple[int, ...], parameter: nn.Parameter | None, rank: int, size: int
 ) -> tuple[list[range], range]:
-    """Return the shard of `model.weights.shard` as ranges of rows and of columns of the parameter of `shape`."""
+    """Return the shard of `model.weights.shard` as ranges of rows and of columns of the parameter
+    of `shape`.
+    """
     *leading, width = shape
     if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return [range(prod(leading))], range(width)
-    axis, pieces = parameter.partition_dim % len(shape), size * parameter.partition_stride
+    axis = parameter.partition_dim % len(shape)
+    pieces = size * parameter.partition_stride
     length = shape[axis] // pieces
     local = [range(piece * length, (piece + 1) * length) for piece in range(rank, pieces, size)]
     if axis == len(leading):
         assert len(local) == 1, "no parameter is sharded into interleaved columns"
         return [range(prod(leading))], local[0]
-    outer, inner = prod(leading[:axis]), prod(leading[axis + 1 :])
+    outer = prod(leading[:axis])
+    inner = prod(leading[axis + 1 :])
     starts = range(0, outer * shape[axis], shape[axis])
-    return [range((start + x.start) * inner, (start + x.stop) * inner) for start in starts for x in local], range(width)
+    return [
+        range((start + x.start) * inner, (start + x.stop) * inner)
+        for start in starts
+        for x in local
+    ], range(width)
 
 
 def _fill(
-    memory: Tensor, first: int, rows: list[range], columns: range, initial: Initialization, key: philox.Key
+    memory: Tensor,
+    first: int,
+    rows: list[range],
+    columns: range,
+    initial: Initialization,
+    key: philox.Key,
 ) -> None:
-    """Fill `memory` with elements of the flattened shard (these rows and columns), starting at index `first`."""
-    for chunk, offset in chunks_of(rows, len(columns), first, len(memory), CHUNKS[memory.device.type]):
-        values = initial.block(key, chunk, columns, memory.device).flatten()[max(-offset, 0) : len(memory) - offset]
+    """Fill `memory` with elements of the flattened shard (these rows and columns), starting at
+    index `first`.
+    """
+    for chunk, offset in chunks_of(
+        rows, len(columns), first, len(memory), CHUNKS[memory.device.type]
+    ):
+        values = initial.block(key, chunk, columns, memory.device).flatten()[
+            max(-offset, 0) : len(memory) - offset
+        ]
         memory[max(offset, 0) :][: len(values)].copy_(values)
 
 
-def chunks_of(rows: list[range], width: int, first: int, count: int, size: int) -> Iterator[tuple[range, int]]:
-    """Yield chunks of a matrix's `rows` that cover `count` of its elements, starting at flat index `first`.
+def chunks_of(
+    rows: list[range], width: int, first: int, count: int, size: int
+) -> Iterator[tuple[range, int]]:
+    """Yield chunks of a matrix's `rows` that cover `count` of its elements, starting at flat index
+    `first`.
 
-    Rows have `width` elements. A chunk is a range of rows with about `size` elements. It is yielded with its offset:
-    the index of its first element minus `first`, which is negative if the chunk starts before `first`.
+    Rows have `width` elements. A chunk is a range of rows with about `size` elements. It is yielded
+    with its offset: the index of its first element minus `first`, which is negative if the chunk
+    starts before `first`.
     """
-    step, offset = max(1, size // width), -first
+    step = max(1, size // width)
+    offset = -first
     for block in rows:
         low = max(-offset, 0) // width
         high = min(len(block), -((offset - count) // width))

@@ -1,6 +1,8 @@
-"""The language model: embedding, layers, final norm and output layer, or a part of them in a pipeline stage.
+"""The language model: embedding, layers, final norm and output layer, or a part of them in a
+pipeline stage.
 
-`LanguageModel.forward` is the loop over the layers, which pass on the hidden states and the position state.
+`LanguageModel.forward` is the loop over the layers, which pass on the hidden states and the
+position state.
 
 Axes: B batch, S all tokens of a sequence, s this rank's tokens, C hidden size, V vocabulary.
 """
@@ -67,23 +69,24 @@ def transformer_config(
 class LanguageModel(torch.nn.Module):
     """A decoder that returns logits or, given labels, the next-token loss.
 
-    Parameters are created on torch's meta device. `parallel.partitions.allocate` gives them memory, and
-    `model.initialization.initialize_weights` or a checkpoint fills it. Their names are `embedding.weight`,
-    `layers.N.*`, `norm.weight` and `output.weight`.
+    Parameters are created on torch's meta device. `parallel.partitions.allocate` gives them memory,
+    and `model.initialization.initialize_weights` or a checkpoint fills it. Their names are
+    `embedding.weight`, `layers.N.*`, `norm.weight` and `output.weight`.
 
     Args:
         config: the settings of `model` for Megatron, from `transformer_config`.
         device: the device that the model will run on, for the choice of the attention backend.
         shifted_sparse: use shifted sparse attention (`ops.shifted`) in training mode.
-        recompute: `train.recompute`: none, selective (recompute everything except attention) or full.
-        fused: the Triton kernels to use apart from attention. Default: the position update's kernel if the attention
-            backend is triton, otherwise none.
-        layers: indices of the layers of this model chunk. Default: all layers, which are the whole model. Only the
-            first chunk has the embedding, only the last one the final norm and the output layer. Other chunks take
-            the output of the previous chunk from `set_input_tensor`, and return the input (s, B, `sent_width`) of the
-            next one.
-        z_loss: coefficient of the z-loss, the mean of log(sum(exp(logits)))^2. The gradient of the z-loss is added to
-            that of the loss.
+        recompute: `train.recompute`: none, selective (recompute everything except attention) or
+            full.
+        fused: the Triton kernels to use apart from attention. Default: the position update's kernel
+            if the attention backend is triton, otherwise none.
+        layers: indices of the layers of this model chunk. Default: all layers, which are the whole
+            model. Only the first chunk has the embedding, only the last one the final norm and the
+            output layer. Other chunks take the output of the previous chunk from
+            `set_input_tensor`, and return the input (s, B, `sent_width`) of the next one.
+        z_loss: coefficient of the z-loss, the mean of log(sum(exp(logits)))^2. The gradient of the
+            z-loss is added to that of the loss.
     """
 
     def __init__(
@@ -103,7 +106,9 @@ class LanguageModel(torch.nn.Module):
         self.dtype = config.params_dtype
         self.shifted_sparse = shifted_sparse
         self.recompute = recompute
-        self.attention_backend = chosen_backend(model, self.dtype, torch.device(device), shifted_sparse)
+        self.attention_backend = chosen_backend(
+            model, self.dtype, torch.device(device), shifted_sparse
+        )
         """The attention backend for `device`, where the caller must place the parameters."""
         self.fused = fused or FusedKernels(position_update=self.attention_backend == "triton")
         self.tokens = TokenLayout.of(groups, config.sequence_parallel)
@@ -133,17 +138,25 @@ class LanguageModel(torch.nn.Module):
             self.layers = torch.nn.ModuleDict()
             for index in layers:
                 self.layers[str(index)] = PositionTransformerLayer(
-                    model, config, groups, self.encoding, index, self.attention_backend, self.fused.swiglu
+                    model,
+                    config,
+                    groups,
+                    self.encoding,
+                    index,
+                    self.attention_backend,
+                    self.fused.swiglu,
                 )
             if self.is_last:
                 self.norm = RMSNorm(config, model.hidden_size, model.norm_epsilon)
                 self.output = OutputLayer(model, config, groups, self.fused.loss, z_loss)
 
         self.received_embedding: Tensor | None = None
-        """The copy of a tied embedding's weight in a chunk that has the output layer, but not the embedding.
-        `pipeline.TiedWeight` sets it."""
+        """The copy of a tied embedding's weight in a chunk that has the output layer, but not the
+        embedding. `pipeline.TiedWeight` sets it."""
         self._received: Tensor | None = None
-        own_groups = self.tokens.local_heads(torch.arange(model.query_groups, device="cpu")).tolist()
+        own_groups = self.tokens.local_heads(
+            torch.arange(model.query_groups, device="cpu")
+        ).tolist()
         self._unshifted_groups = unshifted_groups(model.query_groups, own_groups)
 
     def forward(
@@ -157,14 +170,15 @@ class LanguageModel(torch.nn.Module):
     ) -> Tensor:
         """Return logits (B, S, V) for token ids (B, S) or, with `labels` (B, S), the scalar loss.
 
-        The loss is the mean over the tokens or, with `loss_weights` (B, S), their weighted sum. With context
-        parallelism it covers only this rank's tokens; average it over the context-parallel ranks. `by_token` returns
-        the loss of each token (B, S) instead, in float32 and without a gradient. A model chunk that is not the last
-        returns the input of the next one.
+        The loss is the mean over the tokens or, with `loss_weights` (B, S), their weighted sum.
+        With context parallelism it covers only this rank's tokens; average it over the
+        context-parallel ranks. `by_token` returns the loss of each token (B, S) instead, in float32
+        and without a gradient. A model chunk that is not the last returns the input of the next
+        one.
 
-        Every rank passes whole sequences; S must be a multiple of `self.tokens.sequence_shards`. Tokens attend only to
-        tokens with the same number in `documents` (B, S). `positions` (S,) default to those of the encoding outside
-        training, usually 0, 1, ...
+        Every rank passes whole sequences; S must be a multiple of `self.tokens.sequence_shards`.
+        Tokens attend only to tokens with the same number in `documents` (B, S). `positions` (S,)
+        default to those of the encoding outside training, usually 0, 1, ...
         """
         if positions is None:
             positions = self.token_positions(tokens)
@@ -187,7 +201,8 @@ class LanguageModel(torch.nn.Module):
         else:
             hidden_states, state = self._from_previous_chunk(positions_SB)
         if recomputes:
-            # The embedding may be frozen, and a checkpointed layer computes gradients only if an input requires them.
+            # The embedding may be frozen, and a checkpointed layer computes gradients only if an
+            # input requires them.
             hidden_states.requires_grad_()
 
         for layer in self.layers.values():
@@ -199,11 +214,14 @@ class LanguageModel(torch.nn.Module):
                 hidden_states, state = run_layer(hidden_states, state)
 
         if not self.is_last:
-            return pack(hidden_states, state) if self._sends_state else hidden_states
+            if self._sends_state:
+                return pack(hidden_states, state)
+            return hidden_states
         return self._logits_or_loss(self.norm(hidden_states), labels, loss_weights, by_token)
 
     def _in_documents(self, positions: Tensor, packing: Packing | None) -> Tensor:
-        """Return the positions (S, B or 1) of tokens, which restart in each packed document if the encoding needs it.
+        """Return the positions (S, B or 1) of tokens, which restart in each packed document if the
+        encoding needs it.
 
         `positions` (S,) are those of a sequence without documents.
         """
@@ -227,11 +245,15 @@ class LanguageModel(torch.nn.Module):
         return hidden_states
 
     def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
-        """Set this model chunk's input: a list with the previous chunk's output. Megatron's schedules call this."""
+        """Set this model chunk's input: a list with the previous chunk's output. Megatron's
+        schedules call this.
+        """
         (self._received,) = tensors
 
     def _from_previous_chunk(self, positions_SB: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the hidden states (s, B, C) and the position state that enter the first layer of this chunk."""
+        """Return the hidden states (s, B, C) and the position state that enter the first layer of
+        this chunk.
+        """
         received = self._received
         self._received = None  # so that it can be freed
         if not self._receives_state:
@@ -242,7 +264,8 @@ class LanguageModel(torch.nn.Module):
         return unpack(received, self.model.hidden_size, shape, dtype)
 
     def sent_width(self, layer: int) -> int:
-        """Return the elements per token in the input of a model chunk that begins with layer `layer` (from 0).
+        """Return the elements per token in the input of a model chunk that begins with layer
+        `layer` (from 0).
 
         These are the hidden states and, if the encoding sends it, the position state.
         """
@@ -253,12 +276,19 @@ class LanguageModel(torch.nn.Module):
         return width
 
     def _logits_or_loss(
-        self, hidden_states: Tensor, labels: Tensor | None, loss_weights: Tensor | None, by_token: bool
+        self,
+        hidden_states: Tensor,
+        labels: Tensor | None,
+        loss_weights: Tensor | None,
+        by_token: bool,
     ) -> Tensor:
         """Return the result of `forward` for the normalized output (s, B, C) of the last layer."""
         tied_weight = None
         if self.model.tie_embeddings:
-            tied_weight = self.embedding.weight if self.is_first else self.received_embedding
+            if self.is_first:
+                tied_weight = self.embedding.weight
+            else:
+                tied_weight = self.received_embedding
 
         if labels is None:
             return self.tokens.gather_context(self.output(hidden_states, tied_weight))
@@ -276,12 +306,15 @@ class LanguageModel(torch.nn.Module):
 
         The sum is 0 if the z-loss is disabled, and in all model chunks except the last.
         """
-        return self.output.take_z_loss() if self.is_last else 0.0
+        if self.is_last:
+            return self.output.take_z_loss()
+        return 0.0
 
     def token_positions(self, tokens: Tensor, random: np.random.Generator | None = None) -> Tensor:
         """Return the positions (S,) of token ids (B, S), on the same device.
 
-        `random` is the generator of a training step, for encodings that draw random positions; None outside training.
+        `random` is the generator of a training step, for encodings that draw random positions; None
+        outside training.
         """
         positions = self.encoding.token_positions(tokens.shape[1], random)
         if positions is None:
@@ -294,5 +327,7 @@ class LanguageModel(torch.nn.Module):
         return host.to(tokens.device, non_blocking=True)
 
     def position_updates(self) -> list[LayerPosition]:
-        """Return the modules that update the position state, in layer order; empty for encodings that update none."""
+        """Return the modules that update the position state, in layer order; empty for encodings
+        that update none.
+        """
         return [layer.position for layer in self.layers.values() if layer.position.updates]

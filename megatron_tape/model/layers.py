@@ -1,10 +1,12 @@
-"""The transformer layer: Megatron-core's attention and MLP, with a positional encoding and its position state.
+"""The transformer layer: Megatron-core's attention and MLP, with a positional encoding and its
+position state.
 
-`PositionTransformerLayer.forward` shows how the state passes through a layer: `LayerPosition.enter` turns it into
-inputs of attention, and `LayerPosition.forward` updates it for the next layer.
+`PositionTransformerLayer.forward` shows how the state passes through a layer: `LayerPosition.enter`
+turns it into inputs of attention, and `LayerPosition.forward` updates it for the next layer.
 
-Axes: B batch, S all tokens of a sequence, s this rank's tokens, C hidden size, h this rank's heads, D head dimension,
-G key/value groups. The position state z is what the encoding passes from layer to layer (see `position.encoding`).
+Axes: B batch, S all tokens of a sequence, s this rank's tokens, C hidden size, h this rank's heads,
+D head dimension, G key/value groups. The position state z is what the encoding passes from layer to
+layer (see `position.encoding`).
 """
 
 from collections.abc import Callable, Mapping
@@ -35,7 +37,7 @@ from megatron_tape.ops.shifted import ShiftedSegments, attend_in_segments
 from megatron_tape.ops.swiglu import swiglu
 from megatron_tape.parallel import megatron_patches
 from megatron_tape.parallel.token_layout import TokenLayout
-from megatron_tape.position import PositionEncoding, Positions
+from megatron_tape.position import PositionEncoding, PositionInputs
 from megatron_tape.position.encoding import NO_CACHE
 
 megatron_patches.split_qkv_with_torch()
@@ -45,7 +47,8 @@ megatron_patches.reduce_tensors_of_any_strides()
 class RMSNorm(torch.nn.Module):
     """Torch's RMSNorm, whose weight has the attribute `sequence_parallel`.
 
-    With it, each rank computes the gradient from its own tokens only, and `training.gradients` sums these gradients.
+    With it, each rank computes the gradient from its own tokens only, and `training.gradients` sums
+    these gradients.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
@@ -70,12 +73,16 @@ class SwiGLU(torch.nn.Module):
         self.fused = fused
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
-        """Map (..., 2 F), the gate and then the up projection, to (..., F); see `megatron_tape.ops.swiglu`."""
+        """Map (..., 2 F), the gate and then the up projection, to (..., F); see
+        `megatron_tape.ops.swiglu`.
+        """
         return swiglu(gate_and_up, self.fused)
 
 
 class CoreAttention(torch.nn.Module):
-    """Attention of projected queries, keys and values. Megatron's `SelfAttention` builds it from its spec."""
+    """Attention of projected queries, keys and values. Megatron's `SelfAttention` builds it from
+    its spec.
+    """
 
     def __init__(self, *args, backend: str, **kwargs):
         # Megatron's arguments, such as the scale of the scores, are not needed.
@@ -87,16 +94,18 @@ class CoreAttention(torch.nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        positions: Positions,
+        positions: PositionInputs,
         packing: Packing | ShiftedSegments | None,
         run: Callable[..., tuple[Tensor, ...]],
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the attention output (S, B, h, D), and the position state averaged with the attention weights or None.
+        """Return the attention output (S, B, h, D), and the position state averaged with the
+        attention weights or None.
 
-        Tensors have the axes of `ops.attention_inputs.AttentionInputs`. `packing` selects full attention, attention
-        within documents, or shifted sparse attention. `run` calls the kernels (see `ops.activation_checkpointing`).
+        Tensors have the axes of `ops.attention_inputs.AttentionInputs`. `packing` selects full
+        attention, attention within documents, or shifted sparse attention. `run` calls the kernels
+        (see `ops.activation_checkpointing`).
         """
-        # The fields of `Positions` are fields of `AttentionInputs`, too.
+        # The fields of `PositionInputs` are fields of `AttentionInputs`, too.
         inputs = AttentionInputs(q_SBHD=query, k_TBGD=key, v_TBGD=value, run=run, **vars(positions))
         if isinstance(packing, ShiftedSegments):
             return attend_in_segments(inputs, packing, self.backend)
@@ -106,8 +115,9 @@ class CoreAttention(torch.nn.Module):
 class PositionSelfAttention(SelfAttention):
     """Megatron's tensor-parallel self-attention with a positional encoding.
 
-    Megatron builds the projections and splits their output; `forward` calls them. With `model.attention_output_gate`,
-    the output of attention is multiplied by a sigmoid of a projection of the hidden states. `layer` counts from 0.
+    Megatron builds the projections and splits their output; `forward` calls them. With
+    `model.attention_output_gate`, the output of attention is multiplied by a sigmoid of a
+    projection of the hidden states. `layer` counts from 0.
     """
 
     def __init__(
@@ -146,15 +156,15 @@ class PositionSelfAttention(SelfAttention):
     def forward(
         self,
         hidden_states: Tensor,
-        positions: Positions,
+        positions: PositionInputs,
         packing: Packing | ShiftedSegments | None,
         recorder: AttentionRecorder | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute attention of this rank's normalized hidden states (s, B, C).
 
-        Returns the projected output (s, B, C), and the position state averaged with the attention weights
-        (S, B, h, D), which is None if the encoding does not average it. See `PositionTransformerLayer.forward` for
-        `packing` and `recorder`.
+        Returns the projected output (s, B, C), and the position state averaged with the attention
+        weights (S, B, h, D), which is None if the encoding does not average it. See
+        `PositionTransformerLayer.forward` for `packing` and `recorder`.
         """
         run = run_directly
         if recorder is not None:
@@ -169,13 +179,15 @@ class PositionSelfAttention(SelfAttention):
             gate, _ = self.linear_gate(hidden_states)
             output = output * gate.sigmoid()
 
-        # Megatron's linear layers return a bias, too. It is None here: attention has none after its output.
+        # Megatron's linear layers return a bias, too. It is None here: attention has none after its
+        # output.
         output, _ = self.linear_proj(output)
         return output, averaged
 
 
 class LayerPosition(torch.nn.Module):
-    """The positional encoding in one layer: its parameters, and the update of the position state after the MLP.
+    """The positional encoding in one layer: its parameters, and the update of the position state
+    after the MLP.
 
     Parameters are created uninitialized (see `model.initialization`). `layer` counts from 0.
     """
@@ -187,42 +199,56 @@ class LayerPosition(torch.nn.Module):
         self._head_axes: dict[str, int] = {}
         for name, declared in encoding.parameters(layer).items():
             shard = torch.empty(declared.shape, dtype=config.params_dtype)
-            if declared.head_axis is not None:
-                shard = encoding.tokens.tensor_parallel_shard(shard, declared.head_axis).contiguous()
+            if declared.partition_dim is not None:
+                shard = encoding.tokens.tensor_parallel_shard(
+                    shard, declared.partition_dim
+                ).contiguous()
             weight = torch.nn.Parameter(shard)
-            weight.sequence_parallel = config.sequence_parallel and declared.head_axis is None
-            if declared.head_axis is not None:
-                set_tensor_model_parallel_attributes(weight, True, declared.head_axis, 1)
-                self._head_axes[name] = declared.head_axis
+            weight.sequence_parallel = config.sequence_parallel and declared.partition_dim is None
+            if declared.partition_dim is not None:
+                set_tensor_model_parallel_attributes(weight, True, declared.partition_dim, 1)
+                self._head_axes[name] = declared.partition_dim
             if declared.decay is not None:
                 weight.decay = declared.decay
             self.register_parameter(name, weight)
         self.record_norms = False
         """Whether `forward` computes `norms`."""
         self.norms: Tensor | None = None
-        """(3, G): for each group, the sums of |z''|^2 and |z'' - z|^2 over the local tokens, and the number of complex
-        numbers in each sum. z is the state before the update, z'' after it."""
+        """(3, G): for each group, the sums of |z''|^2 and |z'' - z|^2 over the local tokens, and
+        the number of complex numbers in each sum. z is the state before the update, z'' after it.
+        """
 
         self.updates = encoding.updates(layer)
         """Whether this layer updates the state."""
         self._learned = encoding.state_is_learned(layer)
-        self._group = None if config.sequence_parallel else encoding.tokens.model_group
+        if config.sequence_parallel:
+            self._group = None
+        else:
+            self._group = encoding.tokens.model_group
 
-    def enter(self, state: Tensor | None, hidden_states: Tensor) -> tuple[Tensor | None, Positions]:
+    def enter(
+        self, state: Tensor | None, hidden_states: Tensor
+    ) -> tuple[Tensor | None, PositionInputs]:
         """Return the position state to use in this layer, and the encoding's inputs to attention.
 
-        `state` comes from the previous layer; `hidden_states` (s, B, C) are this layer's normalized input.
+        `state` comes from the previous layer; `hidden_states` (s, B, C) are this layer's normalized
+        input.
         """
         if state is not None and not self._learned:
-            # Activation checkpointing makes every state require a gradient; fixed phases do not need it.
+            # Activation checkpointing makes every state require a gradient; fixed phases do not
+            # need it.
             state = state.detach()
         hidden_states = self._with_summed_gradient(hidden_states)
         parameters = self._attention_parameters()
         state = self.encoding.enter(self.layer, parameters, state, hidden_states, NO_CACHE)
-        return state, self.encoding.positions(self.layer, parameters, state, hidden_states, NO_CACHE)
+        return state, self.encoding.positions(
+            self.layer, parameters, state, hidden_states, NO_CACHE
+        )
 
     def _attention_parameters(self) -> Mapping[str, Tensor]:
-        """Return the parameters of the heads that this rank has in attention, fewer with context parallelism."""
+        """Return the parameters of the heads that this rank has in attention, fewer with context
+        parallelism.
+        """
         if not self._head_axes or self.encoding.tokens.context_shards == 1:
             return self._parameters
         of_heads = {
@@ -232,7 +258,8 @@ class LayerPosition(torch.nn.Module):
         return {**self._parameters, **of_heads}
 
     def _with_summed_gradient(self, hidden_states: Tensor) -> Tensor:
-        """Return the hidden states, and sum their gradient over the tensor-parallel ranks in the backward pass.
+        """Return the hidden states, and sum their gradient over the tensor-parallel ranks in the
+        backward pass.
 
         Without sequence parallelism, each rank computes only the gradient from its own heads.
         """
@@ -243,23 +270,26 @@ class LayerPosition(torch.nn.Module):
     def forward(
         self,
         state: Tensor | None,
-        positions: Positions,
+        positions: PositionInputs,
         averaged: Tensor | None,
         attention_output: Tensor,
         mlp_output: Tensor,
     ) -> Tensor | None:
         """Return the next layer's position state.
 
-        `state` and `positions` are the results of `enter`, `averaged` is the state that attention averaged.
-        `attention_output` and `mlp_output` (s, B, C) do not include the residual stream.
+        `state` and `positions` are the results of `enter`, `averaged` is the state that attention
+        averaged. `attention_output` and `mlp_output` (s, B, C) do not include the residual stream.
         """
         if not self.updates:
             return state
         outputs = (self._with_summed_gradient(x) for x in (attention_output, mlp_output))
-        new = self.encoding.next_state(self.layer, self._attention_parameters(), state, positions, averaged, *outputs)
+        new = self.encoding.next_state(
+            self.layer, self._attention_parameters(), state, positions, averaged, *outputs
+        )
         if self.record_norms:
             with torch.no_grad():
-                after, before = new.float(), state.float()
+                after = new.float()
+                before = state.float()
                 squares = [x.square().sum((0, 1, 3)) for x in (after, after - before)]
                 count = squares[0].new_full(squares[0].shape, after.numel() / 2 / after.shape[2])
                 self.norms = torch.stack([*squares, count])
@@ -310,7 +340,8 @@ class PositionTransformerLayer(torch.nn.Module):
         Args:
             hidden_states: (s, B, C).
             state: the position state (see `PositionEncoding`); None if the encoding has none.
-            packing: the boundaries of packed documents, or the segments of shifted sparse attention.
+            packing: the boundaries of packed documents, or the segments of shifted sparse
+                attention.
             recorder: records and replays attention under selective activation checkpointing.
         """
         normed = self.input_layernorm(hidden_states)

@@ -1,11 +1,12 @@
-"""LoRA layers: for a projection W with input x, the output is W x + (alpha / r) B A x with low-rank matrices A and B.
+"""LoRA layers: for a projection W with input x, the output is W x + (alpha / r) B A x with low-rank
+matrices A and B.
 
-"LoRA: Low-Rank Adaptation of Large Language Models" (ICLR 2022). Megatron fuses the projections q, k and v into one
-matrix, but each of q, k, v and o has factors A and B of its own, as in peft. Sequence parallelism communicates only r
-elements per token.
+"LoRA: Low-Rank Adaptation of Large Language Models" (ICLR 2022). Megatron fuses the projections q,
+k and v into one matrix, but each of q, k, v and o has factors A and B of its own, as in peft.
+Sequence parallelism communicates only r elements per token.
 
-Axes: S all tokens of a sequence, s this rank's tokens, B batch, C hidden size, h this rank's heads, D head dimension,
-r the LoRA rank, n the number of adapted projections among q, k and v.
+Axes: S all tokens of a sequence, s this rank's tokens, B batch, C hidden size, h this rank's heads,
+D head dimension, r the LoRA rank, n the number of adapted projections among q, k and v.
 """
 
 import torch
@@ -26,16 +27,23 @@ from megatron_tape.parallel.token_layout import TokenLayout
 
 
 def add_lora(model: LanguageModel, settings: ModelConfig, extension: ExtensionConfig) -> None:
-    """Add LoRA layers to the projections in `extension.lora_targets`. B starts at 0, so the output does not change yet.
+    """Add LoRA layers to the projections in `extension.lora_targets`. B starts at 0, so the output
+    does not change yet.
 
-    Like the model's other parameters, the factors are created on torch's meta device (see `model.initialization`).
+    Like the model's other parameters, the factors are created on torch's meta device (see
+    `model.initialization`).
     """
     factors = lora_factors(settings, extension)
     scale = extension.lora_scale
     for layer in model.layers.values():
-        for path, build in {"self_attention.linear_qkv": QKVLora, "self_attention.linear_proj": OutputLora}.items():
+        for path, build in {
+            "self_attention.linear_qkv": QKVLora,
+            "self_attention.linear_proj": OutputLora,
+        }.items():
             of_linear = {
-                name.removeprefix(f"{path}.lora."): factors[name] for name in factors if name.startswith(f"{path}.")
+                name.removeprefix(f"{path}.lora."): factors[name]
+                for name in factors
+                if name.startswith(f"{path}.")
             }
             if of_linear:
                 linear = layer.get_submodule(path)
@@ -49,7 +57,9 @@ def _add_update(linear: nn.Module, inputs: tuple, outputs: tuple[Tensor, Tensor 
 
 
 class Lora(nn.Module):
-    """This rank's shards of the LoRA factors that adapt one of Megatron's linear layers; `scale` is alpha / r."""
+    """This rank's shards of the LoRA factors that adapt one of Megatron's linear layers; `scale` is
+    alpha / r.
+    """
 
     def __init__(
         self,
@@ -60,28 +70,34 @@ class Lora(nn.Module):
         dtype: torch.dtype,
     ):
         super().__init__()
-        self.scale, self.tokens = scale, tokens
+        self.scale = scale
+        self.tokens = tokens
         self.group_heads = settings.num_attention_heads // settings.query_groups
         self.head_dim = settings.head_dim
         self.local_groups = settings.query_groups // tokens.model_group.size()
         for name, factor in factors.items():
             shard = torch.empty(factor.shape, dtype=dtype, device="meta")
-            if factor.cut is not None:
-                shard = tokens.tensor_parallel_shard(shard, factor.cut).contiguous()
+            if factor.partition_dim is not None:
+                shard = tokens.tensor_parallel_shard(shard, factor.partition_dim).contiguous()
             weight = nn.Parameter(shard)
-            # A replicated factor processes only its rank's tokens, so its gradient must be summed like that of a norm.
-            weight.sequence_parallel = tokens.sequence_parallel and factor.cut is None
-            if factor.cut is not None:
-                set_tensor_model_parallel_attributes(weight, True, factor.cut, 1)
+            # A replicated factor processes only its rank's tokens, so its gradient must be summed
+            # like that of a norm.
+            weight.sequence_parallel = tokens.sequence_parallel and factor.partition_dim is None
+            if factor.partition_dim is not None:
+                set_tensor_model_parallel_attributes(weight, True, factor.partition_dim, 1)
             self.register_parameter(name, weight)
 
     def _updated(self, output: Tensor, narrow: Tensor, up: Tensor) -> Tensor:
         """Return `output` (S, B, X) + scale * `narrow` (S, B, R) @ `up`^T, for `up` (X, R)."""
-        return torch.addmm(output.flatten(0, 1), narrow.flatten(0, 1), up.T, alpha=self.scale).view_as(output)
+        return torch.addmm(
+            output.flatten(0, 1), narrow.flatten(0, 1), up.T, alpha=self.scale
+        ).view_as(output)
 
 
 class QKVLora(Lora):
-    """LoRA of the column-parallel projection to q, k and v: each A is replicated, each B is sharded by heads."""
+    """LoRA of the column-parallel projection to q, k and v: each A is replicated, each B is sharded
+    by heads.
+    """
 
     def forward(self, hidden_states: Tensor, output: Tensor) -> Tensor:
         """Return the projection's `output` plus the LoRA update for hidden states (s, B, C).
@@ -89,7 +105,9 @@ class QKVLora(Lora):
         `output` (S, B, X) contains this rank's queries, keys and values in Megatron's order.
         """
         targets = [target for target in "qkv" if hasattr(self, f"{target}_A")]
-        narrow = F.linear(hidden_states, torch.cat([getattr(self, f"{target}_A") for target in targets]))
+        narrow = F.linear(
+            hidden_states, torch.cat([getattr(self, f"{target}_A") for target in targets])
+        )
         if self.tokens.sequence_parallel:
             narrow = gather_from_sequence_parallel_region(narrow, group=self.tokens.model_group)
         else:
@@ -97,7 +115,9 @@ class QKVLora(Lora):
         return self._updated(output, narrow, self._fused(targets))
 
     def _fused(self, targets: list[str]) -> Tensor:
-        """Return B of all targets as one matrix (X, n r), its rows in Megatron's order: by group, then q, k, v."""
+        """Return B of all targets as one matrix (X, n r), its rows in Megatron's order: by group,
+        then q, k, v.
+        """
         rank = getattr(self, f"{targets[0]}_B").shape[1]
         blocks = []
         for target, heads in {"q": self.group_heads, "k": 1, "v": 1}.items():
@@ -112,13 +132,19 @@ class QKVLora(Lora):
 
 
 class OutputLora(Lora):
-    """LoRA of the row-parallel output projection of attention: A is sharded along its input, B replicated."""
+    """LoRA of the row-parallel output projection of attention: A is sharded along its input, B
+    replicated.
+    """
 
     def forward(self, heads: Tensor, output: Tensor) -> Tensor:
-        """Return the projection's `output` (s, B, C) plus the LoRA update for this rank's heads (S, B, h D)."""
+        """Return the projection's `output` (s, B, C) plus the LoRA update for this rank's heads (S,
+        B, h D).
+        """
         narrow = F.linear(heads, self.o_A)
         if self.tokens.sequence_parallel:
-            narrow = reduce_scatter_to_sequence_parallel_region(narrow, group=self.tokens.model_group)
+            narrow = reduce_scatter_to_sequence_parallel_region(
+                narrow, group=self.tokens.model_group
+            )
         else:
             narrow = reduce_from_tensor_model_parallel_region(narrow, group=self.tokens.model_group)
         return self._updated(output, narrow, self.o_B)

@@ -1,11 +1,13 @@
 """TAPE as plain torch modules, for notebooks and your own models; `docs/python.md` has examples.
 
-The modules need neither Megatron nor DeepSpeed nor a process group. They compute the same as `model.reference.forward`
-and use the fast kernels of `megatron_tape.ops` on GPUs. Their parameters have the same names as in exported models.
+The modules need neither Megatron nor DeepSpeed nor a process group. They compute the same as
+`model.reference.forward` and use the fast kernels of `megatron_tape.ops` on GPUs. Their parameters
+have the same names as in exported models.
 
-Axes: B batch, S tokens, C hidden size, H query heads, G key/value groups, D head dimension, P inner width of the
-position MLP, V vocabulary. For each token and group, a position state (B, S, G, D) stores D/2 complex numbers, first
-all real parts, then all imaginary parts. Attention is causal, so padding after a sequence needs no mask.
+Axes: B batch, S tokens, C hidden size, H query heads, G key/value groups, D head dimension, P inner
+width of the position MLP, V vocabulary. For each token and group, a position state (B, S, G, D)
+stores D/2 complex numbers, first all real parts, then all imaginary parts. Attention is causal, so
+padding after a sequence needs no mask.
 """
 
 from collections.abc import Sequence
@@ -26,51 +28,75 @@ if TYPE_CHECKING:
 
 
 def _check_shape(name: str, x: Tensor, *expected: int | str, broadcasts: bool = False) -> None:
-    """Raise ValueError unless `x` has the expected sizes; letters match any, and `broadcasts` allows a batch of 1."""
+    """Raise ValueError unless `x` has the expected sizes; letters match any, and `broadcasts`
+    allows a batch of 1.
+    """
     if broadcasts and x.shape[:1] == (1,):
         expected = (1, *expected[1:])
     matches = (isinstance(size, str) or size == given for size, given in zip(expected, x.shape))
     if x.dim() != len(expected) or not all(matches):
-        raise ValueError(f"{name} has the shape {tuple(x.shape)}; expected ({', '.join(map(str, expected))})")
+        raise ValueError(
+            f"{name} has the shape {tuple(x.shape)}; expected ({', '.join(map(str, expected))})"
+        )
 
 
-def initial_position_state(positions: Tensor, num_query_groups: int, head_dim: int, rope_theta: float = 1e4) -> Tensor:
-    """Return the first layer's position state: RoPE's phases exp(i p theta_f) of positions p (B, S) or (S,).
+def initial_position_state(
+    positions: Tensor, num_query_groups: int, head_dim: int, rope_theta: float = 1e4
+) -> Tensor:
+    """Return the first layer's position state: RoPE's phases exp(i p theta_f) of positions p (B, S)
+    or (S,).
 
-    The result is float32 (B or 1, S, G, D), the same for all groups. Adding a number to all positions does not change
-    the output of a model, since only their differences matter.
+    The result is float32 (B or 1, S, G, D), the same for all groups. Adding a number to all
+    positions does not change the output of a model, since only their differences matter.
     """
-    frequencies = rope_theta ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
+    frequencies = rope_theta ** (
+        -torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
+    )
     phases = rope_phases(positions.view(-1, positions.shape[-1]), frequencies)
     return phases.unsqueeze(2).expand(-1, -1, num_query_groups, -1)
 
 
 class TapeAttention(nn.Module):
-    """Causal attention that rotates queries and keys by the position state, and also averages the state like values.
+    """Causal attention that rotates queries and keys by the position state, and also averages the
+    state like values.
 
-    `backend` is one of `megatron_tape.ops.backends.BACKENDS`, or "auto" for the fastest that runs on the inputs'
-    device. Raises ValueError if the head dimension is not a whole even number, or the groups do not divide the heads.
+    `backend` is one of `megatron_tape.ops.backends.BACKENDS`, or "auto" for the fastest that runs
+    on the inputs' device. Raises ValueError if the head dimension is not a whole even number, or
+    the groups do not divide the heads.
     """
 
     def __init__(
-        self, hidden_size: int, num_attention_heads: int, num_query_groups: int | None = None, backend: str = "auto"
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        num_query_groups: int | None = None,
+        backend: str = "auto",
     ):
         super().__init__()
-        groups = num_attention_heads if num_query_groups is None else num_query_groups
+        if num_query_groups is None:
+            groups = num_attention_heads
+        else:
+            groups = num_query_groups
         if hidden_size % (2 * num_attention_heads) or num_attention_heads % groups:
-            sizes = f"hidden_size {hidden_size}, num_attention_heads {num_attention_heads}, num_query_groups {groups}"
-            raise ValueError(
-                f"{sizes}: hidden_size must be a multiple of 2 * num_attention_heads, and num_attention_heads a "
-                "multiple of num_query_groups"
+            sizes = (
+                f"hidden_size {hidden_size}, num_attention_heads {num_attention_heads},"
+                f" num_query_groups {groups}"
             )
-        self.num_query_groups, self.head_dim, self.backend = groups, hidden_size // num_attention_heads, backend
+            raise ValueError(
+                f"{sizes}: hidden_size must be a multiple of 2 * num_attention_heads, and"
+                " num_attention_heads a multiple of num_query_groups"
+            )
+        self.num_query_groups = groups
+        self.head_dim = hidden_size // num_attention_heads
+        self.backend = backend
         self.q_proj = nn.Linear(hidden_size, hidden_size, bias=False)
         self.k_proj = nn.Linear(hidden_size, groups * self.head_dim, bias=False)
         self.v_proj = nn.Linear(hidden_size, groups * self.head_dim, bias=False)
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
 
     def forward(self, hidden_states: Tensor, position_state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the attention output (B, S, C) and the position states (B, S, H, D) averaged with attention's weights.
+        """Return the attention output (B, S, C) and the position states (B, S, H, D) averaged with
+        attention's weights.
 
         `hidden_states` (B, S, C) must be normalized; `position_state` is (B or 1, S, G, D).
         """
@@ -84,17 +110,20 @@ class TapeAttention(nn.Module):
         )
         z = position_state.to(v.dtype).transpose(0, 1)
         grouped = k.shape[2] < q.shape[2]
-        choice = choose_backend(self.backend, q.device, q.dtype, self.head_dim, {ROTATION, AVERAGE}, grouped=grouped)
+        choice = choose_backend(
+            self.backend, q.device, q.dtype, self.head_dim, {ROTATION, AVERAGE}, grouped=grouped
+        )
         with torch.autocast(q.device.type, enabled=False):
             output, averaged = attention(q, k, v, z, average_state=True, backend=choice.backend)
         return self.o_proj(output.transpose(0, 1).flatten(2)), averaged.transpose(0, 1)
 
 
 class PositionUpdate(nn.Module):
-    """The update z' = z + A u, z'' = z' + W_down diag(silu(W_x m)) W_up z' of the position state z (docs/tape.md).
+    """The update z' = z + A u, z'' = z' + W_down diag(silu(W_x m)) W_up z' of the position state z
+    (docs/tape.md).
 
-    u is the averaged state and m the gate input. A (`token_mixing`) and W_down (`down_proj`) start at zero, so an
-    untrained model is RoPE. `position_mlp_size` (P) defaults to 4 H.
+    u is the averaged state and m the gate input. A (`token_mixing`) and W_down (`down_proj`) start
+    at zero, so an untrained model is RoPE. `position_mlp_size` (P) defaults to 4 H.
     """
 
     def __init__(
@@ -105,8 +134,14 @@ class PositionUpdate(nn.Module):
         position_mlp_size: int | None = None,
     ):
         super().__init__()
-        groups = num_attention_heads if num_query_groups is None else num_query_groups
-        inner = 4 * num_attention_heads if position_mlp_size is None else position_mlp_size
+        if num_query_groups is None:
+            groups = num_attention_heads
+        else:
+            groups = num_query_groups
+        if position_mlp_size is None:
+            inner = 4 * num_attention_heads
+        else:
+            inner = position_mlp_size
         self.token_mixing = nn.Linear(num_attention_heads, groups, bias=False)
         self.x_proj = nn.Linear(hidden_size, inner, bias=False)
         self.up_proj = nn.Linear(groups, inner, bias=False)
@@ -117,21 +152,38 @@ class PositionUpdate(nn.Module):
         nn.init.zeros_(self.down_proj.weight)
 
     def forward(self, position_state: Tensor, averaged: Tensor, gate_input: Tensor) -> Tensor:
-        """Return the next position state (B, S, G, D), in the dtype of `position_state` (best float32).
+        """Return the next position state (B, S, G, D), in the dtype of `position_state` (best
+        float32).
 
-        `position_state` (B or 1, S, G, D) is the state that attention used, and `averaged` (B, S, H, D) its average
-        from `TapeAttention`. `gate_input` (B, S, C) is the output of the layer's MLP or attention, without the residual
-        stream.
+        `position_state` (B or 1, S, G, D) is the state that attention used, and `averaged` (B, S,
+        H, D) its average from `TapeAttention`. `gate_input` (B, S, C) is the output of the layer's
+        MLP or attention, without the residual stream.
         """
         _check_shape("averaged", averaged, "B", "S", self.token_mixing.in_features, "D")
         B, S, _, D = averaged.shape
-        _check_shape("position_state", position_state, B, S, self.token_mixing.out_features, D, broadcasts=True)
+        _check_shape(
+            "position_state",
+            position_state,
+            B,
+            S,
+            self.token_mixing.out_features,
+            D,
+            broadcasts=True,
+        )
         _check_shape("gate_input", gate_input, B, S, self.x_proj.in_features)
         gate = self.x_proj(gate_input).flatten(0, 1)
         position_state = position_state.expand(len(averaged), -1, -1, -1)
-        z, u = position_state.flatten(0, 1), averaged.flatten(0, 1).to(gate.dtype)
-        matrices = [linear.weight.to(gate.dtype) for linear in (self.token_mixing, self.up_proj, self.down_proj)]
-        fused = z.is_cuda and fits_fused(z.shape[1], u.shape[1]) and not unsupported("triton", z.device, u.dtype, D)
+        z = position_state.flatten(0, 1)
+        u = averaged.flatten(0, 1).to(gate.dtype)
+        matrices = [
+            linear.weight.to(gate.dtype)
+            for linear in (self.token_mixing, self.up_proj, self.down_proj)
+        ]
+        fused = (
+            z.is_cuda
+            and fits_fused(z.shape[1], u.shape[1])
+            and not unsupported("triton", z.device, u.dtype, D)
+        )
         update = fused_update if fused else compact_update
         with torch.autocast(z.device.type, enabled=False):
             return update(z, u, gate, *matrices).view_as(position_state)
@@ -151,10 +203,12 @@ class SwiGLU(nn.Module):
 
 
 class TapeLayer(nn.Module):
-    """A Llama layer with TAPE: attention rotated by the position state, the MLP, and the update of the state.
+    """A Llama layer with TAPE: attention rotated by the position state, the MLP, and the update of
+    the state.
 
-    `gate_input` selects the gate input m of `PositionUpdate`: the MLP's output, or attention's output as in the paper.
-    With `updates_positions=False`, as in a model's last layer, the layer returns the position state unchanged.
+    `gate_input` selects the gate input m of `PositionUpdate`: the MLP's output, or attention's
+    output as in the paper. With `updates_positions=False`, as in a model's last layer, the layer
+    returns the position state unchanged.
     """
 
     def __init__(
@@ -176,17 +230,24 @@ class TapeLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(hidden_size, eps=norm_epsilon)
         self.self_attn = TapeAttention(hidden_size, num_attention_heads, num_query_groups, backend)
         self.post_attention_layernorm = nn.RMSNorm(hidden_size, eps=norm_epsilon)
-        self.mlp = SwiGLU(hidden_size, 4 * hidden_size if ffn_hidden_size is None else ffn_hidden_size)
+        self.mlp = SwiGLU(
+            hidden_size, 4 * hidden_size if ffn_hidden_size is None else ffn_hidden_size
+        )
         sizes = hidden_size, num_attention_heads, num_query_groups, position_mlp_size
         self.position = PositionUpdate(*sizes) if updates_positions else None
 
     def forward(self, hidden_states: Tensor, position_state: Tensor) -> tuple[Tensor, Tensor]:
         """Return the next hidden states (B, S, C) and the next position state (B, S, G, D)."""
-        attention_output, averaged = self.self_attn(self.input_layernorm(hidden_states), position_state)
+        attention_output, averaged = self.self_attn(
+            self.input_layernorm(hidden_states), position_state
+        )
         hidden_states = hidden_states + attention_output
         mlp_output = self.mlp(self.post_attention_layernorm(hidden_states))
         if self.position is not None:
-            gate_input = mlp_output if self.gate_input == "mlp" else attention_output
+            if self.gate_input == "mlp":
+                gate_input = mlp_output
+            else:
+                gate_input = attention_output
             position_state = self.position(position_state, averaged, gate_input)
         return hidden_states + mlp_output, position_state
 
@@ -224,7 +285,12 @@ class TapeModel(nn.Module):
         self.rope_theta = rope_theta
         sizes = hidden_size, num_attention_heads, num_query_groups
         layers = (
-            TapeLayer(*sizes, norm_epsilon=norm_epsilon, updates_positions=index < num_layers - 1, **layer_options)
+            TapeLayer(
+                *sizes,
+                norm_epsilon=norm_epsilon,
+                updates_positions=index < num_layers - 1,
+                **layer_options,
+            )
             for index in range(num_layers)
         )
         self.model = nn.ModuleDict({"embed_tokens": nn.Embedding(vocab_size, hidden_size)})
@@ -240,17 +306,30 @@ class TapeModel(nn.Module):
         _check_shape("input_ids", input_ids, "B", "S")
         B, S = input_ids.shape
         if input_ids.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"input_ids has the dtype {input_ids.dtype}; expected torch.int64 or torch.int32")
+            raise ValueError(
+                f"input_ids has the dtype {input_ids.dtype}; expected torch.int64 or torch.int32"
+            )
         if positions is None:
             positions = torch.arange(S, device=input_ids.device)
-        _check_shape("positions", positions, *([S] if positions.dim() == 1 else [B, S]), broadcasts=positions.dim() > 1)
+        _check_shape(
+            "positions",
+            positions,
+            *([S] if positions.dim() == 1 else [B, S]),
+            broadcasts=positions.dim() > 1,
+        )
         try:
             hidden_states = [self.model["embed_tokens"](input_ids)]
         except IndexError:  # only on CPUs
-            expected = f"expected ids of at least 0 and below vocab_size {self.lm_head.out_features}"
-            raise ValueError(f"input_ids are from {input_ids.min()} to {input_ids.max()}; {expected}") from None
+            expected = (
+                f"expected ids of at least 0 and below vocab_size {self.lm_head.out_features}"
+            )
+            raise ValueError(
+                f"input_ids are from {input_ids.min()} to {input_ids.max()}; {expected}"
+            ) from None
         attention = self.model["layers"][0].self_attn
-        z = initial_position_state(positions, attention.num_query_groups, attention.head_dim, self.rope_theta)
+        z = initial_position_state(
+            positions, attention.num_query_groups, attention.head_dim, self.rope_theta
+        )
         position_states = [z.expand(len(input_ids), -1, -1, -1)]
         for layer in self.model["layers"]:
             x, z = layer(hidden_states[-1], position_states[-1])
@@ -260,24 +339,34 @@ class TapeModel(nn.Module):
         return TapeOutput(logits, tuple(hidden_states), tuple(position_states[:-1]))
 
 
-def plot_position_states(position_states: Sequence[Tensor], tokens: Sequence[str] | None = None) -> "Figure":
-    """Draw how far each layer's position state z is from RoPE's z_0, |z - z_0| / |z_0|, as a heat map.
+def plot_position_states(
+    position_states: Sequence[Tensor], tokens: Sequence[str] | None = None
+) -> "Figure":
+    """Draw how far each layer's position state z is from RoPE's z_0, |z - z_0| / |z_0|, as a heat
+    map.
 
-    `position_states` (B, S, G, D) are those of `TapeOutput`, z_0 first; only the first sequence is drawn. The heat map
-    has a row for each layer after the first, and a column for each token, labelled by `tokens`. Raises ValueError if
-    there is only one state, as in a model with one layer.
+    `position_states` (B, S, G, D) are those of `TapeOutput`, z_0 first; only the first sequence is
+    drawn. The heat map has a row for each layer after the first, and a column for each token,
+    labelled by `tokens`. Raises ValueError if there is only one state, as in a model with one
+    layer.
     """
     if len(position_states) < 2:
         raise ValueError(
-            f"position_states must contain at least two states, not {len(position_states)}; use a model with at least "
-            "two layers"
+            f"position_states must contain at least two states, not {len(position_states)}; use a"
+            " model with at least two layers"
         )
     import matplotlib.pyplot as plt
 
     first, *later = (state[0].detach().float().flatten(1) for state in position_states)
-    distances = torch.stack([(state - first).norm(dim=1) / first.norm(dim=1) for state in later]).cpu().numpy()
+    distances = (
+        torch.stack([(state - first).norm(dim=1) / first.norm(dim=1) for state in later])
+        .cpu()
+        .numpy()
+    )
     rows, columns = distances.shape
-    figure, axes = plt.subplots(figsize=(min(12.0, 3 + 0.2 * columns), 1.6 + 0.25 * rows), layout="constrained")
+    figure, axes = plt.subplots(
+        figsize=(min(12.0, 3 + 0.2 * columns), 1.6 + 0.25 * rows), layout="constrained"
+    )
     image = axes.imshow(distances, aspect="auto", vmin=0, interpolation="none")
     axes.set_xlabel("token")
     axes.set_ylabel("layer")

@@ -1,8 +1,9 @@
 """Names of a model's parameters, and their conversion to those of Hugging Face. Imports no torch.
 
-The model's own names, such as `layers.0.mlp.linear_fc1.weight`, are those of `LanguageModel` and of checkpoints; inside
-a layer, they are Megatron's. A parameter of this name may be sharded, and Megatron fuses some matrices. Hugging Face's
-names, such as `model.layers.0.mlp.up_proj.weight`, are those of unsharded weights in exports.
+The model's own names, such as `layers.0.mlp.linear_fc1.weight`, are those of `LanguageModel` and of
+checkpoints; inside a layer, they are Megatron's. A parameter of this name may be sharded, and
+Megatron fuses some matrices. Hugging Face's names, such as `model.layers.0.mlp.up_proj.weight`, are
+those of unsharded weights in exports.
 """
 
 import re
@@ -10,23 +11,29 @@ import re
 KINDS = ("embeddings", "output", "attention", "mlp", "biases", "norms", "position", "lora")
 """Kinds of parameters, as settings, tables and metrics name them (see `kind_of`).
 
-`attention` and `mlp` are matrices only. `position` are the parameters of the positional encoding. A matrix that is tied
-between the input embedding and the output layer counts as `embeddings`.
+`attention` and `mlp` are matrices only. `position` are the parameters of the positional encoding. A
+matrix that is tied between the input embedding and the output layer counts as `embeddings`.
 """
 MATRICES = ("attention", "mlp")
 """The kinds of the matrices in the decoder layers, apart from the positional encoding and LoRA."""
 EMBEDDING = "embedding.weight"
-"""The model's name of the embedding weight, which models with tied embeddings also use as the output layer's weight."""
+"""The model's name of the embedding weight, which models with tied embeddings also use as the
+output layer's weight.
+"""
 NORM = "norm.weight"
 """The model's name of the final norm's weight."""
 OUTPUT = "output.weight"
 """The model's name of the output layer's matrix."""
 POSITION = "position."
-"""Prefix of a positional encoding's parameters in a layer, in both the model's and Hugging Face's names."""
+"""Prefix of a positional encoding's parameters in a layer, in both the model's and Hugging Face's
+names.
+"""
 HUGGING_FACE_OUTPUT = "lm_head.weight"
 """Hugging Face's name of the output layer's matrix."""
 AVERAGE = "average"
-"""The key of averaged weights in checkpoints, `average/NAME`, next to `weight/NAME` and moments (`exp_avg/NAME`)."""
+"""The key of averaged weights in checkpoints, `average/NAME`, next to `weight/NAME` and moments
+(`exp_avg/NAME`).
+"""
 PLAIN = {
     EMBEDDING: "model.embed_tokens.weight",
     NORM: "model.norm.weight",
@@ -39,15 +46,20 @@ PLAIN = {
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
 }
-"""Maps the model's names of unfused parameters to Hugging Face's names, both without the layer prefix."""
+"""Maps the model's names of unfused parameters to Hugging Face's names, both without the layer
+prefix.
+"""
 FUSED = re.compile(r"self_attention\.linear_qkv\.(weight|bias)")
-"""The model's names of the fused projection to queries, keys and values, without the layer prefix."""
+"""The model's names of the fused projection to queries, keys and values, without the layer prefix.
+"""
 _EARLIER = {
     EMBEDDING: "embedding.word_embeddings.weight",
     NORM: "decoder.final_layernorm.weight",
     OUTPUT: "output_layer.weight",
 }
-"""Maps the names of parameters outside the layers to those that they had in checkpoints of format 3."""
+"""Maps the names of parameters outside the layers to those that they had in checkpoints of format
+3.
+"""
 _CURRENT = {earlier: name for name, earlier in _EARLIER.items()}
 _FORMAT_3 = "gpt."
 """Prefix of all names in checkpoints of format 3."""
@@ -59,7 +71,8 @@ def layer_name(layer: int, suffix: str) -> str:
 
 
 def split_layer(name: str) -> tuple[int | None, str]:
-    """Return the index of a parameter's layer, and its name in the layer: the inverse of `layer_name`.
+    """Return the index of a parameter's layer, and its name in the layer: the inverse of
+    `layer_name`.
 
     For a parameter outside the layers, return None and the name.
     """
@@ -71,7 +84,9 @@ def split_layer(name: str) -> tuple[int | None, str]:
 
 def hugging_face_prefix(layer: int | None) -> str:
     """Return Hugging Face's prefix of the parameters of a layer, or an empty string for None."""
-    return "" if layer is None else f"model.layers.{layer}."
+    if layer is None:
+        return ""
+    return f"model.layers.{layer}."
 
 
 def hugging_face_name(layer: int | None, suffix: str) -> str:
@@ -84,7 +99,8 @@ def hugging_face_name(layer: int | None, suffix: str) -> str:
 def seed_name(name: str) -> str:
     """Return the name by which a parameter's initial values are drawn (see `model.initialization`).
 
-    It is the parameter's name in format 3 of checkpoints, so that a seed still gives the same values.
+    It is the parameter's name in format 3 of checkpoints, so that a seed still gives the same
+    values.
     """
     if name in _EARLIER:
         return _EARLIER[name]
@@ -118,4 +134,6 @@ def kind_of(name: str) -> str:
         return "biases"
     if name == NORM or name.endswith("layernorm.weight"):
         return "norms"
-    return "mlp" if ".mlp." in name else "attention"
+    if ".mlp." in name:
+        return "mlp"
+    return "attention"

@@ -1,7 +1,8 @@
-"""The output layer, which computes the loss in chunks of tokens, so that training never materializes all logits.
+"""The output layer, which computes the loss in chunks of tokens, so that training never
+materializes all logits.
 
-Axes: B batch, S tokens of this context-parallel rank, s tokens of this rank, C hidden size, V this rank's shard of the
-vocabulary.
+Axes: B batch, S tokens of this context-parallel rank, s tokens of this rank, C hidden size, V this
+rank's shard of the vocabulary.
 """
 
 import torch
@@ -15,9 +16,11 @@ from megatron_tape.ops.linear_cross_entropy import linear_cross_entropy
 
 
 class OutputLayer(ColumnParallelLinear):
-    """Megatron's column-parallel linear layer, from hidden states to logits or, given labels, to the loss.
+    """Megatron's column-parallel linear layer, from hidden states to logits or, given labels, to
+    the loss.
 
-    With `model.tie_embeddings`, the layer has no weight of its own, and the caller passes the embedding's weight.
+    With `model.tie_embeddings`, the layer has no weight of its own, and the caller passes the
+    embedding's weight.
 
     Args:
         config: the settings of `model` for Megatron.
@@ -48,7 +51,9 @@ class OutputLayer(ColumnParallelLinear):
         self._z_losses: Tensor | float = 0.0
 
     def take_z_loss(self) -> Tensor | float:
-        """Return the sum of the z-losses of all forward passes with gradients since the last call."""
+        """Return the sum of the z-losses of all forward passes with gradients since the last
+        call.
+        """
         total = self._z_losses
         self._z_losses = 0.0
         return total
@@ -62,9 +67,9 @@ class OutputLayer(ColumnParallelLinear):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Map hidden states (s, B, C) to the logits (B, S, all V) or, with labels, to the loss.
 
-        With `labels` (B, S), return the scalar loss and the loss of each token (B, S). The scalar is the mean over the
-        tokens or, with `loss_weights` (B, S), their weighted sum. `tied_weight` (V, C) is the embedding's weight, or
-        None if the layer has its own.
+        With `labels` (B, S), return the scalar loss and the loss of each token (B, S). The scalar
+        is the mean over the tokens or, with `loss_weights` (B, S), their weighted sum.
+        `tied_weight` (V, C) is the embedding's weight, or None if the layer has its own.
         """
         if labels is None:
             logits_SBV, _ = super().forward(hidden_states, tied_weight)

@@ -1,8 +1,8 @@
 """One pipeline stage of the model, run by Megatron-core's schedules.
 
-Each stage sends one tensor to the next: the hidden states and, if the next stage cannot recompute it, the position
-state (see `ops.stage_boundary` and `PositionEncoding.sends_state`). Parameters have the same names as in the whole
-model.
+Each stage sends one tensor to the next: the hidden states and, if the next stage cannot recompute
+it, the position state (see `ops.stage_boundary` and `PositionEncoding.sends_state`). Parameters
+have the same names as in the whole model.
 """
 
 import copy
@@ -25,31 +25,49 @@ from megatron_tape.model.names import EMBEDDING
 
 
 class Pipeline(nn.Module):
-    """The model chunks of one pipeline stage, each a `LanguageModel`. All stages call its methods together.
+    """The model chunks of one pipeline stage, each a `LanguageModel`. All stages call its methods
+    together.
 
     Stage p of P has chunk p and, with virtual stages, every P-th chunk after it.
     """
 
-    def __init__(self, model_chunks: list[LanguageModel], config: TransformerConfig, groups: ProcessGroupCollection):
+    def __init__(
+        self,
+        model_chunks: list[LanguageModel],
+        config: TransformerConfig,
+        groups: ProcessGroupCollection,
+    ):
         super().__init__()
         self.model_chunks = nn.ModuleList(model_chunks)
-        self.groups, first = groups, model_chunks[0]
-        self.tokens, self.model, self.encoding, self.dtype = first.tokens, first.model, first.encoding, first.dtype
+        self.groups = groups
+        first = model_chunks[0]
+        self.tokens = first.tokens
+        self.model = first.model
+        self.encoding = first.encoding
+        self.dtype = first.dtype
         self.attention_backend = first.attention_backend
         # All model chunks except the first receive tensors of the same shape.
         self._config = copy.copy(config)
         self._config.hidden_size = first.sent_width(1)
         self._config.pipeline_model_parallel_size = groups.pp.size()
-        self._config.virtual_pipeline_model_parallel_size = len(model_chunks) if len(model_chunks) > 1 else None
+        if len(model_chunks) > 1:
+            self._config.virtual_pipeline_model_parallel_size = len(model_chunks)
+        else:
+            self._config.virtual_pipeline_model_parallel_size = None
         self._config.microbatch_group_size_per_vp_stage = groups.pp.size()
-        # Two stages can be neighbours in both directions; batched sends would then mix up their tensors.
+        # Two stages can be neighbours in both directions; batched sends would then mix up their
+        # tensors.
         self._config.overlap_p2p_comm = len(model_chunks) > 1
-        self._config.batch_p2p_comm, self._config.batch_p2p_sync = len(model_chunks) == 1, False
+        self._config.batch_p2p_comm = len(model_chunks) == 1
+        self._config.batch_p2p_sync = False
         self._config.deallocate_pipeline_outputs = len(model_chunks) == 1
         for chunk in model_chunks:
-            chunk.config, chunk.model_type = self._config, ModelType.encoder_or_decoder
+            chunk.config = self._config
+            chunk.model_type = ModelType.encoder_or_decoder
         self._communicator = P2PCommunicator(groups.pp, self._config)
-        self._run = get_forward_backward_func(groups.pp.size(), self._config.virtual_pipeline_model_parallel_size)
+        self._run = get_forward_backward_func(
+            groups.pp.size(), self._config.virtual_pipeline_model_parallel_size
+        )
         self.tied = TiedWeight(self) if self.model.tie_embeddings else None
 
     def named_parameters(self, *args, **kwargs) -> Iterator[tuple[str, nn.Parameter]]:
@@ -59,9 +77,14 @@ class Pipeline(nn.Module):
             yield from chunk.named_parameters(*args, **kwargs)
 
     def add_empty(self) -> nn.Parameter:
-        """Add an unused parameter for an optimizer parameter group that would otherwise be empty, and return it."""
-        like, name = next(self.model_chunks.parameters()), f"empty_{len(self._parameters)}"
-        self.register_parameter(name, nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device)))
+        """Add an unused parameter for an optimizer parameter group that would otherwise be empty,
+        and return it.
+        """
+        like = next(self.model_chunks.parameters())
+        name = f"empty_{len(self._parameters)}"
+        self.register_parameter(
+            name, nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))
+        )
         return self.get_parameter(name)
 
     @property
@@ -81,21 +104,25 @@ class Pipeline(nn.Module):
         scaled: Callable[[Tensor], Tensor],
         accumulating: Callable[[], AbstractContextManager],
     ) -> Tensor:
-        """Run the forward and backward passes of one training step, and return the sum of the micro-batches' losses.
+        """Run the forward and backward passes of one training step, and return the sum of the
+        micro-batches' losses.
 
-        The sum is 0 in all stages except the last. `batches` are the keyword arguments of `LanguageModel.forward` for
-        each micro-batch, apart from the `positions` (S,) that all share. The gradients are those of the mean of
-        `scaled(loss)`. `accumulating` is Megatron's `no_sync_func`: its context covers all backward passes of a model
-        chunk except the last one.
+        The sum is 0 in all stages except the last. `batches` are the keyword arguments of
+        `LanguageModel.forward` for each micro-batch, apart from the `positions` (S,) that all
+        share. The gradients are those of the mean of `scaled(loss)`. `accumulating` is Megatron's
+        `no_sync_func`: its context covers all backward passes of a model chunk except the last one.
         """
         tokens = batches[0]["tokens"]
         self._config.no_sync_func = accumulating
 
-        def forward(batches: Iterator[dict[str, Tensor]], chunk: LanguageModel) -> tuple[Tensor, Callable]:
+        def forward(
+            batches: Iterator[dict[str, Tensor]], chunk: LanguageModel
+        ) -> tuple[Tensor, Callable]:
             return chunk(**next(batches), positions=positions), loss_of
 
         def loss_of(loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            # The schedule multiplies by the number of context ranks unless it is given a number of tokens (here 1).
+            # The schedule multiplies by the number of context ranks unless it is given a number of
+            # tokens (here 1).
             return scaled(loss), torch.ones((), dtype=torch.int, device=loss.device), loss.detach()
 
         losses = self._run(
@@ -111,8 +138,14 @@ class Pipeline(nn.Module):
         return sum(losses, torch.zeros((), device=tokens.device))
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, **settings) -> Tensor:
-        """Return the result of `LanguageModel.forward` in the last stage; elsewhere, an uninitialized tensor."""
-        shape = [tokens.shape[1] // self.tokens.sequence_shards, len(tokens), self._config.hidden_size]
+        """Return the result of `LanguageModel.forward` in the last stage; elsewhere, an
+        uninitialized tensor.
+        """
+        shape = [
+            tokens.shape[1] // self.tokens.sequence_shards,
+            len(tokens),
+            self._config.hidden_size,
+        ]
         for chunk in self.model_chunks:
             chunk.set_input_tensor([self._communicator.recv_forward(shape, chunk.is_first)])
             result = chunk(tokens, labels, **settings)
@@ -120,7 +153,9 @@ class Pipeline(nn.Module):
         if self.is_last:
             return result
         if labels is None:
-            return torch.empty(*tokens.shape, self.model.vocab_size, dtype=self.dtype, device=tokens.device)
+            return torch.empty(
+                *tokens.shape, self.model.vocab_size, dtype=self.dtype, device=tokens.device
+            )
         return torch.empty(tokens.shape if settings.get("by_token") else (), device=tokens.device)
 
     def token_positions(self, tokens: Tensor, random: np.random.Generator | None = None) -> Tensor:
@@ -137,14 +172,17 @@ class Pipeline(nn.Module):
 
 
 class TiedWeight:
-    """A tied embedding weight: the first pipeline stage has the parameter, the last one a copy for its output layer.
+    """A tied embedding weight: the first pipeline stage has the parameter, the last one a copy for
+    its output layer.
 
-    The copy has no optimizer state. In every step, its gradient is sent to the first stage (`gradient`), and the
-    updated weight is sent back (`share`). Set `trained` to whether the parameter is trained before calling `start`.
+    The copy has no optimizer state. In every step, its gradient is sent to the first stage
+    (`gradient`), and the updated weight is sent back (`share`). Set `trained` to whether the
+    parameter is trained before calling `start`.
     """
 
     def __init__(self, pipeline: Pipeline):
-        self._pipeline, self._group = pipeline, pipeline.groups.embd
+        self._pipeline = pipeline
+        self._group = pipeline.groups.embd
         self.trained = False
         self.weight: Tensor | None = None
         self._gradient: Tensor | None = None
@@ -156,7 +194,9 @@ class TiedWeight:
         return model.vocab_size // self._pipeline.groups.tp.size(), model.hidden_size
 
     def start(self, device: torch.device) -> None:
-        """Create the copy on `device`. Call this after the first stage has loaded or initialized the weight."""
+        """Create the copy on `device`. Call this after the first stage has loaded or initialized
+        the weight.
+        """
         pipeline = self._pipeline
         if pipeline.is_first:
             self.weight = dict(pipeline.named_parameters())[EMBEDDING]
@@ -171,9 +211,15 @@ class TiedWeight:
         dist.broadcast(tensor, dist.get_global_rank(self._group, source), self._group)
 
     def _accumulate(self, weight: Tensor) -> None:
-        """Add a micro-batch's gradient of the copy to their sum in fp32, as ZeRO does for parameters."""
-        gradient, weight.grad = weight.grad.float(), None
-        self._gradient = gradient if self._gradient is None else self._gradient.add_(gradient)
+        """Add a micro-batch's gradient of the copy to their sum in fp32, as ZeRO does for
+        parameters.
+        """
+        gradient = weight.grad.float()
+        weight.grad = None
+        if self._gradient is None:
+            self._gradient = gradient
+        else:
+            self._gradient = self._gradient.add_(gradient)
 
     def share(self) -> None:
         """Send the weight from the first stage to the last one."""
@@ -181,7 +227,8 @@ class TiedWeight:
             self._broadcast(self.weight.detach(), 0)
 
     def gradient(self) -> Tensor | None:
-        """Send the copy's gradient to the first stage, and return it there in fp32; return None in other stages.
+        """Send the copy's gradient to the first stage, and return it there in fp32; return None in
+        other stages.
 
         The caller must add it to the gradient of the parameter.
         """

@@ -1,11 +1,12 @@
 """TAPE in plain torch on one page: the reference that all other implementations are tested against.
 
-It is written for readability, not for speed. Paper: "Rethinking Addressing in Language Models via Contextualized
-Equivariant Positional Encoding" (ICML 2025).
+It is written for readability, not for speed. Paper: "Rethinking Addressing in Language Models via
+Contextualized Equivariant Positional Encoding" (ICML 2025).
 
-Axes: B batch, S/T query/key token, C hidden size, H query heads, G key/value groups, D head dimension, E dimension of
-the averaged vectors, F = D/2 rotary frequencies, P inner width of the position MLP, V vocabulary. For each token and
-group, a position state z_BSGD stores F complex numbers, first all real parts, then all imaginary parts.
+Axes: B batch, S/T query/key token, C hidden size, H query heads, G key/value groups, D head
+dimension, E dimension of the averaged vectors, F = D/2 rotary frequencies, P inner width of the
+position MLP, V vocabulary. For each token and group, a position state z_BSGD stores F complex
+numbers, first all real parts, then all imaginary parts.
 """
 
 import math
@@ -18,7 +19,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """Settings that cannot be inferred from the weights: those of `model` with the same or similar names."""
+    """Settings that cannot be inferred from the weights: those of `model` with the same or similar
+    names.
+    """
 
     num_attention_heads: int
     num_query_groups: int
@@ -36,29 +39,38 @@ class ReferenceConfig:
     layers_without_positions: int | None = None
     norm_epsilon: float = 1e-5
     gate_input: str = "mlp"
-    """Input of the position MLP's gate: the output of the `mlp` (released code) or of `attention` (paper)."""
+    """Input of the position MLP's gate: the output of the `mlp` (released code) or of `attention`
+    (paper).
+    """
     state_norm: str = "none"
-    """`unit` resets the modulus of each complex number of the position state to its initial value after each update."""
+    """`unit` resets the modulus of each complex number of the position state to its initial value
+    after each update.
+    """
     increments: str = "fixed"
-    """How learned increments of positions are computed, if the weights contain any (see `forward`): `signed` for the
-    linear form, any other value for the sigmoid."""
+    """How learned increments of positions are computed, if the weights contain any (see `forward`):
+    `signed` for the linear form, any other value for the sigmoid."""
 
 
 def rope_frequencies(config: ReferenceConfig, head_dim: int) -> Tensor:
-    """Return RoPE's frequencies theta_f, in radians per position, float32 (F,), scaled by `config.rope_scaling_type`.
+    """Return RoPE's frequencies theta_f, in radians per position, float32 (F,), scaled by
+    `config.rope_scaling_type`.
 
-    `linear` divides all frequencies by `rope_scaling_factor`. `llama3` and `yarn` divide only those with few turns
-    within the original context, and keep those with many. In between they interpolate, linearly in the number of turns
-    (`llama3`) or in f (`yarn`). Only the fraction `rope_share` of the frequencies, the highest, is not 0.
+    `linear` divides all frequencies by `rope_scaling_factor`. `llama3` and `yarn` divide only those
+    with few turns within the original context, and keep those with many. In between they
+    interpolate, linearly in the number of turns (`llama3`) or in f (`yarn`). Only the fraction
+    `rope_share` of the frequencies, the highest, is not 0.
     """
     f = torch.arange(head_dim // 2)
-    frequencies = (f < int(config.rope_share * head_dim // 2)) / config.rope_theta ** (2 * f.float() / head_dim)
+    frequencies = (f < int(config.rope_share * head_dim // 2)) / config.rope_theta ** (
+        2 * f.float() / head_dim
+    )
     scaled = frequencies / config.rope_scaling_factor
     if config.rope_scaling_type == "linear":
         return scaled
     turns = config.rope_original_seq_length * frequencies / (2 * torch.pi)
     if config.rope_scaling_type == "llama3":
-        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+        low = config.rope_low_freq_factor
+        high = config.rope_high_freq_factor
         unscaled = ((turns - low) / (high - low)).clamp(0, 1)
     else:
         # Solve turns = turns[0] * theta^(-2f/D) for f, where turns is beta_fast or beta_slow.
@@ -67,8 +79,10 @@ def rope_frequencies(config: ReferenceConfig, head_dim: int) -> Tensor:
             for beta in (config.rope_beta_fast, config.rope_beta_slow)
         )
         if config.rope_truncate:
-            first, last = first.floor(), last.ceil()
-        first, last = first.clamp(min=0), last.clamp(max=head_dim - 1)
+            first = first.floor()
+            last = last.ceil()
+        first = first.clamp(min=0)
+        last = last.clamp(max=head_dim - 1)
         unscaled = 1 - ((f - first) / (last - first)).clamp(0, 1)
     return (1 - unscaled) * scaled + unscaled * frequencies
 
@@ -85,19 +99,26 @@ def rope_phases(positions: Tensor, frequencies: Tensor) -> Tensor:
 
     The result has the dtype of floating-point positions, and is float32 for integers.
     """
-    positions = positions if positions.is_floating_point() else positions.float()
+    if positions.is_floating_point():
+        positions = positions
+    else:
+        positions = positions.float()
     angles = positions[..., None] * frequencies.to(positions.device)
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
 def rotate(x: Tensor, z: Tensor) -> Tensor:
-    """Multiply x (..., D) by the position state z (..., D); elements j and j + F of each are one complex number."""
+    """Multiply x (..., D) by the position state z (..., D); elements j and j + F of each are one
+    complex number.
+    """
     x_re, x_im = x.chunk(2, dim=-1)
     z_re, z_im = z.chunk(2, dim=-1)
     return torch.cat([x_re * z_re - x_im * z_im, x_re * z_im + x_im * z_re], dim=-1)
 
 
-def attend(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGE: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+def attend(
+    q_BSHD: Tensor, k_BTGD: Tensor, v_BTGE: Tensor, documents_BT: Tensor | None = None
+) -> Tensor:
     """Compute causal softmax attention (B, S, H, E). The queries belong to the last S of T tokens.
 
     Tokens attend only to tokens with the same number in `documents_BT`, for packed documents.
@@ -110,7 +131,9 @@ def attend(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGE: Tensor, documents_BT: Tensor 
     if documents_BT is not None:
         visible = visible & (documents_BT[:, None, :, None] == documents_BT[:, None, None, :])
     hidden = ~visible[:, :, T - S :]
-    return torch.einsum("bhst,bthe->bshe", scores_BHST.masked_fill(hidden, float("-inf")).softmax(-1), v_BTHE)
+    return torch.einsum(
+        "bhst,bthe->bshe", scores_BHST.masked_fill(hidden, float("-inf")).softmax(-1), v_BTHE
+    )
 
 
 def forward(
@@ -122,42 +145,55 @@ def forward(
 ) -> dict[str, Tensor | list[Tensor]]:
     """Run the decoder on token ids (B, S).
 
-    `weights` has the names of Hugging Face's Llama. A layer N that updates the position state also has the matrices
-    `model.layers.N.position.token_mixing.weight` A (G, H), `.x_proj.weight` W_x (P, C), `.up_proj.weight` W_up (P, G)
-    and `.down_proj.weight` W_down (G, P). A model without them in any layer is RoPE. Biases of q, k and v
-    (`self_attn.q_proj.bias`), norms of each head's q and k (`self_attn.q_norm.weight`) and a gate of attention's output
+    `weights` has the names of Hugging Face's Llama. A layer N that updates the position state also
+    has the matrices `model.layers.N.position.token_mixing.weight` A (G, H), `.x_proj.weight` W_x
+    (P, C), `.up_proj.weight` W_up (P, G) and `.down_proj.weight` W_down (G, P). A model without
+    them in any layer is RoPE. Biases of q, k and v (`self_attn.q_proj.bias`), norms of each head's
+    q and k (`self_attn.q_norm.weight`) and a gate of attention's output
     (`self_attn.gate_proj.weight`) are applied if present.
 
-    If the weights contain `model.layers.0.position.increments.weight` w (G, C), or (1, C) for all groups, positions are
-    learned and `positions` is ignored. Each token then adds an increment to the position: 2 sigmoid(w_g . y), or
-    1 + w_g . y if they are signed, where y is the first layer's normalized input.
+    If the weights contain `model.layers.0.position.increments.weight` w (G, C), or (1, C) for all
+    groups, positions are learned and `positions` is ignored. Each token then adds an increment to
+    the position: 2 sigmoid(w_g . y), or 1 + w_g . y if they are signed, where y is the first
+    layer's normalized input.
 
     `positions` (S,) or (B, S) default to 0, 1, ...; see `attend` for `documents` (B, S).
 
-    Returns `logits` (B, S, V) and, for each layer, the `hidden_states` (B, S, C) and `position_states` (B, S, G, D)
-    that it passes to the next layer.
+    Returns `logits` (B, S, V) and, for each layer, the `hidden_states` (B, S, C) and
+    `position_states` (B, S, G, D) that it passes to the next layer.
     """
     B, S = input_ids.shape
-    H, G = config.num_attention_heads, config.num_query_groups
+    H = config.num_attention_heads
+    G = config.num_query_groups
     x = weights["model.embed_tokens.weight"][input_ids]
     D = weights["model.layers.0.self_attn.q_proj.weight"].shape[0] // H
-    positions = torch.arange(S, device=x.device) if positions is None else positions
+    if positions is None:
+        positions = torch.arange(S, device=x.device)
+    else:
+        positions = positions
     phases = attention_factor(config) * rope_phases(positions, rope_frequencies(config, D))
     z = phases.to(x.dtype)[..., None, :].expand(B, S, G, D)
-    hidden_states, position_states = [], []
+    hidden_states = []
+    position_states = []
 
     layer = 0
     while (name := f"model.layers.{layer}.") + "input_layernorm.weight" in weights:
-        w = {key.removeprefix(name): value for key, value in weights.items() if key.startswith(name)}
+        w = {
+            key.removeprefix(name): value for key, value in weights.items() if key.startswith(name)
+        }
 
         y = F.rms_norm(x, x.shape[-1:], w["input_layernorm.weight"], config.norm_epsilon)
         if "position.increments.weight" in w:
             a_BSG = (y @ w["position.increments.weight"].T).double()
             p_BSG = (1 + a_BSG if config.increments == "signed" else 2 * a_BSG.sigmoid()).cumsum(1)
-            z = (attention_factor(config) * rope_phases(p_BSG, rope_frequencies(config, D))).to(x.dtype)
+            z = (attention_factor(config) * rope_phases(p_BSG, rope_frequencies(config, D))).to(
+                x.dtype
+            )
             z = z.expand(B, S, G, D)
         q, k, v = (
-            F.linear(y, w[f"self_attn.{p}_proj.weight"], w.get(f"self_attn.{p}_proj.bias")).view(B, S, n, D)
+            F.linear(y, w[f"self_attn.{p}_proj.weight"], w.get(f"self_attn.{p}_proj.bias")).view(
+                B, S, n, D
+            )
             for p, n in (("q", H), ("k", G), ("v", G))
         )
         if "self_attn.q_norm.weight" in w:
@@ -165,7 +201,8 @@ def forward(
             k = F.rms_norm(k, (D,), w["self_attn.k_norm.weight"], config.norm_epsilon)
         z_per_head = z.repeat_interleave(H // G, dim=2)
         if not config.layers_without_positions or (layer + 1) % config.layers_without_positions:
-            q, k = rotate(q, z_per_head), rotate(k, z)
+            q = rotate(q, z_per_head)
+            k = rotate(k, z)
         averaged = attend(q, k, torch.cat([v, z], dim=-1), documents)
         o, u = averaged.split(D, dim=-1)
         o = o.reshape(B, S, H * D)
@@ -175,16 +212,27 @@ def forward(
         x = x + attention_output
 
         y = F.rms_norm(x, x.shape[-1:], w["post_attention_layernorm.weight"], config.norm_epsilon)
-        m = F.silu(y @ w["mlp.gate_proj.weight"].T) * (y @ w["mlp.up_proj.weight"].T) @ w["mlp.down_proj.weight"].T
+        m = (
+            F.silu(y @ w["mlp.gate_proj.weight"].T)
+            * (y @ w["mlp.up_proj.weight"].T)
+            @ w["mlp.down_proj.weight"].T
+        )
         x = x + m
 
         if "position.token_mixing.weight" in w:
             z = z + torch.einsum("gh,bshd->bsgd", w["position.token_mixing.weight"], u)
-            gate = F.silu((m if config.gate_input == "mlp" else attention_output) @ w["position.x_proj.weight"].T)
+            gate = F.silu(
+                (m if config.gate_input == "mlp" else attention_output)
+                @ w["position.x_proj.weight"].T
+            )
             up = torch.einsum("pg,bsgd->bspd", w["position.up_proj.weight"], z)
-            z = z + torch.einsum("gp,bspd->bsgd", w["position.down_proj.weight"], gate[..., None] * up)
+            z = z + torch.einsum(
+                "gp,bspd->bsgd", w["position.down_proj.weight"], gate[..., None] * up
+            )
             if config.state_norm == "unit":
-                moduli = torch.linalg.vector_norm(z.unflatten(-1, (2, -1)), dim=-2).repeat(1, 1, 1, 2)
+                moduli = torch.linalg.vector_norm(z.unflatten(-1, (2, -1)), dim=-2).repeat(
+                    1, 1, 1, 2
+                )
                 z = attention_factor(config) * z / moduli.clamp(min=1e-3)
 
         hidden_states.append(x)
@@ -209,16 +257,19 @@ _RELEASED_FIRE = {
 def from_released(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Convert weights of the TAPE authors' released code to the names of `forward`.
 
-    The released code applies `post_attention_linear` W as `einsum('bqnd,qe->bqnd')`. This scales each head by the sum
-    of its row of W, exactly as A = diag(W 1) does. Two parameters of FIRE are dropped: `init_L`, which is a setting
-    here, and the output bias of its MLP, which has no effect after softmax.
+    The released code applies `post_attention_linear` W as `einsum('bqnd,qe->bqnd')`. This scales
+    each head by the sum of its row of W, exactly as A = diag(W 1) does. Two parameters of FIRE are
+    dropped: `init_L`, which is a setting here, and the output bias of its MLP, which has no effect
+    after softmax.
     """
     renamed = {}
     for name, value in weights.items():
         if name.endswith(("rotary_emb.inv_freq", "rotary_emb.init_L", "rotary_emb.mlp.2.bias")):
             continue
         if name.endswith("post_attention_linear.weight"):
-            renamed[name.replace("post_attention_linear.weight", "position.token_mixing.weight")] = value.sum(1).diag()
+            renamed[
+                name.replace("post_attention_linear.weight", "position.token_mixing.weight")
+            ] = value.sum(1).diag()
         elif ".pe." in name:
             renamed[name.replace(".pe.", ".position.")] = value
         elif ".rotary_emb." in name:

@@ -1,6 +1,8 @@
-"""Shapes of a model's parameters and their tensor-parallel sharding, from the settings alone. Imports no torch.
+"""Shapes of a model's parameters and their tensor-parallel sharding, from the settings alone.
+Imports no torch.
 
-A whole parameter is an unsharded one. Axes: C hidden size, H query heads, G key/value groups, D head dimension.
+A whole parameter is an unsharded one. Axes: C hidden size, H query heads, G key/value groups, D
+head dimension.
 """
 
 from math import prod
@@ -26,12 +28,14 @@ class ParameterShape(NamedTuple):
 
     whole: tuple[int, ...]
     """The shape before sharding."""
-    cut: int | None = None
+    partition_dim: int | None = None
     """The axis that tensor parallelism shards; None if every rank has the whole parameter."""
 
     def elements(self, tensor_size: int = 1) -> int:
-        """Return the number of elements of the parameter on one of `tensor_size` tensor-parallel ranks."""
-        return prod(self.whole) // (1 if self.cut is None else tensor_size)
+        """Return the number of elements of the parameter on one of `tensor_size` tensor-parallel
+        ranks.
+        """
+        return prod(self.whole) // (1 if self.partition_dim is None else tensor_size)
 
 
 class Factor(NamedTuple):
@@ -40,22 +44,28 @@ class Factor(NamedTuple):
     target: str
     """The adapted projection: q, k, v or o."""
     side: str
-    """A, which maps the projection's input to `lora_rank` elements, or B, which maps these to the output."""
+    """A, which maps the projection's input to `lora_rank` elements, or B, which maps these to the
+    output.
+    """
     shape: tuple[int, int]
     """The shape before sharding."""
-    cut: int | None
+    partition_dim: int | None
     """The axis that tensor parallelism shards; None if every rank has the whole matrix."""
 
 
 def lora_widths(model: ModelConfig) -> dict[str, tuple[int, int]]:
     """Return the input and output sizes of the projections q, k, v and o, which LoRA can adapt."""
-    C, D = model.hidden_size, model.head_dim
-    heads, groups = model.num_attention_heads * D, model.query_groups * D
+    C = model.hidden_size
+    D = model.head_dim
+    heads = model.num_attention_heads * D
+    groups = model.query_groups * D
     return {"q": (C, heads), "k": (C, groups), "v": (C, groups), "o": (heads, C)}
 
 
 def lora_factors(model: ModelConfig, extension: ExtensionConfig | None) -> dict[str, Factor]:
-    """Return the LoRA factors of one layer by their names in the layer; empty if `extension` adds no LoRA."""
+    """Return the LoRA factors of one layer by their names in the layer; empty if `extension` adds
+    no LoRA.
+    """
     if extension is None or not extension.adds_lora:
         return {}
     factors = {}
@@ -70,16 +80,35 @@ def lora_factors(model: ModelConfig, extension: ExtensionConfig | None) -> dict[
     return factors
 
 
-def cut_shapes(model: ModelConfig, extension: ExtensionConfig | None = None) -> dict[str, ParameterShape]:
-    """Return shape and sharding of every parameter by name, in layer order; includes `extension`'s LoRA layers."""
-    C, H, G, D = model.hidden_size, model.num_attention_heads, model.query_groups, model.head_dim
+def cut_shapes(
+    model: ModelConfig, extension: ExtensionConfig | None = None
+) -> dict[str, ParameterShape]:
+    """Return shape and sharding of every parameter by name, in layer order; includes `extension`'s
+    LoRA layers.
+    """
+    C = model.hidden_size
+    H = model.num_attention_heads
+    G = model.query_groups
+    D = model.head_dim
     encoding = encoding_of(model)
     qkv = (H + 2 * G) * D
-    bias = {"self_attention.linear_qkv.bias": ParameterShape((qkv,), 0)} if model.qkv_bias else {}
-    norms = {f"self_attention.{x}_layernorm.weight": ParameterShape((D,)) for x in "qk"} if model.qk_norm else {}
+    if model.qkv_bias:
+        bias = {"self_attention.linear_qkv.bias": ParameterShape((qkv,), 0)}
+    else:
+        bias = {}
+    if model.qk_norm:
+        norms = {f"self_attention.{x}_layernorm.weight": ParameterShape((D,)) for x in "qk"}
+    else:
+        norms = {}
     gated = model.attention_output_gate
-    gate = {"self_attention.linear_gate.weight": ParameterShape((H * D, C), 0)} if gated else {}
-    lora = {name: ParameterShape(f.shape, f.cut) for name, f in lora_factors(model, extension).items()}
+    if gated:
+        gate = {"self_attention.linear_gate.weight": ParameterShape((H * D, C), 0)}
+    else:
+        gate = {}
+    lora = {
+        name: ParameterShape(f.shape, f.partition_dim)
+        for name, f in lora_factors(model, extension).items()
+    }
     layer = {
         "input_layernorm.weight": ParameterShape((C,)),
         "self_attention.linear_qkv.weight": ParameterShape((qkv, C), 0),
@@ -95,14 +124,21 @@ def cut_shapes(model: ModelConfig, extension: ExtensionConfig | None = None) -> 
     shapes = {EMBEDDING: ParameterShape((model.vocab_size, C), 0)}
     for index in range(model.num_layers):
         declared = encoding.parameters(index).items()
-        position = {f"{POSITION}{name}": ParameterShape(p.shape, p.head_axis) for name, p in declared}
+        position = {
+            f"{POSITION}{name}": ParameterShape(p.shape, p.partition_dim) for name, p in declared
+        }
         shapes |= {layer_name(index, name): shape for name, shape in (layer | position).items()}
     shapes[NORM] = ParameterShape((C,))
-    output = {} if model.tie_embeddings else {OUTPUT: ParameterShape((model.vocab_size, C), 0)}
+    if model.tie_embeddings:
+        output = {}
+    else:
+        output = {OUTPUT: ParameterShape((model.vocab_size, C), 0)}
     return shapes | output
 
 
-def parameter_shapes(model: ModelConfig, extension: ExtensionConfig | None = None) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(
+    model: ModelConfig, extension: ExtensionConfig | None = None
+) -> dict[str, tuple[int, ...]]:
     """Return the whole shape of every parameter by name; includes `extension`'s LoRA factors."""
     return {name: shape.whole for name, shape in cut_shapes(model, extension).items()}
 
@@ -119,17 +155,27 @@ def is_diagonal(model: ModelConfig, layer: int | None, suffix: str) -> bool:
 
 
 def whole_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every weight of an exported model by Hugging Face's name, in layer order."""
-    dim, groups = model.head_dim, model.query_groups
+    """Return the shape of every weight of an exported model by Hugging Face's name, in layer
+    order.
+    """
+    dim = model.head_dim
+    groups = model.query_groups
     rows = {"q": model.num_attention_heads * dim, "k": groups * dim, "v": groups * dim}
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in parameter_shapes(model).items():
         layer, suffix = split_layer(name)
         prefix = hugging_face_prefix(layer)
         if match := FUSED.fullmatch(suffix):
-            shapes |= {f"{prefix}self_attn.{p}_proj.{match[1]}": (rows[p], *shape[1:]) for p in "qkv"}
+            shapes |= {
+                f"{prefix}self_attn.{p}_proj.{match[1]}": (rows[p], *shape[1:]) for p in "qkv"
+            }
         elif suffix == "mlp.linear_fc1.weight":
-            shapes |= {f"{prefix}mlp.{p}_proj.weight": (model.ffn_hidden_size, *shape[1:]) for p in ("gate", "up")}
+            shapes |= {
+                f"{prefix}mlp.{p}_proj.weight": (model.ffn_hidden_size, *shape[1:])
+                for p in ("gate", "up")
+            }
         else:
-            shapes[hugging_face_name(layer, suffix)] = shape * 2 if is_diagonal(model, layer, suffix) else shape
+            shapes[hugging_face_name(layer, suffix)] = (
+                shape * 2 if is_diagonal(model, layer, suffix) else shape
+            )
     return shapes

@@ -1,60 +1,81 @@
-"""Check that a model's settings, and those of its positional encoding, are consistent. Imports no torch."""
+"""Check that a model's settings, and those of its positional encoding, are consistent. Imports no
+torch.
+"""
 
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.errors import refuse
+from megatron_tape.errors import ConfigError
 from megatron_tape.ops.backends import lacks, unsupported_heads
 from megatron_tape.position import encoding_of
 
 
 def validate_model(model: ModelConfig) -> None:
-    """Raise ConfigError if head counts, sizes, attention backend and positional encoding do not fit together."""
+    """Raise ConfigError if head counts, sizes, attention backend and positional encoding do not fit
+    together.
+    """
     encoding = encoding_of(model)
-    heads, groups = model.num_attention_heads, model.query_groups
-    refuse(
-        model.kv_channels is None and model.hidden_size % heads != 0,
-        ("model.hidden_size", "model.num_attention_heads"),
-        f"{model.hidden_size} is not divisible by model.num_attention_heads {heads}",
-        "change one of them, or set model.kv_channels",
-    )
-    refuse(
-        model.kv_channels is not None and model.head_dim % 2 != 0,
-        "model.kv_channels",
-        f"is {model.kv_channels}, but must be even, since RoPE rotates pairs of elements",
-        "choose an even number",
-    )
-    refuse(
-        model.head_dim % 2 != 0,
-        ("model.hidden_size", "model.num_attention_heads"),
-        f"{model.hidden_size} divided by model.num_attention_heads {heads} gives the head dimension {model.head_dim}, "
-        "which must be even, since RoPE rotates pairs of elements",
-        "change one of them, or set model.kv_channels",
-    )
-    refuse(
-        heads % groups != 0,
-        ("model.num_attention_heads", "model.num_query_groups"),
-        f"{heads} is not divisible by model.num_query_groups {groups}",
-        "change one of them",
-    )
-    refuse(
-        (model.unpadded_vocab_size or 0) > model.vocab_size,
-        ("model.unpadded_vocab_size", "model.vocab_size"),
-        f"{model.unpadded_vocab_size} exceeds model.vocab_size {model.vocab_size}, which includes padding",
-        "raise model.vocab_size",
-    )
+    heads = model.num_attention_heads
+    groups = model.query_groups
+    if model.kv_channels is None and model.hidden_size % heads != 0:
+        raise ConfigError(
+            ("model.hidden_size", "model.num_attention_heads"),
+            f"{model.hidden_size} is not divisible by model.num_attention_heads {heads}",
+            "change one of them, or set model.kv_channels",
+        )
+    if model.kv_channels is not None and model.head_dim % 2 != 0:
+        raise ConfigError(
+            "model.kv_channels",
+            f"is {model.kv_channels}, but must be even, since RoPE rotates pairs of elements",
+            "choose an even number",
+        )
+    if model.head_dim % 2 != 0:
+        raise ConfigError(
+            ("model.hidden_size", "model.num_attention_heads"),
+            f"{model.hidden_size} divided by model.num_attention_heads {heads} gives the head"
+            f" dimension {model.head_dim}, which must be even, since RoPE rotates pairs of"
+            " elements",
+            "change one of them, or set model.kv_channels",
+        )
+    if heads % groups != 0:
+        raise ConfigError(
+            ("model.num_attention_heads", "model.num_query_groups"),
+            f"{heads} is not divisible by model.num_query_groups {groups}",
+            "change one of them",
+        )
+    if (model.unpadded_vocab_size or 0) > model.vocab_size:
+        raise ConfigError(
+            ("model.unpadded_vocab_size", "model.vocab_size"),
+            f"{model.unpadded_vocab_size} exceeds model.vocab_size {model.vocab_size}, which"
+            " includes padding",
+            "raise model.vocab_size",
+        )
     if model.attention_backend != "auto":
         why = lacks(model.attention_backend, encoding.needs)
-        refuse(
-            why is not None,
-            ("model.attention_backend", "model.position_encoding"),
-            f"is {model.attention_backend}, which {why}, as model.position_encoding {model.position_encoding} requires",
-            "choose another backend, or auto",
-        )
+        if why is not None:
+            raise ConfigError(
+                ("model.attention_backend", "model.position_encoding"),
+                f"is {model.attention_backend}, which {why}, as model.position_encoding"
+                f" {model.position_encoding} requires",
+                "choose another backend, or auto",
+            )
         why = unsupported_heads(model.attention_backend, model.head_dim)
-        problem = f"is {model.attention_backend}, which {why}"
-        refuse(why is not None, "model.attention_backend", problem, "choose another backend, or auto")
+        if why is not None:
+            raise ConfigError(
+                "model.attention_backend",
+                f"is {model.attention_backend}, which {why}",
+                "choose another backend, or auto",
+            )
     every = model.layers_without_positions
-    problem = f"does not apply to {encoding.name}, which has no positions in any layer"
-    refuse(every is not None and not encoding.needs, "model.layers_without_positions", problem, "remove it")
-    problem = f"is {every}, more than model.num_layers {model.num_layers}, so no layer would be without positions"
-    refuse((every or 0) > model.num_layers, "model.layers_without_positions", problem, "lower it, or remove it")
+    if every is not None and not encoding.needs:
+        raise ConfigError(
+            "model.layers_without_positions",
+            f"does not apply to {encoding.name}, which has no positions in any layer",
+            "remove it",
+        )
+    if (every or 0) > model.num_layers:
+        raise ConfigError(
+            "model.layers_without_positions",
+            f"is {every}, more than model.num_layers {model.num_layers}, so no layer would be"
+            " without positions",
+            "lower it, or remove it",
+        )
     encoding.check()

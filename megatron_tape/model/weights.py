@@ -1,8 +1,10 @@
-"""Convert between Hugging Face's weights and the model's sharded parameters, by their names (see `model.names`).
+"""Convert between Hugging Face's weights and the model's sharded parameters, by their names (see
+`model.names`).
 
-Hugging Face's weights are unsharded, and have the names of Llama that `model.reference.forward` uses. Megatron fuses q,
-k and v into one matrix (for each group: its queries, its key, its value), and the gate and up projections of the MLP
-into another. It shards matrices over the tensor-parallel ranks.
+Hugging Face's weights are unsharded, and have the names of Llama that `model.reference.forward`
+uses. Megatron fuses q, k and v into one matrix (for each group: its queries, its key, its value),
+and the gate and up projections of the MLP into another. It shards matrices over the tensor-parallel
+ranks.
 """
 
 import re
@@ -13,7 +15,13 @@ from torch import Tensor
 
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig
 from megatron_tape.errors import FileError
-from megatron_tape.model.names import FUSED, hugging_face_name, hugging_face_prefix, layer_name, split_layer
+from megatron_tape.model.names import (
+    FUSED,
+    hugging_face_name,
+    hugging_face_prefix,
+    layer_name,
+    split_layer,
+)
 from megatron_tape.model.shapes import is_diagonal, lora_factors
 
 _LORA = re.compile(r"self_attention\.linear_(?:qkv|proj)\.lora\.([qkvo])_([AB])")
@@ -22,14 +30,16 @@ _LORA = re.compile(r"self_attention\.linear_(?:qkv|proj)\.lora\.([qkvo])_([AB])"
 def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) -> Tensor:
     """Return the model's unsharded parameter `name` from Hugging Face's `weights`.
 
-    Raises KeyError if `weights` lacks one that is needed, and FileError if a matrix that Megatron stores as a vector is
-    not diagonal.
+    Raises KeyError if `weights` lacks one that is needed, and FileError if a matrix that Megatron
+    stores as a vector is not diagonal.
     """
     layer, suffix = split_layer(name)
     prefix = hugging_face_prefix(layer)
     if match := FUSED.fullmatch(suffix):
         qkv = [weights[f"{prefix}self_attn.{p}_proj.{match[1]}"] for p in "qkv"]
-        return torch.cat([weight.unflatten(0, (model.query_groups, -1)) for weight in qkv], dim=1).flatten(0, 1)
+        return torch.cat(
+            [weight.unflatten(0, (model.query_groups, -1)) for weight in qkv], dim=1
+        ).flatten(0, 1)
     if suffix == "mlp.linear_fc1.weight":
         return torch.cat([weights[f"{prefix}mlp.{p}_proj.weight"] for p in ("gate", "up")])
     if match := _LORA.fullmatch(suffix):
@@ -38,30 +48,47 @@ def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) ->
     if not is_diagonal(model, layer, suffix):
         return tensor
     if torch.count_nonzero(tensor - tensor.diag().diag()):
-        problem = "has nonzero elements off its diagonal, which token_mixing per_head cannot represent"
+        problem = (
+            "has nonzero elements off its diagonal, which token_mixing per_head cannot represent"
+        )
         fix = "set model.position.token_mixing to full; to import a model, pass --token-mixing full"
         raise FileError(f"tensor {hugging_face_name(layer, suffix)}", problem, fix)
     return tensor.diag()
 
 
 def from_megatron(name: str, tensor: Tensor, model: ModelConfig) -> dict[str, Tensor]:
-    """Return the Hugging Face weights by name that make up the model's unsharded parameter `name`."""
+    """Return the Hugging Face weights by name that make up the model's unsharded parameter
+    `name`.
+    """
     layer, suffix = split_layer(name)
     prefix = hugging_face_prefix(layer)
     if match := FUSED.fullmatch(suffix):
-        D, G = model.head_dim, model.query_groups
+        D = model.head_dim
+        G = model.query_groups
         sizes = [model.num_attention_heads // G * D, D, D]
         qkv = tensor.unflatten(0, (G, -1)).split(sizes, dim=1)
-        return {f"{prefix}self_attn.{p}_proj.{match[1]}": weight.flatten(0, 1) for p, weight in zip("qkv", qkv)}
+        return {
+            f"{prefix}self_attn.{p}_proj.{match[1]}": weight.flatten(0, 1)
+            for p, weight in zip("qkv", qkv)
+        }
     if suffix == "mlp.linear_fc1.weight":
-        return {f"{prefix}mlp.{p}_proj.weight": weight for p, weight in zip(("gate", "up"), tensor.chunk(2))}
+        return {
+            f"{prefix}mlp.{p}_proj.weight": weight
+            for p, weight in zip(("gate", "up"), tensor.chunk(2))
+        }
     if match := _LORA.fullmatch(suffix):
         return {lora_name(prefix, *match.groups()): tensor}
-    return {hugging_face_name(layer, suffix): tensor.diag() if is_diagonal(model, layer, suffix) else tensor}
+    return {
+        hugging_face_name(layer, suffix): tensor.diag()
+        if is_diagonal(model, layer, suffix)
+        else tensor
+    }
 
 
 def lora_pairs(model: ModelConfig, extension: ExtensionConfig) -> dict[str, dict[str, str]]:
-    """Return, for each adapted matrix by its Hugging Face name, the model's names of its LoRA factors A and B."""
+    """Return, for each adapted matrix by its Hugging Face name, the model's names of its LoRA
+    factors A and B.
+    """
     pairs: dict[str, dict[str, str]] = {}
     for index in range(model.num_layers):
         for name, factor in lora_factors(model, extension).items():
@@ -71,15 +98,20 @@ def lora_pairs(model: ModelConfig, extension: ExtensionConfig) -> dict[str, dict
 
 
 def lora_name(prefix: str, target: str, side: str) -> str:
-    """Return peft's name of LoRA factor `side` (A or B) of projection `target` (q, k, v or o) in a layer."""
+    """Return peft's name of LoRA factor `side` (A or B) of projection `target` (q, k, v or o) in a
+    layer.
+    """
     return f"{prefix}self_attn.{target}_proj.lora_{side}.weight"
 
 
 def shard(whole: Tensor, parameter: Tensor, rank: int, size: int) -> Tensor:
-    """Return the shard of `whole` on tensor-parallel rank `rank` of `size`, by Megatron's attributes of `parameter`."""
+    """Return the shard of `whole` on tensor-parallel rank `rank` of `size`, by Megatron's
+    attributes of `parameter`.
+    """
     if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return whole
-    dim, stride = parameter.partition_dim, parameter.partition_stride
+    dim = parameter.partition_dim
+    stride = parameter.partition_stride
     return torch.cat(whole.chunk(size * stride, dim=dim)[rank::size], dim=dim)
 
 
@@ -87,7 +119,8 @@ def unshard(parts: list[Tensor], parameter: Tensor) -> Tensor:
     """Concatenate the shards of all tensor-parallel ranks: the inverse of `shard`."""
     if len(parts) == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return parts[0]
-    dim, stride = parameter.partition_dim, parameter.partition_stride
+    dim = parameter.partition_dim
+    stride = parameter.partition_stride
     pieces = [part.chunk(stride, dim=dim) for part in parts]
     return torch.cat([piece[i] for i in range(stride) for piece in pieces], dim=dim)
 

@@ -1,9 +1,10 @@
-"""Selective activation checkpointing: attention is recorded and replayed, the rest of a layer is recomputed.
+"""Selective activation checkpointing: attention is recorded and replayed, the rest of a layer is
+recomputed.
 
-A checkpointed layer runs twice: first without gradients, then in the backward pass. In the first run,
-`AttentionRecorder` computes attention and keeps its autograd graph. The graph keeps the tensors that attention saves,
-usually its outputs and log-sum-exp, but not its inputs. The second run recomputes the inputs, inserts them into the
-graph, and returns the recorded outputs.
+A checkpointed layer runs twice: first without gradients, then in the backward pass. In the first
+run, `AttentionRecorder` computes attention and keeps its autograd graph. The graph keeps the
+tensors that attention saves, usually its outputs and log-sum-exp, but not its inputs. The second
+run recomputes the inputs, inserts them into the graph, and returns the recorded outputs.
 """
 
 from collections import defaultdict, deque
@@ -16,70 +17,101 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 AttentionFunction = Callable[..., tuple[Tensor, ...]]
-"""A function from tensors (or None) to attention's outputs. Every tensor that needs a gradient must be an argument."""
+"""A function from tensors (or None) to attention's outputs. Every tensor that needs a gradient must
+be an argument.
+"""
 
 
 def run_directly(function: AttentionFunction, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """Return `function(*tensors)`. Selective checkpointing calls `AttentionRecorder.run` instead."""
+    """Return `function(*tensors)`. Selective checkpointing calls `AttentionRecorder.run`
+    instead.
+    """
     return function(*tensors)
 
 
 class AttentionRecorder:
-    """Records attention in the first run of each checkpointed layer, and replays it in the second."""
+    """Records attention in the first run of each checkpointed layer, and replays it in the
+    second.
+    """
 
     def __init__(self):
         self._calls: dict[Hashable, deque[_RecordedCall]] = defaultdict(deque)
 
-    def run(self, layer: Hashable, function: AttentionFunction, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        """Return `function(*tensors)` in the first run of a layer, and the recorded outputs in the second.
+    def run(
+        self, layer: Hashable, function: AttentionFunction, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Return `function(*tensors)` in the first run of a layer, and the recorded outputs in the
+        second.
 
-        The runs differ by whether gradients are enabled. If a layer was recorded several times, the oldest call is
-        replayed first. The backward pass computes the gradients of all `tensors`, because the first run cannot tell
-        which of them the second run needs. Raises RuntimeError if there is no recorded call to replay.
+        The runs differ by whether gradients are enabled. If a layer was recorded several times, the
+        oldest call is replayed first. The backward pass computes the gradients of all `tensors`,
+        because the first run cannot tell which of them the second run needs. Raises RuntimeError if
+        there is no recorded call to replay.
         """
         if not torch.is_grad_enabled():
             call = _RecordedCall(function, tensors)
             self._calls[layer].append(call)
             return call.results()
         if not self._calls[layer]:
-            raise RuntimeError(f"layer {layer} has no recorded attention to replay; run it under torch.no_grad() first")
+            raise RuntimeError(
+                f"layer {layer} has no recorded attention to replay; run it under torch.no_grad()"
+                " first"
+            )
         return _Replay.apply(self._calls[layer].popleft(), *tensors)
 
 
 class _RecordedCall:
-    """A recorded call of attention. Its autograd graph receives the recomputed inputs in the backward pass.
+    """A recorded call of attention. Its autograd graph receives the recomputed inputs in the
+    backward pass.
 
-    The graph refers to the call weakly, because Python cannot collect reference cycles through an autograd graph.
+    The graph refers to the call weakly, because Python cannot collect reference cycles through an
+    autograd graph.
     """
 
     def __init__(self, function: AttentionFunction, tensors: tuple[Tensor | None, ...]):
         self._inputs = tensors
         self._gradients: tuple[Tensor | None, ...] = ()
         call = ref(self)
-        hooks = saved_tensors_hooks(lambda saved: call()._pack(saved), lambda packed: call()._unpack(packed))
-        # Detached: otherwise parameters would be leaves of this graph, and their hooks would run without a gradient.
+        hooks = saved_tensors_hooks(
+            lambda saved: call()._pack(saved), lambda packed: call()._unpack(packed)
+        )
+        # Detached: otherwise parameters would be leaves of this graph, and their hooks would run
+        # without a gradient.
         detached = (None if x is None else x.detach() for x in tensors)
         with torch.enable_grad(), hooks:
-            self._outputs = function(*_GraphInputs.apply(call, torch.empty(0, requires_grad=True), *detached))
+            self._outputs = function(
+                *_GraphInputs.apply(call, torch.empty(0, requires_grad=True), *detached)
+            )
         self._inputs = ()
 
     def results(self) -> tuple[Tensor, ...]:
         """Return the outputs, detached from the graph."""
         return tuple(output.detach() for output in self._outputs)
 
-    def backward(self, inputs: tuple[Tensor | None, ...], gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-        """Return the gradients of `inputs`, given the `gradients` of the outputs, and free the graph."""
+    def backward(
+        self, inputs: tuple[Tensor | None, ...], gradients: tuple[Tensor, ...]
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `inputs`, given the `gradients` of the outputs, and free the
+        graph.
+        """
         self._inputs = inputs
         torch.autograd.backward(self._outputs, gradients)
-        of_inputs, self._inputs, self._outputs, self._gradients = self._gradients, (), (), ()
+        of_inputs = self._gradients
+        self._inputs = ()
+        self._outputs = ()
+        self._gradients = ()
         return of_inputs
 
     def set_gradients(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """Store the gradients of the inputs, which `backward` returns. The graph calls this as its last step."""
+        """Store the gradients of the inputs, which `backward` returns. The graph calls this as its
+        last step.
+        """
         self._gradients = gradients
 
     def _pack(self, saved: Tensor) -> Tensor | int:
-        """Return the index of `saved` among the inputs or, if it is not an input, `saved` itself, detached."""
+        """Return the index of `saved` among the inputs or, if it is not an input, `saved` itself,
+        detached.
+        """
         view = _storage_view(saved)
         for i, x in enumerate(self._inputs):
             if x is not None and _storage_view(x) == view:
@@ -88,16 +120,22 @@ class _RecordedCall:
         return saved.detach()
 
     def _unpack(self, packed: Tensor | int) -> Tensor:
-        return self._inputs[packed] if isinstance(packed, int) else packed
+        if isinstance(packed, int):
+            return self._inputs[packed]
+        return packed
 
 
 def _storage_view(x: Tensor) -> tuple:
-    """Return a key that identifies the storage and the view of x, also of fake tensors, which have no address."""
+    """Return a key that identifies the storage and the view of x, also of fake tensors, which have
+    no address.
+    """
     return x.untyped_storage()._cdata, x.storage_offset(), x.dtype, x.shape, x.stride()
 
 
 class _GraphInputs(torch.autograd.Function):
-    """Identity between the inputs and a recorded graph; its backward pass stores the gradients of the inputs."""
+    """Identity between the inputs and a recorded graph; its backward pass stores the gradients of
+    the inputs.
+    """
 
     @staticmethod
     def forward(ctx, call: ref[_RecordedCall], learned: Tensor, *tensors: Tensor | None):
@@ -114,7 +152,9 @@ class _GraphInputs(torch.autograd.Function):
 
 
 class _Replay(torch.autograd.Function):
-    """Maps the inputs of the second run to the recorded outputs; its backward pass runs the recorded graph."""
+    """Maps the inputs of the second run to the recorded outputs; its backward pass runs the
+    recorded graph.
+    """
 
     @staticmethod
     def forward(ctx, call: _RecordedCall, *tensors: Tensor | None):

@@ -1,7 +1,7 @@
 """The inputs of the attention backends in `ops/backends`.
 
-Axes: S queries, T keys (the last S of them are the queries' own tokens), B batch, H query heads, G key/value groups, D
-head dimension.
+Axes: S queries, T keys (the last S of them are the queries' own tokens), B batch, H query heads, G
+key/value groups, D head dimension.
 """
 
 from collections.abc import Callable
@@ -13,31 +13,40 @@ from torch import Tensor
 from megatron_tape.ops.activation_checkpointing import run_directly
 from megatron_tape.ops.backends.choice import rotates_fused
 from megatron_tape.ops.packing import Packing
-from megatron_tape.ops.positions import Positions
+from megatron_tape.ops.position_inputs import PositionInputs
 from megatron_tape.ops.rotation import rotate_groups
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionInputs(Positions):
-    """The inputs of attention in one layer: queries, keys and values, and the inherited fields of `Positions`."""
+class AttentionInputs(PositionInputs):
+    """The inputs of attention in one layer: queries, keys and values, and the inherited fields of
+    `PositionInputs`.
+    """
 
     q_SBHD: Tensor
     k_TBGD: Tensor
     v_TBGD: Tensor
     packing: Packing | None = None
-    """Bounds of packed documents, which do not attend to each other; None if each sequence is one document."""
+    """Bounds of packed documents, which do not attend to each other; None if each sequence is one
+    document.
+    """
     rotate: bool = True
     """Whether attention rotates q and k by z; false if they are already rotated."""
     run: Callable[..., tuple[Tensor, ...]] = run_directly
-    """`run(function, *tensors)` returns `function(*tensors)`; with selective activation checkpointing it records and
-    replays the call (`ops.activation_checkpointing`). The naive backend ignores it, as does tiled with `rescore`."""
+    """`run(function, *tensors)` returns `function(*tensors)`; with selective activation
+    checkpointing it records and replays the call (`ops.activation_checkpointing`). The naive
+    backend ignores it, as does tiled with `rescore`."""
 
     def rotated(self, fused: bool = True) -> tuple[Tensor, Tensor]:
-        """Return q (S, B, H, D) and k (T, B, G, D), rotated by z unless z is None or `rotate` is False.
+        """Return q (S, B, H, D) and k (T, B, G, D), rotated by z unless z is None or `rotate` is
+        False.
 
-        With `fused`, the Triton kernel rotates on devices that support it; otherwise plain torch does.
+        With `fused`, the Triton kernel rotates on devices that support it; otherwise plain torch
+        does.
         """
-        q, k, z = self.q_SBHD, self.k_TBGD, self.z_TBGD
+        q = self.q_SBHD
+        k = self.k_TBGD
+        z = self.z_TBGD
         if z is None or not self.rotate:
             return q, k
         if fused and rotates_fused(q):
@@ -47,7 +56,9 @@ class AttentionInputs(Positions):
         return rotate_groups(q, z), rotate_groups(k, z)
 
     def with_one_value(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q and k as `rotated` does, and v (T, B, G, D) or, with `average_state`, [v | z] (T, B, G, 2D)."""
+        """Return q and k as `rotated` does, and v (T, B, G, D) or, with `average_state`, [v | z]
+        (T, B, G, 2D).
+        """
         if not self.average_state:
             return *self.rotated(), self.v_TBGD
         if self.rotate and rotates_fused(self.q_SBHD):
@@ -57,5 +68,9 @@ class AttentionInputs(Positions):
         return *self.rotated(), torch.cat(self.values(), dim=-1)
 
     def values(self) -> list[Tensor]:
-        """Return the tensors (T, B, G, D) that the attention weights average: v and, with `average_state`, z."""
-        return [self.v_TBGD, self.z_TBGD.expand_as(self.v_TBGD)] if self.average_state else [self.v_TBGD]
+        """Return the tensors (T, B, G, D) that the attention weights average: v and, with
+        `average_state`, z.
+        """
+        if self.average_state:
+            return [self.v_TBGD, self.z_TBGD.expand_as(self.v_TBGD)]
+        return [self.v_TBGD]

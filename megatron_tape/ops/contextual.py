@@ -1,7 +1,9 @@
-"""The scores of contextual position encoding (CoPE, Golovneva et al., 2024), with a manual backward pass.
+"""The scores of contextual position encoding (CoPE, Golovneva et al., 2024), with a manual backward
+pass.
 
-Gathers, and scatters of their gradients, take most of the time, so both process two numbers at once.
-Axes: B batch, H query heads, r queries of a block, t keys up to the last of these, p = P + 1 positions from 0 to P.
+Gathers, and scatters of their gradients, take most of the time, so both process two numbers at
+once. Axes: B batch, H query heads, r queries of a block, t keys up to the last of these, p = P + 1
+positions from 0 to P.
 """
 
 import torch
@@ -9,62 +11,80 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_QUERIES, _KEYS = 32, 64
-"""Queries and keys of a tile of scores that fits into a CPU's cache. On GPUs a tile has all r queries, because the host
-waits for the device after each tile."""
+_QUERIES = 32
+_KEYS = 64
+"""Queries and keys of a tile of scores that fits into a CPU's cache. On GPUs a tile has all r
+queries, because the host waits for the device after each tile."""
 
 
-def add_contextual_positions(scores_BHrt: Tensor, of_positions_BHrp: Tensor, seen: Tensor) -> Tensor:
+def add_contextual_positions(
+    scores_BHrt: Tensor, of_positions_BHrp: Tensor, seen: Tensor
+) -> Tensor:
     """Return the scores plus the values of the keys' positions, (B, H, r, t).
 
-    `of_positions_BHrp` holds the values of positions 0 to P for each query. Positions are fractional, and values are
-    interpolated between the two nearest integers. The position of key t is the sum of the sigmoids of the scores from
-    key t to the query's own token, clamped to P; keys where `seen` (B or 1, 1, r, t) is False do not count. The last r
-    keys are the queries' own tokens. Scores of keys after a query are meaningless, but finite.
+    `of_positions_BHrp` holds the values of positions 0 to P for each query. Positions are
+    fractional, and values are interpolated between the two nearest integers. The position of key t
+    is the sum of the sigmoids of the scores from key t to the query's own token, clamped to P; keys
+    where `seen` (B or 1, 1, r, t) is False do not count. The last r keys are the queries' own
+    tokens. Scores of keys after a query are meaningless, but finite.
     """
     return _ContextualPositions.apply(scores_BHrt, of_positions_BHrp, seen, torch.is_grad_enabled())
 
 
 class _ContextualPositions(torch.autograd.Function):
-    """Computes positions tile by tile, from the nearest key to the farthest, as positions grow with distance.
+    """Computes positions tile by tile, from the nearest key to the farthest, as positions grow with
+    distance.
 
-    Once all queries of a tile have reached the largest position or have no keys left, all earlier keys have it, too.
+    Once all queries of a tile have reached the largest position or have no keys left, all earlier
+    keys have it, too.
     """
 
     @staticmethod
     def forward(ctx, scores, of_positions, seen, learns):
         (r, t), largest = scores.shape[-2:], of_positions.shape[-1] - 1
         added = torch.empty_like(scores)
-        # A value and the difference to the next one form a complex number, so that one gather reads both.
+        # A value and the difference to the next one form a complex number, so that one gather reads
+        # both.
         pairs = torch.complex(of_positions, F.pad(of_positions.diff(dim=-1), (0, 1)))
-        tiles, saved = [], []
+        tiles = []
+        saved = []
         height = _QUERIES if scores.device.type == "cpu" else r
         width = max(_KEYS, height)  # every query's own token is in its first tile
         for first in range(0, r, height):
             rows = slice(first, min(first + height, r))
-            stop, counted, finished = t - r + rows.stop, 0.0, False
+            stop = t - r + rows.stop
+            counted = 0.0
+            finished = False
             added[..., rows, stop:] = scores[..., rows, stop:]
             while stop > 0 and not finished:
                 keys = slice(max(stop - width, 0), stop)
-                near, visible = scores[..., rows, keys], seen[..., rows, keys]
+                near = scores[..., rows, keys]
+                visible = seen[..., rows, keys]
                 gates = near.sigmoid()
                 if not visible.all():
                     gates.mul_(visible)
                 position = gates.flip(-1).cumsum(-1).flip(-1).add_(counted)
-                counted, stop = position[..., :1].clone(), keys.start
+                counted = position[..., :1].clone()
+                stop = keys.start
                 whole = position.floor().clamp_(max=largest)
                 index = whole.long()
                 value, slope = torch.view_as_real(pairs[..., rows, :].gather(-1, index)).unbind(-1)
-                fraction, slope = position.sub_(whole), slope.contiguous()
+                fraction = position.sub_(whole)
+                slope = slope.contiguous()
                 added[..., rows, keys] = torch.addcmul(value, slope, fraction).add_(near)
                 if learns:
                     tiles.append((rows, keys))
                     saved += gates, fraction, index, slope
-                finished = bool(((counted >= largest) | ~seen[..., rows, :stop].any(-1, keepdim=True)).all())
+                finished = bool(
+                    ((counted >= largest) | ~seen[..., rows, :stop].any(-1, keepdim=True)).all()
+                )
             far = slice(0, stop)
-            torch.add(scores[..., rows, far], of_positions[..., rows, -1:], out=added[..., rows, far])
+            torch.add(
+                scores[..., rows, far], of_positions[..., rows, -1:], out=added[..., rows, far]
+            )
         ctx.save_for_backward(*saved)
-        ctx.tiles, ctx.shape = tiles, of_positions.shape
+        ctx.tiles = tiles
+        ctx.shape = of_positions.shape
         return added
 
     @staticmethod
@@ -78,7 +98,8 @@ class _ContextualPositions(torch.autograd.Function):
         for i, (rows, keys) in reversed(list(enumerate(ctx.tiles))):
             gates, fraction, index, slope = saved[4 * i : 4 * i + 4]
             if rows != done:  # the farthest tile of these queries
-                done, dposition = rows, 0.0
+                done = rows
+                dposition = 0.0
                 dfar[..., rows] = dadded[..., rows, : keys.start].sum(-1)
             d = dadded[..., rows, keys]
             dpairs[..., rows, :].scatter_add_(-1, index, torch.complex(d, fraction.mul(d)))
@@ -86,7 +107,8 @@ class _ContextualPositions(torch.autograd.Function):
             dgates = slope.mul(d).cumsum(-1).add_(dposition)
             dposition = dgates[..., -1:]
             dscores[..., rows, keys] += torch.ops.aten.sigmoid_backward(dgates, gates)
-        dof_positions, dslopes = dpairs.real.contiguous(), dpairs.imag[..., :-1]
+        dof_positions = dpairs.real.contiguous()
+        dslopes = dpairs.imag[..., :-1]
         dof_positions[..., :-1] -= dslopes
         dof_positions[..., 1:] += dslopes
         dof_positions[..., -1] += dfar

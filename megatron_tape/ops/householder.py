@@ -1,10 +1,12 @@
-"""Scores with the Householder-like transformations of all tokens between query and key (PaTH, Yang et al., 2025).
+"""Scores with the Householder-like transformations of all tokens between query and key (PaTH, Yang
+et al., 2025).
 
-The score of query s and key t is q_s^T H_s H_(s-1) ... H_(t+1) k_t / sqrt(D), where H_l = I - beta_l w_l w_l^T is a
-reflection if beta_l = 2 and |w_l| = 1. Tokens are split into blocks of C. Within a block, the product of the H has a
-closed form, the UT transform (section 3 of the paper). A query is transformed to the start of its block and then,
-block by block, by the product of each earlier block. No S x T matrix is saved, and S queries take O(S T D) operations.
-Axes: T tokens, B batch, G key/value groups, A = B * G, R query heads of a group, r queries of one call, t keys up to
+The score of query s and key t is q_s^T H_s H_(s-1) ... H_(t+1) k_t / sqrt(D), where H_l = I -
+beta_l w_l w_l^T is a reflection if beta_l = 2 and |w_l| = 1. Tokens are split into blocks of C.
+Within a block, the product of the H has a closed form, the UT transform (section 3 of the paper). A
+query is transformed to the start of its block and then, block by block, by the product of each
+earlier block. No S x T matrix is saved, and S queries take O(S T D) operations. Axes: T tokens, B
+batch, G key/value groups, A = B * G, R query heads of a group, r queries of one call, t keys up to
 the last of them, N blocks of C tokens, D head dimension.
 """
 
@@ -26,7 +28,9 @@ BLOCK = 64
 
 @dataclass(frozen=True)
 class Reflections(Rescore):
-    """A `Rescore` with PaTH's scores; `directions(*tensors)` returns w (T, B, G, D) and beta (T, B, G) of the H."""
+    """A `Rescore` with PaTH's scores; `directions(*tensors)` returns w (T, B, G, D) and beta (T, B,
+    G) of the H.
+    """
 
     need: ClassVar[str] = REFLECTIONS
     directions: Callable[..., tuple[Tensor, Tensor]] | None = None
@@ -36,62 +40,85 @@ class Reflections(Rescore):
         return self.directions(*self.tensors)
 
 
-def through_reflections(directions: Callable[..., tuple[Tensor, Tensor]], tensors: tuple[Tensor, ...]) -> Reflections:
-    """Return `Reflections` with w and beta of `directions(*tensors)`, which the backward pass calls again."""
+def through_reflections(
+    directions: Callable[..., tuple[Tensor, Tensor]], tensors: tuple[Tensor, ...]
+) -> Reflections:
+    """Return `Reflections` with w and beta of `directions(*tensors)`, which the backward pass calls
+    again.
+    """
 
     def blocks(k_BGTD: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         w_TBGD, beta_TBG = directions(*inputs)
-        return blocks_of_reflections(k_BGTD.to(w_TBGD.dtype), w_TBGD.permute(1, 2, 0, 3), beta_TBG.permute(1, 2, 0))
+        return blocks_of_reflections(
+            k_BGTD.to(w_TBGD.dtype), w_TBGD.permute(1, 2, 0, 3), beta_TBG.permute(1, 2, 0)
+        )
 
     def prepare(q_BHSD: Tensor, k_BGTD: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         return checkpoint(blocks, k_BGTD, *inputs, use_reentrant=False, preserve_rng_state=False)
 
-    def rows(scores: None, q: Tensor, k: Tensor, seen: Tensor, tokens: slice, *prepared: Tensor) -> Tensor:
+    def rows(
+        scores: None, q: Tensor, k: Tensor, seen: Tensor, tokens: slice, *prepared: Tensor
+    ) -> Tensor:
         return scores_through_reflections(q, tokens, *prepared)
 
     return Reflections(rows, tensors, prepare, takes_scores=False, directions=directions)
 
 
-def blocks_of_reflections(k_BGTD: Tensor, w_BGTD: Tensor, beta_BGT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def blocks_of_reflections(
+    k_BGTD: Tensor, w_BGTD: Tensor, beta_BGT: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the factors of the scores that do not depend on queries, for each block of tokens.
 
     K and W (C, D) hold the keys k and the vectors w of a block, and U solves
         (I + tril(diag(beta) W W^T, -1)) U = diag(beta) [tril(W K^T, -1) | W].
-    The three results have the leading axes (N, B*G): [K; W] (2C, D), U (C, C + D), and [K^T | I] - W^T U (D, C + D).
-    The last one holds the keys transformed to the end of the block, and then the product of the block's H.
+    The three results have the leading axes (N, B*G): [K; W] (2C, D), U (C, C + D), and [K^T | I] -
+    W^T U (D, C + D). The last one holds the keys transformed to the end of the block, and then the
+    product of the block's H.
     """
     D = k_BGTD.shape[-1]
     keys, w = (_blocks(x) for x in (k_BGTD, w_BGTD))
     wb = w * _blocks(beta_BGT[..., None])
     written = torch.cat([(wb @ keys.mT).tril(-1), wb], dim=-1)
     # With unitriangular=True the diagonal is not read.
-    solved = torch.linalg.solve_triangular((wb @ w.mT).tril(-1), written, upper=False, unitriangular=True)
+    solved = torch.linalg.solve_triangular(
+        (wb @ w.mT).tril(-1), written, upper=False, unitriangular=True
+    )
     unit = torch.eye(D, dtype=w.dtype, device=w.device).expand(*w.shape[:2], -1, -1)
     return torch.cat([keys, w], dim=2), solved, torch.cat([keys.mT, unit], dim=-1) - w.mT @ solved
 
 
-def scores_through_reflections(q_BHrD: Tensor, tokens: slice, local: Tensor, solved: Tensor, carried: Tensor) -> Tensor:
+def scores_through_reflections(
+    q_BHrD: Tensor, tokens: slice, local: Tensor, solved: Tensor, carried: Tensor
+) -> Tensor:
     """Return the scores (B, H, r, t) of the queries at `tokens` with all keys up to the last query.
 
-    `local`, `solved` and `carried` are the results of `blocks_of_reflections`. Scores of keys after a query are
-    meaningless, but finite.
+    `local`, `solved` and `carried` are the results of `blocks_of_reflections`. Scores of keys after
+    a query are meaningless, but finite.
     """
     (B, _, r, D), C, first = q_BHrD.shape, BLOCK, tokens.start
     count = -(-tokens.stop // C)
-    # The R queries of a token are adjacent, so that the queries of a block, and those of later blocks, are slices.
+    # The R queries of a token are adjacent, so that the queries of a block, and those of later
+    # blocks, are slices.
     q_ArRD = (q_BHrD.to(local.dtype) * D**-0.5).reshape(local.shape[1], -1, r, D).transpose(1, 2)
     R = q_ArRD.shape[2]
     q_AxD = q_ArRD.reshape(len(q_ArRD), r * R, D)
     local, solved, carried = (x[:count].unbind(0) for x in (local, solved, carried))
-    later, columns = q_AxD[:, r * R :], []
+    later = q_AxD[:, r * R :]
+    columns = []
     for j in reversed(range(count)):
         low, high = (min(max(x * C - first, 0), r) for x in (j, j + 1))
         parts = [q_AxD.new_zeros(len(q_AxD), low * R, C)]
-        of_later, later = (later @ carried[j]).split([C, D], dim=-1) if later.shape[1] else (later[..., :0], later)
+        of_later, later = (
+            (later @ carried[j]).split([C, D], dim=-1)
+            if later.shape[1]
+            else (later[..., :0], later)
+        )
         if low < high:
             inside = q_AxD[:, low * R : high * R]
             products, of_w = (inside @ local[j].mT).split([C, C], dim=-1)
-            index = torch.arange(first + low - j * C, first + high - j * C, device=inside.device).repeat_interleave(R)
+            index = torch.arange(
+                first + low - j * C, first + high - j * C, device=inside.device
+            ).repeat_interleave(R)
             of_w = of_w.masked_fill(torch.arange(C, device=inside.device) > index[:, None], 0.0)
             reflected, start = (of_w @ solved[j]).split([C, D], dim=-1)
             parts.append(products - reflected)
@@ -104,6 +131,8 @@ def scores_through_reflections(q_BHrD: Tensor, tokens: slice, local: Tensor, sol
 
 
 def _blocks(x_BGTE: Tensor) -> Tensor:
-    """Split the tokens into blocks (N, B*G, C, E), and pad the last block with zeros; E is any width."""
+    """Split the tokens into blocks (N, B*G, C, E), and pad the last block with zeros; E is any
+    width.
+    """
     x = F.pad(x_BGTE, (0, 0, 0, -x_BGTE.shape[2] % BLOCK)).flatten(0, 1)
     return x.unflatten(1, (-1, BLOCK)).transpose(0, 1)

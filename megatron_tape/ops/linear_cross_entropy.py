@@ -1,11 +1,13 @@
-"""Output layer and cross-entropy, computed in chunks of tokens, so that the logits of all tokens never exist at once.
+"""Output layer and cross-entropy, computed in chunks of tokens, so that the logits of all tokens
+never exist at once.
 
-The forward pass also computes the gradients, chunk by chunk, as Liger does (Hsu et al., 2024); the backward pass only
-scales them. Recomputing logits in the backward pass would take another matrix product. The vocabulary and the tokens
-may be sharded over a group of ranks. On GPUs, Liger's kernels can compute the elementwise operations.
+The forward pass also computes the gradients, chunk by chunk, as Liger does (Hsu et al., 2024); the
+backward pass only scales them. Recomputing logits in the backward pass would take another matrix
+product. The vocabulary and the tokens may be sharded over a group of ranks. On GPUs, Liger's
+kernels can compute the elementwise operations.
 
-Axes: S all tokens of a sequence, s this rank's tokens of a sequence, B batch, N = S * B, n tokens of a chunk, C hidden
-size, V this rank's shard of the vocabulary.
+Axes: S all tokens of a sequence, s this rank's tokens of a sequence, B batch, N = S * B, n tokens
+of a chunk, C hidden size, V this rank's shard of the vocabulary.
 """
 
 import torch
@@ -26,24 +28,35 @@ def linear_cross_entropy(
     first: int | None = None,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss of logits `hidden_sBC` @ `weight_VC`^T, each token's loss (B, S), and the z-loss.
+    """Return the loss of logits `hidden_sBC` @ `weight_VC`^T, each token's loss (B, S), and the
+    z-loss.
 
-    The loss is the mean of the tokens' cross-entropies or, with `weights_BS`, their weighted sum, in at least float32.
-    The z-loss is `z_loss` times the same mean or sum of log(sum(exp(logits)))^2 (PaLM, section 5). It is not added to
-    the returned loss, but its gradient is added to the loss's gradient. Only the loss is differentiable.
+    The loss is the mean of the tokens' cross-entropies or, with `weights_BS`, their weighted sum,
+    in at least float32. The z-loss is `z_loss` times the same mean or sum of
+    log(sum(exp(logits)))^2 (PaLM, section 5). It is not added to the returned loss, but its
+    gradient is added to the loss's gradient. Only the loss is differentiable.
 
-    The ranks of `group` hold equal shards of the vocabulary, in the order of ranks, and return the same loss. If s < S,
-    they also hold equal shards of the tokens. The gradient of `hidden_sBC` is summed over the group.
+    The ranks of `group` hold equal shards of the vocabulary, in the order of ranks, and return the
+    same loss. If s < S, they also hold equal shards of the tokens. The gradient of `hidden_sBC` is
+    summed over the group.
 
-    With `fused`, Liger's kernels compute in float32; they require a GPU and the package liger-kernel. `first` is the
-    label of the first row of `weight_VC`; default: rank * V.
+    With `fused`, Liger's kernels compute in float32; they require a GPU and the package
+    liger-kernel. `first` is the label of the first row of `weight_VC`; default: rank * V.
     """
     alone = group is None or group.size() == 1
     gradient = torch.is_grad_enabled()
     if first is None:
         first = 0 if alone else group.rank() * weight_VC.shape[0]
     return _LinearCrossEntropy.apply(
-        hidden_sBC, weight_VC, labels_BS, weights_BS, None if alone else group, fused, first, z_loss, gradient
+        hidden_sBC,
+        weight_VC,
+        labels_BS,
+        weights_BS,
+        None if alone else group,
+        fused,
+        first,
+        z_loss,
+        gradient,
     )
 
 
@@ -54,8 +67,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         whole = _gathered(hidden, group) if sharded_tokens else hidden
         needed = (gradient and needs for needs in ctx.needs_input_grad[:2])
         by_token = labels.T.flatten()
-        factors = None if weights is None else weights.T.flatten().to(_wide(hidden))
-        chunked = _ChunkedLoss(whole.flatten(0, 1), weight, by_token, factors, group, fused, first, z_loss)
+        if weights is None:
+            factors = None
+        else:
+            factors = weights.T.flatten().to(_wide(hidden))
+        chunked = _ChunkedLoss(
+            whole.flatten(0, 1), weight, by_token, factors, group, fused, first, z_loss
+        )
         losses, d_hidden, d_weight = chunked.run(*needed)
         if d_hidden is not None:
             d_hidden = d_hidden.view_as(whole)
@@ -72,7 +90,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_loss, *_):
-        # In place, to save memory: both are as large as the gradients. Autograd then refuses a second backward pass.
+        # In place, to save memory: both are as large as the gradients. Autograd then refuses a
+        # second backward pass.
         return (*(None if x is None else x.mul_(d_loss) for x in ctx.saved_tensors), *(None,) * 7)
 
 
@@ -90,9 +109,16 @@ class _ChunkedLoss:
         first: int,
         z_loss: float,
     ):
-        self._hidden, self._weight, self._labels, self._group = hidden_NC, weight_VC, labels_N, group
-        N, wide = hidden_NC.shape[0], _wide(hidden_NC)
-        self._factors = torch.full_like(labels_N, 1 / N, dtype=wide) if factors_N is None else factors_N
+        self._hidden = hidden_NC
+        self._weight = weight_VC
+        self._labels = labels_N
+        self._group = group
+        N = hidden_NC.shape[0]
+        wide = _wide(hidden_NC)
+        if factors_N is None:
+            self._factors = torch.full_like(labels_N, 1 / N, dtype=wide)
+        else:
+            self._factors = factors_N
         self._kernels = None
         if fused:
             from megatron_tape.ops.kernels import liger
@@ -102,14 +128,22 @@ class _ChunkedLoss:
         rows = labels_N - first
         self._other_shards = (rows < 0) | (rows >= weight_VC.shape[0])
         self._rows = rows.masked_fill(self._other_shards, 0)
-        self._z_factor, self.z_loss = z_loss, torch.zeros((), dtype=wide, device=hidden_NC.device)
+        self._z_factor = z_loss
+        self.z_loss = torch.zeros((), dtype=wide, device=hidden_NC.device)
 
-    def run(self, need_d_hidden: bool, need_d_weight: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the losses (N,) and, if needed, the gradients of the hidden states (N, C) and the weight (V, C)."""
-        hidden, weight = self._hidden, self._weight
-        N, size = hidden.shape[0], chunk_size(weight.shape[0])
+    def run(
+        self, need_d_hidden: bool, need_d_weight: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the losses (N,) and, if needed, the gradients of the hidden states (N, C) and the
+        weight (V, C).
+        """
+        hidden = self._hidden
+        weight = self._weight
+        N = hidden.shape[0]
+        size = chunk_size(weight.shape[0])
         losses = hidden.new_empty(N, dtype=_wide(hidden))
-        d_hidden, d_weight = torch.empty_like(hidden) if need_d_hidden else None, None
+        d_hidden = torch.empty_like(hidden) if need_d_hidden else None
+        d_weight = None
         for start in range(0, N, size):
             chunk = slice(start, min(start + size, N))
             logits = hidden[chunk] @ weight.T
@@ -128,15 +162,21 @@ class _ChunkedLoss:
         return losses, d_hidden, None if d_weight is None else d_weight.to(weight.dtype)
 
     def _losses(self, logits_nV: Tensor, chunk: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the losses (n,), exponentials (n, V), which may overwrite the logits, and their divisors (n,)."""
+        """Return the losses (n,), exponentials (n, V), which may overwrite the logits, and their
+        divisors (n,).
+        """
         largest = logits_nV.amax(-1).to(self._factors.dtype)
         if self._group is not None:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
         if self._kernels is not None:
-            exps, sums, of_label = self._kernels.exponentials(logits_nV, largest, self._labels[chunk], self._first)
+            exps, sums, of_label = self._kernels.exponentials(
+                logits_nV, largest, self._labels[chunk], self._first
+            )
         else:
             logits_nV.sub_(largest[:, None])
-            of_label = logits_nV.gather(1, self._rows[chunk, None])[:, 0].masked_fill(self._other_shards[chunk], 0.0)
+            of_label = logits_nV.gather(1, self._rows[chunk, None])[:, 0].masked_fill(
+                self._other_shards[chunk], 0.0
+            )
             exps = logits_nV.exp_()
             sums = exps.sum(-1)
         reduced = torch.stack([of_label, sums])
@@ -147,7 +187,8 @@ class _ChunkedLoss:
         if self._z_factor:
             log_z = sums.log() + largest
             self.z_loss += self._z_factor * (self._factors[chunk] * log_z.square()).sum()
-            # The z-loss adds 2 `z_loss` log_z times the softmax to the gradient; the softmax is exponentials / sums.
+            # The z-loss adds 2 `z_loss` log_z times the softmax to the gradient; the softmax is
+            # exponentials / sums.
             sums = sums / (1 + 2 * self._z_factor * log_z)
         return losses, exps, sums
 
@@ -155,7 +196,9 @@ class _ChunkedLoss:
         """Return the gradient of the logits (n, V), which overwrites their exponentials."""
         factors = self._factors[chunk]
         if self._kernels is not None:
-            return self._kernels.to_gradients(exponentials_nV, sums, self._labels[chunk], factors, self._first)
+            return self._kernels.to_gradients(
+                exponentials_nV, sums, self._labels[chunk], factors, self._first
+            )
         exponentials_nV.mul_((factors / sums)[:, None])
         of_label = -factors.masked_fill(self._other_shards[chunk], 0.0)
         return exponentials_nV.scatter_add_(1, self._rows[chunk, None], of_label[:, None])
@@ -166,12 +209,18 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _added(total: Tensor | None, left: Tensor, right: Tensor, only: bool) -> Tensor:
-    """Return `total` + left @ right. A new total (None) has at least float32 unless this is the `only` product."""
+    """Return `total` + left @ right. A new total (None) has at least float32 unless this is the
+    `only` product.
+    """
     if total is None:
         product = left @ right
-        return product if only else product.to(_wide(right))
+        if only:
+            return product
+        return product.to(_wide(right))
     # Each product of bf16 matrices is rounded to bf16, but their sum is not.
-    return total.addmm_(left, right) if total.dtype == right.dtype else total.add_(left @ right)
+    if total.dtype == right.dtype:
+        return total.addmm_(left, right)
+    return total.add_(left @ right)
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,4 +1,5 @@
-"""Packed documents: which tokens may attend to which, computed once per batch and used by every layer.
+"""Packed documents: which tokens may attend to which, computed once per batch and used by every
+layer.
 
 Axes: S queries, T keys (the last S of them are the queries' own tokens), B batch.
 """
@@ -13,35 +14,49 @@ from torch import Tensor
 
 
 def document_bounds(documents_BT: Tensor) -> Tensor:
-    """Return int32 (2, B, T): for each token, the start of its document and the start of the next document.
+    """Return int32 (2, B, T): for each token, the start of its document and the start of the next
+    document.
 
-    `documents_BT` holds the number of each token's document, ascending along a sequence. Padding before a sequence
-    counts as a document, so an attention mask of zeros followed by ones can be passed. Raises ValueError if the numbers
-    decrease, which is checked only on CPUs.
+    `documents_BT` holds the number of each token's document, ascending along a sequence. Padding
+    before a sequence counts as a document, so an attention mask of zeros followed by ones can be
+    passed. Raises ValueError if the numbers decrease, which is checked only on CPUs.
     """
     documents_BT = documents_BT.contiguous().long()
     if documents_BT.device.type == "cpu" and (documents_BT.diff() < 0).any():
-        raise ValueError("documents_BT decreases within a row; number documents in ascending order and pad on the left")
+        raise ValueError(
+            "documents_BT decreases within a row; number documents in ascending order and pad on"
+            " the left"
+        )
     starts = torch.searchsorted(documents_BT, documents_BT)
     return torch.stack([starts, torch.searchsorted(documents_BT, documents_BT, right=True)]).int()
 
 
 def causal_mask(S: int, T: int, bounds_2BT: Tensor | None, device: torch.device) -> Tensor:
-    """Return the boolean mask (B or 1, 1, S, T), True for keys up to the query and, with bounds, in its document."""
+    """Return the boolean mask (B or 1, 1, S, T), True for keys up to the query and, with bounds, in
+    its document.
+    """
     keys = torch.arange(T, device=device)
     mask = (keys <= keys[T - S :, None])[None, None]
-    return mask if bounds_2BT is None else mask & (keys >= bounds_2BT[0, :, None, T - S :, None])
+    if bounds_2BT is None:
+        return mask
+    return mask & (keys >= bounds_2BT[0, :, None, T - S :, None])
 
 
-def additive_mask(S: int, T: int, bounds_2BT: Tensor | None, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return `causal_mask` as a bias: 0 where a query may attend to a key, minus infinity elsewhere."""
+def additive_mask(
+    S: int, T: int, bounds_2BT: Tensor | None, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """Return `causal_mask` as a bias: 0 where a query may attend to a key, minus infinity
+    elsewhere.
+    """
     mask = causal_mask(S, T, bounds_2BT, device)
     return torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(~mask, float("-inf"))
 
 
 @dataclass(frozen=True)
 class Packing:
-    """The documents of a batch of packed sequences, with a cache of derived masks that all layers share."""
+    """The documents of a batch of packed sequences, with a cache of derived masks that all layers
+    share.
+    """
 
     bounds_2BT: Tensor
     """The result of `document_bounds`."""
@@ -61,20 +76,24 @@ class Packing:
     def mask(self, S: int, dtype: torch.dtype) -> Tensor:
         """Return the `additive_mask` (B, 1, S, T) of the last S tokens."""
         bounds = self.bounds_2BT
-        return self.cached((S, dtype), lambda: additive_mask(S, bounds.shape[2], bounds, bounds.device, dtype))
+        return self.cached(
+            (S, dtype), lambda: additive_mask(S, bounds.shape[2], bounds, bounds.device, dtype)
+        )
 
     def first_seen(self, S: int) -> list[int]:
-        """Return, for each of the last S tokens, the first key that it may attend to in any sequence of the batch.
+        """Return, for each of the last S tokens, the first key that it may attend to in any
+        sequence of the batch.
 
         The first call synchronizes the host with the device.
         """
         return self.cached(("first", S), lambda: self.bounds_2BT[0, :, -S:].amin(0).tolist())
 
     def lengths(self, S: int) -> tuple[Tensor, Tensor, int, int]:
-        """Return flash-attn's cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k of the documents.
+        """Return flash-attn's cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k of the
+        documents.
 
-        The sequences of the batch are concatenated; the queries are the last S tokens of each. The first call
-        synchronizes the host with the device.
+        The sequences of the batch are concatenated; the queries are the last S tokens of each. The
+        first call synchronizes the host with the device.
         """
         return self.cached(("lengths", S), lambda: self._lengths(S))
 

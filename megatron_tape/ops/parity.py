@@ -1,4 +1,6 @@
-"""Check kernels on a device: errors relative to float64 may be at most twice those of plain torch in the same dtype."""
+"""Check kernels on a device: errors relative to float64 may be at most twice those of plain torch
+in the same dtype.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,16 +22,20 @@ from megatron_tape.ops.position_update import fits_fused, fused_update, plain_up
 from megatron_tape.ops.swiglu import swiglu
 
 FLOOR = {torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-4}
-"""Relative error that is always allowed, since plain torch may be exact by chance for small tensors."""
+"""Relative error that is always allowed, since plain torch may be exact by chance for small
+tensors.
+"""
 
 ROWS = 16
-"""Rows (of the first axis) per block. Each block is compared separately, in addition to the whole tensor."""
+"""Rows (of the first axis) per block. Each block is compared separately, in addition to the whole
+tensor.
+"""
 
 LENGTH = 272
 """Sequence length in checks of attention: several tiles of each kernel and a partial one."""
 LENGTHS = (LENGTH, 192)
-"""Sequence lengths in checks of the backends in `LIBRARIES`. 192 is 64 modulo 128; at such lengths a cuDNN kernel
-returned NaN (pytorch issue 196678)."""
+"""Sequence lengths in checks of the backends in `LIBRARIES`. 192 is 64 modulo 128; at such lengths
+a cuDNN kernel returned NaN (pytorch issue 196678)."""
 
 PACKED = " of packed documents"
 """Suffix of the names of checks with packed documents."""
@@ -40,7 +46,9 @@ Function = Callable[..., Outputs]
 
 @dataclass(frozen=True)
 class Deviation:
-    """Relative error of one of a kernel's outputs or gradients, and the `rounding` error of plain torch."""
+    """Relative error of one of a kernel's outputs or gradients, and the `rounding` error of plain
+    torch.
+    """
 
     tensor: int
     """Index in the list of outputs followed by gradients."""
@@ -56,24 +64,34 @@ class Deviation:
         return self.error <= self.allowed
 
     def __str__(self) -> str:
-        where = "" if self.rows is None else f", rows {self.rows[0]} to {self.rows[1]}"
+        if self.rows is None:
+            where = ""
+        else:
+            where = f", rows {self.rows[0]} to {self.rows[1]}"
         allowed = f"allowed: {self.allowed:.1e}, plain torch: {self.rounding:.1e}"
         return f"tensor {self.tensor}{where} is off by {self.error:.1e} ({allowed})"
 
 
-def deviations(ours: Function, plain: Function, inputs: list[Tensor], dtype: torch.dtype) -> Iterator[Deviation]:
-    """Yield the deviations of `ours` from `plain` in float64, compared with those of `plain` in `dtype`.
+def deviations(
+    ours: Function, plain: Function, inputs: list[Tensor], dtype: torch.dtype
+) -> Iterator[Deviation]:
+    """Yield the deviations of `ours` from `plain` in float64, compared with those of `plain` in
+    `dtype`.
 
-    Both functions map `inputs` to tensors or None. All outputs are compared and, for random gradients of the outputs,
-    the gradients of all inputs. Each tensor is compared as a whole and in blocks of `ROWS` rows, since an error in a
-    few rows would vanish in the norm of the whole tensor.
+    Both functions map `inputs` to tensors or None. All outputs are compared and, for random
+    gradients of the outputs, the gradients of all inputs. Each tensor is compared as a whole and in
+    blocks of `ROWS` rows, since an error in a few rows would vanish in the norm of the whole
+    tensor.
     """
 
     def run(function: Function, in_dtype: torch.dtype | None) -> list[Tensor]:
         leaves = [x.detach().to(in_dtype or x.dtype).requires_grad_() for x in inputs]
         outputs = [x for x in function(*leaves) if x is not None]
         generator = torch.Generator(outputs[0].device).manual_seed(1)
-        directions = [torch.randn(x.shape, generator=generator, device=x.device).to(dtype).to(x) for x in outputs]
+        directions = [
+            torch.randn(x.shape, generator=generator, device=x.device).to(dtype).to(x)
+            for x in outputs
+        ]
         torch.autograd.backward(outputs, directions)
         gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
         return [x.detach().double() for x in (*outputs, *gradients)]
@@ -82,22 +100,36 @@ def deviations(ours: Function, plain: Function, inputs: list[Tensor], dtype: tor
     for index, tensors in enumerate(zip(*results, strict=True)):
         length = len(tensors[0])
         for first in (None, *range(0, length, ROWS)):
-            block = None if first is None else (first, min(first + ROWS, length) - 1)
-            our, theirs, truth = (x if block is None else x[block[0] : block[1] + 1] for x in tensors)
-            # At least the norm of ones, since the size of a gradient of mere rounding errors is meaningless.
+            if first is None:
+                block = None
+            else:
+                block = (first, min(first + ROWS, length) - 1)
+            our, theirs, truth = (
+                x if block is None else x[block[0] : block[1] + 1] for x in tensors
+            )
+            # At least the norm of ones, since the size of a gradient of mere rounding errors is
+            # meaningless.
             size = truth.norm().clamp(min=truth.numel() ** 0.5)
             error, rounding = (float((x - truth).norm() / size) for x in (our, theirs))
             yield Deviation(index, block, error, rounding, 2 * rounding + FLOOR[dtype])
 
 
-def inexact(ours: Function, plain: Function, inputs: list[Tensor], dtype: torch.dtype) -> str | None:
-    """Return a sentence about the first of the `deviations` that is not exact, or None if all are."""
-    return next((str(each) for each in deviations(ours, plain, inputs, dtype) if not each.exact), None)
+def inexact(
+    ours: Function, plain: Function, inputs: list[Tensor], dtype: torch.dtype
+) -> str | None:
+    """Return a sentence about the first of the `deviations` that is not exact, or None if all
+    are.
+    """
+    return next(
+        (str(each) for each in deviations(ours, plain, inputs, dtype) if not each.exact), None
+    )
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """What determines the kernels that a model compiles: its sizes (heads and groups of all ranks) and options."""
+    """What determines the kernels that a model compiles: its sizes (heads and groups of all ranks)
+    and options.
+    """
 
     heads: int
     groups: int
@@ -115,7 +147,9 @@ class Shapes:
 
     @property
     def local(self) -> tuple[int, int]:
-        """Query heads and key/value groups per rank in attention, where context parallelism divides them too."""
+        """Query heads and key/value groups per rank in attention, where context parallelism divides
+        them too.
+        """
         heads, groups = (n // self.tensor_parallel_size for n in (self.heads, self.groups))
         ranks = self.context_parallel_size
         return heads // ranks, math.lcm(groups, ranks) // ranks
@@ -130,12 +164,16 @@ class Check(NamedTuple):
 
 
 def kernel_checks(
-    shapes: Shapes, dtype: torch.dtype, device: torch.device, length: int | None = None, tokens: int = 48
+    shapes: Shapes,
+    dtype: torch.dtype,
+    device: torch.device,
+    length: int | None = None,
+    tokens: int = 48,
 ) -> dict[str, Check]:
     """Return the checks of the project's Triton kernels by name.
 
-    Attention is checked on two sequences of `length` tokens (default: `LENGTH`), the position update on `tokens`
-    tokens.
+    Attention is checked on two sequences of `length` tokens (default: `LENGTH`), the position
+    update on `tokens` tokens.
     """
     checks = attention_checks("triton", shapes, dtype, device, length or LENGTH)
     return checks | update_checks(shapes, dtype, device, tokens)
@@ -144,15 +182,29 @@ def kernel_checks(
 def attention_checks(
     backend: str, shapes: Shapes, dtype: torch.dtype, device: torch.device, length: int
 ) -> dict[str, Check]:
-    """Return checks of `backend` against naive by name, on two sequences of `length` tokens, packed and not packed."""
-    draw, averages, dim, (H, G) = _drawing(dtype, device), shapes.averages, shapes.head_dim, shapes.local
+    """Return checks of `backend` against naive by name, on two sequences of `length` tokens, packed
+    and not packed.
+    """
+    draw, averages, dim, (H, G) = (
+        _drawing(dtype, device),
+        shapes.averages,
+        shapes.head_dim,
+        shapes.local,
+    )
     *qkv, z = (draw(length, 2, n, dim) for n in (H, G, G, G))
     checks = {}
-    # The first layer's state needs no gradient and the last layer's is not averaged; both cases have separate kernels.
-    layers = {"": (True, True), " in the first layer": (True, False), " in the last layer": (False, True)}
+    # The first layer's state needs no gradient and the last layer's is not averaged; both cases
+    # have separate kernels.
+    layers = {
+        "": (True, True),
+        " in the first layer": (True, False),
+        " in the last layer": (False, True),
+    }
     for where, (average, learned) in layers.items() if averages else [("", (False, False))]:
 
-        def attend(backend: str, packing: Packing | None, *tensors: Tensor, average: bool = average) -> Outputs:
+        def attend(
+            backend: str, packing: Packing | None, *tensors: Tensor, average: bool = average
+        ) -> Outputs:
             state = () if len(tensors) == 4 else (z.to(tensors[0]),)
             return attention(*tensors, *state, average, packing, backend)  # type: ignore[call-arg]
 
@@ -160,33 +212,55 @@ def attention_checks(
     return checks
 
 
-def update_checks(shapes: Shapes, dtype: torch.dtype, device: torch.device, tokens: int = 48) -> dict[str, Check]:
-    """Return the check of the fused position update by name, or nothing if the model cannot use it."""
-    draw, heads, groups, dim, P = _drawing(dtype, device), shapes.heads, shapes.groups, shapes.head_dim, shapes.inner
+def update_checks(
+    shapes: Shapes, dtype: torch.dtype, device: torch.device, tokens: int = 48
+) -> dict[str, Check]:
+    """Return the check of the fused position update by name, or nothing if the model cannot use
+    it.
+    """
+    draw = _drawing(dtype, device)
+    heads = shapes.heads
+    groups = shapes.groups
+    dim = shapes.head_dim
+    P = shapes.inner
     if not (shapes.averages and fits_fused(groups, heads)):
         return {}
     mixing = (groups, heads) if shapes.full_mixing else (heads,)
     states = [draw(tokens, *sizes) for sizes in ((groups, dim), (heads, dim), (P,))]
     matrices = [draw(*shape) * shape[-1] ** -0.5 for shape in (mixing, (P, groups), (groups, P))]
-    fused, plain = (partial(_update, function, shapes.fp32_state) for function in (fused_update, plain_update))
+    fused, plain = (
+        partial(_update, function, shapes.fp32_state) for function in (fused_update, plain_update)
+    )
     return {"position update": Check(fused, plain, [*states, *matrices])}
 
 
-def score_checks(backend: str, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> dict[str, Check]:
+def score_checks(
+    backend: str, shapes: Shapes, dtype: torch.dtype, device: torch.device
+) -> dict[str, Check]:
     """Return the checks of `backend`, flex or fla, by name.
 
-    They cover reflections with and without gates if `shapes.reflects`, otherwise gates and, for flex, a learned bias.
+    They cover reflections with and without gates if `shapes.reflects`, otherwise gates and, for
+    flex, a learned bias.
     """
     draw, (H, G), dim = _drawing(dtype, device), shapes.local, shapes.head_dim
-    qkv, logits = [draw(LENGTH, 2, n, dim) for n in (H, G, G)], draw(LENGTH, 2, H)
+    qkv = [draw(LENGTH, 2, n, dim) for n in (H, G, G)]
+    logits = draw(LENGTH, 2, H)
     if shapes.reflects:
         tensors = [*qkv, draw(LENGTH, 2, G, dim), draw(LENGTH, 2, G)]
-        inputs = {" through reflections": tensors, " through reflections with gates": [*tensors, logits]}
-        checks = [_of_attention(name, _with_reflections, backend, "naive", x) for name, x in inputs.items()]
+        inputs = {
+            " through reflections": tensors,
+            " through reflections with gates": [*tensors, logits],
+        }
+        checks = [
+            _of_attention(name, _with_reflections, backend, "naive", x)
+            for name, x in inputs.items()
+        ]
     else:
         checks = [_of_attention(" with gates", _with_gates, backend, "naive", [*qkv, logits])]
         if POINTWISE in BACKENDS[backend].can:
-            checks.append(_of_attention(" with a bias", _with_bias, backend, "naive", [*qkv, draw(40, H)]))
+            checks.append(
+                _of_attention(" with a bias", _with_bias, backend, "naive", [*qkv, draw(40, H)])
+            )
     return {name: check for each in checks for name, check in each.items()}
 
 
@@ -198,12 +272,17 @@ def _drawing(dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
 def _of_attention(
     name: str, attend: Callable[..., Outputs], backend: str, plain: str, inputs: list[Tensor]
 ) -> dict[str, Check]:
-    """Return checks of `attend(backend, packing, *inputs)` against backend `plain`, without and with packing."""
-    length, device = len(inputs[0]), inputs[0].device
+    """Return checks of `attend(backend, packing, *inputs)` against backend `plain`, without and
+    with packing.
+    """
+    length = len(inputs[0])
+    device = inputs[0].device
     starts = torch.tensor([[3 * length // 8], [5 * length // 8 + 1]], device=device)
     packings = {"": None, PACKED: Packing.of(torch.arange(length, device=device) >= starts)}
     return {
-        f"attention{name}{suffix}": Check(partial(attend, backend, packing), partial(attend, plain, packing), inputs)
+        f"attention{name}{suffix}": Check(
+            partial(attend, backend, packing), partial(attend, plain, packing), inputs
+        )
         for suffix, packing in packings.items()
     }
 
@@ -222,7 +301,9 @@ def _with_bias(backend: str, packing: Packing | None, *tensors: Tensor) -> Outpu
     q, k, v, learned = tensors
 
     def tile(rows: slice, columns: slice, table: Tensor) -> Tensor:
-        queries, keys = (torch.arange(x.start, x.stop, device=table.device) for x in (rows, columns))
+        queries, keys = (
+            torch.arange(x.start, x.stop, device=table.device) for x in (rows, columns)
+        )
         return table[(queries[:, None] - keys).clamp(0, 39)].permute(2, 0, 1)[None]
 
     def score(b: Tensor, h: Tensor, q: Tensor, k: Tensor, table: Tensor) -> Tensor:
@@ -232,31 +313,43 @@ def _with_bias(backend: str, packing: Packing | None, *tensors: Tensor) -> Outpu
 
 
 def _with_reflections(backend: str, packing: Packing | None, *tensors: Tensor) -> Outputs:
-    """Return attention with reflections; `tensors` are q, k, v, w, the logits of beta and, optionally, of gates.
+    """Return attention with reflections; `tensors` are q, k, v, w, the logits of beta and,
+    optionally, of gates.
 
     The naive backend rounds its precomputed tensors to the keys' dtype, as a kernel does.
     """
     q, k, v, w, betas, *logits = tensors
-    reflections = through_reflections(lambda w, betas: (normalize(w, dim=-1), 2 * betas.sigmoid()), (w, betas))
+    reflections = through_reflections(
+        lambda w, betas: (normalize(w, dim=-1), 2 * betas.sigmoid()), (w, betas)
+    )
     if backend == "naive":
         exact = reflections.prepare
-        reflections = replace(reflections, prepare=lambda q, k, *xs: tuple(x.to(k.dtype) for x in exact(q, k, *xs)))
+        reflections = replace(
+            reflections, prepare=lambda q, k, *xs: tuple(x.to(k.dtype) for x in exact(q, k, *xs))
+        )
     gates = _gates(logits[0]) if logits else None
-    return attention(q, k, v, None, False, packing, backend, rescore=reflections, log_gate_TBH=gates)
+    return attention(
+        q, k, v, None, False, packing, backend, rescore=reflections, log_gate_TBH=gates
+    )
 
 
-def _update(function: Callable[..., Tensor], fp32_state: bool, z: Tensor, *tensors: Tensor) -> Outputs:
-    """Return the updated state. With `fp32_state`, z is in fp32, with values that a 16-bit dtype cannot represent."""
+def _update(
+    function: Callable[..., Tensor], fp32_state: bool, z: Tensor, *tensors: Tensor
+) -> Outputs:
+    """Return the updated state. With `fp32_state`, z is in fp32, with values that a 16-bit dtype
+    cannot represent.
+    """
     return [function(z.float() * 1.0001 if fp32_state and z.dtype.itemsize < 4 else z, *tensors)]
 
 
 def backend_fails(
     backend: str, shapes: Shapes, dtype: torch.dtype, device: torch.device, packed: bool = True
 ) -> str | None:
-    """Return why `backend` fails on `device` for a model of `shapes`, as the predicate of a sentence, or None.
+    """Return why `backend` fails on `device` for a model of `shapes`, as the predicate of a
+    sentence, or None.
 
-    This compiles and runs the backend's kernels and compares them with plain torch. For the backends in `LIBRARIES`,
-    packed documents are checked only if `packed` is True.
+    This compiles and runs the backend's kernels and compares them with plain torch. For the
+    backends in `LIBRARIES`, packed documents are checked only if `packed` is True.
     """
     if backend in ("flex", "fla"):
         checks = [score_checks(backend, shapes, dtype, device)]
@@ -271,23 +364,34 @@ def backend_fails(
     return None
 
 
-def first_failure(checks: Mapping[str, Check], dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why the first kernel that fails its check cannot be used, as the predicate of a sentence, or None."""
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+def first_failure(
+    checks: Mapping[str, Check], dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Return why the first kernel that fails its check cannot be used, as the predicate of a
+    sentence, or None.
+    """
+    if device.type == "cuda":
+        where = torch.cuda.get_device_name(device)
+    else:
+        where = device.type
     for name, check in checks.items():
         try:
             why = inexact(*check, dtype)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a compiler may raise anything
-            why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
+            why = (
+                f"{type(error).__name__}:"
+                f" {str(error).splitlines()[0] if str(error) else 'no reason given'}"
+            )
         if why:
             return f"does not work here ({name} on {where}; {why})"
     return None
 
 
 def loss_check(vocabulary: int, dtype: torch.dtype, device: torch.device) -> Check:
-    """Return the check of Liger's kernels, for an unsharded vocabulary and for the second of two shards.
+    """Return the check of Liger's kernels, for an unsharded vocabulary and for the second of two
+    shards.
 
     `vocabulary` is the size of this rank's shard, for which the kernels are compiled.
     """
@@ -299,7 +403,9 @@ def loss_check(vocabulary: int, dtype: torch.dtype, device: torch.device) -> Che
 
     def losses(fused: bool, hidden: Tensor, weight: Tensor) -> list[Tensor]:
         of_shards = [
-            linear_cross_entropy(hidden, weight, targets, weights, fused=fused, first=first, z_loss=0.1)[0]
+            linear_cross_entropy(
+                hidden, weight, targets, weights, fused=fused, first=first, z_loss=0.1
+            )[0]
             for targets, first in ((labels % vocabulary, 0), (labels, vocabulary))
         ]
         return [torch.stack(of_shards)]
@@ -313,4 +419,6 @@ def swiglu_check(width: int, dtype: torch.dtype, device: torch.device) -> Check:
     def run(fused: bool, gate_and_up: Tensor) -> list[Tensor]:
         return [swiglu(gate_and_up, fused)]
 
-    return Check(partial(run, True), partial(run, False), [_drawing(dtype, device)(35, 2, 2 * width)])
+    return Check(
+        partial(run, True), partial(run, False), [_drawing(dtype, device)(35, 2, 2 * width)]
+    )

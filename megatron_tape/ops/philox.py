@@ -1,9 +1,11 @@
-"""Random matrices whose parts can be generated independently: an element depends only on a key, its row and column.
+"""Random matrices whose parts can be generated independently: an element depends only on a key, its
+row and column.
 
-This is Philox4x32-10 ("Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) on int64 tensors. The counter (column //
-4, row, 0, 0) generates four adjacent columns of a row. Normal numbers use the Box-Muller transform. Its logarithm, sine
-and cosine use only additions, multiplications, divisions and square roots, whose results IEEE 754 defines exactly. All
-devices therefore agree bit for bit, which they do not for torch's own functions.
+This is Philox4x32-10 ("Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) on int64 tensors. The
+counter (column // 4, row, 0, 0) generates four adjacent columns of a row. Normal numbers use the
+Box-Muller transform. Its logarithm, sine and cosine use only additions, multiplications, divisions
+and square roots, whose results IEEE 754 defines exactly. All devices therefore agree bit for bit,
+which they do not for torch's own functions.
 """
 
 import hashlib
@@ -12,10 +14,12 @@ import math
 import torch
 from torch import Tensor
 
-MULTIPLIERS, INCREMENTS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 LOW = 0xFFFFFFFF
-MANTISSA_BITS, SQRT_HALF_BITS = 23, 0x3F3504F3  # of float32
+MANTISSA_BITS = 23
+SQRT_HALF_BITS = 0x3F3504F3  # of float32
 Key = tuple[int, int]
 
 
@@ -25,22 +29,35 @@ def key_of(*parts: object) -> Key:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Key) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return four random 32-bit words for each counter of four 32-bit words, all as int64; the shapes broadcast."""
+def philox(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Key
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return four random 32-bit words for each counter of four 32-bit words, all as int64; the
+    shapes broadcast.
+    """
     c0, c1, c2, c3 = (word.clone() for word in torch.broadcast_tensors(*counter))
     k0, k1 = key
     for _ in range(ROUNDS):
-        # Products may overflow into the sign bit; words are truncated to 32 bits before they are multiplied again.
-        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        torch.bitwise_right_shift(p1, 32, out=c0).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(LOW)
-        torch.bitwise_right_shift(p0, 32, out=c2).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(LOW)
-        c1, c3 = p1, p0
-        k0, k1 = (k0 + INCREMENTS[0]) & LOW, (k1 + INCREMENTS[1]) & LOW
+        # Products may overflow into the sign bit; words are truncated to 32 bits before they are
+        # multiplied again.
+        p0 = c0 * MULTIPLIERS[0]
+        p1 = c2 * MULTIPLIERS[1]
+        torch.bitwise_right_shift(p1, 32, out=c0).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(
+            LOW
+        )
+        torch.bitwise_right_shift(p0, 32, out=c2).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(
+            LOW
+        )
+        c1 = p1
+        c3 = p0
+        k0 = (k0 + INCREMENTS[0]) & LOW
+        k1 = (k1 + INCREMENTS[1]) & LOW
     return c0, c1 & LOW, c2, c3 & LOW
 
 
 def normal(key: Key, rows: range, columns: range, device: torch.device | str) -> Tensor:
-    """Return the block `rows` x `columns` of the standard normal float32 matrix of `key`, (len(rows), len(columns)).
+    """Return the block `rows` x `columns` of the standard normal float32 matrix of `key`,
+    (len(rows), len(columns)).
 
     Both ranges must have a step of 1. Absolute values are at most 6.8.
     """
@@ -52,11 +69,15 @@ def normal(key: Key, rows: range, columns: range, device: torch.device | str) ->
 
 
 def uniform(key: Key, rows: range, columns: range, device: torch.device | str) -> Tensor:
-    """Return the block `rows` x `columns` of the float32 matrix of `key`, uniform between 0 and 1; see `normal`."""
+    """Return the block `rows` x `columns` of the float32 matrix of `key`, uniform between 0 and 1;
+    see `normal`.
+    """
     return _crop(_unit(torch.stack(_words(key, rows, columns, device), dim=-1)), columns)
 
 
-def _words(key: Key, rows: range, columns: range, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _words(
+    key: Key, rows: range, columns: range, device: torch.device | str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     block = torch.arange(columns.start // 4, -(-columns.stop // 4), device=device)
     row = torch.arange(rows.start, rows.stop, device=device)[:, None]
     zero = torch.zeros((), dtype=torch.int64, device=device)
@@ -64,7 +85,9 @@ def _words(key: Key, rows: range, columns: range, device: torch.device | str) ->
 
 
 def _crop(numbers: Tensor, columns: range) -> Tensor:
-    """Return the numbers (rows, columns) of `columns` out of blocks of four columns, (rows, blocks, 4)."""
+    """Return the numbers (rows, columns) of `columns` out of blocks of four columns, (rows, blocks,
+    4).
+    """
     first = columns.start % 4
     return numbers.flatten(1)[:, first : first + len(columns)]
 
@@ -75,20 +98,26 @@ def _unit(word: Tensor) -> Tensor:
 
 
 def box_muller(first: Tensor, second: Tensor, pair: Tensor) -> None:
-    """Write two independent normal numbers into `pair` (..., 2) for the words `first` and `second` (...)."""
+    """Write two independent normal numbers into `pair` (..., 2) for the words `first` and `second`
+    (...).
+    """
     radius = _log(_unit(first)).mul_(-2.0).sqrt_()
     # The angle is between -pi/2 and pi/2. A negative radius yields the other half of the plane.
     radius = torch.where((second & 1).bool(), radius, -radius)
     angle = (second >> 1).float().mul_(2.0**-31).sub_(0.5).mul_(math.pi)
     square = angle * angle
     cosine = _polynomial(square, [(-1) ** i / math.factorial(2 * i) for i in range(8)])
-    sine = _polynomial(square, [(-1) ** i / math.factorial(2 * i + 1) for i in range(7)]).mul_(angle)
+    sine = _polynomial(square, [(-1) ** i / math.factorial(2 * i + 1) for i in range(7)]).mul_(
+        angle
+    )
     torch.mul(cosine, radius, out=pair[..., 0])
     torch.mul(sine, radius, out=pair[..., 1])
 
 
 def _log(x: Tensor) -> Tensor:
-    """Return the natural logarithm: the series of artanh, for a mantissa between sqrt(1/2) and sqrt(2)."""
+    """Return the natural logarithm: the series of artanh, for a mantissa between sqrt(1/2) and
+    sqrt(2).
+    """
     bits = x.view(torch.int32)
     exponent = (bits - SQRT_HALF_BITS) >> MANTISSA_BITS
     mantissa = (bits - (exponent << MANTISSA_BITS)).view(torch.float32)

@@ -1,7 +1,7 @@
 """The complex product of queries and keys with the position state.
 
-A vector of D reals holds F = D/2 complex numbers as [real | imaginary], the pairs (j, j + F) of RoPE's rotate-half.
-The reference is `megatron_tape.model.reference.rotate`.
+A vector of D reals holds F = D/2 complex numbers as [real | imaginary], the pairs (j, j + F) of
+RoPE's rotate-half. The reference is `megatron_tape.model.reference.rotate`.
 """
 
 import math
@@ -12,14 +12,18 @@ from torch.autograd.function import once_differentiable
 
 
 def rotate(x: Tensor, z: Tensor) -> Tensor:
-    """Return the product x * z of complex pairs; z (..., D) broadcasts over the leading axes of x (..., D)."""
+    """Return the product x * z of complex pairs; z (..., D) broadcasts over the leading axes of x
+    (..., D).
+    """
     x_re, x_im = x.chunk(2, dim=-1)
     z_re, z_im = z.chunk(2, dim=-1)
     return torch.cat([x_re * z_re - x_im * z_im, x_re * z_im + x_im * z_re], dim=-1)
 
 
 def rotate_groups(q_SBHD: Tensor, z_SBGD: Tensor) -> Tensor:
-    """Return the heads (S, B, H, D) of queries or keys, each rotated by the state of its group; G may be 1."""
+    """Return the heads (S, B, H, D) of queries or keys, each rotated by the state of its group; G
+    may be 1.
+    """
     groups = z_SBGD.shape[2]
     return rotate(q_SBHD.unflatten(2, (groups, -1)), z_SBGD.unsqueeze(3)).flatten(2, 3)
 
@@ -27,8 +31,8 @@ def rotate_groups(q_SBHD: Tensor, z_SBGD: Tensor) -> Tensor:
 def phases(p_SBG: Tensor, theta_F: Tensor, modulus: float, dtype: torch.dtype) -> Tensor:
     """Return modulus * exp(i p theta), (S, B, G, D) in `dtype`, for real positions p in float64.
 
-    Angles are computed and reduced modulo 2 pi in float64, so that the error does not grow with the position. Only the
-    positions are saved for the backward pass.
+    Angles are computed and reduced modulo 2 pi in float64, so that the error does not grow with the
+    position. Only the positions are saved for the backward pass.
     """
     return _Phases.apply(p_SBG, theta_F, modulus, dtype)
 
@@ -37,7 +41,8 @@ class _Phases(torch.autograd.Function):
     @staticmethod
     def forward(ctx, p, theta, modulus, dtype):
         ctx.save_for_backward(p, theta)
-        ctx.modulus, ctx.dtype = modulus, dtype
+        ctx.modulus = modulus
+        ctx.dtype = dtype
         return _phases(p, theta, modulus, dtype)
 
     @staticmethod
@@ -56,13 +61,17 @@ def _phases(p: Tensor, theta: Tensor, modulus: float, dtype: torch.dtype) -> Ten
 
 
 SHORTEST = 1e-3
-"""Smallest modulus that `with_modulus` normalizes; it scales smaller numbers linearly, which bounds the gradients."""
+"""Smallest modulus that `with_modulus` normalizes; it scales smaller numbers linearly, which bounds
+the gradients.
+"""
 
 
 def with_modulus(z: Tensor, modulus: float) -> Tensor:
-    """Return the complex numbers z (..., D) scaled to `modulus`, saving only z for the backward pass.
+    """Return the complex numbers z (..., D) scaled to `modulus`, saving only z for the backward
+    pass.
 
-    Numbers with a modulus below `SHORTEST` are multiplied by modulus / SHORTEST, so that gradients are finite at zero.
+    Numbers with a modulus below `SHORTEST` are multiplied by modulus / SHORTEST, so that gradients
+    are finite at zero.
     """
     return _WithModulus.apply(z, modulus)
 
@@ -87,7 +96,9 @@ class _WithModulus(torch.autograd.Function):
 
 
 def _moduli(z: Tensor) -> Tensor:
-    return torch.hypot(*(part if z.dtype is torch.float64 else part.float() for part in z.chunk(2, dim=-1)))
+    return torch.hypot(
+        *(part if z.dtype is torch.float64 else part.float() for part in z.chunk(2, dim=-1))
+    )
 
 
 def _twice(x: Tensor) -> Tensor:

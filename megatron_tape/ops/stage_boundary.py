@@ -1,7 +1,8 @@
-"""Pack hidden states and position state into the single tensor that a pipeline stage sends to the next one.
+"""Pack hidden states and position state into the single tensor that a pipeline stage sends to the
+next one.
 
-Nothing is rounded: if hidden states are in bf16, a float32 state and its gradient are sent as pairs of bf16 numbers
-with the same bits.
+Nothing is rounded: if hidden states are in bf16, a float32 state and its gradient are sent as pairs
+of bf16 numbers with the same bits.
 
 Axes: s tokens of this rank, B batch, C hidden size, T tokens of the state (s or a multiple of it).
 """
@@ -11,33 +12,56 @@ from torch import Tensor
 
 
 def pack(hidden_sBC: Tensor, state: Tensor) -> Tensor:
-    """Concatenate hidden states and the bits of the state (T, B, ...) into (s, B, C + `packed_width`)."""
+    """Concatenate hidden states and the bits of the state (T, B, ...) into (s, B, C +
+    `packed_width`).
+    """
     return _Pack.apply(hidden_sBC, state)
 
 
-def unpack(packed: Tensor, hidden_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Split the result of `pack` into hidden states (s, B, `hidden_size`) and a state of `shape` and `dtype`."""
+def unpack(
+    packed: Tensor, hidden_size: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Split the result of `pack` into hidden states (s, B, `hidden_size`) and a state of `shape`
+    and `dtype`.
+    """
     return _Unpack.apply(packed, hidden_size, shape, dtype)
 
 
-def packed_width(shape: tuple[int, ...], state_dtype: torch.dtype, tokens: int, dtype: torch.dtype) -> int:
-    """Return the elements per token that a state of `shape` adds to hidden states of `dtype`; `tokens` is s."""
+def packed_width(
+    shape: tuple[int, ...], state_dtype: torch.dtype, tokens: int, dtype: torch.dtype
+) -> int:
+    """Return the elements per token that a state of `shape` adds to hidden states of `dtype`;
+    `tokens` is s.
+    """
     return torch.Size(shape).numel() // (tokens * shape[1]) * state_dtype.itemsize // dtype.itemsize
 
 
 def _join(hidden_sBC: Tensor, state: Tensor) -> Tensor:
-    by_token = _with_strides_of_its_shape(state.unflatten(0, (-1, len(hidden_sBC))).movedim(0, 2)).flatten(2)
+    by_token = _with_strides_of_its_shape(
+        state.unflatten(0, (-1, len(hidden_sBC))).movedim(0, 2)
+    ).flatten(2)
     return torch.cat([hidden_sBC, by_token.view(hidden_sBC.dtype)], dim=2)
 
 
-def _cut(packed: Tensor, hidden_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    hidden_sBC, by_token = packed[..., :hidden_size], packed[..., hidden_size:]
-    state = _with_strides_of_its_shape(by_token).view(dtype).unflatten(2, (-1, *shape[2:])).movedim(2, 0).flatten(0, 1)
+def _cut(
+    packed: Tensor, hidden_size: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    hidden_sBC = packed[..., :hidden_size]
+    by_token = packed[..., hidden_size:]
+    state = (
+        _with_strides_of_its_shape(by_token)
+        .view(dtype)
+        .unflatten(2, (-1, *shape[2:]))
+        .movedim(2, 0)
+        .flatten(0, 1)
+    )
     return hidden_sBC.contiguous(), state.contiguous()
 
 
 def _with_strides_of_its_shape(tensor: Tensor) -> Tensor:
-    """Return a copy that can be viewed as another dtype; `contiguous` keeps the strides of axes of size 1."""
+    """Return a copy that can be viewed as another dtype; `contiguous` keeps the strides of axes of
+    size 1.
+    """
     return tensor.clone(memory_format=torch.contiguous_format)
 
 

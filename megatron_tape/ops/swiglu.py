@@ -7,7 +7,9 @@ from torch.autograd.function import once_differentiable
 
 
 def swiglu(gate_and_up: Tensor, fused: bool = False) -> Tensor:
-    """Return silu(gate) * up (..., F) for the concatenated [gate | up] (..., 2F); `fused` uses a Triton kernel."""
+    """Return silu(gate) * up (..., F) for the concatenated [gate | up] (..., 2F); `fused` uses a
+    Triton kernel.
+    """
     return _SwiGLU.apply(gate_and_up, fused)
 
 

@@ -1,6 +1,8 @@
-"""All patches of DeepSpeed 0.19.8. Each docstring says why the patch is needed, and when it is no longer needed.
+"""All patches of DeepSpeed 0.19.8. Each docstring says why the patch is needed, and when it is no
+longer needed.
 
-A patch of a module lasts until the process ends. A patch of an engine or an optimizer changes only this object.
+A patch of a module lasts until the process ends. A patch of an engine or an optimizer changes only
+this object.
 """
 
 import functools
@@ -16,21 +18,27 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import comm
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zero import partition_parameters, stage3
-from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, AllGatherHandle, ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import (
+    AllGatherCoalescedHandle,
+    AllGatherHandle,
+    ZeroParamStatus,
+)
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from torch import Tensor
 from torch.nn import Parameter
 
 Waiting = Callable[[], AbstractContextManager]
-"""A function whose context is entered while a rank waits for others, for example to measure the time."""
+"""A function whose context is entered while a rank waits for others, for example to measure the
+time.
+"""
 
 
 def skip_inference_op_build() -> None:
     """Keep DeepSpeed from compiling its shared-memory collectives when it starts without CUDA.
 
-    Compilation takes half a minute and requires a C++ compiler, but only inference uses these collectives. Unnecessary
-    once DeepSpeed compiles them on first use.
+    Compilation takes half a minute and requires a C++ compiler, but only inference uses these
+    collectives. Unnecessary once DeepSpeed compiles them on first use.
     """
     builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
     if builder is not None:
@@ -47,7 +55,8 @@ def destroy_group() -> None:
 
 
 def accept_optimizer(kind: type[torch.optim.Optimizer]) -> None:
-    """Register an optimizer class as supported by ZeRO, so that DeepSpeed does not warn about an untested optimizer.
+    """Register an optimizer class as supported by ZeRO, so that DeepSpeed does not warn about an
+    untested optimizer.
 
     This project's tests train with the optimizer under every ZeRO stage.
     """
@@ -56,26 +65,34 @@ def accept_optimizer(kind: type[torch.optim.Optimizer]) -> None:
 
 
 def skip_updates(
-    zero: DeepSpeedZeroOptimizer | stage3.DeepSpeedZeroOptimizer_Stage3, should_skip: Callable[[float], bool]
+    zero: DeepSpeedZeroOptimizer | stage3.DeepSpeedZeroOptimizer_Stage3,
+    should_skip: Callable[[float], bool],
 ) -> None:
     """Make the optimizer skip an update if `should_skip` returns true for its gradient norm.
 
-    For such an update, the patched function returns an infinite norm, so that DeepSpeed skips the step as after an
-    overflow. DeepSpeed's message about an overflow is suppressed. Unnecessary once DeepSpeed has a hook between the
-    computation of the norm and the update.
+    For such an update, the patched function returns an infinite norm, so that DeepSpeed skips the
+    step as after an overflow. DeepSpeed's message about an overflow is suppressed. Unnecessary once
+    DeepSpeed has a hook between the computation of the norm and the update.
     """
     zero.loss_scaler.update_scale = lambda overflow: None
-    has_group_norms = isinstance(zero, stage3.DeepSpeedZeroOptimizer_Stage3)  # one norm per parameter group
+    has_group_norms = isinstance(
+        zero, stage3.DeepSpeedZeroOptimizer_Stage3
+    )  # one norm per parameter group
     name = "_get_norm_groups" if has_group_norms else "scaled_global_norm"
     compute_norm = getattr(zero, name)
 
     def norm_or_infinity() -> Tensor | list[Tensor]:
         computed = compute_norm()
-        norm = combine_grad_norm_groups(computed) if has_group_norms else computed
+        if has_group_norms:
+            norm = combine_grad_norm_groups(computed)
+        else:
+            norm = computed
         if not should_skip(float(norm)):
             return computed
         infinite = torch.full_like(norm, math.inf)
-        return [*computed, infinite] if has_group_norms else infinite
+        if has_group_norms:
+            return [*computed, infinite]
+        return infinite
 
     setattr(zero, name, norm_or_infinity)
 
@@ -83,10 +100,12 @@ def skip_updates(
 def replace_gradient_reduction(
     zero: DeepSpeedZeroOptimizer, add: Callable[[Parameter, int], None], finish: Callable[..., None]
 ) -> None:
-    """Make ZeRO 1 and 2 call `add(parameter, group_index)` for each gradient and `finish` after the last gradient.
+    """Make ZeRO 1 and 2 call `add(parameter, group_index)` for each gradient and `finish` after the
+    last gradient.
 
-    `training.gradients.ScatteredGradients` implements both with reduce-scatter. DeepSpeed cannot use reduce-scatter,
-    since its buckets span parameter groups and ranks own unequal parts of a group. Its all-reduce sends twice as much.
+    `training.gradients.ScatteredGradients` implements both with reduce-scatter. DeepSpeed cannot
+    use reduce-scatter, since its buckets span parameter groups and ranks own unequal parts of a
+    group. Its all-reduce sends twice as much.
     """
     zero.gradient_accumulation_dtype = torch.float32
     zero.process_gradients = add
@@ -96,22 +115,28 @@ def replace_gradient_reduction(
 def link_optimizer_states(zero: DeepSpeedZeroOptimizer) -> None:
     """Make Adam's state accessible from the parameters under ZeRO 1 and 2.
 
-    DeepSpeed links them only once, after the update of the first parameter group, when the other groups do not have any
-    state yet.
+    DeepSpeed links them only once, after the update of the first parameter group, when the other
+    groups do not have any state yet.
     """
     zero._hp_optimizer_states_linked = False
     zero._lazy_init_hp_params_optimizer_state()
 
 
 def vectorize_zero3_collectives(waiting: Waiting) -> None:
-    """Make ZeRO 3 split and concatenate the partitions of all ranks in one operation, instead of in loops over ranks.
+    """Make ZeRO 3 split and concatenate the partitions of all ranks in one operation, instead of in
+    loops over ranks.
 
-    With hundreds of ranks, DeepSpeed's loops take longer on the host than a step takes on the GPU. The
-    communication does not change. The context of `waiting` is entered while a rank waits for a collective.
+    With hundreds of ranks, DeepSpeed's loops take longer on the host than a step takes on the GPU.
+    The communication does not change. The context of `waiting` is entered while a rank waits for a
+    collective.
     """
     stage3.reduce_scatter_coalesced = functools.partial(average_and_scatter, waiting=waiting)
-    partition_parameters.AllGatherCoalescedHandle.wait = functools.partialmethod(_wait, waiting=waiting)
-    partition_parameters.AllGatherHandle.wait = functools.partialmethod(_wait_for_one, waiting=waiting)
+    partition_parameters.AllGatherCoalescedHandle.wait = functools.partialmethod(
+        _wait, waiting=waiting
+    )
+    partition_parameters.AllGatherHandle.wait = functools.partialmethod(
+        _wait_for_one, waiting=waiting
+    )
 
 
 def average_and_scatter(
@@ -119,10 +144,11 @@ def average_and_scatter(
 ) -> list[Tensor]:
     """Average each tensor over `group`, and return this rank's flat partition of each average.
 
-    With R ranks, a partition of a tensor of n elements has ceil(n / R) elements, except that the partitions of the last
-    ranks may be shorter or empty.
+    With R ranks, a partition of a tensor of n elements has ceil(n / R) elements, except that the
+    partitions of the last ranks may be shorter or empty.
     """
-    ranks, rank = group.size(), group.rank()
+    ranks = group.size()
+    rank = group.rank()
     sizes = [-(-tensor.numel() // ranks) for tensor in tensors]
     # Row r holds the partitions of all tensors that rank r receives.
     rows = tensors[0].new_empty(ranks, sum(sizes))
@@ -140,14 +166,19 @@ def average_and_scatter(
     return [partition[:length] for partition, length in zip(rows[rank].split(sizes), lengths)]
 
 
-def _wait(handle: AllGatherCoalescedHandle, handle_dependency: bool = True, *, waiting: Waiting) -> None:
+def _wait(
+    handle: AllGatherCoalescedHandle, handle_dependency: bool = True, *, waiting: Waiting
+) -> None:
     """Wait for the all-gather of several parameters, and set their `data` to the whole weights."""
     if handle.complete:
         return
     with waiting():
         handle.allgather_handle.wait()
-    gathered = handle.partitions[0]._base  # the whole buffer: for each rank, its partitions of all parameters
-    rows, first = gathered.view(handle.world_size, -1), 0
+    gathered = handle.partitions[
+        0
+    ]._base  # the whole buffer: for each rank, its partitions of all parameters
+    rows = gathered.view(handle.world_size, -1)
+    first = 0
     for parameter in handle.params:
         size = parameter.ds_tensor.ds_numel
         flat = rows[:, first : first + size].reshape(-1)[: parameter.ds_numel]
@@ -162,7 +193,9 @@ def _wait(handle: AllGatherCoalescedHandle, handle_dependency: bool = True, *, w
 _UNPATCHED_WAIT = partition_parameters.AllGatherHandle.wait
 
 
-def _wait_for_one(handle: AllGatherHandle, handle_dependency: bool = True, *, waiting: Waiting) -> None:
+def _wait_for_one(
+    handle: AllGatherHandle, handle_dependency: bool = True, *, waiting: Waiting
+) -> None:
     """Wait for the all-gather of a single parameter."""
     with waiting():
         _UNPATCHED_WAIT(handle, handle_dependency)

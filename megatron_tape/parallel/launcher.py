@@ -1,4 +1,6 @@
-"""The launcher's environment variables (torchrun, Slurm), and checks that the nodes can reach each other."""
+"""The launcher's environment variables (torchrun, Slurm), and checks that the nodes can reach each
+other.
+"""
 
 import contextlib
 import ipaddress
@@ -7,20 +9,28 @@ import re
 import socket
 import time
 
-from megatron_tape.errors import NodeError, UserError, refuse
+from megatron_tape.errors import ConfigError, NodeError, UserError
 from megatron_tape.io.versions import node_name
 
-FIX = "start the program with torchrun or a script in slurm/, or unset the launcher's variables to run a single process"
-MOST_PROCESSES, LAST_PORT = 1_000_000, 65535
+FIX = (
+    "start the program with torchrun or a script in slurm/, or unset the launcher's variables to"
+    " run a single process"
+)
+MOST_PROCESSES = 1_000_000
+LAST_PORT = 65535
 TRIES = 5
-"""Number of attempts to resolve a host name. A name server may drop requests if thousands of ranks start at once."""
+"""Number of attempts to resolve a host name. A name server may drop requests if thousands of ranks
+start at once.
+"""
 
 
-def environment_number(name: str, default: int, least: int = 0, most: int = MOST_PROCESSES, fix: str = FIX) -> int:
+def environment_number(
+    name: str, default: int, least: int = 0, most: int = MOST_PROCESSES, fix: str = FIX
+) -> int:
     """Return the integer in an environment variable, or `default` if it is not set.
 
-    Raises UserError, with the advice `fix`, unless its value is ASCII digits without leading zeros and is between
-    `least` and `most`.
+    Raises UserError, with the advice `fix`, unless its value is ASCII digits without leading zeros
+    and is between `least` and `most`.
     """
     text = os.environ.get(name)
     if text is None:
@@ -31,35 +41,47 @@ def environment_number(name: str, default: int, least: int = 0, most: int = MOST
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return RANK and WORLD_SIZE; the defaults are 0 and 1. Raises UserError if they are invalid."""
+    """Return RANK and WORLD_SIZE; the defaults are 0 and 1. Raises UserError if they are
+    invalid.
+    """
     return environment_number("RANK", 0), environment_number("WORLD_SIZE", 1, least=1)
 
 
 def local_rank() -> int:
-    """Return LOCAL_RANK, the rank within this node; the default is 0. Raises UserError if it is invalid."""
+    """Return LOCAL_RANK, the rank within this node; the default is 0. Raises UserError if it is
+    invalid.
+    """
     return environment_number("LOCAL_RANK", 0)
 
 
 def local_world_size() -> int:
-    """Return LOCAL_WORLD_SIZE, the number of processes on this node; default 1. Raises UserError if it is invalid."""
+    """Return LOCAL_WORLD_SIZE, the number of processes on this node; default 1. Raises UserError if
+    it is invalid.
+    """
     return environment_number("LOCAL_WORLD_SIZE", 1, least=1)
 
 
 def master_port() -> int:
-    """Return MASTER_PORT, the port of rank 0, or 0 if it is not set. Raises UserError if it is invalid."""
+    """Return MASTER_PORT, the port of rank 0, or 0 if it is not set. Raises UserError if it is
+    invalid.
+    """
     return environment_number("MASTER_PORT", 0, least=1, most=LAST_PORT)
 
 
 def restart_count() -> int:
-    """Return how often Slurm has restarted this job (SLURM_RESTART_COUNT). Raises UserError if it is invalid."""
-    return environment_number("SLURM_RESTART_COUNT", 0, fix="unset it, or submit the job with a script in slurm/")
+    """Return how often Slurm has restarted this job (SLURM_RESTART_COUNT). Raises UserError if it
+    is invalid.
+    """
+    return environment_number(
+        "SLURM_RESTART_COUNT", 0, fix="unset it, or submit the job with a script in slurm/"
+    )
 
 
 def check_launcher_environment() -> None:
     """Raise UserError if the launcher's environment variables are invalid or inconsistent.
 
-    With variables that an earlier launcher has left in the shell, a single process would wait for other ranks or take
-    the rank of another process.
+    With variables that an earlier launcher has left in the shell, a single process would wait for
+    other ranks or take the rank of another process.
     """
     (rank, size), on_node = rank_and_size(), local_rank()
     local_world_size()
@@ -80,20 +102,30 @@ def check_launcher_environment() -> None:
 def refuse_launcher(program: str, reason: str) -> None:
     """Raise UserError for `program`, which runs as a single process, if a launcher has started it.
 
-    `reason` is the problem in the message. Also checks that the launcher's variables are consistent.
+    `reason` is the problem in the message. Also checks that the launcher's variables are
+    consistent.
     """
-    fix = "run it without torchrun or srun, and unset RANK and MASTER_ADDR if an earlier launcher has left them"
-    refuse(_has_rank_0_address(), program, reason, fix)
+    if _has_rank_0_address():
+        raise ConfigError(
+            program,
+            reason,
+            "run it without torchrun or srun, and unset RANK and MASTER_ADDR if an earlier launcher"
+            " has left them",
+        )
     check_launcher_environment()
 
 
 def _has_rank_0_address() -> bool:
-    """Return whether RANK and MASTER_ADDR are set, as by a launcher. RANK alone may have been set by DeepSpeed."""
+    """Return whether RANK and MASTER_ADDR are set, as by a launcher. RANK alone may have been set
+    by DeepSpeed.
+    """
     return {"RANK", "MASTER_ADDR"} <= os.environ.keys()
 
 
 def check_master_address() -> None:
-    """Raise NodeError if this node cannot resolve MASTER_ADDR, instead of waiting for torch's timeout."""
+    """Raise NodeError if this node cannot resolve MASTER_ADDR, instead of waiting for torch's
+    timeout.
+    """
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     for number in range(TRIES):
         time.sleep(number)
@@ -103,7 +135,10 @@ def check_master_address() -> None:
         except (OSError, UnicodeError) as error:
             reason = getattr(error, "strerror", None) or error
     problem = f"cannot resolve MASTER_ADDR, which is {address} ({reason})"
-    fix = f"add {address} to DNS or to /etc/hosts of every node; on one node, pass --local-addr 127.0.0.1 to torchrun"
+    fix = (
+        f"add {address} to DNS or to /etc/hosts of every node; on one node, pass --local-addr"
+        " 127.0.0.1 to torchrun"
+    )
     raise NodeError(node_name(), problem, fix)
 
 
@@ -115,7 +150,9 @@ def gloo_address() -> str | None:
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return None
     with contextlib.suppress(OSError, UnicodeError):
-        for family, _, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+        for family, _, _, _, address in socket.getaddrinfo(
+            socket.gethostname(), None, type=socket.SOCK_STREAM
+        ):
             with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
                 probe.bind(address)
                 return str(address[0])
@@ -127,10 +164,14 @@ def unreachable_nodes(addresses: dict[str, str | None]) -> list[str]:
 
     `addresses` has the `gloo_address` of each node.
     """
-    loopback = [node for node, address in addresses.items() if address is not None and _is_loopback(address)]
+    loopback = [
+        node for node, address in addresses.items() if address is not None and _is_loopback(address)
+    ]
     # Virtual nodes on one machine reach each other at distinct loopback addresses.
     distinct = len({addresses[node] for node in loopback}) == len(addresses)
-    return [] if distinct else loopback
+    if distinct:
+        return []
+    return loopback
 
 
 def _is_loopback(address: str) -> bool:

@@ -1,4 +1,5 @@
-"""The parallel layout of a process: its ranks, process groups and device, and DeepSpeed's `mpu` object.
+"""The parallel layout of a process: its ranks, process groups and device, and DeepSpeed's `mpu`
+object.
 
 TP, CP, PP and DP stand for tensor, context, pipeline and data parallelism.
 """
@@ -25,20 +26,23 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import distributed_c10d
 
-from megatron_tape.errors import refuse
+from megatron_tape.errors import ConfigError
 from megatron_tape.io.versions import cuda_build_fix
 from megatron_tape.parallel import launcher, megatron_patches
 from megatron_tape.parallel.token_layout import TokenLayout
 
 MARGIN = timedelta(minutes=10)
-"""Collectives time out this much later than the watchdog, so that it can write the stacks of all ranks first."""
+"""Collectives time out this much later than the watchdog, so that it can write the stacks of all
+ranks first.
+"""
 WITHOUT_LIMIT = timedelta(days=365)
 """Timeout of collectives if the timeout is disabled."""
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
 """A file that exists if NVIDIA's driver has found a GPU."""
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Options of glibc's mallopt, in bytes: the free memory at the top of the heap above which it is returned to the
-system, and the size above which an allocation has its own memory mapping."""
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
+"""Options of glibc's mallopt, in bytes: the free memory at the top of the heap above which it is
+returned to the system, and the size above which an allocation has its own memory mapping."""
 _LARGEST = 2**31 - 1
 """Largest value of these options, which are C ints."""
 
@@ -68,8 +72,8 @@ class ParallelLayout:
     """Ranks with different values train on different sequences."""
     data_parallel_size: int
     replica_rank: int
-    """Rank within the DP x CP ranks that hold the same tensor-parallel shard of the same layers. ZeRO partitions over
-    these ranks."""
+    """Rank within the DP x CP ranks that hold the same tensor-parallel shard of the same layers.
+    ZeRO partitions over these ranks."""
     replica_size: int
     mpu: SimpleNamespace
     """See `deepspeed_mpu`."""
@@ -77,7 +81,9 @@ class ParallelLayout:
     """Distribution of sequences, tokens and heads over the ranks."""
 
     @classmethod
-    def of(cls, groups: ProcessGroupCollection, device: torch.device, sequence_parallel: bool) -> "ParallelLayout":
+    def of(
+        cls, groups: ProcessGroupCollection, device: torch.device, sequence_parallel: bool
+    ) -> "ParallelLayout":
         """Return the layout of this process, whose process groups are `groups`."""
         return cls(
             groups=groups,
@@ -105,7 +111,8 @@ class ParallelLayout:
         return bool(result.item())
 
     def broadcast_from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Overwrite `tensor` with that of the last pipeline stage, which has the same shape, and return it.
+        """Overwrite `tensor` with that of the last pipeline stage, which has the same shape, and
+        return it.
 
         Collective over the stages.
         """
@@ -115,7 +122,9 @@ class ParallelLayout:
         return tensor
 
     def gather_stages(self, value: Any) -> list[Any]:
-        """Return the values of all pipeline stages, in order, on every stage. Collective over the stages."""
+        """Return the values of all pipeline stages, in order, on every stage. Collective over the
+        stages.
+        """
         values = [value] * self.pipeline_size
         if self.pipeline_size > 1:
             dist.all_gather_object(values, value, self.groups.pp)
@@ -129,7 +138,8 @@ class ParallelLayout:
 
     @contextlib.contextmanager
     def first_on_node(self) -> Iterator[None]:
-        """Within the context, run the code on local rank 0 first, so that the node's other ranks find cached results.
+        """Within the context, run the code on local rank 0 first, so that the node's other ranks
+        find cached results.
 
         Collective over all ranks.
         """
@@ -146,10 +156,10 @@ class ParallelLayout:
 def deepspeed_mpu(groups: ProcessGroupCollection) -> SimpleNamespace:
     """Return the object that `deepspeed.initialize` takes as `mpu` (model parallel unit).
 
-    Its functions return process groups, such as `get_data_parallel_group`, and their ranks and sizes; DeepSpeed calls
-    some that `megatron.core.parallel_state` lacks. The model-parallel group, over which norms are summed, contains the
-    TP ranks of all pipeline stages. The data-parallel group, over which ZeRO partitions, contains the DP x CP ranks
-    that hold the same weights.
+    Its functions return process groups, such as `get_data_parallel_group`, and their ranks and
+    sizes; DeepSpeed calls some that `megatron.core.parallel_state` lacks. The model-parallel group,
+    over which norms are summed, contains the TP ranks of all pipeline stages. The data-parallel
+    group, over which ZeRO partitions, contains the DP x CP ranks that hold the same weights.
     """
     functions = {}
     model = groups.tp if groups.pp.size() == 1 else groups.mp
@@ -167,17 +177,19 @@ def initialize_distributed(
     context_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
 ) -> ParallelLayout:
-    """Initialize torch.distributed from torchrun's variables, or for a single process, and build Megatron's groups.
+    """Initialize torch.distributed from torchrun's variables, or for a single process, and build
+    Megatron's groups.
 
-    The backend is NCCL with CUDA, and gloo without. A later call reuses the groups, or rebuilds them if a size differs,
-    which makes earlier layouts invalid. Each pipeline stage has TP x CP consecutive ranks, so that neighboring stages
-    are on the same node or on adjacent nodes.
+    The backend is NCCL with CUDA, and gloo without. A later call reuses the groups, or rebuilds
+    them if a size differs, which makes earlier layouts invalid. Each pipeline stage has TP x CP
+    consecutive ranks, so that neighboring stages are on the same node or on adjacent nodes.
 
     Args:
-        tensor_model_parallel_size: the setting in `parallel`, like the other two sizes. The number of processes must be
-            a multiple of the product of the three sizes.
+        tensor_model_parallel_size: the setting in `parallel`, like the other two sizes. The number
+            of processes must be a multiple of the product of the three sizes.
         sequence_parallel: whether to shard tokens outside attention; None enables it if TP > 1.
-        timeout: `train.hang_timeout` in seconds. Collectives time out MARGIN later, or after WITHOUT_LIMIT if None.
+        timeout: `train.hang_timeout` in seconds. Collectives time out MARGIN later, or after
+            WITHOUT_LIMIT if None.
 
     Raises:
         ConfigError: if there are more processes on this node than GPUs.
@@ -185,21 +197,31 @@ def initialize_distributed(
     """
     sizes = tensor_model_parallel_size, context_parallel_size, pipeline_model_parallel_size
     _, world_size = launcher.rank_and_size()
-    assert world_size % math.prod(sizes) == 0, f"{world_size} processes are not a multiple of the product of {sizes}"
+    assert world_size % math.prod(sizes) == 0, (
+        f"{world_size} processes are not a multiple of the product of {sizes}"
+    )
     prepare_cpu()
     device = _own_device()
-    limit = WITHOUT_LIMIT if timeout is None else timedelta(seconds=timeout) + MARGIN
+    if timeout is None:
+        limit = WITHOUT_LIMIT
+    else:
+        limit = timedelta(seconds=timeout) + MARGIN
     if not dist.is_initialized():
         _initialize_process_group("nccl" if device.type == "cuda" else "gloo", limit)
     groups = _megatron_groups(sizes)
-    # New groups have default timeouts of 10 or 30 minutes, and reused groups have the timeout of the previous call.
+    # New groups have default timeouts of 10 or 30 minutes, and reused groups have the timeout of
+    # the previous call.
     for group in distributed_c10d._world.pg_map:
         distributed_c10d._set_pg_timeout(limit, group)
-    return ParallelLayout.of(groups, device, sizes[0] > 1 if sequence_parallel is None else sequence_parallel)
+    return ParallelLayout.of(
+        groups, device, sizes[0] > 1 if sequence_parallel is None else sequence_parallel
+    )
 
 
 def prepare_cpu() -> None:
-    """Patch Megatron-core and DeepSpeed to run without CUDA; do nothing with CUDA. Call it before a model is built."""
+    """Patch Megatron-core and DeepSpeed to run without CUDA; do nothing with CUDA. Call it before a
+    model is built.
+    """
     if torch.cuda.is_available():
         return
     from megatron_tape.parallel import deepspeed_patches
@@ -210,24 +232,34 @@ def prepare_cpu() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc reuse the memory of freed tensors instead of returning it to the system; do nothing without glibc.
+    """Make glibc reuse the memory of freed tensors instead of returning it to the system; do
+    nothing without glibc.
 
-    The system maps new memory page by page on first access, which takes about as long as computing a tensor in it.
+    The system maps new memory page by page on first access, which takes about as long as computing
+    a tensor in it.
     """
     with contextlib.suppress(OSError, AttributeError):
         set_option = ctypes.CDLL(None).mallopt
-        # Versions before 2.35 accept at most 32 MiB. Setting either option turns off glibc's dynamic thresholds.
+        # Versions before 2.35 accept at most 32 MiB. Setting either option turns off glibc's
+        # dynamic thresholds.
         if any(set_option(_MMAP_THRESHOLD, size) == 1 for size in (_LARGEST, 2**25)):
             set_option(_TRIM_THRESHOLD, _LARGEST)
 
 
 def _own_device() -> torch.device:
-    """Return the GPU of this local rank, after making it the current device. Without GPUs, return the CPU."""
+    """Return the GPU of this local rank, after making it the current device. Without GPUs, return
+    the CPU.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    local_rank, devices = launcher.local_rank(), torch.cuda.device_count()
-    problem = f"has no GPU, since only {devices} are visible (ranks count from 0)"
-    refuse(local_rank >= devices, f"local rank {local_rank}", problem, f"start at most {devices} processes per node")
+    local_rank = launcher.local_rank()
+    devices = torch.cuda.device_count()
+    if local_rank >= devices:
+        raise ConfigError(
+            f"local rank {local_rank}",
+            f"has no GPU, since only {devices} are visible (ranks count from 0)",
+            f"start at most {devices} processes per node",
+        )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
@@ -236,22 +268,30 @@ def _own_device() -> torch.device:
 def check_devices(requested: str) -> None:
     """Raise ConfigError if `train.device` is not available, or if GPUs of this node would be idle.
 
-    `requested` is the value of `train.device`. GPUs would be idle if torch is built with CUDA but cannot use the GPUs
-    of this node, or if there are fewer processes than visible GPUs.
+    `requested` is the value of `train.device`. GPUs would be idle if torch is built with CUDA but
+    cannot use the GPUs of this node, or if there are fewer processes than visible GPUs.
     """
-    key, prefix = "train.device", f"is {requested}, but torch {torch.__version__}"
+    key = "train.device"
+    prefix = f"is {requested}, but torch {torch.__version__}"
     if requested == "cpu":
         return
     if torch.cuda.is_available():
-        processes, devices = launcher.local_world_size(), torch.cuda.device_count()
-        problem = f"is {requested}, but only {processes} of the {devices} visible GPUs would be used"
-        fix = f"start {devices} processes, select GPUs with CUDA_VISIBLE_DEVICES, or set it to cpu"
-        refuse(processes < devices, key, problem, fix)
+        processes = launcher.local_world_size()
+        devices = torch.cuda.device_count()
+        if processes < devices:
+            raise ConfigError(
+                key,
+                f"is {requested}, but only {processes} of the {devices} visible GPUs would be used",
+                f"start {devices} processes, select GPUs with CUDA_VISIBLE_DEVICES, or set it"
+                " to cpu",
+            )
         return
     fix = "check the output of nvidia-smi, or set it to cpu"
-    refuse(requested == "cuda", key, f"{prefix} finds no GPU on this node ({_cuda_error()})", fix)
+    if requested == "cuda":
+        raise ConfigError(key, f"{prefix} finds no GPU on this node ({_cuda_error()})", fix)
     if NVIDIA_DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-        refuse(torch.version.cuda is not None, key, f"{prefix} cannot use this node's GPUs ({_cuda_error()})", fix)
+        if torch.version.cuda is not None:
+            raise ConfigError(key, f"{prefix} cannot use this node's GPUs ({_cuda_error()})", fix)
         problem = "training on the CPU, since torch is built without CUDA"
         logger.warning("warning: %s; to use this node's GPUs, %s", problem, cuda_build_fix())
 
@@ -273,8 +313,11 @@ def _initialize_process_group(backend: str, timeout: timedelta) -> None:
     launched = {"RANK", "MASTER_ADDR"} <= set(os.environ)
     if launched:
         launcher.check_master_address()
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeout)) if launched else (dist.HashStore(), 0, 1)
-    # torchrun keeps its store when it restarts the processes; it contains the addresses of the previous processes.
+    store, rank, size = (
+        next(dist.rendezvous("env://", timeout=timeout)) if launched else (dist.HashStore(), 0, 1)
+    )
+    # torchrun keeps its store when it restarts the processes; it contains the addresses of the
+    # previous processes.
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     os.environ.setdefault("LOCAL_RANK", "0")
@@ -283,7 +326,9 @@ def _initialize_process_group(backend: str, timeout: timedelta) -> None:
 
 
 def _megatron_groups(sizes: tuple[int, int, int]) -> ProcessGroupCollection:
-    """Return Megatron's groups for the TP, CP and PP `sizes`. Existing groups are reused if their sizes are equal."""
+    """Return Megatron's groups for the TP, CP and PP `sizes`. Existing groups are reused if their
+    sizes are equal.
+    """
     if parallel_state.model_parallel_is_initialized():
         existing = ProcessGroupCollection.use_mpu_process_groups()
         if (existing.tp.size(), existing.cp.size(), existing.pp.size()) != sizes:
@@ -294,7 +339,8 @@ def _megatron_groups(sizes: tuple[int, int, int]) -> ProcessGroupCollection:
             pipeline_model_parallel_size=sizes[2],
             context_parallel_size=sizes[1],
             order="tp-cp-ep-pp-dp",
-            # The groups of experts are not used, but Megatron builds them, and this order requires this size for them.
+            # The groups of experts are not used, but Megatron builds them, and this order requires
+            # this size for them.
             expert_tensor_parallel_size=sizes[0] * sizes[1],
             create_gloo_process_groups=False,
         )
@@ -302,12 +348,20 @@ def _megatron_groups(sizes: tuple[int, int, int]) -> ProcessGroupCollection:
 
 
 def _destroy_groups() -> None:
-    """Destroy Megatron's groups and their threads, which `destroy_model_parallel` leaves running."""
-    variables = [value if isinstance(value, list) else [value] for value in vars(parallel_state).values()]
-    groups = {group for values in variables for group in values if isinstance(group, dist.ProcessGroup)}
+    """Destroy Megatron's groups and their threads, which `destroy_model_parallel` leaves
+    running.
+    """
+    variables = [
+        value if isinstance(value, list) else [value] for value in vars(parallel_state).values()
+    ]
+    groups = {
+        group for values in variables for group in values if isinstance(group, dist.ProcessGroup)
+    }
     parallel_state.destroy_model_parallel()
     gc.collect()  # models in reference cycles refer to groups
-    names = distributed_c10d._world.pg_names  # to destroy groups in the same order on all ranks, as NCCL requires
+    names = (
+        distributed_c10d._world.pg_names
+    )  # to destroy groups in the same order on all ranks, as NCCL requires
     for group in sorted(groups - {dist.group.WORLD}, key=lambda group: names.get(group, "")):
         with contextlib.suppress(ValueError):  # already destroyed by Megatron
             dist.destroy_process_group(group)
@@ -315,10 +369,11 @@ def _destroy_groups() -> None:
 
 
 def _end_process_groups() -> None:
-    """Destroy all groups and their threads when the interpreter exits, unless the groups were aborted.
+    """Destroy all groups and their threads when the interpreter exits, unless the groups were
+    aborted.
 
-    A gloo thread acquires the GIL to free the tensors of a finished collective. If this happened while the interpreter
-    shuts down, the process would abort.
+    A gloo thread acquires the GIL to free the tensors of a finished collective. If this happened
+    while the interpreter shuts down, the process would abort.
     """
     if dist.is_initialized():
         from megatron_tape.parallel import deepspeed_patches
@@ -328,9 +383,11 @@ def _end_process_groups() -> None:
 
 
 def abort_process_groups() -> None:
-    """Abort pending collectives, since NCCL could block a failing process forever until they are finished.
+    """Abort pending collectives, since NCCL could block a failing process forever until they are
+    finished.
 
-    Gloo's connections close when the process ends. A later `initialize_distributed` builds new groups.
+    Gloo's connections close when the process ends. A later `initialize_distributed` builds new
+    groups.
     """
     if dist.is_initialized():
         distributed_c10d._abort_process_group()
@@ -341,20 +398,26 @@ def abort_process_groups() -> None:
 def deterministic_kernels(enabled: bool) -> Iterator[None]:
     """Within the context, use deterministic kernels of torch and of this project, if `enabled`.
 
-    Torch then raises RuntimeError for an operation without a deterministic kernel. Enter the context before cuBLAS is
-    used for the first time.
+    Torch then raises RuntimeError for an operation without a deterministic kernel. Enter the
+    context before cuBLAS is used for the first time.
     """
     if not enabled:
         yield
         return
-    workspace, cudnn = os.environ.get("CUBLAS_WORKSPACE_CONFIG"), torch.backends.cudnn
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    cudnn = torch.backends.cudnn
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+    )
     flags = cudnn.deterministic, cudnn.benchmark
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace or ":4096:8"
     torch.use_deterministic_algorithms(True)
-    # torch would also fill uninitialized memory, which takes time in ZeRO's large buffers and changes no results.
+    # torch would also fill uninitialized memory, which takes time in ZeRO's large buffers and
+    # changes no results.
     torch.utils.deterministic.fill_uninitialized_memory = False
-    cudnn.deterministic, cudnn.benchmark = True, False
+    cudnn.deterministic = True
+    cudnn.benchmark = False
     try:
         yield
     finally:
@@ -368,7 +431,8 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
 def seed_everything(seed: int) -> None:
     """Seed Python, NumPy and torch with the same seed on all ranks.
 
-    Initial weights do not depend on any of these generators (see `model.initialization`), and no layer draws numbers.
+    Initial weights do not depend on any of these generators (see `model.initialization`), and no
+    layer draws numbers.
     """
     random.seed(seed)
     np.random.seed(seed)

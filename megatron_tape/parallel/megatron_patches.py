@@ -1,8 +1,8 @@
 """All patches of Megatron-core 0.16.1 and 0.19.2.
 
-Each docstring says why the patch is needed, and when it is no longer needed. Where it names no version, both need it.
-A patch lasts until the process ends, unless it is a context manager. Each function imports the modules of Megatron that
-it patches, so that a program does not load others.
+Each docstring says why the patch is needed, and when it is no longer needed. Where it names no
+version, both need it. A patch lasts until the process ends, unless it is a context manager. Each
+function imports the modules of Megatron that it patches, so that a program does not load others.
 """
 
 import contextlib
@@ -17,9 +17,9 @@ import torch.distributed as dist
 def run_without_cuda() -> None:
     """Make Megatron run on the CPU. Call it before a model is built.
 
-    Megatron allocates the buffers of collectives on `torch.cuda.current_device()`, its activation checkpointing saves
-    CUDA's random states, and its pipeline schedules allocate token counts on "cuda". Unnecessary once Megatron uses
-    the device of its inputs.
+    Megatron allocates the buffers of collectives on `torch.cuda.current_device()`, its activation
+    checkpointing saves CUDA's random states, and its pipeline schedules allocate token counts on
+    "cuda". Unnecessary once Megatron uses the device of its inputs.
     """
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
@@ -32,7 +32,9 @@ def run_without_cuda() -> None:
 
 
 class _TorchOnCpu:
-    """A replacement for the torch module whose `zeros` ignores the argument `device` and allocates on the CPU."""
+    """A replacement for the torch module whose `zeros` ignores the argument `device` and allocates
+    on the CPU.
+    """
 
     def __getattr__(self, name: str):
         return getattr(torch, name)
@@ -43,7 +45,8 @@ class _TorchOnCpu:
 
 
 def clear_group_variables() -> None:
-    """Clear the process groups that `parallel_state.destroy_model_parallel` leaves in variables of its module.
+    """Clear the process groups that `parallel_state.destroy_model_parallel` leaves in variables of
+    its module.
 
     Unnecessary once it clears all of them.
     """
@@ -55,7 +58,8 @@ def clear_group_variables() -> None:
 
 
 def split_qkv_with_torch() -> None:
-    """Make attention split queries, keys and values with torch even if Transformer Engine is installed.
+    """Make attention split queries, keys and values with torch even if Transformer Engine is
+    installed.
 
     Unnecessary once Megatron's local layer spec does not use Transformer Engine.
     """
@@ -65,10 +69,11 @@ def split_qkv_with_torch() -> None:
 
 
 def reduce_tensors_of_any_strides() -> None:
-    """Make Megatron's all-reduce of activations and gradients work for tensors that are not contiguous.
+    """Make Megatron's all-reduce of activations and gradients work for tensors that are not
+    contiguous.
 
-    Megatron 0.16.1 reduces a contiguous copy of such a tensor, and returns the tensor without the reduction.
-    Unnecessary in 0.19.2.
+    Megatron 0.16.1 reduces a contiguous copy of such a tensor, and returns the tensor without the
+    reduction. Unnecessary in 0.19.2.
     """
     from megatron.core.tensor_parallel import mappings
 
@@ -79,9 +84,10 @@ def reduce_tensors_of_any_strides() -> None:
 def load_cached_indices_with(load: Callable) -> None:
     """Make Megatron's datasets load cached indices with `load`, which is called like `numpy.load`.
 
-    Megatron 0.16.1 calls `numpy.load` and allows pickles, and unpickling a file can run code. 0.19.2 calls its own
-    `safe_numpy_load`, which only unpickles harmless classes, but does not say how to mend a damaged index. Unnecessary
-    once Megatron can be given a loader; the first reason ends with support for 0.16.1.
+    Megatron 0.16.1 calls `numpy.load` and allows pickles, and unpickling a file can run code.
+    0.19.2 calls its own `safe_numpy_load`, which only unpickles harmless classes, but does not say
+    how to mend a damaged index. Unnecessary once Megatron can be given a loader; the first reason
+    ends with support for 0.16.1.
     """
     from megatron.core.datasets import blended_dataset, gpt_dataset
 
@@ -101,8 +107,8 @@ def load_cached_indices_with(load: Callable) -> None:
 def barriers_disabled() -> Iterator[None]:
     """Within the context, make `dist.barrier` do nothing.
 
-    Megatron's dataset builder calls it, so that a builder on rank 0 alone would wait for the other ranks. Unnecessary
-    once the builder takes a process group.
+    Megatron's dataset builder calls it, so that a builder on rank 0 alone would wait for the other
+    ranks. Unnecessary once the builder takes a process group.
     """
     barrier = dist.barrier
     dist.barrier = lambda *arguments, **options: None

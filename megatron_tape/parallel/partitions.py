@@ -1,7 +1,7 @@
 """Access to what this rank stores of a parameter.
 
-A shard is what a tensor-parallel rank holds of a parameter. ZeRO 3 flattens a shard and divides it into partitions, one
-for each rank with the same shard.
+A shard is what a tensor-parallel rank holds of a parameter. ZeRO 3 flattens a shard and divides it
+into partitions, one for each rank with the same shard.
 """
 
 from collections.abc import Callable
@@ -16,10 +16,11 @@ def shard_shape(parameter: nn.Parameter) -> torch.Size:
 
 
 def local_storage(parameter: nn.Parameter) -> tuple[Tensor, int]:
-    """Return the flat tensor in which this rank stores a parameter, and its offset in the flattened shard.
+    """Return the flat tensor in which this rank stores a parameter, and its offset in the flattened
+    shard.
 
-    Under ZeRO 3, this is the rank's partition without padding, which may be empty. Otherwise, it is the whole shard,
-    and the offset is 0.
+    Under ZeRO 3, this is the rank's partition without padding, which may be empty. Otherwise, it is
+    the whole shard, and the offset is 0.
     """
     if not hasattr(parameter, "ds_tensor"):
         return parameter.detach().view(-1), 0
@@ -30,25 +31,31 @@ def local_storage(parameter: nn.Parameter) -> tuple[Tensor, int]:
 
 @torch.no_grad()
 def write_shard(parameter: nn.Parameter, shard: Tensor) -> None:
-    """Set a parameter to the values in `shard`. This rank copies only the elements that it stores."""
+    """Set a parameter to the values in `shard`. This rank copies only the elements that it
+    stores.
+    """
     storage, offset = local_storage(parameter)
     storage.copy_(shard.reshape(-1)[offset : offset + len(storage)])
 
 
 def allocate(
-    model: nn.Module, device: torch.device | str, partition: Callable[[nn.Parameter], None] | None = None
+    model: nn.Module,
+    device: torch.device | str,
+    partition: Callable[[nn.Parameter], None] | None = None,
 ) -> None:
     """Replace the model's parameters on torch's meta device by uninitialized ones on `device`.
 
-    The new `Parameter` objects have the attributes of the old ones. No other object may refer to the old ones.
-    `partition` is called for each new parameter before the next one is allocated, so that a ZeRO 3 model never needs
-    the memory of more than one whole shard.
+    The new `Parameter` objects have the attributes of the old ones. No other object may refer to
+    the old ones. `partition` is called for each new parameter before the next one is allocated, so
+    that a ZeRO 3 model never needs the memory of more than one whole shard.
     """
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not parameter.is_meta:
                 continue
-            allocated = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+            allocated = nn.Parameter(
+                torch.empty_like(parameter, device=device), parameter.requires_grad
+            )
             vars(allocated).update(vars(parameter) | vars(allocated))
             setattr(module, name, allocated)
             if partition is not None:

@@ -1,18 +1,22 @@
-"""Distribution of sequences, tokens and heads over ranks. All other code accesses it through `TokenLayout`.
+"""Distribution of sequences, tokens and heads over ranks. All other code accesses it through
+`TokenLayout`.
 
-Data-parallel ranks hold different sequences. The TP * CP ranks that compute the same sequences (TP tensor-parallel and
-CP context-parallel ranks) shard the tokens outside attention and the heads inside attention. An all-to-all converts one
-into the other. Context-parallel rank i and tensor-parallel rank t, which is rank i * TP + t in Megatron's order, hold
+Data-parallel ranks hold different sequences. The TP * CP ranks that compute the same sequences (TP
+tensor-parallel and CP context-parallel ranks) shard the tokens outside attention and the heads
+inside attention. An all-to-all converts one into the other. Context-parallel rank i and
+tensor-parallel rank t, which is rank i * TP + t in Megatron's order, hold
 
-- outside attention, with sequence parallelism: chunk i * TP + t of the TP * CP chunks of each sequence, with all heads.
-  The outputs of Megatron's column-parallel layers have the tokens of all tensor-parallel ranks (chunk i of CP chunks)
-  and the heads of this tensor-parallel rank (chunk t of TP chunks);
+- outside attention, with sequence parallelism: chunk i * TP + t of the TP * CP chunks of each
+  sequence, with all heads. The outputs of Megatron's column-parallel layers have the tokens of all
+  tensor-parallel ranks (chunk i of CP chunks) and the heads of this tensor-parallel rank (chunk t
+  of TP chunks);
 - inside attention: all tokens, with chunk t * CP + i of the TP * CP chunks of the heads.
 
 If CP does not divide the key/value groups of a tensor-parallel rank, they are replicated.
 
-Axes: S all tokens of a sequence, c tokens of this context-parallel rank, s tokens of this rank, B batch, N all heads or
-groups, m heads of this tensor-parallel rank, n heads of this rank inside attention, D head dimension.
+Axes: S all tokens of a sequence, c tokens of this context-parallel rank, s tokens of this rank, B
+batch, N all heads or groups, m heads of this tensor-parallel rank, n heads of this rank inside
+attention, D head dimension.
 """
 
 import math
@@ -28,12 +32,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """The process groups of this rank, and conversions between local and global tokens and heads."""
+    """The process groups of this rank, and conversions between local and global tokens and
+    heads.
+    """
 
     model_group: dist.ProcessGroup
     """The tensor-parallel ranks, which hold different shards of the matrices."""
     context_group: dist.ProcessGroup
-    """The context-parallel ranks, which hold the same matrices and different tokens of the same sequences."""
+    """The context-parallel ranks, which hold the same matrices and different tokens of the same
+    sequences.
+    """
     sequence_group: dist.ProcessGroup
     """The tensor-parallel and context-parallel ranks, which compute the same sequences."""
     data_group: dist.ProcessGroup
@@ -45,9 +53,17 @@ class TokenLayout:
 
     @classmethod
     def of(cls, groups: ProcessGroupCollection, sequence_parallel: bool) -> "TokenLayout":
-        """Return the layout for Megatron's process groups. With CP > 1 and TP > 1, `sequence_parallel` must be true."""
-        # Reuse groups with the same ranks, since each group has its own communicator and buffers on a GPU.
-        sequence = groups.tp if groups.cp.size() == 1 else groups.cp if groups.tp.size() == 1 else groups.tp_cp
+        """Return the layout for Megatron's process groups. With CP > 1 and TP > 1,
+        `sequence_parallel` must be true.
+        """
+        # Reuse groups with the same ranks, since each group has its own communicator and buffers on
+        # a GPU.
+        if groups.cp.size() == 1:
+            sequence = groups.tp
+        elif groups.tp.size() == 1:
+            sequence = groups.cp
+        else:
+            sequence = groups.tp_cp
         data = groups.dp_cp if groups.cp.size() == 1 else groups.dp
         return cls(groups.tp, groups.cp, sequence, data, groups.dp_cp, sequence_parallel)
 
@@ -58,12 +74,16 @@ class TokenLayout:
 
     @property
     def sequence_shards(self) -> int:
-        """Number of chunks into which a sequence is split. The length of a sequence must be a multiple of it."""
+        """Number of chunks into which a sequence is split. The length of a sequence must be a
+        multiple of it.
+        """
         return self.context_shards * (self.model_group.size() if self.sequence_parallel else 1)
 
     def context_tokens(self, x_BS: Tensor) -> Tensor:
         """Return this context-parallel rank's tokens, (B, c, ...), of all tokens (B, S, ...)."""
-        return x_BS.chunk(self.context_shards, 1)[self.context_group.rank()] if self.context_shards > 1 else x_BS
+        if self.context_shards > 1:
+            return x_BS.chunk(self.context_shards, 1)[self.context_group.rank()]
+        return x_BS
 
     def gather_context(self, x_Bc: Tensor) -> Tensor:
         """All-gather the tokens (B, c, ...) of the context-parallel ranks to (B, S, ...).
@@ -73,7 +93,11 @@ class TokenLayout:
         if self.context_shards == 1:
             return x_Bc
         by_token = x_Bc.transpose(0, 1).contiguous()
-        return gather_from_sequence_parallel_region(by_token, group=self.context_group).transpose(0, 1).contiguous()
+        return (
+            gather_from_sequence_parallel_region(by_token, group=self.context_group)
+            .transpose(0, 1)
+            .contiguous()
+        )
 
     def local_tokens(self, x_SB: Tensor) -> Tensor:
         """Return this rank's tokens, (s, B, ...), of all tokens (S, B, ...)."""
@@ -86,7 +110,9 @@ class TokenLayout:
         return x_N.chunk(self.model_group.size(), dim)[self.model_group.rank()]
 
     def heads_in_attention(self, x_m: Tensor, dim: int = 0) -> Tensor:
-        """Select the n heads of this rank inside attention from its tensor-parallel rank's m heads on axis `dim`."""
+        """Select the n heads of this rank inside attention from its tensor-parallel rank's m heads
+        on axis `dim`.
+        """
         if self.context_shards == 1:
             return x_m
         return self._divisible(x_m, dim).chunk(self.context_shards, dim)[self.context_group.rank()]
@@ -96,16 +122,21 @@ class TokenLayout:
         return self.heads_in_attention(self.tensor_parallel_shard(x_N, dim), dim)
 
     def copies_of(self, groups: int) -> int:
-        """Return how many context-parallel ranks hold a copy of each of a tensor-parallel rank's `groups` groups."""
+        """Return how many context-parallel ranks hold a copy of each of a tensor-parallel rank's
+        `groups` groups.
+        """
         return math.lcm(groups, self.context_shards) // groups
 
     def _divisible(self, x_m: Tensor, dim: int) -> Tensor:
         """Replicate the heads or groups on axis `dim` so that their number is a multiple of CP."""
         copies = self.copies_of(x_m.shape[dim])
-        return x_m if copies == 1 else x_m.repeat_interleave(copies, dim)
+        if copies == 1:
+            return x_m
+        return x_m.repeat_interleave(copies, dim)
 
     def to_heads(self, x_sBN: Tensor) -> Tensor:
-        """Convert (s, B, N, ...), local tokens and all heads, to (S, B, n, ...), all tokens and local heads.
+        """Convert (s, B, N, ...), local tokens and all heads, to (S, B, n, ...), all tokens and
+        local heads.
 
         Collective over `sequence_group`.
         """
@@ -116,37 +147,52 @@ class TokenLayout:
         return all_to_all(self.sequence_group, by_rank.flatten(0, 1).contiguous()).flatten(0, 1)
 
     def to_tokens(self, x_SBn: Tensor) -> Tensor:
-        """Convert (S, B, n, ...), all tokens and local heads, to (s, B, N, ...), local tokens and all heads.
+        """Convert (S, B, n, ...), all tokens and local heads, to (s, B, N, ...), local tokens and
+        all heads.
 
         Replicated groups occur several times in the result. Collective over `sequence_group`.
         """
         if self.sequence_shards == 1:
             return x_SBn
-        by_rank = all_to_all(self.sequence_group, x_SBn.unflatten(0, (self.sequence_shards, -1)).contiguous())
+        by_rank = all_to_all(
+            self.sequence_group, x_SBn.unflatten(0, (self.sequence_shards, -1)).contiguous()
+        )
         return by_rank.unflatten(0, (self.context_shards, -1)).movedim((1, 0), (2, 3)).flatten(2, 4)
 
     def enter_attention(self, *tensors_cBm: Tensor) -> tuple[Tensor, ...]:
-        """Convert queries, keys and values from (c, B, m, D) to (S, B, n, D) in one all-to-all over `context_group`."""
+        """Convert queries, keys and values from (c, B, m, D) to (S, B, n, D) in one all-to-all over
+        `context_group`.
+        """
         if self.context_shards == 1:
             return tensors_cBm
-        by_rank = [self._divisible(x, 2).unflatten(2, (self.context_shards, -1)).movedim(2, 0) for x in tensors_cBm]
+        by_rank = [
+            self._divisible(x, 2).unflatten(2, (self.context_shards, -1)).movedim(2, 0)
+            for x in tensors_cBm
+        ]
         together = all_to_all(self.context_group, torch.cat(by_rank, dim=3)).flatten(0, 1)
         return together.split([x.shape[3] for x in by_rank], dim=2)
 
     def leave_attention(self, x_SBn: Tensor) -> Tensor:
-        """Convert the output of attention from (S, B, n, D) to (c, B, m, D) in an all-to-all over `context_group`."""
+        """Convert the output of attention from (S, B, n, D) to (c, B, m, D) in an all-to-all over
+        `context_group`.
+        """
         if self.context_shards == 1:
             return x_SBn
-        by_rank = all_to_all(self.context_group, x_SBn.unflatten(0, (self.context_shards, -1)).contiguous())
+        by_rank = all_to_all(
+            self.context_group, x_SBn.unflatten(0, (self.context_shards, -1)).contiguous()
+        )
         return by_rank.movedim(0, 2).flatten(2, 3)
 
     def loss_weights(self, weights_Bc: Tensor | None) -> Tensor | None:
-        """Return the loss weights (B, c) of this rank's tokens, multiplied by CP. Returns None for None, the mean loss.
+        """Return the loss weights (B, c) of this rank's tokens, multiplied by CP. Returns None for
+        None, the mean loss.
 
-        ZeRO averages gradients over the context-parallel ranks. With this factor, the average is the gradient of the
-        weighted sum over whole sequences.
+        ZeRO averages gradients over the context-parallel ranks. With this factor, the average is
+        the gradient of the weighted sum over whole sequences.
         """
-        return None if weights_Bc is None else weights_Bc * self.context_shards
+        if weights_Bc is None:
+            return None
+        return weights_Bc * self.context_shards
 
     @property
     def data_shards(self) -> int:
@@ -154,24 +200,30 @@ class TokenLayout:
         return self.data_group.size()
 
     def average(self, loss: Tensor) -> Tensor:
-        """Return the mean of the loss, detached, over the ranks with different tokens. Collective over these ranks."""
+        """Return the mean of the loss, detached, over the ranks with different tokens. Collective
+        over these ranks.
+        """
         loss = loss.detach().clone()
         dist.all_reduce(loss, group=self.replica_group)
         return loss / self.replica_group.size()
 
     def total(self, value: Tensor) -> Tensor:
-        """Return the sum of `value`, detached, over the ranks with different sequences. Collective over these ranks."""
+        """Return the sum of `value`, detached, over the ranks with different sequences. Collective
+        over these ranks.
+        """
         value = value.detach().clone()
         dist.all_reduce(value, group=self.data_group)
         return value
 
     def micro_batches(self, first: int, stop: int, size: int) -> Iterator[list[int]]:
-        """Divide range(first, stop) into micro-batches of `size` samples, and yield those of this rank as index lists.
+        """Divide range(first, stop) into micro-batches of `size` samples, and yield those of this
+        rank as index lists.
 
-        Data-parallel rank r of R takes micro-batches r, r + R, r + 2 R, ... Micro-batches at the end that are not
-        enough for all R ranks are dropped.
+        Data-parallel rank r of R takes micro-batches r, r + R, r + 2 R, ... Micro-batches at the
+        end that are not enough for all R ranks are dropped.
         """
-        rank, ranks = self.data_group.rank(), self.data_group.size()
+        rank = self.data_group.rank()
+        ranks = self.data_group.size()
         for i in range((stop - first) // (size * ranks)):
             start = first + (i * ranks + rank) * size
             yield list(range(start, start + size))

@@ -28,13 +28,13 @@ class Hardware(NamedTuple):
     """Bandwidth to GPUs of other nodes."""
 
 
-# From NVIDIA's data sheets of the SXM modules; NVLink's stated bandwidth is for both directions. Between nodes: one
-# 400 Gb/s adapter per GPU as in DGX H100, and 200 Gb/s as in DGX A100.
-# L40S: half of the data sheet's 733 TFLOP/s with sparsity. RTX A6000: half of the data sheet's 309.7 TFLOP/s with
-# sparsity. RTX 4090: NVIDIA's white paper of the Ada architecture, dense, with accumulation in fp32. These cards have
-# PCIe 4.0 x16. The NVLink bridge of two A6000s is not counted. Between nodes, 100 Gb/s per GPU are assumed.
-# MI300X: AMD's data sheet, dense; seven Infinity Fabric links of 128 GB/s in both directions. Between nodes, 400 Gb/s
-# per GPU are assumed.
+# From NVIDIA's data sheets of the SXM modules; NVLink's stated bandwidth is for both directions.
+# Between nodes: one 400 Gb/s adapter per GPU as in DGX H100, and 200 Gb/s as in DGX A100. L40S:
+# half of the data sheet's 733 TFLOP/s with sparsity. RTX A6000: half of the data sheet's 309.7
+# TFLOP/s with sparsity. RTX 4090: NVIDIA's white paper of the Ada architecture, dense, with
+# accumulation in fp32. These cards have PCIe 4.0 x16. The NVLink bridge of two A6000s is not
+# counted. Between nodes, 100 Gb/s per GPU are assumed. MI300X: AMD's data sheet, dense; seven
+# Infinity Fabric links of 128 GB/s in both directions. Between nodes, 400 Gb/s per GPU are assumed.
 KINDS = {
     kind.name: kind
     for kind in (
@@ -50,8 +50,8 @@ KINDS = {
     )
 }
 """GPU models for estimates, by name."""
-# Half of the figures with sparsity in NVIDIA's data sheets of GH200, HGX B300 (36 PFLOP/s, 8 GPUs), GB200 NVL72 and
-# GB300 NVL72 (360 PFLOP/s, 72 GPUs).
+# Half of the figures with sparsity in NVIDIA's data sheets of GH200, HGX B300 (36 PFLOP/s, 8 GPUs),
+# GB200 NVL72 and GB300 NVL72 (360 PFLOP/s, 72 GPUs).
 PEAKS = {name.split("-")[0]: kind.peak for name, kind in KINDS.items()} | {
     "GH200": 989.4e12,
     "B300": 2250e12,
@@ -63,7 +63,9 @@ PEAKS = {name.split("-")[0]: kind.peak for name, kind in KINDS.items()} | {
 
 
 def peak_flops(gpu: str) -> float | None:
-    """Return the dense bf16 FLOP/s of the GPU whose device name in CUDA is `gpu`, or None if it is unknown."""
+    """Return the dense bf16 FLOP/s of the GPU whose device name in CUDA is `gpu`, or None if it is
+    unknown.
+    """
     # A part of a GPU, or a slower variant with the same name.
     if re.search(r"MIG|PCIe|NVL|Laptop|4090 D\b", gpu):
         return None
@@ -72,16 +74,23 @@ def peak_flops(gpu: str) -> float | None:
 
 
 def host_memory() -> int:
-    """Return the bytes of memory that this process may use: the lower of its cgroup's limit and the node's memory."""
+    """Return the bytes of memory that this process may use: the lower of its cgroup's limit and the
+    node's memory.
+    """
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, group = line.split(":", 2)
             if controllers not in ("", "memory"):
                 continue
-            # Version 2 names no controller. A container may hide the path of its group, but has its limit at the top.
+            # Version 2 names no controller. A container may hide the path of its group, but has its
+            # limit at the top.
             mount, name = ("memory", "memory.limit_in_bytes") if controllers else ("", "memory.max")
             for folder in (Path(group), *Path(group).parents):
                 with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-                    limits.append(int(Path("/sys/fs/cgroup", mount, str(folder).lstrip("/"), name).read_text()))
+                    limits.append(
+                        int(
+                            Path("/sys/fs/cgroup", mount, str(folder).lstrip("/"), name).read_text()
+                        )
+                    )
     return min(limits)

@@ -1,4 +1,6 @@
-"""The number of a model's parameters and which of them are trained, from its settings. Imports no torch."""
+"""The number of a model's parameters and which of them are trained, from its settings. Imports no
+torch.
+"""
 
 import functools
 from collections import Counter
@@ -19,16 +21,22 @@ class Parameter(NamedTuple):
 
 def trained_kinds(extension: ExtensionConfig | None) -> Collection[str]:
     """Return the kinds of parameters that `extension.trains` names; without an extension, all."""
-    return KINDS if extension is None or "all" in extension.trains else extension.trains
+    if extension is None or "all" in extension.trains:
+        return KINDS
+    return extension.trains
 
 
 def trains_matrices(extension: ExtensionConfig | None) -> bool:
-    """Return whether the matrices of attention and the MLP are trained. A run trains all of them or none."""
+    """Return whether the matrices of attention and the MLP are trained. A run trains all of them or
+    none.
+    """
     return not set(MATRICES).isdisjoint(trained_kinds(extension))
 
 
 def trains_output(model: ModelConfig, extension: ExtensionConfig | None) -> bool:
-    """Return whether the output layer's matrix is trained; with tied embeddings, it is the embedding's matrix."""
+    """Return whether the output layer's matrix is trained; with tied embeddings, it is the
+    embedding's matrix.
+    """
     return ("embeddings" if model.tie_embeddings else "output") in trained_kinds(extension)
 
 
@@ -46,18 +54,24 @@ class StageContents(NamedTuple):
         layer, _ = split_layer(name)
         if layer is not None:
             return layer in self.layers
-        return self.first if name.startswith("embedding.") else self.last
+        if name.startswith("embedding."):
+            return self.first
+        return self.last
 
 
 def parameters(
-    model: ModelConfig, extension: ExtensionConfig | None = None, contents: StageContents | None = None
+    model: ModelConfig,
+    extension: ExtensionConfig | None = None,
+    contents: StageContents | None = None,
 ) -> Counter[Parameter]:
     """Count the parameters by kind and shape, including LoRA layers if `extension` adds them.
 
     `contents` restricts the count to a pipeline stage.
     """
     factors = lora_factors(model, extension).values()
-    lora = [Parameter("lora", ParameterShape(factor.shape, factor.cut)) for factor in factors]
+    lora = [
+        Parameter("lora", ParameterShape(factor.shape, factor.partition_dim)) for factor in factors
+    ]
     return _without_lora(model, contents) + Counter(
         lora * (model.num_layers if contents is None else len(contents.layers))
     )
@@ -68,7 +82,9 @@ def _without_lora(model: ModelConfig, contents: StageContents | None) -> Counter
     # Cached because a search for layouts calls it thousands of times.
     shapes = cut_shapes(model).items()
     return Counter(
-        Parameter(kind_of(name), shape) for name, shape in shapes if contents is None or contents.includes(name)
+        Parameter(kind_of(name), shape)
+        for name, shape in shapes
+        if contents is None or contents.includes(name)
     )
 
 
@@ -79,17 +95,31 @@ def parameter_count(
     tensor_size: int = 1,
     contents: StageContents | None = None,
 ) -> int:
-    """Return the number of elements of the parameters of `kinds` on one of `tensor_size` tensor-parallel ranks.
+    """Return the number of elements of the parameters of `kinds` on one of `tensor_size`
+    tensor-parallel ranks.
 
     `contents` restricts the count to a pipeline stage.
     """
     counts = parameters(model, extension, contents).items()
-    return sum(count * parameter.shape.elements(tensor_size) for parameter, count in counts if parameter.kind in kinds)
+    return sum(
+        count * parameter.shape.elements(tensor_size)
+        for parameter, count in counts
+        if parameter.kind in kinds
+    )
 
 
 def replicated_count(
-    model: ModelConfig, extension: ExtensionConfig | None = None, contents: StageContents | None = None
+    model: ModelConfig,
+    extension: ExtensionConfig | None = None,
+    contents: StageContents | None = None,
 ) -> int:
-    """Return the number of trained elements that are replicated over the tensor-parallel ranks, such as norms."""
-    counts, trained = parameters(model, extension, contents).items(), trained_kinds(extension)
-    return sum(n * p.shape.elements() for p, n in counts if p.kind in trained and p.shape.cut is None)
+    """Return the number of trained elements that are replicated over the tensor-parallel ranks,
+    such as norms.
+    """
+    counts = parameters(model, extension, contents).items()
+    trained = trained_kinds(extension)
+    return sum(
+        n * p.shape.elements()
+        for p, n in counts
+        if p.kind in trained and p.shape.partition_dim is None
+    )

@@ -15,18 +15,21 @@ from megatron_tape.planning.parameters import (
     trains_matrices,
     trains_output,
 )
-from megatron_tape.position import Costs, MicroBatch, PositionEncoding, encoding_of
+from megatron_tape.position import Costs, MicroBatchSizes, PositionEncoding, encoding_of
 
 NOT_ASSUMED = frozenset({"flash_attn", "fla"})
-"""Backends that need packages other than torch and Triton. Estimates assume that these are not installed."""
+"""Backends that need packages other than torch and Triton. Estimates assume that these are not
+installed.
+"""
 CALLED_TWICE = frozenset({"torch", "flash_attn"})
-"""Backends that are called once for the values and once for the position state. FlashAttention-4 can take both at once,
-but is not assumed to be installed."""
+"""Backends that are called once for the values and once for the position state. FlashAttention-4
+can take both at once, but is not assumed to be installed."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings of a run and the quantities that follow from them for one GPU of a pipeline stage.
+    """The settings of a run and the quantities that follow from them for one GPU of a pipeline
+    stage.
 
     The settings must be valid for `processes`. All ranks of a stage have tensors of the same sizes.
     """
@@ -59,8 +62,11 @@ class Plan:
 
     @cached_property
     def attention(self) -> Row:
-        """The attention backend and the reason for it; with `auto`, the first that needs only torch and Triton."""
-        model, train = self.model, self.config.train
+        """The attention backend and the reason for it; with `auto`, the first that needs only torch
+        and Triton.
+        """
+        model = self.model
+        train = self.config.train
         case = Case(
             self.generation,
             self.encoding.needs,
@@ -73,20 +79,26 @@ class Plan:
         )
         if model.attention_backend != "auto":
             named = frozenset({self.generation})
-            return Row(case.kind, named, model.attention_backend, "as set by model.attention_backend")
+            return Row(
+                case.kind, named, model.attention_backend, "as set by model.attention_backend"
+            )
         for row in rows(case):
             if self._runs(row.backend):
                 return row
         problem = "is {}, which gives heads of {} elements; no attention backend supports them"
         if model.kv_channels is not None:
-            raise ConfigError("model.kv_channels", problem.format(model.kv_channels, model.head_dim), "lower it")
+            raise ConfigError(
+                "model.kv_channels", problem.format(model.kv_channels, model.head_dim), "lower it"
+            )
         problem = problem.format(model.num_attention_heads, model.head_dim)
         raise ConfigError("model.num_attention_heads", problem, "raise it")
 
     def _runs(self, backend: str) -> bool:
         """Return whether a backend has kernels for the run's precision and head dimension."""
         precisions = BACKENDS[backend].precisions
-        if backend in NOT_ASSUMED or (precisions is not None and self.config.train.precision not in precisions):
+        if backend in NOT_ASSUMED or (
+            precisions is not None and self.config.train.precision not in precisions
+        ):
             return False
         return unsupported_heads(backend, self.model.head_dim) is None
 
@@ -109,11 +121,15 @@ class Plan:
     def pipeline(self) -> str:
         """The number of stages, such as `4`, or stages x model chunks per stage, such as `4x2`."""
         virtual = self.config.parallel.virtual_pipeline_size
-        return f"{self.stages}x{virtual}" if virtual > 1 else str(self.stages)
+        if virtual > 1:
+            return f"{self.stages}x{virtual}"
+        return str(self.stages)
 
     @cached_property
     def model_chunks(self) -> list[range]:
-        """The layers of each model chunk of this stage. There are several chunks with virtual stages."""
+        """The layers of each model chunk of this stage. There are several chunks with virtual
+        stages.
+        """
         return self.config.parallel.model_chunks(self.model.num_layers)[self.stage :: self.stages]
 
     @cached_property
@@ -124,28 +140,40 @@ class Plan:
 
     @property
     def in_flight(self) -> float:
-        """The largest number of micro-batches between their forward and backward passes on this stage.
+        """The largest number of micro-batches between their forward and backward passes on this
+        stage.
 
         With V virtual stages, a micro-batch in one of this stage's V model chunks counts as 1/V.
         """
         if self.stages == 1:
             return 1
-        behind, virtual = self.stages - 1 - self.stage, len(self.model_chunks)
+        behind = self.stages - 1 - self.stage
+        virtual = len(self.model_chunks)
         if virtual == 1:
             return min(behind + 1, self.micro_batches)
-        return min(2 * behind + (virtual - 1) * self.stages + 1, virtual * self.micro_batches) / virtual
+        return (
+            min(2 * behind + (virtual - 1) * self.stages + 1, virtual * self.micro_batches)
+            / virtual
+        )
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes sent to the next stage per micro-batch: hidden states and, for some encodings, the position state."""
+        """Bytes sent to the next stage per micro-batch: hidden states and, for some encodings, the
+        position state.
+        """
         if self.stages == 1:
             return 0
-        state = self.costs[1].state_bytes(self.width) if self.encoding.sends_state(1) else 0
+        if self.encoding.sends_state(1):
+            state = self.costs[1].state_bytes(self.width)
+        else:
+            state = 0
         return self.batch.local_tokens * (self.model.hidden_size * self.width + state)
 
     @property
     def copies_embedding(self) -> bool:
-        """Whether this is the last of several stages and holds a copy of the tied embedding for its output layer."""
+        """Whether this is the last of several stages and holds a copy of the tied embedding for its
+        output layer.
+        """
         return self.stages > 1 and self.contents.last and self.model.tie_embeddings
 
     def of_stages(self) -> "list[Plan]":
@@ -153,8 +181,10 @@ class Plan:
         return [replace(self, stage=stage) for stage in range(self.stages)]
 
     @property
-    def replicas(self) -> int:
-        """Ranks with the same weights, over which ZeRO partitions: all data-parallel and context-parallel ranks."""
+    def data_context_size(self) -> int:
+        """Ranks with the same weights, over which ZeRO partitions: all data-parallel and
+        context-parallel ranks.
+        """
         return self.processes // (self.tensor_size * self.stages)
 
     @property
@@ -164,12 +194,16 @@ class Plan:
     @property
     def width(self) -> int:
         """Bytes of an element in the precision of the run."""
-        return 4 if self.config.train.precision == "fp32" else 2
+        if self.config.train.precision == "fp32":
+            return 4
+        return 2
 
     @property
     def gradient_width(self) -> int:
         """Bytes per element of the gradients that data-parallel ranks exchange."""
-        return 2 if self.config.deepspeed.communication_precision == "bf16" else 4
+        if self.config.deepspeed.communication_precision == "bf16":
+            return 2
+        return 4
 
     @property
     def recomputes(self) -> bool:
@@ -195,11 +229,16 @@ class Plan:
         return self.config.train.samples_after(self.config.train.steps) * self.model.seq_length
 
     @cached_property
-    def batch(self) -> MicroBatch:
+    def batch(self) -> MicroBatchSizes:
         whole = self.config.train.micro_batch_size * self.model.seq_length
         parallel = self.config.parallel
-        shards = parallel.ranks_per_stage if parallel.uses_sequence_parallel else self.context_size
-        return MicroBatch(whole, whole // shards, self.width, self.tensor_size, self.context_size)
+        if parallel.uses_sequence_parallel:
+            shards = parallel.ranks_per_stage
+        else:
+            shards = self.context_size
+        return MicroBatchSizes(
+            whole, whole // shards, self.width, self.tensor_size, self.context_size
+        )
 
     @property
     def matrix_tokens(self) -> int:
@@ -225,23 +264,35 @@ class Plan:
 
     @cached_property
     def elements(self) -> int:
-        """Elements of a tensor-parallel rank's parameters on this stage, before ZeRO 3 partitions them."""
-        return parameter_count(self.model, self.extension, tensor_size=self.tensor_size, contents=self.contents)
+        """Elements of a tensor-parallel rank's parameters on this stage, before ZeRO 3 partitions
+        them.
+        """
+        return parameter_count(
+            self.model, self.extension, tensor_size=self.tensor_size, contents=self.contents
+        )
 
     @cached_property
     def trained_elements(self) -> int:
-        """Elements of a tensor-parallel rank's trained parameters on this stage, before ZeRO partitions them."""
-        return parameter_count(self.model, self.extension, self.trained_kinds, self.tensor_size, self.contents)
+        """Elements of a tensor-parallel rank's trained parameters on this stage, before ZeRO
+        partitions them.
+        """
+        return parameter_count(
+            self.model, self.extension, self.trained_kinds, self.tensor_size, self.contents
+        )
 
     @cached_property
     def muon_elements(self) -> int:
-        """Elements of a tensor-parallel rank's matrices on this stage that Muon updates, with one moment, not two."""
+        """Elements of a tensor-parallel rank's matrices on this stage that Muon updates, with one
+        moment, not two.
+        """
         kinds = MATRICES if self.config.optimizer.kind == "muon" else ()
         return parameter_count(self.model, self.extension, kinds, self.tensor_size, self.contents)
 
 
 @lru_cache(maxsize=256)
-def _costs(model: ModelConfig, batch: MicroBatch) -> tuple[Costs, ...]:
-    """Return the encoding's costs in each layer. Cached, because many layouts of a search have the same costs."""
+def _costs(model: ModelConfig, batch: MicroBatchSizes) -> tuple[Costs, ...]:
+    """Return the encoding's costs in each layer. Cached, because many layouts of a search have the
+    same costs.
+    """
     encoding = encoding_of(model)
     return tuple(encoding.costs(layer, batch) for layer in range(model.num_layers))

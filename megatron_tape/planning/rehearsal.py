@@ -1,15 +1,18 @@
-"""Rehearse a run: train a few steps as one rank of many, on fake tensors and with a fake process group.
+"""Rehearse a run: train a few steps as one rank of many, on fake tensors and with a fake process
+group.
 
-A rehearsal measures the memory and the collectives of the rank. It finds operations that would fail on a GPU or in
-NCCL, and lines of code where the host would wait for the GPU. The fake GPU is torch's device `meta:0`, on which
-autograd works on any machine. `FakeTensorMode` raises an error if an operation mixes it with the CPU. Collectives of
-the fake process group return immediately. torch's `MemTracker` counts the bytes of storages. `Tracker` also counts the
-bytes of collectives by process group, which torch's `CommDebugMode` does not.
+A rehearsal measures the memory and the collectives of the rank. It finds operations that would fail
+on a GPU or in NCCL, and lines of code where the host would wait for the GPU. The fake GPU is
+torch's device `meta:0`, on which autograd works on any machine. `FakeTensorMode` raises an error if
+an operation mixes it with the CPU. Collectives of the fake process group return immediately.
+torch's `MemTracker` counts the bytes of storages. `Tracker` also counts the bytes of collectives by
+process group, which torch's `CommDebugMode` does not.
 
-Code that checks for CUDA takes its CPU branch: attention runs as SDPA or in tiles, and norms save the tensors of a
-fused kernel. Not rehearsed: Triton kernels and those of other libraries, pinned memory, streams, evaluation, logging
-and checkpoints. Not counted: FLOPs, kernel launches, the number of collectives, the allocator's rounding, and memory
-before the measured step. torch, Megatron and DeepSpeed remain patched, so a process can rehearse only one layout.
+Code that checks for CUDA takes its CPU branch: attention runs as SDPA or in tiles, and norms save
+the tensors of a fused kernel. Not rehearsed: Triton kernels and those of other libraries, pinned
+memory, streams, evaluation, logging and checkpoints. Not counted: FLOPs, kernel launches, the
+number of collectives, the allocator's rounding, and memory before the measured step. torch,
+Megatron and DeepSpeed remain patched, so a process can rehearse only one layout.
 """
 
 import contextlib
@@ -58,15 +61,28 @@ from megatron_tape.training import trainer as training
 from megatron_tape.training.engine import Engine
 from megatron_tape.training.gradients import replicated_parameters
 
-GPU, FAKE = torch.device("meta", 0), "cpu:fake,meta:fake"
-STEPS, MEASURED = 5, 4
-"""The first steps allocate persistent tensors such as Adam's moments. The fourth step is measured and ends the run."""
+GPU = torch.device("meta", 0)
+FAKE = "cpu:fake,meta:fake"
+STEPS = 5
+MEASURED = 4
+"""The first steps allocate persistent tensors such as Adam's moments. The fourth step is measured
+and ends the run.
+"""
 MICRO_BATCHES = 2
-"""Micro-batches per step, for each pipeline stage. These suffice for the first stage to reach its peak memory, when it
-has the gradients of all its layers; more would only repeat the measurement."""
-TOLERANCE, PEAK_TOLERANCE, ANY = 0.05, 0.10, 1.0
+"""Micro-batches per step, for each pipeline stage. These suffice for the first stage to reach its
+peak memory, when it has the gradients of all its layers; more would only repeat the measurement."""
+TOLERANCE = 0.05
+PEAK_TOLERANCE = 0.10
+ANY = 1.0
 """Allowed relative differences between measurement and estimate; ANY compares nothing."""
-KINDS = (sent.ALL_GATHER, sent.REDUCE_SCATTER, sent.ALL_TO_ALL, sent.ALL_REDUCE, sent.BROADCAST, sent.SEND)
+KINDS = (
+    sent.ALL_GATHER,
+    sent.REDUCE_SCATTER,
+    sent.ALL_TO_ALL,
+    sent.ALL_REDUCE,
+    sent.BROADCAST,
+    sent.SEND,
+)
 aten = torch.ops.aten
 
 
@@ -82,10 +98,14 @@ class Row:
 
     @property
     def agrees(self) -> bool:
-        return abs(self.rehearsed - self.estimated) <= self.tolerance * max(self.rehearsed, self.estimated)
+        return abs(self.rehearsed - self.estimated) <= self.tolerance * max(
+            self.rehearsed, self.estimated
+        )
 
     def __str__(self) -> str:
-        figures = "".join(f"{figure / 2**20:>14,.2f}" for figure in (self.rehearsed, self.estimated))
+        figures = "".join(
+            f"{figure / 2**20:>14,.2f}" for figure in (self.rehearsed, self.estimated)
+        )
         return f"{self.name:<44}{figures}{'' if self.agrees else '  DIFFERS'}"
 
 
@@ -107,7 +127,9 @@ class Rehearsal:
     """Memory that the step's last forward pass keeps for the backward pass."""
     peak: int = 0
     replicated_share: int = 0
-    """Elements in this rank's optimizer partition that are replicated over the tensor-parallel ranks."""
+    """Elements in this rank's optimizer partition that are replicated over the tensor-parallel
+    ranks.
+    """
 
     def rows(self) -> Iterator[Row]:
         """Yield each measurement with its estimate for the same shortened run."""
@@ -125,23 +147,32 @@ class Rehearsal:
         for group, kind in sorted({*self.traffic, *planned}):
             pair = self.traffic[group, kind], planned[group, kind]
             by_muon = plan.muon_elements > 0 and kind == sent.ALL_GATHER  # Muon's are not estimated
-            yield Row(f"{group}: {kind}", *pair, ANY if max(pair) <= negligible or by_muon else TOLERANCE)
+            yield Row(
+                f"{group}: {kind}", *pair, ANY if max(pair) <= negligible or by_muon else TOLERANCE
+            )
 
 
 def rehearse(config: RunConfig) -> Rehearsal:
-    """Rehearse a valid `config` as the rank that `install_fake_world` set, which must be called first.
+    """Rehearse a valid `config` as the rank that `install_fake_world` set, which must be called
+    first.
 
-    Reads no data and no checkpoint, and writes only to a temporary directory. An exception that ends the run is
-    recorded in `faults`.
+    Reads no data and no checkpoint, and writes only to a temporary directory. An exception that
+    ends the run is recorded in `faults`.
     """
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as home:
-        outcome, watch = Rehearsal(_shortened(config, home)), Watch(None)
-        tracker, config = Tracker(outcome), outcome.config
+        outcome = Rehearsal(_shortened(config, home))
+        watch = Watch(None)
+        tracker = Tracker(outcome)
+        config = outcome.config
         directories = config.logging.directory, config.checkpoint.directory
         watch.attach(Attempt.claim(*directories, {"processes": dist.get_world_size()}), 0)
         try:
             with (
-                mock.patch.multiple(training, build_batches=_random_batches, Engine=partial(_observed_engine, tracker)),
+                mock.patch.multiple(
+                    training,
+                    build_batches=_random_batches,
+                    Engine=partial(_observed_engine, tracker),
+                ),
                 torch.autograd.set_multithreading_enabled(False),
                 FakeTensorMode(allow_non_fake_inputs=True),
                 tracker,
@@ -170,7 +201,9 @@ def install_fake_world(world_size: int, rank: int) -> None:
         torch.cuda.current_device = lambda: GPU
         return GPU
 
-    def all_gather_own_object(gathered: list, own: object, group: dist.ProcessGroup | None = None) -> None:
+    def all_gather_own_object(
+        gathered: list, own: object, group: dist.ProcessGroup | None = None
+    ) -> None:
         gathered[:] = [own] * len(gathered)
 
     nothing = lambda *_, **__: None  # noqa: E731
@@ -182,7 +215,9 @@ def install_fake_world(world_size: int, rank: int) -> None:
     coordinator.assert_ints_same_as_other_ranks = dist.broadcast_object_list = nothing
     dist.all_gather_object = all_gather_own_object
     create_group = parallel_state.create_group
-    parallel_state.create_group = lambda ranks=None, **others: create_group(ranks, **others | {"backend": FAKE})
+    parallel_state.create_group = lambda ranks=None, **others: create_group(
+        ranks, **others | {"backend": FAKE}
+    )
     choice.unsupported = nothing
     initialization.CHUNKS["meta"] = 2**62  # all numbers of a weight at once
     F.scaled_dot_product_attention = _attention
@@ -191,8 +226,15 @@ def install_fake_world(world_size: int, rank: int) -> None:
     optimizers: Any = sys.modules["torch.optim.optimizer"]
     optimizers._get_fused_kernels_supported_devices = lambda: ["meta"]
     deepspeed.accelerator.set_accelerator(_Accelerator())
-    linear.get_accelerator = torch_autocast.get_accelerator = CPU_Accelerator  # autocast does not support meta
-    os.environ |= {"WORLD_SIZE": str(world_size), "RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
+    linear.get_accelerator = torch_autocast.get_accelerator = (
+        CPU_Accelerator  # autocast does not support meta
+    )
+    os.environ |= {
+        "WORLD_SIZE": str(world_size),
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "8",
+    }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     dist.init_process_group(FAKE, rank=rank, world_size=world_size, store=FakeStore())
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
@@ -208,7 +250,9 @@ class _Accelerator(CPU_Accelerator):
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """RMSNorm that saves the tensors of a GPU's fused kernel; torch's fallback for meta saves fp32 copies instead."""
+    """RMSNorm that saves the tensors of a GPU's fused kernel; torch's fallback for meta saves fp32
+    copies instead.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
@@ -222,36 +266,55 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 def _apply(module: torch.nn.Module, function: Callable, recurse: bool = True) -> torch.nn.Module:
-    """Replace `Module._apply`, which would create new fake parameters: other objects refer to the present ones."""
+    """Replace `Module._apply`, which would create new fake parameters: other objects refer to the
+    present ones.
+    """
     for tensor in [*module.parameters(recurse), *module.buffers(recurse)]:
         with torch.no_grad():
             tensor.data = function(tensor)
     return module
 
 
-def _attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """Replace SDPA: call the operator that a GPU would select, because the saved tensors depend on the operator."""
+def _attention(
+    q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
+    """Replace SDPA: call the operator that a GPU would select, because the saved tensors depend on
+    the operator.
+    """
     if v.shape[-1] != q.shape[-1]:  # only cuDNN supports wider values
         return aten._scaled_dot_product_cudnn_attention(q, k, v, attn_mask, True, 0.0, is_causal)[0]
     if attn_mask is None and q.dtype.itemsize == 2:
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    bias = None if attn_mask is None else attn_mask.expand(-1, q.shape[1], -1, -1)
+    if attn_mask is None:
+        bias = None
+    else:
+        bias = attn_mask.expand(-1, q.shape[1], -1, -1)
     return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, is_causal)[0]
 
 
 def _shortened(config: RunConfig, home: str) -> RunConfig:
-    """Return `config` with few steps and micro-batches, without data or tokenizer, and with its output in `home`."""
+    """Return `config` with few steps and micro-batches, without data or tokenizer, and with its
+    output in `home`.
+    """
     data_size = dist.get_world_size() // config.parallel.ranks_per_sequence
-    train, schedule, assumed = config.train, config.schedule, Plan(config, dist.get_world_size())
+    train = config.train
+    schedule = config.schedule
+    assumed = Plan(config, dist.get_world_size())
     micro_batches = MICRO_BATCHES * config.parallel.pipeline_model_parallel_size
     able = "tiled" if lacks("torch", assumed.encoding.needs) else "torch"
     changed = {
-        "model.attention_backend": "torch_wide" if assumed.attention.backend == "torch_wide" else able,
+        "model.attention_backend": "torch_wide"
+        if assumed.attention.backend == "torch_wide"
+        else able,
         "train.device": "cpu",
-        "train.global_batch_size": min(train.global_batch_size, micro_batches * train.micro_batch_size * data_size),
+        "train.global_batch_size": min(
+            train.global_batch_size, micro_batches * train.micro_batch_size * data_size
+        ),
         "train.batch_ramp": None,
-        "train.average": None if train.average is None else AverageSettings(kind="ema"),  # all kinds have the same size
+        "train.average": None
+        if train.average is None
+        else AverageSettings(kind="ema"),  # all kinds have the same size
         "train.steps": STEPS,
         "train.eval_interval": 0,
         "train.evaluations": [],
@@ -280,11 +343,15 @@ class _RandomTokens(Dataset):
         return 2**62
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {key: torch.randint(self._model.vocab_size, (self._model.seq_length,)) for key in ("tokens", "labels")}
+        return {
+            key: torch.randint(self._model.vocab_size, (self._model.seq_length,))
+            for key in ("tokens", "labels")
+        }
 
 
 def _random_batches(config: RunConfig, layout: ParallelLayout, *_: object) -> Batches:
-    tokens, samples = _RandomTokens(config), range(config.train.steps * config.train.global_batch_size)
+    tokens = _RandomTokens(config)
+    samples = range(config.train.steps * config.train.global_batch_size)
     return Batches(tokens, tokens, config, layout, 0, samples, config.train.steps)
 
 
@@ -302,11 +369,14 @@ class Tracker(MemTracker):
         super().__init__()
         self.outcome = outcome
         self.steady = False
-        """Whether this is the measured step, where waiting for the GPU in a forward or backward pass is a fault."""
+        """Whether this is the measured step, where waiting for the GPU in a forward or backward
+        pass is a fault.
+        """
         self.names: dict[object, str] = {}
         """Labels of process groups, by the name and by the ranks of the group."""
         self._in_opt = True
-        # MemTracker's hooks for per-module figures support one micro-batch only, and would keep a pipeline's tensors.
+        # MemTracker's hooks for per-module figures support one micro-batch only, and would keep a
+        # pipeline's tensors.
         self._mod_tracker._fw_pre_hook = self._mod_tracker._fw_post_hook = lambda *_: None
 
     @contextlib.contextmanager
@@ -319,7 +389,11 @@ class Tracker(MemTracker):
     def activations(self, others: list[Tensor]) -> int:
         """Return the bytes that MemTracker counts as activations, except the tensors `others`."""
         known = (self._WINFO.get(storage) for storage in {x.untyped_storage() for x in others})
-        of_others = sum(found[0].mem_consumed for found in known if found and found[0].reftype == _MemRefType.ACT)
+        of_others = sum(
+            found[0].mem_consumed
+            for found in known
+            if found and found[0].reftype == _MemRefType.ACT
+        )
         return self.get_tracker_snapshot("current")[GPU][_MemRefType.ACT] - of_others
 
     def _register_global_optimizer_hook(self) -> None:
@@ -327,20 +401,32 @@ class Tracker(MemTracker):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run `func` on fake tensors, and record collectives and synchronizations."""
-        if func is aten._local_scalar_dense.default:  # fake tensors have no value: 1.0 is finite, 0 a valid index
+        if (
+            func is aten._local_scalar_dense.default
+        ):  # fake tensors have no value: 1.0 is finite, 0 a valid index
             if args[0].device == GPU:
                 self._note_wait("item")
-            return 1.0 if args[0].is_floating_point() else 0
+            if args[0].is_floating_point():
+                return 1.0
+            return 0
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if func.namespace == "c10d":
             self._note_collective(func, args, inputs)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if func in (aten._to_copy.default, aten.copy_.default) and inputs[-1].device != result.device:
+        if (
+            func in (aten._to_copy.default, aten.copy_.default)
+            and inputs[-1].device != result.device
+        ):
             self._note_wait("copy to the host" if inputs[-1].device == GPU else "copy to the GPU")
         return result
 
     def _note_wait(self, reason: str) -> None:
-        phase = "backward" if self._mod_tracker.is_bw else "update" if self._in_opt else "forward"
+        if self._mod_tracker.is_bw:
+            phase = "backward"
+        elif self._in_opt:
+            phase = "update"
+        else:
+            phase = "forward"
         if self.steady:
             wait = f"{phase} pass: {reason} at {_code_line(traceback.walk_stack(None))}"
             self.outcome.waits[wait] += 1
@@ -349,24 +435,42 @@ class Tracker(MemTracker):
 
     def _note_collective(self, func: Any, args: tuple, inputs: list[Tensor]) -> None:
         name = func.__name__.replace("_", "")  # such as allgatherbase
-        kind = next((kind for kind in KINDS if name.startswith(kind.replace("-", ""))), name.partition(".")[0])
-        boxed = next(x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type()))
+        kind = next(
+            (kind for kind in KINDS if name.startswith(kind.replace("-", ""))),
+            name.partition(".")[0],
+        )
+        boxed = next(
+            x
+            for x in args
+            if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())
+        )
         group = dist.ProcessGroup.unbox(boxed)
         if group.size() == 1 or kind == "barrier":
             return
         if not all(x.device == GPU and x.is_contiguous() for x in inputs):
             line = _code_line(traceback.walk_stack(None))
-            self.outcome.faults[f"{kind} of a tensor on the CPU or not contiguous fails with NCCL, at {line}"] += 1
+            self.outcome.faults[
+                f"{kind} of a tensor on the CPU or not contiguous fails with NCCL, at {line}"
+            ] += 1
         if self.steady and not name.startswith("recv") and any(x.numel() > 1 for x in inputs):
             ranks = tuple(dist.get_process_group_ranks(group))
-            named = self.names.get(group.group_name) or self.names.get(ranks, f"{len(ranks)} other ranks")
+            named = self.names.get(group.group_name) or self.names.get(
+                ranks, f"{len(ranks)} other ranks"
+            )
             # Some tensors between two stages are sent in the group of all ranks.
-            self.outcome.traffic[sent.PIPELINE if kind == sent.SEND else named, kind] += max(x.nbytes for x in inputs)
+            self.outcome.traffic[sent.PIPELINE if kind == sent.SEND else named, kind] += max(
+                x.nbytes for x in inputs
+            )
 
 
-def _observed_engine(tracker: Tracker, model: Any, config: RunConfig, layout: ParallelLayout) -> Engine:
-    """Return an engine that fills `tracker.outcome` in the measured step, and raises _Measured after it."""
-    groups, outcome = layout.groups, tracker.outcome
+def _observed_engine(
+    tracker: Tracker, model: Any, config: RunConfig, layout: ParallelLayout
+) -> Engine:
+    """Return an engine that fills `tracker.outcome` in the measured step, and raises _Measured
+    after it.
+    """
+    groups = layout.groups
+    outcome = tracker.outcome
     for group, name in (
         (dist.group.WORLD, "all ranks"),
         (groups.mp, "tensor and pipeline parallel"),
@@ -378,10 +482,13 @@ def _observed_engine(tracker: Tracker, model: Any, config: RunConfig, layout: Pa
         (groups.dp_cp, sent.DATA),
     ):
         if group is not None:  # inner stages have no group for the embedding
-            tracker.names[tuple(dist.get_process_group_ranks(group))] = name  # later groups override WORLD's label
+            tracker.names[tuple(dist.get_process_group_ranks(group))] = (
+                name  # later groups override WORLD's label
+            )
             tracker.names |= {} if group is dist.group.WORLD else {group.group_name: name}
     engine = Engine(model, config, layout)
-    train_step, steps = engine.train_step, itertools.count(1)
+    train_step = engine.train_step
+    steps = itertools.count(1)
 
     def observed_step(*arguments: Any) -> Any:
         if next(steps) != MEASURED:
@@ -390,7 +497,12 @@ def _observed_engine(tracker: Tracker, model: Any, config: RunConfig, layout: Pa
         tied = model.tied if isinstance(model, Pipeline) else None
         if tied is not None and tied.weight is not None:  # on the first and the last stage
             weights.append(tied.weight)
-        adam = [x for p, state in engine.adam.state.items() for x in (p, *state.values()) if isinstance(x, Tensor)]
+        adam = [
+            x
+            for p, state in engine.adam.state.items()
+            for x in (p, *state.values())
+            if isinstance(x, Tensor)
+        ]
         outcome.weights = _bytes_of(weights)
         outcome.optimizer = _bytes_of([*weights, *adam]) - outcome.weights
         for parameter in replicated_parameters(engine.module):
@@ -406,9 +518,11 @@ def _observed_engine(tracker: Tracker, model: Any, config: RunConfig, layout: Pa
 
     def end_forward(*_: Any) -> None:
         if tracker.steady:
-            # Not activations: weights gathered by ZeRO 3, the output layer's gradient of the previous micro-batch, and
-            # Megatron's permanent buffer for gathered inputs.
-            gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            # Not activations: weights gathered by ZeRO 3, the output layer's gradient of the
+            # previous micro-batch, and Megatron's permanent buffer for gathered inputs.
+            gradients = [
+                parameter.grad for parameter in model.parameters() if parameter.grad is not None
+            ]
             others = [*model.parameters(), *gradients, *get_global_memory_buffer().buffer.values()]
             outcome.activations = tracker.activations(others)
 
@@ -416,7 +530,10 @@ def _observed_engine(tracker: Tracker, model: Any, config: RunConfig, layout: Pa
     for chunk in model.model_chunks if isinstance(model, Pipeline) else [model]:
         chunk.register_forward_hook(end_forward)
     # In a pipeline's schedule, stages also keep received tensors.
-    name = "train_micro_batches" if isinstance(model, Pipeline) else "forward"
+    if isinstance(model, Pipeline):
+        name = "train_micro_batches"
+    else:
+        name = "forward"
     setattr(model, name, tracker.forward()(getattr(model, name)))
     return engine
 
@@ -428,10 +545,16 @@ def _bytes_of(tensors: Any) -> int:
 
 
 def _code_line(frames: Any) -> str:
-    """Return file and line of the innermost frame that is in this project and not in this module."""
+    """Return file and line of the innermost frame that is in this project and not in this
+    module.
+    """
     root = Path(__file__).parents[2]
     for frame, line in frames:
         path = Path(frame.f_code.co_filename)
-        if path != Path(__file__) and path.is_relative_to(root) and "site-packages" not in path.parts:
+        if (
+            path != Path(__file__)
+            and path.is_relative_to(root)
+            and "site-packages" not in path.parts
+        ):
             return f"{path.relative_to(root)}:{line}"
     return "an unknown line"

@@ -20,7 +20,9 @@ GIB = 2**30
 STAGES = (1, 2, 3)
 """ZeRO stages."""
 MOST_VIRTUAL = 8
-"""Largest number of virtual stages. With more, the additional messages cost more than the smaller bubble saves."""
+"""Largest number of virtual stages. With more, the additional messages cost more than the smaller
+bubble saves.
+"""
 RECOMPUTATION = get_args(get_type_hints(TrainConfig)["recompute"])
 """Recomputation modes, from the one that keeps most activations."""
 CHOSEN = (
@@ -46,7 +48,9 @@ Validate = Callable[[RunConfig, int], None]
 
 
 def fits(needed: Memory, gib: float) -> bool:
-    """Return whether a run with the memory `needed` fits on GPUs of `gib` GiB, if HEADROOM of it stays free."""
+    """Return whether a run with the memory `needed` fits on GPUs of `gib` GiB, if HEADROOM of it
+    stays free.
+    """
     return needed.peak <= (1 - HEADROOM) * gib * GIB
 
 
@@ -65,21 +69,29 @@ class SearchResult:
     fitting: list[Candidate] = field(default_factory=list)
     """The fastest layouts that fit, fastest first."""
     too_large: list[Candidate] = field(default_factory=list)
-    """Layouts that do not fit, fastest first; once `fitting` is complete, slower layouts are not examined."""
+    """Layouts that do not fit, fastest first; once `fitting` is complete, slower layouts are not
+    examined.
+    """
     refused: Counter[str] = field(default_factory=Counter)
     """The number of invalid layouts by the message of their ConfigError."""
 
 
-def search(plan: Plan, hardware: Hardware, gib: float, validate: Validate, limit: int = 10) -> SearchResult:
+def search(
+    plan: Plan, hardware: Hardware, gib: float, validate: Validate, limit: int = 10
+) -> SearchResult:
     """Find the `limit` fastest layouts of a run that fit on the plan's GPUs, each with `gib` GiB.
 
-    The search varies tensor, context and pipeline parallelism, virtual stages, the ZeRO stage, the micro-batch size and
-    recomputation; all other settings are fixed, including the global batch size. Tensor parallelism stays within a
-    node. Stages have equal numbers of layers, or the first and the last have one fewer than the others. Raises
-    ConfigError if the step time of the run cannot be estimated.
+    The search varies tensor, context and pipeline parallelism, virtual stages, the ZeRO stage, the
+    micro-batch size and recomputation; all other settings are fixed, including the global batch
+    size. Tensor parallelism stays within a node. Stages have equal numbers of layers, or the first
+    and the last have one fewer than the others. Raises ConfigError if the step time of the run
+    cannot be estimated.
     """
     result = SearchResult()
-    timed = [(step_time(changed, hardware), changed) for changed in candidates(plan, validate, result.refused)]
+    timed = [
+        (step_time(changed, hardware), changed)
+        for changed in candidates(plan, validate, result.refused)
+    ]
     # The sort is stable: among equally fast layouts, the one that needs less memory comes first.
     for time, changed in sorted(timed, key=lambda pair: pair[0].total):
         candidate = Candidate(changed, time, memory(changed))
@@ -90,10 +102,15 @@ def search(plan: Plan, hardware: Hardware, gib: float, validate: Validate, limit
 
 
 def candidates(plan: Plan, validate: Validate, refused: Counter[str]) -> Iterator[Plan]:
-    """Yield a copy of `plan` for every layout that `validate` accepts; count all others in `refused` by message."""
-    processes, train = plan.processes, plan.config.train
+    """Yield a copy of `plan` for every layout that `validate` accepts; count all others in
+    `refused` by message.
+    """
+    processes = plan.processes
+    train = plan.config.train
     for tensor_size, context_size, stages, virtual, layers in _layouts(plan):
-        samples = train.global_batch_size * tensor_size * context_size * stages // processes  # per rank and step
+        samples = (
+            train.global_batch_size * tensor_size * context_size * stages // processes
+        )  # per rank and step
         for micro_batch_size in (2**i for i in range(max(1, samples.bit_length()))):
             changes = {
                 "parallel.tensor_model_parallel_size": tensor_size,
@@ -105,29 +122,47 @@ def candidates(plan: Plan, validate: Validate, refused: Counter[str]) -> Iterato
                 "train.micro_batch_size": micro_batch_size,
             }
             for zero_stage in STAGES if stages == 1 else STAGES[:1]:
-                config = replace_settings(plan.config, changes | {"deepspeed.zero_stage": zero_stage})
+                config = replace_settings(
+                    plan.config, changes | {"deepspeed.zero_stage": zero_stage}
+                )
                 try:
                     validate(config, processes)
                 except ConfigError as error:
                     refused[str(error)] += 1
                     continue
                 for recompute in RECOMPUTATION:
-                    yield dataclasses.replace(plan, config=replace_settings(config, {"train.recompute": recompute}))
+                    yield dataclasses.replace(
+                        plan, config=replace_settings(config, {"train.recompute": recompute})
+                    )
 
 
 def _layouts(plan: Plan) -> Iterator[tuple[int, int, int, int, list[int] | None]]:
-    """Yield tensor, context and pipeline-parallel sizes, virtual stages, and layers per stage if they are unequal."""
+    """Yield tensor, context and pipeline-parallel sizes, virtual stages, and layers per stage if
+    they are unequal.
+    """
     layers = plan.model.num_layers
     for tensor_size in _divisors(plan.processes, NODE_SIZE):
-        for context_size in _divisors(plan.processes // tensor_size, plan.model.num_attention_heads):
+        for context_size in _divisors(
+            plan.processes // tensor_size, plan.model.num_attention_heads
+        ):
             yield tensor_size, context_size, 1, 1, None
-            for stages in _divisors(plan.processes // (tensor_size * context_size), layers // 2)[1:]:
-                for virtual in _divisors(layers // stages, MOST_VIRTUAL) if layers % stages == 0 else ():
+            for stages in _divisors(plan.processes // (tensor_size * context_size), layers // 2)[
+                1:
+            ]:
+                for virtual in (
+                    _divisors(layers // stages, MOST_VIRTUAL) if layers % stages == 0 else ()
+                ):
                     yield tensor_size, context_size, stages, virtual, None
                 # The embedding and the loss each take about as long as a layer.
                 inner, remainder = divmod(layers + 2, stages)
                 if remainder == 0 and (stages > 2 or layers % stages):
-                    yield tensor_size, context_size, stages, 1, [inner - 1, *[inner] * (stages - 2), inner - 1]
+                    yield (
+                        tensor_size,
+                        context_size,
+                        stages,
+                        1,
+                        [inner - 1, *[inner] * (stages - 2), inner - 1],
+                    )
 
 
 def _divisors(number: int, largest: int) -> list[int]:

@@ -1,13 +1,14 @@
 """Estimated time of a training step, from FLOPs and bytes at assumed rates. Imports no torch.
 
-The estimate assumes that GPUs compute at `EFFICIENCY` of their peak FLOP/s, communicate at full bandwidth, and do not
-overlap the two. In a ring collective over several nodes, the ranks on a node share all their links to other nodes.
-The estimate ranks layouts; it does not predict a model's speed.
+The estimate assumes that GPUs compute at `EFFICIENCY` of their peak FLOP/s, communicate at full
+bandwidth, and do not overlap the two. In a ring collective over several nodes, the ranks on a node
+share all their links to other nodes. The estimate ranks layouts; it does not predict a model's
+speed.
 """
 
 from typing import NamedTuple
 
-from megatron_tape.errors import refuse
+from megatron_tape.errors import ConfigError
 from megatron_tape.planning.communication import (
     ALL_REDUCE,
     ALL_TO_ALL,
@@ -25,8 +26,9 @@ from megatron_tape.planning.hardware import NODE_SIZE, Hardware
 from megatron_tape.planning.plan import Plan
 
 EFFICIENCY = 0.4
-"""Assumed fraction of peak FLOP/s. Measured on one H200 (benchmarks/results/h200/first/summary.md): TAPE reaches 0.32
-with 155M parameters and 1,024 tokens and 0.43 with 1.3B and 4,096 tokens, RoPE 0.38 and 0.50."""
+"""Assumed fraction of peak FLOP/s. Measured on one H200 (benchmarks/results/h200/first/summary.md):
+TAPE reaches 0.32 with 155M parameters and 1,024 tokens and 0.43 with 1.3B and 4,096 tokens, RoPE
+0.38 and 0.50."""
 
 
 class StepTime(NamedTuple):
@@ -44,42 +46,63 @@ class StepTime(NamedTuple):
 
 
 def step_time(plan: Plan, hardware: Hardware) -> StepTime:
-    """Return the estimated step time of the slowest pipeline stage. Raises ConfigError for runs in fp32."""
-    refuse(plan.width != 2, "train.precision", "is fp32, but step times can be estimated only for bf16")
+    """Return the estimated step time of the slowest pipeline stage. Raises ConfigError for runs in
+    fp32.
+    """
+    if plan.width != 2:
+        raise ConfigError(
+            "train.precision", "is fp32, but step times can be estimated only for bf16"
+        )
     stages = plan.of_stages()
     # Inner stages differ only in their number of layers.
-    stages = stages if plan.config.parallel.pipeline_layers else [*stages[:2], *stages[2:][-1:]]
+    if plan.config.parallel.pipeline_layers:
+        stages = stages
+    else:
+        stages = [*stages[:2], *stages[2:][-1:]]
     return max((_of_stage(stage, hardware) for stage in stages), key=lambda time: time.total)
 
 
 def _of_stage(plan: Plan, hardware: Hardware) -> StepTime:
     """Return the step time of the plan's pipeline stage."""
-    flops = flops_per_token(plan.model, plan.extension, plan.contents) + recomputed_flops_per_token(plan)
+    flops = flops_per_token(plan.model, plan.extension, plan.contents) + recomputed_flops_per_token(
+        plan
+    )
     tokens = plan.tokens_per_step * plan.stages / plan.processes
     computation = flops * tokens / (EFFICIENCY * hardware.peak)
     sent = communication(plan).items()
     seconds = {key: _seconds(plan, *key, size, hardware) for key, size in sent}
-    of_micro_batches = computation + sum(time for (group, _), time in seconds.items() if group != DATA)
+    of_micro_batches = computation + sum(
+        time for (group, _), time in seconds.items() if group != DATA
+    )
     waiting = (plan.stages - 1) / len(plan.model_chunks) / plan.micro_batches
     return StepTime(computation, sum(seconds.values()), waiting * of_micro_batches)
 
 
 def _seconds(plan: Plan, group: str, kind: str, size: int, hardware: Hardware) -> float:
-    """Return the seconds of all collectives of one `kind` in one process `group`, with `size` bytes in total."""
-    tensor, context, stages = plan.tensor_size, plan.context_size, plan.stages
+    """Return the seconds of all collectives of one `kind` in one process `group`, with `size` bytes
+    in total.
+    """
+    tensor = plan.tensor_size
+    context = plan.context_size
+    stages = plan.stages
     stride = {CONTEXT: tensor, PIPELINE: tensor * context}.get(group, 1)
     ranks = {
         TENSOR: tensor,
         CONTEXT: context,
         SEQUENCE: tensor * context,
         PIPELINE: stages,
-        DATA: plan.replicas,
+        DATA: plan.data_context_size,
     }[group]
     on_node = min(ranks, max(1, NODE_SIZE // stride))
-    if group == DATA:  # context-parallel ranks are adjacent; data-parallel ranks are separated by all pipeline stages
+    if (
+        group == DATA
+        # context-parallel ranks are adjacent; data-parallel ranks are separated by all pipeline
+        # stages
+    ):
         context_on_node = min(context, max(1, NODE_SIZE // tensor))
         on_node = min(ranks, context_on_node * max(1, NODE_SIZE // (tensor * context * stages)))
-    intra, inter = hardware.intra_node_bandwidth, hardware.inter_node_bandwidth
+    intra = hardware.intra_node_bandwidth
+    inter = hardware.inter_node_bandwidth
     if kind in (SEND, BROADCAST):
         # Some neighbors are on different nodes, and all others wait for them.
         return size / (intra if on_node == ranks else inter)

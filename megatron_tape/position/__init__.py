@@ -1,7 +1,8 @@
-"""Positional encodings, one file each, behind `PositionEncoding`; `model.position_encoding` selects one by name.
+"""Positional encodings, one file each, behind `PositionEncoding`; `model.position_encoding` selects
+one by name.
 
-Importing this package does not import torch. To use an encoding of another package, call `register` before parsing a
-configuration that selects it.
+Importing this package does not import torch. To use an encoding of another package, call `register`
+before parsing a configuration that selects it.
 """
 
 from megatron_tape.position.alibi import AlibiPosition
@@ -9,10 +10,10 @@ from megatron_tape.position.cope import CopePosition
 from megatron_tape.position.encoding import (
     Costs,
     EncodingSettings,
-    MicroBatch,
+    MicroBatchSizes,
     Parameter,
     PositionEncoding,
-    Positions,
+    PositionInputs,
     TokenCache,
 )
 from megatron_tape.position.fire import FirePosition
@@ -56,10 +57,10 @@ __all__ = [
     "Costs",
     "EncodingSettings",
     "TokenCache",
-    "MicroBatch",
+    "MicroBatchSizes",
     "Parameter",
     "PositionEncoding",
-    "Positions",
+    "PositionInputs",
     "encoding_of",
     "model_config",
     "register",

@@ -4,14 +4,16 @@ import math
 from typing import TYPE_CHECKING
 
 from megatron_tape.ops.backends import POINTWISE
-from megatron_tape.position.encoding import Costs, PositionEncoding, Positions
+from megatron_tape.position.encoding import Costs, PositionEncoding, PositionInputs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class AlibiPosition(PositionEncoding):
-    """Subtracts m_h (s - t) from the score of query s and key t in head h; the slopes m_h are fixed."""
+    """Subtracts m_h (s - t) from the score of query s and key t in head h; the slopes m_h are
+    fixed.
+    """
 
     name = "alibi"
     needs = frozenset({POINTWISE})
@@ -19,8 +21,10 @@ class AlibiPosition(PositionEncoding):
     def costs(self, layer, batch) -> Costs:
         return Costs(multiply_adds=self.model.num_attention_heads * self.model.seq_length // 2)
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
-        """Return the bias -m_h (s - t). It depends only on distances, so packed documents need no special handling."""
+    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
+        """Return the bias -m_h (s - t). It depends only on distances, so packed documents need no
+        special handling.
+        """
         import torch
 
         from megatron_tape.ops.bias import Bias
@@ -28,13 +32,15 @@ class AlibiPosition(PositionEncoding):
         slopes = self.constant("slopes", self._slopes, hidden_states_sBC.device)
 
         def tile(rows: slice, columns: slice, slopes: "Tensor") -> "Tensor":
-            queries, keys = (torch.arange(x.start, x.stop, device=slopes.device) for x in (rows, columns))
+            queries, keys = (
+                torch.arange(x.start, x.stop, device=slopes.device) for x in (rows, columns)
+            )
             return slopes[None, :, None, None] * (keys - queries[:, None])
 
         def score(b: "Tensor", h: "Tensor", q: "Tensor", k: "Tensor", slopes: "Tensor") -> "Tensor":
             return slopes[h] * (k - q)
 
-        return Positions(bias=Bias(tile, (self.tokens.local_heads(slopes),), score))
+        return PositionInputs(bias=Bias(tile, (self.tokens.local_heads(slopes),), score))
 
     def _slopes(self) -> "Tensor":
         import torch
@@ -45,8 +51,8 @@ class AlibiPosition(PositionEncoding):
 def alibi_slopes(heads: int) -> list[float]:
     """Return the slopes of H = `heads` heads: 2^(-8 h / H) for h = 1..H if H is a power of two.
 
-    Otherwise, as in the paper's code, they are the slopes for the next smaller power of two, followed by every other
-    slope for the next larger one.
+    Otherwise, as in the paper's code, they are the slopes for the next smaller power of two,
+    followed by every other slope for the next larger one.
     """
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** (-8 * h / power) for h in range(1, power + 1)]

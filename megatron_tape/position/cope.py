@@ -4,9 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_tape.errors import refuse
+from megatron_tape.errors import ConfigError
 from megatron_tape.ops.backends import SCORES
-from megatron_tape.position.encoding import Costs, EncodingSettings, Parameter, PositionEncoding, Positions
+from megatron_tape.position.encoding import (
+    Costs,
+    EncodingSettings,
+    Parameter,
+    PositionEncoding,
+    PositionInputs,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,16 +23,18 @@ class CopeSettings(EncodingSettings):
     """The number of CoPE's position embeddings."""
 
     cope_max_position: int = 64
-    """cope: largest position (p_max in the paper). Larger positions are clipped to this value. Each integer position
-    from 0 to this value has an embedding."""
+    """cope: largest position (p_max in the paper). Larger positions are clipped to this value. Each
+    integer position from 0 to this value has an embedding."""
 
 
 class CopePosition(PositionEncoding):
-    """Adds q_s . e[p] to the score of query s and key t, where p is the sum of the gates of keys t to s.
+    """Adds q_s . e[p] to the score of query s and key t, where p is the sum of the gates of keys t
+    to s.
 
-    The gate of key k is sigmoid(q_s . k / sqrt(D)). Positions p are fractional, so q_s . e is interpolated between the
-    two nearest integers. `table` (cope_max_position + 1, D) holds the embeddings e, which all heads of a layer share.
-    It starts at zero. As in the paper's code, q_s in q_s . e is not divided by sqrt(D).
+    The gate of key k is sigmoid(q_s . k / sqrt(D)). PositionInputs p are fractional, so q_s . e is
+    interpolated between the two nearest integers. `table` (cope_max_position + 1, D) holds the
+    embeddings e, which all heads of a layer share. It starts at zero. As in the paper's code, q_s
+    in q_s . e is not divided by sqrt(D).
     """
 
     name = "cope"
@@ -35,28 +43,46 @@ class CopePosition(PositionEncoding):
 
     def check(self) -> None:
         largest = self.settings.cope_max_position
-        refuse(largest < 1, "model.position.cope_max_position", f"is {largest}", "set it to at least 1, such as 64")
+        if largest < 1:
+            raise ConfigError(
+                "model.position.cope_max_position",
+                f"is {largest}",
+                "set it to at least 1, such as 64",
+            )
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
         return {"table": Parameter((self.settings.cope_max_position + 1, self.model.head_dim))}
 
     def costs(self, layer, batch) -> Costs:
-        """Return the costs. In bf16 or fp16, an fp32 copy of the embeddings is saved for the backward pass."""
+        """Return the costs. In bf16 or fp16, an fp32 copy of the embeddings is saved for the
+        backward pass.
+        """
         elements = (self.settings.cope_max_position + 1) * self.model.head_dim
         products = self.model.num_attention_heads * (elements + self.model.seq_length)
         return Costs(multiply_adds=products, saved=4 * elements if batch.width < 4 else 0)
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
-        """Return the function that rescores. Masked keys do not count, so packed documents need no special handling."""
+    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
+        """Return the function that rescores. Masked keys do not count, so packed documents need no
+        special handling.
+        """
         from megatron_tape.ops.rescore import Rescore
 
-        return Positions(rescore=Rescore(_rows, (parameters["table"],)))
+        return PositionInputs(rescore=Rescore(_rows, (parameters["table"],)))
 
 
 def _rows(
-    scores_BHrt: "Tensor", q_BHrD: "Tensor", k: "Tensor", seen: "Tensor", tokens: slice, table: "Tensor"
+    scores_BHrt: "Tensor",
+    q_BHrD: "Tensor",
+    k: "Tensor",
+    seen: "Tensor",
+    tokens: slice,
+    table: "Tensor",
 ) -> "Tensor":
-    """Return each score plus the product of the query and the embedding of the key's position, (B, H, r, t)."""
+    """Return each score plus the product of the query and the embedding of the key's position, (B,
+    H, r, t).
+    """
     from megatron_tape.ops.contextual import add_contextual_positions
 
-    return add_contextual_positions(scores_BHrt.to(table.dtype), q_BHrD.to(table.dtype) @ table.T, seen)
+    return add_contextual_positions(
+        scores_BHrt.to(table.dtype), q_BHrD.to(table.dtype) @ table.T, seen
+    )

@@ -1,15 +1,17 @@
-"""The interface of positional encodings. Each encoding is one class in one file, with declarations and computations.
+"""The interface of positional encodings. Each encoding is one class in one file, with declarations
+and computations.
 
-Declarations need no torch. They are the settings and their checks, each layer's parameters, the capabilities that the
-attention backend must have, the costs, and the export format. They are read when a run is configured, estimated, saved
-and exported. Computations use torch. They produce the position state of the tokens, and each layer's inputs to
-attention. An encoding may update the state in each layer.
+Declarations need no torch. They are the settings and their checks, each layer's parameters, the
+capabilities that the attention backend must have, the costs, and the export format. They are read
+when a run is configured, estimated, saved and exported. Computations use torch. They produce the
+position state of the tokens, and each layer's inputs to attention. An encoding may update the state
+in each layer.
 
-Files of this folder import torch, and modules that import it, only inside the functions that need them. Overriding
-methods do not repeat the base class's type annotations.
+Files of this folder import torch, and modules that import it, only inside the functions that need
+them. Overriding methods do not repeat the base class's type annotations.
 
-Axes: S all tokens of a sequence, s this rank's tokens, B batch, H query heads, h this rank's query heads, G key/value
-groups, g this rank's groups, D head dimension, C hidden size.
+Axes: S all tokens of a sequence, s this rank's tokens, B batch, H query heads, h this rank's query
+heads, G key/value groups, g this rank's groups, D head dimension, C hidden size.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_tape.ops.backends import AVERAGE
-from megatron_tape.ops.positions import Positions
+from megatron_tape.ops.position_inputs import PositionInputs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,25 +40,33 @@ class Parameter:
     shape: tuple[int, ...]
     """Shape of the whole parameter, before tensor parallelism shards it."""
     std: float = 0.0
-    """Standard deviation of the initial normal distribution; 0 initializes the parameter with `value`."""
+    """Standard deviation of the initial normal distribution; 0 initializes the parameter with
+    `value`.
+    """
     value: float | tuple = 0.0
     """Initial value: one number for all elements, or nested tuples of the parameter's shape."""
-    head_axis: int | None = None
-    """Axis of heads or groups that tensor parallelism shards; with None, every rank holds the whole parameter."""
+    partition_dim: int | None = None
+    """Axis of heads or groups that tensor parallelism shards; with None, every rank holds the whole
+    parameter.
+    """
     decay: bool | None = None
     """Whether weight decay applies; None applies it if the parameter has two or more axes."""
     diagonal: bool = False
-    """Whether this is the diagonal of a square matrix; Hugging Face weights then store the whole matrix."""
+    """Whether this is the diagonal of a square matrix; Hugging Face weights then store the whole
+    matrix.
+    """
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class MicroBatchSizes:
     """The part of a micro-batch that one GPU computes."""
 
     tokens: int
     """Tokens inside attention: all tokens of the sequences."""
     local_tokens: int
-    """Tokens outside attention: this rank's shard under sequence and context parallelism, otherwise all tokens."""
+    """Tokens outside attention: this rank's shard under sequence and context parallelism, otherwise
+    all tokens.
+    """
     width: int
     """Bytes per element in the precision of the run."""
     tensor_size: int
@@ -66,31 +76,42 @@ class MicroBatch:
 
     @property
     def head_shards(self) -> int:
-        """Number of ranks that shard the heads inside attention and exchange tokens and heads by an all-to-all."""
+        """Number of ranks that shard the heads inside attention and exchange tokens and heads by an
+        all-to-all.
+        """
         return self.tensor_size * self.context_size
 
     def groups(self, query_groups: int) -> int:
         """Return the number of key/value groups that this rank holds inside attention.
 
-        If the context-parallel ranks cannot divide a tensor-parallel rank's groups evenly, several hold the same group.
+        If the context-parallel ranks cannot divide a tensor-parallel rank's groups evenly, several
+        hold the same group.
         """
         return math.lcm(query_groups // self.tensor_size, self.context_size) // self.context_size
 
     def sent_groups(self, query_groups: int) -> int:
-        """Return the number of groups per token in an all-to-all; a group counts once for each rank that holds it."""
+        """Return the number of groups per token in an all-to-all; a group counts once for each rank
+        that holds it.
+        """
         return self.groups(query_groups) * self.head_shards
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """The costs of an encoding in one layer, for estimates. Bytes are those of one GPU for one micro-batch."""
+    """The costs of an encoding in one layer, for estimates. Bytes are those of one GPU for one
+    micro-batch.
+    """
 
     multiply_adds: int = 0
-    """Multiply-adds per token in the forward pass of a full sequence, in addition to those of the layer itself."""
+    """Multiply-adds per token in the forward pass of a full sequence, in addition to those of the
+    layer itself.
+    """
     saved: int = 0
     """Bytes saved for the backward pass, outside attention."""
     sent_forward: int = 0
-    """Bytes that this rank passes to all-to-alls in the forward pass, under sequence or context parallelism."""
+    """Bytes that this rank passes to all-to-alls in the forward pass, under sequence or context
+    parallelism.
+    """
     sent_backward: int = 0
     """The same for the backward pass."""
     state: int = 0
@@ -98,9 +119,13 @@ class Costs:
     state_width: int | None = None
     """Bytes per element of the state; default: those of the run's precision."""
     learns_rotation: bool = False
-    """Whether the rotation of queries and keys depends on parameters of this layer, and so needs a gradient."""
+    """Whether the rotation of queries and keys depends on parameters of this layer, and so needs a
+    gradient.
+    """
     reads_hidden_states: bool = False
-    """Whether parameters multiply the layer's input, which is then saved even if the layer's matrices are frozen."""
+    """Whether parameters multiply the layer's input, which is then saved even if the layer's
+    matrices are frozen.
+    """
 
     def state_bytes(self, width: int) -> int:
         """Return the bytes of one token's state in a run with `width` bytes per element."""
@@ -115,11 +140,14 @@ class EncodingSettings:
 class TokenCache:
     """One layer's cache, during generation, of an encoding's tensors for earlier tokens.
 
-    This base class caches nothing. It serves models that receive all tokens of a sequence at once, as in training.
+    This base class caches nothing. It serves models that receive all tokens of a sequence at once,
+    as in training.
     """
 
     def append(self, name: str, new: Tensor) -> Tensor:
-        """Append `new` to the cached tensor `name` along the first axis (tokens), and return the whole tensor."""
+        """Append `new` to the cached tensor `name` along the first axis (tokens), and return the
+        whole tensor.
+        """
         return new
 
 
@@ -131,42 +159,51 @@ FROM_POSITIONS = ("embedding", "initial_state", "token_positions")
 class PositionEncoding:
     """Base class of positional encodings. It encodes nothing itself. Each model has one instance.
 
-    The position state is a tensor whose first two axes are tokens and sequences; an encoding chooses which tokens and
-    groups a rank holds. Fixed phases have all S tokens, since every rank can compute them. A state that layers update
-    has this rank's s tokens and all G groups, and enters attention by `TokenLayout.to_heads`.
+    The position state is a tensor whose first two axes are tokens and sequences; an encoding
+    chooses which tokens and groups a rank holds. Fixed phases have all S tokens, since every rank
+    can compute them. A state that layers update has this rank's s tokens and all G groups, and
+    enters attention by `TokenLayout.to_heads`.
 
-    Code outside this package must not depend on which encoding is in use. The exception is `huggingface/`, since models
-    with TAPE and RoPE have export formats of their own.
+    Code outside this package must not depend on which encoding is in use. The exception is
+    `huggingface/`, since models with TAPE and RoPE have export formats of their own.
     """
 
     name: ClassVar[str]
     """Value of `model.position_encoding` that selects this encoding."""
     Settings: ClassVar[type] = EncodingSettings
-    """Class of the settings in the section `model.position`: a frozen dataclass whose fields all have defaults."""
+    """Class of the settings in the section `model.position`: a frozen dataclass whose fields all
+    have defaults.
+    """
     needs: ClassVar[frozenset[str]] = frozenset()
     """Capabilities that the attention backend must have, as defined in `ops.backends`."""
     starts_as: ClassVar[str | None] = None
-    """Name of an encoding that this one equals at initialization, so that an extension may replace it with this one."""
+    """Name of an encoding that this one equals at initialization, so that an extension may replace
+    it with this one.
+    """
     replaces: ClassVar[frozenset[str]] = frozenset()
-    """Names of encodings that an extension may replace with this one although the model's outputs change."""
+    """Names of encodings that an extension may replace with this one although the model's outputs
+    change.
+    """
     exports_to: ClassVar[str | None] = "code"
-    """Export format: `plain`, an architecture of transformers; `tape`, the TAPE architecture; `code`, an architecture
-    that runs this encoding's file; None, no export.
+    """Export format: `plain`, an architecture of transformers; `tape`, the TAPE architecture;
+    `code`, an architecture that runs this encoding's file; None, no export.
 
     A subclass may define a property instead if the format depends on the settings.
     """
     extended_by: ClassVar[frozenset[str]] = frozenset()
     """Names of the settings that an extension of the context may change."""
     restarts_in_documents: ClassVar[bool] = False
-    """Whether positions restart at 0 in each packed document: true if the encoding depends on absolute positions, false
-    if it depends only on distances. A class that overrides a method of `FROM_POSITIONS` must set it."""
+    """Whether positions restart at 0 in each packed document: true if the encoding depends on
+    absolute positions, false if it depends only on distances. A class that overrides a method of
+    `FROM_POSITIONS` must set it."""
 
     def __init__(self, model: ModelConfig, tokens: TokenLayout | None = None, fused: bool = False):
         """Create the encoding of `model`.
 
         Args:
             model: settings of the model.
-            tokens: layout of tokens and heads over ranks; required for computations, but not for declarations.
+            tokens: layout of tokens and heads over ranks; required for computations, but not for
+                declarations.
             fused: use Triton kernels, if the encoding has any.
         """
         self.model = model
@@ -178,24 +215,33 @@ class PositionEncoding:
     # Helpers for encodings and the model; not to be overridden.
 
     def sends_state(self, layer: int) -> bool:
-        """Return whether the state that enters layer `layer` (from 0) depends on parameters of earlier layers.
+        """Return whether the state that enters layer `layer` (from 0) depends on parameters of
+        earlier layers.
 
-        If so, a pipeline stage that begins with this layer receives the state from the previous stage. Otherwise it
-        recomputes the state from the positions.
+        If so, a pipeline stage that begins with this layer receives the state from the previous
+        stage. Otherwise it recomputes the state from the positions.
         """
-        return any(self.updates(earlier) or self.learns_on_entry(earlier) for earlier in range(layer))
+        return any(
+            self.updates(earlier) or self.learns_on_entry(earlier) for earlier in range(layer)
+        )
 
     def state_is_learned(self, layer: int) -> bool:
-        """Return whether the state used in layer `layer` (from 0) depends on parameters, and so needs a gradient."""
+        """Return whether the state used in layer `layer` (from 0) depends on parameters, and so
+        needs a gradient.
+        """
         return self.sends_state(layer) or self.learns_on_entry(layer)
 
     def constant(self, name: str, make: Callable[[], Tensor], device: torch.device) -> Tensor:
-        """Return `make()` on `device`, cached by `name`, since copying it in every layer would block the host."""
+        """Return `make()` on `device`, cached by `name`, since copying it in every layer would
+        block the host.
+        """
         import torch
 
         constant = self._constants.get(name)
         if constant is None or constant.device != device:
-            with torch.inference_mode(False):  # autograd cannot use inference tensors if training follows
+            with torch.inference_mode(
+                False
+            ):  # autograd cannot use inference tensors if training follows
                 constant = make().to(device)
             # Tensors created during torch.export are invalid afterwards.
             if not getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)():
@@ -220,33 +266,44 @@ class PositionEncoding:
         return False
 
     def learns_on_entry(self, layer: int) -> bool:
-        """Return whether `enter` replaces the state of layer `layer` (from 0) by one that depends on parameters."""
+        """Return whether `enter` replaces the state of layer `layer` (from 0) by one that depends
+        on parameters.
+        """
         return False
 
-    def costs(self, layer: int, batch: MicroBatch) -> Costs:
-        """Return the costs of this encoding in layer `layer` (from 0), which are used only for estimates."""
+    def costs(self, layer: int, batch: MicroBatchSizes) -> Costs:
+        """Return the costs of this encoding in layer `layer` (from 0), which are used only for
+        estimates.
+        """
         return Costs()
 
     @property
     def fused_update(self) -> Mapping[str, Any]:
-        """Fields of `ops.parity.Shapes` that determine the kernel of the position update; empty without a kernel."""
+        """Fields of `ops.parity.Shapes` that determine the kernel of the position update; empty
+        without a kernel.
+        """
         return {}
 
     # Computation.
 
     def token_positions(self, length: int, random: np.random.Generator | None) -> np.ndarray | None:
-        """Return ascending positions of a sequence of S = `length` tokens, int64 (S,); None means 0, 1, ...
+        """Return ascending positions of a sequence of S = `length` tokens, int64 (S,); None means
+        0, 1, ...
 
-        In training, `random` is seeded only by the step and `train.seed`, so that all ranks and micro-batches of a step
-        draw the same numbers. Outside training it is None.
+        In training, `random` is seeded only by the step and `train.seed`, so that all ranks and
+        micro-batches of a step draw the same numbers. Outside training it is None.
         """
         return None
 
     def check_cached(self, length: int) -> None:
-        """Raise NotImplementedError if generation with a cache cannot extend a sequence to `length` tokens."""
+        """Raise NotImplementedError if generation with a cache cannot extend a sequence to `length`
+        tokens.
+        """
 
     def embedding(self, positions_sB: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return a tensor (s, B or 1, C) to add to this rank's embedded tokens at these positions, or None."""
+        """Return a tensor (s, B or 1, C) to add to this rank's embedded tokens at these positions,
+        or None.
+        """
         return None
 
     def initial_state(self, positions_SB: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -259,11 +316,15 @@ class PositionEncoding:
     def sent_state(
         self, layer: int, tokens: int, batch: int, dtype: torch.dtype
     ) -> tuple[tuple[int, ...], torch.dtype]:
-        """Return the shape (T, B, ...) and dtype of the state that enters layer `layer`. Requires `sends_state(layer)`.
+        """Return the shape (T, B, ...) and dtype of the state that enters layer `layer`. Requires
+        `sends_state(layer)`.
 
-        Outside attention, this rank holds `tokens` tokens of each of `batch` sequences; T is a multiple of `tokens`.
+        Outside attention, this rank holds `tokens` tokens of each of `batch` sequences; T is a
+        multiple of `tokens`.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define sent_state to support pipeline parallelism")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define sent_state to support pipeline parallelism"
+        )
 
     def enter(
         self,
@@ -273,7 +334,9 @@ class PositionEncoding:
         hidden_states_sBC: Tensor,
         cache: TokenCache,
     ) -> Tensor | None:
-        """Return the state to use in layer `layer`, given the state that enters it and its normalized input."""
+        """Return the state to use in layer `layer`, given the state that enters it and its
+        normalized input.
+        """
         return state
 
     def positions(
@@ -283,27 +346,30 @@ class PositionEncoding:
         state: Tensor | None,
         hidden_states_sBC: Tensor,
         cache: TokenCache,
-    ) -> Positions:
-        """Return the inputs to attention in layer `layer`, given its parameters, state and normalized input.
+    ) -> PositionInputs:
+        """Return the inputs to attention in layer `layer`, given its parameters, state and
+        normalized input.
 
-        With a cache, `state` and `hidden_states_sBC` cover only the new tokens; add to `cache` what later tokens need.
-        The returned state and factors then also cover only the new tokens, but bias, gates and `rescore` cover all.
+        With a cache, `state` and `hidden_states_sBC` cover only the new tokens; add to `cache` what
+        later tokens need. The returned state and factors then also cover only the new tokens, but
+        bias, gates and `rescore` cover all.
         """
-        return Positions(state, average_state=AVERAGE in self.needs and self.updates(layer))
+        return PositionInputs(state, average_state=AVERAGE in self.needs and self.updates(layer))
 
     def next_state(
         self,
         layer: int,
         parameters: Mapping[str, Tensor],
         state: Tensor | None,
-        positions: Positions,
+        positions: PositionInputs,
         averaged_SBhD: Tensor | None,
         attention_output_sBC: Tensor,
         mlp_output_sBC: Tensor,
     ) -> Tensor | None:
         """Return the next layer's state. The model calls this if `updates(layer)`.
 
-        `positions` is the result of the method `positions`, and `averaged_SBhD` the average of the state under the
-        attention weights. `attention_output_sBC` and `mlp_output_sBC` exclude the residual stream.
+        `positions` is the result of the method `positions`, and `averaged_SBhD` the average of the
+        state under the attention weights. `attention_output_sBC` and `mlp_output_sBC` exclude the
+        residual stream.
         """
         return state

@@ -5,9 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_tape.errors import refuse
+from megatron_tape.errors import ConfigError
 from megatron_tape.ops.backends import BIAS
-from megatron_tape.position.encoding import Costs, EncodingSettings, Parameter, PositionEncoding, Positions
+from megatron_tape.position.encoding import (
+    Costs,
+    EncodingSettings,
+    Parameter,
+    PositionEncoding,
+    PositionInputs,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,15 +28,16 @@ class FireSettings(EncodingSettings):
     fire_mlp_size: int = 32
     """fire: hidden size of the MLP that maps a normalized distance to the biases of all heads."""
     fire_threshold: float = 512.0
-    """fire: initial threshold L in tokens. For queries at positions below L, distances are normalized by L instead of
-    the query's position. The model learns a factor of L."""
+    """fire: initial threshold L in tokens. For queries at positions below L, distances are
+    normalized by L instead of the query's position. The model learns a factor of L."""
 
 
 class FirePosition(PositionEncoding):
     """The bias of query s and key t is an MLP of log(c (s - t) + 1) / log(c max(s, L) + 1).
 
-    Parameters: the scalars `log_scale` c and `threshold_scale` (a factor of L); `up_weight` and `up_bias` (W,) and
-    `down_weight` (H, W) of the MLP, whose activation is ReLU. Its output has no bias, which softmax would cancel.
+    Parameters: the scalars `log_scale` c and `threshold_scale` (a factor of L); `up_weight` and
+    `up_bias` (W,) and `down_weight` (H, W) of the MLP, whose activation is ReLU. Its output has no
+    bias, which softmax would cancel.
     """
 
     name = "fire"
@@ -40,35 +47,46 @@ class FirePosition(PositionEncoding):
     restarts_in_documents = True
 
     def check(self) -> None:
-        size, threshold = self.settings.fire_mlp_size, self.settings.fire_threshold
-        refuse(size < 1, "model.position.fire_mlp_size", f"is {size}", "set it to at least 1, such as 32")
-        refuse(
-            not 0 < threshold < math.inf,
-            "model.position.fire_threshold",
-            f"is {threshold}",
-            "set it above 0, such as 512",
-        )
+        size = self.settings.fire_mlp_size
+        threshold = self.settings.fire_threshold
+        if size < 1:
+            raise ConfigError(
+                "model.position.fire_mlp_size", f"is {size}", "set it to at least 1, such as 32"
+            )
+        if not 0 < threshold < math.inf:
+            raise ConfigError(
+                "model.position.fire_threshold", f"is {threshold}", "set it above 0, such as 512"
+            )
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
-        """Return the parameters. As in the released code, weights start normally distributed and the bias at zero."""
-        heads, width, std = self.model.num_attention_heads, self.settings.fire_mlp_size, self.model.init_std
+        """Return the parameters. As in the released code, weights start normally distributed and
+        the bias at zero.
+        """
+        heads = self.model.num_attention_heads
+        width = self.settings.fire_mlp_size
+        std = self.model.init_std
         return {
             "log_scale": Parameter((1,), value=0.1),
             "threshold_scale": Parameter((1,), value=1.0),
             "up_weight": Parameter((width,), std=std),
             "up_bias": Parameter((width,)),
-            "down_weight": Parameter((heads, width), std=std, head_axis=0),
+            "down_weight": Parameter((heads, width), std=std, partition_dim=0),
         }
 
     def costs(self, layer, batch) -> Costs:
-        products = self.settings.fire_mlp_size * (1 + self.model.num_attention_heads) * self.model.seq_length // 2
+        products = (
+            self.settings.fire_mlp_size
+            * (1 + self.model.num_attention_heads)
+            * self.model.seq_length
+            // 2
+        )
         return Costs(multiply_adds=products, state=1, state_width=4)
 
     def initial_state(self, positions_SB, dtype) -> "Tensor":
         """Return the positions (S, B or 1) in float32, which represents them exactly."""
         return positions_SB.float()
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
+    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
         import torch
 
         from megatron_tape.ops.bias import Bias
@@ -78,11 +96,14 @@ class FirePosition(PositionEncoding):
             queries, keys = (positions_BS[:, x].to(c.dtype) for x in (rows, columns))
             normalizer = torch.maximum(queries, (scale * self.settings.fire_threshold).abs())
             distances = (queries[:, :, None] - keys[:, None]).abs()
-            normalized = (c * distances).abs().log1p() / ((c * normalizer).abs().log1p() + _EPSILON)[:, :, None]
-            # Batched matrix products: the gradients of broadcast factors would be as large as `inner` before summation.
+            normalized = (c * distances).abs().log1p() / (
+                (c * normalizer).abs().log1p() + _EPSILON
+            )[:, :, None]
+            # Batched matrix products: the gradients of broadcast factors would be as large as
+            # `inner` before summation.
             matrices = (x[:, None].expand(len(normalized), -1, -1) for x in (up_bias, up))
             inner = torch.relu(torch.baddbmm(*matrices, normalized.flatten(1)[:, None]))
             return (down @ inner).unflatten(2, normalized.shape[1:])
 
         positions_TB = cache.append("positions", state)
-        return Positions(bias=Bias(tile, (positions_TB.T, *parameters.values())))
+        return PositionInputs(bias=Bias(tile, (positions_TB.T, *parameters.values())))

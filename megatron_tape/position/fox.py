@@ -1,12 +1,20 @@
-"""FoX: the forget gates of the Forgetting Transformer, which uses no other positional encoding (Lin et al., 2025)."""
+"""FoX: the forget gates of the Forgetting Transformer, which uses no other positional encoding (Lin
+et al., 2025).
+"""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_tape.errors import refuse
+from megatron_tape.errors import ConfigError
 from megatron_tape.ops.backends import GATE
-from megatron_tape.position.encoding import Costs, EncodingSettings, Parameter, PositionEncoding, Positions
+from megatron_tape.position.encoding import (
+    Costs,
+    EncodingSettings,
+    Parameter,
+    PositionEncoding,
+    PositionInputs,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,14 +22,17 @@ class FoxSettings(EncodingSettings):
     """Initialization of the forget gates."""
 
     fox_bias_start: float = 0.0
-    """fox: initial bias of the forget gates. Larger values let heads attend farther back at the start of training."""
+    """fox: initial bias of the forget gates. Larger values let heads attend farther back at the
+    start of training.
+    """
 
 
 class FoxPosition(PositionEncoding):
-    """Adds the sum of log f_j over t < j <= s to the score of query s and key t; f_j is the forget gate of token j.
+    """Adds the sum of log f_j over t < j <= s to the score of query s and key t; f_j is the forget
+    gate of token j.
 
-    f = sigmoid(w x + b) for each query head, where x is the layer's normalized input. Parameters: `gate` w (H, C) and
-    `gate_bias` b (H,), which has no weight decay, as in the authors' training.
+    f = sigmoid(w x + b) for each query head, where x is the layer's normalized input. Parameters:
+    `gate` w (H, C) and `gate_bias` b (H,), which has no weight decay, as in the authors' training.
     """
 
     name = "fox"
@@ -30,24 +41,32 @@ class FoxPosition(PositionEncoding):
 
     def check(self) -> None:
         start = self.settings.fox_bias_start
-        refuse(not math.isfinite(start), "model.position.fox_bias_start", f"is {start}", "set it to a finite number")
+        if not math.isfinite(start):
+            raise ConfigError(
+                "model.position.fox_bias_start", f"is {start}", "set it to a finite number"
+            )
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
-        """Return the gates' projection. Each rank holds all of it to compute the gates of all heads for its tokens."""
-        heads, hidden = self.model.num_attention_heads, self.model.hidden_size
+        """Return the gates' projection. Each rank holds all of it to compute the gates of all heads
+        for its tokens.
+        """
+        heads = self.model.num_attention_heads
+        hidden = self.model.hidden_size
         return {
             "gate": Parameter((heads, hidden), std=self.model.init_std),
             "gate_bias": Parameter((heads,), value=self.settings.fox_bias_start, decay=False),
         }
 
     def costs(self, layer, batch) -> Costs:
-        """Return the costs of the gates: their projection, and one addition per head, query and key.
+        """Return the costs of the gates: their projection, and one addition per head, query and
+        key.
 
-        The backward pass needs the inputs of log-sigmoid (on a CPU also a buffer of the same size) and the cumulative
-        sums in float64. Each rank computes the gates of all heads for its own tokens; an all-to-all then gives it the
-        gates of its own heads for all tokens.
+        The backward pass needs the inputs of log-sigmoid (on a CPU also a buffer of the same size)
+        and the cumulative sums in float64. Each rank computes the gates of all heads for its own
+        tokens; an all-to-all then gives it the gates of its own heads for all tokens.
         """
-        heads, model = self.model.num_attention_heads, self.model
+        heads = self.model.num_attention_heads
+        model = self.model
         gates = 4 * batch.local_tokens * heads
         return Costs(
             multiply_adds=heads * (model.hidden_size + model.seq_length // 2),
@@ -57,7 +76,7 @@ class FoxPosition(PositionEncoding):
             reads_hidden_states=True,
         )
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
+    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
         """Return the logarithms of the gates (S, B, h), at least in float32."""
         import torch
         from torch.nn.functional import linear, logsigmoid
@@ -65,4 +84,4 @@ class FoxPosition(PositionEncoding):
         logits = linear(hidden_states_sBC, parameters["gate"])
         wider = torch.promote_types(logits.dtype, torch.float32)
         log_gate = logsigmoid(logits.to(wider) + parameters["gate_bias"])
-        return Positions(log_gate_TBH=cache.append("gates", self.tokens.to_heads(log_gate)))
+        return PositionInputs(log_gate_TBH=cache.append("gates", self.tokens.to_heads(log_gate)))

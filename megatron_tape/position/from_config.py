@@ -16,14 +16,22 @@ if TYPE_CHECKING:
 
 
 def model_config(values: Mapping[str, Any]) -> ModelConfig:
-    """Return the `ModelConfig` of the section `model` of a recipe or checkpoint; raise ConfigError if it is invalid."""
+    """Return the `ModelConfig` of the section `model` of a recipe or checkpoint; raise ConfigError
+    if it is invalid.
+    """
     return build(ModelConfig, values, "model")
 
 
-def encoding_of(model: ModelConfig, tokens: TokenLayout | None = None, fused: bool = False) -> PositionEncoding:
-    """Return the positional encoding of `model`; for `tokens` and `fused` see `PositionEncoding`."""
+def encoding_of(
+    model: ModelConfig, tokens: TokenLayout | None = None, fused: bool = False
+) -> PositionEncoding:
+    """Return the positional encoding of `model`; for `tokens` and `fused` see
+    `PositionEncoding`.
+    """
     encoding = ENCODINGS[model.position_encoding]
-    assert isinstance(model.position, encoding.Settings), "a model's encoding and its settings change together"
+    assert isinstance(model.position, encoding.Settings), (
+        "a model's encoding and its settings change together"
+    )
     if model.layers_without_positions is not None:
         encoding = in_some_layers(encoding)
     return encoding(model, tokens, fused)

@@ -1,12 +1,20 @@
-"""PaTH (Yang et al., 2025): positions as products of content-dependent, Householder-like transformations."""
+"""PaTH (Yang et al., 2025): positions as products of content-dependent, Householder-like
+transformations.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_tape.errors import refuse
+from megatron_tape.errors import ConfigError
 from megatron_tape.ops.backends import REFLECTIONS
-from megatron_tape.position.encoding import Costs, EncodingSettings, Parameter, PositionEncoding, Positions
+from megatron_tape.position.encoding import (
+    Costs,
+    EncodingSettings,
+    Parameter,
+    PositionEncoding,
+    PositionInputs,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,17 +28,23 @@ class PathSettings(EncodingSettings):
     """Settings of the projections that produce the vectors w of the transformations H."""
 
     path_rank: int = 32
-    """path: rank of the low-rank projection from hidden states to the vectors w of the transformations."""
+    """path: rank of the low-rank projection from hidden states to the vectors w of the
+    transformations.
+    """
     path_conv_size: int = 3
-    """path: kernel size in tokens of the causal convolution of the vectors w, which SiLU follows. 0 disables both."""
+    """path: kernel size in tokens of the causal convolution of the vectors w, which SiLU follows. 0
+    disables both.
+    """
 
 
 class PathPosition(PositionEncoding):
-    """The score of query s and key t is q_s^T H_s H_(s-1) ... H_(t+1) k_t / sqrt(D), H_l = I - beta_l w_l w_l^T.
+    """The score of query s and key t is q_s^T H_s H_(s-1) ... H_(t+1) k_t / sqrt(D), H_l = I -
+    beta_l w_l w_l^T.
 
-    w is a unit vector for each token and key/value group. `w_down` (rank, C) and `w_up` (G D, rank) project the layer's
-    normalized input x; `conv` (G, D, width) convolves the result over the token and preceding ones of its document;
-    SiLU and normalization follow. beta is 2 sigmoid(W x + b), where W is `beta_weight` (G, C) and b `beta_bias` (G,).
+    w is a unit vector for each token and key/value group. `w_down` (rank, C) and `w_up` (G D, rank)
+    project the layer's normalized input x; `conv` (G, D, width) convolves the result over the token
+    and preceding ones of its document; SiLU and normalization follow. beta is 2 sigmoid(W x + b),
+    where W is `beta_weight` (G, C) and b `beta_bias` (G,).
     """
 
     name = "path"
@@ -39,14 +53,28 @@ class PathPosition(PositionEncoding):
     restarts_in_documents = True
 
     def check(self) -> None:
-        rank, size = self.settings.path_rank, self.settings.path_conv_size
-        refuse(rank < 1, "model.position.path_rank", f"is {rank}", "set it to at least 1, such as 32")
-        refuse(size < 0, "model.position.path_conv_size", f"is {size}", "set it to 3, or to 0 for no convolution")
+        rank = self.settings.path_rank
+        size = self.settings.path_conv_size
+        if rank < 1:
+            raise ConfigError(
+                "model.position.path_rank", f"is {rank}", "set it to at least 1, such as 32"
+            )
+        if size < 0:
+            raise ConfigError(
+                "model.position.path_conv_size",
+                f"is {size}",
+                "set it to 3, or to 0 for no convolution",
+            )
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
-        """Return the parameters. As in the authors' code, weights start normally distributed and the bias at zero."""
+        """Return the parameters. As in the authors' code, weights start normally distributed and
+        the bias at zero.
+        """
         model = self.model
-        groups, dim, hidden, std = model.query_groups, model.head_dim, model.hidden_size, model.init_std
+        groups = model.query_groups
+        dim = model.head_dim
+        hidden = model.hidden_size
+        std = model.init_std
         parameters = {
             "w_down": Parameter((self.settings.path_rank, hidden), std=std),
             "w_up": Parameter((groups * dim, self.settings.path_rank), std=std),
@@ -54,32 +82,46 @@ class PathPosition(PositionEncoding):
             "beta_bias": Parameter((groups,)),
         }
         if self.settings.path_conv_size:
-            parameters["conv"] = Parameter((groups, dim, self.settings.path_conv_size), std=std, head_axis=0)
+            parameters["conv"] = Parameter(
+                (groups, dim, self.settings.path_conv_size), std=std, partition_dim=0
+            )
         return parameters
 
     def costs(self, layer, batch) -> Costs:
-        """Return the costs: projections, convolution, each block's closed form, and the loop over blocks of keys.
+        """Return the costs: projections, convolution, each block's closed form, and the loop over
+        blocks of keys.
 
-        The inputs of w and beta, and the three results of the closed form for each block of keys, are saved for the
-        backward pass. The state is a token's position, from which the convolution finds the start of the document.
+        The inputs of w and beta, and the three results of the closed form for each block of keys,
+        are saved for the backward pass. The state is a token's position, from which the convolution
+        finds the start of the document.
         """
         from megatron_tape.ops.householder import BLOCK
 
-        model, rank = self.model, self.settings.path_rank
-        groups, heads, dim, hidden = model.query_groups, model.num_attention_heads, model.head_dim, model.hidden_size
+        model = self.model
+        rank = self.settings.path_rank
+        groups = model.query_groups
+        heads = model.num_attention_heads
+        dim = model.head_dim
+        hidden = model.hidden_size
         wide = BLOCK + dim
-        projections = rank * (hidden + groups * dim) + groups * (hidden + dim * self.settings.path_conv_size)
-        # Per key: the products of w with w and with keys, the triangular solve (half of its matrix is zero), and the
-        # product of w with its result. Per query: its own block, and half of all blocks on average.
+        projections = rank * (hidden + groups * dim) + groups * (
+            hidden + dim * self.settings.path_conv_size
+        )
+        # Per key: the products of w with w and with keys, the triangular solve (half of its matrix
+        # is zero), and the product of w with its result. Per query: its own block, and half of all
+        # blocks on average.
         key_products = groups * (2 * BLOCK * dim + BLOCK * wide // 2 + dim * wide)
-        query_products = heads * (BLOCK * dim + BLOCK * wide + dim * dim * model.seq_length // (2 * BLOCK))
+        query_products = heads * (
+            BLOCK * dim + BLOCK * wide + dim * dim * model.seq_length // (2 * BLOCK)
+        )
         local_groups = batch.groups(groups)
         blocks = batch.tokens // model.seq_length * -(-model.seq_length // BLOCK) * local_groups
         inputs = batch.tokens * local_groups * (dim + 1)
         sent = batch.local_tokens * batch.sent_groups(groups) * (dim + 1) * batch.width
         return Costs(
             multiply_adds=projections + key_products + query_products,
-            saved=batch.local_tokens * rank * batch.width + 4 * (inputs + blocks * (2 * BLOCK * dim + wide * wide)),
+            saved=batch.local_tokens * rank * batch.width
+            + 4 * (inputs + blocks * (2 * BLOCK * dim + wide * wide)),
             sent_forward=sent,
             sent_backward=sent,
             state=1,
@@ -91,7 +133,7 @@ class PathPosition(PositionEncoding):
         """Return the positions (S, B or 1) in float32, which represents them exactly."""
         return positions_SB.float()
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
+    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
         from torch.nn.functional import linear
 
         from megatron_tape.ops.householder import through_reflections
@@ -103,24 +145,29 @@ class PathPosition(PositionEncoding):
         tensors = (self.tokens.to_heads(w_sBGD), betas_TBG, cache.append("positions", state))
         if "conv" in parameters:
             tensors = (*tensors, parameters["conv"])
-        return Positions(rescore=through_reflections(_unit_w_and_beta, tensors))
+        return PositionInputs(rescore=through_reflections(_unit_w_and_beta, tensors))
 
 
-def _unit_w_and_beta(w_TBGD: "Tensor", betas_TBG: "Tensor", positions_TB: "Tensor", *conv_GDK: "Tensor"):
+def _unit_w_and_beta(
+    w_TBGD: "Tensor", betas_TBG: "Tensor", positions_TB: "Tensor", *conv_GDK: "Tensor"
+):
     if conv_GDK:
         w_TBGD = short_convolution(w_TBGD, positions_TB, *conv_GDK)
-    return w_TBGD * (w_TBGD.square().sum(-1, keepdim=True) + _EPSILON).rsqrt(), 2 * betas_TBG.sigmoid()
+    return w_TBGD * (
+        w_TBGD.square().sum(-1, keepdim=True) + _EPSILON
+    ).rsqrt(), 2 * betas_TBG.sigmoid()
 
 
 def short_convolution(x_TBGD: "Tensor", positions_TB: "Tensor", weight_GDK: "Tensor") -> "Tensor":
     """Return SiLU of a causal depthwise convolution of `x_TBGD` over tokens, (T, B, G, D).
 
-    `weight_GDK` has K weights per channel; the last one applies to the token itself. If a token's position is less than
-    n, the token n before it belongs to another document and is ignored.
+    `weight_GDK` has K weights per channel; the last one applies to the token itself. If a token's
+    position is less than n, the token n before it belongs to another document and is ignored.
     """
     from torch.nn.functional import pad, silu
 
-    total, count = x_TBGD * weight_GDK[..., -1], len(x_TBGD)
+    total = x_TBGD * weight_GDK[..., -1]
+    count = len(x_TBGD)
     for back in range(1, weight_GDK.shape[-1]):
         earlier = pad(x_TBGD, (0, 0, 0, 0, 0, 0, back, 0))[:count]
         same_document = (positions_TB >= back)[:, :, None, None]

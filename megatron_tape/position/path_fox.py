@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megatron_tape.position.encoding import Costs, Parameter, Positions
+from megatron_tape.position.encoding import Costs, Parameter, PositionInputs
 from megatron_tape.position.fox import FoxPosition, FoxSettings
 from megatron_tape.position.path import PathPosition, PathSettings
 
@@ -32,7 +32,7 @@ class PathFoxPosition(PathPosition, FoxPosition):
         names = ("multiply_adds", "saved", "sent_forward", "sent_backward")
         return replace(path, **{name: getattr(path, name) + getattr(fox, name) for name in names})
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
+    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
         inputs = (layer, parameters, state, hidden_states_sBC, cache)
         gates = FoxPosition.positions(self, *inputs).log_gate_TBH
         return replace(PathPosition.positions(self, *inputs), log_gate_TBH=gates)

@@ -1,12 +1,14 @@
-"""Randomized positions (Ruoss et al., 2023): RoPE on positions drawn from a range longer than the sequence.
+"""Randomized positions (Ruoss et al., 2023): RoPE on positions drawn from a range longer than the
+sequence.
 
-Training covers the whole range, so that sequences longer than those of training have no unseen positions.
+Training covers the whole range, so that sequences longer than those of training have no unseen
+positions.
 """
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_tape.errors import refuse
+from megatron_tape.errors import ConfigError
 from megatron_tape.position.rope import FrequencySettings, RotaryPosition
 
 if TYPE_CHECKING:
@@ -21,16 +23,17 @@ class RandomizedSettings(FrequencySettings):
     """The range from which positions are drawn."""
 
     randpe_range: int | None = None
-    """randpe: number of positions R; training draws the positions of a sequence from 0 to R - 1. Set it to at least the
-    length of the longest sequence that the model will process. Default: 4 * seq_length."""
+    """randpe: number of positions R; training draws the positions of a sequence from 0 to R - 1.
+    Set it to at least the length of the longest sequence that the model will process. Default: 4 *
+    seq_length."""
 
 
 class RandomizedPosition(RotaryPosition):
     """RoPE on sorted positions, drawn from 0 to R - 1 without replacement in each training step.
 
-    All sequences of a step have the same positions, and a packed document of n tokens has the first n of them. Outside
-    training, token i of a sequence of S tokens has position floor(i R / max(S, L)), where L is `seq_length`. A sequence
-    of more than R tokens has positions 0, 1, ..., S - 1.
+    All sequences of a step have the same positions, and a packed document of n tokens has the first
+    n of them. Outside training, token i of a sequence of S tokens has position floor(i R / max(S,
+    L)), where L is `seq_length`. A sequence of more than R tokens has positions 0, 1, ..., S - 1.
     """
 
     name = "randpe"
@@ -43,24 +46,27 @@ class RandomizedPosition(RotaryPosition):
     def check(self) -> None:
         super().check()
         length = self.model.seq_length
-        refuse(
-            self.position_range < length,
-            ("model.position.randpe_range", "model.seq_length"),
-            f"is {self.position_range}, less than the {length} tokens of model.seq_length",
-            "set it to a multiple of model.seq_length",
-        )
-        refuse(
-            self.position_range > _LARGEST_RANGE,
-            "model.position.randpe_range",
-            f"is {self.position_range:,}, but float32 positions are exact only up to {_LARGEST_RANGE:,}",
-            f"set it to at most {_LARGEST_RANGE}",
-        )
+        if self.position_range < length:
+            raise ConfigError(
+                ("model.position.randpe_range", "model.seq_length"),
+                f"is {self.position_range}, less than the {length} tokens of model.seq_length",
+                "set it to a multiple of model.seq_length",
+            )
+        if self.position_range > _LARGEST_RANGE:
+            raise ConfigError(
+                "model.position.randpe_range",
+                f"is {self.position_range:,}, but float32 positions are exact only up to"
+                f" {_LARGEST_RANGE:,}",
+                f"set it to at most {_LARGEST_RANGE}",
+            )
 
     @property
     def position_range(self) -> int:
         """Number of positions from which a training sequence's positions are drawn (R)."""
         size = self.settings.randpe_range
-        return 4 * self.model.seq_length if size is None else size
+        if size is None:
+            return 4 * self.model.seq_length
+        return size
 
     def token_positions(self, length: int, random: "np.random.Generator | None") -> "np.ndarray":
         import numpy as np
@@ -71,10 +77,12 @@ class RandomizedPosition(RotaryPosition):
         return np.sort(random.choice(whole, length, replace=False, shuffle=False))
 
     def check_cached(self, length: int) -> None:
-        """Raise NotImplementedError beyond `seq_length` tokens, where each new token changes all cached positions."""
+        """Raise NotImplementedError beyond `seq_length` tokens, where each new token changes all
+        cached positions.
+        """
         if length > self.model.seq_length:
             raise NotImplementedError(
-                f"randpe cannot use a cache for {length} tokens with the prompt: beyond the {self.model.seq_length} of "
-                "training, each new token changes the positions of all cached tokens; generate without a cache "
-                "(use_cache=False)"
+                f"randpe cannot use a cache for {length} tokens with the prompt: beyond the"
+                f" {self.model.seq_length} of training, each new token changes the positions of all"
+                " cached tokens; generate without a cache (use_cache=False)"
             )

@@ -1,17 +1,19 @@
-"""RePo, context re-positioning (Li et al., 2025): each layer predicts every token's position from its content.
+"""RePo, context re-positioning (Li et al., 2025): each layer predicts every token's position from
+its content.
 
-From layer `repo_first_layer` on, a layer predicts the position z_g of a token in each key/value group g from its
-normalized input h (C,):
+From layer `repo_first_layer` on, a layer predicts the position z_g of a token in each key/value
+group g from its normalized input h (C,):
     r = silu(W_gate h) * (W_content h),    z = W_position r.
-Queries and keys are rotated by exp(i z_g theta_f), not by RoPE's exp(i s theta_f). Earlier layers use RoPE.
+Queries and keys are rotated by exp(i z_g theta_f), not by RoPE's exp(i s theta_f). Earlier layers
+use RoPE.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megatron_tape.errors import refuse
-from megatron_tape.position.encoding import Costs, Parameter, Positions
+from megatron_tape.errors import ConfigError
+from megatron_tape.position.encoding import Costs, Parameter, PositionInputs
 from megatron_tape.position.rope import RotaryPosition, ScaledSettings
 
 if TYPE_CHECKING:
@@ -23,16 +25,19 @@ class RepositionSettings(ScaledSettings):
     """Settings of the MLP that predicts positions."""
 
     repo_width: int | None = None
-    """repo: hidden size of the MLP that predicts a token's positions. Default: hidden_size // 8, as in the paper."""
+    """repo: hidden size of the MLP that predicts a token's positions. Default: hidden_size // 8, as
+    in the paper.
+    """
     repo_first_layer: int | None = None
-    """repo: first layer (from 0) that predicts positions. Default: num_layers // 3, as in the paper's 16-layer model,
-    but at least 1, since token embeddings contain no order."""
+    """repo: first layer (from 0) that predicts positions. Default: num_layers // 3, as in the
+    paper's 16-layer model, but at least 1, since token embeddings contain no order."""
 
 
 class Reposition(RotaryPosition):
     """RoPE on positions predicted by each layer, one for each token and group.
 
-    Parameters of the MLP, with hidden size W: `gate_proj` and `content_proj` (W, C), and `position_proj` (G, W).
+    Parameters of the MLP, with hidden size W: `gate_proj` and `content_proj` (W, C), and
+    `position_proj` (G, W).
     """
 
     name = "repo"
@@ -41,31 +46,38 @@ class Reposition(RotaryPosition):
 
     def check(self) -> None:
         super().check()
-        width, first, last = self.settings.repo_width, self.settings.repo_first_layer, self.model.num_layers - 1
-        refuse(
-            self.inner_width < 1,
-            "model.position.repo_width",
-            f"is {width}",
-            "set it to at least 1, such as hidden_size // 8",
-        )
-        refuse(
-            not 0 <= self.predicts_from <= last,
-            ("model.position.repo_first_layer", "model.num_layers"),
-            f"is {first}, but layers are numbered from 0 to {last}",
-            "choose one of these layers",
-        )
+        width = self.settings.repo_width
+        first = self.settings.repo_first_layer
+        last = self.model.num_layers - 1
+        if self.inner_width < 1:
+            raise ConfigError(
+                "model.position.repo_width",
+                f"is {width}",
+                "set it to at least 1, such as hidden_size // 8",
+            )
+        if not 0 <= self.predicts_from <= last:
+            raise ConfigError(
+                ("model.position.repo_first_layer", "model.num_layers"),
+                f"is {first}, but layers are numbered from 0 to {last}",
+                "choose one of these layers",
+            )
 
     @property
     def inner_width(self) -> int:
         """Hidden size of the MLP that predicts a token's positions (W)."""
         width = self.settings.repo_width
-        return max(1, self.model.hidden_size // 8) if width is None else width
+        if width is None:
+            return max(1, self.model.hidden_size // 8)
+        return width
 
     @property
     def predicts_from(self) -> int:
         """First layer (from 0) that predicts positions."""
-        first, layers = self.settings.repo_first_layer, self.model.num_layers
-        return min(max(1, layers // 3), layers - 1) if first is None else first
+        first = self.settings.repo_first_layer
+        layers = self.model.num_layers
+        if first is None:
+            return min(max(1, layers // 3), layers - 1)
+        return first
 
     def predicts(self, layer: int) -> bool:
         """Return whether layer `layer` (from 0) predicts positions."""
@@ -84,10 +96,12 @@ class Reposition(RotaryPosition):
     def costs(self, layer, batch) -> Costs:
         """Return the costs: the MLP, and the all-to-alls of positions and their gradients.
 
-        The gate before and after silu, the content, their product, and the angles are saved in fp32 for the backward
-        pass. The phases are counted with the rotation of queries and keys.
+        The gate before and after silu, the content, their product, and the angles are saved in fp32
+        for the backward pass. The phases are counted with the rotation of queries and keys.
         """
-        base, model, width = super().costs(layer, batch), self.model, self.inner_width
+        base = super().costs(layer, batch)
+        model = self.model
+        width = self.inner_width
         if not self.predicts(layer):
             return base
         angles = batch.groups(model.query_groups) * model.head_dim // 2
@@ -102,18 +116,22 @@ class Reposition(RotaryPosition):
             reads_hidden_states=True,
         )
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
+    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
         if not self.predicts(layer):
-            return Positions(state)
+            return PositionInputs(state)
         positions_SBg = self.tokens.to_heads(self.predicted(parameters, hidden_states_sBC))
-        return Positions(self.phases(positions_SBg).to(hidden_states_sBC.dtype))
+        return PositionInputs(self.phases(positions_SBg).to(hidden_states_sBC.dtype))
 
-    def predicted(self, parameters: Mapping[str, "Tensor"], hidden_states_sBC: "Tensor") -> "Tensor":
+    def predicted(
+        self, parameters: Mapping[str, "Tensor"], hidden_states_sBC: "Tensor"
+    ) -> "Tensor":
         """Return the predicted positions of this rank's tokens, (s, B, G), at least in float32."""
         import torch
         from torch.nn.functional import linear, silu
 
-        gate, content = (linear(hidden_states_sBC, parameters[name]) for name in ("gate_proj", "content_proj"))
+        gate, content = (
+            linear(hidden_states_sBC, parameters[name]) for name in ("gate_proj", "content_proj")
+        )
         precision = torch.promote_types(gate.dtype, torch.float32)
         inner = silu(gate.to(precision)) * content.to(precision)
         return linear(inner, parameters["position_proj"].to(precision))

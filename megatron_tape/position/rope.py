@@ -1,11 +1,13 @@
-"""Rotary positional encoding (Su et al., 2021) as in Llama, with position scaling and learned increments.
+"""Rotary positional encoding (Su et al., 2021) as in Llama, with position scaling and learned
+increments.
 
 Positions are 0, 1, ... or, with learned increments, cumulative sums
     p[s,g] = sum_{t<=s} 2 sigmoid(w_g . x[t])    ("learned": each increment is between 0 and 2),
     p[s,g] = sum_{t<=s} 1 + w_g . x[t]           ("signed": increments may be negative),
-where x is the first layer's normalized input and g a key/value group. These are "accumulated rotations" (MapFormer,
-arXiv 2511.19279; arXiv 2606.24975). With w = 0 every increment is 1. Attention depends only on position differences, so
-a sum may include tokens before a packed document, or padding.
+where x is the first layer's normalized input and g a key/value group. These are "accumulated
+rotations" (MapFormer, arXiv 2511.19279; arXiv 2606.24975). With w = 0 every increment is 1.
+Attention depends only on position differences, so a sum may include tokens before a packed
+document, or padding.
 """
 
 import math
@@ -13,9 +15,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron_tape.errors import refuse
+from megatron_tape.errors import ConfigError
 from megatron_tape.ops.backends import ROTATION
-from megatron_tape.position.encoding import Costs, EncodingSettings, Parameter, PositionEncoding, TokenCache
+from megatron_tape.position.encoding import (
+    Costs,
+    EncodingSettings,
+    Parameter,
+    PositionEncoding,
+    TokenCache,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -24,17 +32,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FrequencySettings(EncodingSettings):
-    """The frequencies of the rotation, for encodings that neither scale positions nor learn increments."""
+    """The frequencies of the rotation, for encodings that neither scale positions nor learn
+    increments.
+    """
 
     rope_scaling_type = "linear"
     rope_scaling_factor = 1.0
     increments = "fixed"
 
     rope_theta: float = 10000.0
-    """Base of the rotary frequencies. A larger base slows the rotation, which suits longer contexts."""
+    """Base of the rotary frequencies. A larger base slows the rotation, which suits longer
+    contexts.
+    """
     rope_share: float = 1.0
-    """Fraction of the frequencies that rotate, starting with the fastest; the others are set to 0 (p-RoPE, Barbero et
-    al., 2025)."""
+    """Fraction of the frequencies that rotate, starting with the fastest; the others are set to 0
+    (p-RoPE, Barbero et al., 2025)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,25 +54,38 @@ class ScaledSettings(FrequencySettings):
     """The frequencies of the rotation, and their scaling for longer contexts."""
 
     rope_scaling_type: Literal["linear", "llama3", "yarn"] = "linear"
-    """Scaling for longer contexts by rope_scaling_factor. linear divides all frequencies by it. llama3 (Llama 3.1) and
-    yarn divide only slow frequencies; yarn also sharpens attention."""
+    """Scaling for longer contexts by rope_scaling_factor. linear divides all frequencies by it.
+    llama3 (Llama 3.1) and yarn divide only slow frequencies; yarn also sharpens attention."""
     rope_scaling_factor: float = 1.0
-    """Divisor of the scaled frequencies; 2 doubles the context of a trained model. The context of a model that was
-    trained with a factor doubles with twice that factor, whatever the type of the scaling."""
+    """Divisor of the scaled frequencies; 2 doubles the context of a trained model. The context of a
+    model that was trained with a factor doubles with twice that factor, whatever the type of the
+    scaling."""
     rope_original_seq_length: int = 8192
     """llama3 and yarn: context length in tokens before the extension."""
     rope_low_freq_factor: float = 1.0
-    """llama3: frequencies with fewer full turns than this in rope_original_seq_length tokens are fully scaled."""
+    """llama3: frequencies with fewer full turns than this in rope_original_seq_length tokens are
+    fully scaled.
+    """
     rope_high_freq_factor: float = 4.0
-    """llama3: frequencies with more full turns than this are not scaled; in between, scaling is interpolated."""
+    """llama3: frequencies with more full turns than this are not scaled; in between, scaling is
+    interpolated.
+    """
     rope_beta_slow: float = 1.0
-    """yarn: frequencies with fewer full turns than this in rope_original_seq_length tokens are fully scaled."""
+    """yarn: frequencies with fewer full turns than this in rope_original_seq_length tokens are
+    fully scaled.
+    """
     rope_beta_fast: float = 32.0
-    """yarn: frequencies with more full turns than this are not scaled; in between, scaling is interpolated."""
+    """yarn: frequencies with more full turns than this are not scaled; in between, scaling is
+    interpolated.
+    """
     rope_truncate: bool = True
-    """yarn: round the ends of the interpolated range to whole frequency indices, as most models with yarn do."""
+    """yarn: round the ends of the interpolated range to whole frequency indices, as most models
+    with yarn do.
+    """
     rope_attention_factor: float | None = None
-    """yarn: factor by which rotated queries and keys are multiplied. Default: 0.1 ln(rope_scaling_factor) + 1."""
+    """yarn: factor by which rotated queries and keys are multiplied. Default: 0.1
+    ln(rope_scaling_factor) + 1.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +93,17 @@ class RotarySettings(ScaledSettings):
     """The frequencies of the rotation, their scaling, and the position increments."""
 
     increments: Literal["fixed", "learned", "signed"] = "fixed"
-    """Increment from the position of one token to the next. fixed: 1. learned and signed: computed from the token's
-    content, initially 1; learned increments stay between 0 and 2, signed ones are unbounded and may be negative."""
+    """Increment from the position of one token to the next. fixed: 1. learned and signed: computed
+    from the token's content, initially 1; learned increments stay between 0 and 2, signed ones are
+    unbounded and may be negative."""
 
 
 class RotaryPosition(PositionEncoding):
-    """Rotates all layers' queries and keys by exp(i s theta_f), or by exp(i p[s,g] theta_f) with learned increments.
+    """Rotates all layers' queries and keys by exp(i s theta_f), or by exp(i p[s,g] theta_f) with
+    learned increments.
 
-    With learned increments the first layer has the parameter `increments` w (G, C), which starts at zero.
+    With learned increments the first layer has the parameter `increments` w (G, C), which starts at
+    zero.
     """
 
     name = "rope"
@@ -85,10 +113,14 @@ class RotaryPosition(PositionEncoding):
 
     @property
     def exports_to(self) -> str | None:
-        """An architecture of transformers if one supports the settings, otherwise this encoding's file."""
+        """An architecture of transformers if one supports the settings, otherwise this encoding's
+        file.
+        """
         settings = self.settings
         partial_scaling = settings.rope_share < 1 and settings.rope_scaling_type != "linear"
-        return "code" if self.learns_increments or self.model.attention_output_gate or partial_scaling else "plain"
+        if self.learns_increments or self.model.attention_output_gate or partial_scaling:
+            return "code"
+        return "plain"
 
     @property
     def learns_increments(self) -> bool:
@@ -98,30 +130,49 @@ class RotaryPosition(PositionEncoding):
     def check(self) -> None:
         settings = self.settings
         for key, value in vars(settings).items():
-            if key.startswith("rope_") and isinstance(value, (int, float)) and not isinstance(value, bool):
+            if (
+                key.startswith("rope_")
+                and isinstance(value, (int, float))
+                and not isinstance(value, bool)
+            ):
                 fix = "set it to a number from 1e-9 to 1e12"  # outside, yarn's logarithms may fail
-                refuse(not 1e-9 <= value <= 1e12, f"model.position.{key}", f"is {value}", fix)
-        refuse(
-            settings.rope_scaling_factor < 1,
-            "model.position.rope_scaling_factor",
-            f"is {settings.rope_scaling_factor}, which would shorten the context",
-            "set it to the new context length divided by the old one, at least 1",
+                if not 1e-9 <= value <= 1e12:
+                    raise ConfigError(f"model.position.{key}", f"is {value}", fix)
+        if settings.rope_scaling_factor < 1:
+            raise ConfigError(
+                "model.position.rope_scaling_factor",
+                f"is {settings.rope_scaling_factor}, which would shorten the context",
+                "set it to the new context length divided by the old one, at least 1",
+            )
+        share = settings.rope_share
+        dim = self.model.head_dim
+        if share < 1:
+            problem = f"is {share}, which keeps none of the {dim // 2} frequencies"
+        else:
+            problem = f"is {share}"
+        if share > 1 or share * dim // 2 < 1:
+            raise ConfigError(
+                "model.position.rope_share", problem, f"set it to a number from {2 / dim:.4g} to 1"
+            )
+        pairs = (
+            ("rope_low_freq_factor", "rope_high_freq_factor"),
+            ("rope_beta_slow", "rope_beta_fast"),
         )
-        share, dim = settings.rope_share, self.model.head_dim
-        problem = f"is {share}, which keeps none of the {dim // 2} frequencies" if share < 1 else f"is {share}"
-        fix = f"set it to a number from {2 / dim:.4g} to 1"
-        refuse(share > 1 or share * dim // 2 < 1, "model.position.rope_share", problem, fix)
-        pairs = ("rope_low_freq_factor", "rope_high_freq_factor"), ("rope_beta_slow", "rope_beta_fast")
         for lower, upper in pairs if isinstance(settings, ScaledSettings) else ():
-            low, high = getattr(settings, lower), getattr(settings, upper)
+            low = getattr(settings, lower)
+            high = getattr(settings, upper)
             keys = f"model.position.{lower}", f"model.position.{upper}"
-            refuse(low >= high, keys, f"{low} is not below {keys[1]} {high}", f"set it below {keys[1]}")
-        refuse(
-            settings.rope_scaling_type == "yarn" and settings.rope_theta <= 1,
-            ("model.position.rope_theta", "model.position.rope_scaling_type"),
-            f"{settings.rope_theta} is not above 1, which model.position.rope_scaling_type yarn requires",
-            "raise model.position.rope_theta",
-        )
+            if low >= high:
+                raise ConfigError(
+                    keys, f"{low} is not below {keys[1]} {high}", f"set it below {keys[1]}"
+                )
+        if settings.rope_scaling_type == "yarn" and settings.rope_theta <= 1:
+            raise ConfigError(
+                ("model.position.rope_theta", "model.position.rope_scaling_type"),
+                f"{settings.rope_theta} is not above 1, which model.position.rope_scaling_type yarn"
+                " requires",
+                "raise model.position.rope_theta",
+            )
 
     def learns_on_entry(self, layer: int) -> bool:
         return layer == 0 and self.learns_increments
@@ -132,10 +183,12 @@ class RotaryPosition(PositionEncoding):
         return {"increments": Parameter((self.model.query_groups, self.model.hidden_size))}
 
     def costs(self, layer, batch) -> Costs:
-        """Return the costs. Without learned increments, the state is one set of phases for all heads.
+        """Return the costs. Without learned increments, the state is one set of phases for all
+        heads.
 
-        With learned increments, every group has its own phases. The first layer then saves positions and phases for the
-        backward pass. Cumulative sums need all tokens, so an all-to-all exchanges the logits of the increments.
+        With learned increments, every group has its own phases. The first layer then saves
+        positions and phases for the backward pass. Cumulative sums need all tokens, so an
+        all-to-all exchanges the logits of the increments.
         """
         model = self.model
         every_group = model.query_groups * model.head_dim if layer > 0 else 0
@@ -154,13 +207,16 @@ class RotaryPosition(PositionEncoding):
 
     @property
     def position_bytes(self) -> int:
-        """Bytes per token and group saved in float64: the position and, if learned, the sigmoid of the increment."""
+        """Bytes per token and group saved in float64: the position and, if learned, the sigmoid of
+        the increment.
+        """
         return {"fixed": 0, "learned": 16, "signed": 8}[self.settings.increments]
 
     def initial_state(self, positions_SB, dtype) -> "Tensor | None":
         """Return the phases times the attention factor, (S, B or 1, 1, D), computed in float32.
 
-        With learned increments this returns None, and `enter` computes the phases in the first layer.
+        With learned increments this returns None, and `enter` computes the phases in the first
+        layer.
         """
         if self.learns_increments:
             return None
@@ -174,14 +230,20 @@ class RotaryPosition(PositionEncoding):
         return (tokens * self.tokens.sequence_shards, batch, groups, self.model.head_dim), dtype
 
     def phases(self, positions: "Tensor") -> "Tensor":
-        """Return the phases times the attention factor, (..., D), in the dtype of the real `positions` (...)."""
+        """Return the phases times the attention factor, (..., D), in the dtype of the real
+        `positions` (...).
+        """
         import torch
 
-        angles = positions[..., None] * self.constant("frequencies", self.frequencies, positions.device)
+        angles = positions[..., None] * self.constant(
+            "frequencies", self.frequencies, positions.device
+        )
         return torch.cat([angles.cos(), angles.sin()], dim=-1) * self.attention_factor
 
     def enter(self, layer, parameters, state, hidden_states_sBC, cache) -> "Tensor | None":
-        """Return the state; in the first layer with learned increments, the phases of all tokens (S, B, g, D)."""
+        """Return the state; in the first layer with learned increments, the phases of all tokens
+        (S, B, g, D).
+        """
         if not self.learns_on_entry(layer):
             return state
         from torch.nn.functional import linear
@@ -201,7 +263,9 @@ class RotaryPosition(PositionEncoding):
         return cache.append("increments", increments_SBN).cumsum(0)[-len(increments_SBN) :]
 
     def _exact_phases(self, positions_SBG: "Tensor", dtype: "torch.dtype") -> "Tensor":
-        """Return the phases of real positions times the attention factor, (S, B, G, D), rounded once to `dtype`."""
+        """Return the phases of real positions times the attention factor, (S, B, G, D), rounded
+        once to `dtype`.
+        """
         from megatron_tape.ops.rotation import phases
 
         frequencies = self.constant("frequencies", self.frequencies, positions_SBG.device)
@@ -211,7 +275,8 @@ class RotaryPosition(PositionEncoding):
     def attention_factor(self) -> float:
         """Modulus of the complex numbers in the initial state: 1, except with yarn.
 
-        It scales both queries and keys, so attention scores are multiplied by its square (YaRN, Peng et al., 2023).
+        It scales both queries and keys, so attention scores are multiplied by its square (YaRN,
+        Peng et al., 2023).
         """
         settings = self.settings
         if settings.rope_scaling_type != "yarn":
@@ -221,10 +286,12 @@ class RotaryPosition(PositionEncoding):
         return yarn_attention_factor(settings.rope_scaling_factor)
 
     def frequencies(self) -> "Tensor":
-        """Return the frequencies theta_f in radians per position, float32 (D/2,); those outside `rope_share` are 0.
+        """Return the frequencies theta_f in radians per position, float32 (D/2,); those outside
+        `rope_share` are 0.
 
-        llama3 and yarn keep frequencies with many full turns in the original context, and divide those with few by the
-        scaling factor. In between, llama3 interpolates by the number of turns, yarn by the index of the frequency.
+        llama3 and yarn keep frequencies with many full turns in the original context, and divide
+        those with few by the scaling factor. In between, llama3 interpolates by the number of
+        turns, yarn by the index of the frequency.
         """
         frequencies = self._scaled_frequencies()
         frequencies[int(self.settings.rope_share * self.model.head_dim // 2) :] = 0
@@ -233,40 +300,61 @@ class RotaryPosition(PositionEncoding):
     def _scaled_frequencies(self) -> "Tensor":
         import torch
 
-        model, settings = self.model, self.settings
-        inverse = settings.rope_theta ** (torch.arange(0, model.head_dim, 2).float() / model.head_dim)
+        model = self.model
+        settings = self.settings
+        inverse = settings.rope_theta ** (
+            torch.arange(0, model.head_dim, 2).float() / model.head_dim
+        )
         frequencies = 1.0 / inverse
         if settings.rope_scaling_type == "linear":
             return frequencies / settings.rope_scaling_factor
         if settings.rope_scaling_type == "yarn":
             # In transformers' order of operations, so that results are bitwise equal.
             unscaled = self._unscaled_by_yarn()
-            return 1.0 / (settings.rope_scaling_factor * inverse) * (1 - unscaled) + frequencies * unscaled
-        low, high = settings.rope_low_freq_factor, settings.rope_high_freq_factor
+            return (
+                1.0 / (settings.rope_scaling_factor * inverse) * (1 - unscaled)
+                + frequencies * unscaled
+            )
+        low = settings.rope_low_freq_factor
+        high = settings.rope_high_freq_factor
         turns = settings.rope_original_seq_length / (2 * torch.pi / frequencies)
         unscaled = ((turns - low) / (high - low)).clamp(0, 1)
         return (1 - unscaled) * frequencies / settings.rope_scaling_factor + unscaled * frequencies
 
     def _unscaled_by_yarn(self) -> "Tensor":
-        """Return the weight of each unscaled frequency in yarn's interpolation, (D/2,), falling from 1 to 0."""
+        """Return the weight of each unscaled frequency in yarn's interpolation, (D/2,), falling
+        from 1 to 0.
+        """
         import torch
 
-        model, settings = self.model, self.settings
+        model = self.model
+        settings = self.settings
 
         def index(turns: float) -> float:
-            """Return the (fractional) index of the frequency with `turns` full turns in the original context."""
+            """Return the (fractional) index of the frequency with `turns` full turns in the
+            original context.
+            """
             wavelength = settings.rope_original_seq_length / (turns * 2 * math.pi)
             return model.head_dim * math.log(wavelength) / (2 * math.log(settings.rope_theta))
 
-        first, last = index(settings.rope_beta_fast), index(settings.rope_beta_slow)
+        first = index(settings.rope_beta_fast)
+        last = index(settings.rope_beta_slow)
         if settings.rope_truncate:
-            first, last = math.floor(first), math.ceil(last)
+            first = math.floor(first)
+            last = math.ceil(last)
         # transformers has the same upper bound, D - 1, although there are only D/2 frequencies.
-        first, last = max(first, 0), min(last, model.head_dim - 1)
+        first = max(first, 0)
+        last = min(last, model.head_dim - 1)
         last = last + 0.001 if first == last else last
-        return 1 - ((torch.arange(model.head_dim // 2).float() - first) / (last - first)).clamp(0, 1)
+        return 1 - ((torch.arange(model.head_dim // 2).float() - first) / (last - first)).clamp(
+            0, 1
+        )
 
 
 def yarn_attention_factor(scaling_factor: float, mscale: float = 1.0) -> float:
-    """Return YaRN's recommended attention factor, 0.1 ln(s) + 1; some models scale the logarithm by `mscale`."""
-    return 0.1 * mscale * math.log(scaling_factor) + 1.0 if scaling_factor > 1 else 1.0
+    """Return YaRN's recommended attention factor, 0.1 ln(s) + 1; some models scale the logarithm by
+    `mscale`.
+    """
+    if scaling_factor > 1:
+        return 0.1 * mscale * math.log(scaling_factor) + 1.0
+    return 1.0

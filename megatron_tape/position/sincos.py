@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from megatron_tape.errors import refuse
+from megatron_tape.errors import ConfigError
 from megatron_tape.position.encoding import PositionEncoding
 
 if TYPE_CHECKING:
@@ -12,14 +12,19 @@ _BASE = 10000.0
 
 
 class SinusoidalPosition(PositionEncoding):
-    """Adds sin(s / 10000^(2i/C)) to element 2i of token s's embedding, and the cosine to element 2i + 1."""
+    """Adds sin(s / 10000^(2i/C)) to element 2i of token s's embedding, and the cosine to element 2i
+    + 1.
+    """
 
     name = "sincos"
     restarts_in_documents = True
 
     def check(self) -> None:
         size = self.model.hidden_size
-        refuse(size % 2 == 1, "model.hidden_size", f"is {size}, which is odd", "choose an even size for sincos")
+        if size % 2 == 1:
+            raise ConfigError(
+                "model.hidden_size", f"is {size}, which is odd", "choose an even size for sincos"
+            )
 
     def embedding(self, positions_sB, dtype) -> "Tensor":
         """Return the sines and cosines of each token, (s, B or 1, C), computed in float32."""

@@ -1,11 +1,13 @@
-"""Variants of all encodings that skip every n-th layer, where n is `model.layers_without_positions`.
+"""Variants of all encodings that skip every n-th layer, where n is
+`model.layers_without_positions`.
 
-Skipped layers attend as with `nope` and leave the state unchanged. SmolLM3 uses RoPE and skips every fourth layer.
+Skipped layers attend as with `nope` and leave the state unchanged. SmolLM3 uses RoPE and skips
+every fourth layer.
 """
 
 import functools
 
-from megatron_tape.position.encoding import Costs, PositionEncoding, Positions
+from megatron_tape.position.encoding import Costs, PositionEncoding, PositionInputs
 
 
 class _SomeLayers:
@@ -15,24 +17,34 @@ class _SomeLayers:
     def exports_to(self):
         """SmolLM3's architecture if it supports the settings, otherwise the encoding's file."""
         biased_or_normed = self.model.qkv_bias or self.model.qk_norm
-        return "plain" if super().exports_to == "plain" and not biased_or_normed else "code"
+        if super().exports_to == "plain" and not biased_or_normed:
+            return "plain"
+        return "code"
 
     def without_positions(self, layer: int) -> bool:
         return (layer + 1) % self.model.layers_without_positions == 0  # type: ignore[attr-defined]
 
     def parameters(self, layer):
-        return {} if self.without_positions(layer) else super().parameters(layer)
+        if self.without_positions(layer):
+            return {}
+        return super().parameters(layer)
 
     def needs_in(self, layer):
-        return frozenset() if self.without_positions(layer) else super().needs_in(layer)
+        if self.without_positions(layer):
+            return frozenset()
+        return super().needs_in(layer)
 
     def updates(self, layer):
-        read = not all(self.without_positions(later) for later in range(layer + 1, self.model.num_layers))
+        read = not all(
+            self.without_positions(later) for later in range(layer + 1, self.model.num_layers)
+        )
         return read and not self.without_positions(layer) and super().updates(layer)
 
     def costs(self, layer, batch):
         costs = super().costs(layer, batch)
-        return Costs(state=costs.state, state_width=costs.state_width) if self.without_positions(layer) else costs
+        if self.without_positions(layer):
+            return Costs(state=costs.state, state_width=costs.state_width)
+        return costs
 
     def enter(self, layer, parameters, state, hidden_states_sBC, cache):
         if self.without_positions(layer):
@@ -41,7 +53,7 @@ class _SomeLayers:
 
     def positions(self, layer, parameters, state, hidden_states_sBC, cache):
         if self.without_positions(layer):
-            return Positions()
+            return PositionInputs()
         return super().positions(layer, parameters, state, hidden_states_sBC, cache)
 
 

@@ -1,13 +1,21 @@
-"""T5's relative bias (Raffel et al., 2020), with a separate table in each layer, as in the TAPE authors' training."""
+"""T5's relative bias (Raffel et al., 2020), with a separate table in each layer, as in the TAPE
+authors' training.
+"""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_tape.errors import refuse
+from megatron_tape.errors import ConfigError
 from megatron_tape.ops.backends import POINTWISE
-from megatron_tape.position.encoding import Costs, EncodingSettings, Parameter, PositionEncoding, Positions
+from megatron_tape.position.encoding import (
+    Costs,
+    EncodingSettings,
+    Parameter,
+    PositionEncoding,
+    PositionInputs,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,48 +26,60 @@ class T5Settings(EncodingSettings):
     """The buckets of distances between query and key."""
 
     t5_num_buckets: int = 32
-    """t5: number of distance buckets, each with a learned bias per head. Half of them hold one distance each."""
+    """t5: number of distance buckets, each with a learned bias per head. Half of them hold one
+    distance each.
+    """
     t5_max_distance: int = 128
     """t5: distances of at least this many tokens share the last bucket."""
 
 
 class T5Position(PositionEncoding):
-    """Adds a learned bias to each score, depending on the head and the bucket of the distance: `table` (buckets, H)."""
+    """Adds a learned bias to each score, depending on the head and the bucket of the distance:
+    `table` (buckets, H).
+    """
 
     name = "t5"
     Settings = T5Settings
     needs = frozenset({POINTWISE})
 
     def check(self) -> None:
-        buckets, distance = self.settings.t5_num_buckets, self.settings.t5_max_distance
-        refuse(
-            buckets < 2, "model.position.t5_num_buckets", f"is {buckets}", "set it to at least 2, such as 32 as in T5"
-        )
-        refuse(
-            distance <= buckets // 2,
-            ("model.position.t5_max_distance", "model.position.t5_num_buckets"),
-            f"{distance} must exceed half of model.position.t5_num_buckets {buckets}, because half of the buckets hold "
-            "one distance each",
-            "raise model.position.t5_max_distance",
-        )
+        buckets = self.settings.t5_num_buckets
+        distance = self.settings.t5_max_distance
+        if buckets < 2:
+            raise ConfigError(
+                "model.position.t5_num_buckets",
+                f"is {buckets}",
+                "set it to at least 2, such as 32 as in T5",
+            )
+        if distance <= buckets // 2:
+            raise ConfigError(
+                ("model.position.t5_max_distance", "model.position.t5_num_buckets"),
+                f"{distance} must exceed half of model.position.t5_num_buckets {buckets}, because"
+                " half of the buckets hold one distance each",
+                "raise model.position.t5_max_distance",
+            )
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
         """Return the table, sharded by heads under tensor parallelism."""
         shape = (self.settings.t5_num_buckets, self.model.num_attention_heads)
-        return {"table": Parameter(shape, std=self.model.init_std, head_axis=1)}
+        return {"table": Parameter(shape, std=self.model.init_std, partition_dim=1)}
 
     def costs(self, layer, batch) -> Costs:
         return Costs(multiply_adds=self.model.num_attention_heads * self.model.seq_length // 2)
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
-        """Return the bias. It depends only on distances, so packed documents need no special handling."""
+    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
+        """Return the bias. It depends only on distances, so packed documents need no special
+        handling.
+        """
         import torch
 
         from megatron_tape.ops.bias import Bias
 
         def tile(rows: slice, columns: slice, table: "Tensor") -> "Tensor":
-            # A tile has few distinct distances: look up each once, from the largest to the smallest, then unfold.
-            nearest, farthest = rows.start - columns.stop + 1, rows.stop - 1 - columns.start
+            # A tile has few distinct distances: look up each once, from the largest to the
+            # smallest, then unfold.
+            nearest = rows.start - columns.stop + 1
+            farthest = rows.stop - 1 - columns.start
             distances = torch.arange(farthest, nearest - 1, -1, device=table.device).clamp(min=0)
             by_distance = table[self.buckets(distances)].T.contiguous()
             return by_distance.unfold(1, columns.stop - columns.start, 1).flip(1)[None]
@@ -67,14 +87,19 @@ class T5Position(PositionEncoding):
         def score(b: "Tensor", h: "Tensor", q: "Tensor", k: "Tensor", table: "Tensor") -> "Tensor":
             return table[self.buckets((q - k).clamp(min=0)), h]
 
-        return Positions(bias=Bias(tile, (parameters["table"],), score))
+        return PositionInputs(bias=Bias(tile, (parameters["table"],), score))
 
     def buckets(self, distances: "Tensor") -> "Tensor":
-        """Return the bucket of each distance >= 0: the distance itself in the lower half, logarithmic in the upper."""
+        """Return the bucket of each distance >= 0: the distance itself in the lower half,
+        logarithmic in the upper.
+        """
         import torch
 
-        buckets, exact = self.settings.t5_num_buckets, self.settings.t5_num_buckets // 2
+        buckets = self.settings.t5_num_buckets
+        exact = self.settings.t5_num_buckets // 2
         # In T5's order of operations, since rounding decides at bucket boundaries.
-        scaled = torch.log(distances.clamp(min=1).float() / exact) / math.log(self.settings.t5_max_distance / exact)
+        scaled = torch.log(distances.clamp(min=1).float() / exact) / math.log(
+            self.settings.t5_max_distance / exact
+        )
         logarithmic = exact + (scaled * (buckets - exact)).long()
         return torch.where(distances < exact, distances, logarithmic.clamp(max=buckets - 1))

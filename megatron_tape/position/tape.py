@@ -1,13 +1,15 @@
 """TAPE: contextualized equivariant positional encoding (ICML 2025).
 
 The state z (S, B, G, D) starts as RoPE's phases. Every layer except the last one updates it:
-    z' = z + A u ("token mixing"),    z'' = z' + W_down diag(silu(W_x m)) W_up z' ("position contextualization"),
-where u is the average of z under the attention weights and m the output of the token MLP (or attention). Under sequence
-parallelism z is sharded like the hidden states, (s, B, G, D). The update needs all heads of a token, and attention all
-tokens of a head, so an all-to-all of S*B*C/tp elements switches between the two layouts.
+    z' = z + A u ("token mixing"),    z'' = z' + W_down diag(silu(W_x m)) W_up z' ("position
+    contextualization"),
+where u is the average of z under the attention weights and m the output of the token MLP (or
+attention). Under sequence parallelism z is sharded like the hidden states, (s, B, G, D). The update
+needs all heads of a token, and attention all tokens of a head, so an all-to-all of S*B*C/tp
+elements switches between the two layouts.
 
-The update sums over groups, so it is equivariant only to rotations that all groups share. Learned increments are
-therefore the same for all groups.
+The update sums over groups, so it is equivariant only to rotations that all groups share. Learned
+increments are therefore the same for all groups.
 """
 
 import logging
@@ -15,9 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_tape.errors import refuse
+from megatron_tape.errors import ConfigError
 from megatron_tape.ops.backends import AVERAGE, ROTATION
-from megatron_tape.position.encoding import Costs, Parameter, Positions
+from megatron_tape.position.encoding import Costs, Parameter, PositionInputs
 from megatron_tape.position.rope import RotaryPosition, RotarySettings
 
 if TYPE_CHECKING:
@@ -34,27 +36,32 @@ class TapeSettings(RotarySettings):
     mlp_size: int | None = None
     """Hidden size of TAPE's position MLP (P). Default: 4 * num_attention_heads, as in the paper."""
     gate_input: Literal["mlp", "attention"] = "mlp"
-    """Input of the gate of TAPE's position MLP. mlp: the output of the token MLP (released code); attention: the output
-    of attention (paper)."""
+    """Input of the gate of TAPE's position MLP. mlp: the output of the token MLP (released code);
+    attention: the output of attention (paper)."""
     token_mixing: Literal["full", "per_head"] = "full"
-    """TAPE's mixing of heads after attention. full: a matrix (paper); per_head: one scale per head (released code)."""
+    """TAPE's mixing of heads after attention. full: a matrix (paper); per_head: one scale per head
+    (released code).
+    """
     mlp_zero: Literal["down", "up"] = "down"
-    """Matrix of TAPE's position MLP that starts at zero, so that the model starts as RoPE. With down, up_proj starts
-    with standard deviation num_query_groups^-0.5; with up (released code), down_proj starts with init_std."""
+    """Matrix of TAPE's position MLP that starts at zero, so that the model starts as RoPE. With
+    down, up_proj starts with standard deviation num_query_groups^-0.5; with up (released code),
+    down_proj starts with init_std."""
     state_precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision in which TAPE's position state accumulates updates; attention reads it rounded to train.precision. In
-    bf16, updates below 2^-9 of the state are lost. If train.precision is fp32, the state is always in fp32."""
+    """Precision in which TAPE's position state accumulates updates; attention reads it rounded to
+    train.precision. In bf16, updates below 2^-9 of the state are lost. If train.precision is fp32,
+    the state is always in fp32."""
     state_norm: Literal["none", "unit"] = "none"
-    """unit rescales every complex number of TAPE's position state after each update to its initial modulus (1, except
-    with yarn), so that updates only rotate. none does not rescale."""
+    """unit rescales every complex number of TAPE's position state after each update to its initial
+    modulus (1, except with yarn), so that updates only rotate. none does not rescale."""
 
 
 class TapePosition(RotaryPosition):
     """RoPE whose phases each layer updates from the content.
 
-    Parameters: `token_mixing` A (G, H), or (H,) for one scale per head; `x_proj` W_x (P, C), `up_proj` W_up (P, G),
-    `down_proj` W_down (G, P). A and either W_down or W_up start at zero, so that the model starts as RoPE. With learned
-    increments the first layer also has `increments` w (1, C), which starts at zero.
+    Parameters: `token_mixing` A (G, H), or (H,) for one scale per head; `x_proj` W_x (P, C),
+    `up_proj` W_up (P, G), `down_proj` W_down (G, P). A and either W_down or W_up start at zero, so
+    that the model starts as RoPE. With learned increments the first layer also has `increments` w
+    (1, C), which starts at zero.
     """
 
     name = "tape"
@@ -69,73 +76,113 @@ class TapePosition(RotaryPosition):
 
     @property
     def exports_to(self) -> str | None:
-        """`tape`, the TAPE architecture, if it supports the settings; otherwise `code`, this encoding's file."""
+        """`tape`, the TAPE architecture, if it supports the settings; otherwise `code`, this
+        encoding's file.
+        """
         settings = self.settings
-        plain = not self.learns_increments and settings.state_norm == "none" and settings.rope_share == 1
-        return "tape" if plain and not self.model.attention_output_gate else "code"
+        plain = (
+            not self.learns_increments
+            and settings.state_norm == "none"
+            and settings.rope_share == 1
+        )
+        if plain and not self.model.attention_output_gate:
+            return "tape"
+        return "code"
 
     @property
     def mlp_width(self) -> int:
         """Hidden size of the position MLP (P)."""
         size = self.settings.mlp_size
-        return 4 * self.model.num_attention_heads if size is None else size
+        if size is None:
+            return 4 * self.model.num_attention_heads
+        return size
 
     @property
     def fused_update(self) -> Mapping[str, Any]:
-        full, fp32 = self.settings.token_mixing == "full", self.settings.state_precision == "fp32"
+        full = self.settings.token_mixing == "full"
+        fp32 = self.settings.state_precision == "fp32"
         return {"inner": self.mlp_width, "full_mixing": full, "fp32_state": fp32}
 
     def check(self) -> None:
         super().check()
         width = self.mlp_width
-        refuse(not 1 <= width <= 2**20, "model.position.mlp_size", f"is {width}", "set it to 1 or more, up to 2^20")
-        heads, groups = self.model.num_attention_heads, self.model.query_groups
-        refuse(
-            self.settings.token_mixing == "per_head" and groups != heads,
-            ("model.position.token_mixing", "model.num_query_groups", "model.num_attention_heads"),
-            f"per_head requires model.num_query_groups {groups} to equal model.num_attention_heads {heads}",
-            "use token_mixing full",
-        )
+        if not 1 <= width <= 2**20:
+            raise ConfigError(
+                "model.position.mlp_size", f"is {width}", "set it to 1 or more, up to 2^20"
+            )
+        heads = self.model.num_attention_heads
+        groups = self.model.query_groups
+        if self.settings.token_mixing == "per_head" and groups != heads:
+            raise ConfigError(
+                (
+                    "model.position.token_mixing",
+                    "model.num_query_groups",
+                    "model.num_attention_heads",
+                ),
+                f"per_head requires model.num_query_groups {groups} to equal"
+                f" model.num_attention_heads {heads}",
+                "use token_mixing full",
+            )
 
     def updates(self, layer: int) -> bool:
         return layer < self.model.num_layers - 1
 
     def parameters(self, layer: int) -> Mapping[str, Parameter]:
         model = self.model
-        increments = {"increments": Parameter((1, model.hidden_size))} if self.learns_on_entry(layer) else {}
+        if self.learns_on_entry(layer):
+            increments = {"increments": Parameter((1, model.hidden_size))}
+        else:
+            increments = {}
         if not self.updates(layer):
             return increments
-        heads, groups, inner = model.num_attention_heads, model.query_groups, self.mlp_width
+        heads = model.num_attention_heads
+        groups = model.query_groups
+        inner = self.mlp_width
         full = self.settings.token_mixing == "full"
-        up_std, down_std = (groups**-0.5, 0.0) if self.settings.mlp_zero == "down" else (0.0, model.init_std)
+        up_std, down_std = (
+            (groups**-0.5, 0.0) if self.settings.mlp_zero == "down" else (0.0, model.init_std)
+        )
         return {
             **increments,
-            "token_mixing": Parameter((groups, heads)) if full else Parameter((heads,), diagonal=True),
+            "token_mixing": (
+                Parameter((groups, heads)) if full else Parameter((heads,), diagonal=True)
+            ),
             "x_proj": Parameter((inner, model.hidden_size), std=model.init_std),
             "up_proj": Parameter((inner, groups), std=up_std),
             "down_proj": Parameter((groups, inner), std=down_std),
         }
 
     def costs(self, layer, batch) -> Costs:
-        """Return the costs: averaging the state, token mixing, and the position MLP (gate, forming M, applying M).
+        """Return the costs: averaging the state, token mixing, and the position MLP (gate, forming
+        M, applying M).
 
-        Saved for the backward pass: the gate and its input, the state, and averages received from other ranks. The
-        state costs nothing if attention saves the same tensor: it does unless all groups share the state or an
-        all-to-all copies it. With learned increments, the first layer also saves increments and positions in float64,
-        and the phases of one group, or of all groups if an all-to-all follows.
+        Saved for the backward pass: the gate and its input, the state, and averages received from
+        other ranks. The state costs nothing if attention saves the same tensor: it does unless all
+        groups share the state or an all-to-all copies it. With learned increments, the first layer
+        also saves increments and positions in float64, and the phases of one group, or of all
+        groups if an all-to-all follows.
 
-        All-to-alls send the state to attention and the averages back. In the first layer, all sequences share the
-        phases, which need no gradient. With learned increments, the first layer also sends all logits to every rank,
-        and positions in float64 back.
+        All-to-alls send the state to attention and the averages back. In the first layer, all
+        sequences share the phases, which need no gradient. With learned increments, the first layer
+        also sends all logits to every rank, and positions in float64 back.
         """
-        model, learned, width = self.model, self.state_is_learned(layer), batch.width
-        heads, groups, dim, inner = model.num_attention_heads, model.query_groups, model.head_dim, self.mlp_width
+        model = self.model
+        learned = self.state_is_learned(layer)
+        width = batch.width
+        heads = model.num_attention_heads
+        groups = model.query_groups
+        dim = model.head_dim
+        inner = self.mlp_width
         # The state that enters the first layer is RoPE's, which all groups share.
         size = groups * dim if layer > 0 else super().costs(0, batch).state
         state_width = 4 if self.settings.state_precision == "fp32" else width
         products = saved = 0
-        sent_tokens = batch.local_tokens if learned else model.seq_length // batch.head_shards
-        state_sent, sent = batch.sent_groups(groups) * dim * width * sent_tokens, 0
+        if learned:
+            sent_tokens = batch.local_tokens
+        else:
+            sent_tokens = model.seq_length // batch.head_shards
+        state_sent = batch.sent_groups(groups) * dim * width * sent_tokens
+        sent = 0
         if self.learns_on_entry(layer):
             products += model.hidden_size
             phases = (1 if batch.head_shards == 1 else groups) * dim * width
@@ -144,11 +191,16 @@ class TapePosition(RotaryPosition):
         if self.updates(layer):
             averages = heads * dim * model.seq_length // 2
             mixing = (heads * groups if self.settings.token_mixing == "full" else heads) * dim
-            products += averages + mixing + inner * model.hidden_size + groups * groups * (inner + dim)
+            products += (
+                averages + mixing + inner * model.hidden_size + groups * groups * (inner + dim)
+            )
             received = heads * dim if batch.head_shards > 1 else 0
             shared = batch.head_shards == 1 and (layer > 0 or self.learns_on_entry(0))
             per_token = received + model.hidden_size + inner + (0 if shared else groups * dim)
-            normalized = groups * dim * state_width if self.settings.state_norm == "unit" else 0
+            if self.settings.state_norm == "unit":
+                normalized = groups * dim * state_width
+            else:
+                normalized = 0
             saved += batch.local_tokens * (per_token * width + normalized)
             sent += heads * dim * width * batch.local_tokens
         return Costs(
@@ -162,7 +214,9 @@ class TapePosition(RotaryPosition):
 
     def initial_state(self, positions_SB, dtype) -> "Tensor | None":
         """Return the phases of this rank's tokens, shared by all groups, (s, B or 1, 1, D)."""
-        return super().initial_state(self.tokens.local_tokens(positions_SB), self._state_dtype(dtype))
+        return super().initial_state(
+            self.tokens.local_tokens(positions_SB), self._state_dtype(dtype)
+        )
 
     def sent_state(self, layer, tokens, batch, dtype):
         rewritten = any(self.updates(earlier) for earlier in range(layer))
@@ -172,40 +226,60 @@ class TapePosition(RotaryPosition):
     def _state_dtype(self, dtype: "torch.dtype") -> "torch.dtype":
         import torch
 
-        return torch.float32 if self.settings.state_precision == "fp32" and dtype.itemsize < 4 else dtype
+        if self.settings.state_precision == "fp32" and dtype.itemsize < 4:
+            return torch.float32
+        return dtype
 
     def enter(self, layer, parameters, state, hidden_states_sBC, cache) -> "Tensor | None":
-        """Return the state; in the first layer with learned increments, the phases of local tokens (s, B, 1, D)."""
+        """Return the state; in the first layer with learned increments, the phases of local tokens
+        (s, B, 1, D).
+        """
         if not self.learns_on_entry(layer):
             return state
         from torch.nn.functional import linear
 
-        # Every rank sums over all tokens: the all-to-all sends each rank one copy of the logits, as if it were a group.
-        logits = linear(hidden_states_sBC, parameters["increments"]).expand(-1, -1, self.tokens.sequence_shards)
+        # Every rank sums over all tokens: the all-to-all sends each rank one copy of the logits, as
+        # if it were a group.
+        logits = linear(hidden_states_sBC, parameters["increments"]).expand(
+            -1, -1, self.tokens.sequence_shards
+        )
         positions = self.running_sum(self.tokens.to_heads(logits), cache)
         local = self.tokens.to_tokens(positions)[..., :1]
         return self._exact_phases(local, self._state_dtype(hidden_states_sBC.dtype))
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
-        """Return the state of all tokens for this rank's groups, rounded to the precision of the hidden states."""
+    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
+        """Return the state of all tokens for this rank's groups, rounded to the precision of the
+        hidden states.
+        """
         rounded = state.to(hidden_states_sBC.dtype).expand(-1, -1, self.model.query_groups, -1)
-        return Positions(self.tokens.to_heads(rounded), average_state=self.updates(layer))
+        return PositionInputs(self.tokens.to_heads(rounded), average_state=self.updates(layer))
 
     def next_state(
-        self, layer, parameters, state, positions, averaged_SBhD, attention_output_sBC, mlp_output_sBC
+        self,
+        layer,
+        parameters,
+        state,
+        positions,
+        averaged_SBhD,
+        attention_output_sBC,
+        mlp_output_sBC,
     ) -> "Tensor":
         """Return the updated state z'' (s, B, G, D)."""
         from torch.nn.functional import linear
 
         u = self.tokens.to_tokens(averaged_SBhD)
         S, B, _, D = u.shape
-        # Reuse attention's rounded copy of the state, unless an all-to-all moved it, so that autograd saves one tensor.
+        # Reuse attention's rounded copy of the state, unless an all-to-all moved it, so that
+        # autograd saves one tensor.
         rounded = positions.z_TBGD if self.tokens.sequence_shards == 1 else None
         z, rounded = (
             None if x is None else x.expand(S, B, self.model.query_groups, D).reshape(S * B, -1, D)
             for x in (state, rounded)
         )
-        gate_input = mlp_output_sBC if self.settings.gate_input == "mlp" else attention_output_sBC
+        if self.settings.gate_input == "mlp":
+            gate_input = mlp_output_sBC
+        else:
+            gate_input = attention_output_sBC
         gate = linear(gate_input, parameters["x_proj"]).flatten(0, 1)
         matrices = (parameters[name] for name in ("token_mixing", "up_proj", "down_proj"))
         update = self.update_function()
@@ -217,7 +291,9 @@ class TapePosition(RotaryPosition):
         return with_modulus(new, self.attention_factor)
 
     def update_function(self):
-        """Return the function that computes the update: the fused kernel if `fused` and supported, else plain torch."""
+        """Return the function that computes the update: the fused kernel if `fused` and supported,
+        else plain torch.
+        """
         from megatron_tape.ops.position_update import compact_update, fits_fused, fused_update
 
         if self._update is None:
@@ -225,7 +301,9 @@ class TapePosition(RotaryPosition):
             fits = fits_fused(*sizes)
             if self.fused and not fits:
                 logger.warning(
-                    "the fused position update does not support %d groups and %d heads; plain torch is used", *sizes
+                    "the fused position update does not support %d groups and %d heads; plain torch"
+                    " is used",
+                    *sizes,
                 )
             self._update = fused_update if self.fused and fits else compact_update
         return self._update

@@ -1,11 +1,13 @@
-"""xPos (Sun et al., 2023): RoPE with a decay for each frequency, stronger for faster frequencies."""
+"""xPos (Sun et al., 2023): RoPE with a decay for each frequency, stronger for faster
+frequencies.
+"""
 
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_tape.errors import refuse
-from megatron_tape.position.encoding import Costs, Positions
+from megatron_tape.errors import ConfigError
+from megatron_tape.position.encoding import Costs, PositionInputs
 from megatron_tape.position.rope import FrequencySettings, RotaryPosition
 
 if TYPE_CHECKING:
@@ -13,7 +15,9 @@ if TYPE_CHECKING:
 
 _GAMMA = 0.4
 _LARGEST_LOGARITHM = 40.0
-"""Largest logarithm of a query's factor, for which products of queries and keys stay within float32's range."""
+"""Largest logarithm of a query's factor, for which products of queries and keys stay within
+float32's range.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,13 +25,17 @@ class XposSettings(FrequencySettings):
     """The frequencies of the rotation, and the decay of scores."""
 
     xpos_scale_base: float = 2048.0
-    """xpos: distance in tokens over which the fastest frequency decays to 0.4 / 1.4; slower ones decay less."""
+    """xpos: distance in tokens over which the fastest frequency decays to 0.4 / 1.4; slower ones
+    decay less.
+    """
 
 
 class XposPosition(RotaryPosition):
-    """Multiplies rotated queries by zeta_f^(s/b) and divides keys by it, so that scores depend only on distances.
+    """Multiplies rotated queries by zeta_f^(s/b) and divides keys by it, so that scores depend only
+    on distances.
 
-    zeta_f = (2f/D + 0.4) / 1.4 for f = 0..D/2-1, and b is `xpos_scale_base`. The state (2 D) is [phases | factors].
+    zeta_f = (2f/D + 0.4) / 1.4 for f = 0..D/2-1, and b is `xpos_scale_base`. The state (2 D) is
+    [phases | factors].
     """
 
     name = "xpos"
@@ -39,14 +47,16 @@ class XposPosition(RotaryPosition):
     def check(self) -> None:
         super().check()
         length = self.model.seq_length
-        base, slowest = self.settings.xpos_scale_base, math.log((1 + _GAMMA) / _GAMMA)
+        base = self.settings.xpos_scale_base
+        slowest = math.log((1 + _GAMMA) / _GAMMA)
         least = length / 2 * slowest / _LARGEST_LOGARITHM
-        refuse(
-            not base >= least,
-            ("model.position.xpos_scale_base", "model.seq_length"),
-            f"{base:g} is too small for model.seq_length {length}: query factors would overflow float32",
-            f"set it to at least {math.ceil(least)}",
-        )
+        if not base >= least:
+            raise ConfigError(
+                ("model.position.xpos_scale_base", "model.seq_length"),
+                f"{base:g} is too small for model.seq_length {length}: query factors would overflow"
+                " float32",
+                f"set it to at least {math.ceil(least)}",
+            )
 
     def costs(self, layer, batch) -> Costs:
         return Costs(state=2 * self.model.head_dim)
@@ -54,16 +64,21 @@ class XposPosition(RotaryPosition):
     def initial_state(self, positions_SB, dtype) -> "Tensor":
         """Return the phases and the query factors, (S, B or 1, 1, 2 D), computed in float32.
 
-        Factors use positions relative to the middle of a sequence: they stay small, and scores do not change.
+        Factors use positions relative to the middle of a sequence: they stay small, and scores do
+        not change.
         """
         import torch
 
         model = self.model
         phases = super().initial_state(positions_SB, dtype)
-        zeta = (torch.arange(0, model.head_dim, 2, device=positions_SB.device) / model.head_dim + _GAMMA) / (1 + _GAMMA)
-        exponents = (positions_SB.float() - model.seq_length // 2)[..., None, None] / self.settings.xpos_scale_base
+        zeta = (
+            torch.arange(0, model.head_dim, 2, device=positions_SB.device) / model.head_dim + _GAMMA
+        ) / (1 + _GAMMA)
+        exponents = (positions_SB.float() - model.seq_length // 2)[
+            ..., None, None
+        ] / self.settings.xpos_scale_base
         return torch.cat([phases, *[(zeta**exponents).to(dtype)] * 2], dim=-1)
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> Positions:
+    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
         phases, factors = state.chunk(2, dim=-1)
-        return Positions(phases, factor_TB1D=factors)
+        return PositionInputs(phases, factor_TB1D=factors)

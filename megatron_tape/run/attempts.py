@@ -1,13 +1,16 @@
-"""Attempts of a run: which attempt may write to the run's directories, and the records that an attempt writes.
+"""Attempts of a run: which attempt may write to the run's directories, and the records that an
+attempt writes.
 
-An attempt is one start of the run, a group of processes. A run that is preempted, crashes or is requeued has several
-attempts. Each one writes records to `RUN/attempts/NNNNNN`, which `judging` reads.
+An attempt is one start of the run, a group of processes. A run that is preempted, crashes or is
+requeued has several attempts. Each one writes records to `RUN/attempts/NNNNNN`, which `judging`
+reads.
 
-An attempt owns the run as long as its staging directory `CHECKPOINTS/.attempt-NNNNNN` exists. It first writes a
-checkpoint to this directory, and then renames it to publish it. A new attempt renames the staging directories of all
-earlier attempts before it looks for a checkpoint. If an earlier attempt is still alive, for example on a node that lost
-its network connection, its next save fails, and ranks that check for the directory exit. This requires neither locks
-nor synchronized clocks. This module does not import torch.
+An attempt owns the run as long as its staging directory `CHECKPOINTS/.attempt-NNNNNN` exists. It
+first writes a checkpoint to this directory, and then renames it to publish it. A new attempt
+renames the staging directories of all earlier attempts before it looks for a checkpoint. If an
+earlier attempt is still alive, for example on a node that lost its network connection, its next
+save fails, and ranks that check for the directory exit. This requires neither locks nor
+synchronized clocks. This module does not import torch.
 """
 
 import contextlib
@@ -29,23 +32,32 @@ from megatron_tape.io.records import read_record, read_small, write_record
 from megatron_tape.parallel.launcher import environment_number
 
 ATTEMPT_VARIABLE = "TAPE_ATTEMPT"
-"""Environment variable with the number of the attempt that a script in slurm/ has started. A run without this variable
-starts an attempt itself."""
+"""Environment variable with the number of the attempt that a script in slurm/ has started. A run
+without this variable starts an attempt itself."""
 RECORDS = 32
-"""Maximum number of ranks, in addition to rank 0, that record how they ended. Most others would repeat the error."""
+"""Maximum number of ranks, in addition to rank 0, that record how they ended. Most others would
+repeat the error.
+"""
 STOP_BYTES = 1000
 """Maximum number of bytes of a reason to stop that are read."""
 
-FINISHED, INTERRUPTED, REFUSED, FAILED, HUNG, STALE = "finished", "interrupted", "refused", "failed", "hung", "stale"
-"""Outcomes of a rank. INTERRUPTED: by a signal or a request to stop. REFUSED: a retry would fail too. HUNG: it made no
-progress for `train.hang_timeout`. STALE: a newer attempt owns the run."""
+FINISHED = "finished"
+INTERRUPTED = "interrupted"
+REFUSED = "refused"
+FAILED = "failed"
+HUNG = "hung"
+STALE = "stale"
+"""Outcomes of a rank. INTERRUPTED: by a signal or a request to stop. REFUSED: a retry would fail
+too. HUNG: it made no progress for `train.hang_timeout`. STALE: a newer attempt owns the run."""
 UNREADY = "unready"
 """Outcome: the nodes could not train together, possibly for a temporary reason."""
 TRAINING = "training"
 """Stage in the heartbeat during training steps."""
 SPIKES = "spikes.jsonl"
 SKIPPED = "skipped_data.json"
-"""File in the checkpoint directory with the data that a run with `train.spikes.action: rewind` skips."""
+"""File in the checkpoint directory with the data that a run with `train.spikes.action: rewind`
+skips.
+"""
 
 
 class Facts(TypedDict, total=False):
@@ -80,10 +92,14 @@ class End(TypedDict):
 
 
 class Verdict(TypedDict):
-    """The contents of `verdict.json`: whether the batch script should end the job or start another attempt."""
+    """The contents of `verdict.json`: whether the batch script should end the job or start another
+    attempt.
+    """
 
     verdict: Literal["done", "again", "stop"]
-    """done: the run is finished. again: start another attempt. stop: another attempt would fail too."""
+    """done: the run is finished. again: start another attempt. stop: another attempt would fail
+    too.
+    """
     reason: str
 
 
@@ -119,7 +135,8 @@ class Spike(TypedDict):
 
 
 class SkippedData(TypedDict):
-    """The contents of `skipped_data.json`: where the run continues in the training data after a spike.
+    """The contents of `skipped_data.json`: where the run continues in the training data after a
+    spike.
 
     An attempt that continues from a checkpoint before this position skips the data in between.
     """
@@ -140,17 +157,23 @@ class Attempt:
     directory: Path
     """Directory of the attempt's records."""
     home: Path
-    """Staging directory of the attempt's checkpoints. The attempt owns the run as long as this directory exists."""
+    """Staging directory of the attempt's checkpoints. The attempt owns the run as long as this
+    directory exists.
+    """
 
     @classmethod
-    def claim(cls, run_directory: str | Path, checkpoint_directory: str | Path, facts: dict[str, Any]) -> "Attempt":
+    def claim(
+        cls, run_directory: str | Path, checkpoint_directory: str | Path, facts: dict[str, Any]
+    ) -> "Attempt":
         """Start the next attempt of a run, and revoke the ownership of all earlier attempts.
 
-        When this returns, earlier attempts can no longer publish checkpoints. `facts` are entries of `Facts` for
-        `attempt.json`, in addition to the times, directory and step that this function records. Raises CheckpointError,
-        before anything is changed, if a different version of this project wrote the newest checkpoint.
+        When this returns, earlier attempts can no longer publish checkpoints. `facts` are entries
+        of `Facts` for `attempt.json`, in addition to the times, directory and step that this
+        function records. Raises CheckpointError, before anything is changed, if a different version
+        of this project wrote the newest checkpoint.
         """
-        attempts, root = Path(run_directory) / "attempts", Path(checkpoint_directory)
+        attempts = Path(run_directory) / "attempts"
+        root = Path(checkpoint_directory)
         checkpointed_step(root)
         attempts.mkdir(parents=True, exist_ok=True)
         root.mkdir(parents=True, exist_ok=True)
@@ -181,18 +204,26 @@ class Attempt:
         return attempt
 
     @classmethod
-    def open(cls, run_directory: str | Path, checkpoint_directory: str | Path, number: int) -> "Attempt":
+    def open(
+        cls, run_directory: str | Path, checkpoint_directory: str | Path, number: int
+    ) -> "Attempt":
         """Return attempt `number` of a run, which `claim` has started before."""
         directory = Path(run_directory) / "attempts" / f"{number:06d}"
         return cls(number, directory, Path(checkpoint_directory) / f".attempt-{number:06d}")
 
     @classmethod
-    def launched(cls, run_directory: str | Path, checkpoint_directory: str | Path) -> "Attempt | None":
-        """Return the attempt whose number is in the environment variable TAPE_ATTEMPT, or None if it is not set.
+    def launched(
+        cls, run_directory: str | Path, checkpoint_directory: str | Path
+    ) -> "Attempt | None":
+        """Return the attempt whose number is in the environment variable TAPE_ATTEMPT, or None if
+        it is not set.
 
         Raises UserError if the run has no such attempt, or if it cannot be read.
         """
-        fix = "unset it, so that the run starts an attempt itself, or start the program with a script in slurm/"
+        fix = (
+            "unset it, so that the run starts an attempt itself, or start the program with a script"
+            " in slurm/"
+        )
         number = environment_number(ATTEMPT_VARIABLE, 0, least=1, most=999_999, fix=fix)
         if number == 0:
             return None
@@ -213,7 +244,10 @@ class Attempt:
 
     def lost_ownership(self) -> StaleAttempt:
         """Return the error that says that this attempt no longer owns the run."""
-        why = f"a newer attempt has taken over this run, or {self.home} was removed or is no longer mounted"
+        why = (
+            f"a newer attempt has taken over this run, or {self.home} was removed or is no longer"
+            " mounted"
+        )
         return StaleAttempt(f"attempt {self.number} ends: {why}")
 
     def leave(self) -> None:
@@ -222,12 +256,18 @@ class Attempt:
             self.home.rmdir()
 
     def request_stop(self, reason: str) -> None:
-        """Ask the attempt to save a checkpoint and stop after its current step. Any process may call this."""
+        """Ask the attempt to save a checkpoint and stop after its current step. Any process may
+        call this.
+        """
         write_whole(self.directory / "stop", [f"{reason}\n".encode()], durable=False)
 
     def heartbeat(self, **facts: Any) -> None:
-        """Write `heartbeat.json` with the current time and `facts`, the other entries of `Heartbeat`."""
-        write_record(self.directory / "heartbeat.json", {"time": time.time(), **facts}, durable=False)
+        """Write `heartbeat.json` with the current time and `facts`, the other entries of
+        `Heartbeat`.
+        """
+        write_record(
+            self.directory / "heartbeat.json", {"time": time.time(), **facts}, durable=False
+        )
 
     def record_spike(self, spike: Spike) -> None:
         """Append a line to `spikes.jsonl`."""
@@ -239,24 +279,36 @@ class Attempt:
 
         Raises OSError if this attempt no longer owns the run, or if the disk fails.
         """
-        write_whole(self.home.parent / SKIPPED, [f"{json.dumps(skipped)}\n".encode()], staging=self.home)
+        write_whole(
+            self.home.parent / SKIPPED, [f"{json.dumps(skipped)}\n".encode()], staging=self.home
+        )
 
     def record_end(
         self, rank: int, outcome: str, message: str, detail: str = "", bad_nodes: Iterable[str] = ()
     ) -> None:
         """Write `rank-RRRRR.json`; the arguments are entries of `End`.
 
-        If the rank has already recorded its end, nothing is written. In addition to rank 0, at most RECORDS ranks write
-        a record.
+        If the rank has already recorded its end, nothing is written. In addition to rank 0, at most
+        RECORDS ranks write a record.
         """
         path = self.directory / f"rank-{rank:05d}.json"
-        if not path.exists() and (rank == 0 or len(list(self.directory.glob("rank-*.json"))) < RECORDS):
-            end = {"rank": rank, "outcome": outcome, "message": message, "detail": detail, "time": time.time()}
+        if not path.exists() and (
+            rank == 0 or len(list(self.directory.glob("rank-*.json"))) < RECORDS
+        ):
+            end = {
+                "rank": rank,
+                "outcome": outcome,
+                "message": message,
+                "detail": detail,
+                "time": time.time(),
+            }
             write_record(path, end | {"bad_nodes": list(bad_nodes)})
 
 
 def stop_reason(directory: Path) -> str | None:
-    """Return why the attempt with its records in `directory` was asked to stop, or None if it was not asked."""
+    """Return why the attempt with its records in `directory` was asked to stop, or None if it was
+    not asked.
+    """
     try:
         reason = read_small(directory / "stop", STOP_BYTES).decode(errors="replace")
     except FileNotFoundError:
@@ -267,7 +319,9 @@ def stop_reason(directory: Path) -> str | None:
 
 
 def read_skipped_data(checkpoint_directory: Path) -> SkippedData | None:
-    """Return `skipped_data.json`, or None if the run skips no data. Raises FileError for a damaged record."""
+    """Return `skipped_data.json`, or None if the run skips no data. Raises FileError for a damaged
+    record.
+    """
     try:
         return read_record(checkpoint_directory / SKIPPED, SkippedData)
     except FileNotFoundError:
@@ -277,7 +331,9 @@ def read_skipped_data(checkpoint_directory: Path) -> SkippedData | None:
 def attempt_numbers(run_directory: str | Path) -> list[int]:
     """Return the numbers of a run's attempts in ascending order."""
     attempts = Path(run_directory) / "attempts"
-    return sorted(number for number in _numbers(attempts, "") if (attempts / f"{number:06d}").is_dir())
+    return sorted(
+        number for number in _numbers(attempts, "") if (attempts / f"{number:06d}").is_dir()
+    )
 
 
 def _numbers(directory: Path, prefix: str) -> list[int]:
@@ -288,10 +344,12 @@ def _numbers(directory: Path, prefix: str) -> list[int]:
 
 
 def _revoke(home: Path) -> None:
-    """Rename the staging directory of an earlier attempt, which may be publishing a checkpoint at the same time.
+    """Rename the staging directory of an earlier attempt, which may be publishing a checkpoint at
+    the same time.
 
-    Unpublished checkpoints are renamed too. To publish one, the earlier attempt renames it itself. Only one of the two
-    renames can succeed, so no checkpoint is published after this function has returned.
+    Unpublished checkpoints are renamed too. To publish one, the earlier attempt renames it itself.
+    Only one of the two renames can succeed, so no checkpoint is published after this function has
+    returned.
     """
     revoked = home.with_name(home.name.replace("attempt", "revoked"))
     with contextlib.suppress(FileNotFoundError):

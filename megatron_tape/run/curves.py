@@ -23,7 +23,8 @@ from megatron_tape.run.metrics import (
     read_lines,
 )
 
-METRICS, SETTINGS = "metrics.jsonl", "config.yaml"
+METRICS = "metrics.jsonl"
+SETTINGS = "config.yaml"
 METRICS_READ = (LOSS, VALIDATION_LOSS, LEARNING_RATE, TOKENS_PER_SECOND, TFLOPS_PER_SECOND)
 """Metrics that `read_run` reads, in addition to those with the prefix `DURING`."""
 DURING = "evaluation/"
@@ -52,18 +53,25 @@ class Curve:
         if self._count % self._every == 0:
             self.steps.append(step)
             self.values.append(value)
-        self._count, self.last = self._count + 1, (step, value)
+        self._count = self._count + 1
+        self.last = (step, value)
         if len(self.steps) > MOST_POINTS:
-            self._every, self.steps, self.values = 2 * self._every, self.steps[::2], self.values[::2]
+            self._every = 2 * self._every
+            self.steps = self.steps[::2]
+            self.values = self.values[::2]
 
     @property
     def median(self) -> float | None:
-        return float(np.median(self.values)) if self.values else None
+        if self.values:
+            return float(np.median(self.values))
+        return None
 
     @property
     def recent(self) -> float | None:
         """Mean of the last twentieth of the points."""
-        return float(np.mean(self.values[-max(1, len(self.values) // 20) :])) if self.values else None
+        if self.values:
+            return float(np.mean(self.values[-max(1, len(self.values) // 20) :]))
+        return None
 
 
 @dataclass(frozen=True)
@@ -83,9 +91,16 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read the settings and metrics of the run in the directory `path`. Raises FileError or OSError."""
-    settings = read_yaml(path / SETTINGS, dict[str, dict[str, Any]]) if (path / SETTINGS).exists() else {}
-    file, curves, row = path / METRICS, defaultdict(Curve), {}
+    """Read the settings and metrics of the run in the directory `path`. Raises FileError or
+    OSError.
+    """
+    if (path / SETTINGS).exists():
+        settings = read_yaml(path / SETTINGS, dict[str, dict[str, Any]])
+    else:
+        settings = {}
+    file = path / METRICS
+    curves = defaultdict(Curve)
+    row = {}
     for number, line in enumerate(read_lines(file), 1):
         if not line.endswith(b"\n"):
             break  # The run is still writing this line.
@@ -93,7 +108,11 @@ def read_run(path: Path) -> Run:
             row = parse_record(line, _Row)
         except ValueError as error:
             raise FileError(str(file), f"cannot be used: line {number}: {error}") from None
-        row = {key: value for key, value in row.items() if type(value) in (int, float) and math.isfinite(value)}
+        row = {
+            key: value
+            for key, value in row.items()
+            if type(value) in (int, float) and math.isfinite(value)
+        }
         for key, value in row.items():
             if key in METRICS_READ or key.startswith(DURING):
                 curves[key].add(row["step"], value)

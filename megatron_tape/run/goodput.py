@@ -1,4 +1,5 @@
-"""Goodput: the fraction of a run's time that was spent on kept steps, and on other uses. Does not import torch.
+"""Goodput: the fraction of a run's time that was spent on kept steps, and on other uses. Does not
+import torch.
 
 A step is kept unless a later attempt continued from an earlier checkpoint and repeated it.
 """
@@ -8,29 +9,43 @@ from collections.abc import Sequence
 from megatron_tape.run.attempts import HUNG, TRAINING
 from megatron_tape.run.judging import AttemptRecord
 
-KEPT, REPEATED, SAVES, EVALUATION = "kept steps", "repeated steps", "saves", "evaluation"
-START, STALLS, BETWEEN, OTHER = "start", "stalls", "between attempts", "other"
+KEPT = "kept steps"
+REPEATED = "repeated steps"
+SAVES = "saves"
+EVALUATION = "evaluation"
+START = "start"
+STALLS = "stalls"
+BETWEEN = "between attempts"
+OTHER = "other"
 KINDS = (KEPT, REPEATED, SAVES, EVALUATION, START, STALLS, BETWEEN, OTHER)
 """Uses of a run's time, in the order in which programs show them."""
 
 
-def seconds_by_kind(attempts: Sequence[AttemptRecord], until: float | None = None) -> dict[str, float]:
+def seconds_by_kind(
+    attempts: Sequence[AttemptRecord], until: float | None = None
+) -> dict[str, float]:
     """Return the seconds that a run has spent on each use in `KINDS`.
 
-    They cover the time from the start of its first attempt to the end of its last one, or to the Unix time `until`.
-    Attempts without a recorded start are ignored. All steps of an attempt are assumed to take equally long.
+    They cover the time from the start of its first attempt to the end of its last one, or to the
+    Unix time `until`. Attempts without a recorded start are ignored. All steps of an attempt are
+    assumed to take equally long.
     """
     totals = dict.fromkeys(KINDS, 0.0)
     next_start = oldest = float("inf")
     """Start of the next attempt, and the earliest step that a later attempt continued from."""
     for attempt in reversed([attempt for attempt in attempts if "started" in attempt.facts]):
         started = attempt.facts["started"]
-        ended = attempt.ended if attempt.ended is not None else attempt.heartbeat.get("time", started)
+        if attempt.ended is not None:
+            ended = attempt.ended
+        else:
+            ended = attempt.heartbeat.get("time", started)
         ended = max(started, min(ended, next_start))
         for kind, seconds in _of_attempt(attempt, ended, oldest).items():
             totals[kind] += seconds
         totals[BETWEEN] += max(0.0, min(next_start, until or ended) - ended)
-        oldest, next_start, until = min(oldest, attempt.heartbeat.get("from_step", oldest)), started, started
+        oldest = min(oldest, attempt.heartbeat.get("from_step", oldest))
+        next_start = started
+        until = started
     return totals
 
 
@@ -39,9 +54,11 @@ def _of_attempt(attempt: AttemptRecord, ended: float, oldest: float) -> dict[str
 
     Later attempts continued from step `oldest`, and repeated the steps after it.
     """
-    started, beat = attempt.facts["started"], attempt.heartbeat
+    started = attempt.facts["started"]
+    beat = attempt.heartbeat
     seconds = dict.fromkeys(KINDS, 0.0)
-    idle, limit = max(0.0, ended - max(started, beat.get("since", ended))), beat.get("hang_timeout")
+    idle = max(0.0, ended - max(started, beat.get("since", ended)))
+    limit = beat.get("hang_timeout")
     stalled = attempt.outcome == HUNG or (limit is not None and idle > limit)
     if stalled:
         seconds[STALLS] = idle
@@ -54,8 +71,12 @@ def _of_attempt(attempt: AttemptRecord, ended: float, oldest: float) -> dict[str
         stages[beat["stage"]] = stages.get(beat["stage"], 0.0) + idle
     for stage, duration in stages.items():
         seconds[_kind(stage)] += max(0.0, duration)
-    first, last = beat.get("from_step", 0), beat.get("step") or 0
-    kept = max(0, min(last, oldest) - first) / (last - first) if last > first else 0
+    first = beat.get("from_step", 0)
+    last = beat.get("step") or 0
+    if last > first:
+        kept = max(0, min(last, oldest) - first) / (last - first)
+    else:
+        kept = 0
     seconds |= {KEPT: kept * seconds[KEPT], REPEATED: (1 - kept) * seconds[KEPT]}
     seconds[OTHER] = max(0.0, ended - started - sum(seconds.values()))
     return seconds
@@ -64,10 +85,14 @@ def _of_attempt(attempt: AttemptRecord, ended: float, oldest: float) -> dict[str
 def _kind(stage: str) -> str:
     if stage == TRAINING:
         return KEPT
-    return SAVES if stage in ("saving", "waiting to save") else EVALUATION
+    if stage in ("saving", "waiting to save"):
+        return SAVES
+    return EVALUATION
 
 
 def shares(seconds: dict[str, float]) -> dict[str, float]:
     """Return each use's fraction of the total time. Uses below 0.05 % are left out."""
     total = sum(seconds.values())
-    return {kind: part / total for kind, part in seconds.items() if total > 0 and part / total >= 0.0005}
+    return {
+        kind: part / total for kind, part in seconds.items() if total > 0 and part / total >= 0.0005
+    }

@@ -1,4 +1,6 @@
-"""Read the records of a run's attempts, and decide from them how each attempt ended and whether to start another."""
+"""Read the records of a run's attempts, and decide from them how each attempt ended and whether to
+start another.
+"""
 
 import contextlib
 import logging
@@ -33,18 +35,20 @@ from megatron_tape.run.attempts import (
 logger = logging.getLogger(__name__)
 
 CRASH_LIMIT = 3
-"""Number of crashes in a row without a new checkpoint after which a job stops. slurm/common.sh has the same number."""
+"""Number of crashes in a row without a new checkpoint after which a job stops. slurm/common.sh has
+the same number.
+"""
 IDLE_LIMIT = 10
-"""Number of attempts in a row without a new checkpoint after which a job stops, even if they did not crash. This ends
-jobs that are interrupted again and again before their first step."""
+"""Number of attempts in a row without a new checkpoint after which a job stops, even if they did
+not crash. This ends jobs that are interrupted again and again before their first step."""
 
 
 @dataclass(frozen=True)
 class AttemptRecord:
     """The records of an attempt.
 
-    `outcome`, `message`, `detail` and `bad_nodes` are from the record of one `rank`: the one whose end caused the end
-    of the others.
+    `outcome`, `message`, `detail` and `bad_nodes` are from the record of one `rank`: the one whose
+    end caused the end of the others.
     """
 
     number: int
@@ -62,7 +66,9 @@ class AttemptRecord:
     heartbeat: Heartbeat | dict = field(default_factory=dict)
     """Contents of `heartbeat.json`; empty if it is missing."""
     claimed_at: float = 0.0
-    """When `attempt.json` was written, by the file system's clock (`file_system_time`), unlike the times in records."""
+    """When `attempt.json` was written, by the file system's clock (`file_system_time`), unlike the
+    times in records.
+    """
     beaten_at: float = 0.0
     """When `heartbeat.json` was written, by the file system's clock."""
     spikes: tuple[Spike, ...] = ()
@@ -93,22 +99,29 @@ def read_attempts(run_directory: str | Path) -> list[AttemptRecord]:
 def crash_loop(attempts: list[AttemptRecord], step: int, job: str | None) -> str | None:
     """Return why `job` should not start another attempt, or None if it should.
 
-    It should not if its last CRASH_LIMIT attempts crashed, or its last IDLE_LIMIT attempts ended in any way, and none
-    of them saved a checkpoint. `attempts` are those of the run, and `step` is the step of its newest checkpoint.
+    It should not if its last CRASH_LIMIT attempts crashed, or its last IDLE_LIMIT attempts ended in
+    any way, and none of them saved a checkpoint. `attempts` are those of the run, and `step` is the
+    step of its newest checkpoint.
     """
     of_job = [attempt for attempt in attempts if attempt.facts.get("job") == job]
     for limit, verb in ((CRASH_LIMIT, "crashed"), (IDLE_LIMIT, "ended")):
         last = of_job[-limit:]
-        counts = len(last) == limit and (limit == IDLE_LIMIT or all(attempt.crashed for attempt in last))
+        counts = len(last) == limit and (
+            limit == IDLE_LIMIT or all(attempt.crashed for attempt in last)
+        )
         if counts and step <= last[0].facts.get("checkpoint_step", 0):
             return f"{limit} attempts in a row {verb} without a checkpoint beyond step {step}"
     return None
 
 
-def decide(run_directory: str | Path, checkpoint_directory: str | Path, number: int) -> tuple[str, str]:
-    """Return the verdict on attempt `number`, which has ended, and its reason in one sentence; see `Verdict`.
+def decide(
+    run_directory: str | Path, checkpoint_directory: str | Path, number: int
+) -> tuple[str, str]:
+    """Return the verdict on attempt `number`, which has ended, and its reason in one sentence; see
+    `Verdict`.
 
-    The verdict depends on the records of the run, since launchers' exit codes are unreliable after signals.
+    The verdict depends on the records of the run, since launchers' exit codes are unreliable after
+    signals.
     """
     attempts = read_attempts(run_directory)
     attempt = next((record for record in attempts if record.number == number), None)
@@ -136,12 +149,20 @@ def decide(run_directory: str | Path, checkpoint_directory: str | Path, number: 
 def last_error(attempt: AttemptRecord) -> str:
     """Return one sentence about how an attempt ended that did not finish the run."""
     if not attempt.crashed:
-        return attempt.message or f"{attempt.stop_reason} came before the first step, or left no time to save"
+        return (
+            attempt.message
+            or f"{attempt.stop_reason} came before the first step, or left no time to save"
+        )
     if attempt.lost_peer:
-        return f"a rank was killed or its node was lost, without an error; rank {attempt.rank} lost its connection"
+        return (
+            f"a rank was killed or its node was lost, without an error; rank {attempt.rank} lost"
+            " its connection"
+        )
     if attempt.outcome is None:
         return f"attempt {attempt.number} was killed or its node was lost, without an error"
-    return attempt.message if attempt.outcome == UNREADY else f"rank {attempt.rank}: {attempt.message}"
+    if attempt.outcome == UNREADY:
+        return attempt.message
+    return f"rank {attempt.rank}: {attempt.message}"
 
 
 def queue_state(job: str | None) -> str | None:
@@ -153,20 +174,33 @@ def queue_state(job: str | None) -> str | None:
         return None
     try:
         answer = subprocess.run(
-            ["squeue", "--noheader", "--jobs", job, "--format", "%T"], capture_output=True, text=True, timeout=20
+            ["squeue", "--noheader", "--jobs", job, "--format", "%T"],
+            capture_output=True,
+            text=True,
+            timeout=20,
         )
-    except (OSError, ValueError, subprocess.TimeoutExpired):  # ValueError: the job's id contains a null byte
+    except (
+        OSError,
+        ValueError,
+        subprocess.TimeoutExpired,
+    ):  # ValueError: the job's id contains a null byte
         return None
     if answer.returncode != 0:
-        return "" if "Invalid job id" in answer.stderr else None
+        if "Invalid job id" in answer.stderr:
+            return ""
+        return None
     return answer.stdout.strip()
 
 
 def nodes_to_exclude(attempt: AttemptRecord) -> list[str]:
-    """Return the nodes that made the attempt fail, which the next one should exclude; none if all of several did."""
+    """Return the nodes that made the attempt fail, which the next one should exclude; none if all
+    of several did.
+    """
     nodes = attempt.facts.get("nodes", [])
     bad = [node for node in nodes if node in attempt.bad_nodes]
-    return [] if len(nodes) > 1 and len(bad) == len(nodes) else bad
+    if len(nodes) > 1 and len(bad) == len(nodes):
+        return []
+    return bad
 
 
 def _read(directory: Path, number: int) -> AttemptRecord:
@@ -209,7 +243,9 @@ def _written_at(path: Path) -> float:
 
 
 def _read_spikes(path: Path) -> Iterator[Spike]:
-    """Yield the spikes in `spikes.jsonl`. Skips invalid lines, since a run may still be writing the file."""
+    """Yield the spikes in `spikes.jsonl`. Skips invalid lines, since a run may still be writing the
+    file.
+    """
     try:
         lines = read_small(path, RECORD_BYTES >> 6).splitlines()
     except FileNotFoundError:
@@ -237,8 +273,8 @@ LOST_PEER_PHRASES = (
     "recvValue failed",
     "sendBytes failed",
 )
-"""Phrases in errors that are caused by the loss of another rank. ncclSystemError is not one of them, since this rank
-itself may have caused it."""
+"""Phrases in errors that are caused by the loss of another rank. ncclSystemError is not one of
+them, since this rank itself may have caused it."""
 
 
 def _is_lost_peer(message: str) -> bool:

@@ -1,13 +1,16 @@
 """Log a run's metrics to the console, `metrics.jsonl`, TensorBoard and Weights & Biases.
 
-Each logged step is one line on the console and one row (a JSON object) in `metrics.jsonl`. A metric has the same name
-everywhere, such as `train/loss`. TensorBoard groups charts by the part before the slash.
+Each logged step is one line on the console and one row (a JSON object) in `metrics.jsonl`. A metric
+has the same name everywhere, such as `train/loss`. TensorBoard groups charts by the part before the
+slash.
 
-Only rank 0 writes. A resumed run continues the files of earlier attempts as if it had never been interrupted: it drops
-the rows after the step that it resumes from, and an earlier attempt that is still alive can no longer add rows.
+Only rank 0 writes. A resumed run continues the files of earlier attempts as if it had never been
+interrupted: it drops the rows after the step that it resumes from, and an earlier attempt that is
+still alive can no longer add rows.
 
-A full disk does not stop training. Rows stay in memory until they can be written. TensorBoard misses the metrics from
-the first failure to the next `sync` with enough space. This module does not import torch.
+A full disk does not stop training. Rows stay in memory until they can be written. TensorBoard
+misses the metrics from the first failure to the next `sync` with enough space. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -67,21 +70,25 @@ class MetricsWriter:
         """Open the files, and drop the rows of earlier attempts after `resume_step` (0: all rows).
 
         Args:
-            directory: directory for `metrics.jsonl`, and for TensorBoard files in its subdirectory `tensorboard`.
+            directory: directory for `metrics.jsonl`, and for TensorBoard files in its subdirectory
+                `tensorboard`.
             total_steps: number of steps of the whole run.
             resume_step: step that the run continues from.
             tensorboard: whether to write TensorBoard files.
             clock: returns the current time in seconds.
-            staging: directory for the copy of `metrics.jsonl` without the dropped rows, which replaces the file. Once
-                a newer attempt has removed it, the file cannot be replaced. Ignored on another file system.
-            work: returns the amount of work in the first n steps, such as the number of sequences. The remaining time
-                is estimated in proportion to the remaining work.
+            staging: directory for the copy of `metrics.jsonl` without the dropped rows, which
+                replaces the file. Once a newer attempt has removed it, the file cannot be replaced.
+                Ignored on another file system.
+            work: returns the amount of work in the first n steps, such as the number of sequences.
+                The remaining time is estimated in proportion to the remaining work.
             wandb: W&B run that also receives the scalars.
 
         Raises:
             OSError: if the files cannot be created, or the disk has no space for the copy.
         """
-        self.total_steps, self._work, self._wandb = total_steps, work, wandb
+        self.total_steps = total_steps
+        self._work = work
+        self._wandb = wandb
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         self._last_step = resume_step
@@ -91,15 +98,18 @@ class MetricsWriter:
         _rewrite(path, _rows_up_to(path, resume_step), staging)
         self._rows = _RecordFile(path)
         self._events: _EventFile | None = None
-        self._tensorboard, self._warned = directory / "tensorboard" if tensorboard else None, False
+        self._tensorboard = directory / "tensorboard" if tensorboard else None
+        self._warned = False
         # A new run also drops step 0, with which the configuration is shown.
         self._open_events(resume_step + 1 if resume_step > 0 else 0)
 
-    def log(self, step: int, scalars: Mapping[str, float], words: Mapping[str, str] | None = None) -> None:
+    def log(
+        self, step: int, scalars: Mapping[str, float], words: Mapping[str, str] | None = None
+    ) -> None:
         """Log the scalars of `step` by metric. Does not raise if the disk is full or fails.
 
-        The row in `metrics.jsonl` also contains the time and the texts `words`. Numbers that are not finite become
-        null in it.
+        The row in `metrics.jsonl` also contains the time and the texts `words`. Numbers that are
+        not finite become null in it.
         """
         assert step > self._last_step, "log every step once, in order"
         self._last_step = step
@@ -120,11 +130,15 @@ class MetricsWriter:
             print(time.strftime(LOG_TIME), self._line(step, values), flush=True)
 
     def text(self, tag: str, text: str, step: int) -> None:
-        """Show `text`, such as a sample or the configuration, verbatim in TensorBoard under `tag`."""
+        """Show `text`, such as a sample or the configuration, verbatim in TensorBoard under
+        `tag`.
+        """
         self._show("text", tag, "\n".join("    " + line for line in text.splitlines()), step)
 
     def sync(self) -> None:
-        """Flush all outputs and sync `metrics.jsonl` to disk. Call it before a checkpoint is saved."""
+        """Flush all outputs and sync `metrics.jsonl` to disk. Call it before a checkpoint is
+        saved.
+        """
         self._rows.sync()
         if self._events is None:
             with suppress(OSError):
@@ -143,14 +157,19 @@ class MetricsWriter:
             self._events = _EventFile(self._tensorboard, purge_step)
 
     def _show(self, method: str, *arguments: Any) -> None:
-        """Call a method of the event file. Drop the file if it fails, since its last record may be incomplete."""
+        """Call a method of the event file. Drop the file if it fails, since its last record may be
+        incomplete.
+        """
         if self._events is not None:
             try:
                 getattr(self._events, method)(*arguments)
             except OSError as error:
                 self._events = None
                 if not self._warned:
-                    logger.warning("warning: TensorBoard files are not written until the disk has space (%s)", error)
+                    logger.warning(
+                        "warning: TensorBoard files are not written until the disk has space (%s)",
+                        error,
+                    )
                 self._warned = True
 
     def _line(self, step: int, values: Mapping[str, float]) -> str:
@@ -163,7 +182,9 @@ class MetricsWriter:
             MFU: "MFU {:.1%}".format,
         }
         parts = [f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}"]
-        parts += [format_metric(values[name]) for name, format_metric in formats.items() if name in values]
+        parts += [
+            format_metric(values[name]) for name, format_metric in formats.items() if name in values
+        ]
         parts.append(f"ETA {duration(self._seconds_left())}")
         if VALIDATION_LOSS in values:
             parts.append(f"validation loss {values[VALIDATION_LOSS]:.4f}")
@@ -178,11 +199,13 @@ class MetricsWriter:
 
 
 class _EventFile:
-    """A new event file of TensorBoard, which drops earlier files' values of `purge_step` and later steps.
+    """A new event file of TensorBoard, which drops earlier files' values of `purge_step` and later
+    steps.
 
-    TensorBoard reads the files of a directory in the order of their names, which contain a Unix time in seconds, and
-    never returns to an earlier name. Torch's SummaryWriter takes the time from this node's clock, so that the file of a
-    later attempt may come first if that clock is slow. Here, the time is also above those of all existing files.
+    TensorBoard reads the files of a directory in the order of their names, which contain a Unix
+    time in seconds, and never returns to an earlier name. Torch's SummaryWriter takes the time from
+    this node's clock, so that the file of a later attempt may come first if that clock is slow.
+    Here, the time is also above those of all existing files.
     """
 
     def __init__(self, directory: Path, purge_step: int):
@@ -190,7 +213,10 @@ class _EventFile:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         directory.mkdir(parents=True, exist_ok=True)
-        names = [re.match(r"events\.out\.tfevents\.([0-9]{10})\.", path.name) for path in directory.iterdir()]
+        names = [
+            re.match(r"events\.out\.tfevents\.([0-9]{10})\.", path.name)
+            for path in directory.iterdir()
+        ]
         later = [int(name[1]) + 1 for name in names if name]
         number = max(int(time.time()), *later, 0)
         path = directory / f"events.out.tfevents.{number:010d}.{os.uname().nodename}.{os.getpid()}"
@@ -208,7 +234,9 @@ class _EventFile:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         for tag, value in values.items():
-            self._append(summary=Summary(value=[Summary.Value(tag=tag, simple_value=value)]), step=step)
+            self._append(
+                summary=Summary(value=[Summary.Value(tag=tag, simple_value=value)]), step=step
+            )
         self._file.flush()
 
     def text(self, tag: str, text: str, step: int) -> None:
@@ -227,7 +255,8 @@ class _EventFile:
 
 
 class _RecordFile:
-    """Appends records to a file. Records that cannot be written wait in memory and are written before later ones.
+    """Appends records to a file. Records that cannot be written wait in memory and are written
+    before later ones.
 
     Records that are appended after `close` are dropped.
     """
@@ -273,16 +302,19 @@ class _RecordFile:
 
 
 def _rewrite(path: Path, chunks: Iterable[bytes], staging: Path | None) -> None:
-    """Replace `path` durably by a new file with the contents `chunks`, which may be read from the old file.
+    """Replace `path` durably by a new file with the contents `chunks`, which may be read from the
+    old file.
 
-    An earlier attempt that is still alive keeps writing to the old, now unlinked file. The new file is first written to
-    the directory `staging` if that is on the same file system. If this fails, the old file is unchanged, and an OSError
-    with `path` is raised.
+    An earlier attempt that is still alive keeps writing to the old, now unlinked file. The new file
+    is first written to the directory `staging` if that is on the same file system. If this fails,
+    the old file is unchanged, and an OSError with `path` is raised.
     """
     try:
         if staging is not None and staging.stat().st_dev != path.parent.stat().st_dev:
             staging = None
-        for leftover in path.parent.glob(f".*{SUFFIX}"):  # of a process that was killed while it wrote a file
+        for leftover in path.parent.glob(
+            f".*{SUFFIX}"
+        ):  # of a process that was killed while it wrote a file
             leftover.unlink(missing_ok=True)
         write_whole(path, chunks, staging=staging)
     except OSError as error:
@@ -295,7 +327,9 @@ class _Row(TypedDict):
 
 
 def _rows_up_to(path: Path, step: int) -> Iterator[bytes]:
-    """Yield the rows of a file up to `step`, if the file exists. Skips rows that a killed process left incomplete."""
+    """Yield the rows of a file up to `step`, if the file exists. Skips rows that a killed process
+    left incomplete.
+    """
     for line in read_lines(path):
         with suppress(ValueError):
             if parse_record(line, _Row)["step"] <= step:
@@ -312,13 +346,16 @@ def read_lines(path: Path) -> Iterator[bytes]:
 def last_rows(path: Path, shape: Any, tail: int) -> list[Any]:
     """Return the rows in the last `tail` bytes of a file, validated as the TypedDict `shape`.
 
-    Skips invalid rows, since another process may be writing the file. Returns [] if the file does not exist.
+    Skips invalid rows, since another process may be writing the file. Returns [] if the file does
+    not exist.
     """
     rows: list[Any] = []
     if path.is_file():
         with open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - tail))
             for line in file.read(tail).split(b"\n"):
-                with suppress(ValueError):  # the first row may be cut off, and the last one incomplete
+                with suppress(
+                    ValueError
+                ):  # the first row may be cut off, and the last one incomplete
                     rows.append(parse_record(line, shape))
     return rows

@@ -1,7 +1,8 @@
-"""The watchdog of a training process: it handles signals, detects hangs and newer attempts, and writes the heartbeat.
+"""The watchdog of a training process: it handles signals, detects hangs and newer attempts, and
+writes the heartbeat.
 
-It runs in a separate thread, because the main thread may be blocked in a collective with a lost rank, or by a file
-system that does not respond.
+It runs in a separate thread, because the main thread may be blocked in a collective with a lost
+rank, or by a file system that does not respond.
 """
 
 import contextlib
@@ -29,15 +30,21 @@ from megatron_tape.run.attempts import (
 )
 
 POLL_SECONDS = 1.0
-OWNER_SECONDS, OWNER_SECONDS_OF_OTHERS = 5.0, 60.0
-"""Seconds between two checks whether the attempt owns the run, for the first rank of a node and for its other ranks.
+OWNER_SECONDS = 5.0
+OWNER_SECONDS_OF_OTHERS = 60.0
+"""Seconds between two checks whether the attempt owns the run, for the first rank of a node and for
+its other ranks.
 
-Frequent checks by thousands of ranks would overload the metadata server. When the first rank of a node ends, the
-launcher ends the others."""
+Frequent checks by thousands of ranks would overload the metadata server. When the first rank of a
+node ends, the launcher ends the others."""
 GRACE_SECONDS = 5.0
-"""Seconds that a hung rank waits before it exits, so that the other ranks of its node can write their stacks."""
+"""Seconds that a hung rank waits before it exits, so that the other ranks of its node can write
+their stacks.
+"""
 STARTUP_SECONDS = 3600.0
-"""Minimum timeout of start-up: imports, building the data index, verifying the checkpoint's checksums."""
+"""Minimum timeout of start-up: imports, building the data index, verifying the checkpoint's
+checksums.
+"""
 EXIT_STALE = 76
 """Exit status if a newer attempt owns the run, or the run's directory has vanished."""
 EXIT_HUNG = 77
@@ -49,28 +56,37 @@ CTRL_C = "Ctrl-C"
 
 
 def longest_wait(hang_timeout: float | None) -> float | None:
-    """Return the maximum number of seconds that a rank may wait for others, or None for no limit."""
-    return None if hang_timeout is None else max(hang_timeout, STARTUP_SECONDS)
+    """Return the maximum number of seconds that a rank may wait for others, or None for no
+    limit.
+    """
+    if hang_timeout is None:
+        return None
+    return max(hang_timeout, STARTUP_SECONDS)
 
 
 class Watch:
-    """The watchdog of this process. Create it first, so that no signal is lost, and `attach` it to the attempt later.
+    """The watchdog of this process. Create it first, so that no signal is lost, and `attach` it to
+    the attempt later.
 
     Signals:
 
-    - SIGUSR1, SIGTERM and, on rank 0, `Attempt.request_stop` set `stop`, which the training loop reads between steps.
-    - SIGINT (Ctrl-C) sets `stop` to CTRL_C during training. Before training, and the second time, it raises
-      KeyboardInterrupt.
+    - SIGUSR1, SIGTERM and, on rank 0, `Attempt.request_stop` set `stop`, which the training loop
+      reads between steps.
+    - SIGINT (Ctrl-C) sets `stop` to CTRL_C during training. Before training, and the second time,
+      it raises KeyboardInterrupt.
     - SIGUSR2 requests a profile of the next steps.
 
-    After `hang_timeout` seconds without a call of `progress` (None disables the timeout), the process appends the
-    Python stacks of its threads to `stacks-NODE.txt` in the attempt's directory, writes its last collectives to
-    `collectives-RANK.json`, and exits. Before `begin_training`, the timeout is at least an hour.
+    After `hang_timeout` seconds without a call of `progress` (None disables the timeout), the
+    process appends the Python stacks of its threads to `stacks-NODE.txt` in the attempt's
+    directory, writes its last collectives to `collectives-RANK.json`, and exits. Before
+    `begin_training`, the timeout is at least an hour.
     """
 
     def __init__(self, hang_timeout: float | None):
         self.stop: str | None = None
-        """Why the run should save a checkpoint and stop, such as the name of a signal; None if it should continue."""
+        """Why the run should save a checkpoint and stop, such as the name of a signal; None if it
+        should continue.
+        """
         self.done = False
         """Whether all ranks have finished writing. The run may then lose its directory."""
         self._hang_timeout = longest_wait(hang_timeout)
@@ -86,7 +102,9 @@ class Watch:
         self._profile_requested = False
         self._handlers = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
         self._handlers[PROFILE_SIGNAL] = signal.signal(PROFILE_SIGNAL, self._on_profile_signal)
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # ignored by background jobs of a script
+        if (
+            signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+        ):  # ignored by background jobs of a script
             self._handlers[signal.SIGINT] = signal.signal(signal.SIGINT, self._on_interrupt)
 
     @property
@@ -101,38 +119,50 @@ class Watch:
             raise KeyboardInterrupt
         self.stop = CTRL_C
         if self._rank == 0:
-            # The signal may have interrupted a print, so do not call print. Ctrl-C may have ended a `tee` of stderr.
+            # The signal may have interrupted a print, so do not call print. Ctrl-C may have ended a
+            # `tee` of stderr.
             with contextlib.suppress(OSError):
-                os.write(2, b"\nCtrl-C: saving a checkpoint after this step; press Ctrl-C again to end at once\n")
+                os.write(
+                    2,
+                    b"\nCtrl-C: saving a checkpoint after this step; press Ctrl-C again to end at"
+                    b" once\n",
+                )
 
     def _on_profile_signal(self, number: int, frame: object) -> None:
         self._profile_requested = True
 
     def take_profile_request(self) -> bool:
         """Return whether a profile was requested since the last call."""
-        requested, self._profile_requested = self._profile_requested, False
+        requested = self._profile_requested
+        self._profile_requested = False
         return requested
 
     def attach(self, attempt: Attempt, rank: int) -> None:
         """Start the thread that watches the attempt and, on rank 0, writes its heartbeat."""
-        self._attempt, self._rank = attempt, rank
+        self._attempt = attempt
+        self._rank = rank
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def progress(self, stage: str, step: int | None = None) -> None:
-        """Report progress: the process begins `stage`, such as `saving`, in step `step` (None: the previous one)."""
-        previous, now = self._facts["stage"], time.monotonic()
+        """Report progress: the process begins `stage`, such as `saving`, in step `step` (None: the
+        previous one).
+        """
+        previous = self._facts["stage"]
+        now = time.monotonic()
         if self._stages is not None:
             self._stages[previous] = self._stages.get(previous, 0.0) + now - self._since
         self._facts = {"stage": stage, "step": self._facts["step"] if step is None else step}
         self._since = now
         if self._attempt is not None and self._hang_timeout is not None:
-            # The watchdog thread cannot run if a hung thread holds the GIL. This timer does not need the GIL.
+            # The watchdog thread cannot run if a hung thread holds the GIL. This timer does not
+            # need the GIL.
             faulthandler.dump_traceback_later(self._hang_timeout + 4 * GRACE_SECONDS, exit=True)
 
     def begin_training(self, step: int = 0) -> None:
         """End start-up: apply `hang_timeout` from now on. The run continues after `step` steps."""
         self.progress(TRAINING)
-        self._begun, self._stages = {"from_step": step, "began": time.time()}, {}
+        self._begun = {"from_step": step, "began": time.time()}
+        self._stages = {}
         self._hang_timeout = self._training_hang_timeout
 
     def each(self, stage: str, items: Iterable[Any]) -> Iterator[Any]:
@@ -149,10 +179,17 @@ class Watch:
             signal.signal(number, handler)
 
     def record_end(
-        self, outcome: str, message: str, error: BaseException | None = None, bad_nodes: Iterable[str] = ()
+        self,
+        outcome: str,
+        message: str,
+        error: BaseException | None = None,
+        bad_nodes: Iterable[str] = (),
     ) -> None:
         """Record how this rank ended, with the traceback of `error`; see `Attempt.record_end`."""
-        detail = "" if error is None else "".join(traceback.format_exception(error))
+        if error is None:
+            detail = ""
+        else:
+            detail = "".join(traceback.format_exception(error))
         if self._attempt is not None:
             with contextlib.suppress(OSError):
                 self._attempt.record_end(self._rank, outcome, message, detail, bad_nodes)
@@ -172,11 +209,13 @@ class Watch:
                         self._leave(STALE, EXIT_STALE, str(self._attempt.lost_ownership()))
                     owner_seen = now
                 if self._rank == 0:
-                    # Only rank 0 reads requests to stop, since all ranks exchange `stop` after every step.
-                    # Do not assign None: a signal may have set `stop` in the meantime.
+                    # Only rank 0 reads requests to stop, since all ranks exchange `stop` after
+                    # every step. Do not assign None: a signal may have set `stop` in the meantime.
                     if reason := stop_reason(self._attempt.directory):
                         self.stop = self.stop or reason
-                    elif not self._attempt.directory.is_dir():  # The run may still be able to save a checkpoint.
+                    elif (
+                        not self._attempt.directory.is_dir()
+                    ):  # The run may still be able to save a checkpoint.
                         self.stop = self.stop or f"the loss of {self._attempt.directory}"
                     if now - beaten >= OWNER_SECONDS:
                         beaten = now
@@ -188,13 +227,20 @@ class Watch:
         since = time.time() - (time.monotonic() - self._since)
         facts = {**self._facts, **self._begun}
         if self._stages is not None:
-            facts["stages"] = {stage: round(seconds, 3) for stage, seconds in self._stages.copy().items()}
+            facts["stages"] = {
+                stage: round(seconds, 3) for stage, seconds in self._stages.copy().items()
+            }
         self._attempt.heartbeat(since=since, hang_timeout=self._hang_timeout, **facts)
 
     def _hang(self) -> None:
         where = f"{self._facts['stage']} (step {self._facts['step']})"
-        with contextlib.suppress(OSError, FileError), tempfile.TemporaryFile("w+", encoding="utf-8") as file:
-            file.write(f"rank {self._rank} on {os.uname().nodename}, pid {os.getpid()}, while {where}\n")
+        with (
+            contextlib.suppress(OSError, FileError),
+            tempfile.TemporaryFile("w+", encoding="utf-8") as file,
+        ):
+            file.write(
+                f"rank {self._rank} on {os.uname().nodename}, pid {os.getpid()}, while {where}\n"
+            )
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
@@ -205,20 +251,22 @@ class Watch:
                 os.fsync(stacks.fileno())
         with contextlib.suppress(Exception):  # the rank must exit in any case
             self._dump_collectives()
-        # When this rank exits, the launcher ends the others, which must have written their stacks by then.
+        # When this rank exits, the launcher ends the others, which must have written their stacks
+        # by then.
         time.sleep(GRACE_SECONDS)
         self._leave(
             HUNG,
             EXIT_HUNG,
-            f"no progress for {self._hang_timeout:g} s (train.hang_timeout) while {where}; the Python stacks and last "
-            f"collectives of all ranks are in {self._attempt.directory}",
+            f"no progress for {self._hang_timeout:g} s (train.hang_timeout) while {where}; the"
+            f" Python stacks and last collectives of all ranks are in {self._attempt.directory}",
         )
 
     def _dump_collectives(self) -> None:
-        """Write this rank's last collectives, from PyTorch's flight recorder, to the attempt's directory.
+        """Write this rank's last collectives, from PyTorch's flight recorder, to the attempt's
+        directory.
 
-        NCCL and gloo have separate recorders. A build of torch with CUDA contains both, and without a GPU only gloo's
-        has entries.
+        NCCL and gloo have separate recorders. A build of torch with CUDA contains both, and without
+        a GPU only gloo's has entries.
         """
         module = sys.modules.get("torch._C._distributed_c10d")
 

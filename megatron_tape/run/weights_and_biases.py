@@ -30,13 +30,17 @@ class WandbRecord(TypedDict):
 
 
 def installed() -> bool:
-    """Return whether the package wandb is installed. A directory `wandb` with logs of offline runs does not count."""
+    """Return whether the package wandb is installed. A directory `wandb` with logs of offline runs
+    does not count.
+    """
     spec = importlib.util.find_spec("wandb")
     return spec is not None and spec.origin is not None
 
 
 def read_wandb(directory: Path) -> WandbRecord | None:
-    """Return the `wandb.json` of the run in `directory`, or None if there is none. Raises ValueError if damaged."""
+    """Return the `wandb.json` of the run in `directory`, or None if there is none. Raises
+    ValueError if damaged.
+    """
     try:
         return read_record(directory / RECORD, WandbRecord)
     except FileNotFoundError:
@@ -69,7 +73,8 @@ class WandbRun:
             config=dict(config),
             settings=wandb.Settings(console="off"),
         )
-        # Use the run's steps instead of wandb's counter, so that steps repeated after a resume are accepted.
+        # Use the run's steps instead of wandb's counter, so that steps repeated after a resume are
+        # accepted.
         self._run.define_metric("*", step_metric="step")
         write_record(directory / RECORD, {"id": self._run.id, "url": self._run.url or None})
 
@@ -89,4 +94,6 @@ class WandbRun:
         except Exception as error:  # training does not depend on this service
             self._run = None
             reason = str(error) or repr(error)
-            logger.warning("warning: logging to Weights & Biases is disabled, since it has failed (%s)", reason)
+            logger.warning(
+                "warning: logging to Weights & Biases is disabled, since it has failed (%s)", reason
+            )

@@ -1,7 +1,8 @@
 """Addition of two numbers, written with the lowest digit first.
 
-This is the task of "Transformers Can Do Arithmetic with the Right Embeddings" (McLeish et al., 2024), which the TAPE
-paper follows: every pair of operand lengths is equally likely, and the highest digit of an operand is not zero.
+This is the task of "Transformers Can Do Arithmetic with the Right Embeddings" (McLeish et al.,
+2024), which the TAPE paper follows: every pair of operand lengths is equally likely, and the
+highest digit of an operand is not zero.
 """
 
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from megatron_tape.errors import refuse
+from megatron_tape.errors import ConfigError
 from megatron_tape.synthetic.generator import Generator
 
 
@@ -17,7 +18,8 @@ from megatron_tape.synthetic.generator import Generator
 class Addition(Generator):
     """Sequences `a+b=c` followed by an end token. All tokens after `=` are answers.
 
-    Token ids: 0 to 9 for the digits, 10 for `+`, 11 for `=`, 12 for the end token, and from 13 on the index hints.
+    Token ids: 0 to 9 for the digits, 10 for `+`, 11 for `=`, 12 for the end token, and from 13 on
+    the index hints.
     """
 
     task: Literal["addition"] = "addition"
@@ -25,21 +27,27 @@ class Addition(Generator):
     digits: int = 40
     """Maximum number of digits of an operand."""
     hints: int = 0
-    """Number of distinct index hints (Zhou et al., 2023); 0 disables them. An index hint is a token before each digit.
-    Digits of equal place value in a, b and c have the same hint. In each sequence, the lowest digits have a random
-    hint, and each higher digit has the next hint, modulo this number. With hints, models can extrapolate to longer
-    numbers even if their positional encoding does not."""
+    """Number of distinct index hints (Zhou et al., 2023); 0 disables them. An index hint is a token
+    before each digit. Digits of equal place value in a, b and c have the same hint. In each
+    sequence, the lowest digits have a random hint, and each higher digit has the next hint, modulo
+    this number. With hints, models can extrapolate to longer numbers even if their positional
+    encoding does not."""
 
     PLUS: ClassVar[int] = 10
     EQUALS: ClassVar[int] = 11
     END: ClassVar[int] = 12
 
     def check(self) -> None:
-        refuse(self.digits < 1, "digits", f"is {self.digits}", "set it to at least 1")
+        if self.digits < 1:
+            raise ConfigError("digits", f"is {self.digits}", "set it to at least 1")
         longest = self.digits + 1
         too_few = self.hints != 0 and self.hints < longest
-        problem = f"is {self.hints}, but sums have up to {longest} digits"
-        refuse(too_few, "hints", problem, f"set it to at least {longest}, or to 0 for no hints")
+        if too_few:
+            raise ConfigError(
+                "hints",
+                f"is {self.hints}, but sums have up to {longest} digits",
+                f"set it to at least {longest}, or to 0 for no hints",
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -55,11 +63,18 @@ class Addition(Generator):
         first, second = random.integers(1, self.digits + 1, size=2)
         return self.problem(random, int(first), int(second))
 
-    def problem(self, random: np.random.Generator, first: int, second: int) -> tuple[np.ndarray, np.ndarray]:
-        """Draw a sum of numbers with `first` and `second` digits; return ids and mask as `sequence` does."""
-        a, b = _number(random, first), _number(random, second)
+    def problem(
+        self, random: np.random.Generator, first: int, second: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Draw a sum of numbers with `first` and `second` digits; return ids and mask as `sequence`
+        does.
+        """
+        a = _number(random, first)
+        b = _number(random, second)
         start = int(random.integers(self.hints)) if self.hints else 0
-        a_tokens, b_tokens, sum_tokens = [self._with_hints(number, start) for number in (a, b, add(a, b))]
+        a_tokens, b_tokens, sum_tokens = [
+            self._with_hints(number, start) for number in (a, b, add(a, b))
+        ]
         prompt = np.concatenate([a_tokens, [self.PLUS], b_tokens, [self.EQUALS]])
         tokens = np.concatenate([prompt, sum_tokens, [self.END]])
         return tokens, np.arange(len(tokens)) >= len(prompt)
@@ -83,10 +98,12 @@ def add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     columns = np.zeros(max(len(a), len(b)) + 1, dtype=np.int64)
     columns[: len(a)] += a
     columns[: len(b)] += b
-    # A column carries if it is above 9, or if it is 9 and the column below it carries. So the nearest column that is
-    # not 9, at or below this one, decides.
+    # A column carries if it is above 9, or if it is 9 and the column below it carries. So the
+    # nearest column that is not 9, at or below this one, decides.
     decides = np.maximum.accumulate(np.where(columns != 9, np.arange(len(columns)), -1))
     carries = (decides >= 0) & (columns[decides] > 9)
     columns[1:] += carries[:-1]
     total = columns % 10
-    return total if total[-1] else total[:-1]
+    if total[-1]:
+        return total
+    return total[:-1]

@@ -1,7 +1,9 @@
-"""Grid navigation ("MapFormer", Rambaud et al., 2025): a walk over a torus whose cells hold objects.
+"""Grid navigation ("MapFormer", Rambaud et al., 2025): a walk over a torus whose cells hold
+objects.
 
-Each step is an action, followed by the content of the cell that it leads to. A model that tracks its position can
-predict the content of a cell that it has visited before. Every sequence has a new map, so maps cannot be memorized.
+Each step is an action, followed by the content of the cell that it leads to. A model that tracks
+its position can predict the content of a cell that it has visited before. Every sequence has a new
+map, so maps cannot be memorized.
 """
 
 from dataclasses import dataclass
@@ -9,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_tape.errors import refuse
+from megatron_tape.errors import ConfigError
 from megatron_tape.synthetic.generator import Generator
 
 
@@ -17,9 +19,10 @@ from megatron_tape.synthetic.generator import Generator
 class GridNavigation(Generator):
     """Sequences of `steps` pairs: an action, and the content of the cell that it leads to.
 
-    The contents of revisited cells are the answers. The cell where the walk begins counts as visited only after a step
-    has led to it. Token ids: the objects from 0 on, then the blank (an empty cell), then the actions, which are one
-    step forward and one step back along each dimension.
+    The contents of revisited cells are the answers. The cell where the walk begins counts as
+    visited only after a step has led to it. Token ids: the objects from 0 on, then the blank (an
+    empty cell), then the actions, which are one step forward and one step back along each
+    dimension.
     """
 
     task: Literal["grid_navigation"] = "grid_navigation"
@@ -35,16 +38,21 @@ class GridNavigation(Generator):
     objects: int = 16
     """Number of distinct objects in cells that are not empty."""
     longest_run: int | None = None
-    """Maximum length of a run, which is a number of steps in one direction. Lengths of runs are uniform from 1 to this
-    number. Default: 10 in one dimension, 3 in two."""
+    """Maximum length of a run, which is a number of steps in one direction. Lengths of runs are
+    uniform from 1 to this number. Default: 10 in one dimension, 3 in two."""
 
     def check(self) -> None:
-        refuse(self.dimensions not in (1, 2), "dimensions", f"is {self.dimensions}", "set it to 1 or 2")
+        if self.dimensions not in (1, 2):
+            raise ConfigError("dimensions", f"is {self.dimensions}", "set it to 1 or 2")
         for key, least in (("steps", 1), ("width", 2), ("objects", 1), ("longest_run", 1)):
             value = getattr(self, key)
-            refuse(value is not None and value < least, key, f"is {value}", f"set it to at least {least}")
+            if value is not None and value < least:
+                raise ConfigError(key, f"is {value}", f"set it to at least {least}")
         probability = self.blank_probability
-        refuse(not 0 <= probability <= 1, "blank_probability", f"is {probability}", "set it to a number from 0 to 1")
+        if not 0 <= probability <= 1:
+            raise ConfigError(
+                "blank_probability", f"is {probability}", "set it to a number from 0 to 1"
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -69,19 +77,25 @@ class GridNavigation(Generator):
         return np.stack([self.blank + 1 + actions, contents[cells]], axis=1).reshape(-1), answers
 
     def walk(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Draw a walk of T = `steps` steps; return the actions (T,) and the indices (T,) of the cells entered."""
+        """Draw a walk of T = `steps` steps; return the actions (T,) and the indices (T,) of the
+        cells entered.
+        """
         longest = self.longest_run or {1: 10, 2: 3}[self.dimensions]
         runs = random.integers(1, longest + 1, size=self.steps)
         directions = random.integers(2 * self.dimensions, size=self.steps)
         actions = np.repeat(directions, runs)[: self.steps]
         moves = np.zeros((self.steps, self.dimensions), dtype=np.int64)
         moves[np.arange(self.steps), actions // 2] = 1 - 2 * (actions % 2)
-        coordinates = (random.integers(self.width, size=self.dimensions) + moves.cumsum(0)) % self.width
+        coordinates = (
+            random.integers(self.width, size=self.dimensions) + moves.cumsum(0)
+        ) % self.width
         return actions, coordinates @ self.width ** np.arange(self.dimensions)
 
 
 def visited_before(cells: np.ndarray) -> np.ndarray:
-    """Return a mask (T,): whether each of the `cells` (T,) that a walk enters was entered before."""
+    """Return a mask (T,): whether each of the `cells` (T,) that a walk enters was entered
+    before.
+    """
     visited = np.ones(len(cells), dtype=bool)
     visited[np.unique(cells, return_index=True)[1]] = False
     return visited

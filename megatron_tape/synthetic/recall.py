@@ -1,7 +1,7 @@
 """Multi-query associative recall ("Zoology", Arora et al., 2023): key-value pairs, then queries.
 
-A query repeats the key of a pair, followed by the value that the model has to recall. Every sequence has new pairs, so
-they cannot be memorized.
+A query repeats the key of a pair, followed by the value that the model has to recall. Every
+sequence has new pairs, so they cannot be memorized.
 """
 
 from dataclasses import dataclass
@@ -9,19 +9,22 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_tape.errors import refuse
+from megatron_tape.errors import ConfigError
 from megatron_tape.synthetic.generator import Generator
 
 _GAP_POWER = 0.01
-"""Zoology's constant for the positions of queries. The tokens after the pairs form slots of two. Slot x (from 0) holds
-a query with a probability proportional to (x + 1) ** (_GAP_POWER - 1), so most queries come soon after the pairs."""
+"""Zoology's constant for the positions of queries. The tokens after the pairs form slots of two.
+Slot x (from 0) holds a query with a probability proportional to (x + 1) ** (_GAP_POWER - 1), so
+most queries come soon after the pairs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recall(Generator):
-    """Sequences of key-value pairs, then one query for each pair, in random order and separated by blanks.
+    """Sequences of key-value pairs, then one query for each pair, in random order and separated by
+    blanks.
 
-    The values in the queries are the answers. Token ids: the keys from 0 on, then as many values, then the blank.
+    The values in the queries are the answers. Token ids: the keys from 0 on, then as many values,
+    then the blank.
     """
 
     task: Literal["recall"] = "recall"
@@ -29,22 +32,38 @@ class Recall(Generator):
     tokens: int = 256
     """Number of tokens of the longest sequence."""
     shortest: int | None = None
-    """Number of tokens of the shortest sequence. Sequence lengths are this number times 1, 2, 4 and so on up to
-    `tokens`, all equally likely. Default: all sequences have `tokens` tokens."""
+    """Number of tokens of the shortest sequence. Sequence lengths are this number times 1, 2, 4 and
+    so on up to `tokens`, all equally likely. Default: all sequences have `tokens` tokens."""
     tokens_per_pair: int = 16
     """Number of tokens of a sequence divided by its number of pairs; at least 4."""
     keys: int = 128
     """Number of distinct keys, and of distinct values."""
 
     def check(self) -> None:
-        refuse(self.tokens_per_pair < 4, "tokens_per_pair", f"is {self.tokens_per_pair}", "set it to at least 4")
+        if self.tokens_per_pair < 4:
+            raise ConfigError(
+                "tokens_per_pair", f"is {self.tokens_per_pair}", "set it to at least 4"
+            )
         least = self.tokens_per_pair
-        refuse(self.tokens < least, "tokens", f"is {self.tokens}", f"set it to at least {least} (tokens_per_pair)")
-        shortest, fix = self.shortest, f"set it to a number from {least} (tokens_per_pair) to {self.tokens} (tokens)"
-        refuse(shortest is not None and not least <= shortest <= self.tokens, "shortest", f"is {shortest}", fix)
+        if self.tokens < least:
+            raise ConfigError(
+                "tokens", f"is {self.tokens}", f"set it to at least {least} (tokens_per_pair)"
+            )
+        shortest = self.shortest
+        if shortest is not None and not least <= shortest <= self.tokens:
+            raise ConfigError(
+                "shortest",
+                f"is {shortest}",
+                f"set it to a number from {least} (tokens_per_pair) to {self.tokens} (tokens)",
+            )
         pairs = self.tokens // self.tokens_per_pair
-        problem = f"is {self.keys}, but each of the {pairs} pairs of the longest sequence needs a different key"
-        refuse(self.keys < pairs, "keys", problem, f"set it to at least {pairs}")
+        if self.keys < pairs:
+            raise ConfigError(
+                "keys",
+                f"is {self.keys}, but each of the {pairs} pairs of the longest sequence needs a"
+                " different key",
+                f"set it to at least {pairs}",
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -66,11 +85,16 @@ class Recall(Generator):
             doublings = (self.tokens // self.shortest).bit_length()
             length = self.shortest << int(random.integers(doublings))
         pairs = length // self.tokens_per_pair
-        keys, values = random.permutation(self.keys)[:pairs], self.keys + random.integers(self.keys, size=pairs)
+        keys, values = (
+            random.permutation(self.keys)[:pairs],
+            self.keys + random.integers(self.keys, size=pairs),
+        )
         slots = np.full((length // 2, 2), self.blank)
         slots[:pairs] = key_values = np.stack([keys, values], 1)
         weights = np.arange(1, len(slots) - pairs + 1) ** (_GAP_POWER - 1)
-        queries = pairs + random.choice(len(weights), pairs, replace=False, p=weights / weights.sum())
+        queries = pairs + random.choice(
+            len(weights), pairs, replace=False, p=weights / weights.sum()
+        )
         slots[queries] = key_values
         answers = np.zeros(slots.shape, dtype=bool)
         answers[queries, 1] = True

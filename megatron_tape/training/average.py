@@ -1,4 +1,6 @@
-"""Average the fp32 weights over training steps (`train.average`), sharded over ranks like the optimizer's state."""
+"""Average the fp32 weights over training steps (`train.average`), sharded over ranks like the
+optimizer's state.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -13,8 +15,8 @@ from megatron_tape.model.names import AVERAGE
 class WeightAverage:
     """The average of `weights`, the fp32 tensors that `optimizer` updates.
 
-    From the first update on, the optimizer's state contains the average. It is therefore sharded, saved and restored
-    with the moments. `update` must copy `weights` to the model.
+    From the first update on, the optimizer's state contains the average. It is therefore sharded,
+    saved and restored with the moments. `update` must copy `weights` to the model.
     """
 
     def __init__(
@@ -24,12 +26,17 @@ class WeightAverage:
         weights: list[Tensor],
         update: Callable[[], None],
     ):
-        self._settings, self._steps = config.average, config.steps
-        self._state, self._weights, self._update = optimizer.state, weights, update
+        self._settings = config.average
+        self._steps = config.steps
+        self._state = optimizer.state
+        self._weights = weights
+        self._update = update
 
     @torch.no_grad()
     def add(self, step: int, updates: int, skipped: bool) -> None:
-        """Update the average with the weights after `step`; see `AverageSettings.share` for the arguments."""
+        """Update the average with the weights after `step`; see `AverageSettings.share` for the
+        arguments.
+        """
         fraction = self._settings.share(step, self._steps, updates, skipped)
         for tensor in self._weights:
             state = self._state[tensor]

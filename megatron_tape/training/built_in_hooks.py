@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megatron_tape.run.metrics import VALIDATION_LOSS, VALIDATION_LOSS_AVERAGED, VALIDATION_PERPLEXITY
+from megatron_tape.run.metrics import (
+    VALIDATION_LOSS,
+    VALIDATION_LOSS_AVERAGED,
+    VALIDATION_PERPLEXITY,
+)
 from megatron_tape.training.hooks import HOOKS, Hook, HookResult, Training
 from megatron_tape.training.norms import GradientNorms, PositionNorms
 from megatron_tape.training.profiling import Profiling
@@ -22,9 +26,11 @@ if TYPE_CHECKING:
 
 
 class ValidationLoss(Hook):
-    """Logs the loss and perplexity on the validation split, and the loss of the averaged weights if there are any.
+    """Logs the loss and perplexity on the validation split, and the loss of the averaged weights if
+    there are any.
 
-    The loss is the mean over `train.eval_steps` global batches. Nothing is logged if there is no validation data.
+    The loss is the mean over `train.eval_steps` global batches. Nothing is logged if there is no
+    validation data.
     """
 
     def evaluate(self, trainer: Training, step: int) -> HookResult:
@@ -38,7 +44,9 @@ class ValidationLoss(Hook):
         return HookResult(scalars=scalars)
 
     def _loss(self, trainer: Training) -> float:
-        return trainer.engine.evaluate(trainer.watch.each("evaluating", trainer.batches.evaluation()))
+        return trainer.engine.evaluate(
+            trainer.watch.each("evaluating", trainer.batches.evaluation())
+        )
 
 
 def _exp(value: float) -> float:
@@ -49,25 +57,38 @@ def _exp(value: float) -> float:
 
 
 class Sample(Hook):
-    """Logs text that continues `logging.sample_prompt`, if the run has a tokenizer and `logging.sample_tokens` > 0."""
+    """Logs text that continues `logging.sample_prompt`, if the run has a tokenizer and
+    `logging.sample_tokens` > 0.
+    """
 
     def evaluate(self, trainer: Training, step: int) -> HookResult:
         settings = trainer.config.logging
         if trainer.tokenizer is None or settings.sample_tokens == 0:
             return HookResult()
         trainer.watch.progress("sampling text")
-        prompt, length, context = settings.sample_prompt, settings.sample_tokens, trainer.config.model.seq_length
-        return HookResult(texts={"sample": sample_text(trainer.engine, trainer.tokenizer, prompt, length, context)})
+        prompt = settings.sample_prompt
+        length = settings.sample_tokens
+        context = trainer.config.model.seq_length
+        return HookResult(
+            texts={
+                "sample": sample_text(trainer.engine, trainer.tokenizer, prompt, length, context)
+            }
+        )
 
 
 def sample_text(
-    engine: Engine, tokenizer: Tokenizer, prompt: str, length: int, max_length: int, temperature: float = 0.8
+    engine: Engine,
+    tokenizer: Tokenizer,
+    prompt: str,
+    length: int,
+    max_length: int,
+    temperature: float = 0.8,
 ) -> str:
     """Sample up to `length` tokens that continue `prompt`, and return both as text.
 
-    All ranks call this together and return the same text. It uses a generator with a fixed seed, so that training's
-    random numbers do not change. Each token costs a full forward pass over the last `max_length` tokens. Sampling ends
-    early at the end of a document, or if logits are not finite.
+    All ranks call this together and return the same text. It uses a generator with a fixed seed, so
+    that training's random numbers do not change. Each token costs a full forward pass over the last
+    `max_length` tokens. Sampling ends early at the end of a document, or if logits are not finite.
     """
     layout = engine.layout
     ids = tokenizer.encode(prompt) or [tokenizer.eod or 0]
@@ -78,7 +99,9 @@ def sample_text(
         tokens = torch.tensor([context + [0] * padding], device=layout.device)
         logits = engine.logits(tokens)[0, len(context) - 1, : tokenizer.vocab_size].float().cpu()
         if torch.isfinite(logits).all():
-            token = torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)
+            token = torch.multinomial(
+                torch.softmax(logits / temperature, -1), 1, generator=generator
+            )
         else:
             token = torch.tensor([-1])
         token = token.to(layout.device)
@@ -98,7 +121,9 @@ HOOKS |= {
 
 
 def build_hooks(config: RunConfig) -> dict[str, Hook]:
-    """Return the run's hooks by name: timing, profiling, spike detection if enabled, and `train.evaluations`."""
+    """Return the run's hooks by name: timing, profiling, spike detection if enabled, and
+    `train.evaluations`.
+    """
     hooks: dict[str, Hook] = {"step_times": StepTimes(), "profile": Profiling(config.train.profile)}
     if config.train.spikes is not None:
         hooks["spikes"] = SpikeHook(config.train.spikes)

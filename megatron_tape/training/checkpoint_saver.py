@@ -1,4 +1,6 @@
-"""Save a run's checkpoints, optionally in the background. Only the save of the last step is retried if it fails."""
+"""Save a run's checkpoints, optionally in the background. Only the save of the last step is retried
+if it fails.
+"""
 
 import contextlib
 import logging
@@ -7,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from megatron_tape.checkpoint.directories import Source
+from megatron_tape.checkpoint.directories import FrozenWeightsSource
 from megatron_tape.checkpoint.writing import Save, Writer
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import CheckpointError, TrainingStopped, UnexpectedCheckpointError
@@ -22,16 +24,19 @@ LAST_SAVE_TRIES = 20
 LAST_SAVE_WAIT = 30.0
 """Seconds between two tries."""
 POLL_SECONDS = 1.0
-"""Seconds between two checks, while waiting for the next try, of whether the process was asked to stop."""
+"""Seconds between two checks, while waiting for the next try, of whether the process was asked to
+stop.
+"""
 
 
 class CheckpointSaver:
     """Saves the checkpoints of a run. All ranks create a saver and call its methods together.
 
-    With `checkpoint.asynchronous`, files are written while training continues; at most one save is pending. If a save
-    fails for a reason that can pass, such as a full disk, a warning is logged, and the run saves again at the next
-    `checkpoint.interval`. The methods raise TrainingStopped if a save fails for another reason, such as a bug, since
-    every later save would fail too, and StaleAttempt if a newer attempt has taken over the run.
+    With `checkpoint.asynchronous`, files are written while training continues; at most one save is
+    pending. If a save fails for a reason that can pass, such as a full disk, a warning is logged,
+    and the run saves again at the next `checkpoint.interval`. The methods raise TrainingStopped if
+    a save fails for another reason, such as a bug, since every later save would fail too, and
+    StaleAttempt if a newer attempt has taken over the run.
     """
 
     def __init__(
@@ -39,19 +44,22 @@ class CheckpointSaver:
         engine: Engine,
         config: RunConfig,
         watch: Watch,
-        frozen_from: Source | None = None,
+        frozen_from: FrozenWeightsSource | None = None,
         tokenizer_files: Mapping[str, bytes] = MappingProxyType({}),
     ):
-        self._engine, self._config, self._watch = engine, config, watch
+        self._engine = engine
+        self._config = config
+        self._watch = watch
         self._writer = Writer(engine, config, watch.attempt, frozen_from, tokenizer_files)
         self._current: Save | None = None
 
     def save(self, step: int, samples: int, progress: dict, wait: bool) -> bool:
-        """Save a checkpoint after `step` steps and `samples` sequences; return whether it is complete.
+        """Save a checkpoint after `step` steps and `samples` sequences; return whether it is
+        complete.
 
-        If saves are asynchronous and `wait` is false, the save is only started; `poll` and `finish` complete it. The
-        save of the last step is tried up to `LAST_SAVE_TRIES` times or until the process is asked to stop, and raises
-        CheckpointError if all tries fail.
+        If saves are asynchronous and `wait` is false, the save is only started; `poll` and `finish`
+        complete it. The save of the last step is tried up to `LAST_SAVE_TRIES` times or until the
+        process is asked to stop, and raises CheckpointError if all tries fail.
         """
         self.finish()
         if step == self._config.train.steps:
@@ -60,10 +68,14 @@ class CheckpointSaver:
         in_thread = self._config.checkpoint.asynchronous and not wait
         with self._failure_reported():
             self._current = Save(self._writer, step, samples, progress, in_thread=in_thread)
-        return False if in_thread else self.finish()
+        if in_thread:
+            return False
+        return self.finish()
 
     def poll(self) -> None:
-        """Advance a pending save if all ranks have finished its current stage. Call this between steps."""
+        """Advance a pending save if all ranks have finished its current stage. Call this between
+        steps.
+        """
         if self._current is not None and not self._engine.layout.any_rank(self._current.busy):
             self._advance()
 
@@ -115,18 +127,23 @@ class CheckpointSaver:
 
 
 def _warn(error: CheckpointError, next_try: str) -> None:
-    logger.warning("warning: %s; earlier checkpoints are intact, and saving is tried again %s", error, next_try)
+    logger.warning(
+        "warning: %s; earlier checkpoints are intact, and saving is tried again %s", error, next_try
+    )
 
 
 def _training_stopped(error: UnexpectedCheckpointError) -> TrainingStopped:
     return TrainingStopped(
-        f"{error}; every later save would fail too, so the run ends; earlier checkpoints are intact; the log has the "
-        "traceback: report it, and try another deepspeed.zero_stage or layout"
+        f"{error}; every later save would fail too, so the run ends; earlier checkpoints are"
+        " intact; the log has the traceback: report it, and try another deepspeed.zero_stage or"
+        " layout"
     )
 
 
 def _wait_to_retry(engine: Engine, watch: Watch, seconds: float) -> bool:
-    """Wait for `seconds`, or until any rank is asked to stop; return on all ranks whether that happened."""
+    """Wait for `seconds`, or until any rank is asked to stop; return on all ranks whether that
+    happened.
+    """
     for _ in range(math.ceil(seconds / POLL_SECONDS)):
         if engine.layout.any_rank(watch.stop is not None):
             return True

@@ -1,8 +1,8 @@
 """A wrapper of DeepSpeed ZeRO: train a step, evaluate, and save or load the training state.
 
-The training state consists of the fp32 weights and the optimizer's moments by parameter name, merged from ZeRO's
-partitions. A run can therefore continue with another ZeRO stage or number of ranks. Axes: B batch, S sequence,
-V vocabulary.
+The training state consists of the fp32 weights and the optimizer's moments by parameter name,
+merged from ZeRO's partitions. A run can therefore continue with another ZeRO stage or number of
+ranks. Axes: B batch, S sequence, V vocabulary.
 """
 
 import contextlib
@@ -26,7 +26,11 @@ from megatron_tape.parallel import deepspeed_patches
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.training import zero_partitions
 from megatron_tape.training.average import WeightAverage
-from megatron_tape.training.gradients import ScatteredGradients, replicated_parameters, sum_replicated
+from megatron_tape.training.gradients import (
+    ScatteredGradients,
+    replicated_parameters,
+    sum_replicated,
+)
 from megatron_tape.training.muon import MOMENTUM_BUFFER, Matrices, is_matrix
 from megatron_tape.training.optimizer import build_optimizer
 from megatron_tape.training.step_clock import (
@@ -53,7 +57,9 @@ class StepResult:
     grad_norm: float
     """Norm of the gradient before clipping."""
     skipped: bool
-    """Whether the update was skipped, by the skip predicate or because the loss or gradient was not finite."""
+    """Whether the update was skipped, by the skip predicate or because the loss or gradient was not
+    finite.
+    """
     z_loss: float | None = None
     """The term that `optimizer.z_loss` adds to the training objective; not included in `loss`."""
 
@@ -66,7 +72,8 @@ class StepResult:
 def deepspeed_config(config: RunConfig, layout: ParallelLayout) -> dict:
     """Return DeepSpeed's configuration.
 
-    To DeepSpeed, context-parallel ranks are data-parallel ranks, so its batch sizes count a sequence once per rank.
+    To DeepSpeed, context-parallel ranks are data-parallel ranks, so its batch sizes count a
+    sequence once per rank.
     """
     stage = config.deepspeed.zero_stage
     zero = {
@@ -77,12 +84,14 @@ def deepspeed_config(config: RunConfig, layout: ParallelLayout) -> dict:
     }
     micro = config.train.micro_batch_size
     in_bf16 = config.train.precision == "bf16"
-    # With fp32 accumulation, DeepSpeed would use its `BF16_Optimizer` in stage 1, which does not skip steps with
-    # gradients that are not finite. In stage 1, `ScatteredGradients` accumulates in fp32 instead.
+    # With fp32 accumulation, DeepSpeed would use its `BF16_Optimizer` in stage 1, which does not
+    # skip steps with gradients that are not finite. In stage 1, `ScatteredGradients` accumulates in
+    # fp32 instead.
     accumulates_in_fp32 = in_bf16 and stage > 1
     return {
         "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": config.train.global_batch_size // (micro * layout.data_parallel_size),
+        "gradient_accumulation_steps": config.train.global_batch_size
+        // (micro * layout.data_parallel_size),
         "train_batch_size": config.train.global_batch_size * layout.context_parallel_size,
         "gradient_clipping": config.optimizer.clip_grad,
         "zero_optimization": zero,
@@ -90,21 +99,26 @@ def deepspeed_config(config: RunConfig, layout: ParallelLayout) -> dict:
         "communication_data_type": config.deepspeed.communication_precision,
         "data_types": {"grad_accum_dtype": "fp32" if accumulates_in_fp32 else None},
         "steps_per_print": None,
-        # DeepSpeed's throughput timer, enabled by default, synchronizes the device twice in every micro-batch.
+        # DeepSpeed's throughput timer, enabled by default, synchronizes the device twice in every
+        # micro-batch.
         "timers": {"throughput": {"enabled": False}},
     }
 
 
-def zero_partition(config: RunConfig, layout: ParallelLayout) -> Callable[[torch.nn.Parameter], None] | None:
-    """Return a function that keeps only this rank's ZeRO 3 partition of a parameter; None for ZeRO 1 and 2.
+def zero_partition(
+    config: RunConfig, layout: ParallelLayout
+) -> Callable[[torch.nn.Parameter], None] | None:
+    """Return a function that keeps only this rank's ZeRO 3 partition of a parameter; None for ZeRO
+    1 and 2.
 
-    `parallel.partitions.allocate` calls the function for each parameter before it allocates the next one.
+    `parallel.partitions.allocate` calls the function for each parameter before it allocates the
+    next one.
     """
     if config.deepspeed.zero_stage < 3:
         return None
     with _torch_launcher_variables(layout):
-        # DeepSpeed replaces torch's linear function, which would save gathered weights for the backward pass, only if
-        # `module` is given; it may be empty.
+        # DeepSpeed replaces torch's linear function, which would save gathered weights for the
+        # backward pass, only if `module` is given; it may be empty.
         zero = deepspeed.zero.Init(
             module=torch.nn.Module(),
             data_parallel_group=layout.mpu.get_data_parallel_group(),
@@ -113,7 +127,8 @@ def zero_partition(config: RunConfig, layout: ParallelLayout) -> Callable[[torch
         )
 
     def partition(parameter: torch.nn.Parameter) -> None:
-        # If `module` were the parameter's own module, DeepSpeed would broadcast weights that are not loaded yet.
+        # If `module` were the parameter's own module, DeepSpeed would broadcast weights that are
+        # not loaded yet.
         zero._convert_to_deepspeed_param(parameter)
         parameter.partition()
 
@@ -121,15 +136,17 @@ def zero_partition(config: RunConfig, layout: ParallelLayout) -> Callable[[torch
 
 
 def step_rng(seed: int, step: int) -> np.random.Generator:
-    """Return a training step's random generator, the same on all ranks and independent of the data's generators."""
+    """Return a training step's random generator, the same on all ranks and independent of the
+    data's generators.
+    """
     return np.random.Generator(np.random.Philox(counter=[0, 0, 0, 1], key=[seed, step]))
 
 
 class Engine:
     """A model with its optimizer, trained by DeepSpeed. All ranks call every method together.
 
-    DeepSpeed copies the weights in the constructor, so `model` must already have them. With ZeRO 3, they may be
-    partitioned (see `zero_partition`).
+    DeepSpeed copies the weights in the constructor, so `model` must already have them. With ZeRO 3,
+    they may be partitioned (see `zero_partition`).
     """
 
     def __init__(self, model: torch.nn.Module, config: RunConfig, layout: ParallelLayout):
@@ -142,7 +159,9 @@ class Engine:
         self.clock = StepClock(layout.device)
         self.module = model.to(layout.device)
         self.names = dict(model.named_parameters())
-        self.trained = {name: parameter for name, parameter in self.names.items() if parameter.requires_grad}
+        self.trained = {
+            name: parameter for name, parameter in self.names.items() if parameter.requires_grad
+        }
         self.adam = build_optimizer(model, config, layout)
         deepspeed_patches.accept_optimizer(type(self.adam))
         with _torch_launcher_variables(layout):
@@ -154,23 +173,30 @@ class Engine:
                 dist_init_required=False,
             )
         if config.train.average is not None:
-            self._average = WeightAverage(config.train, self.adam, self._masters(), self._update_weights)
+            self._average = WeightAverage(
+                config.train, self.adam, self._masters(), self._update_weights
+            )
         if self._uses_muon:
             dtype = next(model.parameters()).dtype
-            self.adam.matrices = Matrices(self.trained, config.model, layout, dtype, self.deepspeed_engine.optimizer)
+            self.adam.matrices = Matrices(
+                self.trained, config.model, layout, dtype, self.deepspeed_engine.optimizer
+            )
         self._tied = model.tied if layout.pipeline_size > 1 else None
         if self.zero_stage == 3:
             deepspeed_patches.vectorize_zero3_collectives(self.clock.waiting)
             _gather_for_whole_layers(model)
         else:
             deferred = None if self._tied is None else self.trained.get(EMBEDDING)
-            zero, overlap = self.deepspeed_engine.optimizer, config.deepspeed.overlap_comm
+            zero = self.deepspeed_engine.optimizer
+            overlap = config.deepspeed.overlap_comm
             self._scattered = ScatteredGradients(zero, overlap, deferred, self.clock.waiting)
         self.micro_batches = self.deepspeed_engine.gradient_accumulation_steps()
         self.optimizer_steps = 0
         """Number of updates so far; skipped steps do not count."""
         self.before_update: Callable[[], None] | None = None
-        """If set, called in every step after the gradients are averaged and before they are clipped."""
+        """If set, called in every step after the gradients are averaged and before they are
+        clipped.
+        """
         if self._tied is not None:
             self._tied.start(layout.device)
         self._replicated = replicated_parameters(model)
@@ -183,7 +209,9 @@ class Engine:
         """Skip each update for which `predicate(loss, gradient norm)` returns true on any rank."""
 
         def skips(norm: float) -> bool:
-            if not math.isfinite(norm) or not self.layout.any_rank(predicate(self._mean_loss(), norm)):
+            if not math.isfinite(norm) or not self.layout.any_rank(
+                predicate(self._mean_loss(), norm)
+            ):
                 return False
             self._skipped_norm = norm
             return True
@@ -191,13 +219,20 @@ class Engine:
         deepspeed_patches.skip_updates(self.deepspeed_engine.optimizer, skips)
 
     def close(self) -> None:
-        """Free the model's memory. Otherwise DeepSpeed's hooks would keep it until the process ends."""
+        """Free the model's memory. Otherwise DeepSpeed's hooks would keep it until the process
+        ends.
+        """
         self.deepspeed_engine.destroy()
 
     def set_batch_size(self, sequences: int) -> None:
         """Set the global batch size of the following steps, in sequences."""
-        if sequences * self.layout.context_parallel_size != self.deepspeed_engine.train_batch_size():
-            self.deepspeed_engine.set_train_batch_size(sequences * self.layout.context_parallel_size)
+        if (
+            sequences * self.layout.context_parallel_size
+            != self.deepspeed_engine.train_batch_size()
+        ):
+            self.deepspeed_engine.set_train_batch_size(
+                sequences * self.layout.context_parallel_size
+            )
             # DeepSpeed finds a step's last micro-batch by the remainder of this counter.
             self.deepspeed_engine.micro_steps = 0
             self.micro_batches = self.deepspeed_engine.gradient_accumulation_steps()
@@ -205,14 +240,18 @@ class Engine:
     def train_step(self, batches: Iterable[Batch], lr: float, step: int = 0) -> StepResult:
         """Train on the next `micro_batches` batches, and update the weights once.
 
-        The learning rate of a parameter group is `lr` times its `lr_scale`. `step` seeds random positions, together
-        with `train.seed`.
+        The learning rate of a parameter group is `lr` times its `lr_scale`. `step` seeds random
+        positions, together with `train.seed`.
         """
         for group in self.deepspeed_engine.optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
         self.deepspeed_engine.train()
-        run = self._run if self.layout.pipeline_size == 1 else self._run_pipeline
-        self._loss_sum, self._skipped_norm = torch.zeros((), device=self.layout.device), None
+        if self.layout.pipeline_size == 1:
+            run = self._run
+        else:
+            run = self._run_pipeline
+        self._loss_sum = torch.zeros((), device=self.layout.device)
+        self._skipped_norm = None
         run(itertools.islice(batches, self.micro_batches), step)
         with self.clock.phase(COMMUNICATION):
             loss = self._mean_loss()
@@ -224,11 +263,15 @@ class Engine:
         if self.averages:
             self._average.add(step, self.optimizer_steps, skipped)
         norm = math.nan if skipped and math.isfinite(norm) else norm
-        return StepResult(loss, norm if self._skipped_norm is None else self._skipped_norm, skipped, z_loss)
+        return StepResult(
+            loss, norm if self._skipped_norm is None else self._skipped_norm, skipped, z_loss
+        )
 
     @property
     def averages(self) -> bool:
-        """Whether there is an average of the weights, that is, after the first update with `train.average`."""
+        """Whether there is an average of the weights, that is, after the first update with
+        `train.average`.
+        """
         return self._average is not None and self.optimizer_steps > 0
 
     def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
@@ -250,16 +293,22 @@ class Engine:
             self._tied.share()
 
     def _masters(self) -> list[Tensor]:
-        """Return the fp32 master weights that this rank's optimizer updates: its shard of each parameter group."""
+        """Return the fp32 master weights that this rank's optimizer updates: its shard of each
+        parameter group.
+        """
         zero = self.deepspeed_engine.optimizer
-        return zero.fp32_partitioned_groups_flat if self.zero_stage == 3 else zero.single_partition_of_fp32_groups
+        if self.zero_stage == 3:
+            return zero.fp32_partitioned_groups_flat
+        return zero.single_partition_of_fp32_groups
 
     def _mean_loss(self) -> float:
         return self.layout.tokens.average(self._loss_sum / self.micro_batches).item()
 
     def _z_loss(self) -> float:
         total = torch.zeros((), device=self.layout.device) + self.module.take_z_loss()
-        return self.layout.tokens.average(self.layout.broadcast_from_last_stage(total) / self.micro_batches).item()
+        return self.layout.tokens.average(
+            self.layout.broadcast_from_last_stage(total) / self.micro_batches
+        ).item()
 
     def _run(self, batches: Iterable[Batch], step: int) -> None:
         """Accumulate the losses and gradients of all micro-batches, and update the weights."""
@@ -279,13 +328,17 @@ class Engine:
     def _run_pipeline(self, batches: Iterable[Batch], step: int) -> None:
         """Do the same as `_run` with Megatron's pipeline schedule, which calls the model.
 
-        DeepSpeed's hooks still accumulate the gradients, and average them during the last backward pass. Only the
-        gradient of a tied embedding is averaged afterwards, since the last stage sends a part of it.
+        DeepSpeed's hooks still accumulate the gradients, and average them during the last backward
+        pass. Only the gradient of a tied embedding is averaged afterwards, since the last stage
+        sends a part of it.
         """
-        micro_batches, engine = list(self.clock.each(DATA, batches)), self.deepspeed_engine
+        micro_batches = list(self.clock.each(DATA, batches))
+        engine = self.deepspeed_engine
         positions = self._positions(micro_batches[0], step)
         with self.clock.phase(FORWARD_BACKWARD):
-            total = self.module.train_micro_batches(micro_batches, positions, _scaled, self._accumulating)
+            total = self.module.train_micro_batches(
+                micro_batches, positions, _scaled, self._accumulating
+            )
         tied_trains = self._tied is not None and self._tied.trained
         with self.clock.phase(COMMUNICATION):
             if tied_trains and (gradient := self._tied.gradient()) is not None:
@@ -306,7 +359,9 @@ class Engine:
 
     @contextlib.contextmanager
     def _accumulating(self) -> Iterator[None]:
-        """Make DeepSpeed accumulate gradients within the context; the next backward pass, the last, averages them."""
+        """Make DeepSpeed accumulate gradients within the context; the next backward pass, the last,
+        averages them.
+        """
         self.deepspeed_engine.set_gradient_accumulation_boundary(False)
         yield
         self.deepspeed_engine.set_gradient_accumulation_boundary(True)
@@ -317,7 +372,10 @@ class Engine:
     @torch.no_grad()
     def _forward(self, *arguments: Tensor, **keywords: Any) -> Tensor:
         self.deepspeed_engine.eval()
-        model = self.deepspeed_engine if self.layout.pipeline_size == 1 else self.module
+        if self.layout.pipeline_size == 1:
+            model = self.deepspeed_engine
+        else:
+            model = self.module
         result = model(*arguments, **keywords)
         self.deepspeed_engine.train()
         return result
@@ -325,46 +383,70 @@ class Engine:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Return the mean loss of all batches of all data-parallel ranks."""
         losses = [self._forward(**batch) for batch in batches]
-        return self.layout.tokens.average(self.layout.broadcast_from_last_stage(torch.stack(losses).mean())).item()
+        return self.layout.tokens.average(
+            self.layout.broadcast_from_last_stage(torch.stack(losses).mean())
+        ).item()
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits (B, S, V) of token ids (B, S), on all pipeline stages."""
         return self.layout.broadcast_from_last_stage(self._forward(tokens))
 
     def losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Return the losses (B, S) in nats of `labels` (B, S), the token ids that follow `tokens` (B, S)."""
+        """Return the losses (B, S) in nats of `labels` (B, S), the token ids that follow `tokens`
+        (B, S).
+        """
         return self.layout.broadcast_from_last_stage(self._forward(tokens, labels, by_token=True))
 
-    def training_state(self, owner: Callable[[str], int] = lambda key: 0, frozen: bool = True) -> dict[str, Tensor]:
-        """Return copies, on the CPU, of this tensor-parallel rank's fp32 weights and optimizer moments.
+    def training_state(
+        self, owner: Callable[[str], int] = lambda key: 0, frozen: bool = True
+    ) -> dict[str, Tensor]:
+        """Return copies, on the CPU, of this tensor-parallel rank's fp32 weights and optimizer
+        moments.
 
         Args:
-            owner: maps a key to the rank, among those with the same weights, that returns the tensor. The others send
-                it their shards.
-            frozen: whether to include frozen weights, which are rounded to the precision of training.
+            owner: maps a key to the rank, among those with the same weights, that returns the
+                tensor. The others send it their shards.
+            frozen: whether to include frozen weights, which are rounded to the precision of
+                training.
 
         Returns:
-            The tensors by key: `weight/NAME`, `exp_avg/NAME` and so on. There are no moments before the first update.
+            The tensors by key: `weight/NAME`, `exp_avg/NAME` and so on. There are no moments before
+                the first update.
         """
         self._link_moments()
-        rank, state, shards = self.layout.replica_rank, {}, []
-        partitioned = zero_partitions.partitionings(self.deepspeed_engine.optimizer, self._partitioned_parameters())
+        rank = self.layout.replica_rank
+        state = {}
+        shards = []
+        partitioned = zero_partitions.partitionings(
+            self.deepspeed_engine.optimizer, self._partitioned_parameters()
+        )
         for key, parameter in self._state_keys(frozen):
             kind, _, name = key.partition("/")
             if name in partitioned:
                 trained = functools.partial(zero_partitions.local_elements, parameter, kind)
-                local = trained if parameter.requires_grad else functools.partial(getattr, parameter, "ds_tensor")
+                if parameter.requires_grad:
+                    local = trained
+                else:
+                    local = functools.partial(getattr, parameter, "ds_tensor")
                 shape = getattr(parameter, "ds_shape", parameter.shape)
-                shards.append(zero_partitions.Shard(key, shape, partitioned[name], owner(key), local))
+                shards.append(
+                    zero_partitions.Shard(key, shape, partitioned[name], owner(key), local)
+                )
             elif owner(key) == rank:  # frozen, and not partitioned by ZeRO 1 or 2
                 state[key] = parameter.detach().to("cpu", torch.float32).clone().contiguous()
-        for key, tensor in zero_partitions.gather_to_owners(shards, self.layout.groups.dp_cp, self.layout.device):
+        for key, tensor in zero_partitions.gather_to_owners(
+            shards, self.layout.groups.dp_cp, self.layout.device
+        ):
             state[key] = tensor.to("cpu").contiguous()
         return state
 
     def _partitioned_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters that ZeRO partitions: all with ZeRO 3, only trained ones with ZeRO 1 and 2."""
-        return self.names if self.zero_stage == 3 else self.trained
+        """Return the parameters that ZeRO partitions: all with ZeRO 3, only trained ones with ZeRO
+        1 and 2.
+        """
+        if self.zero_stage == 3:
+            return self.names
+        return self.trained
 
     def state_sizes(self, frozen: bool = True) -> dict[str, int]:
         """Return the size in bytes of each tensor of `training_state`."""
@@ -377,22 +459,32 @@ class Engine:
                     yield f"{key}/{name}", parameter
 
     def _keys_of(self, name: str, trained: bool) -> tuple[str, ...]:
-        """Return the first parts of a parameter's keys: `weight` and, if it was updated, those of its moments."""
-        moments = self._moments(self._uses_muon and is_matrix(name)) if trained and self.optimizer_steps else ()
+        """Return the first parts of a parameter's keys: `weight` and, if it was updated, those of
+        its moments.
+        """
+        if trained and self.optimizer_steps:
+            moments = self._moments(self._uses_muon and is_matrix(name))
+        else:
+            moments = ()
         return ("weight", *moments)
 
     def load_training_state(
-        self, read: Callable[[str], Tensor | None], optimizer_steps: int, names: Iterable[str] | None = None
+        self,
+        read: Callable[[str], Tensor | None],
+        optimizer_steps: int,
+        names: Iterable[str] | None = None,
     ) -> None:
         """Load the training state of the trained parameters.
 
-        The model must have had the checkpoint's weights when the engine was created, because ZeRO copies them then.
+        The model must have had the checkpoint's weights when the engine was created, because ZeRO
+        copies them then.
 
         Args:
-            read: returns this rank's tensor of a key, or None if it belongs to another pipeline stage.
+            read: returns this rank's tensor of a key, or None if it belongs to another pipeline
+                stage.
             optimizer_steps: the number of updates so far.
-            names: names of the trained parameters of all pipeline stages, in the order in which `read` is called.
-                Default: those of this stage.
+            names: names of the trained parameters of all pipeline stages, in the order in which
+                `read` is called. Default: those of this stage.
         """
         self.optimizer_steps = optimizer_steps
         if optimizer_steps:
@@ -404,23 +496,35 @@ class Engine:
                     zero_partitions.set_local_elements(self.trained[name], key, value)
 
     def _create_moments(self, steps: int) -> None:
-        """Create the optimizer's state, which torch would create only in the first step, and link it to ZeRO.
+        """Create the optimizer's state, which torch would create only in the first step, and link
+        it to ZeRO.
 
         `steps` is the number of updates so far, which Adam's bias correction depends on.
         """
-        of_muon = {tensor for group in self.adam.param_groups if group.get("muon") for tensor in group["params"]}
+        of_muon = {
+            tensor
+            for group in self.adam.param_groups
+            if group.get("muon")
+            for tensor in group["params"]
+        }
         for tensor in self._masters():
             keys = self._moments(tensor in of_muon)
-            state = {key: torch.zeros_like(tensor, memory_format=torch.preserve_format) for key in keys}
+            state = {
+                key: torch.zeros_like(tensor, memory_format=torch.preserve_format) for key in keys
+            }
             if tensor not in of_muon:
                 state["step"] = torch.tensor(float(steps), device=tensor.device)
             self.adam.state[tensor] = state
         self._link_moments()
 
     def _moments(self, of_muon: bool) -> tuple[str, ...]:
-        """Return the keys of a tensor's optimizer state: the moments of Muon or Adam, and the weight average."""
+        """Return the keys of a tensor's optimizer state: the moments of Muon or Adam, and the
+        weight average.
+        """
         moments = (MOMENTUM_BUFFER,) if of_muon else MOMENTS
-        return moments if self._average is None else (*moments, AVERAGE)
+        if self._average is None:
+            return moments
+        return (*moments, AVERAGE)
 
     def _link_moments(self) -> None:
         if self.zero_stage < 3 and self.optimizer_steps:
@@ -428,14 +532,17 @@ class Engine:
 
 
 def _scaled(loss: Tensor) -> Tensor:
-    """Return the loss, or NaN if it is not finite. Gradients are then NaN too, and DeepSpeed skips the step."""
+    """Return the loss, or NaN if it is not finite. Gradients are then NaN too, and DeepSpeed skips
+    the step.
+    """
     return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
 
 
 def _gather_for_whole_layers(model: torch.nn.Module) -> None:
     """Make ZeRO 3 gather the positional encoding's parameters before each layer.
 
-    By default, it gathers them only before `LayerPosition.forward`, but attention uses them earlier, for biases.
+    By default, it gathers them only before `LayerPosition.forward`, but attention uses them
+    earlier, for biases.
     """
     for layer in model.modules():
         if isinstance(layer, PositionTransformerLayer):
@@ -445,8 +552,13 @@ def _gather_for_whole_layers(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def _torch_launcher_variables(layout: ParallelLayout) -> Iterator[None]:
-    """Set torchrun's environment variables, which DeepSpeed reads, if torchrun has not started this process."""
-    local_rank = layout.device.index or 0 if layout.device.type == "cuda" else layout.rank
+    """Set torchrun's environment variables, which DeepSpeed reads, if torchrun has not started this
+    process.
+    """
+    if layout.device.type == "cuda":
+        local_rank = layout.device.index or 0
+    else:
+        local_rank = layout.rank
     values = {"RANK": layout.rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": layout.world_size}
     added = {key: str(value) for key, value in values.items() if key not in os.environ}
     os.environ |= added

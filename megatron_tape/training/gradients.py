@@ -1,10 +1,12 @@
-"""Average gradients under ZeRO 1 and 2, and sum those of parameters that are replicated over tensor-parallel ranks.
+"""Average gradients under ZeRO 1 and 2, and sum those of parameters that are replicated over
+tensor-parallel ranks.
 
-With sequence parallelism, norms and TAPE's matrices (Megatron's attribute `sequence_parallel`) process only their
-rank's tokens, so their gradients must be summed over the tensor-parallel group. Megatron does this in
-`finalize_model_grads`, which DeepSpeed does not call. `sum_replicated` does it once per optimizer step. By then, the
-gradients are averaged over the data-parallel ranks and partitioned by ZeRO. Tensor-parallel ranks have the same
-partitions of these parameters, because all their shards have equal sizes.
+With sequence parallelism, norms and TAPE's matrices (Megatron's attribute `sequence_parallel`)
+process only their rank's tokens, so their gradients must be summed over the tensor-parallel group.
+Megatron does this in `finalize_model_grads`, which DeepSpeed does not call. `sum_replicated` does
+it once per optimizer step. By then, the gradients are averaged over the data-parallel ranks and
+partitioned by ZeRO. Tensor-parallel ranks have the same partitions of these parameters, because all
+their shards have equal sizes.
 """
 
 import contextlib
@@ -23,17 +25,23 @@ from megatron_tape.parallel import deepspeed_patches
 
 
 def replicated_parameters(model: torch.nn.Module) -> list[Parameter]:
-    """Return the trained parameters whose gradients depend only on the tensor-parallel rank's own tokens."""
+    """Return the trained parameters whose gradients depend only on the tensor-parallel rank's own
+    tokens.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [parameter for parameter in trained if getattr(parameter, "sequence_parallel", False)]
 
 
 def local_gradient(parameter: Parameter, zero_stage: int) -> Tensor | None:
-    """Return this rank's ZeRO partition of a parameter's averaged gradient, or None if the partition is empty."""
+    """Return this rank's ZeRO partition of a parameter's averaged gradient, or None if the
+    partition is empty.
+    """
     if zero_stage == 3:
         return safe_get_local_grad(parameter)
     mapping = parameter._hp_mapping
-    return None if mapping is None else mapping.get_lp_grad_fragment(parameter._index_in_param_group)
+    if mapping is None:
+        return None
+    return mapping.get_lp_grad_fragment(parameter._index_in_param_group)
 
 
 def sum_over_group(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
@@ -46,12 +54,16 @@ def sum_over_group(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
     flat = torch.cat([gradient.reshape(-1).float() for gradient in gradients])
     dist.all_reduce(flat, group=group)
     totals = flat.split([gradient.numel() for gradient in gradients])
-    torch._foreach_copy_(gradients, [total.view_as(gradient) for gradient, total in zip(gradients, totals)])
+    torch._foreach_copy_(
+        gradients, [total.view_as(gradient) for gradient, total in zip(gradients, totals)]
+    )
 
 
 @torch.no_grad()
 def sum_replicated(parameters: list[Parameter], zero_stage: int, group: dist.ProcessGroup) -> None:
-    """Sum the gradients of replicated parameters over the tensor-parallel group, before the optimizer's step."""
+    """Sum the gradients of replicated parameters over the tensor-parallel group, before the
+    optimizer's step.
+    """
     gradients = [local_gradient(parameter, zero_stage) for parameter in parameters]
     sum_over_group([gradient for gradient in gradients if gradient is not None], group)
 
@@ -69,13 +81,15 @@ class _PendingReduceScatter(NamedTuple):
 class ScatteredGradients:
     """Averages gradients under ZeRO 1 and 2 with one reduce-scatter per parameter group.
 
-    A group is averaged as soon as the backward pass has computed its last gradient: with ZeRO 1 in the last
-    micro-batch, with ZeRO 2 in each micro-batch. Gradients are accumulated in fp32, summed over the ranks in
-    `deepspeed.communication_precision`, and divided by the number of ranks. The group of the parameter `deferred` is
-    averaged at the end of the step, because another pipeline stage adds to its gradient after the backward pass.
+    A group is averaged as soon as the backward pass has computed its last gradient: with ZeRO 1 in
+    the last micro-batch, with ZeRO 2 in each micro-batch. Gradients are accumulated in fp32, summed
+    over the ranks in `deepspeed.communication_precision`, and divided by the number of ranks. The
+    group of the parameter `deferred` is averaged at the end of the step, because another pipeline
+    stage adds to its gradient after the backward pass.
 
-    These methods replace DeepSpeed's, which (in 0.19.8) use buckets that contain gradients of several groups. Ranks
-    need unequal parts of such a bucket, so DeepSpeed averages it with an all-reduce, which sends twice as many bytes.
+    These methods replace DeepSpeed's, which (in 0.19.8) use buckets that contain gradients of
+    several groups. Ranks need unequal parts of such a bucket, so DeepSpeed averages it with an
+    all-reduce, which sends twice as many bytes.
     """
 
     def __init__(
@@ -85,16 +99,22 @@ class ScatteredGradients:
         deferred: Parameter | None = None,
         waiting: Callable[[], AbstractContextManager] = contextlib.nullcontext,
     ):
-        """Replace the methods of `zero`. The context `waiting()` measures the time that this rank waits for others.
+        """Replace the methods of `zero`. The context `waiting()` measures the time that this rank
+        waits for others.
 
         `overlap` lets reduce-scatters run while the backward pass continues.
         """
-        self._zero, self._overlap, self._deferred, self._waiting = zero, overlap, deferred, waiting
+        self._zero = zero
+        self._overlap = overlap
+        self._deferred = deferred
+        self._waiting = waiting
         self._sums: dict[int, Tensor] = {}
-        """Flat gradients that this rank has accumulated but not averaged yet, by parameter group."""
+        """Flat gradients that this rank has accumulated but not averaged yet, by parameter group.
+        """
         self._pending: list[_PendingReduceScatter] = []
         self._missing: list[set[int]] = []
-        """For each parameter group, the indices of the parameters whose gradients are not complete."""
+        """For each parameter group, the indices of the parameters whose gradients are not complete.
+        """
         self._begin()
         deepspeed_patches.replace_gradient_reduction(zero, self._add, self._finish)
 
@@ -102,7 +122,9 @@ class ScatteredGradients:
         self._missing = [set(range(len(parameters))) for parameters in self._zero.bit16_groups]
 
     def _add(self, parameter: Parameter, group: int) -> None:
-        """Accumulate a parameter's gradient of one micro-batch. DeepSpeed calls this during the backward pass."""
+        """Accumulate a parameter's gradient of one micro-batch. DeepSpeed calls this during the
+        backward pass.
+        """
         first = self._zero.round_robin_bit16_offsets[group][parameter.param_idx_in_group]
         self._sum_of(group)[first : first + parameter.numel()].add_(parameter.grad.reshape(-1))
         parameter.grad = None
@@ -113,22 +135,30 @@ class ScatteredGradients:
                 self._scatter(group)
 
     def add_to_deferred(self, gradient: Tensor) -> None:
-        """Add a gradient of `deferred` from another pipeline stage, before its group is averaged."""
+        """Add a gradient of `deferred` from another pipeline stage, before its group is
+        averaged.
+        """
         groups = enumerate(self._zero.bit16_groups)
-        group = next(number for number, parameters in groups if any(p is self._deferred for p in parameters))
+        group = next(
+            number for number, parameters in groups if any(p is self._deferred for p in parameters)
+        )
         first = self._zero.round_robin_bit16_offsets[group][self._deferred.param_idx_in_group]
         self._sum_of(group)[first : first + self._deferred.numel()].add_(gradient.reshape(-1))
 
     def _sum_of(self, group: int) -> Tensor:
         if group not in self._sums:
-            dtype = self._zero.communication_data_type if self._zero.partition_gradients else torch.float32
+            if self._zero.partition_gradients:
+                dtype = self._zero.communication_data_type
+            else:
+                dtype = torch.float32
             self._sums[group] = torch.zeros_like(self._zero.bit16_groups_flat[group], dtype=dtype)
         return self._sums[group]
 
     def _scatter(self, group: int) -> None:
         """Start the reduce-scatter of a group."""
         if self._zero.partition_gradients:
-            self._finish_pending()  # frees the previous group before the next micro-batch needs memory
+            # frees the previous group before the next micro-batch needs memory
+            self._finish_pending()
         flat = self._sum_of(group).to(self._zero.communication_data_type)
         del self._sums[group]
         ranks = self._zero.dp_process_group
@@ -151,7 +181,8 @@ class ScatteredGradients:
             averaged.add_(shard, alpha=1 / self._zero.dp_process_group.size())
 
     def _finish(self, **_: Any) -> None:
-        """Average the remaining groups: that of `deferred`, and groups with a parameter that had no gradient.
+        """Average the remaining groups: that of `deferred`, and groups with a parameter that had no
+        gradient.
 
         DeepSpeed calls this after the backward pass.
         """

@@ -1,7 +1,7 @@
 """Hooks of the training loop, which run before and after steps and evaluate the model.
 
-To add a hook, subclass `Hook`, `register` it under a name, and add the name to `train.evaluations`. All ranks call a
-hook together, so it may use collective operations. The result of rank 0 is logged.
+To add a hook, subclass `Hook`, `register` it under a name, and add the name to `train.evaluations`.
+All ranks call a hook together, so it may use collective operations. The result of rank 0 is logged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class HookResult:
     """What a hook logs, by name."""
 
     scalars: dict[str, float] = field(default_factory=dict)
-    """Numbers for `metrics.jsonl`, TensorBoard and Weights & Biases, under the same name in each."""
+    """Numbers for `metrics.jsonl`, TensorBoard and Weights & Biases, under the same name in each.
+    """
     texts: dict[str, str] = field(default_factory=dict)
     """Texts for TensorBoard."""
     words: dict[str, str] = field(default_factory=dict)
@@ -36,7 +37,9 @@ class HookResult:
 
 
 class Training(Protocol):
-    """The part of `training.trainer.Trainer` that hooks may use: the state of the run on this rank."""
+    """The part of `training.trainer.Trainer` that hooks may use: the state of the run on this
+    rank.
+    """
 
     config: RunConfig
     watch: Watch
@@ -46,8 +49,8 @@ class Training(Protocol):
     model: LanguageModel
     engine: Engine
     progress: dict[str, Any]
-    """JSON that is saved in checkpoints and restored when the run continues. Assign a new dict instead of modifying it,
-    since a save in the background may be using it."""
+    """JSON that is saved in checkpoints and restored when the run continues. Assign a new dict
+    instead of modifying it, since a save in the background may be using it."""
     writer: MetricsWriter | None
     """Writes metrics; None except on rank 0."""
     step: int
@@ -65,10 +68,14 @@ class Training(Protocol):
 
 
 class Hook:
-    """Base class of hooks, whose methods do nothing. Store state that a resumed run needs in `trainer.progress`."""
+    """Base class of hooks, whose methods do nothing. Store state that a resumed run needs in
+    `trainer.progress`.
+    """
 
     def before_step(self, trainer: Training, step: int) -> None:
-        """Run before training step `step`, which `trainer.logs(step)` and `trainer.evaluates(step)` describe."""
+        """Run before training step `step`, which `trainer.logs(step)` and `trainer.evaluates(step)`
+        describe.
+        """
 
     def after_step(self, trainer: Training, step: int, result: StepResult) -> HookResult:
         """Run after training step `step`. The result is logged if `trainer.logs(step)`."""
@@ -77,8 +84,8 @@ class Hook:
     def due(self, trainer: Training, step: int) -> bool:
         """Return whether to call `evaluate` after `step`.
 
-        By default, this is every `train.eval_interval` steps and after the last step; only after the last step if the
-        interval is null, and never if it is 0.
+        By default, this is every `train.eval_interval` steps and after the last step; only after
+        the last step if the interval is null, and never if it is 0.
         """
         return trainer.config.train.evaluates(step)
 
@@ -88,11 +95,14 @@ class Hook:
 
 
 HOOKS: dict[str, Callable[[], Hook] | None] = dict.fromkeys(EVALUATIONS)
-"""Functions that create hooks, by the names in `train.evaluations`. `built_in_hooks` adds those of the project."""
+"""Functions that create hooks, by the names in `train.evaluations`. `built_in_hooks` adds those of
+the project.
+"""
 
 
 def register(name: str, create: Callable[[], Hook]) -> None:
-    """Add `name` to the names that `train.evaluations` accepts; `create()` must return the hook, such as a class.
+    """Add `name` to the names that `train.evaluations` accepts; `create()` must return the hook,
+    such as a class.
 
     Call this before the settings are read.
     """
@@ -104,9 +114,13 @@ def merge_results(results: Iterable[tuple[str, HookResult]]) -> HookResult:
     merged = HookResult()
     for hook, result in results:
         for attribute in ("scalars", "texts", "words"):
-            old, new = getattr(merged, attribute), getattr(result, attribute)
+            old = getattr(merged, attribute)
+            new = getattr(result, attribute)
             if duplicates := old.keys() & new.keys():
                 name = sorted(duplicates)[0]
-                raise ValueError(f"evaluation {hook} returns {name}, which another evaluation returns, too; rename it")
+                raise ValueError(
+                    f"evaluation {hook} returns {name}, which another evaluation returns, too;"
+                    " rename it"
+                )
             old.update(new)
     return merged

@@ -1,13 +1,15 @@
-"""Muon (Jordan et al., 2024) for the matrices of the decoder layers, and AdamW for all other parameters.
+"""Muon (Jordan et al., 2024) for the matrices of the decoder layers, and AdamW for all other
+parameters.
 
-Muon's update is the orthogonalized momentum times 0.2 sqrt(max(rows, columns)) (Liu et al., 2025, "Muon is scalable").
-Its root mean square is about that of AdamW's update, so both can use the same learning rate and weight decay. Fused
-matrices are split as in Hugging Face's checkpoints: queries, keys, values, and the gate and up projections of the MLP
-are orthogonalized separately.
+Muon's update is the orthogonalized momentum times 0.2 sqrt(max(rows, columns)) (Liu et al., 2025,
+"Muon is scalable"). Its root mean square is about that of AdamW's update, so both can use the same
+learning rate and weight decay. Fused matrices are split as in Hugging Face's checkpoints: queries,
+keys, values, and the gate and up projections of the MLP are orthogonalized separately.
 
-Orthogonalization requires unsharded matrices, but ZeRO 1 and 2 shard each flat group of parameters over the ranks. All
-ranks therefore gather the momentum of a group, and each rank orthogonalizes the matrices with elements in its shard.
-Tensor-parallel ranks gather the shards of a matrix, and all of them orthogonalize the whole matrix.
+Orthogonalization requires unsharded matrices, but ZeRO 1 and 2 shard each flat group of parameters
+over the ranks. All ranks therefore gather the momentum of a group, and each rank orthogonalizes the
+matrices with elements in its shard. Tensor-parallel ranks gather the shards of a matrix, and all of
+them orthogonalize the whole matrix.
 """
 
 import math
@@ -45,7 +47,9 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     for _ in range(STEPS):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
+    if matrix.shape[0] > matrix.shape[1]:
+        return x.T
+    return x
 
 
 def is_matrix(name: str) -> bool:
@@ -55,7 +59,9 @@ def is_matrix(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix that Muon updates: this rank's tensor-parallel shard, at offset `first` of the flat parameter group."""
+    """A matrix that Muon updates: this rank's tensor-parallel shard, at offset `first` of the flat
+    parameter group.
+    """
 
     name: str
     parameter: Parameter
@@ -63,16 +69,24 @@ class Matrix:
 
 
 class Matrices:
-    """Computes Muon's update of each fp32 tensor that the optimizer updates: this rank's shard of a parameter group.
+    """Computes Muon's update of each fp32 tensor that the optimizer updates: this rank's shard of a
+    parameter group.
 
-    `dtype` is that of the orthogonalization. `zero` is the optimizer that `deepspeed.initialize` returns under ZeRO 1
-    and 2.
+    `dtype` is that of the orthogonalization. `zero` is the optimizer that `deepspeed.initialize`
+    returns under ZeRO 1 and 2.
     """
 
     def __init__(
-        self, names: Mapping[str, Parameter], model: ModelConfig, layout: ParallelLayout, dtype: torch.dtype, zero: Any
+        self,
+        names: Mapping[str, Parameter],
+        model: ModelConfig,
+        layout: ParallelLayout,
+        dtype: torch.dtype,
+        zero: Any,
     ):
-        self._model, self._layout, self._dtype = model, layout, dtype
+        self._model = model
+        self._layout = layout
+        self._dtype = dtype
         self._ranks = zero.dp_process_group
         of_parameters = {parameter: name for name, parameter in names.items() if is_matrix(name)}
         self._matrices: dict[Tensor, list[Matrix]] = {}
@@ -89,33 +103,49 @@ class Matrices:
         All ranks call this together.
         """
         numel = direction.numel()
-        local, begin = direction.reshape(-1).to(self._dtype), self._ranks.rank() * numel
+        local = direction.reshape(-1).to(self._dtype)
+        begin = self._ranks.rank() * numel
         whole = local.new_empty(numel * self._ranks.size())
         dist.all_gather_into_tensor(whole, local, group=self._ranks)
         result = torch.zeros_like(direction).view(-1)
         for matrix in self._matrices[tensor]:
             end = matrix.first + matrix.parameter.numel()
-            low, high = max(matrix.first, begin), min(end, begin + numel)
+            low = max(matrix.first, begin)
+            high = min(end, begin + numel)
             if low < high:
-                update = self._orthogonal(matrix, whole[matrix.first : end].view(matrix.parameter.shape)).reshape(-1)
-                result[low - begin : high - begin] = update[low - matrix.first : high - matrix.first]
+                update = self._orthogonal(
+                    matrix, whole[matrix.first : end].view(matrix.parameter.shape)
+                ).reshape(-1)
+                result[low - begin : high - begin] = update[
+                    low - matrix.first : high - matrix.first
+                ]
         return result.view_as(direction)
 
     def _orthogonal(self, matrix: Matrix, momentum: Tensor) -> Tensor:
-        """Return this rank's tensor-parallel shard of a matrix's update, given its shard of the momentum."""
-        layout, parameter = self._layout, matrix.parameter
-        size, name = layout.tensor_parallel_size, matrix.name
+        """Return this rank's tensor-parallel shard of a matrix's update, given its shard of the
+        momentum.
+        """
+        layout = self._layout
+        parameter = matrix.parameter
+        size = layout.tensor_parallel_size
+        name = matrix.name
         shards = [momentum]
         if size > 1 and getattr(parameter, "tensor_model_parallel", False):
             shards = [torch.empty_like(momentum) for _ in range(size)]
             dist.all_gather(shards, momentum.contiguous(), group=layout.groups.tp)
         momenta = from_megatron(name, unshard(shards, parameter), self._model)
-        updates = {key: 0.2 * math.sqrt(max(x.shape)) * orthogonalize(x) for key, x in momenta.items()}
-        return shard(to_megatron(updates, name, self._model), parameter, layout.tensor_parallel_rank, size)
+        updates = {
+            key: 0.2 * math.sqrt(max(x.shape)) * orthogonalize(x) for key, x in momenta.items()
+        }
+        return shard(
+            to_megatron(updates, name, self._model), parameter, layout.tensor_parallel_rank, size
+        )
 
 
 class AdamWAndMuon(torch.optim.AdamW):
-    """AdamW, and Muon for the parameter groups with the key `muon`. Muon requires that `matrices` is set."""
+    """AdamW, and Muon for the parameter groups with the key `muon`. Muon requires that `matrices`
+    is set.
+    """
 
     matrices: Matrices | None = None
 
@@ -128,7 +158,9 @@ class AdamWAndMuon(torch.optim.AdamW):
                     self._step_of(tensor, group["lr"], group["weight_decay"])
         self.param_groups = [group for group in groups if not group.get("muon")]
         try:
-            return super().step() if self.param_groups else None
+            if self.param_groups:
+                return super().step()
+            return None
         finally:
             self.param_groups = groups
 
@@ -137,5 +169,7 @@ class AdamWAndMuon(torch.optim.AdamW):
         if MOMENTUM_BUFFER not in state:
             state[MOMENTUM_BUFFER] = torch.zeros_like(tensor)
         momentum = state[MOMENTUM_BUFFER].lerp_(tensor.grad, 1 - MOMENTUM)
-        update = self.matrices.update(tensor, tensor.grad.lerp(momentum, MOMENTUM))  # Nesterov momentum
+        update = self.matrices.update(
+            tensor, tensor.grad.lerp(momentum, MOMENTUM)
+        )  # Nesterov momentum
         tensor.mul_(1 - lr * weight_decay).add_(update, alpha=-lr)

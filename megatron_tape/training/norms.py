@@ -23,10 +23,11 @@ NAMES = ("state_norm", "update_norm")
 
 
 class GradientNorms(Hook):
-    """Logs the norms of the gradients by parameter kind (embeddings, attention, ...), before clipping.
+    """Logs the norms of the gradients by parameter kind (embeddings, attention, ...), before
+    clipping.
 
-    Each rank sums the squares in its partition of the gradients, so only these sums are communicated. The norms are
-    computed only in logged steps.
+    Each rank sums the squares in its partition of the gradients, so only these sums are
+    communicated. The norms are computed only in logged steps.
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,9 @@ class GradientNorms(Hook):
         dist.all_reduce(self._squares)
         squares, counts = self._squares.tolist()
         of_kinds = zip(KINDS, squares, counts)
-        return HookResult(scalars={f"grad_norm/{kind}": square**0.5 for kind, square, count in of_kinds if count})
+        return HookResult(
+            scalars={f"grad_norm/{kind}": square**0.5 for kind, square, count in of_kinds if count}
+        )
 
     def _measure(self, engine: Engine) -> None:
         self._squares = squares_by_kind(engine)
@@ -55,10 +58,11 @@ class GradientNorms(Hook):
 
 @torch.no_grad()
 def squares_by_kind(engine: Engine) -> Tensor:
-    """Return two rows by parameter kind (2, len(KINDS)) in fp64: sums of squared gradients, and numbers of parameters.
+    """Return two rows by parameter kind (2, len(KINDS)) in fp64: sums of squared gradients, and
+    numbers of parameters.
 
-    This rank's values cover its partition of the gradients. In the sum over all ranks, each element is counted once.
-    Call this before the optimizer's step.
+    This rank's values cover its partition of the gradients. In the sum over all ranks, each element
+    is counted once. Call this before the optimizer's step.
     """
     layout = engine.layout
     gradients: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
@@ -79,9 +83,9 @@ def squares_by_kind(engine: Engine) -> Tensor:
 class PositionNorms(Hook):
     """Logs the root mean squares of the position state's complex numbers and of their last update.
 
-    For RoPE they are 1 (with yarn, the attention factor) and 0, so they show how far TAPE is from RoPE. Every logged
-    step returns them by layer, and as root mean squares over the layers. Nothing is logged if no layer updates the
-    state.
+    For RoPE they are 1 (with yarn, the attention factor) and 0, so they show how far TAPE is from
+    RoPE. Every logged step returns them by layer, and as root mean squares over the layers. Nothing
+    is logged if no layer updates the state.
     """
 
     def before_step(self, trainer: Training, step: int) -> None:
@@ -89,7 +93,9 @@ class PositionNorms(Hook):
         self._record(trainer, trainer.logs(step))
 
     def after_step(self, trainer: Training, step: int, result: StepResult) -> HookResult:
-        """Return `position/state_norm`, `position/update_norm` and, by layer, `position/state_norm/layer_LL` ..."""
+        """Return `position/state_norm`, `position/update_norm` and, by layer,
+        `position/state_norm/layer_LL` ...
+        """
         self._record(trainer, False)
         if not trainer.logs(step) or (norms := _norms(trainer.model)) is None:
             return HookResult()
@@ -98,7 +104,10 @@ class PositionNorms(Hook):
         scalars = {}
         for name, values in zip(NAMES, zip(*by_layer.values())):
             scalars[f"position/{name}"] = math.hypot(*values) / math.sqrt(len(values))
-            scalars |= {f"position/{name}/layer_{layer:02d}": value for layer, value in zip(by_layer, values)}
+            scalars |= {
+                f"position/{name}/layer_{layer:02d}": value
+                for layer, value in zip(by_layer, values)
+            }
         return HookResult(scalars=scalars)
 
     def _record(self, trainer: Training, record: bool) -> None:
@@ -107,7 +116,9 @@ class PositionNorms(Hook):
 
 
 def _norms(model: LanguageModel | Pipeline) -> dict[int, Tensor] | None:
-    """Return `LayerPosition.norms` (3, G) by layer, summed over all ranks; None if no layer updates the state."""
+    """Return `LayerPosition.norms` (3, G) by layer, summed over all ranks; None if no layer updates
+    the state.
+    """
     layers = [layer for layer in range(model.model.num_layers) if model.encoding.updates(layer)]
     if not layers:
         return None

@@ -19,25 +19,34 @@ def parameter_groups(
     largest: float = math.inf,
     gather_stages: Callable[[Any], list[Any]] = lambda value: [value],
 ) -> list[dict]:
-    """Group the trained parameters by `weight_decay`, `lr_scale` and, with Muon, by `muon`: whether Muon updates them.
+    """Group the trained parameters by `weight_decay`, `lr_scale` and, with Muon, by `muon`: whether
+    Muon updates them.
 
-    Groups with weight decay come first. Groups of more than `largest` elements are split in the order of the model. All
-    pipeline stages have the same groups, because ZeRO runs collective operations over all stages for each group. A
-    stage without parameters for a group adds a placeholder.
+    Groups with weight decay come first. Groups of more than `largest` elements are split in the
+    order of the model. All pipeline stages have the same groups, because ZeRO runs collective
+    operations over all stages for each group. A stage without parameters for a group adds a
+    placeholder.
 
-    By default, weight decay applies to matrices but not to vectors. `config.weight_decay_of` applies it to the vectors
-    of a kind. A parameter's attribute `decay` overrides both, and a value in `config.weight_decay_of` for the parameter
-    itself overrides the attribute.
+    By default, weight decay applies to matrices but not to vectors. `config.weight_decay_of`
+    applies it to the vectors of a kind. A parameter's attribute `decay` overrides both, and a value
+    in `config.weight_decay_of` for the parameter itself overrides the attribute.
     """
     groups: dict[tuple[bool, float, float, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        configured, scale = _value_of(config.weight_decay_of, name), _value_of(config.lr_scale_of, name)
-        decays = True if _position_key(name) in config.weight_decay_of else getattr(parameter, "decay", None)
+        configured = _value_of(config.weight_decay_of, name)
+        scale = _value_of(config.lr_scale_of, name)
+        if _position_key(name) in config.weight_decay_of:
+            decays = True
+        else:
+            decays = getattr(parameter, "decay", None)
         if decays is None:
             decays = len(shard_shape(parameter)) > 1 or configured is not None
-        weight_decay = (config.weight_decay if configured is None else configured) if decays else 0.0
+        if decays:
+            weight_decay = config.weight_decay if configured is None else configured
+        else:
+            weight_decay = 0.0
         by_muon = config.kind == "muon" and is_matrix(name)
         values = not decays, weight_decay, 1.0 if scale is None else scale, by_muon
         groups.setdefault(values, []).append(parameter)
@@ -47,14 +56,19 @@ def parameter_groups(
             of_key = chunks.setdefault(key, [])
             of_key += [[model.add_empty()] for _ in range(count - len(of_key))]
     return [
-        {"params": chunk, "weight_decay": weight_decay, "lr_scale": lr_scale} | ({"muon": True} if by_muon else {})
-        for (_, weight_decay, lr_scale, by_muon), of_key in sorted(chunks.items(), key=lambda item: item[0])
+        {"params": chunk, "weight_decay": weight_decay, "lr_scale": lr_scale}
+        | ({"muon": True} if by_muon else {})
+        for (_, weight_decay, lr_scale, by_muon), of_key in sorted(
+            chunks.items(), key=lambda item: item[0]
+        )
         for chunk in of_key
     ]
 
 
 def _split(parameters: list[torch.nn.Parameter], largest: float) -> list[list[torch.nn.Parameter]]:
-    """Split the list into chunks of at most `largest` elements; a parameter with more is a chunk of its own."""
+    """Split the list into chunks of at most `largest` elements; a parameter with more is a chunk of
+    its own.
+    """
     chunks: list[list[torch.nn.Parameter]] = []
     free = 0.0
     for parameter in parameters:
@@ -73,14 +87,26 @@ def _value_of(values: dict[str, float], name: str) -> float | None:
 
 
 def _position_key(name: str) -> str | None:
-    """Return the key of a parameter of the encoding, such as `position.increments`; None for other parameters."""
-    return f"position.{name.rpartition('.')[2]}" if kind_of(name) == "position" else None
+    """Return the key of a parameter of the encoding, such as `position.increments`; None for other
+    parameters.
+    """
+    if kind_of(name) == "position":
+        return f"position.{name.rpartition('.')[2]}"
+    return None
 
 
-def build_optimizer(model: torch.nn.Module, config: RunConfig, layout: ParallelLayout) -> torch.optim.Optimizer:
-    """Return the optimizer for `deepspeed.initialize`: AdamW or, with `optimizer.kind: muon`, Muon for matrices."""
-    settings, zero = config.optimizer, config.deepspeed
+def build_optimizer(
+    model: torch.nn.Module, config: RunConfig, layout: ParallelLayout
+) -> torch.optim.Optimizer:
+    """Return the optimizer for `deepspeed.initialize`: AdamW or, with `optimizer.kind: muon`, Muon
+    for matrices.
+    """
+    settings = config.optimizer
+    zero = config.deepspeed
     largest = zero.reduce_bucket_size if zero.zero_stage < 3 else math.inf
     groups = parameter_groups(model, settings, largest, layout.gather_stages)
-    # The fused kernel reads and writes each tensor once; separate kernels would allocate temporaries of its size.
-    return AdamWAndMuon(groups, settings.lr, (settings.beta1, settings.beta2), settings.eps, fused=True)
+    # The fused kernel reads and writes each tensor once; separate kernels would allocate
+    # temporaries of its size.
+    return AdamWAndMuon(
+        groups, settings.lr, (settings.beta1, settings.beta2), settings.eps, fused=True
+    )

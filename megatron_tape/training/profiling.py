@@ -39,7 +39,11 @@ class Profiling(Hook):
     def before_step(self, trainer: Training, step: int) -> None:
         if trainer.watch.take_profile_request() and self._active is None:
             self._requested = [step, step + ON_SIGNAL - 1]
-        if self._requested is None or self._active is not None or trainer.layout.rank not in self._settings.ranks:
+        if (
+            self._requested is None
+            or self._active is not None
+            or trainer.layout.rank not in self._settings.ranks
+        ):
             return
         if self._requested[0] <= step <= self._requested[1]:
             self._begin(trainer, step)
@@ -53,11 +57,14 @@ class Profiling(Hook):
         activities = [ProfilerActivity.CPU]
         if trainer.layout.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        self._active, self._first = profile(activities=activities), step
+        self._active = profile(activities=activities)
+        self._first = step
         self._active.start()
 
     def _end(self, trainer: Training, step: int) -> None:
-        finished, self._active, self._requested = self._active, None, None
+        finished = self._active
+        self._active = None
+        self._requested = None
         finished.stop()
         directory = Path(trainer.config.logging.directory) / "profile"
         path = directory / f"steps-{self._first}-{step}-rank-{trainer.layout.rank}.json.gz"
@@ -65,6 +72,11 @@ class Profiling(Hook):
             directory.mkdir(parents=True, exist_ok=True)
             finished.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:  # a full disk must not end the run
-            logger.warning("warning: the profile of steps %d to %d cannot be written: %s", self._first, step, error)
+            logger.warning(
+                "warning: the profile of steps %d to %d cannot be written: %s",
+                self._first,
+                step,
+                error,
+            )
         else:
             logger.info("wrote the profile of steps %d to %d: %s", self._first, step, path)

@@ -5,13 +5,16 @@ import math
 from megatron_tape.config.schema import OptimizerConfig, ScheduleConfig
 
 
-def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfig, total_steps: int) -> float:
+def learning_rate(
+    step: int, optimizer: OptimizerConfig, schedule: ScheduleConfig, total_steps: int
+) -> float:
     """Return the learning rate of `step`, which counts from 1.
 
-    The rate rises linearly from 0 to `optimizer.lr` at step `schedule.warmup_steps`. It then decays to
-    `optimizer.min_lr` at `total_steps`, after which it does not change. `schedule.kind` is the form of the decay: half
-    a period of a cosine, a power of the remaining fraction of the steps (polynomial), linear in the last
-    `schedule.decay_steps` (wsd; default: a tenth of all steps), or none (constant).
+    The rate rises linearly from 0 to `optimizer.lr` at step `schedule.warmup_steps`. It then decays
+    to `optimizer.min_lr` at `total_steps`, after which it does not change. `schedule.kind` is the
+    form of the decay: half a period of a cosine, a power of the remaining fraction of the steps
+    (polynomial), linear in the last `schedule.decay_steps` (wsd; default: a tenth of all steps), or
+    none (constant).
     """
     assert step >= 1, "steps count from 1"
     if step <= schedule.warmup_steps:

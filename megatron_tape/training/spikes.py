@@ -1,4 +1,6 @@
-"""Detect spikes: steps whose loss or gradient norm is far above those of recent updates (`train.spikes`)."""
+"""Detect spikes: steps whose loss or gradient norm is far above those of recent updates
+(`train.spikes`).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from megatron_tape.checkpoint.agreement import Agreement
+from megatron_tape.checkpoint.rank_errors import RankErrors
 from megatron_tape.config.stages import Stage, stage_at
 from megatron_tape.config.train import SpikeSettings
 from megatron_tape.errors import FileError, TrainingStopped
@@ -23,28 +25,40 @@ logger = logging.getLogger(__name__)
 DEVIATIONS = 1.4826
 """Ratio of the standard deviation to the median absolute deviation of a normal distribution."""
 SMALLEST = 1e-3
-"""Minimum of the standard deviation as a fraction of the median, so that noise on a plateau is no spike."""
-VALUES, FOUND = "spike_values", "spikes_found"
-"""Keys in a checkpoint's `progress`: recent losses and gradient norms, and the number of spikes so far."""
+"""Minimum of the standard deviation as a fraction of the median, so that noise on a plateau is no
+spike.
+"""
+VALUES = "spike_values"
+FOUND = "spikes_found"
+"""Keys in a checkpoint's `progress`: recent losses and gradient norms, and the number of spikes so
+far.
+"""
 
 
 class Rewind(Exception):
-    """Raised on every rank to restart the run from its newest checkpoint; the message is the reason."""
+    """Raised on every rank to restart the run from its newest checkpoint; the message is the
+    reason.
+    """
 
 
 class Spikes:
-    """Detects spikes from the losses and gradient norms of the last `train.spikes.window` updates."""
+    """Detects spikes from the losses and gradient norms of the last `train.spikes.window`
+    updates.
+    """
 
     def __init__(self, settings: SpikeSettings, values: list[list[float]] | None = None):
         self._settings = settings
         self.values = values or [[], []]
-        """Recent losses, and recent gradient norms. `add` replaces the lists, which a checkpoint may refer to."""
+        """Recent losses, and recent gradient norms. `add` replaces the lists, which a checkpoint
+        may refer to.
+        """
 
     def is_spike(self, loss: float, norm: float) -> bool:
         """Return whether a step with this loss and gradient norm is a spike.
 
-        In a spike, one of them exceeds the median of its recent values by more than `train.spikes.threshold` standard
-        deviations, which are estimated from the median absolute deviation. NaN is no spike.
+        In a spike, one of them exceeds the median of its recent values by more than
+        `train.spikes.threshold` standard deviations, which are estimated from the median absolute
+        deviation. NaN is no spike.
         """
         return any(self._above(values, value) for values, value in zip(self.values, (loss, norm)))
 
@@ -59,23 +73,27 @@ class Spikes:
     def add(self, loss: float, norm: float) -> None:
         """Add the loss and the gradient norm of an update."""
         previous = self._settings.window - 1
-        self.values = [[*values[-previous:], value] for values, value in zip(self.values, (loss, norm))]
+        self.values = [
+            [*values[-previous:], value] for values, value in zip(self.values, (loss, norm))
+        ]
 
 
 def drop_history_if_stage_changed(
     progress: Mapping[str, Any], stages: Sequence[Stage], seen: int, samples: int
 ) -> dict[str, Any]:
-    """Return a run's `progress`, without the recent losses if the run continues in another stage of the data.
+    """Return a run's `progress`, without the recent losses if the run continues in another stage of
+    the data.
 
-    The checkpoint was saved after `seen` sequences, and the run continues after `samples` because it skips data. Losses
-    on the data of different stages are not comparable.
+    The checkpoint was saved after `seen` sequences, and the run continues after `samples` because
+    it skips data. Losses on the data of different stages are not comparable.
     """
     same = samples == seen or stage_at(stages, samples) == stage_at(stages, seen - 1)
     return {key: value for key, value in progress.items() if same or key != VALUES}
 
 
 class SpikeHook(Hook):
-    """Detects spikes, and warns, skips the update, or raises `Rewind`, according to `train.spikes.action`.
+    """Detects spikes, and warns, skips the update, or raises `Rewind`, according to
+    `train.spikes.action`.
 
     All ranks have the same values, and so come to the same decision.
     """
@@ -90,12 +108,18 @@ class SpikeHook(Hook):
             if self._settings.action == "skip":
                 trainer.engine.set_skip_predicate(self._spikes.is_spike)
         if trainer.enters_stage:
-            self._spikes.values = [[], []]  # losses on the data of different stages are not comparable
+            self._spikes.values = [
+                [],
+                [],
+            ]  # losses on the data of different stages are not comparable
 
     def after_step(self, trainer: Training, step: int, result: StepResult) -> HookResult:
         if result.finite:
-            skips, values = self._settings.action == "skip", (result.loss, result.grad_norm)
-            if result.skipped or trainer.layout.any_rank(not skips and self._spikes.is_spike(*values)):
+            skips = self._settings.action == "skip"
+            values = (result.loss, result.grad_norm)
+            if result.skipped or trainer.layout.any_rank(
+                not skips and self._spikes.is_spike(*values)
+            ):
                 self._found(trainer, step, *values)
             if not result.skipped:
                 self._spikes.add(*values)
@@ -106,26 +130,40 @@ class SpikeHook(Hook):
         return False
 
     def _found(self, trainer: Training, step: int, loss: float, norm: float) -> None:
-        """Log and record a spike. Raises Rewind if the action is rewind, TrainingStopped after too many spikes."""
-        action, number = self._settings.action, trainer.progress.get(FOUND, 0) + 1
+        """Log and record a spike. Raises Rewind if the action is rewind, TrainingStopped after too
+        many spikes.
+        """
+        action = self._settings.action
+        number = trainer.progress.get(FOUND, 0) + 1
         trainer.progress = trainer.progress | {FOUND: number}
         if trainer.layout.rank == 0:
-            spike: Spike = {"step": step, "loss": loss, "grad_norm": norm, "action": action, "number": number}
+            spike: Spike = {
+                "step": step,
+                "loss": loss,
+                "grad_norm": norm,
+                "action": action,
+                "number": number,
+            }
             with contextlib.suppress(OSError, FileError):
                 trainer.watch.attempt.record_spike(spike)
-        message = "spike at step %d (%s): loss %.4g, gradient norm %.4g (recent medians %.4g and %.4g)"
+        message = (
+            "spike at step %d (%s): loss %.4g, gradient norm %.4g (recent medians %.4g and %.4g)"
+        )
         logger.warning(message, step, action, loss, norm, *map(median, self._spikes.values))
         if action == "warn":
             return
         if number > self._settings.limit:
             raise TrainingStopped(
-                f"step {step} is spike number {number} (loss {loss:.4g}, gradient norm {norm:.4g}), but "
-                f"train.spikes.limit is {self._settings.limit}; lower optimizer.lr, check the data, or raise the limit"
+                f"step {step} is spike number {number} (loss {loss:.4g}, gradient norm {norm:.4g}),"
+                f" but train.spikes.limit is {self._settings.limit}; lower optimizer.lr, check the"
+                " data, or raise the limit"
             )
         if action == "rewind":
             attempt = trainer.watch.attempt
-            with Agreement(trainer.layout, attempt.check_owner) as agreement:
+            with RankErrors(trainer.layout, attempt.check_owner) as errors:
                 if trainer.layout.rank == 0:
-                    attempt.record_skipped_data({"step": step, "samples": trainer.samples, "spikes": number})
-            agreement.check(attempt.home, "cannot record which data is skipped")
+                    attempt.record_skipped_data(
+                        {"step": step, "samples": trainer.samples, "spikes": number}
+                    )
+            errors.check(attempt.home, "cannot record which data is skipped")
             raise Rewind(f"spike at step {step}: the run returns to its newest checkpoint")

@@ -10,9 +10,15 @@ from typing import Any
 
 import torch
 
-DATA, FORWARD, BACKWARD, OPTIMIZER, SAVE = "data", "forward", "backward", "optimizer", "save"
+DATA = "data"
+FORWARD = "forward"
+BACKWARD = "backward"
+OPTIMIZER = "optimizer"
+SAVE = "save"
 FORWARD_BACKWARD = "forward_backward"
-"""Forward and backward passes with pipeline stages, where they alternate, and waiting for other stages."""
+"""Forward and backward passes with pipeline stages, where they alternate, and waiting for other
+stages.
+"""
 COMMUNICATION = "communication"
 """Waiting for the averaging of gradients and for ZeRO 3's all-gathers."""
 
@@ -20,12 +26,16 @@ COMMUNICATION = "communication"
 class StepClock:
     """Sums the seconds of each phase. In nested phases, time counts only for the innermost one.
 
-    On a GPU, an event is recorded in its stream whenever the phase changes, so that the GPU is synchronized only by
-    `read` and `add_up`. A phase in which the GPU is idle, such as waiting for data, lasts until the next kernel starts.
+    On a GPU, an event is recorded in its stream whenever the phase changes, so that the GPU is
+    synchronized only by `read` and `add_up`. A phase in which the GPU is idle, such as waiting for
+    data, lasts until the next kernel starts.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter):
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        if device.type == "cuda":
+            self._stream = torch.cuda.current_stream(device)
+        else:
+            self._stream = None
         self._clock = clock
         self._open: list[str] = []
         self._marks: list[tuple[Any, str | None]] = []
@@ -48,8 +58,12 @@ class StepClock:
             self._mark()
 
     def waiting(self) -> AbstractContextManager:
-        """Measure the time within the context as `COMMUNICATION`, but only inside of another phase."""
-        return self.phase(COMMUNICATION) if self._open else contextlib.nullcontext()
+        """Measure the time within the context as `COMMUNICATION`, but only inside of another
+        phase.
+        """
+        if self._open:
+            return self.phase(COMMUNICATION)
+        return contextlib.nullcontext()
 
     def each(self, name: str, items: Iterable[Any]) -> Iterator[Any]:
         """Yield the items, and measure the time to produce each of them as phase `name`."""
@@ -72,7 +86,8 @@ class StepClock:
     def add_up(self, at_least: int = 0) -> None:
         """Add the times between the recorded changes of phase to the sums, and forget the changes.
 
-        Does nothing if there are fewer than `at_least` changes. Synchronizes the GPU; call this between steps.
+        Does nothing if there are fewer than `at_least` changes. Synchronizes the GPU; call this
+        between steps.
         """
         if self._open or len(self._marks) < max(2, at_least):
             return
@@ -80,7 +95,9 @@ class StepClock:
             self._marks[-1][0].synchronize()
         for (begun, name), (ended, _) in itertools.pairwise(self._marks):
             if name is not None:
-                self._seconds[name] += begun.elapsed_time(ended) / 1e3 if self._stream is not None else ended - begun
+                self._seconds[name] += (
+                    begun.elapsed_time(ended) / 1e3 if self._stream is not None else ended - begun
+                )
         if self._stream is not None:
             self._spare += [event for event, _ in self._marks]
         self._marks.clear()
@@ -89,6 +106,9 @@ class StepClock:
         if self._stream is None:
             moment = self._clock()
         else:
-            moment = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+            if self._spare:
+                moment = self._spare.pop()
+            else:
+                moment = torch.cuda.Event(enable_timing=True)
             moment.record()
         self._marks.append((moment, self._open[-1] if self._open else None))

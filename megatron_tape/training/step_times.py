@@ -30,18 +30,22 @@ MOST_MARKS = 10_000
 WINDOW = 10
 """Minimum number of steps over which ranks are compared."""
 CPU_RANKS = 3
-"""Minimum number of ranks for warnings in runs on CPUs. Two processes that share a CPU often differ by chance."""
+"""Minimum number of ranks for warnings in runs on CPUs. Two processes that share a CPU often differ
+by chance.
+"""
 SLOW = 1.3
 """A rank is slow if its computing time exceeds this multiple of the median rank's."""
 
 
 class StepTimes(Hook):
-    """Logs seconds per step, averaged over the steps since the last logged one. Every run has this hook.
+    """Logs seconds per step, averaged over the steps since the last logged one. Every run has this
+    hook.
 
-    `seconds/PHASE` are rank 0's times. With several ranks, `seconds/compute_median` and `seconds/compute_slowest` are
-    the forward and backward times of the median rank and of the slowest one, `slowest_rank` names the latter and its
-    node, and `seconds/data_slowest` is the longest wait for data. Rank 0 warns once about each slow rank, but
-    not on CPUs with fewer than `CPU_RANKS` ranks.
+    `seconds/PHASE` are rank 0's times. With several ranks, `seconds/compute_median` and
+    `seconds/compute_slowest` are the forward and backward times of the median rank and of the
+    slowest one, `slowest_rank` names the latter and its node, and `seconds/data_slowest` is the
+    longest wait for data. Rank 0 warns once about each slow rank, but not on CPUs with fewer than
+    `CPU_RANKS` ranks.
     """
 
     def __init__(self) -> None:
@@ -49,7 +53,9 @@ class StepTimes(Hook):
         self._names: Sequence[str] = ()
         """The node and GPU of each rank."""
         self._warm = False
-        """Whether the first logged step is over. Steps before it are slow on all ranks, and are not compared."""
+        """Whether the first logged step is over. Steps before it are slow on all ranks, and are not
+        compared.
+        """
         self._compared = 0
         """Number of steps in `_computed`."""
         self._computed: list[float] = []
@@ -66,7 +72,8 @@ class StepTimes(Hook):
         if not trainer.logs(step):
             clock.add_up(MOST_MARKS)
             return HookResult()
-        steps, self._steps = self._steps, 0
+        steps = self._steps
+        self._steps = 0
         seconds = {name: total / steps for name, total in clock.read().items()}
         metrics = HookResult(scalars={f"seconds/{name}": value for name, value in seconds.items()})
         if trainer.layout.device.type == "cuda":
@@ -77,8 +84,12 @@ class StepTimes(Hook):
             self._compare(trainer.layout, steps, seconds, metrics)
         return metrics
 
-    def _compare(self, layout: ParallelLayout, steps: int, seconds: dict[str, float], metrics: HookResult) -> None:
-        """Add metrics of the slowest rank to `metrics`, and warn about slow ranks. All ranks call this together."""
+    def _compare(
+        self, layout: ParallelLayout, steps: int, seconds: dict[str, float], metrics: HookResult
+    ) -> None:
+        """Add metrics of the slowest rank to `metrics`, and warn about slow ranks. All ranks call
+        this together.
+        """
         self._names = self._names or layout.gather(_device_name(layout.device))
         local = [sum(seconds.get(name, 0.0) for name in COMPUTING), seconds.get(DATA, 0.0)]
         local = torch.tensor(local, dtype=torch.float64, device=layout.device)
@@ -96,17 +107,23 @@ class StepTimes(Hook):
         self._warm = True
 
     def _report_slow(self, steps: int, computing: list[float]) -> None:
-        self._computed = [a + steps * b for a, b in zip(self._computed or [0.0] * len(computing), computing)]
+        self._computed = [
+            a + steps * b for a, b in zip(self._computed or [0.0] * len(computing), computing)
+        ]
         self._compared += steps
         if self._compared < WINDOW:
             return
         means = [total / self._compared for total in self._computed]
-        self._compared, self._computed = 0, []
+        self._compared = 0
+        self._computed = []
         median = statistics.median_low(means)
         for rank, mean in enumerate(means):
             if 0 < SLOW * median < mean and rank not in self._reported:
                 self._reported.add(rank)
-                message = "warning: rank %d on %s computes %.2f times as long as the median rank (%.4g s per step)"
+                message = (
+                    "warning: rank %d on %s computes %.2f times as long as the median rank (%.4g s"
+                    " per step)"
+                )
                 logger.warning(message, rank, self._names[rank], mean / median, mean)
 
 
@@ -117,7 +134,9 @@ def _device_name(device: torch.device) -> str:
     return f"{node}, GPU {device.index} ({torch.cuda.get_device_properties(device).uuid})"
 
 
-def utilization(flops_per_second: float, config: RunConfig, layout: ParallelLayout) -> dict[str, float]:
+def utilization(
+    flops_per_second: float, config: RunConfig, layout: ParallelLayout
+) -> dict[str, float]:
     """Return `throughput/mfu`, the fraction of the GPUs' peak FLOPs in bf16 that the run achieves.
 
     Empty if the peak is unknown, and on CPUs or in another precision.
@@ -125,4 +144,6 @@ def utilization(flops_per_second: float, config: RunConfig, layout: ParallelLayo
     if layout.device.type != "cuda" or config.train.precision != "bf16":
         return {}
     peak = peak_flops(torch.cuda.get_device_name(layout.device))
-    return {} if peak is None else {MFU: flops_per_second / (peak * layout.world_size)}
+    if peak is None:
+        return {}
+    return {MFU: flops_per_second / (peak * layout.world_size)}

@@ -1,4 +1,6 @@
-"""Run training: open the checkpoint, build the model, data and engine, and train to the last step."""
+"""Run training: open the checkpoint, build the model, data and engine, and train to the last
+step.
+"""
 
 import atexit
 import dataclasses
@@ -16,9 +18,14 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_tape.checkpoint import restoring
-from megatron_tape.checkpoint.agreement import on_rank_0
 from megatron_tape.checkpoint.opening import open_base, open_to_resume
-from megatron_tape.checkpoint.saved_settings import changed_order_keys, changes, only_size_changed, with_saved_size
+from megatron_tape.checkpoint.rank_errors import on_rank_0
+from megatron_tape.checkpoint.saved_settings import (
+    changed_order_keys,
+    changes,
+    only_size_changed,
+    with_saved_size,
+)
 from megatron_tape.checkpoint.saved_tokenizer import with_saved_tokenizer
 from megatron_tape.config.schema import RunConfig, config_dict, to_yaml
 from megatron_tape.config.stages import stage_at, stages_of
@@ -30,7 +37,12 @@ from megatron_tape.errors import CheckpointError, ConfigError, TrainingStopped, 
 from megatron_tape.io.files import atomic_output
 from megatron_tape.model.backend import chosen_backend
 from megatron_tape.model.initialization import initialize_weights, weight_initializations
-from megatron_tape.parallel.layout import ParallelLayout, check_devices, initialize_distributed, seed_everything
+from megatron_tape.parallel.layout import (
+    ParallelLayout,
+    check_devices,
+    initialize_distributed,
+    seed_everything,
+)
 from megatron_tape.parallel.partitions import allocate
 from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.memory import check_host_memory
@@ -77,25 +89,32 @@ class Trainer:
         find_base: FindBase | None = None,
         more_hooks: Callable[[RunConfig], dict[str, Hook]] = lambda config: {},
     ):
-        """Initialize the process group, start an attempt at the run, and open its checkpoint or its initial weights.
+        """Initialize the process group, start an attempt at the run, and open its checkpoint or its
+        initial weights.
 
         Args:
             config: the run's settings.
             watch: this process's watchdog.
             trains: selects the parameters to train. Default: those of `extension.trains`.
-            find_base: finds the checkpoint with the initial weights, if the run has no checkpoint of its own. Default:
-                initialize the weights.
+            find_base: finds the checkpoint with the initial weights, if the run has no checkpoint
+                of its own. Default: initialize the weights.
             more_hooks: returns hooks by name to run in addition to those of `train.evaluations`.
 
         Raises:
             ConfigError: a setting does not match the checkpoint or the tokenizer.
             CheckpointError: a checkpoint cannot be used.
         """
-        self.config, self.watch, self._more_hooks = config, watch, more_hooks
-        self.trains = parameter_filter(config.extension) if trains is None else trains
+        self.config = config
+        self.watch = watch
+        self._more_hooks = more_hooks
+        if trains is None:
+            self.trains = parameter_filter(config.extension)
+        else:
+            self.trains = trains
         check_devices(config.train.device)
         watch.progress("joining the other ranks")
-        parallel, timeout = config.parallel, longest_wait(config.train.hang_timeout)
+        parallel = config.parallel
+        timeout = longest_wait(config.train.hang_timeout)
         self.layout = initialize_distributed(
             parallel.tensor_model_parallel_size,
             parallel.uses_sequence_parallel,
@@ -113,21 +132,28 @@ class Trainer:
         self.base = None
         if self.checkpoint is None and find_base is not None:
             self.base = open_base(find_base(config, self.layout, watch), self.layout)
-        self.step, self.samples = 0, 0
+        self.step = 0
+        self.samples = 0
         if self.checkpoint is not None:
-            self.step, self.samples = self.checkpoint.step, self.checkpoint.state["consumed_samples"]
+            self.step = self.checkpoint.step
+            self.samples = self.checkpoint.state["consumed_samples"]
         directory = Path(config.checkpoint.directory)
-        skipped = on_rank_0(self.layout, directory, "cannot start", lambda: read_skipped_data(directory))
+        skipped = on_rank_0(
+            self.layout, directory, "cannot start", lambda: read_skipped_data(directory)
+        )
         self.spikes = 0
         if skipped is not None and skipped["samples"] > self.samples:
-            self.samples, self.spikes = skipped["samples"], skipped["spikes"]
+            self.samples = skipped["samples"]
+            self.spikes = skipped["spikes"]
             message = "skipping the data up to the spike at step %d, according to %s"
             logger.info(message, skipped["step"], directory / SKIPPED)
         self.tokenizer: Tokenizer | None = None
         self._data: dict[str, str] = {}
 
     def _with_tokenizer(self) -> RunConfig:
-        """Return the settings with `data.tokenizer` set to the tokenizer in the checkpoint, if it contains one."""
+        """Return the settings with `data.tokenizer` set to the tokenizer in the checkpoint, if it
+        contains one.
+        """
         start = self.checkpoint or self.base
         return with_saved_tokenizer(self.config, None if start is None else start.path)
 
@@ -135,23 +161,30 @@ class Trainer:
         """Train to the last step.
 
         Returns:
-            None, or the reason why the run must be started again: a spike returned it to its newest checkpoint, or a
+            None, or the reason why the run must be started again: a spike returned it to its newest
+                checkpoint, or a
             signal asked it to stop, before which it saved a checkpoint if possible.
 
         Raises:
-            TrainingStopped: if the loss or gradient remains infinite or NaN, there were too many spikes, or saves can
-                never succeed.
+            TrainingStopped: if the loss or gradient remains infinite or NaN, there were too many
+                spikes, or saves can never succeed.
             ConfigError: if `data.tokenizer` differs from the checkpoint's tokenizer.
         """
         if self.step >= self.config.train.steps:
-            finished = "%s is at step %d and train.steps is %d: nothing to do; to continue, raise train.steps above %d"
-            logger.info(finished, self.checkpoint.path, self.step, self.config.train.steps, self.step)
+            finished = (
+                "%s is at step %d and train.steps is %d: nothing to do; to continue, raise"
+                " train.steps above %d"
+            )
+            logger.info(
+                finished, self.checkpoint.path, self.step, self.config.train.steps, self.step
+            )
             self._leave_together()
             return None
         if self.step > 0:
             for change in changes(self.checkpoint.state["config"], self.config):
                 logger.info("since %s: %s", self.checkpoint.path.name, change)
-        # Exclude imported modules from garbage collection: scanning them takes longer than a step of a small model.
+        # Exclude imported modules from garbage collection: scanning them takes longer than a step
+        # of a small model.
         gc.collect()
         gc.freeze()
         atexit.register(gc.unfreeze)  # libraries warn about objects that are not collected at exit
@@ -159,9 +192,13 @@ class Trainer:
         self._data = fingerprints(self.config) if self.layout.rank == 0 else {}
         self._build()
         try:
-            gc.disable()  # ranks would collect in different steps, and the others would wait each time
+            # ranks would collect in different steps, and the others would wait each time
+            gc.disable()
             stopped = self._train()
-            reason = None if stopped is None else f"{self.watch.stop or 'a signal to another rank'} {stopped}"
+            if stopped is None:
+                reason = None
+            else:
+                reason = f"{self.watch.stop or 'a signal to another rank'} {stopped}"
         except Rewind as rewind:  # like TrainingStopped, raised on all ranks
             self.saves.finish()
             reason = str(rewind)
@@ -183,10 +220,14 @@ class Trainer:
     def enters_stage(self) -> bool:
         """Whether the next step is the first one of a new stage of `data.stages`."""
         last = self.samples + self.config.train.batch_size(self.samples) - 1
-        return self.samples > 0 and stage_at(self.stages, last) != stage_at(self.stages, self.samples - 1)
+        return self.samples > 0 and stage_at(self.stages, last) != stage_at(
+            self.stages, self.samples - 1
+        )
 
     def _leave_together(self) -> None:
-        """Wait for all ranks, since exiting closes connections that others may still use, and end the attempt."""
+        """Wait for all ranks, since exiting closes connections that others may still use, and end
+        the attempt.
+        """
         # The watchdog must not mistake the removal of the attempt's directory for a newer attempt.
         self.watch.done = True
         self.layout.any_rank(False)
@@ -204,23 +245,29 @@ class Trainer:
 
     def _build(self) -> None:
         """Open the data, and build the model, the engine, the hooks and the metrics writer."""
-        config, layout = self.config, self.layout
+        config = self.config
+        layout = self.layout
         self.watch.progress("indexing the data", self.step)
         eod = None if self.tokenizer is None else self.tokenizer.eod
         on_progress = partial(self.watch.progress, "indexing the data")
-        self.batches = build_batches(self._with_tokenizer(), layout, eod, self.step, self.samples, on_progress)
+        self.batches = build_batches(
+            self._with_tokenizer(), layout, eod, self.step, self.samples, on_progress
+        )
         self.stages = stages_of(config)
         if layout.rank == 0:
             self._report_validation()
             if self.step > 0:
                 self._report_order()
-        # Fork the loader processes now, since forking takes longer once this process has more memory.
+        # Fork the loader processes now, since forking takes longer once this process has more
+        # memory.
         self.micro_batches = self.batches.training()
         self.watch.progress("building the model")
         seed_everything(config.train.seed)
         self.model = build_model(config, layout, self.watch)
         freeze_parameters(self.model, self.trains)
-        local_frozen = [name for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
+        local_frozen = [
+            name for name, parameter in self.model.named_parameters() if not parameter.requires_grad
+        ]
         frozen = list(itertools.chain(*layout.gather_stages(local_frozen)))
         self.frozen_from = restoring.source_of_frozen(self.checkpoint or self.base, frozen, config)
         self.parameters = parameter_table(self.model, layout)
@@ -232,7 +279,9 @@ class Trainer:
         if self.checkpoint is not None:
             self.watch.progress("loading the training state")
             restoring.load_training_state(self.checkpoint, self.engine)
-            seen = self.checkpoint.state["consumed_samples"]  # less than self.samples if data is skipped
+            seen = self.checkpoint.state[
+                "consumed_samples"
+            ]  # less than self.samples if data is skipped
             self.progress |= drop_history_if_stage_changed(
                 self.checkpoint.state["progress"], self.stages, seen, self.samples
             )
@@ -244,11 +293,16 @@ class Trainer:
             self.progress[FOUND] = self.spikes
         if layout.rank == 0:  # only this rank writes `progress`
             self.progress["data"] = self._data
-            record = recorded_tokenizer(config) if self.tokenizer is None else tokenizer_record(self.tokenizer)
+            if self.tokenizer is None:
+                record = recorded_tokenizer(config)
+            else:
+                record = tokenizer_record(self.tokenizer)
             self.progress |= {} if record is None else {"tokenizer": record}
         self.hooks = build_hooks(config) | self._more_hooks(config)
         tokenizer_files = {} if self.tokenizer is None else self.tokenizer.files
-        self.saves = CheckpointSaver(self.engine, config, self.watch, self.frozen_from, tokenizer_files)
+        self.saves = CheckpointSaver(
+            self.engine, config, self.watch, self.frozen_from, tokenizer_files
+        )
         self.writer = self._open_writer() if layout.rank == 0 else None
 
     def _report_validation(self) -> None:
@@ -260,7 +314,9 @@ class Trainer:
         sequences = f"{train.eval_steps * train.global_batch_size:,} sequences"
         if train.eval_interval is None:
             fix = "set train.eval_interval to compute it more often"
-            logger.info("the validation loss is computed after the last step, on %s; %s", sequences, fix)
+            logger.info(
+                "the validation loss is computed after the last step, on %s; %s", sequences, fix
+            )
         else:
             message = "the validation loss is computed every %s and after the last step, on %s"
             logger.info(message, counted(train.eval_interval, "step"), sequences)
@@ -274,19 +330,28 @@ class Trainer:
             before = with_saved_size(saved, self.config)
             size_before = before.train.samples_after(before.train.steps - self.step, seen)
             order_before = None
-            with suppress(UserError, OSError):  # a dataset of data.stages may have been moved or removed
+            with suppress(
+                UserError, OSError
+            ):  # a dataset of data.stages may have been moved or removed
                 order_before = sample_order(before, size_before, seen)
             if order_before == sample_order(self.config, self.batches.samples.stop, seen):
                 return
-            # Without a changed setting, the data skipped after a spike makes the run read more of it.
+            # Without a changed setting, the data skipped after a spike makes the run read more of
+            # it.
             keys = keys or ["train.spikes"]
         if keys:
-            message = "since %s: %s: the data is shuffled again, so the run repeats some sequences and skips others"
+            message = (
+                "since %s: %s: the data is shuffled again, so the run repeats some sequences and"
+                " skips others"
+            )
             logger.info(message, self.checkpoint.path.name, ", ".join(keys))
 
     def _fill_weights(self) -> None:
-        """Allocate the parameters, load the weights, and initialize parameters that are not in the loaded weights."""
-        config, layout = self.config, self.layout
+        """Allocate the parameters, load the weights, and initialize parameters that are not in the
+        loaded weights.
+        """
+        config = self.config
+        layout = self.layout
         allocate(self.model, layout.device, zero_partition(config, layout))
         if self.checkpoint is not None:
             restoring.load_weights(self.checkpoint, self.model, layout)
@@ -295,24 +360,31 @@ class Trainer:
         if self.base is not None:
             self.watch.progress("loading the initial weights")
             new = restoring.load_base_weights(self.base, self.model, layout)
-            added = f"; {counted(len(new), 'new parameter')}, such as {new[0]}" if new else ""
+            if new:
+                added = f"; {counted(len(new), 'new parameter')}, such as {new[0]}"
+            else:
+                added = ""
             logger.info("starting with the weights of %s%s", self.base.path, added)
             if not new:
                 return
         self.watch.progress("initializing the weights")
         started = time.perf_counter()
         initials = weight_initializations(config.model, config.extension)
-        rank, size = layout.tensor_parallel_rank, layout.tensor_parallel_size
+        rank = layout.tensor_parallel_rank
+        size = layout.tensor_parallel_size
         initialize_weights(self.model, initials, config.train.seed, rank, size, new)
         if (seconds := time.perf_counter() - started) > 1:
             logger.info("initialized the weights in %.0f s", seconds)
 
     def _open_writer(self) -> MetricsWriter:
         """Open the metrics writer, log the configuration, and write `config.yaml`."""
-        config, attempt = self.config, self.watch.attempt
+        config = self.config
+        attempt = self.watch.attempt
         attempt.check_owner()
-        directory, tensorboard = config.logging.directory, config.logging.tensorboard
-        begun, seen = self.step, self.samples
+        directory = config.logging.directory
+        tensorboard = config.logging.tensorboard
+        begun = self.step
+        seen = self.samples
         to_wandb = None
         if config.logging.wandb is not None:
             self.watch.progress("joining Weights & Biases")
@@ -331,42 +403,64 @@ class Trainer:
         writer.text("layout", config.parallel.describe(self.layout.world_size), self.step)
         with atomic_output(Path(directory) / "config.yaml", "w", overwrite=True) as file:
             # data.allow_changed must not apply to later attempts.
-            file.write(to_yaml(dataclasses.replace(config, data=dataclasses.replace(config.data, allow_changed=False))))
+            file.write(
+                to_yaml(
+                    dataclasses.replace(
+                        config, data=dataclasses.replace(config.data, allow_changed=False)
+                    )
+                )
+            )
         return writer
 
     def _train(self) -> str | None:
-        """Train to the last step. Return None or, if a signal stopped the run, a predicate with the step."""
-        config, layout, watch = self.config, self.layout, self.watch
+        """Train to the last step. Return None or, if a signal stopped the run, a predicate with the
+        step.
+        """
+        config = self.config
+        layout = self.layout
+        watch = self.watch
         if layout.any_rank(watch.stop is not None):
             return f"came before step {self.step + 1}"
         watch.begin_training(self.step)
-        seconds, timed_samples = 0.0, 0
+        seconds = 0.0
+        timed_samples = 0
         for step in range(self.step + 1, config.train.steps + 1):
             if (step - 1) % GARBAGE_INTERVAL == 0:
                 gc.collect()
             for hook in self.hooks.values():
                 hook.before_step(self, step)
             rate = learning_rate(step, config.optimizer, config.schedule, config.train.steps)
-            started, size = time.perf_counter(), config.train.batch_size(self.samples)
+            started = time.perf_counter()
+            size = config.train.batch_size(self.samples)
             self.engine.set_batch_size(size)
             result = self.engine.train_step(self.micro_batches, rate, step)
-            seconds, timed_samples = seconds + time.perf_counter() - started, timed_samples + size
-            self.step, self.samples = step, self.samples + size
+            seconds = seconds + time.perf_counter() - started
+            timed_samples = timed_samples + size
+            self.step = step
+            self.samples = self.samples + size
             watch.progress(TRAINING, step)
             self._count_bad_steps(result)
-            hook_results = [(name, hook.after_step(self, step, result)) for name, hook in self.hooks.items()]
+            hook_results = [
+                (name, hook.after_step(self, step, result)) for name, hook in self.hooks.items()
+            ]
             if self.logs(step):
-                self._log(result, rate, timed_samples * config.model.seq_length / seconds, hook_results)
-                seconds, timed_samples = 0.0, 0
+                self._log(
+                    result, rate, timed_samples * config.model.seq_length / seconds, hook_results
+                )
+                seconds = 0.0
+                timed_samples = 0
             with self.engine.clock.phase(SAVE):
                 self.saves.poll()
             stopping = layout.any_rank(watch.stop is not None)
-            last, saved = step == config.train.steps, False
+            last = step == config.train.steps
+            saved = False
             if step % config.checkpoint.interval == 0 or last or stopping:
                 if self.writer is not None:
                     self.writer.sync()
                 with self.engine.clock.phase(SAVE):
-                    saved = self.saves.save(step, self.samples, self.progress, wait=last or stopping)
+                    saved = self.saves.save(
+                        step, self.samples, self.progress, wait=last or stopping
+                    )
                 stopping = layout.any_rank(watch.stop is not None)
                 if stopping and not saved:
                     saved = self.saves.finish()
@@ -376,23 +470,35 @@ class Trainer:
         return None
 
     def _count_bad_steps(self, result: StepResult) -> None:
-        """Count consecutive steps that are not finite. Raises TrainingStopped at `train.max_bad_steps`."""
+        """Count consecutive steps that are not finite. Raises TrainingStopped at
+        `train.max_bad_steps`.
+        """
         bad = result.skipped and not result.finite
         bad_steps = self.progress["bad_steps"] + 1 if bad else 0
         self.progress = {**self.progress, "bad_steps": bad_steps}
         if not bad:
             return
         figures = (self.step, result.loss, result.grad_norm, bad_steps)
-        logger.warning("step %d is skipped: loss %s, gradient norm %s (%d such steps in a row)", *figures)
+        logger.warning(
+            "step %d is skipped: loss %s, gradient norm %s (%d such steps in a row)", *figures
+        )
         if bad_steps >= self.config.train.max_bad_steps:
             raise TrainingStopped(
-                f"{counted(bad_steps, 'step')} in a row, up to step {self.step}, had a loss or gradient that was not "
-                "finite, as many as train.max_bad_steps allows; lower optimizer.lr, raise schedule.warmup_steps, or "
-                "check the data"
+                f"{counted(bad_steps, 'step')} in a row, up to step {self.step}, had a loss or"
+                " gradient that was not finite, as many as train.max_bad_steps allows; lower"
+                " optimizer.lr, raise schedule.warmup_steps, or check the data"
             )
 
-    def _log(self, result: StepResult, rate: float, speed: float, hook_results: list[tuple[str, HookResult]]) -> None:
-        """Run due evaluations; log their results and the step's metrics. `speed` is in tokens per second."""
+    def _log(
+        self,
+        result: StepResult,
+        rate: float,
+        speed: float,
+        hook_results: list[tuple[str, HookResult]],
+    ) -> None:
+        """Run due evaluations; log their results and the step's metrics. `speed` is in tokens per
+        second.
+        """
         flops = speed * flops_per_token(self.config.model, self.config.extension)
         scalars = {
             metrics.LOSS: result.loss,
@@ -419,7 +525,8 @@ class Trainer:
 
 
 def claim_attempt(config: RunConfig, layout: ParallelLayout) -> Attempt:
-    """Start an attempt at the run and return it, for runs that a launcher does not start. All ranks call this together.
+    """Start an attempt at the run and return it, for runs that a launcher does not start. All ranks
+    call this together.
 
     Raises ConfigError if `logging.directory` or `checkpoint.directory` cannot be used.
     """
@@ -429,11 +536,15 @@ def claim_attempt(config: RunConfig, layout: ParallelLayout) -> Attempt:
         facts = {"job": None, "nodes": [os.uname().nodename], "processes": size, "pid": os.getpid()}
         facts["layout"] = config.parallel.describe(size)
         try:
-            outcome[0] = Attempt.claim(config.logging.directory, config.checkpoint.directory, facts).number
+            outcome[0] = Attempt.claim(
+                config.logging.directory, config.checkpoint.directory, facts
+            ).number
         except (OSError, CheckpointError) as error:
             outcome[1] = str(error)
     dist.broadcast_object_list(outcome, src=0)
     number, problem = outcome
     if problem is not None:
-        raise ConfigError("logging.directory", f"{config.logging.directory} cannot be used: {problem}")
+        raise ConfigError(
+            "logging.directory", f"{config.logging.directory} cannot be used: {problem}"
+        )
     return Attempt.open(config.logging.directory, config.checkpoint.directory, number)

@@ -1,6 +1,7 @@
 """Gather tensors that ZeRO has partitioned, each on the one rank that needs it (its owner).
 
-DeepSpeed's own functions all-reduce every whole tensor, which sends more data and needs more memory.
+DeepSpeed's own functions all-reduce every whole tensor, which sends more data and needs more
+memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,20 +30,25 @@ BATCH_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class Partitioning:
-    """The position of a parameter in a flat tensor that is split over the ranks, `per_rank` elements each."""
+    """The position of a parameter in a flat tensor that is split over the ranks, `per_rank`
+    elements each.
+    """
 
     first: int
     """Offset of the parameter's first element."""
     numel: int
     per_rank: int
     padded: bool = False
-    """Whether the flat tensor contains only this parameter, and padding up to a multiple of the number of ranks."""
+    """Whether the flat tensor contains only this parameter, and padding up to a multiple of the
+    number of ranks.
+    """
 
     def numel_on(self, rank: int) -> int:
         """Return the number of elements that a rank sends, padding included."""
         if self.padded:
             return self.per_rank
-        begin, end = max(self.first, rank * self.per_rank), min(self.first + self.numel, (rank + 1) * self.per_rank)
+        begin = max(self.first, rank * self.per_rank)
+        end = min(self.first + self.numel, (rank + 1) * self.per_rank)
         return max(0, end - begin)
 
 
@@ -61,8 +67,12 @@ class Shard:
 def partitionings(zero_optimizer, parameters: dict[str, Parameter]) -> dict[str, Partitioning]:
     """Return how DeepSpeed's optimizer has partitioned each of `parameters`, by name."""
     if not isinstance(zero_optimizer, DeepSpeedZeroOptimizer):  # ZeRO 3
-        return {name: Partitioning(0, p.ds_numel, p.partition_numel(), True) for name, p in parameters.items()}
-    names, by_name = {parameter: name for name, parameter in parameters.items()}, {}
+        return {
+            name: Partitioning(0, p.ds_numel, p.partition_numel(), True)
+            for name, p in parameters.items()
+        }
+    names = {parameter: name for name, parameter in parameters.items()}
+    by_name = {}
     for group, size in zip(zero_optimizer.bit16_groups, zero_optimizer.partition_size):
         first = 0
         for parameter in group:
@@ -73,18 +83,25 @@ def partitionings(zero_optimizer, parameters: dict[str, Parameter]) -> dict[str,
 
 
 def local_elements(parameter: Parameter, key: str) -> Tensor:
-    """Return this rank's partition, flat and in fp32, of a trained parameter's `weight`, `exp_avg` and so on.
+    """Return this rank's partition, flat and in fp32, of a trained parameter's `weight`, `exp_avg`
+    and so on.
 
     With ZeRO 3, it may be padded with zeros.
     """
     if hasattr(parameter, "ds_id"):
-        local = safe_get_local_fp32_param if key == "weight" else safe_get_local_optimizer_state
-        return local(parameter) if key == "weight" else local(parameter, key)
+        if key == "weight":
+            local = safe_get_local_fp32_param
+        else:
+            local = safe_get_local_optimizer_state
+        if key == "weight":
+            return local(parameter)
+        return local(parameter, key)
     return parameter._hp_mapping.get_hp_fragment(None if key == "weight" else key)
 
 
 def set_local_elements(parameter: Parameter, key: str, value: Tensor) -> None:
-    """Set this rank's partition of a trained parameter's `weight`, `exp_avg` and so on to its part of a whole tensor.
+    """Set this rank's partition of a trained parameter's `weight`, `exp_avg` and so on to its part
+    of a whole tensor.
 
     `value` is on the parameter's device.
     """
@@ -95,7 +112,8 @@ def set_local_elements(parameter: Parameter, key: str, value: Tensor) -> None:
             safe_set_full_optimizer_state(parameter, value, key)
         return
 
-    # With ZeRO 3, DeepSpeed's functions for whole tensors fail on ranks whose partitions are padded.
+    # With ZeRO 3, DeepSpeed's functions for whole tensors fail on ranks whose partitions are
+    # padded.
     storage, first = local_storage(parameter)
     partition = value.flatten()[first : first + len(storage)]
     padded = F.pad(partition, (0, parameter.partition_numel() - len(partition)))
@@ -112,7 +130,8 @@ def gather_to_owners(
 
     All ranks of `group` call this together, with shards of the same tensors in the same order.
     """
-    this_rank, ranks = group.rank(), range(group.size())
+    this_rank = group.rank()
+    ranks = range(group.size())
     for batch in _batches(shards):
         to_send: list[list[Tensor]] = [[] for _ in ranks]
         for shard in batch:
@@ -122,17 +141,23 @@ def gather_to_owners(
         owned = [shard for shard in batch if shard.owner == this_rank]
         counts = [[shard.partitioning.numel_on(rank) for shard in owned] for rank in ranks]
         received = torch.empty(sum(map(sum, counts)), device=device)
-        sent = torch.cat([torch.empty(0, device=device), *(tensor for tensors in to_send for tensor in tensors)])
+        sent = torch.cat(
+            [torch.empty(0, device=device), *(tensor for tensors in to_send for tensor in tensors)]
+        )
         sizes = [sum(map(len, tensors)) for tensors in to_send]
         dist.all_to_all_single(received, sent, [sum(row) for row in counts], sizes, group=group)
         yield from zip((shard.key for shard in owned), _assemble(owned, received, counts))
 
 
 def _assemble(owned: list[Shard], received: Tensor, counts: list[list[int]]) -> Iterator[Tensor]:
-    """Yield the whole tensor of each owned shard. `counts[rank][i]` elements of shard i came from `rank`."""
+    """Yield the whole tensor of each owned shard. `counts[rank][i]` elements of shard i came from
+    `rank`.
+    """
     if owned and owned[0].partitioning.padded:
         table = received.view(len(counts), -1)
-        for shard, columns in zip(owned, table.split([shard.partitioning.per_rank for shard in owned], dim=1)):
+        for shard, columns in zip(
+            owned, table.split([shard.partitioning.per_rank for shard in owned], dim=1)
+        ):
             yield columns.reshape(-1)[: shard.partitioning.numel].view(shard.shape)
         return
     pieces: list[list[Tensor]] = [[] for _ in owned]

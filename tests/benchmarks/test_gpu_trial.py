@@ -1,4 +1,6 @@
-"""`benchmarks.gpu_trial` enforces time limits, preserves results, and reports problems in the summary."""
+"""`benchmarks.gpu_trial` enforces time limits, preserves results, and reports problems in the
+summary.
+"""
 
 import json
 import os
@@ -31,17 +33,30 @@ time.sleep(99)
 
 @pytest.fixture
 def trial(monkeypatch, tmp_path, capsys):
-    """Return a function that runs a trial of stages (min_seconds, limit, program) and returns its results."""
+    """Return a function that runs a trial of stages (min_seconds, limit, program) and returns its
+    results.
+    """
 
     def run(stages, *options):
-        monkeypatch.setattr(gpu_trial, "STAGES", [Stage(name, "", *of[:2]) for name, of in stages.items()])
+        monkeypatch.setattr(
+            gpu_trial, "STAGES", [Stage(name, "", *of[:2]) for name, of in stages.items()]
+        )
         monkeypatch.setattr(
             gpu_trial.Trial,
             "command",
-            lambda self, stage, _: [sys.executable, "-c", stages[stage.name][2], self.output / f"{stage.name}.json"],
+            lambda self, stage, _: [
+                sys.executable,
+                "-c",
+                stages[stage.name][2],
+                self.output / f"{stage.name}.json",
+            ],
         )
         status = gpu_trial.main([f"--output={tmp_path}", "--commit=abc", *options])
-        return status, json.loads((tmp_path / "results.json").read_text())["stages"], capsys.readouterr().out
+        return (
+            status,
+            json.loads((tmp_path / "results.json").read_text())["stages"],
+            capsys.readouterr().out,
+        )
 
     return run
 
@@ -54,14 +69,28 @@ def ends(pid):
 
 
 def test_a_stage_that_hangs_or_crashes_costs_only_its_limit(trial, tmp_path):
-    stages = {"hangs": (0, 6, HANGS), "crashes": (0, 9, CRASHES), "long": (60, 90, HANGS), "works": (0, 9, WORKS)}
+    stages = {
+        "hangs": (0, 6, HANGS),
+        "crashes": (0, 9, CRASHES),
+        "long": (60, 90, HANGS),
+        "works": (0, 9, WORKS),
+    }
     status, found, out = trial(stages, "--minutes=0.9")
-    assert status == 1 and found["hangs"]["status"] == "out of time" and found["hangs"]["seconds"] < 15
+    assert (
+        status == 1 and found["hangs"]["status"] == "out of time" and found["hangs"]["seconds"] < 15
+    )
     ends(found["hangs"]["results"]["child"])
     assert (found["crashes"]["status"], found["crashes"]["reason"]) == ("failed", "SIGSEGV")
-    assert found["crashes"]["results"] == {"found": 1} and (tmp_path / "crashes.log").read_text() == "measured\n"
+    assert (
+        found["crashes"]["results"] == {"found": 1}
+        and (tmp_path / "crashes.log").read_text() == "measured\n"
+    )
     assert found["long"]["status"] == "skipped" and found["works"]["status"] == "done"
-    assert "- hangs: out of time" in out and "- crashes: failed (SIGSEGV)" in out and "- long" not in out
+    assert (
+        "- hangs: out of time" in out
+        and "- crashes: failed (SIGSEGV)" in out
+        and "- long" not in out
+    )
     assert (tmp_path / "summary.md").read_text().strip() in out
     with pytest.raises(UserError, match="another trial"):
         trial(stages)
@@ -99,8 +128,11 @@ sys.argv = ["gpu_trial", "--output", {str(tmp_path)!r}]
 gpu_trial.command_line.run(gpu_trial.main)
 """
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
-    parent = subprocess.Popen([sys.executable, "-c", program], env=variables, stdout=-1, stderr=-1, text=True)
-    deadline, hangs = time.monotonic() + 60, tmp_path / "hangs.json"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program], env=variables, stdout=-1, stderr=-1, text=True
+    )
+    deadline = time.monotonic() + 60
+    hangs = tmp_path / "hangs.json"
     while not (hangs.exists() and hangs.read_text()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -115,11 +147,17 @@ gpu_trial.command_line.run(gpu_trial.main)
 def test_without_packages_help_works_and_a_trial_is_refused(tmp_path):
     def without_packages(*options):
         command = [sys.executable, "-S", "-m", "benchmarks.gpu_trial", *options]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={"PATH": os.environ["PATH"]})
+        return subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, env={"PATH": os.environ["PATH"]}
+        )
 
     assert "step-155m" in without_packages("--help").stdout
     done = without_packages(f"--output={tmp_path}")
-    assert done.returncode == 2 and "lacks numpy, torch, triton" in done.stderr and not any(tmp_path.iterdir())
+    assert (
+        done.returncode == 2
+        and "lacks numpy, torch, triton" in done.stderr
+        and not any(tmp_path.iterdir())
+    )
 
 
 def crash_or_hang(case):
@@ -146,7 +184,11 @@ def test_a_kernel_that_crashes_or_hangs_affects_only_its_own_case(monkeypatch, t
 def test_recorded_gpu_results_are_summarized():
     recorded = json.loads((ROOT / "benchmarks/results/h200/first/results.json").read_text())
     text = "\n".join(summary(recorded))
-    assert "NVIDIA H200" in text and "No GPU" not in text and "| step-1.3b: TAPE's MFU | 42.6 % |" in text
+    assert (
+        "NVIDIA H200" in text
+        and "No GPU" not in text
+        and "| step-1.3b: TAPE's MFU | 42.6 % |" in text
+    )
     assert "| 12x64@1024 | tape triton |" in text and "| position update |" in text
 
 
@@ -165,21 +207,40 @@ def test_the_summary_lists_wrong_results_and_compares_figures_with_goals():
         "step-155m": {"models": {}, "parity": {}, "peak_flops": 1e15, "ratio_time": 1.2},
         "training": {"tests": {"tape": "passed", "rope": "failed: loss at step 3"}},
     }
-    stages = {name: {"status": "done", "seconds": 9.0, "results": found} for name, found in results.items()}
-    record = {"trial": {"commit": "abc", "date": "today", "command": "python3 ..."}, "stages": stages}
+    stages = {
+        name: {"status": "done", "seconds": 9.0, "results": found}
+        for name, found in results.items()
+    }
+    record = {
+        "trial": {"commit": "abc", "date": "today", "command": "python3 ..."},
+        "stages": stages,
+    }
     found = dict(problems(record))
     assert set(found) == {
-        "correctness of 12x64 tape torch at 272 tokens", "correctness of 12x64 position update at 272 tokens",
-        "12x64@1024 tape triton", "rope",
-    }  # fmt: skip
+        "correctness of 12x64 tape torch at 272 tokens",
+        "correctness of 12x64 position update at 272 tokens",
+        "12x64@1024 tape triton",
+        "rope",
+    }
     text = "\n".join(summary(record))
-    assert "Machine: unknown" in text and "- rope: failed: loss at step 3" in text and "| **3.00** |" in text
+    assert (
+        "Machine: unknown" in text
+        and "- rope: failed: loss at step 3" in text
+        and "| **3.00** |" in text
+    )
     assert "| step-155m: TAPE's step, as a multiple of RoPE's | 1.200 | at most 1.10 |" in text
 
 
 @pytest.mark.slow
 def test_without_a_gpu_every_stage_runs_at_toy_size(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.gpu_trial", "--toy", "--minutes=9", f"--output={tmp_path}"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu_trial",
+        "--toy",
+        "--minutes=9",
+        f"--output={tmp_path}",
+    ]
     done = subprocess.run([*command, "--commit=abc"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
     stages = json.loads((tmp_path / "results.json").read_text())["stages"]
@@ -190,14 +251,26 @@ def test_without_a_gpu_every_stage_runs_at_toy_size(tmp_path):
     assert found["machine"]["matmul_flops"] > 0 and found["machine"]["copy_bytes_per_second"] > 0
     for name in ("compile", "correctness"):
         cases = found[name]["cases"]
-        assert len(cases) == found[name]["planned"] >= 7 and all("error" not in case for case in cases)
+        assert len(cases) == found[name]["planned"] >= 7 and all(
+            "error" not in case for case in cases
+        )
     assert {"tape torch", "rope torch"} < {case["name"] for case in found["correctness"]["cases"]}
     (result,) = found["attention"]["results"]
     assert result["timed"]["forward+backward"]["tape triton"] == {"interpreted": True}
     assert result["of_rope"]["forward+backward"]["ratio"] > 0
     for name in ("step-155m", "step-1.3b"):
-        assert set(found[name]["models"]) == {"tape", "rope", "transformers"} and found[name]["ratio_time"] > 0
-    assert set(found["training"]["tests"].values()) == {"passed"} and len(found["training"]["tests"]) == 2
+        assert (
+            set(found[name]["models"]) == {"tape", "rope", "transformers"}
+            and found[name]["ratio_time"] > 0
+        )
+    assert (
+        set(found["training"]["tests"].values()) == {"passed"}
+        and len(found["training"]["tests"]) == 2
+    )
     assert all((tmp_path / f"step-1.3b-{name}.trace.json.gz").exists() for name in ("tape", "rope"))
     lines = (tmp_path / "summary.md").read_text()
-    assert "No GPU: toy size" in lines and "No problems were found." in lines and lines.strip() in done.stdout
+    assert (
+        "No GPU: toy size" in lines
+        and "No problems were found." in lines
+        and lines.strip() in done.stdout
+    )

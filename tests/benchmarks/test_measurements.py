@@ -19,8 +19,11 @@ def recorded(monkeypatch, tmp_path):
     """Return a function that runs a benchmark and returns its record."""
 
     def run(module, *options):
-        path, threads = tmp_path / "here" / "record.json", torch.get_num_threads()
-        monkeypatch.setattr("sys.argv", [module.__name__, f"--output={path}", "--commit=abc", *options])
+        path = tmp_path / "here" / "record.json"
+        threads = torch.get_num_threads()
+        monkeypatch.setattr(
+            "sys.argv", [module.__name__, f"--output={path}", "--commit=abc", *options]
+        )
         try:
             module.main()
         finally:
@@ -38,25 +41,36 @@ KERNELS = ("--tokens=32", "--repetitions=1")
 def test_attention_times_are_compared_with_rope(recorded):
     options = [*KERNELS, "--shapes", "4/2x32@16", "2x32@34", "--without", "triton"]
     grouped, long = recorded(attention, *options)["results"]
-    assert [(result["shape"], result["batch"]) for result in (grouped, long)] == [("4/2x32@16", 2), ("2x32@34", 1)]
+    assert [(result["shape"], result["batch"]) for result in (grouped, long)] == [
+        ("4/2x32@16", 2),
+        ("2x32@34", 1),
+    ]
     for direction, timings in grouped["timed"].items():
-        assert set(timings) == {f"{encoding} {name}" for encoding in ("rope", "tape") for name in ("torch", "tiled")}
+        assert set(timings) == {
+            f"{encoding} {name}" for encoding in ("rope", "tape") for name in ("torch", "tiled")
+        }
         rope = min(("rope torch", "rope tiled"), key=lambda name: timings[name]["seconds"])
         tape = min(("tape torch", "tape tiled"), key=lambda name: timings[name]["seconds"])
         ratio = timings[tape]["seconds"] / timings[rope]["seconds"]
         assert grouped["of_rope"][direction] == {"ratio": ratio, "tape": tape, "rope": rope}
         for name, found in timings.items():
             products = attention.PRODUCTS[name.split()[0]][direction]
-            flops = products * 2 * 2 * 4 * 32 * 16 * 16 / 2  # two sequences; half of the products of 4 heads of 32
+            flops = (
+                products * 2 * 2 * 4 * 32 * 16 * 16 / 2
+            )  # two sequences; half of the products of 4 heads of 32
             assert found["tflops"] == pytest.approx(flops / found["seconds"] / 1e12)
-    assert grouped["rejected"]["triton"] == "is excluded by --without" and "flash_attn" in grouped["rejected"]
+    assert (
+        grouped["rejected"]["triton"] == "is excluded by --without"
+        and "flash_attn" in grouped["rejected"]
+    )
 
 
 def test_interpreted_kernels_are_checked_but_not_timed(recorded, capsys):
     (result,) = recorded(attention, "--toy")["results"]
     timings = result["timed"]["forward+backward"]
     assert (
-        timings["tape triton"] == timings["rope triton"] == {"interpreted": True} and "triton" not in result["rejected"]
+        timings["tape triton"] == timings["rope triton"] == {"interpreted": True}
+        and "triton" not in result["rejected"]
     )
     assert "| tape triton | exact, not timed |" in capsys.readouterr().out
 
@@ -66,10 +80,14 @@ def test_an_inexact_candidate_gets_no_figure(recorded, monkeypatch, capsys):
 
     def attend(encoding, backend, *tensors):
         found = exact(encoding, backend, *tensors)
-        return tuple(1.1 * x for x in found) if (encoding, backend) == ("tape", "torch") else found
+        if (encoding, backend) == ("tape", "torch"):
+            return tuple(1.1 * x for x in found)
+        return found
 
     monkeypatch.setattr(attention, "attend", attend)
-    (result,) = recorded(attention, *KERNELS, "--shapes", "2x32@16", "--without", "triton")["results"]
+    (result,) = recorded(attention, *KERNELS, "--shapes", "2x32@16", "--without", "triton")[
+        "results"
+    ]
     assert set(result["timed"]["forward"]) == {"rope torch", "rope tiled", "tape tiled"}
     assert "off by" in result["rejected"]["tape torch"]
     assert "| tape torch | 16 tokens: tensor 0" in capsys.readouterr().out
@@ -129,7 +147,8 @@ ENCODINGS = ["--shape=toy", "--repetitions=1", "--context=32", "--tokens=2"]
 
 
 def test_every_encoding_is_compared_with_rope_and_freed(recorded, monkeypatch):
-    models, build = [], encodings.build_model
+    models = []
+    build = encodings.build_model
 
     def watched(config, layout):
         model = build(config, layout)
@@ -145,7 +164,9 @@ def test_every_encoding_is_compared_with_rope_and_freed(recorded, monkeypatch):
         assert not {"failed", "decoding_failed"} & rows[name].keys()
     gc.collect()
     assert models and not any(parameter() is not None for parameter in models)
-    lines = encodings.table({"encodings": rows | {"fire": {"additional_parameters": 3, "failed": "it is wrong"}}})
+    lines = encodings.table(
+        {"encodings": rows | {"fire": {"additional_parameters": 3, "failed": "it is wrong"}}}
+    )
     assert lines[2].startswith("| rope | 1 | 1 | ") and lines[-1] == "fire: no figure: it is wrong"
     assert "| fire | - | - | +3 | - |" in lines
 

@@ -1,4 +1,6 @@
-"""Training steps of RoPE, TAPE and baselines are compared, but only if RoPE and TAPE have the same first losses."""
+"""Training steps of RoPE, TAPE and baselines are compared, but only if RoPE and TAPE have the same
+first losses.
+"""
 
 import dataclasses
 import gzip
@@ -50,18 +52,24 @@ def check(record, processes=1):
 def test_tape_rope_and_baselines_alternate_and_learn_the_same_tokens(alternating):
     record, folder = alternating
     check(record)
-    models, seconds = record["models"], {name: found["seconds"] for name, found in record["models"].items()}
+    models = record["models"]
+    seconds = {name: found["seconds"] for name, found in record["models"].items()}
     assert list(models) == [*ENCODINGS, *BASELINES] and record["environment"]["commit"] == "abc"
-    assert record["ratio_time"] == pytest.approx(sum(t / r for t, r in zip(seconds["tape"], seconds["rope"])) / 2)
+    assert record["ratio_time"] == pytest.approx(
+        sum(t / r for t, r in zip(seconds["tape"], seconds["rope"])) / 2
+    )
     assert record["ratio_memory"] > 1 and models["tape"]["position_update"] == "plain torch"
     first = models["rope"]["losses"][0]
     for name in BASELINES:
         losses = models[name]["losses"]
         assert losses[0] == pytest.approx(first, abs=0.3) and losses[-1] < first
-    fastest, ratios = record["fastest_rival"], record["ratios_to_fastest_rival"]
+    fastest = record["fastest_rival"]
+    ratios = record["ratios_to_fastest_rival"]
     assert fastest == min(BASELINES, key=lambda name: models[name]["seconds_per_step"])
     for name, ratio in ratios.items():
-        assert ratio == pytest.approx(sum(a / b for a, b in zip(seconds[name], seconds[fastest])) / 2)
+        assert ratio == pytest.approx(
+            sum(a / b for a, b in zip(seconds[name], seconds[fastest])) / 2
+        )
     for name in ENCODINGS:
         with gzip.open(folder / f"record-{name}.trace.json.gz", "rt") as file:
             assert json.load(file)["traceEvents"]
@@ -75,7 +83,10 @@ def test_a_baseline_that_cannot_take_a_step_is_skipped_and_bf16_trains(tmp_path,
     options = ["--precision=bf16", "--backend=tiled", "--recompute=full"]
     record = measured(tmp_path, *options, against=["transformers"])
     check(record)
-    assert set(record["models"]) == set(ENCODINGS) and "no room" in record["rejected_rivals"]["transformers"]
+    assert (
+        set(record["models"]) == set(ENCODINGS)
+        and "no room" in record["rejected_rivals"]["transformers"]
+    )
     assert record["run"]["recompute"] == "full" and record["models"]["rope"]["attention"] == "tiled"
 
 
@@ -84,15 +95,22 @@ def test_two_tensor_parallel_processes_have_the_losses_of_one(alternating):
     assert written and not also_written
     check(record, processes=2)
     for name in ENCODINGS:
-        assert record["models"][name]["losses"] == pytest.approx(alternating[0]["models"][name]["losses"], abs=1e-4)
+        assert record["models"][name]["losses"] == pytest.approx(
+            alternating[0]["models"][name]["losses"], abs=1e-4
+        )
 
 
-@pytest.mark.parametrize("precision, std", [("fp32", 0.5), ("bf16", 20.0)])  # a small change is lost in rounding
+@pytest.mark.parametrize(
+    "precision, std", [("fp32", 0.5), ("bf16", 20.0)]
+)  # a small change is lost in rounding
 def test_different_losses_at_initialization_give_no_figure(precision, std, tmp_path, monkeypatch):
     declared = TapePosition.parameters
 
     def parameters(self, layer):
-        return {name: dataclasses.replace(p, std=p.std or std) for name, p in declared(self, layer).items()}
+        return {
+            name: dataclasses.replace(p, std=p.std or std)
+            for name, p in declared(self, layer).items()
+        }
 
     monkeypatch.setattr(TapePosition, "parameters", parameters)
     with pytest.raises(ConfigError, match="nothing is measured"):

@@ -22,7 +22,8 @@ def steps(root):
 
 
 def test_a_path_outside_the_run_is_resumed_until_the_run_has_checkpoints(tmp_path):
-    directory, imported = tmp_path / "run", str(tmp_path / "import")
+    directory = tmp_path / "run"
+    imported = str(tmp_path / "import")
     assert resolve_resume(imported, directory) == imported
     (directory / "step-00000001").mkdir(parents=True)
     assert resolve_resume(imported, directory) == "auto"
@@ -40,18 +41,26 @@ def test_a_published_checkpoint_is_complete_even_with_additional_files(tmp_path)
     assert sorted(os.listdir(tmp_path)) == [HOME, "step-00000100"]
 
 
-def test_files_are_flushed_before_the_rename_and_the_rename_before_the_old_checkpoint_is_removed(tmp_path, monkeypatch):
+def test_files_are_flushed_before_the_rename_and_the_rename_before_the_old_checkpoint_is_removed(
+    tmp_path, monkeypatch
+):
     save(tmp_path, 1)
     events = []
-    fsync, rename, rmtree = os.fsync, os.rename, shutil.rmtree
+    fsync = os.fsync
+    rename = os.rename
+    rmtree = shutil.rmtree
 
     def recorded_fsync(descriptor):
         events.append(("fsync", os.fstat(descriptor).st_ino))
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", recorded_fsync)
-    monkeypatch.setattr(os, "rename", lambda a, b: (events.append(("rename", b.name)), rename(a, b)))
-    monkeypatch.setattr(shutil, "rmtree", lambda path: (events.append(("remove", path.name)), rmtree(path)))
+    monkeypatch.setattr(
+        os, "rename", lambda a, b: (events.append(("rename", b.name)), rename(a, b))
+    )
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda path: (events.append(("remove", path.name)), rmtree(path))
+    )
     save(tmp_path, 1)
     named = events.index(("rename", "step-00000001"))
     path = tmp_path / "step-00000001"
@@ -59,19 +68,29 @@ def test_files_are_flushed_before_the_rename_and_the_rename_before_the_old_check
     written = {file.stat().st_ino for file in (path, *path.iterdir())}
     assert {inode for kind, inode in events[:named] if kind == "fsync"} == written
     assert events[named + 1] == ("fsync", tmp_path.stat().st_ino)
-    assert [name for kind, name in events if kind == "remove"] == [".step-00000001.replaced.discarded.partial"]
+    assert [name for kind, name in events if kind == "remove"] == [
+        ".step-00000001.replaced.discarded.partial"
+    ]
     assert events[-1][0] == "remove"
 
 
 def test_checkpoints_are_listed_newest_first_by_number_and_other_names_are_ignored(tmp_path):
     for step in (5, 123456789, 99999999):
         save(tmp_path, step)
-    others = ("step-0000000000005", "step-٠٠٠٠٠٠٠٥", "step-00000006.old", f"step-{'9' * 23}")  # not names of steps
+    others = (
+        "step-0000000000005",
+        "step-٠٠٠٠٠٠٠٥",
+        "step-00000006.old",
+        f"step-{'9' * 23}",
+    )  # not names of steps
     for name in ("step-7", *others, ".step-00000007.partial", "best"):
         (tmp_path / name).mkdir()
     (tmp_path / "step-00000008").write_text("a file")
     assert steps(tmp_path) == [123456789, 99999999, 5]
-    assert steps(tmp_path / "none") == [] and files.newest_complete(tmp_path / "none", warn=pytest.fail) is None
+    assert (
+        steps(tmp_path / "none") == []
+        and files.newest_complete(tmp_path / "none", warn=pytest.fail) is None
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -107,7 +126,9 @@ def test_any_flipped_bit_and_any_truncation_of_the_manifest_are_detected(tmp_pat
 
 
 def change(path, name, **changes):
-    """Rewrite a JSON file of a checkpoint with changed keys. A key whose new value is None is removed."""
+    """Rewrite a JSON file of a checkpoint with changed keys. A key whose new value is None is
+    removed.
+    """
     value = json.loads((path / name).read_text()) | changes
     write_record(path / name, {key: item for key, item in value.items() if item is not None})
     if name != MANIFEST:
@@ -119,7 +140,13 @@ def change(path, name, **changes):
 def test_a_checkpoint_of_another_version_is_an_error_and_never_skipped(tmp_path, more, words):
     save(tmp_path, 1)
     other = save(tmp_path, 2)
-    change(other, MANIFEST, format_version=files.FORMAT_VERSION + more, files=None, parts=["another layout"])
+    change(
+        other,
+        MANIFEST,
+        format_version=files.FORMAT_VERSION + more,
+        files=None,
+        parts=["another layout"],
+    )
     assert words in files.problems(other)[0]
     for search in (files.newest_complete, files.checkpointed_step):
         with pytest.raises(files.OtherFormat) as error:
@@ -170,18 +197,23 @@ STATE = {
         ({"progress": None}, "progress is missing"),
     ],
 )
-def test_a_state_of_the_wrong_shape_or_step_is_a_problem_even_if_the_manifest_is_right(tmp_path, changes, problem):
+def test_a_state_of_the_wrong_shape_or_step_is_a_problem_even_if_the_manifest_is_right(
+    tmp_path, changes, problem
+):
     path = save(tmp_path, 1)
     write_record(path / "state.json", {})
     change(path, "state.json", **STATE)
     change(path, "state.json", **changes)
     for deep in (False, True):
         problems = files.problems(path, deep)
-        assert (problems == []) if problem is None else (len(problems) == 1 and problem in problems[0])
+        assert (
+            (problems == []) if problem is None else (len(problems) == 1 and problem in problems[0])
+        )
 
 
 def test_links_are_read_and_replaced_and_their_targets_stay(tmp_path):
-    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    root = tmp_path / "root"
+    elsewhere = tmp_path / "elsewhere"
     targets = [save(elsewhere, step) for step in (1, 2, 3)]
     root.mkdir()
     for target in targets:
@@ -196,7 +228,10 @@ def test_links_are_read_and_replaced_and_their_targets_stay(tmp_path):
     assert [value_of(target) for target in targets] == [1.0, 2.0, 3.0]
     staged = root / HOME / "step-00000005"
     staged.symlink_to(elsewhere)  # a new staging directory is empty
-    assert list(files.staging_directory(root / HOME, 5).iterdir()) == [] and len(os.listdir(elsewhere)) == 4
+    assert (
+        list(files.staging_directory(root / HOME, 5).iterdir()) == []
+        and len(os.listdir(elsewhere)) == 4
+    )
 
 
 def test_the_newest_complete_checkpoint_is_found_and_broken_ones_are_named(tmp_path):
@@ -252,7 +287,12 @@ def test_skipped_later_checkpoints_are_set_aside_after_a_save(tmp_path):
     assert sorted(os.listdir(tmp_path))[-2:] == aside
     save(tmp_path, 58)
     files.prune(tmp_path, keep=2, keep_every=10, published=58)
-    assert sorted(os.listdir(tmp_path))[1:] == ["step-00000050", "step-00000051", "step-00000058", aside[1]]
+    assert sorted(os.listdir(tmp_path))[1:] == [
+        "step-00000050",
+        "step-00000051",
+        "step-00000058",
+        aside[1],
+    ]
     save(tmp_path, 60)
     files.prune(tmp_path, keep=2, keep_every=10, published=60)
     assert steps(tmp_path) == [60, 58, 50] and not list(tmp_path.glob("*.abandoned"))

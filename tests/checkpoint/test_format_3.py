@@ -1,7 +1,8 @@
 """Checkpoints of format 3, whose parameters had other names, can still be used.
 
-`format_3` next to this file is the checkpoint of step 2 of a run with GENERATOR and SETTINGS, which the last version
-that wrote this format trained to step 4. The predicate `is_trained` froze the embedding.
+`format_3` next to this file is the checkpoint of step 2 of a run with GENERATOR and SETTINGS, which
+the last version that wrote this format trained to step 4. The predicate `is_trained` froze the
+embedding.
 """
 
 import json
@@ -43,9 +44,14 @@ def is_trained(name, parameter):
 def test_a_run_continues_a_checkpoint_of_format_3_and_saves_the_current_format(tmp_path):
     checkpoints = tmp_path / "run" / "checkpoints"
     shutil.copytree(SAVED, checkpoints / "step-00000002")
-    assert train.main([GENERATOR, f"--logging.directory={tmp_path / 'run'}", *SETTINGS], is_trained) == 0
+    assert (
+        train.main([GENERATOR, f"--logging.directory={tmp_path / 'run'}", *SETTINGS], is_trained)
+        == 0
+    )
 
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     found = {row["step"]: row for row in rows if "train/loss" in row}
     assert found.keys() == EXPECTED.keys()
     for step, expected in EXPECTED.items():
@@ -61,7 +67,9 @@ def test_a_run_continues_a_checkpoint_of_format_3_and_saves_the_current_format(t
 
 def keys_of(name):
     frozen = name == "embedding.weight"
-    return [f"weight/{name}"] + [f"{kind}/{name}" for kind in ("exp_avg", "exp_avg_sq", "average") if not frozen]
+    return [f"weight/{name}"] + [
+        f"{kind}/{name}" for kind in ("exp_avg", "exp_avg_sq", "average") if not frozen
+    ]
 
 
 @pytest.mark.parametrize("average", [False, True])
@@ -77,11 +85,15 @@ def test_weights_of_format_3_are_read_by_their_current_names(average):
     }
     for name, key in names.items():
         assert torch.equal(saved.read(name), tensors[key])
-    assert saved.trained == [name for name in parameter_shapes(saved.model) if name != "embedding.weight"]
+    assert saved.trained == [
+        name for name in parameter_shapes(saved.model) if name != "embedding.weight"
+    ]
 
 
 def test_every_name_has_its_own_name_in_format_3():
     lora = ExtensionConfig(trains=["lora"], lora_rank=2)
-    names = parameter_shapes(small_model(qk_norm=True, qkv_bias=True, attention_output_gate=True), lora)
+    names = parameter_shapes(
+        small_model(qk_norm=True, qkv_bias=True, attention_output_gate=True), lora
+    )
     assert [current_name(f"gpt.{seed_name(name)}") for name in names] == list(names)
     assert [current_name(name) for name in names] == list(names)

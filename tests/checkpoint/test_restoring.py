@@ -1,4 +1,6 @@
-"""Tests of reading complete and damaged checkpoints in one process; tests of continued runs are in test_resuming.py."""
+"""Tests of reading complete and damaged checkpoints in one process; tests of continued runs are in
+test_resuming.py.
+"""
 
 import errno
 import json
@@ -28,14 +30,22 @@ from megatron_tape.training.engine import Engine
 
 def summed_gradient(precision, stage, micro_batches=64):
     """Return Adam's first moment after one step, which is a tenth of the gradient."""
-    changes = {"deepspeed__zero_stage": stage, "optimizer__clip_grad": 0.0, "train__global_batch_size": micro_batches}
+    changes = {
+        "deepspeed__zero_stage": stage,
+        "optimizer__clip_grad": 0.0,
+        "train__global_batch_size": micro_batches,
+    }
     config = make_alone(small_model(num_layers=1), train__precision=precision, **changes)
-    model, layout = build(config.model, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
+    model, layout = build(
+        config.model, dtype=torch.bfloat16 if precision == "bf16" else torch.float32
+    )
     engine = Engine(model, config, layout)
     tokens = [random_tokens(batch=1, length=17, seed=seed) for seed in range(micro_batches)]
     engine.train_step(({"tokens": t[:, :-1], "labels": t[:, 1:]} for t in tokens), lr=0.0)
     state = engine.training_state()
-    return torch.cat([value.flatten() for key, value in state.items() if key.startswith("exp_avg/")])
+    return torch.cat(
+        [value.flatten() for key, value in state.items() if key.startswith("exp_avg/")]
+    )
 
 
 def test_bf16_adds_up_micro_batches_in_fp32_at_every_stage():
@@ -45,7 +55,8 @@ def test_bf16_adds_up_micro_batches_in_fp32_at_every_stage():
     assert max(errors) < 1.05 * min(errors)
 
 
-TENSORS, RANDOM = "tensors-tp00-dp00000.safetensors", "random.safetensors"
+TENSORS = "tensors-tp00-dp00000.safetensors"
+RANDOM = "random.safetensors"
 NAME = "weight/output.weight"
 
 
@@ -75,7 +86,9 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def damaged(saved, tmp_path):
-    """Return a function that changes a file of a copied checkpoint, updates the manifest, and opens the copy."""
+    """Return a function that changes a file of a copied checkpoint, updates the manifest, and opens
+    the copy.
+    """
     path = tmp_path / "step-00000001"
     shutil.copytree(saved[1], path)
 
@@ -115,8 +128,12 @@ def test_checked_tensors_are_cached_up_to_a_limit(saved, damaged, monkeypatch, l
     assert problem.startswith(f"{TENSORS} has sha256 ")
 
 
-@pytest.mark.parametrize("module, function", [(reading, "_read_whole"), (directories, "read_record")])
-def test_a_disk_error_at_the_start_is_an_error_and_skips_no_checkpoint(saved, tmp_path, monkeypatch, module, function):
+@pytest.mark.parametrize(
+    "module, function", [(reading, "_read_whole"), (directories, "read_record")]
+)
+def test_a_disk_error_at_the_start_is_an_error_and_skips_no_checkpoint(
+    saved, tmp_path, monkeypatch, module, function
+):
     def fail(*arguments):
         raise OSError(errno.ESTALE, "Stale file handle")
 
@@ -129,7 +146,9 @@ def test_a_disk_error_at_the_start_is_an_error_and_skips_no_checkpoint(saved, tm
     assert open_to_resume(config, saved[0].layout).step == 1
 
 
-def test_a_checkpoint_with_a_wrong_checksum_is_skipped_and_set_aside_by_the_next_save(saved, tmp_path, caplog):
+def test_a_checkpoint_with_a_wrong_checksum_is_skipped_and_set_aside_by_the_next_save(
+    saved, tmp_path, caplog
+):
     engine = saved[0]
     paths = [save(engine, tmp_path, step) for step in (1, 3)]
     content = bytearray((paths[1] / TENSORS).read_bytes())
@@ -152,10 +171,13 @@ def test_random_states_continue_where_they_were_saved(saved, tmp_path):
 
 
 def test_a_background_save_contains_the_step_at_which_it_started(saved, tmp_path, monkeypatch):
-    engine, written = saved[0], threading.Event()
+    engine = saved[0]
+    written = threading.Event()
     before = engine.training_state()
     write = writing.write_safetensors
-    monkeypatch.setattr(writing, "write_safetensors", lambda *arguments: written.wait(60) and write(*arguments))
+    monkeypatch.setattr(
+        writing, "write_safetensors", lambda *arguments: written.wait(60) and write(*arguments)
+    )
     save = writing.Save(writer_in(engine, tmp_path), 1, 4, {}, in_thread=True)
     tokens = random_tokens(batch=1, length=17, seed=1)
     engine.train_step([{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}], lr=0.1)
@@ -165,7 +187,9 @@ def test_a_background_save_contains_the_step_at_which_it_started(saved, tmp_path
     path = save.advance()
     assert directories.problems(path) == [] and directories.read_state(path)["optimizer_steps"] == 1
     saved_tensors = load_file(path / TENSORS)
-    assert saved_tensors.keys() == before.keys() and all(torch.equal(saved_tensors[key], before[key]) for key in before)
+    assert saved_tensors.keys() == before.keys() and all(
+        torch.equal(saved_tensors[key], before[key]) for key in before
+    )
     assert not torch.equal(engine.training_state()[NAME], saved_tensors[NAME])
     checkpoint = Checkpoint(path, directories.read_state(path))
     load_training_state(checkpoint, engine)
@@ -179,12 +203,17 @@ def test_a_background_save_contains_the_step_at_which_it_started(saved, tmp_path
         (lambda places: places[NAME].update(shape=[32, 64]), f"has {NAME} of shape [32, 64]"),
         (lambda places: places[NAME].update(offset=10**9), "begins at byte 1000000000 of"),
         (lambda places: places[NAME].update(offset=-4), "offset is -4"),
-        (lambda places: places[NAME].update(shape=[2**40, 2**40]), f"says that {NAME} of shape [1099511627776, "),
+        (
+            lambda places: places[NAME].update(shape=[2**40, 2**40]),
+            f"says that {NAME} of shape [1099511627776, ",
+        ),
         (lambda places: places.pop(NAME), f"has no {NAME}"),
         (lambda places: places.pop(NAME.replace("weight/", "exp_avg/", 1)), "has no exp_avg/"),
     ],
 )
-def test_an_index_that_does_not_fit_is_refused_even_if_the_manifest_is_right(saved, damaged, change, problem):
+def test_an_index_that_does_not_fit_is_refused_even_if_the_manifest_is_right(
+    saved, damaged, change, problem
+):
     checkpoint = damaged(INDEX, change)
     with pytest.raises(FileError) as error:
         load_weights(checkpoint, saved[0].module, saved[0].layout)
@@ -197,12 +226,16 @@ def test_an_index_that_names_another_file_is_refused(damaged, name):
     checkpoint = damaged(INDEX)
     index = read_index(checkpoint.path, 1)
     write_record(checkpoint.path / INDEX, {"files": {name: index[TENSORS]}})
-    with pytest.raises(CheckpointError, match=f"lists {name}, which is not a file of this checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=f"lists {name}, which is not a file of this checkpoint"
+    ):
         read_index(checkpoint.path, 1)
 
 
 def rank_0s(change):
-    """Return a function that applies `change` to the texts in the random states of a checkpoint with one rank."""
+    """Return a function that applies `change` to the texts in the random states of a checkpoint
+    with one rank.
+    """
 
     def changed(table):
         tensors = load(table["states"][0, : table["lengths"][0]].numpy().tobytes())
@@ -231,7 +264,9 @@ def test_random_states_that_cannot_be_restored_are_refused(saved, damaged, chang
 
 
 def state_of_a_gpu(seed, offset=4):
-    """Return a CUDA generator's state: the seed and the offset in Philox's sequence, 8 bytes each."""
+    """Return a CUDA generator's state: the seed and the offset in Philox's sequence, 8 bytes
+    each.
+    """
     return torch.tensor([seed, offset]).view(torch.uint8)
 
 

@@ -22,15 +22,23 @@ from megatron_tape.errors import ConfigError
 def test_changed_settings_are_reported_with_both_values():
     saved = config_dict(make())
     assert changes(saved, make()) == []
-    assert changes(saved, make(train__precision="fp32")) == ["train.precision: was 'bf16', is now 'fp32'"]
+    assert changes(saved, make(train__precision="fp32")) == [
+        "train.precision: was 'bf16', is now 'fp32'"
+    ]
 
 
 def test_settings_that_change_the_order_of_the_data_are_named():
     assert changed_order_keys(config_dict(make()), make(train__seed=5)) == ["train.seed"]
     assert not only_size_changed(["train.seed"])
     assert changes(config_dict(make()), make(train__hang_timeout=5.0)) == []
-    saved = config_dict(make(train__spikes={}, train__batch_ramp={"from": 1, "over_samples": 9}, train__steps=20))
-    now = make(train__batch_ramp={"from": 2, "over_samples": 9}, train__spikes={"action": "skip"}, train__steps=30)
+    saved = config_dict(
+        make(train__spikes={}, train__batch_ramp={"from": 1, "over_samples": 9}, train__steps=20)
+    )
+    now = make(
+        train__batch_ramp={"from": 2, "over_samples": 9},
+        train__spikes={"action": "skip"},
+        train__steps=30,
+    )
     assert [sentence.partition(":")[0] for sentence in changes(saved, now)] == [
         "train.steps",
         "train.batch_ramp.from",
@@ -39,7 +47,11 @@ def test_settings_that_change_the_order_of_the_data_are_named():
     keys = changed_order_keys(saved, now)
     assert keys == ["train.steps", "train.batch_ramp.from"] and only_size_changed(keys)
     before = with_saved_size(saved, now)
-    assert (before.train.steps, before.train.batch_ramp.from_, before.train.spikes.action) == (20, 1, "skip")
+    assert (before.train.steps, before.train.batch_ramp.from_, before.train.spikes.action) == (
+        20,
+        1,
+        "skip",
+    )
     generated = make(data__prefix=None, data__generator={"task": "addition"}, train__steps=30)
     assert changed_order_keys(saved, generated) == ["data.prefix", "data.generator"]
 
@@ -49,20 +61,28 @@ def test_differences_between_models_are_named_with_both_values():
     assert model_differences(saved, dict(saved)) == []
     assert set(
         model_differences(
-            saved, saved | {"hidden_size": 512, "position": saved["position"] | {"token_mixing": "per_head"}}
+            saved,
+            saved
+            | {"hidden_size": 512, "position": saved["position"] | {"token_mixing": "per_head"}},
         )
     ) == {
         "model.hidden_size: checkpoint 64, configuration 512",
         "model.position.token_mixing: checkpoint full, configuration per_head",
     }
     other = saved["position"] | {"t5_num_buckets": 3}
-    assert model_differences(saved | {"position": other}, saved) == []  # a setting of another encoding
+    assert (
+        model_differences(saved | {"position": other}, saved) == []
+    )  # a setting of another encoding
     assert model_differences(saved, saved | {"hidden_size": 512}, free=["hidden_size"]) == []
 
 
 def test_a_default_spelled_out_is_not_a_difference():
     saved = as_dict(model_config(**MODEL))
-    spelled = {"num_query_groups": 8, "kv_channels": 8, "position": saved["position"] | {"mlp_size": 32}}
+    spelled = {
+        "num_query_groups": 8,
+        "kv_channels": 8,
+        "position": saved["position"] | {"mlp_size": 32},
+    }
     assert model_differences(saved, saved | spelled) == []
     assert model_differences(saved, saved | {"num_query_groups": 4}) == [
         "model.num_query_groups: checkpoint 8, configuration 4"
@@ -72,7 +92,11 @@ def test_a_default_spelled_out_is_not_a_difference():
 def test_a_setting_that_is_newer_than_the_checkpoint_has_its_default(monkeypatch):
     saved = {"model": as_dict(make().model)}
     del saved["model"]["position"]["rope_share"], saved["model"]["layers_without_positions"]
-    monkeypatch.setattr(saved_settings, "read_state", lambda path: {"optimizer_steps": 1, "config": saved})
+    monkeypatch.setattr(
+        saved_settings, "read_state", lambda path: {"optimizer_steps": 1, "config": saved}
+    )
     check_same_model(Path("somewhere"), make())
-    with pytest.raises(ConfigError, match="model.position.rope_share: checkpoint 1.0, configuration 0.5"):
+    with pytest.raises(
+        ConfigError, match="model.position.rope_share: checkpoint 1.0, configuration 0.5"
+    ):
         check_same_model(Path("somewhere"), make(model__position__rope_share=0.5))

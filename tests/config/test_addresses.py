@@ -18,7 +18,11 @@ from megatron_tape.evaluation.tasks import TASKS
 ADDRESS = "s3://bucket/run"
 ROOT = Path(__file__).parents[2]
 SECTIONS = {"": RunConfig} | {f"{name}: ": task.Settings for name, task in TASKS.items()}
-SETTINGS = [(task + setting.key, setting) for task, kind in SECTIONS.items() for setting in settings_of(kind)]
+SETTINGS = [
+    (task + setting.key, setting)
+    for task, kind in SECTIONS.items()
+    for setting in settings_of(kind)
+]
 TEXT = {
     *("split", "text_key", "template", "sample_prompt", "evaluations", "project", "entity", "name"),
     *("weight_decay_of", "lr_scale_of", "blanks", "ruler: tasks"),
@@ -48,26 +52,46 @@ TEXT_OPTIONS = {
 
 
 def outcome(kind, value):
-    """Return `accepted`, `refused` if the reason is that the value is an address, or `invalid` for other reasons."""
+    """Return `accepted`, `refused` if the reason is that the value is an address, or `invalid` for
+    other reasons.
+    """
     try:
         validate_as(kind, value)
     except ValidationError as error:
         reasons = (str(one.get("ctx", {}).get("error", "")) for one in error.errors())
-        return "refused" if any("is an address" in reason for reason in reasons) else "invalid"
+        if any("is an address" in reason for reason in reasons):
+            return "refused"
+        return "invalid"
     return "accepted"
 
 
-@pytest.mark.parametrize("key, setting", [pytest.param(*item, id=item[0]) for item in SETTINGS if not item[1].sections])
+@pytest.mark.parametrize(
+    "key, setting", [pytest.param(*item, id=item[0]) for item in SETTINGS if not item[1].sections]
+)
 def test_no_path_setting_accepts_an_address(key, setting):
     values = (ADDRESS, [ADDRESS], {"name": ADDRESS}, {ADDRESS: 1.0}, {ADDRESS: 1})
     outcomes = {outcome(setting.kind, value) for value in values}
-    assert "accepted" not in outcomes or key in TEXT or key.rpartition(".")[2].rpartition(": ")[2] in TEXT
+    assert (
+        "accepted" not in outcomes
+        or key in TEXT
+        or key.rpartition(".")[2].rpartition(": ")[2] in TEXT
+    )
 
 
 def test_every_path_setting_says_why(tmp_path):
-    refused = {key for key, setting in SETTINGS if not setting.sections and outcome(setting.kind, ADDRESS) == "refused"}
+    refused = {
+        key
+        for key, setting in SETTINGS
+        if not setting.sections and outcome(setting.kind, ADDRESS) == "refused"
+    }
     assert refused >= {
-        *("data.prefix", "data.tokenizer", "data.cache_directory", "data.examples.path", "data.examples.validation"),
+        *(
+            "data.prefix",
+            "data.tokenizer",
+            "data.cache_directory",
+            "data.examples.path",
+            "data.examples.validation",
+        ),
         *(
             "checkpoint.directory",
             "checkpoint.resume",
@@ -75,13 +99,21 @@ def test_every_path_setting_says_why(tmp_path):
             "logging.directory",
             "evaluation.perplexity.data",
         ),
-        *("perplexity: data", "context_gain: data", "ruler: haystack", "lm_eval: include_path", "positions: data"),
+        *(
+            "perplexity: data",
+            "context_gain: data",
+            "ruler: haystack",
+            "lm_eval: include_path",
+            "positions: data",
+        ),
     }
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(f"logging:\n  directory: {ADDRESS}\n")
     demo = ["--config", "tape_demo"]
     for arguments in ([*demo, "--logging.directory", ADDRESS], [*demo, "--config", str(recipe)]):
-        with pytest.raises(ConfigError, match=r"object stores .* are not supported; .* aws s3 sync") as error_info:
+        with pytest.raises(
+            ConfigError, match=r"object stores .* are not supported; .* aws s3 sync"
+        ) as error_info:
             parse_run_config(arguments)
         assert error_info.value.key == "logging.directory"
     with pytest.raises(ValueError, match="object stores"):
@@ -99,7 +131,10 @@ def parsers_of(program):
         raise Captured(parser)
 
     main = importlib.import_module(program).main
-    with mock.patch.object(argparse.ArgumentParser, "parse_known_args", capture), mock.patch("sys.argv", [program]):
+    with (
+        mock.patch.object(argparse.ArgumentParser, "parse_known_args", capture),
+        mock.patch("sys.argv", [program]),
+    ):
         with pytest.raises(Captured) as captured:
             main(*[[]] * bool(main.__code__.co_argcount))
     parsers = [captured.value.args[0]]
@@ -117,7 +152,12 @@ def test_no_path_option_accepts_an_address(program):
         for action in parser._actions:
             name = (action.option_strings or [action.dest])[-1]
             takes_value = action.nargs != 0 and not isinstance(action, argparse._SubParsersAction)
-            if not takes_value or action.choices or name in TEXT_OPTIONS or action.dest in ("given", "help"):
+            if (
+                not takes_value
+                or action.choices
+                or name in TEXT_OPTIONS
+                or action.dest in ("given", "help")
+            ):
                 continue
             with pytest.raises((argparse.ArgumentError, ConfigError)):
                 parser._get_value(action, ADDRESS)
@@ -126,7 +166,9 @@ def test_no_path_option_accepts_an_address(program):
 def test_the_directories_of_a_job_may_be_no_addresses(monkeypatch):
     from pretrain import attempt
 
-    with pytest.raises(ConfigError, match="argument --scratch: s3://bucket/run is an address, and object stores"):
+    with pytest.raises(
+        ConfigError, match="argument --scratch: s3://bucket/run is an address, and object stores"
+    ):
         attempt.main(["chain", "--scratch", ADDRESS, "--", "tape_demo"])
 
 

@@ -1,4 +1,6 @@
-"""Incompatible settings are refused with an error about one of their keys, and compatible ones are accepted."""
+"""Incompatible settings are refused with an error about one of their keys, and compatible ones are
+accepted.
+"""
 
 import pytest
 from configurations import make
@@ -12,12 +14,14 @@ from megatron_tape.errors import ConfigError
 from megatron_tape.ops.backends import BACKENDS, SCORES
 from megatron_tape.position import ENCODINGS
 
-TENSOR, CONTEXT = "parallel__tensor_model_parallel_size", "parallel__context_parallel_size"
+TENSOR = "parallel__tensor_model_parallel_size"
+CONTEXT = "parallel__context_parallel_size"
 SEQUENCE = {"parallel__sequence_parallel": False}
 ROPE = {"model__position_encoding": "rope"}
 YARN = {"model__position__rope_scaling_type": "yarn"}
 LONG = {"minimum": 8192, "share": 0.5}
-STAGES, VIRTUAL = "parallel__pipeline_model_parallel_size", "parallel__virtual_pipeline_size"
+STAGES = "parallel__pipeline_model_parallel_size"
+VIRTUAL = "parallel__virtual_pipeline_size"
 STAGED = {"processes": 2, STAGES: 2, "model__num_layers": 4, "train__micro_batch_size": 1}
 GENERATED = {"data__prefix": None, "data__tokenizer": None}
 
@@ -54,22 +58,69 @@ def test_a_malformed_split_is_refused(split):
         (8, {TENSOR: 2, "parallel__sequence_parallel": True}),
         (2, {TENSOR: 2, "model__seq_length": 31, **SEQUENCE, **ROPE}),
         (1, {"schedule__kind": "wsd", "schedule__warmup_steps": 50, "schedule__decay_steps": 50}),
-        (1, {"extension__trains": ["lora"], "extension__lora_rank": 64, "extension__lora_targets": ["q", "o"],
-             "model__num_query_groups": 2}),
-        (1, {"extension__trains": ["norms"], "extension__lora_rank": 8, "extension__lora_alpha": 16.0}),
-        (1, {"extension__trains": ["position"], "model__position_encoding": "repo",
-             "model__position__repo_first_layer": 2}),
-        (1, {"model__num_query_groups": 2, "model__position__gate_input": "attention", "model__tie_embeddings": True}),
+        (
+            1,
+            {
+                "extension__trains": ["lora"],
+                "extension__lora_rank": 64,
+                "extension__lora_targets": ["q", "o"],
+                "model__num_query_groups": 2,
+            },
+        ),
+        (
+            1,
+            {
+                "extension__trains": ["norms"],
+                "extension__lora_rank": 8,
+                "extension__lora_alpha": 16.0,
+            },
+        ),
+        (
+            1,
+            {
+                "extension__trains": ["position"],
+                "model__position_encoding": "repo",
+                "model__position__repo_first_layer": 2,
+            },
+        ),
+        (
+            1,
+            {
+                "model__num_query_groups": 2,
+                "model__position__gate_input": "attention",
+                "model__tie_embeddings": True,
+            },
+        ),
         (1, {"model__hidden_size": 65, "model__kv_channels": 8}),
         (1, {"data__split": "1,0,0", "train__eval_interval": None}),
         (1, {"data__tokenizer": None, "logging__sample_tokens": 0}),
-        (1, {"data__reset_attention_mask": True, "data__long_documents": {"minimum": 8192, "share": 1}}),
-        (1, {"optimizer__kind": "muon", "deepspeed__zero_stage": 2, "train__spikes": {"action": "skip", "window": 9},
-             "train__average": {"kind": "last", "count": 3, "every": 49}}),
-        (1, {**GENERATED, "data__generator": {"task": "addition", "digits": 9}, "data__split": "1,0,0",
-             "logging__sample_tokens": 0}),
+        (
+            1,
+            {
+                "data__reset_attention_mask": True,
+                "data__long_documents": {"minimum": 8192, "share": 1},
+            },
+        ),
+        (
+            1,
+            {
+                "optimizer__kind": "muon",
+                "deepspeed__zero_stage": 2,
+                "train__spikes": {"action": "skip", "window": 9},
+                "train__average": {"kind": "last", "count": 3, "every": 49},
+            },
+        ),
+        (
+            1,
+            {
+                **GENERATED,
+                "data__generator": {"task": "addition", "digits": 9},
+                "data__split": "1,0,0",
+                "logging__sample_tokens": 0,
+            },
+        ),
     ],
-)  # fmt: skip
+)
 def test_compatible_settings_are_accepted(world_size, changes):
     validate(make(**changes), world_size)
 
@@ -90,15 +141,26 @@ def test_compatible_settings_are_accepted(world_size, changes):
         ("model.seq_length", {"processes": 4, CONTEXT: 4, "model__seq_length": 30}),
         ("parallel.sequence_parallel", {"parallel__sequence_parallel": True}),
         ("parallel.sequence_parallel", {"processes": 2, TENSOR: 2, **SEQUENCE}),
-        ("parallel.sequence_parallel", {"processes": 2, TENSOR: 2, "model__qk_norm": True, **SEQUENCE, **ROPE}),
+        (
+            "parallel.sequence_parallel",
+            {"processes": 2, TENSOR: 2, "model__qk_norm": True, **SEQUENCE, **ROPE},
+        ),
         ("parallel.sequence_parallel", {"processes": 4, TENSOR: 2, CONTEXT: 2, **SEQUENCE, **ROPE}),
         ("train.global_batch_size", {"processes": 3}),
         ("train.batch_ramp.over_samples", {"train__batch_ramp": {"from": 2}}),
         ("train.batch_ramp.from", {"train__batch_ramp": {"from": 0, "over_samples": 10}}),
-        ("train.batch_ramp.from",
-         {"train__batch_ramp": {"from": 3, "over_samples": 10}, "train__global_batch_size": 8}),
-        ("train.batch_ramp.from",
-         {"processes": 4, "train__batch_ramp": {"from": 2, "over_samples": 10}, "train__global_batch_size": 8}),
+        (
+            "train.batch_ramp.from",
+            {"train__batch_ramp": {"from": 3, "over_samples": 10}, "train__global_batch_size": 8},
+        ),
+        (
+            "train.batch_ramp.from",
+            {
+                "processes": 4,
+                "train__batch_ramp": {"from": 2, "over_samples": 10},
+                "train__global_batch_size": 8,
+            },
+        ),
         ("checkpoint.writers", {"processes": 2, "checkpoint__writers": 1, TENSOR: 2}),
         # Monitoring.
         ("train.profile.steps", {"train__profile": {"steps": [3]}}),
@@ -128,7 +190,10 @@ def test_compatible_settings_are_accepted(world_size, changes):
         ("model.unpadded_vocab_size", {"model__unpadded_vocab_size": 1000}),
         ("model.position_encoding", {"model__position_encoding": "sine"}),
         ("model.position.gate_input", {"model__position__gate_input": "both"}),
-        ("model.position.token_mixing", {"model__position__token_mixing": "per_head", "model__num_query_groups": 2}),
+        (
+            "model.position.token_mixing",
+            {"model__position__token_mixing": "per_head", "model__num_query_groups": 2},
+        ),
         ("model.position.mlp_size", {"model__position__mlp_size": 2**20 + 1}),
         ("model.position.rope_scaling_factor", {"model__position__rope_scaling_factor": 0.5}),
         ("model.position.rope_beta_fast", {**YARN, "model__position__rope_beta_fast": 1e308}),
@@ -139,19 +204,35 @@ def test_compatible_settings_are_accepted(world_size, changes):
         ("model.position.rope_low_freq_factor", {"model__position__rope_low_freq_factor": 4.0}),
         ("model.position.rope_beta_slow", {"model__position__rope_beta_slow": 32.0}),
         ("model.position.rope_theta", {**YARN, "model__position__rope_theta": 1.0}),
-        ("model.attention_backend", {"model__attention_backend": "flash_attn", "train__precision": "fp32"}),
-        ("model.attention_backend", {"model__attention_backend": "torch_wide", "train__precision": "fp32"}),
-        ("model.attention_backend", {"model__attention_backend": "torch_wide", "model__kv_channels": 128}),
-        ("model.attention_backend", {"model__attention_backend": "triton", "model__kv_channels": 48}),
+        (
+            "model.attention_backend",
+            {"model__attention_backend": "flash_attn", "train__precision": "fp32"},
+        ),
+        (
+            "model.attention_backend",
+            {"model__attention_backend": "torch_wide", "train__precision": "fp32"},
+        ),
+        (
+            "model.attention_backend",
+            {"model__attention_backend": "torch_wide", "model__kv_channels": 128},
+        ),
+        (
+            "model.attention_backend",
+            {"model__attention_backend": "triton", "model__kv_channels": 48},
+        ),
         # Types and precision.
         ("deepspeed.zero_stage", {"deepspeed__zero_stage": True}),
-        ("deepspeed.communication_precision",
-         {"deepspeed__communication_precision": "bf16", "train__precision": "fp32"}),
+        (
+            "deepspeed.communication_precision",
+            {"deepspeed__communication_precision": "bf16", "train__precision": "fp32"},
+        ),
         ("train.steps", {"train__steps": 10**8, "train__global_batch_size": 10**6}),
         # The schedule and the optimizer.
         ("schedule.warmup_steps", {"schedule__warmup_steps": 101}),
-        ("schedule.warmup_steps",
-         {"schedule__kind": "wsd", "schedule__warmup_steps": 60, "schedule__decay_steps": 50}),
+        (
+            "schedule.warmup_steps",
+            {"schedule__kind": "wsd", "schedule__warmup_steps": 60, "schedule__decay_steps": 50},
+        ),
         ("schedule.decay_steps", {"schedule__decay_steps": 50}),
         ("optimizer.min_lr", {"optimizer__min_lr": 0.1}),
         ("optimizer.lr", {"optimizer__lr": float("nan")}),
@@ -159,7 +240,10 @@ def test_compatible_settings_are_accepted(world_size, changes):
         ("optimizer.kind", {"optimizer__kind": "muon", "extension__trains": ["position", "norms"]}),
         ("data.stages[0].share", {"data__stages": [{"prefix": "b", "share": 1.5}]}),
         ("data.stages[0].prefix", {"data__stages": [{"share": 0.5}]}),
-        ("data.stages", {"data__stages": [{"prefix": "b", "share": 0.5}, {"prefix": "c", "share": 0.5}]}),
+        (
+            "data.stages",
+            {"data__stages": [{"prefix": "b", "share": 0.5}, {"prefix": "c", "share": 0.5}]},
+        ),
         ("data.stages[0].prefix", {"data__stages": [{"prefix": [], "share": 0.5}]}),
         ("data.stages", {"data__stages": [{"prefix": "b", "share": 1e-9}]}),
         ("train.average.count", {"train__average": {"kind": "last", "count": 3, "every": 50}}),
@@ -176,17 +260,41 @@ def test_compatible_settings_are_accepted(world_size, changes):
         # Data.
         ("data.prefix", {"data__prefix": []}),
         ("data.prefix", {"data__generator": {"task": "addition"}}),
-        ("data.reset_attention_mask",
-         {"data__reset_attention_mask": True, "data__tokenizer": None, "train__eval_interval": None}),
+        (
+            "data.reset_attention_mask",
+            {
+                "data__reset_attention_mask": True,
+                "data__tokenizer": None,
+                "train__eval_interval": None,
+            },
+        ),
         ("data.long_documents", {"data__long_documents": LONG}),
         ("data.generator.task", {**GENERATED, "data__generator": {"digits": 3}}),
-        ("data.generator.digit", {**GENERATED, "data__generator": {"task": "addition", "digit": 3}}),
+        (
+            "data.generator.digit",
+            {**GENERATED, "data__generator": {"task": "addition", "digit": 3}},
+        ),
         ("data.generator", {**GENERATED, "data__generator": {"task": "addition"}}),
-        ("data.generator", {**GENERATED, "data__generator": {"task": "selective_copy", "symbols": 200}}),
-        ("data.generator.digits", {**GENERATED, "data__generator": {"task": "addition", "digits": "many"}}),
-        ("data.tokenizer", {"data__prefix": None, "data__generator": {"task": "addition", "digits": 4}}),
-        ("data.reset_attention_mask",
-         {"data__prefix": None, "data__reset_attention_mask": True, "data__generator": {"task": "addition"}}),
+        (
+            "data.generator",
+            {**GENERATED, "data__generator": {"task": "selective_copy", "symbols": 200}},
+        ),
+        (
+            "data.generator.digits",
+            {**GENERATED, "data__generator": {"task": "addition", "digits": "many"}},
+        ),
+        (
+            "data.tokenizer",
+            {"data__prefix": None, "data__generator": {"task": "addition", "digits": 4}},
+        ),
+        (
+            "data.reset_attention_mask",
+            {
+                "data__prefix": None,
+                "data__reset_attention_mask": True,
+                "data__generator": {"task": "addition"},
+            },
+        ),
         ("data.examples.path", {"data__prefix": None, "data__examples": {}}),
         ("data.examples.file", examples(file="b.jsonl")),
         ("data.examples.bos", examples(bos="yes")),
@@ -204,15 +312,27 @@ def test_compatible_settings_are_accepted(world_size, changes):
         ("extension.trains", {"extension__trains": ["all", "norms"]}),
         ("extension.trains", {"extension__trains": ["output"], "model__tie_embeddings": True}),
         ("extension.trains", {"extension__trains": ["position"], **ROPE}),
-        ("extension.trains", {"extension__trains": ["norms"], "optimizer__lr_scale_of": {"norms": 0.0}}),
-        ("extension.lora_rank",
-         {"extension__trains": ["lora"], "extension__lora_rank": 17, "model__num_query_groups": 2}),
+        (
+            "extension.trains",
+            {"extension__trains": ["norms"], "optimizer__lr_scale_of": {"norms": 0.0}},
+        ),
+        (
+            "extension.lora_rank",
+            {
+                "extension__trains": ["lora"],
+                "extension__lora_rank": 17,
+                "model__num_query_groups": 2,
+            },
+        ),
         ("extension.lora_rank", {"extension__trains": ["position"], "extension__lora_rank": 4}),
         ("extension.lora_alpha", {"extension__lora_alpha": 8.0}),
         ("extension.lora_targets", {"extension__lora_targets": ["q"]}),
-        ("extension.lora_targets[0]", {"extension__trains": ["lora"], "extension__lora_targets": ["x"]}),
+        (
+            "extension.lora_targets[0]",
+            {"extension__trains": ["lora"], "extension__lora_targets": ["x"]},
+        ),
     ],
-)  # fmt: skip
+)
 def test_incompatible_settings_are_refused(key, changes):
     changes = dict(changes)
     processes = changes.pop("processes", 1)
@@ -226,14 +346,21 @@ def test_a_profiled_rank_must_be_below_the_number_of_processes():
     config = make(train__profile={"steps": [1, 2], "ranks": [0, 2]})
     check(config, Level.SETTINGS)
     check(config, Level.SETTINGS, processes=4)
-    with pytest.raises(ConfigError, match="train.profile.ranks contains 2, but the ranks are 0 to 1"):
+    with pytest.raises(
+        ConfigError, match="train.profile.ranks contains 2, but the ranks are 0 to 1"
+    ):
         check(config, Level.SETTINGS, processes=2)
 
 
 def test_incompatible_settings_of_shifted_sparse_attention_are_refused(monkeypatch):
     shifted = {"extension__attention": "shifted_sparse", "model__seq_length": 64}
     validate(make(**shifted), 1)
-    validate(make(**shifted, model__num_attention_heads=9, model__kv_channels=8, model__num_query_groups=3), 1)
+    validate(
+        make(
+            **shifted, model__num_attention_heads=9, model__kv_channels=8, model__num_query_groups=3
+        ),
+        1,
+    )
     monkeypatch.setattr(ENCODINGS["nope"], "needs", frozenset({SCORES}))
     for cause, changes in (
         ("model.seq_length", {"model__seq_length": 60}),
@@ -256,7 +383,10 @@ def test_incompatible_settings_of_shifted_sparse_attention_are_refused(monkeypat
 def test_an_error_about_pipeline_stages_suggests_a_valid_value(changes, fix):
     settings = STAGED | changes
     with pytest.raises(ConfigError) as refused:
-        validate(make(**{key: value for key, value in settings.items() if key != "processes"}), settings["processes"])
+        validate(
+            make(**{key: value for key, value in settings.items() if key != "processes"}),
+            settings["processes"],
+        )
     assert fix in refused.value.fix
 
 
@@ -273,7 +403,10 @@ def test_pipeline_stages_are_refused_if_only_some_receive_a_state(monkeypatch):
     monkeypatch.setattr(ENCODINGS["tape"], "updates", lambda self, layer: layer > 0)
     with pytest.raises(ConfigError) as refused:
         validate(make(**settings), 2)
-    assert refused.value.subjects == ("parallel.pipeline_model_parallel_size", "model.position_encoding")
+    assert refused.value.subjects == (
+        "parallel.pipeline_model_parallel_size",
+        "model.position_encoding",
+    )
 
 
 def test_logging_to_wandb_is_refused_without_the_package(monkeypatch):

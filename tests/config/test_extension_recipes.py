@@ -1,4 +1,6 @@
-"""Recipes of context extensions are valid with a base model, and recipes of two methods differ only in the method."""
+"""Recipes of context extensions are valid with a base model, and recipes of two methods differ only
+in the method.
+"""
 
 import dataclasses
 import json
@@ -27,45 +29,73 @@ LLAMA2_7B = model_config(
     vocab_size=32000,
 )
 LLAMA3_8B = with_values(
-    LLAMA2_7B, ffn_hidden_size=14336, num_query_groups=8, vocab_size=128256, seq_length=8192, rope_theta=500000.0
+    LLAMA2_7B,
+    ffn_hidden_size=14336,
+    num_query_groups=8,
+    vocab_size=128256,
+    seq_length=8192,
+    rope_theta=500000.0,
 )
 METHODS = {
-    "tape": {"model.position_encoding": "tape", "extension.trains": ["position", "embeddings", "norms"]},
+    "tape": {
+        "model.position_encoding": "tape",
+        "extension.trains": ["position", "embeddings", "norms"],
+    },
     "lora": {},
     "longlora": {"extension.attention": "shifted_sparse"},
     "theta": {"model.position.rope_theta": 1e6},
     "theta_only": {"model.position.rope_theta": 1e6, "model.position.rope_scaling_factor": 1.0},
     "pi": {"extension.trains": ["embeddings", "norms"]},
-    "yarn": {"model.position.rope_scaling_type": "yarn", "model.position.rope_original_seq_length": 4096},
+    "yarn": {
+        "model.position.rope_scaling_type": "yarn",
+        "model.position.rope_original_seq_length": 4096,
+    },
     "full": {"extension.trains": ["all"]},
-    "tape_lora": {"model.position_encoding": "tape", "extension.trains": ["position", "lora", "embeddings", "norms"]},
+    "tape_lora": {
+        "model.position_encoding": "tape",
+        "extension.trains": ["position", "lora", "embeddings", "norms"],
+    },
 }
 """Settings in which each recipe of the paper's experiment differs from lora.yaml."""
 FOR_CPUS = {"tiny_tape", "tiny_rope", "smollm2_tape", "smollm2_lora"}
 """Recipes of the two demos, which also run on a CPU."""
-OTHERS = {"prolong_llama3_8b_64k": LLAMA3_8B, "olmo_like_8k_64k_yarn": LLAMA3_8B, "drope_llama3_8b": LLAMA3_8B}
+OTHERS = {
+    "prolong_llama3_8b_64k": LLAMA3_8B,
+    "olmo_like_8k_64k_yarn": LLAMA3_8B,
+    "drope_llama3_8b": LLAMA3_8B,
+}
 
 
 @pytest.fixture(scope="module")
 def extend(tmp_path_factory):
-    """Return a function that reads a recipe with a Hugging Face model as base, whose weight file contains no data."""
+    """Return a function that reads a recipe with a Hugging Face model as base, whose weight file
+    contains no data.
+    """
 
     def read(name, base):
         folder = tmp_path_factory.mktemp(name)
-        (folder / "config.json").write_text(json.dumps(huggingface_config(base, base.vocab_size, "bf16")))
+        (folder / "config.json").write_text(
+            json.dumps(huggingface_config(base, base.vocab_size, "bf16"))
+        )
         write_sparse_weights(folder / "model.safetensors", base)
         path = RECIPES / "extend" / f"{name}.yaml"
         config = parse_run_config(["--config", str(path), f"--extension.from={folder}"])
-        # The tokenizers of the recipes do not exist here: the demo writes its own, and others are downloaded.
-        check_base(dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=None)))
+        # The tokenizers of the recipes do not exist here: the demo writes its own, and others are
+        # downloaded.
+        check_base(
+            dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=None))
+        )
         return config
 
     return read
 
 
 def write_sparse_weights(path, model):
-    """Write a safetensors file with the tensors of a model as a sparse file, which takes no space on the disk."""
-    header, end = {}, 0
+    """Write a safetensors file with the tensors of a model as a sparse file, which takes no space
+    on the disk.
+    """
+    header = {}
+    end = 0
     for name, shape in whole_shapes(model).items():
         size = 2 * math.prod(shape)
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + size]}
@@ -87,28 +117,41 @@ def by_dotted_key(settings, prefix=""):
     result = {}
     for key, value in settings.items():
         is_section = isinstance(value, dict) and value
-        result |= by_dotted_key(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
+        result |= (
+            by_dotted_key(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
+        )
     return result
 
 
 def flat(config):
     """Return the settings by dotted key, except those that differ between all recipes."""
     ignored = ("extension.from", "logging.directory", "checkpoint.directory")
-    return {key: value for key, value in by_dotted_key(config_dict(config)).items() if key not in ignored}
+    return {
+        key: value
+        for key, value in by_dotted_key(config_dict(config)).items()
+        if key not in ignored
+    }
 
 
 def test_every_recipe_is_tested():
-    assert {path.stem for path in (RECIPES / "extend").glob("*.yaml")} == METHODS.keys() | OTHERS.keys() | FOR_CPUS
+    assert {
+        path.stem for path in (RECIPES / "extend").glob("*.yaml")
+    } == METHODS.keys() | OTHERS.keys() | FOR_CPUS
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_recipes_of_two_methods_differ_only_in_the_method(methods, name):
-    names = [{item.name for item in dataclasses.fields(ENCODINGS[encoding].Settings)} for encoding in ("tape", "rope")]
+    names = [
+        {item.name for item in dataclasses.fields(ENCODINGS[encoding].Settings)}
+        for encoding in ("tape", "rope")
+    ]
     only_tape = {f"model.position.{key}" for key in names[0] - names[1]}
     settings = {key: value for key, value in flat(methods[name]).items() if key not in only_tape}
     assert settings == flat(methods["lora"]) | METHODS[name]
     assert all(
-        flat(methods[name])[key] == flat(methods["lora"])[key] for key in ORDER_KEYS if key in flat(methods["lora"])
+        flat(methods[name])[key] == flat(methods["lora"])[key]
+        for key in ORDER_KEYS
+        if key in flat(methods["lora"])
     )
     for world_size in (8, 1, 64):
         validate(methods[name], world_size)
@@ -116,12 +159,23 @@ def test_recipes_of_two_methods_differ_only_in_the_method(methods, name):
 
 def test_the_recipes_have_the_settings_of_the_paper(methods):
     config = methods["lora"]
-    assert (config.train.steps, config.train.global_batch_size, config.model.seq_length) == (1000, 64, 8192)
+    assert (config.train.steps, config.train.global_batch_size, config.model.seq_length) == (
+        1000,
+        64,
+        8192,
+    )
     assert (config.optimizer.lr, config.optimizer.weight_decay) == (2e-5, 0.0)
     assert (config.schedule.kind, config.schedule.warmup_steps) == ("constant", 50)
-    assert (config.model.position.rope_scaling_type, config.model.position.rope_scaling_factor) == ("linear", 2.0)
+    assert (config.model.position.rope_scaling_type, config.model.position.rope_scaling_factor) == (
+        "linear",
+        2.0,
+    )
     extension = config.extension
-    assert (extension.lora_rank, extension.lora_alpha, extension.lora_targets) == (8, 16.0, ["q", "k", "v", "o"])
+    assert (extension.lora_rank, extension.lora_alpha, extension.lora_targets) == (
+        8,
+        16.0,
+        ["q", "k", "v", "o"],
+    )
     assert extension.trains == ["lora", "embeddings", "norms"] and extension.attention == "full"
     assert (config.model.num_layers, config.model.vocab_size) == (32, 32000)
     assert encoding_of(methods["tape"].model).mlp_width == 128
@@ -136,7 +190,9 @@ def test_recipes_of_other_papers_are_valid_for_their_numbers_of_gpus(extend, nam
 
 
 def test_the_demo_extends_tape_and_rope_with_the_same_settings(extend):
-    configs = {name: extend(f"tiny_{name}", recipe(f"{name}_demo").model) for name in ("tape", "rope")}
+    configs = {
+        name: extend(f"tiny_{name}", recipe(f"{name}_demo").model) for name in ("tape", "rope")
+    }
     for config in configs.values():
         for world_size in (1, 2):
             validate(config, world_size)

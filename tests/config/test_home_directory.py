@@ -1,4 +1,6 @@
-"""A leading `~` is expanded in every setting that is a path, in recipes, overrides and settings of evaluation tasks."""
+"""A leading `~` is expanded in every setting that is a path, in recipes, overrides and settings of
+evaluation tasks.
+"""
 
 from pathlib import Path
 
@@ -13,7 +15,10 @@ from pretrain.evaluate import read_command
 RECIPE = Path(__file__).parents[2] / "pretrain" / "recipes" / "tape_demo.yaml"
 SETTINGS = {
     "data.prefix": ("{~/a: 0.5, b: 0.5}", {"HOME/a": 0.5, "b": 0.5}),
-    "data.stages": ("[{prefix: {~/a: 1, ~/b: 2}, share: 0.1}]", [{"prefix": {"HOME/a": 1, "HOME/b": 2}, "share": 0.1}]),
+    "data.stages": (
+        "[{prefix: {~/a: 1, ~/b: 2}, share: 0.1}]",
+        [{"prefix": {"HOME/a": 1, "HOME/b": 2}, "share": 0.1}],
+    ),
     "data.tokenizer": ("~/t.model", "HOME/t.model"),
     "data.cache_directory": ("~/cache", "HOME/cache"),
     "checkpoint.directory": ("~/saved", "HOME/saved"),
@@ -48,7 +53,9 @@ def test_a_tilde_is_expanded_in_every_setting_that_is_a_path():
     for key, (_, expected) in SETTINGS.items():
         section, _, name = key.partition(".")
         value = sections[section][name]
-        assert (value if key != "evaluation.perplexity" else {"data": value["data"]}) == expected, key
+        assert (value if key != "evaluation.perplexity" else {"data": value["data"]}) == expected, (
+            key
+        )
     assert "~" not in to_yaml(config)
 
 
@@ -67,9 +74,16 @@ def test_a_tilde_is_expanded_in_paths_of_examples_but_not_in_their_template():
 
 
 def test_a_tilde_is_expanded_in_stages_and_in_default_directories():
-    config = parsed("--data.prefix=~/a", "--data.stages=[{prefix: ~/b, share: 0.5}]", "--logging.directory=~/run")
+    config = parsed(
+        "--data.prefix=~/a",
+        "--data.stages=[{prefix: ~/b, share: 0.5}]",
+        "--logging.directory=~/run",
+    )
     assert [stage.config.data.prefix for stage in stages_of(config)] == ["HOME/a", "HOME/b"]
-    assert config.data.cache_directory == "HOME/index_cache" and config.checkpoint.directory == "HOME/run/checkpoints"
+    assert (
+        config.data.cache_directory == "HOME/index_cache"
+        and config.checkpoint.directory == "HOME/run/checkpoints"
+    )
 
 
 def test_the_home_directory_of_an_unknown_user_is_refused(tmp_path):
@@ -88,9 +102,16 @@ def test_the_home_directory_of_an_unknown_user_is_refused(tmp_path):
 @pytest.mark.parametrize("name", TASK_SETTINGS)
 def test_a_tilde_is_expanded_in_paths_of_evaluation_tasks(name):
     settings = [f"--{name}.{key}={value}" for key, value in TASK_SETTINGS[name].items()]
-    options, (task,) = read_command([name, "--model=~/model", "--output=~/results", "--trust-remote-code", *settings])
+    options, (task,) = read_command(
+        [name, "--model=~/model", "--output=~/results", "--trust-remote-code", *settings]
+    )
     assert (options.model, options.output) == ("HOME/model", "HOME/results")
     for key in TASK_SETTINGS[name]:
         value = getattr(task.settings, key)
-        values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        if isinstance(value, dict):
+            values = value.values()
+        elif isinstance(value, list):
+            values = value
+        else:
+            values = [value]
         assert all(item.startswith("HOME/") for item in values), key

@@ -1,4 +1,6 @@
-"""Recipes: each is valid for its numbers of processes, and those of the papers have the settings of the papers."""
+"""Recipes: each is valid for its numbers of processes, and those of the papers have the settings of
+the papers.
+"""
 
 import difflib
 import re
@@ -20,9 +22,12 @@ from pretrain import evaluate
 
 ENCODINGS = ["yarn", *(encoding.name for encoding in BUILT_IN)]
 SYNTHETIC = [
-    f"synthetic/{task}{size}" for task in ("addition", "selective_copy", "grid_navigation") for size in ("", "_small")
+    f"synthetic/{task}{size}"
+    for task in ("addition", "selective_copy", "grid_navigation")
+    for size in ("", "_small")
 ]
-# Numbers of processes: first the one in the recipe's description, then others that must be valid too.
+# Numbers of processes: first the one in the recipe's description, then others that must be valid
+# too.
 WORLD_SIZES = {
     "tape_demo": (1, 2),
     "rope_demo": (1, 2),
@@ -37,7 +42,11 @@ WORLD_SIZES |= {f"{name}_{encoding}": (1, 2) for name in SYNTHETIC for encoding 
 
 
 def lines_of(name):
-    return [line for line in (RECIPES / f"{name}.yaml").read_text().splitlines() if not line.startswith("#")]
+    return [
+        line
+        for line in (RECIPES / f"{name}.yaml").read_text().splitlines()
+        if not line.startswith("#")
+    ]
 
 
 def changed_lines(a, b):
@@ -45,7 +54,11 @@ def changed_lines(a, b):
 
 
 def test_every_recipe_is_tested():
-    found = {path for pattern in ("*", "encodings/*", "synthetic/*") for path in RECIPES.glob(f"{pattern}.yaml")}
+    found = {
+        path
+        for pattern in ("*", "encodings/*", "synthetic/*")
+        for path in RECIPES.glob(f"{pattern}.yaml")
+    }
     assert {str(path.relative_to(RECIPES).with_suffix("")) for path in found} == WORLD_SIZES.keys()
     assert {path.stem for path in (RECIPES / "finetune").glob("*")} == BASE_RECIPES.keys()
 
@@ -60,41 +73,59 @@ def test_a_recipe_is_valid_for_its_numbers_of_processes(name):
 
 
 @pytest.mark.parametrize(
-    "tape, rope", [("tape_demo", "rope_demo"), *((f"{name}_tape", f"{name}_rope") for name in SYNTHETIC)]
+    "tape, rope",
+    [("tape_demo", "rope_demo"), *((f"{name}_tape", f"{name}_rope") for name in SYNTHETIC)],
 )
 def test_recipes_of_tape_and_rope_differ_in_one_line(tape, rope):
-    assert changed_lines(tape, rope) == ["-   position_encoding: tape", "+   position_encoding: rope"]
+    assert changed_lines(tape, rope) == [
+        "-   position_encoding: tape",
+        "+   position_encoding: rope",
+    ]
 
 
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_the_recipe_of_an_encoding_differs_from_the_demo_only_in_the_encoding(name):
-    expected = ["-   position_encoding: tape", f"+   position_encoding: {'rope' if name == 'yarn' else name}"]
+    expected = [
+        "-   position_encoding: tape",
+        f"+   position_encoding: {'rope' if name == 'yarn' else name}",
+    ]
     if name == "yarn":
-        expected += ["+   position:", "+     rope_scaling_type: yarn", "+     rope_scaling_factor: 4"]
+        expected += [
+            "+   position:",
+            "+     rope_scaling_type: yarn",
+            "+     rope_scaling_factor: 4",
+        ]
         expected += ["+     rope_original_seq_length: 64"]
     assert changed_lines("tape_demo", f"encodings/{name}") == ([] if name == "tape" else expected)
 
 
 def test_the_155m_recipe_has_the_settings_of_the_paper():
     config = recipe("tape_155m")
-    model, train = config.model, config.train
+    model = config.model
+    train = config.train
     assert (model.num_layers, model.hidden_size, model.num_attention_heads) == (12, 768, 12)
     assert (model.ffn_hidden_size, train.steps, train.global_batch_size) == (3072, 10_000, 512)
     assert (config.optimizer.lr, config.optimizer.weight_decay) == (1e-4, 0.01)
     assert (encoding_of(model).mlp_width, model.seq_length, train.precision) == (48, 1024, "bf16")
-    assert (config.schedule.kind, config.schedule.warmup_steps) == ("polynomial", 0.02 * train.steps)
+    assert (config.schedule.kind, config.schedule.warmup_steps) == (
+        "polynomial",
+        0.02 * train.steps,
+    )
     assert config.deepspeed.zero_stage == 2
 
 
 def test_the_flops_of_the_rope_model_equal_those_of_the_paper_without_masking():
-    # The paper reports 321.10 GFLOPs for a forward pass over 1,024 tokens, including the masked half of the keys.
+    # The paper reports 321.10 GFLOPs for a forward pass over 1,024 tokens, including the masked
+    # half of the keys.
     model = with_values(recipe("tape_155m").model, position_encoding="rope")
     forward = flops_per_token(model) // 3 * model.seq_length
     masked_half = model.num_layers * 2 * 2 * model.hidden_size * model.seq_length**2 // 2
     assert (forward + masked_half) / 1e9 == pytest.approx(321.10, rel=1e-3)
 
 
-@pytest.mark.parametrize("path", sorted((RECIPES / "evaluate").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((RECIPES / "evaluate").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_a_recipe_of_evaluations_is_valid(path):
     _, tasks = evaluate.read_command(["--config", str(path), "--model", "runs/demo/tape"])
     assert tasks
@@ -110,7 +141,10 @@ def test_the_evaluation_in_the_recipe_of_a_synthetic_task_matches_its_training(n
     options, (task,) = evaluate.read_command(shlex.split(command))
     assert options.model == config.logging.directory
     task.check(model_of_run(config).info)
-    trained = task.generators()["IID"] if task.name != "addition" else task.settings.digits
+    if task.name != "addition":
+        trained = task.generators()["IID"]
+    else:
+        trained = task.settings.digits
     assert trained == (generator if task.name != "addition" else generator.digits)
 
 
@@ -121,7 +155,9 @@ BASE_RECIPES = {"scrolls": "tape_155m", "tiny": "tape_demo"}
 @pytest.mark.parametrize("name", BASE_RECIPES)
 def test_a_recipe_of_fine_tuning_trains_all_parameters_on_the_targets(name, tmp_path):
     base = recipe(BASE_RECIPES[name])
-    model = tmp_path / "model.yaml"  # the settings that a run would read from the model that it starts from
+    model = (
+        tmp_path / "model.yaml"
+    )  # the settings that a run would read from the model that it starts from
     model.write_text(yaml.safe_dump({"model": config_dict(base)["model"]}))
     files = ["--config", str(model), "--config", str(RECIPES / "finetune" / f"{name}.yaml")]
     config = parse_run_config(files)
@@ -134,8 +170,13 @@ def test_a_recipe_of_fine_tuning_trains_all_parameters_on_the_targets(name, tmp_
     if name != "scrolls":
         assert config.model.seq_length == base.model.seq_length
         return
-    train, examples = config.train, config.data.examples
+    train = config.train
+    examples = config.data.examples
     assert (train.steps, train.global_batch_size, config.optimizer.lr) == (1000, 64, 1e-5)
     assert config.schedule.warmup_steps == 0.1 * train.steps
     # Values of TAPE's released code.
-    assert (config.model.seq_length, examples.target_tokens, examples.template) == (8192, 200, "{input}")
+    assert (config.model.seq_length, examples.target_tokens, examples.template) == (
+        8192,
+        200,
+        "{input}",
+    )

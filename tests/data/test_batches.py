@@ -1,4 +1,6 @@
-"""Batches: the datasets of a blend that they are drawn from, their order, and the signals of loader processes."""
+"""Batches: the datasets of a blend that they are drawn from, their order, and the signals of loader
+processes.
+"""
 
 import dataclasses
 import itertools
@@ -55,7 +57,9 @@ def build(folder, tmp_path):
         config = RunConfig(
             model=small_model(seq_length=seq_length),
             data=DataConfig(prefix=prefix, **data),
-            train=TrainConfig(steps=40, global_batch_size=4, eval_interval=5, eval_steps=2, precision="fp32"),
+            train=TrainConfig(
+                steps=40, global_batch_size=4, eval_interval=5, eval_steps=2, precision="fp32"
+            ),
         )
         return build_batches(config, initialize_distributed(1), eod)
 
@@ -75,7 +79,10 @@ def test_a_dataset_too_small_for_a_split_is_left_out_of_only_that_split(folder, 
     built = build({f"{folder}/a": 0.3, f"{folder}/small": 0.6, f"{folder}/b": 0.1})
     warning, epochs = warnings_in(caplog)
     assert f"epochs on {folder}/small" in epochs
-    assert f"0 tokens of {folder}/small, in 0 of its " in warning and "excluded from the validation data" in warning
+    assert (
+        f"0 tokens of {folder}/small, in 0 of its " in warning
+        and "excluded from the validation data" in warning
+    )
     assert [len(built.train.datasets), len(built.validation.datasets)] == [3, 2]
     assert built.train.weights == pytest.approx([0.3, 0.6, 0.1])
     assert built.validation.weights == pytest.approx([0.75, 0.25])
@@ -119,7 +126,9 @@ def test_the_order_of_a_blend_is_megatrons(folder, build, tmp_path):
         eod_mask_loss=False,
         create_attention_mask=False,
     )
-    train, validation, _ = BlendedMegatronDatasetBuilder(GPTDataset, [160, 8, 0], lambda: True, settings).build()
+    train, validation, _ = BlendedMegatronDatasetBuilder(
+        GPTDataset, [160, 8, 0], lambda: True, settings
+    ).build()
     assert tokens_of(built.train, 160) == tokens_of(train, 160)
     assert tokens_of(built.validation, 8) == tokens_of(validation, 8)
 
@@ -127,48 +136,85 @@ def test_the_order_of_a_blend_is_megatrons(folder, build, tmp_path):
 def test_the_epochs_of_a_run_are_logged_once_and_many_are_a_warning(folder, build, caplog):
     """The run reads 160 sequences of 16 tokens."""
     caplog.set_level("INFO", "megatron_tape")
-    tokens = {name: int(training_lengths(f"{folder}/{name}", "900,100,0").sum()) for name in ("a", "small")}
+    tokens = {
+        name: int(training_lengths(f"{folder}/{name}", "900,100,0").sum())
+        for name in ("a", "small")
+    }
     build(f"{folder}/a")
-    times = {name: f"the run trains {160 * 16 / count:.2f} epochs on {folder}/{name}" for name, count in tokens.items()}
+    times = {
+        name: f"the run trains {160 * 16 / count:.2f} epochs on {folder}/{name}"
+        for name, count in tokens.items()
+    }
     assert caplog.messages.count(times["a"]) == 1 and warnings_in(caplog) == []
     build({f"{folder}/a": 1, f"{folder}/small": 3})
-    times = f"{160 * 16 * 3 / 4 / tokens['small']:.2f} epochs on {folder}/small, the most repeated of 2 datasets; lower"
-    assert len(found := [text for text in warnings_in(caplog) if "epochs" in text]) == 1 and times in found[0]
+    times = (
+        f"{160 * 16 * 3 / 4 / tokens['small']:.2f} epochs on {folder}/small, the most repeated of 2"
+        " datasets; lower"
+    )
+    assert (
+        len(found := [text for text in warnings_in(caplog) if "epochs" in text]) == 1
+        and times in found[0]
+    )
 
 
-def test_stages_follow_each_other_at_whole_steps_and_keep_their_place_on_resume(folder, build, caplog):
-    """Of 160 sequences in steps of 4, the second stage begins at 99, rounded down to 96, and the third at 144."""
+def test_stages_follow_each_other_at_whole_steps_and_keep_their_place_on_resume(
+    folder, build, caplog
+):
+    """Of 160 sequences in steps of 4, the second stage begins at 99, rounded down to 96, and the
+    third at 144.
+    """
     caplog.set_level("INFO", "megatron_tape")
     mix = {f"{folder}/a": 1.0, f"{folder}/b": 2.0}
     stages = [StageSettings(prefix=f"{folder}/b", share=0.28), StageSettings(prefix=mix, share=0.1)]
     built = build(f"{folder}/a", stages=stages)
-    assert [said.partition(",")[0] for said in caplog.messages[-2:]] == ["from step 25 on", "from step 37 on"]
+    assert [said.partition(",")[0] for said in caplog.messages[-2:]] == [
+        "from step 25 on",
+        "from step 37 on",
+    ]
     sizes = {name: int(training_lengths(f"{folder}/{name}", "900,100,0").sum()) for name in "ab"}
     times = {"a": 16 * (96 + 16 / 3) / sizes["a"], "b": 16 * (48 + 16 * 2 / 3) / sizes["b"]}
     name = max(times, key=times.__getitem__)
-    expected = f"trains {times[name]:.2f} epochs on {folder}/{name}, the most repeated of 2 datasets"
+    expected = (
+        f"trains {times[name]:.2f} epochs on {folder}/{name}, the most repeated of 2 datasets"
+    )
     assert sum("epochs" in said for said in caplog.messages) == 1 and expected in caplog.text
     tokens = tokens_of(built.train, 160)
     first = StageSettings(prefix=f"{folder}/a", share=0.5)
-    for seed, start, end, item in ((1234, 0, 96, first), (1235, 96, 144, stages[0]), (1236, 144, 160, stages[1])):
+    for seed, start, end, item in (
+        (1234, 0, 96, first),
+        (1235, 96, 144, stages[0]),
+        (1236, 144, 160, stages[1]),
+    ):
         train = dataclasses.replace(built.config.train, seed=seed, steps=(end - start) // 4)
         data = dataclasses.replace(built.config.data, prefix=item.prefix, stages=None)
-        alone = build_batches(dataclasses.replace(built.config, data=data, train=train), built.layout)
+        alone = build_batches(
+            dataclasses.replace(built.config, data=data, train=train), built.layout
+        )
         assert tokens[start:end] == tokens_of(alone.train, end - start)
     assert tokens_of(built.validation, 8) == tokens_of(build(f"{folder}/a").validation, 8)
     caplog.clear()
     resumed = build_batches(built.config, built.layout, step=30, consumed=120)
     assert next(resumed.training())["tokens"][0].tolist() == tokens[120]
-    assert [said.partition(",")[0] for said in caplog.messages[-2:]] == ["from step 31 on", "from step 37 on"]
+    assert [said.partition(",")[0] for said in caplog.messages[-2:]] == [
+        "from step 31 on",
+        "from step 37 on",
+    ]
 
 
 @pytest.mark.parametrize("kind", ["one dataset", "blend", "long documents"])
 def test_the_described_order_of_samples_changes_exactly_when_the_order_does(folder, build, kind):
-    prefix = f"{folder}/a" if kind == "one dataset" else {f"{folder}/a": 0.3, f"{folder}/b": 0.7}
-    long = LongDocumentSettings(minimum=30, share=0.5) if kind == "long documents" else None
+    if kind == "one dataset":
+        prefix = f"{folder}/a"
+    else:
+        prefix = {f"{folder}/a": 0.3, f"{folder}/b": 0.7}
+    if kind == "long documents":
+        long = LongDocumentSettings(minimum=30, share=0.5)
+    else:
+        long = None
     config = build(prefix, long_documents=long).config
     consumed = 60
-    tokens, orders = {}, {}
+    tokens = {}
+    orders = {}
     for steps in range(20, 320, 13):
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
         tokens[steps] = tokens_of(build_batches(config, initialize_distributed(1)).train, consumed)
@@ -188,7 +234,9 @@ def test_a_stage_that_begins_later_does_not_change_the_order_so_far(folder, buil
 
 
 def test_a_stage_begins_with_a_step_while_the_batch_grows():
-    """Steps of 2, 2, 4, 6 and then 8 end after 2, 4, 8, 14, 22, ..., 70 sequences; the last 30 % begin at 49."""
+    """Steps of 2, 2, 4, 6 and then 8 end after 2, 4, 8, 14, 22, ..., 70 sequences; the last 30 %
+    begin at 49.
+    """
     ramp = BatchRampSettings(from_=2, over_samples=10)
     train = TrainConfig(steps=11, global_batch_size=8, batch_ramp=ramp)
     data = DataConfig(prefix="a", stages=[StageSettings(prefix="b", share=0.3)])
@@ -196,7 +244,9 @@ def test_a_stage_begins_with_a_step_while_the_batch_grows():
     assert [stage.start for stage in stages] == [0, 46]
 
 
-def test_a_cached_index_is_opened_without_reading_the_lengths_of_documents(folder, build, monkeypatch, tmp_path):
+def test_a_cached_index_is_opened_without_reading_the_lengths_of_documents(
+    folder, build, monkeypatch, tmp_path
+):
     prefixes = {f"{folder}/a": 0.3, f"{folder}/b": 0.7}
     expected = [tokens_of(build(prefix).train, 160) for prefix in (f"{folder}/a", prefixes)]
     cached = sorted((tmp_path / "cache").iterdir())
@@ -209,23 +259,35 @@ def test_a_cached_index_is_opened_without_reading_the_lengths_of_documents(folde
         built = build(prefix).train
         for dataset in getattr(built, "datasets", [built]):
             # Megatron's list of all documents, and the maps of a .npy file each.
-            assert (dataset.indices, dataset.document_index, dataset.shuffle_index) == (None, None, None)
+            assert (dataset.indices, dataset.document_index, dataset.shuffle_index) == (
+                None,
+                None,
+                None,
+            )
         assert tokens_of(built, 160) == tokens
     assert sorted((tmp_path / "cache").iterdir()) == cached
 
 
-def test_a_dataset_that_vanishes_after_its_checks_ends_every_rank_in_one_sentence(folder, build, monkeypatch):
+def test_a_dataset_that_vanishes_after_its_checks_ends_every_rank_in_one_sentence(
+    folder, build, monkeypatch
+):
     config = build(f"{folder}/a").config
     sent = []
-    monkeypatch.setattr(megatron_datasets.dist, "broadcast_object_list", lambda values, src: sent.append(values[0]))
-    gone = dataclasses.replace(config, data=dataclasses.replace(config.data, prefix=f"{folder}/gone"))
+    monkeypatch.setattr(
+        megatron_datasets.dist, "broadcast_object_list", lambda values, src: sent.append(values[0])
+    )
+    gone = dataclasses.replace(
+        config, data=dataclasses.replace(config.data, prefix=f"{folder}/gone")
+    )
     with pytest.raises(ConfigError, match="can no longer be read"):
         megatron_datasets.plan_for_all(gone, False)
     assert isinstance(sent[0], ConfigError)
 
 
 def test_a_document_ends_with_its_end_of_document_token(folder, build):
-    assert documents_from_tokens(torch.tensor([[5, EOD, 6, 7, EOD], [EOD, EOD, 5, 5, 5]]), EOD).tolist() == [
+    assert documents_from_tokens(
+        torch.tensor([[5, EOD, 6, 7, EOD], [EOD, EOD, 5, 5, 5]]), EOD
+    ).tolist() == [
         [0, 0, 1, 1, 1],
         [0, 1, 2, 2, 2],
     ]
@@ -234,7 +296,9 @@ def test_a_document_ends_with_its_end_of_document_token(folder, build):
     assert torch.equal(batch["documents"], documents_from_tokens(batch["tokens"], EOD))
 
 
-def test_loaders_do_not_change_the_random_stream_of_the_run_and_evaluation_starts_no_processes(folder, build):
+def test_loaders_do_not_change_the_random_stream_of_the_run_and_evaluation_starts_no_processes(
+    folder, build
+):
     built = build(f"{folder}/a", num_workers=2)
     before = torch.get_rng_state()
     next(built.evaluation())
@@ -243,12 +307,17 @@ def test_loaders_do_not_change_the_random_stream_of_the_run_and_evaluation_start
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_token_outside_the_models_vocabulary_is_one_sentence_even_with_loader_processes(build, tmp_path):
+def test_a_token_outside_the_models_vocabulary_is_one_sentence_even_with_loader_processes(
+    build, tmp_path
+):
     write_documents(tmp_path / "larger", [[*range(60)]] * 9 + [[64]], "<i4")
     built = build(f"{tmp_path}/larger", num_workers=1, split="1,0,0")
     with pytest.raises(ConfigError) as refusal:
         list(built.training())
-    problem = f"data.prefix contains {tmp_path}/larger, in which document 9 has the token id 64, but model.vocab_size"
+    problem = (
+        f"data.prefix contains {tmp_path}/larger, in which document 9 has the token id 64, but"
+        " model.vocab_size"
+    )
     assert str(refusal.value).startswith(problem) and "\n" not in str(refusal.value)
     assert not multiprocessing.active_children()
 
@@ -256,13 +325,18 @@ def test_a_token_outside_the_models_vocabulary_is_one_sentence_even_with_loader_
 @pytest.mark.parametrize("dtype", ["i1", "<i2", "<i4", "<i8"])
 @pytest.mark.parametrize("padding", [-1, -100])
 @pytest.mark.parametrize("long_documents", [None, LongDocumentSettings(minimum=200, share=1.0)])
-def test_negative_ids_are_refused_with_dataset_and_document(build, tmp_path, dtype, padding, long_documents):
+def test_negative_ids_are_refused_with_dataset_and_document(
+    build, tmp_path, dtype, padding, long_documents
+):
     """Megatron's dataset would replace -1 by token 0."""
     documents = [[*range(60)] * 4 for _ in range(10)]
     documents[7][100] = padding
     write_documents(tmp_path / "padded", documents, dtype)
     built = build(f"{tmp_path}/padded", long_documents=long_documents)
-    message = f"data.prefix contains {tmp_path}/padded, in which document 7 has the token id {padding}, but ids cannot"
+    message = (
+        f"data.prefix contains {tmp_path}/padded, in which document 7 has the token id {padding},"
+        " but ids cannot"
+    )
     with pytest.raises(ConfigError, match=message):
         list(built.training())
 
@@ -274,12 +348,16 @@ def wait_until_gone(processes):
         time.sleep(0.02)
 
 
-def test_an_index_that_vanishes_while_loader_processes_read_it_is_one_sentence(folder, build, tmp_path):
+def test_an_index_that_vanishes_while_loader_processes_read_it_is_one_sentence(
+    folder, build, tmp_path
+):
     built = build(f"{folder}/a", num_workers=1)
     (directory,) = (tmp_path / "cache").iterdir()
     for path in directory.glob("*train-shuffle_index.npy"):
         path.unlink()
-    with pytest.raises(FileError, match=f"start the run again, which rebuilds the index in {directory}"):
+    with pytest.raises(
+        FileError, match=f"start the run again, which rebuilds the index in {directory}"
+    ):
         next(built.training())
 
 
@@ -289,10 +367,17 @@ def test_loader_processes_survive_signals_that_are_sent_to_everyone(folder, buil
     found = [next(batches)["tokens"]]
     workers = multiprocessing.active_children()
     assert len(workers) == 2
-    # Another process must send the signals, as Slurm does: those of the parent end a loader process.
+    # Another process must send the signals, as Slurm does: those of the parent end a loader
+    # process.
     send = "import os, sys; [os.kill(int(worker), int(sys.argv[1])) for worker in sys.argv[2:]]"
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        command = [sys.executable, "-c", send, str(int(number)), *(str(worker.pid) for worker in workers)]
+        command = [
+            sys.executable,
+            "-c",
+            send,
+            str(int(number)),
+            *(str(worker.pid) for worker in workers),
+        ]
         subprocess.run(command, check=True)
     found += [batch["tokens"] for batch in batches]
     assert len(found) == 160 and all(map(torch.equal, found, alone))
@@ -308,7 +393,9 @@ def start_method(request):
 
 
 def test_loader_processes_end_when_their_parent_signals_them(folder, build, start_method):
-    """When Python exits, multiprocessing sends SIGTERM to remaining processes and waits for them without limit."""
+    """When Python exits, multiprocessing sends SIGTERM to remaining processes and waits for them
+    without limit.
+    """
     batches = build(f"{folder}/a", num_workers=2).training()
     # The first two batches come from different processes, so both have started.
     next(batches)

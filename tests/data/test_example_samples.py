@@ -1,4 +1,6 @@
-"""Training on examples of inputs and targets: the loss is on the targets, and every epoch has another order."""
+"""Training on examples of inputs and targets: the loss is on the targets, and every epoch has
+another order.
+"""
 
 import json
 
@@ -29,19 +31,29 @@ def make(tmp_path):
     (tmp_path / "held.jsonl").write_text(text)
 
     def made(loss_on="answers", **changes):
-        examples = {"path": str(tmp_path / "train.jsonl"), "validation": str(tmp_path / "held.jsonl")}
+        examples = {
+            "path": str(tmp_path / "train.jsonl"),
+            "validation": str(tmp_path / "held.jsonl"),
+        }
         examples |= {"template": "{input} w9", "target_tokens": 4, **changes}
         data = {"prefix": None, "examples": examples, "loss_on": loss_on}
-        config = configurations.make(small_model(), data__tokenizer=str(tmp_path / "tokenizer.json"))
+        config = configurations.make(
+            small_model(), data__tokenizer=str(tmp_path / "tokenizer.json")
+        )
         return replace_settings(config, {f"data.{key}": value for key, value in data.items()})
 
     return made
 
 
 def sequences(source, count):
-    """Return, for each of the first samples, its tokens and those of its labels that enter the loss."""
+    """Return, for each of the first samples, its tokens and those of its labels that enter the
+    loss.
+    """
     samples = [source[i] for i in range(count)]
-    return [(sample["tokens"].tolist(), sample["labels"][sample["loss_mask"]].tolist()) for sample in samples]
+    return [
+        (sample["tokens"].tolist(), sample["labels"][sample["loss_mask"]].tolist())
+        for sample in samples
+    ]
 
 
 def test_validation_goes_through_the_file_and_only_targets_and_their_end_are_in_the_loss(make):
@@ -51,7 +63,8 @@ def test_validation_goes_through_the_file_and_only_targets_and_their_end_are_in_
     assert sequences(sample_source(config, validation=True), 4) == [
         ([1, 2, 3, 9, 4, EOD] + [0] * 10, [4, EOD]),
         ([5, 6, 9, 7, 8, EOD] + [0] * 10, [7, 8, EOD]),
-        # 11 tokens of the input, the template, 4 of the target. The model must not learn to end a truncated target.
+        # 11 tokens of the input, the template, 4 of the target. The model must not learn to end a
+        # truncated target.
         ([10] * 11 + [9, 11, 12, 13, 14], [11, 12, 13, 14]),
         ([1, 2, 3, 9, 4, EOD] + [0] * 10, [4, EOD]),
     ]
@@ -59,13 +72,18 @@ def test_validation_goes_through_the_file_and_only_targets_and_their_end_are_in_
 
 def test_a_target_that_fits_exactly_ends_in_the_last_label(make):
     source = sample_source(make(target_tokens=5), validation=True)
-    assert sequences(source, 3)[2] == ([10] * 10 + [9, 11, 12, 13, 14, 15], [11, 12, 13, 14, 15, EOD])
+    assert sequences(source, 3)[2] == (
+        [10] * 10 + [9, 11, 12, 13, 14, 15],
+        [11, 12, 13, 14, 15, EOD],
+    )
 
 
 def test_the_epochs_of_a_run_over_examples_are_warned_about(make, caplog):
     config = replace_settings(make(), {"train.steps": 9, "train.eval_interval": None})
     build_batches(config, initialize_distributed(1), EOD)
-    assert f"warning: the run trains 48.00 epochs on {config.data.examples.path}; lower" in caplog.text
+    assert (
+        f"warning: the run trains 48.00 epochs on {config.data.examples.path}; lower" in caplog.text
+    )
 
 
 def test_a_file_of_validation_examples_is_optional_unless_an_interval_is_set(make):
@@ -99,6 +117,9 @@ def test_what_cannot_be_read_is_refused_by_file_and_line(make, tmp_path):
             check_datasets(make(**changes))
         assert error.value.key == key
     (tmp_path / "qasper.zip").write_bytes(b"PK")
-    for name, problem in (("none.jsonl", "no such file"), ("qasper.zip", "choose uncompressed JSON lines")):
+    for name, problem in (
+        ("none.jsonl", "no such file"),
+        ("qasper.zip", "choose uncompressed JSON lines"),
+    ):
         with pytest.raises(ConfigError, match=problem):
             check_data_files(make(path=str(tmp_path / name)))

@@ -30,12 +30,19 @@ def test_json_lines_and_zips_give_the_same_examples(tmp_path):
         archive.write(plain, "qa/validation.jsonl")
         archive.writestr("qa/train.jsonl", json.dumps(LINES[0]))
         archive.writestr("__MACOSX/qa/validation.jsonl", "rubbish")
-    read = [list(read_examples(str(tmp_path / name), "validation")) for name in ("qa.jsonl", "qa.zip")]
+    read = [
+        list(read_examples(str(tmp_path / name), "validation")) for name in ("qa.jsonl", "qa.zip")
+    ]
     for examples in read:
         assert [(one.key, one.input, one.target) for one in examples] == [
-            ("q1", "Who?\n\nA text.", "Ann"), ("q1", "Who?\n\nA text.", "Ann Lee"), (None, "What?", "it"),
-        ]  # fmt: skip
-    assert [one[2].place for one in read] == [f"{plain}:3", f"{tmp_path}/qa.zip/qa/validation.jsonl:3"]
+            ("q1", "Who?\n\nA text.", "Ann"),
+            ("q1", "Who?\n\nA text.", "Ann Lee"),
+            (None, "What?", "it"),
+        ]
+    assert [one[2].place for one in read] == [
+        f"{plain}:3",
+        f"{tmp_path}/qa.zip/qa/validation.jsonl:3",
+    ]
     assert len(list(read_examples(str(tmp_path / "qa.zip"), "train"))) == 1
 
 
@@ -60,7 +67,9 @@ def test_files_without_examples_are_refused(tmp_path):
         archive.writestr("qa/train.jsonl", "")
     (tmp_path / "cut.zip").write_bytes((tmp_path / "qa.zip").read_bytes()[:-5])
     with zipfile.ZipFile(tmp_path / "damaged.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("qa/validation.jsonl", "".join(json.dumps({"id": str(i**5)}) for i in range(999)))
+        archive.writestr(
+            "qa/validation.jsonl", "".join(json.dumps({"id": str(i**5)}) for i in range(999))
+        )
     content = bytearray((tmp_path / "damaged.zip").read_bytes())
     content[200:260] = bytes(255 - byte for byte in content[200:260])
     (tmp_path / "damaged.zip").write_bytes(content)
@@ -83,19 +92,29 @@ def test_a_line_that_is_too_large_is_named(tmp_path, monkeypatch):
     with zipfile.ZipFile(tmp_path / "qa.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("qa/validation.jsonl", "\n".join(lines))
     with pytest.raises(
-        FileError, match=r"qa\.zip/qa/validation\.jsonl:2 has more than 1,000,000 bytes in one document"
+        FileError,
+        match=r"qa\.zip/qa/validation\.jsonl:2 has more than 1,000,000 bytes in one document",
     ):
         list(read_examples(str(tmp_path / "qa.zip"), "validation"))
     (tmp_path / "qa.jsonl").write_text("\n".join(lines))
-    with pytest.raises(FileError, match=r"qa\.jsonl:2 has more than 1,000,000 bytes in one document"):
+    with pytest.raises(
+        FileError, match=r"qa\.jsonl:2 has more than 1,000,000 bytes in one document"
+    ):
         list(read_examples(str(tmp_path / "qa.jsonl"), ""))
 
 
 def test_a_long_input_loses_its_end_and_the_template_stays():
     encoder = ExampleEncoder(encode, [256], "Q: {input}\nA:", length=20, target_tokens=4)
     encoded = encoder("0123456789", " yes sir ")
-    assert bytes(encoded.prompt[1:]) == b"Q: 012345678\nA:" and encoded.prompt[0] == 256 and len(encoded.prompt) == 16
-    assert bytes(encoded.target) == b" yes" and (encoded.input_truncated, encoded.target_truncated) == (True, True)
+    assert (
+        bytes(encoded.prompt[1:]) == b"Q: 012345678\nA:"
+        and encoded.prompt[0] == 256
+        and len(encoded.prompt) == 16
+    )
+    assert bytes(encoded.target) == b" yes" and (
+        encoded.input_truncated,
+        encoded.target_truncated,
+    ) == (True, True)
     encoded = encoder("012345678", "no")
     assert bytes(encoded.prompt[1:]) == b"Q: 012345678\nA:" and bytes(encoded.target) == b" no"
     assert (encoded.input_truncated, encoded.target_truncated) == (False, False)

@@ -1,4 +1,6 @@
-"""The cached index of the data is either complete or absent, even if the job that builds it fails."""
+"""The cached index of the data is either complete or absent, even if the job that builds it
+fails.
+"""
 
 import errno
 import os
@@ -41,7 +43,9 @@ def assert_loaded_all_of_megatron(loaded):
     assert loaded == arrays
 
 
-PLAIN, BLEND, MIX = "plain", "blend", "mix with long documents"
+PLAIN = "plain"
+BLEND = "blend"
+MIX = "mix with long documents"
 
 
 @pytest.fixture
@@ -58,11 +62,19 @@ def tokens(folder, tmp_path, monkeypatch):
         return load_array(path, **options)
 
     def read(kind, on_progress=lambda: None):
-        prefix = f"{folder}/a" if kind == PLAIN else {f"{folder}/a": 0.3, f"{folder}/b": 0.7}
-        long = LongDocumentSettings(minimum=40, share=0.5) if kind == MIX else None
+        if kind == PLAIN:
+            prefix = f"{folder}/a"
+        else:
+            prefix = {f"{folder}/a": 0.3, f"{folder}/b": 0.7}
+        if kind == MIX:
+            long = LongDocumentSettings(minimum=40, share=0.5)
+        else:
+            long = None
         data = {"prefix": prefix, "split": "900,100,0", "cache_directory": str(tmp_path / "cache")}
         data |= {"num_workers": 0}
-        train = TrainConfig(steps=10, global_batch_size=4, eval_interval=5, eval_steps=2, precision="fp32")
+        train = TrainConfig(
+            steps=10, global_batch_size=4, eval_interval=5, eval_steps=2, precision="fp32"
+        )
         data = DataConfig(**data, long_documents=long)
         config = RunConfig(model=small_model(seq_length=16), data=data, train=train)
         loaded.clear()
@@ -103,7 +115,8 @@ WITHOUT_SIZES = sorted(DAMAGES.keys() - {"longer", "missing"})
 
 
 @pytest.mark.parametrize(
-    "damage, recorded", [*((damage, True) for damage in DAMAGES), *((damage, False) for damage in WITHOUT_SIZES)]
+    "damage, recorded",
+    [*((damage, True) for damage in DAMAGES), *((damage, False) for damage in WITHOUT_SIZES)],
 )
 def test_a_damaged_index_is_rebuilt_once_and_runs_no_code(tokens, damage, recorded, caplog):
     expected = tokens(BLEND)
@@ -123,7 +136,13 @@ def test_a_damaged_index_is_rebuilt_once_and_runs_no_code(tokens, damage, record
 
 @pytest.mark.parametrize(
     "array",
-    ["dataset_index", "dataset_sample_index", "train-document_index", "train-sample_index", "train-shuffle_index"],
+    [
+        "dataset_index",
+        "dataset_sample_index",
+        "train-document_index",
+        "train-sample_index",
+        "train-shuffle_index",
+    ],
 )
 def test_a_pickle_that_replaces_an_array_after_the_check_runs_no_code(tokens, array, monkeypatch):
     """The check of rank 0 finds damage only before the run loads the arrays."""
@@ -131,7 +150,9 @@ def test_a_pickle_that_replaces_an_array_after_the_check_runs_no_code(tokens, ar
     (path, *_) = tokens.cache.glob(f"*/*{array}.npy")
     DAMAGES["pickle"](path)
     monkeypatch.setattr(index_cache, "_damage", lambda directory: None)
-    with pytest.raises(FileError, match=f"start the run again, which rebuilds the index in {path.parent}"):
+    with pytest.raises(
+        FileError, match=f"start the run again, which rebuilds the index in {path.parent}"
+    ):
         tokens(BLEND)
     assert not RUN
 
@@ -143,14 +164,19 @@ def test_a_damaged_index_stays_if_it_cannot_be_rebuilt(tokens, monkeypatch):
     DAMAGES["truncated"](path)
     with monkeypatch.context() as patched:
         patched.setattr(os, "access", lambda path, mode: mode != os.W_OK)
-        with pytest.raises(ConfigError, match="the index is damaged, and the directory is not writable"):
+        with pytest.raises(
+            ConfigError, match="the index is damaged, and the directory is not writable"
+        ):
             tokens(BLEND)
     assert sorted(path.parent.iterdir()) == files
 
 
 @pytest.mark.parametrize("kind, number", [(PLAIN, 2), (MIX, 4)])
-def test_a_disk_that_fills_leaves_nothing_behind_and_is_one_sentence(tokens, kind, number, monkeypatch):
-    save, calls = np.save, []
+def test_a_disk_that_fills_leaves_nothing_behind_and_is_one_sentence(
+    tokens, kind, number, monkeypatch
+):
+    save = np.save
+    calls = []
 
     def full(path, array, **options):
         calls.append(path)
@@ -162,7 +188,10 @@ def test_a_disk_that_fills_leaves_nothing_behind_and_is_one_sentence(tokens, kin
 
     with monkeypatch.context() as patched:
         patched.setattr(np, "save", full)
-        with pytest.raises(ConfigError, match=r"data.cache_directory is .*cache, where .*No space left.*; free space"):
+        with pytest.raises(
+            ConfigError,
+            match=r"data.cache_directory is .*cache, where .*No space left.*; free space",
+        ):
             tokens(kind)
     assert list(tokens.cache.iterdir()) == []
     assert len(tokens(kind)) == 48
@@ -170,7 +199,8 @@ def test_a_disk_that_fills_leaves_nothing_behind_and_is_one_sentence(tokens, kin
 
 def test_an_index_that_grows_is_progress(tokens, monkeypatch):
     monkeypatch.setattr(index_cache, "HEARTBEAT_SECONDS", 0.01)
-    save, moves = np.save, []
+    save = np.save
+    moves = []
 
     def slow(path, array, **options):
         save(path, array, **options)
@@ -195,7 +225,8 @@ def test_a_temporary_error_is_not_a_config_error(tokens, monkeypatch):
 
 
 def test_the_temporary_directory_of_a_killed_job_is_removed_after_a_day(tokens):
-    left, recent = tokens.cache / ".building-node-1", tokens.cache / ".building-node-2"
+    left = tokens.cache / ".building-node-1"
+    recent = tokens.cache / ".building-node-2"
     for path in (left, recent):
         path.mkdir(parents=True)
         (path / "x-GPTDataset-train-shuffle_index.npy").write_bytes(b"cut")
@@ -209,14 +240,17 @@ def test_a_complete_cache_need_not_be_writable(tokens, monkeypatch):
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
     assert tokens(BLEND) == expected
-    with pytest.raises(ConfigError, match="the index is missing, and the directory is not writable"):
+    with pytest.raises(
+        ConfigError, match="the index is missing, and the directory is not writable"
+    ):
         tokens(PLAIN)
 
 
 def test_an_index_that_another_job_has_built_meanwhile_is_kept(tokens, monkeypatch, tmp_path):
     expected = tokens(PLAIN)
     (directory,) = tokens.cache.iterdir()
-    other, mkdtemp = directory.rename(tmp_path / "other"), tempfile.mkdtemp
+    other = directory.rename(tmp_path / "other")
+    mkdtemp = tempfile.mkdtemp
     inode = other.stat().st_ino
 
     def meanwhile(**options):
@@ -224,4 +258,6 @@ def test_an_index_that_another_job_has_built_meanwhile_is_kept(tokens, monkeypat
         return mkdtemp(**options)
 
     monkeypatch.setattr(index_cache.tempfile, "mkdtemp", meanwhile)
-    assert tokens(PLAIN) == expected and [path.stat().st_ino for path in tokens.cache.iterdir()] == [inode]
+    assert tokens(PLAIN) == expected and [
+        path.stat().st_ino for path in tokens.cache.iterdir()
+    ] == [inode]

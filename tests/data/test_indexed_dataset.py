@@ -37,11 +37,17 @@ def test_documents_of_several_sequences_are_read(tmp_path):
     builder.add_document(torch.arange(5, 9), [4])
     builder.finalize(str(tmp_path / "data.idx"))
     reader = IndexedDatasetReader(tmp_path / "data")
-    assert [reader.document(i).tolist() for i in range(len(reader))] == [[0, 1, 2, 3, 4], [5, 6, 7, 8]]
+    assert [reader.document(i).tolist() for i in range(len(reader))] == [
+        [0, 1, 2, 3, 4],
+        [5, 6, 7, 8],
+    ]
     assert reader.document_lengths().tolist() == [5, 4]
     assert list(reader.problems()) == []
     assert reader.invalid_id(vocab_size=9) is None
-    assert reader.invalid_id(vocab_size=8) == "token 8, in document 1, has the id 8, but the tokenizer has 8 ids"
+    assert (
+        reader.invalid_id(vocab_size=8)
+        == "token 8, in document 1, has the id 8, but the tokenizer has 8 ids"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["i1", "<i2", "<i4", "<i8"])
@@ -100,15 +106,25 @@ INPUTS = [(7, 1), (7, 2), None]
 
 
 def mark(*inputs):
-    return {"inputs": list(inputs), "text_bytes": 7, "problems": {"empty text": 2}, "places": {"empty text": ["a:1"]}}
+    return {
+        "inputs": list(inputs),
+        "text_bytes": 7,
+        "problems": {"empty text": 2},
+        "places": {"empty text": ["a:1"]},
+    }
 
 
 def add(writer, documents):
-    writer.add(np.concatenate(documents).astype("<u2").tobytes(), np.array([len(each) for each in documents]))
+    writer.add(
+        np.concatenate(documents).astype("<u2").tobytes(),
+        np.array([len(each) for each in documents]),
+    )
 
 
 def write_until(path, documents, killed, source=SOURCE):
-    """Add two documents, mark them, add the others, and end like an interrupted or a killed process."""
+    """Add two documents, mark them, add the others, and end like an interrupted or a killed
+    process.
+    """
     writer = IndexedDatasetWriter(path, np.dtype("<u2"), source=source)
     add(writer, documents[:2])
     writer.mark(mark([7, 1]))
@@ -126,7 +142,9 @@ def test_the_next_writer_continues_after_the_last_mark(tmp_path, documents, monk
     write_documents(tmp_path / "whole", documents)
     write_until(tmp_path / "data", documents, killed)
     assert not (tmp_path / "data.idx").exists() and (tmp_path / "data.progress").exists()
-    with IndexedDatasetWriter(tmp_path / "data", np.dtype("<u2"), source=SOURCE, inputs=INPUTS) as writer:
+    with IndexedDatasetWriter(
+        tmp_path / "data", np.dtype("<u2"), source=SOURCE, inputs=INPUTS
+    ) as writer:
         assert writer.restored == mark([7, 1])
         assert (writer.documents, writer.tokens) == (2, 701)
         add(writer, documents[2:])
@@ -135,7 +153,9 @@ def test_the_next_writer_continues_after_the_last_mark(tmp_path, documents, monk
     assert sorted(path.name for path in tmp_path.glob("data.*")) == ["data.bin", "data.idx"]
 
 
-@pytest.mark.parametrize("change", ["source", "inputs", "dtype", "cut", "malformed", "negative", "link", "lost"])
+@pytest.mark.parametrize(
+    "change", ["source", "inputs", "dtype", "cut", "malformed", "negative", "link", "lost"]
+)
 def test_unfinished_files_that_do_not_fit_are_replaced(tmp_path, documents, change):
     write_documents(tmp_path / "whole", documents, np.int32 if change == "dtype" else np.uint16)
     write_until(tmp_path / "data", documents, killed=False)
@@ -155,7 +175,10 @@ def test_unfinished_files_that_do_not_fit_are_replaced(tmp_path, documents, chan
     inputs = [(7, 9), *INPUTS[1:]] if change == "inputs" else INPUTS
     with IndexedDatasetWriter(tmp_path / "data", dtype, source=source, inputs=inputs) as writer:
         assert (writer.restored, writer.documents, writer.tokens) == (None, 0, 0)
-        writer.add(np.concatenate(documents).astype(dtype).tobytes(), np.array([len(each) for each in documents]))
+        writer.add(
+            np.concatenate(documents).astype(dtype).tobytes(),
+            np.array([len(each) for each in documents]),
+        )
         writer.finish()
     assert read_pair(tmp_path / "data") == read_pair(tmp_path / "whole")
 
@@ -171,22 +194,30 @@ def test_documents_of_another_source_are_never_continued(tmp_path, documents, mo
     add(second, [np.zeros(5000), np.ones(3)])
     second._bin.leave()
     second._idx.leave()
-    with IndexedDatasetWriter(tmp_path / "data", np.dtype("<u2"), source=SOURCE, inputs=INPUTS) as writer:
+    with IndexedDatasetWriter(
+        tmp_path / "data", np.dtype("<u2"), source=SOURCE, inputs=INPUTS
+    ) as writer:
         assert (writer.restored, writer.documents, writer.tokens) == (None, 0, 0)
 
 
 @pytest.mark.parametrize("is_marked", [True, False])
-def test_a_full_disk_keeps_the_documents_of_the_last_mark(tmp_path, documents, monkeypatch, is_marked):
+def test_a_full_disk_keeps_the_documents_of_the_last_mark(
+    tmp_path, documents, monkeypatch, is_marked
+):
     monkeypatch.setattr(indexed_dataset, "_SAVE_SECONDS", -1.0)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with (
         pytest.raises(OSError),
-        IndexedDatasetWriter(tmp_path / "data", np.dtype("<u2"), source=SOURCE, inputs=INPUTS) as writer,
+        IndexedDatasetWriter(
+            tmp_path / "data", np.dtype("<u2"), source=SOURCE, inputs=INPUTS
+        ) as writer,
     ):
         add(writer, documents[:2])
         if is_marked:
             writer.mark(mark([7, 1]))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # writing beyond it fails like a full disk
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (1 << 20, hard)
+        )  # writing beyond it fails like a full disk
         try:
             add(writer, [np.zeros(1 << 18)])
             add(writer, [np.zeros(1 << 20)])
@@ -199,7 +230,9 @@ def test_a_full_disk_keeps_the_documents_of_the_last_mark(tmp_path, documents, m
         assert list(tmp_path.iterdir()) == []
         return
     write_documents(tmp_path / "whole", documents)
-    with IndexedDatasetWriter(tmp_path / "data", np.dtype("<u2"), source=SOURCE, inputs=INPUTS) as writer:
+    with IndexedDatasetWriter(
+        tmp_path / "data", np.dtype("<u2"), source=SOURCE, inputs=INPUTS
+    ) as writer:
         assert writer.restored == mark([7, 1])
         add(writer, documents[2:])
         writer.finish()
@@ -207,7 +240,9 @@ def test_a_full_disk_keeps_the_documents_of_the_last_mark(tmp_path, documents, m
 
 
 def test_without_a_mark_nothing_is_left(tmp_path, documents):
-    with IndexedDatasetWriter(tmp_path / "data", np.dtype("<u2"), source=SOURCE, inputs=INPUTS) as writer:
+    with IndexedDatasetWriter(
+        tmp_path / "data", np.dtype("<u2"), source=SOURCE, inputs=INPUTS
+    ) as writer:
         add(writer, documents)
     assert list(tmp_path.iterdir()) == []
 
@@ -222,12 +257,19 @@ def small_blocks(monkeypatch):
     [
         ("lengths", 2500, -1, "sequence 2500 has a negative length"),
         ("lengths", 2999, 7, "bytes, but its index describes"),
-        ("pointers", 1000, 3, "the pointer of sequence 1000 is 3, but the previous sequence does not end there"),
+        (
+            "pointers",
+            1000,
+            3,
+            "the pointer of sequence 1000 is 3, but the previous sequence does not end there",
+        ),
         ("document_indices", 1000, 2000, "do not increase from 0 to the number of sequences, 3000"),
         ("document_indices", 3000, 2999, "the document indices do not increase"),
     ],
 )
-def test_damage_is_found_in_every_block_of_an_index(tmp_path, small_blocks, part, index, value, problem):
+def test_damage_is_found_in_every_block_of_an_index(
+    tmp_path, small_blocks, part, index, value, problem
+):
     with IndexedDatasetWriter(tmp_path / "data", np.dtype("<u2")) as writer:
         writer.add(bytes(2 * 3000), np.ones(3000, np.int32))
         writer.finish()

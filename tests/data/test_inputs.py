@@ -21,7 +21,9 @@ def check_inputs(config):
 
 
 def test_inputs_that_do_not_exist_are_named_one_by_one(tmp_path):
-    config = make(data__prefix={str(tmp_path / "a"): 0.5, str(tmp_path / "b"): 0.5}, checkpoint__resume="auto")
+    config = make(
+        data__prefix={str(tmp_path / "a"): 0.5, str(tmp_path / "b"): 0.5}, checkpoint__resume="auto"
+    )
     config = replace_settings(config, {"data.tokenizer": str(tmp_path / "tokenizer.model")})
     for name in ("a.idx", "a.bin", "b.idx", "b.bin", "tokenizer.model"):
         with pytest.raises(ConfigError, match=f"{name}.* does not exist"):
@@ -29,15 +31,22 @@ def test_inputs_that_do_not_exist_are_named_one_by_one(tmp_path):
         (tmp_path / name).write_text("")
     check_inputs(config)
     config = replace_settings(config, {"checkpoint.resume": str(tmp_path / "step-00000001")})
-    with pytest.raises(ConfigError, match="checkpoint.resume .*step-00000001, which is not a directory"):
+    with pytest.raises(
+        ConfigError, match="checkpoint.resume .*step-00000001, which is not a directory"
+    ):
         check_inputs(config)
     (tmp_path / "step-00000001").mkdir()
     check_inputs(config)
 
 
-def test_a_missing_relative_path_is_named_with_its_directory_and_the_demos_with_the_command(tmp_path, monkeypatch):
+def test_a_missing_relative_path_is_named_with_its_directory_and_the_demos_with_the_command(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    from_hub = "correct it, or, if it is a dataset of the Hugging Face Hub, run `python tools/preprocess_data.py"
+    from_hub = (
+        "correct it, or, if it is a dataset of the Hugging Face Hub, run `python"
+        " tools/preprocess_data.py"
+    )
     for prefix, fix in (
         ("web", "correct it, or finish"),
         ("allenai/c4", f"{from_hub} --input hub:allenai/c4 --tokenizer"),
@@ -47,7 +56,9 @@ def test_a_missing_relative_path_is_named_with_its_directory_and_the_demos_with_
         with pytest.raises(ConfigError) as error:
             check_data_files(make(data__prefix=prefix))
         assert error.value.fix.startswith(fix)
-        assert error.value.fix.endswith(f"(the path is relative to the current directory, {tmp_path})")
+        assert error.value.fix.endswith(
+            f"(the path is relative to the current directory, {tmp_path})"
+        )
 
 
 def test_a_cache_that_cannot_be_created_is_named(tmp_path):
@@ -63,7 +74,9 @@ def test_a_cache_that_cannot_be_created_is_named(tmp_path):
         check_inputs(config)
 
 
-@pytest.mark.parametrize("key", ["logging.directory", "checkpoint.directory", "data.prefix", "data.tokenizer"])
+@pytest.mark.parametrize(
+    "key", ["logging.directory", "checkpoint.directory", "data.prefix", "data.tokenizer"]
+)
 def test_a_path_that_cannot_be_read_is_named_with_its_setting(tmp_path, key):
     (tmp_path / "a.idx").touch(), (tmp_path / "a.bin").touch()
     config = make(data__prefix=str(tmp_path / "a"), data__tokenizer=None, checkpoint__resume="auto")
@@ -81,7 +94,9 @@ def test_checkpoints_of_another_run_are_not_written_into(tmp_path, monkeypatch):
     config = {"model": {}, "logging": {"directory": "runs/first"}}
     for directory in ("shared", "runs/moved/checkpoints"):
         (tmp_path / directory / "step-00000004").mkdir(parents=True)
-        (tmp_path / directory / "step-00000004" / "state.json").write_text(json.dumps(state | {"config": config}))
+        (tmp_path / directory / "step-00000004" / "state.json").write_text(
+            json.dumps(state | {"config": config})
+        )
 
     def check(run, checkpoints):
         settings = {"logging__directory": run, "checkpoint__directory": checkpoints}
@@ -90,7 +105,10 @@ def test_checkpoints_of_another_run_are_not_written_into(tmp_path, monkeypatch):
     check("runs/second", "shared")  # the run that saved them is gone
     (tmp_path / "runs" / "first" / "attempts").mkdir(parents=True)
     for checkpoints in ("shared", "runs/first/checkpoints"):
-        with pytest.raises(ConfigError, match=f"^checkpoint.directory is {checkpoints}, which belongs to .*runs/first"):
+        with pytest.raises(
+            ConfigError,
+            match=f"^checkpoint.directory is {checkpoints}, which belongs to .*runs/first",
+        ):
             check("runs/second", checkpoints)
         check("runs/first", checkpoints)
         check(str(tmp_path / "runs" / "first"), checkpoints)
@@ -104,19 +122,27 @@ def test_a_truncated_dataset_is_refused(tmp_path):
     config = make(data__prefix=str(tmp_path / "a"), data__tokenizer=None)
     check_datasets(config)
     os.truncate(tmp_path / "a.bin", 100)
-    with pytest.raises(ConfigError, match="incomplete or damaged: .*a.bin has 100 bytes, but its index describes"):
+    with pytest.raises(
+        ConfigError, match="incomplete or damaged: .*a.bin has 100 bytes, but its index describes"
+    ):
         check_datasets(config)
 
 
-@pytest.mark.parametrize("bad, problem", [(-1, "ids cannot be negative"), (64, "model.vocab_size is 64")])
+@pytest.mark.parametrize(
+    "bad, problem", [(-1, "ids cannot be negative"), (64, "model.vocab_size is 64")]
+)
 def test_ids_outside_the_vocabulary_are_refused_before_the_run_starts(tmp_path, bad, problem):
     write_documents(tmp_path / "a", [[*range(60)]] * 90 + [[*range(60), bad]] * 10, "<i4")
     config = make(data__prefix=str(tmp_path / "a"), data__tokenizer=None, model__vocab_size=64)
-    with pytest.raises(ConfigError, match=rf"a, in which document 9\d has the token id {bad}, but {problem}"):
+    with pytest.raises(
+        ConfigError, match=rf"a, in which document 9\d has the token id {bad}, but {problem}"
+    ):
         check_datasets(config)
 
 
-def test_what_is_mistaken_for_a_dataset_is_named_with_the_command_that_makes_one(tmp_path, monkeypatch):
+def test_what_is_mistaken_for_a_dataset_is_named_with_the_command_that_makes_one(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     for name in ("texts.jsonl", "raw/a.txt.gz", "raw/b.parquet", "notes.csv"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -134,14 +160,23 @@ def test_what_is_mistaken_for_a_dataset_is_named_with_the_command_that_makes_one
     ):
         with pytest.raises(ConfigError) as refusal:
             check_data_files(make(data__prefix=prefix, data__tokenizer="w.model"))
-        expected = f"contains {prefix}, which {problem}; a dataset is a pair of files, NAME.bin and NAME.idx"
+        expected = (
+            f"contains {prefix}, which {problem}; a dataset is a pair of files, NAME.bin and"
+            " NAME.idx"
+        )
         assert refusal.value.key == "data.prefix" and refusal.value.problem.startswith(expected)
         assert f"run `{preprocess.format(command, output)}` and give " in refusal.value.fix
     for prefix, fix in (
         ("c4.idx", "give c4, without the suffix"),
         ("c4.bin", "give c4, without the suffix"),
         ("many", "give a dataset in it, such as many/web, or all of them as many/*"),
-        ("notes.csv", "convert it to .jsonl, .txt or .parquet, and make a dataset with tools/preprocess_data.py"),
+        (
+            "notes.csv",
+            (
+                "convert it to .jsonl, .txt or .parquet, and make a dataset with"
+                " tools/preprocess_data.py"
+            ),
+        ),
     ):
         with pytest.raises(ConfigError) as refusal:
             check_data_files(make(data__prefix=prefix))

@@ -1,4 +1,6 @@
-"""`data.long_documents`: the documents of the samples, their position and order, and the number of epochs."""
+"""`data.long_documents`: the documents of the samples, their position and order, and the number of
+epochs.
+"""
 
 import re
 
@@ -24,7 +26,9 @@ NAMES = ("books", "web", "notes")
 
 
 def write(prefix, lengths, first_token):
-    """Write documents of the unique tokens `first_token`, `first_token` + 1, ..., with EOD at the end of each."""
+    """Write documents of the unique tokens `first_token`, `first_token` + 1, ..., with EOD at the
+    end of each.
+    """
     tokens = np.arange(first_token, first_token + sum(lengths), dtype="<i4")
     tokens[np.cumsum(lengths) - 1] = EOD
     write_documents(prefix, np.split(tokens, np.cumsum(lengths)[:-1]), "<i4")
@@ -62,7 +66,9 @@ def configure(folder, tmp_path):
                 long_documents=LongDocumentSettings(minimum=minimum, share=share),
                 **data,
             ),
-            train=TrainConfig(steps=steps, global_batch_size=4, eval_interval=5, eval_steps=2, precision="fp32"),
+            train=TrainConfig(
+                steps=steps, global_batch_size=4, eval_interval=5, eval_steps=2, precision="fp32"
+            ),
         )
 
     return make
@@ -73,7 +79,9 @@ def build(config, *place):
 
 
 def origins(rows, lengths):
-    """Return, for each sequence, its dataset, and the index and length of the document of each token except EOD."""
+    """Return, for each sequence, its dataset, and the index and length of the document of each
+    token except EOD.
+    """
     known = {}
     for index, name in enumerate(NAMES):
         ends = np.cumsum(lengths[name])
@@ -108,16 +116,23 @@ def test_the_share_comes_from_long_documents_and_the_rest_from_the_others(config
     assert validation == [batch["tokens"].tolist() for batch in build(config).evaluation()]
 
 
-def test_datasets_keep_their_proportions_among_long_documents_and_among_the_others(configure, lengths):
+def test_datasets_keep_their_proportions_among_long_documents_and_among_the_others(
+    configure, lengths
+):
     names = ["books", "web", "notes"]
-    found = origins(tokens_of(build(configure(names, 40, 0.5, 100, weights=[0.2, 0.2, 0.6]))), lengths)
+    found = origins(
+        tokens_of(build(configure(names, 40, 0.5, 100, weights=[0.2, 0.2, 0.6]))), lengths
+    )
     counts = {name: [0, 0] for name in names}
     for name, _, sizes in found:
         counts[name][int(sizes.max() < 40)] += 1
     # notes has no document of 40 tokens, so the other two datasets provide all long documents.
     assert counts == {"books": [100, 40], "web": [100, 40], "notes": [0, 120]}
     found = origins(tokens_of(build(configure(["books", "web"], 40, 0.5, 100))), lengths)
-    long = {name: sum(n for n in lengths[name][: len(lengths[name]) * 9 // 10] if n >= 40) for name in ("books", "web")}
+    long = {
+        name: sum(n for n in lengths[name][: len(lengths[name]) * 9 // 10] if n >= 40)
+        for name in ("books", "web")
+    }
     drawn = sum(name == "books" and sizes.min() >= 40 for name, _, sizes in found)
     assert drawn == pytest.approx(200 * long["books"] / sum(long.values()), abs=1)
 
@@ -138,10 +153,14 @@ def test_an_epoch_has_every_token_once_and_windows_begin_with_their_documents(fo
     cut = cut_documents(np.array(lengths["books"]), documents, LENGTH)
     windows = DocumentWindows(dataset, cut, LENGTH, seed=5)
     starts = np.cumsum(lengths["books"]) - lengths["books"] + 1
-    used = np.concatenate([np.arange(starts[d], starts[d] + lengths["books"][d] - 1) for d in documents])
+    used = np.concatenate(
+        [np.arange(starts[d], starts[d] + lengths["books"][d] - 1) for d in documents]
+    )
     orders = []
     for epoch in range(2):
-        range_of_epoch = range(epoch * windows.samples_per_epoch, (epoch + 1) * windows.samples_per_epoch)
+        range_of_epoch = range(
+            epoch * windows.samples_per_epoch, (epoch + 1) * windows.samples_per_epoch
+        )
         samples = [windows[i] for i in range_of_epoch]
         assert all(len(sample["tokens"]) == len(sample["labels"]) == LENGTH for sample in samples)
         for sample in samples:
@@ -152,20 +171,32 @@ def test_an_epoch_has_every_token_once_and_windows_begin_with_their_documents(fo
         inputs = torch.cat([sample["tokens"] for sample in samples]).numpy()
         inputs = inputs[inputs != EOD]
         assert len(set(inputs)) == len(inputs) and set(inputs) <= set(used)
-        # The last label of a window can be a token that is no input elsewhere; the last incomplete window is dropped.
+        # The last label of a window can be a token that is no input elsewhere; the last incomplete
+        # window is dropped.
         assert len(used) - len(inputs) < LENGTH + len(documents)
-        whole = [s["tokens"].numpy() for s in samples if (s["tokens"][1:] - s["tokens"][:-1] == 1).all()]
+        whole = [
+            s["tokens"].numpy() for s in samples if (s["tokens"][1:] - s["tokens"][:-1] == 1).all()
+        ]
         assert len(whole) >= sum((n - 1) // LENGTH for n in lengths["books"] if n >= 30)
-        full = {int(start) + LENGTH * k for d in documents for start in [starts[d]]
-                for k in range((lengths["books"][d] - 1) // LENGTH)}  # fmt: skip
+        full = {
+            int(start) + LENGTH * k
+            for d in documents
+            for start in [starts[d]]
+            for k in range((lengths["books"][d] - 1) // LENGTH)
+        }
         assert full <= {int(tokens[0]) for tokens in whole}
         orders.append([int(sample["tokens"][0]) for sample in samples])
     assert orders[0] != orders[1]
     again = DocumentWindows(dataset, cut, LENGTH, seed=5)
-    assert torch.equal(again[windows.samples_per_epoch + 3]["labels"], windows[windows.samples_per_epoch + 3]["labels"])
+    assert torch.equal(
+        again[windows.samples_per_epoch + 3]["labels"],
+        windows[windows.samples_per_epoch + 3]["labels"],
+    )
 
 
-@pytest.mark.parametrize("sizes, expected", [([33], 1), ([65], 2), ([64, 20], 2), ([20, 13], 1), ([33, 33], 2)])
+@pytest.mark.parametrize(
+    "sizes, expected", [([33], 1), ([65], 2), ([64, 20], 2), ([20, 13], 1), ([33, 33], 2)]
+)
 def test_documents_of_borderline_lengths_fill_windows(tmp_path, sizes, expected):
     write(tmp_path / "data", sizes, 1)
     cut = cut_documents(np.array(sizes), np.arange(len(sizes)), LENGTH)
@@ -191,8 +222,13 @@ def test_passes_are_those_of_the_batches(configure, lengths, caplog):
     found = origins(rows, lengths)
     for name in ("books", "web"):
         for kind, long in (("long", True), ("other", False)):
-            drawn = sum(of == name and bool(sizes.min() >= 40) == long for of, _, sizes in found) * LENGTH
-            total = sum(n for n in lengths[name][: len(lengths[name]) * 9 // 10] if (n >= 40) == long)
+            drawn = (
+                sum(of == name and bool(sizes.min() >= 40) == long for of, _, sizes in found)
+                * LENGTH
+            )
+            total = sum(
+                n for n in lengths[name][: len(lengths[name]) * 9 // 10] if (n >= 40) == long
+            )
             pattern = rf"trains (\S+) epochs on the {kind} documents of \S*/{name}\n"
             (said,) = re.findall(pattern, caplog.text)
             assert float(said) == pytest.approx(drawn / total, abs=0.02)
@@ -206,10 +242,15 @@ def test_passes_are_those_of_the_batches(configure, lengths, caplog):
         (["books"], 20, 0.6, "share", "less than 20 tokens"),
     ],
 )
-def test_pools_without_a_sequence_are_refused_before_training(configure, monkeypatch, names, minimum, share, key, said):
+def test_pools_without_a_sequence_are_refused_before_training(
+    configure, monkeypatch, names, minimum, share, key, said
+):
     config = configure(names, minimum, share)
     for start in (check_datasets, build):
-        monkeypatch.setattr("megatron_tape.data.inputs.load_run_tokenizer", lambda config: type("T", (), {"eod": EOD}))
+        monkeypatch.setattr(
+            "megatron_tape.data.inputs.load_run_tokenizer",
+            lambda config: type("T", (), {"eod": EOD}),
+        )
         with pytest.raises(ConfigError) as refusal:
             start(config)
         assert refusal.value.key == f"data.long_documents.{key}" and said in refusal.value.problem

@@ -17,17 +17,22 @@ from megatron_tape.errors import ConfigError, FileError
 
 @pytest.fixture
 def tokenizers(tmp_path):
-    """Return the paths of three tokenizers: `other` has another word than `own`, and `ends` another `eod`."""
+    """Return the paths of three tokenizers: `other` has another word than `own`, and `ends` another
+    `eod`.
+    """
     write_tokenizer(tmp_path / "own.json")
     settings = json.loads((tmp_path / "own.json").read_text().replace('"w62"', '"<|stop|>"'))
-    settings["added_tokens"].insert(0, settings["added_tokens"][0] | {"id": 62, "content": "<|stop|>"})
+    settings["added_tokens"].insert(
+        0, settings["added_tokens"][0] | {"id": 62, "content": "<|stop|>"}
+    )
     (tmp_path / "own.json").write_text(text := json.dumps(settings))
     (tmp_path / "other.json").write_text(text.replace('"w1"', '"changed"'))
     (tmp_path / "ends").mkdir()
     (tmp_path / "ends" / "tokenizer.json").write_text(text)
     (tmp_path / "ends" / "tokenizer_config.json").write_text('{"eos_token": "<|stop|>"}')
     return {
-        name: str(tmp_path / path) for name, path in (("own", "own.json"), ("other", "other.json"), ("ends", "ends"))
+        name: str(tmp_path / path)
+        for name, path in (("own", "own.json"), ("other", "other.json"), ("ends", "ends"))
     }
 
 
@@ -37,8 +42,17 @@ def preprocess(tmp_path, tokenizers):
 
     def run(name, tokenizer="own", *options):
         texts = [" ".join(f"w{(i + k) % 62}" for k in range(90)) for i in range(40)]
-        (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-        arguments = ["--input", tmp_path / "in.jsonl", "--tokenizer", tokenizers[tokenizer], "--workers", "1"]
+        (tmp_path / "in.jsonl").write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        )
+        arguments = [
+            "--input",
+            tmp_path / "in.jsonl",
+            "--tokenizer",
+            tokenizers[tokenizer],
+            "--workers",
+            "1",
+        ]
         done = run_here("preprocess_data", *arguments, "--output-prefix", tmp_path / name, *options)
         assert done.returncode == 0, done.stderr
         return str(tmp_path / name)
@@ -48,7 +62,9 @@ def preprocess(tmp_path, tokenizers):
 
 def settings(tokenizers, prefix, tokenizer="own", packed=True, **changes):
     path = None if tokenizer is None else tokenizers[tokenizer]
-    return make(data__prefix=prefix, data__tokenizer=path, data__reset_attention_mask=packed, **changes)
+    return make(
+        data__prefix=prefix, data__tokenizer=path, data__reset_attention_mask=packed, **changes
+    )
 
 
 def test_a_dataset_records_its_tokenizer_and_whether_documents_end(preprocess, tokenizers):
@@ -58,7 +74,10 @@ def test_a_dataset_records_its_tokenizer_and_whether_documents_end(preprocess, t
         origin = read_origin(prefix)
         source = origin.pop("source")
         assert origin == {"tokenizer": record, "append_eod": ends, "files": fingerprints_of(prefix)}
-        assert source["inputs"] == [prefix.replace(f"out{ends}", "in.jsonl")] and source["text_key"] == "text"
+        assert (
+            source["inputs"] == [prefix.replace(f"out{ends}", "in.jsonl")]
+            and source["text_key"] == "text"
+        )
 
 
 def test_a_dataset_that_another_tool_has_replaced_has_no_origin(preprocess):
@@ -78,7 +97,8 @@ def test_a_dataset_that_another_tool_has_replaced_has_no_origin(preprocess):
     ],
 )
 def test_training_refuses_data_of_another_tokenizer(preprocess, tokenizers, made_with, problem):
-    good, bad = preprocess("good"), preprocess("bad", made_with)
+    good = preprocess("good")
+    bad = preprocess("bad", made_with)
     check_datasets(settings(tokenizers, good))
     for prefix in (bad, {good: 0.5, bad: 0.5}):
         with pytest.raises(ConfigError, match=problem) as error:
@@ -89,15 +109,22 @@ def test_training_refuses_data_of_another_tokenizer(preprocess, tokenizers, made
         check_datasets(settings(tokenizers, good, packed=False, data__stages=stages))
 
 
-def test_datasets_are_compared_with_each_other_and_the_checkpoint_where_there_is_no_tokenizer(preprocess, tokenizers):
-    good, bad = preprocess("good"), preprocess("bad", "other")
+def test_datasets_are_compared_with_each_other_and_the_checkpoint_where_there_is_no_tokenizer(
+    preprocess, tokenizers
+):
+    good = preprocess("good")
+    bad = preprocess("bad", "other")
     check_datasets(settings(tokenizers, bad, None, packed=False))
     with pytest.raises(ConfigError, match="encodes text in another way than that of"):
         check_datasets(settings(tokenizers, {good: 0.5, bad: 0.5}, None, packed=False))
     with pytest.raises(ConfigError, match="encodes text in another way than the model's"):
-        check_datasets(settings(tokenizers, bad, None, packed=False), read_origin(good)["tokenizer"])
+        check_datasets(
+            settings(tokenizers, bad, None, packed=False), read_origin(good)["tokenizer"]
+        )
     with pytest.raises(ConfigError, match="than that of the model's training data"):
-        check_datasets(settings(tokenizers, good, "own", packed=False), read_origin(bad)["tokenizer"])
+        check_datasets(
+            settings(tokenizers, good, "own", packed=False), read_origin(bad)["tokenizer"]
+        )
 
 
 def test_data_of_other_tools_is_accepted_with_one_warning(tmp_path, tokenizers, capsys):
@@ -109,26 +136,47 @@ def test_data_of_other_tools_is_accepted_with_one_warning(tmp_path, tokenizers, 
     assert line.startswith(f"warning: {prefixes[0]} and 2 other datasets do not record")
 
 
-def test_merged_datasets_keep_a_common_tokenizer_and_no_others_are_merged(preprocess, tmp_path, tokenizers):
-    one, two = preprocess("one", "own", "--no-append-eod"), preprocess("two")
+def test_merged_datasets_keep_a_common_tokenizer_and_no_others_are_merged(
+    preprocess, tmp_path, tokenizers
+):
+    one = preprocess("one", "own", "--no-append-eod")
+    two = preprocess("two")
     other = preprocess("other", "other", "--no-append-eod")
     write_dataset(tmp_path / "foreign")
     out = tmp_path / "out"
     done = run_here("merge_datasets", "--input", one, two, "--output-prefix", out)
     assert done.returncode == 0
-    assert read_origin(out)["tokenizer"] == read_origin(one)["tokenizer"] and not read_origin(out)["append_eod"]
+    assert (
+        read_origin(out)["tokenizer"] == read_origin(one)["tokenizer"]
+        and not read_origin(out)["append_eod"]
+    )
     stop = preprocess("stop", "ends")
-    for order in ((one, stop), (stop, one)):  # the documents of `one` do not end in an end-of-document token
+    for order in (
+        (one, stop),
+        (stop, one),
+    ):  # the documents of `one` do not end in an end-of-document token
         assert (
-            run_here("merge_datasets", "--input", *order, "--output-prefix", tmp_path / "x", "--overwrite").returncode
+            run_here(
+                "merge_datasets",
+                "--input",
+                *order,
+                "--output-prefix",
+                tmp_path / "x",
+                "--overwrite",
+            ).returncode
             == 0
         )
     done = run_here("merge_datasets", "--input", two, stop, "--output-prefix", tmp_path / "bad")
     assert done.returncode == 2 and "ends documents with the id 62, and that of" in done.stderr
     done = run_here("merge_datasets", "--input", one, other, "--output-prefix", tmp_path / "bad")
-    assert done.returncode == 2 and f"{other} was made with a tokenizer that encodes text in another way" in done.stderr
+    assert (
+        done.returncode == 2
+        and f"{other} was made with a tokenizer that encodes text in another way" in done.stderr
+    )
     assert not (tmp_path / "bad.idx").exists()
-    done = run_here("merge_datasets", "--input", one, tmp_path / "foreign", "--output-prefix", tmp_path / "both")
+    done = run_here(
+        "merge_datasets", "--input", one, tmp_path / "foreign", "--output-prefix", tmp_path / "both"
+    )
     assert done.returncode == 0 and "foreign does not record which tokenizer made it" in done.stderr
     assert read_origin(tmp_path / "both") is None
     assert common_origin([]) is None
@@ -150,7 +198,10 @@ def test_a_malformed_origin_is_one_sentence(preprocess):
     prefix = preprocess("out")
     with open(f"{prefix}.origin", "w") as file:
         file.write('{"tokenizer": []}')
-    with pytest.raises(FileError, match="out.origin cannot be used: .*; remove that file, or preprocess the dataset"):
+    with pytest.raises(
+        FileError,
+        match="out.origin cannot be used: .*; remove that file, or preprocess the dataset",
+    ):
         check_tokenizer([prefix], None, "")
 
 
@@ -181,7 +232,8 @@ def test_the_ends_of_documents_are_checked_throughout_a_dataset(tmp_path, tokeni
 
 
 def test_data_that_was_replaced_is_noticed_and_named(preprocess, tokenizers, tmp_path, capsys):
-    one, two = preprocess("one"), preprocess("two")
+    one = preprocess("one")
+    two = preprocess("two")
     config = settings(tokenizers, {one: 0.5, two: 0.5}, packed=False)
     saved = fingerprints(config)
     check_same_data(config, saved, tmp_path / "step-1")
@@ -198,5 +250,7 @@ def test_data_that_was_replaced_is_noticed_and_named(preprocess, tokenizers, tmp
         check_same_data(settings(tokenizers, spelled, packed=False), saved, tmp_path / "step-1")
     stages = [{"prefix": two, "share": 0.5}]
     with pytest.raises(ConfigError) as error:
-        check_same_data(settings(tokenizers, one, packed=False, data__stages=stages), saved, tmp_path / "step-1")
+        check_same_data(
+            settings(tokenizers, one, packed=False, data__stages=stages), saved, tmp_path / "step-1"
+        )
     assert error.value.subject == "data.stages"

@@ -1,4 +1,6 @@
-"""Sources of samples other than indexed datasets: the tokens that enter the loss, and their mean."""
+"""Sources of samples other than indexed datasets: the tokens that enter the loss, and their
+mean.
+"""
 
 import dataclasses
 
@@ -14,7 +16,11 @@ from megatron_tape.synthetic import Addition, sample_random
 
 
 def settings(**changes):
-    data = {"data__prefix": None, "data__tokenizer": None, "data__generator": {"task": "addition", "digits": 4}}
+    data = {
+        "data__prefix": None,
+        "data__tokenizer": None,
+        "data__generator": {"task": "addition", "digits": 4},
+    }
     train = {"train__global_batch_size": 8, "train__eval_interval": 1, "train__eval_steps": 2}
     return make(small_model(), **data | train | changes)
 
@@ -36,7 +42,8 @@ def test_the_loss_is_the_mean_over_the_tokens_in_the_masks_of_the_global_batch()
     built = build_batches(settings(), layout)
     source = sample_source(settings(), validation=False)
     loader = dataclasses.replace(built, samples=range(8, 24)).training()  # from the second step on
-    losses, tokens = [], []
+    losses = []
+    tokens = []
     for _ in range(4):
         batch = next(loader)
         tokens += batch["tokens"].tolist()

@@ -23,7 +23,9 @@ def byte_level(texts):
     )
     tokenizer.train_from_iterator(texts, trainer)
     # As in many downloaded tokenizers: a token added before every text, truncation, and padding.
-    tokenizer.post_processor = processors.TemplateProcessing(single="<first> $A", special_tokens=[("<first>", 0)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<first> $A", special_tokens=[("<first>", 0)]
+    )
     tokenizer.enable_truncation(16)
     tokenizer.enable_padding(length=16)
     return tokenizer
@@ -60,12 +62,17 @@ def test_text_never_encodes_to_a_special_token(byte_level, tmp_path, tokenizer_p
 
 
 @pytest.mark.parametrize(
-    "name, token", [("tokenizer_config.json", {"content": "<last>"}), ("special_tokens_map.json", "<last>")]
+    "name, token",
+    [("tokenizer_config.json", {"content": "<last>"}), ("special_tokens_map.json", "<last>")],
 )
-def test_special_tokens_are_named_by_the_files_of_a_directory(byte_level, tmp_path, tokenizer_path, name, token):
+def test_special_tokens_are_named_by_the_files_of_a_directory(
+    byte_level, tmp_path, tokenizer_path, name, token
+):
     byte_level.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer.model").write_bytes(tokenizer_path.read_bytes())
-    (tmp_path / name).write_text(json.dumps({"eos_token": token, "bos_token": "<first>", "chat_template": None}))
+    (tmp_path / name).write_text(
+        json.dumps({"eos_token": token, "bos_token": "<first>", "chat_template": None})
+    )
     tokenizer = load_tokenizer(tmp_path)
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (500, 0, 1)
 
@@ -79,11 +86,16 @@ def test_added_tokens_are_part_of_the_vocabulary(tmp_path):
     assert loaded.bos is None
 
 
-def test_an_added_token_has_the_id_that_the_library_gives_it_whatever_its_file_says(byte_level, tmp_path):
+def test_an_added_token_has_the_id_that_the_library_gives_it_whatever_its_file_says(
+    byte_level, tmp_path
+):
     content = json.loads(byte_level.to_str())
     content["added_tokens"][1]["id"] = content["model"]["vocab"]["a"]
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    assert load_tokenizer(tmp_path).encode("a") == byte_level.encode("a", add_special_tokens=False).ids[:1]
+    assert (
+        load_tokenizer(tmp_path).encode("a")
+        == byte_level.encode("a", add_special_tokens=False).ids[:1]
+    )
 
 
 def test_what_is_not_a_tokenizer_is_refused_with_a_fix(tmp_path):
@@ -116,8 +128,9 @@ def test_ids_that_no_dataset_can_hold_are_refused(tmp_path, index):
 
 def test_importing_and_loading_needs_no_torch(tokenizer_path):
     code = (
-        "import sys; from megatron_tape.data.tokenizer import load_tokenizer; load_tokenizer(sys.argv[1]);"
-        "sys.exit(any(name in sys.modules for name in ('torch', 'megatron', 'tokenizers', 'transformers')))"
+        "import sys; from megatron_tape.data.tokenizer import load_tokenizer;"
+        " load_tokenizer(sys.argv[1]);sys.exit(any(name in sys.modules for name in ('torch',"
+        " 'megatron', 'tokenizers', 'transformers')))"
     )
     subprocess.run([sys.executable, "-c", code, str(tokenizer_path)], check=True, timeout=60)
 
@@ -137,7 +150,9 @@ def trained(core, trainer, pre_tokenizer, texts, **options):
 KINDS = {
     "unigram": lambda texts: trained(
         models.Unigram(),
-        trainers.UnigramTrainer(vocab_size=300, special_tokens=[END, "<s>", "<unk>"], unk_token="<unk>"),
+        trainers.UnigramTrainer(
+            vocab_size=300, special_tokens=[END, "<s>", "<unk>"], unk_token="<unk>"
+        ),
         pre_tokenizers.Metaspace(),
         texts,
     ),
@@ -157,7 +172,9 @@ KINDS = {
     "bpe that ignores merges": lambda texts: trained(
         models.BPE(ignore_merges=True),
         trainers.BpeTrainer(
-            vocab_size=400, special_tokens=[END, "<s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+            vocab_size=400,
+            special_tokens=[END, "<s>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         ),
         pre_tokenizers.Sequence(
             [
@@ -168,20 +185,35 @@ KINDS = {
         texts,
     ),
 }
-MENTIONS = [END, f"a{END}b", f"a {END} b", f"{END}{END}", f"x\n{END}\n<s>", END.upper(), f"<{END}>", "<s><s>"]
+MENTIONS = [
+    END,
+    f"a{END}b",
+    f"a {END} b",
+    f"{END}{END}",
+    f"x\n{END}\n<s>",
+    END.upper(),
+    f"<{END}>",
+    "<s><s>",
+]
 MENTIONS += [f"({END})", f'"{END}",', f"1{END}2"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_text_encodes_to_a_special_token_that_the_vocabulary_for_text_holds(kind, texts, tmp_path):
+def test_no_text_encodes_to_a_special_token_that_the_vocabulary_for_text_holds(
+    kind, texts, tmp_path
+):
     texts = texts[:40]
     KINDS[kind](texts).save(str(tmp_path / "tokenizer.json"))
-    library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))  # which rounds the scores once more
+    library = tokenizers.Tokenizer.from_file(
+        str(tmp_path / "tokenizer.json")
+    )  # which rounds the scores once more
     loaded = load_tokenizer(tmp_path)
     library.encode_special_tokens = True
     special = {library.token_to_id(END), library.token_to_id("<s>")}
     assert {loaded.eod, loaded.bos} == special
-    assert any(special & set(library.encode(text, add_special_tokens=False).ids) for text in MENTIONS)
+    assert any(
+        special & set(library.encode(text, add_special_tokens=False).ids) for text in MENTIONS
+    )
     for text, ids in zip(MENTIONS, loaded.encode_batch(MENTIONS)):
         assert ids.tolist() == loaded.encode(text) and special.isdisjoint(ids.tolist())
     for text in texts:
@@ -190,7 +222,10 @@ def test_no_text_encodes_to_a_special_token_that_the_vocabulary_for_text_holds(k
     again = tmp_path / "again"
     again.mkdir()
     write_files(loaded.files, again)
-    assert load_tokenizer(again).files == loaded.files and load_tokenizer(again).digest == loaded.digest
+    assert (
+        load_tokenizer(again).files == loaded.files
+        and load_tokenizer(again).digest == loaded.digest
+    )
 
 
 def test_a_named_end_that_is_an_ordinary_added_token_becomes_a_special_one(byte_level, tmp_path):
@@ -204,7 +239,9 @@ def test_a_named_end_that_is_an_ordinary_added_token_becomes_a_special_one(byte_
 
 
 def test_a_special_token_that_text_encodes_to_is_refused(tmp_path):
-    tokenizers.Tokenizer(models.WordLevel({END: 0, "a": 1}, unk_token=END)).save(str(tmp_path / "tokenizer.json"))
+    tokenizers.Tokenizer(models.WordLevel({END: 0, "a": 1}, unk_token=END)).save(
+        str(tmp_path / "tokenizer.json")
+    )
     with pytest.raises(FileError, match="as the unknown token"):
         load_tokenizer(tmp_path)
     one = tokenizers.Tokenizer(models.WordLevel({"|": 0, "a": 1, "u": 2}, unk_token="u"))
@@ -227,23 +264,32 @@ def test_a_special_token_that_text_encodes_to_is_refused(tmp_path):
 def test_the_end_of_documents_is_the_token_that_is_named(byte_level, tmp_path, settings, expected):
     byte_level.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert load_tokenizer(tmp_path).eod == (None if expected is None else byte_level.token_to_id(expected))
+    assert load_tokenizer(tmp_path).eod == (
+        None if expected is None else byte_level.token_to_id(expected)
+    )
 
 
 @pytest.mark.parametrize(
     "settings, problem",
     [
-        ({"eos_token": "<|eot_id|>"}, "names '<|eot_id|>' as eos_token, but tokenizer.json has no such token"),
+        (
+            {"eos_token": "<|eot_id|>"},
+            "names '<|eot_id|>' as eos_token, but tokenizer.json has no such token",
+        ),
         ({"bos_token": 3}, "names 3 as bos_token"),
         ({"added_tokens_decoder": {"x": {"content": "<x>"}}}, "the added token '<x>' with id 'x'"),
     ],
 )
-def test_a_token_that_is_named_and_does_not_exist_is_an_error(byte_level, tmp_path, settings, problem):
+def test_a_token_that_is_named_and_does_not_exist_is_an_error(
+    byte_level, tmp_path, settings, problem
+):
     byte_level.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(FileError) as error:
         load_tokenizer(tmp_path)
-    assert problem in str(error.value) and error.value.subject == str(tmp_path / "tokenizer_config.json")
+    assert problem in str(error.value) and error.value.subject == str(
+        tmp_path / "tokenizer_config.json"
+    )
 
 
 def test_several_candidates_for_the_end_of_document_token_are_an_error(tmp_path):
@@ -267,7 +313,11 @@ def sentencepiece_directory(path, tokenizer_path, config, added=None):
 
 
 def test_the_files_next_to_a_sentencepiece_model_name_its_tokens(tmp_path, tokenizer_path):
-    config = {"eos_token": "<s>", "add_bos_token": True, "added_tokens_decoder": {"2": {"content": "<s>"}}}
+    config = {
+        "eos_token": "<s>",
+        "add_bos_token": True,
+        "added_tokens_decoder": {"2": {"content": "<s>"}},
+    }
     loaded = load_tokenizer(sentencepiece_directory(tmp_path / "x", tokenizer_path, config))
     assert (loaded.vocab_size, loaded.eod, loaded.bos, loaded.prefix) == (800, 2, 2, [2])
     assert loaded.digest == load_tokenizer(tokenizer_path).digest
@@ -276,7 +326,11 @@ def test_the_files_next_to_a_sentencepiece_model_name_its_tokens(tmp_path, token
 @pytest.mark.parametrize(
     "config, added, problem",
     [
-        ({"eos_token": "<|eot_id|>"}, None, "names '<|eot_id|>' as eos_token, but tokenizer.model has no such token"),
+        (
+            {"eos_token": "<|eot_id|>"},
+            None,
+            "names '<|eot_id|>' as eos_token, but tokenizer.model has no such token",
+        ),
         ({}, {"<|im_end|>": 5}, "'<|im_end|>' with id 5, but tokenizer.model does not have it"),
         (
             {"added_tokens_decoder": {"5": {"content": "<s>"}}},
@@ -286,7 +340,9 @@ def test_the_files_next_to_a_sentencepiece_model_name_its_tokens(tmp_path, token
         ({"sp_model_kwargs": {"enable_sampling": True}}, None, "encodes text at random"),
     ],
 )
-def test_files_that_contradict_a_sentencepiece_model_are_refused(tmp_path, tokenizer_path, config, added, problem):
+def test_files_that_contradict_a_sentencepiece_model_are_refused(
+    tmp_path, tokenizer_path, config, added, problem
+):
     with pytest.raises(FileError) as error:
         load_tokenizer(sentencepiece_directory(tmp_path / "x", tokenizer_path, config, added))
     assert problem in str(error.value)
@@ -296,7 +352,9 @@ def test_random_splits_are_refused(byte_level, tmp_path):
     settings = json.loads(byte_level.to_str())
     settings["model"]["dropout"] = 0.1
     (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
-    with pytest.raises(FileError, match="encodes text at random .model.dropout.; set model.dropout to null"):
+    with pytest.raises(
+        FileError, match="encodes text at random .model.dropout.; set model.dropout to null"
+    ):
         load_tokenizer(tmp_path)
 
 
@@ -339,11 +397,14 @@ def test_the_digest_of_a_sentencepiece_model_covers_its_scores(tmp_path, tokeniz
     model.ParseFromString(tokenizer_path.read_bytes())
     model.pieces[-1].score -= 1
     (tmp_path / "x.model").write_bytes(model.SerializeToString())
-    one, other = load_tokenizer(tokenizer_path), load_tokenizer(tmp_path / "x.model")
+    one = load_tokenizer(tokenizer_path)
+    other = load_tokenizer(tmp_path / "x.model")
     assert one.digest != other.digest
     record = tokenizer_record(one)
     assert difference(record, record | {"vocab_size": 900}, "x") is None
-    assert difference(record, record | {"eod": 9}, "x") == "ends documents with the id 3, and x with 9"
+    assert (
+        difference(record, record | {"eod": 9}, "x") == "ends documents with the id 3, and x with 9"
+    )
     assert difference(record, record | {"eod": 9}, "x", with_eod=False) is None
 
 
@@ -357,12 +418,16 @@ def test_a_tokenizer_does_not_change_with_its_files(tmp_path, tokenizer_path):
     out = tmp_path / "out"
     out.mkdir()
     assert sorted(write_files(tokenizer.files, out)) == [
-        "additional_chat_templates/tool.jinja", "generation_config.json", "tokenizer.model",
-    ]  # fmt: skip
+        "additional_chat_templates/tool.jinja",
+        "generation_config.json",
+        "tokenizer.model",
+    ]
     assert load_tokenizer(out).digest == tokenizer.digest == load_tokenizer(tokenizer_path).digest
 
 
-@pytest.mark.parametrize("key", ["image_token", "additional_special_tokens", "added_tokens_decoder"])
+@pytest.mark.parametrize(
+    "key", ["image_token", "additional_special_tokens", "added_tokens_decoder"]
+)
 def test_tokens_that_the_files_name_as_special_are_special(byte_level, tmp_path, key):
     byte_level.add_tokens(["<pad>"])
     byte_level.save(str(tmp_path / "tokenizer.json"))
@@ -376,11 +441,15 @@ def test_tokens_that_the_files_name_as_special_are_special(byte_level, tmp_path,
 
 def test_files_that_name_different_ends_of_documents_are_refused(byte_level, tmp_path):
     byte_level.save(str(tmp_path / "tokenizer.json"))
-    config, other = tmp_path / "tokenizer_config.json", tmp_path / "special_tokens_map.json"
+    config = tmp_path / "tokenizer_config.json"
+    other = tmp_path / "special_tokens_map.json"
     other.write_text('{"eos_token": {"content": "<last>"}}')
     for named, said in (("</s>", "'</s>'"), (None, "null")):
         config.write_text(json.dumps({"eos_token": named}))
-        with pytest.raises(FileError, match=f"names {said} as eos_token, but special_tokens_map.json names '<last>'"):
+        with pytest.raises(
+            FileError,
+            match=f"names {said} as eos_token, but special_tokens_map.json names '<last>'",
+        ):
             load_tokenizer(tmp_path)
     config.write_text('{"eos_token": "<last>"}')
     assert load_tokenizer(tmp_path).eod == 1
@@ -390,12 +459,18 @@ def test_files_that_name_different_ends_of_documents_are_refused(byte_level, tmp
 def test_a_tokenizer_that_transformers_saved_again_is_the_same(byte_level, tmp_path, texts, kind):
     from transformers import PreTrainedTokenizerFast
 
-    library = byte_level if kind == "byte level" else KINDS[kind](texts[:40])
+    if kind == "byte level":
+        library = byte_level
+    else:
+        library = KINDS[kind](texts[:40])
     library.save(str(tmp_path / "tokenizer.json"))
     end = "</s>" if kind == "byte level" else END
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": end, "pad_token": end}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": end, "pad_token": end})
+    )
     PreTrainedTokenizerFast.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
-    one, other = tokenizer_record(load_tokenizer(tmp_path)), tokenizer_record(load_tokenizer(tmp_path / "again"))
+    one = tokenizer_record(load_tokenizer(tmp_path))
+    other = tokenizer_record(load_tokenizer(tmp_path / "again"))
     assert difference(one, other, "it") is None
 
 
@@ -434,9 +509,14 @@ def test_sentencepiece_models_of_the_same_pieces_with_other_scores_differ(tmp_pa
     model = sentencepiece_model_pb2.ModelProto.FromString(sentencepiece_model(model_type=kind))
     (tmp_path / "one.model").write_bytes(model.SerializeToString())
     for piece in model.pieces:
-        piece.score = -1000 - piece.score if piece.type == piece.NORMAL else piece.score
+        if piece.type == piece.NORMAL:
+            piece.score = -1000 - piece.score
+        else:
+            piece.score = piece.score
     (tmp_path / "other.model").write_bytes(model.SerializeToString())
-    one, other = (tokenizer_record(load_tokenizer(tmp_path / f"{name}.model")) for name in ("one", "other"))
+    one, other = (
+        tokenizer_record(load_tokenizer(tmp_path / f"{name}.model")) for name in ("one", "other")
+    )
     assert difference(other, one, "x") == "encodes text in another way than x"
 
 
@@ -445,16 +525,22 @@ def test_a_record_of_an_older_version_cannot_tell_tokenizers_apart(tmp_path, byt
     record = tokenizer_record(load_tokenizer(tmp_path / "tokenizer.json"))
     older = {key: value for key, value in record.items() if key != "sample"}
     assert difference(older, record, "x") is None
-    assert difference(record, older | {"digest": "other"}, "x") == "may encode text in another way than x"
+    assert (
+        difference(record, older | {"digest": "other"}, "x")
+        == "may encode text in another way than x"
+    )
     sizes = older | {"digest": "other", "vocab_size": 9}
     assert "another way than x (" in difference(record, sizes, "x")
 
 
-def test_a_directory_of_both_formats_is_the_same_as_either_file_if_they_agree(tmp_path, tokenizer_path):
+def test_a_directory_of_both_formats_is_the_same_as_either_file_if_they_agree(
+    tmp_path, tokenizer_path
+):
     from megatron_tape.huggingface.tokenizer_files import write_tokenizer
 
     write_tokenizer(load_tokenizer(tokenizer_path), tmp_path, 128, "t")
-    both, model = load_tokenizer(tmp_path), load_tokenizer(tmp_path / "tokenizer.model")
+    both = load_tokenizer(tmp_path)
+    model = load_tokenizer(tmp_path / "tokenizer.model")
     assert both.same_as == model.digest == load_tokenizer(tokenizer_path).digest != both.digest
     for one, other in ((both, model), (model, both)):
         assert difference(tokenizer_record(one), tokenizer_record(other), "it") is None
@@ -465,5 +551,10 @@ def test_a_directory_of_both_formats_is_the_same_as_either_file_if_they_agree(tm
 
 
 def test_settings_of_the_wrong_type_are_one_sentence(tmp_path, tokenizer_path):
-    config = {"sp_model_kwargs": "x", "added_tokens_decoder": [], "tokenizer_class": 3, "additional_special_tokens": 5}
+    config = {
+        "sp_model_kwargs": "x",
+        "added_tokens_decoder": [],
+        "tokenizer_class": 3,
+        "additional_special_tokens": 5,
+    }
     assert load_tokenizer(sentencepiece_directory(tmp_path / "x", tokenizer_path, config)).eod == 3

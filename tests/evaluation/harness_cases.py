@@ -1,4 +1,6 @@
-"""Tokenizers and models whose answers are known, for tasks that run through lm-evaluation-harness."""
+"""Tokenizers and models whose answers are known, for tasks that run through
+lm-evaluation-harness.
+"""
 
 import re
 import sys
@@ -24,9 +26,13 @@ def sentencepiece_tokenizer(folder, rows=600):
     from train_tokenizer import train
 
     text = (Path(sysconfig.get_path("stdlib")) / "heapq.py").read_text(encoding="utf-8")
-    (folder / "tokenizer.model").write_bytes(train([text, " ".join([TASK, QUESTION, *[FILLER] * 9])], rows))
+    (folder / "tokenizer.model").write_bytes(
+        train([text, " ".join([TASK, QUESTION, *[FILLER] * 9])], rows)
+    )
     (folder / "exported").mkdir()
-    write_tokenizer(load_tokenizer(folder / "tokenizer.model"), folder / "exported", 512, "tokenizer.model")
+    write_tokenizer(
+        load_tokenizer(folder / "tokenizer.model"), folder / "exported", 512, "tokenizer.model"
+    )
     return AutoTokenizer.from_pretrained(folder / "exported")
 
 
@@ -59,23 +65,34 @@ def random_llama(tokenizer, length, label="random"):
     """A model of random weights that transformers runs."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=length, initializer_range=0.3,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=length,
+        initializer_range=0.3,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
     return HFModel(info(length, label), LlamaForCausalLM(config), tokenizer)
 
 
 def info(length=512, label="stand-in"):
-    return ModelInfo(label=label, vocab_size=1000, trained_length=length, config={}, has_tokenizer=True)
+    return ModelInfo(
+        label=label, vocab_size=1000, trained_length=length, config={}, has_tokenizer=True
+    )
 
 
 class Answering:
     """A model whose answer is a function of the prompt, in place of one that transformers runs."""
 
     def __init__(self, tokenizer, answer, length=512, label="stand-in"):
-        self.info, self.tokenizer, self.answer = info(length, label), tokenizer, answer
-        self.prompts, self.max_lengths = [], []
+        self.info = info(length, label)
+        self.tokenizer = tokenizer
+        self.answer = answer
+        self.prompts = []
+        self.max_lengths = []
 
     def harness(self, batch_size=1, max_length=None):
         self.max_lengths.append(max_length)
@@ -108,7 +125,14 @@ def word_tokenizer():
     """A tokenizer with one token per word or punctuation mark, and a small vocabulary."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = {word: index for index, word in enumerate(["<s>", "</s>", "<unk>", *"the a is of . : , ? 1 2 3 4".split()])}
+    words = {
+        word: index
+        for index, word in enumerate(
+            ["<s>", "</s>", "<unk>", *"the a is of . : , ? 1 2 3 4".split()]
+        )
+    }
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )

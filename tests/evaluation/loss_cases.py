@@ -9,12 +9,17 @@ from megatron_tape.evaluation.task import ModelInfo
 
 
 class ByteModel:
-    """A byte-level model whose loss is a function of (tokens before, token). Records the tokens that it scored."""
+    """A byte-level model whose loss is a function of (tokens before, token). Records the tokens
+    that it scored.
+    """
 
     def __init__(self, loss, vocab_size=256, trained_length=64, bos=()):
         self.info = ModelInfo("byte model", vocab_size, trained_length, {}, has_tokenizer=True)
-        self.bos, self.tokenizer, self._loss = list(bos), object(), loss
-        self.scored, self.longest = [], 0
+        self.bos = list(bos)
+        self.tokenizer = object()
+        self._loss = loss
+        self.scored = []
+        self.longest = 0
 
     def encode(self, text):
         return list(text.encode())
@@ -26,7 +31,9 @@ class ByteModel:
         assert first >= 1 and list(tokens[: len(self.bos)]) == self.bos
         self.scored.append(list(tokens[first:]))
         self.longest = max(self.longest, len(tokens) - 1)
-        return np.array([self._loss(tokens[:i], tokens[i]) for i in range(first, len(tokens))], np.float64)
+        return np.array(
+            [self._loss(tokens[:i], tokens[i]) for i in range(first, len(tokens))], np.float64
+        )
 
 
 def uniform(vocab_size):
@@ -56,17 +63,28 @@ def run(task_class, model, **settings):
     assert all(path.is_file() for path in task.inputs())
     units = task.units(model)
     assert len({unit.key for unit in units}) == len(units) and all(unit.cost > 0 for unit in units)
-    values = {unit.key: json.loads(json.dumps(task.evaluate(unit, model), allow_nan=False)) for unit in units}
+    values = {
+        unit.key: json.loads(json.dumps(task.evaluate(unit, model), allow_nan=False))
+        for unit in units
+    }
     return result_of(task.summarize(values, model.info), values)
 
 
 def result_of(summary, values=()):
     """A task's entry of results.json."""
     return TaskResult(
-        settings={}, data={}, seconds=1.0, processes=1, scores=summary.scores,
+        settings={},
+        data={},
+        seconds=1.0,
+        processes=1,
+        scores=summary.scores,
         details=json.loads(json.dumps(summary.details)),
-        notes=summary.notes, examples=dict(values), dtype="fp32", hardware="a CPU", versions={},
-    )  # fmt: skip
+        notes=summary.notes,
+        examples=dict(values),
+        dtype="fp32",
+        hardware="a CPU",
+        versions={},
+    )
 
 
 def score(result, metric, length=None, group=None):

@@ -3,7 +3,12 @@
 import json
 import math
 
-CONFIG = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+CONFIG = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+}
 
 
 def score(metric="perplexity", value=10.0, better="lower", **others):
@@ -28,7 +33,15 @@ def task(scores, *, settings=None, data=None, details=None, notes=(), **others):
 
 
 def results(
-    label="rope", tasks=None, *, digest=None, run=None, config=CONFIG, created=1.0, trained_length=256, **others
+    label="rope",
+    tasks=None,
+    *,
+    digest=None,
+    run=None,
+    config=CONFIG,
+    created=1.0,
+    trained_length=256,
+    **others,
 ):
     return {
         "format": 1,

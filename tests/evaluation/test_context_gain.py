@@ -48,7 +48,11 @@ def test_key_tokens_are_those_that_gain_and_are_predicted_well(tmp_path):
     letters = RANDOM.integers(97, 123, 40)
     text = np.tile(letters, 8)
     text[4::4] = 33 + np.arange(len(text[4::4])) % 31
-    settings = {"data": write_jsonl(tmp_path / "t.jsonl", ["".join(map(chr, text))]), "short": 16, "stride": 8}
+    settings = {
+        "data": write_jsonl(tmp_path / "t.jsonl", ["".join(map(chr, text))]),
+        "short": 16,
+        "stride": 8,
+    }
     result = gains(copies(40), windows=8, **settings)
     first = 65 - 8
     expected = [i for i in range(64) if (first + i) % 4]

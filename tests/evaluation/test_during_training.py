@@ -37,7 +37,10 @@ def test_data_is_refused_with_the_name_of_the_setting(tmp_path):
     settings = {"data": str(path), "lengths": [8]}
     write_tokenizer(tmp_path / "tokenizer.json")
     make_config = partial(make, data__tokenizer=str(tmp_path / "tokenizer.json"))
-    for tokenizer, subject in ((str(tmp_path / "tokenizer.json"), f"{path}:2"), (None, "evaluation.perplexity.data")):
+    for tokenizer, subject in (
+        (str(tmp_path / "tokenizer.json"), f"{path}:2"),
+        (None, "evaluation.perplexity.data"),
+    ):
         with pytest.raises(UserError) as error:
             check_tasks(make(evaluation__perplexity=settings, data__tokenizer=tokenizer))
         assert error.value.subject == subject
@@ -54,8 +57,15 @@ def run(tmp_path):
     write_jsonl(tmp_path / "held_out.jsonl", words)
 
     def start(*overrides):
-        options = [option("data.prefix", f"{data}/a"), option("data.tokenizer", f"{data}/tokenizer.json")]
-        options += [option("logging.directory", tmp_path / "run"), "--train.steps=4", "--train.evaluations=[]"]
+        options = [
+            option("data.prefix", f"{data}/a"),
+            option("data.tokenizer", f"{data}/tokenizer.json"),
+        ]
+        options += [
+            option("logging.directory", tmp_path / "run"),
+            "--train.steps=4",
+            "--train.evaluations=[]",
+        ]
         return train.main(["--config", str(RECIPE), *options, *overrides])
 
     start.folder = tmp_path
@@ -66,18 +76,40 @@ def test_scores_during_training_equal_those_of_pretrain_evaluate(run, monkeypatc
     monkeypatch.setattr(evaluate.signal, "signal", lambda *_: None)
     settings = {"data": str(run.folder / "held_out.jsonl"), "lengths": [6, 12], "stride": 4}
     assert (
-        run(option("evaluation.perplexity", json.dumps(settings)), "--evaluation.every=3", "--logging.interval=10") == 0
+        run(
+            option("evaluation.perplexity", json.dumps(settings)),
+            "--evaluation.every=3",
+            "--logging.interval=10",
+        )
+        == 0
     )
     printed = capfd.readouterr()
     logged = rows(run.folder / "run")
-    found = [{name: value for name, value in row.items() if name.startswith("evaluation/")} for row in logged]
-    assert [row["step"] for row in logged] == [1, 3, 4] and not found[0] and found[1].keys() == found[2].keys()
-    line = " | ".join(f"{name.removeprefix('evaluation/')} {value:.4g}" for name, value in found[1].items())
+    found = [
+        {name: value for name, value in row.items() if name.startswith("evaluation/")}
+        for row in logged
+    ]
+    assert (
+        [row["step"] for row in logged] == [1, 3, 4]
+        and not found[0]
+        and found[1].keys() == found[2].keys()
+    )
+    line = " | ".join(
+        f"{name.removeprefix('evaluation/')} {value:.4g}" for name, value in found[1].items()
+    )
     assert f"evaluation at step 3 | {line}\n" in printed.out + printed.err
 
     output = run.folder / "evaluation"
     arguments = [f"--perplexity.{key}={value}" for key, value in settings.items()]
-    command = ["perplexity", "--model", str(run.folder / "run"), "--output", str(output), "--device=cpu", *arguments]
+    command = [
+        "perplexity",
+        "--model",
+        str(run.folder / "run"),
+        "--output",
+        str(output),
+        "--device=cpu",
+        *arguments,
+    ]
     assert evaluate.main(command) == 0
     scores = read_results(output).tasks["perplexity"].scores
     expected = {f"evaluation/perplexity/{s.metric}/{s.group}/{s.length}": s.value for s in scores}
@@ -103,5 +135,10 @@ def test_a_task_that_fails_is_a_warning_and_training_goes_on(run, monkeypatch, c
     monkeypatch.setitem(tasks.TASKS, "perplexity", Failing)
     assert run("--evaluation.perplexity={data: none}", "--evaluation.every=2") == 0
     logged = rows(run.folder / "run")
-    assert len(logged) == 4 and not any(name.startswith("evaluation/") for row in logged for name in row)
-    assert "the evaluation perplexity of step 2 has no result: the loss is infinite" in capfd.readouterr().err
+    assert len(logged) == 4 and not any(
+        name.startswith("evaluation/") for row in logged for name in row
+    )
+    assert (
+        "the evaluation perplexity of step 2 has no result: the loss is infinite"
+        in capfd.readouterr().err
+    )

@@ -30,9 +30,15 @@ from megatron_tape.huggingface.tokenizer_files import write_tokenizer as write_e
 from pretrain import evaluate
 
 SMALL = dict(
-    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=1, max_position_embeddings=32, initializer_range=0.3,
-)  # fmt: skip
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=32,
+    initializer_range=0.3,
+)
 
 
 TURKISH = "I\u0307stanbul'da I\u0307yi bir gün, I\u0307zmir'de I\u0307ncir: import I\u0307 as a"
@@ -63,10 +69,15 @@ class Toy(Task):
             raise KeyboardInterrupt
         self.evaluated.append(unit.key)
         tokens = np.random.default_rng(index).integers(0, model.info.vocab_size, 40)
-        return {"loss": float(model.losses(tokens, 1).mean()), "rank": int(os.environ.get("RANK", "0"))}
+        return {
+            "loss": float(model.losses(tokens, 1).mean()),
+            "rank": int(os.environ.get("RANK", "0")),
+        }
 
     def summarize(self, values, info):
-        return Summary([Score("loss", float(np.mean([value["loss"] for value in values.values()])), "lower")])
+        return Summary(
+            [Score("loss", float(np.mean([value["loss"] for value in values.values()])), "lower")]
+        )
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +102,9 @@ def run(*arguments):
     return evaluate.main(["toy", "--device", "cpu", *map(str, arguments)])
 
 
-def test_an_interrupted_evaluation_continues_and_equals_a_whole_one(llama, tmp_path, monkeypatch, capsys):
+def test_an_interrupted_evaluation_continues_and_equals_a_whole_one(
+    llama, tmp_path, monkeypatch, capsys
+):
     assert run("--model", llama, "--output", tmp_path / "whole") == 0
     assert Toy.evaluated == [f"unit-{i}" for i in range(4)]
     monkeypatch.setenv("TOY_FAILS_AT", "2")
@@ -110,11 +123,15 @@ def test_an_interrupted_evaluation_continues_and_equals_a_whole_one(llama, tmp_p
     assert not list((tmp_path / "cut" / "parts").iterdir())
     results = read_results(tmp_path / "whole")
     assert results.label == "llama" and results.model.trained_length == 32
-    assert results.model.parameters == sum(p.numel() for p in LlamaForCausalLM.from_pretrained(llama).parameters())
+    assert results.model.parameters == sum(
+        p.numel() for p in LlamaForCausalLM.from_pretrained(llama).parameters()
+    )
     assert whole.versions["torch"] == torch.__version__ and len(results.model.digest) == 64
 
 
-def test_a_failed_rank_writes_a_failure_marker_and_an_interrupted_one_does_not(llama, tmp_path, monkeypatch):
+def test_a_failed_rank_writes_a_failure_marker_and_an_interrupted_one_does_not(
+    llama, tmp_path, monkeypatch
+):
     mark = tmp_path / "failed"
     monkeypatch.setenv("TAPE_FAILURE", str(mark))
 
@@ -138,18 +155,33 @@ def test_finished_tasks_run_again_only_if_something_changed(llama, tmp_path, cap
     Toy.evaluated.clear()
     assert run("--model", llama, "--output", tmp_path) == 0 and not Toy.evaluated
     assert "toy is finished already" in capsys.readouterr().err
-    assert run("--model", llama, "--output", tmp_path, "--overwrite") == 0 and len(Toy.evaluated) == 4
-    assert run("--model", llama, "--output", tmp_path, "--toy.units", 2) == 0 and len(Toy.evaluated) == 6
+    assert (
+        run("--model", llama, "--output", tmp_path, "--overwrite") == 0 and len(Toy.evaluated) == 4
+    )
+    assert (
+        run("--model", llama, "--output", tmp_path, "--toy.units", 2) == 0
+        and len(Toy.evaluated) == 6
+    )
     assert len(read_results(tmp_path).tasks["toy"].examples) == 2
 
 
 def test_only_end_tokens_of_generation_settings_are_used(tmp_path):
     directory = save_llama(tmp_path, seed=0)
-    settings = {"do_sample": True, "temperature": 5.0, "repetition_penalty": 3.0, "eos_token_id": [5, 6]}
+    settings = {
+        "do_sample": True,
+        "temperature": 5.0,
+        "repetition_penalty": 3.0,
+        "eos_token_id": [5, 6],
+    }
     (directory / "generation_config.json").write_text(json.dumps(settings))
-    found = load_model(ModelInfo("own", 64, 32, {}, has_tokenizer=False), directory, "fp32", "cpu").model
+    found = load_model(
+        ModelInfo("own", 64, 32, {}, has_tokenizer=False), directory, "fp32", "cpu"
+    ).model
     assert found.generation_config.eos_token_id == [5, 6]
-    assert not {"do_sample", "temperature", "repetition_penalty"} & found.generation_config.to_diff_dict().keys()
+    assert (
+        not {"do_sample", "temperature", "repetition_penalty"}
+        & found.generation_config.to_diff_dict().keys()
+    )
 
 
 def test_results_of_another_model_are_not_mixed_in(llama, tmp_path, capsys):
@@ -169,18 +201,26 @@ def test_results_of_another_model_are_not_mixed_in(llama, tmp_path, capsys):
         (["--model", "{llama}"], "TASK is missing"),
         (["passkey", "--model", "{llama}"], "save the model's tokenizer into that directory"),
         (["toys", "--model", "{llama}"], "toys is not a task"),
-        (["perplexity", "--model", "{llama}"], "perplexity.data must be set; give --perplexity.data VALUE, or"),
+        (
+            ["perplexity", "--model", "{llama}"],
+            "perplexity.data must be set; give --perplexity.data VALUE, or",
+        ),
         (["toy", "--model", "meta-llama/Llama-2-7b-hf"], "hf download meta-llama/Llama-2-7b-hf"),
         (["toy", "--model", "{tmp}"], "has no checkpoint"),
         (["selective_copy", "--model", "{text}"], "{text} was trained on text; give a model that"),
-        (["toy", "--model", "{llama}", "--output", "{llama}/config.json"], "config.json is not a writable directory"),
+        (
+            ["toy", "--model", "{llama}", "--output", "{llama}/config.json"],
+            "config.json is not a writable directory",
+        ),
         (["toy", "--model", "{llama}", "--toy.units", "many"], "toy.units is 'many'"),
         (["toy", "--model", "{adapter}"], "is an adapter"),
         (["toy", "--model", "{pickle}"], "no .safetensors files"),
         (["toy", "--model", "{code}"], "pass --trust-remote-code"),
     ],
 )
-def test_mistakes_are_one_sentence_before_anything_is_written(llama, tmp_path, capsys, arguments, message):
+def test_mistakes_are_one_sentence_before_anything_is_written(
+    llama, tmp_path, capsys, arguments, message
+):
     config = (llama / "config.json").read_text()
     places = {name: tmp_path / name for name in ("adapter", "pickle", "code", "tmp", "text")}
     for name, directory in places.items():
@@ -191,7 +231,9 @@ def test_mistakes_are_one_sentence_before_anything_is_written(llama, tmp_path, c
         (places["text"] / name).write_bytes((llama / name).read_bytes())
     (places["text"] / "tokenizer.json").write_text("{}")
     (places["adapter"] / "adapter_config.json").write_text("{}")
-    (places["code"] / "config.json").write_text(json.dumps(json.loads(config) | {"auto_map": {"AutoConfig": "x.Y"}}))
+    (places["code"] / "config.json").write_text(
+        json.dumps(json.loads(config) | {"auto_map": {"AutoConfig": "x.Y"}})
+    )
     (places["code"] / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
     (places["code"] / "x.py").write_text("raise SystemExit('this must not run')")
     filled = [argument.format(llama=llama, **places) for argument in arguments]
@@ -203,7 +245,9 @@ def test_mistakes_are_one_sentence_before_anything_is_written(llama, tmp_path, c
 
 def test_task_files_of_the_user_need_trust_remote_code(tmp_path, capsys):
     template = "{{ cycler.__init__.__globals__.os.popen('touch %s').read() }}" % (tmp_path / "ran")
-    (tmp_path / "x.yaml").write_text(f'task: x\ndataset_path: !function x.f\ndoc_to_text: "{template}"\n')
+    (tmp_path / "x.yaml").write_text(
+        f'task: x\ndataset_path: !function x.f\ndoc_to_text: "{template}"\n'
+    )
     (tmp_path / "x.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     (tmp_path / "settings").write_text(f"lm_eval: {{tasks: [arc_easy, {tmp_path / 'x.yaml'}]}}")
     for given in (
@@ -215,7 +259,10 @@ def test_task_files_of_the_user_need_trust_remote_code(tmp_path, capsys):
         command = ["lm_eval", "--model", "nowhere", *given]
         assert evaluate.main(command) == 2
         error = capsys.readouterr().err
-        assert "may run any code; read it, and pass --trust-remote-code" in error and error.count("\n") == 1, error
+        assert (
+            "may run any code; read it, and pass --trust-remote-code" in error
+            and error.count("\n") == 1
+        ), error
         assert evaluate.read_command([*command, "--trust-remote-code"])[1][0].name == "lm_eval"
     assert evaluate.read_command(["lm_eval", "--model", "nowhere", "--lm_eval.tasks=[arc_easy]"])
     assert not (tmp_path / "ran").exists()
@@ -223,7 +270,9 @@ def test_task_files_of_the_user_need_trust_remote_code(tmp_path, capsys):
 
 def test_damaged_weights_are_named(llama, tmp_path, capsys):
     for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((llama / name).read_bytes()[: 900 if name == "model.safetensors" else None])
+        (tmp_path / name).write_bytes(
+            (llama / name).read_bytes()[: 900 if name == "model.safetensors" else None]
+        )
     assert run("--model", tmp_path, "--output", tmp_path / "out") == 2
     assert f"{tmp_path} cannot be loaded" in capsys.readouterr().err
 
@@ -232,7 +281,10 @@ def test_only_code_of_this_project_runs_without_trust_remote_code(llama, tmp_pat
     write_code(tmp_path)
     (tmp_path / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
     settings = json.loads((llama / "config.json").read_text())
-    own = {"AutoConfig": "configuration_tape.TapeConfig", "AutoModelForCausalLM": "modeling_tape.TapeForCausalLM"}
+    own = {
+        "AutoConfig": "configuration_tape.TapeConfig",
+        "AutoModelForCausalLM": "modeling_tape.TapeForCausalLM",
+    }
 
     def runs_foreign_code(classes, tokenizer=None):
         (tmp_path / "config.json").write_text(json.dumps(settings | {"auto_map": classes}))
@@ -241,7 +293,9 @@ def test_only_code_of_this_project_runs_without_trust_remote_code(llama, tmp_pat
 
     assert not runs_foreign_code(own)
     # transformers looks for such a class in another directory, or in a repository of the hub.
-    assert runs_foreign_code(own | {"AutoModelForCausalLM": f"{tmp_path}/sub--modeling_tape.TapeForCausalLM"})
+    assert runs_foreign_code(
+        own | {"AutoModelForCausalLM": f"{tmp_path}/sub--modeling_tape.TapeForCausalLM"}
+    )
     assert runs_foreign_code(["modeling_tape.TapeForCausalLM"])
     assert runs_foreign_code(own, {"auto_map": {"AutoTokenizer": ["tokenization.Own", None]}})
     # transformers replaces `generate` by that of such a file.
@@ -263,7 +317,9 @@ def test_code_of_a_checkpoints_tokenizer_never_runs(tmp_path, monkeypatch):
     write_tokenizer(kept / "tokenizer.json")
     (kept / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["x--y.Z", null]}}')
     found = find_model(str(tmp_path))
-    assert not found.runs_foreign_code and found.info.has_tokenizer and found.info.trained_length == 32
+    assert (
+        not found.runs_foreign_code and found.info.has_tokenizer and found.info.trained_length == 32
+    )
     (tmp_path / "out").mkdir()
     write_exported(load_tokenizer(kept), tmp_path / "out", 32, str(kept))
     assert "auto_map" not in (tmp_path / "out" / "tokenizer_config.json").read_text()
@@ -294,31 +350,42 @@ def test_losses_equal_a_plain_loop_for_every_chunk_size(llama):
 @pytest.mark.parametrize(
     "config",
     [
-        # The frequencies depend on the length, so that the keys of the first chunks would be cached with others.
-        LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}),
+        # The frequencies depend on the length, so that the keys of the first chunks would be cached
+        # with others.
+        LlamaConfig(
+            **SMALL, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+        ),
         LlamaConfig(
             **SMALL,
             rope_parameters={
-                "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32,
-                "short_factor": [1.0] * 8, "long_factor": [5.0] * 8,
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "original_max_position_embeddings": 32,
+                "short_factor": [1.0] * 8,
+                "long_factor": [5.0] * 8,
             },
         ),
         # A recurrent state, which the model goes on with for single tokens only.
-        MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=8, initializer_range=0.3),
+        MambaConfig(
+            vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=8, initializer_range=0.3
+        ),
     ],
     ids=["dynamic RoPE", "LongRoPE", "Mamba"],
-)  # fmt: skip
+)
 def test_models_without_chunk_support_use_one_pass_and_do_not_depend_on_earlier_texts(config):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
-    long, short = np.random.default_rng(0).integers(0, 64, 97), np.random.default_rng(1).integers(0, 64, 50)
+    long = np.random.default_rng(0).integers(0, 64, 97)
+    short = np.random.default_rng(1).integers(0, 64, 50)
     expected = [plain_losses(model, tokens) for tokens in (short, long)]
     model = HFModel(ModelInfo("model", 64, 32, {}, False), model, None, chunk=16)
     # The short text again after the long one.
     for tokens, losses in ((long, expected[1]), (short, expected[0])):
         np.testing.assert_allclose(model.losses(tokens, 5), losses[4:], atol=2e-6)
         logits = model.logits(torch.from_numpy(tokens)[None, :-1])[0]
-        found = torch.nn.functional.cross_entropy(logits, torch.from_numpy(tokens)[1:], reduction="none").numpy()
+        found = torch.nn.functional.cross_entropy(
+            logits, torch.from_numpy(tokens)[1:], reduction="none"
+        ).numpy()
         np.testing.assert_allclose(found, losses, atol=2e-6)
 
 
@@ -328,14 +395,20 @@ def test_a_model_that_ignores_the_cache_uses_one_pass(llama, monkeypatch):
     tokens = np.random.default_rng(0).integers(0, 64, 57)
     expected = plain_losses(model, tokens)
     forward = model.forward
-    monkeypatch.setattr(model, "forward", lambda *a, past_key_values=None, **more: forward(*a, **more))
-    np.testing.assert_allclose(HFModel(source.info, model, None, chunk=16).losses(tokens, 1), expected, atol=2e-6)
+    monkeypatch.setattr(
+        model, "forward", lambda *a, past_key_values=None, **more: forward(*a, **more)
+    )
+    np.testing.assert_allclose(
+        HFModel(source.info, model, None, chunk=16).losses(tokens, 1), expected, atol=2e-6
+    )
 
 
 def test_each_unit_is_assigned_to_one_rank_and_the_load_is_balanced():
     units = [Unit(str(i), cost=1 + i % 5) for i in range(23)]
     shares = Ranks(0, 3).assign(units)
-    assert sorted(unit.key for share in shares for unit in share) == sorted(unit.key for unit in units)
+    assert sorted(unit.key for share in shares for unit in share) == sorted(
+        unit.key for unit in units
+    )
     loads = [sum(unit.cost for unit in share) for share in shares]
     assert max(loads) - min(loads) <= 1
 
@@ -394,23 +467,37 @@ def test_a_checkpoint_is_evaluated_with_its_training_token_ids(tmp_path, capsys,
 
     What needs transformers' tokenizer is refused before anything is exported.
     """
-    options = dict(model_type="word", normalization_rule_name="nmt_nfkc_cf", sentences=[f"{TURKISH} İ"] * 9)
+    options = dict(
+        model_type="word", normalization_rule_name="nmt_nfkc_cf", sentences=[f"{TURKISH} İ"] * 9
+    )
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / "tokenizer.model").write_bytes(sentencepiece_model(**options))
-    reader, seen = load_tokenizer(tmp_path / "llama"), []
+    reader = load_tokenizer(tmp_path / "llama")
+    seen = []
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SMALL | {"vocab_size": reader.vocab_size}))
     model.save_pretrained(tmp_path / "llama")
     import_model(tmp_path / "llama", tmp_path / "run")
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": TURKISH}) + "\n")
     losses = HFModel.losses
-    monkeypatch.setattr(HFModel, "losses", lambda *given: seen.append(list(given[1])) or losses(*given))
+    monkeypatch.setattr(
+        HFModel, "losses", lambda *given: seen.append(list(given[1])) or losses(*given)
+    )
     command = ["--model", tmp_path / "run", "--output", tmp_path / "out", "--device", "cpu"]
-    settings = [f"--perplexity.data={tmp_path / 'text.jsonl'}", "--perplexity.lengths=[8]", "--perplexity.stride=4"]
+    settings = [
+        f"--perplexity.data={tmp_path / 'text.jsonl'}",
+        "--perplexity.lengths=[8]",
+        "--perplexity.stride=4",
+    ]
     assert evaluate.main(["perplexity", *map(str, command), *settings]) == 0
     ids = [*reader.prefix, *reader.encode(TURKISH)]
-    assert seen and all(any(window == ids[i:][: len(window)] for i in range(len(ids))) for window in seen)
+    assert seen and all(
+        any(window == ids[i:][: len(window)] for i in range(len(ids))) for window in seen
+    )
     assert evaluate.main(["passkey", *map(str, command), "--check"]) == 2
     said = capsys.readouterr().err
     assert "would give different ids" in said and "--tokenizer" not in said
-    assert f"exported {tmp_path / 'run'} to a temporary directory\n" in said and ".exported-" not in said
+    assert (
+        f"exported {tmp_path / 'run'} to a temporary directory\n" in said
+        and ".exported-" not in said
+    )

@@ -1,4 +1,6 @@
-"""Pass keys: exact lengths and depths, and scores of models that always, never or sometimes find the key."""
+"""Pass keys: exact lengths and depths, and scores of models that always, never or sometimes find
+the key.
+"""
 
 import re
 from collections import Counter
@@ -6,7 +8,13 @@ from collections import Counter
 import numpy as np
 import pytest
 from evaluation.loss_cases import run
-from harness_cases import Answering, bpe_tokenizer, finds_the_key, random_llama, sentencepiece_tokenizer
+from harness_cases import (
+    Answering,
+    bpe_tokenizer,
+    finds_the_key,
+    random_llama,
+    sentencepiece_tokenizer,
+)
 
 from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.results import Score
@@ -24,7 +32,11 @@ from megatron_tape.evaluation.tasks.passkey import (
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
     sentencepiece = sentencepiece_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-    return {"sentencepiece": sentencepiece, "bpe": bpe_tokenizer(bos=False), "bpe with bos": bpe_tokenizer(bos=True)}
+    return {
+        "sentencepiece": sentencepiece,
+        "bpe": bpe_tokenizer(bos=False),
+        "bpe with bos": bpe_tokenizer(bos=True),
+    }
 
 
 SETTINGS = {"lengths": [160, 300], "depths": 3, "samples": 2}
@@ -54,13 +66,18 @@ def test_the_key_is_at_the_given_depth(tokenizers):
     prompts = ExactPrompts(lambda text: len(tokenizer(text).input_ids), 1000)
     for depth in (0.0, 0.25, 0.5, 0.75, 1.0):
         hidden = prompts.make(depth, "71385")
-        before, after = re.split("The pass key is 71385. Remember it. 71385 is the pass key.", hidden.prompt)
+        before, after = re.split(
+            "The pass key is 71385. Remember it. 71385 is the pass key.", hidden.prompt
+        )
         count = [part.count(".") - 3 * (part is before) for part in (before, after)]
         assert count[0] / sum(count) == pytest.approx(depth, abs=0.02), depth
         assert hidden.prompt.endswith("What is the pass key? The pass key is")
     # All but the last sentence of the filler is whole and in order.
     filler = " ".join(
-        re.findall(r"(?s)quiz you about the important information there\.\n(.*)\nThe pass key", hidden.prompt)
+        re.findall(
+            r"(?s)quiz you about the important information there\.\n(.*)\nThe pass key",
+            hidden.prompt,
+        )
     )
     assert filler == " ".join([FILLER] * 99)[: len(filler)] and filler.endswith(".")
 
@@ -69,7 +86,9 @@ def test_a_model_that_finds_the_key_scores_1_and_one_that_says_nothing_0(tokeniz
     for answer, expected in ((finds_the_key, 1.0), (lambda prompt: " I do not know.", 0.0)):
         result = evaluated(Answering(tokenizers["bpe"], answer))
         low, high = wilson(6 * expected, 6)
-        assert result.scores == [Score("accuracy", expected, "higher", low, high, n, count=6) for n in (160, 300)]
+        assert result.scores == [
+            Score("accuracy", expected, "higher", low, high, n, count=6) for n in (160, 300)
+        ]
         assert result.details["accuracy"] == [[expected] * 2] * 3
 
 
@@ -77,7 +96,9 @@ def test_a_failure_in_one_cell_changes_only_that_cell(tokenizers):
     def fails_at_depth_half_of_300(prompt):
         depth = prompt.index("The pass key") / len(prompt)
         long = len(tokenizers["bpe"](prompt).input_ids) > 200
-        return "0" if long and 0.4 < depth < 0.7 else finds_the_key(prompt)
+        if long and 0.4 < depth < 0.7:
+            return "0"
+        return finds_the_key(prompt)
 
     result = evaluated(Answering(tokenizers["bpe"], fails_at_depth_half_of_300))
     assert result.details["lengths"] == [160, 300] and result.details["depths"] == [0, 0.5, 1]
@@ -90,7 +111,9 @@ def test_a_failure_in_one_cell_changes_only_that_cell(tokenizers):
         assert np.array_equal(panel.images[0].get_array(), [[1, 1], [1, 0], [1, 1]])
         assert [text.get_text() for text in panel.get_yticklabels()] == ["0%", "50%", "100%"]
         assert [text.get_text() for text in panel.get_xticklabels()] == ["160", "300"]
-    assert len(panels) == 2 and "a: 1 at 160 tokens, 0.6667 at 300 tokens" in curves.alternative_text
+    assert (
+        len(panels) == 2 and "a: 1 at 160 tokens, 0.6667 at 300 tokens" in curves.alternative_text
+    )
 
 
 def test_a_model_of_transformers_gets_every_token(tokenizers):
@@ -126,9 +149,12 @@ def test_keys_depend_only_on_the_unit(tokenizers):
 
 
 def test_the_published_prompt_equals_that_of_longlora(tokenizers):
-    """The first draws of `generate_prompt_landmark(n_garbage=3072, seed=0)` of LongLoRA's script."""
+    """The first draws of `generate_prompt_landmark(n_garbage=3072, seed=0)` of LongLoRA's
+    script.
+    """
     state = np.random.RandomState(0)
-    before, key = int(state.randint(0, 3072)), str(state.randint(1, 50000))
+    before = int(state.randint(0, 3072))
+    key = str(state.randint(1, 50000))
     hidden, depth = published_prompt(1024, 0)
     assert hidden.key == key and depth == before / 3072
     lines = hidden.prompt.split("\n")
@@ -138,16 +164,29 @@ def test_the_published_prompt_equals_that_of_longlora(tokenizers):
     model = Answering(tokenizers["bpe"], finds_the_key)
     result = evaluated(model, form="landmark", lengths=[300], samples=4)
     assert [(score.value, score.count) for score in result.scores] == [(1, 12)]
-    assert sorted(model.prompts) == sorted(published_prompt(300, seed)[0].prompt for seed in range(12))
+    assert sorted(model.prompts) == sorted(
+        published_prompt(300, seed)[0].prompt for seed in range(12)
+    )
     tokens = [number for value in result.examples.values() for number in value["tokens"]]
-    assert f"{sum(tokens) / 12:,.0f} for 300" in result.notes[0] and "compared as text" in result.notes[0]
+    assert (
+        f"{sum(tokens) / 12:,.0f} for 300" in result.notes[0]
+        and "compared as text" in result.notes[0]
+    )
 
 
 @pytest.mark.parametrize(
     "answer, right",
-    [(" 12345", True), ("12345. Remember", True), ("\n\n12345", True), (" is 12345", True), (" 123456", False),
-     (" 1234", False), ("", False), (" 54321 12345", False)],
-)  # fmt: skip
+    [
+        (" 12345", True),
+        ("12345. Remember", True),
+        ("\n\n12345", True),
+        (" is 12345", True),
+        (" 123456", False),
+        (" 1234", False),
+        ("", False),
+        (" 54321 12345", False),
+    ],
+)
 def test_the_first_number_counts(answer, right):
     assert is_correct(answer, "12345") == right
 

@@ -1,4 +1,6 @@
-"""Positions: planted changes show up in the expected places, and all other values are exactly zero."""
+"""Positions: planted changes show up in the expected places, and all other values are exactly
+zero.
+"""
 
 import math
 
@@ -9,15 +11,28 @@ from evaluation.loss_cases import run, write_jsonl
 
 from megatron_tape.evaluation.task import ModelInfo
 from megatron_tape.evaluation.tasks import position_probes as probes
-from megatron_tape.evaluation.tasks.position_states import PositionPictures, PositionSettings, distances_of
+from megatron_tape.evaluation.tasks.position_states import (
+    PositionPictures,
+    PositionSettings,
+    distances_of,
+)
 from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
 from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
 
-LAYERS, HEADS, GROUPS, LENGTH = 5, 4, 2, 32
+LAYERS = 5
+HEADS = 4
+GROUPS = 2
+LENGTH = 32
 SIZES = dict(
-    vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-    num_key_value_heads=GROUPS, max_position_embeddings=LENGTH, initializer_range=0.3,
-)  # fmt: skip
+    vocab_size=256,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=HEADS,
+    num_key_value_heads=GROUPS,
+    max_position_embeddings=LENGTH,
+    initializer_range=0.3,
+)
 PLANTED = 2
 
 
@@ -27,8 +42,12 @@ class Bytes:
     tokenizer = bos = None
 
     def __init__(self, model, label):
-        self.model, self.device, self.bos = model.eval(), torch.device("cpu"), []
-        self.info = ModelInfo(label, 256, LENGTH, {**model.config.to_dict(), "model_type": "tape"}, True)
+        self.model = model.eval()
+        self.device = torch.device("cpu")
+        self.bos = []
+        self.info = ModelInfo(
+            label, 256, LENGTH, {**model.config.to_dict(), "model_type": "tape"}, True
+        )
 
     def encode(self, text):
         return list(text.encode())
@@ -36,7 +55,9 @@ class Bytes:
 
 @pytest.fixture(scope="module")
 def models():
-    """A model that equals RoPE, and one whose layer PLANTED alone changes head group 1 of the state."""
+    """A model that equals RoPE, and one whose layer PLANTED alone changes head group 1 of the
+    state.
+    """
     made = {}
     for label in ("rope-equal", "planted"):
         torch.manual_seed(0)
@@ -48,7 +69,10 @@ def models():
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    texts = ["too short", *("".join(chr(97 + (i * i + j) % 26) for i in range(50)) for j in range(4))]
+    texts = [
+        "too short",
+        *("".join(chr(97 + (i * i + j) % 26) for i in range(50)) for j in range(4)),
+    ]
     return write_jsonl(tmp_path_factory.mktemp("data") / "texts.jsonl", texts)
 
 
@@ -56,7 +80,8 @@ def data(tmp_path_factory):
 def results(models, data):
     """The entries of both models in `results.json`."""
     found = {
-        label: run(PositionPictures, model, data=data, documents=3, map_tokens=16) for label, model in models.items()
+        label: run(PositionPictures, model, data=data, documents=3, map_tokens=16)
+        for label, model in models.items()
     }
     for result in found.values():
         assert list(result.examples) == ["document/0", "document/1", "document/2", "maps"]
@@ -71,7 +96,10 @@ def test_a_model_equal_to_rope_has_zero_distance_and_no_loss_change(results):
     result = results["rope-equal"]
     assert np.all(np.array(result.details["distance"]) == 0)
     assert set(by_group(result, "state_distance").values()) == {0.0}
-    assert set(by_group(result, "loss_increase").values()) == {0.0} and len(by_group(result, "loss_increase")) == 6
+    assert (
+        set(by_group(result, "loss_increase").values()) == {0.0}
+        and len(by_group(result, "loss_increase")) == 6
+    )
     assert np.all(np.array(result.details["maps"]["change"]) == 0)
 
 
@@ -113,8 +141,11 @@ def test_hooks_do_not_change_the_model(models, data):
 
 
 def test_the_loss_is_that_of_transformers(models):
-    model, tokens = models["planted"].model, torch.randint(256, (1, LENGTH))
-    assert probes.losses(model, tokens).mean() == pytest.approx(model(tokens, labels=tokens).loss.item(), abs=1e-5)
+    model = models["planted"].model
+    tokens = torch.randint(256, (1, LENGTH))
+    assert probes.losses(model, tokens).mean() == pytest.approx(
+        model(tokens, labels=tokens).loss.item(), abs=1e-5
+    )
 
 
 def test_similarity_of_ropes_phases_is_the_known_sum(results):
@@ -126,12 +157,19 @@ def test_similarity_of_ropes_phases_is_the_known_sum(results):
     for distance, value in zip(details["distances"], details["similarity"][0]):
         expected = torch.polar(torch.ones(D // 2), distance * angles).mean().abs().item()
         assert value == pytest.approx(expected, abs=1e-5)
-    assert all(math.isclose(a, b) for a, b in zip(details["similarity"][0], details["similarity"][-1]))
+    assert all(
+        math.isclose(a, b) for a, b in zip(details["similarity"][0], details["similarity"][-1])
+    )
 
 
 def test_pictures_show_both_models(results):
     pictures = PositionPictures.draw(results)
     names = [picture.name for picture in pictures]
-    assert names[:4] == ["positions-distance", "positions-along", "positions-similarity", "positions-ablation"]
+    assert names[:4] == [
+        "positions-distance",
+        "positions-along",
+        "positions-similarity",
+        "positions-ablation",
+    ]
     assert names[4:] == ["positions-attention", "positions-maps-0", "positions-maps-1"]
     assert "planted: at most" in pictures[0].alternative_text

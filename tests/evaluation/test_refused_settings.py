@@ -18,7 +18,10 @@ WITHOUT_LENGTH = replace(INFO, trained_length=None)
 def refused(task, settings, info=INFO):
     """Return the error of a task's `check`, after adding the settings that every task requires."""
     needed = {"perplexity": {"data": "texts.jsonl"}, "context_gain": {"data": "texts.jsonl"}}
-    needed |= {"positions": {"data": "texts.jsonl"}, "scrolls": {"data": {"qasper": "qasper.jsonl"}}}
+    needed |= {
+        "positions": {"data": "texts.jsonl"},
+        "scrolls": {"data": {"qasper": "qasper.jsonl"}},
+    }
     needed |= {"lm_eval": {"tasks": ["own"]}}
     with pytest.raises((ConfigError, FileError)) as error:
         TASKS[task](TASKS[task].Settings(**{**needed.get(task, {}), **settings})).check(info)
@@ -87,9 +90,24 @@ def test_invalid_settings_are_rejected_with_their_key(task, settings, key):
     "task, settings, subject, said",
     [
         ("perplexity", {"data": "bad.jsonl"}, "bad.jsonl:2", "the value of 'text' is not a string"),
-        ("perplexity", {"data": "texts.jsonl", "text_key": "body"}, "texts.jsonl:1", "with --perplexity.text_key"),
-        ("perplexity", {"data": "ids.bin", "lengths": [16]}, "ids.bin", "token 2 of document 0 is 300"),
-        ("perplexity", {"data": "ids.bin", "lengths": [100]}, "ids.bin", "no document of the 101 tokens"),
+        (
+            "perplexity",
+            {"data": "texts.jsonl", "text_key": "body"},
+            "texts.jsonl:1",
+            "with --perplexity.text_key",
+        ),
+        (
+            "perplexity",
+            {"data": "ids.bin", "lengths": [16]},
+            "ids.bin",
+            "token 2 of document 0 is 300",
+        ),
+        (
+            "perplexity",
+            {"data": "ids.bin", "lengths": [100]},
+            "ids.bin",
+            "no document of the 101 tokens",
+        ),
         ("perplexity", {"lengths": [100]}, "texts.jsonl", "the longest has 33 bytes"),
         ("perplexity", {"data": "damaged"}, "damaged", "its header is damaged"),
         (
@@ -117,13 +135,19 @@ def test_invalid_data_is_rejected_with_its_file(task, settings, subject, said):
 @pytest.mark.parametrize("task", ["perplexity", "passkey", "ruler", "scrolls"])
 def test_a_model_of_unknown_length_requires_a_length_setting(task):
     error = refused(task, {}, WITHOUT_LENGTH)
-    assert error.subject in (f"{task}.lengths", f"{task}.length") and error.problem.startswith("is null")
+    assert error.subject in (f"{task}.lengths", f"{task}.length") and error.problem.startswith(
+        "is null"
+    )
 
 
 @pytest.mark.parametrize(
     "task, settings, info",
     [
-        ("perplexity", {"lengths": [33]}, replace(INFO, trained_length=32, config={"model_type": "gpt2"})),
+        (
+            "perplexity",
+            {"lengths": [33]},
+            replace(INFO, trained_length=32, config={"model_type": "gpt2"}),
+        ),
         ("perplexity", {}, replace(INFO, has_tokenizer=False)),
         ("perplexity", {"data": "ids.bin", "lengths": [16]}, replace(INFO, vocab_size=65_537)),
         ("positions", {"data": "ids.bin", "length": 16}, replace(INFO, vocab_size=65_537)),

@@ -1,4 +1,6 @@
-"""RULER: samples that fit the length and are independent of other tasks, solvers that score 1, effective lengths."""
+"""RULER: samples that fit the length and are independent of other tasks, solvers that score 1,
+effective lengths.
+"""
 
 import json
 import random
@@ -16,7 +18,9 @@ from megatron_tape.evaluation.tasks.ruler import ESSAYS, OFFLINE, TASKS, Ruler, 
 
 @pytest.fixture(scope="module", autouse=True)
 def few_words():
-    """Use few words: on import, the harness combines all adjectives and nouns into 6 million names."""
+    """Use few words: on import, the harness combines all adjectives and nouns into 6 million
+    names.
+    """
     import wonderwords
 
     begin = wonderwords.RandomWord.__init__
@@ -24,7 +28,8 @@ def few_words():
     def small(self, *arguments, **options):
         begin(self, *arguments, **options)
         self._categories = {
-            name: words[:60] if name in ("nouns", "adjectives") else words for name, words in self._categories.items()
+            name: words[:60] if name in ("nouns", "adjectives") else words
+            for name, words in self._categories.items()
         }
 
     with pytest.MonkeyPatch.context() as patch:
@@ -52,7 +57,9 @@ def evaluated(model, **given):
 
 def solve(prompt):
     """Solve a prompt of RULER."""
-    if asked := re.search(r"The special magic \w+ for (.*) mentioned in the provided text (?:is|are)$", prompt):
+    if asked := re.search(
+        r"The special magic \w+ for (.*) mentioned in the provided text (?:is|are)$", prompt
+    ):
         keys = re.split(r", and |, ", asked.group(1))
         found = dict.fromkeys(keys, "")
         for key, value in re.findall(r"magic \w+ for (\S+) is: (\S+)\.", prompt):
@@ -60,14 +67,19 @@ def solve(prompt):
                 found[key] += f" {value}"
         return " ".join(found.values())
     if prompt.endswith("they are:"):
-        value, assigned = re.search(r"assgined the value (\d+), they are:$", prompt).group(1), []
-        for name, source in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", prompt[prompt.rindex("Memorize and track") :]):
+        value = re.search(r"assgined the value (\d+), they are:$", prompt).group(1)
+        assigned = []
+        for name, source in re.findall(
+            r"VAR (\w+) = (?:VAR )?(\w+)", prompt[prompt.rindex("Memorize and track") :]
+        ):
             if source == value or source in assigned:
                 assigned.append(name)
         return " ".join(assigned)
     if prompt.endswith("Answer: The top 10 words that appear most often in the list are:"):
         words = Counter(re.findall(r"\d+\. (\S+)", prompt))
-        return " ".join(f"{rank}. {word}" for rank, (word, _) in enumerate(words.most_common(10), 1))
+        return " ".join(
+            f"{rank}. {word}" for rank, (word, _) in enumerate(words.most_common(10), 1)
+        )
     assert prompt.endswith("the three most frequently appeared words are:")
     text = prompt[prompt.index("coded words. ") + 13 : prompt.index("\nQuestion:")]
     return " ".join(word for word, _ in Counter(text.split()).most_common(4) if word != "...")
@@ -82,13 +94,26 @@ def test_a_solver_scores_1_in_every_offline_task_and_length(tokenizer):
         assert value["scores"] == [1.0, 1.0] and value["truncated"] == 0, key
     assert {score.value for score in result.scores if score.metric == "score"} == {1.0}
     by_metric = {score.metric: score for score in result.scores if score.metric != "score"}
-    assert by_metric["mean of the 6 offline tasks"].count == 12 and by_metric["effective length"].value == 2048
-    assert by_metric["own effective length"].value == 2048 and by_metric["area under the curve"].value == 1
-    # The answers' beginnings, which base models need, are in the prompts, and all lie within the length.
+    assert (
+        by_metric["mean of the 6 offline tasks"].count == 12
+        and by_metric["effective length"].value == 2048
+    )
+    assert (
+        by_metric["own effective length"].value == 2048
+        and by_metric["area under the curve"].value == 1
+    )
+    # The answers' beginnings, which base models need, are in the prompts, and all lie within the
+    # length.
     generated = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50}
-    ends = {"niah": "mentioned in the provided text is", "vt": "they are:", "cwe": "are:", "fwe": "are:"}
+    ends = {
+        "niah": "mentioned in the provided text is",
+        "vt": "they are:",
+        "cwe": "are:",
+        "fwe": "are:",
+    }
     for key, prompts in zip(values, zip(*[iter(model.prompts)] * 2)):
-        kind, length = key.split("/")[0].split("_")[0], int(key.split("/")[1])
+        kind = key.split("/")[0].split("_")[0]
+        length = int(key.split("/")[1])
         for prompt, tokens in zip(prompts, values[key]["tokens"]):
             assert prompt.endswith(ends[kind])
             assert len(tokenizer(prompt).input_ids) == tokens <= length - generated[kind]
@@ -99,7 +124,9 @@ def test_a_solver_scores_1_in_every_offline_task_and_length(tokenizer):
 
 def test_a_failure_of_one_task_at_one_length_changes_only_its_score(tokenizer):
     def fails_at_vt_of_2048(prompt):
-        return "" if prompt.endswith("they are:") and len(tokenizer(prompt).input_ids) > 1024 else solve(prompt)
+        if prompt.endswith("they are:") and len(tokenizer(prompt).input_ids) > 1024:
+            return ""
+        return solve(prompt)
 
     result = evaluated(Answering(tokenizer, fails_at_vt_of_2048, length=1024), tasks=["vt", "cwe"])
     assert result.details["tasks"] == {"vt": [1, 0], "cwe": [1, 1]}
@@ -153,7 +180,9 @@ def test_samples_do_not_depend_on_the_order_of_tasks_or_earlier_draws(tokenizer)
     assert len({row["input"] for row in made["vt", 1024]}) == 3
 
 
-@pytest.mark.parametrize("task, length", [("vt", 64), ("cwe", 256), ("fwe", 100), ("niah_multikey_3", 200)])
+@pytest.mark.parametrize(
+    "task, length", [("vt", 64), ("cwe", 256), ("fwe", 100), ("niah_multikey_3", 200)]
+)
 def test_a_length_that_is_too_short_is_refused(tokenizer, task, length):
     model = Answering(tokenizer, solve)
     with pytest.raises(ConfigError) as error:
@@ -176,21 +205,39 @@ def test_needles_are_hidden_in_a_given_text(tokenizer, tmp_path):
 def test_questions_are_read_from_files(tokenizer, tmp_path):
     def paragraph(number):
         answers = [{"text": f"town {number}"}]
-        question = {"question": f"Where is person {number}?", "is_impossible": False, "answers": answers}
-        return {"context": f"Person {number} is in town {number}. " + "It rains there. " * 9, "qas": [question]}
+        question = {
+            "question": f"Where is person {number}?",
+            "is_impossible": False,
+            "answers": answers,
+        }
+        return {
+            "context": f"Person {number} is in town {number}. " + "It rains there. " * 9,
+            "qas": [question],
+        }
 
-    squad = {"version": "v2.0", "data": [{"paragraphs": [paragraph(10 * i + j) for j in range(5)]} for i in range(8)]}
+    squad = {
+        "version": "v2.0",
+        "data": [{"paragraphs": [paragraph(10 * i + j) for j in range(5)]} for i in range(8)],
+    }
     (tmp_path / "squad.json").write_text(json.dumps(squad))
     hotpot = [
-        {"question": f"Where is person {i}?", "answer": f"town {i}",
-         "context": [[f"Person {j}", [f"Person {j} is in town {j}.", " It rains. " * 12]] for j in range(i, i + 3)]}
+        {
+            "question": f"Where is person {i}?",
+            "answer": f"town {i}",
+            "context": [
+                [f"Person {j}", [f"Person {j} is in town {j}.", " It rains. " * 12]]
+                for j in range(i, i + 3)
+            ],
+        }
         for i in range(30)
-    ]  # fmt: skip
+    ]
     (tmp_path / "hotpot.json").write_text(json.dumps(hotpot))
 
     def knows(prompt):
         number = re.search(r"Where is person (\d+)\?\s+Answer:$", prompt).group(1)
-        return f" town {number}" if f"Person {number} is in town {number}." in prompt else ""
+        if f"Person {number} is in town {number}." in prompt:
+            return f" town {number}"
+        return ""
 
     files = {"squad": str(tmp_path / "squad.json"), "hotpotqa": str(tmp_path / "hotpot.json")}
     given = {"tasks": ["qa_squad", "qa_hotpot"], "lengths": [1024], **files}
@@ -219,7 +266,8 @@ def test_missing_data_is_named_with_a_fix(tokenizer, monkeypatch):
 
 
 def test_a_model_of_transformers_sees_the_whole_prompt(tokenizer):
-    model, seen = random_llama(tokenizer, 1024), []
+    model = random_llama(tokenizer, 1024)
+    seen = []
     model.model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
@@ -231,7 +279,9 @@ def test_a_model_of_transformers_sees_the_whole_prompt(tokenizer):
 
 def synthetic(curve, tasks):
     return {
-        f"{task}/{length}": {"scores": [value] * 4, "truncated": 0} for length, value in curve.items() for task in tasks
+        f"{task}/{length}": {"scores": [value] * 4, "truncated": 0}
+        for length, value in curve.items()
+        for task in tasks
     }
 
 
@@ -253,14 +303,17 @@ def test_the_effective_length_and_the_area(curve, effective, own, area):
 
 
 def test_means_of_different_tasks_have_different_names():
-    names, results = set(), {}
+    names = set()
+    results = {}
     for tasks in ("all", "offline", ["vt"]):
         task = Ruler(settings(tasks=tasks, lengths=[1024]))
         chosen = {"all": TASKS, "offline": OFFLINE}.get(str(tasks), ["vt"])
         summary = task.summarize(synthetic({1024: 0.9}, chosen), info(4096))
         names.add(summary.scores[0].metric)
         results[str(tasks)] = result_of(summary)
-        assert any("not comparable with published figures" in note for note in summary.notes) == (tasks != "all")
+        assert any("not comparable with published figures" in note for note in summary.notes) == (
+            tasks != "all"
+        )
     assert names == {"mean of all 13 tasks", "mean of the 6 offline tasks", "score of vt"}
     *means, _ = Ruler.draw(results)
     assert {picture.figure.axes[0].get_ylabel() for picture in means} == names

@@ -1,4 +1,6 @@
-"""SCROLLS: scores equal to those of the official evaluator, and answers and losses of known models."""
+"""SCROLLS: scores equal to those of the official evaluator, and answers and losses of known
+models.
+"""
 
 import json
 import zipfile
@@ -20,7 +22,9 @@ CHOICES = ("Entailment", "Contradiction", "Not mentioned")
 
 
 def official(metric, predictions, references):
-    parts = np.array([scrolls.score(metric, *pair) for pair in zip(predictions, references)]).mean(0)
+    parts = np.array([scrolls.score(metric, *pair) for pair in zip(predictions, references)]).mean(
+        0
+    )
     return [*parts.tolist(), float(scrolls.combine(parts))]
 
 
@@ -45,7 +49,12 @@ def test_scores_are_those_that_the_official_evaluator_documents():
         # Without stemming: "cats" is not "cat". The longest common subsequence is "sat on mat".
         ("rouge", "the cats sat on mat", ["the cat sat on the mat"], [800 / 11, 200 / 9, 800 / 11]),
         # Each part is the best over the references, which need not be the same one.
-        ("rouge", "a b c", ["c b a", "a b x x x x"], [100, 200 * (1 / 5 * 1 / 2) / (1 / 5 + 1 / 2), 400 / 9]),
+        (
+            "rouge",
+            "a b c",
+            ["c b a", "a b x x x x"],
+            [100, 200 * (1 / 5 * 1 / 2) / (1 / 5 + 1 / 2), 400 / 9],
+        ),
     ],
 )
 def test_scores_equal_hand_computed_cases(metric, prediction, references, values):
@@ -70,9 +79,19 @@ def write_all(folder, number=6):
     for i, (name, metric) in enumerate(METRICS.items()):
         lines = []
         for j in range(number):
-            answer = CHOICES[j % 3] if name == "contract_nli" else f"{name} says number {j} today"
+            if name == "contract_nli":
+                answer = CHOICES[j % 3]
+            else:
+                answer = f"{name} says number {j} today"
             for target in ["another", answer] if metric == "f1" else [answer]:
-                lines.append({"id": f"{name}{j}", "pid": f"{j}", "input": f"Q\n\nIt is {answer}", "output": target})
+                lines.append(
+                    {
+                        "id": f"{name}{j}",
+                        "pid": f"{j}",
+                        "input": f"Q\n\nIt is {answer}",
+                        "output": target,
+                    }
+                )
         text = "".join(json.dumps(line) + "\n" for line in lines)
         files[name] = str(folder / f"{name}.{('jsonl', 'zip')[i % 2]}")
         if i % 2 == 0:
@@ -96,7 +115,10 @@ def data(tmp_path_factory):
 def known(data):
     """Results of a model with all answers right, and of one that fails only in qmsum."""
     fails = Knowing(lambda prompt: "wrong" if "qmsum" in prompt else reads_it_off(prompt))
-    return {"all": run(Scrolls, Knowing(reads_it_off), data=data), "not qmsum": run(Scrolls, fails, data=data)}
+    return {
+        "all": run(Scrolls, Knowing(reads_it_off), data=data),
+        "not qmsum": run(Scrolls, fails, data=data),
+    }
 
 
 def test_a_model_that_knows_the_answers_scores_100(known):
@@ -130,9 +152,18 @@ def test_the_mean_of_a_subset_is_not_called_the_scrolls_score(data):
 def test_truncated_inputs_and_unfinished_answers_are_counted(tmp_path):
     path = tmp_path / "own.jsonl"
     texts = [("short", "yes"), ("x" * 60, "a much longer answer")]
-    path.write_text("".join(json.dumps({"input": text, "target": answer}) + "\n" for text, answer in texts))
-    settings = {"data": {"own": str(path)}, "metrics": {"own": "f1"}, "length": 40, "target_tokens": 8}
-    result = run(Scrolls, Knowing(lambda prompt: "yes" if "short" in prompt else "y" * 50), **settings)
+    path.write_text(
+        "".join(json.dumps({"input": text, "target": answer}) + "\n" for text, answer in texts)
+    )
+    settings = {
+        "data": {"own": str(path)},
+        "metrics": {"own": "f1"},
+        "length": 40,
+        "target_tokens": 8,
+    }
+    result = run(
+        Scrolls, Knowing(lambda prompt: "yes" if "short" in prompt else "y" * 50), **settings
+    )
     assert result.notes == [
         "own: 1 of 2 inputs were truncated at the end.",
         "own: 1 of 2 first targets were truncated for the loss.",
@@ -144,40 +175,67 @@ def test_truncated_inputs_and_unfinished_answers_are_counted(tmp_path):
 
 @pytest.fixture(scope="module")
 def llama():
-    """A random byte-level model whose generation settings enable sampling and a repetition penalty."""
+    """A random byte-level model whose generation settings enable sampling and a repetition
+    penalty.
+    """
     llama = random_llama(bpe_tokenizer(bos=False, rows=BYTES), 128)
     llama.model.generation_config = GenerationConfig(
-        do_sample=True, temperature=5.0, repetition_penalty=3.0, max_length=3, eos_token_id=llama.tokenizer.eos_token_id
+        do_sample=True,
+        temperature=5.0,
+        repetition_penalty=3.0,
+        max_length=3,
+        eos_token_id=llama.tokenizer.eos_token_id,
     )
     return llama
 
 
 def test_generation_is_greedy_and_the_loss_is_that_of_the_target_alone(llama, tmp_path):
-    (tmp_path / "own.jsonl").write_text(json.dumps({"input": "Who was it?", "target": "Ann"}) + "\n")
-    data = {"data": {"own": str(tmp_path / "own.jsonl")}, "metrics": {"own": "f1"}, "target_tokens": 12}
+    (tmp_path / "own.jsonl").write_text(
+        json.dumps({"input": "Who was it?", "target": "Ann"}) + "\n"
+    )
+    data = {
+        "data": {"own": str(tmp_path / "own.jsonl")},
+        "metrics": {"own": "f1"},
+        "target_tokens": 12,
+    }
     found = run(Scrolls, llama, **data).examples["own/0"]
     prompt = llama.encode("Who was it?\n\nAnswer:")
-    answer, end = [], llama.tokenizer.eos_token_id
+    answer = []
+    end = llama.tokenizer.eos_token_id
     while len(answer) < 12 and end not in answer:
         with torch.inference_mode():
-            answer.append(int(llama.model(torch.tensor([[*prompt, *answer]])).logits[0, -1].argmax()))
+            answer.append(
+                int(llama.model(torch.tensor([[*prompt, *answer]])).logits[0, -1].argmax())
+            )
     assert found["answer"] == llama.tokenizer.decode(answer, skip_special_tokens=True).strip()
     assert found["ended"] == (end in answer)
     target = llama.encode(" Ann")
     labels = torch.tensor([[-100] * len(prompt) + target])
     loss = llama.model(torch.tensor([[*prompt, *target]]), labels=labels).loss.item()
-    assert found["tokens"] == len(target) and found["nats"] == pytest.approx(loss * len(target), rel=1e-5)
+    assert found["tokens"] == len(target) and found["nats"] == pytest.approx(
+        loss * len(target), rel=1e-5
+    )
 
 
 def test_prompts_begin_with_bos_as_in_training(llama, tmp_path, monkeypatch):
-    (tmp_path / "own.jsonl").write_text(json.dumps({"input": "Who was it?", "target": "Ann"}) + "\n")
-    data = {"data": {"own": str(tmp_path / "own.jsonl")}, "metrics": {"own": "f1"}, "generate": False}
+    (tmp_path / "own.jsonl").write_text(
+        json.dumps({"input": "Who was it?", "target": "Ann"}) + "\n"
+    )
+    data = {
+        "data": {"own": str(tmp_path / "own.jsonl")},
+        "metrics": {"own": "f1"},
+        "generate": False,
+    }
     prompts = []
-    monkeypatch.setattr(llama, "losses", lambda tokens, first: prompts.append(list(tokens[:first])) or np.ones(4))
+    monkeypatch.setattr(
+        llama, "losses", lambda tokens, first: prompts.append(list(tokens[:first])) or np.ones(4)
+    )
     for bos in (None, False, True):
         run(Scrolls, llama, bos=bos, **data)
     prompt = llama.encode("Who was it?\n\nAnswer:")
     assert prompts == [prompt, prompt, [llama.tokenizer.bos_token_id, *prompt]]
     monkeypatch.setattr(llama, "tokenizer", SimpleNamespace(bos_token_id=None))
-    with pytest.raises(ConfigError, match="^scrolls.bos is true, but the tokenizer has no beginning-of-text token"):
+    with pytest.raises(
+        ConfigError, match="^scrolls.bos is true, but the tokenizer has no beginning-of-text token"
+    ):
         run(Scrolls, llama, bos=True, **data)

@@ -42,22 +42,32 @@ def next_of_sum(prefix):
     """Add correctly. Predictions before `=` do not matter."""
     if Sums.EQUALS not in prefix:
         return 0
-    plus, equals = prefix.index(Sums.PLUS), prefix.index(Sums.EQUALS)
+    plus = prefix.index(Sums.PLUS)
+    equals = prefix.index(Sums.EQUALS)
     total = [*add(np.array(prefix[:plus]), np.array(prefix[plus + 1 : equals])), Sums.END]
     written = len(prefix) - equals - 1
-    return total[written] if written < len(total) else 0
+    if written < len(total):
+        return total[written]
+    return 0
 
 
 def fails_at(first, second):
-    """Add correctly, except for operands of these lengths, where the second-to-last digit is wrong."""
+    """Add correctly, except for operands of these lengths, where the second-to-last digit is
+    wrong.
+    """
 
     def answer(prefix):
         right = next_of_sum(prefix)
         if Sums.EQUALS not in prefix:
             return right
-        plus, equals = prefix.index(Sums.PLUS), prefix.index(Sums.EQUALS)
-        here = (plus, equals - plus - 1) == (first, second) and len(prefix) - equals == max(first, second) - 1
-        return (right + 1) % 10 if here else right
+        plus = prefix.index(Sums.PLUS)
+        equals = prefix.index(Sums.EQUALS)
+        here = (plus, equals - plus - 1) == (first, second) and len(prefix) - equals == max(
+            first, second
+        ) - 1
+        if here:
+            return (right + 1) % 10
+        return right
 
     return answer
 
@@ -79,14 +89,17 @@ def next_of_copy(prefix, symbols=4):
     mark = prefix.index(task.mark)
     copied = [token for token in prefix[:mark] if token != task.blank]
     written = len(prefix) - mark - 1
-    return copied[written] if written < len(copied) else 0
+    if written < len(copied):
+        return copied[written]
+    return 0
 
 
 def next_on_walk(prefix, task, width):
     """Track the cell, and answer with its previous value, or blank if it is new."""
     if len(prefix) % 2 == 0:
         return 0
-    place, held = np.zeros(task.dimensions, dtype=int), {}
+    place = np.zeros(task.dimensions, dtype=int)
+    held = {}
     for i in range(0, len(prefix), 2):
         axis, back = divmod(prefix[i] - task.blank - 1, 2)
         if not 0 <= axis < task.dimensions:  # padding
@@ -126,7 +139,9 @@ def test_a_failure_at_one_pair_of_lengths_changes_only_that_score():
     assert found["up to 3 digits"].value == 1
     assert found["beyond 3 digits"].value == pytest.approx(26 / 27)
     assert found["up to 6 digits"].value == pytest.approx(35 / 36)
-    (picture,) = Addition.draw({"model": results, "other": addition(Answering(next_of_sum), step=2)})
+    (picture,) = Addition.draw(
+        {"model": results, "other": addition(Answering(next_of_sum), step=2)}
+    )
     image = picture.figure.axes[0].images[0].get_array()
     assert image.tolist() == expected.tolist()
     assert "model: from 0.00 (5, 2) to 1.00" in picture.alternative_text
@@ -146,7 +161,14 @@ def test_only_the_chosen_lengths_are_tested_and_samples_do_not_depend_on_them():
 
 
 def copies(model, **settings):
-    return run(SelectiveCopy, model, copied=6, symbols=4, blanks={"IID": 5, "dense": 2, "sparse": 9}, **settings)
+    return run(
+        SelectiveCopy,
+        model,
+        copied=6,
+        symbols=4,
+        blanks={"IID": 5, "dense": 2, "sparse": 9},
+        **settings,
+    )
 
 
 def test_a_model_that_copies_scores_100_percent():
@@ -160,7 +182,9 @@ def test_a_model_that_copies_scores_100_percent():
 
 def test_a_model_that_copies_among_few_blanks_only_fails_with_more():
     def answer(prefix):
-        return next_of_copy(prefix) if prefix.count(4) < 6 else 5
+        if prefix.count(4) < 6:
+            return next_of_copy(prefix)
+        return 5
 
     results = copies(Answering(answer), samples=20)
     found = by_group(results, "accuracy")
@@ -188,8 +212,13 @@ def test_a_model_that_always_answers_blank_has_the_score_in_the_note():
     results = walks(Answering(lambda prefix: 7), samples=200)
     found = by_group(results, "accuracy")
     for name, share in {"IID": 0.5, "dense": 0.2, "sparse": 0.8}.items():
-        assert found[name].value == results.details["blanks"][name] == pytest.approx(share, abs=0.06)
-    assert f"{100 * found['dense'].value:.1f} % for 10 steps on 4 × 4 cells (20 % blank);" in results.notes[0]
+        assert (
+            found[name].value == results.details["blanks"][name] == pytest.approx(share, abs=0.06)
+        )
+    assert (
+        f"{100 * found['dense'].value:.1f} % for 10 steps on 4 × 4 cells (20 % blank);"
+        in results.notes[0]
+    )
 
 
 def next_of_pair(prefix):
@@ -212,9 +241,13 @@ def test_a_model_that_recalls_all_pairs_scores_100_percent_and_a_forgetful_one_f
 def test_padding_and_batches_do_not_change_results_of_a_real_model():
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
         initializer_range=0.3,
-    )  # fmt: skip
+    )
     model = HFModel(INFO, LlamaForCausalLM(config), None)
     sequences = [Sums(digits=9).sequence(sample_random(0, 2, i)) for i in range(7)]
     together = correct_answers(model, sequences, 4)
@@ -231,11 +264,30 @@ def test_padding_and_batches_do_not_change_results_of_a_real_model():
 def test_a_checkpoint_of_a_run_without_tokenizer_is_evaluated(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(evaluate.signal, "signal", lambda *_: None)
-    settings = ["--data.prefix=null", "--data.generator={task: selective_copy, copied: 5, blanks: 4, symbols: 3}"]
-    settings += ["--train.steps=2", "--schedule.warmup_steps=0", "--model.vocab_size=6", "--logging.directory=run"]
+    settings = [
+        "--data.prefix=null",
+        "--data.generator={task: selective_copy, copied: 5, blanks: 4, symbols: 3}",
+    ]
+    settings += [
+        "--train.steps=2",
+        "--schedule.warmup_steps=0",
+        "--model.vocab_size=6",
+        "--logging.directory=run",
+    ]
     assert train.main(["--config", str(RECIPE), *settings]) == 0
-    sizes = ["--selective_copy.copied=5", "--selective_copy.symbols=3", "--selective_copy.blanks={IID: 4, sparse: 40}"]
-    command = ["selective_copy", "--model=run", "--output=out", "--device=cpu", "--selective_copy.samples=5", *sizes]
+    sizes = [
+        "--selective_copy.copied=5",
+        "--selective_copy.symbols=3",
+        "--selective_copy.blanks={IID: 4, sparse: 40}",
+    ]
+    command = [
+        "selective_copy",
+        "--model=run",
+        "--output=out",
+        "--device=cpu",
+        "--selective_copy.samples=5",
+        *sizes,
+    ]
     assert evaluate.main(command) == 0
     results = read_results(tmp_path / "out")
     assert results.model.run["settings"]["data"]["generator"]["copied"] == 5

@@ -1,4 +1,6 @@
-"""A context extension under every layout against one process, and continued ones against uninterrupted ones."""
+"""A context extension under every layout against one process, and continued ones against
+uninterrupted ones.
+"""
 
 import extension_cases as cases
 import pytest
@@ -10,10 +12,15 @@ from training_cases import assert_close, assert_same_state, without_speed
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     data = write_all(tmp_path_factory.mktemp("data"))
-    return {1: cases.main(tmp_path_factory.mktemp("alone"), data), 2: run_group("extension_cases", 2, data)}
+    return {
+        1: cases.main(tmp_path_factory.mktemp("alone"), data),
+        2: run_group("extension_cases", 2, data),
+    }
 
 
-@pytest.mark.parametrize("layout", ["tp2_zero1", *(f"tp{tp}_zero{stage}" for tp, stage in cases.LAYOUTS)])
+@pytest.mark.parametrize(
+    "layout", ["tp2_zero1", *(f"tp{tp}_zero{stage}" for tp, stage in cases.LAYOUTS)]
+)
 def test_every_layout_equals_one_process(rows, layout):
     assert_close(rows[2][layout], rows[1]["tp1_zero1"], cases.STEPS)
     assert_same_state(rows[2]["states"][layout], rows[1]["states"]["tp1_zero1"])

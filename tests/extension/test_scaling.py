@@ -46,14 +46,21 @@ MODELS = {
 ROTARY = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 2.0},
-    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
     "yarn": {"rope_type": "yarn", "factor": 4.0},
 }
 """`rope_parameters` of small models, in addition to theta and the original length."""
 
 
 def rotary(kind, factor=1):
-    """Return ROTARY[kind] with its scaling factor multiplied by `factor`; without scaling, it becomes linear."""
+    """Return ROTARY[kind] with its scaling factor multiplied by `factor`; without scaling, it
+    becomes linear.
+    """
     shared = {"rope_theta": 20.0}
     if kind in ("llama3", "yarn"):
         shared["original_max_position_embeddings"] = 8
@@ -86,7 +93,8 @@ def base_of(name, encoding="rope", **changes):
 def extended_model(base, position=None, **extension):
     """Return the model of a run that extends `base`, checked as when a run starts.
 
-    `position` are the given settings of `model.position`, `seq_length` of `extension` that of `model`.
+    `position` are the given settings of `model.position`, `seq_length` of `extension` that of
+    `model`.
     """
     model = {"position": position or {}}
     for key in ("seq_length", "position_encoding"):
@@ -97,7 +105,8 @@ def extended_model(base, position=None, **extension):
     assert found["extension"].get("context_factor") is None
     result = build(ModelConfig, found["model"], "model")
     allowed = {
-        f"extension__{key}": extension.get(key, False) for key in ("allow_shorter_context", "allow_other_scaling")
+        f"extension__{key}": extension.get(key, False)
+        for key in ("allow_shorter_context", "allow_other_scaling")
     }
     check_base(make(result, data__tokenizer=None, **allowed), base)
     return result
@@ -112,15 +121,21 @@ def test_a_context_factor_multiplies_the_factor_of_the_models_own_scaling(name, 
     expected = with_values(base.model, rope_scaling_factor=2 * factor)
     assert longer.seq_length == 262144
     settings = as_dict(longer)["position"]
-    assert {key: settings[key] for key in as_dict(expected)["position"]} == as_dict(expected)["position"]
+    assert {key: settings[key] for key in as_dict(expected)["position"]} == as_dict(expected)[
+        "position"
+    ]
 
 
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
 def test_a_context_factor_scales_a_model_without_scaling_from_its_own_length(kind):
-    position = extended_model(base_of("none"), {"rope_scaling_type": kind}, context_factor=1.5).position
+    position = extended_model(
+        base_of("none"), {"rope_scaling_type": kind}, context_factor=1.5
+    ).position
     assert (position.rope_scaling_type, position.rope_scaling_factor) == (kind, 1.5)
     assert kind == "linear" or position.rope_original_seq_length == 131072
-    assert extended_model(base_of("none"), context_factor=1.5).position.rope_scaling_type == "linear"
+    assert (
+        extended_model(base_of("none"), context_factor=1.5).position.rope_scaling_type == "linear"
+    )
 
 
 def test_a_context_factor_may_be_a_decimal_fraction():
@@ -140,24 +155,47 @@ def test_an_extension_of_an_extension_multiplies_once_more():
     model = base_of("yarn").model
     for factor in (8.0, 16.0):
         model = extended_model(Base(Path("somewhere"), model, None), context_factor=2)
-        assert (model.position.rope_scaling_factor, model.position.rope_original_seq_length) == (factor, 32768)
+        assert (model.position.rope_scaling_factor, model.position.rope_original_seq_length) == (
+            factor,
+            32768,
+        )
     assert model.seq_length == 4 * 131072
 
 
 PAPER = {"rope_scaling_type": "linear", "rope_scaling_factor": 2.0}
 REFUSED = [
     ("llama3", PAPER, "rope_scaling_type is linear, but extension.from somewhere has llama3"),
-    ("llama3", {"rope_scaling_type": "yarn", "rope_scaling_factor": 16.0}, "rope_scaling_type is yarn"),
-    ("llama3", {"rope_scaling_factor": 1.0}, "rope_scaling_factor is 1.0, but extension.from somewhere has 8.0"),
+    (
+        "llama3",
+        {"rope_scaling_type": "yarn", "rope_scaling_factor": 16.0},
+        "rope_scaling_type is yarn",
+    ),
+    (
+        "llama3",
+        {"rope_scaling_factor": 1.0},
+        "rope_scaling_factor is 1.0, but extension.from somewhere has 8.0",
+    ),
     ("llama3", {"rope_original_seq_length": 4096}, "rope_original_seq_length is 4096, but"),
     ("llama3", {"rope_high_freq_factor": 8.0}, "rope_high_freq_factor is 8.0, but"),
     ("llama3", {"rope_theta": 1e4}, "rope_theta is 10000.0, but"),
     ("yarn", PAPER, "rope_scaling_type is linear, but extension.from somewhere has yarn"),
     ("yarn", {"rope_beta_fast": 32.0}, "rope_beta_fast is 32.0, but"),
     ("yarn", {"rope_truncate": True}, "rope_truncate is True, but"),
-    ("linear", {"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0}, "rope_scaling_type is yarn"),
-    ("linear", {"rope_scaling_factor": 1.5}, "rope_scaling_factor is 1.5, but extension.from somewhere has 2.0"),
-    ("theta", {"rope_theta": 5e5}, "rope_theta is 500000.0, but extension.from somewhere has 1000000.0"),
+    (
+        "linear",
+        {"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0},
+        "rope_scaling_type is yarn",
+    ),
+    (
+        "linear",
+        {"rope_scaling_factor": 1.5},
+        "rope_scaling_factor is 1.5, but extension.from somewhere has 2.0",
+    ),
+    (
+        "theta",
+        {"rope_theta": 5e5},
+        "rope_theta is 500000.0, but extension.from somewhere has 1000000.0",
+    ),
     ("share", {"rope_share": 1.0}, "rope_share is 1.0, but extension.from somewhere has 0.5"),
 ]
 
@@ -188,7 +226,14 @@ def test_a_replaced_linear_scaling_leaves_the_length_before_it_as_the_original_l
     [
         ("none", PAPER),
         ("none", {"rope_theta": 1e6}),
-        ("none", {"rope_scaling_type": "llama3", "rope_scaling_factor": 2.0, "rope_high_freq_factor": 8.0}),
+        (
+            "none",
+            {
+                "rope_scaling_type": "llama3",
+                "rope_scaling_factor": 2.0,
+                "rope_high_freq_factor": 8.0,
+            },
+        ),
         ("linear", {"rope_scaling_factor": 4.0}),
         ("llama3", {"rope_theta": 8e6}),
         ("llama3", {"rope_scaling_factor": 16.0}),
@@ -211,7 +256,9 @@ def test_a_longer_context_with_the_same_positions_is_warned_about(name, capsys):
 @pytest.mark.parametrize("encoding", ["rope", "tape", "alibi"])
 def test_a_shorter_context_must_be_allowed_by_name(encoding):
     base = base_of("none", encoding)
-    with pytest.raises(ConfigError, match="^model.seq_length is 8192, but .* 131072 tokens") as refused:
+    with pytest.raises(
+        ConfigError, match="^model.seq_length is 8192, but .* 131072 tokens"
+    ) as refused:
         extended_model(base, seq_length=8192)
     assert str(refused.value).endswith("set extension.allow_shorter_context: true")
     shorter = extended_model(base, seq_length=8192, allow_shorter_context=True)
@@ -221,11 +268,31 @@ def test_a_shorter_context_must_be_allowed_by_name(encoding):
 @pytest.mark.parametrize(
     "name, position, extension, part",
     [
-        ("none", {}, {"seq_length": 9}, "model.seq_length is given, but extension.context_factor determines it"),
-        ("none", {"rope_scaling_factor": 2.0}, {}, "model.position.rope_scaling_factor is given, but"),
-        ("none", {}, {"context_factor": 1.00001}, "extension.context_factor is 1.00001, but extension.from"),
+        (
+            "none",
+            {},
+            {"seq_length": 9},
+            "model.seq_length is given, but extension.context_factor determines it",
+        ),
+        (
+            "none",
+            {"rope_scaling_factor": 2.0},
+            {},
+            "model.position.rope_scaling_factor is given, but",
+        ),
+        (
+            "none",
+            {},
+            {"context_factor": 1.00001},
+            "extension.context_factor is 1.00001, but extension.from",
+        ),
         ("none", {}, {"context_factor": 0.5}, "extension.context_factor is 0.5"),
-        ("llama3", {"rope_scaling_type": "yarn"}, {}, "model.position.rope_scaling_type is yarn, but"),
+        (
+            "llama3",
+            {"rope_scaling_type": "yarn"},
+            {},
+            "model.position.rope_scaling_type is yarn, but",
+        ),
         ("yarn_attention", {}, {}, "model.position.rope_attention_factor is 1.2 in extension.from"),
     ],
 )
@@ -236,12 +303,16 @@ def test_a_context_factor_that_is_not_clear_is_refused(name, position, extension
 
 
 def test_a_context_factor_without_a_model_to_extend_is_refused():
-    with pytest.raises(ConfigError, match="^extension.context_factor is 2.0, but extension.from names no model"):
+    with pytest.raises(
+        ConfigError, match="^extension.context_factor is 2.0, but extension.from names no model"
+    ):
         parse_run_config(["--config=tape_demo", "--extension.context_factor=2"])
 
 
 def test_a_yarn_model_with_its_own_attention_factor_can_be_given_another():
-    position = extended_model(base_of("yarn_attention"), {"rope_attention_factor": 1.3}, context_factor=2).position
+    position = extended_model(
+        base_of("yarn_attention"), {"rope_attention_factor": 1.3}, context_factor=2
+    ).position
     assert (position.rope_scaling_factor, position.rope_attention_factor) == (8.0, 1.3)
 
 
@@ -252,7 +323,9 @@ def theirs(folder):
 
 @pytest.mark.parametrize("encoding", ["rope", "tape"])
 @pytest.mark.parametrize("kind", ROTARY)
-def test_at_step_0_logits_equal_transformers_with_the_multiplied_factor(data, tmp_path, kind, encoding):
+def test_at_step_0_logits_equal_transformers_with_the_multiplied_factor(
+    data, tmp_path, kind, encoding
+):
     source = write_llama(tmp_path / "source", data, rope_parameters=rotary(kind))
     given = [f"--model.position_encoding={encoding}", "--extension.trains=[all]"]
     for factor in (1, 2):
@@ -265,11 +338,23 @@ def test_at_step_0_logits_equal_transformers_with_the_multiplied_factor(data, tm
 
 
 @pytest.mark.parametrize("trains", ["[position,lora]", "[all]"])
-def test_a_run_with_llama3_scaling_is_extended_and_continued_with_its_scaling(data, tmp_path, trains):
-    scaling = ["rope_scaling_type=llama3", "rope_scaling_factor=8", "rope_original_seq_length=8", "rope_theta=20"]
-    base = pretrained(tmp_path, data, "base", "rope", *(f"--model.position.{one}" for one in scaling))
-    chosen = arguments(tmp_path, data, base, "run", f"--extension.trains={trains}", recipe=BY_FACTOR)
-    # The same command, and the settings that the run has written, must not multiply the factor again.
+def test_a_run_with_llama3_scaling_is_extended_and_continued_with_its_scaling(
+    data, tmp_path, trains
+):
+    scaling = [
+        "rope_scaling_type=llama3",
+        "rope_scaling_factor=8",
+        "rope_original_seq_length=8",
+        "rope_theta=20",
+    ]
+    base = pretrained(
+        tmp_path, data, "base", "rope", *(f"--model.position.{one}" for one in scaling)
+    )
+    chosen = arguments(
+        tmp_path, data, base, "run", f"--extension.trains={trains}", recipe=BY_FACTOR
+    )
+    # The same command, and the settings that the run has written, must not multiply the factor
+    # again.
     for command in (
         chosen,
         [*chosen, "--train.steps=2"],

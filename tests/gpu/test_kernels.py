@@ -1,7 +1,8 @@
-"""Every fused kernel is as exact as plain torch, compared with float64, in the shapes of real models.
+"""Every fused kernel is as exact as plain torch, compared with float64, in the shapes of real
+models.
 
-On a GPU (`TESTS_ON=gpu python -m pytest -m gpu`) the tests cover many shapes and dtypes, the most important first.
-Without a GPU, Triton interprets the kernels in one tiny shape.
+On a GPU (`TESTS_ON=gpu python -m pytest -m gpu`) the tests cover many shapes and dtypes, the most
+important first. Without a GPU, Triton interprets the kernels in one tiny shape.
 """
 
 import re
@@ -20,8 +21,13 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
-SHAPES = ("12x64", "32x128", "32/8x64", "32/8x128", "16x128", "8x32", "8x80", "8x96") if ON_GPU else ("2x32",)
-"""Heads, or heads/groups, and head dimension: the 155M recipe, a 7B model, the 1B recipe, and other sizes."""
+if ON_GPU:
+    SHAPES = ("12x64", "32x128", "32/8x64", "32/8x128", "16x128", "8x32", "8x80", "8x96")
+else:
+    SHAPES = ("2x32",)
+"""Heads, or heads/groups, and head dimension: the 155M recipe, a 7B model, the 1B recipe, and other
+sizes.
+"""
 PRECISIONS = tuple(DTYPES) if ON_GPU else ("fp32",)
 LENGTH, TOKENS = (None, 48) if ON_GPU else (5, 5)
 """Sequence length (None: that of the check before training), and tokens of a position update."""
@@ -41,7 +47,9 @@ NAMES += [
     "attention of one query to a cache",
 ]
 KINDS = [(shape, precision) for precision in PRECISIONS for shape in SHAPES]
-"""Tests of one kind share compiled kernels. They are adjacent, so that mostly one pytest-xdist worker runs them."""
+"""Tests of one kind share compiled kernels. They are adjacent, so that mostly one pytest-xdist
+worker runs them.
+"""
 REPEATABLE = ("attention", "attention of packed documents", "position update")
 
 
@@ -66,7 +74,9 @@ def check_of(name, shapes, dtype):
         return found[name]
 
     def attends(backend, rotate=True, prepare=lambda x: x):
-        return lambda *tensors: attention(*map(prepare, tensors), True, None, backend, rotate=rotate)
+        return lambda *tensors: attention(
+            *map(prepare, tensors), True, None, backend, rotate=rotate
+        )
 
     inputs = found["attention"].inputs
     if name == "attention of inputs that are not contiguous":
@@ -78,18 +88,27 @@ def check_of(name, shapes, dtype):
 
 def strided(x):
     """Return x as a non-contiguous view into a larger tensor, like a model's queries and keys."""
-    between = torch.stack([x, torch.full_like(x, float("nan"))], dim=3).transpose(0, 1).contiguous().transpose(0, 1)
+    between = (
+        torch.stack([x, torch.full_like(x, float("nan"))], dim=3)
+        .transpose(0, 1)
+        .contiguous()
+        .transpose(0, 1)
+    )
     return between[:, :, :, 0]
 
 
 @contextmanager
 def nan_in_new_memory():
-    """Fill the results of `torch.empty` and `torch.empty_like` with NaN, so that unwritten outputs are detected."""
+    """Fill the results of `torch.empty` and `torch.empty_like` with NaN, so that unwritten outputs
+    are detected.
+    """
 
     def filled(function):
         def call(*arguments, **named):
             x = function(*arguments, **named)
-            return x.fill_(float("nan")) if x.is_floating_point() else x
+            if x.is_floating_point():
+                return x.fill_(float("nan"))
+            return x
 
         return call
 
@@ -117,7 +136,9 @@ def assert_exact(check, dtype, record_property):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape, precision", KINDS)
 def test_a_kernel_is_as_exact_as_plain_torch(name, shape, precision, record_property):
-    assert_exact(check_of(name, shapes_of(shape), DTYPES[precision]), DTYPES[precision], record_property)
+    assert_exact(
+        check_of(name, shapes_of(shape), DTYPES[precision]), DTYPES[precision], record_property
+    )
 
 
 @pytest.mark.parametrize("name", REPEATABLE)
@@ -133,7 +154,11 @@ def test_deterministic_kernels_give_the_same_bits_twice(name, shape, precision, 
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         assert_exact(check, DTYPES[precision], record_property)
-        differing = [i for i, (one, other) in enumerate(zip(results(), results())) if not torch.equal(one, other)]
+        differing = [
+            i
+            for i, (one, other) in enumerate(zip(results(), results()))
+            if not torch.equal(one, other)
+        ]
     finally:
         torch.use_deterministic_algorithms(False)
     assert not differing
@@ -154,6 +179,8 @@ def test_attention_is_exact_at_any_length(name, length, shape, precision, record
 
 
 @pytest.mark.parametrize("shape, precision", KINDS)
-def test_the_position_update_is_exact_with_many_tokens_per_program(shape, precision, record_property):
+def test_the_position_update_is_exact_with_many_tokens_per_program(
+    shape, precision, record_property
+):
     found = kernel_checks(shapes_of(shape), DTYPES[precision], DEVICE, 1, MANY_TOKENS)
     assert_exact(found.get("position update"), DTYPES[precision], record_property)

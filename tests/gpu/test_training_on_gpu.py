@@ -1,10 +1,11 @@
-"""20 training steps of TAPE and RoPE on a GPU have the losses, gradient norms and gradients of a CPU.
+"""20 training steps of TAPE and RoPE on a GPU have the losses, gradient norms and gradients of a
+CPU.
 
-A small model learns real text with `pretrain.train`: Megatron's layers and datasets, DeepSpeed's ZeRO and, on the GPU
-(`TESTS_ON=gpu`), the fused kernels, which TAPE's runs select by name. In fp32, one or several GPUs must reproduce the
-CPU's figures; in bf16, under every ZeRO stage, with packed documents and with recomputation, they must be close.
-Without a GPU, Triton interprets the kernels, and two steps are taken. The most important of these tests form a stage of
-`benchmarks.gpu_trial`.
+A small model learns real text with `pretrain.train`: Megatron's layers and datasets, DeepSpeed's
+ZeRO and, on the GPU (`TESTS_ON=gpu`), the fused kernels, which TAPE's runs select by name. In fp32,
+one or several GPUs must reproduce the CPU's figures; in bf16, under every ZeRO stage, with packed
+documents and with recomputation, they must be close. Without a GPU, Triton interprets the kernels,
+and two steps are taken. The most important of these tests form a stage of `benchmarks.gpu_trial`.
 """
 
 import math
@@ -25,7 +26,9 @@ QUICK = ("tape bf16 ZeRO 2", "gradients of tape packed")
 FLOOR = {torch.float32: 1e-6, torch.bfloat16: 1e-3}
 """Relative error of a gradient that is always allowed, as in `ops.parity`."""
 PLAIN = {torch.float32: 1e-4, torch.bfloat16: 0.2}
-"""Maximum relative error of plain torch on the device: far above rounding, far below a wrong gradient's."""
+"""Maximum relative error of plain torch on the device: far above rounding, far below a wrong
+gradient's.
+"""
 
 
 def slow(name):
@@ -41,8 +44,14 @@ def folder(tmp_path_factory, run_tool):
 
 @pytest.fixture(scope="module")
 def expected(folder, request):
-    """Return a function for results on the CPU, which another process computes in the order of the tests."""
-    names = [item.callspec.params.get("name") for item in request.session.items if item.module is request.module]
+    """Return a function for results on the CPU, which another process computes in the order of the
+    tests.
+    """
+    names = [
+        item.callspec.params.get("name")
+        for item in request.session.items
+        if item.module is request.module
+    ]
     required = dict.fromkeys(
         name if name in GRADIENTS else (RUNS | TOGETHER)[name].expected
         for name in names
@@ -59,7 +68,9 @@ def device(folder):
     """The runs on the device, which this process trains once per name."""
     from megatron_tape.ops import parity
 
-    side, found, length = Side(folder, "device"), {}, parity.LENGTH
+    side = Side(folder, "device")
+    found = {}
+    length = parity.LENGTH
     if not ON_GPU:
         parity.LENGTH = 17  # the interpreted check of the kernels would take minutes
 
@@ -74,12 +85,18 @@ def device(folder):
 
 
 def assert_close(rows, others, tolerance):
-    assert [row["step"] for row in rows] == [row["step"] for row in others] == list(range(1, SIZE.steps + 1))
+    assert (
+        [row["step"] for row in rows]
+        == [row["step"] for row in others]
+        == list(range(1, SIZE.steps + 1))
+    )
     for row, other in zip(rows, others):
         for key, largest in tolerance.items():
             assert (key in row) == (key in other)
             if key in row:
-                assert row[key] == pytest.approx(other[key], rel=largest), f"{key} at step {row['step']}"
+                assert row[key] == pytest.approx(other[key], rel=largest), (
+                    f"{key} at step {row['step']}"
+                )
 
 
 @pytest.mark.parametrize("name", map(slow, RUNS))
@@ -103,12 +120,21 @@ def test_gradients_have_at_most_twice_the_error_of_plain_torch(name, dtype, devi
         found = device.gradients(name, dtype, backend)
         assert found.keys() == truth.keys()
         relative = {name: float((found[name] - x).norm() / x.norm()) for name, x in truth.items()}
-        return {name: error if math.isfinite(error) else math.inf for name, error in relative.items()}
+        return {
+            name: error if math.isfinite(error) else math.inf for name, error in relative.items()
+        }
 
-    plain, fused = errors("torch"), errors(BACKEND)
-    # The rounding error of a small tensor may be small by chance, so the median of all is a lower bound.
-    typical, floor = statistics.median(plain.values()), FLOOR[dtype]
-    wrong = {name: error for name, error in fused.items() if not error <= 2 * max(plain[name], typical) + floor}
+    plain = errors("torch")
+    fused = errors(BACKEND)
+    # The rounding error of a small tensor may be small by chance, so the median of all is a lower
+    # bound.
+    typical = statistics.median(plain.values())
+    floor = FLOOR[dtype]
+    wrong = {
+        name: error
+        for name, error in fused.items()
+        if not error <= 2 * max(plain[name], typical) + floor
+    }
     assert not wrong, f"plain torch: { ({name: plain[name] for name in wrong}) }"
     strange = {name: error for name, error in plain.items() if not error <= PLAIN[dtype]}
     assert not strange, "plain torch itself differs from the CPU"
@@ -116,7 +142,8 @@ def test_gradients_have_at_most_twice_the_error_of_plain_torch(name, dtype, devi
 
 @pytest.mark.parametrize("name", [slow("tape deterministic")])
 def test_a_resumed_run_ends_with_the_same_bits(name, device, folder):
-    rows, digests = device.rows(name), device.digests(name)
+    rows = device.rows(name)
+    digests = device.digests(name)
     device.forget_second_half(name)
     again = device.result(name, training_runs.start(folder, "device", [name]))
     assert_close(again, rows, dict.fromkeys(SAME, 0.0))
@@ -125,7 +152,10 @@ def test_a_resumed_run_ends_with_the_same_bits(name, device, folder):
 
 @pytest.mark.parametrize("name", map(slow, TOGETHER))
 def test_several_processes_have_the_losses_of_one(name, device, folder, expected):
-    processes = min(len(os.environ["TESTED_GPUS"].split(",")), SIZE.batch) if ON_GPU else 2
+    if ON_GPU:
+        processes = min(len(os.environ["TESTED_GPUS"].split(",")), SIZE.batch)
+    else:
+        processes = 2
     if processes < 2:
         pytest.skip("there is one GPU")
     together = 1 << (processes.bit_length() - 1)

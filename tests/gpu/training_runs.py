@@ -1,9 +1,10 @@
-"""Small training runs of TAPE and RoPE, on a GPU and, for comparison, on the CPU; see test_training_on_gpu.py.
+"""Small training runs of TAPE and RoPE, on a GPU and, for comparison, on the CPU; see
+test_training_on_gpu.py.
 
     python tests/gpu/training_runs.py FOLDER cpu|device NAME...        computes the named results
 
-`cpu` is plain torch; `device` is the GPU with the fused kernels or, without a GPU, the CPU, where Triton interprets
-them. Results are files in FOLDER, so that processes can wait for each other.
+`cpu` is plain torch; `device` is the GPU with the fused kernels or, without a GPU, the CPU, where
+Triton interprets them. Results are files in FOLDER, so that processes can wait for each other.
 """
 
 import contextlib
@@ -52,13 +53,26 @@ class Size:
     vocab_size: int = 1024
 
 
-SIZE = Size(2, 2, 32, seq_length=16, batch=2, micro_batch=2, steps=2, text_bytes=100_000, document=20)
+SIZE = Size(
+    2, 2, 32, seq_length=16, batch=2, micro_batch=2, steps=2, text_bytes=100_000, document=20
+)
 if ON_GPU:
-    SIZE = Size(4, 4, 64, seq_length=256, batch=8, micro_batch=4, steps=20, text_bytes=1_000_000, document=300)
+    SIZE = Size(
+        4,
+        4,
+        64,
+        seq_length=256,
+        batch=8,
+        micro_batch=4,
+        steps=20,
+        text_bytes=1_000_000,
+        document=300,
+    )
 
 SAME = {"train/loss": 1e-5, "train/grad_norm": 2e-4, "validation/loss": 1e-5}
-"""Maximum relative difference at any step between fp32 runs with different orders of summation. On a CPU, with plain
-torch, the tiled backend and recomputation under ZeRO 3, it was 3e-7, 4e-6 and 5e-7."""
+"""Maximum relative difference at any step between fp32 runs with different orders of summation. On
+a CPU, with plain torch, the tiled backend and recomputation under ZeRO 3, it was 3e-7, 4e-6 and
+5e-7."""
 NEAR = {"train/loss": 0.005, "train/grad_norm": 0.05, "validation/loss": 0.005}
 """Maximum relative difference between bf16 and fp32; on a CPU it was 7e-4, 9e-3 and 6e-4."""
 
@@ -82,7 +96,11 @@ PACKED = "--data.reset_attention_mask=true"
 RECOMPUTED = "--train.recompute=full"
 TENSOR_PARALLEL = "--parallel.tensor_model_parallel_size=2"
 INTERRUPTED_AT = max(1, SIZE.steps // 2)
-DETERMINISTIC = ("--train.deterministic=true", f"--checkpoint.interval={INTERRUPTED_AT}", "--checkpoint.keep=5")
+DETERMINISTIC = (
+    "--train.deterministic=true",
+    f"--checkpoint.interval={INTERRUPTED_AT}",
+    "--checkpoint.keep=5",
+)
 
 RUNS = {
     "tape fp32": Run("tape fp32", SAME, (ZERO(1),)),
@@ -92,10 +110,18 @@ RUNS = {
     "tape bf16 ZeRO 1": Run("tape fp32", NEAR, (ZERO(1), BF16)),
     "tape bf16 ZeRO 3": Run("tape fp32", NEAR, (ZERO(3), BF16)),
     "rope bf16 ZeRO 2": Run("rope fp32", NEAR, (ZERO(2), BF16)),
-    "tape recomputed fp32": Run("tape fp32", SAME, (ZERO(1), RECOMPUTED, "--logging.tensorboard=true")),
-    "tape packed bf16 recomputed": Run("tape packed fp32", NEAR, (ZERO(2), BF16, PACKED, RECOMPUTED)),
-    "tape bf16 ZeRO 2 not overlapping": Run("tape fp32", NEAR, (ZERO(2), BF16, "--deepspeed.overlap_comm=false")),
-    "tape deterministic": Run("tape fp32", NEAR, (ZERO(2), *((BF16,) if ON_GPU else ()), *DETERMINISTIC)),
+    "tape recomputed fp32": Run(
+        "tape fp32", SAME, (ZERO(1), RECOMPUTED, "--logging.tensorboard=true")
+    ),
+    "tape packed bf16 recomputed": Run(
+        "tape packed fp32", NEAR, (ZERO(2), BF16, PACKED, RECOMPUTED)
+    ),
+    "tape bf16 ZeRO 2 not overlapping": Run(
+        "tape fp32", NEAR, (ZERO(2), BF16, "--deepspeed.overlap_comm=false")
+    ),
+    "tape deterministic": Run(
+        "tape fp32", NEAR, (ZERO(2), *((BF16,) if ON_GPU else ()), *DETERMINISTIC)
+    ),
 }
 """Runs of one process, the most important first."""
 TOGETHER = {
@@ -110,13 +136,16 @@ class Side:
     """The runs on the CPU or on the device."""
 
     def __init__(self, folder: Path, name: str):
-        self.folder, self.on_device = folder, name == "device"
+        self.folder = folder
+        self.on_device = name == "device"
         self.results = folder / name
-        self.rank, self.processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.processes = int(os.environ.get("WORLD_SIZE", "1"))
 
     def result(self, name: str, program: subprocess.Popen) -> object:
         """Wait for the result of `name` that the process `program` computes, and return it."""
-        path, deadline = self.results / f"{name}.pt", time.monotonic() + TIMEOUT
+        path = self.results / f"{name}.pt"
+        deadline = time.monotonic() + TIMEOUT
         while not path.exists():
             assert program.poll() in (None, 0), f"{name}: the process that computes it has failed"
             assert time.monotonic() < deadline, f"{name}: no result within {TIMEOUT:.0f} s"
@@ -139,21 +168,32 @@ class Side:
         return self.results / name.replace(" ", "-")
 
     def backend(self, encoding: str, precision: str) -> str:
-        """Return the attention backend; TAPE's on the device is named, so that `auto` cannot choose another."""
+        """Return the attention backend; TAPE's on the device is named, so that `auto` cannot choose
+        another.
+        """
         interpretable = ON_GPU or precision == "fp32"
-        return BACKEND if self.on_device and encoding == "tape" and interpretable else "auto"
+        if self.on_device and encoding == "tape" and interpretable:
+            return BACKEND
+        return "auto"
 
     def train(self, name: str) -> list[dict]:
-        """Run the training command, which resumes an interrupted run; return the rows of its metrics."""
+        """Run the training command, which resumes an interrupted run; return the rows of its
+        metrics.
+        """
         from pretrain import train
 
         run = (RUNS | TOGETHER)[name]
         backend = self.backend(run.encoding, "bf16" if BF16 in run.options else "fp32")
         arguments = ["--config", str(self.folder / f"{run.encoding}.yaml"), *run.options]
-        arguments += [f"--logging.directory={self.directory(name)}", f"--model.attention_backend={backend}"]
+        arguments += [
+            f"--logging.directory={self.directory(name)}",
+            f"--model.attention_backend={backend}",
+        ]
         if self.processes > 1:
             share = 2 if TENSOR_PARALLEL in run.options else 1
-            arguments += [f"--train.micro_batch_size={max(1, SIZE.batch * share // self.processes)}"]
+            arguments += [
+                f"--train.micro_batch_size={max(1, SIZE.batch * share // self.processes)}"
+            ]
         status = train.main(arguments)
         assert status == 0, f"{name} ended with status {status}"
         if dist.is_initialized():
@@ -177,7 +217,9 @@ class Side:
                 shutil.rmtree(path)
 
     def build(self, encoding: str, dtype: torch.dtype, backend: str, weights: dict):
-        """Return a model on this side's device with `weights`, whole tensors by Hugging Face names."""
+        """Return a model on this side's device with `weights`, whole tensors by Hugging Face
+        names.
+        """
         from megatron_tape.checks.arguments import parse_run_config
         from megatron_tape.model.language_model import LanguageModel, transformer_config
         from megatron_tape.model.weights import load_weights
@@ -187,32 +229,43 @@ class Side:
         config = parse_run_config(["--config", str(self.folder / f"{encoding}.yaml")])
         settings = dataclasses.replace(config.model, attention_backend=backend)
         layout = initialize_distributed()
-        model = LanguageModel(settings, transformer_config(settings, dtype=dtype), layout.groups, layout.device)
+        model = LanguageModel(
+            settings, transformer_config(settings, dtype=dtype), layout.groups, layout.device
+        )
         allocate(model, layout.device)
         load_weights(model, weights, settings, 0, 1)
         return model
 
     def gradients(self, name: str, dtype: torch.dtype, backend: str) -> dict[str, torch.Tensor]:
-        """Return the loss of the first step and its gradients by parameter, as float64 tensors on the CPU."""
+        """Return the loss of the first step and its gradients by parameter, as float64 tensors on
+        the CPU.
+        """
         from megatron_tape.data.batches import documents_from_tokens
         from megatron_tape.data.indexed_dataset import IndexedDatasetReader
         from megatron_tape.data.tokenizer import load_tokenizer
 
-        encoding, packed = name.split()[2], name.endswith("packed")
+        encoding = name.split()[2]
+        packed = name.endswith("packed")
         weights = torch.load(self.folder / f"start-{encoding}.pt", weights_only=True)
         model = self.build(encoding, dtype, backend, weights)
-        B, S = SIZE.batch, SIZE.seq_length
+        B = SIZE.batch
+        S = SIZE.seq_length
         ids = IndexedDatasetReader(self.folder / "data").tokens[: B * (S + 1)].astype("int64")
         whole = torch.from_numpy(ids).view(B, S + 1)
-        tokens, labels = whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
+        tokens = whole[:, :-1].contiguous()
+        labels = whole[:, 1:].contiguous()
         eod = load_tokenizer(str(self.folder / "tokenizer.model")).eod
         if packed:
             tokens[:, S // 3], tokens[1::2, S // 2] = eod, eod
         documents = documents_from_tokens(tokens, eod) if packed else None
         device = next(model.parameters()).device
-        tokens, labels, documents = (x if x is None else x.to(device) for x in (tokens, labels, documents))
+        tokens, labels, documents = (
+            x if x is None else x.to(device) for x in (tokens, labels, documents)
+        )
         if dtype is torch.float64:  # Megatron's own loss is in fp32
-            loss = F.cross_entropy(model(tokens, documents=documents).flatten(0, 1), labels.flatten())
+            loss = F.cross_entropy(
+                model(tokens, documents=documents).flatten(0, 1), labels.flatten()
+            )
         else:
             loss = model(tokens, labels, documents=documents)
         loss.backward()
@@ -224,22 +277,35 @@ def start(folder: Path, side: str, names: list[str], processes: int = 1) -> subp
     """Start one process, or several in one process group, that compute the named results."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     launcher.append(f"--nproc-per-node={processes}")
-    command = [sys.executable, *(launcher if processes > 1 else []), __file__, str(folder), side, *names]
+    command = [
+        sys.executable,
+        *(launcher if processes > 1 else []),
+        __file__,
+        str(folder),
+        side,
+        *names,
+    ]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     if side == "cpu":
         threads = max(1, (os.cpu_count() or 1) // 2) if ON_GPU else 1
-        variables |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(threads)}
+        variables |= {
+            "CUDA_VISIBLE_DEVICES": "",
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": str(threads),
+        }
     elif ON_GPU:
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(os.environ["TESTED_GPUS"].split(",")[:processes])
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(
+            os.environ["TESTED_GPUS"].split(",")[:processes]
+        )
     return subprocess.Popen(command, env=variables, cwd=folder)
 
 
 def recipe(folder: Path, encoding: str) -> str:
     """Return the recipe that all runs of an encoding share."""
     width = SIZE.heads * SIZE.head_dim
-    # The learning rate changes TAPE's matrices at every step. AdamW's usual eps of 1e-8 would turn gradients that are
-    # only rounding errors into full steps, and equal runs would diverge.
+    # The learning rate changes TAPE's matrices at every step. AdamW's usual eps of 1e-8 would turn
+    # gradients that are only rounding errors into full steps, and equal runs would diverge.
     return f"""
 model: {{position_encoding: {encoding}, num_layers: {SIZE.layers}, hidden_size: {width}, ffn_hidden_size: {3 * width},
         num_attention_heads: {SIZE.heads}, seq_length: {SIZE.seq_length}, vocab_size: {SIZE.vocab_size},
@@ -257,7 +323,8 @@ logging: {{interval: 1, sample_tokens: 1, tensorboard: false}}
 
 def prepare(folder: Path, run_tool) -> None:
     """Write the inputs of all runs into `folder`: tokenized real text, weights and recipes."""
-    corpus, tokenizer = folder / "corpus.jsonl", folder / "tokenizer.model"
+    corpus = folder / "corpus.jsonl"
+    tokenizer = folder / "tokenizer.model"
     with open(corpus, "w", encoding="utf-8") as file:
         written = 0
         for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
@@ -265,7 +332,9 @@ def prepare(folder: Path, run_tool) -> None:
             for begin in range(0, len(text), SIZE.document):
                 file.write(json.dumps({"text": text[begin : begin + SIZE.document]}) + "\n")
             written += len(text)
-    run_tool("train_tokenizer", "--input", corpus, "--vocab-size", SIZE.vocab_size, "--output", tokenizer)
+    run_tool(
+        "train_tokenizer", "--input", corpus, "--vocab-size", SIZE.vocab_size, "--output", tokenizer
+    )
     options = ["--tokenizer", tokenizer, "--output-prefix", folder / "data"]
     run_tool("preprocess_data", "--input", corpus, *options)
     for side in ("cpu", "device"):
@@ -277,8 +346,8 @@ def prepare(folder: Path, run_tool) -> None:
 def write_start(folder: Path, encoding: str) -> None:
     """Write a recipe and an initial checkpoint with non-zero weights that bf16 represents exactly.
 
-    TAPE's matrices are usually zero at initialization, which makes it RoPE and would hide errors. Apart from those
-    matrices, both encodings start with the same weights.
+    TAPE's matrices are usually zero at initialization, which makes it RoPE and would hide errors.
+    Apart from those matrices, both encodings start with the same weights.
     """
     from megatron_tape.huggingface.imports.new_checkpoint import write_imported
     from megatron_tape.io.records import read_yaml

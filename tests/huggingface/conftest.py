@@ -16,7 +16,9 @@ def seed():
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
-    """Use one thread: small models gain nothing from more, and on a busy machine each operation waits for them."""
+    """Use one thread: small models gain nothing from more, and on a busy machine each operation
+    waits for them.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -58,9 +60,11 @@ def code_tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def exports(tmp_path_factory, code_tokenizer):
-    """Exports of random models, made when asked for, with a tokenizer that was trained on source code.
+    """Exports of random models, made when asked for, with a tokenizer that was trained on source
+    code.
 
-    `tape` and `rope` are TAPE's own classes and a Llama, as they are exported; others are names of exported_models.
+    `tape` and `rope` are TAPE's own classes and a Llama, as they are exported; others are names of
+    exported_models.
     """
     from exported_models import OWN_CLASSES, PLAIN_ROPE, make
 
@@ -88,9 +92,13 @@ def streamable(exports, tmp_path_factory):
 
 def write_no_bytes(directory):
     """Make an export's model never choose single-byte tokens."""
-    pieces = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    pieces = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))["model"][
+        "vocab"
+    ]
     with changed_weights(directory) as weights:
-        weights["lm_head.weight"][[index for piece, index in pieces.items() if piece.startswith("<0x")]] = 0
+        weights["lm_head.weight"][
+            [index for piece, index in pieces.items() if piece.startswith("<0x")]
+        ] = 0
 
 
 @contextmanager
@@ -109,7 +117,9 @@ def made_exports():
 
 @pytest.fixture(scope="module")
 def exported(made_exports, tmp_path_factory):
-    """Return the export of an encoding, or of TAPE's own classes, made once; see exported_models."""
+    """Return the export of an encoding, or of TAPE's own classes, made once; see
+    exported_models.
+    """
     from exported_models import make
     from toy_encodings import registered
 
@@ -124,10 +134,15 @@ def exported(made_exports, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def package_site(tmp_path_factory):
-    """A folder with the contents of an installed transformers-tape; a slow test compares it with the wheel."""
-    folder, source = tmp_path_factory.mktemp("site"), ROOT / "transformers_tape"
+    """A folder with the contents of an installed transformers-tape; a slow test compares it with
+    the wheel.
+    """
+    folder = tmp_path_factory.mktemp("site")
+    source = ROOT / "transformers_tape"
     shutil.copytree(
-        source / "src" / "transformers_tape", folder / "transformers_tape", ignore=shutil.ignore_patterns("__pycache__")
+        source / "src" / "transformers_tape",
+        folder / "transformers_tape",
+        ignore=shutil.ignore_patterns("__pycache__"),
     )
     for file in (ROOT / "megatron_tape" / "huggingface" / "modeling").glob("*_tape.py"):
         if not file.stem.endswith("_encoded_tape"):

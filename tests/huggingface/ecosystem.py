@@ -2,9 +2,9 @@
 
     python tests/huggingface/ecosystem.py exported/my-model
 
-needs torch, transformers and this folder, nothing else of this project; a row whose package is missing says `not
-installed`. Every row compares with a truth that the model itself gives, such as generation without a cache, in fp32.
-The code of an export is run: give only exports that you trust.
+needs torch, transformers and this folder, nothing else of this project; a row whose package is
+missing says `not installed`. Every row compares with a truth that the model itself gives, such as
+generation without a cache, in fp32. The code of an export is run: give only exports that you trust.
 """
 
 import argparse
@@ -23,7 +23,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-WORKS, FAILS, NOT_INSTALLED = "works", "fails", "not installed"
+WORKS = "works"
+FAILS = "fails"
+NOT_INSTALLED = "not installed"
 NEW = 12
 """Tokens that rows generate."""
 
@@ -43,7 +45,9 @@ ROWS: dict[str, Row] = {}
 
 
 def row(what: str, needs: tuple[str, ...] = (), heavy: bool = False):
-    """Register a function as a row: `what` is done and compared; it needs these packages besides transformers."""
+    """Register a function as a row: `what` is done and compared; it needs these packages besides
+    transformers.
+    """
 
     def register(function):
         ROWS[function.__name__] = Row(function.__name__, what, function, needs, heavy)
@@ -56,7 +60,8 @@ class Subject:
     """A model directory, with helpers that several rows use."""
 
     def __init__(self, directory: str | Path, work: Path):
-        self.directory, self.work = Path(directory).resolve(), work
+        self.directory = Path(directory).resolve()
+        self.work = work
         config = json.loads((self.directory / "config.json").read_text(encoding="utf-8"))
         self.is_tape = config["model_type"] == "tape"
         self.trust = {"trust_remote_code": True} if "auto_map" in config else {}
@@ -82,7 +87,9 @@ class Subject:
         return tokenizer
 
     def ids(self, count: int, start: int = 0) -> torch.Tensor:
-        """Return (1, count) tokens of Python's own source, from `start` on, which counts from the first function."""
+        """Return (1, count) tokens of Python's own source, from `start` on, which counts from the
+        first function.
+        """
         text = Path(traceback.__file__).read_text(encoding="utf-8")
         text = text[text.index("def ") :][:6000]
         ids = self.tokenizer(text, add_special_tokens=False).input_ids
@@ -90,13 +97,22 @@ class Subject:
 
     def generate(self, ids: torch.Tensor, model=None, **options) -> torch.Tensor:
         """Return the `NEW` tokens after `ids`, greedily unless `options` say otherwise."""
-        options = {"do_sample": False, "attention_mask": torch.ones_like(ids), "disable_compile": True, **options}
+        options = {
+            "do_sample": False,
+            "attention_mask": torch.ones_like(ids),
+            "disable_compile": True,
+            **options,
+        }
         model = self.model if model is None else model
         return model.generate(ids, **self.count(), **options)[:, ids.shape[1] :]
 
     def count(self) -> dict:
         """Return options that make `generate` return exactly `NEW` tokens."""
-        return {"max_new_tokens": NEW, "eos_token_id": -1, "pad_token_id": self.tokenizer.pad_token_id}
+        return {
+            "max_new_tokens": NEW,
+            "eos_token_id": -1,
+            "pad_token_id": self.tokenizer.pad_token_id,
+        }
 
     @cached_property
     def greedy(self) -> torch.Tensor:
@@ -111,24 +127,35 @@ class Subject:
 
 
 def equal_tokens(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert found.tolist() == expected.tolist(), f"tokens {found.tolist()} instead of {expected.tolist()}"
+    assert found.tolist() == expected.tolist(), (
+        f"tokens {found.tolist()} instead of {expected.tolist()}"
+    )
 
 
 def equal_logits(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
-    """Raise AssertionError if anything differs by more than `tolerance` of the largest expected value."""
-    difference, largest = (found - expected).abs().max().item(), expected.abs().max().item()
-    assert difference <= tolerance * largest, f"differs by {difference:.1e}, the largest is {largest:.1e}"
+    """Raise AssertionError if anything differs by more than `tolerance` of the largest expected
+    value.
+    """
+    difference = (found - expected).abs().max().item()
+    largest = expected.abs().max().item()
+    assert difference <= tolerance * largest, (
+        f"differs by {difference:.1e}, the largest is {largest:.1e}"
+    )
 
 
 def is_installed(package: str) -> bool:
-    """Return whether `package` can be imported; a folder of that name without code does not count."""
+    """Return whether `package` can be imported; a folder of that name without code does not
+    count.
+    """
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def try_row(entry: Row, subject: Subject) -> str:
     """Run a row and return its outcome; catches all exceptions except KeyboardInterrupt."""
-    needed = (package for package in entry.needs if package != "transformers_tape" or subject.is_tape)
+    needed = (
+        package for package in entry.needs if package != "transformers_tape" or subject.is_tape
+    )
     if missing := [package for package in needed if not is_installed(package)]:
         return f"{NOT_INSTALLED} ({', '.join(missing)})"
     torch.manual_seed(0)
@@ -157,12 +184,24 @@ def load_rows() -> dict[str, Row]:
 
 def main() -> None:
     """Run the rows and print their outcomes; the exit status is 1 if one fails."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("export", type=Path, help="directory of an exported model, or of one of transformers")
-    parser.add_argument("--only", choices=("light", "heavy"), help="only rows without, or with, packages of their own")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "export", type=Path, help="directory of an exported model, or of one of transformers"
+    )
+    parser.add_argument(
+        "--only",
+        choices=("light", "heavy"),
+        help="only rows without, or with, packages of their own",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
     options = parser.parse_args()
-    rows = {name: row for name, row in load_rows().items() if options.only in (None, "heavy" if row.heavy else "light")}
+    rows = {
+        name: row
+        for name, row in load_rows().items()
+        if options.only in (None, "heavy" if row.heavy else "light")
+    }
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     found = {}

@@ -7,11 +7,20 @@ from transformers import AutoConfig, AutoModel, DynamicCache, TextStreamer, pipe
 
 @row("from_pretrained: no key missing or unexpected; the tokenizer decodes what it encodes")
 def loads(subject: Subject):
-    assert type(AutoConfig.from_pretrained(subject.directory, **subject.trust)).__name__.endswith("Config")
+    assert type(AutoConfig.from_pretrained(subject.directory, **subject.trust)).__name__.endswith(
+        "Config"
+    )
     text = "def compare(left, right):\n    return left == right"
-    assert subject.tokenizer.decode(subject.tokenizer(text, add_special_tokens=False).input_ids) == text
-    model, found = subject.model.__class__.from_pretrained(subject.directory, output_loading_info=True)
-    assert not any(found[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), found
+    assert (
+        subject.tokenizer.decode(subject.tokenizer(text, add_special_tokens=False).input_ids)
+        == text
+    )
+    model, found = subject.model.__class__.from_pretrained(
+        subject.directory, output_loading_info=True
+    )
+    assert not any(found[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), (
+        found
+    )
     base = subject.load(AutoModel)
     with torch.no_grad():
         equal_logits(model.lm_head(base(subject.ids(24)).last_hidden_state), subject.logits(model))
@@ -23,12 +32,15 @@ def saves(subject: Subject):
     subject.model.save_pretrained(subject.work / "saved", max_shard_size=third)
     subject.tokenizer.save_pretrained(subject.work / "saved")
     assert len(list((subject.work / "saved").glob("*.safetensors"))) > 1
-    equal_logits(subject.logits(subject.load(directory=subject.work / "saved")), subject.logits(), 0)
+    equal_logits(
+        subject.logits(subject.load(directory=subject.work / "saved")), subject.logits(), 0
+    )
 
 
 @row("attention maps (eager): causal, each row sums to one; all hidden states")
 def maps_and_states(subject: Subject):
-    model, ids = subject.load(attn_implementation="eager"), subject.ids(24)
+    model = subject.load(attn_implementation="eager")
+    ids = subject.ids(24)
     with torch.no_grad():
         output = model(ids, output_attentions=True, output_hidden_states=True)
     layers = model.config.num_hidden_layers
@@ -39,7 +51,10 @@ def maps_and_states(subject: Subject):
     equal_logits(output.logits, subject.logits())
 
 
-@row("attn_implementation sdpa, at load and switched to: eager's logits; padded, and in two parts over a cache")
+@row(
+    "attn_implementation sdpa, at load and switched to: eager's logits; padded, and in two parts"
+    " over a cache"
+)
 def sdpa(subject: Subject):
     expected = subject.logits(subject.load(attn_implementation="eager"))
     model = subject.load(attn_implementation="sdpa")
@@ -51,7 +66,10 @@ def sdpa(subject: Subject):
     mask = torch.tensor([[0] * 3 + [1] * 24])
     equal_logits(subject.logits(model, ids, attention_mask=mask)[:, 3:], expected)
     cache = DynamicCache(config=model.config)
-    parts = [subject.logits(model, part, past_key_values=cache) for part in subject.ids(24).split([15, 9], 1)]
+    parts = [
+        subject.logits(model, part, past_key_values=cache)
+        for part in subject.ids(24).split([15, 9], 1)
+    ]
     equal_logits(torch.cat(parts, 1), expected)
 
 
@@ -76,7 +94,9 @@ def embeddings(subject: Subject):
 
 @row("beam search with a cache: the tokens of beam search without")
 def beam_search(subject: Subject):
-    found, expected = (subject.generate(subject.ids(24), num_beams=3, use_cache=cached) for cached in (True, False))
+    found, expected = (
+        subject.generate(subject.ids(24), num_beams=3, use_cache=cached) for cached in (True, False)
+    )
     equal_tokens(found, expected)
 
 
@@ -84,7 +104,9 @@ def beam_search(subject: Subject):
 def assisted(subject: Subject):
     draft = subject.load()
     draft.generation_config.num_assistant_tokens = 3
-    torch.nn.init.normal_(draft.model.layers[0].mlp.down_proj.weight, std=0.02)  # makes some of its drafts wrong
+    torch.nn.init.normal_(
+        draft.model.layers[0].mlp.down_proj.weight, std=0.02
+    )  # makes some of its drafts wrong
     equal_tokens(subject.generate(subject.ids(24), assistant_model=draft), subject.greedy)
     equal_tokens(subject.generate(subject.ids(24), prompt_lookup_num_tokens=3), subject.greedy)
 
@@ -115,7 +137,10 @@ def pipeline_and_streamer(subject: Subject):
 def compiled(subject: Subject):
     model = torch.compile(subject.load(), fullgraph=True, backend="eager")
     for count in (24, 17):
-        equal_logits(subject.logits(model, subject.ids(count), use_cache=False), subject.logits(ids=subject.ids(count)))
+        equal_logits(
+            subject.logits(model, subject.ids(count), use_cache=False),
+            subject.logits(ids=subject.ids(count)),
+        )
 
 
 class Logits(torch.nn.Module):
@@ -132,6 +157,8 @@ class Logits(torch.nn.Module):
 @row("torch.export with a dynamic length: equal logits at another length")
 def exported(subject: Subject):
     length = torch.export.Dim("length", min=2, max=64)
-    program = torch.export.export(Logits(subject.load()), (subject.ids(24),), dynamic_shapes={"ids": {1: length}})
+    program = torch.export.export(
+        Logits(subject.load()), (subject.ids(24),), dynamic_shapes={"ids": {1: length}}
+    )
     for count in (24, 33):
         equal_logits(program.module()(subject.ids(count)), subject.logits(ids=subject.ids(count)))

@@ -41,16 +41,27 @@ def int8(subject: Subject):
     from transformers import TorchAoConfig
 
     model = subject.load(quantization_config=TorchAoConfig(Int8WeightOnlyConfig()))
-    quantized = [name for name, p in model.named_parameters() if "Int8" in type(p.data).__name__ + type(p).__name__]
+    quantized = [
+        name
+        for name, p in model.named_parameters()
+        if "Int8" in type(p.data).__name__ + type(p).__name__
+    ]
     assert len(quantized) >= 6 * model.config.num_hidden_layers, quantized
-    found, expected = subject.logits(model), subject.logits()
+    found = subject.logits(model)
+    expected = subject.logits()
     assert (found - expected).abs().max() > 0
     assert (found - expected).pow(2).mean().sqrt() < 0.05 * expected.std()
-    cached, plain = (subject.generate(subject.ids(24), model, use_cache=cached) for cached in (True, False))
+    cached, plain = (
+        subject.generate(subject.ids(24), model, use_cache=cached) for cached in (True, False)
+    )
     equal_tokens(cached, plain)
 
 
-@row("trl's SFTTrainer: the loss falls, and the positions have moved", needs=("trl", "datasets"), heavy=True)
+@row(
+    "trl's SFTTrainer: the loss falls, and the positions have moved",
+    needs=("trl", "datasets"),
+    heavy=True,
+)
 def sft(subject: Subject):
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
@@ -73,7 +84,9 @@ def sft(subject: Subject):
     runner = SFTTrainer(
         model=subject.load(),
         args=arguments,
-        train_dataset=Dataset.from_list([{"text": subject.tokenizer.decode(subject.ids(20)[0])}] * 6),
+        train_dataset=Dataset.from_list(
+            [{"text": subject.tokenizer.decode(subject.ids(20)[0])}] * 6
+        ),
         processing_class=subject.tokenizer,
     )
     run_trainer(runner, ".position.")
@@ -84,13 +97,21 @@ def lm_eval(subject: Subject):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    harness = HFLM(str(subject.directory), batch_size=2, device="cpu", dtype="float32", **subject.trust)
-    context, continuation = "def compare(left, right):\n", "    return left == right"
-    requests = [Instance("loglikelihood", {}, (context * repeated, continuation), 0) for repeated in (1, 2, 1)]
+    harness = HFLM(
+        str(subject.directory), batch_size=2, device="cpu", dtype="float32", **subject.trust
+    )
+    context = "def compare(left, right):\n"
+    continuation = "    return left == right"
+    requests = [
+        Instance("loglikelihood", {}, (context * repeated, continuation), 0)
+        for repeated in (1, 2, 1)
+    ]
     found = harness.loglikelihood(requests, disable_tqdm=True)
     for request, (score, greedy) in zip(requests, found):
         start, rest = harness._encode_pair(*request.args)
-        logits = subject.logits(ids=torch.tensor([start + rest]))[0, len(start) - 1 : -1].log_softmax(-1)
+        logits = subject.logits(ids=torch.tensor([start + rest]))[
+            0, len(start) - 1 : -1
+        ].log_softmax(-1)
         expected = logits.gather(-1, torch.tensor(rest)[:, None]).sum().item()
         assert abs(score - expected) < 1e-3 * abs(expected), (score, expected)
         assert greedy == (logits.argmax(-1).tolist() == rest)

@@ -1,4 +1,6 @@
-"""Rows of `transformers serve` and the openai client; see ecosystem.py. test_vllm.py does the same with vLLM."""
+"""Rows of `transformers serve` and the openai client; see ecosystem.py. test_vllm.py does the same
+with vLLM.
+"""
 
 import os
 import socket
@@ -25,7 +27,11 @@ LONG = ([{"role": "user", "content": "import heapq"}], 40)
 SHORT = ([{"role": "system", "content": "code"}, {"role": "user", "content": "def push(heap):"}], 8)
 
 
-@row("transformers serve, openai client: chat, streaming, two clients at once give generate's text", NEEDS, heavy=True)
+@row(
+    "transformers serve, openai client: chat, streaming, two clients at once give generate's text",
+    NEEDS,
+    heavy=True,
+)
 def serve(subject: Subject):
     # A child process may not read transformers_tape.pth.
     script = ("import transformers_tape; " if subject.is_tape else "") + SERVE
@@ -35,7 +41,9 @@ def serve(subject: Subject):
 
 
 def chat(subject: Subject, url: str):
-    """Compare a server's chat with `generate`: responses, streaming, and three concurrent clients."""
+    """Compare a server's chat with `generate`: responses, streaming, and three concurrent
+    clients.
+    """
     import openai
 
     expected = [_answer(subject, *request) for request in (LONG, SHORT)]
@@ -43,14 +51,20 @@ def chat(subject: Subject, url: str):
 
     def ask(messages, count, **more):
         return client.chat.completions.create(
-            model=str(copy_with_template(subject)), messages=messages, max_tokens=count, temperature=0, **more
+            model=str(copy_with_template(subject)),
+            messages=messages,
+            max_tokens=count,
+            temperature=0,
+            **more,
         )
 
     answers = [ask(*request).choices[0].message.content for request in (LONG, SHORT)]
     assert answers == expected, (answers, expected)
     assert ask(*LONG).usage.completion_tokens == len(_tokens(subject, *LONG))
     # The short request starts during the long response; a third client waits for both in a thread.
-    stream = (chunk.choices[0].delta.content or "" for chunk in ask(*LONG, stream=True) if chunk.choices)
+    stream = (
+        chunk.choices[0].delta.content or "" for chunk in ask(*LONG, stream=True) if chunk.choices
+    )
     pieces = [next(piece for piece in stream if piece)]
     others = []
     thread = threading.Thread(target=lambda: others.append(ask(*SHORT).choices[0].message.content))
@@ -60,16 +74,27 @@ def chat(subject: Subject, url: str):
     thread.join()
     assert others == [expected[1]]
     # Bytes of an incomplete character at the end are not streamed.
-    assert len(pieces) > 3 and "".join(pieces) == expected[0].rstrip("\ufffd"), (pieces, expected[0])
+    assert len(pieces) > 3 and "".join(pieces) == expected[0].rstrip("\ufffd"), (
+        pieces,
+        expected[0],
+    )
 
 
 def _tokens(subject: Subject, messages: list[dict], count: int) -> list[int]:
     template = subject.tokenizer.chat_template or TEMPLATE
     ids = subject.tokenizer.apply_chat_template(
-        messages, chat_template=template, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        messages,
+        chat_template=template,
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
     )["input_ids"]
     found = subject.model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, use_cache=False
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        use_cache=False,
     )
     return found[0, ids.shape[1] :].tolist()
 
@@ -79,7 +104,9 @@ def _answer(subject: Subject, messages: list[dict], count: int) -> str:
 
 
 def copy_with_template(subject: Subject) -> Path:
-    """Return a directory with the model's files and a chat template (the model's, if it has one)."""
+    """Return a directory with the model's files and a chat template (the model's, if it has
+    one).
+    """
     copied = subject.work / "served"
     if not copied.exists():
         copied.mkdir()
@@ -125,5 +152,7 @@ def _wait(url: str, process: subprocess.Popen, log) -> None:
         except OSError:
             if process.poll() is not None or time.monotonic() > deadline:
                 log.seek(0)
-                raise RuntimeError(f"the server did not start: {log.read().strip()[-250:]}") from None
+                raise RuntimeError(
+                    f"the server did not start: {log.read().strip()[-250:]}"
+                ) from None
             time.sleep(0.2)

@@ -8,8 +8,12 @@ STEPS = 3
 
 
 def train(model, ids: torch.Tensor, steps: int = STEPS, lr: float = 1e-2) -> list[float]:
-    """Take AdamW steps on the trainable parameters, and return the losses before each step and at the end."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0.0)
+    """Take AdamW steps on the trainable parameters, and return the losses before each step and at
+    the end.
+    """
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0.0
+    )
     losses = []
     for _ in range(steps):
         loss = model(input_ids=ids, labels=ids).loss
@@ -36,16 +40,29 @@ def gradient_checkpointing(subject: Subject):
 
 
 def run_trainer(runner, moving: str = "") -> None:
-    """Train; AssertionError unless the loss falls and all parameters with `moving` in their names have changed."""
-    before = {name: p.detach().clone() for name, p in runner.model.named_parameters() if moving in name}
+    """Train; AssertionError unless the loss falls and all parameters with `moving` in their names
+    have changed.
+    """
+    before = {
+        name: p.detach().clone() for name, p in runner.model.named_parameters() if moving in name
+    }
     runner.train()
     losses = [entry["loss"] for entry in runner.state.log_history if "loss" in entry]
-    assert len(losses) == runner.args.max_steps and losses[-1] < losses[0], f"the loss does not fall: {losses}"
-    still = [name for name, p in runner.model.named_parameters() if moving in name and torch.equal(p, before[name])]
+    assert len(losses) == runner.args.max_steps and losses[-1] < losses[0], (
+        f"the loss does not fall: {losses}"
+    )
+    still = [
+        name
+        for name, p in runner.model.named_parameters()
+        if moving in name and torch.equal(p, before[name])
+    ]
     assert not still, f"training did not move {', '.join(still)}"
 
 
-@row("Trainer, gradient checkpointing on: the loss falls, and every parameter has moved", needs=("accelerate",))
+@row(
+    "Trainer, gradient checkpointing on: the loss falls, and every parameter has moved",
+    needs=("accelerate",),
+)
 def trainer(subject: Subject):
     from transformers import Trainer, TrainingArguments
 
@@ -66,11 +83,17 @@ def trainer(subject: Subject):
     run_trainer(Trainer(model=subject.load(), args=arguments, train_dataset=rows))
 
 
-@row("peft, LoRA on all-linear, positions whole: save, load and merge give equal logits", needs=("peft",))
+@row(
+    "peft, LoRA on all-linear, positions whole: save, load and merge give equal logits",
+    needs=("peft",),
+)
 def lora_and_positions(subject: Subject):
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    settings = {"modules_to_save": ["position"]} if hasattr(subject.model.model.layers[0], "position") else {}
+    if hasattr(subject.model.model.layers[0], "position"):
+        settings = {"modules_to_save": ["position"]}
+    else:
+        settings = {}
     config = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules="all-linear", **settings)
     model = get_peft_model(subject.load(), config).train()
     losses = train(model, subject.ids(24), lr=1e-2 if subject.is_small else 2e-4)
@@ -82,16 +105,28 @@ def lora_and_positions(subject: Subject):
     merged = again.merge_and_unload()
     equal_logits(subject.logits(merged), expected)
     before = dict(subject.model.named_parameters())
-    still = [key for key, p in merged.named_parameters() if ".position." in key and torch.equal(p, before[key])]
+    still = [
+        key
+        for key, p in merged.named_parameters()
+        if ".position." in key and torch.equal(p, before[key])
+    ]
     assert not still, f"training did not move {', '.join(still)}"
 
 
 @row("AutoModelForSequenceClassification, padded: trains, saves, and gives each text's own score")
 def sequence_classification(subject: Subject):
-    model = subject.load(AutoModelForSequenceClassification, num_labels=3, pad_token_id=subject.tokenizer.pad_token_id)
-    torch.nn.init.normal_(model.score.weight)  # as large as those of a trained head, so that the base's output matters
+    model = subject.load(
+        AutoModelForSequenceClassification,
+        num_labels=3,
+        pad_token_id=subject.tokenizer.pad_token_id,
+    )
+    torch.nn.init.normal_(
+        model.score.weight
+    )  # as large as those of a trained head, so that the base's output matters
     prompts = [subject.ids(24), subject.ids(9, 30)]
-    inputs = subject.tokenizer.pad({"input_ids": [ids[0].tolist() for ids in prompts]}, return_tensors="pt")
+    inputs = subject.tokenizer.pad(
+        {"input_ids": [ids[0].tolist() for ids in prompts]}, return_tensors="pt"
+    )
     loss = model(**inputs, labels=torch.tensor([0, 2])).loss
     loss.backward()
     assert loss.isfinite() and model.score.weight.grad.abs().max() > 0
@@ -99,8 +134,14 @@ def sequence_classification(subject: Subject):
         states = [subject.model.model(ids).last_hidden_state[:, -1] for ids in prompts]
         expected = model.score(torch.cat(states))
     model.save_pretrained(subject.work / "classifier")
-    for each in (model, subject.load(AutoModelForSequenceClassification, directory=subject.work / "classifier")):
-        equal_logits(subject.logits(each, inputs["input_ids"], attention_mask=inputs["attention_mask"]), expected)
+    for each in (
+        model,
+        subject.load(AutoModelForSequenceClassification, directory=subject.work / "classifier"),
+    ):
+        equal_logits(
+            subject.logits(each, inputs["input_ids"], attention_mask=inputs["attention_mask"]),
+            expected,
+        )
 
 
 @row("resize_token_embeddings: the old tokens keep their logits")
@@ -114,9 +155,15 @@ def resize_embeddings(subject: Subject):
 
 @row("device_map: layers offloaded to disk give equal logits and tokens", needs=("accelerate",))
 def offloaded_weights(subject: Subject):
-    places = {f"model.{name}": "cpu" for name, _ in subject.model.model.named_children() if name != "layers"}
+    places = {
+        f"model.{name}": "cpu"
+        for name, _ in subject.model.model.named_children()
+        if name != "layers"
+    }
     layers = len(subject.model.model.layers)
-    places |= {f"model.layers.{index}": "cpu" if index == 0 else "disk" for index in range(layers)} | {"lm_head": "cpu"}
+    places |= {
+        f"model.layers.{index}": "cpu" if index == 0 else "disk" for index in range(layers)
+    } | {"lm_head": "cpu"}
     model = subject.load(device_map=places, offload_folder=str(subject.work / "offloaded"))
     assert next(model.model.layers[-1].parameters()).device.type == "meta"
     equal_logits(subject.logits(model), subject.logits())

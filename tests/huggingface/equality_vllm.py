@@ -1,14 +1,16 @@
-"""Check that vLLM gives the greedy tokens of transformers' `generate` and the model's logprobs, in fp32 on a CPU.
+"""Check that vLLM gives the greedy tokens of transformers' `generate` and the model's logprobs, in
+fp32 on a CPU.
 
     .venv-vllm/bin/python tests/huggingface/equality_vllm.py exported/my-model ... [--json FILE]
 
-prints a table of what was asked of vLLM: for each model, how many answers have the tokens of `generate`, and by how
-much the logprobs of the sampled and the five best tokens differ at most from those that transformers computes for the
-same text. The exit status is 1 if a token differs, or a logprob by more than 1e-4. TAPE models are served by the
-plug-in of transformers_tape, which must be installed; code that an export carries is not run. All rows are tried with
-the first model, those of one plain engine with the others. Tensor parallelism takes two processes (three, if the number
-of heads is odd). With VLLM_CPU_CI_ENV=1, the row of compiled models traces them, but does not compile, which takes
-minutes.
+prints a table of what was asked of vLLM: for each model, how many answers have the tokens of
+`generate`, and by how much the logprobs of the sampled and the five best tokens differ at most from
+those that transformers computes for the same text. The exit status is 1 if a token differs, or a
+logprob by more than 1e-4. TAPE models are served by the plug-in of transformers_tape, which must be
+installed; code that an export carries is not run. All rows are tried with the first model, those of
+one plain engine with the others. Tensor parallelism takes two processes (three, if the number of
+heads is odd). With VLLM_CPU_CI_ENV=1, the row of compiled models traces them, but does not compile,
+which takes minutes.
 """
 
 import argparse
@@ -20,8 +22,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-# Engines in this process start in seconds. Their cache has one GiB, whatever the machine has, and their threads are not
-# bound to cores, of which there may be fewer than two for two processes.
+# Engines in this process start in seconds. Their cache has one GiB, whatever the machine has, and
+# their threads are not bound to cores, of which there may be fewer than two for two processes.
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
 os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 
@@ -39,8 +41,12 @@ from ecosystem_serving import TIMEOUT, chat, copy_with_template, server
 # Where transformers_tape is found by PYTHONPATH, Python does not read transformers_tape.pth.
 import transformers_tape  # noqa: F401
 
-LONGEST, BLOCK, CHUNK = 1024, 32, 64
-"""Tokens of the longest request, of a cache block, and of a step (longer prompts take several steps)."""
+LONGEST = 1024
+BLOCK = 32
+CHUNK = 64
+"""Tokens of the longest request, of a cache block, and of a step (longer prompts take several
+steps).
+"""
 TOLERANCE = 1e-4
 SMALL_CACHE = {"num_gpu_blocks_override": 12, "max_model_len": 256}
 EAGER = {"enforce_eager": True}
@@ -71,23 +77,35 @@ class Engine:
         cleanup_dist_env_and_memory()
 
     def prompts(self, *lengths: int) -> list[list[int]]:
-        return [self.subject.ids(length, start=7 * i)[0].tolist() for i, length in enumerate(lengths)]
+        return [
+            self.subject.ids(length, start=7 * i)[0].tolist() for i, length in enumerate(lengths)
+        ]
 
     def ask(self, prompts: list[list[int]], **options):
         """Generate for all prompts together, greedily, and compare; see `compare`."""
-        options = {"temperature": 0, "max_tokens": NEW, "ignore_eos": True, "logprobs": 5, **options}
+        options = {
+            "temperature": 0,
+            "max_tokens": NEW,
+            "ignore_eos": True,
+            "logprobs": 5,
+            **options,
+        }
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
         answers = self.llm.generate(requests, SamplingParams(**options), use_tqdm=False)
         return compare(self.subject, prompts, answers)
 
     def count(self, metric: str) -> float:
         """Return one of vLLM's counters, which all engines of a process share."""
-        return sum(found.value for found in self.llm.get_metrics() if found.name == f"vllm:{metric}")
+        return sum(
+            found.value for found in self.llm.get_metrics() if found.name == f"vllm:{metric}"
+        )
 
 
 @torch.no_grad()
 def compare(subject: Subject, prompts: list[list[int]], answers) -> dict:
-    """Return the number of responses, of those with `generate`'s tokens, and the largest difference of a logprob."""
+    """Return the number of responses, of those with `generate`'s tokens, and the largest difference
+    of a logprob.
+    """
     found = {"answers": 0, "equal": 0, "logprobs": 0.0}
     for prompt, answer in zip(prompts, answers, strict=True):
         ids = torch.tensor([prompt])
@@ -126,7 +144,9 @@ def shared_prefix(engine: Engine) -> dict:
     engine.ask([prompt])
     before = engine.count("prefix_cache_hits")
     found = engine.ask([prompt, prompt[:80] + prompt[:9], prompt[:65]])
-    assert engine.count("prefix_cache_hits") - before >= 3 * 2 * BLOCK, "nothing was read from the cache"
+    assert engine.count("prefix_cache_hits") - before >= 3 * 2 * BLOCK, (
+        "nothing was read from the cache"
+    )
     return found
 
 
@@ -151,11 +171,15 @@ def together(engine: Engine) -> dict:
 
 @torch.no_grad()
 def served(subject: Subject) -> dict:
-    """Query vLLM's server with the openai client: chat as in ecosystem_serving, and completions, streamed and not."""
+    """Query vLLM's server with the openai client: chat as in ecosystem_serving, and completions,
+    streamed and not.
+    """
     import openai
 
-    model, found = str(copy_with_template(subject)), {"answers": 0, "equal": 0, "logprobs": 0.0}
-    # In several processes, as users start it. The command `vllm serve` of vllm-cpu 0.32.0 looks for a package "vllm".
+    model = str(copy_with_template(subject))
+    found = {"answers": 0, "equal": 0, "logprobs": 0.0}
+    # In several processes, as users start it. The command `vllm serve` of vllm-cpu 0.32.0 looks for
+    # a package "vllm".
     script = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command = ["env", "-u", "VLLM_ENABLE_V1_MULTIPROCESSING", *script]
     command += ["--model", model, "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "16"]
@@ -167,13 +191,28 @@ def served(subject: Subject) -> dict:
             tokens = subject.generate(ids)
             everything = torch.cat([ids, tokens], dim=1)[0]
             text = subject.tokenizer.decode(everything)[len(subject.tokenizer.decode(ids[0])) :]
-            true = subject.logits(ids=everything[None])[0, length - 1 : -1].log_softmax(-1).gather(1, tokens.T)[:, 0]
-            asked = dict(model=model, prompt=ids[0].tolist(), max_tokens=NEW, temperature=0, logprobs=1)
+            true = (
+                subject.logits(ids=everything[None])[0, length - 1 : -1]
+                .log_softmax(-1)
+                .gather(1, tokens.T)[:, 0]
+            )
+            asked = dict(
+                model=model, prompt=ids[0].tolist(), max_tokens=NEW, temperature=0, logprobs=1
+            )
             asked["extra_body"] = {"ignore_eos": True, "skip_special_tokens": False}
             (answer,) = client.completions.create(**asked).choices
-            streamed = [chunk.choices[0] for chunk in client.completions.create(**asked, stream=True) if chunk.choices]
+            streamed = [
+                chunk.choices[0]
+                for chunk in client.completions.create(**asked, stream=True)
+                if chunk.choices
+            ]
             assert len(streamed) > NEW // 2, "the answer came at once"
-            logprobs = [logprob for piece in streamed if piece.logprobs for logprob in piece.logprobs.token_logprobs]
+            logprobs = [
+                logprob
+                for piece in streamed
+                if piece.logprobs
+                for logprob in piece.logprobs.token_logprobs
+            ]
             for given_text, given in (
                 (answer.text, answer.logprobs.token_logprobs),
                 ("".join(piece.text for piece in streamed), logprobs),
@@ -181,7 +220,9 @@ def served(subject: Subject) -> dict:
                 found["answers"] += 1
                 found["equal"] += given_text == text
                 assert len(given) == NEW
-                found["logprobs"] = max(found["logprobs"], (torch.tensor(given) - true).abs().max().item())
+                found["logprobs"] = max(
+                    found["logprobs"], (torch.tensor(given) - true).abs().max().item()
+                )
     return found
 
 
@@ -206,11 +247,15 @@ SERVED = "the OpenAI server: chat, completions, streamed and not"
 
 
 def cell(found: dict | None) -> str:
-    return "" if found is None else f"{found['equal']} of {found['answers']}; {found['logprobs']:.0e}"
+    if found is None:
+        return ""
+    return f"{found['equal']} of {found['answers']}; {found['logprobs']:.0e}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="+", type=Path, help="directories of exported models")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     options = parser.parse_args()
@@ -229,7 +274,9 @@ def main() -> None:
                     heads = subject.model.config.num_attention_heads
                     settings = settings | {"tensor_parallel_size": 2 if heads % 2 == 0 else 3}
                 if settings.get("speculative_config") == ITSELF:
-                    settings = settings | {"speculative_config": ITSELF | {"model": str(subject.directory)}}
+                    settings = settings | {
+                        "speculative_config": ITSELF | {"model": str(subject.directory)}
+                    }
                 engine = Engine(subject, **settings)
                 for what, ask in asked.items():
                     print(f"{directory.name}: {what}", file=sys.stderr, flush=True)
@@ -237,15 +284,25 @@ def main() -> None:
                     print(cell(found), file=sys.stderr, flush=True)
                 engine.close()
     names = [directory.name for directory in options.models]
-    print(f"\nvLLM {vllm.__version__}, transformers {transformers.__version__}, torch {torch.__version__}, fp32\n")
-    for line in [["equal answers; largest difference of a logprob", *names], ["---"] * (len(names) + 1)]:
+    print(
+        f"\nvLLM {vllm.__version__}, transformers {transformers.__version__}, torch"
+        f" {torch.__version__}, fp32\n"
+    )
+    for line in [
+        ["equal answers; largest difference of a logprob", *names],
+        ["---"] * (len(names) + 1),
+    ]:
         print(f"| {' | '.join(line)} |")
     for what, of_models in rows.items():
-        print(f"| {' | '.join([what, *(cell(of_models.get(name)) for name in names)])} |", flush=True)
+        print(
+            f"| {' | '.join([what, *(cell(of_models.get(name)) for name in names)])} |", flush=True
+        )
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2), encoding="utf-8")
     every = [found for of_models in rows.values() for found in of_models.values()]
-    sys.exit(any(found["equal"] < found["answers"] or found["logprobs"] > TOLERANCE for found in every))
+    sys.exit(
+        any(found["equal"] < found["answers"] or found["logprobs"] > TOLERANCE for found in every)
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Exports of small models of both families (TAPE's classes, and encodings with their file) for tests."""
+"""Exports of small models of both families (TAPE's classes, and encodings with their file) for
+tests.
+"""
 
 from dataclasses import dataclass
 from functools import partial
@@ -56,21 +58,31 @@ def export_with_code(name, *arguments, **options):
 
 
 def make(folder, name, label=None, dtype="fp32", max_shard_size=10**9, tokenizer="none", **changes):
-    """Build a model whose encoding's parameters are far from their initial values, export and load it."""
-    label, own = label or f"model_{name}", name in AS_EXPORTED
+    """Build a model whose encoding's parameters are far from their initial values, export and load
+    it.
+    """
+    label = label or f"model_{name}"
+    own = name in AS_EXPORTED
     name = AS_EXPORTED.get(name, name)
     name, settings = VARIANTS.get(name, (name, CHANGES.get(name, {})))
-    model = small_model(position_encoding=name, **({"unpadded_vocab_size": 64} | settings | changes))
+    model = small_model(
+        position_encoding=name, **({"unpadded_vocab_size": 64} | settings | changes)
+    )
     built, _ = build(model)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for key, parameter in built.named_parameters():
             if ".position." in key and name != "tape":
                 parameter.add_(torch.randn(parameter.shape, generator=generator))
-    checkpoint, directory = folder / "checkpoints" / label, folder / label
+    checkpoint = folder / "checkpoints" / label
+    directory = folder / label
     write_imported(checkpoint, model, whole_weights(built, model), "a random model")
     write = export if own else partial(export_with_code, name)
     write(checkpoint, directory, tokenizer=tokenizer, dtype=dtype, max_shard_size=max_shard_size)
-    loaded, found = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, output_loading_info=True)
-    assert not any(found[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), found
+    loaded, found = AutoModelForCausalLM.from_pretrained(
+        directory, trust_remote_code=True, output_loading_info=True
+    )
+    assert not any(found[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), (
+        found
+    )
     return Encoded(model, built.eval(), checkpoint, directory, loaded.eval())

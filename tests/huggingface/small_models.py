@@ -27,9 +27,13 @@ def randomize(model):
 
 
 def build(dtype=torch.float32, **changes):
-    config = TapeConfig(**({"position_mlp_size": 6, "attn_implementation": "sdpa"} | SMALL | changes))
+    config = TapeConfig(
+        **({"position_mlp_size": 6, "attn_implementation": "sdpa"} | SMALL | changes)
+    )
     return randomize(TapeForCausalLM(config)).to(dtype).eval()
 
 
 def tokens(batch=2, length=17):
-    return torch.randint(1, SMALL["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(3))
+    return torch.randint(
+        1, SMALL["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(3)
+    )

@@ -51,7 +51,9 @@ def with_adapter(base, adapter):
     from peft import PeftModel
 
     with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # peft's about keys that are missing or unknown, and tied weights
+        warnings.simplefilter(
+            "error", UserWarning
+        )  # peft's about keys that are missing or unknown, and tied weights
         return PeftModel.from_pretrained(base, adapter).eval()
 
 
@@ -67,7 +69,8 @@ def test_peft_merges_the_adapter_to_the_trained_model(exported, expected, name):
     model = with_adapter(base, exported / name)
     torch.testing.assert_close(logits(model), expected[name], atol=1e-5, rtol=0)
     assert (before - expected[name]).abs().max() > (1e-3 if "without_lora" not in name else -1)
-    merged, ours = model.merge_and_unload(), load(exported / f"{name}_merged")
+    merged = model.merge_and_unload()
+    ours = load(exported / f"{name}_merged")
     torch.testing.assert_close(logits(merged), expected[name], atol=1e-5, rtol=0)
     torch.testing.assert_close(logits(ours), expected[name], atol=1e-5, rtol=0)
     found = merged.state_dict()
@@ -78,10 +81,15 @@ def test_peft_merges_the_adapter_to_the_trained_model(exported, expected, name):
 @pytest.mark.parametrize("name", CASES)
 def test_peft_saves_the_same_adapter(exported, tmp_path, name):
     with_adapter(load(exported / name / "base"), exported / name).save_pretrained(tmp_path)
-    again, ours = (load_file(path / "adapter_model.safetensors") for path in (tmp_path, exported / name))
+    again, ours = (
+        load_file(path / "adapter_model.safetensors") for path in (tmp_path, exported / name)
+    )
     assert again.keys() == ours.keys()
     assert all(torch.equal(again[key], ours[key]) for key in ours)
-    again, ours = (json.loads((path / "adapter_config.json").read_text()) for path in (tmp_path, exported / name))
+    again, ours = (
+        json.loads((path / "adapter_config.json").read_text())
+        for path in (tmp_path, exported / name)
+    )
     for config in (again, ours):
         config["target_modules"] = sorted(config["target_modules"])
         del config["modules_to_save"]  # with tied embeddings, peft writes full module names
@@ -90,14 +98,23 @@ def test_peft_saves_the_same_adapter(exported, tmp_path, name):
 
 @pytest.mark.parametrize("name", LAYOUTS[1:])
 def test_the_adapter_does_not_depend_on_the_layout(exported, name):
-    first, other = (load_file(exported / case / "adapter_model.safetensors") for case in (LAYOUTS[0], name))
+    first, other = (
+        load_file(exported / case / "adapter_model.safetensors") for case in (LAYOUTS[0], name)
+    )
     assert first.keys() == other.keys()
     for key in first:
-        torch.testing.assert_close(other[key], first[key], atol=1e-5, rtol=1e-4, msg=lambda text: f"{key}: {text}")  # noqa: B023
+        difference = (other[key] - first[key]).abs()
+        allowed = 1e-5 + 1e-4 * first[key].abs()
+        assert (difference <= allowed).all(), key
 
 
 def test_the_cards_list_the_trained_parameters(exported):
-    numbers = {"lora": 3 * 3 * (4 * 32 + 2 * 32 + 2 * 16), "embeddings": 64 * 32, "output": 64 * 32, "norms": 7 * 32}
+    numbers = {
+        "lora": 3 * 3 * (4 * 32 + 2 * 32 + 2 * 16),
+        "embeddings": 64 * 32,
+        "output": 64 * 32,
+        "norms": 7 * 32,
+    }
     for name in ("tape_tp2_zero3", "tape_tp2_zero3_merged"):
         card = (exported / name / "README.md").read_text()
         assert all(f"{part} ({number:,})" in card for part, number in numbers.items())
@@ -106,36 +123,80 @@ def test_the_cards_list_the_trained_parameters(exported):
     card = (exported / "tape_tp2_zero3" / "base" / "README.md").read_text()
     assert "This is the base model of an adapter" in card and "| Trained |" not in card
     card = (exported / "extended_merged" / "README.md").read_text()
-    assert "| Extends | matrices, step 3 |" in card and "norms (" not in card and "output (2,048)" in card
+    assert (
+        "| Extends | matrices, step 3 |" in card
+        and "norms (" not in card
+        and "output (2,048)" in card
+    )
     assert "Pre-trained on text only" not in card
 
 
 def test_an_adapter_can_use_an_existing_base(exported, trained, tmp_path, expected, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name = "rope_biased"
-    to_hf = ["to-hf", "--tokenizer", "none", "--checkpoint", trained / name, "--adapter", "--base", "base"]
+    to_hf = [
+        "to-hf",
+        "--tokenizer",
+        "none",
+        "--checkpoint",
+        trained / name,
+        "--adapter",
+        "--base",
+        "base",
+    ]
     for output in ("first", "second"):  # the base is written first, and later compared with the run
         assert convert(*to_hf, "--output", tmp_path / output).returncode == 0
         assert not (tmp_path / output / "base").exists()
-        assert json.loads((tmp_path / output / "adapter_config.json").read_text())["base_model_name_or_path"] == "base"
+        assert (
+            json.loads((tmp_path / output / "adapter_config.json").read_text())[
+                "base_model_name_or_path"
+            ]
+            == "base"
+        )
         model = with_adapter(load(tmp_path / "base"), tmp_path / output)
         torch.testing.assert_close(logits(model), expected[name], atol=1e-5, rtol=0)
-    refused(tmp_path, "is for a new base model", *to_hf, "--tokenizer", "t.json", "--output", tmp_path / "third")
+    refused(
+        tmp_path,
+        "is for a new base model",
+        *to_hf,
+        "--tokenizer",
+        "t.json",
+        "--output",
+        tmp_path / "third",
+    )
     change_config(tmp_path / "base", {"rope_scaling": None, "rope_parameters": {}})
     refused(tmp_path, "model.position.rope_scaling_factor", *to_hf, "--output", tmp_path / "third")
     shutil.copytree(exported / f"{name}_merged", tmp_path / "merged")
-    refused(tmp_path, "has other values of model.layers.0.self_attn.q_proj.weight", *to_hf[:-1], tmp_path / "merged",
-            "--output", tmp_path / "third")  # fmt: skip
+    refused(
+        tmp_path,
+        "has other values of model.layers.0.self_attn.q_proj.weight",
+        *to_hf[:-1],
+        tmp_path / "merged",
+        "--output",
+        tmp_path / "third",
+    )
 
 
 def test_an_adapter_with_its_base_can_be_replaced(exported, trained, tmp_path):
     output = tmp_path / "out"
     shutil.copytree(exported / "tape_tp2_zero3", output)
     assert (output / "base" / "config.json").is_file()
-    to_hf = ["to-hf", "--tokenizer", "none", "--checkpoint", trained / "rope_biased", "--output", output, "--adapter"]
+    to_hf = [
+        "to-hf",
+        "--tokenizer",
+        "none",
+        "--checkpoint",
+        trained / "rope_biased",
+        "--output",
+        output,
+        "--adapter",
+    ]
     refused(tmp_path, "exists; pass --overwrite", *to_hf)
     assert convert(*to_hf, "--overwrite").returncode == 0
-    names = [{path.relative_to(folder) for path in folder.rglob("*")} for folder in (exported / "rope_biased", output)]
+    names = [
+        {path.relative_to(folder) for path in folder.rglob("*")}
+        for folder in (exported / "rope_biased", output)
+    ]
     assert names[0] == names[1]
 
 
@@ -143,12 +204,38 @@ def test_parameters_that_an_adapter_cannot_contain_are_refused(trained, tmp_path
     to_hf = ["to-hf", "--tokenizer", "none", "--output", tmp_path / "out"]
     refused(tmp_path, "omit --adapter", *to_hf, "--checkpoint", trained / "matrices", "--adapter")
     inside = ["--adapter", "--base", tmp_path / "out" / "b"]
-    refused(tmp_path, "inside the adapter's directory", *to_hf, "--checkpoint", trained / "rope_tied", *inside)
-    refused(tmp_path, "add --adapter", *to_hf, "--checkpoint", trained / "rope_tied", "--base", tmp_path / "base")
+    refused(
+        tmp_path,
+        "inside the adapter's directory",
+        *to_hf,
+        "--checkpoint",
+        trained / "rope_tied",
+        *inside,
+    )
+    refused(
+        tmp_path,
+        "add --adapter",
+        *to_hf,
+        "--checkpoint",
+        trained / "rope_tied",
+        "--base",
+        tmp_path / "base",
+    )
 
 
 @pytest.mark.parametrize("key, value", [("lora_rank", 0), ("lora_rank", 2), ("lora_targets", "q")])
 def test_settings_that_do_not_match_the_lora_layers_are_refused(trained, tmp_path, key, value):
-    with changed_state(trained / "rope_biased" / "checkpoints" / "step-00000003", tmp_path) as (step, state):
+    with changed_state(trained / "rope_biased" / "checkpoints" / "step-00000003", tmp_path) as (
+        step,
+        state,
+    ):
         state["config"]["extension"][key] = value
-    refused(tmp_path, "has another architecture", "to-hf", "--checkpoint", step, "--output", tmp_path / "out")
+    refused(
+        tmp_path,
+        "has another architecture",
+        "to-hf",
+        "--checkpoint",
+        step,
+        "--output",
+        tmp_path / "out",
+    )

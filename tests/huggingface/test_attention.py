@@ -10,7 +10,11 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megatron_tape.huggingface.modeling import attention_tape
-from megatron_tape.huggingface.modeling.attention_tape import attend_by_blocks, attend_fused, eager_attention_forward
+from megatron_tape.huggingface.modeling.attention_tape import (
+    attend_by_blocks,
+    attend_fused,
+    eager_attention_forward,
+)
 
 
 def causal(S, T):
@@ -34,21 +38,32 @@ MASKS = {
     "left_padding": (37, 37, padded(causal(37, 37), 9, 0)),
     "padded_chunk": (5, 37, padded(causal(5, 37), 20, 3)),
     "static_cache": (19, 50, torch.nn.functional.pad(causal(19, 19), (0, 31))),
-    "documents": (37, 37, causal(37, 37) & (torch.arange(37) // 11 == torch.arange(37)[:, None] // 11)),
+    "documents": (
+        37,
+        37,
+        causal(37, 37) & (torch.arange(37) // 11 == torch.arange(37)[:, None] // 11),
+    ),
     "keys": (61, 61, (torch.arange(61) >= torch.tensor([[30], [0]]))[:, None, None]),
     "any": (21, 37, torch.rand(2, 1, 21, 37, generator=torch.Generator().manual_seed(1)) < 0.3),
 }
 
 
-@pytest.mark.parametrize("sizes", [(192, 2**21, 2**19), (24, 2**21, 1), (48, 2**21, 1200), (192, 300, 2000)])
+@pytest.mark.parametrize(
+    "sizes", [(192, 2**21, 2**19), (24, 2**21, 1), (48, 2**21, 1200), (192, 300, 2000)]
+)
 @pytest.mark.parametrize("kind", ["causal", "empty_static_cache", *MASKS])
 def test_attention_by_blocks_equals_eager(kind, sizes, monkeypatch, unwritten_memory_is_nan):
     for name, size in zip(("ROWS", "LONGEST", "SCORES"), sizes):
         monkeypatch.setattr(attention_tape, name, size)
     S, T, mask = MASKS.get(kind, (37, 50 if kind == "empty_static_cache" else 37, None))
     query, key, value = inputs(S=S, T=T)
-    seen = torch.ones(1, 1, S, T, dtype=torch.bool).tril() if mask is None else mask.expand(-1, -1, S, T)
-    expected, _ = eager_attention_forward(SimpleNamespace(training=False), query, key, value, seen, 0.3)
+    if mask is None:
+        seen = torch.ones(1, 1, S, T, dtype=torch.bool).tril()
+    else:
+        seen = mask.expand(-1, -1, S, T)
+    expected, _ = eager_attention_forward(
+        SimpleNamespace(training=False), query, key, value, seen, 0.3
+    )
     output = torch.cat(attend_by_blocks(query, key, value, mask, 0.3), dim=-1)
     # Queries without visible keys are padding; their results are unused, but must not be NaN.
     some = seen.any(-1).expand(2, 1, -1)[:, 0]
@@ -65,7 +80,8 @@ def test_attention_by_blocks_equals_eager(kind, sizes, monkeypatch, unwritten_me
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_error_of_blocks_in_half_precision_is_at_most_that_of_eager(dtype):
     query, key, value = (x.to(dtype) for x in inputs(S=130, T=130, D=32))
-    module, mask = SimpleNamespace(training=False), causal(130, 130)
+    module = SimpleNamespace(training=False)
+    mask = causal(130, 130)
     wide = [x.double() for x in (query, key, value)]
     exact, _ = eager_attention_forward(module, *wide, mask, 0.2)
     eager, _ = eager_attention_forward(module, query, key, value, mask, 0.2)
@@ -76,7 +92,8 @@ def test_error_of_blocks_in_half_precision_is_at_most_that_of_eager(dtype):
 
 def count(monkeypatch, name="sdpa"):
     """Record the sizes of values in calls of one of transformers' attention functions."""
-    widths, inner = [], AttentionInterface()[name]
+    widths = []
+    inner = AttentionInterface()[name]
 
     def counted(module, query, key, value, *arguments, **kwargs):
         widths.append(value.shape[-1])
@@ -87,13 +104,16 @@ def count(monkeypatch, name="sdpa"):
 
 
 def test_prompts_use_one_pass_over_values_and_state(monkeypatch):
-    model, widths = build(), count(monkeypatch)
+    model = build()
+    widths = count(monkeypatch)
     input_ids = tokens(2, 40)
     with torch.no_grad():
         cache = model(input_ids[:, :30]).past_key_values
         model(input_ids[:, 30:], past_key_values=cache)
         model(input_ids, attention_mask=torch.ones_like(input_ids).tril(-1).flip(1)[:, :40])
-        assert widths == [8] * 3, "only the last layer, which averages no state, leaves its attention to sdpa"
+        assert widths == [8] * 3, (
+            "only the last layer, which averages no state, leaves its attention to sdpa"
+        )
     # Gradients, dropout, other attention patterns and graphs need sdpa.
     for setting in (torch.enable_grad(), torch.no_grad()):
         with setting:
@@ -112,12 +132,15 @@ def test_flex_attention_uses_one_pass_and_equals_eager(monkeypatch):
     input_ids = tokens(2, 33)
     mask = torch.ones_like(input_ids)
     mask[0, :7] = 0
-    widths, errors = count(monkeypatch, "flex_attention"), {}
+    widths = count(monkeypatch, "flex_attention")
+    errors = {}
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         for name, each in (("llama", llama), ("tape", model)):
             expected = each(input_ids, attention_mask=mask).logits
             each.set_attn_implementation("flex_attention")
-            errors[name] = (each(input_ids, attention_mask=mask).logits - expected)[mask.bool()].abs().max()
+            errors[name] = (
+                (each(input_ids, attention_mask=mask).logits - expected)[mask.bool()].abs().max()
+            )
     assert widths == [16] * 3 + [32, 32, 16]
     assert errors["tape"] < 1e-4 and errors["llama"] < 1e-4
 
@@ -127,21 +150,30 @@ def test_the_fused_kernel_equals_attention_by_blocks(T):
     from megatron_tape.ops.attention import attention, unsupported
 
     query, key, value = inputs(B=2, S=21, T=T, H=4, G=2, D=32, dtype=torch.float32)
-    assert unsupported("triton", query.device, query.dtype, 32) is None, "the kernel is interpreted on the CPU"
+    assert unsupported("triton", query.device, query.dtype, 32) is None, (
+        "the kernel is interpreted on the CPU"
+    )
     fused = attention_tape.fused_attention(query.device, query.dtype, 32)
     expected = attend_by_blocks(query, key, value, None, 32**-0.5)
     for part, right in zip(attend_fused(fused, query, key, value), expected, strict=True):
         torch.testing.assert_close(part, right, rtol=1e-5, atol=1e-5)
-    assert fused.func is attention and attention_tape.fused_attention(query.device, torch.float64, 32) is None
+    assert (
+        fused.func is attention
+        and attention_tape.fused_attention(query.device, torch.float64, 32) is None
+    )
 
 
 def test_without_the_main_package_there_is_no_fused_kernel(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron_tape.ops.attention", None)
-    assert attention_tape.fused_attention.__wrapped__(torch.device("cuda"), torch.bfloat16, 64) is None
+    assert (
+        attention_tape.fused_attention.__wrapped__(torch.device("cuda"), torch.bfloat16, 64) is None
+    )
 
 
 def test_attention_functions_with_their_own_cache_are_refused_before_a_call(monkeypatch):
-    """As vLLM's attention, whose cache per layer cannot store z: results would be silently wrong."""
+    """As vLLM's attention, whose cache per layer cannot store z: results would be silently
+    wrong.
+    """
     called = []
 
     def attention(module, query, key, value, attention_mask, **kwargs):

@@ -1,4 +1,6 @@
-"""Caches: growing layers equal transformers' dynamic layers, and early exits keep the cache correct."""
+"""Caches: growing layers equal transformers' dynamic layers, and early exits keep the cache
+correct.
+"""
 
 import random
 
@@ -23,7 +25,9 @@ CHANGES = {
     "crop": lambda layer, n: crop(layer, n),
     "reorder": lambda layer, n: layer.reorder_cache(torch.arange(layer.keys.shape[0]).flip(0)),
     "select": lambda layer, n: layer.batch_select_indices(torch.tensor([0, -1])),
-    "repeat": lambda layer, n: layer.batch_repeat_interleave(2) if layer.keys.shape[0] < 4 else None,
+    "repeat": lambda layer, n: (
+        layer.batch_repeat_interleave(2) if layer.keys.shape[0] < 4 else None
+    ),
     "by_hand": lambda layer, n: setattr(layer, "values", layer.values.clone()),
 }
 
@@ -33,10 +37,14 @@ CHANGES = {
 def test_growing_layers_equal_plain_layers(seed, unwritten_memory_is_nan):
     torch.manual_seed(seed)
     draw = random.Random(seed)
-    growing, plain, seen, in_place = GrowingLayer(), DynamicLayer(), [], 0
+    growing = GrowingLayer()
+    plain = DynamicLayer()
+    seen = []
+    in_place = 0
     for _ in range(60):
         if plain.is_initialized and draw.random() < 0.3:
-            change, count = draw.choice(list(CHANGES)), draw.randint(1, 9)
+            change = draw.choice(list(CHANGES))
+            count = draw.randint(1, 9)
             for layer in (growing, plain):
                 CHANGES[change](layer, count)
         batch = plain.keys.shape[0] if plain.is_initialized else 3
@@ -79,12 +87,15 @@ def test_decoding_writes_in_place_into_a_dynamic_cache(model):
 
 def test_gradients_flow_through_a_cache():
     torch.manual_seed(0)
-    model = build(torch.float64, attn_implementation="eager")  # saves views of the cache for gradients
+    model = build(
+        torch.float64, attn_implementation="eager"
+    )  # saves views of the cache for gradients
     input_ids = tokens(2, 12)
 
     def gradient(split):
         model.zero_grad()
-        cache, logits = DynamicCache(), []
+        cache = DynamicCache()
+        logits = []
         for part in input_ids.split([4, 3, 2, 3] if split else [12], dim=1):
             logits.append(model(part, past_key_values=cache).logits)
         torch.cat(logits, dim=1).square().sum().backward()
@@ -124,5 +135,7 @@ def test_unsupported_caches_are_refused(model):
         OtherStatic(config=model.config, max_cache_len=32),
     )
     for cache in others:
-        with pytest.raises(NotImplementedError, match=f"{type(cache).__name__}.*use DynamicCache or StaticCache"):
+        with pytest.raises(
+            NotImplementedError, match=f"{type(cache).__name__}.*use DynamicCache or StaticCache"
+        ):
             model(tokens(), past_key_values=cache)

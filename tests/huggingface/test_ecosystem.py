@@ -1,4 +1,6 @@
-"""Every row of the compatibility table; test_plain_environment.py runs them with older transformers."""
+"""Every row of the compatibility table; test_plain_environment.py runs them with older
+transformers.
+"""
 
 import json
 
@@ -48,7 +50,14 @@ def test_compared_generations_do_not_repeat_one_token(subjects):
 
 @pytest.mark.slow
 def test_the_rows_of_heavy_packages(streamable, package_site, tmp_path):
-    command = [ecosystem.__file__, streamable["tape"], "--only", "heavy", "--json", tmp_path / "outcomes.json"]
+    command = [
+        ecosystem.__file__,
+        streamable["tape"],
+        "--only",
+        "heavy",
+        "--json",
+        tmp_path / "outcomes.json",
+    ]
     run_in("ecosystem", tmp_path, *command, PYTHONPATH=str(package_site))
     rows = json.loads((tmp_path / "outcomes.json").read_text(encoding="utf-8"))["rows"]
     assert rows.keys() == ROWS.keys() - set(LIGHT)

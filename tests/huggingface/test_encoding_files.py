@@ -17,7 +17,11 @@ from megatron_tape.errors import FileError, UserError
 from megatron_tape.evaluation.model_source import find_model
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.evaluation.transformers_model import HFModel, load_model
-from megatron_tape.huggingface.export.remote_code import ENCODED_AUTO_MAP, code_files, encoding_files
+from megatron_tape.huggingface.export.remote_code import (
+    ENCODED_AUTO_MAP,
+    code_files,
+    encoding_files,
+)
 from megatron_tape.huggingface.export.saved_weights import open_weights
 from megatron_tape.huggingface.export.to_transformers import check_export
 from megatron_tape.huggingface.imports.from_transformers import import_model
@@ -29,7 +33,12 @@ def test_only_unchanged_exported_code_runs_without_trust(exported, tmp_path):
     directory = exported("fire").directory
     for name in ("fire", "toy_stretch"):
         assert not find_model(str(exported(name).directory)).runs_foreign_code
-    for file in ("position_fire_tape.py", "encoding_tape.py", "modeling_encoded_tape.py", "extra.py"):
+    for file in (
+        "position_fire_tape.py",
+        "encoding_tape.py",
+        "modeling_encoded_tape.py",
+        "extra.py",
+    ):
         changed = tmp_path / file
         shutil.copytree(directory, changed)
         with open(changed / file, "a") as content:
@@ -52,7 +61,8 @@ def test_only_unchanged_exported_code_runs_without_trust(exported, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_reimporting_an_export_is_exact(exported, tmp_path, name):
-    made, name = exported(name), exported(name).model.position_encoding
+    made = exported(name)
+    name = exported(name).model.position_encoding
     import_model(made.directory, tmp_path / "again")
     first, again = (open_weights(path) for path in (made.checkpoint, tmp_path / "again"))
     # The head size is always explicit.
@@ -67,7 +77,10 @@ def test_reimporting_an_export_is_exact(exported, tmp_path, name):
 @pytest.mark.parametrize(
     "change, refusal",
     [
-        ({"position_encoding": "nothing"}, "position_encoding is 'nothing' in .*, which is not one of tape, rope"),
+        (
+            {"position_encoding": "nothing"},
+            "position_encoding is 'nothing' in .*, which is not one of tape, rope",
+        ),
         ({"position_settings": {"fire_mlp_size": "32"}}, "fire_mlp_size is '32'"),
         ({"position_settings": {"rope_theta": 5.0}}, "model.position.rope_theta"),
         ({"position_settings": [1]}, "position_settings in .* is a list"),
@@ -82,7 +95,8 @@ def test_invalid_settings_of_an_export_are_refused(exported, tmp_path, change, r
 
 
 def test_scales_of_heads_are_exported_as_a_matrix_and_can_be_reimported_as_scales(tmp_path):
-    made, ids = make(tmp_path, "tape_learned", token_mixing="per_head", num_query_groups=4), random_tokens()
+    made = make(tmp_path, "tape_learned", token_mixing="per_head", num_query_groups=4)
+    ids = random_tokens()
     torch.testing.assert_close(made.loaded(ids).logits, made.built(ids), atol=1e-5, rtol=1e-5)
     assert made.loaded.model.layers[0].position.token_mixing.weight.shape == (4, 4)
     for mixing in ("full", "per_head"):
@@ -90,14 +104,19 @@ def test_scales_of_heads_are_exported_as_a_matrix_and_can_be_reimported_as_scale
         assert open_weights(tmp_path / mixing).model.position.token_mixing == mixing
         export_with_code("tape", tmp_path / mixing, tmp_path / f"exported_{mixing}")
         for file in ("config.json", "model.safetensors"):
-            assert (tmp_path / f"exported_{mixing}" / file).read_bytes() == (made.directory / file).read_bytes()
+            assert (tmp_path / f"exported_{mixing}" / file).read_bytes() == (
+                made.directory / file
+            ).read_bytes()
 
 
 def test_an_export_keeps_its_encoding(exported, tmp_path):
     directory = exported("fire").directory
     with pytest.raises(ValueError, match="positional encoding fire, which cannot become rope"):
         import_model(directory, tmp_path / "imported", "rope")
-    with pytest.raises(ValueError, match="rope-scaling-factor 2 cannot be applied to this export, .* settings of fire"):
+    with pytest.raises(
+        ValueError,
+        match="rope-scaling-factor 2 cannot be applied to this export, .* settings of fire",
+    ):
         import_model(directory, tmp_path / "imported", rope_scaling_factor=2.0)
 
 
@@ -114,15 +133,20 @@ def test_an_export_keeps_its_encoding(exported, tmp_path):
         ("from megatron_tape.position import encoding_of", True),
     ],
 )
-def test_imports_that_cannot_be_exported_are_refused_with_their_line(tmp_path, monkeypatch, line, in_another_file):
-    path, module = tmp_path / "mine.py", type(sys)("mine")
+def test_imports_that_cannot_be_exported_are_refused_with_their_line(
+    tmp_path, monkeypatch, line, in_another_file
+):
+    path = tmp_path / "mine.py"
+    module = type(sys)("mine")
     path.write_text(f"{line}\nclass Mine: pass\n")
     module.__file__ = str(path)
     own = type("Mine", (PositionEncoding,), {"name": "mine", "__module__": "mine"})
     monkeypatch.setitem(sys.modules, "mine", module)
     with pytest.raises(FileError) as caught:
         code_files(own)
-    assert (caught.value.place != f"{path}, line 1") == in_another_file and ", line " in caught.value.place
+    assert (
+        caught.value.place != f"{path}, line 1"
+    ) == in_another_file and ", line " in caught.value.place
     monkeypatch.delitem(sys.modules, "mine")
     with pytest.raises(UserError) as caught:
         code_files(own)
@@ -137,18 +161,31 @@ def test_imports_for_type_checking_and_kernels_are_not_exported():
 
 
 def test_evaluation_gives_the_losses_of_training(exports, tmp_path, capsys):
-    """Compare the perplexity of a checkpoint with the losses of its export, also in chunks with a cache."""
-    made, text = exports["fire"], (ROOT / "README.md").read_text(encoding="utf-8")[:1500]
+    """Compare the perplexity of a checkpoint with the losses of its export, also in chunks with a
+    cache.
+    """
+    made = exports["fire"]
+    text = (ROOT / "README.md").read_text(encoding="utf-8")[:1500]
     import_model(made.directory, tmp_path / "run")
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": text}) + "\n")
-    options = ["--perplexity.data", tmp_path / "text.jsonl", "--perplexity.lengths=[48]", "--perplexity.windows=1"]
+    options = [
+        "--perplexity.data",
+        tmp_path / "text.jsonl",
+        "--perplexity.lengths=[48]",
+        "--perplexity.windows=1",
+    ]
     options += ["--model", tmp_path / "run", "--output", tmp_path / "out", "--device", "cpu"]
     assert evaluate.main(["perplexity", *map(str, options)]) == 0, capsys.readouterr().err
-    scores = {score.metric: score for score in read_results(tmp_path / "out").tasks["perplexity"].scores}
+    scores = {
+        score.metric: score for score in read_results(tmp_path / "out").tasks["perplexity"].scores
+    }
     assert 5.0 < scores["loss"].value < 9.0
 
     card = (made.directory / "README.md").read_text()
-    assert "| Positions | fire: FIRE: functional interpolation for relative positional encoding" in card
+    assert (
+        "| PositionInputs | fire: FIRE: functional interpolation for relative positional encoding"
+        in card
+    )
     assert "trust_remote_code=True" in card and "TAPE" not in card and "## Adapt" not in card
     source = find_model(str(made.directory))
     loaded = load_model(source.info, source.path, "fp32", "cpu", trust_remote_code=True)

@@ -1,4 +1,6 @@
-"""tools/convert_checkpoint.py to-hf: exports equal the trained models, and unsupported ones are refused."""
+"""tools/convert_checkpoint.py to-hf: exports equal the trained models, and unsupported ones are
+refused.
+"""
 
 import json
 import shutil
@@ -33,8 +35,12 @@ def trained(tmp_path_factory, code_tokenizer, source_text):
     shutil.copy(code_tokenizer, folder)
     (folder / "held_out.txt").write_text(source_text, encoding="utf-8")
     tokenizer = load_tokenizer(code_tokenizer)
-    documents = [part for name in ("textwrap", "bisect", "heapq") for part in source_code(name).split("\n\n")]
-    write_documents(f"{folder}/text", [[*tokenizer.encode(part), tokenizer.eod] for part in documents])
+    documents = [
+        part for name in ("textwrap", "bisect", "heapq") for part in source_code(name).split("\n\n")
+    ]
+    write_documents(
+        f"{folder}/text", [[*tokenizer.encode(part), tokenizer.eod] for part in documents]
+    )
     run_group("export_cases", 2, folder)
     return folder
 
@@ -59,15 +65,22 @@ def loaded(exported):
         models[path.name], found = AutoModelForCausalLM.from_pretrained(
             path, trust_remote_code=remote, output_loading_info=True
         )
-        assert not any(found[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), path.name
+        assert not any(
+            found[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        ), path.name
     return models
 
 
 @pytest.fixture(scope="module")
 def logits(loaded, trained):
-    text = load_tokenizer(trained / "tokenizer.model").encode((trained / "held_out.txt").read_text(encoding="utf-8"))
+    text = load_tokenizer(trained / "tokenizer.model").encode(
+        (trained / "held_out.txt").read_text(encoding="utf-8")
+    )
     with torch.no_grad():
-        return {name: model(torch.tensor(text[:96]).view(2, 48)).logits.float() for name, model in loaded.items()}
+        return {
+            name: model(torch.tensor(text[:96]).view(2, 48)).logits.float()
+            for name, model in loaded.items()
+        }
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +91,9 @@ def expected(trained):
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_the_trained_model_on_real_text(logits, expected, name):
     assert logits[name].shape[-1] == export_cases.VOCABULARY
-    torch.testing.assert_close(logits[name], expected[name][..., : export_cases.VOCABULARY], atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        logits[name], expected[name][..., : export_cases.VOCABULARY], atol=1e-5, rtol=0
+    )
 
 
 def test_sharded_weight_files_contain_the_same_model(logits, exported):
@@ -95,7 +110,9 @@ def test_sharded_weight_files_contain_the_same_model(logits, exported):
 
 
 def test_a_bf16_export_contains_the_rounded_weights(exported, loaded):
-    whole, rounded = (load_file(exported / name / "model.safetensors") for name in ("tp2_zero3", "bf16"))
+    whole, rounded = (
+        load_file(exported / name / "model.safetensors") for name in ("tp2_zero3", "bf16")
+    )
     assert all(torch.equal(rounded[key], whole[key].bfloat16()) for key in whole)
     assert loaded["bf16"].dtype == torch.bfloat16
 
@@ -105,7 +122,10 @@ def test_the_tokenizer_gives_the_same_ids_without_sentencepiece(exported, traine
     for path in exported.iterdir():
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
         ids = tokenizer(text)["input_ids"]
-        assert ids == load_tokenizer(trained / "tokenizer.model").encode(text) and tokenizer.decode(ids) == text
+        assert (
+            ids == load_tokenizer(trained / "tokenizer.model").encode(text)
+            and tokenizer.decode(ids) == text
+        )
         assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 3, 0)
 
 
@@ -118,10 +138,15 @@ def test_rope_exports_no_code(exported, loaded):
 
 def test_the_card_describes_the_training(exported, trained):
     card = (exported / "tp2_zero3" / "README.md").read_text()
-    rows = [json.loads(line) for line in (trained / "tp2_zero3" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (trained / "tp2_zero3" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert f"| Training loss | {rows[-1][LOSS]:.4f} nats per token, at step 3 |" in card
     assert f"| Validation loss | {rows[-1][VALIDATION_LOSS]:.4f} nats" in card
-    batch = yaml.safe_load((trained / "tp2_zero3" / "config.yaml").read_text())["train"]["global_batch_size"]
+    batch = yaml.safe_load((trained / "tp2_zero3" / "config.yaml").read_text())["train"][
+        "global_batch_size"
+    ]
     assert "3 of 3" in card and f"{3 * batch * 48:,} ({batch} sequences of 48 per step)" in card
     assert "16 rows" in card and str(trained) not in card
     assert "tags:\n- tape\n- pretrained\n" in card
@@ -130,33 +155,54 @@ def test_the_card_describes_the_training(exported, trained):
 
 
 def test_a_hugging_face_tokenizer_is_copied(trained, tmp_path):
-    source, pad = tmp_path / "given", "w1"
+    source = tmp_path / "given"
+    pad = "w1"
     source.mkdir()
     write_tokenizer(source / "tokenizer.json")
-    settings = {"eos_token": "<|endoftext|>", "pad_token": pad, "tokenizer_class": "PreTrainedTokenizerFast"}
+    settings = {
+        "eos_token": "<|endoftext|>",
+        "pad_token": pad,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
-    with changed_state(trained / "tp1_zero2_rope" / "checkpoints" / "step-00000003", tmp_path) as (step, state):
+    with changed_state(trained / "tp1_zero2_rope" / "checkpoints" / "step-00000003", tmp_path) as (
+        step,
+        state,
+    ):
         shutil.rmtree(step / "tokenizer")
         del state["progress"]["tokenizer"]
     manifest = json.loads((step / "manifest.json").read_text())
-    files = {name: entry for name, entry in manifest["files"].items() if not name.startswith("tokenizer/")}
+    files = {
+        name: entry
+        for name, entry in manifest["files"].items()
+        if not name.startswith("tokenizer/")
+    }
     (step / "manifest.json").write_text(json.dumps(manifest | {"files": files}))
     export(step, tmp_path / "out", tokenizer=str(source))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer("w5 w0 w62")["input_ids"] == [5, 0, 62]
     assert (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token) == (EOD, None, pad)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (config["vocab_size"], config["eos_token_id"], config["pad_token_id"]) == (EOD + 1, EOD, 1)
+    assert (config["vocab_size"], config["eos_token_id"], config["pad_token_id"]) == (
+        EOD + 1,
+        EOD,
+        1,
+    )
 
 
 def test_a_tokenizer_json_can_replace_the_runs_sentencepiece_model(trained, exported, tmp_path):
     shutil.copy(exported / "tp2_zero3" / "tokenizer.json", tmp_path)
     export(trained / "tp2_zero3", tmp_path / "out", tokenizer=str(tmp_path / "tokenizer.json"))
-    assert load_tokenizer(tmp_path / "out").same_as == load_tokenizer(trained / "tokenizer.model").digest
+    assert (
+        load_tokenizer(tmp_path / "out").same_as
+        == load_tokenizer(trained / "tokenizer.model").digest
+    )
     settings = json.loads((tmp_path / "tokenizer.json").read_text())
     settings["normalizer"] = {"type": "Lowercase"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
-    with pytest.raises(FileError, match="encodes text in another way than the one that trained the model"):
+    with pytest.raises(
+        FileError, match="encodes text in another way than the one that trained the model"
+    ):
         export(trained / "tp2_zero3", tmp_path / "bad", tokenizer=str(tmp_path / "tokenizer.json"))
 
 
@@ -170,10 +216,22 @@ def test_an_export_replaces_another_export_and_no_other_directory(trained, expor
         assert done.returncode == 0, done.stderr
         expected = exported / ("bf16" if options else "tp2_zero3")
         found = load_file(output / "model.safetensors")
-        assert all(torch.equal(tensor, found[key]) for key, tensor in load_file(expected / "model.safetensors").items())
+        assert all(
+            torch.equal(tensor, found[key])
+            for key, tensor in load_file(expected / "model.safetensors").items()
+        )
         # Nothing of the old export is left.
-        assert {path.name for path in output.iterdir()} == {path.name for path in expected.iterdir()}
-    to_hf = ["to-hf", "--checkpoint", trained / "tp2_zero3", "--output", tmp_path / "sharded", "--overwrite"]
+        assert {path.name for path in output.iterdir()} == {
+            path.name for path in expected.iterdir()
+        }
+    to_hf = [
+        "to-hf",
+        "--checkpoint",
+        trained / "tp2_zero3",
+        "--output",
+        tmp_path / "sharded",
+        "--overwrite",
+    ]
     damaged = tmp_path / "damaged"
     shutil.copytree(trained / "tp2_zero3" / "checkpoints" / "step-00000003", damaged)
     flip(next(damaged.glob("tensors-tp01-*")))
@@ -198,12 +256,16 @@ DAMAGES = {
     "tensors-tp01-dp00000.safetensors is missing": lambda file, config: file.unlink(),
     "sha256": lambda file, config: flip(file),
     "experts": lambda file, config: config["model"].update(experts=8),
-    "tokenizer/tokenizer.model has": lambda file, config: flip(file.parent / "tokenizer" / "tokenizer.model"),
+    "tokenizer/tokenizer.model has": lambda file, config: flip(
+        file.parent / "tokenizer" / "tokenizer.model"
+    ),
 }
 
 
 @pytest.mark.parametrize("refusal", DAMAGES)
-def test_damaged_or_incompatible_checkpoints_are_refused_in_one_sentence(trained, tmp_path, refusal):
+def test_damaged_or_incompatible_checkpoints_are_refused_in_one_sentence(
+    trained, tmp_path, refusal
+):
     source = trained / "tp2_zero3" / "checkpoints" / "step-00000003"
     with changed_state(source, tmp_path) as (step, state):
         DAMAGES[refusal](next(step.glob("tensors-tp01-*")), state["config"])
@@ -214,7 +276,9 @@ FIRST = "tensors-tp00-dp00000.safetensors"
 MATRIX = "layers.0.mlp.linear_fc2.weight"
 LIES = {
     ": Error while deserializing": lambda step, _: (step / FIRST).write_bytes(b"x" * 300_000),
-    "linear_fc2.weight cannot be sharded as": lambda _, sharded: sharded.update({MATRIX: {"dim": 1, "stride": 7}}),
+    "linear_fc2.weight cannot be sharded as": lambda _, sharded: sharded.update(
+        {MATRIX: {"dim": 1, "stride": 7}}
+    ),
 }
 
 
@@ -223,7 +287,9 @@ def test_inconsistent_checkpoints_are_refused(exports, tmp_path, refusal):
     with changed_state(exports["rope"].checkpoint, tmp_path) as (step, state):
         LIES[refusal](step, state["sharded"])
     manifest = json.loads((step / "manifest.json").read_text())
-    manifest["files"] = {path.name: digest(path) for path in step.iterdir() if path.name != "manifest.json"}
+    manifest["files"] = {
+        path.name: digest(path) for path in step.iterdir() if path.name != "manifest.json"
+    }
     (step / "manifest.json").write_text(json.dumps(manifest))
     command = ["to-hf", "--checkpoint", step, "--output", tmp_path / "out", "--tokenizer", "none"]
     refused(tmp_path, refusal, *command)
@@ -242,9 +308,16 @@ def as_format_3(step, target):
     state["sharded"] = {earlier(name): how for name, how in state["sharded"].items()}
     write_record(target / "state.json", state)
     write_record(target / "index.json", {"files": index})
-    files = {path.name: digest(path) for path in target.iterdir() if path.is_file() and path.name != "manifest.json"}
+    files = {
+        path.name: digest(path)
+        for path in target.iterdir()
+        if path.is_file() and path.name != "manifest.json"
+    }
     manifest = json.loads((target / "manifest.json").read_text())
-    write_record(target / "manifest.json", manifest | {"format_version": 3, "files": manifest["files"] | files})
+    write_record(
+        target / "manifest.json",
+        manifest | {"format_version": 3, "files": manifest["files"] | files},
+    )
     return target
 
 
@@ -261,9 +334,17 @@ def test_shards_of_a_checkpoint_of_format_3_are_merged(trained, tmp_path):
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(trained, tmp_path):
     from tokenizers import Tokenizer, models
 
-    Tokenizer(models.WordLevel({f"w{i}": i for i in range(500)}, unk_token="w0")).save(str(tmp_path / "big.json"))
+    Tokenizer(models.WordLevel({f"w{i}": i for i in range(500)}, unk_token="w0")).save(
+        str(tmp_path / "big.json")
+    )
     arguments = ["to-hf", "--checkpoint", trained / "tp2_zero3", "--output", tmp_path / "out"]
-    refused(tmp_path, "than the one that trained the model (500 ids", *arguments, "--tokenizer", tmp_path / "big.json")
+    refused(
+        tmp_path,
+        "than the one that trained the model (500 ids",
+        *arguments,
+        "--tokenizer",
+        tmp_path / "big.json",
+    )
 
 
 def test_a_run_falls_back_to_the_newest_complete_checkpoint(trained, tmp_path):
@@ -283,17 +364,42 @@ def test_training_starts_from_an_imported_checkpoint_and_exports_its_vocabulary(
 
     test_import.write_source(tmp_path / "source", "qwen3", vocab_size=405)
     import_model(tmp_path / "source", tmp_path / "imported", vocab_multiple=16)
-    settings = [option for option in export_cases.settings(trained) if "model.vocab_size" not in option]
-    recipe = ["--config", str(export_cases.RECIPE), "--config", str(tmp_path / "imported" / "model.yaml")]
-    resume = ["--checkpoint.resume", str(tmp_path / "imported"), "--logging.directory", str(tmp_path / "run")]
-    for _ in range(2):  # A second start resumes from the run's own checkpoint, and has nothing to do.
+    settings = [
+        option for option in export_cases.settings(trained) if "model.vocab_size" not in option
+    ]
+    recipe = [
+        "--config",
+        str(export_cases.RECIPE),
+        "--config",
+        str(tmp_path / "imported" / "model.yaml"),
+    ]
+    resume = [
+        "--checkpoint.resume",
+        str(tmp_path / "imported"),
+        "--logging.directory",
+        str(tmp_path / "run"),
+    ]
+    for _ in range(
+        2
+    ):  # A second start resumes from the run's own checkpoint, and has nothing to do.
         assert train.main([*recipe, *settings, *resume]) == 0
-    steps = [json.loads(row)["step"] for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(row)["step"]
+        for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert steps == [1, 2, 3]
     assert [step for step, _ in list_checkpoints(tmp_path / "run" / "checkpoints")][0] == 3
     export(tmp_path / "run", tmp_path / "exported")
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "exported"))
-    assert after["model.embed_tokens.weight"].shape == before["model.embed_tokens.weight"].shape == (405, 32)
+    before, after = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("source", "exported")
+    )
+    assert (
+        after["model.embed_tokens.weight"].shape
+        == before["model.embed_tokens.weight"].shape
+        == (405, 32)
+    )
     assert all(not torch.equal(before[name], after[name]) for name in before)
     assert after["model.layers.0.position.token_mixing.weight"].abs().max() > 0
-    assert "Started from | the qwen3 model source" in (tmp_path / "exported" / "README.md").read_text()
+    assert (
+        "Started from | the qwen3 model source" in (tmp_path / "exported" / "README.md").read_text()
+    )

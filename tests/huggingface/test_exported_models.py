@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, DynamicCache, Stati
 
 from megatron_tape.evaluation.task import ModelInfo
 from megatron_tape.evaluation.transformers_model import HFModel
-from megatron_tape.position import Positions
+from megatron_tape.position import PositionInputs
 
 ALL = (*NAMES, OWN_CLASSES)
 GREEDY = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
@@ -30,7 +30,8 @@ def in_parts(model, ids, sizes, cache=None, **more):
 
 @pytest.mark.parametrize("name", ALL)
 def test_logits_and_gradients_equal_the_training_model(exported, name):
-    made, ids = exported(name), random_tokens()
+    made = exported(name)
+    ids = random_tokens()
     assert_close(made.loaded(ids).logits, made.built(ids), atol=1e-5, rtol=1e-5)
     loss = made.loaded(ids, labels=ids, use_cache=False).loss
     loss.backward()
@@ -44,7 +45,8 @@ def test_logits_and_gradients_equal_the_training_model(exported, name):
         if ".position." in key:
             pairs[f"model.{key}.weight"] = key
     for ours, key in pairs.items():
-        found, expected = made.loaded.get_parameter(ours).grad, theirs[key].grad
+        found = made.loaded.get_parameter(ours).grad
+        expected = theirs[key].grad
         assert (found - expected).norm() <= 1e-4 * expected.norm(), key
     # A threshold beyond the sequence does not affect the result.
     assert sum(not theirs[key].grad.any() for key in pairs.values()) <= 1
@@ -55,7 +57,8 @@ def test_logits_and_gradients_equal_the_training_model(exported, name):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ALL)
 def test_a_cache_changes_nothing(exported, name):
-    model, ids = exported(name).loaded, random_tokens()
+    model = exported(name).loaded
+    ids = random_tokens()
     whole = model(ids, use_cache=False).logits
     for implementation in ("eager", "sdpa"):
         model.set_attn_implementation(implementation)
@@ -78,7 +81,9 @@ def test_a_cache_changes_nothing(exported, name):
     copied = copy.deepcopy(cache)
     cache.reorder_cache(torch.tensor([1, 0]))
     assert_close(in_parts(model, ids[:, 9:], [1, 6], copied)[0], whole[:, 9:], atol=1e-5, rtol=1e-5)
-    assert_close(in_parts(model, ids[[1, 0], 9:], [7], cache)[0], whole[[1, 0], 9:], atol=1e-5, rtol=1e-5)
+    assert_close(
+        in_parts(model, ids[[1, 0], 9:], [7], cache)[0], whole[[1, 0], 9:], atol=1e-5, rtol=1e-5
+    )
     cache.reset()
     cache.batch_select_indices(torch.tensor([0]))
     assert_close(in_parts(model, ids[:1], [3, 13], cache)[0], whole[:1], atol=1e-5, rtol=1e-5)
@@ -93,7 +98,8 @@ def test_a_cache_changes_nothing(exported, name):
 @pytest.mark.parametrize("name", ["fire", OWN_CLASSES])
 @pytest.mark.parametrize("argument", ["cache", "past_key_values"])
 def test_the_cache_has_its_name_before_and_since_transformers_5_24(exported, name, argument):
-    model, ids = exported(name).loaded, random_tokens()
+    model = exported(name).loaded
+    ids = random_tokens()
     cache = DynamicCache(config=model.config)
     model(ids[:, :9], **{argument: cache})
     found = model(ids[:, 9:], **{argument: cache}).logits
@@ -103,16 +109,23 @@ def test_the_cache_has_its_name_before_and_since_transformers_5_24(exported, nam
 @torch.no_grad()
 @pytest.mark.parametrize("name", ALL)
 def test_packs_and_masks(exported, name):
-    made, ids = exported(name), random_tokens()
-    model, documents = made.loaded, torch.tensor([[0] * 5 + [1] * 11, [0] * 16])
+    made = exported(name)
+    ids = random_tokens()
+    model = made.loaded
+    documents = torch.tensor([[0] * 5 + [1] * 11, [0] * 16])
     restarting = torch.stack([torch.cat([torch.arange(5), torch.arange(11)]), torch.arange(16)])
     packed = made.built(ids, documents=documents)
-    assert_close(model(ids, position_ids=restarting, use_cache=False).logits, packed, atol=1e-5, rtol=1e-5)
+    assert_close(
+        model(ids, position_ids=restarting, use_cache=False).logits, packed, atol=1e-5, rtol=1e-5
+    )
     seen = (documents[:, :, None] == documents[:, None]).tril()[:, None]
     masked = model(ids, attention_mask=seen, position_ids=restarting, use_cache=False)
     assert_close(masked.logits, packed, atol=1e-5, rtol=1e-5)
     assert_close(model(ids, logits_to_keep=2).logits, model(ids).logits[:, -2:])
-    for contradiction in ({"output_attentions": True}, {"inputs_embeds": model.get_input_embeddings()(ids)}):
+    for contradiction in (
+        {"output_attentions": True},
+        {"inputs_embeds": model.get_input_embeddings()(ids)},
+    ):
         with pytest.raises(ValueError):
             model(ids, **contradiction)
 
@@ -120,21 +133,28 @@ def test_packs_and_masks(exported, name):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ALL)
 def test_left_padding_does_not_change_generated_tokens(exported, name):
-    model, ids, mask = exported(name).loaded, random_tokens(2, 8), torch.ones(2, 8, dtype=torch.int64)
+    model = exported(name).loaded
+    ids = random_tokens(2, 8)
+    mask = torch.ones(2, 8, dtype=torch.int64)
     mask[0, :3] = 0
     found = model.generate(ids, attention_mask=mask, **GREEDY)[:, -6:]
     for row, start in enumerate((3, 0)):
         prompt = ids[row : row + 1, start:]
-        alone = model.generate(prompt, attention_mask=torch.ones_like(prompt), use_cache=False, **GREEDY)
+        alone = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), use_cache=False, **GREEDY
+        )
         assert torch.equal(found[row], alone[0, -6:])
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ALL)
 def test_a_cache_changes_little_in_bf16(exported, name):
-    model, ids = exported(name).loaded, random_tokens()
-    exact, model = model(ids).logits, copy.deepcopy(model).bfloat16()
-    whole, found = model(ids, use_cache=False).logits, in_parts(model, ids, [5, 1, 7, 3])[0]
+    model = exported(name).loaded
+    ids = random_tokens()
+    exact = model(ids).logits
+    model = copy.deepcopy(model).bfloat16()
+    whole = model(ids, use_cache=False).logits
+    found = in_parts(model, ids, [5, 1, 7, 3])[0]
     assert whole.dtype == found.dtype == torch.bfloat16
     error = (whole - exact).abs().mean()
     assert 0 < error < 0.1 * exact.abs().mean() and (found - exact).abs().mean() < 1.5 * error
@@ -143,17 +163,24 @@ def test_a_cache_changes_little_in_bf16(exported, name):
 @pytest.mark.parametrize("name", ALL)
 def test_autocast_changes_little(exported, name):
     """As with `bf16=True` in transformers' Trainer."""
-    model, ids = copy.deepcopy(exported(name).loaded), random_tokens()
+    model = copy.deepcopy(exported(name).loaded)
+    ids = random_tokens()
     found = []
     for enabled in (False, True):
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             loss = model(ids, labels=ids, use_cache=False).loss
         loss.backward()
-        found.append((loss.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
+        found.append(
+            (
+                loss.item(),
+                torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]),
+            )
+        )
     (exact, of_exact), (rounded, of_rounded) = found
     assert rounded == pytest.approx(exact, rel=0.01)
-    # RePo computes positions from rounded hidden states, and angles are large multiples of positions.
+    # RePo computes positions from rounded hidden states, and angles are large multiples of
+    # positions.
     assert (of_rounded - of_exact).norm() < (0.9 if name == "repo" else 0.1) * of_exact.norm()
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         cached, _ = in_parts(model.eval(), ids, 5)
@@ -164,7 +191,8 @@ def test_autocast_changes_little(exported, name):
 def test_blocks_of_queries_equal_whole_rows(exported):
     """Beyond the 128 queries of a block, with and without gradients."""
     for name in ("fire", "fox"):
-        made, ids = exported(name), random_tokens(1, 300)
+        made = exported(name)
+        ids = random_tokens(1, 300)
         expected = made.built(ids)
         assert_close(made.loaded(ids).logits, expected, atol=2e-5, rtol=1e-4)
         assert_close(in_parts(made.loaded, ids, [140, 160])[0], expected, atol=2e-5, rtol=1e-4)
@@ -176,10 +204,14 @@ def test_blocks_of_queries_equal_whole_rows(exported):
 def test_gates_keep_differences_between_neighbors_in_long_sequences(exported):
     attend = inspect.getmodule(type(exported("fox").loaded)).attend_with_scores
     generator = torch.Generator().manual_seed(7)
-    q, k, v = (torch.randn(1, 2, length, 8, generator=generator) for length in (130, 30_000, 30_000))
+    q, k, v = (
+        torch.randn(1, 2, length, 8, generator=generator) for length in (130, 30_000, 30_000)
+    )
     gates = torch.nn.functional.logsigmoid(torch.randn(30_000, 1, 2, generator=generator))
     found, exact = (
-        attend(*(x.to(dtype) for x in (q, k, v)), None, Positions(log_gate_TBH=gates.to(dtype)))[0]
+        attend(
+            *(x.to(dtype) for x in (q, k, v)), None, PositionInputs(log_gate_TBH=gates.to(dtype))
+        )[0]
         for dtype in (torch.float32, torch.float64)
     )
     assert_close(found.double(), exact, atol=2e-5, rtol=0)
@@ -187,7 +219,8 @@ def test_gates_keep_differences_between_neighbors_in_long_sequences(exported):
 
 def test_a_model_with_biases_norms_a_gate_and_tied_embeddings_can_be_reimported(tmp_path):
     options = dict(qkv_bias=True, qk_norm=True, attention_output_gate=True, tie_embeddings=True)
-    made, ids = make(tmp_path, "fire", max_shard_size=20_000, **options), random_tokens()
+    made = make(tmp_path, "fire", max_shard_size=20_000, **options)
+    ids = random_tokens()
     assert len(list(made.directory.glob("*.safetensors"))) > 1
     assert_close(made.loaded(ids).logits, made.built(ids), atol=1e-5, rtol=1e-5)
     made.loaded.save_pretrained(tmp_path / "saved")
@@ -201,7 +234,8 @@ def test_a_model_with_biases_norms_a_gate_and_tied_embeddings_can_be_reimported(
 
 @torch.no_grad()
 def test_randpe_beyond_the_trained_length_needs_generation_without_a_cache(exported):
-    made, ids = exported("randpe"), random_tokens(2, 24)
+    made = exported("randpe")
+    ids = random_tokens(2, 24)
     expected = made.built(ids)
     assert_close(made.loaded(ids).logits, expected, atol=1e-5, rtol=1e-5)
     with pytest.raises(NotImplementedError, match="generate without a cache"):
@@ -210,7 +244,8 @@ def test_randpe_beyond_the_trained_length_needs_generation_without_a_cache(expor
     # Positions of a short sequence do not depend on a longer one in the batch.
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
-    padded, alone = made.loaded(ids, attention_mask=mask, use_cache=False).logits, made.loaded(ids[:1, 4:]).logits
+    padded = made.loaded(ids, attention_mask=mask, use_cache=False).logits
+    alone = made.loaded(ids[:1, 4:]).logits
     assert_close(padded[0, 4:], alone[0], atol=1e-5, rtol=1e-5)
     # The evaluation does not split such texts.
     info = ModelInfo("model", 64, 16, {}, False)
@@ -218,7 +253,9 @@ def test_randpe_beyond_the_trained_length_needs_generation_without_a_cache(expor
     for length in (24, 16):
         losses = torch.from_numpy(model.losses(ids[0, :length].numpy(), 1)).float()
         logits = made.built(ids[:1, : length - 1])[0]
-        assert_close(losses, torch.nn.functional.cross_entropy(logits, ids[0, 1:length], reduction="none"))
+        assert_close(
+            losses, torch.nn.functional.cross_entropy(logits, ids[0, 1:length], reduction="none")
+        )
 
 
 @pytest.mark.parametrize("name", ["fire", OWN_CLASSES])
@@ -227,7 +264,9 @@ def test_continuous_batching_is_refused(exported, name):
     for options in ({}, {"cache_implementation": "paged"}):
         with pytest.raises(NotImplementedError, match="does not support continuous batching"):
             generate = model.generate if options else model.generate_batch
-            generate(torch.tensor([[5, 6, 7]]) if options else [[5, 6, 7]], max_new_tokens=2, **options)
+            generate(
+                torch.tensor([[5, 6, 7]]) if options else [[5, 6, 7]], max_new_tokens=2, **options
+            )
 
 
 def test_new_models_start_as_declared(exported):
@@ -239,13 +278,18 @@ def test_new_models_start_as_declared(exported):
 
 
 def test_unsupported_features_are_refused_by_name(exported):
-    made, ids = exported("fire"), random_tokens()
+    made = exported("fire")
+    ids = random_tokens()
     model = made.loaded
-    with pytest.raises(NotImplementedError, match="does not support StaticCache, .*; use a DynamicCache"):
+    with pytest.raises(
+        NotImplementedError, match="does not support StaticCache, .*; use a DynamicCache"
+    ):
         model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=16))
     foreign = DynamicCache(config=model.config)
     foreign.update(torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8), 0)
-    with pytest.raises(NotImplementedError, match="filled without the positional encoding's tensors"):
+    with pytest.raises(
+        NotImplementedError, match="filled without the positional encoding's tensors"
+    ):
         model(ids, past_key_values=foreign)
     load = type(model).from_pretrained
     for implementation in ("flash_attention_2", "flex_attention"):
@@ -256,16 +300,22 @@ def test_unsupported_features_are_refused_by_name(exported):
     with pytest.raises(ValueError, match="position_settings do not match fire: .*fire_width"):
         type(model)(config)
     config.position_encoding = "t5"
-    with pytest.raises(ValueError, match="position_encoding is 't5', but the code in .* implements fire"):
+    with pytest.raises(
+        ValueError, match="position_encoding is 't5', but the code in .* implements fire"
+    ):
         type(model)(config)
 
 
 @pytest.mark.parametrize(
-    "name, refused", [("t5", "t5,"), ("tape_learned", "tape with model.position.increments learned,")]
+    "name, refused",
+    [("t5", "t5,"), ("tape_learned", "tape with model.position.increments learned,")],
 )
 def test_vllm_is_refused_with_the_name_of_the_encoding(exported, name, refused):
     model = exported(name).loaded
     config = copy.deepcopy(model.config)
     config._attn_implementation = "vllm"
-    with pytest.raises(NotImplementedError, match=f"vllm cannot serve models with the positional encoding .*{refused}"):
+    with pytest.raises(
+        NotImplementedError,
+        match=f"vllm cannot serve models with the positional encoding .*{refused}",
+    ):
         type(model.model)(config)

@@ -29,11 +29,14 @@ def permuted(weights, heads):
 def write_gguf(path, source, kind=F32, change=None, tokenizer=None, **more):
     """Write the model of transformers in `source` as llama.cpp's converter does.
 
-    `change` may change the tensors, a dictionary by name; `more` are further settings of the architecture.
+    `change` may change the tensors, a dictionary by name; `more` are further settings of the
+    architecture.
     """
     config = json.loads((source / "config.json").read_text())
     arch = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
-    heads, groups, layers = (config[f"num_{x}"] for x in ("attention_heads", "key_value_heads", "hidden_layers"))
+    heads, groups, layers = (
+        config[f"num_{x}"] for x in ("attention_heads", "key_value_heads", "hidden_layers")
+    )
     rope = config["rope_parameters"]
     writer = gguf.GGUFWriter(path, arch)
     writer.add_name("a model")
@@ -50,9 +53,15 @@ def write_gguf(path, source, kind=F32, change=None, tokenizer=None, **more):
         writer.add_value_length(dim)
         writer.add_rope_dimension_count(more.pop("rope__dimension_count", dim))
     for key, value in more.items():
-        add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+        add = {
+            str: writer.add_string,
+            bool: writer.add_bool,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+        }
         add[type(value)](f"{arch}.{key.replace('__', '.')}", value)
-    names, tensors = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], layers), {}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], layers)
+    tensors = {}
     for name, tensor in load_file(source / "model.safetensors").items():
         base, suffix = name.rsplit(".", 1)
         weights = tensor.float().numpy()
@@ -62,7 +71,10 @@ def write_gguf(path, source, kind=F32, change=None, tokenizer=None, **more):
     if change is not None:
         change(tensors)
     for name, weights in tensors.items():
-        blocks = kind if weights.ndim == 2 and weights.shape[-1] % 32 == 0 else F32
+        if weights.ndim == 2 and weights.shape[-1] % 32 == 0:
+            blocks = kind
+        else:
+            blocks = F32
         writer.add_tensor(name, gguf.quantize(weights, blocks), raw_dtype=blocks)
     if tokenizer is not None:
         tokenizer(writer)
@@ -90,17 +102,28 @@ def test_imported_gguf_files_keep_the_logits(tmp_path, kind):
 def test_quantized_weights_equal_those_of_transformers(tmp_path):
     plain = write_source(tmp_path / "source", "llama2_gqa")
     (tmp_path / "folder").mkdir()
-    write_gguf(tmp_path / "folder" / "model.gguf", tmp_path / "source", gguf.GGMLQuantizationType.Q8_0, vocab_size=90)
+    write_gguf(
+        tmp_path / "folder" / "model.gguf",
+        tmp_path / "source",
+        gguf.GGMLQuantizationType.Q8_0,
+        vocab_size=90,
+    )
     (tmp_path / "folder" / "README.md").write_text("---\nlicense: mit\n---\n")
     file = tmp_path / "folder" / "model.gguf"
-    assert "contains F32, Q8_0 weights; the checkpoint stores them in fp32" in imported(tmp_path, file)
-    reader = AutoModelForCausalLM.from_pretrained(tmp_path / "folder", gguf_file="model.gguf", dtype=torch.float32)
+    assert "contains F32, Q8_0 weights; the checkpoint stores them in fp32" in imported(
+        tmp_path, file
+    )
+    reader = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "folder", gguf_file="model.gguf", dtype=torch.float32
+    )
     with torch.no_grad():
         expected = reader(IDS).logits
     assert (expected - plain).abs().max() > 1e-3
     torch.testing.assert_close(training_logits(tmp_path / "imported"), expected, atol=1e-5, rtol=0)
     progress = open_weights(tmp_path / "imported").state["progress"]
-    assert progress["card"] == {"license": "mit"} and progress["origin"].endswith("model.gguf (GGUF, F32, Q8_0)")
+    assert progress["card"] == {"license": "mit"} and progress["origin"].endswith(
+        "model.gguf (GGUF, F32, Q8_0)"
+    )
 
 
 @pytest.mark.parametrize("prefix", [True, False])
@@ -109,10 +132,17 @@ def test_a_sentencepiece_tokenizer_prepends_a_space_to_every_text_or_to_none(tmp
 
     with open(tmp_path / "t.model", "wb") as file:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter([TEXT] * 9), model_writer=file, vocab_size=300, model_type="bpe", minloglevel=2,
-            byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
-            hard_vocab_limit=False, add_dummy_prefix=prefix,
-        )  # fmt: skip
+            sentence_iterator=iter([TEXT] * 9),
+            model_writer=file,
+            vocab_size=300,
+            model_type="bpe",
+            minloglevel=2,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            hard_vocab_limit=False,
+            add_dummy_prefix=prefix,
+        )
     model = sentencepiece_model_pb2.ModelProto()
     model.ParseFromString((tmp_path / "t.model").read_bytes())
 
@@ -126,18 +156,25 @@ def test_a_sentencepiece_tokenizer_prepends_a_space_to_every_text_or_to_none(tmp
         writer.add_add_space_prefix(prefix)
 
     write_source(tmp_path / "source", vocab_size=len(model.pieces))
-    change_config(tmp_path / "source", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
+    change_config(
+        tmp_path / "source", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    )
     write_gguf(tmp_path / "model.gguf", tmp_path / "source", tokenizer=add)
     imported(tmp_path, tmp_path / "model.gguf")
-    found, expected = load_tokenizer(tmp_path / "imported" / "tokenizer"), load_tokenizer(tmp_path / "t.model")
+    found = load_tokenizer(tmp_path / "imported" / "tokenizer")
+    expected = load_tokenizer(tmp_path / "t.model")
     for text in ("a b", " a", "  a  b", "\n    a\n"):
         assert found.encode(text) == expected.encode(text), text
         assert found.decode(found.encode(text)) == text
 
 
-def test_a_tokenizer_that_transformers_would_change_is_replaced_by_the_file_next_to_it_or_omitted(tmp_path):
+def test_a_tokenizer_that_transformers_would_change_is_replaced_by_the_file_next_to_it_or_omitted(
+    tmp_path,
+):
     write_source(tmp_path / "source")
-    change_config(tmp_path / "source", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
+    change_config(
+        tmp_path / "source", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    )
 
     def add(writer):
         writer.add_tokenizer_model("gpt2")
@@ -147,7 +184,10 @@ def test_a_tokenizer_that_transformers_would_change_is_replaced_by_the_file_next
     write_gguf(tmp_path / "model.gguf", tmp_path / "source", tokenizer=add)
     command = ["from-hf", "--model", tmp_path / "model.gguf", "--output"]
     done = convert(*command, tmp_path / "without")
-    assert done.returncode == 0 and "a gpt2 tokenizer with the pre-tokenizer smollm; put" in done.stderr
+    assert (
+        done.returncode == 0
+        and "a gpt2 tokenizer with the pre-tokenizer smollm; put" in done.stderr
+    )
     assert not (tmp_path / "without" / "tokenizer").exists()
     write_tokenizer(tmp_path / "tokenizer.json")
     assert convert(*command, tmp_path / "with").returncode == 0
@@ -160,15 +200,25 @@ def test_a_tokenizer_that_transformers_would_change_is_replaced_by_the_file_next
         (None, {"rope__scaling__type": "yarn"}, "llama.rope.scaling.type is 'yarn'"),
         (None, {"rope__dimension_count": 4}, "rope.dimension_count is 4"),
         (None, {"logit_scale": 2.0}, "llama.logit_scale is 2.0"),
-        (lambda tensors: tensors.update({"rope_freqs.weight": np.ones(4, np.float32)}), {}, "transformers reads"),
-        (lambda tensors: tensors.pop("blk.2.ffn_up.weight"), {}, "lacks the parameter model.layers.2.mlp.up_proj"),
+        (
+            lambda tensors: tensors.update({"rope_freqs.weight": np.ones(4, np.float32)}),
+            {},
+            "transformers reads",
+        ),
+        (
+            lambda tensors: tensors.pop("blk.2.ffn_up.weight"),
+            {},
+            "lacks the parameter model.layers.2.mlp.up_proj",
+        ),
         (None, {"block_count": 10**9}, "tensors for 1000000000 layers"),
         (None, {"embedding_length": 64}, "cannot be read"),
     ],
 )
 def test_unsupported_gguf_settings_are_refused(tmp_path, change, settings, refusal):
     write_source(tmp_path / "source", "llama2_gqa")
-    write_gguf(tmp_path / "model.gguf", tmp_path / "source", change=change, **{"vocab_size": 90} | settings)
+    write_gguf(
+        tmp_path / "model.gguf", tmp_path / "source", change=change, **{"vocab_size": 90} | settings
+    )
     done = convert("from-hf", "--model", tmp_path / "model.gguf", "--output", tmp_path / "no")
     assert done.returncode == 2 and refusal in done.stderr.splitlines()[-1], done.stderr[:1000]
     assert not (tmp_path / "no").exists()

@@ -59,10 +59,14 @@ FAMILY = {
     "llama_linear": dict(rope_parameters=dict(rope_type="linear", factor=3.0, rope_theta=200.0)),
     "llama_yarn": dict(rope_parameters=YARN),
     "llama_share": dict(
-        rope_parameters=dict(rope_type="proportional", partial_rotary_factor=0.5, factor=2.0, rope_theta=1e6)
+        rope_parameters=dict(
+            rope_type="proportional", partial_rotary_factor=0.5, factor=2.0, rope_theta=1e6
+        )
     ),
     "smollm3": dict(no_rope_layer_interval=2, pad_token_id=0),
-    "llama3_2": dict(rope_parameters=LLAMA3_2, num_attention_heads=1, num_key_value_heads=1, num_hidden_layers=2),
+    "llama3_2": dict(
+        rope_parameters=LLAMA3_2, num_attention_heads=1, num_key_value_heads=1, num_hidden_layers=2
+    ),
     "mistral": dict(sliding_window=None, head_dim=12),
     "mistral_of_width_34": dict(sliding_window=None, hidden_size=34, initializer_range=0.1),
     "qwen2": dict(rope_parameters=dict(rope_type="default", rope_theta=1e6)),
@@ -88,8 +92,12 @@ def made_source(kind, dtype, vocab_size, max_shard_size):
     return folder, loaded_logits(folder.name)
 
 
-def write_source(folder, kind="llama3_tied", dtype=torch.float32, vocab_size=90, max_shard_size="1GB"):
-    """Write a model of transformers with random weights, biases and norms, and return its logits."""
+def write_source(
+    folder, kind="llama3_tied", dtype=torch.float32, vocab_size=90, max_shard_size="1GB"
+):
+    """Write a model of transformers with random weights, biases and norms, and return its
+    logits.
+    """
     made, logits = made_source(kind, dtype, vocab_size, max_shard_size)
     shutil.copytree(made.name, folder)
     return logits
@@ -97,7 +105,9 @@ def write_source(folder, kind="llama3_tied", dtype=torch.float32, vocab_size=90,
 
 def loaded_logits(folder, dtype="float32"):
     with torch.no_grad():
-        return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype)(IDS).logits
+        return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype)(
+            IDS
+        ).logits
 
 
 def training_logits(checkpoint):
@@ -111,7 +121,9 @@ def training_logits(checkpoint):
 
 
 def by_llamas_names(weights, kind):
-    """Return the weights of a family by Llama's names: Phi-3's 4 query and 2 key heads of 8 elements are split."""
+    """Return the weights of a family by Llama's names: Phi-3's 4 query and 2 key heads of 8
+    elements are split.
+    """
     order = [0, 1, 2, 6, 3, 4, 5, 7] if kind == "phi3_partial" else range(8)
     rows = [8 * head + element for head in range(4) for element in order]
     found = {}
@@ -139,7 +151,9 @@ def test_an_imported_model_keeps_its_logits_and_exports_unchanged(tmp_path, kind
 
     export(tmp_path / "imported", tmp_path / "exported", tokenizer="none")
     torch.testing.assert_close(loaded_logits(tmp_path / "exported"), expected, atol=1e-5, rtol=0)
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "exported"))
+    before, after = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("source", "exported")
+    )
     before = by_llamas_names(before, kind)
     added = {name for name in after if ".position." in name}
     assert set(after) - added == set(before) and bool(added) == (encoding == "tape")
@@ -148,7 +162,12 @@ def test_an_imported_model_keeps_its_logits_and_exports_unchanged(tmp_path, kind
     torch.testing.assert_close(training_logits(tmp_path / "again"), expected, atol=1e-5, rtol=0)
     if encoding == "rope":
         architecture = json.loads((tmp_path / "exported" / "config.json").read_text())["model_type"]
-        others = {"qwen2": "qwen2", "qwen3": "qwen3", "smollm3": "smollm3", "mistral_of_width_34": "mistral"}
+        others = {
+            "qwen2": "qwen2",
+            "qwen3": "qwen3",
+            "smollm3": "smollm3",
+            "mistral_of_width_34": "mistral",
+        }
         assert architecture == others.get(kind, "llama")
 
 
@@ -166,7 +185,9 @@ def test_sharded_bf16_weights_and_older_settings_can_be_imported(tmp_path):
 
 @pytest.mark.parametrize("encoding", ["tape", "rope"])
 @pytest.mark.parametrize("has_tokenizer", [True, False])
-def test_an_import_ends_with_commands_that_train_and_extend_the_model(tmp_path, monkeypatch, encoding, has_tokenizer):
+def test_an_import_ends_with_commands_that_train_and_extend_the_model(
+    tmp_path, monkeypatch, encoding, has_tokenizer
+):
     monkeypatch.chdir(tmp_path)
     write_source(tmp_path / "my model")
     if has_tokenizer:
@@ -181,16 +202,24 @@ def test_an_import_ends_with_commands_that_train_and_extend_the_model(tmp_path, 
         if found:
             program, *arguments = shlex.split(command)
             recipe = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
-            commands[program] = parse_run_config([recipe if word == "RECIPE" else word for word in arguments])
+            commands[program] = parse_run_config(
+                [recipe if word == "RECIPE" else word for word in arguments]
+            )
     assert list(commands) == ["pretrain.train", "pretrain.extend_context"]
     assert all(config.data.tokenizer == tokenizer for config in commands.values())
     model = commands["pretrain.train"].model
     assert (model.position_encoding, model.hidden_size, model.seq_length) == (encoding, 32, 64)
     longer = commands["pretrain.extend_context"].model
-    assert (longer.position_encoding, longer.seq_length, longer.position.rope_scaling_factor) == ("tape", 128, 16.0)
+    assert (longer.position_encoding, longer.seq_length, longer.position.rope_scaling_factor) == (
+        "tape",
+        128,
+        16.0,
+    )
 
 
-@pytest.mark.parametrize("name, rope", [("llama_yarn", YARN), ("llama3_tied", LLAMA3), ("llama_linear", LINEAR)])
+@pytest.mark.parametrize(
+    "name, rope", [("llama_yarn", YARN), ("llama3_tied", LLAMA3), ("llama_linear", LINEAR)]
+)
 def test_scaled_positions_equal_transformers(tmp_path, name, rope):
     write_source(tmp_path / "source", name)
     import_model(tmp_path / "source", tmp_path / "imported", rope_scaling_factor=2)
@@ -199,7 +228,10 @@ def test_scaled_positions_equal_transformers(tmp_path, name, rope):
     # In fp32, rounding is 8e-6 in either model; in fp64, only the phases are fp32.
     ours, theirs = (loaded_logits(tmp_path / name, "float64") for name in ("exported", "source"))
     torch.testing.assert_close(ours, theirs, atol=5e-6, rtol=0)
-    rounded = {name: (loaded_logits(tmp_path / name) - theirs).abs().max() for name in ("exported", "source")}
+    rounded = {
+        name: (loaded_logits(tmp_path / name) - theirs).abs().max()
+        for name in ("exported", "source")
+    }
     assert rounded["exported"] <= 2 * rounded["source"]
     assert open_weights(tmp_path / "imported").model.seq_length == 128
 
@@ -212,7 +244,7 @@ def test_scaled_positions_equal_transformers(tmp_path, name, rope):
         ({"attention_factor": 1.05}, 1.05),
         ({"mscale": 0.7, "mscale_all_dim": 1.0}, 0.9634748719862186),
     ],
-)  # fmt: skip
+)
 def test_every_yarn_setting_is_read_as_in_transformers(tmp_path, changes, expected):
     write_source(tmp_path / "source", "llama_yarn")
     change_config(tmp_path / "source", {"rope_parameters": YARN | changes})
@@ -224,13 +256,17 @@ def test_every_yarn_setting_is_read_as_in_transformers(tmp_path, changes, expect
     torch.testing.assert_close(training_logits(tmp_path / "imported"), logits, atol=1e-5, rtol=0)
     torch.testing.assert_close(loaded_logits(tmp_path / "exported"), logits, atol=1e-5, rtol=0)
     if expected is not None:
-        with pytest.raises(ValueError, match="--rope-scaling-factor 2 cannot be combined with the attention factor"):
+        with pytest.raises(
+            ValueError, match="--rope-scaling-factor 2 cannot be combined with the attention factor"
+        ):
             import_model(tmp_path / "source", tmp_path / "no", rope_scaling_factor=2.0)
 
 
 def test_an_exported_tape_model_can_be_reimported(tmp_path):
     write_source(tmp_path / "source", "qwen3")
-    import_model(tmp_path / "source", tmp_path / "first", gate_input="attention", position_mlp_size=5)
+    import_model(
+        tmp_path / "source", tmp_path / "first", gate_input="attention", position_mlp_size=5
+    )
     export(tmp_path / "first", tmp_path / "exported", tokenizer="none")
     path = tmp_path / "exported" / "model.safetensors"
     weights = load_file(path)
@@ -240,11 +276,16 @@ def test_an_exported_tape_model_can_be_reimported(tmp_path):
     save_file(weights, path)
     import_model(tmp_path / "exported", tmp_path / "second", vocab_multiple=16)
     torch.testing.assert_close(
-        training_logits(tmp_path / "second"), loaded_logits(tmp_path / "exported"), atol=1e-4, rtol=1e-4
+        training_logits(tmp_path / "second"),
+        loaded_logits(tmp_path / "exported"),
+        atol=1e-4,
+        rtol=1e-4,
     )
     export(tmp_path / "second", tmp_path / "again", tokenizer="none")
     again = load_file(tmp_path / "again" / "model.safetensors")
-    assert set(again) == set(weights) and all(torch.equal(again[name], weights[name]) for name in weights)
+    assert set(again) == set(weights) and all(
+        torch.equal(again[name], weights[name]) for name in weights
+    )
     with pytest.raises(ValueError, match="TAPE model, which cannot become rope"):
         import_model(tmp_path / "exported", tmp_path / "no", "rope")
     with pytest.raises(ValueError, match="position_mlp_size 5, which cannot become 7"):
@@ -263,7 +304,9 @@ def test_pickles_need_permission_and_give_the_same_weights(tmp_path, kind):
     done = convert(*arguments, "--allow-pickle")
     assert done.returncode == 0, done.stderr
     name = "tensors-tp00-dp00000.safetensors"
-    assert (tmp_path / "imported" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes()
+    assert (tmp_path / "imported" / name).read_bytes() == (
+        tmp_path / "expected" / name
+    ).read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -275,8 +318,16 @@ def test_pickles_need_permission_and_give_the_same_weights(tmp_path, kind):
         ("llama1", {"model_type": ["olmo2"]}, "model_type is ['olmo2']"),
         ("llama1", {"hidden_act": "gelu"}, "hidden_act"),
         ("llama1", {"attention_bias": True}, "cannot be imported; supported: false"),
-        ("llama1", {"quantization_config": {"quant_method": "gptq"}}, "cannot be imported; supported: null"),
-        ("mistral", {"sliding_window": 63}, "supported: null, use_sliding_window false, or at least max_position"),
+        (
+            "llama1",
+            {"quantization_config": {"quant_method": "gptq"}},
+            "cannot be imported; supported: null",
+        ),
+        (
+            "mistral",
+            {"sliding_window": 63},
+            "supported: null, use_sliding_window false, or at least max_position",
+        ),
         ("mistral", {"sliding_window": "63"}, "wrong type"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 16}, "sliding_window is 16"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
@@ -288,38 +339,106 @@ def test_pickles_need_permission_and_give_the_same_weights(tmp_path, kind):
         ("llama1", {"vocab_size": 80}, "embed_tokens.weight the shape (90, 32)"),
         ("llama1", {"tie_word_embeddings": True}, "tie_word_embeddings"),
         ("qwen2", {"model_type": "llama"}, "k_proj.bias"),
-        ("llama1", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "rope_parameters"),
-        ("llama1", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "has no factor"),
-        ("llama1", {"rope_parameters": YARN | {"beta_fast": 0.5}}, "model.position.rope_beta_slow 1.0 is not below"),
-        ("llama1", {"rope_parameters": YARN | {"factor": None, ORIGINAL: 0}}, "an impossible number"),
-        ("llama1", {"rope_parameters": LINEAR | {"low_freq_factor": 1.0}}, "rope_parameters.low_freq_factor"),
-        ("llama1", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary"),
+        (
+            "llama1",
+            {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}},
+            "rope_parameters",
+        ),
+        (
+            "llama1",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
+            "has no factor",
+        ),
+        (
+            "llama1",
+            {"rope_parameters": YARN | {"beta_fast": 0.5}},
+            "model.position.rope_beta_slow 1.0 is not below",
+        ),
+        (
+            "llama1",
+            {"rope_parameters": YARN | {"factor": None, ORIGINAL: 0}},
+            "an impossible number",
+        ),
+        (
+            "llama1",
+            {"rope_parameters": LINEAR | {"low_freq_factor": 1.0}},
+            "rope_parameters.low_freq_factor",
+        ),
+        (
+            "llama1",
+            {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
+            "rope_parameters.partial_rotary",
+        ),
         ("llama1", {"rope_parameters": LINEAR | {"factor": "x"}}, "wrong type"),
         ("llama1", {"rope_parameters": [PLAIN]}, "wrong type"),
-        ("llama1", {"rope_parameters": {"full_attention": LINEAR}}, "rope_parameters.full_attention in "),
-        ("llama1", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "rope_scaling and rope_parameters differ"),
-        ("llama1", {"rope_parameters": PLAIN, "rope_theta": 5e5}, "rope_theta has different values"),
+        (
+            "llama1",
+            {"rope_parameters": {"full_attention": LINEAR}},
+            "rope_parameters.full_attention in ",
+        ),
+        (
+            "llama1",
+            {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+            "rope_scaling and rope_parameters differ",
+        ),
+        (
+            "llama1",
+            {"rope_parameters": PLAIN, "rope_theta": 5e5},
+            "rope_theta has different values",
+        ),
         ("phi3", {"sliding_window": 63}, "sliding_window is 63"),
         ("phi3", {"rope_parameters": LONG}, "rope_parameters.rope_type is 'longrope'"),
         ("phi3", {"rope_parameters": YARN}, "rope_parameters.rope_type is 'yarn'"),
-        ("phi3", {"rope_parameters": None, "rope_scaling": OLDER | {"type": "su"}}, "rope_scaling.rope_type is 'su'"),
-        ("phi3", {"rope_parameters": PARTIAL | {"partial_rotary_factor": 0.4}}, "partial_rotary_factor is 0.4"),
-        ("phi3", {"rope_parameters": PARTIAL | {"partial_rotary_factor": 1.5}}, "partial_rotary_factor is 1.5"),
-        ("phi3", {"num_key_value_heads": 4}, "qkv_proj.weight the shape (64, 32), but its settings require (96, 32)"),
-        ("phi3", {"num_hidden_layers": 4}, "lacks the parameter model.layers.3.self_attn.qkv_proj.weight"),
+        (
+            "phi3",
+            {"rope_parameters": None, "rope_scaling": OLDER | {"type": "su"}},
+            "rope_scaling.rope_type is 'su'",
+        ),
+        (
+            "phi3",
+            {"rope_parameters": PARTIAL | {"partial_rotary_factor": 0.4}},
+            "partial_rotary_factor is 0.4",
+        ),
+        (
+            "phi3",
+            {"rope_parameters": PARTIAL | {"partial_rotary_factor": 1.5}},
+            "partial_rotary_factor is 1.5",
+        ),
+        (
+            "phi3",
+            {"num_key_value_heads": 4},
+            "qkv_proj.weight the shape (64, 32), but its settings require (96, 32)",
+        ),
+        (
+            "phi3",
+            {"num_hidden_layers": 4},
+            "lacks the parameter model.layers.3.self_attn.qkv_proj.weight",
+        ),
         ("phi3", {"num_hidden_layers": 2}, "contains model.layers.2"),
         ("phi3", {"model_type": "llama"}, "contains model.layers.0.mlp.gate_up_proj.weight"),
-        ("llama1", {"model_type": "phi3"}, "lacks the parameter model.layers.0.self_attn.qkv_proj.weight"),
+        (
+            "llama1",
+            {"model_type": "phi3"},
+            "lacks the parameter model.layers.0.self_attn.qkv_proj.weight",
+        ),
         ("smollm3", NO_LIST | {"no_rope_layer_interval": 2.5}, "layers_without_positions is 2.5"),
         ("smollm3", NO_LIST | {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers is [1, 0]"),
         ("smollm3", {"no_rope_layers": [0, 0, 0]}, "no_rope_layers is [0, 0, 0]"),
     ],
-)  # fmt: skip
+)
 def test_unsupported_settings_are_refused_by_name(tmp_path, kind, change, refusal):
     write_source(tmp_path / "source", kind)
     change_config(tmp_path / "source", change)
-    refused(tmp_path, refusal, "from-hf", "--model", tmp_path / "source", "--output", tmp_path / "imported")
+    refused(
+        tmp_path,
+        refusal,
+        "from-hf",
+        "--model",
+        tmp_path / "source",
+        "--output",
+        tmp_path / "imported",
+    )
 
 
 @pytest.mark.parametrize(
@@ -328,7 +447,15 @@ def test_unsupported_settings_are_refused_by_name(tmp_path, kind, change, refusa
         ("llama_linear", {"rope_parameters": LINEAR, "rope_scaling": OLDER, "rope_theta": 200.0}),
         ("llama_linear", {"rope_parameters": OLDER, "rope_scaling": OLDER}),
         ("llama3_tied", {ORIGINAL: 32}),
-        ("phi3", {"rope_parameters": None, "rope_theta": 500.0, "partial_rotary_factor": 0.5, ORIGINAL: 32}),
+        (
+            "phi3",
+            {
+                "rope_parameters": None,
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 0.5,
+                ORIGINAL: 32,
+            },
+        ),
     ],
 )
 def test_rotary_settings_are_read_from_the_same_keys_as_in_transformers(tmp_path, kind, change):
@@ -373,7 +500,10 @@ def test_defaults_equal_those_of_transformers():
     [
         ("model.layers.0.self_attn.q_proj.weight", lambda x: x.to(torch.int8)),
         ("model.layers.0.self_attn.k_proj.weight", lambda x: x.repeat(2, 1)),
-        ("model.layers.2.mlp.down_proj.weight", lambda x: x.index_fill(0, torch.tensor([5]), float("nan"))),
+        (
+            "model.layers.2.mlp.down_proj.weight",
+            lambda x: x.index_fill(0, torch.tensor([5]), float("nan")),
+        ),
     ],
 )
 def test_weights_of_wrong_shape_or_dtype_or_with_nan_are_named(tmp_path, name, change):
@@ -398,10 +528,13 @@ def save_pickled(weights, path):
     ],
 )
 def test_a_tensor_in_two_shards_is_refused(tmp_path, save, load, suffix, index):
-    """transformers takes the copy of the last file, even if it is an older one that the index does not name."""
+    """transformers takes the copy of the last file, even if it is an older one that the index does
+    not name.
+    """
     expected = write_source(tmp_path / "whole")
     weights = load_file(tmp_path / "whole" / "model.safetensors")
-    source, name = tmp_path / "source", "model.norm.weight"
+    source = tmp_path / "source"
+    name = "model.norm.weight"
     source.mkdir()
     shutil.copy(tmp_path / "whole" / "config.json", source)
     rest = {key: value for key, value in weights.items() if key != name}
@@ -418,7 +551,9 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path, save, load, suffix, index):
     save(rest, second)
     moved = "model.embed_tokens.weight"
     (source / index).write_text(json.dumps({"weight_map": weight_map | {moved: first.name}}))
-    with pytest.raises(FileError, match=f"{index} says that {moved} is in {first.name}, but it is in {second.name}"):
+    with pytest.raises(
+        FileError, match=f"{index} says that {moved} is in {first.name}, but it is in {second.name}"
+    ):
         import_model(source, tmp_path / "other", allow_pickle=True)
     assert not (tmp_path / "other").exists()
 
@@ -450,11 +585,16 @@ def test_incomplete_and_damaged_models_are_refused(tmp_path):
         assert os.listdir(tmp_path) == ["source"]
 
     is_refused("is incomplete", lambda folder: (folder / shards[1].name).unlink())
-    is_refused("not a complete safetensors", lambda folder: os.truncate(folder / shards[0].name, 5000))
+    is_refused(
+        "not a complete safetensors", lambda folder: os.truncate(folder / shards[0].name, 5000)
+    )
     is_refused("not JSON", lambda folder: (folder / "config.json").write_text("{"))
     is_refused("config.json is not a file", lambda folder: (folder / "config.json").unlink())
     index = "model.safetensors.index.json"
-    is_refused("not an index", lambda folder: (folder / index).write_text('{"weight_map": {"a": "../../secret"}}'))
+    is_refused(
+        "not an index",
+        lambda folder: (folder / index).write_text('{"weight_map": {"a": "../../secret"}}'),
+    )
     is_refused("in none of its files", lambda folder: save_file({}, folder / shards[1].name))
     is_refused("contains none of", lambda folder: [path.unlink() for path in folder.glob("model*")])
     with pytest.raises(FileError, match="hf download"):
@@ -475,17 +615,27 @@ def test_a_chat_model_keeps_its_tokenizer_stop_ids_settings_and_templates(tmp_pa
     (source / "chat_template.jinja").write_text("{{ messages }}")
     generation = {"eos_token_id": [63, 57], "bos_token_id": 5}
     if place == "generation_config.json":
-        generation |= {"temperature": 0.6, "top_p": 0.9, "do_sample": True, "repetition_penalty": 1.1}
+        generation |= {
+            "temperature": 0.6,
+            "top_p": 0.9,
+            "do_sample": True,
+            "repetition_penalty": 1.1,
+        }
         (source / place).write_text(json.dumps(generation))
     change_config(source, {key: generation[key] for key in ("eos_token_id", "bos_token_id")})
     import_model(source, tmp_path / "imported")
     export(tmp_path / "imported", tmp_path / "exported")
     exported = json.loads((tmp_path / "exported" / "generation_config.json").read_text())
     assert {key: exported.get(key) for key in generation} == generation
-    assert json.loads((tmp_path / "exported" / "config.json").read_text())["eos_token_id"] == [63, 57]
+    assert json.loads((tmp_path / "exported" / "config.json").read_text())["eos_token_id"] == [
+        63,
+        57,
+    ]
     for name in ("tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool.jinja"):
         assert (tmp_path / "exported" / name).read_bytes() == (source / name).read_bytes()
-    assert "split_special_tokens" not in (tmp_path / "exported" / "tokenizer_config.json").read_text()
+    assert (
+        "split_special_tokens" not in (tmp_path / "exported" / "tokenizer_config.json").read_text()
+    )
 
 
 def test_links_out_of_a_model_directory_are_refused_before_weights_are_read(tmp_path, monkeypatch):
@@ -493,18 +643,26 @@ def test_links_out_of_a_model_directory_are_refused_before_weights_are_read(tmp_
     write_source(source)
     write_tokenizer(tmp_path / "tokenizer.json")
     (source / "tokenizer.json").symlink_to(tmp_path / "tokenizer.json")
-    monkeypatch.setattr(from_transformers, "open_model", lambda *_: pytest.fail("the weights were opened"))
-    with pytest.raises(FileError, match="tokenizer.json is a link to a file elsewhere; replace it with a copy"):
+    monkeypatch.setattr(
+        from_transformers, "open_model", lambda *_: pytest.fail("the weights were opened")
+    )
+    with pytest.raises(
+        FileError, match="tokenizer.json is a link to a file elsewhere; replace it with a copy"
+    ):
         import_model(source, tmp_path / "imported")
 
 
 def test_output_and_tokenizer_are_checked_before_weights_are_read(tmp_path, monkeypatch, capsys):
     write_source(tmp_path / "source")
     write_tokenizer(path := tmp_path / "source" / "tokenizer.json")
-    path.write_text(path.read_text().replace('"w1": 1,', '"w1": 99,').replace('"w1":1,', '"w1":99,'))
+    path.write_text(
+        path.read_text().replace('"w1": 1,', '"w1": 99,').replace('"w1":1,', '"w1":99,')
+    )
     import_model(tmp_path / "source", tmp_path / "imported")
     assert "has a tokenizer of 100 ids for only 90 embedding rows" in capsys.readouterr().err
-    monkeypatch.setattr(from_transformers, "open_model", lambda *_: pytest.fail("the weights were opened"))
+    monkeypatch.setattr(
+        from_transformers, "open_model", lambda *_: pytest.fail("the weights were opened")
+    )
     with pytest.raises(FileError, match="imported exists"):
         import_model(tmp_path / "source", tmp_path / "imported")
 
@@ -521,7 +679,16 @@ def test_an_index_of_weights_can_only_name_files_next_to_it(tmp_path, name):
 
 def test_shapes_are_checked_before_anything_is_allocated_or_written(tmp_path, monkeypatch):
     write_source(tmp_path / "source", "llama1")
-    change_config(tmp_path / "source", {"num_attention_heads": 2**16, "num_key_value_heads": 2**16, "head_dim": 2**16})
-    monkeypatch.setattr(new_checkpoint, "atomic_directory", lambda *arguments: pytest.fail("it began to write"))
+    change_config(
+        tmp_path / "source",
+        {"num_attention_heads": 2**16, "num_key_value_heads": 2**16, "head_dim": 2**16},
+    )
+    monkeypatch.setattr(
+        new_checkpoint, "atomic_directory", lambda *arguments: pytest.fail("it began to write")
+    )
     command = ["from-hf", "--model", tmp_path / "source", "--output", tmp_path / "imported"]
-    refused(tmp_path, "q_proj.weight the shape (32, 32), but its settings require (4294967296, 32)", *command)
+    refused(
+        tmp_path,
+        "q_proj.weight the shape (32, 32), but its settings require (4294967296, 32)",
+        *command,
+    )

@@ -21,7 +21,9 @@ from megatron_tape.huggingface.imports.source_card import source_card
 
 @pytest.fixture(scope="module")
 def evaluated(exports, tmp_path_factory):
-    """Create a directory with a `checkpoint` that has a tokenizer, and the `results` of its evaluation."""
+    """Create a directory with a `checkpoint` that has a tokenizer, and the `results` of its
+    evaluation.
+    """
     from pretrain import evaluate
 
     folder = tmp_path_factory.mktemp("evaluated")
@@ -40,7 +42,9 @@ def metadata(directory):
 def imported(tmp_path, front_matter, *arguments):
     write_source(tmp_path / "source")
     (tmp_path / "source" / "README.md").write_text(front_matter, encoding="utf-8")
-    done = convert("from-hf", "--model", tmp_path / "source", "--output", tmp_path / "imported", *arguments)
+    done = convert(
+        "from-hf", "--model", tmp_path / "source", "--output", tmp_path / "imported", *arguments
+    )
     assert done.returncode == 0, done.stderr
     export(tmp_path / "imported", tmp_path / "exported", tokenizer="none")
     return tmp_path / "exported", done.stderr
@@ -48,8 +52,9 @@ def imported(tmp_path, front_matter, *arguments):
 
 def test_an_imported_model_keeps_its_license_and_has_no_pretrained_tag(tmp_path):
     front_matter = (
-        "---\nlicense: other\nlicense_name: llama3\nlicense_link: https://llama.com/license\nlanguage:\n- en\n- no\n"
-        "base_model: somebody/older\nlibrary_name: exllama\n---\n# Source\n"
+        "---\nlicense: other\nlicense_name: llama3\nlicense_link:"
+        " https://llama.com/license\nlanguage:\n- en\n- no\nbase_model:"
+        " somebody/older\nlibrary_name: exllama\n---\n# Source\n"
     )
     exported, _ = imported(tmp_path, front_matter, "--base-model", "meta-llama/Llama-3")
     expected = {
@@ -67,13 +72,19 @@ def test_an_imported_model_keeps_its_license_and_has_no_pretrained_tag(tmp_path)
     assert "Imported from the llama model meta-llama/Llama-3; not trained further." in card
     saved = open_weights(tmp_path / "imported")
     write_adapter_card(tmp_path, "adapter", saved, "fp32", "base")
-    of_adapter = {key: expected[key] for key in ("license", "license_name", "license_link", "language")}
-    assert metadata(tmp_path) == of_adapter | {"library_name": "peft", "pipeline_tag": "text-generation"}
+    of_adapter = {
+        key: expected[key] for key in ("license", "license_name", "license_link", "language")
+    }
+    assert metadata(tmp_path) == of_adapter | {
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+    }
     # A reimported TAPE model keeps all facts.
     done = convert("from-hf", "--model", exported, "--output", tmp_path / "again")
     assert done.returncode == 0, done.stderr
     assert open_weights(tmp_path / "again").state["progress"]["card"] == {
-        key: expected[key] for key in ("license", "license_name", "license_link", "language", "base_model")
+        key: expected[key]
+        for key in ("license", "license_name", "license_link", "language", "base_model")
     }
 
 
@@ -83,19 +94,32 @@ def test_the_name_of_a_model_in_the_hubs_cache_is_recognized(tmp_path):
     assert source_card(snapshot) == {"base_model": "some-one/A.model-1b"}
     assert source_card(tmp_path) == {}
     write_source(tmp_path / "source")
-    command = ["from-hf", "--model", tmp_path / "source", "--output", tmp_path / "no", "--base-model", "a/b/c"]
+    command = [
+        "from-hf",
+        "--model",
+        tmp_path / "source",
+        "--output",
+        tmp_path / "no",
+        "--base-model",
+        "a/b/c",
+    ]
     refused(tmp_path, "form OWNER/NAME", *command)
 
 
 def test_the_cards_adapter_example_trains_positions_and_merges(exports, tmp_path, monkeypatch):
     (recipe,) = re.findall(
-        r"## Adapt\n.*?```python\n(.*?)```", (exports["tape"].directory / "README.md").read_text(), re.S
+        r"## Adapt\n.*?```python\n(.*?)```",
+        (exports["tape"].directory / "README.md").read_text(),
+        re.S,
     )
-    before, after = recipe.split("# Train the model here, with transformers' Trainer or trl. Then:\n")
+    before, after = recipe.split(
+        "# Train the model here, with transformers' Trainer or trl. Then:\n"
+    )
     monkeypatch.chdir(tmp_path)
     names = {}
     exec(before.replace('path = "."', f"path = {str(exports['tape'].directory)!r}"), names)
-    model, tokens = names["model"], torch.randint(400, (2, 24), generator=torch.Generator().manual_seed(1))
+    model = names["model"]
+    tokens = torch.randint(400, (2, 24), generator=torch.Generator().manual_seed(1))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     for _ in range(2):
         model(input_ids=tokens, labels=tokens).loss.backward()
@@ -105,20 +129,32 @@ def test_the_cards_adapter_example_trains_positions_and_merges(exports, tmp_path
     trained = names["merged"].state_dict()
     start = exports["tape"].loaded.state_dict()
     moved = [name for name in start if (trained[name] - start[name]).abs().max() > 1e-4]
-    assert {name.split("position.")[1].removesuffix(".weight") for name in moved if "position." in name} == {
-        "token_mixing", "x_proj", "up_proj", "down_proj",
-    }  # fmt: skip
-    assert any("self_attn.q_proj" in name for name in moved) and any("mlp.down_proj" in name for name in moved)
+    assert {
+        name.split("position.")[1].removesuffix(".weight") for name in moved if "position." in name
+    } == {
+        "token_mixing",
+        "x_proj",
+        "up_proj",
+        "down_proj",
+    }
+    assert any("self_attn.q_proj" in name for name in moved) and any(
+        "mlp.down_proj" in name for name in moved
+    )
     with torch.no_grad():
-        torch.testing.assert_close(names["merged"](tokens).logits, model.eval()(tokens).logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            names["merged"](tokens).logits, model.eval()(tokens).logits, atol=1e-5, rtol=1e-5
+        )
 
 
 def test_the_card_shows_only_this_models_evaluation(evaluated, exports, tmp_path):
-    checkpoint, evaluated = evaluated / "checkpoint", evaluated / "results"
+    checkpoint = evaluated / "checkpoint"
+    evaluated = evaluated / "results"
     found = json.loads((evaluated / "results.json").read_text())["tasks"]["perplexity"]["scores"]
     export(checkpoint, tmp_path / "given", tokenizer="none", results=[evaluated])
     card = (tmp_path / "given" / "README.md").read_text()
-    assert str(evaluated.parent) not in card and "text.jsonl" in card and "measured in fp32 on" in card
+    assert (
+        str(evaluated.parent) not in card and "text.jsonl" in card and "measured in fp32 on" in card
+    )
     for score in found:
         assert f"| {score['metric']} | {score['value']:.4g}" in card
     results = yaml.safe_load(card.split("---")[1])["model-index"][0]["results"]
@@ -132,7 +168,16 @@ def test_the_card_shows_only_this_models_evaluation(evaluated, exports, tmp_path
     assert "## Evaluation" in (tmp_path / "found" / "README.md").read_text()
 
     other = exports["rope"].checkpoint
-    command = ["to-hf", "--checkpoint", other, "--output", tmp_path / "no", "--tokenizer", "none", "--results"]
+    command = [
+        "to-hf",
+        "--checkpoint",
+        other,
+        "--output",
+        tmp_path / "no",
+        "--tokenizer",
+        "none",
+        "--results",
+    ]
     refused(tmp_path, "results of a model other", *command, evaluated)
     refused(tmp_path, "contains no results", *command, tmp_path / "nowhere")
     shutil.copytree(other, tmp_path / "other" / "checkpoints" / step.name)
@@ -142,10 +187,13 @@ def test_the_card_shows_only_this_models_evaluation(evaluated, exports, tmp_path
 
 
 HOSTILE = (
-    "<script>alert(1)</script> <img src=x onerror=alert(1)> [x](javascript:alert(1)) ![y](z) `code` ``` | a | **b** "
-    "_c_ ~~d~~ &lt;e&gt; <!-- f --> $g$ \\* www.h.org https://h.org a_b_c # --- 1. {{ 7 * 7 }}"
+    "<script>alert(1)</script> <img src=x onerror=alert(1)> [x](javascript:alert(1)) ![y](z) `code`"
+    " ``` | a | **b** _c_ ~~d~~ &lt;e&gt; <!-- f --> $g$ \\* www.h.org https://h.org a_b_c # --- 1."
+    " {{ 7 * 7 }}"
 )
-ON_LINES = f"\n---\nlicense: evil\n---\n\n# {HOSTILE}\n\n| x |\n|---|\n- y\n\x1b[31m\u202e\x85\u2028 %s"
+ON_LINES = (
+    f"\n---\nlicense: evil\n---\n\n# {HOSTILE}\n\n| x |\n|---|\n- y\n\x1b[31m\u202e\x85\u2028 %s"
+)
 FRONT_MATTER = {
     "base_model": f"a: b # c{ON_LINES}",
     "license": "---",
@@ -166,13 +214,26 @@ def read_card(directory):
     """Return the metadata of a card, and the rendered text, links and HTML."""
     from markdown_it import MarkdownIt
 
-    front_matter, body = re.fullmatch(r"---\n(.*?)\n---\n(.*)", (directory / "README.md").read_text(), re.S).groups()
+    front_matter, body = re.fullmatch(
+        r"---\n(.*?)\n---\n(.*)", (directory / "README.md").read_text(), re.S
+    ).groups()
     blocks = MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(body)
     inline = [child for block in blocks for child in block.children or ()]
-    text = "\n".join("".join(child.content for child in block.children) for block in blocks if block.children)
-    links = {value for token in inline for value in (token.attrGet("href"), token.attrGet("src")) if value}
+    text = "\n".join(
+        "".join(child.content for child in block.children) for block in blocks if block.children
+    )
+    links = {
+        value
+        for token in inline
+        for value in (token.attrGet("href"), token.attrGet("src"))
+        if value
+    }
     html = [token for token in [*blocks, *inline] if token.type.startswith("html")]
-    emphasis = [token for token in inline if token.type in ("strong_open", "em_open", "s_open", "code_inline")]
+    emphasis = [
+        token
+        for token in inline
+        if token.type in ("strong_open", "em_open", "s_open", "code_inline")
+    ]
     return yaml.safe_load(front_matter), text, links, html + emphasis
 
 
@@ -182,7 +243,9 @@ def test_text_of_a_checkpoint_is_escaped_in_its_card(exports, tmp_path):
         state["config"] |= RUN
     export(step, tmp_path / "out", tokenizer="none")
     facts, text, links, markup = read_card(tmp_path / "out")
-    assert {key: facts[key] for key in FRONT_MATTER} == FRONT_MATTER and "evil" not in facts.values()
+    assert {
+        key: facts[key] for key in FRONT_MATTER
+    } == FRONT_MATTER and "evil" not in facts.values()
     assert not links and not markup and "|" in text
     assert text.count(HOSTILE.replace("/", "%") + " 4") == 1
     for number in (0, 1, 2, 3, 5, 6):

@@ -21,7 +21,9 @@ def reference_logits(model, input_ids, weights=None, **options):
         norm_epsilon=config.rms_norm_eps,
         gate_input=config.gate_input,
     )
-    return forward(weights or dict(model.named_parameters()), input_ids, reference, **options)["logits"]
+    return forward(weights or dict(model.named_parameters()), input_ids, reference, **options)[
+        "logits"
+    ]
 
 
 VARIANTS = {
@@ -52,7 +54,9 @@ def test_logits_and_gradients_equal_the_reference(variant, attention):
     for name, parameter in model.named_parameters():
         assert parameter.grad.abs().max() > 0, name
         scale = parameter.grad.abs().max().item()
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-5 * max(scale, 1.0))
+        torch.testing.assert_close(
+            gradients[name], parameter.grad, rtol=1e-4, atol=1e-5 * max(scale, 1.0)
+        )
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -69,7 +73,9 @@ def test_shifting_positions_changes_no_logit():
     model = build()
     input_ids = tokens()
     expected = model(input_ids).logits
-    shifted = model(input_ids, position_ids=torch.arange(17)[None] + torch.tensor([[5], [100]])).logits
+    shifted = model(
+        input_ids, position_ids=torch.arange(17)[None] + torch.tensor([[5], [100]])
+    ).logits
     torch.testing.assert_close(shifted, expected, rtol=1e-4, atol=2e-5)
 
 
@@ -82,7 +88,9 @@ def test_other_attention_functions_get_values_as_wide_as_keys():
 
     AttentionInterface.register("equal_widths", equal_widths)
     model = build(attn_implementation="equal_widths")
-    torch.testing.assert_close(model(tokens()).logits, reference_logits(model, tokens()), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        model(tokens()).logits, reference_logits(model, tokens()), rtol=1e-5, atol=1e-5
+    )
     assert widths == [(8, 8, 8)] * 5
 
 
@@ -93,14 +101,19 @@ def test_loading_weights_without_tape_starts_as_rope(tmp_path):
     position = model.model.layers[0].position
     assert not position.token_mixing.weight.any() and not position.down_proj.weight.any()
     assert position.x_proj.weight.std() > 0 and position.up_proj.weight.std() > 0
-    torch.testing.assert_close(model(tokens()).logits, theirs(tokens()).logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        model(tokens()).logits, theirs(tokens()).logits, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_phases_stay_in_float32(tmp_path):
     model = build(head_dim=16)
     exact = model.model.phases.inv_freq.clone()
     model.save_pretrained(tmp_path)
-    for moved in (TapeForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16), model.bfloat16()):
+    for moved in (
+        TapeForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16),
+        model.bfloat16(),
+    ):
         assert moved.dtype == torch.bfloat16
         assert torch.equal(moved.model.phases.inv_freq, exact)
 
@@ -111,14 +124,20 @@ def test_invalid_configurations_are_refused():
     with pytest.raises(ValueError, match="multiple of num_key_value_heads"):
         TapeConfig(num_attention_heads=4, num_key_value_heads=3)
     with pytest.raises(ValueError, match="rope_parameters has settings for full_attention"):
-        TapeConfig(rope_parameters={"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}})
+        TapeConfig(
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}
+            }
+        )
     with pytest.raises(ValueError, match="dynamic"):
         TapeConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
 
 
 def moved_state(directory, dtype, precision):
     """Return the change of a model's position state by small updates."""
-    model = TapeForCausalLM.from_pretrained(directory, dtype=dtype, position_state_precision=precision).eval()
+    model = TapeForCausalLM.from_pretrained(
+        directory, dtype=dtype, position_state_precision=precision
+    ).eval()
     states = []
     for layer in model.model.layers[:-1]:
         layer.position.token_mixing.weight.data.mul_(0.001)
@@ -132,9 +151,14 @@ def moved_state(directory, dtype, precision):
 
 def test_an_fp32_state_keeps_small_updates_in_a_bf16_model(exports):
     directory = exports["tape"].directory
-    assert AutoConfig.from_pretrained(directory, trust_remote_code=True).position_state_precision == "fp32"
+    assert (
+        AutoConfig.from_pretrained(directory, trust_remote_code=True).position_state_precision
+        == "fp32"
+    )
     exact = moved_state(directory, torch.float64, "bf16")
-    fp32, bf16 = (moved_state(directory, torch.bfloat16, precision) for precision in ("fp32", "bf16"))
+    fp32, bf16 = (
+        moved_state(directory, torch.bfloat16, precision) for precision in ("fp32", "bf16")
+    )
     assert (fp32 - exact).norm() < 0.1 * exact.norm() and (bf16 - exact).norm() > 0.5 * exact.norm()
 
 

@@ -70,14 +70,26 @@ def test_models_load_without_trust_remote_code(which, late, exports, package_sit
     made = exports["tape"]
     ids = tokenize(made.directory)
     with torch.no_grad():
-        torch.save({"ids": ids, "logits": made.loaded(torch.tensor([ids])).logits}, tmp_path / "expected.pt")
+        torch.save(
+            {"ids": ids, "logits": made.loaded(torch.tensor([ids])).logits},
+            tmp_path / "expected.pt",
+        )
     # For an export with older code, the package's code runs.
     old = tmp_path / "export"
     shutil.copytree(made.directory, old)
     if not late:
         for file in old.glob("*_tape.py"):
             file.write_text("raise RuntimeError('remote code ran')")
-    arguments = ["-W", "error::RuntimeWarning", "-c", USER, package_site, old, tmp_path / "saved", late]
+    arguments = [
+        "-W",
+        "error::RuntimeWarning",
+        "-c",
+        USER,
+        package_site,
+        old,
+        tmp_path / "saved",
+        late,
+    ]
     done = run_in(which, tmp_path, *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "transformers-tape could not" not in done.stderr
@@ -85,29 +97,43 @@ def test_models_load_without_trust_remote_code(which, late, exports, package_sit
     assert "transformers_tape" not in sys.modules
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
     with torch.no_grad():
-        torch.testing.assert_close(again(torch.tensor([ids])).logits, made.loaded(torch.tensor([ids])).logits)
+        torch.testing.assert_close(
+            again(torch.tensor([ids])).logits, made.loaded(torch.tensor([ids])).logits
+        )
 
 
 def tokenize(directory):
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(directory, trust_remote_code=True)("import heapq").input_ids
+    return AutoTokenizer.from_pretrained(directory, trust_remote_code=True)(
+        "import heapq"
+    ).input_ids
 
 
 def test_the_classes_match_auto_map(package_site, tmp_path):
     script = "import transformers_tape as t; print(t.AUTO_CLASSES | {'AutoConfig': t.CONFIG})"
     done = run_in("pinned", tmp_path, "-c", script, PYTHONPATH=str(package_site))
     assert done.returncode == 0, done.stderr
-    assert eval(done.stdout) == {auto_class: reference.split(".")[1] for auto_class, reference in AUTO_MAP.items()}
+    assert eval(done.stdout) == {
+        auto_class: reference.split(".")[1] for auto_class, reference in AUTO_MAP.items()
+    }
 
 
 @pytest.mark.slow
 def test_pip_builds_and_installs_the_tested_package(package_site, tmp_path):
     pip = [python_of("ecosystem"), "-m", "pip", "--disable-pip-version-check", "--quiet"]
     offline = ["--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*pip, "wheel", *offline, "-w", tmp_path, ROOT / "transformers_tape"], check=True)
+    subprocess.run(
+        [*pip, "wheel", *offline, "-w", tmp_path, ROOT / "transformers_tape"], check=True
+    )
     (wheel,) = tmp_path.glob("transformers_tape-*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        found = {name: archive.read(name) for name in archive.namelist() if ".dist-info/" not in name}
-    files = [path for path in package_site.rglob("*") if path.is_file() and path.suffix in (".py", ".pth")]
+        found = {
+            name: archive.read(name) for name in archive.namelist() if ".dist-info/" not in name
+        }
+    files = [
+        path
+        for path in package_site.rglob("*")
+        if path.is_file() and path.suffix in (".py", ".pth")
+    ]
     assert found == {path.relative_to(package_site).as_posix(): path.read_bytes() for path in files}

@@ -1,4 +1,6 @@
-"""Adapters of exported and imported models with peft: TAPE's matrices are found, trained, saved, loaded and merged."""
+"""Adapters of exported and imported models with peft: TAPE's matrices are found, trained, saved,
+loaded and merged.
+"""
 
 import logging
 
@@ -27,10 +29,14 @@ RECIPES = {
 
 def zero_start():
     """An imported model, which still equals Llama, as TAPE's matrices are zero."""
-    theirs = LlamaForCausalLM(LlamaConfig(**{key: SMALL[key] for key in SMALL if key != "position_mlp_size"})).eval()
+    theirs = LlamaForCausalLM(
+        LlamaConfig(**{key: SMALL[key] for key in SMALL if key != "position_mlp_size"})
+    ).eval()
     model = TapeForCausalLM(TapeConfig(**SMALL)).eval()
     model.load_state_dict(theirs.state_dict(), strict=False)
-    torch.testing.assert_close(model(tokens()).logits, theirs(tokens()).logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        model(tokens()).logits, theirs(tokens()).logits, rtol=1e-5, atol=1e-5
+    )
     return model
 
 
@@ -66,14 +72,18 @@ def logits(model):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_adapter_trains_positions_and_is_saved_loaded_and_merged(bases, recipe, start, tmp_path):
     base = TapeForCausalLM.from_pretrained(bases / start)
-    before = {name: matrix.clone() for name, matrix in base.state_dict().items() if ".position." in name}
+    before = {
+        name: matrix.clone() for name, matrix in base.state_dict().items() if ".position." in name
+    }
     untuned = logits(base)
     model = train(get_peft_model(base, LoraConfig(r=4, task_type="CAUSAL_LM", **RECIPES[recipe])))
     tuned = logits(model)
     assert (tuned - untuned).abs().max() > 0.1
 
     model.save_pretrained(tmp_path / "adapter")
-    loaded = PeftModel.from_pretrained(TapeForCausalLM.from_pretrained(bases / start), tmp_path / "adapter").eval()
+    loaded = PeftModel.from_pretrained(
+        TapeForCausalLM.from_pretrained(bases / start), tmp_path / "adapter"
+    ).eval()
     assert torch.equal(logits(loaded), tuned)
     # One token at a time, through the cache, with the adapter in place.
     options = dict(max_new_tokens=8, do_sample=False, pad_token_id=0)
@@ -125,7 +135,9 @@ def test_the_matrix_of_a_module_is_its_effective_weight(change):
 
 
 def test_different_adapters_within_a_batch_are_refused():
-    model = get_peft_model(zero_start(), LoraConfig(target_modules=["token_mixing"], init_lora_weights=False), "one")
+    model = get_peft_model(
+        zero_start(), LoraConfig(target_modules=["token_mixing"], init_lora_weights=False), "one"
+    )
     model.add_adapter("other", LoraConfig(target_modules=["token_mixing"], init_lora_weights=False))
     model.eval()
     ids = tokens()[:1].expand(4, -1)  # a batch as large as token mixing has columns

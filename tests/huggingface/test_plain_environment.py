@@ -61,8 +61,12 @@ YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_positio
 
 @pytest.fixture(scope="module")
 def ran(exported, exports, streamable, source_text, tmp_path_factory):
-    """Return results of the script with exports of every encoding, then of the rows of ecosystem.py."""
-    ids, names, folder = random_tokens(), [], tmp_path_factory.mktemp("plain")
+    """Return results of the script with exports of every encoding, then of the rows of
+    ecosystem.py.
+    """
+    ids = random_tokens()
+    names = []
+    folder = tmp_path_factory.mktemp("plain")
     tokenizer = AutoTokenizer.from_pretrained(exports["tape"].directory, trust_remote_code=True)
     expected = {"ids": ids, "text": source_text, "pieces": tokenizer(source_text).input_ids}
 
@@ -78,14 +82,22 @@ def ran(exported, exports, streamable, source_text, tmp_path_factory):
     for made in map(exported, (*NAMES, OWN_CLASSES)):
         give(made.directory.name, made.directory, made.built)
     for kind, prefix in (("tape", ""), ("rope", "plain_")):
-        made, yarn = exports[kind], folder / f"{prefix}yarn"
+        made = exports[kind]
+        yarn = folder / f"{prefix}yarn"
         give(f"{prefix}with_tokenizer", made.directory, made.built)
         shutil.copytree(made.directory, yarn)
         change_config(yarn, {"rope_parameters": YARN, "rope_scaling": None})
         give(yarn.name, yarn, AutoModelForCausalLM.from_pretrained(yarn, trust_remote_code=True))
         assert (expected[f"{prefix}yarn"] - expected[f"{prefix}with_tokenizer"]).abs().max() > 1e-2
     torch.save(expected, folder / "expected.pt")
-    rows = [ecosystem.__file__, streamable["tape"], "--only", "light", "--json", folder / "outcomes.json"]
+    rows = [
+        ecosystem.__file__,
+        streamable["tape"],
+        "--only",
+        "light",
+        "--json",
+        folder / "outcomes.json",
+    ]
     done = run_in("transformers", folder, "-c", STRANGER, *names, "--", *rows)
     assert (folder / "outcomes.json").exists(), done.stderr[-3000:]
     return json.loads((folder / "outcomes.json").read_text(encoding="utf-8"))
@@ -108,5 +120,8 @@ def test_the_oldest_transformers_passes_the_light_rows(ran):
 
 def test_an_older_transformers_is_refused_in_one_sentence(monkeypatch):
     monkeypatch.setattr("transformers.__version__", "4.57.6")
-    with pytest.raises(ImportError, match=f"requires transformers {configuration_tape.OLDEST_TRANSFORMERS} or newer"):
+    with pytest.raises(
+        ImportError,
+        match=f"requires transformers {configuration_tape.OLDEST_TRANSFORMERS} or newer",
+    ):
         runpy.run_path(configuration_tape.__file__)

@@ -24,7 +24,9 @@ from megatron_tape.position import NoPosition
 def write_released(folder, name):
     config, weights, _, rest = load(name)
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({key: value.contiguous() for key, value in weights.items()}, folder / "model.safetensors")
+    save_file(
+        {key: value.contiguous() for key, value in weights.items()}, folder / "model.safetensors"
+    )
     return config, weights, rest
 
 
@@ -32,23 +34,48 @@ def test_an_encoding_that_cannot_be_exported_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(NoPosition, "exports_to", None)
     write_released(tmp_path, "nope")
     import_released(tmp_path / "model.safetensors", tmp_path / "config.json", tmp_path / "imported")
-    refused(tmp_path, "nope", "to-hf", "--checkpoint", tmp_path / "imported", "--output", tmp_path / "out")
+    refused(
+        tmp_path,
+        "nope",
+        "to-hf",
+        "--checkpoint",
+        tmp_path / "imported",
+        "--output",
+        tmp_path / "out",
+    )
 
 
-RELEASED = ["adape", "adape_interp", "rope", "nope", "yarn", "alibi", "t5rb", "fire", "sincos", "xpos"]
+RELEASED = [
+    "adape",
+    "adape_interp",
+    "rope",
+    "nope",
+    "yarn",
+    "alibi",
+    "t5rb",
+    "fire",
+    "sincos",
+    "xpos",
+]
 
 
-@pytest.mark.parametrize("name, mixing", [*((name, "full") for name in RELEASED), ("adape", "per_head")])
+@pytest.mark.parametrize(
+    "name, mixing", [*((name, "full") for name in RELEASED), ("adape", "per_head")]
+)
 def test_released_checkpoints_keep_their_logits_through_import_and_export(tmp_path, name, mixing):
     _, _, rest = write_released(tmp_path, name)
-    import_released(tmp_path / "model.safetensors", tmp_path / "config.json", tmp_path / "imported", 48, mixing)
+    import_released(
+        tmp_path / "model.safetensors", tmp_path / "config.json", tmp_path / "imported", 48, mixing
+    )
     settings = json.loads((tmp_path / "imported" / "state.json").read_text())["config"]["model"]
     assert settings["vocab_size"] == 96
     # In float64, only the released code rounds; float32 rounding differs between CPUs.
     built, _ = build(model_config(**settings), randomize=False, dtype=torch.float64)
     weights = load_file(tmp_path / "imported" / "tensors-tp00-dp00000.safetensors")
     export(tmp_path / "imported", tmp_path / "exported", tokenizer="none")
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", trust_remote_code=True, dtype=torch.float64)
+    exported = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "exported", trust_remote_code=True, dtype=torch.float64
+    )
     with torch.no_grad():
         for key, parameter in built.named_parameters():
             parameter.copy_(weights.pop(f"weight/{key}"))
@@ -64,9 +91,12 @@ def test_a_large_import_is_split_into_files_with_the_same_weights(tmp_path, monk
     monkeypatch.setattr(imported, "FILE_BYTES", 5000)
     import_released(*given, tmp_path / "several")
     assert problems(tmp_path / "several") == []
-    one, several = open_weights(tmp_path / "one"), open_weights(tmp_path / "several")
+    one = open_weights(tmp_path / "one")
+    several = open_weights(tmp_path / "several")
     assert len({path for path, _ in several.files[0].values()}) > 3
-    assert read_index(tmp_path / "several", 1).keys() == {path.name for path, _ in several.files[0].values()}
+    assert read_index(tmp_path / "several", 1).keys() == {
+        path.name for path, _ in several.files[0].values()
+    }
     assert all(torch.equal(several.read(name), one.read(name)) for name in one.files[0])
 
 
@@ -75,14 +105,19 @@ def test_a_released_fire_with_another_threshold_is_refused(tmp_path):
     weights["model.layers.1.self_attn.rotary_emb.init_L"] = torch.tensor(256.0)
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="init_L 256, which cannot be imported; supported: 512"):
-        import_released(tmp_path / "model.safetensors", tmp_path / "config.json", tmp_path / "imported")
+        import_released(
+            tmp_path / "model.safetensors", tmp_path / "config.json", tmp_path / "imported"
+        )
 
 
 @pytest.mark.parametrize(
     "change, refusal",
     [
         ({"rpe_type": "randrope"}, "rpe_type"),
-        ({"rpe_type": "t5rb", "relative_attention_num_buckets": 32}, "relative_attention_max_distance is None"),
+        (
+            {"rpe_type": "t5rb", "relative_attention_num_buckets": 32},
+            "relative_attention_max_distance is None",
+        ),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling"),
         ({"num_hidden_layers": 3}, "lacks the parameter model.layers.2"),
         ({"vocab_size": 60}, "settings require"),
@@ -102,12 +137,24 @@ def test_unsupported_released_checkpoints_are_refused(tmp_path, change, refusal)
     [
         ("self_attn.rotary_emb.init_L", torch.ones(3), "init_L 1, 1, 1, which cannot"),
         ("self_attn.rotary_emb.other", torch.ones(3), "rotary_emb.other, but its settings"),
-        ("post_attention_linear.weight", torch.ones(3), "post_attention_linear.weight has the shape"),
+        (
+            "post_attention_linear.weight",
+            torch.ones(3),
+            "post_attention_linear.weight has the shape",
+        ),
     ],
 )
 def test_invalid_released_weights_are_refused_by_name(tmp_path, name, tensor, refusal):
     _, weights, _ = write_released(tmp_path, "adape")
-    (key,) = [key for key in weights if key.startswith("model.layers.0.") and key.endswith(name)] or [None]
+    (key,) = [
+        key for key in weights if key.startswith("model.layers.0.") and key.endswith(name)
+    ] or [None]
     save_file(weights | {key or f"model.layers.0.{name}": tensor}, tmp_path / "model.safetensors")
-    command = ["from-released", "--config", tmp_path / "config.json", "--weights", tmp_path / "model.safetensors"]
+    command = [
+        "from-released",
+        "--config",
+        tmp_path / "config.json",
+        "--weights",
+        tmp_path / "model.safetensors",
+    ]
     refused(tmp_path, refusal, *command, "--output", tmp_path / "out")

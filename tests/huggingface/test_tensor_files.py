@@ -21,12 +21,17 @@ def test_a_full_disk_gives_one_sentence_and_leaves_nothing_behind(exports, tmp_p
         with limited_files(size):
             done = convert(*arguments)
         assert done.returncode == 1 and os.listdir(tmp_path) == []
-        assert done.stderr.splitlines()[-1] == f"error: File too large: {tmp_path / 'out'}", (size, done.stderr)
+        assert done.stderr.splitlines()[-1] == f"error: File too large: {tmp_path / 'out'}", (
+            size,
+            done.stderr,
+        )
     assert convert(*arguments).returncode == 0
 
 
 def test_weights_are_read_and_written_one_at_a_time(exports, tmp_path, monkeypatch):
-    read, alive, most = SavedWeights.read, [], 0
+    read = SavedWeights.read
+    alive = []
+    most = 0
 
     def watched(self, name):
         nonlocal most

@@ -12,7 +12,11 @@ from megatron_tape.data.indexed_dataset import origin_path
 from megatron_tape.data.origins import check_tokenizer, fingerprints_of
 from megatron_tape.data.tokenizer import difference, find_files, load_tokenizer, tokenizer_record
 from megatron_tape.errors import FileError
-from megatron_tape.huggingface.tokenizer_files import export_problem, read_tokenizer, write_tokenizer
+from megatron_tape.huggingface.tokenizer_files import (
+    export_problem,
+    read_tokenizer,
+    write_tokenizer,
+)
 from megatron_tape.io.records import write_record
 
 NO_RULES = dict(normalization_rule_name="identity", remove_extra_whitespaces=False)
@@ -24,11 +28,19 @@ def sentencepiece_model(sentences=None, **options):
 
     model = io.BytesIO()
     sentences = sentences or source_code("argparse").splitlines() + source_code("ast").splitlines()
-    bytes_too = dict(byte_fallback=True) if options.get("model_type") in ("bpe", "unigram") else {}
+    if options.get("model_type") in ("bpe", "unigram"):
+        bytes_too = dict(byte_fallback=True)
+    else:
+        bytes_too = {}
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(sentences), model_writer=model, vocab_size=700, hard_vocab_limit=False, minloglevel=2,
-        **bytes_too, **options,
-    )  # fmt: skip
+        sentence_iterator=iter(sentences),
+        model_writer=model,
+        vocab_size=700,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **bytes_too,
+        **options,
+    )
     return model.getvalue()
 
 
@@ -46,9 +58,19 @@ def sentencepiece_model(sentences=None, **options):
 def test_sentencepiece_models_convert_to_the_same_ids(tmp_path, options):
     (tmp_path / "t.model").write_bytes(sentencepiece_model(**options))
     exported(tmp_path / "t.model", tmp_path / "out")
-    ours, theirs = load_tokenizer(tmp_path / "t.model"), load_tokenizer(tmp_path / "out" / "tokenizer.json")
-    code = source_code("ast").replace("=" * 9, "")  # a unigram model has several ways to split a line of them
-    for text in (code, "<s> c", "a <0x41>", "a\n\n b\n", "▁ ▁", "größer カガ 한글 ﾊﾟ ﬁ² \u200b\x01 👩\u200d👧"):
+    ours = load_tokenizer(tmp_path / "t.model")
+    theirs = load_tokenizer(tmp_path / "out" / "tokenizer.json")
+    code = source_code("ast").replace(
+        "=" * 9, ""
+    )  # a unigram model has several ways to split a line of them
+    for text in (
+        code,
+        "<s> c",
+        "a <0x41>",
+        "a\n\n b\n",
+        "▁ ▁",
+        "größer カガ 한글 ﾊﾟ ﬁ² \u200b\x01 👩\u200d👧",
+    ):
         assert theirs.encode(text) == ours.encode(text), ascii(text)
     assert theirs.decode(ours.encode(code)) == ours.decode(ours.encode(code))
     assert (theirs.vocab_size, theirs.eod, theirs.bos) == (ours.vocab_size, ours.eod, ours.bos)
@@ -58,12 +80,21 @@ def test_sentencepiece_models_convert_to_the_same_ids(tmp_path, options):
 @pytest.mark.parametrize("template", ["", "{% for m in messages %}{{ m.content }}{% endfor %}"])
 @pytest.mark.parametrize(
     "options",
-    [dict(model_type="bpe", **NO_RULES), dict(model_type="unigram", **NO_RULES), dict(model_type="unigram")],
+    [
+        dict(model_type="bpe", **NO_RULES),
+        dict(model_type="unigram", **NO_RULES),
+        dict(model_type="unigram"),
+    ],
     ids=str,
 )
-def test_an_export_whose_tokenizer_transformers_saved_again_is_the_same(tmp_path, options, template):
-    """save_pretrained, which transformers' and trl's trainers call, drops the SentencePiece model."""
-    source, again = tmp_path / "source", tmp_path / "again"
+def test_an_export_whose_tokenizer_transformers_saved_again_is_the_same(
+    tmp_path, options, template
+):
+    """save_pretrained, which transformers' and trl's trainers call, drops the SentencePiece
+    model.
+    """
+    source = tmp_path / "source"
+    again = tmp_path / "again"
     source.mkdir()
     (source / "tokenizer.model").write_bytes(sentencepiece_model(**options))
     if template:
@@ -72,13 +103,21 @@ def test_an_export_whose_tokenizer_transformers_saved_again_is_the_same(tmp_path
     read_tokenizer(tmp_path / "out").save_pretrained(again)
     assert not (again / "tokenizer.model").exists()
     record = tokenizer_record(load_tokenizer(again))
-    for original in (source, source / "tokenizer.model", tmp_path / "out", tmp_path / "out" / "tokenizer.json"):
+    for original in (
+        source,
+        source / "tokenizer.model",
+        tmp_path / "out",
+        tmp_path / "out" / "tokenizer.json",
+    ):
         assert difference(record, tokenizer_record(load_tokenizer(original)), "") is None
     # A dataset contains only a record.
     write_dataset(tmp_path / "data", documents=3)
     prefix = str(tmp_path / "data")
     trained = tokenizer_record(load_tokenizer(source))
-    write_record(origin_path(prefix), {"tokenizer": trained, "append_eod": True, "files": fingerprints_of(prefix)})
+    write_record(
+        origin_path(prefix),
+        {"tokenizer": trained, "append_eod": True, "files": fingerprints_of(prefix)},
+    )
     assert check_tokenizer([prefix], record, "that of again")[prefix]["tokenizer"] == trained
 
 
@@ -91,7 +130,9 @@ def test_a_conversion_with_different_ids_is_refused_with_the_text(tmp_path):
         exported(tmp_path / "t.model", tmp_path / "out")
 
 
-def test_a_conversion_without_transformers_names_the_package_to_install(tmp_path, tokenizer_path, monkeypatch):
+def test_a_conversion_without_transformers_names_the_package_to_install(
+    tmp_path, tokenizer_path, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "transformers.convert_slow_tokenizer", None)
     with pytest.raises(FileError, match="pip install transformers"):
         exported(tokenizer_path, tmp_path / "out")
@@ -103,24 +144,35 @@ TEXT = "List:\n\n1.  x =   25"
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_a_tokenizer_follows_its_file_regardless_of_the_named_class(tmp_path, kind):
-    """transformers would drop the first of these steps for GPT2Tokenizer, and use Qwen's tokenizer for Qwen2."""
+    """transformers would drop the first of these steps for GPT2Tokenizer, and use Qwen's tokenizer
+    for Qwen2.
+    """
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
-    source, output = tmp_path / "source", tmp_path / "out"
+    source = tmp_path / "source"
+    output = tmp_path / "out"
     output.mkdir()
     digits = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
     tokenizer = save_bpe(source, END, pre_tokenizer=digits)
     settings = {"tokenizer_class": "GPT2Tokenizer", "pad_token": END, "model_max_length": 7}
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
     assert write_tokenizer(load_tokenizer(source), output, 128, "source").special_ids == {
-        "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0,
-    }  # fmt: skip
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
     (output / "config.json").write_text(json.dumps({"model_type": kind}))
     found = read_tokenizer(output)
-    assert found(TEXT)["input_ids"] == load_tokenizer(source).encode(TEXT) == tokenizer.encode(TEXT).ids
+    assert (
+        found(TEXT)["input_ids"]
+        == load_tokenizer(source).encode(TEXT)
+        == tokenizer.encode(TEXT).ids
+    )
     assert (found.eos_token, found.pad_token, found.model_max_length) == (END, END, 7)
-    automatic = AutoTokenizer.from_pretrained(output)(TEXT)["input_ids"] == tokenizer.encode(TEXT).ids
+    automatic = (
+        AutoTokenizer.from_pretrained(output)(TEXT)["input_ids"] == tokenizer.encode(TEXT).ids
+    )
     assert automatic == (kind == "llama")
 
 
@@ -155,7 +207,8 @@ def test_an_exported_tokenizer_gives_the_ids_of_training(kind, tmp_path, texts):
     source.mkdir()
     KINDS[kind](texts[:40]).save(str(source / "tokenizer.json"))
     exported(source, tmp_path / "out")
-    ours, theirs = load_tokenizer(source), read_tokenizer(tmp_path / "out")
+    ours = load_tokenizer(source)
+    theirs = read_tokenizer(tmp_path / "out")
     for text in [*MENTIONS, *texts[:20]]:
         assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
     again = load_tokenizer(tmp_path / "out")
@@ -166,28 +219,46 @@ def test_special_tokens_in_text_are_matched_only_with_a_chat_template(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     control = ["<|im_start|>", "<|im_end|>"]
-    (source / "tokenizer.model").write_bytes(sentencepiece_model(model_type="bpe", control_symbols=control, **NO_RULES))
+    (source / "tokenizer.model").write_bytes(
+        sentencepiece_model(model_type="bpe", control_symbols=control, **NO_RULES)
+    )
     template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
     (source / "chat_template.jinja").write_text(template)
-    (source / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>", "add_bos_token": true}')
+    (source / "tokenizer_config.json").write_text(
+        '{"eos_token": "<|im_end|>", "add_bos_token": true}'
+    )
     found = exported(source, tmp_path / "out")
     assert (found.special_ids["eos_token_id"], found.special_ids["bos_token_id"]) == (4, 1)
-    ours, theirs = load_tokenizer(source), read_tokenizer(tmp_path / "out")
+    ours = load_tokenizer(source)
+    theirs = read_tokenizer(tmp_path / "out")
     ids = theirs.apply_chat_template([{"content": "hello"}], tokenize=True, return_dict=False)
     assert ids == [3, *ours.encode("hello"), 4]
-    assert theirs("a b")["input_ids"] == [1, *ours.encode("a b")] and load_tokenizer(tmp_path / "out").prefix == [1]
+    assert theirs("a b")["input_ids"] == [1, *ours.encode("a b")] and load_tokenizer(
+        tmp_path / "out"
+    ).prefix == [1]
     text = "a<|im_end|>b <s> c"
-    assert theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] == ours.encode(text)
-    assert difference(tokenizer_record(load_tokenizer(tmp_path / "out")), tokenizer_record(ours), "") is None
+    assert theirs(text, add_special_tokens=False, split_special_tokens=True)[
+        "input_ids"
+    ] == ours.encode(text)
+    assert (
+        difference(tokenizer_record(load_tokenizer(tmp_path / "out")), tokenizer_record(ours), "")
+        is None
+    )
 
 
 def test_a_converted_tokenizer_equals_its_source(tmp_path, tokenizer_path):
     exported(tokenizer_path, tmp_path / "out")
-    original, converted = load_tokenizer(tokenizer_path), load_tokenizer(tmp_path / "out")
+    original = load_tokenizer(tokenizer_path)
+    converted = load_tokenizer(tmp_path / "out")
     assert difference(tokenizer_record(converted), tokenizer_record(original), "") is None
     assert "tokenizer.json" in converted.files
     exported(tmp_path / "out", tmp_path / "again")
-    assert difference(tokenizer_record(load_tokenizer(tmp_path / "again")), tokenizer_record(original), "") is None
+    assert (
+        difference(
+            tokenizer_record(load_tokenizer(tmp_path / "again")), tokenizer_record(original), ""
+        )
+        is None
+    )
 
 
 def save_bpe(directory, *special, pre_tokenizer=None):
@@ -197,7 +268,9 @@ def save_bpe(directory, *special, pre_tokenizer=None):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizer or pre_tokenizers.ByteLevel(False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, special_tokens=list(special), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        initial_alphabet=alphabet, special_tokens=list(special), show_progress=False
+    )
     tokenizer.train_from_iterator([TEXT * 9], trainer)
     directory.mkdir(exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -209,32 +282,57 @@ FLAGS = dict(lstrip=False, normalized=False, rstrip=False, single_word=False, sp
 
 @pytest.mark.parametrize("kind", ["json", "model"])
 def test_an_export_omits_tokens_that_the_tokenizer_lacks(tmp_path, tokenizer_path, kind, capsys):
-    """transformers would add ids beyond the model's rows for tokens named in files next to tokenizer.json."""
+    """transformers would add ids beyond the model's rows for tokens named in files next to
+    tokenizer.json.
+    """
     source = tmp_path / "source"
     if kind == "json":
         save_bpe(source, END, "<|im_end|>")
-        eos, other = END, "<|im_end|>"
+        eos = END
+        other = "<|im_end|>"
     else:
         source.mkdir()
         (source / "tokenizer.model").write_bytes(tokenizer_path.read_bytes())
-        eos, other = "</s>", "<s>"
+        eos = "</s>"
+        other = "<s>"
     if kind == "json":
         (source / "added_tokens.json").write_text(json.dumps({"import": 999}))
     settings = {
-        "eos_token": {"content": eos, **FLAGS}, "pad_token": "[PAD]", "padding_side": "left", "model_max_length": 9,
-        "additional_special_tokens": [other, "<|x|>"], "chat_template": "{{ messages[0].content }}",
-    }  # fmt: skip
+        "eos_token": {"content": eos, **FLAGS},
+        "pad_token": "[PAD]",
+        "padding_side": "left",
+        "model_max_length": 9,
+        "additional_special_tokens": [other, "<|x|>"],
+        "chat_template": "{{ messages[0].content }}",
+    }
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
-    (source / "special_tokens_map.json").write_text(json.dumps({"cls_token": "[CLS]", "sep_token": other}))
+    (source / "special_tokens_map.json").write_text(
+        json.dumps({"cls_token": "[CLS]", "sep_token": other})
+    )
     found = exported(source, tmp_path / "out")
-    assert f"omits special tokens that {source} names but does not have" in (said := capsys.readouterr().err)
-    assert said.count("\n") == 1 and all(token in said for token in ("'[PAD]'", "'[CLS]'", "'<|x|>'"))
-    ours, theirs = load_tokenizer(source), read_tokenizer(tmp_path / "out")
+    assert f"omits special tokens that {source} names but does not have" in (
+        said := capsys.readouterr().err
+    )
+    assert said.count("\n") == 1 and all(
+        token in said for token in ("'[PAD]'", "'[CLS]'", "'<|x|>'")
+    )
+    ours = load_tokenizer(source)
+    theirs = read_tokenizer(tmp_path / "out")
     text = f"import [PAD] [CLS] <|x|> {other}"
-    assert theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] == ours.encode(text)
+    assert theirs(text, add_special_tokens=False, split_special_tokens=True)[
+        "input_ids"
+    ] == ours.encode(text)
     assert len(theirs) == ours.vocab_size == found.vocab_size
-    assert (theirs.eos_token, theirs.sep_token, theirs.padding_side, theirs.model_max_length) == (eos, other, "left", 9)
-    assert theirs.cls_token is None and found.special_ids["eos_token_id"] == theirs.eos_token_id == ours.eod
+    assert (theirs.eos_token, theirs.sep_token, theirs.padding_side, theirs.model_max_length) == (
+        eos,
+        other,
+        "left",
+        9,
+    )
+    assert (
+        theirs.cls_token is None
+        and found.special_ids["eos_token_id"] == theirs.eos_token_id == ours.eod
+    )
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names <= {"tokenizer.json", "tokenizer.model", "tokenizer_config.json"}
 
@@ -242,7 +340,9 @@ def test_an_export_omits_tokens_that_the_tokenizer_lacks(tmp_path, tokenizer_pat
 @pytest.mark.parametrize("kind", ["json", "model"])
 @pytest.mark.parametrize("template", ["", "{{ messages[0].content }}"])
 @pytest.mark.parametrize("split", [True, False])
-def test_switches_are_kept_and_not_taken_for_tokens(tmp_path, tokenizer_path, capsys, kind, template, split):
+def test_switches_are_kept_and_not_taken_for_tokens(
+    tmp_path, tokenizer_path, capsys, kind, template, split
+):
     source = tmp_path / "source"
     if kind == "json":
         save_bpe(source, END)
@@ -252,7 +352,10 @@ def test_switches_are_kept_and_not_taken_for_tokens(tmp_path, tokenizer_path, ca
     if template:
         (source / "chat_template.jinja").write_text(template)
     switches = {"split_special_tokens": split, "add_bos_token": False}
-    others = {} if kind == "model" else {"uses_image_token": True, "seconds_per_audio_token": 0.5, "scale_of_token": 2}
+    if kind == "model":
+        others = {}
+    else:
+        others = {"uses_image_token": True, "seconds_per_audio_token": 0.5, "scale_of_token": 2}
     (source / "tokenizer_config.json").write_text(json.dumps(switches | others))
     for name in ("out", "again"):
         exported(source, tmp_path / name)
@@ -271,9 +374,19 @@ def test_invalid_ids_in_generation_settings_are_omitted_and_named(tmp_path, toke
     source = tmp_path / "source"
     source.mkdir()
     (source / "tokenizer.model").write_bytes(tokenizer_path.read_bytes())
-    generation = {"eos_token_id": [3, 99999], "pad_token_id": 99999, "decoder_start_token_id": -1, "top_p": 0.9}
+    generation = {
+        "eos_token_id": [3, 99999],
+        "pad_token_id": 99999,
+        "decoder_start_token_id": -1,
+        "top_p": 0.9,
+    }
     (source / "generation_config.json").write_text(json.dumps(generation))
     found = exported(source, tmp_path / "out")
-    assert found.generation == {"eos_token_id": [3], "pad_token_id": 0, "bos_token_id": 2, "top_p": 0.9}
+    assert found.generation == {
+        "eos_token_id": [3],
+        "pad_token_id": 0,
+        "bos_token_id": 2,
+        "top_p": 0.9,
+    }
     named = "eos_token_id 99999, pad_token_id 99999, decoder_start_token_id -1"
     assert capsys.readouterr().err.strip().endswith(named)

@@ -17,14 +17,31 @@ from megatron_tape.huggingface.export.to_transformers import huggingface_config
 
 PACKAGE = ROOT / "transformers_tape" / "src" / "transformers_tape"
 # The demo's model; SmolLM2-135M's sizes; the other settings of TAPE; and a Llama with YaRN.
-SMOLLM2 = dict(num_layers=4, hidden_size=576, ffn_hidden_size=1536, num_attention_heads=9, num_query_groups=3)
+SMOLLM2 = dict(
+    num_layers=4, hidden_size=576, ffn_hidden_size=1536, num_attention_heads=9, num_query_groups=3
+)
 SMOLLM2 |= dict(mlp_size=36, tie_embeddings=True, rope_theta=1e5, seq_length=1024)
-DEMO = dict(num_layers=6, hidden_size=192, ffn_hidden_size=512, num_attention_heads=6, num_query_groups=6)
+DEMO = dict(
+    num_layers=6, hidden_size=192, ffn_hidden_size=512, num_attention_heads=6, num_query_groups=6
+)
 DEMO |= dict(mlp_size=24, seq_length=256)
-OTHER = dict(kv_channels=16, qkv_bias=True, qk_norm=True, gate_input="attention", state_precision="bf16")
-OTHER |= dict(rope_scaling_type="yarn", rope_scaling_factor=4.0, rope_original_seq_length=64, seq_length=256)
-MODELS = {"demo": (OWN_CLASSES, DEMO), "smollm2": (OWN_CLASSES, SMOLLM2), "other_settings": (OWN_CLASSES, OTHER)}
-PLAIN = dict(rope_scaling_type="yarn", rope_scaling_factor=4.0, rope_original_seq_length=64, rope_attention_factor=1.3)
+OTHER = dict(
+    kv_channels=16, qkv_bias=True, qk_norm=True, gate_input="attention", state_precision="bf16"
+)
+OTHER |= dict(
+    rope_scaling_type="yarn", rope_scaling_factor=4.0, rope_original_seq_length=64, seq_length=256
+)
+MODELS = {
+    "demo": (OWN_CLASSES, DEMO),
+    "smollm2": (OWN_CLASSES, SMOLLM2),
+    "other_settings": (OWN_CLASSES, OTHER),
+}
+PLAIN = dict(
+    rope_scaling_type="yarn",
+    rope_scaling_factor=4.0,
+    rope_original_seq_length=64,
+    rope_attention_factor=1.3,
+)
 MODELS |= {"rope": (PLAIN_ROPE, DEMO | PLAIN)}
 
 REFUSED = """
@@ -63,7 +80,9 @@ refused(tape, speculative_config=method)
 @pytest.fixture(scope="module")
 def plugin():
     """Load the plug-in's file, which imports vLLM only to register with it."""
-    spec = importlib.util.spec_from_file_location("transformers_tape.vllm_plugin", PACKAGE / "vllm_plugin.py")
+    spec = importlib.util.spec_from_file_location(
+        "transformers_tape.vllm_plugin", PACKAGE / "vllm_plugin.py"
+    )
     spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
     return module
 
@@ -72,7 +91,9 @@ def settings(stages=1, cache="auto", method=None):
     """Return the part of vLLM's settings that the plug-in reads."""
     return SimpleNamespace(
         model_config=SimpleNamespace(
-            hf_config=SimpleNamespace(head_dim=48), model_arch_config=SimpleNamespace(), dtype=torch.bfloat16
+            hf_config=SimpleNamespace(head_dim=48),
+            model_arch_config=SimpleNamespace(),
+            dtype=torch.bfloat16,
         ),
         parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
         cache_config=SimpleNamespace(cache_dtype=cache),
@@ -122,7 +143,16 @@ def test_vllm_serves_no_position_beyond_those_that_yarn_scales_to(encoding, seq_
 def site(tmp_path_factory):
     """Return a folder with an installed transformers-tape, including its entry point."""
     folder = tmp_path_factory.mktemp("site")
-    pip = [python_of("vllm"), "-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--target", folder]
+    pip = [
+        python_of("vllm"),
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--quiet",
+        "install",
+        "--target",
+        folder,
+    ]
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--no-compile"]
     subprocess.run([*pip, *options, ROOT / "transformers_tape"], check=True)
     return folder
@@ -134,7 +164,9 @@ def test_vllm_equals_transformers_in_tokens_and_logprobs(site, code_tokenizer, t
     directories = []
     for name, (kind, sizes) in MODELS.items():
         sizes = dict(vocab_size=400, unpadded_vocab_size=400, init_std=0.06) | sizes
-        directory = make(tmp_path, kind, label=name, tokenizer=str(code_tokenizer), **sizes).directory
+        directory = make(
+            tmp_path, kind, label=name, tokenizer=str(code_tokenizer), **sizes
+        ).directory
         with changed_weights(directory) as weights:
             for key in weights:
                 # Far from RoPE, but not so far that every layer amplifies rounding errors.
@@ -150,19 +182,27 @@ def test_vllm_equals_transformers_in_tokens_and_logprobs(site, code_tokenizer, t
     rows = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
     (alone,) = (found for what, found in rows.items() if what.startswith("one request"))
     served_by = {name: found["module"] for name, found in alone.items()}
-    ours, vllms = "transformers_tape.vllm_model", "vllm.model_executor.models.llama"
+    ours = "transformers_tape.vllm_model"
+    vllms = "vllm.model_executor.models.llama"
     assert served_by == {"demo": ours, "smollm2": ours, "other_settings": ours, "rope": vllms}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_vllm_refuses_unsupported_settings_before_loading_a_model(site, exports, exported, tmp_path):
-    directories = [exports["tape"].directory, *(exported(name).directory for name in ("t5", "tape_learned"))]
+def test_vllm_refuses_unsupported_settings_before_loading_a_model(
+    site, exports, exported, tmp_path
+):
+    directories = [
+        exports["tape"].directory,
+        *(exported(name).directory for name in ("t5", "tape_learned")),
+    ]
     done = run_in("vllm", tmp_path, "-c", REFUSED, *directories, PYTHONPATH=str(site))
     assert done.returncode == 0, done.stderr[-3000:]
     without, t5, learned, *named = done.stdout.splitlines()
     assert "to serve TAPE models with vLLM, install the package transformers_tape" in without
     assert "vllm cannot serve models with the positional encoding t5" in t5
     assert "the positional encoding tape with model.position.increments learned" in learned
-    for line, name in zip(named, ("pipeline parallelism", "kv_cache_dtype fp8", "extract_hidden_states"), strict=True):
+    for line, name in zip(
+        named, ("pipeline parallelism", "kv_cache_dtype fp8", "extract_hidden_states"), strict=True
+    ):
         assert line.startswith("TAPE models in vLLM do not support") and name in line

@@ -1,4 +1,6 @@
-"""Tests that weight initialization gives the same values in every layout, and that each rank draws only its shard."""
+"""Tests that weight initialization gives the same values in every layout, and that each rank draws
+only its shard.
+"""
 
 import pytest
 import torch
@@ -6,7 +8,11 @@ from models import SMALL, build, small_model
 
 from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.model import initialization
-from megatron_tape.model.initialization import initialize_weights, initialized_whole, weight_initializations
+from megatron_tape.model.initialization import (
+    initialize_weights,
+    initialized_whole,
+    weight_initializations,
+)
 from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.model.weights import shard
 from megatron_tape.parallel.partitions import local_storage, write_shard
@@ -20,11 +26,15 @@ class ShardedParameter(torch.nn.Parameter):
     """A parameter sharded as in Megatron, which can be partitioned as in ZeRO 3."""
 
     def sharded(self, axis, stride):
-        self.tensor_model_parallel, self.partition_dim, self.partition_stride = True, axis, stride
+        self.tensor_model_parallel = True
+        self.partition_dim = axis
+        self.partition_stride = stride
         return self
 
     def partitioned(self, rank, size):
-        self.ds_numel, self.ds_shape, self.ds_zero_partition_rank = self.numel(), self.shape, rank
+        self.ds_numel = self.numel()
+        self.ds_shape = self.shape
+        self.ds_zero_partition_rank = rank
         self.ds_tensor = torch.full((-(-self.numel() // size),), torch.nan)
         self.ds_tensor.ds_numel = len(self.ds_tensor)
         self.data = torch.empty(0)
@@ -61,7 +71,9 @@ def initialized(parameter, declared, rank, size):
         ((7, 5), None, 1, "value"),
     ],
 )
-def test_shards_and_partitions_equal_slices_of_the_whole_parameter(monkeypatch, shape, axis, stride, kind):
+def test_shards_and_partitions_equal_slices_of_the_whole_parameter(
+    monkeypatch, shape, axis, stride, kind
+):
     numbers = torch.arange(float(torch.Size(shape).numel())).view(shape).tolist()
     declared = initialization.Initialization(shape, **{kind: numbers if kind == "value" else 0.5})
     whole = initialized_whole("x", declared, 5)
@@ -73,19 +85,29 @@ def test_shards_and_partitions_equal_slices_of_the_whole_parameter(monkeypatch, 
             assert torch.equal(initialized(parameter, declared, rank, size), expected.flatten())
             parts = []
             for part in range(partitions):
-                parameter = uninitialized_shard("x", declared, axis, stride, rank, size).partitioned(part, partitions)
+                parameter = uninitialized_shard(
+                    "x", declared, axis, stride, rank, size
+                ).partitioned(part, partitions)
                 parts.append(initialized(parameter, declared, rank, size))
-                again = uninitialized_shard("x", declared, axis, stride, rank, size).partitioned(part, partitions)
+                again = uninitialized_shard("x", declared, axis, stride, rank, size).partitioned(
+                    part, partitions
+                )
                 write_shard(again, expected)
                 assert torch.equal(local_storage(again)[0], parts[-1])
             assert torch.equal(torch.cat(parts), expected.flatten())
 
 
 def test_initial_values_follow_megatron_and_peft():
-    model = small_model(qkv_bias=True, qk_norm=True, attention_output_gate=True, hidden_size=64, ffn_hidden_size=128)
+    model = small_model(
+        qkv_bias=True, qk_norm=True, attention_output_gate=True, hidden_size=64, ffn_hidden_size=128
+    )
     initials = weight_initializations(model, LORA)
-    assert {name: declared.shape for name, declared in initials.items()} == parameter_shapes(model, LORA)
-    assert parameter_shapes(model, ExtensionConfig(trains=["norms"], lora_rank=4)) == parameter_shapes(model)
+    assert {name: declared.shape for name, declared in initials.items()} == parameter_shapes(
+        model, LORA
+    )
+    assert parameter_shapes(
+        model, ExtensionConfig(trains=["norms"], lora_rank=4)
+    ) == parameter_shapes(model)
     built, _ = build(model, randomize=False, lora=LORA)
     shapes = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
     assert shapes == parameter_shapes(model, LORA)
@@ -115,7 +137,9 @@ def test_initial_weights_do_not_depend_on_other_parameters_or_torchs_generator()
     drawn = []
     for encoding, lora, outer in (("tape", None, 1), ("rope", LORA, 2)):
         torch.manual_seed(outer)
-        built, _ = build(small_model(position_encoding=encoding), seed=4, randomize=False, lora=lora)
+        built, _ = build(
+            small_model(position_encoding=encoding), seed=4, randomize=False, lora=lora
+        )
         drawn.append(dict(built.named_parameters()))
     common = drawn[0].keys() & drawn[1].keys()
     assert len(common) == 6 * SMALL["num_layers"] + 3

@@ -1,4 +1,6 @@
-"""Tests of LoRA layers in one process; parallel/test_two_processes.py compares two processes with one."""
+"""Tests of LoRA layers in one process; parallel/test_two_processes.py compares two processes with
+one.
+"""
 
 import pytest
 import torch
@@ -22,12 +24,15 @@ def lora(**changes):
 
 
 def named(built, kind):
-    return {name: parameter for name, parameter in built.named_parameters() if kind_of(name) == kind}
+    return {
+        name: parameter for name, parameter in built.named_parameters() if kind_of(name) == kind
+    }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_lora_equals_the_merged_matrix(variant):
-    model, extension = small_model(**VARIANTS[variant][0]), lora(**VARIANTS[variant][1])
+    model = small_model(**VARIANTS[variant][0])
+    extension = lora(**VARIANTS[variant][1])
     built, _ = build(model, lora=extension)
     weights = whole_weights(built, model)
     factors = {name: weights.pop(name) for name in list(weights) if "lora_" in name}
@@ -41,7 +46,9 @@ def test_lora_equals_the_merged_matrix(variant):
     load_whole(merged, weights, model, layout)
     ids = random_tokens()
     with torch.no_grad():
-        before, expected, logits = build(model)[0](ids), merged(ids), built(ids)
+        before = build(model)[0](ids)
+        expected = merged(ids)
+        logits = built(ids)
     assert (expected - before).abs().max() > 0.05
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 

@@ -31,11 +31,17 @@ VARIANTS = {
     "scaled": {"rope_scaling_factor": 2.0, "rope_theta": 500.0},
     "llama3": LLAMA3,
     "yarn": YARN,
-    "yarn_rope": YARN | {"position_encoding": "rope", "rope_attention_factor": 1.3, "rope_truncate": False},
+    "yarn_rope": YARN
+    | {"position_encoding": "rope", "rope_attention_factor": 1.3, "rope_truncate": False},
     "tied": {"tie_embeddings": True},
     "biased": {"qkv_bias": True},
     "qk_norm_wide_heads": {"qk_norm": True, "kv_channels": 12},
-    "biased_qk_norm_rope": {"position_encoding": "rope", "qkv_bias": True, "qk_norm": True, "num_query_groups": 1},
+    "biased_qk_norm_rope": {
+        "position_encoding": "rope",
+        "qkv_bias": True,
+        "qk_norm": True,
+        "num_query_groups": 1,
+    },
     "rope": {"position_encoding": "rope"},
     "gated_output_wide_heads": {"attention_output_gate": True, "kv_channels": 12},
 }
@@ -49,20 +55,28 @@ BASELINES = ["rope", "nope", "yarn", "alibi", "t5rb", "fire", "sincos", "xpos"]
     + [(name, "full") for name in BASELINES],
 )
 def test_logits_and_gradients_equal_the_released_code(name, token_mixing):
-    """Computes in float64, so that only the released code rounds; the next test bounds our rounding in float32."""
-    model, built, weights, gradients, outputs = released_model(name, torch.float64, token_mixing=token_mixing)
+    """Computes in float64, so that only the released code rounds; the next test bounds our rounding
+    in float32.
+    """
+    model, built, weights, gradients, outputs = released_model(
+        name, torch.float64, token_mixing=token_mixing
+    )
     weights = {key: value.requires_grad_() for key, value in weights.items()}
     load_weights(built, reference.from_released(weights), model, 0, 1)
     ids = outputs["input_ids"]
     logits = built(ids)
     torch.testing.assert_close(logits, outputs["logits"].double(), atol=1e-5, rtol=0)
     F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
-    checked, renamed = 0, reference.from_released(gradients)
+    checked = 0
+    renamed = reference.from_released(gradients)
     for key, parameter in built.named_parameters():
         for weight_name, gradient in from_megatron(key, parameter.grad, model).items():
             if weight_name.endswith("position.token_mixing.weight"):
-                released = gradients[weight_name.replace("position.token_mixing", "post_attention_linear")]
-                gradient, released = gradient.diag(), released[:, 0]
+                released = gradients[
+                    weight_name.replace("position.token_mixing", "post_attention_linear")
+                ]
+                gradient = gradient.diag()
+                released = released[:, 0]
             else:
                 released = renamed[weight_name]
             if name in BASELINES and weight_name == "model.embed_tokens.weight":
@@ -80,9 +94,16 @@ def test_rounding_is_at_most_twice_that_of_plain_torch(name):
     plain = reference.from_released(weights)
     load_weights(built, plain, model, 0, 1)
     ids = outputs["input_ids"]
-    exact = reference.forward({k: v.double() for k, v in plain.items()}, ids, reference_config(model))["logits"]
+    exact = reference.forward(
+        {k: v.double() for k, v in plain.items()}, ids, reference_config(model)
+    )["logits"]
     ours = (built(ids) - exact).square().mean().sqrt()
-    theirs = (reference.forward(plain, ids, reference_config(model))["logits"] - exact).square().mean().sqrt()
+    theirs = (
+        (reference.forward(plain, ids, reference_config(model))["logits"] - exact)
+        .square()
+        .mean()
+        .sqrt()
+    )
     assert ours <= 2 * theirs
 
 
@@ -92,12 +113,17 @@ def test_rounding_is_at_most_twice_that_of_plain_torch(name):
     + [(variant, "full") for variant in ("rope_signed", "both_yarn", *SOME_LAYERS)],
 )
 def test_logits_gradients_and_parameter_count_equal_the_reference(variant, recompute):
-    model, ids = small_model(**(VARIANTS | INCREMENTS | SOME_LAYERS)[variant]), random_tokens()
+    model = small_model(**(VARIANTS | INCREMENTS | SOME_LAYERS)[variant])
+    ids = random_tokens()
     built, _ = build(model, dtype=torch.float64, recompute=recompute)
-    weights = {key: value.clone().requires_grad_() for key, value in whole_weights(built, model).items()}
+    weights = {
+        key: value.clone().requires_grad_() for key, value in whole_weights(built, model).items()
+    }
     # Frequencies are in float32, and the reference rounds yarn's interpolation differently.
     tolerance = 1e-5 if variant == "yarn_rope" else 1e-11
-    expected = reference.forward(weights, ids, reference_config(model), documents=DOCUMENTS)["logits"]
+    expected = reference.forward(weights, ids, reference_config(model), documents=DOCUMENTS)[
+        "logits"
+    ]
     logits = built(ids, documents=DOCUMENTS)
     torch.testing.assert_close(logits, expected, atol=tolerance, rtol=tolerance)
     direction = torch.randn_like(logits)
@@ -106,9 +132,15 @@ def test_logits_gradients_and_parameter_count_equal_the_reference(variant, recom
     for key, parameter in built.named_parameters():
         for weight_name, gradient in from_megatron(key, parameter.grad, model).items():
             expected_gradient = weights[weight_name].grad
-            if weight_name.endswith("token_mixing.weight") and model.position.token_mixing == "per_head":
-                gradient, expected_gradient = gradient.diag(), expected_gradient.diag()
-            assert (gradient - expected_gradient).norm() <= tolerance * expected_gradient.norm(), weight_name
+            if (
+                weight_name.endswith("token_mixing.weight")
+                and model.position.token_mixing == "per_head"
+            ):
+                gradient = gradient.diag()
+                expected_gradient = expected_gradient.diag()
+            assert (gradient - expected_gradient).norm() <= tolerance * expected_gradient.norm(), (
+                weight_name
+            )
             assert gradient.norm() > 0, weight_name
     with torch.no_grad():
         evaluated = reference.forward(weights, ids, reference_config(model))["logits"]
@@ -118,7 +150,8 @@ def test_logits_gradients_and_parameter_count_equal_the_reference(variant, recom
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_whole_shapes_match_the_converted_megatron_weights(variant):
-    model, parts = small_model(**VARIANTS[variant]), {}
+    model = small_model(**VARIANTS[variant])
+    parts = {}
     for name, shape in parameter_shapes(model).items():
         parts |= from_megatron(name, torch.empty(shape, device="meta"), model)
     assert whole_shapes(model) == {name: tuple(tensor.shape) for name, tensor in parts.items()}
@@ -126,7 +159,8 @@ def test_whole_shapes_match_the_converted_megatron_weights(variant):
 
 @pytest.mark.parametrize("variant", ["plain", "scaled", "llama3", "yarn"])
 def test_a_new_tape_model_equals_the_rope_model_of_the_same_seed(variant):
-    ids, changes = random_tokens(), VARIANTS[variant]
+    ids = random_tokens()
+    changes = VARIANTS[variant]
     tape, _ = build(small_model(attention_backend="torch", **changes), randomize=False)
     rope, _ = build(small_model(position_encoding="rope", **changes), randomize=False)
     assert torch.equal(tape(ids), rope(ids))
@@ -138,12 +172,15 @@ def test_a_new_tape_model_equals_the_rope_model_of_the_same_seed(variant):
 def test_shifting_positions_changes_no_logit(variant):
     ids = random_tokens()
     built, _ = build(small_model(**VARIANTS[variant]))
-    torch.testing.assert_close(built(ids), built(ids, positions=torch.arange(16) + 500), atol=2e-4, rtol=1e-3)
+    torch.testing.assert_close(
+        built(ids), built(ids, positions=torch.arange(16) + 500), atol=2e-4, rtol=1e-3
+    )
     assert (built(ids) - built(ids, positions=torch.arange(16) * 2)).abs().max() > 1e-2
 
 
 def test_the_loss_is_cross_entropy_per_token_averaged_or_weighted():
-    ids, labels = random_tokens(seed=1), random_tokens(seed=2)
+    ids = random_tokens(seed=1)
+    labels = random_tokens(seed=2)
     built, _ = build(small_model())
     losses = F.cross_entropy(built(ids).transpose(1, 2), labels, reduction="none")
     torch.testing.assert_close(built(ids, labels, by_token=True), losses)
@@ -154,7 +191,8 @@ def test_the_loss_is_cross_entropy_per_token_averaged_or_weighted():
 
 @pytest.mark.parametrize("encoding", ["tape", "rope"])
 def test_recomputation_gives_the_same_gradients(encoding):
-    ids, labels = random_tokens(seed=1), random_tokens(seed=2)
+    ids = random_tokens(seed=1)
+    labels = random_tokens(seed=2)
     gradients = []
     for recompute in ("none", "selective", "full"):
         built, _ = build(small_model(position_encoding=encoding), recompute=recompute)
@@ -177,7 +215,9 @@ def test_position_norms_equal_rope_at_first_and_include_updates_later():
         norms = [update.norms for update in built.position_updates()]
         assert len(norms) == 2
         for state, change, count in norms:
-            assert (state / count).sqrt().tolist() == pytest.approx([factor] * 2, abs=1e-5) and not change.any()
+            assert (state / count).sqrt().tolist() == pytest.approx(
+                [factor] * 2, abs=1e-5
+            ) and not change.any()
     built, _ = build(small_model())
     record_norms(built)
     built(random_tokens())
@@ -187,8 +227,11 @@ def test_position_norms_equal_rope_at_first_and_include_updates_later():
 def test_frequencies_and_masks_are_computed_once_for_all_layers(monkeypatch):
     built, _ = build(small_model(attention_backend="torch"))
     made = []
-    frequencies, mask = type(built.encoding).frequencies, packing.additive_mask
-    monkeypatch.setattr(type(built.encoding), "frequencies", lambda self: made.append("angles") or frequencies(self))
+    frequencies = type(built.encoding).frequencies
+    mask = packing.additive_mask
+    monkeypatch.setattr(
+        type(built.encoding), "frequencies", lambda self: made.append("angles") or frequencies(self)
+    )
     monkeypatch.setattr(packing, "additive_mask", lambda *x: made.append("mask") or mask(*x))
     for _ in range(2):
         built(random_tokens(), documents=DOCUMENTS)

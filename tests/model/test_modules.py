@@ -21,7 +21,9 @@ IDS = torch.randint(0, 50, (2, 37), generator=torch.Generator().manual_seed(1))
 
 
 def small_model(groups=2, trained=True, head_dim=8, **settings):
-    """Return a model of three layers. `trained` makes attention uneven, and the position matrices nonzero."""
+    """Return a model of three layers. `trained` makes attention uneven, and the position matrices
+    nonzero.
+    """
     torch.manual_seed(0)
     model = TapeModel(50, 4 * head_dim, 3, 4, groups, ffn_hidden_size=48, **settings)
     for weight in model.parameters():
@@ -32,7 +34,10 @@ def small_model(groups=2, trained=True, head_dim=8, **settings):
 
 def reference_of(model, groups=2, positions=None, **settings):
     config = reference.ReferenceConfig(num_attention_heads=4, num_query_groups=groups, **settings)
-    weights = {name: weight.detach().clone().requires_grad_() for name, weight in model.state_dict().items()}
+    weights = {
+        name: weight.detach().clone().requires_grad_()
+        for name, weight in model.state_dict().items()
+    }
     return weights, reference.forward(weights, IDS, config, positions)
 
 
@@ -42,7 +47,9 @@ def reference_of(model, groups=2, positions=None, **settings):
 )
 def test_logits_states_and_gradients_equal_the_reference(groups, gate_input, backend):
     head_dim = 32 if backend == "triton" else 8  # smallest that the kernel supports
-    model = small_model(groups, head_dim=head_dim, gate_input=gate_input, rope_theta=500.0, backend=backend)
+    model = small_model(
+        groups, head_dim=head_dim, gate_input=gate_input, rope_theta=500.0, backend=backend
+    )
     weights, expected = reference_of(model, groups, gate_input=gate_input, rope_theta=500.0)
     output = model(IDS)
     torch.testing.assert_close(output.logits, expected["logits"], atol=1e-5, rtol=1e-5)
@@ -59,13 +66,19 @@ def test_logits_states_and_gradients_equal_the_reference(groups, gate_input, bac
     assert gradients.keys() == weights.keys()
     for name, gradient in gradients.items():
         scale = weights[name].grad.abs().max()
-        torch.testing.assert_close(gradient / scale, weights[name].grad / scale, atol=1e-5, rtol=0, msg=name)
+        torch.testing.assert_close(
+            gradient / scale, weights[name].grad / scale, atol=1e-5, rtol=0, msg=name
+        )
 
 
 def test_a_new_model_equals_rope():
     model = small_model(trained=False)
-    weights = {name: weight for name, weight in model.state_dict().items() if ".position." not in name}
-    rope = reference.forward(weights, IDS, reference.ReferenceConfig(num_attention_heads=4, num_query_groups=2))
+    weights = {
+        name: weight for name, weight in model.state_dict().items() if ".position." not in name
+    }
+    rope = reference.forward(
+        weights, IDS, reference.ReferenceConfig(num_attention_heads=4, num_query_groups=2)
+    )
     output = model(IDS)
     torch.testing.assert_close(output.logits, rope["logits"], atol=1e-5, rtol=1e-5)
     for state in output.position_states:
@@ -73,16 +86,20 @@ def test_a_new_model_equals_rope():
 
 
 def test_shifting_all_positions_changes_no_logit_but_changing_their_order_does():
-    model, positions = small_model(), torch.arange(37)
+    model = small_model()
+    positions = torch.arange(37)
     expected = model(IDS).logits
     torch.testing.assert_close(model(IDS, positions + 100).logits, expected, atol=1e-4, rtol=1e-4)
     assert (model(IDS, positions.flip(0)).logits - expected).abs().max() > 1e-2
 
 
 def test_positions_of_every_sequence_equal_the_reference():
-    model, positions = small_model(), torch.randint(0, 99, (2, 37), generator=torch.Generator().manual_seed(3))
+    model = small_model()
+    positions = torch.randint(0, 99, (2, 37), generator=torch.Generator().manual_seed(3))
     _, expected = reference_of(model, positions=positions)
-    torch.testing.assert_close(model(IDS, positions).logits, expected["logits"], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        model(IDS, positions).logits, expected["logits"], atol=1e-5, rtol=1e-5
+    )
 
 
 def test_the_state_stays_in_fp32_if_the_layer_computes_in_bf16():
@@ -100,11 +117,13 @@ def test_the_state_stays_in_fp32_if_the_layer_computes_in_bf16():
 
 def test_a_layer_equals_the_sequence_of_its_modules():
     torch.manual_seed(0)
-    x, z = torch.randn(2, 9, 32), initial_position_state(torch.arange(9), 2, 8)
+    x = torch.randn(2, 9, 32)
+    z = initial_position_state(torch.arange(9), 2, 8)
     assert z.shape == (1, 9, 2, 8)
     layer = TapeLayer(32, 4, 2, gate_input="attention")
     torch.nn.init.normal_(layer.position.token_mixing.weight)
-    attention, update = TapeAttention(32, 4, 2), PositionUpdate(32, 4, 2)
+    attention = TapeAttention(32, 4, 2)
+    update = PositionUpdate(32, 4, 2)
     attention.load_state_dict(layer.self_attn.state_dict())
     update.load_state_dict(layer.position.state_dict())
     output, averaged = attention(layer.input_layernorm(x), z)
@@ -115,18 +134,37 @@ def test_a_layer_equals_the_sequence_of_its_modules():
 
 
 def test_inputs_of_another_shape_or_dtype_are_refused_with_what_is_expected():
-    model, x, z = small_model(), torch.randn(2, 9, 32), initial_position_state(torch.arange(9), 2, 8)
-    attention, update, u = TapeAttention(32, 4, 2), PositionUpdate(32, 4, 2), torch.randn(2, 9, 4, 8)
+    model = small_model()
+    x = torch.randn(2, 9, 32)
+    z = initial_position_state(torch.arange(9), 2, 8)
+    attention = TapeAttention(32, 4, 2)
+    update = PositionUpdate(32, 4, 2)
+    u = torch.randn(2, 9, 4, 8)
     for call, words in (
         (lambda: model(IDS[0]), "input_ids has the shape (37,); expected (B, S)"),
-        (lambda: model(IDS.float()), "input_ids has the dtype torch.float32; expected torch.int64 or torch.int32"),
+        (
+            lambda: model(IDS.float()),
+            "input_ids has the dtype torch.float32; expected torch.int64 or torch.int32",
+        ),
         (lambda: model(IDS + 13), "; expected ids of at least 0 and below vocab_size 50"),
         (lambda: model(IDS, torch.arange(36)), "positions has the shape (36,); expected (37)"),
-        (lambda: model(IDS, torch.zeros(3, 37)), "positions has the shape (3, 37); expected (2, 37)"),
+        (
+            lambda: model(IDS, torch.zeros(3, 37)),
+            "positions has the shape (3, 37); expected (2, 37)",
+        ),
         (lambda: attention(x[0], z), "hidden_states has the shape (9, 32); expected (B, S, 32)"),
-        (lambda: attention(x, z[:, 1:]), "position_state has the shape (1, 8, 2, 8); expected (1, 9, 2, 8)"),
-        (lambda: update(z, u[:, :, 1:], x), "averaged has the shape (2, 9, 3, 8); expected (B, S, 4, D)"),
-        (lambda: update(z[0], u, x), "position_state has the shape (9, 2, 8); expected (2, 9, 2, 8)"),
+        (
+            lambda: attention(x, z[:, 1:]),
+            "position_state has the shape (1, 8, 2, 8); expected (1, 9, 2, 8)",
+        ),
+        (
+            lambda: update(z, u[:, :, 1:], x),
+            "averaged has the shape (2, 9, 3, 8); expected (B, S, 4, D)",
+        ),
+        (
+            lambda: update(z[0], u, x),
+            "position_state has the shape (9, 2, 8); expected (2, 9, 2, 8)",
+        ),
         (lambda: update(z, u, x[:1]), "gate_input has the shape (1, 9, 32); expected (2, 9, 32)"),
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
@@ -143,7 +181,8 @@ def test_the_plot_shows_the_distance_from_rope_of_every_layer_but_the_first():
     states = small_model()(IDS).position_states
     figure = plot_position_states(states, tokens=[str(token) for token in IDS[0].tolist()])
     (image,) = figure.axes[0].images
-    z_0, z_2 = states[0][0].flatten(1), states[2][0].flatten(1)
+    z_0 = states[0][0].flatten(1)
+    z_2 = states[2][0].flatten(1)
     expected = (z_2 - z_0).norm(dim=1) / z_0.norm(dim=1)
     assert image.get_array().shape == (2, 37)
     torch.testing.assert_close(torch.tensor(image.get_array()[1]), expected)
@@ -156,5 +195,8 @@ def test_a_model_of_one_layer_has_no_updated_state_to_plot():
 
 
 def test_importing_the_package_imports_no_torch():
-    code = "import sys, megatron_tape; print(megatron_tape.__version__); assert 'torch' not in sys.modules"
+    code = (
+        "import sys, megatron_tape; print(megatron_tape.__version__); assert 'torch' not in"
+        " sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

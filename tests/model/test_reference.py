@@ -19,7 +19,9 @@ def reference_config(config, **changes):
 
 def run_released(name):
     config, weights, gradients, recorded = load(name)
-    weights = {key: value.requires_grad_(value.is_floating_point()) for key, value in weights.items()}
+    weights = {
+        key: value.requires_grad_(value.is_floating_point()) for key, value in weights.items()
+    }
     output = forward(from_released(weights), recorded["input_ids"], reference_config(config))
     return config, weights, gradients, recorded, output
 
@@ -31,14 +33,19 @@ def test_logits_and_states_equal_the_released_code(name):
     for layer in range(config["num_hidden_layers"]):
         if f"hidden_states.{layer}" in recorded:
             torch.testing.assert_close(
-                output["hidden_states"][layer], recorded[f"hidden_states.{layer}"], atol=1e-5, rtol=1e-5
+                output["hidden_states"][layer],
+                recorded[f"hidden_states.{layer}"],
+                atol=1e-5,
+                rtol=1e-5,
             )
     if name.startswith("adape"):
         for layer in range(config["num_hidden_layers"]):
             real, imaginary = output["position_states"][layer].transpose(1, 2).chunk(2, dim=-1)
             for half, key in ((real, "cos"), (imaginary, "sin")):
                 released = recorded[f"position_states.{layer}.{key}"]
-                torch.testing.assert_close(torch.cat([half, half], dim=-1), released, atol=1e-5, rtol=1e-5)
+                torch.testing.assert_close(
+                    torch.cat([half, half], dim=-1), released, atol=1e-5, rtol=1e-5
+                )
 
 
 @pytest.mark.parametrize("name", ["adape", "adape_interp"])

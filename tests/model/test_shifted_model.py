@@ -46,13 +46,21 @@ def test_tokens_attend_only_within_their_segment():
     ids = random_tokens()
     changed = ids.clone()
     changed[:, 5] = (changed[:, 5] + 1) % 64
-    # For half of the heads, token 5 is in the segment of tokens 4 to 7, for the other half in that of tokens 2 to 5.
-    assert [i for i, x in enumerate((built(changed) - built(ids)).abs().amax((0, 2))) if x > 0] == [5, 6, 7]
+    # For half of the heads, token 5 is in the segment of tokens 4 to 7, for the other half in that
+    # of tokens 2 to 5.
+    assert [i for i, x in enumerate((built(changed) - built(ids)).abs().amax((0, 2))) if x > 0] == [
+        5,
+        6,
+        7,
+    ]
 
 
-@pytest.mark.parametrize("name, packed", [("tape", False), ("tape", True), ("repo", True), ("three_groups", True)])
+@pytest.mark.parametrize(
+    "name, packed", [("tape", False), ("tape", True), ("repo", True), ("three_groups", True)]
+)
 def test_recomputation_uses_the_same_segments(name, packed):
-    ids, labels = random_tokens(seed=1), random_tokens(seed=2)
+    ids = random_tokens(seed=1)
+    labels = random_tokens(seed=2)
     documents = documents_from_tokens(ids, 7) if packed else None
     gradients = []
     for recompute in ("none", "selective", "full"):
@@ -76,8 +84,14 @@ def test_a_run_evaluates_with_full_attention():
         config = replace_settings(config, {"extension.attention": attention})
         built = build_model(config, layout, SimpleNamespace(progress=lambda *_: None))
         engine = Engine(begin(built, model, layout), config, layout)
-        evaluated, trained = engine.evaluate([batch]), engine.train_step([batch], lr=0.0).loss
+        evaluated = engine.evaluate([batch])
+        trained = engine.train_step([batch], lr=0.0).loss
         assert torch.equal(engine.logits(tokens[:, :13]), engine.module.eval()(tokens[:, :13]))
         losses[attention] = (evaluated, trained, engine.evaluate([batch]))
-    assert losses["full"][0] == losses["full"][2] == losses["shifted_sparse"][0] == losses["shifted_sparse"][2]
+    assert (
+        losses["full"][0]
+        == losses["full"][2]
+        == losses["shifted_sparse"][0]
+        == losses["shifted_sparse"][2]
+    )
     assert abs(losses["full"][1] - losses["shifted_sparse"][1]) > 1e-4

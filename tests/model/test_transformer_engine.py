@@ -1,4 +1,6 @@
-"""Tests that an installed Transformer Engine changes nothing, although Megatron-core prefers it for many modules."""
+"""Tests that an installed Transformer Engine changes nothing, although Megatron-core prefers it for
+many modules.
+"""
 
 import json
 import os
@@ -61,10 +63,17 @@ def test_an_installed_transformer_engine_is_not_called_and_changes_nothing():
     model, _ = build(small_model())
     losses = model(random_tokens(), labels=random_tokens(seed=1))
     losses.mean().backward()
-    expected = [float(losses.detach().mean()), *(float(parameter.grad.norm()) for parameter in model.parameters())]
-    paths = os.pathsep.join([str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    expected = [
+        float(losses.detach().mean()),
+        *(float(parameter.grad.norm()) for parameter in model.parameters()),
+    ]
+    paths = os.pathsep.join(
+        [str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     command = [sys.executable, "-c", STUB + PROGRAM]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths}, timeout=120)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths}, timeout=120
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == expected
     assert torch.isfinite(torch.tensor(expected)).all()

@@ -1,4 +1,6 @@
-"""Triton without a GPU: kernels interpreted on the CPU (see conftest.py), or compiled for other GPUs."""
+"""Triton without a GPU: kernels interpreted on the CPU (see conftest.py), or compiled for other
+GPUs.
+"""
 
 import re
 import subprocess
@@ -16,7 +18,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @contextmanager
 def rounding_to_nearest():
-    """Fix Triton's interpreter within the context: it truncates to bf16, and multiplies bf16 as integers."""
+    """Fix Triton's interpreter within the context: it truncates to bf16, and multiplies bf16 as
+    integers.
+    """
     import triton
 
     if not triton.knobs.runtime.interpret:
@@ -26,7 +30,8 @@ def rounding_to_nearest():
     import triton.language as tl
     from triton.runtime import interpreter
 
-    convert, cut = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+    convert = interpreter._convert_float
+    cut = interpreter.InterpreterBuilder.create_dot
 
     def to_nearest(values, source, target, rounding):
         if source == tl.float32 and target == tl.bfloat16:
@@ -38,7 +43,9 @@ def rounding_to_nearest():
         def wide(x):
             if x.dtype.scalar != tl.bfloat16:
                 return x
-            return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+            return interpreter.TensorHandle(
+                (x.data.astype(np.uint32) << 16).view(np.float32), tl.float32
+            )
 
         return cut(self, wide(a), wide(b), c, *arguments)
 
@@ -52,7 +59,8 @@ def rounding_to_nearest():
 
 SHARED_MEMORY = {86: 99, 80: 163, 90: 227}
 """KiB of shared memory, by compute capability."""
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
+FP32 = torch.float32
 FORMS = [
     (256, 256, 1, 8, False, FP32, True),
     (200, 200, 3, 8, True, BF16, False),
@@ -62,33 +70,43 @@ FORMS = [
     (1, 1, 1, 1, False, BF16, False),
     (1, 200, 3, 8, True, torch.float16, False),
 ]
-"""Cases of attention: queries, keys, sequences, heads (four per group), packed, dtype, deterministic. Triton compiles
-special kernels for lengths and strides that are 1 or divisible by 16."""
+"""Cases of attention: queries, keys, sequences, heads (four per group), packed, dtype,
+deterministic. Triton compiles special kernels for lengths and strides that are 1 or divisible by
+16."""
 UPDATES = [(32, 128, FP32), (32, 128, BF16), (12, 48, BF16)]
 """Cases of the position update: groups, width of the position MLP, dtype of the state."""
 
 
 def compiled(dim, capability, form=None):
-    """Compile the kernels of attention and of the update: for all cases, or for the ones numbered `form`."""
+    """Compile the kernels of attention and of the update: for all cases, or for the ones numbered
+    `form`.
+    """
     chosen = slice(None) if form is None else slice(form, form + 1)
 
     def run():
         for queries, keys, batch, heads, packed, kind, repeatable in FORMS[chosen]:
-            launch_attention(dim, heads, max(1, heads // 4), packed, queries, keys, batch, kind, repeatable)
+            launch_attention(
+                dim, heads, max(1, heads // 4), packed, queries, keys, batch, kind, repeatable
+            )
         for groups, inner, state in UPDATES[chosen]:
             launch_update(groups, groups, dim, inner, state)
 
     return binaries(run, capability)
 
 
-def launch_attention(dim, heads, groups, packed, queries=4096, keys=4096, batch=2, kind=BF16, repeatable=False):
+def launch_attention(
+    dim, heads, groups, packed, queries=4096, keys=4096, batch=2, kind=BF16, repeatable=False
+):
     """Launch the kernels of attention, forward and backward."""
     from megatron_tape.ops.kernels import triton_attention
 
     def draw(length, count):
         return torch.empty(length, batch, count, dim, dtype=kind, requires_grad=True)
 
-    bounds = torch.zeros(2, batch, keys, dtype=torch.int32) if packed else None
+    if packed:
+        bounds = torch.zeros(2, batch, keys, dtype=torch.int32)
+    else:
+        bounds = None
     with mock.patch.object(triton_attention, "sums_in_one_order", lambda: repeatable):
         inputs = draw(queries, heads), *(draw(keys, groups) for _ in range(3))
         o, u = triton_attention.attention(*inputs, True, bounds, rotate=queries == keys)
@@ -110,8 +128,9 @@ def launch_update(groups, heads, dim, inner, state=FP32):
 def binaries(run, capability):
     """Compile the kernels that `run` launches for GPUs of this capability; describe each binary.
 
-    A description has the kernel's name, bytes of shared memory, registers, bytes of the stack (which holds spilled
-    registers), and for each wait in a loop the number of copies to shared memory that may still be in flight.
+    A description has the kernel's name, bytes of shared memory, registers, bytes of the stack
+    (which holds spilled registers), and for each wait in a loop the number of copies to shared
+    memory that may still be in flight.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -126,26 +145,40 @@ def binaries(run, capability):
 
     with (
         mock.patch.object(triton.JITFunction, "run", launch),
-        mock.patch.object(triton_attention, "shared_memory", lambda device: SHARED_MEMORY[capability]),
+        mock.patch.object(
+            triton_attention, "shared_memory", lambda device: SHARED_MEMORY[capability]
+        ),
     ):
         run()
-    kinds = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
+    kinds = {
+        torch.bfloat16: "*bf16",
+        torch.float16: "*fp16",
+        torch.float32: "*fp32",
+        torch.int32: "*i32",
+    }
     found = []
     for kernel, arguments in launches:
         constant = {p.name for p in kernel.params if p.is_constexpr}
-        signature, constants, attributes = {}, {}, {}
+        signature = {}
+        constants = {}
+        attributes = {}
         for place, name in enumerate(kernel.arg_names):
             value = arguments[name]
             if name in constant or (isinstance(value, int) and value == 1):
                 signature[name], constants[(place,)] = "constexpr", value
             elif isinstance(value, torch.Tensor):
-                signature[name], attributes[(place,)] = kinds[value.dtype], [["tt.divisibility", 16]]
+                signature[name], attributes[(place,)] = (
+                    kinds[value.dtype],
+                    [["tt.divisibility", 16]],
+                )
             else:
                 signature[name] = "fp32" if isinstance(value, float) else "i32"
                 if isinstance(value, int) and value % 16 == 0:
                     attributes[(place,)] = [["tt.divisibility", 16]]
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-        options = {name: arguments[name] for name in ("num_warps", "num_stages") if name in arguments}
+        options = {
+            name: arguments[name] for name in ("num_warps", "num_stages") if name in arguments
+        }
         binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         registers, stack = _registers_and_stack(binary.asm["cubin"])
         found.append(
@@ -173,8 +206,11 @@ def _registers_and_stack(cubin):
 
 
 def _waits_in_loops(ttgir):
-    """Return the copies in flight at each wait inside a loop; waits after a loop are for all copies."""
-    waits, ends = [], []
+    """Return the copies in flight at each wait inside a loop; waits after a loop are for all
+    copies.
+    """
+    waits = []
+    ends = []
     for line in ttgir.splitlines():
         indentation = len(line) - len(line.lstrip())
         if ends and indentation == ends[-1] and line.lstrip().startswith("}"):

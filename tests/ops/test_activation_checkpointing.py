@@ -14,7 +14,10 @@ from megatron_tape.ops.attention import attention
 from megatron_tape.ops.bias import Bias
 from megatron_tape.ops.packing import Packing
 
-S, H, G, D = 20, 4, 2, 8
+S = 20
+H = 4
+G = 2
+D = 8
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 15, [0] * 20])
 
 
@@ -59,7 +62,8 @@ def test_recorded_attention_has_the_same_gradients(backend, packed, biased):
 
 
 def test_attention_runs_once_and_its_inputs_are_freed():
-    calls, recorder = [], AttentionRecorder()
+    calls = []
+    recorder = AttentionRecorder()
 
     def function(q, k, v):
         calls.append(torch.is_grad_enabled())
@@ -83,8 +87,10 @@ def test_attention_runs_once_and_its_inputs_are_freed():
 
 def test_a_parameter_gets_one_gradient():
     """ZeRO's hooks read a parameter's gradient whenever one is accumulated."""
-    recorder, parameter = AttentionRecorder(), torch.nn.Parameter(torch.arange(3.0))
-    x, seen = torch.ones(3), []
+    recorder = AttentionRecorder()
+    parameter = torch.nn.Parameter(torch.arange(3.0))
+    x = torch.ones(3)
+    seen = []
     parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
 
     def function(x, parameter):
@@ -116,8 +122,11 @@ def test_a_forward_pass_without_a_backward_pass_is_freed(backend):
 
 
 def test_each_call_in_a_layer_restores_its_own_graph():
-    """Shifted sparse attention calls attention twice in a layer; layers are recomputed from last to first."""
-    recorder, tensors = AttentionRecorder(), [[draw(S, 2, H, D, seed=i + j) for j in range(3)] for i in (0, 3, 6, 9)]
+    """Shifted sparse attention calls attention twice in a layer; layers are recomputed from last to
+    first.
+    """
+    recorder = AttentionRecorder()
+    tensors = [[draw(S, 2, H, D, seed=i + j) for j in range(3)] for i in (0, 3, 6, 9)]
 
     def run(layer, i):
         return attention(*tensors[i], None, backend="tiled", run=partial(recorder.run, layer))[0]

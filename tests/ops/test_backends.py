@@ -36,37 +36,51 @@ def flash_attn(monkeypatch):
         mask = causal_lower_right(q.shape[2], k.shape[2])
         return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)
 
-    def packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, deterministic):
-        q_ends, k_ends = cu_seqlens_q, cu_seqlens_k
+    def packed(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, deterministic
+    ):
+        q_ends = cu_seqlens_q
+        k_ends = cu_seqlens_k
         for ends, longest in ((q_ends, max_seqlen_q), (k_ends, max_seqlen_k)):
             assert ends.dtype == torch.int32 and int(ends.diff().max()) == longest
         pieces = [
             dense(q[None, a:b], *(x[None, c:d] for x in (k, v)), causal, deterministic)
-            for (a, b), (c, d) in zip(*(ends.unfold(0, 2, 1).tolist() for ends in (q_ends, k_ends)), strict=True)
+            for (a, b), (c, d) in zip(
+                *(ends.unfold(0, 2, 1).tolist() for ends in (q_ends, k_ends)), strict=True
+            )
             if a < b
         ]
         return torch.cat(pieces, dim=1)[0]
 
     module = ModuleType("flash_attn")
-    module.flash_attn_func, module.flash_attn_varlen_func = dense, packed
+    module.flash_attn_func = dense
+    module.flash_attn_varlen_func = packed
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     # Early versions of flash-attn 3 also return the log-sum-exp.
     module = ModuleType("flash_attn_interface")
     module.flash_attn_func = lambda *given, **settings: (dense(*given, **settings), torch.zeros(1))
     module.flash_attn_varlen_func = packed
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
-    # Version 4 always does, and supports wide values; these are its functions for tile sizes on Hopper.
+    # Version 4 always does, and supports wide values; these are its functions for tile sizes on
+    # Hopper.
     module = ModuleType("flash_attn.cute.interface")
     module.flash_attn_func = lambda *given, **settings: (dense(*given, **settings), torch.zeros(1))
-    module.flash_attn_varlen_func = lambda *given, **settings: (packed(*given, **settings), torch.zeros(1))
+    module.flash_attn_varlen_func = lambda *given, **settings: (
+        packed(*given, **settings),
+        torch.zeros(1),
+    )
     module.FwdConfig = module.BwdConfig = lambda *values: values
-    module._tile_size_fwd_sm90 = module._tile_size_bwd_sm90 = lambda head_dim, head_dim_v, *rest, **more: "theirs"
+    module._tile_size_fwd_sm90 = module._tile_size_bwd_sm90 = (
+        lambda head_dim, head_dim_v, *rest, **more: "theirs"
+    )
     for name in ("flash_attn.cute", "flash_attn.cute.interface"):
         monkeypatch.setitem(sys.modules, name, module)
 
     def install(version):
         monkeypatch.setattr(flash, "flash_attn_version", lambda device: version)
-        monkeypatch.setattr(flash, "takes_wide_value", lambda device, dim, grouped: version == 4 and not grouped)
+        monkeypatch.setattr(
+            flash, "takes_wide_value", lambda device, dim, grouped: version == 4 and not grouped
+        )
         widths.update({1, 2} if version == 4 else {1})
         return module
 
@@ -77,16 +91,26 @@ def flash_attn(monkeypatch):
 @pytest.mark.parametrize("queries", [21, 9, 1])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("averages", [False, True])
-@pytest.mark.parametrize("backend", ["torch", "tiled", "flash_attn 2", "flash_attn 3", "flash_attn 4"])
-def test_a_backend_equals_the_naive_backend(flash_attn, monkeypatch, backend, averages, packed, queries):
+@pytest.mark.parametrize(
+    "backend", ["torch", "tiled", "flash_attn 2", "flash_attn 3", "flash_attn 4"]
+)
+def test_a_backend_equals_the_naive_backend(
+    flash_attn, monkeypatch, backend, averages, packed, queries
+):
     backend, _, version = backend.partition(" ")
     if version:
         flash_attn(int(version))
     monkeypatch.setattr(tiled_attention, "QUERIES", 4)
     monkeypatch.setattr(tiled_attention, "KEYS", 6)
     tensors = draw_qkvz(21, 6, 2, 8, queries)
-    packing = Packing.of(torch.arange(21) // torch.tensor([[4], [9]])) if packed else None
-    ours, theirs = (attention(*tensors, averages, packing, name, rotate=queries == 21) for name in (backend, "naive"))
+    if packed:
+        packing = Packing.of(torch.arange(21) // torch.tensor([[4], [9]]))
+    else:
+        packing = None
+    ours, theirs = (
+        attention(*tensors, averages, packing, name, rotate=queries == 21)
+        for name in (backend, "naive")
+    )
     assert (ours[1] is not None) == averages
     assert_same(ours, theirs, tensors)
 
@@ -100,11 +124,14 @@ def recorded(requests, requested):
 
 def test_a_wide_value_takes_one_call_restricted_to_cudnn(monkeypatch):
     """A CPU has no cuDNN, so the test checks only what torch is requested to use."""
-    requests, values = [], []
+    requests = []
+    values = []
     attend = F.scaled_dot_product_attention
     monkeypatch.setattr(sdpa_wide, "sdpa_kernel", partial(recorded, requests))
     monkeypatch.setattr(
-        F, "scaled_dot_product_attention", lambda q, k, v, **more: values.append(v.shape[-1]) or attend(q, k, v, **more)
+        F,
+        "scaled_dot_product_attention",
+        lambda q, k, v, **more: values.append(v.shape[-1]) or attend(q, k, v, **more),
     )
     tensors = draw_qkvz(21, 6, 2, 8)
     ours = attention(*tensors, True, None, "torch_wide")
@@ -113,7 +140,9 @@ def test_a_wide_value_takes_one_call_restricted_to_cudnn(monkeypatch):
     # But not for a single key (the first step of sampling from one token), nor with a mask.
     packing = Packing.of(torch.arange(21) // torch.tensor([[4], [9]]))
     for inputs, documents in ((draw_qkvz(1, 6, 2, 8), None), (tensors, packing)):
-        ours, theirs = (attention(*inputs, True, documents, name) for name in ("torch_wide", "naive"))
+        ours, theirs = (
+            attention(*inputs, True, documents, name) for name in ("torch_wide", "naive")
+        )
         assert len(requests) == 2
         assert_same(ours, theirs, inputs)
 
@@ -124,23 +153,37 @@ def test_cudnn_is_disabled_for_masks_on_a_gpu(monkeypatch):
     monkeypatch.setattr(sdpa, "sdpa_kernel", partial(recorded, requests))
     on_gpu = SimpleNamespace(is_cuda=True)
     with sdpa._without_cudnn(on_gpu, torch.zeros(1)):
-        assert requests and SDPBackend.CUDNN_ATTENTION not in requests[0] and SDPBackend.MATH in requests[0]
+        assert (
+            requests
+            and SDPBackend.CUDNN_ATTENTION not in requests[0]
+            and SDPBackend.MATH in requests[0]
+        )
     with sdpa._without_cudnn(on_gpu, None):
         assert len(requests) == 2
 
 
 def test_flash_attn_4_averages_v_and_z_in_one_call_with_our_tile_sizes(flash_attn, monkeypatch):
-    module, values = flash_attn(4), []
+    module = flash_attn(4)
+    values = []
     attend = module.flash_attn_func
-    module.flash_attn_func = lambda q, k, v, **settings: values.append(v.shape[-1]) or attend(q, k, v, **settings)
+    module.flash_attn_func = lambda q, k, v, **settings: (
+        values.append(v.shape[-1]) or attend(q, k, v, **settings)
+    )
     tensors = draw_qkvz(21, 4, 4, 8)
     for _ in range(2):
         ours = attention(*tensors, True, None, "flash_attn")
     assert values == [16, 16]
     assert_same(ours, attention(*tensors, True, None, "naive"), tensors)
-    assert module._tile_size_fwd_sm90(128, 256, True, False, sparse_block_size_q=None)[:2] == (128, 96)
+    assert module._tile_size_fwd_sm90(128, 256, True, False, sparse_block_size_q=None)[:2] == (
+        128,
+        96,
+    )
     assert module._tile_size_bwd_sm90(64, 128, True, False)[:2] == (64, 128)
-    assert module._tile_size_fwd_sm90(128, 128, True, False) == module._tile_size_bwd_sm90(96, 192) == "theirs"
+    assert (
+        module._tile_size_fwd_sm90(128, 128, True, False)
+        == module._tile_size_bwd_sm90(96, 192)
+        == "theirs"
+    )
 
 
 @pytest.mark.parametrize("version", [2, 3, 4])
@@ -148,7 +191,10 @@ def test_flash_attn_4_averages_v_and_z_in_one_call_with_our_tile_sizes(flash_att
 def test_flash_attn_gets_the_deterministic_flag(flash_attn, packed, version):
     flash_attn(version)
     tensors = draw_qkvz(21, 6, 2, 8)
-    packing = Packing.of(torch.arange(21) // torch.tensor([[4], [9]])) if packed else None
+    if packed:
+        packing = Packing.of(torch.arange(21) // torch.tensor([[4], [9]]))
+    else:
+        packing = None
     torch.use_deterministic_algorithms(True)
     try:
         attention(*tensors, False, packing, "flash_attn")
@@ -161,12 +207,19 @@ def test_flash_attn_gets_the_deterministic_flag(flash_attn, packed, version):
 def test_decoding_with_a_cache_equals_the_whole_sequence(flash_attn, backend, padding):
     q, k, v, z = draw_qkvz(12, 4, 2, 8)
     # The second sequence is shorter and starts with padding.
-    bounds = document_bounds((torch.arange(12) >= torch.tensor([[0], [padding]])).long()) if padding else None
+    if padding:
+        bounds = document_bounds((torch.arange(12) >= torch.tensor([[0], [padding]])).long())
+    else:
+        bounds = None
     whole = attention(q, k, v, z, True, None if bounds is None else Packing(bounds), "naive")
-    rotated_q, rotated_k = rotate_groups(q, z), rotate_groups(k, z)
+    rotated_q = rotate_groups(q, z)
+    rotated_k = rotate_groups(k, z)
     for a, b in ((0, 7), (7, 8), (8, 9), (9, 12)):  # a prompt, tokens one by one, a few at once
         cache = (x[:b] for x in (rotated_k, v, z))
-        seen = bounds if bounds is None else Packing(bounds[:, :, :b].clamp(max=b))
+        if bounds is None:
+            seen = bounds
+        else:
+            seen = Packing(bounds[:, :, :b].clamp(max=b))
         ours = attention(rotated_q[a:b], *cache, True, seen, backend, rotate=False)
         for x, y in zip(ours, whole, strict=True):
             torch.testing.assert_close(x, y[a:b])
@@ -174,7 +227,10 @@ def test_decoding_with_a_cache_equals_the_whole_sequence(flash_attn, backend, pa
 
 def test_document_bounds_are_the_starts_of_this_and_the_next_document():
     bounds = document_bounds(torch.tensor([[0, 0, 1, 1, 1], [3, 4, 4, 5, 5]]))
-    assert bounds.tolist() == [[[0, 0, 2, 2, 2], [0, 1, 1, 3, 3]], [[2, 2, 5, 5, 5], [1, 3, 3, 5, 5]]]
+    assert bounds.tolist() == [
+        [[0, 0, 2, 2, 2], [0, 1, 1, 3, 3]],
+        [[2, 2, 5, 5, 5], [1, 3, 3, 5, 5]],
+    ]
     expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]
     assert causal_mask(5, 5, bounds, CPU)[0, 0].int().tolist() == expected
     assert causal_mask(2, 5, bounds, CPU)[0, 0].int().tolist() == expected[3:]

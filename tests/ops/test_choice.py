@@ -8,11 +8,28 @@ import pytest
 import torch
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.ops.backends import AVERAGE, BIAS, GATE, POINTWISE, REFLECTIONS, ROTATION, SCORES, choice
-from megatron_tape.ops.backends.choice import choose_backend, flash_attn_version, takes_wide_value, unsupported
+from megatron_tape.ops.backends import (
+    AVERAGE,
+    BIAS,
+    GATE,
+    POINTWISE,
+    REFLECTIONS,
+    ROTATION,
+    SCORES,
+    choice,
+)
+from megatron_tape.ops.backends.choice import (
+    choose_backend,
+    flash_attn_version,
+    takes_wide_value,
+    unsupported,
+)
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
-FP32, FP64, BF16 = torch.float32, torch.float64, torch.bfloat16
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
+FP32 = torch.float32
+FP64 = torch.float64
+BF16 = torch.bfloat16
 FLA = "fla.ops.forgetting_attn"
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,7 +42,9 @@ def chosen(device, needs=frozenset(), requested="auto", dtype=BF16, dim=64, **se
 def installed(monkeypatch):
     """Imitate a machine with an H100 and the packages in the returned set."""
     packages = {"triton", "torch", FLA}
-    monkeypatch.setattr(choice, "why_not_importable", lambda name: None if name in packages else "is not installed")
+    monkeypatch.setattr(
+        choice, "why_not_importable", lambda name: None if name in packages else "is not installed"
+    )
     monkeypatch.setattr(choice, "triton_interprets", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return packages
@@ -35,7 +54,9 @@ def installed(monkeypatch):
 def flash_attn(monkeypatch, installed):
     """Return a function that imitates an installed version of flash-attn."""
     choice._flash_attn_version.cache_clear()
-    yield lambda version: monkeypatch.setattr(choice, "_flash_attn_version", lambda major, amd: version)
+    yield lambda version: monkeypatch.setattr(
+        choice, "_flash_attn_version", lambda major, amd: version
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,7 +92,9 @@ def flash_attn(monkeypatch, installed):
         ({REFLECTIONS}, {"dim": 96}, "tiled", "tiled"),
     ],
 )
-def test_auto_is_the_first_backend_that_supports_the_features_and_can_run(installed, needs, settings, on_gpu, on_cpu):
+def test_auto_is_the_first_backend_that_supports_the_features_and_can_run(
+    installed, needs, settings, on_gpu, on_cpu
+):
     assert (chosen(GPU, needs, **settings), chosen(CPU, needs, **settings)) == (on_gpu, on_cpu)
 
 
@@ -89,7 +112,9 @@ def test_auto_is_the_first_backend_that_supports_the_features_and_can_run(instal
         (3, set(), {}, "torch"),
     ],
 )
-def test_flash_attn_is_chosen_for_documents_and_4_for_wide_values(flash_attn, version, needs, settings, expected):
+def test_flash_attn_is_chosen_for_documents_and_4_for_wide_values(
+    flash_attn, version, needs, settings, expected
+):
     flash_attn(version)
     assert chosen(GPU, needs, **settings) == expected
 
@@ -107,17 +132,22 @@ def test_only_version_4_takes_wide_values(flash_attn, monkeypatch, capability, d
 def test_the_newest_flash_attn_that_runs_on_the_gpu_is_used(installed, monkeypatch):
     modules = {name: ModuleType(name) for name in choice.FLASH_ATTN.values()}
     monkeypatch.setattr(choice.importlib, "import_module", modules.__getitem__)
-    modules["flash_attn.cute.interface"].flash_attn_func = modules["flash_attn_interface"].flash_attn_func = print
+    modules["flash_attn.cute.interface"].flash_attn_func = modules[
+        "flash_attn_interface"
+    ].flash_attn_func = print
     for capability, packages, expected in (
         ((9, 0), {"flash_attn.cute.interface", "flash_attn_interface", "flash_attn"}, 4),
         ((9, 0), {"flash_attn_interface"}, 3),
         ((10, 0), {"flash_attn.cute.interface", "flash_attn_interface"}, 4),
         ((10, 0), {"flash_attn_interface"}, None),
-        # With version 4 only, the package flash_attn has no functions; version 4 does not run on an A100.
+        # With version 4 only, the package flash_attn has no functions; version 4 does not run on an
+        # A100.
         ((8, 0), {"flash_attn.cute.interface", "flash_attn"}, None),
     ):
         installed |= packages
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda device, found=capability: found
+        )
         choice._flash_attn_version.cache_clear()
         assert flash_attn_version(GPU) == expected
         installed -= packages
@@ -132,11 +162,18 @@ def test_the_newest_flash_attn_that_runs_on_the_gpu_is_used(installed, monkeypat
         ((9, 0), None, ("torch_wide", "torch"), "torch"),
         ((10, 0), None, ("torch_wide", "torch"), "torch"),
         ((12, 0), None, ("triton", "triton"), "torch"),
-        ((9, 4), "7.0", ("triton", "triton"), "torch"),  # an MI300, whose capability looks like Hopper's
+        (
+            (9, 4),
+            "7.0",
+            ("triton", "triton"),
+            "torch",
+        ),  # an MI300, whose capability looks like Hopper's
         ((7, 5), None, ("torch", "torch"), "torch"),
     ],
 )
-def test_the_choice_depends_on_the_gpu_generation(installed, monkeypatch, capability, hip, tape, rope, dim):
+def test_the_choice_depends_on_the_gpu_generation(
+    installed, monkeypatch, capability, hip, tape, rope, dim
+):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     assert chosen(GPU, {ROTATION, AVERAGE}, dim=dim) == tape[dim > 64]
@@ -154,10 +191,34 @@ def test_a_deterministic_run_does_not_use_cudnn(installed, monkeypatch):
     "requested, device, needs, settings, why",
     [
         ("triton", CPU, {AVERAGE}, {}, "requires a GPU, but this process runs on the CPU"),
-        ("triton", GPU, {AVERAGE}, {"dim": 48}, "supports head dimensions 32, 64, 80, 96, 128, not 48"),
-        ("triton", GPU, set(), {"dtype": FP64}, "supports bfloat16 or float16 or float32, not float64"),
-        ("torch_wide", GPU, {AVERAGE}, {"dim": 128}, "supports head dimensions 8 to 64 in steps of 8, not 128"),
-        ("fla", GPU, {REFLECTIONS}, {"dim": 96}, "supports head dimensions 16, 32, 64, 128 with reflections, not 96"),
+        (
+            "triton",
+            GPU,
+            {AVERAGE},
+            {"dim": 48},
+            "supports head dimensions 32, 64, 80, 96, 128, not 48",
+        ),
+        (
+            "triton",
+            GPU,
+            set(),
+            {"dtype": FP64},
+            "supports bfloat16 or float16 or float32, not float64",
+        ),
+        (
+            "torch_wide",
+            GPU,
+            {AVERAGE},
+            {"dim": 128},
+            "supports head dimensions 8 to 64 in steps of 8, not 128",
+        ),
+        (
+            "fla",
+            GPU,
+            {REFLECTIONS},
+            {"dim": 96},
+            "supports head dimensions 16, 32, 64, 128 with reflections, not 96",
+        ),
         ("torch", CPU, {SCORES}, {}, "cannot compute scores that depend on all keys of a query"),
     ],
 )
@@ -167,7 +228,10 @@ def test_a_named_backend_that_cannot_run_is_refused_with_the_reason(
     flash_attn(3)
     with pytest.raises(ConfigError) as error:
         chosen(device, needs, requested, **settings)
-    assert error.value.key == "model.attention_backend" and error.value.problem == f"is {requested}, which {why}"
+    assert (
+        error.value.key == "model.attention_backend"
+        and error.value.problem == f"is {requested}, which {why}"
+    )
 
 
 def test_old_gpus_and_broken_packages_are_reported(monkeypatch, tmp_path):

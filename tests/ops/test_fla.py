@@ -1,4 +1,6 @@
-"""Calls of flash-linear-attention's kernels for forget gates and PaTH, with plain implementations in their place."""
+"""Calls of flash-linear-attention's kernels for forget gates and PaTH, with plain implementations
+in their place.
+"""
 
 import ast
 import inspect
@@ -18,12 +20,16 @@ from megatron_tape.ops.attention import attention
 from megatron_tape.ops.householder import through_reflections
 from megatron_tape.ops.packing import Packing
 
-LENGTH, HEADS, GROUPS, DIM = 70, 6, 2, 16
+LENGTH = 70
+HEADS = 6
+GROUPS = 2
+DIM = 16
 PACKING = Packing.of(torch.arange(LENGTH) // torch.tensor([[14], [40]]))
 
 
 def stand_in(monkeypatch, name, make):
-    """Replace fla's `parallel_NAME` by `make(plain)`, a function with the same parameters; return fla's module.
+    """Replace fla's `parallel_NAME` by `make(plain)`, a function with the same parameters; return
+    fla's module.
 
     `plain` is the package's own plain form.
     """
@@ -50,7 +56,11 @@ def documents(q, cu_seqlens):
 
 def gates(plain):
     def parallel_forgetting_attn(q, k, v, g, scale=None, window_size=None, cu_seqlens=None):
-        assert all(x.is_contiguous() for x in (q, k, v, g)) and g.shape == q.shape[:3] and window_size is None
+        assert (
+            all(x.is_contiguous() for x in (q, k, v, g))
+            and g.shape == q.shape[:3]
+            and window_size is None
+        )
         parts = [[x[:, a:b] for x in (q, k, v, g)] for a, b in documents(q, cu_seqlens)]
         return torch.cat([plain.naive_forgetting_attn(*part, scale) for part in parts], dim=1)
 
@@ -61,11 +71,17 @@ def path(plain):
     def parallel_path_attn(q, k, v, w, beta, g=None, scale=None, cu_seqlens=None, use_cache=False):
         given = [x for x in (q, k, v, w, beta, g) if x is not None]
         assert all(x.is_contiguous() for x in given) and not use_cache and scale is None
-        assert {x.dtype for x in given[3:]} == {torch.float64} and w.shape == k.shape and beta.shape == k.shape[:3]
+        assert (
+            {x.dtype for x in given[3:]} == {torch.float64}
+            and w.shape == k.shape
+            and beta.shape == k.shape[:3]
+        )
         g = q.new_zeros(q.shape[:3]) if g is None else g
         assert g.shape == q.shape[:3]
         parts = [[x[:, a:b] for x in (q, k, v, w, beta, g)] for a, b in documents(q, cu_seqlens)]
-        return torch.cat([plain.naive_path_attn(*part, q.shape[-1] ** -0.5) for part in parts], dim=1), k
+        return torch.cat(
+            [plain.naive_path_attn(*part, q.shape[-1] ** -0.5) for part in parts], dim=1
+        ), k
 
     return parallel_path_attn
 
@@ -85,22 +101,35 @@ def fla(monkeypatch):
 @pytest.mark.parametrize("reflects, gated", [(False, True), (True, False), (True, True)])
 def test_fla_gets_the_inputs_of_the_naive_backend(fla, reflects, gated, packed):
     q, k, v, z = draw_qkvz(LENGTH, HEADS, GROUPS, DIM)
-    w, betas, logits = (draw(LENGTH, 2, *rest, seed=5) for rest in ((GROUPS, DIM), (GROUPS,), (HEADS,)))
-    given = {"packing": PACKING if packed else None, "log_gate_TBH": logsigmoid(logits) if gated else None}
+    w, betas, logits = (
+        draw(LENGTH, 2, *rest, seed=5) for rest in ((GROUPS, DIM), (GROUPS,), (HEADS,))
+    )
+    given = {
+        "packing": PACKING if packed else None,
+        "log_gate_TBH": logsigmoid(logits) if gated else None,
+    }
     leaves = [q, k, v, *([w, betas] if reflects else [z]), *([logits] if gated else [])]
     if reflects:
-        given["rescore"] = through_reflections(lambda w, b: (normalize(w, dim=-1), 2 * b.sigmoid()), (w, betas))
+        given["rescore"] = through_reflections(
+            lambda w, b: (normalize(w, dim=-1), 2 * b.sigmoid()), (w, betas)
+        )
     else:
         given["z_TBGD"] = z
-    assert_same(*(attention(q, k, v, backend=backend, **given) for backend in ("fla", "naive")), leaves)
-    with pytest.raises(ValueError, match=r"fla, which requires equally many queries \(1\) and keys \(70\); use tiled"):
+    assert_same(
+        *(attention(q, k, v, backend=backend, **given) for backend in ("fla", "naive")), leaves
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"fla, which requires equally many queries \(1\) and keys \(70\); use tiled",
+    ):
         attention(q[:1], k, v, backend="fla", **given, rotate=False)
 
 
 def test_the_kernels_are_compared_with_plain_torch_before_a_run(fla, monkeypatch):
     monkeypatch.setattr(parity, "LENGTH", 40)
     shapes = kernel_shapes(small_model(position_encoding="path_fox", kv_channels=16))
-    cpu, fp32 = torch.device("cpu"), torch.float32
+    cpu = torch.device("cpu")
+    fp32 = torch.float32
     checks = parity.score_checks("fla", shapes, fp32, cpu)
     assert len(checks) == 4 and all("reflections" in name for name in checks)
     fox = kernel_shapes(small_model(position_encoding="fox"))
@@ -112,4 +141,6 @@ def test_the_kernels_are_compared_with_plain_torch_before_a_run(fla, monkeypatch
         return kernel(q, k, v, w, 0.99 * beta, *rest, **options)
 
     fla.parallel_path_attn = forgetful
-    assert "does not work here (attention through reflections" in parity.backend_fails("fla", shapes, fp32, cpu)
+    assert "does not work here (attention through reflections" in parity.backend_fails(
+        "fla", shapes, fp32, cpu
+    )

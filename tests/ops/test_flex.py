@@ -21,7 +21,10 @@ from megatron_tape.ops.bias import Bias, gates_as_bias
 from megatron_tape.ops.packing import Packing
 from megatron_tape.position.encoding import NO_CACHE
 
-LENGTH, HEADS, GROUPS, DIM = 21, 6, 2, 16
+LENGTH = 21
+HEADS = 6
+GROUPS = 2
+DIM = 16
 CPU = torch.device("cpu")
 PACKING = Packing.of(torch.arange(LENGTH) // torch.tensor([[4], [9]]))
 
@@ -29,13 +32,17 @@ PACKING = Packing.of(torch.arange(LENGTH) // torch.tensor([[4], [9]]))
 @pytest.fixture(autouse=True)
 def gradients_on_a_cpu(monkeypatch):
     """Enable gradients on a CPU, which torch refuses although the uncompiled function has them."""
-    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
+    monkeypatch.setattr(
+        torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None
+    )
 
 
 def layout_of(gather, world_size=1):
     """Return a layout of rank 0 on a GPU; `gather` imitates the answers of other ranks."""
     sizes = dict(tensor_parallel_size=1, context_parallel_size=1, world_size=world_size)
-    return SimpleNamespace(device="cuda", rank=0, any_rank=bool, gather=gather, first_on_node=nullcontext, **sizes)
+    return SimpleNamespace(
+        device="cuda", rank=0, any_rank=bool, gather=gather, first_on_node=nullcontext, **sizes
+    )
 
 
 def table_bias(table):
@@ -52,7 +59,8 @@ def table_bias(table):
 @pytest.mark.parametrize("packed", [False, True])
 def test_flex_equals_the_naive_backend_with_all_gradients(packed, queries):
     tensors = draw_qkvz(LENGTH, HEADS, GROUPS, DIM, queries)
-    table, logits = draw(12, HEADS, seed=5), draw(LENGTH, 2, HEADS, seed=6)
+    table = draw(12, HEADS, seed=5)
+    logits = draw(LENGTH, 2, HEADS, seed=6)
     given = {"packing": PACKING if packed else None, "rotate": queries == LENGTH}
     given |= {"bias": table_bias(table), "log_gate_TBH": logsigmoid(logits)}
     ours, theirs = (attention(*tensors, backend=backend, **given) for backend in ("flex", "naive"))
@@ -62,7 +70,12 @@ def test_flex_equals_the_naive_backend_with_all_gradients(packed, queries):
 def pair_by_pair(bias, batch, heads, tokens):
     """Return the bias of every pair from `score`, (B, H, S, S)."""
     score = bias.score
-    for axes in ((None,) * 3 + (0,), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
+    for axes in (
+        (None,) * 3 + (0,),
+        (None, None, 0, None),
+        (None, 0, None, None),
+        (0, None, None, None),
+    ):
         score = torch.vmap(score, in_dims=axes + (None,) * len(bias.tensors))
     at = torch.arange(tokens)
     return score(torch.arange(batch), torch.arange(heads), at, at, *bias.tensors)
@@ -70,15 +83,19 @@ def pair_by_pair(bias, batch, heads, tokens):
 
 @pytest.mark.parametrize("name", ["alibi", "t5", "gates"])
 def test_the_bias_of_pairs_equals_the_bias_of_tiles(name):
-    logits, tokens = draw(40, 2, 4, seed=3), 40
+    logits = draw(40, 2, 4, seed=3)
+    tokens = 40
     if name == "gates":
         bias = gates_as_bias(logsigmoid(logits.float()), table_bias(draw(12, 4)).in_float32())
     else:
         built, _ = build(small_model(position_encoding=name))
-        parameters = {key: draw(*x.shape).float() for key, x in built.encoding.parameters(0).items()}
+        parameters = {
+            key: draw(*x.shape).float() for key, x in built.encoding.parameters(0).items()
+        }
         bias = built.encoding.positions(0, parameters, None, torch.zeros(40, 2, 32), NO_CACHE).bias
         assert built.encoding.needs == {POINTWISE}
-    pairs, tiles = pair_by_pair(bias, 2, 4, tokens), bias.of(slice(0, tokens), slice(0, tokens))
+    pairs = pair_by_pair(bias, 2, 4, tokens)
+    tiles = bias.of(slice(0, tokens), slice(0, tokens))
     # A tile of gates may omit a constant per query.
     pairs, tiles = ((x - x[..., :1]).expand(2, -1, tokens, -1).tril() for x in (pairs, tiles))
     assert pairs.std() > 0.1
@@ -88,7 +105,10 @@ def test_the_bias_of_pairs_equals_the_bias_of_tiles(name):
 @pytest.mark.parametrize("S, T", [(300, 300), (256, 256), (40, 300), (1, 129), (130, 390)])
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_block_mask_equals_the_mask_of_pairs(S, T, packed):
-    starts = Packing.of(torch.arange(T) // torch.tensor([[70], [140]])).bounds_2BT[0] if packed else None
+    if packed:
+        starts = Packing.of(torch.arange(T) // torch.tensor([[70], [140]])).bounds_2BT[0]
+    else:
+        starts = None
     ours = flex.block_mask(S, T, starts, CPU)
     theirs = create_block_mask(ours.mask_mod, 2 if packed else 1, 1, S, T, device="cpu")
     assert torch.equal(ours.to_dense(), theirs.to_dense())
@@ -115,19 +135,31 @@ def test_kernels_are_compared_with_plain_torch_before_a_run(monkeypatch, caplog)
     layout = layout_of(lambda value: [value, *others])
     check = parity.backend_fails
     monkeypatch.setattr(
-        model_backend, "backend_fails", lambda name, shapes, dtype, device, packed: check(name, shapes, dtype, CPU)
+        model_backend,
+        "backend_fails",
+        lambda name, shapes, dtype, device, packed: check(name, shapes, dtype, CPU),
     )
     model = dict(position_encoding="alibi", kv_channels=16)
     with caplog.at_level(logging.INFO):
-        assert verified_backend(small_model(**model), layout, torch.float32, allow_slow=True) == "tiled"
+        assert (
+            verified_backend(small_model(**model), layout, torch.float32, allow_slow=True)
+            == "tiled"
+        )
         with pytest.raises(ConfigError) as error:
             verified_backend(small_model(**model), layout, torch.float32)
-        assert error.value.key == "model.attention_backend" and "allow_slow_attention" in error.value.fix
+        assert (
+            error.value.key == "model.attention_backend"
+            and "allow_slow_attention" in error.value.fix
+        )
         named = small_model(**model, attention_backend="flex")
         with pytest.raises(ConfigError):
             verified_backend(named, layout, torch.float32, allow_slow=True)
         layout.world_size = 4
-        others[:] = [None, None, model_backend._Failure("nodeB", 3, "is flex, which does not compile")]
+        others[:] = [
+            None,
+            None,
+            model_backend._Failure("nodeB", 3, "is flex, which does not compile"),
+        ]
         with pytest.raises(NodeError, match="ranks 0, 3 of 4") as error:
             verified_backend(small_model(**model), layout, torch.float32)
         assert error.value.subjects[1:] == ("nodeB",)
@@ -138,10 +170,17 @@ def test_kernels_are_compared_with_plain_torch_before_a_run(monkeypatch, caplog)
 
 
 def test_auto_uses_the_first_library_that_equals_plain_torch_on_every_rank(monkeypatch, caplog):
-    monkeypatch.setattr(choice, "why_not_importable", lambda name: None if name in ("torch", "triton") else "missing")
+    monkeypatch.setattr(
+        choice,
+        "why_not_importable",
+        lambda name: None if name in ("torch", "triton") else "missing",
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     choice._flash_attn_version.cache_clear()
-    exact, stand_ins, elsewhere, requested = parity.backend_fails, {}, [], []
+    exact = parity.backend_fails
+    stand_ins = {}
+    elsewhere = []
+    requested = []
 
     def here(name, shapes, dtype, device, packed):
         requested.append((name, packed))
@@ -161,7 +200,9 @@ def test_auto_uses_the_first_library_that_equals_plain_torch_on_every_rank(monke
         assert verified(tape, packed=True) == verified(tape, shifted_sparse=True) == "triton"
         assert requested[-1] == ("triton", True)
         # Another rank's kernels are wrong, so all ranks use the next row.
-        wrong = model_backend._Failure("nodeB", 1, "is torch_wide, which is wrong", "torch_wide", replaceable=True)
+        wrong = model_backend._Failure(
+            "nodeB", 1, "is torch_wide, which is wrong", "torch_wide", replaceable=True
+        )
         elsewhere[:] = [wrong]
         assert verified(tape) == "triton" and "rank 1, nodeB" in caplog.text
         doubled = sdpa.attend
@@ -169,27 +210,36 @@ def test_auto_uses_the_first_library_that_equals_plain_torch_on_every_rank(monke
         stand_ins["torch"] = "torch"
         assert verified(rope) == "triton"
         assert (
-            "attention backend rejected: it is torch, which does not work here (attention on cpu; tensor 0"
-            in caplog.text
+            "attention backend rejected: it is torch, which does not work here (attention on cpu;"
+            " tensor 0" in caplog.text
         )
         # Training does not continue with a slow backend if kernels were wrong.
         stand_ins["triton"] = "torch"
         stand_ins["torch_wide"] = "torch"
-        assert verified(tape, allow_slow=True) == "torch" and verified(rope, allow_slow=True) == "tiled"
+        assert (
+            verified(tape, allow_slow=True) == "torch"
+            and verified(rope, allow_slow=True) == "tiled"
+        )
         del stand_ins["triton"], stand_ins["torch_wide"]
         with pytest.raises(NodeError, match="is torch, which does not work here"):
-            verified(small_model(position_encoding="rope", kv_channels=32, attention_backend="torch"))
+            verified(
+                small_model(position_encoding="rope", kv_channels=32, attention_backend="torch")
+            )
 
 
 def test_missing_kernels_are_refused_only_if_another_gpu_has_them(monkeypatch):
     """CoPE has no kernels on any GPU."""
-    monkeypatch.setattr(choice, "why_not_importable", lambda name: None if name == "triton" else "is not installed")
+    monkeypatch.setattr(
+        choice, "why_not_importable", lambda name: None if name == "triton" else "is not installed"
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(model_backend, "backend_fails", lambda *_: None)
     choice._flash_attn_version.cache_clear()
     tape, cope = (small_model(position_encoding=name, kv_channels=260) for name in ("tape", "cope"))
     layout = layout_of(lambda value: [value])
-    with pytest.raises(ConfigError, match="triton supports head dimensions 32, .* not 260") as error:
+    with pytest.raises(
+        ConfigError, match="triton supports head dimensions 32, .* not 260"
+    ) as error:
         verified_backend(tape, layout, torch.bfloat16)
     assert "allow_slow_attention" in error.value.fix
     assert verified_backend(tape, layout, torch.bfloat16, allow_slow=True) == "torch"
@@ -198,15 +248,25 @@ def test_missing_kernels_are_refused_only_if_another_gpu_has_them(monkeypatch):
 
 @pytest.mark.parametrize("name", ["gates", "table"])
 def test_the_compiled_bias_supports_gradients(name):
-    """Compilation refuses tensors that need a gradient and are indexed twice; without compilation, they work."""
+    """Compilation refuses tensors that need a gradient and are indexed twice; without compilation,
+    they work.
+    """
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
     from torch._higher_order_ops.flex_attention import create_fw_bw_graph
     from torch._inductor.kernel.flex.flex_attention import validate_joint_graph
 
-    bias = table_bias(draw(12, HEADS, seed=5)) if name == "table" else gates_as_bias(logsigmoid(draw(40, 2, 4)))
-    score, pair = torch.zeros((), requires_grad=True), [torch.zeros((), dtype=torch.int32) for _ in range(4)]
+    if name == "table":
+        bias = table_bias(draw(12, HEADS, seed=5))
+    else:
+        bias = gates_as_bias(logsigmoid(draw(40, 2, 4)))
+    score = torch.zeros((), requires_grad=True)
+    pair = [torch.zeros((), dtype=torch.int32) for _ in range(4)]
     tensors = tuple(x.detach().requires_grad_(x.requires_grad) for x in bias.tensors)
     with TransformGetItemToIndex():
-        _, joint = create_fw_bw_graph(lambda score, *given: score + bias.score(*given), (score, *pair), tensors)
-        traced = torch.fx.experimental.proxy_tensor.make_fx(joint)(score, *pair, torch.zeros(()), *tensors)
+        _, joint = create_fw_bw_graph(
+            lambda score, *given: score + bias.score(*given), (score, *pair), tensors
+        )
+        traced = torch.fx.experimental.proxy_tensor.make_fx(joint)(
+            score, *pair, torch.zeros(()), *tensors
+        )
     validate_joint_graph(traced.graph)

@@ -18,7 +18,10 @@ from megatron_tape.ops.linear_cross_entropy import linear_cross_entropy
 from megatron_tape.ops.swiglu import swiglu
 
 pytestmark = pytest.mark.gpu
-S, B, C, V = 7, 3, 5, 11
+S = 7
+B = 3
+C = 5
+V = 11
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -52,8 +55,13 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("tokens", [1, 4, S * B, 100])
 def test_the_chunked_loss_equals_the_loss_of_whole_logits(monkeypatch, tokens, z_loss, weighted):
     monkeypatch.setattr(chunks, "LOGITS", tokens * V + 3)
-    hidden, weight, labels = draw(S, B, C), draw(V, C, seed=2), labels_of()
-    weights = torch.rand(B, S, generator=torch.Generator().manual_seed(4)) if weighted else None
+    hidden = draw(S, B, C)
+    weight = draw(V, C, seed=2)
+    labels = labels_of()
+    if weighted:
+        weights = torch.rand(B, S, generator=torch.Generator().manual_seed(4))
+    else:
+        weights = None
     loss, by_token, of_z = linear_cross_entropy(hidden, weight, labels, weights, z_loss=z_loss)
     expected, of_tokens, expected_of_z = plain(hidden, weight, labels, weights, z_loss)
     torch.testing.assert_close(by_token, of_tokens.detach())
@@ -62,7 +70,9 @@ def test_the_chunked_loss_equals_the_loss_of_whole_logits(monkeypatch, tokens, z
     # The gradient can be computed only once.
     ours = [3.0 * loss, *torch.autograd.grad(3.0 * loss, (hidden, weight))]
     together = 3.0 * (expected + expected_of_z)
-    torch.testing.assert_close(ours, [3.0 * expected, *torch.autograd.grad(together, (hidden, weight))])
+    torch.testing.assert_close(
+        ours, [3.0 * expected, *torch.autograd.grad(together, (hidden, weight))]
+    )
 
 
 @pytest.mark.parametrize("tokens", [4, 100])
@@ -70,23 +80,33 @@ def test_the_chunked_loss_equals_the_loss_of_whole_logits(monkeypatch, tokens, z
 def test_liger_kernels_compute_the_same_loss(monkeypatch, tokens, weighted, z_loss):
     pytest.importorskip("liger_kernel")
     monkeypatch.setattr(chunks, "LOGITS", tokens * V)
-    weights = torch.rand(B, S, generator=torch.Generator().manual_seed(4)) if weighted else None
+    if weighted:
+        weights = torch.rand(B, S, generator=torch.Generator().manual_seed(4))
+    else:
+        weights = None
     found = []
     for fused in (True, False):
-        hidden, weight = (draw(*shape, dtype=torch.float32).to(DEVICE).detach() for shape in ((S, B, C), (V, C)))
+        hidden, weight = (
+            draw(*shape, dtype=torch.float32).to(DEVICE).detach() for shape in ((S, B, C), (V, C))
+        )
         inputs = hidden.requires_grad_(), weight.requires_grad_()
         given = None if weights is None else weights.to(DEVICE)
-        loss, by_token, of_z = linear_cross_entropy(*inputs, labels_of().to(DEVICE), given, fused=fused, z_loss=z_loss)
+        loss, by_token, of_z = linear_cross_entropy(
+            *inputs, labels_of().to(DEVICE), given, fused=fused, z_loss=z_loss
+        )
         found.append((loss.detach(), by_token, of_z, *torch.autograd.grad(3.0 * loss, inputs)))
     for ours, plain_torch in zip(*found):
         torch.testing.assert_close(ours, plain_torch, rtol=1e-5, atol=1e-6)
 
 
 def test_liger_kernels_are_checked_before_training(monkeypatch):
-    device, kernels = torch.device(DEVICE), pytest.importorskip("megatron_tape.ops.kernels.liger")
+    device = torch.device(DEVICE)
+    kernels = pytest.importorskip("megatron_tape.ops.kernels.liger")
 
     def why():
-        return parity.first_failure({"loss": parity.loss_check(V, torch.float32, device)}, torch.float32, device)
+        return parity.first_failure(
+            {"loss": parity.loss_check(V, torch.float32, device)}, torch.float32, device
+        )
 
     assert why() is None
     monkeypatch.setattr(kernels, "to_gradients", lambda exponentials, *_: exponentials)
@@ -97,7 +117,9 @@ def test_liger_kernels_are_checked_before_training(monkeypatch):
 
 def test_ranks_agree_on_the_fused_kernels(monkeypatch, caplog):
     caplog.set_level("INFO")
-    elsewhere, requested, answers = [], [], dict.fromkeys(("loss", "swiglu", "position update"))
+    elsewhere = []
+    requested = []
+    answers = dict.fromkeys(("loss", "swiglu", "position update"))
     one = dict(rank=0, world_size=2, tensor_parallel_size=2, context_parallel_size=1)
     layout = SimpleNamespace(
         device="cuda",
@@ -116,14 +138,22 @@ def test_ranks_agree_on_the_fused_kernels(monkeypatch, caplog):
     assert found == backend.FusedKernels(position_update=True, swiglu=True, loss=True)
     assert requested == [("swiglu", tape.ffn_hidden_size // 2), ("loss", tape.vocab_size // 2)]
     # RoPE has no position update, and in fp32 the loss uses plain torch.
-    assert backend.verified_kernels(rope, layout, torch.float32) == backend.FusedKernels(swiglu=True)
+    assert backend.verified_kernels(rope, layout, torch.float32) == backend.FusedKernels(
+        swiglu=True
+    )
     elsewhere[:] = [None, None, backend._Failure("nodeB", 1, "liger-kernel is not installed")]
     assert not backend.verified_kernels(tape, layout, torch.bfloat16).loss
-    assert "the loss runs in plain torch (rank 1, nodeB: liger-kernel is not installed)" in caplog.text
+    assert (
+        "the loss runs in plain torch (rank 1, nodeB: liger-kernel is not installed)" in caplog.text
+    )
     answers["position update"] = "does not work here (position update)"
-    with pytest.raises(NodeError, match="requires the fused position update, which does not work here"):
+    with pytest.raises(
+        NodeError, match="requires the fused position update, which does not work here"
+    ):
         backend.verified_kernels(tape, layout, torch.bfloat16)
-    assert not backend.verified_kernels(tape, layout, torch.bfloat16, allow_slow=True).position_update
+    assert not backend.verified_kernels(
+        tape, layout, torch.bfloat16, allow_slow=True
+    ).position_update
     named = small_model(position_encoding="tape", attention_backend="torch")
     assert not backend.verified_kernels(named, layout, torch.bfloat16).position_update
     answers["triton"] = "is not installed"
@@ -138,7 +168,9 @@ def test_ranks_agree_on_the_fused_kernels(monkeypatch, caplog):
 
 def test_the_bf16_rounding_error_does_not_exceed_that_of_whole_logits(monkeypatch):
     """Chunks accumulate the gradient of the weight in fp32, which is rounded once."""
-    length, vocabulary, width = 64, 96, 16
+    length = 64
+    vocabulary = 96
+    width = 16
     wide = draw(length, B, width, seed=5), draw(vocabulary, width, seed=6)
     labels = labels_of(vocabulary, length)
     narrow = [x.detach().bfloat16().requires_grad_() for x in wide]
@@ -159,8 +191,11 @@ def test_the_bf16_rounding_error_does_not_exceed_that_of_whole_logits(monkeypatc
 
 @pytest.mark.parametrize("gradient", [True, False])
 def test_at_most_one_chunk_of_logits_exists(monkeypatch, gradient):
-    tokens, vocabulary = 2, 50
-    hidden, weight, labels = draw(S, B, C), draw(vocabulary, C), labels_of(vocabulary)
+    tokens = 2
+    vocabulary = 50
+    hidden = draw(S, B, C)
+    weight = draw(vocabulary, C)
+    labels = labels_of(vocabulary)
     monkeypatch.setattr(chunks, "LOGITS", tokens * vocabulary)
     with Largest() as largest, torch.set_grad_enabled(gradient):
         loss, *_ = linear_cross_entropy(hidden, weight, labels)
@@ -171,7 +206,8 @@ def test_at_most_one_chunk_of_logits_exists(monkeypatch, gradient):
 
 
 def test_a_non_finite_loss_makes_every_gradient_non_finite():
-    hidden, weight = draw(S, B, C), draw(V, C)
+    hidden = draw(S, B, C)
+    weight = draw(V, C)
     with torch.no_grad():
         hidden[2, 1, 0] = float("inf")
     loss, *_ = linear_cross_entropy(hidden, weight, labels_of())
@@ -181,11 +217,13 @@ def test_a_non_finite_loss_makes_every_gradient_non_finite():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_swiglu_equals_plain_torch_and_saves_only_its_input(dtype):
-    both, saved = draw(S, B, 2 * C, dtype=dtype), []
+    both = draw(S, B, 2 * C, dtype=dtype)
+    saved = []
     gate, up = both.chunk(2, dim=-1)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         ours = swiglu(both)
     assert [x.data_ptr() for x in saved] == [both.data_ptr()]
-    theirs, direction = F.silu(gate) * up, draw(S, B, C, dtype=dtype, seed=8).detach()
+    theirs = F.silu(gate) * up
+    direction = draw(S, B, C, dtype=dtype, seed=8).detach()
     assert torch.equal(ours, theirs)
     torch.testing.assert_close(*(torch.autograd.grad(x, both, direction) for x in (ours, theirs)))

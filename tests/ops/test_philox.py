@@ -1,4 +1,6 @@
-"""Counter-based random numbers: published test vectors, independence of partitioning, and distributions."""
+"""Counter-based random numbers: published test vectors, independence of partitioning, and
+distributions.
+"""
 
 import math
 
@@ -10,9 +12,21 @@ from megatron_tape.ops.philox import key_of, normal, uniform
 
 # From kat_vectors in the authors' library Random123.
 VECTORS = [
-    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    (
+        "00000000 00000000 00000000 00000000",
+        "00000000 00000000",
+        "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+    ),
+    (
+        "ffffffff ffffffff ffffffff ffffffff",
+        "ffffffff ffffffff",
+        "408f276d 41c83b0e a20bc7c6 6d5451fd",
+    ),
+    (
+        "243f6a88 85a308d3 13198a2e 03707344",
+        "a4093822 299f31d0",
+        "d16cfe09 94fdcceb 5001e420 24126ea1",
+    ),
 ]
 
 
@@ -28,7 +42,11 @@ def test_a_part_has_the_same_numbers_as_the_whole(draw):
     key = key_of(3, "matrix")
     whole = draw(key, range(41), range(53), "cpu")
     assert len(whole.unique()) > 0.999 * whole.numel()
-    for rows, columns in [(range(7, 8), range(53)), (range(41), range(5, 6)), (range(3, 30), range(6, 47))]:
+    for rows, columns in [
+        (range(7, 8), range(53)),
+        (range(41), range(5, 6)),
+        (range(3, 30), range(6, 47)),
+    ]:
         part = draw(key, rows, columns, "cpu")
         assert torch.equal(part, whole[rows.start : rows.stop, columns.start : columns.stop])
     for other in (key_of(4, "matrix"), key_of(3, "matrix2")):
@@ -36,7 +54,8 @@ def test_a_part_has_the_same_numbers_as_the_whole(draw):
 
 
 def test_numbers_are_normal_or_uniform_and_independent():
-    key, n = key_of(1, "moments"), 600 * 600
+    key = key_of(1, "moments")
+    n = 600 * 600
     x = normal(key, range(600), range(600), "cpu").double()
     moments = [x.mean(), x.square().mean() - 1, x.pow(3).mean(), x.pow(4).mean() - 3]
     for moment, deviation in zip(moments, (1, 2, 15, 96), strict=True):

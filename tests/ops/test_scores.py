@@ -13,7 +13,10 @@ from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.rescore import Rescore
 from megatron_tape.ops.shifted import ShiftedSegments, attend_in_segments
 
-LENGTH, HEADS, GROUPS, DIM = 21, 6, 2, 8
+LENGTH = 21
+HEADS = 6
+GROUPS = 2
+DIM = 8
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +31,8 @@ def inputs(queries=LENGTH):
 
 def slopes_and_table():
     """Return a bias by distance and head, and one by token and sequence, gathered from a table."""
-    slopes, table = draw(HEADS, seed=4), draw(2, 1, LENGTH, LENGTH, seed=5)
+    slopes = draw(HEADS, seed=4)
+    table = draw(2, 1, LENGTH, LENGTH, seed=5)
 
     def tile(rows, columns, slopes, table):
         assert columns.stop <= rows.stop
@@ -49,8 +53,10 @@ def plain(q, k, v, z, added, packing, rotated):
         return torch.cat([(x * z).real, (x * z).imag], dim=-1)
 
     if rotated:
-        q, k = turn(q, z), turn(k, z)
-    S, T = q.shape[1], k.shape[1]
+        q = turn(q, z)
+        k = turn(k, z)
+    S = q.shape[1]
+    T = k.shape[1]
     scores = torch.einsum("bshd,bthd->bhst", q, k) / DIM**0.5 + added[:, :, T - S :]
     at = torch.arange(T)
     hidden = at[None, :] > at[T - S :, None]
@@ -64,25 +70,40 @@ def plain(q, k, v, z, added, packing, rotated):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("backend", ["naive", "tiled", "torch"])
 def test_biases_and_gates_equal_explicit_scores_with_all_gradients(backend, packed, queries):
-    tensors, rotated = inputs(queries), queries == LENGTH
-    packing = Packing.of(torch.arange(LENGTH) // torch.tensor([[4], [9]])) if packed else None
+    tensors = inputs(queries)
+    rotated = queries == LENGTH
+    if packed:
+        packing = Packing.of(torch.arange(LENGTH) // torch.tensor([[4], [9]]))
+    else:
+        packing = None
     learned, bias = slopes_and_table()
     gates = draw(LENGTH, 2, HEADS, seed=6)
     both = slice(0, LENGTH)
     log_gate = logsigmoid(gates)
     sums = log_gate.cumsum(0).permute(1, 2, 0)
     at = torch.arange(LENGTH)
-    by_distance = learned[0][None, :, None, None] * (at[:, None] - at) + learned[1][:, :, both, both]
+    by_distance = (
+        learned[0][None, :, None, None] * (at[:, None] - at) + learned[1][:, :, both, both]
+    )
     added = by_distance + sums[..., :, None] - sums[..., None, :]
     theirs = plain(*tensors, added, packing, rotated)
-    ours = attention(*tensors, True, packing, backend, rotate=rotated, bias=bias, log_gate_TBH=log_gate)
+    ours = attention(
+        *tensors, True, packing, backend, rotate=rotated, bias=bias, log_gate_TBH=log_gate
+    )
     assert_same(ours, theirs, [*tensors, *learned, gates])
 
 
 def counting(scores, q, k, seen, tokens, weight):
-    """Rewrite scores with positions that count the relevant keys (as in CoPE), so a row depends on all its scores."""
-    r, t = tokens.stop - tokens.start, tokens.stop
-    assert q.shape == (2, HEADS, r, DIM) and k.shape == (2, GROUPS, t, DIM) and seen.shape[2:] == (r, t)
+    """Rewrite scores with positions that count the relevant keys (as in CoPE), so a row depends on
+    all its scores.
+    """
+    r = tokens.stop - tokens.start
+    t = tokens.stop
+    assert (
+        q.shape == (2, HEADS, r, DIM)
+        and k.shape == (2, GROUPS, t, DIM)
+        and seen.shape[2:] == (r, t)
+    )
     counted = scores.sigmoid().masked_fill(~seen, 0.0).flip(-1).cumsum(-1).flip(-1)
     return scores - weight * counted
 
@@ -104,13 +125,23 @@ def test_scores_can_be_rewritten_from_whole_rows(backend):
 @pytest.mark.parametrize("queries", [LENGTH, 7])
 @pytest.mark.parametrize("packed", [False, True])
 def test_blocks_of_rows_equal_whole_rows_with_all_gradients(packed, queries):
-    """The case includes a bias, gates, an averaged state, and queries and keys changed by `prepare`."""
+    """The case includes a bias, gates, an averaged state, and queries and keys changed by
+    `prepare`.
+    """
     tensors, (of_bias, bias) = inputs(queries), slopes_and_table()
-    gates, weight = draw(LENGTH, 2, HEADS, seed=7), draw(1, seed=6)
-    packing = Packing.of(torch.arange(LENGTH).expand(2, -1) // 8) if packed else None
-    rescore = Rescore(counting, (weight,), lambda q, k, weight: (weight * k.square().mean() + q.mean(),))
+    gates = draw(LENGTH, 2, HEADS, seed=7)
+    weight = draw(1, seed=6)
+    if packed:
+        packing = Packing.of(torch.arange(LENGTH).expand(2, -1) // 8)
+    else:
+        packing = None
+    rescore = Rescore(
+        counting, (weight,), lambda q, k, weight: (weight * k.square().mean() + q.mean(),)
+    )
     given = dict(rotate=queries == LENGTH, bias=bias, log_gate_TBH=-gates.square(), rescore=rescore)
-    ours, theirs = (attention(*tensors, True, packing, backend, **given) for backend in ("tiled", "naive"))
+    ours, theirs = (
+        attention(*tensors, True, packing, backend, **given) for backend in ("tiled", "naive")
+    )
     assert_same(ours, theirs, [*tensors, *of_bias, gates, weight])
 
 
@@ -124,7 +155,12 @@ def test_the_gradient_of_a_bf16_table_is_accumulated_in_fp32():
 
     direction = draw(LENGTH, 2, HEADS, DIM, seed=9).detach()
     gradients = {}
-    for backend, dtype in (("naive", torch.float64), ("naive", None), ("tiled", None), ("torch", None)):
+    for backend, dtype in (
+        ("naive", torch.float64),
+        ("naive", None),
+        ("tiled", None),
+        ("torch", None),
+    ):
         tensors = [x if dtype is None else x.to(dtype) for x in (q, k, v, table)]
         leaf = tensors[3].requires_grad_()
         o, _ = attention(*tensors[:3], None, backend=backend, bias=Bias(tile, (leaf,)))
@@ -135,10 +171,16 @@ def test_the_gradient_of_a_bf16_table_is_accumulated_in_fp32():
 
 @pytest.mark.parametrize("shifted", [False, True])
 def test_rounded_outputs_do_not_affect_the_gate_gradients_of_other_tokens(shifted):
-    """Rows of the scores' gradient sum to zero only if the output is exact, and a gate's gradient sums such rows."""
-    length, groups = 320, 2
+    """Rows of the scores' gradient sum to zero only if the output is exact, and a gate's gradient
+    sums such rows.
+    """
+    length = 320
+    groups = 2
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(length, 2, n, 16, generator=generator).bfloat16() for n in (4, groups, groups, 4)]
+    tensors = [
+        torch.randn(length, 2, n, 16, generator=generator).bfloat16()
+        for n in (4, groups, groups, 4)
+    ]
     logits = torch.randn(length, 2, 4, generator=generator).bfloat16()
     packing = Packing.of((torch.arange(length) >= torch.tensor([[90], [200]])).long())
     segments = ShiftedSegments.of(logits[..., 0].T, packing, 1)
@@ -160,7 +202,8 @@ def test_rounded_outputs_do_not_affect_the_gate_gradients_of_other_tokens(shifte
 def test_gate_gradients_with_rewritten_scores_in_bf16_equal_those_in_fp32():
     """If averages were rounded, a row's error would reach the gates of all earlier tokens."""
     q, k, v = (draw(200, 1, n, DIM, seed=n).detach() for n in (2, 1, 1))
-    gates, direction = -0.01 * draw(200, 1, 2).detach().square(), draw(200, 1, 2, DIM).detach()
+    gates = -0.01 * draw(200, 1, 2).detach().square()
+    direction = draw(200, 1, 2, DIM).detach()
     found = {}
     for dtype in (torch.float64, torch.bfloat16):
         qkv = [x.bfloat16().to(dtype).requires_grad_() for x in (q, k, v + 3)]

@@ -15,13 +15,19 @@ from megatron_tape.ops.rescore import Rescore
 from megatron_tape.ops.rotation import rotate_groups
 from megatron_tape.ops.shifted import ShiftedSegments, attend_in_segments, unshifted_groups
 
-T, B, D = 48, 2, 32
+T = 48
+B = 2
+D = 32
 DOCUMENTS = torch.stack([torch.arange(T) >= 20, torch.arange(T) // 17])
 
 
 def explicit(q, k, v, z, average, documents):
-    """Compute attention with a mask per head: segments of a quarter of the tokens, half of the heads shifted."""
-    heads, groups, length = q.shape[2], k.shape[2], T // 4
+    """Compute attention with a mask per head: segments of a quarter of the tokens, half of the
+    heads shifted.
+    """
+    heads = q.shape[2]
+    groups = k.shape[2]
+    length = T // 4
     segments = []
     for head in range(heads):
         shifted = head // (heads // groups) >= groups // 2
@@ -32,7 +38,8 @@ def explicit(q, k, v, z, average, documents):
     if documents is not None:
         same = same & (documents[:, None, :, None] == documents[:, None, None])
     k, v, z = (x.repeat_interleave(heads // groups, dim=2) for x in (k, v, z))
-    q, k = rotate_groups(q, z), rotate_groups(k, z)
+    q = rotate_groups(q, z)
+    k = rotate_groups(k, z)
     scores = torch.einsum("sbhd,tbhd->bhst", q, k) / D**0.5
     p = scores.masked_fill(~same, float("-inf")).softmax(-1)
     values = [v, z] if average else [v]
@@ -46,7 +53,10 @@ def shifted_attention(q, k, v, z, segments, averages=False, backend="torch", **m
 
 @pytest.mark.parametrize(
     "backend, groups, averages, packed",
-    [*itertools.product(["naive", "torch", "tiled"], [2, 3], [False, True], [False, True]), ("triton", 3, True, True)],
+    [
+        *itertools.product(["naive", "torch", "tiled"], [2, 3], [False, True], [False, True]),
+        ("triton", 3, True, True),
+    ],
 )
 def test_every_backend_equals_explicit_masks(monkeypatch, backend, groups, averages, packed):
     monkeypatch.setattr(tiled, "QUERIES", 4)
@@ -63,7 +73,9 @@ def test_every_backend_equals_explicit_masks(monkeypatch, backend, groups, avera
         return
     doubles = [x.detach().double().requires_grad_() for x in tensors]
     exact = with_gradients(explicit(*doubles, averages, documents), doubles)
-    for x, y, z in zip(with_gradients(ours, tensors), with_gradients(plain, tensors), exact, strict=True):
+    for x, y, z in zip(
+        with_gradients(ours, tensors), with_gradients(plain, tensors), exact, strict=True
+    ):
         assert (x - z).norm() <= 2 * (y - z).norm() + 1e-6 * z.norm()
 
 
@@ -82,7 +94,8 @@ def test_segments_are_quarters_and_do_not_wrap():
 @pytest.mark.parametrize("backend", ["naive", "torch", "tiled"])
 def test_shifted_heads_get_their_own_biases_and_gates(backend):
     q, k, v, _ = draw_qkvz(T, 9, 3, D)
-    slopes, gates = torch.linspace(0.1, 0.9, 9, dtype=torch.float64), -torch.rand(T, B, 9, dtype=torch.float64)
+    slopes = torch.linspace(0.1, 0.9, 9, dtype=torch.float64)
+    gates = -torch.rand(T, B, 9, dtype=torch.float64)
 
     def tile(rows, columns, slopes):
         keys = torch.arange(columns.start, columns.stop)
@@ -104,6 +117,10 @@ def test_only_the_head_decides_whether_attention_is_shifted():
             local = groups // ranks
             shares = [list(range(rank * local, (rank + 1) * local)) for rank in range(ranks)]
             counts = [unshifted_groups(groups, own) for own in shares]
-            unshifted = [rank * local + i for rank, count in enumerate(counts) for i in range(count)]
+            unshifted = [
+                rank * local + i for rank, count in enumerate(counts) for i in range(count)
+            ]
             assert unshifted == list(range(groups // 2))
-    assert [unshifted_groups(9, own) for own in ([0, 1, 2], [3, 4, 5], [6, 7, 8], [3, 3, 4, 4])] == [3, 1, 0, 2]
+    assert [
+        unshifted_groups(9, own) for own in ([0, 1, 2], [3, 4, 5], [6, 7, 8], [3, 3, 4, 4])
+    ] == [3, 1, 0, 2]

@@ -1,4 +1,6 @@
-"""Triton kernels equal their references in float64, outputs and all gradients; interpreted without a GPU."""
+"""Triton kernels equal their references in float64, outputs and all gradients; interpreted without
+a GPU.
+"""
 
 import re
 from functools import partial
@@ -14,14 +16,34 @@ from megatron_tape.model.backend import kernel_shapes
 from megatron_tape.ops import attention_inputs, parity
 from megatron_tape.ops.attention import attention
 from megatron_tape.ops.backends import BACKENDS
-from megatron_tape.ops.kernels import triton_attention, triton_position_update, triton_rotation, triton_swiglu
+from megatron_tape.ops.kernels import (
+    triton_attention,
+    triton_position_update,
+    triton_rotation,
+    triton_swiglu,
+)
 from megatron_tape.ops.packing import Packing
-from megatron_tape.ops.parity import backend_fails, first_failure, inexact, swiglu_check, update_checks
+from megatron_tape.ops.parity import (
+    backend_fails,
+    first_failure,
+    inexact,
+    swiglu_check,
+    update_checks,
+)
 from megatron_tape.ops.position_update import fused_update, plain_update
 
 pytestmark = pytest.mark.gpu
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-SMALL = dict(hidden_size=128, num_attention_heads=4, num_layers=2, ffn_hidden_size=64, seq_length=48, vocab_size=64)
+FP32 = torch.float32
+BF16 = torch.bfloat16
+FP16 = torch.float16
+SMALL = dict(
+    hidden_size=128,
+    num_attention_heads=4,
+    num_layers=2,
+    ffn_hidden_size=64,
+    seq_length=48,
+    vocab_size=64,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -48,10 +70,15 @@ def assert_as_exact_as_torch(attend, inputs, dtype):
     assert inexact(partial(attend, "triton"), partial(attend, PLAIN), inputs, dtype) is None
 
 
-def check_attention(length=65, heads=4, groups=2, dim=64, dtype=FP32, wide=True, ends=None, rotated=True):
+def check_attention(
+    length=65, heads=4, groups=2, dim=64, dtype=FP32, wide=True, ends=None, rotated=True
+):
     """Compare with torch's backend; `ends` are the ends of documents, by sequence."""
     batch = 1 if ends is None else 2
-    inputs = [draw(length, batch, n, dim, dtype=dtype, seed=i) for i, n in enumerate((heads, groups, groups, groups))]
+    inputs = [
+        draw(length, batch, n, dim, dtype=dtype, seed=i)
+        for i, n in enumerate((heads, groups, groups, groups))
+    ]
     packing = None
     if ends is not None:
         documents = [(torch.arange(length)[:, None] >= torch.tensor(row)).sum(1) for row in ends]
@@ -75,7 +102,10 @@ UNEVEN = [
     "case",
     [
         *(SMALL_HEADS | dict(length=length) for length in (1, 63, 129)),
-        *(dict(heads=h, groups=g, dtype=t) for h, g, t in ((3, 3, BF16), (4, 2, FP16), (5, 1, BF16))),
+        *(
+            dict(heads=h, groups=g, dtype=t)
+            for h, g, t in ((3, 3, BF16), (4, 2, FP16), (5, 1, BF16))
+        ),
         *(dict(heads=2, groups=1, dim=dim, dtype=BF16) for dim in BACKENDS["triton"].head_dims),
         *(case | dict(dim=32, dtype=dtype) for case, dtype in zip(UNEVEN, (FP32, BF16, BF16))),
         *(dict(dtype=BF16, wide=False, rotated=rotated) for rotated in (True, False)),
@@ -90,18 +120,33 @@ def test_one_state_for_all_sequences_and_groups_gets_the_sum_of_their_gradients(
     q, k, v = (draw(33, 2, n, 32, dtype=FP32, seed=n) for n in (4, 2, 3))
     v = v[:, :, :2]
     z = draw(33, 1, 1, 32, dtype=FP32, seed=9)
-    assert_as_exact_as_torch(lambda backend, *x: attention(*x, True, None, backend), [q, k, v, z], FP32)
+    assert_as_exact_as_torch(
+        lambda backend, *x: attention(*x, True, None, backend), [q, k, v, z], FP32
+    )
 
 
 @pytest.mark.parametrize(
     "queries, keys, dim, dtype, packed",
-    [(1, 64, 32, FP32, False), (1, 101, 64, BF16, True), (33, 101, 32, FP32, True), (70, 130, 80, BF16, False)],
+    [
+        (1, 64, 32, FP32, False),
+        (1, 101, 64, BF16, True),
+        (33, 101, 32, FP32, True),
+        (70, 130, 80, BF16, False),
+    ],
 )
 def test_fewer_queries_than_keys_see_the_whole_cache(queries, keys, dim, dtype, packed):
-    inputs = [draw(n, 2, h, dim, dtype=dtype, seed=h) for n, h in ((queries, 4), (keys, 2), (keys, 2), (keys, 2))]
+    inputs = [
+        draw(n, 2, h, dim, dtype=dtype, seed=h)
+        for n, h in ((queries, 4), (keys, 2), (keys, 2), (keys, 2))
+    ]
     at = torch.arange(keys, device=DEVICE)
-    bounds = Packing.of((at >= torch.tensor([[keys - 20], [3]], device=DEVICE)).long()) if packed else None
-    assert_as_exact_as_torch(lambda backend, *x: attention(*x, True, bounds, backend, rotate=False), inputs, dtype)
+    if packed:
+        bounds = Packing.of((at >= torch.tensor([[keys - 20], [3]], device=DEVICE)).long())
+    else:
+        bounds = None
+    assert_as_exact_as_torch(
+        lambda backend, *x: attention(*x, True, bounds, backend, rotate=False), inputs, dtype
+    )
 
 
 def test_a_second_derivative_is_refused():
@@ -117,26 +162,41 @@ def test_a_second_derivative_is_refused():
 def test_one_of_two_outputs_may_be_unused(used):
     inputs = [draw(33, 1, n, 32, dtype=FP32, seed=n) for n in (4, 2, 2, 2)]
     assert_as_exact_as_torch(
-        lambda backend, *x: [attention(*x, True, None, backend)[used] + 0 * sum(y.sum() for y in x)], inputs, FP32
+        lambda backend, *x: [
+            attention(*x, True, None, backend)[used] + 0 * sum(y.sum() for y in x)
+        ],
+        inputs,
+        FP32,
     )
 
 
 def update_inputs(tokens, groups, heads, dim, inner, dtype, full=True):
     shapes = [(tokens, groups, dim), (tokens, heads, dim), (tokens, inner)]
     shapes += [(groups, heads) if full else (heads,), (inner, groups), (groups, inner)]
-    return [draw(*s, dtype=dtype, seed=i, scale=1 if i < 3 else s[-1] ** -0.5) for i, s in enumerate(shapes)]
+    return [
+        draw(*s, dtype=dtype, seed=i, scale=1 if i < 3 else s[-1] ** -0.5)
+        for i, s in enumerate(shapes)
+    ]
 
 
 def assert_as_exact_update(function, inputs, dtype):
-    fused, plain = (lambda *x, update=update: [function(update, *x)] for update in (fused_update, plain_update))
+    fused, plain = (
+        lambda *x, update=update: [function(update, *x)] for update in (fused_update, plain_update)
+    )
     assert inexact(fused, plain, inputs, dtype) is None
 
 
 @pytest.mark.parametrize(
     "tokens, groups, heads, dim, inner, dtype, full",
-    [(1, 2, 4, 32, 6, FP32, True), (33, 3, 6, 80, 7, FP16, True), (75, 2, 4, 32, 6, FP32, True),
-     (17, 4, 4, 96, 16, BF16, False), (16, 12, 12, 64, 48, BF16, True), (5, 8, 32, 128, 128, BF16, True)],
-)  # fmt: skip
+    [
+        (1, 2, 4, 32, 6, FP32, True),
+        (33, 3, 6, 80, 7, FP16, True),
+        (75, 2, 4, 32, 6, FP32, True),
+        (17, 4, 4, 96, 16, BF16, False),
+        (16, 12, 12, 64, 48, BF16, True),
+        (5, 8, 32, 128, 128, BF16, True),
+    ],
+)
 def test_position_update(tokens, groups, heads, dim, inner, dtype, full):
     inputs = update_inputs(tokens, groups, heads, dim, inner, dtype, full)
     assert_as_exact_update(lambda update, *x: update(*x), inputs, dtype)
@@ -149,12 +209,16 @@ def test_the_update_reads_one_half_of_attentions_output_without_a_copy():
     half = both[:, :, 1].requires_grad_()
     assert not half.is_contiguous()
     saved = {}
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.setdefault(x.data_ptr(), x), lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: saved.setdefault(x.data_ptr(), x), lambda x: x
+    ):
         ours = fused_update(z, half, *rest)
     assert half.data_ptr() in saved
     torch.testing.assert_close(ours, plain_update(z, u, *rest), rtol=1e-5, atol=1e-5)
     slope = torch.randn_like(ours)
-    gradients = [torch.autograd.grad(f(z, half, *rest), half, slope)[0] for f in (fused_update, plain_update)]
+    gradients = [
+        torch.autograd.grad(f(z, half, *rest), half, slope)[0] for f in (fused_update, plain_update)
+    ]
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
 
 
@@ -166,14 +230,19 @@ def test_the_update_reads_batch_first_averages():
         batch_first = u.unflatten(0, (17, 2)).transpose(0, 1).contiguous().transpose(0, 1)
         return [function(z, batch_first, *rest)]
 
-    assert inexact(partial(update, fused_update), partial(update, plain_update), [z, u, *rest], BF16) is None
+    assert (
+        inexact(partial(update, fused_update), partial(update, plain_update), [z, u, *rest], BF16)
+        is None
+    )
     assert torch.equal(update(fused_update, z, u, *rest)[0], fused_update(z, u, *rest))
 
 
 @pytest.mark.parametrize("full", [True, False])
 def test_a_state_in_fp32_is_updated_in_fp32(full):
     inputs = update_inputs(33, 4, 4, 32, 7, BF16, full)
-    assert_as_exact_update(lambda update, z, *x: update(z.float() if z.dtype is BF16 else z, *x), inputs, BF16)
+    assert_as_exact_update(
+        lambda update, z, *x: update(z.float() if z.dtype is BF16 else z, *x), inputs, BF16
+    )
     z, u, gate, mixing, up, down = inputs
     small = [u, gate, mixing * 1e-3, up, down * 1e-3]
     for function in (fused_update, plain_update):
@@ -189,9 +258,13 @@ def test_the_update_refuses_mixed_dtypes_and_wrong_shapes():
         fused_update(z, u.float(), *others)
     for index in range(6):
         inputs = [x[:-1] if i == index else x for i, x in enumerate((z, u, *others))]
-        with pytest.raises(ValueError, match="u, gate, mixing, up and down have shapes .*; expected"):
+        with pytest.raises(
+            ValueError, match="u, gate, mixing, up and down have shapes .*; expected"
+        ):
             fused_update(*inputs)
-    with pytest.raises(ValueError, match="1-D mixing requires G = H, but the state has 2 groups and u has 4 heads"):
+    with pytest.raises(
+        ValueError, match="1-D mixing requires G = H, but the state has 2 groups and u has 4 heads"
+    ):
         fused_update(*update_inputs(3, 2, 4, 32, 6, BF16, full=False))
 
 
@@ -206,12 +279,16 @@ def test_an_error_in_one_row_is_named(tensor, row):
                 y.index_fill(0, torch.tensor([row], device=DEVICE), 0.0) if i == tensor else y
                 for i, y in enumerate((o, u))
             ]
-        x[tensor - 2].register_hook(lambda slope: slope.index_fill(0, torch.tensor([row], device=DEVICE), 0.0))
+        x[tensor - 2].register_hook(
+            lambda slope: slope.index_fill(0, torch.tensor([row], device=DEVICE), 0.0)
+        )
         return o, u
 
     message = inexact(wrong, lambda *x: attention(*x, True, None, "torch"), inputs, BF16)
     first = row // parity.ROWS * parity.ROWS
-    assert f"tensor {tensor}" in message and ("rows" not in message or f"rows {first} to {first + 15}" in message)
+    assert f"tensor {tensor}" in message and (
+        "rows" not in message or f"rows {first} to {first + 15}" in message
+    )
 
 
 def test_attention_saves_only_inputs_outputs_and_one_number_per_query():
@@ -243,7 +320,8 @@ def test_a_model_with_fused_kernels_equals_one_without(changes):
 
     results = []
     documents = torch.tensor([[0] * 5 + [1] * 11, [0] * 9 + [1] * 7], device=DEVICE)
-    tokens, labels = random_tokens(seed=1).to(DEVICE), random_tokens(seed=2).to(DEVICE)
+    tokens = random_tokens(seed=1).to(DEVICE)
+    labels = random_tokens(seed=2).to(DEVICE)
     for backend in ("torch", "triton"):
         model = small_model(num_layers=2, hidden_size=128, attention_backend=backend, **changes)
         built, _ = build(model, device=DEVICE)
@@ -255,15 +333,20 @@ def test_a_model_with_fused_kernels_equals_one_without(changes):
 
 
 def failure(**changes):
-    return backend_fails("triton", kernel_shapes(model_config(**(SMALL | changes)), 2), FP32, DEVICE)
+    return backend_fails(
+        "triton", kernel_shapes(model_config(**(SMALL | changes)), 2), FP32, DEVICE
+    )
 
 
 def test_kernels_are_checked_before_training(monkeypatch):
     monkeypatch.setattr(parity, "LENGTH", 33)
     assert failure() is None
-    attend, backward = triton_attention.attend, triton_attention.attend_backward
+    attend = triton_attention.attend
+    backward = triton_attention.attend_backward
     with monkeypatch.context() as broken:
-        broken.setattr(triton_attention, "attend", lambda *x: [y if y is None else y + 0.1 for y in attend(*x)])
+        broken.setattr(
+            triton_attention, "attend", lambda *x: [y if y is None else y + 0.1 for y in attend(*x)]
+        )
         assert re.search("does not work here .attention on .* is off by ", failure())
         broken.setattr(triton_attention, "attend", lambda *x: attend(*x) if x[3] is None else 1 / 0)
         assert re.search("attention of packed documents on .* ZeroDivisionError", failure())
@@ -274,7 +357,9 @@ def test_kernels_are_checked_before_training(monkeypatch):
         broken.setattr(triton_swiglu, "backward", lambda *x: 2 * swiglu(*x))
         assert "tensor 1" in first_failure({"swiglu": swiglu_check(48, FP32, DEVICE)}, FP32, DEVICE)
     monkeypatch.setattr(
-        triton_attention, "attend_backward", lambda *x: [y if y is None else 2 * y for y in backward(*x)]
+        triton_attention,
+        "attend_backward",
+        lambda *x: [y if y is None else 2 * y for y in backward(*x)],
     )
     assert "is off by" in failure()
 
@@ -302,8 +387,12 @@ def test_every_backends_check_detects_a_wrong_rotation(monkeypatch, part):
         assert "is off by" in backend_fails(backend, shapes, FP32, DEVICE)
 
 
-@pytest.mark.parametrize("groups, wide, learned", [(2, True, True), (4, False, False), (4, False, True)])
-def test_the_fused_rotation_for_other_backends_is_as_exact_as_torch(monkeypatch, groups, wide, learned):
+@pytest.mark.parametrize(
+    "groups, wide, learned", [(2, True, True), (4, False, False), (4, False, True)]
+)
+def test_the_fused_rotation_for_other_backends_is_as_exact_as_torch(
+    monkeypatch, groups, wide, learned
+):
     """On a GPU, it prepares the inputs of library kernels, which get [v | z] as one tensor."""
 
     def attend(fused, q, k, v, *state):
@@ -324,16 +413,22 @@ def test_gradients_of_both_averages_are_concatenated_in_their_layout(batch_first
     x = draw(33, 2, 3, 40, dtype=BF16, seed=1)
     x = (x.transpose(0, 1).contiguous().transpose(0, 1) if batch_first else x).requires_grad_()
     o, u = triton_rotation.halves(x)
-    slopes = draw(33, 2, 20, 3, dtype=BF16, seed=2).transpose(2, 3), draw(33, 2, 3, 20, dtype=BF16, seed=3)
+    slopes = (
+        draw(33, 2, 20, 3, dtype=BF16, seed=2).transpose(2, 3),
+        draw(33, 2, 3, 20, dtype=BF16, seed=3),
+    )
     (gradient,) = torch.autograd.grad((o, u), x, slopes)
     assert torch.equal(torch.cat([o, u], -1), x) and torch.equal(gradient, torch.cat(slopes, -1))
     assert gradient.stride() == x.stride()
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter imitates a GPU with little shared memory")
+@pytest.mark.skipif(
+    DEVICE.type == "cuda", reason="the interpreter imitates a GPU with little shared memory"
+)
 @pytest.mark.parametrize("kernel", ["_forward", "_backward_keys"])
 def test_a_kernel_that_exceeds_shared_memory_switches_to_smaller_tiles(monkeypatch, caplog, kernel):
-    run, grids = InterpretedFunction.run, []
+    run = InterpretedFunction.run
+    grids = []
 
     def limited(function, *arguments, grid, warmup, **options):
         if function.fn.__name__ == kernel:
@@ -349,4 +444,8 @@ def test_a_kernel_that_exceeds_shared_memory_switches_to_smaller_tiles(monkeypat
     assert "needs 227.5 KiB of shared memory but has 227.0; using smaller tiles" in caplog.text
     assert grids[0][0] == 2 < grids[-1][0]
     # Each kernel tries the tiles for 227 and for 163 KiB once.
-    assert grids.count(grids[0]) == caplog.text.count("smaller tiles") == (2 if kernel == "_forward" else 4)
+    assert (
+        grids.count(grids[0])
+        == caplog.text.count("smaller tiles")
+        == (2 if kernel == "_forward" else 4)
+    )

@@ -23,8 +23,19 @@ def launched(monkeypatch):
     return set_variables
 
 
-LAUNCHED = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-SINGLE = [{}, {"WORLD_SIZE": "1"}, {"RANK": "0", "LOCAL_RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "1"}]
+LAUNCHED = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
+SINGLE = [
+    {},
+    {"WORLD_SIZE": "1"},
+    {"RANK": "0", "LOCAL_RANK": "0"},
+    {"RANK": "0", "WORLD_SIZE": "1"},
+]
 
 
 @pytest.mark.parametrize("variables", [LAUNCHED, *SINGLE])
@@ -48,8 +59,18 @@ INVALID_NUMBERS = ["x", "-1", "²", "01", "9" * 5000]
 
 @pytest.mark.parametrize(
     "name, value",
-    [("RANK", "2"), ("LOCAL_RANK", "7"), ("WORLD_SIZE", "0"), ("MASTER_PORT", "0"), ("MASTER_PORT", "65536")]
-    + [(name, value) for name in ("RANK", "SLURM_RESTART_COUNT", "LOCAL_WORLD_SIZE") for value in INVALID_NUMBERS],
+    [
+        ("RANK", "2"),
+        ("LOCAL_RANK", "7"),
+        ("WORLD_SIZE", "0"),
+        ("MASTER_PORT", "0"),
+        ("MASTER_PORT", "65536"),
+    ]
+    + [
+        (name, value)
+        for name in ("RANK", "SLURM_RESTART_COUNT", "LOCAL_WORLD_SIZE")
+        for value in INVALID_NUMBERS
+    ],
 )
 def test_an_invalid_launcher_variable_is_named_with_its_value(launched, name, value):
     launched(**LAUNCHED | {name: value})
@@ -77,7 +98,9 @@ def test_programs_refuse_a_world_size_left_by_an_earlier_launcher(launched, prog
 
 @pytest.mark.parametrize("rank", ["1", "x"])
 @pytest.mark.parametrize("program", STARTS)
-def test_programs_refuse_a_rank_left_by_an_earlier_launcher(launched, monkeypatch, program, rank, capfd):
+def test_programs_refuse_a_rank_left_by_an_earlier_launcher(
+    launched, monkeypatch, program, rank, capfd
+):
     monkeypatch.setattr(command_line, "REPORT_TIMEOUT", 0.0)
     launched(RANK=rank)
     status, output = status_and_output(program, capfd)
@@ -93,7 +116,11 @@ def test_an_invalid_attempt_number_is_refused(launched, tmp_path, program, numbe
     with pytest.raises(SystemExit) as stop:
         module.main(["--config", RECIPE, f"--logging.directory={tmp_path}"])
     output = capfd.readouterr().err
-    assert stop.value.code == 2 and output.startswith("error: TAPE_ATTEMPT is ") and output.count("\n") == 1
+    assert (
+        stop.value.code == 2
+        and output.startswith("error: TAPE_ATTEMPT is ")
+        and output.count("\n") == 1
+    )
 
 
 def status_and_output(program, capfd):
@@ -110,4 +137,6 @@ def status_and_output(program, capfd):
 def test_a_program_that_starts_processes_refuses_a_launcher(launched, rank, capfd):
     launched(**LAUNCHED | {"RANK": rank})
     status, output = status_and_output("compare", capfd)
-    assert status == 2 and "run it without torchrun or srun, and unset RANK and MASTER_ADDR" in output
+    assert (
+        status == 2 and "run it without torchrun or srun, and unset RANK and MASTER_ADDR" in output
+    )

@@ -74,7 +74,9 @@ def test_an_unresolvable_address_of_rank_0_is_refused(monkeypatch):
     }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(launcher, "TRIES", 2)
-    with pytest.raises(NodeError, match=r"cannot resolve MASTER_ADDR, which is nosuchhost.invalid \(.*--local-addr"):
+    with pytest.raises(
+        NodeError, match=r"cannot resolve MASTER_ADDR, which is nosuchhost.invalid \(.*--local-addr"
+    ):
         initialize_distributed()
 
 
@@ -86,7 +88,9 @@ def test_gloo_uses_the_address_of_the_hostname(monkeypatch):
     # No network interface has the second address.
     for hostname_address, expected in (("127.0.0.9", "127.0.0.9"), ("203.0.113.7", "127.0.0.1")):
         addresses = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (hostname_address, 0))]
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, type, addresses=addresses: addresses)
+        monkeypatch.setattr(
+            socket, "getaddrinfo", lambda *arguments, type, addresses=addresses: addresses
+        )
         assert launcher.gloo_address() == expected
     monkeypatch.setattr(socket, "getaddrinfo", fails)
     assert launcher.gloo_address() == "127.0.0.1"
@@ -96,8 +100,14 @@ def test_gloo_uses_the_address_of_the_hostname(monkeypatch):
 
 def test_deterministic_kernels_restores_all_settings():
     def state():
-        memory, cudnn = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn
-        flags = torch.are_deterministic_algorithms_enabled(), memory, cudnn.deterministic, cudnn.benchmark
+        memory = torch.utils.deterministic.fill_uninitialized_memory
+        cudnn = torch.backends.cudnn
+        flags = (
+            torch.are_deterministic_algorithms_enabled(),
+            memory,
+            cudnn.deterministic,
+            cudnn.benchmark,
+        )
         return *flags, os.environ.get("CUBLAS_WORKSPACE_CONFIG")
 
     before = state()
@@ -117,7 +127,9 @@ def machine(monkeypatch, tmp_path):
         raise RuntimeError("The NVIDIA driver on your system is too old\nPlease update it")
 
     def change(gpus, seen, processes=1, cuda="13.0"):
-        monkeypatch.setattr(layouts, "NVIDIA_DRIVER", pathlib.Path("/dev/null" if gpus else tmp_path / "none"))
+        monkeypatch.setattr(
+            layouts, "NVIDIA_DRIVER", pathlib.Path("/dev/null" if gpus else tmp_path / "none")
+        )
         monkeypatch.setattr(torch.cuda, "is_available", lambda: seen > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
         monkeypatch.setattr(torch.cuda, "init", fails)
@@ -135,9 +147,17 @@ def machine(monkeypatch, tmp_path):
         ("auto", dict(gpus=0, seen=0), None),
         ("cpu", dict(gpus=8, seen=8), None),
         ("cpu", dict(gpus=8, seen=0), None),
-        ("auto", dict(gpus=8, seen=8, processes=2), "is auto, but only 2 of the 8 visible GPUs would be"),
+        (
+            "auto",
+            dict(gpus=8, seen=8, processes=2),
+            "is auto, but only 2 of the 8 visible GPUs would be",
+        ),
         ("cuda", dict(gpus=8, seen=8, processes=2), "is cuda, but only 2 of the 8 visible GPUs"),
-        ("auto", dict(gpus=8, seen=0), "cannot use this node's GPUs (The NVIDIA driver on your system is too old)"),
+        (
+            "auto",
+            dict(gpus=8, seen=0),
+            "cannot use this node's GPUs (The NVIDIA driver on your system is too old)",
+        ),
         ("cuda", dict(gpus=0, seen=0), "finds no GPU on this node"),
         ("cuda", dict(gpus=0, seen=0, cuda=None), "finds no GPU on this node"),
         ("auto", dict(gpus=8, seen=0, cuda=None), None),

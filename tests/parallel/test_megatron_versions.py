@@ -18,7 +18,9 @@ pytestmark = pytest.mark.slow
 
 
 def train_with(python, data, output):
-    """Run the cases with the Megatron-core of a Python; return its version and the results by case."""
+    """Run the cases with the Megatron-core of a Python; return its version and the results by
+    case.
+    """
     command = [python, TESTS / "megatron_cases.py", data, output]
     done = subprocess.run(command, env=alone(), capture_output=True, text=True, timeout=420)
     assert done.returncode == 0, done.stderr[-6000:]
@@ -28,7 +30,9 @@ def train_with(python, data, output):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Train with both versions. The second also reads the index of the data that the first has built."""
+    """Train with both versions. The second also reads the index of the data that the first has
+    built.
+    """
     if not OTHER.exists():
         pytest.fail(f"{OTHER} does not exist; make it with: make .venv-megatron")
     folder = tmp_path_factory.mktemp("versions")
@@ -49,6 +53,12 @@ def test_both_versions_train_the_same_weights_bit_for_bit(results, case):
     for step, state in own["states"].items():
         expected = other["states"][step]
         assert state.keys() == expected.keys()
-        assert [name for name, value in state.items() if not torch.equal(value, expected[name])] == []
-    moved = [name for name, value in own["states"][STEPS].items() if not torch.equal(value, own["states"][1][name])]
+        assert [
+            name for name, value in state.items() if not torch.equal(value, expected[name])
+        ] == []
+    moved = [
+        name
+        for name, value in own["states"][STEPS].items()
+        if not torch.equal(value, own["states"][1][name])
+    ]
     assert len(moved) > 50

@@ -1,4 +1,6 @@
-"""A run with pipeline stages has the losses, gradients, checkpoints and other features of a run on one process."""
+"""A run with pipeline stages has the losses, gradients, checkpoints and other features of a run on
+one process.
+"""
 
 from pathlib import Path
 
@@ -27,7 +29,10 @@ def groups(data):
 @pytest.fixture(scope="module")
 def equal(groups):
     kinds = ("rows", "gradients", "states")
-    return {kind: {name: value for group in groups for name, value in group[kind].items()} for kind in kinds}
+    return {
+        kind: {name: value for group in groups for name, value in group[kind].items()}
+        for kind in kinds
+    }
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +47,8 @@ RUNS = [f"{case}-{layout}" for layout in (*LAYOUTS[2], *LAYOUTS[4]) for case in 
 @pytest.mark.parametrize("run", RUNS)
 def test_pipeline_stages_have_the_losses_and_weights_of_one_process(equal, run):
     case = run.partition("-")[0]
-    rows, expected = equal["rows"][run], equal["rows"][f"{case}-alone"]
+    rows = equal["rows"][run]
+    expected = equal["rows"][f"{case}-alone"]
     assert len(rows) == STEPS
     for row, other in zip(rows, expected, strict=True):
         keys = other.keys() & {"train/loss", "train/grad_norm", "validation/loss"}
@@ -56,51 +62,68 @@ def test_pipeline_stages_have_the_losses_and_weights_of_one_process(equal, run):
 def tolerance(run, case):
     """Return the relative tolerance for the losses of a run.
 
-    With tensor parallelism, sums are rounded differently, which Adam amplifies in later steps. In a bf16 run, the two
-    gradients of a tied embedding are summed in bf16 without stages, but in fp32 with stages.
+    With tensor parallelism, sums are rounded differently, which Adam amplifies in later steps. In a
+    bf16 run, the two gradients of a tied embedding are summed in bf16 without stages, but in fp32
+    with stages.
     """
     if "bf16" in case:
-        return 2e-3 if "tied" in case else 1e-4
-    return 1e-6 if "tp2" not in run else 1e-5
+        if "tied" in case:
+            return 2e-3
+        return 1e-4
+    if "tp2" not in run:
+        return 1e-6
+    return 1e-5
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run.partition("-")[0] in COMPARED])
 def test_pipeline_stages_have_the_gradients_of_one_process(equal, run):
     case, _, layout = run.partition("-")
     same_sums = layout in ("pp2", "pp2_v2", "pp4")
-    # If sums have the same order, also compare the second step, in which TAPE's matrices are no longer zero.
+    # If sums have the same order, also compare the second step, in which TAPE's matrices are no
+    # longer zero.
     for step in (1, 2) if same_sums and case != "tied" else (1,):
         gradients, expected = (equal["gradients"][name][step] for name in (run, f"{case}-alone"))
         assert gradients.keys() == expected.keys() and len(gradients) > 25
-        # The first gradients of TAPE are only about 1e-5, so they differ by more if sums have another order.
+        # The first gradients of TAPE are only about 1e-5, so they differ by more if sums have
+        # another order.
         bound = 1e-6 if same_sums else 1e-5
         for key, value in expected.items():
-            assert torch.allclose(gradients[key], value, rtol=0, atol=bound * value.abs().max()), (step, key)
+            assert torch.allclose(gradients[key], value, rtol=0, atol=bound * value.abs().max()), (
+                step,
+                key,
+            )
 
 
 @pytest.mark.parametrize("run", ["evaluated", "frozen", "not_finite", "extended"])
 def test_other_features_of_a_run_are_the_same_with_stages(more, run):
-    """Compares evaluation, sampled text, a stage without trainable parameters, a non-finite loss, and LoRA."""
+    """Compares evaluation, sampled text, a stage without trainable parameters, a non-finite loss,
+    and LoRA.
+    """
     expected, rows = (group["rows"][run] for group in more)
     for row, other in zip(rows, expected, strict=True):
         keys, others = (
-            {key for key in found if key not in TIMING_METRICS and "second" not in key} for found in (row, other)
+            {key for key in found if key not in TIMING_METRICS and "second" not in key}
+            for found in (row, other)
         )
         assert keys == others
         for key in keys:
-            assert row[key] == (other[key] and pytest.approx(other[key], rel=1e-4)), key  # None if not finite
+            assert row[key] == (other[key] and pytest.approx(other[key], rel=1e-4)), (
+                key
+            )  # None if not finite
     assert more[0]["updates"] == more[1]["updates"] == STEPS - 1
     assert_same_state(more[1]["states"][run], more[0]["states"][run])
 
 
 @pytest.mark.parametrize("move", MOVES)
 def test_a_run_continues_with_another_number_of_stages(more, move):
-    rows, states = more[1]["rows"], more[1]["states"]
+    rows = more[1]["rows"]
+    states = more[1]["states"]
     same = move == "same"
     for row, other in zip(rows[f"{move}_continued"], rows[f"{move}_whole"], strict=True):
         for key in ("train/loss", "train/grad_norm"):
             assert row[key] == (other[key] if same else pytest.approx(other[key], rel=1e-5))
-    state, expected = states[f"{move}_continued"], states[f"{move}_whole"]
+    state = states[f"{move}_continued"]
+    expected = states[f"{move}_whole"]
     alone = more[0]["states"]["alone_whole"]
     assert state.keys() == expected.keys() == alone.keys()
     assert not same or all(torch.equal(state[key], expected[key]) for key in state)
@@ -111,12 +134,15 @@ def test_a_run_continues_with_another_number_of_stages(more, move):
 
 @pytest.mark.parametrize("run", ["extended_whole", "extended_continued"])
 def test_a_run_with_stages_is_extended_without_its_frozen_weights_in_checkpoints(more, run):
-    expected, rows = more[0]["rows"]["extended"], more[1]["rows"][run]
+    expected = more[0]["rows"]["extended"]
+    rows = more[1]["rows"][run]
     for row, other in zip(rows, expected, strict=True):
         assert row["train/loss"] == pytest.approx(other["train/loss"], rel=1e-4)
 
 
-def test_a_run_with_stages_is_evaluated_and_exported_like_any_other(more, data, tmp_path, monkeypatch):
+def test_a_run_with_stages_is_evaluated_and_exported_like_any_other(
+    more, data, tmp_path, monkeypatch
+):
     monkeypatch.setattr(evaluate.signal, "signal", lambda *_: None)
     settings = [f"--perplexity.data={data}/b", "--perplexity.lengths=[8, 16]", "--device=cpu"]
     alone, stages = (Path(group["folder"], "evaluated") for group in more)
@@ -125,8 +151,12 @@ def test_a_run_with_stages_is_evaluated_and_exported_like_any_other(more, data, 
     found = []
     for number, model in enumerate((alone, stages, tmp_path / "export")):
         output = tmp_path / f"results-{number}"
-        assert evaluate.main(["perplexity", f"--model={model}", f"--output={output}", *settings]) == 0
+        assert (
+            evaluate.main(["perplexity", f"--model={model}", f"--output={output}", *settings]) == 0
+        )
         scores = read_results(output).tasks["perplexity"].scores
         found.append({(s.metric, s.group, s.length): s.value for s in scores})
     assert len(found[0]) > 2
-    assert found[1] == pytest.approx(found[0], rel=1e-4) and found[2] == pytest.approx(found[0], rel=1e-4)
+    assert found[1] == pytest.approx(found[0], rel=1e-4) and found[2] == pytest.approx(
+        found[0], rel=1e-4
+    )

@@ -1,5 +1,5 @@
-"""Two tensor- or context-parallel processes have the weights, logits, losses, gradients and checkpoints of one process,
-and the estimated communication."""
+"""Two tensor- or context-parallel processes have the weights, logits, losses, gradients and
+checkpoints of one process, and the estimated communication."""
 
 import pytest
 import tensor_parallel_cases
@@ -13,7 +13,7 @@ from training_cases import assert_same_state
 
 from megatron_tape.planning.communication import ALL_TO_ALL, CONTEXT, communication
 from megatron_tape.planning.parameters import parameter_count
-from megatron_tape.position import MicroBatch, encoding_of
+from megatron_tape.position import MicroBatchSizes, encoding_of
 
 BOTH = [*tensor_parallel_cases.cases()]
 LAYOUTS = [
@@ -30,7 +30,9 @@ def toys():
 
 @pytest.fixture(scope="module")
 def group(tmp_path_factory):
-    return run_group("two_process_cases", 2, write_all(tmp_path_factory.mktemp("data")), timeout=840)
+    return run_group(
+        "two_process_cases", 2, write_all(tmp_path_factory.mktemp("data")), timeout=840
+    )
 
 
 @pytest.fixture(scope="module")
@@ -58,26 +60,36 @@ def test_tensors_that_are_not_contiguous_are_summed_over_the_ranks(results):
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_tape_adds_at_most_two_small_all_to_alls_per_layer(results, direction):
-    """Per layer and direction, TAPE may send at most 2 * S*B*C / 2 elements more than RoPE on two processes."""
+    """Per layer and direction, TAPE may send at most 2 * S*B*C / 2 elements more than RoPE on two
+    processes.
+    """
     shape = results["shape"]
     for layout in ("tp2_cp1", "tp1_cp2"):
-        tape, rope = (sum(results["numbers"][f"{name}_{layout}"][direction].values()) for name in ("tape", "rope"))
+        tape, rope = (
+            sum(results["numbers"][f"{name}_{layout}"][direction].values())
+            for name in ("tape", "rope")
+        )
         assert rope > 0
         added = tape - rope
         assert 0 < added <= shape["layers"] * 2 * shape["S"] * shape["B"] * shape["C"] // 2
 
 
-@pytest.mark.parametrize("encoding", [name for name in tensor_parallel_cases.COUNTED if name != "rope"])
+@pytest.mark.parametrize(
+    "encoding", [name for name in tensor_parallel_cases.COUNTED if name != "rope"]
+)
 def test_an_encoding_sends_the_estimated_bytes(results, encoding):
-    shape, settings = results["shape"], tensor_parallel_cases.COUNTED[encoding]
+    shape = results["shape"]
+    settings = tensor_parallel_cases.COUNTED[encoding]
     declared = encoding_of(small_model(**settings, num_query_groups=4))
     tokens = shape["S"] * shape["B"]
     for layout, sizes in (("tp2_cp1", (2, 1)), ("tp1_cp2", (1, 2))):
-        batch = MicroBatch(tokens, tokens // 2, 4, *sizes)
+        batch = MicroBatchSizes(tokens, tokens // 2, 4, *sizes)
         costs = [declared.costs(i, batch) for i in range(shape["layers"])]
         of_layers = [(found.sent_forward, found.sent_backward) for found in costs]
         for direction, counted in zip(("forward", "backward"), zip(*of_layers)):
-            numbers = (results["numbers"][f"{name}_{layout}"][direction] for name in (encoding, "rope"))
+            numbers = (
+                results["numbers"][f"{name}_{layout}"][direction] for name in (encoding, "rope")
+            )
             sent, by_rope = (sum(collectives.values()) for collectives in numbers)
             assert 4 * (sent - by_rope) == sum(counted) > 0
 
@@ -101,16 +113,22 @@ def test_under_zero_3_each_rank_initializes_its_partition_of_the_same_weights(re
 @pytest.mark.parametrize("name", (*TOYS, *BUILT_IN))
 @pytest.mark.parametrize("layout", ["tensor", "sharded"])
 def test_an_encoding_has_the_same_losses_and_weights_under_every_layout(group, name, layout):
-    """The layout "sharded" uses ZeRO 3, under which parameters that attention reads must be gathered."""
+    """The layout "sharded" uses ZeRO 3, under which parameters that attention reads must be
+    gathered.
+    """
     steps = group["encodings"]["steps"][name]
-    found, expected = steps[layout], steps["alone"]
+    found = steps[layout]
+    expected = steps["alone"]
     assert found["numbers"] == pytest.approx(expected["numbers"], rel=5e-5)
     assert_same_state(found["weights"], expected["weights"])
 
 
 def assert_resumed(whole, continued):
     assert [row["step"] for row in whole] == [row["step"] for row in continued] == [1, 2]
-    assert all(whole[1][key] == continued[1][key] for key in ("train/loss", "train/grad_norm", "validation/loss"))
+    assert all(
+        whole[1][key] == continued[1][key]
+        for key in ("train/loss", "train/grad_norm", "validation/loss")
+    )
 
 
 @pytest.mark.parametrize("name", RESUMED)
@@ -143,7 +161,9 @@ def test_resuming_reads_each_file_once_on_the_planned_rank(group):
     result = group["saves"]["resumed"]
     assert result["same"] and result["changed"]
     assert result["opened"] == result["planned"]
-    assert sorted(sum(result["opened"], [])) == [f"tensors-tp00-dp0000{number}.safetensors" for number in (0, 1)]
+    assert sorted(sum(result["opened"], [])) == [
+        f"tensors-tp00-dp0000{number}.safetensors" for number in (0, 1)
+    ]
     assert all(result["opened"])
 
 

@@ -14,7 +14,11 @@ from megatron_tape.training.model_building import freeze_parameters, parameter_f
 SHAPES = {
     "tape": {},
     "tape_deep_gate_from_attention": {"num_layers": 6, "gate_input": "attention"},
-    "tape_per_head_tied": {"num_query_groups": 4, "token_mixing": "per_head", "tie_embeddings": True},
+    "tape_per_head_tied": {
+        "num_query_groups": 4,
+        "token_mixing": "per_head",
+        "tie_embeddings": True,
+    },
     "rope": {"position_encoding": "rope"},
     "nope": {"position_encoding": "nope"},
     "tape_biased_wide_heads": {"qkv_bias": True, "kv_channels": 12},
@@ -22,8 +26,16 @@ SHAPES = {
     "tape_gated_output": {"attention_output_gate": True},
     "randpe": {"position_encoding": "randpe"},
     "repo": {"position_encoding": "repo", "repo_width": 5},
-    "repo_in_all_layers_qk_norm": {"position_encoding": "repo", "repo_first_layer": 0, "qk_norm": True},
-    "nope_qk_norm_multi_head": {"position_encoding": "nope", "qk_norm": True, "num_query_groups": 4},
+    "repo_in_all_layers_qk_norm": {
+        "position_encoding": "repo",
+        "repo_first_layer": 0,
+        "qk_norm": True,
+    },
+    "nope_qk_norm_multi_head": {
+        "position_encoding": "nope",
+        "qk_norm": True,
+        "num_query_groups": 4,
+    },
 }
 
 
@@ -33,10 +45,14 @@ def test_estimated_parameters_equal_those_of_the_built_model_and_its_shards(shap
     parameters = list(build(model)[0].parameters())
     assert parameter_count(model) == sum(p.numel() for p in parameters)
     if model.query_groups % 2 == 0:
-        assert parameter_count(model, tensor_size=2) == sum(shard(p, p, 0, 2).numel() for p in parameters)
+        assert parameter_count(model, tensor_size=2) == sum(
+            shard(p, p, 0, 2).numel() for p in parameters
+        )
 
 
-@pytest.mark.parametrize("precision, recompute", [("bf16", "none"), ("fp32", "selective"), ("bf16", "full")])
+@pytest.mark.parametrize(
+    "precision, recompute", [("bf16", "none"), ("fp32", "selective"), ("bf16", "full")]
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_saved_activations_equal_the_estimate(shape, precision, recompute):
     model = small_model(**SHAPES[shape], attention_backend="torch")
@@ -45,11 +61,15 @@ def test_saved_activations_equal_the_estimate(shape, precision, recompute):
     assert on_cpu(model, 2, precision, recompute) == pytest.approx(saved, rel=0.004)
 
 
-@pytest.mark.parametrize("shape, recompute", [*((shape, "none") for shape in SHAPES), ("tape", "selective")])
+@pytest.mark.parametrize(
+    "shape, recompute", [*((shape, "none") for shape in SHAPES), ("tape", "selective")]
+)
 def test_saved_activations_of_packed_documents_equal_the_estimate(shape, recompute):
     model = small_model(**SHAPES[shape], attention_backend="torch")
     saved = saved_bytes(build(model, recompute=recompute)[0], model, packed=True)
-    assert on_cpu(model, 2, "fp32", recompute, data__reset_attention_mask=True) == pytest.approx(saved, rel=0.02)
+    assert on_cpu(model, 2, "fp32", recompute, data__reset_attention_mask=True) == pytest.approx(
+        saved, rel=0.02
+    )
 
 
 def test_saved_activations_of_a_larger_model_equal_the_estimate_and_tape_adds_little():
@@ -59,7 +79,9 @@ def test_saved_activations_of_a_larger_model_equal_the_estimate_and_tape_adds_li
         saved[encoding] = saved_bytes(build(model)[0], model)
         assert on_cpu(model, 2, "fp32") == pytest.approx(saved[encoding], rel=0.01)
         # On a GPU, no normalized copy is saved.
-        assert activations(of_model(model, 2, "fp32")).saved == pytest.approx(saved[encoding], rel=0.15)
+        assert activations(of_model(model, 2, "fp32")).saved == pytest.approx(
+            saved[encoding], rel=0.15
+        )
     assert saved["rope"] < saved["tape"] <= 1.25 * saved["rope"]
 
 
@@ -72,12 +94,23 @@ def test_saved_activations_of_a_larger_model_equal_the_estimate_and_tape_adds_li
         ("rope", ["norms", "output"]),
     ],
 )
-def test_trainable_parameters_and_activations_of_an_extension_equal_the_estimate(encoding, trains, recompute):
-    model, extension = middle_model(encoding), ExtensionConfig(trains=trains, lora_rank=4)
+def test_trainable_parameters_and_activations_of_an_extension_equal_the_estimate(
+    encoding, trains, recompute
+):
+    model = middle_model(encoding)
+    extension = ExtensionConfig(trains=trains, lora_rank=4)
     built, _ = build(model, recompute=recompute, lora=extension if extension.adds_lora else None)
     freeze_parameters(built, parameter_filter(extension))
     parameters = list(built.parameters())
-    sizes = [sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)]
-    assert [parameter_count(model, extension), parameter_count(model, extension, trained_kinds(extension))] == sizes
+    sizes = [
+        sum(p.numel() for p in parameters),
+        sum(p.numel() for p in parameters if p.requires_grad),
+    ]
+    assert [
+        parameter_count(model, extension),
+        parameter_count(model, extension, trained_kinds(extension)),
+    ] == sizes
     saved = saved_bytes(built, model)
-    assert on_cpu(model, 2, "fp32", recompute, extension=extension) == pytest.approx(saved, rel=0.02)
+    assert on_cpu(model, 2, "fp32", recompute, extension=extension) == pytest.approx(
+        saved, rel=0.02
+    )

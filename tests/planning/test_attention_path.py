@@ -1,4 +1,6 @@
-"""The attention backend that a plan assumes equals the choice of `auto`, and `estimate` prints it."""
+"""The attention backend that a plan assumes equals the choice of `auto`, and `estimate` prints
+it.
+"""
 
 import pytest
 from plans import recipe
@@ -7,7 +9,8 @@ from megatron_tape.ops.backends.table import BLACKWELL, HOPPER, OTHER_GPU
 from megatron_tape.planning.plan import Plan
 from pretrain import estimate
 
-PACKED, DETERMINISTIC = "--data.reset_attention_mask=true", "--train.deterministic=true"
+PACKED = "--data.reset_attention_mask=true"
+DETERMINISTIC = "--train.deterministic=true"
 
 
 def path(generation, *overrides, name="tape_1b"):
@@ -32,7 +35,9 @@ def path(generation, *overrides, name="tape_1b"):
         (OTHER_GPU, ["--model.attention_backend=flash_attn"], "flash_attn"),
     ],
 )
-def test_the_planned_backend_depends_on_the_gpu_generation_and_the_run(generation, overrides, backend):
+def test_the_planned_backend_depends_on_the_gpu_generation_and_the_run(
+    generation, overrides, backend
+):
     assert path(generation, *overrides).backend == backend
 
 
@@ -40,7 +45,10 @@ def test_the_planned_backend_depends_on_the_gpu_generation_and_the_run(generatio
     "arguments, said",
     [
         (["--gpu=H100"], "torch_wide, one call of cuDNN on [v | z]"),
-        (["--gpu=H100", "--model.attention_backend=triton"], "triton, as set by model.attention_backend"),
+        (
+            ["--gpu=H100", "--model.attention_backend=triton"],
+            "triton, as set by model.attention_backend",
+        ),
         (["--gpu=A100-80GB"], "triton, "),
     ],
 )
@@ -48,6 +56,8 @@ def test_the_planned_backend_depends_on_the_gpu_generation_and_the_run(generatio
 def test_an_estimate_names_the_assumed_backend(capsys, arguments, said, more):
     estimate.main(["--config", "pretrain/recipes/tape_1b.yaml", *arguments, *more])
     (line,) = [
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("attention") and "assumed" in line
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("attention") and "assumed" in line
     ]
     assert said in line

@@ -1,4 +1,6 @@
-"""The output of `python -m pretrain.estimate`: the estimate, advice, assumed times and the search for a layout."""
+"""The output of `python -m pretrain.estimate`: the estimate, advice, assumed times and the search
+for a layout.
+"""
 
 import re
 import subprocess
@@ -29,10 +31,17 @@ def run(capsys):
 
 @pytest.fixture
 def refused(capsys):
-    """Return a function that runs the command with invalid arguments and returns its error, one line."""
+    """Return a function that runs the command with invalid arguments and returns its error, one
+    line.
+    """
 
     def refused(*arguments):
-        assert status_of(lambda: estimate.main(["--config", str(RECIPES / "tape_1b.yaml"), *arguments])) == 2
+        assert (
+            status_of(
+                lambda: estimate.main(["--config", str(RECIPES / "tape_1b.yaml"), *arguments])
+            )
+            == 2
+        )
         output, error = capsys.readouterr()
         assert output == ""
         assert error.startswith("error: ") and error.count("\n") == 1
@@ -52,7 +61,9 @@ def test_the_command_prints_the_numbers(run):
     assert f"{flops_per_step(plan):.3e}" in output and byte_size(checkpoint_bytes(plan)) in output
     parts = re.findall(r"^  .* ([\d.]+) (bytes|[KMG]iB)$", output, re.M)
     units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
-    assert sum(float(number) * units[unit] for number, unit in parts) == pytest.approx(peak, rel=0.02)
+    assert sum(float(number) * units[unit] for number, unit in parts) == pytest.approx(
+        peak, rel=0.02
+    )
     assert error == ""
 
 
@@ -63,15 +74,20 @@ def test_the_command_reads_overrides_and_assumes_the_minimum_number_of_processes
 
 
 def test_the_copy_of_an_asynchronous_save_is_shared_by_its_writers(run):
-    found, two = {}, ["--processes=8", "--parallel.tensor_model_parallel_size=2"]
+    found = {}
+    two = ["--processes=8", "--parallel.tensor_model_parallel_size=2"]
     for writers in ("2", "4", "null"):
         output, _ = run(*two, "--checkpoint.asynchronous=true", f"--checkpoint.writers={writers}")
-        (row,) = re.findall(r"^host memory per checkpoint writer +([\d.]+) GiB, (\d+) writers$", output, re.M)
+        (row,) = re.findall(
+            r"^host memory per checkpoint writer +([\d.]+) GiB, (\d+) writers$", output, re.M
+        )
         found[writers] = float(row[0]), int(row[1])
     assert found["2"] == (pytest.approx(2 * found["4"][0], abs=0.01), 2) and found["4"][1] == 4
     # By default one writer per GiB, limited by the number of processes.
     assert found["null"] == (pytest.approx(found["4"][0] / 2, abs=0.01), 8)
-    assert found["2"][0] == pytest.approx(checkpoint_bytes(of_recipe(8, *two[1:])) / GIB / 2, rel=0.01)
+    assert found["2"][0] == pytest.approx(
+        checkpoint_bytes(of_recipe(8, *two[1:])) / GIB / 2, rel=0.01
+    )
     assert "writer" not in run(*two).out
 
 
@@ -97,17 +113,29 @@ TWO = ["--parallel.tensor_model_parallel_size=2", "--deepspeed.zero_stage=2"]
 
 @pytest.mark.parametrize(
     "arguments, size",
-    [(["--gpu-memory=1"], 1), (["--gpu=A100-40GB", "--processes=1", ONE], 40), (["--train.micro_batch_size=64"], 80)],
+    [
+        (["--gpu-memory=1"], 1),
+        (["--gpu=A100-40GB", "--processes=1", ONE], 40),
+        (["--train.micro_batch_size=64"], 80),
+    ],
 )
 def test_exceeding_the_gpu_memory_is_a_warning(run, arguments, size):
     _, error = run(*TWO, *arguments)
-    assert re.fullmatch(rf"warning: .* GiB does not fit in {size} GiB with 10% kept free; .*--search.*\n", error), error
+    assert re.fullmatch(
+        rf"warning: .* GiB does not fit in {size} GiB with 10% kept free; .*--search.*\n", error
+    ), error
 
 
 def test_fitting_into_the_gpu_memory_gives_no_warning(run):
     """Under ZeRO 3, no GPU holds all weights, which are 129 GiB in bf16."""
     alone = [ONE, "--parallel.pipeline_model_parallel_size=1", "--parallel.virtual_pipeline_size=1"]
-    settings = ["--processes=512", "--gpu-memory=80", *alone, "--deepspeed.zero_stage=3", *RECOMPUTED]
+    settings = [
+        "--processes=512",
+        "--gpu-memory=80",
+        *alone,
+        "--deepspeed.zero_stage=3",
+        *RECOMPUTED,
+    ]
     assert run(*settings, "--train.global_batch_size=512", name="tape_70b").err == ""
     assert run("--gpu-memory=80", "--processes=8").err == ""
 
@@ -123,12 +151,22 @@ def test_fitting_into_the_gpu_memory_gives_no_warning(run):
         (["--train.stepps", "3"], "train.stepps"),
         (["--model.num_attention_heads", "7"], "model.num_attention_heads 7"),
         (
-            ["--model.num_attention_heads=1", "--model.num_query_groups=null", "--model.hidden_size=65536"],
+            [
+                "--model.num_attention_heads=1",
+                "--model.num_query_groups=null",
+                "--model.hidden_size=65536",
+            ],
             "which gives heads of 65536 elements",
         ),
-        (["--model.kv_channels=2048"], "model.kv_channels is 2048, which gives heads of 2048 elements"),
+        (
+            ["--model.kv_channels=2048"],
+            "model.kv_channels is 2048, which gives heads of 2048 elements",
+        ),
         (["--search"], "--search needs --processes"),
-        (["--search", "--processes=16", "--train.recompute=full"], "--search chooses train.recompute itself"),
+        (
+            ["--search", "--processes=16", "--train.recompute=full"],
+            "--search chooses train.recompute itself",
+        ),
         (["--search", "--processes=8", "--train.precision=fp32"], "train.precision is fp32"),
     ],
 )
@@ -146,9 +184,17 @@ def test_an_estimate_needs_no_torch():
 
 
 def test_a_step_time_is_marked_as_assumed_and_has_two_digits(run):
-    output, expected = run("--processes", "64", *TWO).out, step_time(of_recipe(64, *TWO), KINDS["H100"])
-    row = re.search(r"^step time, assumed +([\d.]+) s on H100 at 40% of the peak, (\d+)% communication$", output, re.M)
-    assert float(row[1]) == pytest.approx(expected.total, rel=0.05) and len(row[1].strip("0.").replace(".", "")) <= 2
+    output = run("--processes", "64", *TWO).out
+    expected = step_time(of_recipe(64, *TWO), KINDS["H100"])
+    row = re.search(
+        r"^step time, assumed +([\d.]+) s on H100 at 40% of the peak, (\d+)% communication$",
+        output,
+        re.M,
+    )
+    assert (
+        float(row[1]) == pytest.approx(expected.total, rel=0.05)
+        and len(row[1].strip("0.").replace(".", "")) <= 2
+    )
     assert int(row[2]) == round(100 * expected.communication / expected.total)
 
 
@@ -184,12 +230,17 @@ def test_a_search_names_the_settings_of_the_fastest_layout(run, tmp_path):
 
 def test_a_search_tries_only_valid_layouts(run):
     output = run("--processes=8", "--optimizer.kind=muon", "--search").out
-    assert "--deepspeed.zero_stage 3" not in output and "layouts cannot run: optimizer.kind is 'muon'" in output
+    assert (
+        "--deepspeed.zero_stage 3" not in output
+        and "layouts cannot run: optimizer.kind is 'muon'" in output
+    )
 
 
 def test_a_search_lists_the_fastest_layouts_that_fit(run):
     output = run("--search", "--processes=16", "--gpu-memory=40").out
-    rows = re.findall(r"^ +(\d+) +\d+ +[\dx]+ +\d+ +([123]) +\d+ +\w+ +([\d.]+) +([\d.]+)$", output, re.M)
+    rows = re.findall(
+        r"^ +(\d+) +\d+ +[\dx]+ +\d+ +([123]) +\d+ +\w+ +([\d.]+) +([\d.]+)$", output, re.M
+    )
     assert len(rows) == 10 and "assumed for 16 GPUs, H100 at" in output
     assert [float(row[2]) for row in rows] == sorted(float(row[2]) for row in rows)
     assert all(float(row[3]) <= 0.9 * 40 for row in rows)
@@ -199,7 +250,10 @@ def test_a_search_without_a_fitting_layout_lists_the_smallest_or_the_reasons(run
     output = run("--search", "--processes=16", "--gpu-memory=1", status=1).out
     heading = "none fits in 1 GiB with 10% kept free; the smallest:\n"
     assert heading in output
-    sizes = [float(x) for x in re.findall(r" ([\d.]+)  of which .* [\d.]+$", output.partition(heading)[2], re.M)]
+    sizes = [
+        float(x)
+        for x in re.findall(r" ([\d.]+)  of which .* [\d.]+$", output.partition(heading)[2], re.M)
+    ]
     assert len(sizes) == 5 and sizes == sorted(sizes)
     output = run("--search", "--processes=63", status=1).out
     assert "\nno layout can run on 63 GPUs\n" in output and "fits in" not in output

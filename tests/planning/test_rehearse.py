@@ -21,7 +21,9 @@ def rehearsed(which, folder):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     arguments = [sys.executable, rehearsal_cases.__file__, which, str(folder / "small.yaml")]
-    result = subprocess.run(arguments, env=environment, cwd=folder, capture_output=True, text=True, timeout=850)
+    result = subprocess.run(
+        arguments, env=environment, cwd=folder, capture_output=True, text=True, timeout=850
+    )
     assert result.returncode == 0, result.stderr[-6000:]
     assert [path.name for path in folder.iterdir()] == ["small.yaml"]
     return json.loads(result.stdout.splitlines()[-1])
@@ -45,12 +47,16 @@ def differing(case):
 def test_memory_and_collectives_equal_the_estimate(quick, name):
     assert not quick[name]["faults"]
     assert not differing(quick[name]), quick[name]["rows"]
-    assert all(quick[name]["rows"][row][0] > 0 for row in ("weights", "kept by a forward pass", "peak"))
+    assert all(
+        quick[name]["rows"][row][0] > 0 for row in ("weights", "kept by a forward pass", "peak")
+    )
 
 
 @pytest.mark.parametrize("name, items", [("zero_1", 7), ("zero_3", 3)])
 def test_a_step_synchronizes_with_the_gpu_only_at_known_places(quick, name, items):
-    """The places are the losses of two micro-batches, the norms of ZeRO's groups, and the test that they are finite."""
+    """The places are the losses of two micro-batches, the norms of ZeRO's groups, and the test that
+    they are finite.
+    """
     assert quick[name]["waits"]["update pass: item"] == items
     assert not [wait for wait in quick[name]["waits"] if not wait.startswith("update pass: ")]
 
@@ -93,8 +99,17 @@ def test_excess_memory_and_communication_are_reported(quick, mistake, row):
 def test_the_command_prints_a_report(quick):
     report = quick["command"]["report"]
     assert quick["command"]["status"] == 0, report
-    assert report.startswith("rank 3 of 4: 2 tensor parallel x 2 data parallel, ZeRO 2, bf16") and "no faults" in report
-    for row in ("weights", "optimizer state", "kept by a forward pass", "peak", "tensor parallel: all-to-all"):
+    assert (
+        report.startswith("rank 3 of 4: 2 tensor parallel x 2 data parallel, ZeRO 2, bf16")
+        and "no faults" in report
+    )
+    for row in (
+        "weights",
+        "optimizer state",
+        "kept by a forward pass",
+        "peak",
+        "tensor parallel: all-to-all",
+    ):
         assert f"\n{row} " in report
     assert "times per step, the host waits for the GPU: update pass: item at " in report
 

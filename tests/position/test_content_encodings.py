@@ -14,7 +14,11 @@ from megatron_tape.ops.packing import Packing
 from megatron_tape.position import encoding_of
 from megatron_tape.position.encoding import NO_CACHE
 
-TOKENS, HEADS, GROUPS, DIM, HIDDEN = 23, 4, 2, 8, 32
+TOKENS = 23
+HEADS = 4
+GROUPS = 2
+DIM = 8
+HIDDEN = 32
 CHANGES = {"cope": {"cope_max_position": 4}, "fox": {}}
 DOCUMENTS = torch.tensor([[0] * 9 + [1] * 14, [0] * 23])
 
@@ -32,14 +36,19 @@ def heads(tokens=TOKENS):
 
 
 def encoding(name, **changes):
-    tokens = SimpleNamespace(to_heads=lambda x: x, local_heads=lambda x, dim=0: x, local_tokens=lambda x: x)
+    tokens = SimpleNamespace(
+        to_heads=lambda x: x, local_heads=lambda x, dim=0: x, local_tokens=lambda x: x
+    )
     return type(encoding_of(small_model(position_encoding=name)))(
         small_model(position_encoding=name, **(CHANGES[name] | changes)), tokens
     )
 
 
 def parameters_of(found):
-    return {key: draw(*parameter.shape, seed=seed) for seed, (key, parameter) in enumerate(found.parameters(0).items())}
+    return {
+        key: draw(*parameter.shape, seed=seed)
+        for seed, (key, parameter) in enumerate(found.parameters(0).items())
+    }
 
 
 def cope_by_definition(q, k, v, table, documents):
@@ -49,16 +58,21 @@ def cope_by_definition(q, k, v, table, documents):
     for b in range(2):
         for h in range(HEADS):
             for s in range(TOKENS):
-                scores, counted, seen = [], 0.0, []
+                scores = []
+                counted = 0.0
+                seen = []
                 for t in range(s, -1, -1):
                     if documents[b, t] != documents[b, s]:
                         break
                     product = q[s, b, h] @ k[t, b, h] / DIM**0.5
                     counted = counted + product.sigmoid()
                     position = min(counted, torch.tensor(len(table) - 1.0, dtype=torch.float64))
-                    low, high = int(position.floor()), int(position.ceil())
+                    low = int(position.floor())
+                    high = int(position.ceil())
                     part = position - low
-                    scores.append(product + q[s, b, h] @ (part * table[high] + (1 - part) * table[low]))
+                    scores.append(
+                        product + q[s, b, h] @ (part * table[high] + (1 - part) * table[low])
+                    )
                     seen.append(v[t, b, h])
                 rows.append(torch.stack(scores).softmax(0) @ torch.stack(seen))
     return torch.stack(rows).view(2, HEADS, TOKENS, DIM).permute(2, 0, 1, 3)
@@ -71,7 +85,9 @@ def test_cope_and_its_gradients_equal_the_papers_equations():
     expected = cope_by_definition(q, k, v, table, DOCUMENTS)
     rescored = found.positions(0, {"table": table}, None, torch.zeros(TOKENS, 2, HIDDEN), NO_CACHE)
     for backend in ("naive", "tiled"):
-        ours = attention(q, k, v, packing=Packing.of(DOCUMENTS), backend=backend, **vars(rescored))[0]
+        ours = attention(q, k, v, packing=Packing.of(DOCUMENTS), backend=backend, **vars(rescored))[
+            0
+        ]
         assert_same(ours, expected, (q, k, v, table))
 
 
@@ -79,14 +95,18 @@ def test_cope_and_its_gradients_equal_the_papers_equations():
 def test_cope_skips_masked_keys_between_visible_ones(queries):
     """As in generation after right padding; the masked range may be wider than a tile."""
     q, k, _ = heads()
-    q, k = q[-queries:].detach().permute(1, 2, 0, 3), k.detach().repeat_interleave(2, 2).permute(1, 2, 0, 3)
-    scores, of_positions = q @ k.mT, q @ draw(9, DIM).detach().mT
+    q = q[-queries:].detach().permute(1, 2, 0, 3)
+    k = k.detach().repeat_interleave(2, 2).permute(1, 2, 0, 3)
+    scores = q @ k.mT
+    of_positions = q @ draw(9, DIM).detach().mT
     hidden = torch.zeros(TOKENS, dtype=torch.bool)
     hidden[8:14] = True
     seen = (torch.arange(TOKENS) <= torch.arange(TOKENS)[-queries:, None]) & ~hidden
     found = contextual.add_contextual_positions(scores, of_positions, seen[None, None])
     kept = ~hidden[-queries:]
-    scores, of_positions, seen = scores[:, :, kept][..., ~hidden], of_positions[:, :, kept], seen[kept][:, ~hidden]
+    scores = scores[:, :, kept][..., ~hidden]
+    of_positions = of_positions[:, :, kept]
+    seen = seen[kept][:, ~hidden]
     expected = contextual.add_contextual_positions(scores, of_positions, seen[None, None])
     torch.testing.assert_close(found[:, :, kept][..., ~hidden] * seen, expected * seen)
 
@@ -94,7 +114,9 @@ def test_cope_skips_masked_keys_between_visible_ones(queries):
 @pytest.mark.parametrize("backend", ["naive", "tiled", "torch"])
 def test_fox_and_its_gradients_equal_flash_linear_attention(monkeypatch, backend):
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    found, hidden, tensors = encoding("fox"), draw(TOKENS, 2, HIDDEN, seed=5), heads()
+    found = encoding("fox")
+    hidden = draw(TOKENS, 2, HIDDEN, seed=5)
+    tensors = heads()
     parameters = parameters_of(found)
     logits = hidden @ parameters["gate"].T / HIDDEN**0.5 + parameters["gate_bias"]
     assert 0.1 < logits.sigmoid().std()

@@ -1,4 +1,6 @@
-"""Baseline encodings: equations, packed documents, recomputation and costs (golden files test them, too)."""
+"""Baseline encodings: equations, packed documents, recomputation and costs (golden files test them,
+too).
+"""
 
 import pytest
 import torch
@@ -14,12 +16,18 @@ from megatron_tape.ops.attention import attention
 from megatron_tape.ops.backends import tiled
 from megatron_tape.planning.flops import flops_per_token
 from megatron_tape.planning.parameters import parameter_count
-from megatron_tape.position import BUILT_IN, MicroBatch, PositionEncoding, encoding_of, register
+from megatron_tape.position import (
+    BUILT_IN,
+    MicroBatchSizes,
+    PositionEncoding,
+    encoding_of,
+    register,
+)
 from megatron_tape.position.alibi import alibi_slopes
 from megatron_tape.position.encoding import NO_CACHE
 from megatron_tape.position.rope import RotaryPosition
 
-BATCH = MicroBatch(16, 16, 4, 1)
+BATCH = MicroBatchSizes(16, 16, 4, 1)
 # Settings with which 16 tokens reach every branch.
 CHANGES = {
     "alibi": {},
@@ -51,7 +59,8 @@ def whole_bias(built, layer=1, tokens=40):
     with torch.no_grad():
         bias = position.enter(state, torch.zeros(tokens, 1, 32))[1].bias
         assert torch.equal(
-            bias.of(slice(9, 30), slice(4, 17)), bias.of(slice(0, tokens), slice(0, tokens))[:, :, 9:30, 4:17]
+            bias.of(slice(9, 30), slice(4, 17)),
+            bias.of(slice(0, tokens), slice(0, tokens))[:, :, 9:30, 4:17],
         )
         return bias.of(slice(0, tokens), slice(0, tokens))[0], dict(position.named_parameters())
 
@@ -71,7 +80,9 @@ def test_t5_has_the_buckets_of_transformers():
     at = torch.arange(40)
     for buckets, farthest in ((6, 9), (32, 128), (2, 4), (7, 30)):
         model = model_of("t5", t5_num_buckets=buckets, t5_max_distance=farthest)
-        expected = T5Attention._relative_position_bucket(-torch.arange(300), False, buckets, farthest)
+        expected = T5Attention._relative_position_bucket(
+            -torch.arange(300), False, buckets, farthest
+        )
         assert torch.equal(encoding_of(model).buckets(torch.arange(300)), expected)
     expected = T5Attention._relative_position_bucket(at - at[:, None], False, 6, 9)
     table = parameters["table"].detach()
@@ -81,11 +92,18 @@ def test_t5_has_the_buckets_of_transformers():
 def test_fire_equals_the_papers_equation():
     bias, w = whole_bias(built_and_moved("fire"))
     at = torch.arange(40.0)
-    c, threshold = w["log_scale"].abs(), (w["threshold_scale"] * 3.0).abs()
+    c = w["log_scale"].abs()
+    threshold = (w["threshold_scale"] * 3.0).abs()
     assert 0 < threshold < 20
-    ratio = torch.log(c * (at[:, None] - at).clamp(min=0) + 1) / torch.log(c * at[:, None].clamp(min=threshold) + 1)
-    expected = linear(torch.relu(ratio[..., None] * w["up_weight"] + w["up_bias"]), w["down_weight"])
-    torch.testing.assert_close(bias.tril(), expected.detach().permute(2, 0, 1).tril(), atol=1e-4, rtol=1e-4)
+    ratio = torch.log(c * (at[:, None] - at).clamp(min=0) + 1) / torch.log(
+        c * at[:, None].clamp(min=threshold) + 1
+    )
+    expected = linear(
+        torch.relu(ratio[..., None] * w["up_weight"] + w["up_bias"]), w["down_weight"]
+    )
+    torch.testing.assert_close(
+        bias.tril(), expected.detach().permute(2, 0, 1).tril(), atol=1e-4, rtol=1e-4
+    )
 
 
 def test_sincos_only_adds_sines_and_cosines_to_the_embedding():
@@ -105,18 +123,26 @@ def test_xpos_depends_only_on_distances():
     """Equation 12 of the paper, for one query and one key of ones."""
     built = built_and_moved("xpos")
     ids = random_tokens()
-    torch.testing.assert_close(built(ids), built(ids, positions=torch.arange(16) + 5), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        built(ids), built(ids, positions=torch.arange(16) + 5), atol=1e-4, rtol=1e-4
+    )
     state = built.encoding.initial_state(torch.arange(16)[:, None], torch.float64)
     found = built.encoding.positions(0, {}, state, torch.zeros(16, 2, 32), NO_CACHE)
-    ones, v = torch.ones(16, 1, 1, 8, dtype=torch.float64), torch.eye(16, dtype=torch.float64)
+    ones = torch.ones(16, 1, 1, 8, dtype=torch.float64)
+    v = torch.eye(16, dtype=torch.float64)
     f = torch.arange(4, dtype=torch.float64)
-    zeta, theta = (2 * f / 8 + 0.4) / 1.4, 10000 ** (-2 * f / 8)
+    zeta = (2 * f / 8 + 0.4) / 1.4
+    theta = 10000 ** (-2 * f / 8)
     distance = torch.arange(16)[:, None] - torch.arange(16)
-    scores = (2 * zeta ** (distance[..., None] / 8.0) * (distance[..., None] * theta).cos()).sum(-1) / 8**0.5
+    scores = (2 * zeta ** (distance[..., None] / 8.0) * (distance[..., None] * theta).cos()).sum(
+        -1
+    ) / 8**0.5
     expected = scores.masked_fill(distance < 0, float("-inf")).softmax(-1)
     for backend in ("tiled", "torch", "naive"):
         parts = [
-            attention(ones, ones, v[:, None, None, part : part + 8], **vars(found), backend=backend)[0]
+            attention(
+                ones, ones, v[:, None, None, part : part + 8], **vars(found), backend=backend
+            )[0]
             for part in (0, 8)
         ]
         torch.testing.assert_close(torch.cat(parts, -1)[:, 0, 0], expected, atol=1e-6, rtol=0)
@@ -131,8 +157,14 @@ def test_packed_documents_equal_separate_sequences(name):
     built = built_and_moved(name, recompute="full")
     ids = random_tokens(2)
     packed = built(ids, documents=torch.tensor([[0] * 5 + [1] * 11, [0] * 16]))
-    for rows, columns in ((slice(0, 1), slice(0, 5)), (slice(0, 1), slice(5, 16)), (slice(1, 2), slice(0, 16))):
-        torch.testing.assert_close(packed[rows, columns], built(ids[rows, columns]), atol=1e-4, rtol=1e-4)
+    for rows, columns in (
+        (slice(0, 1), slice(0, 5)),
+        (slice(0, 1), slice(5, 16)),
+        (slice(1, 2), slice(0, 16)),
+    ):
+        torch.testing.assert_close(
+            packed[rows, columns], built(ids[rows, columns]), atol=1e-4, rtol=1e-4
+        )
     assert (built(ids) - packed)[0, 5:].abs().max() > 1e-3
 
 
@@ -150,7 +182,9 @@ def test_an_encoding_that_computes_from_positions_must_say_whether_they_restart_
             return positions_sB
 
     for encoding, method in ((Absolute, "initial_state"), (Moved, "embedding")):
-        with pytest.raises(ValueError, match=f"defines {method}, but not restarts_in_documents; set it to True"):
+        with pytest.raises(
+            ValueError, match=f"defines {method}, but not restarts_in_documents; set it to True"
+        ):
             register(encoding)
         encoding.restarts_in_documents = True
         with registered():
@@ -161,33 +195,56 @@ def test_an_encoding_that_computes_from_positions_must_say_whether_they_restart_
 def test_gradients_do_not_depend_on_tiling_or_recomputation(name, monkeypatch):
     monkeypatch.setattr(tiled, "QUERIES", 24)
     monkeypatch.setattr(tiled, "KEYS", 40)
-    ids, gradients, sizes = random_tokens(1, 90), [], {"num_layers": 2, "seq_length": 90}
-    for backend, recompute in (("tiled", "none"), ("tiled", "full"), ("tiled", "selective"), ("naive", "none")):
+    ids = random_tokens(1, 90)
+    gradients = []
+    sizes = {"num_layers": 2, "seq_length": 90}
+    for backend, recompute in (
+        ("tiled", "none"),
+        ("tiled", "full"),
+        ("tiled", "selective"),
+        ("naive", "none"),
+    ):
         changes = {"attention_backend": backend, **sizes}
         built = built_and_moved(name, changes=changes, recompute=recompute, dtype=torch.float64)
         built(ids, ids.roll(-1, 1)).backward()
         gradients.append({key: parameter.grad for key, parameter in built.named_parameters()})
     found, recomputed, selected, naive = gradients
     for key, expected in naive.items():
-        assert torch.equal(found[key], recomputed[key]) and torch.equal(found[key], selected[key]), key
+        assert torch.equal(found[key], recomputed[key]) and torch.equal(
+            found[key], selected[key]
+        ), key
         assert expected.norm() > 0 and (found[key] - expected).norm() <= 1e-4 * expected.norm(), key
 
 
-OTHERS = {name: {"attention_backend": "torch"} | changes for name, changes in (INCREMENTS | SOME_LAYERS).items()}
+OTHERS = {
+    name: {"attention_backend": "torch"} | changes
+    for name, changes in (INCREMENTS | SOME_LAYERS).items()
+}
 OTHERS |= {name: {"position_encoding": name} for name in TOYS}
 
 
 @pytest.mark.parametrize("case", [*CHANGES, *OTHERS])
 def test_costs_match_the_built_model(case):
     with registered():
-        model = model_of(case) if case in CHANGES else small_model(**OTHERS[case])
+        if case in CHANGES:
+            model = model_of(case)
+        else:
+            model = small_model(**OTHERS[case])
         for precision, recompute in (("fp32", "none"), ("bf16", "none"), ("fp32", "full")):
             dtype = torch.float32 if precision == "fp32" else torch.bfloat16
             built, _ = build(model, recompute=recompute, dtype=dtype)
-            assert on_cpu(model, 2, precision, recompute) == pytest.approx(saved_bytes(built, model), rel=0.02)
+            assert on_cpu(model, 2, precision, recompute) == pytest.approx(
+                saved_bytes(built, model), rel=0.02
+            )
         assert parameter_count(model) == sum(parameter.numel() for parameter in built.parameters())
-        added = sum(encoding_of(model).costs(layer, BATCH).multiply_adds for layer in range(model.num_layers))
-        assert flops_per_token(model) == flops_per_token(with_values(model, position_encoding="nope")) + 6 * added
+        added = sum(
+            encoding_of(model).costs(layer, BATCH).multiply_adds
+            for layer in range(model.num_layers)
+        )
+        assert (
+            flops_per_token(model)
+            == flops_per_token(with_values(model, position_encoding="nope")) + 6 * added
+        )
 
 
 @pytest.mark.parametrize(
@@ -197,12 +254,20 @@ def test_costs_match_the_built_model(case):
         ("fire", {"fire_threshold": 0.0}, "fire_threshold is 0.0"),
         ("sincos", {"hidden_size": 33, "kv_channels": 8}, "hidden_size is 33"),
         ("randpe", {"randpe_range": 15}, "randpe_range is 15, less than the 16 tokens"),
-        ("repo", {"repo_first_layer": 3}, "repo_first_layer is 3, but layers are numbered from 0 to 2"),
+        (
+            "repo",
+            {"repo_first_layer": 3},
+            "repo_first_layer is 3, but layers are numbered from 0 to 2",
+        ),
         ("xpos", {"seq_length": 4096}, "xpos_scale_base 8 is too small .* at least 65"),
         ("cope", {"cope_max_position": 0}, "cope_max_position is 0; set it to at least 1"),
         ("fox", {"fox_bias_start": float("nan")}, "fox_bias_start is nan"),
         ("path", {"path_rank": 0}, "path_rank is 0"),
-        ("path", {"attention_backend": "torch"}, "torch, which cannot apply the reflections of all tokens"),
+        (
+            "path",
+            {"attention_backend": "torch"},
+            "torch, which cannot apply the reflections of all tokens",
+        ),
     ],
 )
 def test_invalid_settings_are_refused(name, changes, refusal):

@@ -37,18 +37,25 @@ def test_either_matrix_of_the_position_mlp_can_start_at_zero(zero):
     matrices = dict(built.layers["0"].position.named_parameters())
     moved = {name for name in ("up_proj", "down_proj") if matrices[name].grad.norm() > 0}
     assert moved == {f"{zero}_proj"}
-    assert {name for name in ("up_proj", "down_proj") if matrices[name].norm() > 0} == {"up_proj", "down_proj"} - moved
+    assert {name for name in ("up_proj", "down_proj") if matrices[name].norm() > 0} == {
+        "up_proj",
+        "down_proj",
+    } - moved
 
 
 @pytest.mark.parametrize("case", INCREMENTS)
 def test_the_start_of_the_cumulative_sum_changes_nothing(case):
-    """The sum of a pack's second document starts after the first one; left padding is such a first document."""
+    """The sum of a pack's second document starts after the first one; left padding is such a first
+    document.
+    """
     built, _ = build(small_model(**INCREMENTS[case]))
     ids = random_tokens()
     packed = built(ids, documents=DOCUMENTS)
     torch.testing.assert_close(packed[:1, 5:], built(ids[:1, 5:]), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(packed[1:], built(ids[1:]), atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(built(ids), built(ids, positions=torch.arange(16) + 500), atol=2e-4, rtol=1e-3)
+    torch.testing.assert_close(
+        built(ids), built(ids, positions=torch.arange(16) + 500), atol=2e-4, rtol=1e-3
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -87,10 +94,15 @@ def test_phases_and_their_gradients_equal_the_definition():
 @pytest.mark.parametrize("case", ["unit", "both_yarn"])
 def test_every_update_preserves_the_modulus(case, monkeypatch):
     built, _ = build(small_model(**INCREMENTS[case]))
-    updated, states = [], []
-    monkeypatch.setattr(rotation, "with_modulus", lambda *x: updated.append(x[0]) or with_modulus(*x))
+    updated = []
+    states = []
+    monkeypatch.setattr(
+        rotation, "with_modulus", lambda *x: updated.append(x[0]) or with_modulus(*x)
+    )
     for layer in built.layers.values():
-        layer.position.register_forward_hook(lambda module, arguments, output: states.append(output))
+        layer.position.register_forward_hook(
+            lambda module, arguments, output: states.append(output)
+        )
     built(random_tokens())
     factor = 0.1 * math.log(4) + 1 if case == "both_yarn" else 1.0
     assert len(updated) == 2 and states[2] is states[1]
@@ -103,7 +115,9 @@ def test_every_update_preserves_the_modulus(case, monkeypatch):
 def test_gradients_of_the_modulus_are_finite_at_zero_and_exact_elsewhere():
     z = torch.randn(4, 3, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     z[0, 0, 0, [2, 6]] = torch.tensor([4e-4, -3e-4], dtype=torch.float64)  # shorter than SHORTEST
-    assert torch.autograd.gradcheck(lambda z: with_modulus(z, 1.3), (z.requires_grad_(),), eps=1e-7, atol=1e-3)
+    assert torch.autograd.gradcheck(
+        lambda z: with_modulus(z, 1.3), (z.requires_grad_(),), eps=1e-7, atol=1e-3
+    )
     z = torch.zeros(1, 1, 1, 4, requires_grad=True)
     with_modulus(z, 1.0).sum().backward()
     assert z.grad.unique().tolist() == pytest.approx([1000.0])
@@ -123,8 +137,11 @@ def test_skipped_layers_equal_those_of_a_model_without_positions(name):
     """With the same weights, a layer without positions does what it does in a model of `nope`."""
     some, _ = build(small_model(position_encoding=name, num_layers=4, layers_without_positions=2))
     nope, _ = build(small_model(position_encoding="nope", num_layers=4))
-    nope.load_state_dict({key: value for key, value in some.state_dict().items() if ".position." not in key})
-    inputs, outputs = {}, {}
+    nope.load_state_dict(
+        {key: value for key, value in some.state_dict().items() if ".position." not in key}
+    )
+    inputs = {}
+    outputs = {}
 
     def record(index, layer, given, kwargs, made):
         inputs[index] = given[0], kwargs, made[0]

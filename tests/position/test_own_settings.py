@@ -8,7 +8,14 @@ import pytest
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.sections import as_dict
 from megatron_tape.errors import ConfigError
-from megatron_tape.position import ENCODINGS, EncodingSettings, PositionEncoding, encoding_of, model_config, register
+from megatron_tape.position import (
+    ENCODINGS,
+    EncodingSettings,
+    PositionEncoding,
+    encoding_of,
+    model_config,
+    register,
+)
 
 RECIPE = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
 
@@ -38,8 +45,13 @@ def read(*arguments):
 
 def test_recipes_and_the_command_line_set_them(capsys):
     model = read("--model.position.steep_slope=2", "--model.position_encoding=steep")
-    assert model.position == SteepSettings(steep_slope=2.0) and encoding_of(model).settings.steep_slope == 2
-    assert as_dict(model)["position"] == {"steep_slope": 2.0} and model_config(as_dict(model)) == model
+    assert (
+        model.position == SteepSettings(steep_slope=2.0)
+        and encoding_of(model).settings.steep_slope == 2
+    )
+    assert (
+        as_dict(model)["position"] == {"steep_slope": 2.0} and model_config(as_dict(model)) == model
+    )
     with pytest.raises(ConfigError) as refused:
         read("--model.position.steep_slope=much")
     assert refused.value.key == "model.position.steep_slope"
@@ -57,7 +69,9 @@ def test_other_encodings_reject_them():
 @pytest.mark.parametrize("name, default", [("bad_size", dataclasses.MISSING)])
 def test_every_setting_needs_a_default(name, default):
     item = (name, float, dataclasses.field(default=default))
-    settings = dataclasses.make_dataclass("Settings", [item], bases=(EncodingSettings,), frozen=True)
+    settings = dataclasses.make_dataclass(
+        "Settings", [item], bases=(EncodingSettings,), frozen=True
+    )
     with pytest.raises(ValueError, match=name):
         register(type("Bad", (PositionEncoding,), {"name": "bad", "Settings": settings}))
     assert "bad" not in ENCODINGS

@@ -24,7 +24,9 @@ def in_float64():
 def random_inputs(T, B=2, G=2, R=2, D=8, seed=0):
     """Return queries, keys, values, unit vectors w and factors beta from 0 to 2, as leaves."""
     torch.manual_seed(seed)
-    q, k, v = torch.randn(T, B, G * R, D), torch.randn(T, B, G, D), torch.randn(T, B, G, D)
+    q = torch.randn(T, B, G * R, D)
+    k = torch.randn(T, B, G, D)
+    v = torch.randn(T, B, G, D)
     w = torch.nn.functional.normalize(torch.randn(T, B, G, D), dim=-1)
     beta = 2 * torch.rand(T, B, G)
     return [x.requires_grad_() for x in (q, k, v, w, beta)]
@@ -37,7 +39,8 @@ def rescore_of(w, beta):
 def defined_scores(q, k, w, beta):
     """Return the scores (B, H, S, T) by the defining equation, one matrix at a time."""
     (T, B, G, D), S = k.shape, len(q)
-    q, k = q.permute(1, 2, 0, 3).unflatten(1, (G, -1)), k.permute(1, 2, 0, 3)
+    q = q.permute(1, 2, 0, 3).unflatten(1, (G, -1))
+    k = k.permute(1, 2, 0, 3)
     H = torch.eye(D) - beta[..., None, None] * w[..., None] * w[..., None, :]  # (T, B, G, D, D)
     scores = torch.zeros(B, G, q.shape[2], S, T)
     for s in range(S):
@@ -54,17 +57,20 @@ def test_scores_and_gradients_equal_the_defining_equation(T, S):
     q, k, _, w, beta = random_inputs(T)
     q = q[T - S :].detach().requires_grad_()
     scores = rescore_of(w, beta)
-    queries, keys = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3)
+    queries = q.permute(1, 2, 0, 3)
+    keys = k.permute(1, 2, 0, 3)
     found = scores.rows(None, queries, keys, None, slice(T - S, T), *scores.prepared(queries, keys))
     assert found.isfinite().all()
-    found, expected = found.tril(T - S), defined_scores(q, k, w, beta)
+    found = found.tril(T - S)
+    expected = defined_scores(q, k, w, beta)
     assert_same(found, expected, (q, k, w, beta), atol=1e-10, rtol=1e-9)
 
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("backend", ["tiled", "naive"])
 def test_outputs_and_gradients_equal_the_authors_code(backend, gated, monkeypatch):
-    T, D = 150, 8
+    T = 150
+    D = 8
     leaves = random_inputs(T, D=D)
     q, k, v, w, beta = leaves
     log_gate = (torch.rand(T, 2, 4) * -0.1 if gated else torch.zeros(T, 2, 4)).requires_grad_()
@@ -74,14 +80,22 @@ def test_outputs_and_gradients_equal_the_authors_code(backend, gated, monkeypatc
     monkeypatch.setattr(torch, "float", torch.float64)
     form = authors_form("path_attn").naive_path_attn
     expected = form(*(x.transpose(0, 1) for x in (*leaves, log_gate * D**0.5)), scale=D**-0.5)
-    assert_same(found, expected.transpose(0, 1), [*leaves, log_gate] if gated else leaves, atol=1e-10, rtol=1e-9)
+    assert_same(
+        found,
+        expected.transpose(0, 1),
+        [*leaves, log_gate] if gated else leaves,
+        atol=1e-10,
+        rtol=1e-9,
+    )
 
 
 def test_bf16_scores_are_computed_in_float32():
     exact = random_inputs(90)
     rounded = [x.detach().to(torch.bfloat16) for x in exact[:3]]
     w, beta = (x.detach().float() for x in exact[3:])
-    expected, _ = attention(*(x.float() for x in rounded), None, backend="tiled", rescore=rescore_of(w, beta))
+    expected, _ = attention(
+        *(x.float() for x in rounded), None, backend="tiled", rescore=rescore_of(w, beta)
+    )
     for backend in ("tiled", "naive"):
         found, _ = attention(*rounded, None, backend=backend, rescore=rescore_of(w, beta))
         assert found.dtype is torch.bfloat16
@@ -91,13 +105,20 @@ def test_bf16_scores_are_computed_in_float32():
 def test_the_convolution_equals_torchs_and_stays_within_documents():
     torch.manual_seed(1)
     for T, width in ((9, 3), (2, 4), (5, 1)):
-        x, weight = torch.randn(T, 2, 2, 3), torch.randn(2, 3, width)
+        x = torch.randn(T, 2, 2, 3)
+        weight = torch.randn(2, 3, width)
         positions = torch.arange(T)[:, None]
-        expected = conv1d(x.flatten(2).permute(1, 2, 0), weight.flatten(0, 1)[:, None], padding=width - 1, groups=6)
+        expected = conv1d(
+            x.flatten(2).permute(1, 2, 0),
+            weight.flatten(0, 1)[:, None],
+            padding=width - 1,
+            groups=6,
+        )
         expected = silu(expected[..., :T].permute(2, 0, 1).unflatten(2, (2, 3)))
         torch.testing.assert_close(short_convolution(x, positions, weight), expected)
         torch.testing.assert_close(short_convolution(x, positions + 7, weight), expected)
-    x, weight = torch.randn(9, 1, 2, 3), torch.randn(2, 3, 3)
+    x = torch.randn(9, 1, 2, 3)
+    weight = torch.randn(2, 3, 3)
     packed = short_convolution(x, torch.tensor([0, 1, 2, 0, 0, 1, 2, 3, 4])[:, None], weight)
     for part in (slice(0, 3), slice(3, 4), slice(4, 9)):
         alone = x[part]
@@ -109,16 +130,23 @@ def moved_layer(name, **changes):
     """Return an encoding and random parameters of a layer."""
     built, _ = build(small_model(position_encoding=name, **changes))
     generator = torch.Generator().manual_seed(3)
-    parameters = {key: torch.randn(x.shape, generator=generator) for key, x in built.encoding.parameters(1).items()}
+    parameters = {
+        key: torch.randn(x.shape, generator=generator)
+        for key, x in built.encoding.parameters(1).items()
+    }
     return built.encoding, parameters
 
 
 def test_w_and_beta_equal_the_authors_layer():
-    """Low-rank projection, convolution with SiLU, normalization; beta up to 2: fla/layers/path_attn.py."""
+    """Low-rank projection, convolution with SiLU, normalization; beta up to 2:
+    fla/layers/path_attn.py.
+    """
     encoding, p = moved_layer("path")
     p = {name: weight.double() for name, weight in p.items()}
     torch.manual_seed(2)
-    hidden, keys = (torch.randn(shape, dtype=torch.float64) for shape in ((20, 2, 32), (2, 2, 20, 8)))
+    hidden, keys = (
+        torch.randn(shape, dtype=torch.float64) for shape in ((20, 2, 32), (2, 2, 20, 8))
+    )
     rescore = encoding.positions(1, p, torch.arange(20.0)[:, None], hidden, TokenCache()).rescore
     found = rescore.prepared(torch.zeros(2, 4, 20, 8, dtype=torch.float64), keys)
     w = linear(linear(hidden, p["w_down"]), p["w_up"]).permute(1, 2, 0)
@@ -137,8 +165,12 @@ def moved_model(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_shifted_positions_and_left_padding_change_nothing(name):
-    ids, padding, built = random_tokens(2), random_tokens(2, 5), moved_model(name)
+    ids = random_tokens(2)
+    padding = random_tokens(2, 5)
+    built = moved_model(name)
     alone = built(ids)
     torch.testing.assert_close(built(ids, positions=torch.arange(16) + 5), alone)
-    padded = built(torch.cat([padding, ids], dim=1), documents=torch.tensor([[0] * 5 + [1] * 16] * 2))
+    padded = built(
+        torch.cat([padding, ids], dim=1), documents=torch.tensor([[0] * 5 + [1] * 16] * 2)
+    )
     torch.testing.assert_close(padded[:, 5:], alone, atol=1e-4, rtol=1e-4)

@@ -1,4 +1,6 @@
-"""Positional encodings are plug-ins in one file; parallel/test_two_processes.py trains and resumes a toy."""
+"""Positional encodings are plug-ins in one file; parallel/test_two_processes.py trains and resumes
+a toy.
+"""
 
 import ast
 from pathlib import Path
@@ -16,7 +18,9 @@ ROOT = Path(__file__).parents[2]
 
 def test_unsupported_encodings_and_taken_names_are_refused():
     model = small_model(position_encoding="fox", attention_backend="triton")
-    with pytest.raises(ConfigError, match="triton, which cannot lower the scores of keys with forget gates, as"):
+    with pytest.raises(
+        ConfigError, match="triton, which cannot lower the scores of keys with forget gates, as"
+    ):
         validate_model(model)
     assert has_replicated_parameters(encoding_of(model))
     assert not has_replicated_parameters(encoding_of(small_model(position_encoding="t5")))
@@ -26,7 +30,9 @@ def test_unsupported_encodings_and_taken_names_are_refused():
 
 
 def compared_names(path):
-    """Yield places that compare an encoding's name: `x == "tape"`, or `position_encoding` with anything."""
+    """Yield places that compare an encoding's name: `x == "tape"`, or `position_encoding` with
+    anything.
+    """
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, (ast.Compare, ast.match_case)):
             for part in ast.walk(node if isinstance(node, ast.Compare) else node.pattern):

@@ -16,11 +16,17 @@ def model_of(positions=50):
 
 def test_training_draws_sorted_distinct_positions_from_the_range():
     encoding = encoding_of(model_of())
-    draws = np.stack([encoding.token_positions(16, step_rng(1234, step)) for step in range(1, 2001)])
+    draws = np.stack(
+        [encoding.token_positions(16, step_rng(1234, step)) for step in range(1, 2001)]
+    )
     assert draws.dtype == np.int64 and draws.shape == (2000, 16)
     assert (np.diff(draws) > 0).all() and (draws.min(), draws.max()) == (0, 49)
-    # Every position is drawn as often as any other: 640 times, give or take five standard deviations.
-    assert np.abs(np.bincount(draws.flatten(), minlength=50) - 640).max() < 5 * (640 * (1 - 16 / 50)) ** 0.5
+    # Every position is drawn as often as any other: 640 times, give or take five standard
+    # deviations.
+    assert (
+        np.abs(np.bincount(draws.flatten(), minlength=50) - 640).max()
+        < 5 * (640 * (1 - 16 / 50)) ** 0.5
+    )
     assert len({tuple(draw) for draw in draws}) == 2000
     assert np.array_equal(encoding.token_positions(16, step_rng(1234, 7)), draws[6])
     assert not np.array_equal(encoding.token_positions(16, step_rng(1235, 7)), draws[6])
@@ -36,7 +42,8 @@ def test_positions_outside_training_are_evenly_spaced():
 
 
 def test_it_equals_rope_on_its_positions():
-    ids, rope = random_tokens(), build(small_model(position_encoding="rope"))[0]
+    ids = random_tokens()
+    rope = build(small_model(position_encoding="rope"))[0]
     (dense, _), (built, _) = build(model_of(16)), build(model_of())
     assert torch.equal(dense(ids), rope(ids))
     assert torch.equal(dense(ids, positions=dense.token_positions(ids, step_rng(1, 1))), rope(ids))
@@ -50,9 +57,12 @@ def test_it_equals_rope_on_its_positions():
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_engine_draws_positions_once_per_step_and_never_in_evaluation(stage):
-    config = make_alone(model_of(), deepspeed__zero_stage=stage, train__global_batch_size=2, train__seed=5)
+    config = make_alone(
+        model_of(), deepspeed__zero_stage=stage, train__global_batch_size=2, train__seed=5
+    )
     model, layout = build(config.model)
-    engine, used = Engine(model, config, layout), []
+    engine = Engine(model, config, layout)
+    used = []
     initial_state = model.encoding.initial_state
 
     def looked_at(positions_SB, dtype):
@@ -60,12 +70,17 @@ def test_the_engine_draws_positions_once_per_step_and_never_in_evaluation(stage)
         return initial_state(positions_SB, dtype)
 
     model.encoding.initial_state = looked_at
-    batches = [{"tokens": t[:, :-1], "labels": t[:, 1:]} for t in (random_tokens(1, 17, seed=i) for i in range(2))]
+    batches = [
+        {"tokens": t[:, :-1], "labels": t[:, 1:]}
+        for t in (random_tokens(1, 17, seed=i) for i in range(2))
+    ]
     for step in (1, 2):
         engine.train_step(batches, 0.0, step)
     engine.evaluate(batches[:1])
     engine.logits(batches[0]["tokens"][:, :7])
     assert [len(positions) for positions in used] == [16] * 5 + [7]
-    first, second = (model.encoding.token_positions(16, step_rng(5, step)).tolist() for step in (1, 2))
+    first, second = (
+        model.encoding.token_positions(16, step_rng(5, step)).tolist() for step in (1, 2)
+    )
     assert first != second and used[:4] == [first, first, second, second]
     assert used[4] == [50 * i // 16 for i in range(16)] and used[5] == used[4][:7]

@@ -8,7 +8,13 @@ from torch.nn.functional import linear, silu
 from megatron_tape.ops.attention import attention
 from megatron_tape.position.encoding import NO_CACHE
 
-B, S, H, G, D, C, W = 2, 19, 4, 2, 8, 32, 5
+B = 2
+S = 19
+H = 4
+G = 2
+D = 8
+C = 32
+W = 5
 
 
 def model_of(**changes):
@@ -29,8 +35,11 @@ def by_the_equations(h, gate, content, position, q, k, v, theta):
         group = head * G // H
         z_1 = z[:, :, group].T
         angles = (z_1[:, :, None] - z_1[:, None])[..., None] * theta
-        (q_re, q_im), (k_re, k_im) = (x.transpose(0, 1).chunk(2, -1) for x in (q[:, :, head], k[:, :, group]))
-        query, key = torch.complex(q_re, q_im), torch.complex(k_re, k_im)
+        (q_re, q_im), (k_re, k_im) = (
+            x.transpose(0, 1).chunk(2, -1) for x in (q[:, :, head], k[:, :, group])
+        )
+        query = torch.complex(q_re, q_im)
+        key = torch.complex(k_re, k_im)
         turned = query[:, :, None] * torch.polar(torch.ones_like(angles), angles)
         scores = (turned * key[:, None].conj()).real.sum(-1) / D**0.5
         scores = scores.masked_fill(torch.ones(S, S).triu(1).bool(), float("-inf"))
@@ -42,9 +51,19 @@ def by_the_equations(h, gate, content, position, q, k, v, theta):
 def test_outputs_and_gradients_equal_the_equations(backend):
     encoding = build(model_of())[0].encoding
     generator = torch.Generator().manual_seed(0)
-    shapes = [(S, B, C), (W, C), (W, C), (G, W), (S, B, H, D), (S, B, G, D), (S, B, G, D), (S, B, H, D)]
+    shapes = [
+        (S, B, C),
+        (W, C),
+        (W, C),
+        (G, W),
+        (S, B, H, D),
+        (S, B, G, D),
+        (S, B, G, D),
+        (S, B, H, D),
+    ]
     drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    weight, leaves = drawn.pop(), []
+    weight = drawn.pop()
+    leaves = []
 
     def ours(h, gate, content, position, q, k, v, theta):
         parameters = {"gate_proj": gate, "content_proj": content, "position_proj": position}
@@ -64,12 +83,17 @@ def test_outputs_and_gradients_equal_the_equations(backend):
 def test_layers_predict_positions_from_repo_first_layer_on():
     ids = random_tokens()
     for first, layers in ((None, 3), (None, 6), (None, 1), (None, 2), (0, 3), (2, 3)):
-        expected = {(None, 3): 1, (None, 6): 2, (None, 1): 0, (None, 2): 1}.get((first, layers), first)
+        expected = {(None, 3): 1, (None, 6): 2, (None, 1): 0, (None, 2): 1}.get(
+            (first, layers), first
+        )
         built, _ = build(model_of(repo_first_layer=first, num_layers=layers))
-        with_parameters = [any(True for _ in layer.position.parameters()) for layer in built.layers.values()]
+        with_parameters = [
+            any(True for _ in layer.position.parameters()) for layer in built.layers.values()
+        ]
         assert with_parameters == [layer >= expected for layer in range(layers)]
     shift = torch.arange(16) + 500
-    some, everywhere = built_and_moved(), built_and_moved(repo_first_layer=0)
+    some = built_and_moved()
+    everywhere = built_and_moved(repo_first_layer=0)
     torch.testing.assert_close(some(ids), some(ids, positions=shift), atol=2e-4, rtol=1e-3)
     assert (some(ids) - some(ids, positions=shift * 2)).abs().max() > 1e-3
     assert torch.equal(everywhere(ids), everywhere(ids, positions=shift * 2))
@@ -81,7 +105,9 @@ def test_positions_are_fp32_in_a_bf16_model():
     h = torch.randn(S, B, C, generator=torch.Generator().manual_seed(1)).bfloat16()
     with torch.no_grad():
         found = built.encoding.predicted(parameters, h)
-        exact = built.encoding.predicted({name: x.double() for name, x in parameters.items()}, h.double())
+        exact = built.encoding.predicted(
+            {name: x.double() for name, x in parameters.items()}, h.double()
+        )
         gate, content, position = parameters.values()
         in_bf16 = linear(silu(linear(h, gate)) * linear(h, content), position)
     assert found.dtype == torch.float32 and exact.dtype == torch.float64

@@ -14,11 +14,15 @@ YARN = {
     "defaults": dict(rope_scaling_factor=8.0),
     "llama2_to_128k": dict(rope_scaling_factor=32.0, rope_original_seq_length=4096),
     "not_truncated": dict(rope_scaling_factor=8.0, rope_truncate=False),
-    "bounds": dict(rope_scaling_factor=3.0, rope_beta_fast=20.0, rope_beta_slow=0.7, rope_truncate=False),
+    "bounds": dict(
+        rope_scaling_factor=3.0, rope_beta_fast=20.0, rope_beta_slow=0.7, rope_truncate=False
+    ),
     "attention_factor": dict(rope_scaling_factor=16.0, rope_attention_factor=1.25),
     "large_theta": dict(rope_scaling_factor=4.0, rope_theta=8e6, rope_original_seq_length=8192),
     "a_short_context": dict(rope_scaling_factor=4.0, rope_original_seq_length=16),
-    "a_long_context": dict(rope_scaling_factor=4.0, rope_original_seq_length=10**9, rope_theta=10.0),
+    "a_long_context": dict(
+        rope_scaling_factor=4.0, rope_original_seq_length=10**9, rope_theta=10.0
+    ),
     "one_index": dict(rope_original_seq_length=5, rope_beta_fast=30.0, rope_beta_slow=29.0),
     "no_extension": dict(rope_scaling_factor=1.0),
 }
@@ -27,22 +31,30 @@ YARN = {
 @pytest.mark.parametrize("head_dim", [8, 64, 128])
 @pytest.mark.parametrize("case", YARN)
 def test_yarn_equals_transformers_bit_for_bit(case, head_dim):
-    model = small_model(rope_scaling_type="yarn", position_encoding="rope", kv_channels=head_dim, **YARN[case])
+    model = small_model(
+        rope_scaling_type="yarn", position_encoding="rope", kv_channels=head_dim, **YARN[case]
+    )
     config = LlamaConfig(**huggingface_config(model, model.vocab_size, "fp32"))
     frequencies, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](config)
     encoding = encoding_of(model)
     assert torch.equal(encoding.frequencies(), frequencies)
     assert encoding.attention_factor == attention_factor
     positions = torch.tensor([[0], [1], [5000]])
-    assert torch.equal(encoding.initial_state(positions, torch.float32)[0, 0, 0, : head_dim // 2],
-                       torch.full((head_dim // 2,), attention_factor))  # fmt: skip
-    assert (encoding.initial_state(positions, torch.float64).unflatten(-1, (2, -1)).norm(dim=-2) - attention_factor
-            ).abs().max() < 1e-6  # fmt: skip
+    assert torch.equal(
+        encoding.initial_state(positions, torch.float32)[0, 0, 0, : head_dim // 2],
+        torch.full((head_dim // 2,), attention_factor),
+    )
+    assert (
+        encoding.initial_state(positions, torch.float64).unflatten(-1, (2, -1)).norm(dim=-2)
+        - attention_factor
+    ).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("share, left", [(0.75, 6), (0.5, 4), (0.2, 1), (1.0, 8)])
 def test_rope_share_equals_transformers(share, left):
-    model = small_model(position_encoding="rope", kv_channels=16, rope_share=share, rope_scaling_factor=2.0)
+    model = small_model(
+        position_encoding="rope", kv_channels=16, rope_share=share, rope_scaling_factor=2.0
+    )
     config = LlamaConfig(**huggingface_config(model, model.vocab_size, "fp32"))
     frequencies, _ = ROPE_INIT_FUNCTIONS["proportional" if share < 1 else "linear"](config)
     assert torch.equal(encoding_of(model).frequencies(), frequencies)
@@ -52,5 +64,6 @@ def test_rope_share_equals_transformers(share, left):
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
 def test_rope_share_zeroes_the_slowest_scaled_frequencies(kind):
     scaled = small_model(rope_scaling_type=kind, rope_scaling_factor=8.0, kv_channels=16)
-    some, whole = encoding_of(with_values(scaled, rope_share=0.5)).frequencies(), encoding_of(scaled).frequencies()
+    some = encoding_of(with_values(scaled, rope_share=0.5)).frequencies()
+    whole = encoding_of(scaled).frequencies()
     assert torch.equal(some[:4], whole[:4]) and whole[4:].all() and not some[4:].any()

@@ -34,8 +34,14 @@ def copy(tmp_path_factory):
     (clone / file[1]).write_text(file[2], encoding="utf-8")
     assert len(file[2].splitlines()) < 100
     registry = clone / "megatron_tape" / "position" / "__init__.py"
-    imported, opened, listed = re.search(r"^    (from .*)\n\n    (BUILT_IN.*)\n        (\w+,)$", PAGE, re.M).groups()
-    text = registry.read_text(encoding="utf-8").replace(f"{imported}\n", "").replace(f"    {listed}\n", "")
+    imported, opened, listed = re.search(
+        r"^    (from .*)\n\n    (BUILT_IN.*)\n        (\w+,)$", PAGE, re.M
+    ).groups()
+    text = (
+        registry.read_text(encoding="utf-8")
+        .replace(f"{imported}\n", "")
+        .replace(f"    {listed}\n", "")
+    )
     assert text.count(opened) == 1
     text = text.replace(opened, f"{opened}\n    {listed}").replace(
         "from megatron_tape.position.nope", f"{imported}\nfrom megatron_tape.position.nope", 1
@@ -53,7 +59,12 @@ def run(clone, command):
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = os.environ | {"PYTHONPATH": str(clone), "PATH": path}
     return subprocess.run(
-        ["bash", "-ec", command], cwd=clone, env=environment, capture_output=True, text=True, timeout=600
+        ["bash", "-ec", command],
+        cwd=clone,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
 
 
@@ -61,7 +72,8 @@ def test_an_example_moves_positions_by_content(monkeypatch):
     monkeypatch.setitem(ENCODINGS, "jitter", JitterPosition)
     built, _ = build(small_model(position_encoding="jitter"))
     rope, _ = build(small_model(position_encoding="rope"))
-    ids, moves = random_tokens(), {}
+    ids = random_tokens()
+    moves = {}
     with torch.no_grad():
         for name, parameter in built.named_parameters():
             if ".position.shift" in name:
@@ -73,9 +85,13 @@ def test_an_example_moves_positions_by_content(monkeypatch):
                 parameter.copy_(50 * moves[name])
     moved = built(ids)
     assert (moved - rope(ids)).abs().max() > 1e-3 and len(moves) == built.encoding.model.num_layers
-    torch.testing.assert_close(built(ids, positions=torch.arange(ids.shape[1]) + 7), moved, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        built(ids, positions=torch.arange(ids.shape[1]) + 7), moved, atol=1e-4, rtol=1e-4
+    )
     documents = torch.arange(ids.shape[1]).expand(len(ids), -1) // 9
-    torch.testing.assert_close(built(ids, documents=documents)[:, 9:], built(ids[:, 9:], documents=documents[:, 9:]))
+    torch.testing.assert_close(
+        built(ids, documents=documents)[:, 9:], built(ids[:, 9:], documents=documents[:, 9:])
+    )
 
 
 @pytest.mark.slow
@@ -89,15 +105,23 @@ def test_every_command_of_the_page_works(copy):
     found = run(copy, f"{prepare}\n{recipe}\n{few}")
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
     code = (copy / "runs" / "kerple-hf" / "position_kerple_tape.py").read_text()
-    assert "class KerplePosition" in code and "megatron_tape" not in re.sub(r'""".*?"""', "", code, flags=re.S)
-    rest = re.findall(r"^    (python (?:tools/convert_checkpoint.py from-hf|-m pretrain.compare) .*)$", PAGE, re.M)
+    assert "class KerplePosition" in code and "megatron_tape" not in re.sub(
+        r'""".*?"""', "", code, flags=re.S
+    )
+    rest = re.findall(
+        r"^    (python (?:tools/convert_checkpoint.py from-hf|-m pretrain.compare) .*)$", PAGE, re.M
+    )
     found = run(copy, f"{rest[0]}\n{rest[1]} --check")
-    assert found.returncode == 0 and "6 runs, 0 finished, output in " in found.stdout, found.stderr[-3000:]
-    results = json.loads(next((copy / "runs" / "kerple" / "evaluation").rglob("results.json")).read_text())
+    assert found.returncode == 0 and "6 runs, 0 finished, output in " in found.stdout, found.stderr[
+        -3000:
+    ]
+    results = json.loads(
+        next((copy / "runs" / "kerple" / "evaluation").rglob("results.json")).read_text()
+    )
     assert [score["length"] for score in results["tasks"]["perplexity"]["scores"]]
     refused = run(
         copy,
-        "python -m pretrain.train --config pretrain/recipes/tape_demo.yaml --model.position_encoding kerple "
-        "--model.position.kerple_start 0",
+        "python -m pretrain.train --config pretrain/recipes/tape_demo.yaml"
+        " --model.position_encoding kerple --model.position.kerple_start 0",
     )
     assert refused.returncode == 2 and "model.position.kerple_start is 0" in refused.stderr

@@ -36,10 +36,21 @@ def job(tmp_path, monkeypatch, capfd):
     (source / "pretrain" / "train.py").write_text("first version")
 
     def begin(*overrides, job="7", requeued=False, recipe=str(RECIPE)):
-        options = ["--module", "pretrain.train", "--job", job, "--source", str(source), "--job-link", f"links/{job}"]
+        options = [
+            "--module",
+            "pretrain.train",
+            "--job",
+            job,
+            "--source",
+            str(source),
+            "--job-link",
+            f"links/{job}",
+        ]
         options += ["--nodes", "a,b", "--processes", "2", *(["--requeued"] if requeued else [])]
         chosen = [recipe, "--data.prefix=a", "--logging.directory=run", *overrides]
-        status = status_of(lambda: attempt.main(["begin", *options, "--", *chosen]), unavailable=EXIT_RESTART)
+        status = status_of(
+            lambda: attempt.main(["begin", *options, "--", *chosen]), unavailable=EXIT_RESTART
+        )
         output = capfd.readouterr()
         variables = dict(shlex.split(line)[0].split("=", 1) for line in output.out.splitlines())
         return status, variables, output.err
@@ -61,31 +72,52 @@ def save(name, content, attempt=1):
 def test_begin_prints_every_path_and_a_job_continues_with_its_copy_of_the_code(job):
     status, variables, _ = job("--train.steps=20")
     assert status == 0
-    assert variables["ATTEMPT"] == "1" and variables["RUN_DIRECTORY"] == "run" and variables["RESUME"] == "auto"
-    assert {"PREFLIGHT_PORT", "TRAINING_PORT", "CHECKPOINT_DIRECTORY", "ATTEMPT_DIRECTORY"} <= set(variables)
+    assert (
+        variables["ATTEMPT"] == "1"
+        and variables["RUN_DIRECTORY"] == "run"
+        and variables["RESUME"] == "auto"
+    )
+    assert {"PREFLIGHT_PORT", "TRAINING_PORT", "CHECKPOINT_DIRECTORY", "ATTEMPT_DIRECTORY"} <= set(
+        variables
+    )
     (job.source / "pretrain" / "train.py").write_text("second version")
     status, again, error = job("--train.steps=30", requeued=True)
     assert status == 0 and again["ATTEMPT"] == "2" and "attempt 1 was killed" in error
     assert again["CONFIG"] == variables["CONFIG"] and "steps: 20" in open(again["CONFIG"]).read()
     assert open(f"{again['ROOT']}/pretrain/train.py").read() == "first version"
-    assert json.loads((job.folder / "run/attempts/000002/attempt.json").read_text())["nodes"] == ["a", "b"]
+    assert json.loads((job.folder / "run/attempts/000002/attempt.json").read_text())["nodes"] == [
+        "a",
+        "b",
+    ]
 
 
-@pytest.mark.parametrize("given", [["a/b.yaml"], ["--config", "a/b.yaml"], ["--train.steps=3", "--config=a/b.yaml"]])
-def test_the_run_is_in_the_scratch_directory_for_every_way_to_give_a_recipe(given, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "given", [["a/b.yaml"], ["--config", "a/b.yaml"], ["--train.steps=3", "--config=a/b.yaml"]]
+)
+def test_the_run_is_in_the_scratch_directory_for_every_way_to_give_a_recipe(
+    given, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "b.yaml").touch()
     arguments = attempt._arguments(given, "/scratch")
-    assert arguments[0] == "--logging.directory=/scratch/runs/b" and "a/b.yaml" in " ".join(arguments)
+    assert arguments[0] == "--logging.directory=/scratch/runs/b" and "a/b.yaml" in " ".join(
+        arguments
+    )
     assert "--logging.directory" not in " ".join(attempt._arguments(given, ""))
 
 
 @pytest.mark.parametrize(
     "given",
-    [["--config=own.yaml", "--config", "b.yaml"], ["--config", "own.yaml", "--config=b.yaml"], ["b.yaml"]],
+    [
+        ["--config=own.yaml", "--config", "b.yaml"],
+        ["--config", "own.yaml", "--config=b.yaml"],
+        ["b.yaml"],
+    ],
 )
-def test_the_run_is_named_after_the_last_recipe_unless_a_recipe_sets_its_directory(given, tmp_path, monkeypatch):
+def test_the_run_is_named_after_the_last_recipe_unless_a_recipe_sets_its_directory(
+    given, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     write_all(tmp_path)
     text = RECIPE.read_text()
@@ -135,7 +167,12 @@ def test_mistakes_end_with_one_sentence_and_leave_nothing(job, recipe, overrides
     ],
 )
 def test_an_invalid_chain_is_refused(job, extension, evaluation, key):
-    given = ["--data.prefix=a", "--model.position_encoding=rope", "--extend", str(RECIPE.with_name("extend.yaml"))]
+    given = [
+        "--data.prefix=a",
+        "--model.position_encoding=rope",
+        "--extend",
+        str(RECIPE.with_name("extend.yaml")),
+    ]
     given += ["--data.prefix=a", *extension, *(["--evaluate", *evaluation] if evaluation else [])]
     with pytest.raises(UserError) as refused:
         attempt.main(["chain", "--", str(RECIPE), *given])
@@ -144,10 +181,14 @@ def test_an_invalid_chain_is_refused(job, extension, evaluation, key):
 
 def test_a_run_of_another_job_is_refused_while_that_job_exists_in_slurm(job, monkeypatch):
     job(job="7")
-    monkeypatch.setattr(subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 0, "RUNNING\n", ""))
+    monkeypatch.setattr(
+        subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 0, "RUNNING\n", "")
+    )
     status, _, err = job(job="8")
     assert status == 2 and "belongs to job 7 (running)" in err
-    monkeypatch.setattr(subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 1, "", "Invalid job id"))
+    monkeypatch.setattr(
+        subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 1, "", "Invalid job id")
+    )
     assert job(job="8")[0] == 0
 
 
@@ -160,11 +201,17 @@ def test_a_crash_loop_is_found_if_the_batch_script_was_killed_before_the_verdict
     assert job(job="8")[0] == 0
 
 
-def test_a_job_without_attempts_restarts_until_its_third_crash_and_preemptions_do_not_count(tmp_path):
+def test_a_job_without_attempts_restarts_until_its_third_crash_and_preemptions_do_not_count(
+    tmp_path,
+):
     script = f"source {REPOSITORY}/slurm/common.sh; SLURM_JOB_ID=7 STEP_STATUS=139\n"
-    script += "for SLURM_RESTART_COUNT in 0 5 9; do may_retry_crash && echo again || echo stop; done"
+    script += (
+        "for SLURM_RESTART_COUNT in 0 5 9; do may_retry_crash && echo again || echo stop; done"
+    )
     (tmp_path / "runs" / ".jobs").mkdir(parents=True)
-    (tmp_path / "runs" / ".jobs" / "7.crashes").write_text("1\n" * 5)  # left by an earlier job with the same ID
+    (tmp_path / "runs" / ".jobs" / "7.crashes").write_text(
+        "1\n" * 5
+    )  # left by an earlier job with the same ID
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout.split() == ["again", "again", "stop"], done.stderr
 
@@ -172,7 +219,11 @@ def test_a_job_without_attempts_restarts_until_its_third_crash_and_preemptions_d
 def test_another_tokenizer_is_refused_before_the_run_is_taken_over(job):
     state = {"step": 5, "optimizer_steps": 5, "consumed_samples": 20, "sharded": {}}
     tokenizer = {"digest": "0" * 64, "vocab_size": 64, "eod": 63}
-    state |= {"tensor_model_parallel_size": 1, "data_parallel_size": 1, "progress": {"tokenizer": tokenizer}}
+    state |= {
+        "tensor_model_parallel_size": 1,
+        "data_parallel_size": 1,
+        "progress": {"tokenizer": tokenizer},
+    }
     job()
     config = parse_run_config(["--config", str(RECIPE), "--data.prefix=a"])
     home = save("state.json", json.dumps(state | {"config": config_dict(config)}))
@@ -198,8 +249,12 @@ def test_a_verdict_is_printed_even_if_the_disk_is_full(job, capfd, monkeypatch):
     assert read_attempts("run")[0].verdict is None
 
 
-@pytest.mark.parametrize("number, expected", [(errno.ENOSPC, 1), (errno.EDQUOT, 1), (errno.EIO, EXIT_RESTART)])
-def test_begin_is_tried_again_only_if_the_file_system_does_not_respond(job, monkeypatch, number, expected):
+@pytest.mark.parametrize(
+    "number, expected", [(errno.ENOSPC, 1), (errno.EDQUOT, 1), (errno.EIO, EXIT_RESTART)]
+)
+def test_begin_is_tried_again_only_if_the_file_system_does_not_respond(
+    job, monkeypatch, number, expected
+):
     write = attempts.write_record
 
     def fails(descriptor):
@@ -225,7 +280,11 @@ def test_a_full_disk_while_the_code_is_copied_is_reported_once_with_its_path(job
     monkeypatch.setattr(shutil, "copy2", copy)
     status, variables, err = job()
     assert status not in (0, EXIT_RESTART) and variables == {}
-    assert err.count("\n") == 1 and err.count("No space left on device") == 1 and "code/pretrain/" in err
+    assert (
+        err.count("\n") == 1
+        and err.count("No space left on device") == 1
+        and "code/pretrain/" in err
+    )
 
 
 @pytest.mark.parametrize(
@@ -235,7 +294,9 @@ def test_a_full_disk_while_the_code_is_copied_is_reported_once_with_its_path(job
         ((1, "refused", "bad\nsteps", "Traceback x"), [], ["stop bad steps"], "Traceback x"),
     ],
 )
-def test_a_verdict_and_the_bad_nodes_are_printed_and_the_verdict_is_kept(job, capfd, end, bad_nodes, printed, detail):
+def test_a_verdict_and_the_bad_nodes_are_printed_and_the_verdict_is_kept(
+    job, capfd, end, bad_nodes, printed, detail
+):
     job()
     Attempt.open("run", "run/checkpoints", 1).record_end(*end, bad_nodes=bad_nodes)
     attempt.main(["decide", "--run", "run", "--checkpoints", "run/checkpoints", "--attempt", "1"])
@@ -245,14 +306,28 @@ def test_a_verdict_and_the_bad_nodes_are_printed_and_the_verdict_is_kept(job, ca
     assert read_attempts("run")[0].verdict["verdict"] == printed[0].split()[0]
     for number in ("2", "9" * 30):
         with pytest.raises(UserError, match=f"run/attempts contains no attempt {number}"):
-            attempt.main(["decide", "--run", "run", "--checkpoints", "run/checkpoints", "--attempt", number])
+            attempt.main(
+                ["decide", "--run", "run", "--checkpoints", "run/checkpoints", "--attempt", number]
+            )
 
 
-def test_an_attempt_whose_processes_did_not_start_is_recorded_as_such_unless_one_has_left_a_record(job, capfd):
-    decide = ["decide", "--run", "run", "--checkpoints", "run/checkpoints", "--not-started", "--attempt"]
+def test_an_attempt_whose_processes_did_not_start_is_recorded_as_such_unless_one_has_left_a_record(
+    job, capfd
+):
+    decide = [
+        "decide",
+        "--run",
+        "run",
+        "--checkpoints",
+        "run/checkpoints",
+        "--not-started",
+        "--attempt",
+    ]
     job()
     attempt.main([*decide, "1"])
-    assert capfd.readouterr().out.startswith("again the processes did not start on the nodes; see the errors in ")
+    assert capfd.readouterr().out.startswith(
+        "again the processes did not start on the nodes; see the errors in "
+    )
     assert read_attempts("run")[0].outcome == "unready"
     job()
     Attempt.open("run", "run/checkpoints", 2).record_end(1, "failed", "a step failed")

@@ -1,4 +1,6 @@
-"""`python -m pretrain.compare`: invalid commands, concurrent runs, interruptions, and one real comparison."""
+"""`python -m pretrain.compare`: invalid commands, concurrent runs, interruptions, and one real
+comparison.
+"""
 
 import io
 import json
@@ -20,7 +22,11 @@ from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.checks.combinations import validate
 from megatron_tape.command_line import status_of
 from megatron_tape.errors import EXIT_RESTART, ConfigError, UserError
-from megatron_tape.evaluation.comparison_file import changed_settings, read_comparison, write_comparison
+from megatron_tape.evaluation.comparison_file import (
+    changed_settings,
+    read_comparison,
+    write_comparison,
+)
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.io.files import fingerprint
 from pretrain import compare, evaluate
@@ -50,7 +56,16 @@ def recipe(tmp_path_factory):
 
 
 def arguments(recipe, output, *others, encodings=VARIANTS, seeds=2):
-    given = ["--recipe", str(recipe), "--encodings", encodings, "--seeds", str(seeds), "--output", str(output)]
+    given = [
+        "--recipe",
+        str(recipe),
+        "--encodings",
+        encodings,
+        "--seeds",
+        str(seeds),
+        "--output",
+        str(output),
+    ]
     return [*given, *map(str, others)]
 
 
@@ -75,19 +90,26 @@ def plan_of(recipe, output, *others, **changes):
         (VARIANTS, ("--evaluation", "missing.yaml"), "missing.yaml"),
     ],
 )
-def test_invalid_settings_are_refused_before_the_first_run(recipe, tmp_path, encodings, others, key):
+def test_invalid_settings_are_refused_before_the_first_run(
+    recipe, tmp_path, encodings, others, key
+):
     with pytest.raises((UserError, FileNotFoundError)) as error:
         plan_of(recipe, tmp_path / "out", *others, encodings=encodings)
     refused = error.value
-    assert key in (" ".join(refused.subjects) if isinstance(refused, UserError) else refused.filename)
+    assert key in (
+        " ".join(refused.subjects) if isinstance(refused, UserError) else refused.filename
+    )
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     "others, reported",
-    [(["--jobs", "0"], "--jobs is 0"), (["--only", "4"], "--only is 4; give a number from 0 to 3"),
-     (["--fast"], "--fast is not an option")],
-)  # fmt: skip
+    [
+        (["--jobs", "0"], "--jobs is 0"),
+        (["--only", "4"], "--only is 4; give a number from 0 to 3"),
+        (["--fast"], "--fast is not an option"),
+    ],
+)
 def test_mistakes_of_the_command_end_in_one_sentence(recipe, tmp_path, capsys, others, reported):
     assert status_of(lambda: compare.main(arguments(recipe, tmp_path / "out", *others))) == 2
     printed = capsys.readouterr().err
@@ -95,14 +117,26 @@ def test_mistakes_of_the_command_end_in_one_sentence(recipe, tmp_path, capsys, o
 
 
 def test_variants_may_differ_in_how_they_learn_and_seeds_begin_anywhere(recipe, tmp_path):
-    plan = plan_of(recipe, tmp_path / "out", encodings="rope,rope+optimizer.lr=0.1+schedule.kind=constant", seeds="7-8")
-    assert [run.seed for run in plan.runs] == [run.config.train.seed for run in plan.runs] == [7, 7, 8, 8]
+    plan = plan_of(
+        recipe,
+        tmp_path / "out",
+        encodings="rope,rope+optimizer.lr=0.1+schedule.kind=constant",
+        seeds="7-8",
+    )
+    assert (
+        [run.seed for run in plan.runs]
+        == [run.config.train.seed for run in plan.runs]
+        == [7, 7, 8, 8]
+    )
     learning = [(run.config.optimizer.lr, run.config.schedule.kind) for run in plan.runs[:2]]
     assert learning == [(0.03, "cosine"), (0.1, "constant")]
 
 
 def test_check_does_not_import_torch_and_counts_the_runs(recipe, tmp_path):
-    program = "import sys\nfrom pretrain.compare import main\nprint(main(sys.argv[1:]), 'torch' in sys.modules)"
+    program = (
+        "import sys\nfrom pretrain.compare import main\nprint(main(sys.argv[1:]), 'torch' in"
+        " sys.modules)"
+    )
     command = [sys.executable, "-c", program, *arguments(recipe, tmp_path / "out", "--check")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.splitlines()[0].startswith("4 runs, 0 finished, output in ")
@@ -110,11 +144,18 @@ def test_check_does_not_import_torch_and_counts_the_runs(recipe, tmp_path):
 
 
 def test_an_array_has_a_task_for_each_of_many_runs(tmp_path):
-    lines = {"python": "echo 1,200 runs, 0 finished, output in out", "sbatch": 'echo "$@" >&2; echo 7'}
+    lines = {
+        "python": "echo 1,200 runs, 0 finished, output in out",
+        "sbatch": 'echo "$@" >&2; echo 7',
+    }
     for name, line in lines.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
         (tmp_path / name).chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "TAPE_PYTHON": str(tmp_path / "python")}
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "TAPE_PYTHON": str(tmp_path / "python"),
+    }
     environment.pop("SLURM_JOB_ID", None)
     command = ["bash", str(ROOT / "slurm" / "compare.sh"), "--at-once", "5", "--recipe", "x.yaml"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -123,7 +164,9 @@ def test_an_array_has_a_task_for_each_of_many_runs(tmp_path):
 
 
 def test_directory_names_of_variants_are_safe_and_unique():
-    variants = parse_variants("tape+token_mixing=per_head,rope+rope_scaling_type=a/b,rope+rope_scaling_type=a b,alibi")
+    variants = parse_variants(
+        "tape+token_mixing=per_head,rope+rope_scaling_type=a/b,rope+rope_scaling_type=a b,alibi"
+    )
     names = [variant.directory for variant in variants]
     assert names[0] == variants[0].label == "tape+token_mixing=per_head" and names[3] == "alibi"
     assert all(re.fullmatch(r"[\w.+=-]+", name) for name in names) and len(set(names)) == 4
@@ -131,29 +174,43 @@ def test_directory_names_of_variants_are_safe_and_unique():
 
 def test_a_setting_of_a_variant_may_have_commas_in_brackets():
     rates = "optimizer.lr_scale_of={position: 0.1, position.increments: 1.0}"
-    (scaled, rope) = parse_variants(f"tape+{rates}+mlp_zero=up,rope")
-    assert scaled.settings == (("optimizer.lr_scale_of", rates.partition("=")[2]), ("mlp_zero", "up"))
+    scaled, rope = parse_variants(f"tape+{rates}+mlp_zero=up,rope")
+    assert scaled.settings == (
+        ("optimizer.lr_scale_of", rates.partition("=")[2]),
+        ("mlp_zero", "up"),
+    )
     assert rope.label == "rope"
     (scaled,) = parse_variants("rope+optimizer.lr_scale_of={matrices: 1e+1}+optimizer.lr=1e-3")
-    assert scaled.settings == (("optimizer.lr_scale_of", "{matrices: 1e+1}"), ("optimizer.lr", "1e-3"))
+    assert scaled.settings == (
+        ("optimizer.lr_scale_of", "{matrices: 1e+1}"),
+        ("optimizer.lr", "1e-3"),
+    )
 
 
 class FakeProcess:
     """A process that ends with `status` after `polls` calls of `poll`."""
 
     def __init__(self, status, polls):
-        self.status, self.polls = status, polls
+        self.status = status
+        self.polls = polls
 
     def poll(self):
         self.polls -= 1
-        return self.status if self.polls < 0 else None
+        if self.polls < 0:
+            return self.status
+        return None
 
 
 class Stage:
-    """Replaces `Programs`; records which stages were started, and `most`, how many ran at the same time."""
+    """Replaces `Programs`; records which stages were started, and `most`, how many ran at the same
+    time.
+    """
 
     def __init__(self, statuses=None):
-        self.statuses, self.started, self.most, self.processes = statuses or {}, [], 0, []
+        self.statuses = statuses or {}
+        self.started = []
+        self.most = 0
+        self.processes = []
 
     def __call__(self, module, arguments, log, slot):
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +226,9 @@ class Stage:
 
 
 def run_jobs(plan, stage, slots=2):
-    """Execute the runs of a plan with simulated programs; return the jobs and the names of the finished runs."""
+    """Execute the runs of a plan with simulated programs; return the jobs and the names of the
+    finished runs.
+    """
     finished = []
     jobs = Jobs(plan.left, slots, stage, lambda run, seconds: finished.append(run.name), pause=0)
     jobs.run()
@@ -184,9 +243,14 @@ def test_a_continued_comparison_counts_the_runs_that_were_finished_before(recipe
 
 
 def test_runs_are_trained_then_evaluated_with_limited_concurrency(recipe, tmp_path):
-    plan, stage = plan_of(recipe, tmp_path), Stage()
+    plan = plan_of(recipe, tmp_path)
+    stage = Stage()
     jobs, finished = run_jobs(plan, stage)
-    assert sorted(finished) == sorted(run.name for run in plan.runs) and stage.most == 2 and not jobs.failed
+    assert (
+        sorted(finished) == sorted(run.name for run in plan.runs)
+        and stage.most == 2
+        and not jobs.failed
+    )
     for run in plan.runs:
         key = [run.variant.directory, f"seed-{run.seed}"]
         modules = [module for *directory, module in stage.started if directory == key]
@@ -196,11 +260,18 @@ def test_runs_are_trained_then_evaluated_with_limited_concurrency(recipe, tmp_pa
 
 
 def test_other_runs_finish_if_one_fails(recipe, tmp_path, capsys):
-    stage = Stage({("rope", "seed-1", "pretrain.train"): 1, ("rope", "seed-2", "pretrain.evaluate"): -9})
+    stage = Stage(
+        {("rope", "seed-1", "pretrain.train"): 1, ("rope", "seed-2", "pretrain.evaluate"): -9}
+    )
     jobs, finished = run_jobs(plan_of(recipe, tmp_path), stage)
     assert finished == ["tape+token_mixing=per_head, seed 1", "tape+token_mixing=per_head, seed 2"]
-    assert jobs.failed["rope, seed 1"].startswith("training ended with status 1 (ValueError: it broke); the output is")
-    assert jobs.failed["rope, seed 2"].startswith("evaluation ended with status -9") and jobs.stopped is None
+    assert jobs.failed["rope, seed 1"].startswith(
+        "training ended with status 1 (ValueError: it broke); the output is"
+    )
+    assert (
+        jobs.failed["rope, seed 2"].startswith("evaluation ended with status -9")
+        and jobs.stopped is None
+    )
     assert ("rope", "seed-1", "pretrain.evaluate") not in stage.started
     assert "failed: rope, seed 1" in capsys.readouterr().err
 
@@ -227,7 +298,9 @@ def test_lm_eval_tasks_in_the_users_files_need_trust_remote_code(recipe, tmp_pat
     file.write_text("lm_eval: {tasks: [mine], include_path: mytasks}")
     with pytest.raises(ConfigError, match="--trust-remote-code"):
         plan_of(recipe, tmp_path / "out", "--evaluation", file)
-    with pytest.raises(ConfigError) as refused:  # for another reason: the model has 12 tokens and no tokenizer
+    with pytest.raises(
+        ConfigError
+    ) as refused:  # for another reason: the model has 12 tokens and no tokenizer
         plan_of(recipe, tmp_path / "out", "--evaluation", file, "--trust-remote-code")
     assert "--trust-remote-code" not in str(refused.value)
 
@@ -237,12 +310,21 @@ def test_a_language_model_without_tasks_is_compared_by_its_validation_loss(tmp_p
     tiny = ROOT / "tests" / "recipes" / "tiny.yaml"
     plan = plan_of(tiny, tmp_path / "out", "--data.prefix", prefix, encodings="rope,tape", seeds=1)
     with pytest.raises(ConfigError, match="^train.eval_interval"):
-        plan_of(tiny, tmp_path / "out", "--data.prefix", prefix, "--train.eval_interval", "0", encodings="rope")
+        plan_of(
+            tiny,
+            tmp_path / "out",
+            "--data.prefix",
+            prefix,
+            "--train.eval_interval",
+            "0",
+            encodings="rope",
+        )
     run = plan.runs[1]
     assert [name for name, _, _ in run.stages] == ["training"] and plan.tasks == []
     run.directory.mkdir(parents=True)
     rows = [
-        {"step": step, "throughput/tokens_per_second": speed} for step, speed in ((1, 10.0), (9, 640.0), (10, 640.0))
+        {"step": step, "throughput/tokens_per_second": speed}
+        for step, speed in ((1, 10.0), (9, 640.0), (10, 640.0))
     ]
     rows[-1]["validation/loss"] = 2.5
     (run.directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -250,11 +332,19 @@ def test_a_language_model_without_tasks_is_compared_by_its_validation_loss(tmp_p
     (found,) = read_comparison(run.result).runs
     values = {score.metric: score.value for score in found.scores}
     # 4 sequences of 16 tokens in a step.
-    assert values["validation loss"] == 2.5 and values["seconds per step"] == 0.1 and found.hardware == "GPU x"
-    assert found.data == {f"{prefix}{suffix}": fingerprint(f"{prefix}{suffix}") for suffix in (".idx", ".bin")}
+    assert (
+        values["validation loss"] == 2.5
+        and values["seconds per step"] == 0.1
+        and found.hardware == "GPU x"
+    )
+    assert found.data == {
+        f"{prefix}{suffix}": fingerprint(f"{prefix}{suffix}") for suffix in (".idx", ".bin")
+    }
     assert [other.name for other in plan.left] == ["rope, seed 1"]
     for evaluations, alike in ((["validation_loss"], True), (["sample"], False)):
-        other = replace(run.config, train=replace(run.config.train, evaluations=evaluations, seed=0))
+        other = replace(
+            run.config, train=replace(run.config.train, evaluations=evaluations, seed=0)
+        )
         assert (changed_settings(read_comparison(run.result).settings, other) == []) is alike
 
 
@@ -268,28 +358,43 @@ def without_imports(gpus, lock):
 
 @pytest.fixture(scope="module")
 def compared(recipe, tmp_path_factory):
-    """The output directory of a comparison of two variants with two seeds, and the output of the program."""
+    """The output directory of a comparison of two variants with two seeds, and the output of the
+    program.
+    """
     output = tmp_path_factory.mktemp("compared") / "out"
-    output_text, errors = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patched, redirect_stdout(output_text), redirect_stderr(errors):
+    output_text = io.StringIO()
+    errors = io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        redirect_stdout(output_text),
+        redirect_stderr(errors),
+    ):
         patched.setattr(compare, "Programs", without_imports)
         status = compare.main(arguments(recipe, output, "--jobs", "2"))
     assert status == 0, errors.getvalue()
-    return output, subprocess.CompletedProcess((), status, output_text.getvalue(), errors.getvalue())
+    return output, subprocess.CompletedProcess(
+        (), status, output_text.getvalue(), errors.getvalue()
+    )
 
 
 def test_a_comparison_contains_the_results_of_its_runs(compared):
     output, done = compared
     found = read_comparison(output / "comparison.json")
-    assert [run.name for run in found.runs] == [(variant, seed) for variant in VARIANTS.split(",") for seed in (1, 2)]
+    assert [run.name for run in found.runs] == [
+        (variant, seed) for variant in VARIANTS.split(",") for seed in (1, 2)
+    ]
     losses = set()
     for run in found.runs:
         directory = output / run.variant / f"seed-{run.seed}"
-        scores = read_results(directory / "evaluation" / "step-00000004").tasks["selective_copy"].scores
+        scores = (
+            read_results(directory / "evaluation" / "step-00000004").tasks["selective_copy"].scores
+        )
         assert run.scores[: len(scores)] == scores
         values = {score.metric: score.value for score in run.scores[len(scores) :]}
         last = json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])
-        assert values["validation loss"] == last["validation/loss"] and values["seconds per step"] > 0
+        assert (
+            values["validation loss"] == last["validation/loss"] and values["seconds per step"] > 0
+        )
         assert (
             values["parameters"] > 1000
             and values["arithmetic"] > 0
@@ -305,7 +410,8 @@ def test_a_comparison_contains_the_results_of_its_runs(compared):
 
 def test_tables_and_page_show_every_metric(compared):
     output, done = compared
-    text, html = (output / "comparison.md").read_text(), (output / "report.html").read_text()
+    text = (output / "comparison.md").read_text()
+    html = (output / "report.html").read_text()
     assert "# Comparison" in done.stdout and "p < 0.05 only if" in done.stdout
     for shown in (
         "accuracy",
@@ -327,15 +433,22 @@ def test_repeating_the_command_does_nothing_and_more_seeds_add_runs(compared, re
     assert "all runs are finished already" in capsys.readouterr().err
     assert (output / "comparison.json").read_bytes() == before
     assert [run.name for run in plan_of(recipe, output, seeds=3).left] == [
-        "rope, seed 3", "tape+token_mixing=per_head, seed 3",
-    ]  # fmt: skip
+        "rope, seed 3",
+        "tape+token_mixing=per_head, seed 3",
+    ]
 
 
 @pytest.mark.parametrize(
     "change, reported",
     [
         (["--train.steps", "6"], "train.steps: was 4, is now 6"),
-        (["--evaluation.selective_copy", "{copied: 4, symbols: 4, blanks: {IID: 4}, samples: 9}"], "samples"),
+        (
+            [
+                "--evaluation.selective_copy",
+                "{copied: 4, symbols: 4, blanks: {IID: 4}, samples: 9}",
+            ],
+            "samples",
+        ),
     ],
 )
 def test_results_of_other_settings_are_not_mixed(compared, recipe, capsys, change, reported):
@@ -362,11 +475,16 @@ def test_results_from_another_machine_are_reused(compared, recipe, tmp_path, cap
     assert "Not finished: tape+token_mixing=per_head, seed 2." in printed.out
     assert "1 run of 4 not finished; run the same command to continue" in printed.err
     assert len(read_comparison(tmp_path / "new" / "comparison.json").runs) == 3
-    assert "Not finished: tape+token_mixing=per_head, seed 2." in (tmp_path / "new" / "report.html").read_text()
+    assert (
+        "Not finished: tape+token_mixing=per_head, seed 2."
+        in (tmp_path / "new" / "report.html").read_text()
+    )
 
 
 def test_a_job_of_an_array_records_only_its_own_run(compared, recipe, tmp_path, monkeypatch):
-    """With --only, results of other runs are not collected; the last job of an array collects them."""
+    """With --only, results of other runs are not collected; the last job of an array collects
+    them.
+    """
     output, _ = compared
     source = output / "rope" / "seed-1"
     target = tmp_path / "out" / "rope" / "seed-1"
@@ -382,10 +500,20 @@ def test_a_run_started_with_other_settings_is_not_continued(compared, recipe, tm
     output, _ = compared
     run_directory = tmp_path / "out" / "rope" / "seed-1"
     run_directory.mkdir(parents=True)
-    (run_directory / "config.yaml").write_text((output / "rope" / "seed-1" / "config.yaml").read_text())
+    (run_directory / "config.yaml").write_text(
+        (output / "rope" / "seed-1" / "config.yaml").read_text()
+    )
     assert len(plan_of(recipe, tmp_path / "out").left) == 4
-    assert status_of(lambda: compare.main(arguments(recipe, tmp_path / "out", "--optimizer.lr", "0.1"))) == 2
-    assert "contains a run with other settings (optimizer.lr: was 0.03, is now 0.1)" in capsys.readouterr().err
+    assert (
+        status_of(
+            lambda: compare.main(arguments(recipe, tmp_path / "out", "--optimizer.lr", "0.1"))
+        )
+        == 2
+    )
+    assert (
+        "contains a run with other settings (optimizer.lr: was 0.03, is now 0.1)"
+        in capsys.readouterr().err
+    )
 
 
 def wait_for_a_step(process, run):
@@ -396,13 +524,26 @@ def wait_for_a_step(process, run):
 
 
 def test_an_interrupted_run_continues_from_its_checkpoint(recipe, tmp_path, monkeypatch):
-    """After a signal, the comparison terminates the training, which saves. The same command then finishes the run."""
+    """After a signal, the comparison terminates the training, which saves. The same command then
+    finishes the run.
+    """
     output = tmp_path / "out"
-    long = ["--train.steps", "150", "--train.eval_interval", "150", "--checkpoint.interval", "150", "--jobs", "1"]
+    long = [
+        "--train.steps",
+        "150",
+        "--train.eval_interval",
+        "150",
+        "--checkpoint.interval",
+        "150",
+        "--jobs",
+        "1",
+    ]
     given = arguments(recipe, output, *long, encodings="rope", seeds=1)
     command = [sys.executable, "-m", "pretrain.compare", *given]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+    ) as process:
         wait_for_a_step(process, output / "rope" / "seed-1")
         process.send_signal(signal.SIGTERM)
         error = process.communicate(timeout=120)[1]
@@ -419,7 +560,8 @@ def test_an_interrupted_run_continues_from_its_checkpoint(recipe, tmp_path, monk
 
 def test_each_program_uses_one_gpu_and_its_own_process(tmp_path, monkeypatch):
     shown = (
-        "def main(arguments):\n    print(arguments, os.environ['CUDA_VISIBLE_DEVICES'])\n    return len(arguments)\n"
+        "def main(arguments):\n    print(arguments, os.environ['CUDA_VISIBLE_DEVICES'])\n    return"
+        " len(arguments)\n"
     )
     (tmp_path / "shown.py").write_text(f"import os\n{shown}")
     monkeypatch.syspath_prepend(tmp_path)
@@ -431,11 +573,22 @@ def test_each_program_uses_one_gpu_and_its_own_process(tmp_path, monkeypatch):
 
 def test_a_killed_comparison_leaves_nothing_behind(recipe, tmp_path):
     """If a comparison is killed, its training saves and ends."""
-    long = ["--train.steps", "2000", "--train.eval_interval", "2000", "--checkpoint.interval", "2000", "--jobs", "1"]
+    long = [
+        "--train.steps",
+        "2000",
+        "--train.eval_interval",
+        "2000",
+        "--checkpoint.interval",
+        "2000",
+        "--jobs",
+        "1",
+    ]
     command = [sys.executable, "-m", "pretrain.compare"]
     command += arguments(recipe, tmp_path / "out", *long, encodings="rope", seeds=1)
     run = tmp_path / "out" / "rope" / "seed-1"
-    with subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}) as process:
+    with subprocess.Popen(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    ) as process:
         wait_for_a_step(process, run)
         process.kill()
     deadline = time.monotonic() + 120

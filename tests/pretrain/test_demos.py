@@ -1,4 +1,6 @@
-"""The scripts of `make demo` and `make demo-smollm2`, with few steps, and a small model instead of the download."""
+"""The scripts of `make demo` and `make demo-smollm2`, with few steps, and a small model instead of
+the download.
+"""
 
 import json
 import os
@@ -25,7 +27,9 @@ def run(script, folder):
             (folder / name).symlink_to(REPOSITORY / name)
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     command = ["bash", f"pretrain/{script}", "4"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=850)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=850
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]
     return done.stdout, done.stderr
 
@@ -34,14 +38,19 @@ def run(script, folder):
 def test_the_demo_draws_its_picture_and_skips_finished_steps_when_repeated(tmp_path):
     shown, _ = run("demo.sh", tmp_path)
     demo = tmp_path / "runs" / "demo"
-    losses = [float(found) for found in re.findall(r"^(?:tape|rope): .*loss (?:.*256 )?([\d.]+)", shown, re.M)]
+    losses = [
+        float(found)
+        for found in re.findall(r"^(?:tape|rope): .*loss (?:.*256 )?([\d.]+)", shown, re.M)
+    ]
     assert len(losses) == 6 and all(6 < loss < 8.4 for loss in losses)  # log(4096) is 8.3
     assert "tape+increments=signed: copies" in shown and "\ndef main(" in shown
     page = (demo / "report.html").read_text()
     assert all(name in page for name in ("tape-1024", "perplexity", "tape+increments=signed"))
     assert (demo / "demo.png").read_bytes().startswith(b"\x89PNG")
     stamps = {path: path.stat().st_mtime_ns for path in demo.rglob("*.safetensors")}
-    stamps |= {path: path.stat().st_mtime_ns for path in (demo / "data").iterdir() if path.is_file()}
+    stamps |= {
+        path: path.stat().st_mtime_ns for path in (demo / "data").iterdir() if path.is_file()
+    }
     _, said = run("demo.sh", tmp_path)
     assert said.count("is finished already") == said.count("nothing to do") == 4
     assert "all runs are finished already" in said
@@ -50,18 +59,24 @@ def test_the_demo_draws_its_picture_and_skips_finished_steps_when_repeated(tmp_p
 
 @pytest.mark.slow
 def test_the_smollm2_demo_compares_both_trained_methods(tmp_path):
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda path: path.stat().st_size)
+    files = sorted(
+        Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda path: path.stat().st_size
+    )
     texts = [path.read_text(encoding="utf-8") for path in files[-40:]]
     demo = tmp_path / "runs" / "demo_smollm2"
     write_llama(demo / "SmolLM2-135M-Instruct", texts)
     (demo / "data").mkdir()
     write_lines(demo / "data" / "stdlib.jsonl", texts)
     run("demo_smollm2.sh", tmp_path)
-    results = [read_results(demo / "results" / name) for name in ("SmolLM2-135M-Instruct", "tape", "lora")]
+    results = [
+        read_results(demo / "results" / name) for name in ("SmolLM2-135M-Instruct", "tape", "lora")
+    ]
     scores = [result.tasks["perplexity"].scores for result in results]
     losses = [tuple(score.value for score in model if score.unit == NATS) for model in scores]
     assert [len(model) for model in losses] == [3, 3, 3] and len(set(losses)) == 3
     assert all(5 < loss < 10 for model in losses for loss in model)  # log(400) is 6
     assert "SmolLM2" in (demo / "report.html").read_text()
     for method, kind in (("tape", "TapeForCausalLM"), ("lora", "LlamaForCausalLM")):
-        assert json.loads((demo / f"{method}-hf" / "config.json").read_text())["architectures"] == [kind]
+        assert json.loads((demo / f"{method}-hf" / "config.json").read_text())["architectures"] == [
+            kind
+        ]

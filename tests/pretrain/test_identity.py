@@ -23,22 +23,33 @@ PERPLEXITY = ["--perplexity.lengths=[12]", "--perplexity.stride=8"]
 
 @pytest.fixture(scope="module")
 def source_folder(tmp_path_factory, texts):
-    """A folder with two tokenizers of the same size, `a` and `b`, and the dataset `data`, tokenized with `a`."""
+    """A folder with two tokenizers of the same size, `a` and `b`, and the dataset `data`, tokenized
+    with `a`.
+    """
     folder = tmp_path_factory.mktemp("source_folder")
     for name, part in (("a", texts), ("b", [text.swapcase() for text in texts])):
         (folder / name).mkdir()
         KINDS["unigram"](part).save(str(folder / name / "tokenizer.json"))
-    assert load_tokenizer(folder / "a").vocab_size == load_tokenizer(folder / "b").vocab_size == SIZE
-    write_lines(folder / "text.jsonl", [text[i : i + 400] for text in texts for i in range(0, len(text), 400)][:100])
+    assert (
+        load_tokenizer(folder / "a").vocab_size == load_tokenizer(folder / "b").vocab_size == SIZE
+    )
+    write_lines(
+        folder / "text.jsonl",
+        [text[i : i + 400] for text in texts for i in range(0, len(text), 400)][:100],
+    )
     arguments = ["--input", folder / "text.jsonl", "--tokenizer", folder / "a", "--workers", "1"]
-    assert run_here("preprocess_data", *arguments, "--output-prefix", folder / "data").returncode == 0
+    assert (
+        run_here("preprocess_data", *arguments, "--output-prefix", folder / "data").returncode == 0
+    )
     write_jsonl(folder / "held_out.jsonl", [" ".join(MENTIONS) + texts[3][:60], texts[4][:90]])
     return folder
 
 
 @pytest.fixture
 def work(source_folder, tmp_path, monkeypatch):
-    """A copy of `source_folder` as the current directory, so that data and tokenizers have relative paths."""
+    """A copy of `source_folder` as the current directory, so that data and tokenizers have relative
+    paths.
+    """
     shutil.copytree(source_folder, tmp_path / "work")
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setattr(evaluate.signal, "signal", lambda *_: None)
@@ -46,7 +57,12 @@ def work(source_folder, tmp_path, monkeypatch):
 
 
 def start(*overrides, steps=2):
-    given = [f"--model.vocab_size={SIZE}", "--data.prefix=data", "--data.tokenizer=a", "--logging.directory=run"]
+    given = [
+        f"--model.vocab_size={SIZE}",
+        "--data.prefix=data",
+        "--data.tokenizer=a",
+        "--logging.directory=run",
+    ]
     given += [
         "--data.reset_attention_mask=true",
         f"--train.steps={steps}",
@@ -59,7 +75,10 @@ def start(*overrides, steps=2):
 def perplexity(model, output, text="held_out.jsonl"):
     command = ["perplexity", "--model", str(model), "--output", str(output), "--device=cpu"]
     assert evaluate.main([*command, f"--perplexity.data={text}", *PERPLEXITY]) == 0
-    return {(score.metric, score.group): score.value for score in read_results(output).tasks["perplexity"].scores}
+    return {
+        (score.metric, score.group): score.value
+        for score in read_results(output).tasks["perplexity"].scores
+    }
 
 
 def replaced_by(path, other):
@@ -71,7 +90,9 @@ def test_later_programs_use_the_tokenizer_from_the_start_of_the_run(work, capfd)
     settings = json.dumps({"data": "held_out.jsonl", "lengths": [12], "stride": 8})
     assert start(option("evaluation.perplexity", settings)) == 0
     during = {
-        tuple(key.split("/")[2:4]): value for key, value in rows("run")[-1].items() if key.startswith("evaluation/")
+        tuple(key.split("/")[2:4]): value
+        for key, value in rows("run")[-1].items()
+        if key.startswith("evaluation/")
     }
     original = load_tokenizer("a")
     before = perplexity("run", "before")
@@ -82,15 +103,28 @@ def test_later_programs_use_the_tokenizer_from_the_start_of_the_run(work, capfd)
     os.chdir(work.parent)
     assert perplexity("work/moved", "after", "work/held_out.jsonl") == before
     step = work / "moved" / "checkpoints" / "step-00000002"
-    for name, model in (("run", "work/moved"), ("step", shutil.copytree(step, work.parent / step.name))):
+    for name, model in (
+        ("run", "work/moved"),
+        ("step", shutil.copytree(step, work.parent / step.name)),
+    ):
         done = convert("to-hf", "--checkpoint", model, "--output", name)
         assert done.returncode == 0, done.stderr
         assert load_tokenizer(name).digest == original.digest
     assert perplexity("run", "exported", "work/held_out.jsonl") == pytest.approx(before, rel=1e-6)
     # A tokenizer on the command line is compared with the run's.
-    done = convert("to-hf", "--checkpoint", "work/moved", "--output", "bad", "--tokenizer", "work/b")
-    assert done.returncode == 2 and "encodes text in another way than the one that trained the model" in done.stderr
-    assert convert("to-hf", "--checkpoint", "work/moved", "--output", "good", "--tokenizer", "run").returncode == 0
+    done = convert(
+        "to-hf", "--checkpoint", "work/moved", "--output", "bad", "--tokenizer", "work/b"
+    )
+    assert (
+        done.returncode == 2
+        and "encodes text in another way than the one that trained the model" in done.stderr
+    )
+    assert (
+        convert(
+            "to-hf", "--checkpoint", "work/moved", "--output", "good", "--tokenizer", "run"
+        ).returncode
+        == 0
+    )
 
 
 def test_a_run_continues_without_its_tokenizer_files_but_not_with_another_tokenizer(work, capfd):
@@ -98,7 +132,10 @@ def test_a_run_continues_without_its_tokenizer_files_but_not_with_another_tokeni
     replaced_by("a", "b")
     capfd.readouterr()
     assert start(steps=3) == 2
-    assert "data.tokenizer a encodes text in another way than that of checkpoint" in capfd.readouterr().err
+    assert (
+        "data.tokenizer a encodes text in another way than that of checkpoint"
+        in capfd.readouterr().err
+    )
     shutil.rmtree("a")
     assert start(steps=3) == 0
     shutil.copytree("b", "a")
@@ -107,10 +144,16 @@ def test_a_run_continues_without_its_tokenizer_files_but_not_with_another_tokeni
     capfd.readouterr()
     assert train.main(extend) == 2
     error = capfd.readouterr().err
-    assert "another way than that of checkpoint run/checkpoints/step-00000003; set data.tokenizer: " in error
+    assert (
+        "another way than that of checkpoint run/checkpoints/step-00000003; set data.tokenizer: "
+        in error
+    )
     assert train.main([*extend, "--data.tokenizer=null", "--data.reset_attention_mask=false"]) == 0
     kept = "other/checkpoints/step-00000004/tokenizer"
-    assert load_tokenizer(kept).digest == load_tokenizer("run/checkpoints/step-00000003/tokenizer").digest
+    assert (
+        load_tokenizer(kept).digest
+        == load_tokenizer("run/checkpoints/step-00000003/tokenizer").digest
+    )
 
 
 def test_a_continued_run_refuses_data_that_was_preprocessed_again(work, capfd):
@@ -120,7 +163,10 @@ def test_a_continued_run_refuses_data_that_was_preprocessed_again(work, capfd):
     assert run_here("preprocess_data", *arguments, "--output-prefix", "data").returncode == 0
     capfd.readouterr()
     assert start(steps=3) == 2
-    assert "data.prefix has changed since" in (error := capfd.readouterr().err) and "--data.allow_changed true" in error
+    assert (
+        "data.prefix has changed since" in (error := capfd.readouterr().err)
+        and "--data.allow_changed true" in error
+    )
     assert start("--data.allow_changed=true", steps=3) == 0
     assert "warning: the data has changed since" in capfd.readouterr().err
     assert start(steps=4) == 0  # the run now uses the new data
@@ -134,14 +180,22 @@ def test_evaluation_refuses_a_dataset_of_another_tokenizer(work, capfd):
     command = ["perplexity", "--model", "run", "--output", "out", "--device=cpu", *PERPLEXITY]
     assert evaluate.main([*command, "--perplexity.data=others"]) == 2
     error = capfd.readouterr().err
-    assert "others was made with a tokenizer that encodes text in another way than that of run" in error
+    assert (
+        "others was made with a tokenizer that encodes text in another way than that of run"
+        in error
+    )
     assert perplexity("run", "own", "data")
     perplexity("run", "foreign-results", "foreign")
     assert "foreign does not record which tokenizer made it" in capfd.readouterr().err
 
 
 def extend(base, data, *overrides):
-    given = [f"--extension.from={base}", f"--data.prefix={data}", "--logging.directory=extended", "--train.steps=2"]
+    given = [
+        f"--extension.from={base}",
+        f"--data.prefix={data}",
+        "--logging.directory=extended",
+        "--train.steps=2",
+    ]
     given += ["--model.seq_length=32", "--train.eval_interval=0", *overrides]
     return extend_context.main(["--config", str(RECIPE.with_name("extend.yaml")), *given])
 
@@ -155,7 +209,10 @@ def test_an_extension_compares_its_data_with_the_tokenizer_of_its_base(work, cap
     assert run_here("preprocess_data", *arguments, "--output-prefix", "others").returncode == 0
     capfd.readouterr()
     assert extend(base, "others") == 2
-    assert "others, which was made with a tokenizer that encodes text in another way" in capfd.readouterr().err
+    assert (
+        "others, which was made with a tokenizer that encodes text in another way"
+        in capfd.readouterr().err
+    )
     assert extend(base, "others", "--data.tokenizer=b") == 2
     assert "data.tokenizer b encodes text in another way than that of" in capfd.readouterr().err
     assert extend(base, "data") == 0
@@ -173,7 +230,10 @@ def test_a_base_without_a_tokenizer_uses_the_record_of_its_data(work, capfd):
         assert "encodes text in another way" in capfd.readouterr().err
     done = convert("to-hf", "--checkpoint", "run", "--output", "bad", "--tokenizer", "b")
     assert done.returncode == 2 and "encodes text in another way" in done.stderr
-    assert convert("to-hf", "--checkpoint", "run", "--output", "good", "--tokenizer", "a").returncode == 0
+    assert (
+        convert("to-hf", "--checkpoint", "run", "--output", "good", "--tokenizer", "a").returncode
+        == 0
+    )
 
 
 def test_files_added_to_a_checkpoint_are_refused_by_name(work, capfd):
@@ -184,11 +244,17 @@ def test_files_added_to_a_checkpoint_are_refused_by_name(work, capfd):
     (kept.parents[1] / "step-00000003" / "tokenizer" / "chat_template.jinja").write_text("{{ x }}")
     capfd.readouterr()
     assert start(steps=4) == 2
-    assert "chat_template.jinja is not listed in the checkpoint's manifest; remove it" in capfd.readouterr().err
+    assert (
+        "chat_template.jinja is not listed in the checkpoint's manifest; remove it"
+        in capfd.readouterr().err
+    )
     (kept.parents[1] / "step-00000003" / "tokenizer" / "chat_template.jinja").unlink()
     (kept / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
     done = convert("to-hf", "--checkpoint", kept.parent, "--output", "out")
-    assert done.returncode == 2 and "tokenizer_config.json is not listed in the checkpoint's manifest" in done.stderr
+    assert (
+        done.returncode == 2
+        and "tokenizer_config.json is not listed in the checkpoint's manifest" in done.stderr
+    )
     assert "allow_changed: false" in (work / "run" / "config.yaml").read_text()
 
 
@@ -198,14 +264,27 @@ def test_a_tokenizer_that_cannot_be_exported_is_reported_before_training(work, t
     with open("word.model", "wb") as model:
         lines = [line for text in texts for line in text.splitlines() if len(line) < 200]
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines), model_writer=model, vocab_size=200, model_type="word", minloglevel=2
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            vocab_size=200,
+            model_type="word",
+            minloglevel=2,
         )
     write_dataset("words", vocabulary=63)
-    unpacked = ["--data.prefix=words", "--data.tokenizer=word.model", "--data.reset_attention_mask=false"]
+    unpacked = [
+        "--data.prefix=words",
+        "--data.tokenizer=word.model",
+        "--data.reset_attention_mask=false",
+    ]
     assert start(*unpacked) == 0
     lines = capfd.readouterr().err.splitlines()
-    warnings = [line for line in lines if "exports to Hugging Face will not include a tokenizer" in line]
+    warnings = [
+        line for line in lines if "exports to Hugging Face will not include a tokenizer" in line
+    ]
     assert len(warnings) == 1 and warnings[0].startswith("warning: data.tokenizer word.model ")
     done = convert("to-hf", "--checkpoint", "run", "--output", "out")
     assert done.returncode == 2 and "--tokenizer none" in done.stderr
-    assert convert("to-hf", "--checkpoint", "run", "--output", "out", "--tokenizer", "none").returncode == 0
+    assert (
+        convert("to-hf", "--checkpoint", "run", "--output", "out", "--tokenizer", "none").returncode
+        == 0
+    )

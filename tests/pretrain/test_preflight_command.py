@@ -1,4 +1,6 @@
-"""`python -m pretrain.preflight` on one machine; tests/slurm/test_preflight.py runs it in jobs of two nodes."""
+"""`python -m pretrain.preflight` on one machine; tests/slurm/test_preflight.py runs it in jobs of
+two nodes.
+"""
 
 import shutil
 import signal
@@ -18,15 +20,21 @@ from pretrain import preflight
 
 @pytest.fixture
 def start(tmp_path, monkeypatch, capfd):
-    """Run rank 0 of a preflight in this process; return its exit status, its output, and the attempt's record."""
+    """Run rank 0 of a preflight in this process; return its exit status, its output, and the
+    attempt's record.
+    """
     monkeypatch.chdir(write_all(tmp_path))
     attempt = Attempt.claim("run", "run/checkpoints", {"job": "7"})
     handler = signal.getsignal(signal.SIGUSR1)
 
     def run(*options, size=1, **variables):
-        for name, value in (environment(0, size, free_port()) | {"TAPE_ATTEMPT": "1"} | variables).items():
+        for name, value in (
+            environment(0, size, free_port()) | {"TAPE_ATTEMPT": "1"} | variables
+        ).items():
             monkeypatch.setenv(name, value)
-        status = preflight.main(["--config", str(RECIPE), "--data.prefix=a", "--logging.directory=run", *options])
+        status = preflight.main(
+            ["--config", str(RECIPE), "--data.prefix=a", "--logging.directory=run", *options]
+        )
         (record,) = read_attempts("run")
         return status, capfd.readouterr(), record
 
@@ -48,23 +56,33 @@ def test_unexpected_errors_are_recorded_with_the_node_and_the_job_continues(star
     shutil.rmtree(start.attempt.home)
     status, output, record = start()
     assert status == 1 and "FileNotFoundError" in output.err
-    assert record.outcome == "unready" and "FileNotFoundError" in record.message and record.bad_nodes == ()
+    assert (
+        record.outcome == "unready"
+        and "FileNotFoundError" in record.message
+        and record.bad_nodes == ()
+    )
 
 
 @pytest.mark.parametrize("built", [False, True])
-def test_torch_without_cuda_in_a_job_with_gpus_is_a_mistake_recorded_before_any_rank_ends(start, monkeypatch, built):
+def test_torch_without_cuda_in_a_job_with_gpus_is_a_mistake_recorded_before_any_rank_ends(
+    start, monkeypatch, built
+):
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: built)
     status, output, record = start("--gpus", "1", "--nodes", "alpha")
     assert status == 1 and "torch finds 0 of the 1 GPUs" in output.err
     assert record.outcome == ("unready" if built else "refused")
     version = versions()["torch"].partition("+")[0]
-    assert (f"pip install --force-reinstall -c requirements.txt torch=={version};" in output.err) != built
+    assert (
+        f"pip install --force-reinstall -c requirements.txt torch=={version};" in output.err
+    ) != built
     assert record.message in output.err and len(record.bad_nodes) == 1
 
 
 def test_a_rank_that_does_not_answer_marks_its_node_as_bad_and_the_job_continues(start):
     status, output, record = start("--nodes", "alpha,beta", "--timeout", "1", size=2)
-    assert status == 1 and output.err.endswith("preflight: rank 1 on beta did not answer within 1 s\n")
+    assert status == 1 and output.err.endswith(
+        "preflight: rank 1 on beta did not answer within 1 s\n"
+    )
     assert record.outcome == "unready" and record.bad_nodes == ("beta",)
 
 
@@ -72,7 +90,10 @@ def test_a_node_that_cannot_find_rank_0_is_named_at_once(start, monkeypatch):
     monkeypatch.setattr(launcher, "TRIES", 1)
     monkeypatch.setenv("SLURMD_NODENAME", "beta")
     status, output, record = start("--nodes", "alpha,beta", size=2, MASTER_ADDR="alpha.invalid")
-    assert status == 1 and "preflight: beta cannot resolve MASTER_ADDR, which is alpha.invalid (" in output.err
+    assert (
+        status == 1
+        and "preflight: beta cannot resolve MASTER_ADDR, which is alpha.invalid (" in output.err
+    )
     assert record.outcome == "unready" and record.bad_nodes == ("beta",)
 
 
@@ -87,11 +108,19 @@ def test_a_node_that_cannot_find_rank_0_is_named_at_once(start, monkeypatch):
     ],
 )
 def test_nodes_that_gloo_cannot_reach_are_named(hosts, found, bad):
-    facts = {node: {"host": host, "gloo": address} for node, host, address in zip("ab", hosts, found)}
+    facts = {
+        node: {"host": host, "gloo": address} for node, host, address in zip("ab", hosts, found)
+    }
     problems = preflight._unreachable(facts)
-    assert [(problem.nodes, problem.mistake) for problem in problems] == [(bad, len(bad) == 2)] * bool(bad)
+    assert [(problem.nodes, problem.mistake) for problem in problems] == [
+        (bad, len(bad) == 2)
+    ] * bool(bad)
 
 
 def test_a_mistake_in_the_configuration_stops_the_job(start):
     status, _, record = start("--train.global_batch_size=3", size=2)
-    assert status == 1 and record.outcome == "refused" and "train.global_batch_size 3" in record.message
+    assert (
+        status == 1
+        and record.outcome == "refused"
+        and "train.global_batch_size 3" in record.message
+    )

@@ -11,7 +11,14 @@ from launch import alone, free_port
 from training_cases import RECIPE
 
 REPOSITORY = Path(__file__).parents[2]
-OWN_LINES = ("loading torch", "building ", "index ready", "the run trains ", "training with ", "attention backend: ")
+OWN_LINES = (
+    "loading torch",
+    "building ",
+    "index ready",
+    "the run trains ",
+    "training with ",
+    "attention backend: ",
+)
 OWN_LINES += ("saved ", "step ", "the validation loss is computed ")
 
 
@@ -21,13 +28,17 @@ def data(tmp_path_factory):
 
 
 def program(*arguments, environment=None, **options):
-    """Run a program without the settings that silence warnings in tests; return it with stdout and stderr together."""
+    """Run a program without the settings that silence warnings in tests; return it with stdout and
+    stderr together.
+    """
     environment = {"OMP_NUM_THREADS": "1", **(environment or alone())}
     environment.pop("PYTHONWARNINGS", None)
     environment.pop("DS_ACCELERATOR", None)
     command = [sys.executable, *map(str, arguments)]
     together = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.run(command, cwd=REPOSITORY, env=environment, timeout=600, **together, **options)
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=environment, timeout=600, **together, **options
+    )
 
 
 def test_two_processes_print_no_library_warnings(data, tmp_path):
@@ -53,21 +64,53 @@ def test_indexing_prints_no_library_warnings(data, tmp_path):
 
 @pytest.mark.slow
 def test_programs_need_no_home_directory(data, tmp_path):
-    run, exported, tokenizer = tmp_path / "run", tmp_path / "exported", data / "tokenizer.json"
-    # As in a container that does not know its user. Nobody can write to this home directory, not even root.
-    environment = {name: value for name, value in alone().items() if not name.startswith(("HF_", "XDG_"))}
+    run = tmp_path / "run"
+    exported = tmp_path / "exported"
+    tokenizer = data / "tokenizer.json"
+    # As in a container that does not know its user. Nobody can write to this home directory, not
+    # even root.
+    environment = {
+        name: value for name, value in alone().items() if not name.startswith(("HF_", "XDG_"))
+    }
     environment |= {"HOME": "/dev/null", "TMPDIR": str(tmp_path)}
-    settings = [f"--data.prefix={data}/a", f"--data.tokenizer={tokenizer}", f"--logging.directory={run}"]
-    perplexity = [f"--perplexity.data={data}/a", "--perplexity.documents=1", "--perplexity.lengths=[16]"]
+    settings = [
+        f"--data.prefix={data}/a",
+        f"--data.tokenizer={tokenizer}",
+        f"--logging.directory={run}",
+    ]
+    perplexity = [
+        f"--perplexity.data={data}/a",
+        "--perplexity.documents=1",
+        "--perplexity.lengths=[16]",
+    ]
     for arguments in (
-        ["-m", "pretrain.train", "--config", RECIPE, *settings, "--train.steps=4", "--train.eval_interval=4"],
+        [
+            "-m",
+            "pretrain.train",
+            "--config",
+            RECIPE,
+            *settings,
+            "--train.steps=4",
+            "--train.eval_interval=4",
+        ],
         ["tools/convert_checkpoint.py", "to-hf", "--checkpoint", run, "--output", exported],
         ["tools/generate.py", "--model", run, "--prompt", "w1 ", "--max-new-tokens=2"],
         ["tools/generate.py", "--model", exported, "--prompt", "w1 ", "--max-new-tokens=2"],
-        ["-m", "pretrain.evaluate", "perplexity", "--model", exported, "--trust-remote-code", *perplexity]
+        [
+            "-m",
+            "pretrain.evaluate",
+            "perplexity",
+            "--model",
+            exported,
+            "--trust-remote-code",
+            *perplexity,
+        ]
         + ["--output", tmp_path / "results"],
         ["-m", "pretrain.report", run, tmp_path / "results", "--output", tmp_path / "report.html"],
     ):
         done = program(*arguments, environment=environment)
         assert done.returncode == 0, done.stdout
-        assert done.stdout.count("/dev/null is not writable; the caches") == 1 and "/dev/null/" not in done.stdout
+        assert (
+            done.stdout.count("/dev/null is not writable; the caches") == 1
+            and "/dev/null/" not in done.stdout
+        )

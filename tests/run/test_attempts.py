@@ -1,4 +1,6 @@
-"""Ownership of a run by its newest attempt, and the verdict that follows from the records of its attempts."""
+"""Ownership of a run by its newest attempt, and the verdict that follows from the records of its
+attempts.
+"""
 
 import contextlib
 import os
@@ -60,14 +62,17 @@ def test_a_stale_attempt_cannot_change_checkpoints(run):
     assert checkpointed_step(run / "checkpoints") == 5
 
 
-@pytest.mark.parametrize("moment", ["before the rename", "after the rename", "before the staged rename"])
+@pytest.mark.parametrize(
+    "moment", ["before the rename", "after the rename", "before the staged rename"]
+)
 def test_a_checkpoint_published_during_a_takeover_is_complete_or_absent(run, monkeypatch, moment):
     first = claim(run)
     save(first, 5)
     staging = checkpoint_files.staging_directory(first.home, 10)
     (staging / "weights").write_text("w")
     entry = {"weights": digest(staging / "weights")}
-    rename, count = os.rename, [0]
+    rename = os.rename
+    count = [0]
 
     def publish(path):
         monkeypatch.setattr(os, "rename", rename)
@@ -84,14 +89,19 @@ def test_a_checkpoint_published_during_a_takeover_is_complete_or_absent(run, mon
         rename(source, target)
         if count[0] == 1 and moment == "after the rename":
             publish(staging)
-        if count[0] == 1 and moment == "before the staged rename":  # with a path that a network file system has cached
+        if (
+            count[0] == 1 and moment == "before the staged rename"
+        ):  # with a path that a network file system has cached
             publish(target / staging.name)
 
     monkeypatch.setattr(os, "rename", renamed)
     claim(run)
     step = 5 if moment == "after the rename" else 10
     assert checkpointed_step(run / "checkpoints") == step
-    assert checkpoint_files.newest_complete(run / "checkpoints", pytest.fail).name == f"step-{step:08d}"
+    assert (
+        checkpoint_files.newest_complete(run / "checkpoints", pytest.fail).name
+        == f"step-{step:08d}"
+    )
     assert not list((run / "checkpoints").glob(".revoked*"))
 
 
@@ -100,7 +110,9 @@ def test_a_takeover_does_not_follow_symbolic_links(run, tmp_path):
     (run / "checkpoints").mkdir(parents=True)
     (run / "checkpoints" / ".attempt-000001").symlink_to(other)
     assert claim(run).number == 2
-    assert (other / "step-00000007").is_dir() and os.listdir(run / "checkpoints") == [".attempt-000002"]
+    assert (other / "step-00000007").is_dir() and os.listdir(run / "checkpoints") == [
+        ".attempt-000002"
+    ]
 
 
 def test_directories_with_other_names_are_not_attempts(run):
@@ -140,8 +152,16 @@ def wait_for(condition):
         ([(0, "failed", "why")], "again", "why"),
         ([(0, "unready", "why")], "again", "why"),
         # The cause comes before the errors of ranks that lost a peer.
-        ([(1, "failed", "the cause"), (0, "failed", "connection closed by peer")], "again", "rank 1: the cause"),
-        ([(1, "failed", "connection closed by peer"), (0, "refused", "bad steps")], "stop", "bad steps"),
+        (
+            [(1, "failed", "the cause"), (0, "failed", "connection closed by peer")],
+            "again",
+            "rank 1: the cause",
+        ),
+        (
+            [(1, "failed", "connection closed by peer"), (0, "refused", "bad steps")],
+            "stop",
+            "bad steps",
+        ),
         # Only the first record of a rank is kept.
         ([(0, "hung", "first"), (0, "failed", "second")], "again", "rank 0: first"),
     ],
@@ -158,20 +178,33 @@ def test_a_killed_attempt_is_repeated_and_a_stopped_attempt_did_not_crash(run):
     assert verdict(run)[0] == "again" and "killed or its node was lost" in verdict(run)[1]
     attempt = claim(run)
     attempt.request_stop("USR1")
-    reason = "USR1 came before the first step, or left no time to save; the newest checkpoint is of step 0"
+    reason = (
+        "USR1 came before the first step, or left no time to save; the newest checkpoint is of"
+        " step 0"
+    )
     assert verdict(run) == ("again", reason)
 
 
-NCCL_ERROR = "DistBackendError: NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:2251, "
+NCCL_ERROR = (
+    "DistBackendError: NCCL error in:"
+    " /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:2251, "
+)
 LOST_PEER_ERRORS = {
-    "gloo": "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
-    "[127.0.0.1]:50305. This is typically caused by a remote process that ended",
-    "nccl remote": NCCL_ERROR + "remote process exited or there was a network error, NCCL version 2.14.3\n"
-    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.\n"
-    "Last error: NET/IB : Got completion from peer 11.214.147.122<39138> with error 12, opcode 0, len 0",
+    "gloo": (
+        "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed"
+        " by peer [127.0.0.1]:50305. This is typically caused by a remote process that ended"
+    ),
+    "nccl remote": (
+        NCCL_ERROR + "remote process exited or there was a network error, NCCL version"
+        " 2.14.3\nncclRemoteError: A call failed possibly due to a network error or a remote"
+        " process exiting prematurely.\nLast error: NET/IB : Got completion from peer"
+        " 11.214.147.122<39138> with error 12, opcode 0, len 0"
+    ),
     "nccl aborted": "DistBackendError: NCCL communicator was aborted on rank 3. ",
-    "store": "DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server "
-    "shutdown or crash?",
+    "store": (
+        "DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed. Did the"
+        " remote server shutdown or crash?"
+    ),
 }
 
 
@@ -185,7 +218,8 @@ def test_an_error_about_a_lost_peer_is_not_the_cause_of_a_failure(run, error):
 
 
 def test_the_first_error_is_the_cause_whatever_the_clocks_of_the_nodes_say(run, monkeypatch):
-    attempt, now = claim(run), time.time()
+    attempt = claim(run)
+    now = time.time()
     for rank, (clock, message) in enumerate([(now, "a consequence"), (now + 90, "the cause")]):
         with monkeypatch.context() as on_node:
             on_node.setattr(time, "time", lambda: clock)  # noqa: B023
@@ -197,8 +231,9 @@ def test_the_first_error_is_the_cause_whatever_the_clocks_of_the_nodes_say(run, 
 
 def test_a_system_error_of_nccl_is_not_taken_for_a_lost_peer(run):
     error = (
-        NCCL_ERROR + "unhandled system error, NCCL version 2.21.5\nncclSystemError: System call (e.g. socket, malloc) "
-        "or external library call failed.\nLast error:\nError: network not found."
+        NCCL_ERROR
+        + "unhandled system error, NCCL version 2.21.5\nncclSystemError: System call (e.g. socket,"
+        " malloc) or external library call failed.\nLast error:\nError: network not found."
     )
     claim(run).record_end(0, "failed", error)
     assert not read_attempts(run)[0].lost_peer
@@ -259,7 +294,9 @@ def test_a_failure_after_a_warning_is_no_crash_but_a_stale_attempt_without_a_new
 
 def test_bad_nodes_are_excluded_unless_no_node_would_remain(run):
     for bad, excluded in ((["b"], ["b"]), (["x", "c"], ["c"]), (["a", "b", "c"], []), ([], [])):
-        attempt = Attempt.claim(run, run / "checkpoints", {"job": str(bad), "nodes": ["a", "b", "c"]})
+        attempt = Attempt.claim(
+            run, run / "checkpoints", {"job": str(bad), "nodes": ["a", "b", "c"]}
+        )
         attempt.record_end(0, "unready", "preflight: b: no answer", bad_nodes=bad)
         attempt.record_end(1, "failed", "connection closed by peer")
         record = read_attempts(run)[-1]
@@ -274,7 +311,8 @@ def test_bad_nodes_are_excluded_unless_no_node_would_remain(run):
 
 
 def test_only_the_newest_attempt_records_skipped_data(run):
-    first, newest = claim(run), claim(run)
+    first = claim(run)
+    newest = claim(run)
     assert read_skipped_data(run / "checkpoints") is None
     with pytest.raises(FileNotFoundError):
         first.record_skipped_data({"step": 9, "samples": 36, "spikes": 1})
@@ -310,7 +348,9 @@ def test_a_run_with_a_checkpoint_of_a_newer_version_is_not_taken_over(run):
     manifest = save(first, 5) / "manifest.json"
     version = checkpoint_files.FORMAT_VERSION
     manifest.write_text(
-        manifest.read_text().replace(f'"format_version": {version}', f'"format_version": {version + 1}')
+        manifest.read_text().replace(
+            f'"format_version": {version}', f'"format_version": {version + 1}'
+        )
     )
     with pytest.raises(CheckpointError, match="newer version"):
         claim(run)
@@ -320,7 +360,8 @@ def test_a_run_with_a_checkpoint_of_a_newer_version_is_not_taken_over(run):
 
 
 def test_a_signal_during_a_slow_file_operation_is_not_lost(run, monkeypatch):
-    polled, signaled = threading.Event(), threading.Event()
+    polled = threading.Event()
+    signaled = threading.Event()
 
     def slow(directory):
         polled.set()

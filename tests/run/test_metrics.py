@@ -40,7 +40,9 @@ def steps(directory):
 
 
 def events(directory):
-    return EventAccumulator(str(directory / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+    return EventAccumulator(
+        str(directory / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}
+    ).Reload()
 
 
 def curve(directory, tag="train/loss"):
@@ -59,7 +61,8 @@ def write(directory, steps, tensorboard=False, **settings):
 
 
 def test_a_row_is_written_at_once_with_step_scalars_and_time(tmp_path):
-    before, writer = time.time(), plain(tmp_path)
+    before = time.time()
+    writer = plain(tmp_path)
     writer.log(10, SCALARS)
     assert rows(tmp_path) == [{"step": 10, **SCALARS}]
     assert before <= json.loads((tmp_path / "metrics.jsonl").read_text())["time"] <= time.time()
@@ -104,22 +107,29 @@ def test_the_console_line_shows_the_time_and_each_metric_once(tmp_path, capsys):
     writer.close()
     line = capsys.readouterr().out
     assert before <= datetime.strptime(line[:19], "%Y-%m-%d %H:%M:%S") <= datetime.now()
-    assert line[19:] == (
-        " step  10/100 | loss 2.5000 | grad norm 0.500 | lr 1.000e-03 | 12,345 tokens/s | 1.50 TFLOP/s | ETA 0:04:30"
-        " | validation loss 2.0000 | perplexity 7.39\n"
+    assert (
+        line[19:]
+        == " step  10/100 | loss 2.5000 | grad norm 0.500 | lr 1.000e-03 | 12,345 tokens/s | 1.50"
+        " TFLOP/s | ETA 0:04:30 | validation loss 2.0000 | perplexity 7.39\n"
     )
 
 
 def test_the_remaining_time_is_estimated_from_sequences_during_a_batch_ramp(tmp_path, capsys):
-    train = TrainConfig(steps=20, global_batch_size=32, batch_ramp=BatchRampSettings(from_=16, over_samples=160))
+    train = TrainConfig(
+        steps=20, global_batch_size=32, batch_ramp=BatchRampSettings(from_=16, over_samples=160)
+    )
     seconds = itertools.accumulate([0, *train.batch_sizes(0, 20)])  # each sequence takes a second
-    writer = MetricsWriter(tmp_path, 20, tensorboard=False, clock=lambda: next(seconds), work=train.samples_after)
+    writer = MetricsWriter(
+        tmp_path, 20, tensorboard=False, clock=lambda: next(seconds), work=train.samples_after
+    )
     for step in range(1, 11):
         writer.log(step, SCALARS)
     writer.close()
     assert train.samples_after(10) == 10 * 16 and train.samples_after(20) == 10 * 16 + 10 * 32
     assert capsys.readouterr().out.splitlines()[-1].endswith("ETA 0:05:20")
-    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["seconds_left"] == 320
+    assert (
+        json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["seconds_left"] == 320
+    )
 
 
 def test_a_metric_has_the_same_name_in_a_row_in_tensorboard_and_in_wandb(tmp_path):
@@ -134,12 +144,19 @@ def test_a_metric_has_the_same_name_in_a_row_in_tensorboard_and_in_wandb(tmp_pat
 
     wandb = Wandb()
     writer = MetricsWriter(tmp_path, 4, wandb=wandb)
-    values = {**SCALARS, "position/state_norm": 5.0, "position/state_norm/layer_01": 7.0, "toy": 0.0}
+    values = {
+        **SCALARS,
+        "position/state_norm": 5.0,
+        "position/state_norm/layer_01": 7.0,
+        "toy": 0.0,
+    }
     writer.log(1, values)
     writer.text("configuration", "model:\n  num_layers: 2", 1)
     writer.close()
     assert sorted(events(tmp_path).Tags()["scalars"]) == sorted(values)
-    assert all(curve(tmp_path, name) == [(1, pytest.approx(value))] for name, value in values.items())
+    assert all(
+        curve(tmp_path, name) == [(1, pytest.approx(value))] for name, value in values.items()
+    )
     assert rows(tmp_path) == [{"step": 1, **values}] == [wandb.logged]
     (event,) = events(tmp_path).Tensors("configuration/text_summary")
     assert event.tensor_proto.string_val[0] == b"    model:\n      num_layers: 2"
@@ -155,7 +172,13 @@ def test_an_earlier_attempt_that_is_still_alive_adds_no_rows(tmp_path):
         writer.log(step, {"train/loss": 5.0})
     stale.close()
     writer.close()
-    assert [(row["step"], row["train/loss"]) for row in rows(tmp_path)] == [(1, 9), (2, 9), (3, 5), (4, 5), (5, 5)]
+    assert [(row["step"], row["train/loss"]) for row in rows(tmp_path)] == [
+        (1, 9),
+        (2, 9),
+        (3, 5),
+        (4, 5),
+        (5, 5),
+    ]
     assert curve(tmp_path) == [(1, 9), (2, 9), (3, 5), (4, 5), (5, 5)]
     assert curve(tmp_path, "train/stale") == [(1, 1), (2, 1)]
 
@@ -183,7 +206,9 @@ def test_the_truncated_event_file_of_a_killed_attempt_is_read(tmp_path):
 def test_tensorboard_continues_at_the_first_sync_after_a_full_disk(tmp_path, monkeypatch, caplog):
     writer = MetricsWriter(tmp_path, 100)
     with monkeypatch.context() as full_disk:
-        full_disk.setattr(RecordWriter, "write", lambda *_: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
+        full_disk.setattr(
+            RecordWriter, "write", lambda *_: os.write(os.open("/dev/full", os.O_WRONLY), b"x")
+        )
         for step in (1, 2, 3):
             writer.log(step, SCALARS)
             writer.sync()
@@ -202,7 +227,9 @@ def test_tensorboard_shows_a_later_attempt_whose_node_has_a_slow_clock(tmp_path,
     clock = time.time
     for attempt, seconds_slow in enumerate((0, 90, 7200, 3600)):
         monkeypatch.setattr(time, "time", lambda: clock() - seconds_slow)  # noqa: B023
-        write(tmp_path, [2 * attempt + 1, 2 * attempt + 2], tensorboard=True, resume_step=2 * attempt)
+        write(
+            tmp_path, [2 * attempt + 1, 2 * attempt + 2], tensorboard=True, resume_step=2 * attempt
+        )
         # As a TensorBoard that is running, which has read the earlier files.
         shown.Reload()
         expected = list(range(1, 2 * attempt + 3))
@@ -220,7 +247,9 @@ def test_scalars_and_texts_are_in_the_event_file_at_once(tmp_path):
 
 
 class Disk:
-    """Makes os.write fail as on a full disk: it writes what fits into `room` bytes, and only the next call raises."""
+    """Makes os.write fail as on a full disk: it writes what fits into `room` bytes, and only the
+    next call raises.
+    """
 
     def __init__(self, monkeypatch):
         self.room = math.inf

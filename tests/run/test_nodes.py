@@ -1,4 +1,6 @@
-"""The problems that the preflight finds in the facts of nodes. tests/slurm/test_preflight.py runs it in jobs."""
+"""The problems that the preflight finds in the facts of nodes. tests/slurm/test_preflight.py runs
+it in jobs.
+"""
 
 import shutil
 
@@ -27,15 +29,21 @@ def test_without_a_majority_each_restart_excludes_another_node(monkeypatch):
     found = []
     for start in "0123":
         monkeypatch.setenv("SLURM_RESTART_COUNT", start)
-        found += [problem.nodes for problem in nodes.differences({"a": node(), "b": node(torch="2.12.0")})]
+        found += [
+            problem.nodes for problem in nodes.differences({"a": node(), "b": node(torch="2.12.0")})
+        ]
     assert found == [("b",), ("a",)] * 2
 
 
 def test_nodes_with_different_code_or_data_or_unreadable_data_are_named():
-    other, without_file = node(code="xyz"), node()
+    other = node(code="xyz")
+    without_file = node()
     other["data"] = {"a.bin": "10 bytes, sha256 2"}
     without_file["data"] = {"a.bin": "not readable (No such file or directory)"}
-    assert [problem.sentence[:12] for problem in nodes.differences({"a": node(), "b": other, "c": node()})] == [
+    assert [
+        problem.sentence[:12]
+        for problem in nodes.differences({"a": node(), "b": other, "c": node()})
+    ] == [
         "b: code is x",
         "b: a.bin is ",
     ]
@@ -63,14 +71,22 @@ def home(tmp_path):
 
 def test_a_node_whose_directory_is_not_shared_or_not_writable_is_named(home):
     assert nodes.directory_problems({"a": node()}, home, "t", 1000, 2) == []
-    elsewhere, unseen, failing = node(), node(), node()
+    elsewhere = node()
+    unseen = node()
+    failing = node()
     elsewhere["directory"]["token"] = "another"
     unseen["directory"]["wrote"] = "not-seen-here"
     failing["directory"] = {"token": None, "error": "Permission denied: x", "wrote": None}
-    problems = nodes.directory_problems({"a": elsewhere, "b": unseen, "c": failing}, home, "t", 1000, 2)
+    problems = nodes.directory_problems(
+        {"a": elsewhere, "b": unseen, "c": failing}, home, "t", 1000, 2
+    )
     sentences = [problem.sentence for problem in problems]
     assert [sentence[:3] for sentence in sentences] == ["a: ", "b: ", "c: "]
-    assert "shared" in sentences[0] and "shared" in sentences[1] and "Permission denied" in sentences[2]
+    assert (
+        "shared" in sentences[0]
+        and "shared" in sentences[1]
+        and "Permission denied" in sentences[2]
+    )
 
 
 def test_a_directory_that_no_other_node_shares_is_a_mistake(home):
@@ -78,7 +94,10 @@ def test_a_directory_that_no_other_node_shares_is_a_mistake(home):
         facts = {name: node() for name, _ in zip("abcd", tokens)}
         for name, token in zip("abcd", tokens):
             facts[name]["directory"]["token"] = token
-        return [(problem.nodes, problem.mistake) for problem in nodes.directory_problems(facts, home, "t", 1000, 2)]
+        return [
+            (problem.nodes, problem.mistake)
+            for problem in nodes.directory_problems(facts, home, "t", 1000, 2)
+        ]
 
     assert problems("t", "other", "other") == [(("b",), True), (("c",), True)]
     assert problems("t", "t", "other") == [(("c",), False)]
@@ -88,7 +107,9 @@ def test_a_directory_that_no_other_node_shares_is_a_mistake(home):
 def test_there_must_be_space_for_two_checkpoints_or_one_if_others_exist(home, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1500})())
     (problem,) = nodes.directory_problems({"a": node()}, home, "t", 1000, 1)
-    assert "two checkpoints need" in problem.sentence and not problem.mistake and problem.nodes == ()
+    assert (
+        "two checkpoints need" in problem.sentence and not problem.mistake and problem.nodes == ()
+    )
     assert nodes.directory_problems({"a": node()}, home, "t", 700, 1) == []
     (home.parent / "step-00000010").mkdir()
     assert nodes.directory_problems({"a": node()}, home, "t", 1000, 1) == []
@@ -100,7 +121,13 @@ def test_missing_and_small_gpus_are_named():
     small = {"name": "T4", "total": 15 * gib}
     assert nodes.gpu_problems({"a": [large, large], "b": [large, large]}, 2, 20 * gib) == []
     missing, too_small = nodes.gpu_problems({"a": [large], "b": [large, small]}, 2, 20 * gib)
-    assert missing == nodes.Problem("a: torch finds 1 of the 2 GPUs that the job has on this node", ("a",))
-    assert too_small.sentence.startswith("b: GPU 1 (T4) has 15.0 GiB, and the run needs about 20.0 GiB")
+    assert missing == nodes.Problem(
+        "a: torch finds 1 of the 2 GPUs that the job has on this node", ("a",)
+    )
+    assert too_small.sentence.startswith(
+        "b: GPU 1 (T4) has 15.0 GiB, and the run needs about 20.0 GiB"
+    )
     assert too_small.nodes == ("b",) and not too_small.mistake
-    assert all(problem.mistake for problem in nodes.gpu_problems({"a": [small], "b": [small]}, 1, 20 * gib))
+    assert all(
+        problem.mistake for problem in nodes.gpu_problems({"a": [small], "b": [small]}, 1, 20 * gib)
+    )

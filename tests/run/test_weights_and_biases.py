@@ -59,17 +59,38 @@ def logged(folder):
 
 def test_a_continued_run_logs_to_the_same_wandb_run_and_trains_as_without_wandb(tmp_path, capfd):
     def start(name, *overrides):
-        given = ["--config", str(RECIPE), option("data.prefix", f"{write_all(tmp_path / name)}/a"), *overrides]
-        assert train.main([*given, f"--logging.directory={tmp_path / name}", "--train.eval_interval=0"]) == 0
+        given = [
+            "--config",
+            str(RECIPE),
+            option("data.prefix", f"{write_all(tmp_path / name)}/a"),
+            *overrides,
+        ]
+        assert (
+            train.main(
+                [*given, f"--logging.directory={tmp_path / name}", "--train.eval_interval=0"]
+            )
+            == 0
+        )
         return tmp_path / name
 
     wandb = ["--logging.wandb={project: tape, entity: us}", "--schedule.kind=constant"]
     start("run", *wandb, "--train.steps=3")
-    run, alone = start("run", *wandb, "--train.steps=4"), start("alone", "--train.steps=4", "--schedule.kind=constant")
+    run = start("run", *wandb, "--train.steps=4")
+    alone = start("alone", "--train.steps=4", "--schedule.kind=constant")
     assert [row["train/loss"] for row in rows(run)] == [row["train/loss"] for row in rows(alone)]
-    init = {"init": read_wandb(run)["id"], "name": "run", "mode": "online", "resume": "allow", "entity": "us"}
+    init = {
+        "init": read_wandb(run)["id"],
+        "name": "run",
+        "mode": "online",
+        "resume": "allow",
+        "entity": "us",
+    }
     entries = logged(run)
-    assert [entry for entry in entries if "step" not in entry] == [init, {"by": "step"}, "finished"] * 2
+    assert [entry for entry in entries if "step" not in entry] == [
+        init,
+        {"by": "step"},
+        "finished",
+    ] * 2
     losses = [(entry["step"], entry["train/loss"]) for entry in entries if "step" in entry]
     assert losses == [(row["step"], row["train/loss"]) for row in rows(run)]
     assert status.main([str(run)]) == 0

@@ -1,4 +1,6 @@
-"""Start a real Slurm cluster of virtual nodes on this machine, and run jobs on it; see slurm_local.sh."""
+"""Start a real Slurm cluster of virtual nodes on this machine, and run jobs on it; see
+slurm_local.sh.
+"""
 
 import os
 import re
@@ -12,16 +14,33 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parent.parent.parent
 SCRIPT = Path(__file__).parent / "slurm_local.sh"
-PROGRAMS = ("slurmctld", "slurmd", "slurmstepd", "sbatch", "srun", "scontrol", "squeue", "munged", "python3", "unshare")
+PROGRAMS = (
+    "slurmctld",
+    "slurmd",
+    "slurmstepd",
+    "sbatch",
+    "srun",
+    "scontrol",
+    "squeue",
+    "munged",
+    "python3",
+    "unshare",
+)
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
 PATIENCE = 180
 """Seconds without any progress after which a test fails."""
-SEARCH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin", "/usr/lib/x86_64-linux-gnu/slurm-wlm"])
+SEARCH = os.pathsep.join(
+    [os.environ.get("PATH", ""), "/usr/sbin", "/sbin", "/usr/lib/x86_64-linux-gnu/slurm-wlm"]
+)
 
 
 def missing():
     """Return why no cluster can run on this machine, or None if one can."""
-    absent = [name for name in PROGRAMS if name != "slurmstepd" and shutil.which(name, path=SEARCH) is None]
+    absent = [
+        name
+        for name in PROGRAMS
+        if name != "slurmstepd" and shutil.which(name, path=SEARCH) is None
+    ]
     if absent:
         return (
             f"no {', '.join(absent)}; on Debian or Ubuntu: "
@@ -31,7 +50,9 @@ def missing():
 
 
 class Cluster:
-    """A cluster of virtual nodes, each with its own host name and processes, and a working directory with the code."""
+    """A cluster of virtual nodes, each with its own host name and processes, and a working
+    directory with the code.
+    """
 
     def __init__(self, nodes="nodeA nodeB", gpus=0, mode="auto", cpus=4, task_plugin="task/none"):
         self.directory = Path(tempfile.mkdtemp(prefix="slc", dir="/tmp"))
@@ -39,7 +60,11 @@ class Cluster:
         self.work = self.directory / "work"
         self.work.mkdir()
         self.environment = {
-            **{key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "SBATCH", "TAPE"))},
+            **{
+                key: value
+                for key, value in os.environ.items()
+                if not key.startswith(("SLURM", "SBATCH", "TAPE"))
+            },
             "PATH": SEARCH,
             "SLURM_CONF": f"{self.directory}/slurm.conf",
             "SLURM_LOCAL_DIR": str(self.directory),
@@ -60,11 +85,15 @@ class Cluster:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def control(self, *arguments, check=True):
-        """Call slurm_local.sh: start, stop, kill-node N, start-node N, cut-node N, kill-ctl, start-ctl ..."""
+        """Call slurm_local.sh: start, stop, kill-node N, start-node N, cut-node N, kill-ctl,
+        start-ctl ...
+        """
         return self.run("bash", str(SCRIPT), *arguments, check=check)
 
     def run(self, *command, check=True, cwd=None):
-        done = subprocess.run(command, env=self.environment, cwd=cwd or self.work, capture_output=True, text=True)
+        done = subprocess.run(
+            command, env=self.environment, cwd=cwd or self.work, capture_output=True, text=True
+        )
         assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
@@ -72,39 +101,62 @@ class Cluster:
         return (self.directory / "mode").read_text().strip()
 
     def site(self, *lines):
-        text = [f"TAPE_PYTHON={sys.executable}", "export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= PYTHONWARNINGS=ignore"]
+        text = [
+            f"TAPE_PYTHON={sys.executable}",
+            "export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= PYTHONWARNINGS=ignore",
+        ]
         text.append("TAPE_SRUN_KILL_DELAY=10")
         (self.work / "repo" / "slurm" / "site.env").write_text("\n".join([*text, *lines]) + "\n")
 
     def submit(self, script, *arguments, options=()):
         """Submit a script of slurm/ from the working directory."""
-        return self.run("sbatch", "--parsable", *options, f"{self.work}/repo/slurm/{script}", *map(str, arguments))
+        return self.run(
+            "sbatch",
+            "--parsable",
+            *options,
+            f"{self.work}/repo/slurm/{script}",
+            *map(str, arguments),
+        )
 
     def field(self, job, name):
         shown = self.run("scontrol", "--oneliner", "show", "job", job, check=False)
-        return next((word.partition("=")[2] for word in shown.split() if word.startswith(f"{name}=")), "")
+        return next(
+            (word.partition("=")[2] for word in shown.split() if word.startswith(f"{name}=")), ""
+        )
 
     def wait(self, job):
-        """Wait until a job has ended; return its state or, for an array, the different states of its tasks."""
+        """Wait until a job has ended; return its state or, for an array, the different states of
+        its tasks.
+        """
 
         def states():
-            shown = re.findall(r"JobState=(\S+)", self.run("scontrol", "show", "job", job, check=False))
+            shown = re.findall(
+                r"JobState=(\S+)", self.run("scontrol", "show", "job", job, check=False)
+            )
             return shown and all(state in ENDED for state in shown) and ",".join(sorted(set(shown)))
 
         return self.until(states, job)
 
     def until(self, condition, job):
-        """Wait for the condition and return its value; fail after PATIENCE seconds without progress."""
-        seen, since = None, time.monotonic()
+        """Wait for the condition and return its value; fail after PATIENCE seconds without
+        progress.
+        """
+        seen = None
+        since = time.monotonic()
         while not (value := condition()):
             if (found := self.progress()) != seen:
-                seen, since = found, time.monotonic()
-            assert time.monotonic() < since + PATIENCE, f"nothing has changed for {PATIENCE} s; {self.story(job)}"
+                seen = found
+                since = time.monotonic()
+            assert time.monotonic() < since + PATIENCE, (
+                f"nothing has changed for {PATIENCE} s; {self.story(job)}"
+            )
             time.sleep(0.2)
         return value
 
     def progress(self):
-        """Return facts that change while jobs make progress, about the files that they write and their CPU time."""
+        """Return facts that change while jobs make progress, about the files that they write and
+        their CPU time.
+        """
         written = []
         for folder, names, files in os.walk(self.work):
             names[:] = [name for name in names if name != "repo"]
@@ -118,15 +170,29 @@ class Cluster:
 
     def log(self, job):
         path = Path(self.field(job, "StdOut"))
-        return path.read_text(errors="replace") if path.is_file() else ""
+        if path.is_file():
+            return path.read_text(errors="replace")
+        return ""
 
     def story(self, job):
         processes = subprocess.run(
-            ["ps", "-eo", "pid,ppid,stat,etimes,wchan:24,args"], capture_output=True, text=True, check=False
+            ["ps", "-eo", "pid,ppid,stat,etimes,wchan:24,args"],
+            capture_output=True,
+            text=True,
+            check=False,
         ).stdout
-        running = [line[:200] for line in processes.splitlines() if re.search("srun|slurmstepd|preflight|train", line)]
+        running = [
+            line[:200]
+            for line in processes.splitlines()
+            if re.search("srun|slurmstepd|preflight|train", line)
+        ]
         return "\n".join(
-            [f"job {job} is {self.field(job, 'JobState')}; its log:", self.log(job), "processes:", *running]
+            [
+                f"job {job} is {self.field(job, 'JobState')}; its log:",
+                self.log(job),
+                "processes:",
+                *running,
+            ]
         )
 
     def programs(self):
@@ -144,7 +210,11 @@ class Cluster:
 
     def processes(self, attempt=None, rank=None):
         """Return the process ids of a job's ranks, optionally of one attempt and rank."""
-        ranks = [(pid, int(v["TAPE_ATTEMPT"]), int(v["RANK"])) for pid, v in self.programs() if "RANK" in v]
+        ranks = [
+            (pid, int(v["TAPE_ATTEMPT"]), int(v["RANK"]))
+            for pid, v in self.programs()
+            if "RANK" in v
+        ]
         return [pid for pid, *of in ranks if attempt in (None, of[0]) and rank in (None, of[1])]
 
     def kill(self, attempt, rank, number=signal.SIGKILL):
@@ -156,7 +226,9 @@ class Cluster:
 
 
 def _cpu_time(pid):
-    """Return the CPU time of a process in units of five seconds, so that an idle process shows no progress."""
+    """Return the CPU time of a process in units of five seconds, so that an idle process shows no
+    progress.
+    """
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -20,15 +20,23 @@ TESTS = Path(__file__).parents[1]
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if Path(__file__).parent in item.path.parents and "cluster" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.timeout(3600))  # long, for slow machines; Cluster.until fails earlier
+        if Path(__file__).parent in item.path.parents and "cluster" in getattr(
+            item, "fixturenames", ()
+        ):
+            item.add_marker(
+                pytest.mark.timeout(3600)
+            )  # long, for slow machines; Cluster.until fails earlier
             if MISSING:
-                item.add_marker(pytest.mark.skip(reason=f"needs a Slurm on this machine: {MISSING}"))
+                item.add_marker(
+                    pytest.mark.skip(reason=f"needs a Slurm on this machine: {MISSING}")
+                )
 
 
 @pytest.fixture
 def cluster(request):
-    """Start a Slurm cluster, by default of two nodes, for each test; `indirect` parameters are Cluster's arguments."""
+    """Start a Slurm cluster, by default of two nodes, for each test; `indirect` parameters are
+    Cluster's arguments.
+    """
     started = clusters.Cluster(**getattr(request, "param", {}))
     started.site()
     with started:
@@ -37,11 +45,16 @@ def cluster(request):
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory):
-    """Return a function that returns a folder shared by pytest-xdist's workers; the first caller fills it."""
+    """Return a function that returns a folder shared by pytest-xdist's workers; the first caller
+    fills it.
+    """
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
 
     def folder(name, fill):
-        made = tmp_path_factory.getbasetemp().parent / f"{name}-{run}" if run else tmp_path_factory.mktemp(name)
+        if run:
+            made = tmp_path_factory.getbasetemp().parent / f"{name}-{run}"
+        else:
+            made = tmp_path_factory.mktemp(name)
         done = made.with_suffix(".done")
         with FileLock(made.with_suffix(".lock")):
             if not done.exists():
@@ -54,9 +67,15 @@ def shared(tmp_path_factory):
 
 
 def python(folder, *arguments):
-    environment = {"PYTHONPATH": f"{TESTS}:{clusters.REPOSITORY}", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    environment = {
+        "PYTHONPATH": f"{TESTS}:{clusters.REPOSITORY}",
+        "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, env=os.environ | environment, cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=os.environ | environment, cwd=folder, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -68,7 +87,11 @@ def inputs(shared):
         shutil.copy(TESTS / "recipes" / "tiny.yaml", folder)
         (folder / "data").mkdir()
         # In a subprocess, so that no worker imports torch.
-        python(folder, "-c", "import pathlib, datasets_for_tests as d; d.write_all(pathlib.Path('data'))")
+        python(
+            folder,
+            "-c",
+            "import pathlib, datasets_for_tests as d; d.write_all(pathlib.Path('data'))",
+        )
 
     return shared("inputs", fill)
 
@@ -78,8 +101,22 @@ def uninterrupted(shared, inputs, name, **overrides):
 
     def fill(folder):
         shutil.copytree(inputs, folder, dirs_exist_ok=True)
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "--local-addr=127.0.0.1"]
-        python(folder, *launcher, "-m", "pretrain.train", "--config", "tiny.yaml", *settings(**overrides))
+        launcher = [
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node=2",
+            "--standalone",
+            "--local-addr=127.0.0.1",
+        ]
+        python(
+            folder,
+            *launcher,
+            "-m",
+            "pretrain.train",
+            "--config",
+            "tiny.yaml",
+            *settings(**overrides),
+        )
 
     return shared(name, fill)
 
@@ -96,7 +133,9 @@ def whole_of_stages(shared, inputs):
 
 @pytest.fixture
 def prepare(cluster, inputs):
-    """Return a function that fills the cluster's working directory; sitecustomize.py explains `inject`."""
+    """Return a function that fills the cluster's working directory; sitecustomize.py explains
+    `inject`.
+    """
     shutil.copytree(inputs, cluster.work, dirs_exist_ok=True)
 
     def write(*site, sleep=0.1, **inject):
@@ -112,7 +151,9 @@ def start(cluster, prepare):
 
     def submit(options=(), inject=None, overrides=None, site=()):
         prepare(*site, **(inject or {}))
-        return cluster.submit("pretrain_tape.sh", "tiny.yaml", *settings(**(overrides or {})), options=options)
+        return cluster.submit(
+            "pretrain_tape.sh", "tiny.yaml", *settings(**(overrides or {})), options=options
+        )
 
     submit.run = cluster.work / "runs" / "tiny"
     return submit

@@ -1,10 +1,13 @@
-"""The small training run of the tests on Slurm: its settings, and functions that read its records."""
+"""The small training run of the tests on Slurm: its settings, and functions that read its
+records.
+"""
 
 import json
 
 from megatron_tape.run.judging import read_attempts
 
-STEPS, INTERVAL = 60, 5
+STEPS = 60
+INTERVAL = 5
 TWO_STAGES = {"parallel.pipeline_model_parallel_size": 2, "model.num_layers": 4}
 """Pipeline stages: one on each node."""
 
@@ -25,13 +28,21 @@ def settings(run="runs/tiny", **overrides):
 def rows(run):
     """Return the rows of a run's metrics without times, speeds and memory."""
     path = run / "metrics.jsonl"
-    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if path.exists():
+        found = [json.loads(line) for line in path.read_text().splitlines()]
+    else:
+        found = []
     excluded = ("time", "slowest_rank")
-    return [{key: value for key, value in row.items() if "second" not in key and key not in excluded} for row in found]
+    return [
+        {key: value for key, value in row.items() if "second" not in key and key not in excluded}
+        for row in found
+    ]
 
 
 def step_of(run):
-    return rows(run)[-1]["step"] if rows(run) else 0
+    if rows(run):
+        return rows(run)[-1]["step"]
+    return 0
 
 
 def wait_for_step(cluster, job, run, step):

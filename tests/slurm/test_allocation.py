@@ -1,4 +1,6 @@
-"""Jobs on a real Slurm: inherited variables, heterogeneous jobs, unequal nodes, and steps that do not start."""
+"""Jobs on a real Slurm: inherited variables, heterogeneous jobs, unequal nodes, and steps that do
+not start.
+"""
 
 import os
 import venv
@@ -29,7 +31,9 @@ SESSION = {
     "SLURM_ARRAY_TASK_ID": "1",
     "SLURM_HET_SIZE": "2",
 }
-"""Variables of the job that a job is submitted in: a requeued task of an array, with one CPU on eight GPUs."""
+"""Variables of the job that a job is submitted in: a requeued task of an array, with one CPU on
+eight GPUs.
+"""
 OF_STEP = {"SLURM_CPU_BIND", "SLURM_CPU_BIND_TYPE", "SLURM_CPU_BIND_LIST"}
 """Variables that srun sets in every step, here to all CPUs of the node."""
 
@@ -45,7 +49,11 @@ def test_a_job_submitted_in_another_job_uses_its_own_cpus_and_options(cluster, s
     assert len(ranks) == 2
     for rank in ranks:
         assert len(os.sched_getaffinity(rank)) == 2
-        inherited = {name: value for name, value in variables[rank].items() if name in SESSION.keys() - OF_STEP}
+        inherited = {
+            name: value
+            for name, value in variables[rank].items()
+            if name in SESSION.keys() - OF_STEP
+        }
         assert inherited == {"SLURM_RESTART_COUNT": "0", "SLURM_NTASKS_PER_NODE": "1"}
     assert "start 1: 1 task(s) on each of nodeA,nodeB" in cluster.log(job)
 
@@ -69,7 +77,9 @@ def test_the_node_with_the_fewest_gpus_decides_how_many_are_used(cluster, start)
 def test_nodes_with_and_without_gpus_are_refused(cluster, start):
     job = start()
     assert cluster.wait(job) == "FAILED"
-    assert "error: some nodes of this job have no GPU, and others have up to 2; " in cluster.log(job)
+    assert "error: some nodes of this job have no GPU, and others have up to 2; " in cluster.log(
+        job
+    )
 
 
 def test_a_step_that_srun_cannot_start_is_reported_as_such(cluster, start):
@@ -78,17 +88,24 @@ def test_a_step_that_srun_cannot_start_is_reported_as_such(cluster, start):
     (attempt,) = read_attempts(start.run)
     assert attempt.outcome == "unready"
     assert (
-        attempt.message == f"the processes did not start on the nodes; see the errors in {cluster.field(job, 'StdOut')}"
+        attempt.message == "the processes did not start on the nodes; see the errors in"
+        f" {cluster.field(job, 'StdOut')}"
     )
     log = cluster.log(job)
     assert f"attempt 1: {attempt.message}" in log and "Invalid MPI type 'missing'" in log
 
 
-@pytest.mark.parametrize("options", [[], ["--gpus-per-task=1", "--gpu-bind=single:1"]], ids=["default", "per task"])
+@pytest.mark.parametrize(
+    "options", [[], ["--gpus-per-task=1", "--gpu-bind=single:1"]], ids=["default", "per task"]
+)
 @pytest.mark.parametrize("cluster", [{"gpus": 2}], indirect=True)
-def test_every_task_sees_the_gpus_that_the_job_has_on_its_node_and_no_others(cluster, start, options):
+def test_every_task_sees_the_gpus_that_the_job_has_on_its_node_and_no_others(
+    cluster, start, options
+):
     show = cluster.work / "show"
-    show.write_text('#!/bin/sh\n[ -z "$RANK" ] || echo "rank $RANK: ${CUDA_VISIBLE_DEVICES-unset}"\nexec "$@"\n')
+    show.write_text(
+        '#!/bin/sh\n[ -z "$RANK" ] || echo "rank $RANK: ${CUDA_VISIBLE_DEVICES-unset}"\nexec "$@"\n'
+    )
     show.chmod(0o755)
     site = (f"TAPE_CONTAINER={show}", "unset CUDA_VISIBLE_DEVICES")
 
@@ -96,11 +113,21 @@ def test_every_task_sees_the_gpus_that_the_job_has_on_its_node_and_no_others(clu
         cluster.wait(job)
         return sorted(line for line in cluster.log(job).splitlines() if line.startswith("rank "))
 
-    job = start(["--no-requeue", "--nodes=2", "--gpus-per-node=2", "--ntasks-per-node=2", *options], site=site)
+    job = start(
+        ["--no-requeue", "--nodes=2", "--gpus-per-node=2", "--ntasks-per-node=2", *options],
+        site=site,
+    )
     assert seen(job) == [f"rank {rank}: 0,1" for rank in range(4)], cluster.log(job)
     if options:
         return
-    part = ["--no-requeue", "--oversubscribe", "--nodes=1", "--nodelist=nodeA", "--gpus-per-node=1", "--mem=0"]
+    part = [
+        "--no-requeue",
+        "--oversubscribe",
+        "--nodes=1",
+        "--nodelist=nodeA",
+        "--gpus-per-node=1",
+        "--mem=0",
+    ]
     other = cluster.run("sbatch", "--parsable", *part, "--wrap", "sleep 3600")
     cluster.until(lambda: cluster.field(other, "JobState") == "RUNNING", other)
     assert seen(start([*part, "--cpus-per-task=1"], site=site)) == ["rank 0: 1"]
@@ -122,11 +149,16 @@ SCRIPTS = ["pretrain_tape.sh", "extend_tape.sh", "evaluate_tape.sh", "compare.sh
 def test_heterogeneous_jobs_are_refused(cluster, prepare):
     prepare()
     components = ["--nodes=1", ":", "--nodes=1"]
-    jobs = [cluster.submit(script, "tiny.yaml", *settings(), options=components) for script in SCRIPTS]
+    jobs = [
+        cluster.submit(script, "tiny.yaml", *settings(), options=components) for script in SCRIPTS
+    ]
     for job in jobs:
         leader = job.partition("+")[0]
         assert cluster.wait(leader) != "COMPLETED"
-        error = "error: this job is heterogeneous (sbatch ... : ...), and the nodes after the colon would be idle; "
+        error = (
+            "error: this job is heterogeneous (sbatch ... : ...), and the nodes after the colon"
+            " would be idle; "
+        )
         assert error in cluster.log(leader)
 
 
@@ -136,4 +168,6 @@ def test_options_of_submission_after_the_script_are_refused_in_the_job(cluster, 
     dry_run = cluster.submit("evaluate_tape.sh", "perplexity", "--dry-run")
     assert cluster.wait(nodes) == cluster.wait(dry_run) == "FAILED"
     assert "run  sbatch --nodes=2 SCRIPT ...  or  SCRIPT --sbatch" in cluster.log(nodes)
-    assert "error: --dry-run and --sbatch work only if you run the script directly" in cluster.log(dry_run)
+    assert "error: --dry-run and --sbatch work only if you run the script directly" in cluster.log(
+        dry_run
+    )

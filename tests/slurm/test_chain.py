@@ -12,7 +12,14 @@ from megatron_tape.run.judging import read_attempts
 
 STEPS = 12
 EVALUATION = ["perplexity", "--perplexity.data", "data/a", "--perplexity.lengths", "[4, 8]"]
-EVALUATION += ["--perplexity.stride", "4", "--perplexity.windows", "1", "--perplexity.documents", "20"]
+EVALUATION += [
+    "--perplexity.stride",
+    "4",
+    "--perplexity.windows",
+    "1",
+    "--perplexity.documents",
+    "20",
+]
 
 
 @pytest.fixture
@@ -20,7 +27,10 @@ def chain(cluster, prepare):
     """Submit a chain of short jobs on two nodes; return the IDs of its jobs."""
     prepare(sleep=0.4)
     shutil.copy(REPOSITORY / "tests" / "recipes" / "extend.yaml", cluster.work)
-    arguments = ["tiny.yaml", *settings("runs/first", **{"train.steps": 4, "model.position_encoding": "rope"})]
+    arguments = [
+        "tiny.yaml",
+        *settings("runs/first", **{"train.steps": 4, "model.position_encoding": "rope"}),
+    ]
     arguments += ["--extend", "extend.yaml", "--data.prefix=data/a", f"--train.steps={STEPS}"]
     script = f"{cluster.work}/repo/slurm/run_all.sh"
     evaluation = ["--checkpoint.interval=100", "--evaluate", *EVALUATION]
@@ -29,7 +39,9 @@ def chain(cluster, prepare):
     return re.findall(r"^\w+ +job (\d+)", output, re.M)
 
 
-def test_a_chain_completes_after_its_extension_and_evaluation_are_preempted(cluster, chain, prepare):
+def test_a_chain_completes_after_its_extension_and_evaluation_are_preempted(
+    cluster, chain, prepare
+):
     pretraining, extension, evaluation = chain
     run = cluster.work / "runs" / "extend"
     wait_for_step(cluster, extension, run, 3)
@@ -43,18 +55,25 @@ def test_a_chain_completes_after_its_extension_and_evaluation_are_preempted(clus
     assert log.count("starting with the weights of runs/first/checkpoints/step-00000004") == 1
 
     def values():
-        return sum(file.read_bytes().count(b'"value"') for file in (run / "evaluation").glob("*/parts/*/*.jsonl"))
+        return sum(
+            file.read_bytes().count(b'"value"')
+            for file in (run / "evaluation").glob("*/parts/*/*.jsonl")
+        )
 
     cluster.until(lambda: values() >= 4, evaluation)
     cluster.run("scancel", "--batch", "--signal=USR1", evaluation)
     assert cluster.wait(evaluation) == "COMPLETED", cluster.story(evaluation)
-    assert cluster.field(evaluation, "Restarts") == "1" and "of them already finished" in cluster.log(evaluation)
+    assert cluster.field(
+        evaluation, "Restarts"
+    ) == "1" and "of them already finished" in cluster.log(evaluation)
     evaluated = run / "evaluation" / f"step-{STEPS:08d}"
-    found, perplexity = read_results(evaluated), read_results(evaluated).tasks["perplexity"]
+    found = read_results(evaluated)
+    perplexity = read_results(evaluated).tasks["perplexity"]
     assert found.model.run["step"] == STEPS and (evaluated / "perplexity.png").is_file()
     assert [score.length for score in perplexity.scores if score.metric == "loss"] == [4, 8]
     assert perplexity.processes == 2
-    # One rank fails at its first text, and srun ends the other. The job restarts only if srun had to kill it.
+    # One rank fails at its first text, and srun ends the other. The job restarts only if srun had
+    # to kill it.
     prepare(sleep=0.4, cannot_evaluate=1)
     command = [*EVALUATION, "--model", "runs/first", "--perplexity.documents", "19"]
     failing = cluster.submit("evaluate_tape.sh", *command, options=["--nodes=2"])

@@ -15,7 +15,9 @@ logging: {interval: 1, sample_tokens: 0, tensorboard: false}
 
 @pytest.mark.slow
 def test_a_comparison_array_completes_after_preemption_and_writes_the_page(cluster):
-    """One of two tasks gets the preemption signal: it saves and is requeued, and the page is still written."""
+    """One of two tasks gets the preemption signal: it saves and is requeued, and the page is still
+    written.
+    """
     (cluster.work / "tiny.yaml").write_text(RECIPE)
     script = f"{cluster.work}/repo/slurm/compare.sh"
     given = ["--recipe", "tiny.yaml", "--encodings", "rope,tape", "--seeds", "1", "--output", "out"]
@@ -24,12 +26,16 @@ def test_a_comparison_array_completes_after_preemption_and_writes_the_page(clust
     array, page = (line.split()[2].rstrip(",") for line in output[1:3])
     log = cluster.work / f"slurm-tape-compare-{array}_0.out"
     run = cluster.work / "out" / "rope" / "seed-1"
-    cluster.until(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size, array)
+    cluster.until(
+        lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size, array
+    )
     cluster.run("scancel", "--batch", "--signal=USR1", f"{array}_0")
     assert cluster.wait(array) == "COMPLETED", log.read_text()
     assert cluster.wait(page) == "COMPLETED", cluster.log(page)
     assert "1 run of 2 not finished" in log.read_text() and "requeueing" in log.read_text()
-    saved = [line for line in (run / "log.txt").read_text().splitlines() if "continuing from" in line]
+    saved = [
+        line for line in (run / "log.txt").read_text().splitlines() if "continuing from" in line
+    ]
     assert len(saved) == 1 and "step-00000150" not in saved[0]
     found = read_comparison(cluster.work / "out" / "comparison.json")
     assert [(made.variant, made.seed) for made in found.runs] == [("rope", 1), ("tape", 1)]

@@ -1,4 +1,6 @@
-"""The preflight names nodes that cannot train together; the next attempt excludes them if possible."""
+"""The preflight names nodes that cannot train together; the next attempt excludes them if
+possible.
+"""
 
 import importlib.metadata
 import re
@@ -23,7 +25,8 @@ def test_a_node_with_different_data_versions_and_directories_is_named_and_exclud
     metadata = next(packages.glob("deepspeed-*.dist-info/METADATA"))
     other = cluster.work / "METADATA"
     other.write_text(re.sub(r"(?m)^Version: .*$", "Version: 0.0.1", metadata.read_text(), count=1))
-    checkpoints, local = cluster.work / "checkpoints", cluster.work / "local"
+    checkpoints = cluster.work / "checkpoints"
+    local = cluster.work / "local"
     for directory in (checkpoints, local):
         directory.mkdir()
     differing = [(changed, original), (other, metadata), (local, checkpoints)]
@@ -48,7 +51,9 @@ def test_a_node_with_different_data_versions_and_directories_is_named_and_exclud
     assert second.facts["nodes"] == ["nodeA", "nodeC"]
 
 
-def test_a_rank_that_does_not_answer_is_retried_on_the_same_nodes_if_there_are_no_others(cluster, start):
+def test_a_rank_that_does_not_answer_is_retried_on_the_same_nodes_if_there_are_no_others(
+    cluster, start
+):
     job = start(site=("TAPE_PREFLIGHT_OPTIONS='--timeout 8'",))
     cluster.until(lambda: cluster.kill(1, 1, signal.SIGSTOP), job)
     wait_for_attempt(cluster, job, start.run, 2)
@@ -64,7 +69,10 @@ def test_a_node_with_broken_kernels_is_named_with_rank_and_cause_and_excluded(cl
     job = start(inject={"no_kernels": "nodeB"})
     wait_for_attempt(cluster, job, start.run, 2)
     log = cluster.log(job)
-    named = "error: nodeB (rank 1 of 2) cannot train with the other nodes: model.attention_backend is triton, whose "
+    named = (
+        "error: nodeB (rank 1 of 2) cannot train with the other nodes: model.attention_backend is"
+        " triton, whose "
+    )
     named += "kernel"
     assert named in log and "requeueing without nodeB" in log
     first, second = read_attempts(start.run)
@@ -75,10 +83,14 @@ def test_a_node_with_broken_kernels_is_named_with_rank_and_cause_and_excluded(cl
 @pytest.mark.parametrize("cluster", [{"gpus": 2}], indirect=True)
 def test_gpus_that_slurm_allocated_but_torch_does_not_find_are_named(cluster, start):
     job = start(options=("--gpus-per-node=2",))
-    # A torch built without CUDA stops the job at once. With CUDA, missing GPUs may return, so the job retries.
+    # A torch built without CUDA stops the job at once. With CUDA, missing GPUs may return, so the
+    # job retries.
     assert cluster.wait(job) == "FAILED", cluster.story(job)
     log = cluster.log(job)
     named = next(line for line in log.splitlines() if line.startswith("error: preflight: "))
-    assert "nodeA: torch finds 0 of the 2 GPUs" in named and "nodeB: torch finds 0 of the 2 GPUs" in named
+    assert (
+        "nodeA: torch finds 0 of the 2 GPUs" in named
+        and "nodeB: torch finds 0 of the 2 GPUs" in named
+    )
     assert "2 task(s) on each of nodeA,nodeB" in log and "building a model" not in log
     assert len(read_attempts(start.run)) == (1 if "built without CUDA" in named else 3)

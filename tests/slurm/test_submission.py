@@ -1,4 +1,6 @@
-"""The job scripts refuse invalid arguments and submit valid ones. A fake sbatch replaces Slurm's."""
+"""The job scripts refuse invalid arguments and submit valid ones. A fake sbatch replaces
+Slurm's.
+"""
 
 import os
 import shlex
@@ -27,7 +29,9 @@ COMPARISON = ["--recipe", RECIPE, "--encodings", "rope", "--data.prefix=a", "--o
 
 @pytest.fixture
 def submit(inputs, tmp_path):
-    """Run a script as a user does; return its exit status, the arguments of sbatch (or None), and its output."""
+    """Run a script as a user does; return its exit status, the arguments of sbatch (or None), and
+    its output.
+    """
     shutil.copytree(inputs / "data", tmp_path, dirs_exist_ok=True)
     sbatch = tmp_path / "bin" / "sbatch"
     sbatch.parent.mkdir()
@@ -36,7 +40,9 @@ def submit(inputs, tmp_path):
     scancel = sbatch.with_name("scancel")
     scancel.write_text('#!/bin/sh\necho scancel "$@"; exit "${CANCEL_STATUS:-0}"\n')
     scancel.chmod(0o755)
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "TAPE_"))}
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "TAPE_"))
+    }
     environment |= {
         "FOLDER": str(tmp_path),
         "PATH": f"{sbatch.parent}:{os.environ['PATH']}",
@@ -45,10 +51,17 @@ def submit(inputs, tmp_path):
 
     def run(script, *arguments, **variables):
         command = ["bash", str(REPOSITORY / "slurm" / script), *arguments]
-        options = {"cwd": tmp_path, "env": environment | variables, "start_new_session": True}  # it receives SIGNAL
+        options = {
+            "cwd": tmp_path,
+            "env": environment | variables,
+            "start_new_session": True,
+        }  # it receives SIGNAL
         done = subprocess.run(command, **options, capture_output=True, text=True)
         submitted = tmp_path / "submitted"
-        given = submitted.read_text().split("\0")[1:-1] if submitted.exists() else None
+        if submitted.exists():
+            given = submitted.read_text().split("\0")[1:-1]
+        else:
+            given = None
         return done.returncode, given, done.stdout + done.stderr
 
     return run
@@ -59,7 +72,11 @@ def submit(inputs, tmp_path):
     [
         ("pretrain_tape.sh", ["--bad.key", "1"], "bad.key is an unknown key"),
         ("pretrain_tape.sh", ["missing.yaml"], "missing.yaml does not exist"),
-        ("run_all.sh", [*TRAINING, "--extend", RECIPE, "--bad.key", "1"], "bad.key is an unknown key"),
+        (
+            "run_all.sh",
+            [*TRAINING, "--extend", RECIPE, "--bad.key", "1"],
+            "bad.key is an unknown key",
+        ),
         ("run_all.sh", [*TRAINING, "--evaluate", "perplexity"], "perplexity.data"),
     ],
 )
@@ -68,17 +85,29 @@ def test_invalid_settings_are_refused_before_sbatch(submit, script, arguments, m
     assert (status, submitted) == (2, None) and message in output
 
 
-def test_valid_commands_are_submitted_without_the_variables_of_a_session(submit, tmp_path, run_tool):
+def test_valid_commands_are_submitted_without_the_variables_of_a_session(
+    submit, tmp_path, run_tool
+):
     (tmp_path / "text.jsonl").write_text('{"text": "some words in a line"}\n' * 50)
     run_tool(
-        "train_tokenizer", "--input", tmp_path / "*.jsonl", "--vocab-size", "280", "--output", tmp_path / "t.model"
+        "train_tokenizer",
+        "--input",
+        tmp_path / "*.jsonl",
+        "--vocab-size",
+        "280",
+        "--output",
+        tmp_path / "t.model",
     )
     preprocess = ["--input", "*.jsonl", "--tokenizer", "t.model", "--output-prefix", "out"]
     # An interactive session is a job, too; the new job must not inherit its CPUs and memory.
     session = {"SLURM_JOB_ID": "7", "SLURM_CPU_BIND": "mask_cpu:0x1", "SLURM_MEM_PER_CPU": "100"}
     for script, arguments in (("pretrain_tape.sh", TRAINING), ("preprocess.sh", preprocess)):
         # These lead sbatch to the cluster.
-        client = {"SLURM_CONF_SERVER": "head", "SLURM_SACK_SOCKET": "/run/sack", "SLURM_CLUSTERS": "far"}
+        client = {
+            "SLURM_CONF_SERVER": "head",
+            "SLURM_SACK_SOCKET": "/run/sack",
+            "SLURM_CLUSTERS": "far",
+        }
         assert submit(script, *arguments, **client, **session)[:2] == (0, arguments)
         inherited = (tmp_path / "environment").read_text().splitlines()
         kept = {line for line in inherited if line.startswith("SLURM_")}
@@ -86,10 +115,18 @@ def test_valid_commands_are_submitted_without_the_variables_of_a_session(submit,
     assert not list(tmp_path.glob("out*"))
 
 
-@pytest.mark.parametrize("script", ["pretrain_tape.sh", "extend_tape.sh", "evaluate_tape.sh", "preprocess.sh"])
-def test_every_job_script_takes_options_of_sbatch_and_shows_what_it_would_submit(submit, tmp_path, script):
+@pytest.mark.parametrize(
+    "script", ["pretrain_tape.sh", "extend_tape.sh", "evaluate_tape.sh", "preprocess.sh"]
+)
+def test_every_job_script_takes_options_of_sbatch_and_shows_what_it_would_submit(
+    submit, tmp_path, script
+):
     # A Python that accepts all settings.
-    site = {"TAPE_PYTHON": "true", "TAPE_SBATCH_OPTIONS": "--gpus-per-node=8", "SBATCH_ACCOUNT": "my group"}
+    site = {
+        "TAPE_PYTHON": "true",
+        "TAPE_SBATCH_OPTIONS": "--gpus-per-node=8",
+        "SBATCH_ACCOUNT": "my group",
+    }
     options = ["--sbatch", "--nodes=4 --comment='a b'"]
     expected = ["--nodes=4", "--comment=a b", f"{REPOSITORY}/slurm/{script}", "x y", "--z"]
     if script != "preprocess.sh":
@@ -108,19 +145,35 @@ def test_a_dry_run_of_several_jobs_prints_their_commands(submit):
     status, submitted, output = submit("run_all.sh", *CHAIN, "--dry-run")
     assert (status, submitted) == (0, None)
     lines = output.splitlines()
-    assert [line.split()[:2] for line in lines[1::2]] == [["pretraining", "job"], ["extension", "job"]]
+    assert [line.split()[:2] for line in lines[1::2]] == [
+        ["pretraining", "job"],
+        ["extension", "job"],
+    ]
     assert "--dependency=afterok:JOB1" in lines[2].split() and lines[3].startswith(
         "extension    job JOB2, after JOB1, in"
     )
     site = {"TAPE_SBATCH_OPTIONS": "--gpus-per-node=8"}
-    status, submitted, output = submit("compare.sh", "--dry-run", "--sbatch", "--gpus=1", *COMPARISON, **site)
+    status, submitted, output = submit(
+        "compare.sh", "--dry-run", "--sbatch", "--gpus=1", *COMPARISON, **site
+    )
     assert (status, submitted) == (0, None)
     commands = [line.split() for line in output.splitlines() if line.startswith("sbatch")]
-    assert commands[0][1:3] == ["--gpus=1", "--array=0-2"] and commands[1][1] == "--dependency=afterany:JOB1"
+    assert (
+        commands[0][1:3] == ["--gpus=1", "--array=0-2"]
+        and commands[1][1] == "--dependency=afterany:JOB1"
+    )
 
 
 @pytest.mark.parametrize(
-    "script", ["pretrain_tape.sh", "extend_tape.sh", "evaluate_tape.sh", "compare.sh", "preprocess.sh", "run_all.sh"]
+    "script",
+    [
+        "pretrain_tape.sh",
+        "extend_tape.sh",
+        "evaluate_tape.sh",
+        "compare.sh",
+        "preprocess.sh",
+        "run_all.sh",
+    ],
 )
 def test_options_that_print_something_submit_no_job(submit, script):
     site = {"TAPE_PYTHON": "true"}
@@ -136,9 +189,16 @@ def test_options_that_print_something_submit_no_job(submit, script):
 @pytest.mark.parametrize("script", ["pretrain_tape.sh", "preprocess.sh", "run_all.sh"])
 @pytest.mark.parametrize(
     "given, shown",
-    [(["--nodes=4"], "--nodes=4"), (["-N", "4"], "-N 4"), (["-N4"], "-N4"), (["--exclusive"], "--exclusive")],
+    [
+        (["--nodes=4"], "--nodes=4"),
+        (["-N", "4"], "-N 4"),
+        (["-N4"], "-N4"),
+        (["--exclusive"], "--exclusive"),
+    ],
 )
-def test_an_option_of_sbatch_that_is_given_to_a_script_is_answered_with_the_right_command(submit, script, given, shown):
+def test_an_option_of_sbatch_that_is_given_to_a_script_is_answered_with_the_right_command(
+    submit, script, given, shown
+):
     status, submitted, output = submit(script, RECIPE, *given)
     path = REPOSITORY / "slurm" / script
     assert (status, submitted) == (1, None)
@@ -147,7 +207,9 @@ def test_an_option_of_sbatch_that_is_given_to_a_script_is_answered_with_the_righ
     assert (f"sbatch {shown} {path} ...  or " in output) == (script != "run_all.sh")
 
 
-@pytest.mark.parametrize("name", ["TAPE_SBATCH_OPTIONS", "TAPE_SRUN_OPTIONS", "TAPE_PREFLIGHT_OPTIONS"])
+@pytest.mark.parametrize(
+    "name", ["TAPE_SBATCH_OPTIONS", "TAPE_SRUN_OPTIONS", "TAPE_PREFLIGHT_OPTIONS"]
+)
 def test_options_of_the_site_must_begin_with_an_option(submit, name):
     status, submitted, output = submit("pretrain_tape.sh", *TRAINING, **{name: "nodes=4 --x"})
     assert (status, submitted) == (1, None)
@@ -174,27 +236,52 @@ def test_the_limit_of_an_array_may_stand_anywhere(submit):
 
 
 def test_preprocessing_is_refused_without_input(submit):
-    status, submitted, output = submit("preprocess.sh", "--input", "*.x", "--tokenizer", "t", "--output-prefix", "out")
+    status, submitted, output = submit(
+        "preprocess.sh", "--input", "*.x", "--tokenizer", "t", "--output-prefix", "out"
+    )
     assert (status, submitted) == (2, None) and "error: *.x matches no file (--input)" in output
     status, submitted, output = submit("preprocess.sh")
-    assert (status, submitted) == (0, None) and "sbatch --array=0-7" in output and "#SBATCH" not in output
+    assert (
+        (status, submitted) == (0, None)
+        and "sbatch --array=0-7" in output
+        and "#SBATCH" not in output
+    )
 
 
 def test_variables_of_the_environment_override_the_site_file(tmp_path):
     (tmp_path / "slurm").mkdir()
-    site = "TAPE_SCRATCH=/site\nTAPE_SRUN_OPTIONS=--mpi=none\nTAPE_CONTAINER='x y'\nTAPE_PYTHON=python3\n"
+    site = (
+        "TAPE_SCRATCH=/site\nTAPE_SRUN_OPTIONS=--mpi=none\nTAPE_CONTAINER='x"
+        " y'\nTAPE_PYTHON=python3\n"
+    )
     (tmp_path / "slurm" / "site.env").write_text(site)
     script = 'source "$1"; load_site "$2"; echo "$TAPE_SCRATCH|$TAPE_SRUN_OPTIONS|${#container[@]}"'
-    command = ["bash", "-euc", script, "bash", str(REPOSITORY / "slurm" / "common.sh"), str(tmp_path)]
-    environment = {"PATH": os.environ["PATH"], "TAPE_SCRATCH": "/mine", "TAPE_CONTAINER": "", "TAPE_PYTHON": "python3"}
+    command = [
+        "bash",
+        "-euc",
+        script,
+        "bash",
+        str(REPOSITORY / "slurm" / "common.sh"),
+        str(tmp_path),
+    ]
+    environment = {
+        "PATH": os.environ["PATH"],
+        "TAPE_SCRATCH": "/mine",
+        "TAPE_CONTAINER": "",
+        "TAPE_PYTHON": "python3",
+    }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "/mine|--mpi=none|0\n"
-    assert "TAPE_SCRATCH is '/mine' from the environment, not '/site' from slurm/site.env" in done.stderr
+    assert (
+        "TAPE_SCRATCH is '/mine' from the environment, not '/site' from slurm/site.env"
+        in done.stderr
+    )
     assert "TAPE_PYTHON" not in done.stderr and "TAPE_SRUN_OPTIONS" not in done.stderr
 
 
 @pytest.mark.parametrize(
-    "last, count, expected", [(None, 0, ""), (2, 3, " --part 1/3"), (1, 1, "the array does not begin at 0")]
+    "last, count, expected",
+    [(None, 0, ""), (2, 3, " --part 1/3"), (1, 1, "the array does not begin at 0")],
 )
 def test_each_array_task_preprocesses_one_part(tmp_path, last, count, expected):
     """Slurm runs a copy of the script."""
@@ -218,8 +305,12 @@ def test_each_array_task_preprocesses_one_part(tmp_path, last, count, expected):
         assert done.stdout == f"{program} --workers 2 --input a b*{expected}\n"
 
 
-@pytest.mark.parametrize("script", ["pretrain_tape.sh", "compare.sh", "evaluate_tape.sh", "run_all.sh"])
-def test_a_python_without_the_packages_is_named_with_the_command_that_installs_them(submit, tmp_path, script):
+@pytest.mark.parametrize(
+    "script", ["pretrain_tape.sh", "compare.sh", "evaluate_tape.sh", "run_all.sh"]
+)
+def test_a_python_without_the_packages_is_named_with_the_command_that_installs_them(
+    submit, tmp_path, script
+):
     bare = tmp_path / "bare"
     venv.create(bare, symlinks=True)
     python = bare / "bin" / "python"
@@ -227,27 +318,51 @@ def test_a_python_without_the_packages_is_named_with_the_command_that_installs_t
     status, submitted, output = submit(script, *arguments, TAPE_PYTHON=str(python))
     assert (status, submitted, len(output.splitlines())) == (1, None, 1)
     assert output.startswith(f"error: TAPE_PYTHON is {python}, which lacks the package ")
-    assert f"install the packages with {python} -m pip install -r {REPOSITORY}/requirements.txt" in output
-    status, _, output = submit(script, *arguments, TAPE_PYTHON=str(python), TAPE_CONTAINER="nice -n 0")
+    assert (
+        f"install the packages with {python} -m pip install -r {REPOSITORY}/requirements.txt"
+        in output
+    )
+    status, _, output = submit(
+        script, *arguments, TAPE_PYTHON=str(python), TAPE_CONTAINER="nice -n 0"
+    )
     assert status == 1 and output.startswith(
         f"error: TAPE_PYTHON is {python} in TAPE_CONTAINER (nice -n 0), which lacks"
     )
     assert "in the image, as slurm/apptainer.def does" in output
 
 
-@pytest.mark.parametrize("option", ["--gpus-per-task=1", "--gpu-bind=single:1", "-n 4", "--ntasks=4", "--gres=gpu:1"])
+@pytest.mark.parametrize(
+    "option", ["--gpus-per-task=1", "--gpu-bind=single:1", "-n 4", "--ntasks=4", "--gres=gpu:1"]
+)
 def test_options_of_srun_that_change_the_tasks_or_their_gpus_are_refused(submit, option):
     arguments = [RECIPE, "--data.prefix=a"]
-    status, submitted, output = submit("pretrain_tape.sh", *arguments, TAPE_SRUN_OPTIONS=f"--mpi=none {option}")
+    status, submitted, output = submit(
+        "pretrain_tape.sh", *arguments, TAPE_SRUN_OPTIONS=f"--mpi=none {option}"
+    )
     assert (status, submitted) == (1, None)
-    assert f"TAPE_SRUN_OPTIONS contains {option.split()[0]}, but the scripts start one task per GPU" in output
-    assert submit("pretrain_tape.sh", *arguments, TAPE_SRUN_OPTIONS="--mpi=none --nodelist=a --gpu-freq=low")[0] == 0
+    assert (
+        f"TAPE_SRUN_OPTIONS contains {option.split()[0]}, but the scripts start one task per GPU"
+        in output
+    )
+    assert (
+        submit(
+            "pretrain_tape.sh",
+            *arguments,
+            TAPE_SRUN_OPTIONS="--mpi=none --nodelist=a --gpu-freq=low",
+        )[0]
+        == 0
+    )
 
 
 def test_a_chain_is_submitted_with_the_site_options(submit):
     options = {"TAPE_SBATCH_OPTIONS": "--gpus-per-node=8 --comment='a * b'"}
     status, submitted, output = submit("run_all.sh", "--sbatch", '-A\n"me too"', *CHAIN, **options)
-    assert status == 0 and submitted[:4] == ["--gpus-per-node=8", "--comment=a * b", "-A", "me too"], output
+    assert status == 0 and submitted[:4] == [
+        "--gpus-per-node=8",
+        "--comment=a * b",
+        "-A",
+        "me too",
+    ], output
     assert "pretraining  job 41, in" in output and "extension    job 42, after 41, in" in output
     assert "scancel" not in output
     status, _, output = submit("run_all.sh", "--sbatch", "--comment='a", *CHAIN)
@@ -263,7 +378,9 @@ def test_a_failed_submission_cancels_the_submitted_jobs(submit, script, argument
     assert status == 1 and output.endswith(
         "scancel 41\nerror: not all jobs could be submitted; cancelled those that were: 41\n"
     )
-    status, _, output = submit(script, *arguments, FAILS_AT="44", CANCEL_STATUS="1", FAKE_CLUSTER="far")
+    status, _, output = submit(
+        script, *arguments, FAILS_AT="44", CANCEL_STATUS="1", FAKE_CLUSTER="far"
+    )
     assert status == 1 and output.endswith("cancel those that were: scancel --clusters=far 43\n")
 
 
@@ -278,9 +395,15 @@ def test_an_evaluation_without_an_extension_is_of_the_pretrained_model(submit):
         *evaluation,
         "--model=runs/tiny",
     ]
-    jobs = "pretraining  job 41, in runs/tiny\nevaluation   job 42, after 41, in runs/tiny/evaluation\n"
+    jobs = (
+        "pretraining  job 41, in runs/tiny\nevaluation   job 42, after 41, in"
+        " runs/tiny/evaluation\n"
+    )
     assert output.startswith(jobs)
-    for arguments, message in (([], "neither --extend RECIPE nor --evaluate TASK"), (["--extend"], "names no recipe")):
+    for arguments, message in (
+        ([], "neither --extend RECIPE nor --evaluate TASK"),
+        (["--extend"], "names no recipe"),
+    ):
         status, _, output = submit("run_all.sh", *TRAINING, *arguments)
         assert status == 1 and message in output
 
@@ -301,7 +424,11 @@ def test_an_interrupted_submission_cancels_the_submitted_jobs(submit):
     ],
 )
 def test_the_default_recipe_is_added_only_if_none_is_given(arguments, added):
-    script = 'source "$1"; ROOT=/r; shift; with_recipe default "$@"; printf "%s\\0" "${ARGUMENTS[@]}"'
+    script = (
+        'source "$1"; ROOT=/r; shift; with_recipe default "$@"; printf "%s\\0" "${ARGUMENTS[@]}"'
+    )
     command = ["bash", "-euc", script, "bash", str(REPOSITORY / "slurm" / "common.sh"), *arguments]
-    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")[
+        :-1
+    ]
     assert found == (["/r/default"] if added is None else added) + arguments

@@ -1,4 +1,6 @@
-"""Jobs that are interrupted, lose nodes or fill the disk have the same result as an uninterrupted run."""
+"""Jobs that are interrupted, lose nodes or fill the disk have the same result as an uninterrupted
+run.
+"""
 
 import os
 import random
@@ -21,18 +23,26 @@ IN_BACKGROUND = {"checkpoint.asynchronous": "true"}
 
 
 def check_equal(run, whole, attempts=None, gap=False):
-    """Check that a run has the same metrics and last checkpoint as the uninterrupted one, and all TensorBoard steps.
+    """Check that a run has the same metrics and last checkpoint as the uninterrupted one, and all
+    TensorBoard steps.
 
     With `gap`, steps may be missing from TensorBoard.
     """
     assert rows(run) == rows(whole / "runs/tiny")
-    assert checkpoint_files.newest_complete(run / "checkpoints", pytest.fail).name == f"step-{STEPS:08d}"
+    assert (
+        checkpoint_files.newest_complete(run / "checkpoints", pytest.fail).name
+        == f"step-{STEPS:08d}"
+    )
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     shown = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
     shown.Reload()
     steps = [event.step for event in shown.Scalars("train/loss")]
-    assert (steps[0], steps[-1]) == (1, STEPS) and steps == sorted(set(steps)) and (gap or len(steps) == STEPS)
+    assert (
+        (steps[0], steps[-1]) == (1, STEPS)
+        and steps == sorted(set(steps))
+        and (gap or len(steps) == STEPS)
+    )
     records = read_attempts(run)
     if attempts is not None:
         assert len(records) == attempts, [(record.outcome, record.message) for record in records]
@@ -56,10 +66,14 @@ def test_a_run_survives_four_kills_of_a_rank_and_one_of_the_controller(cluster, 
         wait_for_attempt(cluster, job, start.run, kill)
         record = read_attempts(start.run)[-1]
         if kill % 2:
-            # During a save, a step or an evaluation, but after a new checkpoint, so that it is not a crash loop.
+            # During a save, a step or an evaluation, but after a new checkpoint, so that it is not
+            # a crash loop.
             begun = record.facts["checkpoint_step"]
             cluster.until(
-                lambda begun=begun: checkpointed_step(start.run / "checkpoints") > begun or completed(cluster, job), job
+                lambda begun=begun: (
+                    checkpointed_step(start.run / "checkpoints") > begun or completed(cluster, job)
+                ),
+                job,
             )
             time.sleep(moments.uniform(0, 0.7))
         else:
@@ -79,15 +93,26 @@ def test_a_run_survives_four_kills_of_a_rank_and_one_of_the_controller(cluster, 
     assert starts == sorted(starts)
 
 
-def test_a_two_node_run_equals_one_without_slurm_and_does_not_wait_for_an_earlier_step(cluster, start, whole):
-    # Like the preflight: without --overlap, srun may wait two minutes until Slurm reports the end of the earlier step.
+def test_a_two_node_run_equals_one_without_slurm_and_does_not_wait_for_an_earlier_step(
+    cluster, start, whole
+):
+    # Like the preflight: without --overlap, srun may wait two minutes until Slurm reports the end
+    # of the earlier step.
     earlier_step = '[ -z "${SLURM_JOB_ID:-}" ] || srun --nodes=2 --ntasks=2 sleep 600 &'
-    container, inside = cluster.work / "container", cluster.work / "inside"
-    container.write_text(f'#!/bin/sh\necho "$@" | tr "\\n" " " >>{inside}\necho >>{inside}\nexec "$@"\n')
+    container = cluster.work / "container"
+    inside = cluster.work / "inside"
+    container.write_text(
+        f'#!/bin/sh\necho "$@" | tr "\\n" " " >>{inside}\necho >>{inside}\nexec "$@"\n'
+    )
     container.chmod(0o755)
     job = start(inject={"sleep": 0}, site=(earlier_step, "sleep 2", f"TAPE_CONTAINER={container}"))
     finish(cluster, job)
-    for module in ("pretrain.attempt begin", "pretrain.preflight", "pretrain.train", "pretrain.attempt decide"):
+    for module in (
+        "pretrain.attempt begin",
+        "pretrain.preflight",
+        "pretrain.train",
+        "pretrain.attempt decide",
+    ):
         assert f" {module} " in inside.read_text(), module
     (attempt,) = check_equal(start.run, whole, attempts=1)
     assert attempt.facts["nodes"] == ["nodeA", "nodeB"]
@@ -95,26 +120,34 @@ def test_a_two_node_run_equals_one_without_slurm_and_does_not_wait_for_an_earlie
 
 
 @slow
-def test_a_signal_the_time_limit_and_preemption_save_and_requeue_with_the_copied_code(cluster, start, whole):
-    # Slow steps, so that training between two interruptions takes longer than Slurm needs to notice a time limit.
+def test_a_signal_the_time_limit_and_preemption_save_and_requeue_with_the_copied_code(
+    cluster, start, whole
+):
+    # Slow steps, so that training between two interruptions takes longer than Slurm needs to notice
+    # a time limit.
     job = start(options=("--partition=low",), inject={"sleep": 1.2}, overrides=IN_BACKGROUND)
     wait_for_step(cluster, job, start.run, 3)
-    (cluster.work / "repo" / "pretrain" / "train.py").write_text("raise RuntimeError('not the copy')")
+    (cluster.work / "repo" / "pretrain" / "train.py").write_text(
+        "raise RuntimeError('not the copy')"
+    )
     cluster.run("scancel", "--signal=USR1", job)
     wait_for_attempt(cluster, job, start.run, 2)
     wait_for_step(cluster, job, start.run, 20)
-    # Every 30 s, Slurm sends warnings (here to the batch script) and ends jobs past their time limit.
+    # Every 30 s, Slurm sends warnings (here to the batch script) and ends jobs past their time
+    # limit.
     cluster.run("scontrol", "update", f"JobId={job}", "EndTime=now+2minutes")
     wait_for_attempt(cluster, job, start.run, 3)
-    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")  # a requeued job keeps the limit
+    cluster.run(
+        "scontrol", "update", f"JobId={job}", "TimeLimit=30"
+    )  # a requeued job keeps the limit
     step = step_of(start.run) + 3
     wait_for_step(cluster, job, start.run, step)
     options = ["--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null"]
     other = cluster.run("sbatch", "--parsable", *options, "--wrap", "sleep 3")
     assert cluster.wait(other) == "COMPLETED"
     finish(cluster, job)
-    # Only the attempt after the time limit may end before it has trained, while its limit is being changed. If srun
-    # refuses to start its processes, the attempt is unready.
+    # Only the attempt after the time limit may end before it has trained, while its limit is being
+    # changed. If srun refuses to start its processes, the attempt is unready.
     found = check_equal(start.run, whole)
     untrained = [record.number for record in found if record.outcome in (None, "unready")]
     assert untrained in ([], [3])
@@ -125,7 +158,9 @@ def test_a_signal_the_time_limit_and_preemption_save_and_requeue_with_the_copied
 
 
 @slow
-def test_pipeline_stages_on_two_nodes_survive_signals_and_the_loss_of_either_node(cluster, start, whole_of_stages):
+def test_pipeline_stages_on_two_nodes_survive_signals_and_the_loss_of_either_node(
+    cluster, start, whole_of_stages
+):
     if cluster.mode() == "plain":
         pytest.skip("without user namespaces killing a virtual node leaves its processes alive")
     job = start(overrides=TWO_STAGES | IN_BACKGROUND)
@@ -143,7 +178,9 @@ def test_pipeline_stages_on_two_nodes_survive_signals_and_the_loss_of_either_nod
     cluster.control("start-node", "nodeA")
     finish(cluster, job)
     first, *_, last = records = check_equal(start.run, whole_of_stages)
-    assert first.outcome == "interrupted" and len(records) >= 4 and last.facts["checkpoint_step"] >= 25
+    assert (
+        first.outcome == "interrupted" and len(records) >= 4 and last.facts["checkpoint_step"] >= 25
+    )
     assert last.facts["layout"] == "1 tensor parallel x 2 pipeline parallel x 1 data parallel"
 
 
@@ -173,7 +210,9 @@ def test_after_a_hang_all_stacks_are_written_and_the_run_continues(cluster, star
     first, _ = check_equal(start.run, whole, attempts=2)
     assert first.outcome == "hung" and "train.hang_timeout" in first.message
     for rank, place in ((0, "train_step"), (1, "sitecustomize.py")):
-        stacks = [path.read_text() for path in (start.run / "attempts" / "000001").glob("stacks-*.txt")]
+        stacks = [
+            path.read_text() for path in (start.run / "attempts" / "000001").glob("stacks-*.txt")
+        ]
         assert any(f"rank {rank} on node" in stack and place in stack for stack in stacks)
 
 
@@ -217,7 +256,9 @@ def test_a_crash_loop_stops_after_three_attempts_and_shows_the_error_first(clust
     verdict = records[-1].verdict
     assert verdict["verdict"] == "stop" and "3 attempts in a row" in verdict["reason"]
     assert "rank 1: RuntimeError: a step that was made to fail" in verdict["reason"]
-    shown = cluster.run(sys.executable, "-m", "pretrain.status", str(start.run), check=False, cwd=REPOSITORY)
+    shown = cluster.run(
+        sys.executable, "-m", "pretrain.status", str(start.run), check=False, cwd=REPOSITORY
+    )
     assert "failed" in shown.splitlines()[0] and "made to fail" in shown.splitlines()[0]
 
 

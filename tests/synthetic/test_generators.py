@@ -73,8 +73,12 @@ def test_carries_run_through(a, b):
 
 def test_pairs_of_operand_lengths_are_equally_likely():
     lengths = [len(tokens) for tokens, _ in draw(Addition(digits=2), 4000)]
-    # Of four pairs one has two numbers of one digit each: `a+b=c.`, or 7 tokens if the sum has two digits.
-    pairs = [(np.flatnonzero(t == 10)[0], np.flatnonzero(t == 11)[0]) for t, _ in draw(Addition(digits=2), 4000)]
+    # Of four pairs one has two numbers of one digit each: `a+b=c.`, or 7 tokens if the sum has two
+    # digits.
+    pairs = [
+        (np.flatnonzero(t == 10)[0], np.flatnonzero(t == 11)[0])
+        for t, _ in draw(Addition(digits=2), 4000)
+    ]
     counts = np.unique([(p, e - p - 1) for p, e in pairs], axis=0, return_counts=True)[1]
     assert len(lengths) == 4000 and (abs(counts - 1000) < 5 * np.sqrt(750)).all()
 
@@ -96,9 +100,12 @@ def test_equal_places_have_equal_hints():
 
 
 def test_keys_are_repeated_with_their_values_and_only_values_are_scored():
-    task, lengths, soon = Recall(tokens=256, shortest=64, tokens_per_pair=16, keys=64), [], []
+    task = Recall(tokens=256, shortest=64, tokens_per_pair=16, keys=64)
+    lengths = []
+    soon = []
     for tokens, answers in draw(task, 300):
-        slots, scored = tokens.reshape(-1, 2), answers.reshape(-1, 2)
+        slots = tokens.reshape(-1, 2)
+        scored = answers.reshape(-1, 2)
         pairs = len(tokens) // 16
         values = dict(slots[:pairs].tolist())
         assert len(values) == pairs and all(64 <= value < task.blank for value in values.values())
@@ -115,7 +122,9 @@ def test_symbols_are_copied_in_order_without_blanks():
     task = SelectiveCopy(copied=6, blanks=9, symbols=4)
     places = np.zeros(15)
     for tokens, answers in draw(task, 500):
-        among, mark, copy = tokens[:15], tokens[15], tokens[16:]
+        among = tokens[:15]
+        mark = tokens[15]
+        copy = tokens[16:]
         assert mark == task.mark and (among == task.blank).sum() == 9
         assert among[among != task.blank].tolist() == copy.tolist()
         assert np.flatnonzero(answers).tolist() == list(range(16, 22))
@@ -129,7 +138,8 @@ def test_revisited_cells_keep_their_content_and_only_they_are_scored(dimensions)
     scored = 0
     for tokens, answers in draw(task, 200):
         assert not answers[::2].any()
-        place, seen = [0] * dimensions, {}
+        place = [0] * dimensions
+        seen = {}
         for action, observation, scored_here in zip(tokens[::2], tokens[1::2], answers[1::2]):
             axis, back = divmod(action - task.blank - 1, 2)
             place[axis] = (place[axis] + (-1 if back else 1)) % 5
@@ -145,7 +155,8 @@ def test_runs_keep_their_direction_and_blanks_have_the_set_frequency():
     held = np.concatenate([tokens[1::2] for tokens, _ in drawn])
     assert (held == task.blank).mean() == pytest.approx(0.8, abs=0.03)
     assert len(np.unique(held)) == 17
-    # Runs last 2 steps on average, and a quarter of the time the next goes on in the same direction.
+    # Runs last 2 steps on average, and a quarter of the time the next goes on in the same
+    # direction.
     same = np.concatenate([tokens[2::2] == tokens[:-2:2] for tokens, _ in drawn])
     assert same.mean() == pytest.approx(0.5 + 0.5 * 0.25, abs=0.02)
 

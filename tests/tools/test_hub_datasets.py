@@ -1,4 +1,6 @@
-"""Datasets of the Hugging Face Hub, and local directories in its layout, become the bytes that their JSONL gives."""
+"""Datasets of the Hugging Face Hub, and local directories in its layout, become the bytes that
+their JSONL gives.
+"""
 
 import gzip
 import io
@@ -34,14 +36,21 @@ def shard_texts(number, revision=""):
 
 def parquet(texts):
     file = io.BytesIO()
-    pa.parquet.write_table(pa.table({"id": range(len(texts)), "text": texts}), file, row_group_size=7)
+    pa.parquet.write_table(
+        pa.table({"id": range(len(texts)), "text": texts}), file, row_group_size=7
+    )
     return file.getvalue()
 
 
 def dataset_files(revision=""):
     """Return the files of a dataset, which has another configuration and another split, by path."""
-    files = {f"data/train-{number}.parquet": parquet(shard_texts(number, revision)) for number in range(SHARDS)}
-    lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in shard_texts(8, revision))
+    files = {
+        f"data/train-{number}.parquet": parquet(shard_texts(number, revision))
+        for number in range(SHARDS)
+    }
+    lines = b"".join(
+        json.dumps({"text": text}).encode() + b"\n" for text in shard_texts(8, revision)
+    )
     return files | {
         "README.md": CARD,
         "data/test-0.parquet": parquet(["a test document"]),
@@ -73,7 +82,11 @@ def hub(tmp_path):
     """Start a Hub with the dataset me/texts; `hub.variables` make the tools use it."""
     with serve() as (server, address):
         server.commit = server.add("me/texts", dataset_files())
-        server.variables = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
+        server.variables = {
+            "HF_ENDPOINT": address,
+            "HF_HOME": str(tmp_path / "hf"),
+            "HF_HUB_OFFLINE": "0",
+        }
         yield server
 
 
@@ -106,7 +119,10 @@ def test_a_streamed_and_a_downloaded_dataset_are_the_same(preprocess, hub, expec
     hub.requests.clear()
     preprocess("hub:me/texts", "--streaming", prefix="again", variables=hub.variables)
     assert read_pair(tmp_path / "again") == expected and hub.requests == []
-    names = [f"hf://datasets/me/texts@{hub.commit}/data/train-{number}.parquet" for number in range(SHARDS)]
+    names = [
+        f"hf://datasets/me/texts@{hub.commit}/data/train-{number}.parquet"
+        for number in range(SHARDS)
+    ]
     for prefix in ("streamed", "downloaded"):
         assert read_origin(tmp_path / prefix)["source"]["inputs"] == names
 
@@ -115,7 +131,9 @@ def test_an_existing_output_is_refused_before_the_download(preprocess, run_tool,
     (tmp_path / "out.idx").write_text("old")
     assert "out.idx exists" in preprocess("hub:me/texts", code=2, variables=hub.variables).stderr
     output = ["--output", tmp_path / "out.idx"]
-    error = run_tool("train_tokenizer", "--input", "hub:me/texts", *output, code=2, variables=hub.variables).stderr
+    error = run_tool(
+        "train_tokenizer", "--input", "hub:me/texts", *output, code=2, variables=hub.variables
+    ).stderr
     assert "out.idx exists" in error
     assert not any(path.endswith(".parquet") for path in hub.requests)
 
@@ -127,7 +145,9 @@ def test_a_run_whose_network_failed_continues_after_the_last_complete_file(
     def run(**others):
         # A network failure is no bad document.
         options = ["--streaming", "--on-error", "skip"]
-        return preprocess("hub:me/texts", *options, workers=workers, variables=hub.variables, **others).stderr
+        return preprocess(
+            "hub:me/texts", *options, workers=workers, variables=hub.variables, **others
+        ).stderr
 
     hub.broken.add("data/train-2.parquet")
     error = run(code=1)
@@ -139,7 +159,11 @@ def test_a_run_whose_network_failed_continues_after_the_last_complete_file(
     assert "continuing after 2 of 4 files" in run()
     assert set(hub.requests) == {"data/train-2.parquet", "data/train-3.parquet"}
     assert read_pair(tmp_path / "out") == expected
-    assert sorted(path.name for path in tmp_path.glob("out.*")) == ["out.bin", "out.idx", "out.origin"]
+    assert sorted(path.name for path in tmp_path.glob("out.*")) == [
+        "out.bin",
+        "out.idx",
+        "out.origin",
+    ]
 
 
 def test_an_interrupted_run_does_not_mix_two_revisions(preprocess, hub, expected, tmp_path):
@@ -155,7 +179,9 @@ def test_an_interrupted_run_does_not_mix_two_revisions(preprocess, hub, expected
     assert read_pair(tmp_path / "out") == expected
 
 
-def test_parts_share_the_files_and_refuse_another_revision(preprocess, hub, run_tool, tmp_path, tokenizer_path):
+def test_parts_share_the_files_and_refuse_another_revision(
+    preprocess, hub, run_tool, tmp_path, tokenizer_path
+):
     run = {"variables": hub.variables}
     preprocess("hub:me/texts", "--part", "0/2", **run)
     assert "complete already" in preprocess("hub:me/texts", "--part", "0/2", **run).stderr
@@ -183,29 +209,70 @@ def test_parts_that_run_at_the_same_time_do_not_mix_two_revisions(preprocess, hu
 
 def test_other_tools_read_the_same_dataset(run_tool, hub, tmp_path):
     run = {"variables": hub.variables}
-    run_tool("make_corpus", "hub", "me/texts", "--streaming", "--output", tmp_path / "out.jsonl", **run)
+    run_tool(
+        "make_corpus", "hub", "me/texts", "--streaming", "--output", tmp_path / "out.jsonl", **run
+    )
     texts = [text for number in range(SHARDS) for text in shard_texts(number)]
-    assert [json.loads(line)["text"] for line in (tmp_path / "out.jsonl").open(encoding="utf-8")] == texts
+    assert [
+        json.loads(line)["text"] for line in (tmp_path / "out.jsonl").open(encoding="utf-8")
+    ] == texts
     options = ["--vocab-size", 350, "--max-documents", 50]
-    run_tool("train_tokenizer", "--input", "hub:me/texts", *options, "--output", tmp_path / "hub.model", **run)
+    run_tool(
+        "train_tokenizer",
+        "--input",
+        "hub:me/texts",
+        *options,
+        "--output",
+        tmp_path / "hub.model",
+        **run,
+    )
     write_lines(tmp_path / "some.jsonl", texts[:50])
-    run_tool("train_tokenizer", "--input", tmp_path / "some.jsonl", *options, "--output", tmp_path / "jsonl.model")
+    run_tool(
+        "train_tokenizer",
+        "--input",
+        tmp_path / "some.jsonl",
+        *options,
+        "--output",
+        tmp_path / "jsonl.model",
+    )
     assert (tmp_path / "hub.model").read_bytes() == (tmp_path / "jsonl.model").read_bytes()
 
 
 @pytest.mark.parametrize(
     "inputs, problem, fix",
     [
-        (["hub:you/texts"], "you/texts cannot be opened: Dataset 'you/texts' doesn't exist", "HF_TOKEN"),
-        (["hub:me/texts", "--revision", "old"], "Revision 'old' doesn't exist", "check the name and --revision"),
-        (["hub:me/texts", "--config-name", "big"], "BuilderConfig 'big' not found", "choose one with --config-name"),
-        (["hub:me/texts", "--split", "dev"], r"'dev', but me/texts \(default\) has only \['test', 'train'\]", "choose"),
+        (
+            ["hub:you/texts"],
+            "you/texts cannot be opened: Dataset 'you/texts' doesn't exist",
+            "HF_TOKEN",
+        ),
+        (
+            ["hub:me/texts", "--revision", "old"],
+            "Revision 'old' doesn't exist",
+            "check the name and --revision",
+        ),
+        (
+            ["hub:me/texts", "--config-name", "big"],
+            "BuilderConfig 'big' not found",
+            "choose one with --config-name",
+        ),
+        (
+            ["hub:me/texts", "--split", "dev"],
+            r"'dev', but me/texts \(default\) has only \['test', 'train'\]",
+            "choose",
+        ),
         (["hub:./texts"], "./texts is no directory", "check the path"),
-        (["hub:me/texts", "--text-key", "body"], r"train-0.parquet has no column 'body'", "--text-key"),
+        (
+            ["hub:me/texts", "--text-key", "body"],
+            r"train-0.parquet has no column 'body'",
+            "--text-key",
+        ),
         (["a.jsonl", "--streaming"], "--streaming is only for datasets of the Hub", "remove it"),
     ],
 )
-def test_the_cause_is_named_if_a_dataset_cannot_be_opened(preprocess, hub, tmp_path, inputs, problem, fix):
+def test_the_cause_is_named_if_a_dataset_cannot_be_opened(
+    preprocess, hub, tmp_path, inputs, problem, fix
+):
     (line,) = preprocess(*inputs, code=2, variables=hub.variables).stderr.splitlines()[-1:]
     assert re.search(f"^error: .*{problem}.*; .*{fix}", line)
     assert not list(tmp_path.glob("out*"))

@@ -5,7 +5,15 @@ from datasets_for_tests import write_documents
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, corpus, tokenizer_path, run_tool):
     prefix = tmp_path_factory.mktemp("whole") / "data"
-    run_tool("preprocess_data", "--input", corpus, "--tokenizer", tokenizer_path, "--output-prefix", prefix)
+    run_tool(
+        "preprocess_data",
+        "--input",
+        corpus,
+        "--tokenizer",
+        tokenizer_path,
+        "--output-prefix",
+        prefix,
+    )
     return prefix
 
 
@@ -63,14 +71,25 @@ def replaced(offset, data):
         ("idx", replaced(17, b"\77"), "unknown dtype code 63"),
         ("idx", replaced(18, b"\3"), "truncated or damaged"),
         ("bin", lambda content: content[:-2], "bytes, but its index describes"),
-        ("bin", replaced(6, b"\xff\xff"), "token 3, in document 0, has the id 65535, but the tokenizer has 800 ids"),
+        (
+            "bin",
+            replaced(6, b"\xff\xff"),
+            "token 3, in document 0, has the id 65535, but the tokenizer has 800 ids",
+        ),
         ("bin", None, "data.bin does not exist"),
     ],
 )
-def test_damaged_and_missing_files_are_named(whole, tokenizer_path, tmp_path, run_tool, ending, damage, message):
+def test_damaged_and_missing_files_are_named(
+    whole, tokenizer_path, tmp_path, run_tool, ending, damage, message
+):
     contents = {name: whole.with_suffix(f".{name}").read_bytes() for name in ("bin", "idx")}
     contents[ending] = damage and damage(contents[ending])
     for name, content in contents.items():
         if content is not None:
             (tmp_path / f"data.{name}").write_bytes(content)
-    assert message in run_tool("inspect_dataset", tmp_path / "data", "--tokenizer", tokenizer_path, code=2).stderr
+    assert (
+        message
+        in run_tool(
+            "inspect_dataset", tmp_path / "data", "--tokenizer", tokenizer_path, code=2
+        ).stderr
+    )

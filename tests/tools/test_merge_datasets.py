@@ -13,10 +13,16 @@ def test_parts_contain_every_file_once_and_are_merged_by_a_pattern(preprocess, r
         write_lines(tmp_path / f"{name}.jsonl", [f"{name} {number}" for number in range(3)])
     for index in range(2):
         preprocess(tmp_path / "?.jsonl", "--part", f"{index}/2")
-    run_tool("merge_datasets", "--input", tmp_path / "out-*", "--output-prefix", tmp_path / "merged")
+    run_tool(
+        "merge_datasets", "--input", tmp_path / "out-*", "--output-prefix", tmp_path / "merged"
+    )
     preprocess(*(tmp_path / f"{name}.jsonl" for name in "acebd"), prefix="single")
     assert read_pair(tmp_path / "merged") == read_pair(tmp_path / "single")
-    parts = [f"out-0000{index}-of-00002.{ending}" for index in range(2) for ending in ("bin", "idx", "origin")]
+    parts = [
+        f"out-0000{index}-of-00002.{ending}"
+        for index in range(2)
+        for ending in ("bin", "idx", "origin")
+    ]
     assert names(tmp_path) == parts
 
 
@@ -33,10 +39,19 @@ def test_a_complete_part_is_kept_and_another_count_is_refused(preprocess, tmp_pa
     preprocess(tmp_path / "?.jsonl", "--part", "1/2", "--overwrite")
     assert index.stat().st_ino != before
     index.unlink()  # as if the process had been killed during the last rename
-    assert "00001-of-00002: 1 document, " in preprocess(tmp_path / "?.jsonl", "--part", "1/2").stderr
-    for part, problem in (("0/3", "is one of 2 parts"), ("2/2", "is not I/N"), ("\u0660/2", "is not I/N")):
+    assert (
+        "00001-of-00002: 1 document, " in preprocess(tmp_path / "?.jsonl", "--part", "1/2").stderr
+    )
+    for part, problem in (
+        ("0/3", "is one of 2 parts"),
+        ("2/2", "is not I/N"),
+        ("\u0660/2", "is not I/N"),
+    ):
         assert problem in preprocess(tmp_path / "?.jsonl", "--part", part, code=2).stderr
-    assert "names only 3 files" in preprocess(tmp_path / "?.jsonl", "--part", "0/4", prefix="other", code=2).stderr
+    assert (
+        "names only 3 files"
+        in preprocess(tmp_path / "?.jsonl", "--part", "0/4", prefix="other", code=2).stderr
+    )
 
 
 def test_datasets_with_one_dtype_are_merged_in_the_given_order(run_tool, tmp_path):
@@ -62,7 +77,9 @@ def test_datasets_that_do_not_match_are_refused(run_tool, tmp_path):
     write_documents(tmp_path / "a", [[1, 2], [3]])
     write_documents(tmp_path / "b", [[1]], "<i4")
     write_documents(tmp_path / "empty", [])
-    builder = IndexedDatasetBuilder(str(tmp_path / "pictures.bin"), dtype=np.uint16, multimodal=True)
+    builder = IndexedDatasetBuilder(
+        str(tmp_path / "pictures.bin"), dtype=np.uint16, multimodal=True
+    )
     builder.add_document(np.arange(5), [5], [1])
     builder.finalize(str(tmp_path / "pictures.idx"))
     for message, inputs in {
@@ -72,7 +89,9 @@ def test_datasets_that_do_not_match_are_refused(run_tool, tmp_path):
         "have no documents": ["empty", "empty"],
     }.items():
         paths = [tmp_path / name for name in inputs]
-        error = run_tool("merge_datasets", "--input", *paths, "--output-prefix", tmp_path / "out", code=2).stderr
+        error = run_tool(
+            "merge_datasets", "--input", *paths, "--output-prefix", tmp_path / "out", code=2
+        ).stderr
         assert error.splitlines()[-1].startswith("error: ") and message in error
         assert names(tmp_path) == []
     arguments = ["--input", tmp_path / "a", tmp_path / "empty", "--output-prefix", tmp_path / "a"]

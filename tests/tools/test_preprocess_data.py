@@ -31,7 +31,9 @@ def expected(tmp_path_factory, tokenizer_path, texts):
     """Return the files that Megatron's own builder writes for the corpus."""
     prefix = tmp_path_factory.mktemp("megatron") / "data"
     tokenizer = load_tokenizer(tokenizer_path)
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(tokenizer.vocab_size))
+    builder = IndexedDatasetBuilder(
+        f"{prefix}.bin", dtype=DType.optimal_dtype(tokenizer.vocab_size)
+    )
     for text in texts:
         ids = [*tokenizer.encode(text), tokenizer.eod]
         builder.add_document(torch.tensor(ids), [len(ids)])
@@ -52,7 +54,9 @@ def test_output_equals_megatrons_for_any_number_of_workers_and_chunk_size(
     assert files_in(tmp_path) == ["out.bin", "out.idx", "out.origin"]
 
 
-def test_a_file_system_may_be_unable_to_sync_directories(preprocess, corpus, expected, tmp_path, monkeypatch):
+def test_a_file_system_may_be_unable_to_sync_directories(
+    preprocess, corpus, expected, tmp_path, monkeypatch
+):
     fsync = os.fsync
 
     def fails(descriptor):
@@ -65,8 +69,12 @@ def test_a_file_system_may_be_unable_to_sync_directories(preprocess, corpus, exp
     assert read_pair(tmp_path / "out") == expected
 
 
-@pytest.mark.parametrize("form", ["two gz streams", "two zst streams", "parquet", "txt, BOM", "no newline, BOM"])
-def test_every_input_format_gives_the_same_bytes(preprocess, corpus, expected, texts, tmp_path, form):
+@pytest.mark.parametrize(
+    "form", ["two gz streams", "two zst streams", "parquet", "txt, BOM", "no newline, BOM"]
+)
+def test_every_input_format_gives_the_same_bytes(
+    preprocess, corpus, expected, texts, tmp_path, form
+):
     raw = corpus.read_bytes()
     source = tmp_path / "in"
     source.mkdir()
@@ -74,7 +82,9 @@ def test_every_input_format_gives_the_same_bytes(preprocess, corpus, expected, t
     if "gz" in form:
         (source / "a.jsonl.gz").write_bytes(b"".join(map(gzip.compress, halves)))
     elif "zst" in form:
-        (source / "a.json.zst").write_bytes(b"".join(map(zstandard.ZstdCompressor().compress, halves)))
+        (source / "a.json.zst").write_bytes(
+            b"".join(map(zstandard.ZstdCompressor().compress, halves))
+        )
     elif form == "parquet":
         table = pa.table({"text": texts, "number": range(len(texts))})
         pa.parquet.write_table(table, source / "a.parquet", row_group_size=3)
@@ -88,7 +98,9 @@ def test_every_input_format_gives_the_same_bytes(preprocess, corpus, expected, t
     assert read_pair(tmp_path / "out") == expected
 
 
-@pytest.mark.parametrize("option, ends", [([], True), (["--append-eod"], True), (["--no-append-eod"], False)])
+@pytest.mark.parametrize(
+    "option, ends", [([], True), (["--append-eod"], True), (["--no-append-eod"], False)]
+)
 def test_documents_end_in_the_end_of_document_token_unless_it_is_turned_off(
     preprocess, corpus, tmp_path, tokenizer_path, texts, option, ends
 ):
@@ -96,17 +108,27 @@ def test_documents_end_in_the_end_of_document_token_unless_it_is_turned_off(
     tokenizer = load_tokenizer(tokenizer_path)
     reader = IndexedDatasetReader(tmp_path / "out")
     for number, text in enumerate(texts):
-        assert reader.document(number).tolist() == [*tokenizer.encode(text), *([tokenizer.eod] if ends else [])]
-    said = "every document ends in the end-of-document token 3" if ends else "no token marks the ends of documents"
+        assert reader.document(number).tolist() == [
+            *tokenizer.encode(text),
+            *([tokenizer.eod] if ends else []),
+        ]
+    if ends:
+        said = "every document ends in the end-of-document token 3"
+    else:
+        said = "no token marks the ends of documents"
     assert said in log
 
 
-def test_a_tokenizer_without_an_end_of_document_token_needs_the_option(preprocess, corpus, tmp_path):
+def test_a_tokenizer_without_an_end_of_document_token_needs_the_option(
+    preprocess, corpus, tmp_path
+):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     options = ["--tokenizer", tmp_path / "tokenizer.json"]
     error = preprocess(corpus, *options, code=2).stderr
-    assert "has no end-of-document token; choose another tokenizer, or pass --no-append-eod" in error
+    assert (
+        "has no end-of-document token; choose another tokenizer, or pass --no-append-eod" in error
+    )
     preprocess(corpus, *options, "--no-append-eod")
 
 
@@ -136,11 +158,16 @@ BAD_LINES = {
 def test_a_bad_line_is_named_and_leaves_no_output(preprocess, tmp_path):
     (tmp_path / "bad.jsonl").write_bytes(b'{"text": "a"}\n' * 2 + b'{"text": "a\n{"text": "b"}\n')
     error = preprocess(tmp_path / "bad.jsonl", "--chunk-bytes", 20, code=2).stderr
-    assert f"error: {tmp_path}/bad.jsonl:3 cannot be used: invalid JSON; repair it, or pass --on-error skip" in error
+    assert (
+        f"error: {tmp_path}/bad.jsonl:3 cannot be used: invalid JSON; repair it, or pass --on-error"
+        " skip" in error
+    )
     assert files_in(tmp_path) == ["bad.jsonl"]
 
 
-@pytest.mark.parametrize("ending, compress", [("", bytes), (".gz", gzip.compress), (".zst", zstandard.compress)])
+@pytest.mark.parametrize(
+    "ending, compress", [("", bytes), (".gz", gzip.compress), (".zst", zstandard.compress)]
+)
 def test_a_text_key_that_does_not_exist_is_refused_with_the_keys_of_the_first_record(
     preprocess, tmp_path, ending, compress
 ):
@@ -161,13 +188,18 @@ def test_a_text_key_that_does_not_exist_is_refused_with_the_keys_of_the_first_re
         ("messages", {"role": "user", "content": "hi"}, ["--text-key", "messages"]),
     ],
 )
-def test_chats_are_refused_with_what_makes_text_of_them(preprocess, tmp_path, name, key, turn, option):
+def test_chats_are_refused_with_what_makes_text_of_them(
+    preprocess, tmp_path, name, key, turn, option
+):
     if name.endswith(".parquet"):
         pa.parquet.write_table(pa.table({"id": [1], key: [[turn]]}), tmp_path / name)
     else:
         (tmp_path / name).write_text(json.dumps({"id": 1, key: [turn]}))
     error = preprocess(tmp_path / name, *option, code=2).stderr
-    fix = f"turn the chats in '{key}' into text first, with a chat template (see Chats in docs/data.md)"
+    fix = (
+        f"turn the chats in '{key}' into text first, with a chat template (see Chats in"
+        " docs/data.md)"
+    )
     assert f"; {fix}, or choose another text key with --text-key" in error
     assert files_in(tmp_path) == [name]
 
@@ -177,7 +209,10 @@ def test_a_json_array_is_refused_with_what_makes_lines_of_it(preprocess, tmp_pat
     path = tmp_path / "a.json"
     path.write_text(json.dumps([{"text": "a"}, {"text": "b"}], indent=indent))
     fix = f"write one object a line, as `jq -c '.[]' {path}` does"
-    assert f"error: {path}:1 begins a JSON array instead of JSON lines; {fix}" in preprocess(path, code=2).stderr
+    assert (
+        f"error: {path}:1 begins a JSON array instead of JSON lines; {fix}"
+        in preprocess(path, code=2).stderr
+    )
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 18])
@@ -207,7 +242,11 @@ def cut_off(content):
 
 
 def damaged(content):
-    return content[: len(content) // 2] + bytes([content[len(content) // 2] ^ 255]) + content[len(content) // 2 + 1 :]
+    return (
+        content[: len(content) // 2]
+        + bytes([content[len(content) // 2] ^ 255])
+        + content[len(content) // 2 + 1 :]
+    )
 
 
 @pytest.mark.parametrize(
@@ -226,7 +265,10 @@ def test_an_unreadable_file_is_an_error_or_skipped_after_its_readable_lines(
     path.write_bytes(write(corpus.read_bytes()))
     write_lines(tmp_path / "b.jsonl", ["after"])
     error = preprocess(path, tmp_path / "b.jsonl", code=2).stderr
-    assert re.search(rf"error: {path} cannot be used: the file .*, so the rest was not read; .*--on-error skip", error)
+    assert re.search(
+        rf"error: {path} cannot be used: the file .*, so the rest was not read; .*--on-error skip",
+        error,
+    )
     assert "Error -3" not in error
     assert files_in(tmp_path) == sorted([name, "b.jsonl"])
     report = preprocess(path, tmp_path / "b.jsonl", "--on-error", "skip").stderr
@@ -237,7 +279,10 @@ def test_an_unreadable_file_is_an_error_or_skipped_after_its_readable_lines(
 @pytest.mark.parametrize("values", [pa.string_view(), "dictionary"])
 def test_every_string_type_of_parquet_is_read(preprocess, texts, tmp_path, expected, values):
     column = pa.array(texts)
-    column = column.dictionary_encode() if values == "dictionary" else column.cast(values)
+    if values == "dictionary":
+        column = column.dictionary_encode()
+    else:
+        column = column.cast(values)
     pa.parquet.write_table(pa.table({"text": column}), tmp_path / "a.parquet", row_group_size=3)
     assert pa.parquet.read_schema(tmp_path / "a.parquet").field("text").type == column.type
     preprocess(tmp_path / "a.parquet")
@@ -248,7 +293,10 @@ def test_every_string_type_of_parquet_is_read(preprocess, texts, tmp_path, expec
     "table, problem",
     [
         (pa.table({"body": ["a"]}), "has no column 'text', only ['body']"),
-        (pa.table({"text": pa.array([b"a"])}), "has a column 'text' of type binary instead of string"),
+        (
+            pa.table({"text": pa.array([b"a"])}),
+            "has a column 'text' of type binary instead of string",
+        ),
     ],
 )
 def test_parquet_without_a_text_column_is_refused(tmp_path, table, problem):
@@ -276,7 +324,9 @@ def write_texts(path, texts):
     if path.suffix == ".parquet":
         pa.parquet.write_table(pa.table({"text": texts}), path)
     else:
-        path.write_bytes({".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)(lines))
+        path.write_bytes(
+            {".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)(lines)
+        )
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json.zst", "a.parquet"])
@@ -323,7 +373,10 @@ def test_too_large_documents_take_little_memory(tmp_path):
         file.write(b'\n{"text": "after"}\n')
     tracemalloc.start()
     for name, count in (("a.txt", 1), ("a.jsonl.gz", 2)):
-        assert len(list(raw_chunks.read_chunks([str(tmp_path / name)], "text", 1 << 18, 1 << 16))) == count
+        assert (
+            len(list(raw_chunks.read_chunks([str(tmp_path / name)], "text", 1 << 18, 1 << 16)))
+            == count
+        )
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 23
@@ -345,7 +398,11 @@ def test_user_errors_are_one_sentence_before_any_work(preprocess, corpus, tmp_pa
         "is not a SentencePiece model; give": [corpus, "--tokenizer", corpus],
         "does not exist; give": [corpus, "--tokenizer", "none.model"],
         "has no end-of-document token": [corpus, "--tokenizer", tmp_path / "tokenizer.json"],
-        "a directory; add a name for the dataset, such as folder/NAME": [corpus, "--output-prefix", "folder/"],
+        "a directory; add a name for the dataset, such as folder/NAME": [
+            corpus,
+            "--output-prefix",
+            "folder/",
+        ],
     }.items():
         lines = preprocess(*arguments, code=2).stderr.splitlines()
         assert lines[-1].startswith("error: ") and message in lines[-1]
@@ -355,16 +412,31 @@ def test_user_errors_are_one_sentence_before_any_work(preprocess, corpus, tmp_pa
 
 @pytest.fixture
 def interrupted(tmp_path, tokenizer_path, texts):
-    """Start the tool on an endless input; yield its process and workers once it has written some tokens."""
+    """Start the tool on an endless input; yield its process and workers once it has written some
+    tokens.
+    """
     pipe = tmp_path / "endless.jsonl"
     os.mkfifo(pipe)
     tool = subprocess.Popen(
-        command("preprocess_data", "--input", pipe, "--tokenizer", tokenizer_path, "--output-prefix", tmp_path / "out",
-                "--workers", 2, "--chunk-bytes", 1000, "--overwrite"),
+        command(
+            "preprocess_data",
+            "--input",
+            pipe,
+            "--tokenizer",
+            tokenizer_path,
+            "--output-prefix",
+            tmp_path / "out",
+            "--workers",
+            2,
+            "--chunk-bytes",
+            1000,
+            "--overwrite",
+        ),
         stderr=subprocess.PIPE,
         text=True,
-    )  # fmt: skip
-    # Open the pipe for reading and writing, so that opening does not block and the input never ends.
+    )
+    # Open the pipe for reading and writing, so that opening does not block and the input never
+    # ends.
     with open(pipe, "r+b", buffering=0) as writer:
         os.set_blocking(writer.fileno(), False)
         data = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts * 3)
@@ -400,7 +472,9 @@ def is_gone(pid):
 
 
 @pytest.mark.parametrize("name, existing", [("SIGINT", True), ("SIGTERM", False)])
-def test_an_interrupted_run_cleans_up_and_keeps_an_old_dataset(interrupted, tmp_path, name, existing):
+def test_an_interrupted_run_cleans_up_and_keeps_an_old_dataset(
+    interrupted, tmp_path, name, existing
+):
     if existing:
         for ending in (".bin", ".idx"):
             (tmp_path / f"out{ending}").write_text("old")
@@ -416,16 +490,28 @@ def test_an_interrupted_run_cleans_up_and_keeps_an_old_dataset(interrupted, tmp_
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_the_same_command_continues_an_interrupted_run(preprocess, corpus, expected, tmp_path, tokenizer_path, workers):
+def test_the_same_command_continues_an_interrupted_run(
+    preprocess, corpus, expected, tmp_path, tokenizer_path, workers
+):
     preprocess(corpus, prefix="half")
     (tmp_path / "a.jsonl").write_bytes(corpus.read_bytes())
     (tmp_path / "b.jsonl").write_bytes(corpus.read_bytes())
     preprocess(tmp_path / "a.jsonl", tmp_path / "b.jsonl", prefix="whole")
     os.mkfifo(tmp_path / "pipe.jsonl")
     arguments = command(
-        "preprocess_data", "--input", tmp_path / "a.jsonl", tmp_path / "pipe.jsonl", "--tokenizer", tokenizer_path,
-        "--output-prefix", tmp_path / "out", "--workers", workers, "--chunk-bytes", 1000,
-    )  # fmt: skip
+        "preprocess_data",
+        "--input",
+        tmp_path / "a.jsonl",
+        tmp_path / "pipe.jsonl",
+        "--tokenizer",
+        tokenizer_path,
+        "--output-prefix",
+        tmp_path / "out",
+        "--workers",
+        workers,
+        "--chunk-bytes",
+        1000,
+    )
 
     first = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
     with open(tmp_path / "pipe.jsonl", "wb", buffering=0) as pipe:
@@ -436,7 +522,11 @@ def test_the_same_command_continues_an_interrupted_run(preprocess, corpus, expec
         error = first.communicate(timeout=60)[1]
     assert first.returncode == 130
     assert "ended by SIGINT; the same command continues after the last complete input file" in error
-    assert sorted(path.name for path in tmp_path.glob("out*")) == ["out.bin.partial", "out.idx.partial", "out.progress"]
+    assert sorted(path.name for path in tmp_path.glob("out*")) == [
+        "out.bin.partial",
+        "out.idx.partial",
+        "out.progress",
+    ]
     assert (tmp_path / "out.bin.partial").stat().st_size == complete
 
     second = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
@@ -445,7 +535,11 @@ def test_the_same_command_continues_an_interrupted_run(preprocess, corpus, expec
     assert second.returncode == 0, error
     assert "continuing after 1 of 2 files" in error
     assert read_pair(tmp_path / "out") == read_pair(tmp_path / "whole")
-    assert sorted(path.name for path in tmp_path.glob("out*")) == ["out.bin", "out.idx", "out.origin"]
+    assert sorted(path.name for path in tmp_path.glob("out*")) == [
+        "out.bin",
+        "out.idx",
+        "out.origin",
+    ]
 
 
 def test_skipped_documents_of_an_interrupted_run_are_reported(preprocess, tmp_path, monkeypatch):
@@ -453,7 +547,8 @@ def test_skipped_documents_of_an_interrupted_run_are_reported(preprocess, tmp_pa
     for name in "ab":
         write_lines(tmp_path / f"{name}.jsonl", ["good", "", "good"])
     (tmp_path / "c.jsonl").write_text('{"text": "also good"}')
-    add, seen = IndexedDatasetWriter.add, []
+    add = IndexedDatasetWriter.add
+    seen = []
 
     def fail_at_the_third_file(writer, tokens, lengths):
         seen.append(len(lengths))
@@ -485,7 +580,9 @@ def test_skipped_documents_of_an_interrupted_run_are_reported(preprocess, tmp_pa
     assert "continuing" not in report and "6 documents" in report
 
 
-def test_a_killed_run_leaves_no_dataset_and_the_next_run_succeeds(interrupted, preprocess, tmp_path, corpus, expected):
+def test_a_killed_run_leaves_no_dataset_and_the_next_run_succeeds(
+    interrupted, preprocess, tmp_path, corpus, expected
+):
     tool, workers = interrupted
     assert "being written by another process" in preprocess(corpus, code=2).stderr
     tool.kill()
@@ -512,7 +609,9 @@ def test_the_death_of_a_worker_is_an_error(interrupted, tmp_path):
 class Characters:
     """A tokenizer whose ids are character codes."""
 
-    vocab_size, eod, bos = 256, 0, None
+    vocab_size = 256
+    eod = 0
+    bos = None
 
     def encode_batch(self, texts):
         return [np.array([ord(character) for character in text], np.int32) for text in texts]

@@ -9,13 +9,26 @@ from megatron_tape.data.tokenizer import load_tokenizer
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_source_code_is_reproduced_and_two_runs_give_the_same_model(tmp_path, corpus, run_tool, texts, kind):
+def test_source_code_is_reproduced_and_two_runs_give_the_same_model(
+    tmp_path, corpus, run_tool, texts, kind
+):
     models = [tmp_path / "a.model", tmp_path / "b.model"]
     for model in models:
         run_tool(
-            "train_tokenizer", "--input", corpus, "--vocab-size", 600, "--output", model, "--model-type", kind,
-            "--max-bytes", 50000, "--seed", 3,
-        )  # fmt: skip
+            "train_tokenizer",
+            "--input",
+            corpus,
+            "--vocab-size",
+            600,
+            "--output",
+            model,
+            "--model-type",
+            kind,
+            "--max-bytes",
+            50000,
+            "--seed",
+            3,
+        )
     assert models[0].read_bytes() == models[1].read_bytes()
     tokenizer = load_tokenizer(models[0])
     assert tokenizer.vocab_size == 600
@@ -25,7 +38,16 @@ def test_source_code_is_reproduced_and_two_runs_give_the_same_model(tmp_path, co
 
 def test_another_seed_samples_other_documents(tmp_path, corpus, run_tool):
     for seed in (0, 1):
-        options = ["--vocab-size", 400, "--max-bytes", 60000, "--seed", seed, "--output", tmp_path / f"{seed}.model"]
+        options = [
+            "--vocab-size",
+            400,
+            "--max-bytes",
+            60000,
+            "--seed",
+            seed,
+            "--output",
+            tmp_path / f"{seed}.model",
+        ]
         message = run_tool("train_tokenizer", "--input", corpus, *options).stderr
         assert "training 400 bpe pieces: done in" in message
     assert (tmp_path / "0.model").read_bytes() != (tmp_path / "1.model").read_bytes()
@@ -33,27 +55,52 @@ def test_another_seed_samples_other_documents(tmp_path, corpus, run_tool):
 
 def test_user_errors_are_one_sentence_and_leave_no_output(tmp_path, corpus, run_tool):
     output = ["--output", tmp_path / "t.model"]
-    for size, problem in ((100000, "too many for this text; choose at most "), (50, "which SentencePiece refuses: ")):
-        error = run_tool("train_tokenizer", "--input", corpus, "--vocab-size", size, *output, code=2).stderr
+    for size, problem in (
+        (100000, "too many for this text; choose at most "),
+        (50, "which SentencePiece refuses: "),
+    ):
+        error = run_tool(
+            "train_tokenizer", "--input", corpus, "--vocab-size", size, *output, code=2
+        ).stderr
         assert f"error: --vocab-size is {size}, {problem}" in error
-    error = run_tool("train_tokenizer", "--input", corpus, "--max-document-bytes", 1000, *output, code=2).stderr
-    assert "cannot be used: more than 1,000 bytes in one document; repair, split or remove it" in error
+    error = run_tool(
+        "train_tokenizer", "--input", corpus, "--max-document-bytes", 1000, *output, code=2
+    ).stderr
+    assert (
+        "cannot be used: more than 1,000 bytes in one document; repair, split or remove it" in error
+    )
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "t.model").write_text("existing")
-    assert "exists; pass --overwrite" in run_tool("train_tokenizer", "--input", corpus, *output, code=2).stderr
+    assert (
+        "exists; pass --overwrite"
+        in run_tool("train_tokenizer", "--input", corpus, *output, code=2).stderr
+    )
     assert (tmp_path / "t.model").read_text() == "existing"
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{\n')
-    error = run_tool("train_tokenizer", "--input", tmp_path / "bad.jsonl", *output, "--overwrite", code=2).stderr
+    error = run_tool(
+        "train_tokenizer", "--input", tmp_path / "bad.jsonl", *output, "--overwrite", code=2
+    ).stderr
     assert "bad.jsonl:2 cannot be used: invalid JSON" in error
 
 
 def test_a_signal_ends_the_training_at_once_and_leaves_no_model(corpus, tmp_path):
     code = (
-        "import time; from megatron_tape import command_line; from tools import train_tokenizer as tool;"
-        "tool.train = lambda *_: (print(flush=True), time.sleep(60)); command_line.run(tool.main)"
+        "import time; from megatron_tape import command_line; from tools import train_tokenizer as"
+        " tool;tool.train = lambda *_: (print(flush=True), time.sleep(60));"
+        " command_line.run(tool.main)"
     )
-    command = [sys.executable, "-c", code, "--input", str(corpus), "--output", str(tmp_path / "t.model")]
-    tool = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "--input",
+        str(corpus),
+        "--output",
+        str(tmp_path / "t.model"),
+    ]
+    tool = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     tool.stdout.readline()
     tool.send_signal(signal.SIGINT)
     tool.communicate(timeout=60)

@@ -1,4 +1,6 @@
-"""Toy encodings in one file each, as a user would write them; tests of two processes import `head_gate`."""
+"""Toy encodings in one file each, as a user would write them; tests of two processes import
+`head_gate`.
+"""
 
 import contextlib
 import importlib

@@ -1,7 +1,9 @@
-"""A toy: forget gates with weights sharded by heads, so that each rank computes its gates from all tokens."""
+"""A toy: forget gates with weights sharded by heads, so that each rank computes its gates from all
+tokens.
+"""
 
 from megatron_tape.ops.backends import GATE
-from megatron_tape.position import Parameter, PositionEncoding, Positions, register
+from megatron_tape.position import Parameter, PositionEncoding, PositionInputs, register
 
 
 @register
@@ -11,10 +13,10 @@ class ToyHeadGate(PositionEncoding):
 
     def parameters(self, layer):
         shape = (self.model.num_attention_heads, self.model.hidden_size)
-        return {"gate": Parameter(shape, std=self.model.init_std, head_axis=0)}
+        return {"gate": Parameter(shape, std=self.model.init_std, partition_dim=0)}
 
     def positions(self, layer, parameters, state, hidden_states_sBC, cache):
         from torch.nn.functional import linear, logsigmoid
 
         gates = logsigmoid(linear(hidden_states_sBC, parameters["gate"]))
-        return Positions(log_gate_TBH=cache.append("gates", gates))
+        return PositionInputs(log_gate_TBH=cache.append("gates", gates))

@@ -1,9 +1,11 @@
-"""A toy: rotary phases that every layer scales by the token's content, with parameters in each layer."""
+"""A toy: rotary phases that every layer scales by the token's content, with parameters in each
+layer.
+"""
 
 from dataclasses import replace
 
 from megatron_tape.ops.backends import ROTATION
-from megatron_tape.position import Costs, Parameter, Positions, register
+from megatron_tape.position import Costs, Parameter, PositionInputs, register
 from megatron_tape.position.rope import RotaryPosition
 
 
@@ -19,7 +21,9 @@ class ToyStretch(RotaryPosition):
 
     def parameters(self, layer):
         shape = (self.model.query_groups, self.model.hidden_size)
-        return {"stretch": Parameter(shape, std=0.5)} if self.updates(layer) else {}
+        if self.updates(layer):
+            return {"stretch": Parameter(shape, std=0.5)}
+        return {}
 
     def costs(self, layer, batch):
         model, groups = self.model, self.model.query_groups
@@ -29,15 +33,28 @@ class ToyStretch(RotaryPosition):
         # The state that the all-to-all sends is not the one that is saved.
         state = groups * model.head_dim if batch.tensor_size > 1 else 0
         saved = batch.local_tokens * (model.hidden_size + 2 * groups + state) * batch.width
-        return replace(found, multiply_adds=groups * (model.hidden_size + model.head_dim), saved=saved)
+        return replace(
+            found, multiply_adds=groups * (model.hidden_size + model.head_dim), saved=saved
+        )
 
     def initial_state(self, positions_SB, dtype):
         return self.tokens.local_tokens(super().initial_state(positions_SB, dtype))
 
     def positions(self, layer, parameters, state, hidden_states_sBC, cache):
-        return Positions(self.tokens.to_heads(state.expand(-1, -1, self.model.query_groups, -1)))
+        return PositionInputs(
+            self.tokens.to_heads(state.expand(-1, -1, self.model.query_groups, -1))
+        )
 
-    def next_state(self, layer, parameters, state, positions, averaged_SBhD, attention_output_sBC, mlp_output_sBC):
+    def next_state(
+        self,
+        layer,
+        parameters,
+        state,
+        positions,
+        averaged_SBhD,
+        attention_output_sBC,
+        mlp_output_sBC,
+    ):
         from torch.nn.functional import linear
 
         return state * (1 + linear(mlp_output_sBC, parameters["stretch"]).tanh())[..., None]

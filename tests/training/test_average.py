@@ -1,4 +1,6 @@
-"""Tests of weight averages (`train.average`): their values, and how they are exported and evaluated."""
+"""Tests of weight averages (`train.average`): their values, and how they are exported and
+evaluated.
+"""
 
 import pytest
 import torch
@@ -68,15 +70,23 @@ def test_the_average_is_that_of_the_fp32_weights_and_evaluating_it_changes_no_bi
     )
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     engine = Engine(*build(config.model, dtype=dtype)[:1], config, build(config.model)[1])
-    assert not engine.averages and not any(key.startswith("average/") for key in engine.training_state())
+    assert not engine.averages and not any(
+        key.startswith("average/") for key in engine.training_state()
+    )
     expected = None
     for step in range(1, STEPS + 1):
         engine.train_step(batches(step), 1e-2, step)
         state = engine.training_state()
-        weights = {key.partition("/")[2]: value for key, value in state.items() if key.startswith("weight/")}
+        weights = {
+            key.partition("/")[2]: value
+            for key, value in state.items()
+            if key.startswith("weight/")
+        }
         fraction = setting.share(step, STEPS, step)
         expected = expected or weights
-        expected = {name: expected[name] + fraction * (weights[name] - expected[name]) for name in weights}
+        expected = {
+            name: expected[name] + fraction * (weights[name] - expected[name]) for name in weights
+        }
     for name, value in expected.items():
         torch.testing.assert_close(state[f"average/{name}"], value, rtol=1e-5, atol=1e-7)
         assert not torch.equal(value, weights[name])
@@ -86,7 +96,9 @@ def test_the_average_is_that_of_the_fp32_weights_and_evaluating_it_changes_no_bi
         averaged_loss = engine.evaluate(batches(9))
     assert engine.evaluate(batches(9)) == before != averaged_loss
     after = engine.training_state()
-    assert after.keys() == state.keys() and all(torch.equal(after[key], value) for key, value in state.items())
+    assert after.keys() == state.keys() and all(
+        torch.equal(after[key], value) for key, value in state.items()
+    )
 
     plain, _ = build(config.model, dtype=dtype)
     with torch.no_grad():
@@ -97,12 +109,22 @@ def test_the_average_is_that_of_the_fp32_weights_and_evaluating_it_changes_no_bi
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The directory of two runs: `averaged` with an average of the weights, and `plain` without one."""
+    """The directory of two runs: `averaged` with an average of the weights, and `plain` without
+    one.
+    """
     folder = tmp_path_factory.mktemp("runs")
     data = write_all(folder)
     for name, more in {"averaged": [AVERAGE], "plain": []}.items():
-        shorter = [option("data.prefix", f"{data}/a"), "--train.steps=3", "--train.eval_interval=3", *more]
-        assert train.main(["--config", str(RECIPE), f"--logging.directory={folder / name}", *shorter]) == 0
+        shorter = [
+            option("data.prefix", f"{data}/a"),
+            "--train.steps=3",
+            "--train.eval_interval=3",
+            *more,
+        ]
+        assert (
+            train.main(["--config", str(RECIPE), f"--logging.directory={folder / name}", *shorter])
+            == 0
+        )
     return folder
 
 
@@ -113,11 +135,15 @@ def test_the_averaged_weights_are_exported(runs, tmp_path):
         saved = open_weights(find_checkpoint(runs / "averaged"), average)
         assert torch.equal(exported, saved.read("norm.weight"))
     raw, averaged = (load_file(tmp_path / name / "model.safetensors") for name in ("False", "True"))
-    assert raw.keys() == averaged.keys() and not any(torch.equal(raw[name], averaged[name]) for name in raw)
+    assert raw.keys() == averaged.keys() and not any(
+        torch.equal(raw[name], averaged[name]) for name in raw
+    )
 
 
 def test_the_averaged_weights_are_evaluated_under_a_name_of_their_own(runs):
-    raw, averaged = (find_model(str(runs / "averaged"), average=average) for average in (False, True))
+    raw, averaged = (
+        find_model(str(runs / "averaged"), average=average) for average in (False, True)
+    )
     assert raw.digest() != averaged.digest()
     assert (raw.info.label, averaged.info.label) == ("averaged", "averaged-average")
     assert averaged.default_output == raw.default_output.with_name("step-00000003-average")

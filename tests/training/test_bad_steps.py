@@ -1,4 +1,6 @@
-"""Tests of the averaging of gradients, and of steps whose loss or gradient is not finite on one process."""
+"""Tests of the averaging of gradients, and of steps whose loss or gradient is not finite on one
+process.
+"""
 
 import pytest
 from bad_step_cases import CASES, FINE, LEFT_OUT, name_of
@@ -12,7 +14,9 @@ def results():
 
 @pytest.mark.parametrize("case", [name_of(*case) for case in CASES])
 def test_a_bad_step_is_skipped_on_every_rank_and_changes_nothing(results, case):
-    skipped, unchanged, next_step_taken, next_step_moved, next_loss_finite, norm_finite, updates = results[case]
+    skipped, unchanged, next_step_taken, next_step_moved, next_loss_finite, norm_finite, updates = (
+        results[case]
+    )
     assert skipped and norm_finite == ("spike" in case)
     assert unchanged
     assert next_step_taken and next_step_moved and next_loss_finite
@@ -31,7 +35,9 @@ def test_bf16_gradients_are_averaged_and_added_up_in_fp32(results, case):
 
 
 @pytest.mark.parametrize("case", ["zero1", "zero2", "zero3"])
-def test_gradients_of_replicated_parameters_are_summed_in_fp32_over_the_ranks_that_share_a_model(results, case):
+def test_gradients_of_replicated_parameters_are_summed_in_fp32_over_the_ranks_that_share_a_model(
+    results, case
+):
     summed = results[f"summed_{case}"]
     for sums in summed["sums"]:
         assert sums == pytest.approx([1 + FINE] * 2, rel=1e-6)

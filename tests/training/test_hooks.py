@@ -45,7 +45,11 @@ def run(tmp_path):
 
 
 def test_results_of_a_registered_evaluation_reach_metrics_and_tensorboard(run):
-    chosen = ["--train.evaluations=[position_norms,toy]", "--logging.tensorboard=true", "--logging.interval=2"]
+    chosen = [
+        "--train.evaluations=[position_norms,toy]",
+        "--logging.tensorboard=true",
+        "--logging.interval=2",
+    ]
     assert run(*chosen, "--train.eval_interval=3") == 0
     logged = rows(run.folder)
     assert [row["step"] for row in logged] == [1, 2, 3, 4, 5]
@@ -54,19 +58,35 @@ def test_results_of_a_registered_evaluation_reach_metrics_and_tensorboard(run):
     assert not any("validation/loss" in row for row in logged)
     assert all("position/state_norm/layer_01" in row for row in logged)
 
-    events = EventAccumulator(str(run.folder / "tensorboard"), size_guidance={"tensors": 0}).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("toy/step")] == [(3, 3.0), (5, 5.0)]
-    texts = [(event.step, event.tensor_proto.string_val[0]) for event in events.Tensors("toy/text_summary")]
-    assert [(step, text.decode().strip()) for step, text in texts] == [(3, "text of 3"), (5, "text of 5")]
+    events = EventAccumulator(
+        str(run.folder / "tensorboard"), size_guidance={"tensors": 0}
+    ).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("toy/step")] == [
+        (3, 3.0),
+        (5, 5.0),
+    ]
+    texts = [
+        (event.step, event.tensor_proto.string_val[0])
+        for event in events.Tensors("toy/text_summary")
+    ]
+    assert [(step, text.decode().strip()) for step, text in texts] == [
+        (3, "text of 3"),
+        (5, "text of 5"),
+    ]
 
 
 def test_only_named_evaluations_run(run):
     assert run("--train.evaluations=[]", "--train.eval_interval=3", "--logging.interval=2") == 0
     assert [row["step"] for row in rows(run.folder)] == [1, 2, 4, 5]
-    assert not any("validation/loss" in row or "position/state_norm/layer_00" in row for row in rows(run.folder))
+    assert not any(
+        "validation/loss" in row or "position/state_norm/layer_00" in row
+        for row in rows(run.folder)
+    )
 
 
-def test_configured_steps_and_steps_after_a_signal_are_traced_without_changing_training(run, monkeypatch):
+def test_configured_steps_and_steps_after_a_signal_are_traced_without_changing_training(
+    run, monkeypatch
+):
     assert run("--train.profile={steps: [1, 2]}", "--train.steps=6") == 0
     train_step = Engine.train_step
 
@@ -75,7 +95,8 @@ def test_configured_steps_and_steps_after_a_signal_are_traced_without_changing_t
             os.kill(os.getpid(), signal.SIGUSR2)
         return train_step(engine, batches, rate, step)
 
-    traces, traced = run.folder / "profile", rows(run.folder)
+    traces = run.folder / "profile"
+    traced = rows(run.folder)
     assert "aten::mm" in names_in(traces / "steps-1-2-rank-0.json.gz")
     run.folder.rename(run.folder.with_name("traced"))
     with monkeypatch.context() as patched:

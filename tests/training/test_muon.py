@@ -18,7 +18,8 @@ from megatron_tape.training.engine import Engine
 from megatron_tape.training.muon import COEFFICIENTS, STEPS, orthogonalize
 from pretrain import train
 
-RATE, DECAY = 0.01, 0.1
+RATE = 0.01
+DECAY = 0.1
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (16, 40), (40, 16)])
@@ -70,8 +71,12 @@ def test_matrices_get_the_updates_of_torchs_muon(stage, monkeypatch):
     start = unsharded_weights(engine.training_state(), names, model)
     theirs = {name: weight.clone().requires_grad_() for name, weight in start.items()}
     assert len(theirs) == 7 * 3
-    monkeypatch.setattr(_muon, "_zeropower_via_newtonschulz", lambda matrix, *_: orthogonalize(matrix))
-    muon = torch.optim.Muon(theirs.values(), RATE, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
+    monkeypatch.setattr(
+        _muon, "_zeropower_via_newtonschulz", lambda matrix, *_: orthogonalize(matrix)
+    )
+    muon = torch.optim.Muon(
+        theirs.values(), RATE, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw"
+    )
 
     def give(name, gradient):
         for weight_name, weight_gradient in from_megatron(name, gradient, model).items():
@@ -110,7 +115,9 @@ def test_all_other_parameters_get_the_updates_of_adamw():
         engine.train_step(batch(1), RATE)
         states[kind] = engine.training_state()
     for name in engine.names:
-        moments = {key.partition("/")[0] for key in states["muon"] if key.endswith(f"/{name}")} - {"weight"}
+        moments = {key.partition("/")[0] for key in states["muon"] if key.endswith(f"/{name}")} - {
+            "weight"
+        }
         same = torch.equal(*(state[f"weight/{name}"] for state in states.values()))
         if kind_of(name) in MATRICES:
             assert moments == {"momentum_buffer"} and not same

@@ -37,14 +37,21 @@ def test_every_parameter_has_one_of_the_kinds():
 def decay_by_name(built, **settings):
     names = {parameter: name for name, parameter in built.named_parameters()}
     groups = parameter_groups(built, OptimizerConfig(weight_decay=0.1, **settings))
-    return {names[parameter]: group["weight_decay"] for group in groups for parameter in group["params"]}
+    return {
+        names[parameter]: group["weight_decay"] for group in groups for parameter in group["params"]
+    }
 
 
 def test_one_parameter_of_the_encoding_may_have_values_of_its_own():
     built, _ = build(small_model(increments="learned"))
-    names = {parameter: name.rpartition(".")[2] for name, parameter in built.named_parameters() if ".position." in name}
+    names = {
+        parameter: name.rpartition(".")[2]
+        for name, parameter in built.named_parameters()
+        if ".position." in name
+    }
     settings = dict(
-        weight_decay_of={"position.increments": 0.0}, lr_scale_of={"position.increments": 0.1, "position": 2}
+        weight_decay_of={"position.increments": 0.0},
+        lr_scale_of={"position.increments": 0.1, "position": 2},
     )
     values = {
         names[parameter]: (group["weight_decay"], group["lr_scale"])
@@ -53,7 +60,9 @@ def test_one_parameter_of_the_encoding_may_have_values_of_its_own():
         if parameter in names
     }
     assert values.pop("increments") == (0.0, 0.1)
-    assert set(values) == {"token_mixing", "x_proj", "up_proj", "down_proj"} and set(values.values()) == {(0.3, 2)}
+    assert set(values) == {"token_mixing", "x_proj", "up_proj", "down_proj"} and set(
+        values.values()
+    ) == {(0.3, 2)}
 
 
 @pytest.mark.parametrize("token_mixing", ["full", "per_head"])
@@ -70,9 +79,12 @@ def test_by_default_matrices_decay_in_one_group_and_vectors_do_not_in_another(to
 def test_the_attribute_decay_of_a_parameter_overrides_the_default():
     built, _ = build(small_model())
     parameters = dict(built.named_parameters())
-    still, moving = "layers.0.position.up_proj", "norm.weight"
-    parameters[still].decay, parameters[moving].decay = False, True
-    plain, configured = decay_by_name(built), decay_by_name(built, weight_decay_of={"position": 0.3})
+    still = "layers.0.position.up_proj"
+    moving = "norm.weight"
+    parameters[still].decay = False
+    parameters[moving].decay = True
+    plain = decay_by_name(built)
+    configured = decay_by_name(built, weight_decay_of={"position": 0.3})
     assert (plain[still], plain[moving]) == (configured[still], configured[moving]) == (0.0, 0.1)
     assert configured["layers.1.position.up_proj"] == 0.3
     assert decay_by_name(built, weight_decay_of={"position.up_proj": 0.2})[still] == 0.2
@@ -105,15 +117,20 @@ def test_updates_equal_torchs_adamw_with_clipped_gradients(stage):
         adamw.step()
         adamw.zero_grad()
         result = engine.train_step(batches, 0.01, step)
-        assert (result.loss, result.grad_norm) == pytest.approx((loss.item(), norm.item()), rel=1e-5)
+        assert (result.loss, result.grad_norm) == pytest.approx(
+            (loss.item(), norm.item()), rel=1e-5
+        )
     state = engine.training_state()
     for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(state[f"weight/{name}"], parameter.detach(), atol=1e-5, rtol=1e-4, msg=name)
+        torch.testing.assert_close(
+            state[f"weight/{name}"], parameter.detach(), atol=1e-5, rtol=1e-4, msg=name
+        )
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_each_kind_decays_at_its_own_rate(stage):
-    decay, scale = {"position": 0.0, "norms": 0.2, "embeddings": 0.3}, {"embeddings": 2.0, "norms": 0.5}
+    decay = {"position": 0.0, "norms": 0.2, "embeddings": 0.3}
+    scale = {"embeddings": 2.0, "norms": 0.5}
     config = RunConfig(
         model=small_model(),
         data=DataConfig(prefix="unused"),
@@ -125,7 +142,8 @@ def test_each_kind_decays_at_its_own_rate(stage):
     engine = Engine(model, config, layout)
     before = engine.training_state()
     tokens = random_tokens(batch=1, length=17)
-    # All tokens have the loss weight 0, so gradients are zero and only weight decay changes the weights.
+    # All tokens have the loss weight 0, so gradients are zero and only weight decay changes the
+    # weights.
     batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_weights": torch.zeros(1, 16)}
     assert not engine.train_step([batch], lr=0.5).skipped
     after = engine.training_state()

@@ -22,5 +22,6 @@ def test_recomputation_changes_no_gradient_of_any_encoding(results, case):
         assert isinstance(result, dict), result
     assert sum(result["gradients"] for result in results[case]) > 0
     assert all(result["same_loss"] for result in results[case])
-    # If attention is recorded, frozen biases have gradients, too, so that torch uses another kernel.
+    # If attention is recorded, frozen biases have gradients, too, so that torch uses another
+    # kernel.
     assert max(result["far"] for result in results[case]) <= (1e-5 if "_others_" in case else 0)

@@ -20,7 +20,9 @@ FROZEN = ["frozen", "adapters"]
 LAYOUTS = [f"tp{tensor_size}_zero{stage}" for tensor_size, stage in RESUMED]
 
 
-@pytest.mark.parametrize("case", [*LAYOUTS, "context_parallel", "gathered", "bf16", "workers", *FROZEN, *STEERED])
+@pytest.mark.parametrize(
+    "case", [*LAYOUTS, "context_parallel", "gathered", "bf16", "workers", *FROZEN, *STEERED]
+)
 def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(resumed, case):
     assert without_speed(resumed[case]["continued"]) == without_speed(resumed[case]["whole"])
     assert resumed[case]["continued_state"] == resumed[case]["whole_state"]
@@ -35,13 +37,17 @@ def test_a_stage_of_the_data_begins_at_its_step_and_is_logged(resumed):
 
 def test_a_slow_rank_is_logged_once_and_a_stalling_loader_is_measured(resumed):
     slow = resumed["slow"]
-    of_rank_0, of_ranks = {"data": 0.0, "forward": 2.0}, {"compute_median": 2.0, "compute_slowest": 6.0}
+    of_rank_0 = {"data": 0.0, "forward": 2.0}
+    of_ranks = {"compute_median": 2.0, "compute_slowest": 6.0}
     expected = of_rank_0 | of_ranks | {"data_slowest": 1.0}  # two micro-batches
     for row in slow["rows"]:
         assert {key: row[f"seconds/{key}"] for key in expected} == expected
         assert row["slowest_rank"] == f"1 on {slow['node']}"
     (warning,) = slow["warnings"]
-    assert f"rank 1 on {slow['node']} computes 3.00 times as long as the median rank (6 s per step)" in warning
+    assert (
+        f"rank 1 on {slow['node']} computes 3.00 times as long as the median rank (6 s per step)"
+        in warning
+    )
 
 
 def test_the_update_of_a_spike_is_skipped(resumed):
@@ -52,7 +58,9 @@ def test_the_update_of_a_spike_is_skipped(resumed):
 
 
 def test_a_rewind_continues_from_the_last_checkpoint_with_the_data_after_the_spike(resumed):
-    rows, by_hand = (without_speed(logged) for logged in (resumed["spike_rewind"]["whole"], resumed["rewound"]))
+    rows, by_hand = (
+        without_speed(logged) for logged in (resumed["spike_rewind"]["whole"], resumed["rewound"])
+    )
     assert [row["train/tokens"] // 16 for row in rows] == [4, 8, 12, 16, 28, 32, 36, 40]
     assert rows[4:] == by_hand
     (record,) = resumed["spike_records"]
@@ -61,8 +69,15 @@ def test_a_rewind_continues_from_the_last_checkpoint_with_the_data_after_the_spi
 
 def test_more_spikes_than_the_limit_end_the_run(resumed):
     assert resumed["spike_twice"]["statuses"] == [EXIT_RESTART, 1]
-    # No checkpoint was saved, so the run started again at step 1, with the data after the first spike.
-    assert [row["train/tokens"] // 16 for row in resumed["spike_twice"]["rows"]] == [28, 32, 36, 40, 44]
+    # No checkpoint was saved, so the run started again at step 1, with the data after the first
+    # spike.
+    assert [row["train/tokens"] // 16 for row in resumed["spike_twice"]["rows"]] == [
+        28,
+        32,
+        36,
+        40,
+        44,
+    ]
 
 
 def test_saving_changes_nothing(resumed):

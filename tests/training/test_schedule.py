@@ -63,13 +63,25 @@ def test_wsd_decays_over_a_tenth_of_the_steps_by_default():
 
 
 def test_a_ramp_grows_in_multiples_of_its_start_wherever_a_run_continues():
-    train = TrainConfig(steps=100, global_batch_size=32, batch_ramp=BatchRampSettings(from_=4, over_samples=100))
+    train = TrainConfig(
+        steps=100, global_batch_size=32, batch_ramp=BatchRampSettings(from_=4, over_samples=100)
+    )
     sizes = list(train.batch_sizes(0, 16))
-    assert sizes[0] == 4 and sizes[-1] == 32 and sizes == sorted(sizes) and {size % 4 for size in sizes} == {0}
-    assert sum(size < 32 for size in sizes) == len([total for total in accumulated(sizes) if total < 100])
+    assert (
+        sizes[0] == 4
+        and sizes[-1] == 32
+        and sizes == sorted(sizes)
+        and {size % 4 for size in sizes} == {0}
+    )
+    assert sum(size < 32 for size in sizes) == len(
+        [total for total in accumulated(sizes) if total < 100]
+    )
     for step in range(16):
         samples = sum(sizes[:step])
-        assert train.samples_after(step) == samples and list(train.batch_sizes(samples, 16 - step)) == sizes[step:]
+        assert (
+            train.samples_after(step) == samples
+            and list(train.batch_sizes(samples, 16 - step)) == sizes[step:]
+        )
     plain = TrainConfig(steps=100, global_batch_size=32)
     assert list(plain.batch_sizes(0, 3)) == [32] * 3 and plain.samples_after(3, 7) == 103
 

@@ -1,4 +1,6 @@
-"""Tests of signals, hangs and failing disks in one training process; tests/slurm has tests on a cluster."""
+"""Tests of signals, hangs and failing disks in one training process; tests/slurm has tests on a
+cluster.
+"""
 
 import contextlib
 import json
@@ -54,7 +56,8 @@ def arguments(data, folder, *overrides):
 
 def interrupt_at(monkeypatch, place, name, count, number):
     """Send this process a signal during call number `count` of `place.name`."""
-    original, calls = getattr(place, name), [0]
+    original = getattr(place, name)
+    calls = [0]
 
     def wrapped(*args, **kwargs):
         calls[0] += 1
@@ -74,7 +77,9 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_signal_saves_and_the_continued_run_equals_the_uninterrupted_one(run, uninterrupted, monkeypatch, moment):
+def test_a_signal_saves_and_the_continued_run_equals_the_uninterrupted_one(
+    run, uninterrupted, monkeypatch, moment
+):
     number, (place, name, count, saved) = signal.SIGUSR1, MOMENTS[moment]
     with monkeypatch.context() as patched:
         interrupt_at(patched, place, name, count, number)
@@ -87,7 +92,9 @@ def test_a_signal_saves_and_the_continued_run_equals_the_uninterrupted_one(run, 
     assert signal.getsignal(number) is signal.SIG_DFL
 
 
-def test_the_first_ctrl_c_saves_and_is_logged_and_the_second_ends_at_once(run, uninterrupted, monkeypatch, capfd):
+def test_the_first_ctrl_c_saves_and_is_logged_and_the_second_ends_at_once(
+    run, uninterrupted, monkeypatch, capfd
+):
     with monkeypatch.context() as patched:
         interrupt_at(patched, Engine, "train_step", 3, signal.SIGINT)
         assert run() == 130
@@ -96,7 +103,8 @@ def test_the_first_ctrl_c_saves_and_is_logged_and_the_second_ends_at_once(run, u
     assert "Ctrl-C stopped the run after step 3; run the same command to continue" in said
     assert steps_saved(run.folder) == [3]
     with monkeypatch.context() as patched:
-        original, calls = Engine.train_step, []
+        original = Engine.train_step
+        calls = []
 
         def step(self, *args):
             calls.append(1)
@@ -120,8 +128,11 @@ def test_ctrl_c_during_the_checks_ends_with_one_sentence(run, monkeypatch, capfd
 
 
 def interrupted_without_reader(given):
-    """Train with Ctrl-C in the third step, after the reader of stdout and stderr has ended, as `| tee log` does."""
-    original, calls = Engine.train_step, []
+    """Train with Ctrl-C in the third step, after the reader of stdout and stderr has ended, as `|
+    tee log` does.
+    """
+    original = Engine.train_step
+    calls = []
 
     def step(self, *args):
         calls.append(1)
@@ -139,7 +150,9 @@ def interrupted_without_reader(given):
 
 def test_ctrl_c_saves_if_it_also_ends_the_reader_of_the_output(data, tmp_path):
     folder = tmp_path / "run"
-    process = start(interrupted_without_reader, (arguments(data, folder),), tmp_path / "log", alone())
+    process = start(
+        interrupted_without_reader, (arguments(data, folder),), tmp_path / "log", alone()
+    )
     process.join(300)
     assert process.exitcode == 130 and steps_saved(folder) == [3]
     assert [attempt.outcome for attempt in read_attempts(folder)] == ["interrupted"]
@@ -151,7 +164,9 @@ def test_ctrl_c_before_training_ends_at_once(run, monkeypatch):
     assert steps_saved(run.folder) == []
 
 
-def test_a_signal_while_libraries_load_ends_the_run_before_it_waits_for_other_ranks(run, monkeypatch):
+def test_a_signal_while_libraries_load_ends_the_run_before_it_waits_for_other_ranks(
+    run, monkeypatch
+):
     interrupt_at(monkeypatch, train, "load_libraries", 1, signal.SIGTERM)
     monkeypatch.setattr("megatron_tape.training.trainer.Trainer", None)
     assert run() == EXIT_RESTART
@@ -182,7 +197,8 @@ def test_a_launcher_can_ask_an_attempt_to_stop(data, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     attempt = Attempt.claim(folder, folder / "checkpoints", {"job": "7"})
     monkeypatch.setenv("TAPE_ATTEMPT", "1")
-    original, calls = Engine.train_step, []
+    original = Engine.train_step
+    calls = []
 
     def step(self, *args):
         calls.append(1)
@@ -202,9 +218,14 @@ WAYS = pytest.mark.parametrize("asynchronous", ["false", "true"])
 
 
 @WAYS
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError("No space left in memory")])
-def test_a_failed_save_is_reported_and_the_next_interval_saves(run, monkeypatch, capfd, asynchronous, error):
-    original, calls = writing.write_record, []
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), MemoryError("No space left in memory")]
+)
+def test_a_failed_save_is_reported_and_the_next_interval_saves(
+    run, monkeypatch, capfd, asynchronous, error
+):
+    original = writing.write_record
+    calls = []
 
     def write_record(path, value):
         if path.name == "state.json":
@@ -225,7 +246,9 @@ def test_a_failed_save_is_reported_and_the_next_interval_saves(run, monkeypatch,
 
 @WAYS
 @pytest.mark.parametrize("interval", [2, 100])
-def test_a_save_that_can_never_succeed_ends_the_run_at_the_first_one(run, monkeypatch, capfd, asynchronous, interval):
+def test_a_save_that_can_never_succeed_ends_the_run_at_the_first_one(
+    run, monkeypatch, capfd, asynchronous, interval
+):
     """With an interval of 100, only the last step is saved, whose save is otherwise retried."""
     calls = []
 
@@ -234,22 +257,30 @@ def test_a_save_that_can_never_succeed_ends_the_run_at_the_first_one(run, monkey
         raise RuntimeError("a bug in this test")
 
     monkeypatch.setattr(writing, "write_safetensors", write_safetensors)
-    assert run(f"--checkpoint.interval={interval}", f"--checkpoint.asynchronous={asynchronous}") == 1
+    assert (
+        run(f"--checkpoint.interval={interval}", f"--checkpoint.asynchronous={asynchronous}") == 1
+    )
     assert len(calls) == 1 and steps_saved(run.folder) == []
     (attempt,) = read_attempts(run.folder)
     # Slurm's job does not start a refused run again.
     assert attempt.outcome == "refused" and "(RuntimeError: a bug in this test)" in attempt.message
     lines = capfd.readouterr().err.splitlines()
-    assert "Traceback (most recent call last):" in lines and "RuntimeError: a bug in this test" in lines
+    assert (
+        "Traceback (most recent call last):" in lines
+        and "RuntimeError: a bug in this test" in lines
+    )
     (sentence,) = [line for line in lines if line.startswith("error: ")]
     assert "every later save would fail too" in sentence and "report it" in sentence
 
 
-@pytest.mark.parametrize("failing, status, saved, outcome", [(2, 0, [10], "finished"), (1000, 1, [], "failed")])
+@pytest.mark.parametrize(
+    "failing, status, saved, outcome", [(2, 0, [10], "finished"), (1000, 1, [], "failed")]
+)
 def test_the_last_step_waits_for_the_disk_and_without_it_the_run_is_not_finished(
     run, monkeypatch, failing, status, saved, outcome
 ):
-    original, failures = writing.Writer.save, []
+    original = writing.Writer.save
+    failures = []
 
     def save(*args):
         if len(failures) < failing:
@@ -312,29 +343,45 @@ def begin(given, hangs=False):
 
 
 def test_a_hang_ends_the_process_with_its_stack_on_disk(data, tmp_path):
-    folder, log = tmp_path / "run", tmp_path / "log"
+    folder = tmp_path / "run"
+    log = tmp_path / "log"
     process = start(begin, (arguments(data, folder, "--train.hang_timeout=4"), True), log, alone())
     process.join(120)
     assert process.exitcode == 77 and "train.hang_timeout" in log.read_text()
-    assert "in step" in (folder / "attempts" / "000001" / f"stacks-{os.uname().nodename}.txt").read_text()
+    assert (
+        "in step"
+        in (folder / "attempts" / "000001" / f"stacks-{os.uname().nodename}.txt").read_text()
+    )
     (attempt,) = read_attempts(folder)
     assert attempt.outcome == "hung" and "while training" in attempt.message
-    collectives = json.loads((folder / "attempts" / "000001" / "collectives-00000.json").read_text())
+    collectives = json.loads(
+        (folder / "attempts" / "000001" / "collectives-00000.json").read_text()
+    )
     assert any("all_reduce" in entry["profiling_name"] for entry in collectives["entries"])
 
 
 def test_the_collectives_of_the_recorder_that_was_used_are_written(tmp_path, monkeypatch):
-    """A build of torch with CUDA has a recorder for NCCL and one for gloo. The other one has no entries."""
+    """A build of torch with CUDA has a recorder for NCCL and one for gloo. The other one has no
+    entries.
+    """
     attempt = Attempt.claim(tmp_path, tmp_path / "checkpoints", {"job": None})
     watchdog = watch.Watch(None)
     watchdog.close()
     watchdog._attempt = attempt
     recorders = torch._C._distributed_c10d
-    empty, used = b'{"version":"2.10"}', b'{"entries":[{"profiling_name":"gloo:all_reduce"}],"version":"2.10"}'
+    empty = b'{"version":"2.10"}'
+    used = b'{"entries":[{"profiling_name":"gloo:all_reduce"}],"version":"2.10"}'
     path = attempt.directory / "collectives-00000.json"
 
-    for nccl, gloo, expected in ((empty, empty, None), (empty, used, used), (used, empty, used), (b"", used, used)):
-        monkeypatch.setattr(recorders, "_dump_nccl_trace_json", lambda trace=nccl: trace, raising=False)
+    for nccl, gloo, expected in (
+        (empty, empty, None),
+        (empty, used, used),
+        (used, empty, used),
+        (b"", used, used),
+    ):
+        monkeypatch.setattr(
+            recorders, "_dump_nccl_trace_json", lambda trace=nccl: trace, raising=False
+        )
         monkeypatch.setattr(recorders, "_dump_fr_trace_json", lambda trace=gloo: trace)
         path.unlink(missing_ok=True)
         watchdog._dump_collectives()
@@ -344,9 +391,15 @@ def test_the_collectives_of_the_recorder_that_was_used_are_written(tmp_path, mon
 @pytest.fixture
 def ranks(data, tmp_path):
     """Two training ranks with loader processes."""
-    folder, port = tmp_path / "run", free_port()
-    given = arguments(data, folder, "--data.num_workers=2", "--train.steps=100000", "--train.eval_interval=0")
-    started = [start(begin, (given,), tmp_path / f"{rank}.log", environment(rank, 2, port)) for rank in range(2)]
+    folder = tmp_path / "run"
+    port = free_port()
+    given = arguments(
+        data, folder, "--data.num_workers=2", "--train.steps=100000", "--train.eval_interval=0"
+    )
+    started = [
+        start(begin, (given,), tmp_path / f"{rank}.log", environment(rank, 2, port))
+        for rank in range(2)
+    ]
     metrics = folder / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, started)
     yield started
@@ -375,7 +428,8 @@ def processes_of_group(group):
 
 
 @pytest.mark.parametrize(
-    "number, status, reason", [(signal.SIGTERM, EXIT_RESTART, "SIGTERM"), (signal.SIGINT, 130, "Ctrl-C")]
+    "number, status, reason",
+    [(signal.SIGTERM, EXIT_RESTART, "SIGTERM"), (signal.SIGINT, 130, "Ctrl-C")],
 )
 def test_a_signal_to_every_process_of_the_run_saves_it(ranks, tmp_path, number, status, reason):
     assert all(len(processes_of_group(rank.pid)) > 2 for rank in ranks)

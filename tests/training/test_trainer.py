@@ -1,4 +1,6 @@
-"""Tests of which parameters the Trainer trains and saves; test_resuming.py has tests of more layouts."""
+"""Tests of which parameters the Trainer trains and saves; test_resuming.py has tests of more
+layouts.
+"""
 
 import errno
 import json
@@ -21,12 +23,19 @@ from pretrain import train
 
 @pytest.fixture
 def run(tmp_path):
-    """Return a function that trains the parameters selected by `trains`, and returns the exit status."""
+    """Return a function that trains the parameters selected by `trains`, and returns the exit
+    status.
+    """
     data = write_all(tmp_path)
 
     def start(name, *overrides, trains=None, steps=2):
-        prefix, folder = option("data.prefix", f"{data}/a"), f"--logging.directory={tmp_path / name}"
-        settings = [f"--train.steps={steps}", "--train.eval_interval=0", "--schedule.warmup_steps=0"]
+        prefix = option("data.prefix", f"{data}/a")
+        folder = f"--logging.directory={tmp_path / name}"
+        settings = [
+            f"--train.steps={steps}",
+            "--train.eval_interval=0",
+            "--schedule.warmup_steps=0",
+        ]
         return train.main(["--config", str(RECIPE), prefix, folder, *settings, *overrides], trains)
 
     start.folder = tmp_path
@@ -68,27 +77,36 @@ def test_frozen_parameters_are_saved_and_stay_as_they_are(run):
     begin = newest(run.folder / "begin")
     resume = f"--checkpoint.resume={begin}"
     assert run("part", resume, trains=only("position", "norms"), steps=3) == 0
-    before, after = tensors(begin), tensors(newest(run.folder / "part"))
+    before = tensors(begin)
+    after = tensors(newest(run.folder / "part"))
     names = [key.removeprefix("weight/") for key in before if key.startswith("weight/")]
     for name in names:
         trained = kind_of(name) in ("position", "norms")
         assert torch.equal(before[f"weight/{name}"], after[f"weight/{name}"]) != trained
         assert (f"exp_avg/{name}" in after) == (f"exp_avg_sq/{name}" in after) == trained
     state = json.loads((newest(run.folder / "part") / "state.json").read_text())
-    assert set(state["frozen"]) == {name for name in names if kind_of(name) not in ("position", "norms")}
+    assert set(state["frozen"]) == {
+        name for name in names if kind_of(name) not in ("position", "norms")
+    }
 
 
 @pytest.fixture
 def lean_run(run):
-    """A run that continued another run's checkpoint to step 2, and saves only the trained parameters.
+    """A run that continued another run's checkpoint to step 2, and saves only the trained
+    parameters.
 
     `go_on` continues it to step 3.
     """
     assert run("begin", steps=1) == 0
-    run.begin, run.part = newest(run.folder / "begin"), run.folder / "part"
+    run.begin = newest(run.folder / "begin")
+    run.part = run.folder / "part"
 
     def go_on(*overrides, trains=POSITION, steps=3):
-        settings = [f"--checkpoint.resume={run.begin}", "--checkpoint.frozen=false", "--checkpoint.interval=1"]
+        settings = [
+            f"--checkpoint.resume={run.begin}",
+            "--checkpoint.frozen=false",
+            "--checkpoint.interval=1",
+        ]
         return run("part", *settings, *overrides, trains=trains, steps=steps)
 
     run.go_on = go_on
@@ -107,10 +125,14 @@ def test_only_trained_parameters_are_saved_and_an_export_merges_them_with_the_fr
     saved = tensors(newest(lean_run.part))
     assert saved and all(kind_of(key.partition("/")[2]) == "position" for key in saved)
     assert lean_run.go_on() == 0
-    begin, merged = open_weights(lean_run.begin), open_weights(newest(lean_run.part))
+    begin = open_weights(lean_run.begin)
+    merged = open_weights(newest(lean_run.part))
     saved = tensors(newest(lean_run.part))
     for name in begin.files[0]:
-        expected = saved[f"weight/{name}"] if kind_of(name) == "position" else begin.read(name)
+        if kind_of(name) == "position":
+            expected = saved[f"weight/{name}"]
+        else:
+            expected = begin.read(name)
         assert torch.equal(merged.read(name), expected)
 
 
@@ -137,7 +159,9 @@ def test_a_missing_or_changed_checkpoint_with_the_frozen_parameters_is_refused(l
 
 
 def test_training_parameters_that_the_checkpoints_omit_is_refused(lean_run, capfd):
-    assert "other frozen parameters" in refused(capfd, lean_run.go_on(trains=only("position", "norms")))
+    assert "other frozen parameters" in refused(
+        capfd, lean_run.go_on(trains=only("position", "norms"))
+    )
     sentence = refused(capfd, lean_run.go_on("--checkpoint.frozen=true", trains=None))
     assert "has no moments of embedding.weight" in sentence
 
@@ -152,20 +176,29 @@ def test_omitting_frozen_parameters_requires_a_checkpoint_that_contains_them(run
     assert "weight/embedding.weight" in tensors(newest(run.folder / "all"))
 
 
-def test_a_run_that_continues_with_another_batch_size_neither_skips_nor_repeats_a_sequence(run, monkeypatch):
-    indices, take = [], GeneratedSamples.__getitem__
+def test_a_run_that_continues_with_another_batch_size_neither_skips_nor_repeats_a_sequence(
+    run, monkeypatch
+):
+    indices = []
+    take = GeneratedSamples.__getitem__
 
     def watched(source, index):
         indices.append(index)
         return take(source, index)
 
     monkeypatch.setattr(GeneratedSamples, "__getitem__", watched)
-    generated = [option("data.prefix", "null"), option("data.generator", "{task: addition, digits: 4}")]
+    generated = [
+        option("data.prefix", "null"),
+        option("data.generator", "{task: addition, digits: 4}"),
+    ]
     assert run("batches", *generated, steps=2) == 0
     smaller = option("train.global_batch_size", 2)
     assert run("batches", *generated, smaller, steps=5) == 0
     assert indices == list(range(2 * 4 + 3 * 2))
     state = json.loads((newest(run.folder / "batches") / "state.json").read_text())
     assert state["consumed_samples"] == 14
-    rows = [json.loads(line) for line in (run.folder / "batches" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (run.folder / "batches" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["train/tokens"] for row in rows] == [16 * samples for samples in (4, 8, 10, 12, 14)]

@@ -8,7 +8,10 @@ from launch import run_group
 from tensor_parallel_cases import assert_equal
 from training_cases import LAYOUTS, assert_close, assert_same_state
 
-VARIANTS = {2: ["muon", "packed", "generated"], 4: ["muon", "packed", "generated", "sampled", "epochs", "ramp"]}
+VARIANTS = {
+    2: ["muon", "packed", "generated"],
+    4: ["muon", "packed", "generated", "sampled", "epochs", "ramp"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +30,9 @@ def assert_equals_one_process(equal, size, name, alone="tp1_cp1_zero1"):
     assert_same_state(equal[size]["states"][name], equal[1]["states"][alone])
 
 
-@pytest.mark.parametrize("size, layout", [(size, layout) for size in LAYOUTS for layout in LAYOUTS[size]])
+@pytest.mark.parametrize(
+    "size, layout", [(size, layout) for size in LAYOUTS for layout in LAYOUTS[size]]
+)
 def test_every_layout_equals_one_process(equal, size, layout):
     assert_equals_one_process(equal, size, "tp{}_cp{}_zero{}".format(*layout))
 
@@ -37,8 +42,12 @@ def test_zero_3_with_all_parameters_partitioned_equals_one_process(equal):
 
 
 def test_muon_trains_differently_from_adamw(equal):
-    muon, adamw = equal[1]["muon"], equal[1]["tp1_cp1_zero1"]
-    assert muon[0]["train/loss"] == adamw[0]["train/loss"] and muon[-1]["train/loss"] != adamw[-1]["train/loss"]
+    muon = equal[1]["muon"]
+    adamw = equal[1]["tp1_cp1_zero1"]
+    assert (
+        muon[0]["train/loss"] == adamw[0]["train/loss"]
+        and muon[-1]["train/loss"] != adamw[-1]["train/loss"]
+    )
     assert muon[-1]["train/loss"] < muon[0]["train/loss"] - 0.3
 
 
@@ -55,7 +64,9 @@ def test_every_zero_stage_is_the_same_on_one_process(equal, stage):
     assert_equals_one_process(equal, 1, f"tp1_cp1_zero{stage}")
 
 
-@pytest.mark.parametrize("size, variant", [(size, variant) for size in VARIANTS for variant in VARIANTS[size]])
+@pytest.mark.parametrize(
+    "size, variant", [(size, variant) for size in VARIANTS for variant in VARIANTS[size]]
+)
 def test_variants_equal_one_process(equal, size, variant):
     """Sampling text does not change training, so it is compared with `packed`."""
     alone = "packed" if variant == "sampled" else variant
@@ -63,7 +74,9 @@ def test_variants_equal_one_process(equal, size, variant):
     assert equal[1][alone][-1]["train/loss"] != equal[1]["tp1_cp1_zero1"][-1]["train/loss"]
 
 
-@pytest.mark.parametrize("size, layout", [(1, "tp1_cp1_zero3"), (2, "tp1_cp2_zero1"), (4, "tp2_cp1_zero3")])
+@pytest.mark.parametrize(
+    "size, layout", [(1, "tp1_cp1_zero3"), (2, "tp1_cp2_zero1"), (4, "tp2_cp1_zero3")]
+)
 def test_evaluation_tasks_agree_under_every_layout_and_do_not_change_training(equal, size, layout):
     keys = ("step", "train/loss", "train/grad_norm", "validation/loss")
     for row, other_row in zip(equal[size]["evaluated"], equal[size][layout], strict=True):
@@ -74,7 +87,11 @@ def test_evaluation_tasks_agree_under_every_layout_and_do_not_change_training(eq
     by_task = [{name.split("/")[1] for name in found} for found in alone]
     every = {"perplexity", "context_gain", "addition"}
     assert by_task == [set(), every, set(), every]
-    losses = [found[f"evaluation/perplexity/loss/b/{length}"] for length in (5, 12) for found in (alone[1], alone[3])]
+    losses = [
+        found[f"evaluation/perplexity/loss/b/{length}"]
+        for length in (5, 12)
+        for found in (alone[1], alone[3])
+    ]
     assert losses[1] < losses[0] and losses[3] < losses[2], "the model learns"
 
 
@@ -92,7 +109,9 @@ def test_bf16_stays_near_fp32(equal):
 def test_the_z_loss_is_logged_in_addition_to_the_loss_and_falls(equal, variant):
     rows = equal[1][variant]
     assert rows[-1]["train/z_loss"] < rows[0]["train/z_loss"]
-    assert 0.01 * math.log(64) ** 2 == pytest.approx(rows[0]["train/z_loss"], rel=0.2), "logits are small at first"
+    assert 0.01 * math.log(64) ** 2 == pytest.approx(rows[0]["train/z_loss"], rel=0.2), (
+        "logits are small at first"
+    )
     assert "train/z_loss" not in equal[1]["ramp"][0]
 
 

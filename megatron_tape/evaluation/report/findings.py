@@ -18,9 +18,11 @@ MOST_CONDITIONS = 4
 
 @dataclass(frozen=True)
 class Measured:
-    """The values of one metric under several conditions, such as context lengths, for variants or models.
+    """The values of one metric under several conditions, such as context lengths, for variants or
+    models.
 
-    Values count as equal if they have the same whole percentage, or the same text in a table if they are no fractions.
+    Values count as equal if they have the same whole percentage, or the same text in a table if
+    they are no fractions.
     """
 
     name: str
@@ -42,10 +44,17 @@ class Measured:
         return [label for label in found if label not in self.labels]
 
     def best(self, condition: str) -> list[str]:
-        """Return the labels with the best value under a condition, or with one that counts as equal."""
+        """Return the labels with the best value under a condition, or with one that counts as
+        equal.
+        """
         values = {label: self.values[condition][label] for label in self.labels}
-        best = max(values.values()) if self.better == "higher" else min(values.values())
-        return [label for label, value in values.items() if self._rounded(value) == self._rounded(best)]
+        if self.better == "higher":
+            best = max(values.values())
+        else:
+            best = min(values.values())
+        return [
+            label for label, value in values.items() if self._rounded(value) == self._rounded(best)
+        ]
 
     @cached_property
     def _are_fractions(self) -> bool:
@@ -57,11 +66,15 @@ class Measured:
         return decimals_for(value for of in self.values.values() for value in of.values())
 
     def _rounded(self, value: float) -> str:
-        return f"{value:.0%}" if self._are_fractions else shown_number(value, self._decimals)
+        if self._are_fractions:
+            return f"{value:.0%}"
+        return shown_number(value, self._decimals)
 
     def shown(self, value: float) -> str:
         """Return a value as text."""
-        return _percent(value) if self._are_fractions else shown_number(value, self._decimals)
+        if self._are_fractions:
+            return _percent(value)
+        return shown_number(value, self._decimals)
 
     @property
     def in_order(self) -> bool:
@@ -69,9 +82,11 @@ class Measured:
         return all(condition[:1].isdigit() for condition in self.values)
 
     def describe(self, labels: Sequence[str], conditions: Sequence[str] | None = None) -> str:
-        """Return the values of `labels` as text, such as `99 to 100 % at 16 blanks and 22 % at 8 blanks`.
+        """Return the values of `labels` as text, such as `99 to 100 % at 16 blanks and 22 % at 8
+        blanks`.
 
-        If the metric has more than `MOST_CONDITIONS` conditions, three or more consecutive ones share a description.
+        If the metric has more than `MOST_CONDITIONS` conditions, three or more consecutive ones
+        share a description.
         """
         conditions = list(self.values) if conditions is None else conditions
         parts: list[str] = []
@@ -86,7 +101,9 @@ class Measured:
         return enumerated(parts)
 
     def _consecutive(self, conditions: Sequence[str]) -> list[list[str]]:
-        """Split `conditions` where the metric has others in between. The order of names has no meaning."""
+        """Split `conditions` where the metric has others in between. The order of names has no
+        meaning.
+        """
         order = list(self.values)
         found: list[list[str]] = []
         for condition in conditions:
@@ -98,11 +115,14 @@ class Measured:
         return found
 
     def _describe_together(self, labels: Sequence[str], conditions: Sequence[str]) -> str:
-        """Return the values at the first and the last condition, or the range of all if they rise and fall."""
+        """Return the values at the first and the last condition, or the range of all if they rise
+        and fall.
+        """
         if not self.in_order:
             return f"{self._range(labels, conditions)} for {enumerated(conditions, MOST_NAMES)}"
 
-        first, last = conditions[0], conditions[-1]
+        first = conditions[0]
+        last = conditions[-1]
         at_first = self._range(labels, [first])
         at_last = self._range(labels, [last])
         if at_first != at_last and all(self._is_monotonic(label, conditions) for label in labels):
@@ -115,15 +135,21 @@ class Measured:
 
     def _range(self, labels: Sequence[str], conditions: Sequence[str]) -> str:
         values = [self.values[condition][label] for condition in conditions for label in labels]
-        low, high = self.shown(min(values)), self.shown(max(values))
-        return low if low == high else f"{low.removesuffix(' %')} to {high}"
+        low = self.shown(min(values))
+        high = self.shown(max(values))
+        if low == high:
+            return low
+        return f"{low.removesuffix(' %')} to {high}"
 
 
-def measured(metric: str, scores: Mapping[Score, Mapping[str, float]], prefix: str = "") -> Measured | None:
-    """Return the values of `metric`, given the values of a task by subject (see `Score.subject`) and label.
+def measured(
+    metric: str, scores: Mapping[Score, Mapping[str, float]], prefix: str = ""
+) -> Measured | None:
+    """Return the values of `metric`, given the values of a task by subject (see `Score.subject`)
+    and label.
 
-    `prefix`, such as `mean`, precedes the name in sentences. Returns None if no label has a value under every
-    condition, or if the metric does not rank models.
+    `prefix`, such as `mean`, precedes the name in sentences. Returns None if no label has a value
+    under every condition, or if the metric does not rank models.
     """
     found = {subject: values for subject, values in scores.items() if subject.metric == metric}
     found = {subject: values for subject, values in found.items() if subject.better != "neither"}
@@ -131,22 +157,32 @@ def measured(metric: str, scores: Mapping[Score, Mapping[str, float]], prefix: s
         return None
     better = next(iter(found)).better
     names = conditions(list(found))
-    made = Measured(f"{prefix} {metric}".strip(), better, {names[one]: values for one, values in found.items()})
-    return made if made.labels else None
+    made = Measured(
+        f"{prefix} {metric}".strip(), better, {names[one]: values for one, values in found.items()}
+    )
+    if made.labels:
+        return made
+    return None
 
 
 def conditions(metrics: Sequence[Score]) -> dict[Score, str]:
-    """Return the names of the conditions of metrics; without the group if it is the same at all lengths."""
+    """Return the names of the conditions of metrics; without the group if it is the same at all
+    lengths.
+    """
     groups = {metric.group for metric in metrics}
     only_length = len(groups) == 1 and all(metric.length is not None for metric in metrics)
-    return {metric: location(replace(metric, group="") if only_length else metric) for metric in metrics}
+    return {
+        metric: location(replace(metric, group="") if only_length else metric) for metric in metrics
+    }
 
 
 def finding(measured: Measured, reference: str = "") -> str:
-    """Return sentences with the labels that have the best values, their values, and those of `reference`.
+    """Return sentences with the labels that have the best values, their values, and those of
+    `reference`.
 
-    Without a `reference`, or if it is always among the best, the values of all others are given as ranges. If exactly
-    the variants with one setting are the best, as in `tape+increments=signed`, the sentence names the setting.
+    Without a `reference`, or if it is always among the best, the values of all others are given as
+    ranges. If exactly the variants with one setting are the best, as in `tape+increments=signed`,
+    the sentence names the setting.
     """
     incomplete = measured.incomplete_labels
     if not incomplete:
@@ -169,7 +205,8 @@ def _sentence(measured: Measured, reference: str) -> str:
 
     setting = _common_setting(always, labels)
     if setting:
-        with_it, without = measured.describe(always), measured.describe(others)
+        with_it = measured.describe(always)
+        without = measured.describe(others)
         return f"With {setting}, the {measured.name} is {with_it}; without, it is {without}."
 
     best_name = f"the {'highest' if measured.better == 'higher' else 'lowest'} {measured.name}"
@@ -184,7 +221,9 @@ def _sentence(measured: Measured, reference: str) -> str:
         led.setdefault(tuple(of), []).append(condition)
     parts = []
     if len(best) > MOST_CONDITIONS and not measured.in_order:
-        parts = [f"that of {enumerated(of, MOST_NAMES)} in {len(of_it)}" for of, of_it in led.items()]
+        parts = [
+            f"that of {enumerated(of, MOST_NAMES)} in {len(of_it)}" for of, of_it in led.items()
+        ]
         return f"T{best_name[1:]} is {enumerated(parts, MOST_NAMES)} of {len(best)} scores."
     for of, of_it in led.items():
         parts.append(f"that of {enumerated(of, MOST_NAMES)} with {measured.describe(of, of_it)}")
@@ -203,7 +242,9 @@ def _compared(measured: Measured, others: Sequence[str], reference: str) -> str:
 
 
 def _common_setting(chosen: Sequence[str], labels: Sequence[str]) -> str:
-    """Return the part of variants' names that all of `chosen` have and no other label has; empty without one."""
+    """Return the part of variants' names that all of `chosen` have and no other label has; empty
+    without one.
+    """
     if len(chosen) < 2:
         return ""
     for part in chosen[0].split("+"):

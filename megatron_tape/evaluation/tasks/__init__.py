@@ -13,46 +13,66 @@ from megatron_tape.evaluation.tasks.perplexity import Perplexity
 from megatron_tape.evaluation.tasks.position_states import PositionPictures
 from megatron_tape.evaluation.tasks.ruler import Ruler
 from megatron_tape.evaluation.tasks.scrolls import Scrolls
-from megatron_tape.evaluation.tasks.synthetic_tasks import Addition, GridNavigation, Recall, SelectiveCopy
+from megatron_tape.evaluation.tasks.synthetic_tasks import (
+    Addition,
+    GridNavigation,
+    Recall,
+    SelectiveCopy,
+)
 from megatron_tape.io.records import validator
 
 _CLASSES = (Perplexity, ContextGain, Passkey, Ruler, LmEval, Scrolls)
 _CLASSES += (Addition, SelectiveCopy, GridNavigation, Recall, PositionPictures)
 TASKS: dict[str, type[Task]] = {task.name: task for task in _CLASSES}
-"""All tasks by name, in the order of the page. Tasks with `generates` = False can also run during training."""
+"""All tasks by name, in the order of the page. Tasks with `generates` = False can also run during
+training.
+"""
 
 
 def title_of(name: str) -> str:
-    """Return the heading of the task `name`, which may be a task that this version does not have."""
+    """Return the heading of the task `name`, which may be a task that this version does not
+    have.
+    """
     known = TASKS.get(name)
     return (known and known.title) or name.replace("_", " ").capitalize()
 
 
 def group_names(name: str, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return `Task.group_names` of the task `name` with settings from a file; empty if they are invalid or unknown."""
+    """Return `Task.group_names` of the task `name` with settings from a file; empty if they are
+    invalid or unknown.
+    """
     # Defaults would name groups that the file does not describe.
     if name not in TASKS or not settings:
         return {}
     task = TASKS[name]
     known = {field.name for field in fields(task.Settings)}
     try:
-        valid = validator(task.Settings).validate_python({key: settings[key] for key in known & settings.keys()})
+        valid = validator(task.Settings).validate_python(
+            {key: settings[key] for key in known & settings.keys()}
+        )
         names = task(valid).group_names()
     except ValueError:
         return {}
     # Two groups with one name would be mixed.
-    return names if len(set(names.values())) == len(names) else {}
+    if len(set(names.values())) == len(names):
+        return names
+    return {}
 
 
 def with_group_names(name: str, result: TaskResult) -> TaskResult:
-    """Return results of the task `name` to show: groups have their names for readers, and are in their order."""
+    """Return results of the task `name` to show: groups have their names for readers, and are in
+    their order.
+    """
     names = group_names(name, result.settings)
     order = list(names)
 
     def position(score: Score) -> int:
-        return order.index(score.group) if score.group in names else len(order)
+        if score.group in names:
+            return order.index(score.group)
+        return len(order)
 
     scores = [
-        replace(score, group=names.get(score.group, score.group)) for score in sorted(result.scores, key=position)
+        replace(score, group=names.get(score.group, score.group))
+        for score in sorted(result.scores, key=position)
     ]
     return replace(result, scores=scores)

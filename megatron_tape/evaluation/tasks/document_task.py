@@ -1,7 +1,9 @@
-"""Base class of tasks that measure losses of documents: it chooses the scored tokens and the windows around them.
+"""Base class of tasks that measure losses of documents: it chooses the scored tokens and the
+windows around them.
 
-The scored tokens of a document depend only on the longest context length, so they are the same at all lengths. At each
-length, a token is scored in exactly one window, in which at least three quarters of the context precede it.
+The scored tokens of a document depend only on the longest context length, so they are the same at
+all lengths. At each length, a token is scored in exactly one window, in which at least three
+quarters of the context precede it.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from megatron_tape.config.evaluation import DocumentSettings
-from megatron_tape.evaluation.task import LanguageModel, ModelInfo, Task, Unit
+from megatron_tape.evaluation.task import EvaluatedModel, ModelInfo, Task, Unit
 from megatron_tape.evaluation.tasks.text_sources import (
     Document,
-    Source,
+    TextSource,
     check_sources,
     chosen_lengths,
     find_sources,
@@ -53,7 +55,9 @@ class Work:
 
 
 class DocumentTask(Task):
-    """Base class. A unit is a document at a context length; `units` sets `work` to the windows of each unit, by key."""
+    """Base class. A unit is a document at a context length; `units` sets `work` to the windows of
+    each unit, by key.
+    """
 
     Settings: ClassVar[type] = DocumentSettings
     needs_tokenizer = False
@@ -62,7 +66,7 @@ class DocumentTask(Task):
     """Number of documents that were too short, by name of the source."""
 
     @property
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[TextSource]:
         settings = self.settings
         return find_sources(settings.data, settings.split, settings.token_dtype, self.section)
 
@@ -77,41 +81,61 @@ class DocumentTask(Task):
         return max(self.lengths(info)) + 1
 
     def check(self, info: ModelInfo) -> None:
-        check_sources(self.sources, info, self.settings.text_key, self.needed(info), self.most_documents)
+        check_sources(
+            self.sources, info, self.settings.text_key, self.needed(info), self.most_documents
+        )
 
     def inputs(self) -> list[Path]:
         return [file for source in self.sources for file in source.files]
 
-    def units(self, model: LanguageModel) -> list[Unit]:
-        self.work, self.skipped = {}, {}
+    def units(self, model: EvaluatedModel) -> list[Unit]:
+        self.work = {}
+        self.skipped = {}
         for source in self.sources:
-            text_key, needed = self.settings.text_key, self.needed(model.info)
-            documents, self.skipped[source.name] = long_documents(source, model, text_key, needed, self.most_documents)
+            text_key = self.settings.text_key
+            needed = self.needed(model.info)
+            documents, self.skipped[source.name] = long_documents(
+                source, model, text_key, needed, self.most_documents
+            )
             self.work |= self.plan(source, documents, model)
-        return [Unit(key, sum(map(len, work.windows)) * (1 + work.length / 65_536)) for key, work in self.work.items()]
+        return [
+            Unit(key, sum(map(len, work.windows)) * (1 + work.length / 65_536))
+            for key, work in self.work.items()
+        ]
 
-    def plan(self, source: Source, documents: list[Document], model: LanguageModel) -> dict[str, Work]:
-        """Return the work for a source by unit key, `SOURCE/DOCUMENT/LENGTH`: each document at each length."""
+    def plan(
+        self, source: TextSource, documents: list[Document], model: EvaluatedModel
+    ) -> dict[str, Work]:
+        """Return the work for a source by unit key, `SOURCE/DOCUMENT/LENGTH`: each document at each
+        length.
+        """
         lengths = self.lengths(model.info)
         return {
-            f"{document.key}/{length}": Work(document, length, self.windows(document, length, model))
+            f"{document.key}/{length}": Work(
+                document, length, self.windows(document, length, model)
+            )
             for document in documents
             for length in lengths
         }
 
-    def windows(self, document: Document, length: int, model: LanguageModel) -> list[Window]:
-        """Return the windows of a document at a context length. They score the same tokens at every length."""
-        settings, longest = self.settings, max(self.lengths(model.info))
+    def windows(self, document: Document, length: int, model: EvaluatedModel) -> list[Window]:
+        """Return the windows of a document at a context length. They score the same tokens at every
+        length.
+        """
+        settings = self.settings
+        longest = max(self.lengths(model.info))
         first = longest + 1 - scored_per_window(longest, settings.stride)
         stop = min(first + (settings.windows or 8) * settings.stride, len(document.tokens))
         step = scored_per_window(length, settings.stride)
         ends = [(start, min(start + step, stop)) for start in range(first, stop, step)]
-        # The model reads `length` tokens, including the beginning-of-text token; the last token is only a label.
+        # The model reads `length` tokens, including the beginning-of-text token; the last token is
+        # only a label.
         size = length + 1 - len(model.bos)
         return [Window(end - size, end, end - start) for start, end in ends]
 
     def scored(self) -> dict[str, dict[str, Any]]:
-        """Return for each source the `count` of scored tokens, and a `digest` of their ids and positions.
+        """Return for each source the `count` of scored tokens, and a `digest` of their ids and
+        positions.
 
         Models with equal digests were measured on the same tokens.
         """
@@ -140,22 +164,33 @@ class DocumentTask(Task):
 
 
 def scored_per_window(length: int, stride: int) -> int:
-    """Return the number of scored tokens per window: `stride`, but at most a quarter of the context `length`."""
+    """Return the number of scored tokens per window: `stride`, but at most a quarter of the context
+    `length`.
+    """
     return min(stride, max(1, length // 4))
 
 
 def window_losses(
-    model: LanguageModel, document: Document, window: Window, prefix: list[int], whole: bool = False
+    model: EvaluatedModel,
+    document: Document,
+    window: Window,
+    prefix: list[int],
+    whole: bool = False,
 ) -> np.ndarray:
-    """Return the losses in nats of a window's scored tokens or, if `whole`, of all tokens but the first.
+    """Return the losses in nats of a window's scored tokens or, if `whole`, of all tokens but the
+    first.
 
-    `prefix`, such as a beginning-of-text token, precedes the window. Raises ValueError if a loss is infinite or NaN.
+    `prefix`, such as a beginning-of-text token, precedes the window. Raises ValueError if a loss is
+    infinite or NaN.
     """
-    tokens = np.concatenate([np.asarray(prefix, np.int64), document.tokens[window.start : window.stop]])
+    tokens = np.concatenate(
+        [np.asarray(prefix, np.int64), document.tokens[window.start : window.stop]]
+    )
     losses = model.losses(tokens, 1 if whole else len(tokens) - window.scored)
     if not np.isfinite(losses).all():
         raise ValueError(
-            f"{model.info.label} has an infinite or NaN loss in {document.key}, tokens {window.start:,} to "
-            f"{window.stop:,}; try another dtype or a shorter length, or check the model"
+            f"{model.info.label} has an infinite or NaN loss in {document.key}, tokens"
+            f" {window.start:,} to {window.stop:,}; try another dtype or a shorter length, or check"
+            " the model"
         )
     return losses

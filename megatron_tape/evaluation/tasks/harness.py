@@ -1,8 +1,8 @@
 """Find and run tasks of lm-evaluation-harness. Imports no torch until a task runs.
 
-This module replaces the harness's `simple_evaluate`, which contacts the hub for the model, returns results on one
-process only, and seeds random generators once, so that samples depend on earlier tasks. Here, each call of `run` seeds
-them, and counts truncated documents.
+This module replaces the harness's `simple_evaluate`, which contacts the hub for the model, returns
+results on one process only, and seeds random generators once, so that samples depend on earlier
+tasks. Here, each call of `run` seeds them, and counts truncated documents.
 """
 
 from __future__ import annotations
@@ -36,26 +36,33 @@ _RESAMPLINGS = 1000
 
 
 def find_tasks(names: Sequence[str], include: Sequence[str] = ()) -> TaskManager:
-    """Return an index of tasks that contains all `names`, which are tasks, groups, tags or paths of YAML files.
+    """Return an index of tasks that contains all `names`, which are tasks, groups, tags or paths of
+    YAML files.
 
-    `include` are directories of task files. The harness's own 14,000 task files are slow to read, so they are read only
-    if these directories lack a name. Raises ConfigError for an unknown name.
+    `include` are directories of task files. The harness's own 14,000 task files are slow to read,
+    so they are read only if these directories lack a name. Raises ConfigError for an unknown name.
     """
     for defaults in (False, True):
         manager = index(tuple(include), defaults)
         # Groups in `include` may contain tasks of the harness.
         known = set(manager.all_tasks) - (set() if defaults else set(manager.all_groups))
-        unknown = [name for name in names if name not in known and not name.endswith((".yaml", ".yml"))]
+        unknown = [
+            name for name in names if name not in known and not name.endswith((".yaml", ".yml"))
+        ]
         if not unknown:
             return manager
     raise ConfigError(
-        "lm_eval.tasks", f"has {unknown[0]}, which is not a task of lm_eval", "list all with lm_eval ls tasks"
+        "lm_eval.tasks",
+        f"has {unknown[0]}, which is not a task of lm_eval",
+        "list all with lm_eval ls tasks",
     )
 
 
 @lru_cache(maxsize=4)
 def index(include: tuple[str, ...], defaults: bool) -> TaskManager:
-    """Return the index of the tasks in the directories `include` and, if `defaults`, of the harness's own tasks."""
+    """Return the index of the tasks in the directories `include` and, if `defaults`, of the
+    harness's own tasks.
+    """
     try:
         with quiet():
             return TaskManager(include_path=list(include), include_defaults=defaults)
@@ -68,14 +75,21 @@ def index(include: tuple[str, ...], defaults: bool) -> TaskManager:
 
 
 def load_tasks(manager: TaskManager, name: str, fewshot: int | None = None) -> dict[str, Any]:
-    """Load the tasks and groups of a name, and their data, for `run`. Raises ConfigError if they cannot be loaded."""
+    """Load the tasks and groups of a name, and their data, for `run`. Raises ConfigError if they
+    cannot be loaded.
+    """
     try:
         with quiet(), seeded(name):
             loaded = manager.load([name])
     except Exception as error:  # from the harness, datasets, the network, or code of the task
         reason = (str(error).strip() or type(error).__name__).split("\n")[0][:300]
-        fix = "if its data is on the hub, allow this machine to access it, or copy it to the cache of datasets"
-        raise ConfigError("lm_eval.tasks", f"has {name}, which cannot be loaded: {reason}", fix) from error
+        fix = (
+            "if its data is on the hub, allow this machine to access it, or copy it to the cache of"
+            " datasets"
+        )
+        raise ConfigError(
+            "lm_eval.tasks", f"has {name}, which cannot be loaded: {reason}", fix
+        ) from error
     for task in loaded["tasks"].values():
         if getattr(task, "UNSAFE_CODE", False):
             problem = f"has {task.config.task}, which runs code that the model generates"
@@ -85,7 +99,9 @@ def load_tasks(manager: TaskManager, name: str, fewshot: int | None = None) -> d
             raise ConfigError("lm_eval.tasks", problem, "remove it")
         # As in the harness's command, a task that sets num_fewshot to 0 keeps it.
         default = task.get_config("num_fewshot")
-        task.set_config(key="num_fewshot", value=default or 0 if fewshot is None or default == 0 else fewshot)
+        task.set_config(
+            key="num_fewshot", value=default or 0 if fewshot is None or default == 0 else fewshot
+        )
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
     return loaded
 
@@ -99,33 +115,46 @@ def own_task(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def builtin_configuration(folder: str, name: str) -> dict[str, Any]:
-    """Load the configuration `name`.yaml in a folder of the harness's tasks, with the functions that it names."""
+    """Load the configuration `name`.yaml in a folder of the harness's tasks, with the functions
+    that it names.
+    """
     # Importing RULER's functions would download data of nltk that few of them use.
-    with quiet(), mock.patch("nltk.download", lambda *_, **__: False), contextlib.redirect_stdout(io.StringIO()):
+    with (
+        quiet(),
+        mock.patch("nltk.download", lambda *_, **__: False),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
         config = load_yaml(Path(lm_eval.tasks.__file__).parent / folder / f"{name}.yaml")
     for key in ("tag", "group"):
         config.pop(key, None)
     return config
 
 
-def run(model: Any, tasks: dict[str, Any], seed: str, limit: int | None = None) -> list[dict[str, Any]]:
-    """Run tasks from `load_tasks` or `own_task` on a model of the harness; return an outcome for each task and group.
+def run(
+    model: Any, tasks: dict[str, Any], seed: str, limit: int | None = None
+) -> list[dict[str, Any]]:
+    """Run tasks from `load_tasks` or `own_task` on a model of the harness; return an outcome for
+    each task and group.
 
-    `seed` is any text. Samples and few-shot examples depend on it, but not on earlier calls. `limit` is the maximum
-    number of documents of each task. An outcome is a dictionary with
+    `seed` is any text. Samples and few-shot examples depend on it, but not on earlier calls.
+    `limit` is the maximum number of documents of each task. An outcome is a dictionary with
 
     - `name`, `version`, and `fewshot`, the number of examples in each prompt;
-    - `metrics` by `metric,filter`: `value`, `error` (the standard error or None), and `higher_is_better`;
+    - `metrics` by `metric,filter`: `value`, `error` (the standard error or None), and
+      `higher_is_better`;
     - `documents`: digests of the documents in order; empty for a group;
     - `values` by `metric,filter`: the value of each document;
-    - `responses` to the first request of each document: a text, or a log-likelihood and whether greedy decoding would
-      generate the text;
+    - `responses` to the first request of each document: a text, or a log-likelihood and whether
+      greedy decoding would generate the text;
     - `truncated`: the number of truncated documents.
     """
     with quiet(), seeded(seed), without_bars(), contextlib.redirect_stdout(io.StringIO()):
-        # Otherwise, the bootstrap of the harness forks this process, including the model, once per core.
+        # Otherwise, the bootstrap of the harness forks this process, including the model, once per
+        # core.
         with mock.patch.dict(os.environ, DISABLE_MULTIPROC="1"):
-            found = evaluate(model, tasks, limit=limit, bootstrap_iters=_RESAMPLINGS, log_samples=True)
+            found = evaluate(
+                model, tasks, limit=limit, bootstrap_iters=_RESAMPLINGS, log_samples=True
+            )
     outcomes = []
     for name, values in found["results"].items():
         better = found["higher_is_better"].get(name) or {}
@@ -135,17 +164,26 @@ def run(model: Any, tasks: dict[str, Any], seed: str, limit: int | None = None) 
             if not filter_name or metric.endswith("_stderr") or not isinstance(value, (int, float)):
                 continue
             error = values.get(f"{metric}_stderr,{filter_name}")
-            error = float(error) if isinstance(error, (int, float)) and math.isfinite(error) else None
+            if isinstance(error, (int, float)) and math.isfinite(error):
+                error = float(error)
+            else:
+                error = None
             higher = better.get(metric) is not False
             metrics[key] = {"value": float(value), "error": error, "higher_is_better": higher}
-        outcome = {"name": name, "version": str(found["versions"].get(name, "")), "metrics": metrics}
+        outcome = {
+            "name": name,
+            "version": str(found["versions"].get(name, "")),
+            "metrics": metrics,
+        }
         documents = _documents(found["samples"].get(name, []), getattr(model, "truncated", set()))
         outcomes.append({**outcome, "fewshot": found["n-shot"].get(name), **documents})
     return outcomes
 
 
 def _documents(samples: list[dict[str, Any]], truncated: set[tuple[str, ...]]) -> dict[str, Any]:
-    """Return the fields `documents` to `truncated` of an outcome. `samples` has one item per document and filter."""
+    """Return the fields `documents` to `truncated` of an outcome. `samples` has one item per
+    document and filter.
+    """
     first: dict[int, dict[str, Any]] = {}
     values: dict[str, dict[int, Any]] = {}
     for sample in samples:
@@ -154,7 +192,10 @@ def _documents(samples: list[dict[str, Any]], truncated: set[tuple[str, ...]]) -
             values.setdefault(f"{metric},{sample['filter']}", {})[sample["doc_id"]] = sample[metric]
     numbers = sorted(first)
     cut = [
-        any(tuple(part for part in request if isinstance(part, str)) in truncated for request in sample["arguments"])
+        any(
+            tuple(part for part in request if isinstance(part, str)) in truncated
+            for request in sample["arguments"]
+        )
         for sample in first.values()
     ]
     return {
@@ -167,7 +208,9 @@ def _documents(samples: list[dict[str, Any]], truncated: set[tuple[str, ...]]) -
 
 @contextlib.contextmanager
 def seeded(seed: str) -> Iterator[None]:
-    """Seed the random generators of Python, NumPy and torch with a text, and restore their states afterwards."""
+    """Seed the random generators of Python, NumPy and torch with a text, and restore their states
+    afterwards.
+    """
     import torch
 
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -185,7 +228,9 @@ def seeded(seed: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hide warnings of the harness and of transformers, such as one for each truncated request, but not errors."""
+    """Hide warnings of the harness and of transformers, such as one for each truncated request, but
+    not errors.
+    """
     loggers = [logging.getLogger(name) for name in ("lm_eval", "transformers")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -16,15 +16,18 @@ from megatron_tape.evaluation.tasks.harness import quiet
 
 
 class HarnessModel(HFLM):
-    """An `HFLM` (lm-evaluation-harness's wrapper of transformers models) that records truncated requests.
+    """An `HFLM` (lm-evaluation-harness's wrapper of transformers models) that records truncated
+    requests.
 
-    Each text begins with exactly one beginning-of-text token, or with none if the tokenizer adds none.
+    Each text begins with exactly one beginning-of-text token, or with none if the tokenizer adds
+    none.
     """
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
         self.truncated: set[tuple[str, ...]] = set()
-        """Texts of requests that were truncated on the left: (prompt,) or (context, continuation)."""
+        """Texts of requests that were truncated on the left: (prompt,) or (context, continuation).
+        """
 
     def tok_encode(self, *arguments: Any, **options: Any) -> list[int]:
         with _no_bos_in_texts():
@@ -34,9 +37,11 @@ class HarnessModel(HFLM):
         with _no_bos_in_texts():
             return super().tok_batch_encode(*arguments, **options)
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        # The harness puts a token before the text, and would score the one that the tokenizer adds as part of the text
-        # (https://github.com/EleutherAI/lm-evaluation-harness/issues/3333).
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        # The harness puts a token before the text, and would score the one that the tokenizer adds
+        # as part of the text (https://github.com/EleutherAI/lm-evaluation-harness/issues/3333).
         with mock.patch.object(self, "add_bos_token", False):
             return super().loglikelihood_rolling(requests, disable_tqdm)
 
@@ -46,19 +51,28 @@ class HarnessModel(HFLM):
             generated = normalize_gen_kwargs(options, self.max_gen_toks)["max_gen_toks"]
             if generated >= self.max_length:
                 limit = f"but the model reads at most {self.max_length:,}, including the prompt"
-                problem = f"has {request.task_name}, which generates up to {generated:,} tokens, {limit}"
+                problem = (
+                    f"has {request.task_name}, which generates up to {generated:,} tokens, {limit}"
+                )
                 raise ConfigError("lm_eval.tasks", problem, "remove it")
             if len(self.tok_encode(prompt)) > self.max_length - generated:
                 self.truncated.add((prompt,))
         return super().generate_until(requests, disable_tqdm)
 
-    def _loglikelihood_tokens(self, requests: list[Any], *arguments: Any, **options: Any) -> list[tuple[float, bool]]:
-        # A context of spaces, which become part of the continuation, has no tokens if the tokenizer adds none.
-        requests = [(texts, context or [self.prefix_token_id], answer) for texts, context, answer in requests]
+    def _loglikelihood_tokens(
+        self, requests: list[Any], *arguments: Any, **options: Any
+    ) -> list[tuple[float, bool]]:
+        # A context of spaces, which become part of the continuation, has no tokens if the tokenizer
+        # adds none.
+        requests = [
+            (texts, context or [self.prefix_token_id], answer)
+            for texts, context, answer in requests
+        ]
         for texts, context, continuation in requests:
             if len(continuation) > self.max_length:
                 problem = (
-                    f"has an answer of {len(continuation):,} tokens, but the model reads at most {self.max_length:,}"
+                    f"has an answer of {len(continuation):,} tokens, but the model reads at most"
+                    f" {self.max_length:,}"
                 )
                 raise ConfigError("lm_eval.tasks", problem, "remove its task")
             # The last token is predicted, but the model does not read it.
@@ -68,7 +82,8 @@ class HarnessModel(HFLM):
 
 
 def _no_bos_in_texts() -> Any:
-    """Return a context in which a text that starts with the characters of `bos_token` gets that token like any other.
+    """Return a context in which a text that starts with the characters of `bos_token` gets that
+    token like any other.
 
     The harness takes these characters for the token. Here, no text encodes to a special token.
     """
@@ -76,15 +91,27 @@ def _no_bos_in_texts() -> Any:
 
 
 def harness_model(model: Any, batch_size: int = 1, max_length: int | None = None) -> HarnessModel:
-    """Return a `HuggingFaceModel` as a model of the harness, which truncates prompts to `max_length` tokens."""
+    """Return a `HuggingFaceModel` as a model of the harness, which truncates prompts to
+    `max_length` tokens.
+    """
     if model.tokenizer.eos_token_id is None:
         problem = f"of {model.info.label} has no end-of-text token, which lm_eval requires"
         raise ConfigError("the tokenizer", problem, "set eos_token in its tokenizer_config.json")
     last = model.tokenizer("a", verbose=False)["input_ids"][-1:]
     if last != model.tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"][-1:]:
-        problem = f"of {model.info.label} puts the token {last[0]} after each text, so also between prompt and answer"
-        raise ConfigError("the tokenizer", problem, "remove it from the post_processor in its tokenizer.json")
+        problem = (
+            f"of {model.info.label} puts the token {last[0]} after each text, so also between"
+            " prompt and answer"
+        )
+        raise ConfigError(
+            "the tokenizer", problem, "remove it from the post_processor in its tokenizer.json"
+        )
     # A copy, since the harness sets a padding token, which would affect other tasks.
     tokenizer = copy.deepcopy(model.tokenizer)
     with quiet():
-        return HarnessModel(pretrained=model.model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)
+        return HarnessModel(
+            pretrained=model.model,
+            tokenizer=tokenizer,
+            batch_size=batch_size,
+            max_length=max_length,
+        )

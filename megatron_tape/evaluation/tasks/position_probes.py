@@ -1,7 +1,9 @@
-"""Read the position states of a TAPE model of transformers, or replace them by RoPE's phases, with hooks on its layers.
+"""Read the position states of a TAPE model of transformers, or replace them by RoPE's phases, with
+hooks on its layers.
 
-Layer l, counted from 0, reads the state z_l and returns z_(l+1); z_0 are RoPE's phases. A state (B, S, G, D) has D/2
-complex numbers per head group, stored as [real | imaginary]. The hooks do not change the model permanently.
+Layer l, counted from 0, reads the state z_l and returns z_(l+1); z_0 are RoPE's phases. A state (B,
+S, G, D) has D/2 complex numbers per head group, stored as [real | imaginary]. The hooks do not
+change the model permanently.
 
 Axes: B batch, S or N tokens, G head groups, H query heads, D head dimension.
 """
@@ -33,17 +35,20 @@ def state_norms(state: Tensor) -> Tensor:
 
 
 def relative_distance(state: Tensor, phases: Tensor) -> np.ndarray:
-    """Return |z - z_0| / |z_0| (N, G), float32, for states z and RoPE's phases z_0, both (N, G, D)."""
+    """Return |z - z_0| / |z_0| (N, G), float32, for states z and RoPE's phases z_0, both (N, G,
+    D).
+    """
     distance = state_norms(state.float() - phases.float()) / state_norms(phases)
     return distance.cpu().numpy()
 
 
 def similarity(state: Tensor, distances: Collection[int]) -> list[float]:
-    """Return for each distance d >= 1 the mean similarity of states (N, G, D) of tokens that are d positions apart.
+    """Return for each distance d >= 1 the mean similarity of states (N, G, D) of tokens that are d
+    positions apart.
 
-    The similarity of tokens s and t is |<z_s, z_t>| / (|z_s| |z_t|), where <,> is the complex inner product over the
-    D/2 frequencies of a group. The mean is over all pairs of tokens and all groups. Shifting all positions does not
-    change the result.
+    The similarity of tokens s and t is |<z_s, z_t>| / (|z_s| |z_t|), where <,> is the complex inner
+    product over the D/2 frequencies of a group. The mean is over all pairs of tokens and all
+    groups. Shifting all positions does not change the result.
     """
     real, imaginary = (state.float() / state_norms(state).unsqueeze(-1)).chunk(2, dim=-1)
     z = torch.complex(real.contiguous(), imaginary.contiguous())
@@ -68,7 +73,9 @@ def losses(model: Any, tokens: Tensor) -> np.ndarray:
 
 @contextmanager
 def watching(model: Any, on_state: Callable[[int, Tensor, Tensor], None]) -> Iterator[None]:
-    """Within the context, call on_state(l, z_l, z_0) when layer l runs, with states (N, G, D) of the first sequence."""
+    """Within the context, call on_state(l, z_l, z_0) when layer l runs, with states (N, G, D) of
+    the first sequence.
+    """
     phases = None
 
     def hook(index: int, _: nn.Module, arguments: tuple) -> None:
@@ -91,18 +98,22 @@ def with_phases(
 ) -> Iterator[None]:
     """Within the context, make some layers read RoPE's phases instead of their position states.
 
-    These layers compute hidden states with the phases. They still compute their output position state from the real
-    one, so that later layers are not affected directly. With `on_maps`, outputs do not change: the function
-    on_maps(l, map, map_with_phases) only receives the attention maps (B, H, N, N) with the real state and with the
-    phases. Both are None if the attention implementation returns no maps.
+    These layers compute hidden states with the phases. They still compute their output position
+    state from the real one, so that later layers are not affected directly. With `on_maps`, outputs
+    do not change: the function on_maps(l, map, map_with_phases) only receives the attention maps
+    (B, H, N, N) with the real state and with the phases. Both are None if the attention
+    implementation returns no maps.
     """
-    layers, phases = layers_of(model), None
+    layers = layers_of(model)
+    phases = None
 
     def keep(_: nn.Module, arguments: tuple) -> None:
         nonlocal phases
         phases = arguments[1]
 
-    def hook(index: int, layer: nn.Module, arguments: tuple, keywords: dict, output: tuple) -> tuple | None:
+    def hook(
+        index: int, layer: nn.Module, arguments: tuple, keywords: dict, output: tuple
+    ) -> tuple | None:
         hidden_states, _, weights = layer.forward(arguments[0], phases, *arguments[2:], **keywords)
         if on_maps is not None:
             on_maps(index, output[2], weights)
@@ -112,20 +123,28 @@ def with_phases(
     with ExitStack() as stack:
         stack.enter_context(layers[0].register_forward_pre_hook(keep))
         for index in layer_indices:
-            stack.enter_context(layers[index].register_forward_hook(partial(hook, index), with_kwargs=True))
+            stack.enter_context(
+                layers[index].register_forward_hook(partial(hook, index), with_kwargs=True)
+            )
         yield
 
 
-def attention_maps(model: Any, tokens: Tensor, on_maps: Callable[[int, Tensor, Tensor], None]) -> None:
-    """Call on_maps(l, map, map_with_phases) for each layer l with attention maps (H, N, N), float32, of tokens (1, N).
+def attention_maps(
+    model: Any, tokens: Tensor, on_maps: Callable[[int, Tensor, Tensor], None]
+) -> None:
+    """Call on_maps(l, map, map_with_phases) for each layer l with attention maps (H, N, N),
+    float32, of tokens (1, N).
 
-    `map` is computed with the position state, and `map_with_phases` with RoPE's phases but the same hidden states.
+    `map` is computed with the position state, and `map_with_phases` with RoPE's phases but the same
+    hidden states.
     """
     implementation = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
         with with_phases(
-            model, range(len(layers_of(model))), lambda index, *maps: on_maps(index, *(map[0].float() for map in maps))
+            model,
+            range(len(layers_of(model))),
+            lambda index, *maps: on_maps(index, *(map[0].float() for map in maps)),
         ):
             with torch.no_grad():
                 model.model(input_ids=tokens, use_cache=False)

@@ -1,7 +1,8 @@
-"""The task `positions`: how far a TAPE model's position states are from RoPE, and how much the loss depends on them.
+"""The task `positions`: how far a TAPE model's position states are from RoPE, and how much the loss
+depends on them.
 
-Layers are counted from 0. The state of a layer is the position state that it reads: layer 0 reads RoPE's phases, layer
-1 the output state of layer 0, and so on.
+Layers are counted from 0. The state of a layer is the position state that it reads: layer 0 reads
+RoPE's phases, layer 1 the output state of layer 0, and so on.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from megatron_tape.config.evaluation import TokenDtype
 from megatron_tape.config.values import Count, PathText
-from megatron_tape.errors import refuse
+from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.figures import (
     COLOR_MAP,
     LONGEST_LABEL,
@@ -31,7 +32,12 @@ from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.evaluation.score_pictures import by_group
 from megatron_tape.evaluation.statistics import bootstrap_mean, bootstrap_ratio
 from megatron_tape.evaluation.task import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
-from megatron_tape.evaluation.tasks.text_sources import Source, check_sources, find_sources, long_documents
+from megatron_tape.evaluation.tasks.text_sources import (
+    TextSource,
+    check_sources,
+    find_sources,
+    long_documents,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,29 +63,31 @@ class PositionSettings:
     """Distance of a TAPE model's position states from RoPE, and dependence of the loss on them."""
 
     data: PathText
-    """Documents: a file of JSON lines, text or parquet, the prefix of an indexed dataset, or a .bin file of token ids,
-    as in perplexity."""
+    """Documents: a file of JSON lines, text or parquet, the prefix of an indexed dataset, or a .bin
+    file of token ids, as in perplexity."""
     token_dtype: TokenDtype = "uint16"
     """Type of the token ids in a .bin file without an index, as in perplexity."""
     text_key: str = "text"
     """Key of the text in JSON lines, or its column in parquet."""
     split: str | None = None
-    """Fractions of an indexed dataset's documents for training, validation and test (see data.split). Only validation
-    documents are used. Default: all documents."""
+    """Fractions of an indexed dataset's documents for training, validation and test (see
+    data.split). Only validation documents are used. Default: all documents."""
     documents: Count = 8
     """Maximum number of documents; the first ones that are long enough are used."""
     length: int | None = None
-    """Number of tokens of each document that are used. Default: the training length, or 1024 if the model's
-    configuration does not contain it."""
+    """Number of tokens of each document that are used. Default: the training length, or 1024 if the
+    model's configuration does not contain it."""
     ablation: bool = True
-    """Also compute the loss with RoPE's phases instead of the state of one layer, for each layer, and of all layers.
-    This takes one forward pass per layer and document."""
+    """Also compute the loss with RoPE's phases instead of the state of one layer, for each layer,
+    and of all layers. This takes one forward pass per layer and document."""
     map_tokens: Count = 64
     """Number of tokens in attention maps: the first ones of the first document."""
 
 
 class PositionPictures(Task):
-    """Distances of states from RoPE's phases, similarities of states, and effects of states on attention and loss."""
+    """Distances of states from RoPE's phases, similarities of states, and effects of states on
+    attention and loss.
+    """
 
     name = "positions"
     Settings = PositionSettings
@@ -89,10 +97,15 @@ class PositionPictures(Task):
     def check(self, info: ModelInfo) -> None:
         settings = self.settings
         model_type = info.config.get("model_type")
-        problem = f"requires a TAPE model, but {info.label} has the model_type {model_type}"
-        refuse(model_type != MODEL_TYPE, self.name, problem, "remove the task, or evaluate a TAPE model")
+        if model_type != MODEL_TYPE:
+            raise ConfigError(
+                self.name,
+                f"requires a TAPE model, but {info.label} has the model_type {model_type}",
+                "remove the task, or evaluate a TAPE model",
+            )
         length = self._length(info)
-        refuse(length < 2, self.key("length"), f"is {length}", "set it to at least 2")
+        if length < 2:
+            raise ConfigError(self.key("length"), f"is {length}", "set it to at least 2")
         check_sources(self._sources(), info, settings.text_key, length, settings.documents)
 
     def inputs(self) -> list[Path]:
@@ -100,7 +113,8 @@ class PositionPictures(Task):
 
     def units(self, model: HuggingFaceModel) -> list[Unit]:
         self._tokens = self._read(model)
-        length, layers = self._length(model.info), model.info.config["num_hidden_layers"]
+        length = self._length(model.info)
+        layers = model.info.config["num_hidden_layers"]
         cost = float(length * (1 + (layers if self.settings.ablation else 0)))
         documents = [Unit(f"document/{index}", cost) for index in range(len(self._tokens))]
         return [*documents, Unit(MAPS, 2.0 * min(self.settings.map_tokens, length))]
@@ -110,13 +124,20 @@ class PositionPictures(Task):
 
         index = 0 if unit.key == MAPS else int(unit.key.partition("/")[2])
         tokens = torch.from_numpy(self._tokens[index]).to(model.device)[None]
-        return self._maps(model.model, tokens) if unit.key == MAPS else self._document(model.model, tokens)
+        if unit.key == MAPS:
+            return self._maps(model.model, tokens)
+        return self._document(model.model, tokens)
 
     def _document(self, model: Any, tokens: Tensor) -> dict[str, Any]:
         from megatron_tape.evaluation.tasks import position_probes as probes
 
         distances = distances_of(tokens.shape[1])
-        found: dict[str, Any] = {"tokens": tokens.shape[1] - 1, "distance": [], "by_position": [], "similarity": []}
+        found: dict[str, Any] = {
+            "tokens": tokens.shape[1] - 1,
+            "distance": [],
+            "by_position": [],
+            "similarity": [],
+        }
 
         def on_state(_: int, state: Tensor, phases: Tensor) -> None:
             distance = probes.relative_distance(state, phases)
@@ -130,7 +151,9 @@ class PositionPictures(Task):
         if self.settings.ablation:
             layers = range(1, len(probes.layers_of(model)))
             # Layer 0 always reads RoPE's phases.
-            found["ablated"] = [found["loss"]] + [self._ablated(model, tokens, [layer]) for layer in layers]
+            found["ablated"] = [found["loss"]] + [
+                self._ablated(model, tokens, [layer]) for layer in layers
+            ]
             found["all_ablated"] = self._ablated(model, tokens, layers)
         return found
 
@@ -148,11 +171,17 @@ class PositionPictures(Task):
         shown: list[dict[str, Any]] = []
 
         def on_maps(layer: int, state: Tensor, phases: Tensor) -> None:
-            # Total variation distance: the fraction of attention that moves to other keys, averaged over queries.
+            # Total variation distance: the fraction of attention that moves to other keys, averaged
+            # over queries.
             change = (state - phases).abs().sum(-1).mean(-1) / 2
             changes.append(change.tolist())
             shown.extend(
-                {"layer": layer, "head": head, "state": _triangle(state[head]), "phases": _triangle(phases[head])}
+                {
+                    "layer": layer,
+                    "head": head,
+                    "state": _triangle(state[head]),
+                    "phases": _triangle(phases[head]),
+                }
                 for head in change.topk(min(_SHOWN_HEADS, len(change))).indices.tolist()
             )
             shown.sort(key=lambda one: -changes[one["layer"]][one["head"]])
@@ -163,31 +192,46 @@ class PositionPictures(Task):
 
     def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
         found = [value for key, value in values.items() if key != MAPS]
-        length, count = self._length(info), len(found)
+        length = self._length(info)
+        count = len(found)
         common = {"length": length, "count": count, "counted": "document"}
         distance = np.array([one["distance"] for one in found])
         scores = []
         for layer, by_document in enumerate(distance.mean(2).T):
-            value, interval = float(by_document.mean()), bootstrap_mean(by_document)
-            scores.append(Score("state_distance", value, "neither", *interval, group=f"layer {layer}", **common))
+            value = float(by_document.mean())
+            interval = bootstrap_mean(by_document)
+            scores.append(
+                Score(
+                    "state_distance", value, "neither", *interval, group=f"layer {layer}", **common
+                )
+            )
         tokens = [one["tokens"] for one in found]
         losses = np.array([one["loss"] for one in found])
 
         def loss(metric: str, sums: np.ndarray, better: Any, group: str = "") -> Score:
-            value, interval = float(np.sum(sums) / np.sum(tokens)), bootstrap_ratio(sums, tokens)
-            return Score(metric, value, better, *interval, group=group, unit="nats per token", **common)
+            value = float(np.sum(sums) / np.sum(tokens))
+            interval = bootstrap_ratio(sums, tokens)
+            return Score(
+                metric, value, better, *interval, group=group, unit="nats per token", **common
+            )
 
         scores.append(loss("loss", losses, "lower"))
         if self.settings.ablation:
             ablated = np.array([one["ablated"] for one in found])
             layers = range(ablated.shape[1])
-            scores += [loss("loss_increase", ablated[:, at] - losses, "neither", f"layer {at}") for at in layers]
+            scores += [
+                loss("loss_increase", ablated[:, at] - losses, "neither", f"layer {at}")
+                for at in layers
+            ]
             everywhere = np.array([one["all_ablated"] for one in found])
             scores.append(loss("loss_increase", everywhere - losses, "neither", "all layers"))
         details = {
             "distance": distance.mean(0).tolist(),
             "distance_by_position": np.mean([one["by_position"] for one in found], axis=0).tolist(),
-            "positions": [float(part.mean()) for part in np.array_split(np.arange(length), min(_BUCKETS, length))],
+            "positions": [
+                float(part.mean())
+                for part in np.array_split(np.arange(length), min(_BUCKETS, length))
+            ],
             "distances": distances_of(length),
             "similarity": np.mean([one["similarity"] for one in found], axis=0).tolist(),
             "maps": values[MAPS],
@@ -195,30 +239,38 @@ class PositionPictures(Task):
         notes = []
         if count < self.settings.documents:
             notes.append(
-                f"Documents with at least {length:,} tokens: {count:,}, fewer than positions.documents, "
-                f"{self.settings.documents:,}."
+                f"Documents with at least {length:,} tokens: {count:,}, fewer than"
+                f" positions.documents, {self.settings.documents:,}."
             )
         return Summary(scores, details, notes)
 
-    def _sources(self) -> list[Source]:
+    def _sources(self) -> list[TextSource]:
         settings = self.settings
         return find_sources(settings.data, settings.split, settings.token_dtype, self.section)
 
     def _length(self, info: ModelInfo) -> int:
         length = self.settings.length
-        return (info.trained_length or _LENGTH) if length is None else length
+        if length is None:
+            return info.trained_length or _LENGTH
+        return length
 
     def _read(self, model: HuggingFaceModel) -> list[np.ndarray]:
-        length, settings = self._length(model.info), self.settings
+        length = self._length(model.info)
+        settings = self.settings
         needed, (source,) = length - len(model.bos), self._sources()
         documents, _ = long_documents(source, model, settings.text_key, needed, settings.documents)
-        return [np.array([*model.bos, *document.tokens[:needed]], dtype=np.int64) for document in documents]
+        return [
+            np.array([*model.bos, *document.tokens[:needed]], dtype=np.int64)
+            for document in documents
+        ]
 
     @classmethod
     def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
         pictures = [_distances(results), _by_position(results), _similarities(results)]
         title = "loss increase with RoPE's phases in a layer"
-        pictures += by_group(results, lambda score: score.metric == "loss_increase", "positions-ablation", title)
+        pictures += by_group(
+            results, lambda score: score.metric == "loss_increase", "positions-ablation", title
+        )
         return [*pictures, _changes(results)] + [
             _maps(index, label, result) for index, (label, result) in enumerate(results.items())
         ]
@@ -231,16 +283,27 @@ def distances_of(length: int) -> list[int]:
 
 def _triangle(attention: Tensor) -> list[list[float]]:
     """Return the lower triangle of an attention map (N, N) as rows of rounded values."""
-    return [[round(value, _DIGITS) for value in row[: at + 1]] for at, row in enumerate(attention.tolist())]
+    return [
+        [round(value, _DIGITS) for value in row[: at + 1]]
+        for at, row in enumerate(attention.tolist())
+    ]
 
 
-def _heat_maps(values: dict[str, list[list[float]]], column: str, bar: str, high: float) -> tuple[Any, str]:
-    """Return a figure with a heat map of each model's matrix (layers, columns), and a sentence on the maxima."""
+def _heat_maps(
+    values: dict[str, list[list[float]]], column: str, bar: str, high: float
+) -> tuple[Any, str]:
+    """Return a figure with a heat map of each model's matrix (layers, columns), and a sentence on
+    the maxima.
+    """
     figure, panels = model_panels(values)
     maxima = []
     for axes, (label, matrix) in zip(panels, values.items()):
         rows, columns = np.shape(matrix)
-        names = {"row_label": "layer", "column_label": column, "bar": bar if axes is panels[-1] else None}
+        names = {
+            "row_label": "layer",
+            "column_label": column,
+            "bar": bar if axes is panels[-1] else None,
+        }
         heat_map(axes, matrix, range(rows), range(columns), high=high, **names)
         layer, at = np.unravel_index(np.argmax(matrix), (rows, columns))
         maxima.append(f"{label}: at most {np.max(matrix):.3g}, in layer {layer}, {column} {at}")
@@ -251,7 +314,10 @@ def _distances(results: dict[str, TaskResult]) -> Picture:
     distances = {label: result.details["distance"] for label, result in results.items()}
     high = max(np.max(distance) for distance in distances.values()) or 1.0
     figure, maxima = _heat_maps(distances, "head group", "|z - z0| / |z0|", high)
-    text = "Heat map of the mean distance of the position state from RoPE's phases by layer and head group. "
+    text = (
+        "Heat map of the mean distance of the position state from RoPE's phases by layer and head"
+        " group. "
+    )
     return Picture("positions-distance", f"{text}{maxima}.", figure)
 
 
@@ -262,7 +328,10 @@ def _by_position(results: dict[str, TaskResult]) -> Picture:
         axes.set(xlabel="position", ylabel="|z - z0| / |z0|")
         axes.set_ylim(bottom=0)
     legend(figure)
-    text = "Distance of the position state from RoPE's phases by position in the document, one curve per layer, for "
+    text = (
+        "Distance of the position state from RoPE's phases by position in the document, one curve"
+        " per layer, for "
+    )
     return Picture("positions-along", f"{text}{', '.join(results)}.", figure)
 
 
@@ -272,33 +341,53 @@ def _similarities(results: dict[str, TaskResult]) -> Picture:
         details = result.details
         _layer_curves(axes, details["distances"], details["similarity"])
         # Layer 0 reads RoPE's phases.
-        axes.plot(details["distances"], details["similarity"][0], color="0.5", linestyle="--", label="RoPE")
+        axes.plot(
+            details["distances"],
+            details["similarity"][0],
+            color="0.5",
+            linestyle="--",
+            label="RoPE",
+        )
         log_scale(axes, "x", 2)
-        axes.set(xlabel="distance of two tokens", ylabel="similarity of their states", ylim=(0, 1.02))
+        axes.set(
+            xlabel="distance of two tokens", ylabel="similarity of their states", ylim=(0, 1.02)
+        )
     legend(figure)
-    text = "Similarity of the states of two tokens by their distance, one curve per layer and one for RoPE, for "
+    text = (
+        "Similarity of the states of two tokens by their distance, one curve per layer and one for"
+        " RoPE, for "
+    )
     return Picture("positions-similarity", f"{text}{', '.join(results)}.", figure)
 
 
 def _layer_curves(axes: Any, x: list[float], layers: list[list[float]]) -> None:
     """Draw the curves of at most `_CURVES` layers, evenly spaced, without layer 0."""
     later = range(1, len(layers))
-    shown = sorted({later[at] for at in np.linspace(0, len(later) - 1, min(_CURVES, len(later))).astype(int)})
+    shown = sorted(
+        {later[at] for at in np.linspace(0, len(later) - 1, min(_CURVES, len(later))).astype(int)}
+    )
     for layer, color in zip(shown, shades(len(shown))):
         axes.plot(x, layers[layer], color=color, linewidth=1.4, label=f"layer {layer}")
 
 
 def _changes(results: dict[str, TaskResult]) -> Picture:
     changes = {label: result.details["maps"]["change"] for label, result in results.items()}
-    figure, maxima = _heat_maps(changes, "head", "fraction of attention moved to other tokens", high=1.0)
-    text = "Heat map by layer and head: the fraction of attention moved if RoPE's phases replace the state. "
+    figure, maxima = _heat_maps(
+        changes, "head", "fraction of attention moved to other tokens", high=1.0
+    )
+    text = (
+        "Heat map by layer and head: the fraction of attention moved if RoPE's phases replace the"
+        " state. "
+    )
     return Picture("positions-attention", f"{text}{maxima}.", figure)
 
 
 def _maps(index: int, label: str, result: TaskResult) -> Picture:
     shown = result.details["maps"]["shown"]
     figure, axes = new_figure(2, len(shown), width=3, height=3)
-    for axis, (kind, one) in zip(axes, [(kind, one) for kind in ("state", "phases") for one in shown]):
+    for axis, (kind, one) in zip(
+        axes, [(kind, one) for kind in ("state", "phases") for one in shown]
+    ):
         size = len(one[kind])
         weights = np.full((size, size), np.nan)
         for row, visible in enumerate(one[kind]):
@@ -311,5 +400,8 @@ def _maps(index: int, label: str, result: TaskResult) -> Picture:
         axis.set(xlabel="key", ylabel="query")
     figure.suptitle(plain(label, LONGEST_LABEL), fontsize=10)
     heads = ", ".join(f"head {one['head']} of layer {one['layer']}" for one in shown)
-    text = f"Attention maps of {label}, with its position state (top) and with RoPE's phases instead (bottom): {heads}."
+    text = (
+        f"Attention maps of {label}, with its position state (top) and with RoPE's phases instead"
+        f" (bottom): {heads}."
+    )
     return Picture(f"positions-maps-{index}", text, figure)

@@ -3,11 +3,12 @@
 When the harness calls these functions, they
 
 - draw from the global random generator, so that samples depend on the order of tasks;
-- put all lengths into one dataset, so that a limit on the number of samples keeps only the first length;
+- put all lengths into one dataset, so that a limit on the number of samples keeps only the first
+  length;
 - load the tokenizer again, including any code that comes with it;
 - never return if the smallest sample is too long (tasks vt and cwe);
-- ignore the tokens of the beginning of the answer (niah tasks) or of the generated answer (fwe), so that prompts are
-  truncated.
+- ignore the tokens of the beginning of the answer (niah tasks) or of the generated answer (fwe), so
+  that prompts are truncated.
 
 Here, samples are made for one task and length at a time, with a seed of their own, and checked.
 """
@@ -32,12 +33,20 @@ from unittest import mock
 import datasets
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.evaluation.tasks.harness import builtin_configuration, own_task, quiet, seeded, without_bars
+from megatron_tape.evaluation.tasks.harness import (
+    builtin_configuration,
+    own_task,
+    quiet,
+    seeded,
+    without_bars,
+)
 
 _MOST = 500
 """Number of samples per task and length that the harness makes by default."""
 _ENDLESS = ("sys_vartrack_w_noise_random", "sys_word_pair_random")
-"""Functions of the harness that make samples of vt and cwe. They never return if the smallest sample is too long."""
+"""Functions of the harness that make samples of vt and cwe. They never return if the smallest
+sample is too long.
+"""
 _GENERATORS = ("generate_samples", "sys_kwext", *_ENDLESS)
 """Functions of the harness that make samples."""
 _DRAWS = 5
@@ -68,7 +77,8 @@ class Samples:
     tasks: dict[str, Any]
     """The tasks for `harness.run`."""
     rows: list[dict[str, Any]]
-    """The samples as the harness represents them, such as with the expected answers in `outputs`."""
+    """The samples as the harness represents them, such as with the expected answers in `outputs`.
+    """
     tokens: list[int]
     """Number of tokens of each prompt, including the beginning of the answer."""
 
@@ -78,38 +88,51 @@ def make_samples(
 ) -> Samples:
     """Return `count` samples whose prompts and generated tokens fit into `length` tokens.
 
-    The first samples do not depend on `count`. Raises TooShort if the task has no samples that fit, and ConfigError if
-    its data is missing.
+    The first samples do not depend on `count`. Raises TooShort if the task has no samples that fit,
+    and ConfigError if its data is missing.
     """
     config = builtin_configuration("ruler", task)
-    generated, reserve = config["generation_kwargs"]["max_gen_toks"], 0
+    generated = config["generation_kwargs"]["max_gen_toks"]
+    reserve = 0
     for _ in range(_ROUNDS):
         with seeded(f"{seed} {task} {length}"):
-            rows = _generate(task, config["custom_dataset"], length, count, tokenizer, reserve, sources)
+            rows = _generate(
+                task, config["custom_dataset"], length, count, tokenizer, reserve, sources
+            )
         _check(task, rows, count)
         data = datasets.Dataset.from_list(rows)
         tasks = own_task({**config, "custom_dataset": lambda data=data, **_: {"test": data}})
         (harness_task,) = tasks["tasks"].values()
         # Includes the beginning of the answer, `gen_prefix`, which base models need.
         prompts = [
-            harness_task.fewshot_context(row, num_fewshot=0, gen_prefix=harness_task.doc_to_prefix(row)) for row in rows
+            harness_task.fewshot_context(
+                row, num_fewshot=0, gen_prefix=harness_task.doc_to_prefix(row)
+            )
+            for row in rows
         ]
         tokens = [len(tokenizer(prompt, verbose=False)["input_ids"]) for prompt in prompts]
         over = max(tokens) + generated - length
         if over <= 0:
             if 2 * min(tokens) < length - generated:
-                raise TooShort("its text grows in steps so large that more than half of the length stays unused")
+                raise TooShort(
+                    "its text grows in steps so large that more than half of the length stays"
+                    " unused"
+                )
             return Samples(tasks, rows, tokens)
         reserve += over
     raise TooShort("its prompts do not fit")
 
 
 class _Measure:
-    """Replaces the harness's tokenizer: adds `reserve` to the number of tokens, and detects endless loops."""
+    """Replaces the harness's tokenizer: adds `reserve` to the number of tokens, and detects endless
+    loops.
+    """
 
     def __init__(self, tokenizer: Callable[..., Any], reserve: int):
-        self._tokenizer, self._reserve = tokenizer, reserve
-        self._last, self._times = "", 0
+        self._tokenizer = tokenizer
+        self._reserve = reserve
+        self._last = ""
+        self._times = 0
         self._interruption: BaseException | None = None
 
     def __call__(self, text: str) -> SimpleNamespace:
@@ -146,8 +169,11 @@ def _generate(
     reserve: int,
     sources: Sources,
 ) -> list[dict[str, Any]]:
-    """Call a function of the harness that makes samples, with parts of its module replaced; return the samples."""
-    module, measure = function.__globals__, _Measure(tokenizer, reserve)
+    """Call a function of the harness that makes samples, with parts of its module replaced; return
+    the samples.
+    """
+    module = function.__globals__
+    measure = _Measure(tokenizer, reserve)
     replaced: dict[str, Any] = {"get_tokenizer": lambda *_, **__: measure, "tqdm": measure.each}
     for name in _GENERATORS:
         if name in module:
@@ -161,7 +187,10 @@ def _generate(
         for name in ("read_squad", "read_hotpotqa"):  # without their caches
             replaced[name] = module[name].__wrapped__
     splitting: dict[str, Any] = {} if has_punkt() else {"cached_sent_tokenize": _sentences}
-    makers = module["generate_samples"].__globals__ if "generate_samples" in module else module
+    if "generate_samples" in module:
+        makers = module["generate_samples"].__globals__
+    else:
+        makers = module
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(makers, splitting))
         stack.enter_context(mock.patch.dict(module, replaced))
@@ -180,12 +209,17 @@ def _generate(
         except KeyError as error:
             if "download_json" not in module:
                 raise
-            key, fix = "ruler.squad and ruler.hotpotqa", "give dev-v2.0.json and hotpot_dev_distractor_v1.json"
-            raise ConfigError(key, f"have other contents than expected: {task} finds no {error} in them", fix) from None
+            key = "ruler.squad and ruler.hotpotqa"
+            fix = "give dev-v2.0.json and hotpot_dev_distractor_v1.json"
+            raise ConfigError(
+                key, f"have other contents than expected: {task} finds no {error} in them", fix
+            ) from None
 
 
 def _limited(function: Callable[..., Any], count: int, measure: _Measure) -> Callable[..., Any]:
-    """Wrap a function of the harness to make at most `count` samples, and raise TooShort instead of looping forever."""
+    """Wrap a function of the harness to make at most `count` samples, and raise TooShort instead of
+    looping forever.
+    """
 
     def limited(*arguments: Any, **options: Any) -> Any:
         options["num_samples"] = min(options.get("num_samples", _MOST), count)
@@ -196,16 +230,25 @@ def _limited(function: Callable[..., Any], count: int, measure: _Measure) -> Cal
     return limited
 
 
-def _refuse_endless(function: Callable[..., Any], options: dict[str, Any], measure: _Measure) -> None:
+def _refuse_endless(
+    function: Callable[..., Any], options: dict[str, Any], measure: _Measure
+) -> None:
     """Raise TooShort if the smallest samples of vt or cwe do not fit.
 
-    If a sample is too long, the harness draws it again with fewer words; at `incremental` words, it does so forever.
+    If a sample is too long, the harness draws it again with fewer words; at `incremental` words, it
+    does so forever.
     """
-    defaults = {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(function).parameters.items()
+    }
     arguments = {**defaults, **options}
-    module, size, length = function.__globals__, arguments["incremental"], arguments["max_seq_length"]
+    module = function.__globals__
+    size = arguments["incremental"]
+    length = arguments["max_seq_length"]
     draw = module["generate_input_output"]
-    example, room = arguments.get("icl_example"), length - arguments["tokens_to_generate"]
+    example = arguments.get("icl_example")
+    room = length - arguments["tokens_to_generate"]
     if example is not None:
         room -= measure.count(f"{example['input']} {' '.join(example['outputs'])}\n\n")
     # Samples must not depend on these draws.
@@ -213,7 +256,9 @@ def _refuse_endless(function: Callable[..., Any], options: dict[str, Any], measu
     with seeded("the smallest samples"), mock.patch.dict(module, replaced):
         for _ in range(_DRAWS):
             if "num_chains" in arguments:  # vt
-                text, _ = draw(size, arguments["num_chains"], arguments["num_hops"], is_icl=example is None)
+                text, _ = draw(
+                    size, arguments["num_chains"], arguments["num_hops"], is_icl=example is None
+                )
             else:
                 _, text, _ = draw(size, length)
             if measure.count(text) > room:
@@ -221,22 +266,37 @@ def _refuse_endless(function: Callable[..., Any], options: dict[str, Any], measu
 
 
 def _check(task: str, rows: list[dict[str, Any]], count: int) -> None:
-    """Raise TooShort if there are too few samples, or if prompts lack their answers (except for qa tasks)."""
+    """Raise TooShort if there are too few samples, or if prompts lack their answers (except for qa
+    tasks).
+    """
     if len(rows) < count:
         raise TooShort("not all of its samples fit")
     for row in rows:
-        answers, text = row["outputs"], row["input"]
-        if not answers or (not task.startswith("qa_") and not all(answer in text for answer in answers)):
+        answers = row["outputs"]
+        text = row["input"]
+        if not answers or (
+            not task.startswith("qa_") and not all(answer in text for answer in answers)
+        ):
             raise TooShort("its samples lack their answers")
         if task == "fwe":
-            ranks = Counter(word for word in re.findall(r"\b[a-z]{6}\b", text.partition("coded words. ")[2]))
+            ranks = Counter(
+                word for word in re.findall(r"\b[a-z]{6}\b", text.partition("coded words. ")[2])
+            )
             first = ranks.most_common(4)
-            if len(first) < 4 or {word for word, _ in first[:3]} != set(answers) or first[2][1] == first[3][1]:
+            if (
+                len(first) < 4
+                or {word for word, _ in first[:3]} != set(answers)
+                or first[2][1] == first[3][1]
+            ):
                 raise TooShort("it has no unique set of three most frequent words")
 
 
-def _haystack(original: Callable[[str], Any], file: str | None, length: int) -> Callable[[str], Any]:
-    """Return a replacement of `get_haystack` that returns the words of a file, if given, instead of the essays."""
+def _haystack(
+    original: Callable[[str], Any], file: str | None, length: int
+) -> Callable[[str], Any]:
+    """Return a replacement of `get_haystack` that returns the words of a file, if given, instead of
+    the essays.
+    """
 
     def get_haystack(type_haystack: str) -> Any:
         if type_haystack != "essay":
@@ -248,8 +308,12 @@ def _haystack(original: Callable[[str], Any], file: str | None, length: int) -> 
         try:
             return original(type_haystack)
         except Exception as error:
-            problem = f"is null, and RULER's essays cannot be loaded from the hub ({_reason(error)})"
-            raise ConfigError("ruler.haystack", problem, "set it to the path of a long text") from error
+            problem = (
+                f"is null, and RULER's essays cannot be loaded from the hub ({_reason(error)})"
+            )
+            raise ConfigError(
+                "ruler.haystack", problem, "set it to the path of a long text"
+            ) from error
 
     return get_haystack
 
@@ -266,7 +330,9 @@ def _questions(original: Callable[[str], Any], sources: Sources) -> Callable[[st
             return original(url)
         except Exception as error:
             problem = f"is null, and {url} cannot be loaded ({_reason(error)})"
-            raise ConfigError(f"ruler.{name}", problem, "download the file, and set this to its path") from error
+            raise ConfigError(
+                f"ruler.{name}", problem, "download the file, and set this to its path"
+            ) from error
 
     return download_json
 
@@ -289,7 +355,9 @@ def has_punkt() -> bool:
 
 @lru_cache(maxsize=64)
 def _sentences(text: str) -> list[str]:
-    """Split a text into sentences with nltk's rules, but without its list of English abbreviations."""
+    """Split a text into sentences with nltk's rules, but without its list of English
+    abbreviations.
+    """
     from nltk.tokenize.punkt import PunktSentenceTokenizer
 
     return PunktSentenceTokenizer().tokenize(text)

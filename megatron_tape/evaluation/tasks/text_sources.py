@@ -1,4 +1,6 @@
-"""Read documents for tasks that measure losses: from texts, indexed datasets and raw files of token ids."""
+"""Read documents for tasks that measure losses: from texts, indexed datasets and raw files of token
+ids.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,24 @@ from megatron_tape.data.documents import read_texts
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, dataset_paths, first_invalid_id
 from megatron_tape.data.origins import check_tokenizer, unknown_tokenizers
 from megatron_tape.data.raw_chunks import is_text_file
-from megatron_tape.errors import ConfigError, FileError, refuse
-from megatron_tape.evaluation.task import LanguageModel, ModelInfo
+from megatron_tape.errors import ConfigError, FileError
+from megatron_tape.evaluation.task import EvaluatedModel, ModelInfo
 
 TEXT_BYTES = 1_000_000_000
-"""Maximum size in bytes of a document (a JSON line, a row or a text file), which is the size of enwik9."""
+"""Maximum size in bytes of a document (a JSON line, a row or a text file), which is the size of
+enwik9.
+"""
 LEARNED_POSITIONS = ("gpt2", "gpt_neo", "gpt_bigcode", "opt", "biogpt", "openai-gpt")
-"""Values of `model_type` in config.json for models that cannot read more tokens than their trained length."""
+"""Values of `model_type` in config.json for models that cannot read more tokens than their trained
+length.
+"""
 
-_NEED, _LONGER = "lengths need", "shorten them, or give longer documents"
+_NEED = "lengths need"
+_LONGER = "shorten them, or give longer documents"
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """A file or dataset that the setting `data` names."""
 
     name: str
@@ -40,11 +47,15 @@ class Source:
     token_dtype: TokenDtype
     """Type of the token ids if `kind` is `raw`."""
     split: str | None = None
-    """Fractions for training, validation and test; only validation documents are used. None means all documents."""
+    """Fractions for training, validation and test; only validation documents are used. None means
+    all documents.
+    """
 
     @property
     def files(self) -> list[Path]:
-        return list(dataset_paths(self.path)) if self.kind == "indexed" else [Path(self.path)]
+        if self.kind == "indexed":
+            return list(dataset_paths(self.path))
+        return [Path(self.path)]
 
 
 @dataclass(frozen=True)
@@ -58,11 +69,19 @@ class Document:
     """Whether it was read as text, so that its size in bytes is known."""
 
 
-def find_sources(data: dict[str, str] | str, split: str | None, token_dtype: TokenDtype, section: str) -> list[Source]:
-    """Return the sources that a task's `data` names. Raises ConfigError for a missing file or an unknown format."""
+def find_sources(
+    data: dict[str, str] | str, split: str | None, token_dtype: TokenDtype, section: str
+) -> list[TextSource]:
+    """Return the sources that a task's `data` names. Raises ConfigError for a missing file or an
+    unknown format.
+    """
     key = f"{section}.data"
-    named = {Path(data).name.split(".")[0]: data} if isinstance(data, str) else data
-    refuse(not named, key, "is empty", "give a path, or {NAME: path}")
+    if isinstance(data, str):
+        named = {Path(data).name.split(".")[0]: data}
+    else:
+        named = data
+    if not named:
+        raise ConfigError(key, "is empty", "give a path, or {NAME: path}")
     sources = [_find_source(name, path, token_dtype, section) for name, path in named.items()]
     if split is None:
         return sources
@@ -71,32 +90,62 @@ def find_sources(data: dict[str, str] | str, split: str | None, token_dtype: Tok
         validation = split_shares(split)[1]
     except ConfigError as error:
         raise ConfigError(key, error.problem, error.fix) from None
-    refuse(validation == 0, key, f"is {split!r}, which has no validation documents", "raise its second number")
+    if validation == 0:
+        raise ConfigError(
+            key, f"is {split!r}, which has no validation documents", "raise its second number"
+        )
     others = [source.path for source in sources if source.kind != "indexed"]
-    refuse(bool(others), key, f"is {split!r}, but {others and others[0]} is not an indexed dataset", "remove split")
+    if bool(others):
+        raise ConfigError(
+            key,
+            f"is {split!r}, but {others and others[0]} is not an indexed dataset",
+            "remove split",
+        )
     return [replace(source, split=split) for source in sources]
 
 
-def _find_source(name: str, path: str, token_dtype: TokenDtype, section: str) -> Source:
-    key, fix = f"{section}.data", "give {NAME: path} with a name that has no slash"
-    refuse(not name or "/" in name, key, f"has the name {format_value(name)}", fix)
+def _find_source(name: str, path: str, token_dtype: TokenDtype, section: str) -> TextSource:
+    key = f"{section}.data"
+    if not name or "/" in name:
+        raise ConfigError(
+            key,
+            f"has the name {format_value(name)}",
+            "give {NAME: path} with a name that has no slash",
+        )
     if Path(f"{path}.idx").is_file():
-        return Source(name, path, "indexed", section, token_dtype)
+        return TextSource(name, path, "indexed", section, token_dtype)
     missing = not Path(path).is_file()
-    refuse(missing, key, f"is {format_value(path)}, but there is no such file or indexed dataset", "correct the path")
+    if missing:
+        raise ConfigError(
+            key,
+            f"is {format_value(path)}, but there is no such file or indexed dataset",
+            "correct the path",
+        )
     prefix = path.removesuffix(".bin").removesuffix(".idx")
-    problem = f"is {path}, a file of the indexed dataset {prefix}"
-    refuse(Path(f"{prefix}.idx").is_file(), key, problem, f"give {prefix}, without the suffix")
-    formats = ".jsonl, .json, .txt (also .gz, .zst), .parquet, a .bin of token ids, or the prefix of an indexed dataset"
+    if Path(f"{prefix}.idx").is_file():
+        raise ConfigError(
+            key,
+            f"is {path}, a file of the indexed dataset {prefix}",
+            f"give {prefix}, without the suffix",
+        )
+    formats = (
+        ".jsonl, .json, .txt (also .gz, .zst), .parquet, a .bin of token ids, or the prefix of an"
+        " indexed dataset"
+    )
     is_raw = path.endswith(".bin")
-    refuse(not is_raw and not is_text_file(path), key, f"is {path}, whose format is unknown", f"give {formats}")
-    return Source(name, path, "raw" if is_raw else "text", section, token_dtype)
+    if not is_raw and not is_text_file(path):
+        raise ConfigError(key, f"is {path}, whose format is unknown", f"give {formats}")
+    return TextSource(name, path, "raw" if is_raw else "text", section, token_dtype)
 
 
-def check_sources(sources: Sequence[Source], info: ModelInfo, text_key: str, minimum: int, most: int | None) -> None:
-    """Raise UserError, with file and line, if documents that `long_documents` would read are invalid.
+def check_sources(
+    sources: Sequence[TextSource], info: ModelInfo, text_key: str, minimum: int, most: int | None
+) -> None:
+    """Raise UserError, with file and line, if documents that `long_documents` would read are
+    invalid.
 
-    Texts are not tokenized: a text file is refused if its longest document has too few bytes for `minimum` tokens.
+    Texts are not tokenized: a text file is refused if its longest document has too few bytes for
+    `minimum` tokens.
     """
     tokenized = [source.path for source in sources if source.kind != "text"]
     if info.tokenizer is not None:
@@ -104,17 +153,27 @@ def check_sources(sources: Sequence[Source], info: ModelInfo, text_key: str, min
         if warning := unknown_tokenizers(origins, f"that of {info.label}"):
             command_line.log(warning)
     elif tokenized:
-        command_line.log(f"warning: {info.label} has no tokenizer that can be compared with that of {tokenized[0]}")
+        command_line.log(
+            f"warning: {info.label} has no tokenizer that can be compared with that of"
+            f" {tokenized[0]}"
+        )
     for source in sources:
         if source.kind == "text":
             key = f"{source.section}.data"
             problem = f"is the text file {source.path}, but {info.label} has no tokenizer"
-            refuse(not info.has_tokenizer, key, problem, "give token ids, as an indexed dataset or a .bin")
+            if not info.has_tokenizer:
+                raise ConfigError(key, problem, "give token ids, as an indexed dataset or a .bin")
             longest = max((len(text.encode()) for text in _texts(source, text_key)), default=0)
-            refuse(not longest, key, f"is {source.path}, which contains no text", "give another file")
+            if not longest:
+                raise ConfigError(
+                    key, f"is {source.path}, which contains no text", "give another file"
+                )
             # A tokenizer may add a token before the text.
             if longest + 1 < minimum:
-                problem = f"has no document of the {minimum:,} tokens that {_NEED}: the longest has {longest:,} bytes"
+                problem = (
+                    f"has no document of the {minimum:,} tokens that {_NEED}: the longest has"
+                    f" {longest:,} bytes"
+                )
                 raise FileError(source.path, problem, _LONGER)
         else:
             if source.kind == "raw":
@@ -123,11 +182,13 @@ def check_sources(sources: Sequence[Source], info: ModelInfo, text_key: str, min
 
 
 def long_documents(
-    source: Source, model: LanguageModel, text_key: str, minimum: int, most: int | None
+    source: TextSource, model: EvaluatedModel, text_key: str, minimum: int, most: int | None
 ) -> tuple[list[Document], int]:
-    """Return the first `most` documents of at least `minimum` tokens, and the number of skipped, shorter documents.
+    """Return the first `most` documents of at least `minimum` tokens, and the number of skipped,
+    shorter documents.
 
-    `most` = None returns all. Raises UserError if no document is long enough, or if the data is invalid.
+    `most` = None returns all. Raises UserError if no document is long enough, or if the data is
+    invalid.
     """
     if source.kind == "text":
         documents = (np.asarray(model.encode(text), np.int64) for text in _texts(source, text_key))
@@ -137,31 +198,42 @@ def long_documents(
 
 
 def _long_documents(
-    source: Source, documents: Iterable[np.ndarray], minimum: int, most: int | None, vocab_size: int
+    source: TextSource,
+    documents: Iterable[np.ndarray],
+    minimum: int,
+    most: int | None,
+    vocab_size: int,
 ) -> tuple[list[Document], int]:
     found: list[Document] = []
-    longest, short = 0, 0
+    longest = 0
+    short = 0
     for number, tokens in enumerate(documents):
         if len(tokens) < minimum:
-            longest, short = max(longest, len(tokens)), short + 1
+            longest = max(longest, len(tokens))
+            short = short + 1
             continue
         _check_ids(source.path, number, tokens, vocab_size)
         found.append(Document(f"{source.name}/{number}", tokens, source.kind == "text"))
         if len(found) == most:
             break
     if not found:
-        problem = f"has no document of the {minimum:,} tokens that {_NEED}: the longest of {short:,} has {longest:,}"
+        problem = (
+            f"has no document of the {minimum:,} tokens that {_NEED}: the longest of {short:,} has"
+            f" {longest:,}"
+        )
         raise FileError(source.path, problem, _LONGER)
     return found, short
 
 
-def _texts(source: Source, text_key: str) -> Iterator[str]:
+def _texts(source: TextSource, text_key: str) -> Iterator[str]:
     option = f"--{source.section}.text_key"
-    for text, _ in read_texts([source.path], text_key, keep_empty=True, document_bytes=TEXT_BYTES, option=option):
+    for text, _ in read_texts(
+        [source.path], text_key, keep_empty=True, document_bytes=TEXT_BYTES, option=option
+    ):
         yield text
 
 
-def _token_documents(source: Source) -> Iterator[np.ndarray]:
+def _token_documents(source: TextSource) -> Iterator[np.ndarray]:
     """Yield documents of token ids. Raises FileError for a damaged file."""
     if source.kind == "raw":
         yield _raw_tokens(source)
@@ -178,22 +250,32 @@ def _token_documents(source: Source) -> Iterator[np.ndarray]:
         yield dataset.document(index)
 
 
-def _check_token_dtype(source: Source, info: ModelInfo) -> None:
+def _check_token_dtype(source: TextSource, info: ModelInfo) -> None:
     """Raise ConfigError if a type has fewer values than the model has token ids."""
     key = f"{source.section}.token_dtype"
     ids = np.iinfo(source.token_dtype).max + 1
-    problem = f"is {source.token_dtype}, which has {ids:,} values, but {info.label} has {info.vocab_size:,} token ids"
-    fix = f"set it to uint32 if {source.path} was written so; otherwise give its texts or an indexed dataset"
-    refuse(ids < info.vocab_size, key, problem, fix)
+    if ids < info.vocab_size:
+        raise ConfigError(
+            key,
+            f"is {source.token_dtype}, which has {ids:,} values, but {info.label} has"
+            f" {info.vocab_size:,} token ids",
+            f"set it to uint32 if {source.path} was written so; otherwise give its texts or an"
+            " indexed dataset",
+        )
 
 
-def _raw_tokens(source: Source) -> np.ndarray:
-    """Return the token ids (N,) of a file without an index. Raises FileError if it cannot be of `token_dtype`."""
+def _raw_tokens(source: TextSource) -> np.ndarray:
+    """Return the token ids (N,) of a file without an index. Raises FileError if it cannot be of
+    `token_dtype`.
+    """
     key = f"{source.section}.token_dtype"
     dtype = np.dtype(source.token_dtype).newbyteorder("<")
     size = Path(source.path).stat().st_size
     if size == 0 or size % dtype.itemsize:
-        problem = f"has {size:,} bytes, but {source.token_dtype} ids take a multiple of {dtype.itemsize} above 0"
+        problem = (
+            f"has {size:,} bytes, but {source.token_dtype} ids take a multiple of {dtype.itemsize}"
+            " above 0"
+        )
         raise FileError(source.path, problem, f"copy it again, or correct {key}")
     tokens = np.memmap(source.path, dtype, "r")
     # Ids below 65,536 that were written as uint32 have an upper half of 0.
@@ -212,25 +294,38 @@ def _check_ids(path: str, document: int, tokens: np.ndarray, vocab_size: int) ->
 
 
 def chosen_lengths(lengths: list[int] | None, info: ModelInfo, key: str) -> list[int]:
-    """Return the context lengths of the setting `key` in ascending order. Raises ConfigError if they are invalid."""
+    """Return the context lengths of the setting `key` in ascending order. Raises ConfigError if
+    they are invalid.
+    """
     trained = info.trained_length
     if lengths is None:
-        unknown = f"is null, but the configuration of {info.label} does not contain the training length"
-        refuse(trained is None, key, unknown, "set it, such as to [1024, 2048]")
-        refuse(trained < 8, key, f"is null, but {info.label} was trained on {trained} tokens, fewer than 8", "set it")
+        unknown = (
+            f"is null, but the configuration of {info.label} does not contain the training length"
+        )
+        if trained is None:
+            raise ConfigError(key, unknown, "set it, such as to [1024, 2048]")
+        if trained < 8:
+            raise ConfigError(
+                key,
+                f"is null, but {info.label} was trained on {trained} tokens, fewer than 8",
+                "set it",
+            )
         return [trained // 4, trained // 2, trained]
     good = bool(lengths) and min(lengths) >= 2 and len(set(lengths)) == len(lengths)
-    refuse(
-        not good,
-        key,
-        f"is {format_value(lengths)}",
-        "give one or more numbers of tokens, each at least 2 and only once",
-    )
-    limit = trained if info.config.get("model_type") in LEARNED_POSITIONS else None
-    refuse(
-        limit is not None and max(lengths) > limit,
-        key,
-        f"has {max(lengths)}, but {info.label} has position embeddings for {limit} tokens only",
-        f"remove lengths above {limit}",
-    )
+    if not good:
+        raise ConfigError(
+            key,
+            f"is {format_value(lengths)}",
+            "give one or more numbers of tokens, each at least 2 and only once",
+        )
+    if info.config.get("model_type") in LEARNED_POSITIONS:
+        limit = trained
+    else:
+        limit = None
+    if limit is not None and max(lengths) > limit:
+        raise ConfigError(
+            key,
+            f"has {max(lengths)}, but {info.label} has position embeddings for {limit} tokens only",
+            f"remove lengths above {limit}",
+        )
     return sorted(lengths)

@@ -1,23 +1,31 @@
-"""Escape untrusted text for Markdown, so that it does not become HTML, a link or table structure."""
+"""Escape untrusted text for Markdown, so that it does not become HTML, a link or table
+structure.
+"""
 
 import re
 
 _JOINERS = "\u200c\u200d"
-"""Zero-width characters that join Persian letters and emoji; they are not printable, but must be kept."""
-# HTML, entities, links, code, emphasis, tables, headings, mathematics and addresses. a_b_c has no emphasis.
+"""Zero-width characters that join Persian letters and emoji; they are not printable, but must be
+kept.
+"""
+# HTML, entities, links, code, emphasis, tables, headings, mathematics and addresses. a_b_c has no
+# emphasis.
 _SPECIAL = re.compile(r"[\\`*\[\]<>&|~$#@]|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=www)\.")
 _LIST_OR_LINE = re.compile(r"\A(\d*)([-+=]|(?<=\d)[.)](?!\S))")
 
 
 def plain(value: object, longest: int = 1000) -> str:
-    """Return a value as one line of Markdown that renders as plain text, truncated to `longest` characters.
+    """Return a value as one line of Markdown that renders as plain text, truncated to `longest`
+    characters.
 
-    Special characters become character references, which Markdown never interprets. Line breaks and characters that
-    are not printable become spaces.
+    Special characters become character references, which Markdown never interprets. Line breaks and
+    characters that are not printable become spaces.
     """
     text = str(value)
     text = text if len(text) <= longest else f"{text[:longest]}..."
-    printable = (character if character.isprintable() or character in _JOINERS else " " for character in text)
+    printable = (
+        character if character.isprintable() or character in _JOINERS else " " for character in text
+    )
     text = " ".join("".join(printable).split())
     text = _SPECIAL.sub(lambda found: _reference(found[0]), text)
     return _LIST_OR_LINE.sub(lambda found: found[1] + _reference(found[2]), text)

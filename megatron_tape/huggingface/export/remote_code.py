@@ -1,9 +1,10 @@
 """Collect the Python files of an exported model, which transformers loads with `trust_remote_code`.
 
-A TAPE model has the files of huggingface/modeling without "encoded" in their names. A model with another positional
-encoding has all files of that directory, the encoding's file, and the modules of this package that it imports. Each
-module becomes a flat file (`position.fire` becomes `position_fire_tape.py`) with relative imports, because transformers
-copies only the files of one directory.
+A TAPE model has the files of huggingface/modeling without "encoded" in their names. A model with
+another positional encoding has all files of that directory, the encoding's file, and the modules of
+this package that it imports. Each module becomes a flat file (`position.fire` becomes
+`position_fire_tape.py`) with relative imports, because transformers copies only the files of one
+directory.
 """
 
 from __future__ import annotations
@@ -53,24 +54,36 @@ __all__ = ["Encoding", "TokenCache", "in_some_layers"]
 
 
 def code_files(encoding: type[PositionEncoding] | None = None) -> dict[str, bytes]:
-    """Return the contents of an export's Python files by file name, for TAPE by default or for another encoding.
+    """Return the contents of an export's Python files by file name, for TAPE by default or for
+    another encoding.
 
     Raises UserError if the encoding's file cannot be exported.
     """
     paths = sorted(_MODELING.glob("*_tape.py"))
-    files = {path.name: path.read_bytes() for path in paths if encoding is not None or "encoded" not in path.name}
+    files = {
+        path.name: path.read_bytes()
+        for path in paths
+        if encoding is not None or "encoded" not in path.name
+    }
     if encoding is None:
         return files
     added = {name: text.encode() for name, text in encoding_files(encoding).items()}
-    assert not files.keys() & added.keys(), "the names of an encoding's files clash with the shared files"
+    assert not files.keys() & added.keys(), (
+        "the names of an encoding's files clash with the shared files"
+    )
     every = {**files, **added}
-    modules = sorted(name.removesuffix(".py") for name in every if name not in (_ENCODED, "encoding_tape.py"))
+    modules = sorted(
+        name.removesuffix(".py") for name in every if name not in (_ENCODED, "encoding_tape.py")
+    )
     text = files[_ENCODED].decode()
     assert text.count(_IMPORT) == 1
     imports = "".join(f"from .{name} import __name__ as _\n" for name in modules)
-    # If two directories have the same name, transformers distinguishes their configuration files only by the text. It
-    # finds a model's class by its configuration's class. So this text must differ between encodings.
-    digest = hashlib.sha256(b"".join(content for _, content in sorted(added.items()))).hexdigest()[:16]
+    # If two directories have the same name, transformers distinguishes their configuration files
+    # only by the text. It finds a model's class by its configuration's class. So this text must
+    # differ between encodings.
+    digest = hashlib.sha256(b"".join(content for _, content in sorted(added.items()))).hexdigest()[
+        :16
+    ]
     files[_CONFIGURATION] += f"# For the positional encoding {encoding.name}, {digest}.\n".encode()
     comment = "# Some versions of transformers copy only files that this one imports directly.\n"
     return files | added | {_ENCODED: text.replace(_IMPORT, _IMPORT + comment + imports).encode()}
@@ -85,7 +98,8 @@ def write_code(directory: Path, encoding: type[PositionEncoding] | None = None) 
 def is_own_code(directory: Path, encoding: type[PositionEncoding] | None = None) -> bool:
     """Return whether the Python files of `directory` equal those of `code_files`, byte for byte.
 
-    Returns False if there is a directory `custom_generate`, because transformers also runs its `generate.py`.
+    Returns False if there is a directory `custom_generate`, because transformers also runs its
+    `generate.py`.
     """
     if (directory / "custom_generate").exists():
         return False
@@ -94,7 +108,9 @@ def is_own_code(directory: Path, encoding: type[PositionEncoding] | None = None)
     except UserError:
         return False
     found = {file.name for file in directory.glob("*.py")}
-    return found == set(expected) and all((directory / name).read_bytes() == expected[name] for name in expected)
+    return found == set(expected) and all(
+        (directory / name).read_bytes() == expected[name] for name in expected
+    )
 
 
 @dataclass(frozen=True)
@@ -107,12 +123,15 @@ class _Module:
 
 
 def encoding_files(encoding: type[PositionEncoding]) -> dict[str, str]:
-    """Return the text of an encoding's files by name, including `encoding_tape.py`, which imports the class.
+    """Return the text of an encoding's files by name, including `encoding_tape.py`, which imports
+    the class.
 
     Raises UserError for an import that cannot be exported.
     """
     module_of_encoding = _module_of(encoding)
-    interface, some_layers = (_of_package(f"{_PACKAGE}.position.{name}") for name in ("encoding", "some_layers"))
+    interface, some_layers = (
+        _of_package(f"{_PACKAGE}.position.{name}") for name in ("encoding", "some_layers")
+    )
     assert interface is not None and some_layers is not None
     texts: dict[str, str] = {}
     pending = [module_of_encoding, interface, some_layers]
@@ -121,7 +140,11 @@ def encoding_files(encoding: type[PositionEncoding]) -> dict[str, str]:
         if f"{module.flat}.py" not in texts:
             texts[f"{module.flat}.py"], imported = _flattened(module)
             pending += imported
-    names = {"interface": interface.flat, "some_layers": some_layers.flat, "module": module_of_encoding.flat}
+    names = {
+        "interface": interface.flat,
+        "some_layers": some_layers.flat,
+        "module": module_of_encoding.flat,
+    }
     entry = _ENTRY.format(name=encoding.name, encoding=encoding.__qualname__, **names)
     return {"encoding_tape.py": entry} | dict(sorted(texts.items()))
 
@@ -134,8 +157,13 @@ def _module_of(encoding: type[PositionEncoding]) -> _Module:
     except (OSError, TypeError):
         path = None
     if path is None or not path.is_file() or encoding.__qualname__ != encoding.__name__:
-        problem = f"cannot be exported: its class {encoding.__qualname__} is not at the top level of a file"
-        raise UserError(f"the positional encoding {encoding.name}", problem, "define the class there")
+        problem = (
+            f"cannot be exported: its class {encoding.__qualname__} is not at the top level of a"
+            " file"
+        )
+        raise UserError(
+            f"the positional encoding {encoding.name}", problem, "define the class there"
+        )
     return _Module(path.stem, path, f"own_{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}_tape")
 
 
@@ -145,56 +173,100 @@ def _of_package(name: str) -> _Module | None:
     if first != _PACKAGE or not rest:
         return None
     whole = _ROOT.joinpath(*rest)
-    path = next((path for path in (whole.with_suffix(".py"), whole / "__init__.py") if path.is_file()), None)
-    return None if path is None else _Module(name, path, f"{'_'.join(rest)}_tape")
+    path = next(
+        (path for path in (whole.with_suffix(".py"), whole / "__init__.py") if path.is_file()), None
+    )
+    if path is None:
+        return None
+    return _Module(name, path, f"{'_'.join(rest)}_tape")
 
 
 def _flattened(module: _Module) -> tuple[str, list[_Module]]:
     """Return the text of a module as a flat file, and the modules that it imports."""
     text = module.path.read_text(encoding="utf-8")
-    lines, needed, tree = text.split("\n"), [], ast.parse(text)
-    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) in _TYPES_ONLY]
+    lines = text.split("\n")
+    needed = []
+    tree = ast.parse(text)
+    blocks = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) in _TYPES_ONLY
+    ]
     omitted = {node for block in blocks for statement in block.body for node in ast.walk(statement)}
-    imports = [x for x in ast.walk(tree) if isinstance(x, (ast.Import, ast.ImportFrom)) and x not in omitted]
+    imports = [
+        x
+        for x in ast.walk(tree)
+        if isinstance(x, (ast.Import, ast.ImportFrom)) and x not in omitted
+    ]
     for node in sorted([*blocks, *imports], key=lambda node: -node.lineno):
         if isinstance(node, ast.If):
-            first, last = node.body[0], node.body[-1]
-            lines[first.lineno - 1 : last.end_lineno] = [f"{lines[first.lineno - 1][: first.col_offset]}pass"]
-        elif isinstance(node, ast.ImportFrom) and (node.level or str(node.module).startswith(f"{_PACKAGE}.")):
-            indent, end = lines[node.lineno - 1][: node.col_offset], lines[node.end_lineno - 1][node.end_col_offset :]
+            first = node.body[0]
+            last = node.body[-1]
+            lines[first.lineno - 1 : last.end_lineno] = [
+                f"{lines[first.lineno - 1][: first.col_offset]}pass"
+            ]
+        elif isinstance(node, ast.ImportFrom) and (
+            node.level or str(node.module).startswith(f"{_PACKAGE}.")
+        ):
+            indent = lines[node.lineno - 1][: node.col_offset]
+            end = lines[node.end_lineno - 1][node.end_col_offset :]
             if indent.strip() or end.partition("#")[0].strip():
-                raise _not_exportable(module, node, "shares its line with other statements", "put it on its own line")
+                raise _not_exportable(
+                    module, node, "shares its line with other statements", "put it on its own line"
+                )
             new = _relative(module, node, needed)
             lines[node.lineno - 1 : node.end_lineno] = [indent + line for line in new]
         else:
-            for name in [alias.name for alias in node.names] if isinstance(node, ast.Import) else [str(node.module)]:
+            for name in (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [str(node.module)]
+            ):
                 if name.partition(".")[0] not in _AVAILABLE:
-                    allowed = "the standard library, torch, transformers, numpy and names of this package's modules"
-                    raise _not_exportable(module, node, f"imports {name}, but an export can import only {allowed}")
+                    allowed = (
+                        "the standard library, torch, transformers, numpy and names of this"
+                        " package's modules"
+                    )
+                    raise _not_exportable(
+                        module, node, f"imports {name}, but an export can import only {allowed}"
+                    )
     return "\n".join(lines), needed
 
 
 def _relative(module: _Module, node: ast.ImportFrom, needed: list[_Module]) -> list[str]:
-    """Return the relative imports that replace the import `node`, and add the imported modules to `needed`."""
+    """Return the relative imports that replace the import `node`, and add the imported modules to
+    `needed`.
+    """
     if node.level:
-        raise _not_exportable(module, node, "is relative", f"write it as from {_PACKAGE}.MODULE import NAME")
+        raise _not_exportable(
+            module, node, "is relative", f"write it as from {_PACKAGE}.MODULE import NAME"
+        )
     if f"{node.module}.".startswith(f"{_KERNELS}."):
         if node.col_offset == 0:
-            raise _not_exportable(module, node, "loads GPU kernels, which are not exported", "move it into a function")
+            raise _not_exportable(
+                module, node, "loads GPU kernels, which are not exported", "move it into a function"
+            )
         return ['raise NotImplementedError("an exported model has no GPU kernels of its own")']
     by_module: dict[_Module, list[str]] = {}
     for alias in node.names:
         target = _defining(str(node.module), alias.name)
         if target is None:
-            fix = f"write it as from {_PACKAGE}.MODULE import NAME, with the module that defines the name"
-            raise _not_exportable(module, node, "does not import a function, class or constant of a module", fix)
+            fix = (
+                f"write it as from {_PACKAGE}.MODULE import NAME, with the module that defines the"
+                " name"
+            )
+            raise _not_exportable(
+                module, node, "does not import a function, class or constant of a module", fix
+            )
         by_module.setdefault(target, []).append(ast.unparse(alias))
     needed += by_module
     return [f"from .{target.flat} import {', '.join(names)}" for target, names in by_module.items()]
 
 
 def _defining(module_name: str, name: str) -> _Module | None:
-    """Return the module of this package that defines a name imported from `module_name`, or None."""
+    """Return the module of this package that defines a name imported from `module_name`, or
+    None.
+    """
     value = getattr(importlib.import_module(module_name), name, None)
     if value is None or inspect.ismodule(value):
         return None
@@ -203,5 +275,6 @@ def _defining(module_name: str, name: str) -> _Module | None:
 
 
 def _not_exportable(module: _Module, node: ast.stmt, why: str, fix: str = "") -> FileError:
-    place, problem = f"{module.path}, line {node.lineno}", "cannot be exported with the encoding: it"
+    place = f"{module.path}, line {node.lineno}"
+    problem = "cannot be exported with the encoding: it"
     return FileError("this import", f"{problem} {why}", fix, place)

@@ -1,4 +1,6 @@
-"""Open a complete checkpoint of this project, and read its unsharded weights one parameter at a time."""
+"""Open a complete checkpoint of this project, and read its unsharded weights one parameter at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,17 @@ _CHOOSE_ANOTHER = "choose another step"
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """An open checkpoint: its `state.json`, the model's settings, and where the shards of each parameter are."""
+    """An open checkpoint: its `state.json`, the model's settings, and where the shards of each
+    parameter are.
+    """
 
     path: Path
     state: dict
     model: ModelConfig
     files: list[dict[str, tuple[Path, str]]]
-    """For each tensor-parallel rank: by parameter name, the file of the shard and its key in the file."""
+    """For each tensor-parallel rank: by parameter name, the file of the shard and its key in the
+    file.
+    """
     source: SavedWeights | None = None
     """The checkpoint with the frozen parameters, if they are not in this one."""
     extension: ExtensionConfig = field(default_factory=ExtensionConfig)
@@ -57,21 +63,24 @@ class SavedWeights:
         return lora_pairs(self.model, self.extension)
 
     def parts(self, name: str, with_lora: bool) -> dict[str, Tensor]:
-        """Return the parameter `name` of the model as unsharded fp32 weights, by Hugging Face's names.
+        """Return the parameter `name` of the model as unsharded fp32 weights, by Hugging Face's
+        names.
 
         With `with_lora`, LoRA layers are merged into the matrices.
         """
         parts = from_megatron(name, self.read(name), self.model)
         for matrix in parts.keys() & self._lora.keys() if with_lora else ():
             factors = {side: self.read(factor) for side, factor in self._lora[matrix].items()}
-            parts[matrix] = torch.addmm(parts[matrix], factors["B"], factors["A"], alpha=self.extension.lora_scale)
+            parts[matrix] = torch.addmm(
+                parts[matrix], factors["B"], factors["A"], alpha=self.extension.lora_scale
+            )
         return parts
 
     def read(self, name: str) -> Tensor:
         """Return the unsharded fp32 tensor of the parameter `name` of the model.
 
-        Raises CheckpointError if it cannot be read. Closes the file after each parameter, because the pages of an open
-        file stay in memory.
+        Raises CheckpointError if it cannot be read. Closes the file after each parameter, because
+        the pages of an open file stay in memory.
         """
         if self.source is not None and name not in self.files[0]:
             return self.source.read(name)
@@ -91,12 +100,15 @@ class SavedWeights:
 
 
 def open_weights(path: Path, average: bool = False) -> SavedWeights:
-    """Open the step directory `path`, as `find_checkpoint` returns it. With `average`, read averaged weights.
+    """Open the step directory `path`, as `find_checkpoint` returns it. With `average`, read
+    averaged weights.
 
-    Raises CheckpointError if the parameters do not match the model's settings, or if there are no averaged weights.
+    Raises CheckpointError if the parameters do not match the model's settings, or if there are no
+    averaged weights.
     """
     state = checkpoint_files.read_state(path)
-    size, settings = state["tensor_model_parallel_size"], state["config"]["model"]
+    size = state["tensor_model_parallel_size"]
+    settings = state["config"]["model"]
     try:
         model = model_config(settings)
         validate_model(model)
@@ -106,7 +118,9 @@ def open_weights(path: Path, average: bool = False) -> SavedWeights:
     files: list[dict[str, tuple[Path, str]]] = [{} for _ in range(size)]
     shapes: list[dict[str, list[int]]] = [{} for _ in range(size)]
     index = read_index(path, size)
-    entries = [(key, file, place) for file, places in index.items() for key, place in places.items()]
+    entries = [
+        (key, file, place) for file, places in index.items() for key, place in places.items()
+    ]
     if average:
         check_average(path, index)
     # Averages replace weights; frozen parameters have no average.
@@ -132,14 +146,22 @@ def _check_shapes(saved: SavedWeights, shapes: list[dict[str, list[int]]]) -> No
         for name in [*(name for name in expected if name not in elsewhere), *found]:
             where = f"has another architecture than its settings: parameter {name:.100}"
             if name not in found:
-                raise CheckpointError(str(saved.path), f"{where} is missing (tensor-parallel rank {rank})")
+                raise CheckpointError(
+                    str(saved.path), f"{where} is missing (tensor-parallel rank {rank})"
+                )
             if name not in expected:
                 raise CheckpointError(str(saved.path), f"{where} is not a parameter of the model")
             shape = list(found[name])
             cut = saved.state["sharded"].get(name)
             if cut:
-                if not 0 <= cut["dim"] < len(shape) or cut["stride"] < 1 or shape[cut["dim"]] % cut["stride"]:
-                    raise CheckpointError(str(saved.path), f"{where} cannot be sharded as {cut!s:.100}")
+                if (
+                    not 0 <= cut["dim"] < len(shape)
+                    or cut["stride"] < 1
+                    or shape[cut["dim"]] % cut["stride"]
+                ):
+                    raise CheckpointError(
+                        str(saved.path), f"{where} cannot be sharded as {cut!s:.100}"
+                    )
                 shape[cut["dim"]] *= len(shapes)
             if tuple(shape) != expected[name]:
                 problem = f"{where} has shape {tuple(shape)!s:.100} instead of {expected[name]}"

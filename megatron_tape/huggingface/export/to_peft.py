@@ -1,7 +1,9 @@
-"""Export the trained parameters of a run as an adapter in peft's format, together with its base model.
+"""Export the trained parameters of a run as an adapter in peft's format, together with its base
+model.
 
-LoRA layers become peft's; other trained parameters become `modules_to_save`. An adapter contains no settings of the
-positional encoding. Therefore the base model has the run's settings, and TAPE's code if the run uses TAPE.
+LoRA layers become peft's; other trained parameters become `modules_to_save`. An adapter contains no
+settings of the positional encoding. Therefore the base model has the run's settings, and TAPE's
+code if the run uses TAPE.
 """
 
 import os
@@ -24,7 +26,12 @@ from megatron_tape.huggingface.export.to_transformers import (
     write_json,
     write_model,
 )
-from megatron_tape.huggingface.imports.config_json import Changes, errors_of_settings, model_settings, read_settings
+from megatron_tape.huggingface.imports.config_json import (
+    Changes,
+    errors_of_settings,
+    model_settings,
+    read_settings,
+)
 from megatron_tape.huggingface.imports.weight_files import open_directory
 from megatron_tape.huggingface.tensor_files import on_meta
 from megatron_tape.io.files import atomic_directory, sync_directory
@@ -38,7 +45,8 @@ BASE = "base"
 SUPPORTED_KINDS = ("lora", "embeddings", "output", "norms", "position")
 """Kinds of trained parameters that an adapter can contain."""
 _PREFIX = "base_model.model."
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
 # peft's value for an adapter without LoRA layers.
 _NO_TARGETS = "dummy-target-modules"
 _WITHOUT_EFFECT = (
@@ -61,12 +69,14 @@ def export_adapter(
     average: bool = False,
     overwrite: bool = False,
 ) -> None:
-    """Export the trained parameters of a run to the directory `output`, for `PeftModel.from_pretrained`.
+    """Export the trained parameters of a run to the directory `output`, for
+    `PeftModel.from_pretrained`.
 
-    `base` is the directory of the base model in the format of transformers, by default `output`/base; it is written if
-    it does not exist. As in peft, the adapter refers to it by the path given here. The other arguments are those of
-    `to_transformers.export`. Raises UserError or OSError if an adapter cannot contain a trained parameter, or if an
-    existing `base` is another model.
+    `base` is the directory of the base model in the format of transformers, by default
+    `output`/base; it is written if it does not exist. As in peft, the adapter refers to it by the
+    path given here. The other arguments are those of `to_transformers.export`. Raises UserError or
+    OSError if an adapter cannot contain a trained parameter, or if an existing `base` is another
+    model.
     """
     if base is not None and Path(os.path.abspath(base)).is_relative_to(os.path.abspath(output)):
         problem = f"is {base}, which is inside the adapter's directory {output}"
@@ -75,12 +85,18 @@ def export_adapter(
         saved = open_exportable(checkpoint, average)
         if other := [name for name in saved.trained if kind_of(name) not in SUPPORTED_KINDS]:
             supported = "LoRA layers, embeddings, norms and TAPE's matrices"
-            problem = f"has the trained parameter {other[0]}, but an adapter can contain only {supported}"
-            raise CheckpointError(str(saved.path), problem, "omit --adapter to export the whole model")
+            problem = (
+                f"has the trained parameter {other[0]}, but an adapter can contain only {supported}"
+            )
+            raise CheckpointError(
+                str(saved.path), problem, "omit --adapter to export the whole model"
+            )
         base_path = Path(output) / BASE if base is None else Path(base)
         if base is not None and base_path.exists():
             if tokenizer not in (None, NO_TOKENIZER):
-                raise UserError("--tokenizer", f"is for a new base model, but --base {base} exists", "omit it")
+                raise UserError(
+                    "--tokenizer", f"is for a new base model, but --base {base} exists", "omit it"
+                )
             rows = _check_base(saved, base_path)
         else:
             new = directory / BASE if base is None else base_path
@@ -91,7 +107,9 @@ def export_adapter(
         write_adapter_card(directory, Path(output).resolve().name, saved, dtype, shown)
         for file in directory.iterdir():
             sync_directory(file)
-    command_line.log(f"exported the trained parameters of {saved.path} to {output}, an adapter of {base_path}")
+    command_line.log(
+        f"exported the trained parameters of {saved.path} to {output}, an adapter of {base_path}"
+    )
 
 
 def _write_base(saved: SavedWeights, path: Path, dtype: str, tokenizer: str | None) -> int:
@@ -102,36 +120,54 @@ def _write_base(saved: SavedWeights, path: Path, dtype: str, tokenizer: str | No
 
 
 def _check_base(saved: SavedWeights, base: Path) -> int:
-    """Check that `base` has the run's settings and frozen weights, and return its number of embedding rows.
+    """Check that `base` has the run's settings and frozen weights, and return its number of
+    embedding rows.
 
     Weights may differ by rounding to bf16. Raises UserError if it is another model.
     """
-    path, model = base / "config.json", saved.model
+    path = base / "config.json"
+    model = saved.model
     settings = read_settings(path)
     mixing = getattr(model.position, "token_mixing", "full")
     with errors_of_settings(path):
         found = model_settings(settings, path, Changes(token_mixing=mixing))
     fix = "omit --base to export the base model as well"
-    if differences := model_differences(as_dict(model), as_dict(found), _WITHOUT_EFFECT, ("run", "base")):
-        raise FileError(str(base), f"is another model than that of {saved.path} ({'; '.join(differences)})", fix)
-    rows, trained = found.vocab_size, set(saved.trained)
+    if differences := model_differences(
+        as_dict(model), as_dict(found), _WITHOUT_EFFECT, ("run", "base")
+    ):
+        raise FileError(
+            str(base), f"is another model than that of {saved.path} ({'; '.join(differences)})", fix
+        )
+    rows = found.vocab_size
+    trained = set(saved.trained)
     if rows > model.vocab_size:
         problem = f"has {rows} embedding rows, but the run's model has only {model.vocab_size}"
         raise FileError(str(base), problem, fix)
     weights = open_directory(base, allow_pickle=False)
     with command_line.step(f"comparing the frozen weights with those of {base}"):
         for name in parameter_shapes(model):
-            for key, part in from_megatron(name, saved.read(name), model).items() if name not in trained else ():
+            for key, part in (
+                from_megatron(name, saved.read(name), model).items() if name not in trained else ()
+            ):
                 part = part[:rows] if key in (_EMBEDDING, _HEAD) else part
                 other = weights[key].float() if key in weights else None
-                if other is None or other.shape != part.shape or not torch.allclose(part, other, 2**-7, 1e-6):
-                    problem = f"has other values of {key} than {saved.path}, although the run did not train it"
+                if (
+                    other is None
+                    or other.shape != part.shape
+                    or not torch.allclose(part, other, 2**-7, 1e-6)
+                ):
+                    problem = (
+                        f"has other values of {key} than {saved.path}, although the run did not"
+                        " train it"
+                    )
                     raise FileError(str(base), problem, fix)
     return rows
 
 
 def _write_tensors(saved: SavedWeights, path: Path, rows: int, dtype: torch.dtype) -> None:
-    """Write all trained parameters with peft's names; a tied embedding is written under both of its names."""
+    """Write all trained parameters with peft's names; a tied embedding is written under both of its
+    names.
+    """
     shapes = parameter_shapes(saved.model, saved.extension)
     shared = saved.model.tie_embeddings
 
@@ -152,16 +188,23 @@ def _write_tensors(saved: SavedWeights, path: Path, rows: int, dtype: torch.dtyp
 
 
 def _adapter_config(saved: SavedWeights, base: Path) -> dict:
-    model, extension = saved.model, saved.extension
+    model = saved.model
+    extension = saved.extension
     modules = []
     for name in saved.trained:
         if kind_of(name) != "lora":
-            for key in from_megatron(name, torch.empty(parameter_shapes(model)[name], device="meta"), model):
-                # Save all of a layer's TAPE matrices as one module, since the MLP also has a module up_proj.
+            for key in from_megatron(
+                name, torch.empty(parameter_shapes(model)[name], device="meta"), model
+            ):
+                # Save all of a layer's TAPE matrices as one module, since the MLP also has a module
+                # up_proj.
                 modules.append("position" if kind_of(name) == "position" else key.split(".")[-2])
     shared = model.tie_embeddings and "embed_tokens" in modules
     modules += ["lm_head"] if shared else []
-    targets = [f"{target}_proj" for target in extension.lora_targets] if extension.adds_lora else _NO_TARGETS
+    if extension.adds_lora:
+        targets = [f"{target}_proj" for target in extension.lora_targets]
+    else:
+        targets = _NO_TARGETS
     alpha = extension.lora_alpha
     return {
         "peft_type": "LORA",

@@ -1,8 +1,9 @@
 """Export a checkpoint of this project to a directory that transformers loads without this project.
 
-TAPE models include their modeling code. Models with `rope` become Llama, Mistral, Qwen2 or Qwen3 models. Models with
-another positional encoding include shared modeling code and the encoding's file. Parameters are converted
-one at a time: their shards are read and joined, and the weight is split as in Hugging Face's models and written.
+TAPE models include their modeling code. Models with `rope` become Llama, Mistral, Qwen2 or Qwen3
+models. Models with another positional encoding include shared modeling code and the encoding's
+file. Parameters are converted one at a time: their shards are read and joined, and the weight is
+split as in Hugging Face's models and written.
 """
 
 import dataclasses
@@ -19,11 +20,30 @@ import torch
 from megatron_tape import command_line
 from megatron_tape.checkpoint.saved_tokenizer import TOKENIZER, load_saved_tokenizer
 from megatron_tape.config.schema import ModelConfig
-from megatron_tape.data.tokenizer import TOKENIZER_MODEL, difference, load_tokenizer, tokenizer_record
+from megatron_tape.data.tokenizer import (
+    TOKENIZER_MODEL,
+    difference,
+    load_tokenizer,
+    tokenizer_record,
+)
 from megatron_tape.errors import CheckpointError, FileError, UserError
-from megatron_tape.huggingface.export.model_card import CARD_SENTENCES, ExportOptions, find_results, write_card
-from megatron_tape.huggingface.export.remote_code import AUTO_MAP, ENCODED_AUTO_MAP, code_files, write_code
-from megatron_tape.huggingface.export.saved_weights import SavedWeights, find_checkpoint, open_weights
+from megatron_tape.huggingface.export.model_card import (
+    CARD_SENTENCES,
+    ExportOptions,
+    find_results,
+    write_card,
+)
+from megatron_tape.huggingface.export.remote_code import (
+    AUTO_MAP,
+    ENCODED_AUTO_MAP,
+    code_files,
+    write_code,
+)
+from megatron_tape.huggingface.export.saved_weights import (
+    SavedWeights,
+    find_checkpoint,
+    open_weights,
+)
 from megatron_tape.huggingface.imports.source_card import CARD
 from megatron_tape.huggingface.tensor_files import in_parts, on_meta, with_progress
 from megatron_tape.huggingface.tokenizer_files import (
@@ -42,7 +62,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NO_TOKENIZER = "none"
 VOCABULARY_ROWS = ("model.embed_tokens.weight", "lm_head.weight")
 # Architecture and model_type of a model with rope, by model.qkv_bias and model.qk_norm.
-_PLAIN = {(False, False): ("Llama", "llama"), (True, False): ("Qwen2", "qwen2"), (False, True): ("Qwen3", "qwen3")}
+_PLAIN = {
+    (False, False): ("Llama", "llama"),
+    (True, False): ("Qwen2", "qwen2"),
+    (False, True): ("Qwen3", "qwen3"),
+}
 _EXPORTED_FILES = re.compile(
     r"(base/)?("
     r"README\.md|(config|generation_config|adapter_config|tokenizer|tokenizer_config)\.json|tokenizer\.model"
@@ -64,29 +88,36 @@ def export(
     average: bool = False,
     overwrite: bool = False,
 ) -> Path:
-    """Export the model of a run, a checkpoints directory or one step to `output`; return the checkpoint's path.
+    """Export the model of a run, a checkpoints directory or one step to `output`; return the
+    checkpoint's path.
 
-    Merges LoRA layers into the matrices. Raises UserError or OSError, and does not change `output`, if the checkpoint
-    is damaged, cannot be exported or has no averaged weights, if the tokenizer is missing, or if `output` exists.
+    Merges LoRA layers into the matrices. Raises UserError or OSError, and does not change `output`,
+    if the checkpoint is damaged, cannot be exported or has no averaged weights, if the tokenizer is
+    missing, or if `output` exists.
 
     Args:
         dtype: of the exported weights, a key of DTYPES.
         max_shard_size: maximum bytes of a file of weights.
         tokenizer: replaces the run's tokenizer; `none` exports without a tokenizer.
-        results: directories of evaluation results for the model card (default: those of the checkpoint in the run).
+        results: directories of evaluation results for the model card (default: those of the
+            checkpoint in the run).
         average: export the averaged weights.
-        overwrite: replace `output` when the new export is complete, if it is an export of this project.
+        overwrite: replace `output` when the new export is complete, if it is an export of this
+            project.
     """
     name = Path(output).resolve().name
     with new_export(output, overwrite) as directory:
         saved = open_exportable(checkpoint, average)
         found = find_results(saved.path, results, average)
-        write_model(saved, directory, ExportOptions(name, dtype, tokenizer, max_shard_size, True, found))
+        write_model(
+            saved, directory, ExportOptions(name, dtype, tokenizer, max_shard_size, True, found)
+        )
     return saved.path
 
 
 def new_export(output: str | Path, overwrite: bool) -> AbstractContextManager[Path]:
-    """Return a context with an empty directory that becomes `output` if the block succeeds; see `atomic_directory`.
+    """Return a context with an empty directory that becomes `output` if the block succeeds; see
+    `atomic_directory`.
 
     With `overwrite`, it may replace another export, but no other directory.
     """
@@ -95,33 +126,51 @@ def new_export(output: str | Path, overwrite: bool) -> AbstractContextManager[Pa
 
 
 def check_export(directory: Path) -> None:
-    """Raise FileError if `directory` is not an export of this project, or contains files that exports do not have."""
+    """Raise FileError if `directory` is not an export of this project, or contains files that
+    exports do not have.
+    """
     fix = "choose another output, or move it away"
     card = directory / CARD
-    if not card.is_file() or not any(sentence in card.read_text("utf-8", "replace") for sentence in CARD_SENTENCES):
-        raise FileError(str(directory), "is not an export of this project, so it is not replaced", fix)
+    if not card.is_file() or not any(
+        sentence in card.read_text("utf-8", "replace") for sentence in CARD_SENTENCES
+    ):
+        raise FileError(
+            str(directory), "is not an export of this project, so it is not replaced", fix
+        )
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
         is_directory = path.is_dir() and not path.is_symlink()
         if not is_directory and not _EXPORTED_FILES.fullmatch(name):
-            raise FileError(str(path), "is not a file of an export, so its directory is not replaced", fix)
+            raise FileError(
+                str(path), "is not a file of an export, so its directory is not replaced", fix
+            )
 
 
 def open_exportable(checkpoint: str | Path, average: bool = False) -> SavedWeights:
-    """Check and open the newest complete checkpoint. Raises UserError or OSError if it cannot be exported."""
+    """Check and open the newest complete checkpoint. Raises UserError or OSError if it cannot be
+    exported.
+    """
     with command_line.step("checking the checkpoint"):
         path = find_checkpoint(checkpoint, command_line.log)
         saved = open_weights(path, average)
     model, encoding = saved.model, encoding_of(saved.model)
     kind = encoding.exports_to
     if kind is None:
-        problem = f"has model.position_encoding {encoding.name}, which does not support export (exports_to is None)"
+        problem = (
+            f"has model.position_encoding {encoding.name}, which does not support export"
+            " (exports_to is None)"
+        )
         raise CheckpointError(str(path), problem)
     if kind == "code":
         code_files(type(encoding))
     if kind == "plain" and model.qkv_bias and model.qk_norm:
-        problem = "has model.qkv_bias and model.qk_norm, which no architecture of transformers combines with rope"
-        raise CheckpointError(str(path), problem, "only models with model.position_encoding tape can have both")
+        problem = (
+            "has model.qkv_bias and model.qk_norm, which no architecture of transformers combines"
+            " with rope"
+        )
+        raise CheckpointError(
+            str(path), problem, "only models with model.position_encoding tape can have both"
+        )
     return saved
 
 
@@ -136,8 +185,8 @@ def write_model(saved: SavedWeights, directory: Path, options: ExportOptions) ->
     if tokenizer is not None and config["model_type"] == "qwen2":
         loader = FROM_THE_FILE
         command_line.log(
-            "with model.qkv_bias, this export is a Qwen2 model; AutoTokenizer would replace its tokenizer by Qwen's; "
-            f"load the tokenizer with {FROM_THE_FILE}.from_pretrained"
+            "with model.qkv_bias, this export is a Qwen2 model; AutoTokenizer would replace its"
+            f" tokenizer by Qwen's; load the tokenizer with {FROM_THE_FILE}.from_pretrained"
         )
     write_json(directory / "config.json", config | ids)
     write_json(directory / GENERATION, {} if tokenizer is None else tokenizer.generation)
@@ -150,7 +199,9 @@ def write_model(saved: SavedWeights, directory: Path, options: ExportOptions) ->
 
 
 def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
-    """Return the contents of `config.json` for a model with `rows` embedding rows, without special token ids."""
+    """Return the contents of `config.json` for a model with `rows` embedding rows, without special
+    token ids.
+    """
     encoding = encoding_of(model)
     tape = encoding.exports_to == "tape"
     if encoding.exports_to == "code":
@@ -164,21 +215,35 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
         }
     name, kind = ("Tape", "tape") if tape else _PLAIN[model.qkv_bias, model.qk_norm]
     if model.layers_without_positions is not None:
-        name, kind = "SmolLM3", "smollm3"
+        name = "SmolLM3"
+        kind = "smollm3"
     if kind == "llama" and model.hidden_size % model.num_attention_heads:
-        # Mistral is the same model, but does not require that the number of heads divides the hidden size.
-        name, kind = "Mistral", "mistral"
+        # Mistral is the same model, but does not require that the number of heads divides the
+        # hidden size.
+        name = "Mistral"
+        kind = "mistral"
     rope = _rope_parameters(model.position)
     config = _shape(name, kind, model, rows, dtype) | {"rope_parameters": rope}
     if not tape:
         config["max_position_embeddings"] = _rotary_context(model)
-        # transformers 4 reads rotary settings only outside rope_parameters; transformers 5 reads both.
+        # transformers 4 reads rotary settings only outside rope_parameters; transformers 5 reads
+        # both.
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-        older = {"rope_theta": model.position.rope_theta, "rope_scaling": scaling if "factor" in rope else None}
-        window = {"sliding_window": None} if kind == "mistral" else {"use_sliding_window": False}
+        older = {
+            "rope_theta": model.position.rope_theta,
+            "rope_scaling": scaling if "factor" in rope else None,
+        }
+        if kind == "mistral":
+            window = {"sliding_window": None}
+        else:
+            window = {"use_sliding_window": False}
         if model.layers_without_positions is not None:
-            every, layers = model.layers_without_positions, range(1, model.num_layers + 1)
-            rotates = {"no_rope_layer_interval": every, "no_rope_layers": [int(layer % every > 0) for layer in layers]}
+            every = model.layers_without_positions
+            layers = range(1, model.num_layers + 1)
+            rotates = {
+                "no_rope_layer_interval": every,
+                "no_rope_layers": [int(layer % every > 0) for layer in layers],
+            }
             return config | older | window | rotates | {"mlp_bias": False}
         return config | older | ({"mlp_bias": False} if kind == "llama" else window)
     return config | {
@@ -223,8 +288,8 @@ def _rope_parameters(position: Any) -> dict:
 def _rotary_context(model: ModelConfig) -> int:
     """Return the context length in tokens of a model of transformers' own.
 
-    Since 0.30, vLLM serves `max_position_embeddings` tokens. With yarn, it computes sines and cosines for only as many
-    positions as yarn scales to, and a longer request would read past them.
+    Since 0.30, vLLM serves `max_position_embeddings` tokens. With yarn, it computes sines and
+    cosines for only as many positions as yarn scales to, and a longer request would read past them.
     """
     position: Any = model.position
     if position.rope_scaling_type != "yarn":
@@ -265,24 +330,34 @@ def _position_settings(model: ModelConfig) -> dict:
 def vocabulary_rows(model: ModelConfig, tokenizer: ExportedTokenizer | None) -> int:
     """Return the number of embedding rows of an export, without the padding for tensor parallelism.
 
-    An imported model keeps its original number. Other models have one row for each id of the tokenizer. Without a
-    tokenizer, all rows are exported.
+    An imported model keeps its original number. Other models have one row for each id of the
+    tokenizer. Without a tokenizer, all rows are exported.
     """
     rows = model.unpadded_vocab_size or model.vocab_size
     if tokenizer is not None and tokenizer.vocab_size > rows:
         problem = f"has {tokenizer.vocab_size} ids, but the model has only {rows} embedding rows"
-        fix = f"give the model's tokenizer with --tokenizer, or --tokenizer {NO_TOKENIZER} to export without one"
+        fix = (
+            f"give the model's tokenizer with --tokenizer, or --tokenizer {NO_TOKENIZER} to export"
+            " without one"
+        )
         raise UserError("the tokenizer", problem, fix)
-    return rows if tokenizer is None or model.unpadded_vocab_size else tokenizer.vocab_size
+    if tokenizer is None or model.unpadded_vocab_size:
+        return rows
+    return tokenizer.vocab_size
 
 
 def _write_weights(saved: SavedWeights, directory: Path, rows: int, options: ExportOptions) -> None:
-    """Write `model.safetensors`, or several shards of at most `max_shard_size` bytes with their index.
+    """Write `model.safetensors`, or several shards of at most `max_shard_size` bytes with their
+    index.
 
     Peak memory is at most three times the unsharded fp32 size of the largest parameter.
     """
     names = parameter_shapes(saved.model)
-    shapes = {key: shape for name in names for key, shape in part_shapes(saved.model, name, names[name], rows).items()}
+    shapes = {
+        key: shape
+        for name in names
+        for key, shape in part_shapes(saved.model, name, names[name], rows).items()
+    }
     announced = on_meta(shapes, DTYPES[options.dtype])
     shards = in_parts(announced, options.max_shard_size)
     count = len(shards)
@@ -299,37 +374,61 @@ def _write_weights(saved: SavedWeights, directory: Path, rows: int, options: Exp
                 "total_parameters": sum(math.prod(shape) for shape in shapes.values()),
                 "total_size": sum(tensor.nbytes for tensor in announced.values()),
             },
-            "weight_map": {key: name for name, shard in zip(file_names, shards, strict=True) for key in shard},
+            "weight_map": {
+                key: name for name, shard in zip(file_names, shards, strict=True) for key in shard
+            },
         }
         write_json(directory / "model.safetensors.index.json", index)
 
 
-def part_shapes(model: ModelConfig, name: str, shape: tuple[int, ...], rows: int) -> dict[str, tuple[int, ...]]:
+def part_shapes(
+    model: ModelConfig, name: str, shape: tuple[int, ...], rows: int
+) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the exported weights of a Megatron parameter, by Hugging Face's names.
 
-    The unsharded parameter `name` has the shape `shape`. Embeddings and output layer are exported with `rows` rows.
+    The unsharded parameter `name` has the shape `shape`. Embeddings and output layer are exported
+    with `rows` rows.
     """
     parts = from_megatron(name, torch.empty(shape, device="meta"), model)
     shapes = {key: tuple(part.shape) for key, part in parts.items()}
-    return {key: (rows, *shape[1:]) if key in VOCABULARY_ROWS else shape for key, shape in shapes.items()}
+    return {
+        key: (rows, *shape[1:]) if key in VOCABULARY_ROWS else shape
+        for key, shape in shapes.items()
+    }
 
 
-def _write_tokenizer(saved: SavedWeights, given: str | None, directory: Path) -> ExportedTokenizer | None:
+def _write_tokenizer(
+    saved: SavedWeights, given: str | None, directory: Path
+) -> ExportedTokenizer | None:
     if given == NO_TOKENIZER:
         return None
-    source, tokenizer = str(saved.path / TOKENIZER), load_saved_tokenizer(saved.path)
+    source = str(saved.path / TOKENIZER)
+    tokenizer = load_saved_tokenizer(saved.path)
     if given is not None:
-        original, source, tokenizer = tokenizer, given, load_tokenizer(given)
+        original = tokenizer
+        source = given
+        tokenizer = load_tokenizer(given)
         if original is not None and TOKENIZER_MODEL in original.files:
-            # `difference` compares a tokenizer.json with the SentencePiece model it was made from by the ids of texts.
+            # `difference` compares a tokenizer.json with the SentencePiece model it was made from
+            # by the ids of texts.
             tokenizer.files.setdefault(TOKENIZER_MODEL, original.files[TOKENIZER_MODEL])
-        recorded = saved.state["progress"].get("tokenizer") if original is None else tokenizer_record(original)
-        chosen, name = tokenizer_record(tokenizer), "the one that trained the model"
+        if original is None:
+            recorded = saved.state["progress"].get("tokenizer")
+        else:
+            recorded = tokenizer_record(original)
+        chosen = tokenizer_record(tokenizer)
+        name = "the one that trained the model"
         if recorded and (different := difference(chosen, recorded, name)):
-            fix = f"omit --tokenizer, or give --tokenizer {NO_TOKENIZER} and copy the files into the export yourself"
+            fix = (
+                f"omit --tokenizer, or give --tokenizer {NO_TOKENIZER} and copy the files into the"
+                " export yourself"
+            )
             raise FileError(given, different, fix)
     if tokenizer is None:
-        fix = f"give the model's tokenizer with --tokenizer, or --tokenizer {NO_TOKENIZER} to export without one"
+        fix = (
+            f"give the model's tokenizer with --tokenizer, or --tokenizer {NO_TOKENIZER} to export"
+            " without one"
+        )
         raise CheckpointError(str(saved.path), "has no tokenizer", fix)
     return write_tokenizer(tokenizer, directory, saved.model.seq_length, source)
 

@@ -1,6 +1,8 @@
-"""Convert the `config.json` of a model of transformers, or of this project's exports, to a ModelConfig.
+"""Convert the `config.json` of a model of transformers, or of this project's exports, to a
+ModelConfig.
 
-Settings that affect the model but are not supported raise an error that names them. Imports no torch.
+Settings that affect the model but are not supported raise an error that names them. Imports no
+torch.
 """
 
 import math
@@ -36,8 +38,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"rms_norm_eps": 1e-6, "sliding_window": 4096, "num_key_value_heads": 8},
     "qwen2": _QWEN2,
     "qwen3": _QWEN2 | {"attention_bias": False, "head_dim": 128},
-    "smollm3": _LLAMA
-    | {"use_sliding_window": False, "num_key_value_heads": 4, "tie_word_embeddings": True, "no_rope_layer_interval": 4},
+    "smollm3": (
+        _LLAMA
+        | {
+            "use_sliding_window": False,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "no_rope_layer_interval": 4,
+        }
+    ),
     PHI3: {"rms_norm_eps": 1e-5},
     "tape": _OURS | {"position_state_precision": "bf16"},
     ENCODED: _OURS | {"attention_output_gate": False},
@@ -64,7 +73,10 @@ _SUPPORTED = {
 }
 """Settings of which only one value can be imported."""
 _OLMO2 = "its norms follow attention and the MLP, and its norms of queries and keys span all heads"
-_GEMMA = "its norms multiply by 1 + weight, its embeddings are scaled, and its MLP uses GELU (hidden_activation)"
+_GEMMA = (
+    "its norms multiply by 1 + weight, its embeddings are scaled, and its MLP uses GELU"
+    " (hidden_activation)"
+)
 _GEMMA2 = f"{_GEMMA}; it has more norms, and soft caps or sliding windows (layer_types)"
 # Why models similar to Llama cannot be imported.
 _UNLIKE_LLAMA = {
@@ -87,26 +99,44 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "yarn": (
+        "factor",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
     "proportional": ("factor",),
 }
 # `finetuned` records only whether the model was trained with the scaling.
-_ROPE_SHARED = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "finetuned")
+_ROPE_SHARED = (
+    "rope_theta",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+    "finetuned",
+)
 
 
 _SIZES = (
-    "num_hidden_layers hidden_size intermediate_size num_attention_heads max_position_embeddings vocab_size".split()
+    "num_hidden_layers hidden_size intermediate_size num_attention_heads max_position_embeddings"
+    " vocab_size".split()
 )
 
 
 @contextmanager
 def errors_of_settings(path: Path) -> Iterator[None]:
-    """Within the context, convert errors in the settings of the file `path` to a FileError about the file."""
+    """Within the context, convert errors in the settings of the file `path` to a FileError about
+    the file.
+    """
     try:
         yield
     except KeyError as error:
         problem = f"has no {error.args[0]}"
-        raise FileError(str(path), problem, "give the config.json that belongs to the weights") from None
+        raise FileError(
+            str(path), problem, "give the config.json that belongs to the weights"
+        ) from None
     except ConfigError as error:
         problem = f"describes a model that cannot be built: {error.subject} {error.problem}"
         raise FileError(str(path), problem, error.fix) from None
@@ -117,10 +147,14 @@ def errors_of_settings(path: Path) -> Iterator[None]:
 
 
 def check_sizes(settings: dict, path: Path) -> None:
-    """Raise UserError if one of _SIZES in `settings`, read from `path`, is not a positive integer."""
+    """Raise UserError if one of _SIZES in `settings`, read from `path`, is not a positive
+    integer.
+    """
     for key in _SIZES:
         if type(settings.get(key)) is not int or settings[key] < 1:
-            raise UserError(key, f"is {settings.get(key)!r:.200} in {path}, but must be a positive integer")
+            raise UserError(
+                key, f"is {settings.get(key)!r:.200} in {path}, but must be a positive integer"
+            )
 
 
 def read_settings(path: Path) -> dict:
@@ -134,14 +168,18 @@ def read_settings(path: Path) -> dict:
 
 
 def padded_vocabulary(rows: int, multiple: int) -> int:
-    """Return `rows` rounded up to a multiple of `multiple`. Raises UserError if `multiple` is out of range."""
+    """Return `rows` rounded up to a multiple of `multiple`. Raises UserError if `multiple` is out
+    of range.
+    """
     if not 1 <= multiple <= _LARGEST_MULTIPLE:
         raise UserError("--vocab-multiple", f"is {multiple}", f"give 1 to {_LARGEST_MULTIPLE:,}")
     return -(-rows // multiple) * multiple
 
 
 def shared_settings(settings: dict[str, Any], vocab_multiple: int) -> dict[str, Any]:
-    """Return the settings of a ModelConfig that have the same keys in all architectures. Raises KeyError."""
+    """Return the settings of a ModelConfig that have the same keys in all architectures. Raises
+    KeyError.
+    """
     return {
         "num_layers": settings["num_hidden_layers"],
         "hidden_size": settings["hidden_size"],
@@ -157,7 +195,9 @@ def shared_settings(settings: dict[str, Any], vocab_multiple: int) -> dict[str, 
 
 @dataclass(frozen=True)
 class Changes:
-    """Changes that an import makes to a model; see the options of `convert_checkpoint.py from-hf`."""
+    """Changes that an import makes to a model; see the options of `convert_checkpoint.py
+    from-hf`.
+    """
 
     position_encoding: str | None = None
     """The new positional encoding; None keeps the model's."""
@@ -174,8 +214,11 @@ class Changes:
         return {key: value for key, value in both.items() if value is not None}
 
 
-def model_settings(settings: dict[str, Any], path: Path, changes: Changes = Changes()) -> ModelConfig:
-    """Return the ModelConfig for `settings`, the contents of the `config.json` at `path`, with `changes` applied.
+def model_settings(
+    settings: dict[str, Any], path: Path, changes: Changes = Changes()
+) -> ModelConfig:
+    """Return the ModelConfig for `settings`, the contents of the `config.json` at `path`, with
+    `changes` applied.
 
     Raises UserError, KeyError, TypeError or AttributeError for unsupported settings.
     """
@@ -187,14 +230,23 @@ def model_settings(settings: dict[str, Any], path: Path, changes: Changes = Chan
     encoding = changes.position_encoding or original
     _check_changes(settings, path, encoding, changes)
     # null is the same as a missing key, except that it disables a sliding window.
-    given = {key: value for key, value in settings.items() if value is not None or key == "sliding_window"}
+    given = {
+        key: value
+        for key, value in settings.items()
+        if value is not None or key == "sliding_window"
+    }
     settings = DEFAULTS[kind] | given | _FIXED[kind]
     check_sizes(settings, path)
     _check_supported(settings, path)
     convert = _encoded if kind == ENCODED else _rope
     position = convert(settings, path, changes.rope_scaling_factor)
-    own_tape = {key: settings[key] for key in _TAPE_KEYS if key in settings} if kind == "tape" else {}
-    position |= {_TAPE_KEYS[key]: value for key, value in (changes.tape_settings | own_tape).items()}
+    if kind == "tape":
+        own_tape = {key: settings[key] for key in _TAPE_KEYS if key in settings}
+    else:
+        own_tape = {}
+    position |= {
+        _TAPE_KEYS[key]: value for key, value in (changes.tape_settings | own_tape).items()
+    }
     if encoding == "tape":
         position |= {"token_mixing": changes.token_mixing}
     model = model_config(
@@ -202,7 +254,9 @@ def model_settings(settings: dict[str, Any], path: Path, changes: Changes = Chan
             "position_encoding": encoding,
             "position": position,
             **shared_settings(settings, changes.vocab_multiple),
-            "num_query_groups": settings.get("num_key_value_heads", settings["num_attention_heads"]),
+            "num_query_groups": settings.get(
+                "num_key_value_heads", settings["num_attention_heads"]
+            ),
             "kv_channels": settings.get("head_dim"),
             "qkv_bias": settings["attention_bias"],
             "qk_norm": settings["qk_norm"],
@@ -215,8 +269,12 @@ def model_settings(settings: dict[str, Any], path: Path, changes: Changes = Chan
     return model
 
 
-def cannot_import(settings: dict[str, Any], path: Path, key: str, accepted: str, reason: str = "") -> UserError:
-    """Return the error that the value of a setting cannot be imported; `accepted` describes the supported values."""
+def cannot_import(
+    settings: dict[str, Any], path: Path, key: str, accepted: str, reason: str = ""
+) -> UserError:
+    """Return the error that the value of a setting cannot be imported; `accepted` describes the
+    supported values.
+    """
     problem = f"is {settings.get(key)!r:.200} in {path}, which cannot be imported"
     if reason:
         problem = f"{problem} ({reason})"
@@ -229,11 +287,17 @@ def _check_changes(settings: dict[str, Any], path: Path, encoding: str, changes:
         problem = f"describes a TAPE model, which cannot become {encoding}"
         raise FileError(str(path), problem, "omit --position-encoding")
     if kind == ENCODED and encoding != settings["position_encoding"]:
-        problem = f"has the positional encoding {settings['position_encoding']!s:.100}, which cannot become {encoding}"
+        problem = (
+            f"has the positional encoding {settings['position_encoding']!s:.100}, which cannot"
+            f" become {encoding}"
+        )
         raise FileError(str(path), problem, "omit --position-encoding")
     if changes.tape_settings and (encoding != "tape" or kind == ENCODED):
         problem = f"applies only to TAPE, but the model is imported as {encoding}"
-        problem = problem if encoding != "tape" else "cannot be changed in this export"
+        if encoding != "tape":
+            problem = problem
+        else:
+            problem = "cannot be changed in this export"
         raise UserError(tuple(changes.tape_settings), problem, "omit it")
     for key, value in changes.tape_settings.items() if kind == "tape" else ():
         if value != settings.get(key):
@@ -243,59 +307,89 @@ def _check_changes(settings: dict[str, Any], path: Path, encoding: str, changes:
 
 def _check_supported(settings: dict[str, Any], path: Path) -> None:
     """Raise UserError if a setting that affects the model is not supported."""
-
-    def refuse(condition: bool, key: str, accepted: str) -> None:
-        if condition:
-            raise cannot_import(settings, path, key, accepted)
-
     for key, accepted in _SUPPORTED.items():
         if key == "partial_rotary_factor" and settings["model_type"] == PHI3:
             continue  # `_rope` reads it
-        refuse(settings.get(key, accepted) != accepted, key, format_value(accepted))
-    # In these architectures, but not in Qwen2 and TAPE, attention_bias also adds a bias to the output projection.
+        if settings.get(key, accepted) != accepted:
+            raise cannot_import(settings, path, key, format_value(accepted))
+    # In these architectures, but not in Qwen2 and TAPE, attention_bias also adds a bias to the
+    # output projection.
     biased = settings["model_type"] in ("llama", "qwen3", "smollm3") and settings["attention_bias"]
-    refuse(biased, "attention_bias", "false")
+    if biased:
+        raise cannot_import(settings, path, "attention_bias", "false")
     # Qwen's settings contain the size of a sliding window even if it is disabled.
-    window = settings.get("sliding_window") if settings["use_sliding_window"] else None
+    if settings["use_sliding_window"]:
+        window = settings.get("sliding_window")
+    else:
+        window = None
     context = settings["max_position_embeddings"]
     is_full = window is None or window >= context
-    refuse(
-        not is_full,
-        "sliding_window",
-        f"null, use_sliding_window false, or at least max_position_embeddings {context}; to import the model for "
-        f"contexts that fit into its window, set max_position_embeddings to {window} in its config.json",
-    )
-    layers, types = settings["num_hidden_layers"], settings.get("layer_types")
+    if not is_full:
+        raise cannot_import(
+            settings,
+            path,
+            "sliding_window",
+            f"null, use_sliding_window false, or at least max_position_embeddings {context}; to"
+            " import the model for contexts that fit into its window, set max_position_embeddings"
+            f" to {window} in its config.json",
+        )
+    layers = settings["num_hidden_layers"]
+    types = settings.get("layer_types")
     if types is not None:
         # A window that holds the whole context is full attention.
-        full = {"full_attention"} if window is None else {"full_attention", "sliding_attention"}
-        refuse(not set(types) <= full, "layer_types", "full_attention in all layers")
-        refuse(len(types) != layers, "layer_types", f"one entry for each of {layers} layers")
+        if window is None:
+            full = {"full_attention"}
+        else:
+            full = {"full_attention", "sliding_attention"}
+        if not set(types) <= full:
+            raise cannot_import(settings, path, "layer_types", "full_attention in all layers")
+        if len(types) != layers:
+            raise cannot_import(
+                settings, path, "layer_types", f"one entry for each of {layers} layers"
+            )
 
 
 def _layers_without_positions(settings: dict[str, Any], path: Path) -> int | None:
-    """Return n if every n-th layer has no positions, None if all have. Raises UserError for other patterns."""
+    """Return n if every n-th layer has no positions, None if all have. Raises UserError for other
+    patterns.
+    """
     if settings["model_type"] != "smollm3":
         return settings.get("layers_without_positions")
-    layers, every = settings["num_hidden_layers"], settings["no_rope_layer_interval"]
-    key = "no_rope_layers" if settings.get("no_rope_layers") else "no_rope_layer_interval"
+    layers = settings["num_hidden_layers"]
+    every = settings["no_rope_layer_interval"]
+    if settings.get("no_rope_layers"):
+        key = "no_rope_layers"
+    else:
+        key = "no_rope_layer_interval"
     if rotates := settings.get("no_rope_layers"):
         every = rotates.index(0) + 1 if 0 in rotates else layers + 1
-        if len(rotates) != layers or any(rotate != (layer % every > 0) for layer, rotate in enumerate(rotates, 1)):
+        if len(rotates) != layers or any(
+            rotate != (layer % every > 0) for layer, rotate in enumerate(rotates, 1)
+        ):
             every = 0
     if every < 2:
-        raise cannot_import(settings, path, key, "layers without positions at a fixed interval of at least 2")
-    return every if every <= layers else None
+        raise cannot_import(
+            settings, path, key, "layers without positions at a fixed interval of at least 2"
+        )
+    if every <= layers:
+        return every
+    return None
 
 
 def _encoded(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[str, Any]:
-    """Return `model.position` for an export with `model_type` ENCODED, which contains it. Raises UserError."""
-    name, given = settings["position_encoding"], settings["position_settings"]
+    """Return `model.position` for an export with `model_type` ENCODED, which contains it. Raises
+    UserError.
+    """
+    name = settings["position_encoding"]
+    given = settings["position_settings"]
     if not isinstance(name, str) or name not in ENCODINGS:
         problem = f"is {name!r:.200} in {path}, which is not one of {', '.join(ENCODINGS)}"
         raise UserError("position_encoding", problem)
     if scaling_factor != 1.0:
-        problem = f"{scaling_factor:g} cannot be applied to this export, which contains its own settings of {name}"
+        problem = (
+            f"{scaling_factor:g} cannot be applied to this export, which contains its own settings"
+            f" of {name}"
+        )
         raise UserError("--rope-scaling-factor", problem, "omit it")
     check_shape(given, dict[str, Any], f"position_settings in {path}")
     return dict(given)
@@ -304,34 +398,59 @@ def _encoded(settings: dict[str, Any], path: Path, scaling_factor: float) -> dic
 def _rope(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[str, Any]:
     """Return `model.position` for rotary settings. Raises UserError.
 
-    transformers 5 stores them in rope_parameters; older versions use rope_scaling and the top level of config.json.
+    transformers 5 stores them in rope_parameters; older versions use rope_scaling and the top level
+    of config.json.
     """
-    key = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
+    if settings.get("rope_scaling"):
+        key = "rope_scaling"
+    else:
+        key = "rope_parameters"
     rope, current = (_rotary(settings, name, path) for name in (key, "rope_parameters"))
     # transformers would use rope_scaling and silently ignore rope_parameters.
     if current and {**rope, "rope_theta": None} != {**current, "rope_theta": None}:
-        raise UserError("rope_scaling", f"and rope_parameters differ in {path}", "remove the wrong one")
-    kind, share = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
+        raise UserError(
+            "rope_scaling", f"and rope_parameters differ in {path}", "remove the wrong one"
+        )
+    kind = rope.get("rope_type", "default")
+    share = rope.get("partial_rotary_factor", 1.0)
     if settings["model_type"] == PHI3:
         share = rope.get("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0))
     elif share != 1.0 and kind != "proportional":
         fix = f"with rope_type {kind}, only 1 is supported; with rope_type proportional, any share"
-        raise UserError(f"{key}.partial_rotary_factor", f"is {share} in {path}, which cannot be imported", fix)
+        raise UserError(
+            f"{key}.partial_rotary_factor", f"is {share} in {path}, which cannot be imported", fix
+        )
     # transformers uses the first of these; the others must be equal.
     default = _THETAS.get(settings["model_type"], 10000.0)
     theta = rope.get("rope_theta", settings.get("rope_theta", default))
     for place in (current, settings):
         if (other := place.get("rope_theta", theta)) != theta:
-            problem = f"has different values in {path}: {other}, and {theta}, which transformers uses"
+            problem = (
+                f"has different values in {path}: {other}, and {theta}, which transformers uses"
+            )
             raise UserError("rope_theta", problem, "remove the wrong one")
     if settings["model_type"] == PHI3:
         theta = _theta_of_share(theta, share, settings, path)
     if kind in ("default", "linear", "proportional"):
-        factor = rope["factor"] if kind == "linear" else 1.0 if kind == "default" else rope.get("factor", 1.0)
-        return {"rope_theta": theta, "rope_share": share, "rope_scaling_factor": factor * scaling_factor}
-    length, original = settings["max_position_embeddings"], "original_max_position_embeddings"
+        if kind == "linear":
+            factor = rope["factor"]
+        elif kind == "default":
+            factor = 1.0
+        else:
+            factor = rope.get("factor", 1.0)
+        return {
+            "rope_theta": theta,
+            "rope_share": share,
+            "rope_scaling_factor": factor * scaling_factor,
+        }
+    length = settings["max_position_embeddings"]
+    original = "original_max_position_embeddings"
     original_length = settings.get(original, rope.get(original, length))
-    shared = {"rope_theta": theta, "rope_scaling_type": kind, "rope_original_seq_length": original_length}
+    shared = {
+        "rope_theta": theta,
+        "rope_scaling_type": kind,
+        "rope_original_seq_length": original_length,
+    }
     if kind == "yarn":
         return shared | _yarn(rope, length, original_length, path, scaling_factor)
     return shared | {
@@ -344,7 +463,8 @@ def _rope(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[s
 def _theta_of_share(theta: float, share: float, settings: dict[str, Any], path: Path) -> float:
     """Return the `rope_theta` with which `rope_share` gives Phi-3's frequencies.
 
-    For R rotated of D elements of a head, Phi-3's are theta^(-2i / R). Those of `rope_share` are theta^(-2i / D).
+    For R rotated of D elements of a head, Phi-3's are theta^(-2i / R). Those of `rope_share` are
+    theta^(-2i / D).
     """
     dim = settings.get("head_dim", settings["hidden_size"] // settings["num_attention_heads"])
     rotated = int(dim * share) if 0 < share <= 1 else 0
@@ -355,19 +475,28 @@ def _theta_of_share(theta: float, share: float, settings: dict[str, Any], path: 
     return theta ** (dim / rotated)
 
 
-def _yarn(rope: dict[str, Any], length: int, original_length: int, path: Path, scaling_factor: float) -> dict[str, Any]:
-    """Return `model.position` for yarn, which scales contexts from `original_length` to `length` tokens."""
-    factor = length / original_length if rope["factor"] is None else rope["factor"]
+def _yarn(
+    rope: dict[str, Any], length: int, original_length: int, path: Path, scaling_factor: float
+) -> dict[str, Any]:
+    """Return `model.position` for yarn, which scales contexts from `original_length` to `length`
+    tokens.
+    """
+    if rope["factor"] is None:
+        factor = length / original_length
+    else:
+        factor = rope["factor"]
     mscales = rope.get("mscale"), rope.get("mscale_all_dim")
     attention = rope.get("attention_factor")
     if attention is None and all(mscales):
-        attention = yarn_attention_factor(factor, mscales[0]) / yarn_attention_factor(factor, mscales[1])
+        attention = yarn_attention_factor(factor, mscales[0]) / yarn_attention_factor(
+            factor, mscales[1]
+        )
     if attention is not None and math.isclose(attention, yarn_attention_factor(factor)):
         attention = None
     if attention is not None and scaling_factor != 1.0:
         problem = (
-            f"{scaling_factor:g} cannot be combined with the attention factor {attention:g} in {path}, which is not "
-            "yarn's default"
+            f"{scaling_factor:g} cannot be combined with the attention factor {attention:g} in"
+            f" {path}, which is not yarn's default"
         )
         raise UserError("--rope-scaling-factor", problem, "omit it")
     return {
@@ -380,14 +509,26 @@ def _yarn(rope: dict[str, Any], length: int, original_length: int, path: Path, s
 
 
 def _rotary(settings: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
-    """Return the rotary settings under `key` that are not null, with `rope_type`, or {}. Raises UserError."""
+    """Return the rotary settings under `key` that are not null, with `rope_type`, or {}. Raises
+    UserError.
+    """
     rope = settings.get(key, {})
     if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
-        problem = f"in {path} is a group of settings, which transformers does not read for {settings['model_type']}"
-        raise UserError(f"{key}.{nested[0][:40]}", problem, f"give one setting for all layers, directly in {key}")
+        problem = (
+            f"in {path} is a group of settings, which transformers does not read for"
+            f" {settings['model_type']}"
+        )
+        raise UserError(
+            f"{key}.{nested[0][:40]}",
+            problem,
+            f"give one setting for all layers, directly in {key}",
+        )
     kind = rope.get("rope_type") or rope.get("type") or "default"
     # In transformers, Phi-3 has no others but longrope, and reads yarn as longrope.
-    supported = ("default",) if settings["model_type"] == PHI3 else tuple(_ROPE_KEYS)
+    if settings["model_type"] == PHI3:
+        supported = ("default",)
+    else:
+        supported = tuple(_ROPE_KEYS)
     if not isinstance(kind, str) or kind not in supported:
         problem = f"is {kind!r:.100} in {path}, which cannot be imported"
         raise UserError(f"{key}.rope_type", problem, f"supported: {', '.join(supported)}")
@@ -399,4 +540,6 @@ def _rotary(settings: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
         if name not in known and (name, value) != ("factor", 1):
             problem = f"in {path} is not a setting of the rope_type {kind}"
             raise UserError(f"{key}.{name[:40]}", problem, f"supported: {', '.join(known)}")
-    return found | {"rope_type": kind} if rope else {}
+    if rope:
+        return found | {"rope_type": kind}
+    return {}

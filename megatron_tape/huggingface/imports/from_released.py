@@ -51,9 +51,11 @@ def import_released(
     token_mixing: str = "full",
     allow_pickle: bool = False,
 ) -> None:
-    """Import the released checkpoint `weights`, with settings in the JSON file `config`, as the checkpoint `output`.
+    """Import the released checkpoint `weights`, with settings in the JSON file `config`, as the
+    checkpoint `output`.
 
-    Raises UserError or OSError if weights and settings do not match, or if this project does not support the model.
+    Raises UserError or OSError if weights and settings do not match, or if this project does not
+    support the model.
     """
     refuse_existing(output, fix="choose another output, or move it away")
     settings = read_settings(Path(config))
@@ -63,7 +65,10 @@ def import_released(
     for key in (key for key in released if key.endswith(_THRESHOLD)):
         found = released[key].flatten()[:10].tolist()
         if found != [FireSettings.fire_threshold]:
-            problem = f"has FIRE's init_L {', '.join(f'{value:g}' for value in found)}, which cannot be imported"
+            problem = (
+                f"has FIRE's init_L {', '.join(f'{value:g}' for value in found)}, which cannot be"
+                " imported"
+            )
             raise FileError(str(weights), problem, f"supported: {FireSettings.fire_threshold:g}")
     source = _renamed(released)
     # Nothing reads the position state after the last layer, so the last layer has no update.
@@ -89,17 +94,24 @@ def _renamed(released: Mapping[str, Tensor]) -> LazyTensors:
         sources |= dict.fromkeys(names, key)
 
     def read(name: str) -> Tensor:
-        key, tensor = sources[name], released[sources[name]]
+        key = sources[name]
+        tensor = released[sources[name]]
         try:
             return from_released({key: tensor})[name]
         except (IndexError, RuntimeError):
-            problem = f"has the shape {tuple(tensor.shape)!s:.100}, which this parameter cannot have"
-            raise FileError(key[:100], problem, "give the config.json that belongs to the weights") from None
+            problem = (
+                f"has the shape {tuple(tensor.shape)!s:.100}, which this parameter cannot have"
+            )
+            raise FileError(
+                key[:100], problem, "give the config.json that belongs to the weights"
+            ) from None
 
     return LazyTensors(sources, read)
 
 
-def _model(settings: dict[str, Any], path: Path, vocab_multiple: int, token_mixing: str) -> ModelConfig:
+def _model(
+    settings: dict[str, Any], path: Path, vocab_multiple: int, token_mixing: str
+) -> ModelConfig:
     if settings.get("rpe_type") not in tuple(_ENCODINGS):
         raise cannot_import(settings, path, "rpe_type", ", ".join(_ENCODINGS))
     check_sizes(settings, path)
@@ -118,7 +130,9 @@ def _model(settings: dict[str, Any], path: Path, vocab_multiple: int, token_mixi
             "position_encoding": encoding,
             "position": {key: value for key, value in position.items() if key in names},
             **shared_settings(settings, vocab_multiple),
-            "num_query_groups": settings.get("num_key_value_heads") or settings["num_attention_heads"],
+            "num_query_groups": (
+                settings.get("num_key_value_heads") or settings["num_attention_heads"]
+            ),
             "seq_length": settings["max_position_embeddings"],
         }
     )
@@ -127,20 +141,34 @@ def _model(settings: dict[str, Any], path: Path, vocab_multiple: int, token_mixi
 
 
 def _own_settings(settings: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the settings of the encoding and of its scaling, with this project's keys. Raises UserError."""
+    """Return the settings of the encoding and of its scaling, with this project's keys. Raises
+    UserError.
+    """
     scaling = settings.get("rope_scaling") or {"type": "linear", "factor": 1.0}
     kind = "yarn" if settings["rpe_type"] == "yarn" else "linear"
     if not isinstance(scaling, dict) or scaling.get("type", scaling.get("rope_type")) != kind:
-        raise cannot_import(settings, path, "rope_scaling", kind if kind == "yarn" else "null or linear")
+        raise cannot_import(
+            settings, path, "rope_scaling", kind if kind == "yarn" else "null or linear"
+        )
     own: dict[str, Any] = {"rope_scaling_factor": scaling["factor"]}
     needed = _OWN_SETTINGS.get(settings["rpe_type"], ())
-    if missing := [key for key in needed if type(settings.get(key)) is not int or settings[key] < 1]:
+    if missing := [
+        key for key in needed if type(settings.get(key)) is not int or settings[key] < 1
+    ]:
         raise cannot_import(settings, path, missing[0], "a positive integer")
     if kind == "yarn":
-        # The released code ignores the factor. It divides the context length by the original one and rounds up.
+        # The released code ignores the factor. It divides the context length by the original one
+        # and rounds up.
         original = settings["original_max_position_embeddings"]
         factor = -(-settings["max_position_embeddings"] // original)
-        own = {"rope_scaling_type": "yarn", "rope_scaling_factor": factor, "rope_original_seq_length": original}
+        own = {
+            "rope_scaling_type": "yarn",
+            "rope_scaling_factor": factor,
+            "rope_original_seq_length": original,
+        }
     if settings["rpe_type"] == "t5rb":
-        own |= {f"t5_{key}": settings[f"relative_attention_{key}"] for key in ("num_buckets", "max_distance")}
+        own |= {
+            f"t5_{key}": settings[f"relative_attention_{key}"]
+            for key in ("num_buckets", "max_distance")
+        }
     return own

@@ -1,7 +1,7 @@
 """Open the weights of a model of transformers by the names of Llama's weights.
 
-Phi-3 is Llama with fused projections. It may also rotate only the first elements of each head (partial rotary).
-torch is imported only when a tensor is read.
+Phi-3 is Llama with fused projections. It may also rotate only the first elements of each head
+(partial rotary). torch is imported only when a tensor is read.
 """
 
 from __future__ import annotations
@@ -20,15 +20,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _FUSED = {
-    "self_attn.qkv_proj.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    "self_attn.qkv_proj.weight": (
+        "self_attn.q_proj.weight",
+        "self_attn.k_proj.weight",
+        "self_attn.v_proj.weight",
+    ),
     "mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
 }
 """Phi-3's fused weights, and Llama's weights that they concatenate."""
 _ROTATED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
 
 
-def open_model(directory: Path, model: ModelConfig, allow_pickle: bool = False) -> Mapping[str, Tensor]:
-    """Return the weights of the model in `directory`, which has the settings `model`, by the names of Llama's weights.
+def open_model(
+    directory: Path, model: ModelConfig, allow_pickle: bool = False
+) -> Mapping[str, Tensor]:
+    """Return the weights of the model in `directory`, which has the settings `model`, by the names
+    of Llama's weights.
 
     Raises FileError.
     """
@@ -39,12 +46,17 @@ def open_model(directory: Path, model: ModelConfig, allow_pickle: bool = False) 
 
 
 def _split(weights: Mapping[str, Tensor], model: ModelConfig, origin: str) -> LazyTensors:
-    """Return Phi-3's weights by the names of Llama's weights. Raises FileError if they do not match `model`."""
-    given = getattr(weights, "shapes", None) or {name: tuple(weights[name].shape) for name in weights}
+    """Return Phi-3's weights by the names of Llama's weights. Raises FileError if they do not match
+    `model`.
+    """
+    given = getattr(weights, "shapes", None) or {
+        name: tuple(weights[name].shape) for name in weights
+    }
     expected = whole_shapes(model)
     fused_names: set[str] = set()
     shapes: dict[str, tuple[int, ...]] = {}
-    # For each of Llama's weights: the name of the fused weight, its first row there, and the row after the last.
+    # For each of Llama's weights: the name of the fused weight, its first row there, and the row
+    # after the last.
     places: dict[str, tuple[str, int, int]] = {}
 
     for layer in range(model.num_layers):
@@ -55,7 +67,8 @@ def _split(weights: Mapping[str, Tensor], model: ModelConfig, origin: str) -> La
             stop = 0
             for part in parts:
                 name = f"model.layers.{layer}.{part}"
-                start, stop = stop, stop + expected[name][0]
+                start = stop
+                stop = stop + expected[name][0]
                 shapes[name] = expected[name]
                 places[name] = fused, start, stop
             if given[fused] != (stop, model.hidden_size):
@@ -73,21 +86,27 @@ def _split(weights: Mapping[str, Tensor], model: ModelConfig, origin: str) -> La
             return weights[name]
         fused, start, stop = places[name]
         rows = weights[fused][start:stop]
-        return _in_pairs(rows, model) if name.endswith(_ROTATED) else rows
+        if name.endswith(_ROTATED):
+            return _in_pairs(rows, model)
+        return rows
 
     return LazyTensors([*others, *places], read, others | shapes)
 
 
 def _in_pairs(weight: Tensor, model: ModelConfig) -> Tensor:
-    """Return a projection (N D, C) to queries or keys with the elements of each head in the order of `rope_share`.
+    """Return a projection (N D, C) to queries or keys with the elements of each head in the order
+    of `rope_share`.
 
-    Of the D elements of a head, Phi-3 rotates the first R, in pairs (i, i + R/2). With `rope_share`, pairs are
-    (i, i + D/2), and the first R/2 of them rotate. Scores of queries and keys do not depend on the order.
+    Of the D elements of a head, Phi-3 rotates the first R, in pairs (i, i + R/2). With
+    `rope_share`, pairs are (i, i + D/2), and the first R/2 of them rotate. Scores of queries and
+    keys do not depend on the order.
     """
     import torch
 
     half = model.head_dim // 2
     pairs = int(getattr(model.position, "rope_share", 1.0) * model.head_dim // 2)
-    first, second, others = torch.arange(model.head_dim).split([pairs, pairs, model.head_dim - 2 * pairs])
+    first, second, others = torch.arange(model.head_dim).split(
+        [pairs, pairs, model.head_dim - 2 * pairs]
+    )
     order = torch.cat([first, others[: half - pairs], second, others[half - pairs :]])
     return weight.unflatten(0, (-1, model.head_dim))[:, order].flatten(0, 1)

@@ -15,7 +15,13 @@ from megatron_tape.checkpoint.index import FILE_BYTES, INDEX, tensor_file
 from megatron_tape.checkpoint.saved_tokenizer import TOKENIZER, write_tokenizer_files
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.config.sections import as_dict
-from megatron_tape.data.tokenizer import TOKENIZER_FILES, Tokenizer, find_files, load_tokenizer, tokenizer_record
+from megatron_tape.data.tokenizer import (
+    TOKENIZER_FILES,
+    Tokenizer,
+    find_files,
+    load_tokenizer,
+    tokenizer_record,
+)
 from megatron_tape.errors import FileError
 from megatron_tape.huggingface.imports.config_json import read_settings
 from megatron_tape.huggingface.imports.weight_files import LazyTensors, check_weights
@@ -37,21 +43,30 @@ _VOCABULARY = ("model.embed_tokens.weight", HUGGING_FACE_OUTPUT)
 
 
 def _padded(weights: Mapping[str, Tensor], model: ModelConfig, origin: str) -> LazyTensors:
-    """Return `weights` with the padded vocabulary of `model`; each added row is the mean of all rows.
+    """Return `weights` with the padded vocabulary of `model`; each added row is the mean of all
+    rows.
 
-    Reading a weight raises FileError if its shape or dtype is wrong, or if it contains NaN or infinity.
+    Reading a weight raises FileError if its shape or dtype is wrong, or if it contains NaN or
+    infinity.
     """
-    shapes, rows = whole_shapes(model), model.vocab_size
+    shapes = whole_shapes(model)
+    rows = model.vocab_size
 
     def read(name: str) -> Tensor:
-        tensor, shape = weights[name], shapes[name]
+        tensor = weights[name]
+        shape = shapes[name]
         if name in _VOCABULARY:
             shape = (model.unpadded_vocab_size, *shape[1:])
         if tuple(tensor.shape) != shape:
-            problem = f"gives {name} the shape {tuple(tensor.shape)!s:.100}, but its settings require {shape}"
+            problem = (
+                f"gives {name} the shape {tuple(tensor.shape)!s:.100}, but its settings require"
+                f" {shape}"
+            )
             raise FileError(origin, problem)
         if tensor.dtype not in _TYPES:
-            raise FileError(origin, f"contains {name} as {tensor.dtype}", "fp32, bf16 and fp16 can be imported")
+            raise FileError(
+                origin, f"contains {name} as {tensor.dtype}", "fp32, bf16 and fp16 can be imported"
+            )
         if not torch.isfinite(tensor).all():
             problem = f"contains NaN or infinity in {name}, so it cannot be trained"
             raise FileError(origin, problem, "choose an earlier checkpoint of the model")
@@ -64,8 +79,11 @@ def _padded(weights: Mapping[str, Tensor], model: ModelConfig, origin: str) -> L
 
 
 def with_new_tape(weights: Mapping[str, Tensor], model: ModelConfig, seed: int) -> LazyTensors:
-    """Return the weights of a model without TAPE by Hugging Face's names, with newly initialized TAPE parameters."""
-    initials, encoding = weight_initializations(model), encoding_of(model)
+    """Return the weights of a model without TAPE by Hugging Face's names, with newly initialized
+    TAPE parameters.
+    """
+    initials = weight_initializations(model)
+    encoding = encoding_of(model)
 
     def read(name: str) -> Tensor:
         if (match := _POSITION.fullmatch(name)) is None:
@@ -73,7 +91,9 @@ def with_new_tape(weights: Mapping[str, Tensor], model: ModelConfig, seed: int) 
         own = layer_name(int(match[1]), f"{POSITION}{match[2]}")
         return from_megatron(own, initialized_whole(own, initials[own], seed), model)[name]
 
-    own = [(layer, name) for layer in range(model.num_layers) for name in encoding.parameters(layer)]
+    own = [
+        (layer, name) for layer in range(model.num_layers) for name in encoding.parameters(layer)
+    ]
     new = (hugging_face_name(layer, f"{POSITION}{name}") for layer, name in own)
     return LazyTensors([*weights, *new], read, getattr(weights, "shapes", {}))
 
@@ -87,19 +107,21 @@ def write_imported(
     unread: tuple[str, ...] = (),
     **progress: object,
 ) -> None:
-    """Write unsharded weights by Hugging Face's names (see `model.weights`) as the new checkpoint `output`.
+    """Write unsharded weights by Hugging Face's names (see `model.weights`) as the new checkpoint
+    `output`.
 
-    The checkpoint has no optimizer state. `checkpoint.resume: OUTPUT` starts a run from it, with the model's settings
-    from `OUTPUT/model.yaml`. Raises FileError and leaves nothing behind if a weight is missing, has another shape or
-    does not belong to the model.
+    The checkpoint has no optimizer state. `checkpoint.resume: OUTPUT` starts a run from it, with
+    the model's settings from `OUTPUT/model.yaml`. Raises FileError and leaves nothing behind if a
+    weight is missing, has another shape or does not belong to the model.
 
     Args:
-        weights: with `model.unpadded_vocab_size` embedding rows; rows up to `model.vocab_size` are added here, and
-            exports remove them again. Weights are read one at a time.
+        weights: with `model.unpadded_vocab_size` embedding rows; rows up to `model.vocab_size` are
+            added here, and exports remove them again. Weights are read one at a time.
         origin: description of the source.
         tokenizer: its files are written to `OUTPUT/tokenizer`.
         unread: prefixes of names to ignore in `weights`.
-        progress: additional entries of `progress` in the checkpoint's state.json (`identity`, `card`).
+        progress: additional entries of `progress` in the checkpoint's state.json (`identity`,
+            `card`).
     """
     output = Path(output)
     shapes = parameter_shapes(model)
@@ -107,11 +129,17 @@ def write_imported(
     padded = _padded(weights, model, origin)
     with atomic_directory(output) as directory:
         announced = on_meta(shapes, torch.float32)
-        tensors = with_progress((to_megatron(padded, name, model) for name in shapes), announced.values())
-        entries, index = {}, {}
+        tensors = with_progress(
+            (to_megatron(padded, name, model) for name in shapes), announced.values()
+        )
+        entries = {}
+        index = {}
         for number, part in enumerate(in_parts(announced, FILE_BYTES)):
-            file, contents = tensor_file(0, number), {f"weight/{name}": part[name] for name in part}
-            entries[file], index[file] = write_safetensors(directory / file, contents, tensors, {"format": "pt"})
+            file = tensor_file(0, number)
+            contents = {f"weight/{name}": part[name] for name in part}
+            entries[file], index[file] = write_safetensors(
+                directory / file, contents, tensors, {"format": "pt"}
+            )
         tensors.close()
         write_record(directory / INDEX, {"files": index})
         progress = {"origin": origin} | progress
@@ -120,7 +148,10 @@ def write_imported(
             "step": 0,
             "optimizer_steps": 0,
             "consumed_samples": 0,
-            "progress": {"bad_steps": 0, **{key: value for key, value in progress.items() if value}},
+            "progress": {
+                "bad_steps": 0,
+                **{key: value for key, value in progress.items() if value},
+            },
             "tensor_model_parallel_size": 1,
             "data_parallel_size": 1,
             "sharded": {},
@@ -128,7 +159,10 @@ def write_imported(
         }
         write_record(directory / checkpoint_files.STATE, state)
         _write_settings(directory / "model.yaml", model)
-        copied = [] if tokenizer is None else write_tokenizer_files(tokenizer.files, directory)
+        if tokenizer is None:
+            copied = []
+        else:
+            copied = write_tokenizer_files(tokenizer.files, directory)
         for name in (INDEX, checkpoint_files.STATE, "model.yaml", *copied):
             entries[name] = digest(directory / name)
         manifest = {"format_version": checkpoint_files.FORMAT_VERSION, "step": 0, "files": entries}
@@ -136,42 +170,60 @@ def write_imported(
 
 
 def advise(output: str | Path, model: ModelConfig) -> None:
-    """Print the commands that train and extend `model`, the checkpoint written to `output` by `write_imported`."""
+    """Print the commands that train and extend `model`, the checkpoint written to `output` by
+    `write_imported`.
+    """
     output = Path(output)
     copied = (output / TOKENIZER).is_dir()
-    tokenizer = shlex.quote(str(output / TOKENIZER)) if copied else "TOKENIZER"
+    if copied:
+        tokenizer = shlex.quote(str(output / TOKENIZER))
+    else:
+        tokenizer = "TOKENIZER"
     checkpoint, settings = (shlex.quote(str(path)) for path in (output, output / "model.yaml"))
     data = f"--data.prefix DATA --data.tokenizer {tokenizer}"
     command_line.log(f"wrote {output}")
     command_line.log(
-        f"train it: python -m pretrain.train --config RECIPE --config {settings} --checkpoint.resume {checkpoint} "
-        f"--logging.directory runs/NAME {data}"
+        f"train it: python -m pretrain.train --config RECIPE --config {settings}"
+        f" --checkpoint.resume {checkpoint} --logging.directory runs/NAME {data}"
     )
     if model.position_encoding in ("rope", "tape"):
         command_line.log(
-            f"train it with TAPE on contexts twice as long: python -m pretrain.extend_context --config extend/tape "
-            f"--extension.from {checkpoint} --logging.directory runs/NAME {data}"
+            "train it with TAPE on contexts twice as long: python -m pretrain.extend_context"
+            f" --config extend/tape --extension.from {checkpoint} --logging.directory runs/NAME"
+            f" {data}"
         )
     if not copied:
         command_line.log(
-            f"{output} has no tokenizer: replace TOKENIZER by the model's; exports need --tokenizer TOKENIZER"
+            f"{output} has no tokenizer: replace TOKENIZER by the model's; exports need --tokenizer"
+            " TOKENIZER"
         )
 
 
-def _check(weights: Mapping[str, Tensor], model: ModelConfig, origin: str, unread: tuple[str, ...]) -> None:
-    """Raise FileError if names or known shapes do not match `model`, or if tied embedding and output weights differ."""
+def _check(
+    weights: Mapping[str, Tensor], model: ModelConfig, origin: str, unread: tuple[str, ...]
+) -> None:
+    """Raise FileError if names or known shapes do not match `model`, or if tied embedding and
+    output weights differ.
+    """
     check_weights(weights, model, origin, unread)
     embedding, head = _VOCABULARY
-    if model.tie_embeddings and head in weights and not torch.equal(weights[embedding], weights[head]):
-        raise FileError(origin, f"has tie_word_embeddings in its settings, but {head} differs from {embedding}")
+    if (
+        model.tie_embeddings
+        and head in weights
+        and not torch.equal(weights[embedding], weights[head])
+    ):
+        raise FileError(
+            origin, f"has tie_word_embeddings in its settings, but {head} differs from {embedding}"
+        )
 
 
 def find_tokenizer(source: Path, rows: int) -> Tokenizer | None:
-    """Return the tokenizer in the model directory `source`, for a model with `rows` embedding rows; None if missing.
+    """Return the tokenizer in the model directory `source`, for a model with `rows` embedding rows;
+    None if missing.
 
-    If the tokenizer cannot be used, print a warning and return None. Older models have their special ids only in
-    config.json; these are added to the tokenizer's generation settings. Raises FileError if a tokenizer file is a link
-    to a file outside `source`.
+    If the tokenizer cannot be used, print a warning and return None. Older models have their
+    special ids only in config.json; these are added to the tokenizer's generation settings. Raises
+    FileError if a tokenizer file is a link to a file outside `source`.
     """
     if not any((source / name).is_file() for name in TOKENIZER_FILES[:2]):
         return None
@@ -179,9 +231,14 @@ def find_tokenizer(source: Path, rows: int) -> Tokenizer | None:
     try:
         tokenizer = load_tokenizer(source)
         if tokenizer.vocab_size > rows:
-            problem = f"has a tokenizer of {tokenizer.vocab_size} ids for only {rows} embedding rows"
+            problem = (
+                f"has a tokenizer of {tokenizer.vocab_size} ids for only {rows} embedding rows"
+            )
             raise FileError(str(source), problem)
-        settings = read_settings(source / "config.json") if (source / "config.json").is_file() else {}
+        if (source / "config.json").is_file():
+            settings = read_settings(source / "config.json")
+        else:
+            settings = {}
     except (ValueError, OSError) as error:
         command_line.log(f"warning: the model is imported without its tokenizer: {error}")
         return None

@@ -1,4 +1,6 @@
-"""Read license and languages from the model card of an imported model, for the cards of later exports."""
+"""Read license and languages from the model card of an imported model, for the cards of later
+exports.
+"""
 
 import re
 from collections.abc import Iterator
@@ -22,7 +24,9 @@ _LONGEST = 200
 
 
 class CardFacts(TypedDict, total=False):
-    """Facts about the imported model for the card of an export, with the keys of the Hub's metadata."""
+    """Facts about the imported model for the card of an export, with the keys of the Hub's
+    metadata.
+    """
 
     base_model: str
     license: str
@@ -31,17 +35,25 @@ class CardFacts(TypedDict, total=False):
     language: list[str]
 
 
-def source_card(directory: Path, base_model: str | None = None, is_export: bool = False) -> CardFacts:
+def source_card(
+    directory: Path, base_model: str | None = None, is_export: bool = False
+) -> CardFacts:
     """Return license, languages and Hub name of the model in `directory`, as far as they are known.
 
-    License and languages come from the metadata of its README.md. The Hub name is `base_model`, or that of `directory`
-    in the Hub's cache. For an export of this project (`is_export`), it may also come from the README.md. Raises
-    UserError if `base_model` is not a valid Hub name.
+    License and languages come from the metadata of its README.md. The Hub name is `base_model`, or
+    that of `directory` in the Hub's cache. For an export of this project (`is_export`), it may also
+    come from the README.md. Raises UserError if `base_model` is not a valid Hub name.
     """
     if base_model is not None and not _NAME.fullmatch(base_model):
-        raise UserError("--base-model", f"is {base_model!r}, but names on the Hub have the form OWNER/NAME")
+        raise UserError(
+            "--base-model", f"is {base_model!r}, but names on the Hub have the form OWNER/NAME"
+        )
     given = _metadata(directory / CARD)
-    name = base_model or _name_in_cache(directory) or (_text(given.get("base_model")) if is_export else None)
+    name = (
+        base_model
+        or _name_in_cache(directory)
+        or (_text(given.get("base_model")) if is_export else None)
+    )
     facts: CardFacts = {"base_model": name} if name else {}
     for key in ("license", "license_name", "license_link"):
         if text := _text(given.get(key)):
@@ -54,14 +66,20 @@ def source_card(directory: Path, base_model: str | None = None, is_export: bool 
 
 
 def _metadata(path: Path) -> dict[str, Any]:
-    """Return the metadata at the top of a model card. If it cannot be read, print a message and return {}."""
+    """Return the metadata at the top of a model card. If it cannot be read, print a message and
+    return {}.
+    """
     if not path.is_file():
         return {}
     try:
         found = _FRONT_MATTER.match(read_small(path, _BYTES).decode("utf-8"))
         if found and len(found[1]) > _METADATA:
-            raise ValueError(f"it has {len(found[1]):,} characters of metadata, more than {_METADATA:,}")
-        return parse_yaml(found[1], dict[str, Any] | None) or {} if found else {}
+            raise ValueError(
+                f"it has {len(found[1]):,} characters of metadata, more than {_METADATA:,}"
+            )
+        if found:
+            return parse_yaml(found[1], dict[str, Any] | None) or {}
+        return {}
     except (ValueError, OSError) as error:
         command_line.log(f"the license and languages in {path} are not imported: {error}")
         return {}
@@ -70,8 +88,13 @@ def _metadata(path: Path) -> dict[str, Any]:
 def _name_in_cache(directory: Path) -> str | None:
     """Return OWNER/NAME of a directory such as `models--OWNER--NAME/snapshots/COMMIT`."""
     path = directory.absolute()
-    found = _SNAPSHOT.fullmatch(path.parent.parent.name) if path.parent.name == "snapshots" else None
-    return f"{found[1]}/{found[2]}" if found else None
+    if path.parent.name == "snapshots":
+        found = _SNAPSHOT.fullmatch(path.parent.parent.name)
+    else:
+        found = None
+    if found:
+        return f"{found[1]}/{found[2]}"
+    return None
 
 
 def _languages(value: Any) -> Iterator[str]:
@@ -84,4 +107,6 @@ def _languages(value: Any) -> Iterator[str]:
 def _text(value: Any) -> str | None:
     """Return `value` if it is a short, printable text; None otherwise."""
     is_text = isinstance(value, str) and value.isprintable() and len(value) <= _LONGEST
-    return value.strip() or None if is_text else None
+    if is_text:
+        return value.strip() or None
+    return None

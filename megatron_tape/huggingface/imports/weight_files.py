@@ -1,4 +1,5 @@
-"""Open weights that other programs wrote: safetensors files, and pickles only if the user allows it.
+"""Open weights that other programs wrote: safetensors files, and pickles only if the user allows
+it.
 
 torch is imported only when a tensor is read.
 """
@@ -50,7 +51,9 @@ class LazyTensors(Mapping):
         shapes: Mapping[str, tuple[int, ...]] | None = None,
         files: Mapping[str, Path] | None = None,
     ):
-        self._names, self._read, self.shapes = dict.fromkeys(names), read, shapes or {}
+        self._names = dict.fromkeys(names)
+        self._read = read
+        self.shapes = shapes or {}
         self.files = files or {}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -67,7 +70,9 @@ class LazyTensors(Mapping):
 
 
 class _Safetensors(LazyTensors):
-    """Tensors of several safetensors files. A file is open only while one of its tensors is read."""
+    """Tensors of several safetensors files. A file is open only while one of its tensors is
+    read.
+    """
 
     def __init__(self, paths: list[Path]):
         files: dict[str, Path] = {}
@@ -93,7 +98,9 @@ class _Safetensors(LazyTensors):
 
 
 def open_files(paths: list[Path], allow_pickle: bool) -> LazyTensors:
-    """Return the tensors of all files by name. Raises FileError, for example if two files have the same tensor."""
+    """Return the tensors of all files by name. Raises FileError, for example if two files have the
+    same tensor.
+    """
     for path in paths:
         if not path.is_file():
             raise FileError(str(path), "is not a file", "give a safetensors file of weights")
@@ -117,8 +124,13 @@ def _add_file(files: dict[str, Path], name: str, path: Path) -> None:
     transformers would use that of the last file, whatever the index says.
     """
     if name in files:
-        problem = f"contains {name:.100}, and {path} contains it, too, so it is unknown which one belongs to the model"
-        raise FileError(str(files[name]), problem, "download or save the model again, into an empty directory")
+        problem = (
+            f"contains {name:.100}, and {path} contains it, too, so it is unknown which one belongs"
+            " to the model"
+        )
+        raise FileError(
+            str(files[name]), problem, "download or save the model again, into an empty directory"
+        )
     files[name] = path
 
 
@@ -134,11 +146,15 @@ def open_directory(directory: Path, allow_pickle: bool) -> LazyTensors:
     places = read_record(first, _Index, _INDEX_BYTES)["weight_map"]
     files = sorted(set(places.values()))
     if wrong := [name for name in files if not _FILE.fullmatch(name) or name.strip(".") == ""]:
-        problem = f"is not an index of weights: {wrong[0]!r:.100} is not the name of a file next to it"
+        problem = (
+            f"is not an index of weights: {wrong[0]!r:.100} is not the name of a file next to it"
+        )
         raise FileError(str(first), problem)
     for name in files:
         if not (directory / name).is_file():
-            raise FileError(str(directory), f"is incomplete: the file {name} is in its index, but missing")
+            raise FileError(
+                str(directory), f"is incomplete: the file {name} is in its index, but missing"
+            )
     weights = open_files([directory / name for name in files], allow_pickle)
     if missing := sorted(set(places) - set(weights)):
         problem = f"is incomplete: {missing[0]:.100} is in its index, but in none of its files"
@@ -146,29 +162,40 @@ def open_directory(directory: Path, allow_pickle: bool) -> LazyTensors:
     for name, place in places.items():
         if (found := weights.files[name].name) != place:
             problem = f"says that {name:.100} is in {place}, but it is in {found}"
-            raise FileError(str(first), problem, "download or save the model again, into an empty directory")
+            raise FileError(
+                str(first), problem, "download or save the model again, into an empty directory"
+            )
     return weights
 
 
-def check_weights(weights: Mapping[str, Any], model: ModelConfig, origin: str, unread: tuple[str, ...] = ()) -> None:
-    """Raise FileError unless `weights` match the parameters of `model` with its vocabulary unpadded.
+def check_weights(
+    weights: Mapping[str, Any], model: ModelConfig, origin: str, unread: tuple[str, ...] = ()
+) -> None:
+    """Raise FileError unless `weights` match the parameters of `model` with its vocabulary
+    unpadded.
 
-    Compares names, and the shapes in `weights.shapes`. Additional names are allowed if they start with one of `unread`,
-    or, with tied embeddings, if they name the output layer. `origin` is the subject of messages.
+    Compares names, and the shapes in `weights.shapes`. Additional names are allowed if they start
+    with one of `unread`, or, with tied embeddings, if they name the output layer. `origin` is the
+    subject of messages.
     """
     expected = whole_shapes(dataclasses.replace(model, vocab_size=model.unpadded_vocab_size))
     for name in sorted(weights):
-        # Older versions of transformers also saved rotary frequencies, which follow from the settings.
+        # Older versions of transformers also saved rotary frequencies, which follow from the
+        # settings.
         known = name in expected or name.startswith(unread) or name.endswith("rotary_emb.inv_freq")
         if not known and not (model.tie_embeddings and name == HUGGING_FACE_OUTPUT):
-            problem = f"contains {name:.100}, but its settings describe a model without this parameter"
+            problem = (
+                f"contains {name:.100}, but its settings describe a model without this parameter"
+            )
             raise FileError(origin, problem, MISMATCH)
     shapes = getattr(weights, "shapes", {})
     for name, shape in expected.items():
         if name not in weights:
             raise FileError(origin, f"lacks the parameter {name}", MISMATCH)
         if shapes.get(name, shape) != shape:
-            problem = f"gives {name} the shape {shapes[name]!s:.100}, but its settings require {shape}"
+            problem = (
+                f"gives {name} the shape {shapes[name]!s:.100}, but its settings require {shape}"
+            )
             raise FileError(origin, problem, MISMATCH)
 
 
@@ -177,7 +204,9 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
 
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception:  # unpickling may raise anything, and torch's message recommends unsafe loading
+    except (
+        Exception
+    ):  # unpickling may raise anything, and torch's message recommends unsafe loading
         problem = "is damaged, or contains objects other than tensors, which are never loaded"
         raise FileError(str(path), problem, "save the model again as safetensors") from None
     if not isinstance(weights, dict) or not all(
@@ -187,5 +216,7 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
         and value.device.type == "cpu"
         for name, value in weights.items()
     ):
-        raise FileError(str(path), "is not a dictionary of tensors by name", "save only the model's state_dict")
+        raise FileError(
+            str(path), "is not a dictionary of tensors by name", "save only the model's state_dict"
+        )
     return weights

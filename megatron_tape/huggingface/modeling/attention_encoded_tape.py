@@ -1,7 +1,8 @@
-"""Attention with scores changed by a positional encoding (a bias, forget gates or rescored rows), in plain torch.
+"""Attention with scores changed by a positional encoding (a bias, forget gates or rescored rows),
+in plain torch.
 
-Axes: B batch, S new tokens, T all tokens, H query heads, G key/value heads, D head dimension, E size of the values, r
-queries of a block, t keys up to the block's last query.
+Axes: B batch, S new tokens, T all tokens, H query heads, G key/value heads, D head dimension, E
+size of the values, r queries of a block, t keys up to the block's last query.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -21,11 +22,14 @@ def under_autocast(x: Tensor) -> bool:
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:
-    """Return a context without autocast on the device of x, because encodings choose their own precision.
+    """Return a context without autocast on the device of x, because encodings choose their own
+    precision.
 
     The backward passes of their autograd functions never run under autocast.
     """
-    return torch.autocast(x.device.type, enabled=False) if under_autocast(x) else nullcontext()
+    if under_autocast(x):
+        return torch.autocast(x.device.type, enabled=False)
+    return nullcontext()
 
 
 def attend_with_scores(
@@ -37,27 +41,32 @@ def attend_with_scores(
     dropout: float = 0.0,
     with_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the averages of the values (B, S, H, E) and, if `with_weights`, the attention weights (B, H, S, T).
+    """Return the averages of the values (B, S, H, E) and, if `with_weights`, the attention weights
+    (B, H, S, T).
 
-    query (B, H, S, D), key (B, G, T, D), value (B, G, T, E). The mask (B or 1, 1, S, T) is boolean (True: attend) or
-    additive. The queries are the last S of T tokens; attention is causal. `positions` has the encoding's `bias`,
-    `log_gate_TBH` and `rescore`, for all tokens. Computes at least in float32. Training recomputes blocks in the
-    backward pass, and saves no S x T tensors.
+    query (B, H, S, D), key (B, G, T, D), value (B, G, T, E). The mask (B or 1, 1, S, T) is boolean
+    (True: attend) or additive. The queries are the last S of T tokens; attention is causal.
+    `positions` has the encoding's `bias`, `log_gate_TBH` and `rescore`, for all tokens. Computes at
+    least in float32. Training recomputes blocks in the backward pass, and saves no S x T tensors.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
-    S, T = query.shape[2], key.shape[2]
+    S = query.shape[2]
+    T = key.shape[2]
     q, k, v = (x.to(dtype) for x in (query, key, value))
-    bias, rescore = (None if x is None else x.in_float32() for x in (positions.bias, positions.rescore))
+    bias, rescore = (
+        None if x is None else x.in_float32() for x in (positions.bias, positions.rescore)
+    )
     prepared = () if rescore is None else rescore.prepared(q, k)
     sums_BHT = None
     if positions.log_gate_TBH is not None:
         gates = positions.log_gate_TBH
         if len(gates) != T:
             raise ValueError(
-                f"the positional encoding returned gates of {len(gates)} tokens instead of {T}; its file must cache "
-                "those of earlier tokens with cache.append"
+                f"the positional encoding returned gates of {len(gates)} tokens instead of {T}; its"
+                " file must cache those of earlier tokens with cache.append"
             )
-        # In float64: in long sequences, float32 would lose the differences between neighboring tokens.
+        # In float64: in long sequences, float32 would lose the differences between neighboring
+        # tokens.
         sums_BHT = gates.double().cumsum(0).permute(1, 2, 0)
 
     def block(q: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
@@ -65,11 +74,14 @@ def attend_with_scores(
         seen = (keys <= keys[tokens, None])[None, None]
         added = None
         if attention_mask is not None:
-            mask = attention_mask.expand(-1, -1, S, T)[:, :, tokens.start - T + S : tokens.stop - T + S, : tokens.stop]
+            mask = attention_mask.expand(-1, -1, S, T)[
+                :, :, tokens.start - T + S : tokens.stop - T + S, : tokens.stop
+            ]
             if mask.dtype == torch.bool:
                 seen = seen & mask
             else:
-                seen, added = seen & (mask > torch.finfo(mask.dtype).min / 2), mask
+                seen = seen & (mask > torch.finfo(mask.dtype).min / 2)
+                added = mask
         k_BGtD, v_BGtE = (x[:, :, : tokens.stop] for x in (k, v))
         (B, H, r, D), (G, t) = q.shape, k_BGtD.shape[1:3]
         scores = 0.0
@@ -97,7 +109,9 @@ def attend_with_scores(
         stop = min(start + size, S)
         inputs = q[:, :, start:stop], slice(T - S + start, T - S + stop)
         if torch.is_grad_enabled():
-            outputs.append(checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=dropout > 0))
+            outputs.append(
+                checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=dropout > 0)
+            )
         else:
             outputs.append(block(*inputs))
     averages = torch.cat([average for average, _ in outputs], dim=2).to(value.dtype)

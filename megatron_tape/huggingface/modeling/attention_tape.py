@@ -1,7 +1,7 @@
 """Attention of TAPE models, which also averages the position state.
 
-Axes: B batch, S new tokens, T all tokens, C hidden size, H query heads, G key/value heads, D head dimension, E size of
-the values.
+Axes: B batch, S new tokens, T all tokens, C hidden size, H query heads, G key/value heads, D head
+dimension, E size of the values.
 """
 
 import functools
@@ -17,15 +17,21 @@ from transformers.utils.import_utils import is_tracing
 
 from .configuration_tape import TapeConfig
 
-ROWS, LONGEST, SCORES = 192, 2**21, 2**19
-"""Limits of `attend_by_blocks`: rows per block (queries times query heads per key/value head), scores per block of one
-key/value head, and scores at a time per thread."""
+ROWS = 192
+LONGEST = 2**21
+SCORES = 2**19
+"""Limits of `attend_by_blocks`: rows per block (queries times query heads per key/value head),
+scores per block of one key/value head, and scores at a time per thread."""
 SERVERS = ("vllm", "sglang")
-"""Attention functions of servers, which store one key and one value per token, but no position state."""
+"""Attention functions of servers, which store one key and one value per token, but no position
+state.
+"""
 
 
 class TapeAttention(nn.Module):
-    """Attention that rotates queries and keys by the position state, and averages the state with the values."""
+    """Attention that rotates queries and keys by the position state, and averages the state with
+    the values.
+    """
 
     def __init__(self, config: TapeConfig, layer_idx: int):
         super().__init__()
@@ -35,7 +41,9 @@ class TapeAttention(nn.Module):
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = config.head_dim**-0.5
         self.is_causal = True
-        C, D, bias = config.hidden_size, config.head_dim, config.attention_bias
+        C = config.hidden_size
+        D = config.head_dim
+        bias = config.attention_bias
         self.q_proj = nn.Linear(C, config.num_attention_heads * D, bias=bias)
         self.k_proj = nn.Linear(C, config.num_key_value_heads * D, bias=bias)
         self.v_proj = nn.Linear(C, config.num_key_value_heads * D, bias=bias)
@@ -44,16 +52,30 @@ class TapeAttention(nn.Module):
             self.q_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
             self.k_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
 
-    def forward(self, hidden_states, state, attention_mask, cache, average_state, cache_position=None, **kwargs):
-        """Return the output (B, S, C), the averaged state (B, S, H, D) or None, and the attention weights or None.
+    def forward(
+        self,
+        hidden_states,
+        state,
+        attention_mask,
+        cache,
+        average_state,
+        cache_position=None,
+        **kwargs,
+    ):
+        """Return the output (B, S, C), the averaged state (B, S, H, D) or None, and the attention
+        weights or None.
 
-        hidden_states (B, S, C), state (B, S, G, D); the mask is in the format of the attention implementation. The
-        state is averaged if `average_state` is set.
+        hidden_states (B, S, C), state (B, S, G, D); the mask is in the format of the attention
+        implementation. The state is averaged if `average_state` is set.
         """
         query, key, value = self.project(hidden_states, state, average_state)
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        query = query.transpose(1, 2)
+        key = key.transpose(1, 2)
+        value = value.transpose(1, 2)
         if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx, {"cache_position": cache_position})
+            key, value = cache.update(
+                key, value, self.layer_idx, {"cache_position": cache_position}
+            )
 
         kwargs["dropout"] = self.config.attention_dropout if self.training else 0.0
         kwargs["scaling"] = self.scaling
@@ -63,18 +85,22 @@ class TapeAttention(nn.Module):
     def project(
         self, hidden_states: Tensor, state: Tensor | None, average_state: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries (B, S, H, D), keys (B, S, G, D) and values (B, S, G, D), given hidden states (B, S, C).
+        """Return queries (B, S, H, D), keys (B, S, G, D) and values (B, S, G, D), given hidden
+        states (B, S, C).
 
-        Queries and keys are rotated by the state (B or 1, S, G, D), if there is one. With `average_state`, the state is
-        concatenated to the values, (B, S, G, 2 D).
+        Queries and keys are rotated by the state (B or 1, S, G, D), if there is one. With
+        `average_state`, the state is concatenated to the values, (B, S, G, 2 D).
         """
         B, S, _ = hidden_states.shape
-        D, G = self.head_dim, self.config.num_key_value_heads
+        D = self.head_dim
+        G = self.config.num_key_value_heads
         query, key, value = (
-            project(hidden_states).view(B, S, -1, D) for project in (self.q_proj, self.k_proj, self.v_proj)
+            project(hidden_states).view(B, S, -1, D)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.config.qk_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
+            query = self.q_norm(query)
+            key = self.k_norm(key)
         if state is not None:
             state = state.to(query.dtype)
             query = rotate(query.view(B, S, G, -1, D), state.unsqueeze(3)).flatten(2, 3)
@@ -88,71 +114,106 @@ def rotate(x: Tensor, z: Tensor) -> Tensor:
     """Multiply x (..., D) by z (..., D) as complex numbers, both stored as [real | imaginary]."""
     x_re, x_im = x.chunk(2, dim=-1)
     z_re, z_im = z.chunk(2, dim=-1)
-    return torch.cat([torch.addcmul(x_re * z_re, x_im, z_im, value=-1), torch.addcmul(x_re * z_im, x_im, z_re)], dim=-1)
+    return torch.cat(
+        [torch.addcmul(x_re * z_re, x_im, z_im, value=-1), torch.addcmul(x_re * z_im, x_im, z_re)],
+        dim=-1,
+    )
 
 
-def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-    """Compute attention with explicit scores, without repeating keys and values for the heads of a group.
+def eager_attention_forward(
+    module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs
+):
+    """Compute attention with explicit scores, without repeating keys and values for the heads of a
+    group.
 
-    query (B, H, S, D), key (B, G, T, D), value (B, G, T, E), mask (B or 1, 1, S, T), boolean (True: attend) or
-    additive. Returns the averages (B, S, H, E) and the attention weights (B, H, S, T).
+    query (B, H, S, D), key (B, G, T, D), value (B, G, T, E), mask (B or 1, 1, S, T), boolean (True:
+    attend) or additive. Returns the averages (B, S, H, E) and the attention weights (B, H, S, T).
     """
     B, H, S, _ = query.shape
     G = key.shape[1]
-    scores = torch.matmul(query.reshape(B, G, -1, query.shape[-1]) * scaling, key.transpose(2, 3)).view(B, H, S, -1)
+    scores = torch.matmul(
+        query.reshape(B, G, -1, query.shape[-1]) * scaling, key.transpose(2, 3)
+    ).view(B, H, S, -1)
     if attention_mask is not None:
         if attention_mask.dtype == torch.bool:
             scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
         else:
             scores = scores + attention_mask
-    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(
+        value.dtype
+    )
     weights = F.dropout(weights, dropout, training=module.training)
     averages = torch.matmul(weights.view(B, G, -1, weights.shape[-1]), value).view(B, H, S, -1)
     return averages.transpose(1, 2), weights
 
 
 def refuse_servers(implementation: str | None) -> None:
-    """Raise NotImplementedError for a server's attention function, which would give wrong results."""
+    """Raise NotImplementedError for a server's attention function, which would give wrong
+    results.
+    """
     if implementation in SERVERS:
         raise NotImplementedError(
-            f"{implementation}'s attention for models of transformers stores one key and one value per token, but no "
-            "position state; to serve TAPE models with vLLM, install the package transformers_tape, a vLLM plug-in; "
-            "otherwise use transformers serve or model.generate"
+            f"{implementation}'s attention for models of transformers stores one key and one value"
+            " per token, but no position state; to serve TAPE models with vLLM, install the"
+            " package transformers_tape, a vLLM plug-in; otherwise use transformers serve or"
+            " model.generate"
         )
 
 
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs,
 ) -> tuple[list[Tensor], Tensor | None]:
     """Return a list of averages (B, S, H, D), and the attention weights or None.
 
-    query (B, H, S, D), key (B, G, T, D). The value is (B, G, T, D) or, with the position state, [value | z] of size
-    2 D; the list has one average for each part of size D. The mask is in the format of the attention implementation in
-    `module.config`. Without a mask, query i attends to the first i + 1 keys.
+    query (B, H, S, D), key (B, G, T, D). The value is (B, G, T, D) or, with the position state,
+    [value | z] of size 2 D; the list has one average for each part of size D. The mask is in the
+    format of the attention implementation in `module.config`. Without a mask, query i attends to
+    the first i + 1 keys.
     """
-    implementation, D = module.config._attn_implementation, query.shape[-1]
+    implementation = module.config._attn_implementation
+    D = query.shape[-1]
     refuse_servers(implementation)
     # For a single query, one pass over the keys is faster than any kernel.
     if implementation == "eager" or (implementation == "sdpa" and query.shape[2] == 1):
-        averages, weights = eager_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        averages, weights = eager_attention_forward(
+            module, query, key, value, attention_mask, **kwargs
+        )
         return averages.split(D, dim=-1), weights
-    if implementation == "sdpa" and value.shape[-1] > D and _only_inference(module, query, key, value, **kwargs):
+    if (
+        implementation == "sdpa"
+        and value.shape[-1] > D
+        and _only_inference(module, query, key, value, **kwargs)
+    ):
         causal = attention_mask is None and kwargs.get("is_causal") is not False
-        if query.device.type == "cpu" and (causal or (attention_mask is not None and attention_mask.shape[1] == 1)):
+        if query.device.type == "cpu" and (
+            causal or (attention_mask is not None and attention_mask.shape[1] == 1)
+        ):
             return attend_by_blocks(query, key, value, attention_mask, kwargs["scaling"]), None
         if query.is_cuda and causal and (fused := fused_attention(query.device, query.dtype, D)):
             return attend_fused(fused, query, key, value), None
     attention = ALL_ATTENTION_FUNCTIONS[implementation]
     if implementation == "flex_attention":
-        return attention(module, query, key, value, attention_mask, **kwargs)[0].split(D, dim=-1), None
-    # Other kernels require values of the same size as keys, so they run once for the values and once for the state.
+        return (
+            attention(module, query, key, value, attention_mask, **kwargs)[0].split(D, dim=-1),
+            None,
+        )
+    # Other kernels require values of the same size as keys, so they run once for the values and
+    # once for the state.
     parts = value.split(D, dim=-1)
-    return [attention(module, query, key, part, attention_mask, **kwargs)[0] for part in parts], None
+    return [
+        attention(module, query, key, part, attention_mask, **kwargs)[0] for part in parts
+    ], None
 
 
 def _only_inference(module: nn.Module, *tensors: Tensor, dropout: float = 0.0, **kwargs) -> bool:
     """Return whether attention runs without gradients, dropout and tracing."""
-    # In training, gradient checkpointing runs without gradients first, and must compute the same with gradients later.
+    # In training, gradient checkpointing runs without gradients first, and must compute the same
+    # with gradients later.
     gradients = module.training or any(x.requires_grad for x in tensors)
     return not (gradients or dropout or is_tracing(tensors[0]))
 
@@ -162,12 +223,14 @@ def attend_by_blocks(
 ) -> list[Tensor]:
     """Compute attention on a CPU, one block of queries at a time.
 
-    The arguments and the returned averages are those of `attend`. The mask (B or 1, 1, S or 1, T) is boolean (True:
-    attend) or additive. Computes whole rows of scores, except for keys that no query of the block attends to. Uses
-    float32 for half-precision inputs. Does not support gradients.
+    The arguments and the returned averages are those of `attend`. The mask (B or 1, 1, S or 1, T)
+    is boolean (True: attend) or additive. Computes whole rows of scores, except for keys that no
+    query of the block attends to. Uses float32 for half-precision inputs. Does not support
+    gradients.
     """
     (B, H, S, D), (G, T), E = query.shape, key.shape[1:3], value.shape[-1]
-    R, dtype = H // G, torch.promote_types(query.dtype, torch.float32)
+    R = H // G
+    dtype = torch.promote_types(query.dtype, torch.float32)
     if attention_mask is not None:
         attention_mask = attention_mask.expand(-1, -1, S, T)
     queries = query.to(dtype).mul(scaling).unflatten(1, (G, R)).flatten(0, 1)
@@ -180,37 +243,56 @@ def attend_by_blocks(
     later = torch.ones(rows, rows, dtype=torch.bool).triu(1)
     for start in range(0, S, rows):
         stop = min(start + rows, S)
-        n, block = stop - start, None if attention_mask is None else attention_mask[:, :, start:stop]
+        n = stop - start
+        if attention_mask is None:
+            block = None
+        else:
+            block = attention_mask[:, :, start:stop]
         low, high = (0, stop) if block is None else _columns_seen(block)
         averages = queries.new_zeros(B * G, R * n, E)
         for first in range(0, B * G if low < high else 0, pairs):
             here = slice(first, min(first + pairs, B * G))
             shape = (here.stop - first, R * n, high - low)
-            scores, weights = (x[: math.prod(shape)].view(shape) for x in (scores_memory, weights_memory))
-            torch.bmm(queries[here, :, start:stop].flatten(1, 2), keys[here, low:high].mT, out=scores)
+            scores, weights = (
+                x[: math.prod(shape)].view(shape) for x in (scores_memory, weights_memory)
+            )
+            torch.bmm(
+                queries[here, :, start:stop].flatten(1, 2), keys[here, low:high].mT, out=scores
+            )
             head_scores = scores.unflatten(1, (R, n))
             if block is None:
                 head_scores[..., start:].masked_fill_(later[:n, :n], float("-inf"))
             else:
-                masks = block if len(block) == 1 else block[torch.arange(first, here.stop) // G]
+                if len(block) == 1:
+                    masks = block
+                else:
+                    masks = block[torch.arange(first, here.stop) // G]
                 _apply_mask(head_scores, masks[..., low:high])
             torch.softmax(scores, -1, out=weights)
             torch.bmm(weights, values[here, low:high], out=averages[here])
-        for output, part in zip(outputs, averages.view(B, H, n, E).transpose(1, 2).split(D, dim=-1)):
+        for output, part in zip(
+            outputs, averages.view(B, H, n, E).transpose(1, 2).split(D, dim=-1)
+        ):
             output[:, start:stop] = part
     return outputs
 
 
 def _columns_seen(block: Tensor) -> tuple[int, int]:
-    """Return the range of keys that any query of a block of the mask (B or 1, 1, rows, T) attends to."""
+    """Return the range of keys that any query of a block of the mask (B or 1, 1, rows, T) attends
+    to.
+    """
     if block.dtype != torch.bool:
         return 0, block.shape[-1]
     seen = block.flatten(0, 2).any(0).nonzero()
-    return (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 0)
+    if len(seen):
+        return (int(seen[0]), int(seen[-1]) + 1)
+    return (0, 0)
 
 
 def _apply_mask(scores: Tensor, mask: Tensor) -> None:
-    """Apply a boolean or additive mask to scores in place. Scores stay finite in rows that attend to no key."""
+    """Apply a boolean or additive mask to scores in place. Scores stay finite in rows that attend
+    to no key.
+    """
     if mask.dtype == torch.bool:
         scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
     else:
@@ -219,7 +301,9 @@ def _apply_mask(scores: Tensor, mask: Tensor) -> None:
 
 @functools.cache
 def fused_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> Callable | None:
-    """Return megatron_tape's attention function, or None if it is not installed or has no kernel for these tensors."""
+    """Return megatron_tape's attention function, or None if it is not installed or has no kernel
+    for these tensors.
+    """
     try:
         # transformers would report a plain import as a missing requirement of the model.
         ops = importlib.import_module("megatron_tape.ops.attention")
@@ -231,7 +315,9 @@ def fused_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 
 
 def attend_fused(fused: Callable, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """Compute unmasked attention with `megatron_tape.ops.attention`, which averages values and state in one pass."""
+    """Compute unmasked attention with `megatron_tape.ops.attention`, which averages values and
+    state in one pass.
+    """
     S, D = query.shape[2:]
     q, k, v, z = (x[:, :, :S].permute(2, 0, 1, 3) for x in (query, key, *value.split(D, dim=-1)))
     return [x.transpose(0, 1) for x in fused(q, k, v, z, average_state=True, rotate=False)]

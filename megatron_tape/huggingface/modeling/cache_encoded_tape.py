@@ -1,4 +1,5 @@
-"""The cache of models with any positional encoding, which stores the encoding's tensors with keys and values.
+"""The cache of models with any positional encoding, which stores the encoding's tensors with keys
+and values.
 
 Axes: B batch, S new tokens, T all tokens.
 """
@@ -14,7 +15,9 @@ from .encoding_tape import TokenCache
 
 
 class EncodedLayer(GrowingLayer):
-    """A layer of a dynamic cache that also stores an encoding's tensors, and handles them like the keys."""
+    """A layer of a dynamic cache that also stores an encoding's tensors, and handles them like the
+    keys.
+    """
 
     _layer_type = None
 
@@ -24,10 +27,16 @@ class EncodedLayer(GrowingLayer):
         """The encoding's tensors by name, (B, T, ...)."""
 
     def __reduce__(self):
-        return type(self), (), {name: value for name, value in vars(self).items() if name != "_buffers"}
+        return (
+            type(self),
+            (),
+            {name: value for name, value in vars(self).items() if name != "_buffers"},
+        )
 
     def _apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        self.encoding_tensors = {name: function(tensor) for name, tensor in self.encoding_tensors.items()}
+        self.encoding_tensors = {
+            name: function(tensor) for name, tensor in self.encoding_tensors.items()
+        }
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
@@ -54,13 +63,18 @@ class EncodedLayer(GrowingLayer):
 
 
 class EncodingCache(TokenCache):
-    """The interface through which an encoding appends to one layer of a cache, for `batch` sequences."""
+    """The interface through which an encoding appends to one layer of a cache, for `batch`
+    sequences.
+    """
 
     def __init__(self, layer: EncodedLayer, batch: int):
-        self.layer, self.batch = layer, batch
+        self.layer = layer
+        self.batch = batch
 
     def append(self, name: str, new: Tensor) -> Tensor:
-        """Append `new` (S, B or 1, ...) to the tensor `name`, and return the tensor of all tokens (T, B, ...)."""
+        """Append `new` (S, B or 1, ...) to the tensor `name`, and return the tensor of all tokens
+        (T, B, ...).
+        """
         new = new.expand(-1, self.batch, *new.shape[2:]).transpose(0, 1)
         if (before := self.layer.get_seq_length()) > 0:
             # The slice drops tokens that a failed forward pass appended.
@@ -75,19 +89,27 @@ def check_cache(cache: Cache | None) -> None:
     if cache is None:
         return
     if type(cache) is not DynamicCache or cache.offloading:
-        kind = "offloaded caches" if type(cache) is DynamicCache else type(cache).__name__
+        if type(cache) is DynamicCache:
+            kind = "offloaded caches"
+        else:
+            kind = type(cache).__name__
         raise NotImplementedError(
-            f"this model does not support {kind}, which cannot store the positional encoding's tensors of earlier "
-            "tokens; use a DynamicCache"
+            f"this model does not support {kind}, which cannot store the positional encoding's"
+            " tensors of earlier tokens; use a DynamicCache"
         )
-    if any(type(layer) is not EncodedLayer and layer.get_seq_length() > 0 for layer in cache.layers):
+    if any(
+        type(layer) is not EncodedLayer and layer.get_seq_length() > 0 for layer in cache.layers
+    ):
         raise NotImplementedError(
-            "this cache was filled without the positional encoding's tensors; start with an empty DynamicCache"
+            "this cache was filled without the positional encoding's tensors; start with an empty"
+            " DynamicCache"
         )
 
 
 def prepare_cache(cache: Cache | None, layers: int) -> None:
-    """Make the first `layers` layers of a cache able to store an encoding's tensors; call `check_cache` before."""
+    """Make the first `layers` layers of a cache able to store an encoding's tensors; call
+    `check_cache` before.
+    """
     if cache is None:
         return
     for i in range(layers):

@@ -1,4 +1,5 @@
-"""Caches of TAPE models: checks of supported classes, and layers of a dynamic cache that grow in place.
+"""Caches of TAPE models: checks of supported classes, and layers of a dynamic cache that grow in
+place.
 
 Axes: B batch, S new tokens, G key/value heads, D head dimension.
 """
@@ -12,38 +13,49 @@ from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import create_causal_mask
 
-CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+if "cache" in inspect.signature(create_causal_mask).parameters:
+    CACHE = "cache"
+else:
+    CACHE = "past_key_values"
 """The name of the cache in transformers' arguments and outputs. transformers 5.24 renamed it."""
 CACHES = (DynamicCache, StaticCache)
 _STATE = {"keys", "values", "is_initialized", "dtype", "device"}
-"""Attributes of a DynamicLayer. If a version of transformers adds others, layers are not replaced by GrowingLayers."""
+"""Attributes of a DynamicLayer. If a version of transformers adds others, layers are not replaced
+by GrowingLayers.
+"""
 
 
 def check_cache(cache: Cache | None) -> None:
-    """Raise NotImplementedError for a cache that may not be able to store the position state with the values."""
+    """Raise NotImplementedError for a cache that may not be able to store the position state with
+    the values.
+    """
     if cache is not None and type(cache) not in CACHES:
         raise NotImplementedError(
-            f"TAPE models do not support {type(cache).__name__}, which may be unable to store the position state with "
-            f"the values; use {' or '.join(supported.__name__ for supported in CACHES)}"
+            f"TAPE models do not support {type(cache).__name__}, which may be unable to store the"
+            " position state with the values; use"
+            f" {' or '.join(supported.__name__ for supported in CACHES)}"
         )
 
 
 def refuse_paged() -> NoReturn:
     """Raise NotImplementedError for continuous batching."""
     raise NotImplementedError(
-        "this model does not support continuous batching, since its paged cache cannot store positions per token; use "
-        "model.generate, or serve a TAPE model with vLLM"
+        "this model does not support continuous batching, since its paged cache cannot store"
+        " positions per token; use model.generate, or serve a TAPE model with vLLM"
     )
 
 
 class GrowingLayer(DynamicLayer):
-    """A layer of a dynamic cache that appends in place; DynamicLayer copies all tokens for each new one.
+    """A layer of a dynamic cache that appends in place; DynamicLayer copies all tokens for each new
+    one.
 
-    `keys` and `values` are views of the used part of larger buffers. If another method or a copy of the cache has
-    replaced such a view, `update` allocates a new buffer, so it never writes to tensors of others.
+    `keys` and `values` are views of the used part of larger buffers. If another method or a copy of
+    the cache has replaced such a view, `update` allocates a new buffer, so it never writes to
+    tensors of others.
     """
 
-    # With a layer type, some versions of transformers would use this class instead of DynamicLayer for all models.
+    # With a layer type, some versions of transformers would use this class instead of DynamicLayer
+    # for all models.
     _layer_type = None
 
     def __init__(self) -> None:
@@ -52,10 +64,18 @@ class GrowingLayer(DynamicLayer):
 
     def __reduce__(self):
         # Copies and pickles become DynamicLayers, since only one layer may write to a buffer.
-        return DynamicLayer, (), {name: value for name, value in vars(self).items() if name != "_buffers"}
+        return (
+            DynamicLayer,
+            (),
+            {name: value for name, value in vars(self).items() if name != "_buffers"},
+        )
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Append keys (B, G, S, D) and values (B, G, S, D or 2 D), and return the keys and values of all tokens."""
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
+        """Append keys (B, G, S, D) and values (B, G, S, D or 2 D), and return the keys and values
+        of all tokens.
+        """
         if not can_write_in_place(key_states):
             self._buffers.clear()
             return super().update(key_states, value_states, *args, **kwargs)
@@ -66,7 +86,9 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def _append(self, name: str, new: Tensor) -> Tensor:
-        """Append `new` to the attribute `name` along the tokens, and return the tensor of all tokens."""
+        """Append `new` to the attribute `name` along the tokens, and return the tensor of all
+        tokens.
+        """
         old = getattr(self, name)
         used = old.shape[-2] if old.numel() else 0
         total = used + new.shape[-2]
@@ -80,7 +102,9 @@ class GrowingLayer(DynamicLayer):
             or (buffer.is_inference() and not torch.is_inference_mode_enabled())
         ):
             dtype = torch.promote_types(old.dtype, new.dtype)
-            buffer = new.new_empty(*new.shape[:2], total + max(32, total // 8), new.shape[-1], dtype=dtype)
+            buffer = new.new_empty(
+                *new.shape[:2], total + max(32, total // 8), new.shape[-1], dtype=dtype
+            )
             if used:
                 buffer[:, :, :used] = old
         buffer[:, :, used:total] = new
@@ -89,7 +113,9 @@ class GrowingLayer(DynamicLayer):
         return view
 
     def reset(self) -> None:
-        """Reset as DynamicLayer does, which in some versions of transformers zeroes the tensors in place."""
+        """Reset as DynamicLayer does, which in some versions of transformers zeroes the tensors in
+        place.
+        """
         if self._buffers:
             self.keys, self.values = self.keys.clone(), self.values.clone()
             self._buffers.clear()
@@ -99,7 +125,10 @@ class GrowingLayer(DynamicLayer):
 def can_write_in_place(states: Tensor) -> bool:
     """Return whether neither autograd, torch.compile nor tracing records operations on `states`."""
     return not (
-        torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing() or type(states) is not Tensor
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or type(states) is not Tensor
     )
 
 

@@ -1,4 +1,6 @@
-"""Configuration of TAPE language models for transformers, and the base of those with other positional encodings."""
+"""Configuration of TAPE language models for transformers, and the base of those with other
+positional encodings.
+"""
 
 import transformers
 from packaging.version import Version
@@ -6,8 +8,8 @@ from packaging.version import Version
 OLDEST_TRANSFORMERS = "5.0.0"
 if Version(transformers.__version__) < Version(OLDEST_TRANSFORMERS):
     raise ImportError(
-        f"this model requires transformers {OLDEST_TRANSFORMERS} or newer, but {transformers.__version__} is "
-        "installed: pip install -U transformers"
+        f"this model requires transformers {OLDEST_TRANSFORMERS} or newer, but"
+        f" {transformers.__version__} is installed: pip install -U transformers"
     )
 
 GATE_INPUTS = ("mlp", "attention")
@@ -20,8 +22,9 @@ class DecoderConfig(transformers.PreTrainedConfig):
 
     The arguments are those of LlamaConfig, except:
 
-    attention_bias: add biases to the q, k and v projections, but not to the output projection (as in Qwen2).
-    qk_norm: apply RMSNorm to each head's query and key before the positions (as in Qwen3).
+    attention_bias: add biases to the q, k and v projections, but not to the output projection (as
+    in Qwen2). qk_norm: apply RMSNorm to each head's query and key before the positions (as in
+    Qwen3).
 
     Raises ValueError for unsupported settings.
     """
@@ -56,8 +59,14 @@ class DecoderConfig(transformers.PreTrainedConfig):
         self.intermediate_size = intermediate_size
         self.num_hidden_layers = num_hidden_layers
         self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
-        self.head_dim = hidden_size // num_attention_heads if head_dim is None else head_dim
+        if num_key_value_heads is None:
+            self.num_key_value_heads = num_attention_heads
+        else:
+            self.num_key_value_heads = num_key_value_heads
+        if head_dim is None:
+            self.head_dim = hidden_size // num_attention_heads
+        else:
+            self.head_dim = head_dim
         self.hidden_act = hidden_act
         self.max_position_embeddings = max_position_embeddings
         self.initializer_range = initializer_range
@@ -68,8 +77,8 @@ class DecoderConfig(transformers.PreTrainedConfig):
         self.qk_norm = qk_norm
         if num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"num_attention_heads {num_attention_heads} is not a multiple of num_key_value_heads "
-                f"{self.num_key_value_heads}"
+                f"num_attention_heads {num_attention_heads} is not a multiple of"
+                f" num_key_value_heads {self.num_key_value_heads}"
             )
         super().__init__(
             pad_token_id=pad_token_id,
@@ -81,15 +90,18 @@ class DecoderConfig(transformers.PreTrainedConfig):
 
 
 class TapeConfig(DecoderConfig):
-    """Configuration of a decoder whose layers update rotary positions from the content (TAPE, ICML 2025).
+    """Configuration of a decoder whose layers update rotary positions from the content (TAPE, ICML
+    2025).
 
     In addition to the arguments of `DecoderConfig`:
 
-    rope_parameters: `rope_theta` and `rope_type` (default, linear, llama3 or yarn) with the keys of that type.
-    position_mlp_size: hidden size of the position MLP; default 4 * num_attention_heads.
-    gate_input: input of the position MLP's gate: `mlp` (the MLP's output before its residual) or `attention` (the
+    rope_parameters: `rope_theta` and `rope_type` (default, linear, llama3 or yarn) with the keys of
+    that type. position_mlp_size: hidden size of the position MLP; default 4 * num_attention_heads.
+    gate_input: input of the position MLP's gate: `mlp` (the MLP's output before its residual) or
+    `attention` (the
         attention block's output before its residual).
-    position_state_precision: precision in which the position state accumulates: `fp32`, or `bf16`, which stands for the
+    position_state_precision: precision in which the position state accumulates: `fp32`, or `bf16`,
+    which stands for the
         model's dtype. Default: `bf16`.
     """
 
@@ -104,18 +116,28 @@ class TapeConfig(DecoderConfig):
         position_state_precision: str = "bf16",
         **kwargs,
     ):
-        if nested := [name for name, value in (rope_parameters or {}).items() if isinstance(value, dict)]:
-            raise ValueError(f"rope_parameters has settings for {nested[0]}; give one setting for all layers")
+        if nested := [
+            name for name, value in (rope_parameters or {}).items() if isinstance(value, dict)
+        ]:
+            raise ValueError(
+                f"rope_parameters has settings for {nested[0]}; give one setting for all layers"
+            )
         self.rope_parameters = rope_parameters
-        self.position_mlp_size = 4 * num_attention_heads if position_mlp_size is None else position_mlp_size
+        if position_mlp_size is None:
+            self.position_mlp_size = 4 * num_attention_heads
+        else:
+            self.position_mlp_size = position_mlp_size
         self.gate_input = gate_input
         self.position_state_precision = position_state_precision
         if position_state_precision not in STATE_PRECISIONS:
             raise ValueError(
-                f"position_state_precision is {position_state_precision!r}; choose one of {', '.join(STATE_PRECISIONS)}"
+                f"position_state_precision is {position_state_precision!r}; choose one of"
+                f" {', '.join(STATE_PRECISIONS)}"
             )
         if gate_input not in GATE_INPUTS:
-            raise ValueError(f"gate_input is {gate_input!r}; choose one of {', '.join(GATE_INPUTS)}")
+            raise ValueError(
+                f"gate_input is {gate_input!r}; choose one of {', '.join(GATE_INPUTS)}"
+            )
         super().__init__(num_attention_heads=num_attention_heads, **kwargs)
         if (rope_type := self.rope_parameters["rope_type"]) not in ROPE_TYPES:
             raise ValueError(f"rope_type is {rope_type!r}; TAPE supports {', '.join(ROPE_TYPES)}")

@@ -1,7 +1,9 @@
-"""Language models for transformers with any positional encoding: a Llama-like decoder that calls the encoding.
+"""Language models for transformers with any positional encoding: a Llama-like decoder that calls
+the encoding.
 
-`encoding_tape.py` imports the class of the encoding from its own file. Encodings use the sequence as the first axis.
-Axes: B batch, S new tokens, T all tokens, C hidden size, H query heads, G key/value heads, D head dimension.
+`encoding_tape.py` imports the class of the encoding from its own file. Encodings use the sequence
+as the first axis. Axes: B batch, S new tokens, T all tokens, C hidden size, H query heads, G
+key/value heads, D head dimension.
 """
 
 import types
@@ -28,7 +30,9 @@ _IMPLEMENTATIONS = ("sdpa", "eager")
 
 
 class SingleProcess:
-    """The layout of tokens and heads over processes, which encodings expect, for a single process."""
+    """The layout of tokens and heads over processes, which encodings expect, for a single
+    process.
+    """
 
     model_group = None
     sequence_shards = 1
@@ -40,11 +44,13 @@ class SingleProcess:
 
 
 def make_encoding(config: EncodedConfig):
-    """Return the encoding with the settings in `config`. Raises ValueError if `config` is for another encoding."""
+    """Return the encoding with the settings in `config`. Raises ValueError if `config` is for
+    another encoding.
+    """
     if config.position_encoding != Encoding.name:
         raise ValueError(
-            f"position_encoding is {config.position_encoding!r}, but the code in this model's directory implements "
-            f"{Encoding.name}; do not mix files of different exports"
+            f"position_encoding is {config.position_encoding!r}, but the code in this model's"
+            f" directory implements {Encoding.name}; do not mix files of different exports"
         )
     try:
         settings = Encoding.Settings(**config.position_settings)
@@ -71,12 +77,17 @@ def make_encoding(config: EncodedConfig):
         attention_output_gate=config.attention_output_gate,
         tie_embeddings=config.tie_word_embeddings,
     )
-    encoding = Encoding if config.layers_without_positions is None else in_some_layers(Encoding)
+    if config.layers_without_positions is None:
+        encoding = Encoding
+    else:
+        encoding = in_some_layers(Encoding)
     return encoding(model, SingleProcess())
 
 
 class EncodedParameter(nn.Module):
-    """One parameter of an encoding, which `declared` describes. It is a module so that its name ends in `weight`."""
+    """One parameter of an encoding, which `declared` describes. It is a module so that its name
+    ends in `weight`.
+    """
 
     def __init__(self, declared):
         super().__init__()
@@ -84,7 +95,9 @@ class EncodedParameter(nn.Module):
         self.weight = nn.Parameter(torch.empty(declared.shape))
 
     def forward(self) -> Tensor:
-        """Return the parameter; offloaded weights are available only while their module is called."""
+        """Return the parameter; offloaded weights are available only while their module is
+        called.
+        """
         return self.weight
 
 
@@ -97,7 +110,9 @@ class EncodedPosition(nn.Module):
             self.add_module(name, EncodedParameter(parameter))
 
     def forward(self) -> dict[str, Tensor]:
-        """Return the parameters by name. For `modules_to_save`, peft redirects this call to a copy of the module."""
+        """Return the parameters by name. For `modules_to_save`, peft redirects this call to a copy
+        of the module.
+        """
         return {name: module() for name, module in self.named_children()}
 
 
@@ -107,21 +122,34 @@ class EncodedAttention(TapeAttention):
     def __init__(self, config: EncodedConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         if config.attention_output_gate:
-            self.gate_proj = nn.Linear(config.hidden_size, config.num_attention_heads * config.head_dim, bias=False)
+            self.gate_proj = nn.Linear(
+                config.hidden_size, config.num_attention_heads * config.head_dim, bias=False
+            )
 
-    def forward(self, hidden_states, positions, attention_mask, cache, cache_position=None, **kwargs):
-        """Return the output (B, S, C), the averaged state (S, B, H, D) or None, and the attention weights or None.
+    def forward(
+        self, hidden_states, positions, attention_mask, cache, cache_position=None, **kwargs
+    ):
+        """Return the output (B, S, C), the averaged state (S, B, H, D) or None, and the attention
+        weights or None.
 
         hidden_states (B, S, C); `positions` are the encoding's inputs to attention in this layer.
         """
-        state = None if positions.z_TBGD is None else positions.z_TBGD.transpose(0, 1)
+        if positions.z_TBGD is None:
+            state = None
+        else:
+            state = positions.z_TBGD.transpose(0, 1)
         query, key, value = self.project(hidden_states, state, positions.average_state)
         if positions.factor_TB1D is not None:
             factor = positions.factor_TB1D.transpose(0, 1)
-            query, key = query * factor, key / factor
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+            query = query * factor
+            key = key / factor
+        query = query.transpose(1, 2)
+        key = key.transpose(1, 2)
+        value = value.transpose(1, 2)
         if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx, {"cache_position": cache_position})
+            key, value = cache.update(
+                key, value, self.layer_idx, {"cache_position": cache_position}
+            )
         kwargs["dropout"] = self.config.attention_dropout if self.training else 0.0
         kwargs["scaling"] = self.scaling
         if positions.bias is None and positions.log_gate_TBH is None and positions.rescore is None:
@@ -130,7 +158,13 @@ class EncodedAttention(TapeAttention):
             eager = self.config._attn_implementation == "eager"
             with without_autocast(query):
                 averages, weights = attend_with_scores(
-                    query, key, value, attention_mask, positions, kwargs["dropout"], with_weights=eager
+                    query,
+                    key,
+                    value,
+                    attention_mask,
+                    positions,
+                    kwargs["dropout"],
+                    with_weights=eager,
                 )
             output, *averaged = averages.split(self.head_dim, dim=-1)
         output = output.flatten(2)
@@ -140,11 +174,14 @@ class EncodedAttention(TapeAttention):
 
 
 class EncodedDecoderLayer(GradientCheckpointingLayer):
-    """One decoder layer, which computes the hidden states and the encoding's state for the next layer."""
+    """One decoder layer, which computes the hidden states and the encoding's state for the next
+    layer.
+    """
 
     def __init__(self, config: EncodedConfig, layer_idx: int, encoding):
         super().__init__()
-        self.layer_idx, self.encoding = layer_idx, encoding
+        self.layer_idx = layer_idx
+        self.encoding = encoding
         self.self_attn = EncodedAttention(config, layer_idx)
         self.mlp = TapeMLP(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -152,11 +189,13 @@ class EncodedDecoderLayer(GradientCheckpointingLayer):
         self.position = EncodedPosition(encoding.parameters(layer_idx))
 
     def forward(self, hidden_states, state, attention_mask=None, last=False, **kwargs):
-        """Return the next layer's hidden states (B, S, C) and state, and the attention weights or None.
+        """Return the next layer's hidden states (B, S, C) and state, and the attention weights or
+        None.
 
         The state is (S, B or 1, ...) or None.
         """
-        layer, encoding = self.layer_idx, self.encoding
+        layer = self.layer_idx
+        encoding = self.encoding
         cache = kwargs.pop(CACHE, None)
         token_cache = TokenCache()
         if cache is not None:
@@ -171,12 +210,19 @@ class EncodedDecoderLayer(GradientCheckpointingLayer):
 
         with without_autocast(hidden_states):
             state = encoding.enter(layer, parameters, state, for_encoding(normed), token_cache)
-            positions = encoding.positions(layer, parameters, state, for_encoding(normed), token_cache)
-        attention_output, averaged, weights = self.self_attn(normed, positions, attention_mask, cache, **kwargs)
+            positions = encoding.positions(
+                layer, parameters, state, for_encoding(normed), token_cache
+            )
+        attention_output, averaged, weights = self.self_attn(
+            normed, positions, attention_mask, cache, **kwargs
+        )
         hidden_states = hidden_states + attention_output
         mlp_output = self.mlp(self.post_attention_layernorm(hidden_states))
         if encoding.updates(layer) and not last:
-            averaged = None if averaged is None else for_encoding(averaged.transpose(0, 1))
+            if averaged is None:
+                averaged = None
+            else:
+                averaged = for_encoding(averaged.transpose(0, 1))
             outputs = for_encoding(attention_output), for_encoding(mlp_output)
             with without_autocast(hidden_states):
                 state = encoding.next_state(layer, parameters, state, positions, averaged, *outputs)
@@ -211,10 +257,14 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
     def __init__(self, config: EncodedConfig):
         if (implementation := config._attn_implementation) in SERVERS:
             increments = config.position_settings.get("increments", "fixed")
-            named = f" with model.position.increments {increments}" if increments != "fixed" else ""
+            if increments != "fixed":
+                named = f" with model.position.increments {increments}"
+            else:
+                named = ""
             raise NotImplementedError(
-                f"{implementation} cannot serve models with the positional encoding {config.position_encoding}{named}, "
-                "since its attention cannot store the encoding's tensors of each token; use generate"
+                f"{implementation} cannot serve models with the positional encoding"
+                f" {config.position_encoding}{named}, since its attention cannot store the"
+                " encoding's tensors of each token; use generate"
             )
         super().__init__(config)
 
@@ -230,8 +280,9 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
         implementation = self.config._attn_implementation
         if implementation not in _IMPLEMENTATIONS:
             raise NotImplementedError(
-                f"models with the positional encoding {Encoding.name} do not support {implementation} attention; call "
-                f"model.set_attn_implementation('sdpa'), or 'eager' to return attention weights"
+                f"models with the positional encoding {Encoding.name} do not support"
+                f" {implementation} attention; call model.set_attn_implementation('sdpa'), or"
+                " 'eager' to return attention weights"
             )
         check_cache(cache)
 
@@ -251,9 +302,12 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
     def _start(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the first layer's hidden states (B, S, C) and the encoding's initial state."""
         if self.encoding.token_positions(1, None) is not None:
-            # The positions of a sequence depend on its own length, not on that of others in the batch.
+            # The positions of a sequence depend on its own length, not on that of others in the
+            # batch.
             lengths = (position_ids.amax(1) + 1).tolist()
-            tables = {n: torch.as_tensor(self.encoding.token_positions(n, None)) for n in set(lengths)}
+            tables = {
+                n: torch.as_tensor(self.encoding.token_positions(n, None)) for n in set(lengths)
+            }
             rows = [tables[n].to(row.device)[row] for n, row in zip(lengths, position_ids)]
             position_ids = torch.stack(rows)
         positions_SB = position_ids.T

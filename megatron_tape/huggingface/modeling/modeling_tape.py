@@ -1,18 +1,22 @@
-"""TAPE language models for transformers: a Llama-like decoder whose layers update rotary positions from the content.
+"""TAPE language models for transformers: a Llama-like decoder whose layers update rotary positions
+from the content.
 
-"Rethinking Addressing in Language Models via Contextualized Equivariant Positional Encoding" (ICML 2025). The files
-`*_tape.py` are part of an exported checkpoint and need only torch and transformers.
+"Rethinking Addressing in Language Models via Contextualized Equivariant Positional Encoding" (ICML
+2025). The files `*_tape.py` are part of an exported checkpoint and need only torch and
+transformers.
 
-In addition to its hidden state, every token has a position state z (B, S, G, D): D/2 complex numbers for each key/value
-head, stored as [real | imaginary]. At position s, it starts as RoPE's phases exp(i s theta_f), times the attention
-factor with yarn. Queries and keys are multiplied by the position states of their tokens. The attention weights that
-average the values also average the position states; u is this average. Each layer except the last updates the state:
+In addition to its hidden state, every token has a position state z (B, S, G, D): D/2 complex
+numbers for each key/value head, stored as [real | imaginary]. At position s, it starts as RoPE's
+phases exp(i s theta_f), times the attention factor with yarn. Queries and keys are multiplied by
+the position states of their tokens. The attention weights that average the values also average the
+position states; u is this average. Each layer except the last updates the state:
     z' = z + A u,   z'' = z' + W_down diag(silu(W_x m)) W_up z'.
-A is `token_mixing`, W_x, W_up and W_down are `x_proj`, `up_proj` and `down_proj`, and m is the gate's input (B, S, C).
-No state depends on later tokens, so a cache of the rotated keys and of [value | z] makes generation exact.
+A is `token_mixing`, W_x, W_up and W_down are `x_proj`, `up_proj` and `down_proj`, and m is the
+gate's input (B, S, C). No state depends on later tokens, so a cache of the rotated keys and of
+[value | z] makes generation exact.
 
-Axes: B batch, S new tokens, T all tokens, C hidden size, V vocabulary, H query heads, G key/value heads, D head
-dimension.
+Axes: B batch, S new tokens, T all tokens, C hidden size, V vocabulary, H query heads, G key/value
+heads, D head dimension.
 """
 
 import inspect
@@ -22,7 +26,10 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.masking_utils import create_causal_mask
-from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple, logging
 
@@ -51,7 +58,9 @@ class TapeMLP(nn.Module):
 
 
 class TapeDecoderLayer(GradientCheckpointingLayer):
-    """One decoder layer, which computes the hidden states and the position state for the next layer."""
+    """One decoder layer, which computes the hidden states and the position state for the next
+    layer.
+    """
 
     def __init__(self, config: TapeConfig, layer_idx: int):
         super().__init__()
@@ -61,21 +70,29 @@ class TapeDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         # Nothing reads the state after the last layer.
-        self.position = TapePosition(config) if layer_idx < config.num_hidden_layers - 1 else None
+        if layer_idx < config.num_hidden_layers - 1:
+            self.position = TapePosition(config)
+        else:
+            self.position = None
 
     def forward(self, hidden_states, state, attention_mask=None, last=False, **kwargs):
-        """Return the next layer's hidden states (B, S, C) and state (B, S, G, D), and the attention weights or None.
+        """Return the next layer's hidden states (B, S, C) and state (B, S, G, D), and the attention
+        weights or None.
 
         The `last` layer leaves the state unchanged, since nothing reads it.
         """
         cache = kwargs.pop(CACHE, None)
         kwargs["average_state"] = updates = self.position is not None and not last
         normed = self.input_layernorm(hidden_states)
-        attention_output, averaged, weights = self.self_attn(normed, state, attention_mask, cache, **kwargs)
+        attention_output, averaged, weights = self.self_attn(
+            normed, state, attention_mask, cache, **kwargs
+        )
         hidden_states = hidden_states + attention_output
         mlp_output = self.mlp(self.post_attention_layernorm(hidden_states))
         if updates:
-            state = self.position(state, averaged, mlp_output if self.gate_input == "mlp" else attention_output)
+            state = self.position(
+                state, averaged, mlp_output if self.gate_input == "mlp" else attention_output
+            )
         return hidden_states + mlp_output, state, weights
 
 
@@ -95,21 +112,28 @@ class TapePreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        """Allow `set_attn_implementation`. transformers' check searches this file for names that vary by version."""
+        """Allow `set_attn_implementation`. transformers' check searches this file for names that
+        vary by version.
+        """
         return True
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
-        if any(kwargs.get(name) is not None for name in ("tp_plan", "tp_size", "distributed_config", "device_mesh")):
+        if any(
+            kwargs.get(name) is not None
+            for name in ("tp_plan", "tp_size", "distributed_config", "device_mesh")
+        ):
             raise NotImplementedError(
-                f"{cls.__name__} does not support transformers' tensor and pipeline parallelism; use device_map to "
-                "distribute layers over devices"
+                f"{cls.__name__} does not support transformers' tensor and pipeline parallelism;"
+                " use device_map to distribute layers over devices"
             )
         return super().from_pretrained(*args, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Start as RoPE: with token_mixing and down_proj at zero the position state does not change."""
+        """Start as RoPE: with token_mixing and down_proj at zero the position state does not
+        change.
+        """
         if (std := getattr(module, "initial_std", None)) is not None:
             nn.init.normal_(module.weight, std=std)
         elif isinstance(module, TapePhases):
@@ -134,7 +158,9 @@ class TapeModel(TapePreTrainedModel):
     # Models with other positional encodings override these methods.
 
     def _add_layers(self, config: TapeConfig) -> None:
-        self.layers = nn.ModuleList([TapeDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList(
+            [TapeDecoderLayer(config, i) for i in range(config.num_hidden_layers)]
+        )
         self.phases = TapePhases(config)
 
     def _check(self, cache: Cache | None) -> None:
@@ -152,7 +178,9 @@ class TapeModel(TapePreTrainedModel):
         return cache_position.unsqueeze(0)
 
     def _start(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the first layer's hidden states and position state, given the embedded tokens (B, S, C)."""
+        """Return the first layer's hidden states and position state, given the embedded tokens (B,
+        S, C).
+        """
         config, (B, S, _) = self.config, hidden_states.shape
         phases = self.phases(position_ids)
         if config.position_state_precision != "fp32" or hidden_states.dtype == torch.float64:
@@ -175,28 +203,41 @@ class TapeModel(TapePreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """Run the decoder on token ids (B, S) or embeddings (B, S, C).
 
-        The cache is called `past_key_values` before transformers 5.24, and `cache` since; either name is accepted.
-        attention_mask (B, T) is 0 at padding. Shifting all position_ids (B or 1, S) changes nothing. Without a mask and
-        with use_cache=False, position_ids that restart begin a new document, which does not attend to earlier ones.
+        The cache is called `past_key_values` before transformers 5.24, and `cache` since; either
+        name is accepted. attention_mask (B, T) is 0 at padding. Shifting all position_ids (B or 1,
+        S) changes nothing. Without a mask and with use_cache=False, position_ids that restart begin
+        a new document, which does not attend to earlier ones.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         config = self.config
         use_cache = config.use_cache if use_cache is None else use_cache
-        output_attentions = config.output_attentions if output_attentions is None else output_attentions
-        output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        if output_attentions is None:
+            output_attentions = config.output_attentions
+        else:
+            output_attentions = output_attentions
+        if output_hidden_states is None:
+            output_hidden_states = config.output_hidden_states
+        else:
+            output_hidden_states = output_hidden_states
         if output_attentions and config._attn_implementation != "eager":
             raise ValueError(
-                f"{config._attn_implementation} attention does not return attention weights for output_attentions; "
-                'load the model with attn_implementation="eager", or call model.set_attn_implementation("eager")'
+                f"{config._attn_implementation} attention does not return attention weights for"
+                ' output_attentions; load the model with attn_implementation="eager", or call'
+                ' model.set_attn_implementation("eager")'
             )
         cache = past_key_values if cache is None else cache
         self._check(cache)
         if use_cache and self.training and self.gradient_checkpointing:
-            logger.warning_once("gradient checkpointing cannot be combined with a cache: setting use_cache=False")
+            logger.warning_once(
+                "gradient checkpointing cannot be combined with a cache: setting use_cache=False"
+            )
             use_cache = False
 
-        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if inputs_embeds is None:
+            hidden_states = self.embed_tokens(input_ids)
+        else:
+            hidden_states = inputs_embeds
         if use_cache and cache is None:
             cache = DynamicCache(config=config)
         self._prepare_cache(cache, hidden_states)
@@ -214,13 +255,16 @@ class TapeModel(TapePreTrainedModel):
         hidden_states, state = self._start(hidden_states, position_ids)
         for_layers = {**kwargs, CACHE: cache, "attention_mask": mask, "position_ids": position_ids}
         for_layers["cache_position"] = cache_position
-        all_hidden_states, all_weights = [], []
+        all_hidden_states = []
+        all_weights = []
         # Assisted generation with early exit temporarily lowers config.num_hidden_layers.
         depth = min(config.num_hidden_layers, len(self.layers))
         for layer, i in zip(self.layers, range(depth)):
             if output_hidden_states:
                 all_hidden_states.append(hidden_states)
-            hidden_states, state, weights = layer(hidden_states, state, last=i == depth - 1, **for_layers)
+            hidden_states, state, weights = layer(
+                hidden_states, state, last=i == depth - 1, **for_layers
+            )
             all_weights.append(weights)
         hidden_states = self.norm(hidden_states)
         return BaseModelOutputWithPast(
@@ -245,7 +289,9 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _get_static_cache_init_shape(self) -> None:
-        """Return None: static caches take their sizes from the first tokens, as values may be wider than keys."""
+        """Return None: static caches take their sizes from the first tokens, as values may be wider
+        than keys.
+        """
 
     @can_return_tuple
     def forward(
@@ -261,9 +307,11 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
         cache: Cache | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
-        """Return logits (B, S, V), only of the last `logits_to_keep` tokens if that is not 0, and the loss on `labels`.
+        """Return logits (B, S, V), only of the last `logits_to_keep` tokens if that is not 0, and
+        the loss on `labels`.
 
-        labels (B, S) are the input ids, with -100 at tokens to ignore; the loss shifts them by one token.
+        labels (B, S) are the input ids, with -100 at tokens to ignore; the loss shifts them by one
+        token.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -275,11 +323,16 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
             cache=cache,
             **kwargs,
         )
-        indices = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        if isinstance(logits_to_keep, int):
+            indices = slice(-logits_to_keep, None)
+        else:
+            indices = logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, indices])
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **kwargs)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.vocab_size, **kwargs
+            )
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -292,7 +345,8 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
         refuse_paged()
 
 
-# The constructor of transformers' mixin would use AutoModel, which does not support code from a repository.
+# The constructor of transformers' mixin would use AutoModel, which does not support code from a
+# repository.
 class TapeForSequenceClassification(GenericForSequenceClassification, TapePreTrainedModel):
     """The decoder with a classification head on the last token that is not padding."""
 

@@ -1,6 +1,7 @@
 """The position state of TAPE models: its initial phases and the update of each layer.
 
-Axes: B batch, S new tokens, C hidden size, H query heads, G key/value heads, D head dimension, P position MLP width.
+Axes: B batch, S new tokens, C hidden size, H query heads, G key/value heads, D head dimension, P
+position MLP width.
 """
 
 import torch
@@ -24,7 +25,9 @@ class TapePhases(nn.Module):
         self.register_buffer("inv_freq", frequencies, persistent=False)
 
     def frequencies(self) -> tuple[Tensor, float]:
-        """Return the D/2 frequencies (float32), and the attention factor, which is 1 except with yarn."""
+        """Return the D/2 frequencies (float32), and the attention factor, which is 1 except with
+        yarn.
+        """
         rope = self.config.rope_parameters
         if rope["rope_type"] == "default":
             D = self.config.head_dim
@@ -40,7 +43,9 @@ class TapePhases(nn.Module):
         return self
 
     def forward(self, position_ids: Tensor) -> Tensor:
-        """Return exp(i s theta_f) times the attention factor (B, S, D), float32, for integer positions s (B, S)."""
+        """Return exp(i s theta_f) times the attention factor (B, S, D), float32, for integer
+        positions s (B, S).
+        """
         angles = position_ids[..., None].float() * self.inv_freq
         return torch.cat([angles.cos(), angles.sin()], dim=-1) * self.attention_factor
 
@@ -48,22 +53,30 @@ class TapePhases(nn.Module):
 def matrix_of(linear: nn.Module, columns: int, like: Tensor) -> Tensor:
     """Return the effective weight (rows, columns) of a linear module.
 
-    LoRA layers, quantized or offloaded weights and hooks take effect only when the module is called, so such a module
-    is applied to the identity in the dtype of `like`.
+    LoRA layers, quantized or offloaded weights and hooks take effect only when the module is
+    called, so such a module is applied to the identity in the dtype of `like`.
     """
     hooked = linear._forward_pre_hooks or linear._forward_hooks or "forward" in vars(linear)
-    if type(linear) is nn.Linear and not hooked and type(weight := linear.weight) in (nn.Parameter, Tensor):
+    if (
+        type(linear) is nn.Linear
+        and not hooked
+        and type(weight := linear.weight) in (nn.Parameter, Tensor)
+    ):
         return weight
     # A batch of one sequence: with one adapter per sequence, peft would reject another batch size.
     return linear(torch.eye(columns, dtype=like.dtype, device=like.device)[None])[0].T
 
 
 class TapePosition(nn.Module):
-    """The update of the position state: token mixing, then a gated linear map across the G heads of each token."""
+    """The update of the position state: token mixing, then a gated linear map across the G heads of
+    each token.
+    """
 
     def __init__(self, config: TapeConfig):
         super().__init__()
-        H, G, P = config.num_attention_heads, config.num_key_value_heads, config.position_mlp_size
+        H = config.num_attention_heads
+        G = config.num_key_value_heads
+        P = config.position_mlp_size
         self.num_heads = H
         self.token_mixing = nn.Linear(H, G, bias=False)
         self.x_proj = nn.Linear(config.hidden_size, P, bias=False)
@@ -74,23 +87,34 @@ class TapePosition(nn.Module):
         self.up_proj.initial_std = G**-0.5
 
     def forward(self, state: Tensor, averaged: Tensor, gate_input: Tensor) -> Tensor:
-        """Return the next layer's state, given `state` (B, S, G, D), averages (B, S, H, D) and gate input (B, S, C)."""
+        """Return the next layer's state, given `state` (B, S, G, D), averages (B, S, H, D) and gate
+        input (B, S, C).
+        """
         B, S, G, D = state.shape
         N = B * S
-        state, averaged = state.reshape(N, G, D), averaged.reshape(N, -1, D)
+        state = state.reshape(N, G, D)
+        averaged = averaged.reshape(N, -1, D)
         # An fp32 state accumulates in fp32, and is rounded only as a factor of products.
         wider = state.dtype != averaged.dtype
         if averaged.shape[1] == self.num_heads:
             mixing = matrix_of(self.token_mixing, self.num_heads, averaged).expand(N, -1, -1)
-            mixed = state + torch.bmm(mixing, averaged) if wider else torch.baddbmm(state, mixing, averaged)
+            if wider:
+                mixed = state + torch.bmm(mixing, averaged)
+            else:
+                mixed = torch.baddbmm(state, mixing, averaged)
         else:  # heads of one tensor-parallel process of vLLM; the module sums over processes
             mixed = state + self.token_mixing(averaged.transpose(1, 2).contiguous()).transpose(1, 2)
         gate = F.silu(self.x_proj(gate_input)).view(N, -1)
-        # W_down diag(gate) W_up for all tokens is one matrix product with the outer products of columns and rows.
-        up, down = matrix_of(self.up_proj, G, gate), matrix_of(self.down_proj, gate.shape[-1], gate)
+        # W_down diag(gate) W_up for all tokens is one matrix product with the outer products of
+        # columns and rows.
+        up = matrix_of(self.up_proj, G, gate)
+        down = matrix_of(self.down_proj, gate.shape[-1], gate)
         outer = (down.T.unsqueeze(2) * up.unsqueeze(1)).flatten(1)
         M = (gate @ outer).view(N, G, G)
-        new = mixed + torch.bmm(M, mixed.to(M.dtype)) if wider else torch.baddbmm(mixed, M, mixed)
+        if wider:
+            new = mixed + torch.bmm(M, mixed.to(M.dtype))
+        else:
+            new = torch.baddbmm(mixed, M, mixed)
         return new.view(B, S, G, D)
 
 
@@ -98,11 +122,18 @@ def warn_if_frozen(model: nn.Module) -> None:
     """Warn if TAPE's matrices are zero and frozen, so that the model stays RoPE."""
     position = {name: weight for name, weight in model.named_parameters() if ".position." in name}
     # Offloaded or sharded weights cannot be checked.
-    if any(weight.requires_grad or weight.is_meta or not weight.numel() for weight in position.values()):
+    if any(
+        weight.requires_grad or weight.is_meta or not weight.numel() for weight in position.values()
+    ):
         return
-    last = [weight for name, weight in position.items() if ".token_mixing." in name or ".down_proj." in name]
+    last = [
+        weight
+        for name, weight in position.items()
+        if ".token_mixing." in name or ".down_proj." in name
+    ]
     if last and not any(weight.any() for weight in last):
         logger.warning(
-            "TAPE's matrices are all zero and frozen, so the model remains plain RoPE in this training; to train them "
-            'with peft, use target_modules="all-linear", or add modules_to_save=["position"] to the LoraConfig'
+            "TAPE's matrices are all zero and frozen, so the model remains plain RoPE in this"
+            ' training; to train them with peft, use target_modules="all-linear", or add'
+            ' modules_to_save=["position"] to the LoraConfig'
         )

@@ -1,10 +1,17 @@
-"""The attention backends, one module each, and their capabilities. Imports neither the modules nor torch."""
+"""The attention backends, one module each, and their capabilities. Imports neither the modules nor
+torch.
+"""
 
 from collections.abc import Set
 from dataclasses import dataclass
 
-ROTATION, AVERAGE, POINTWISE, BIAS = "rotation", "average", "pointwise", "bias"
-GATE, SCORES, REFLECTIONS = "gate", "scores", "reflections"
+ROTATION = "rotation"
+AVERAGE = "average"
+POINTWISE = "pointwise"
+BIAS = "bias"
+GATE = "gate"
+SCORES = "scores"
+REFLECTIONS = "reflections"
 MEANINGS = {
     ROTATION: "rotate queries and keys by a position state",
     AVERAGE: "average a position state along with the values",
@@ -19,7 +26,9 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Backend:
-    """The capabilities (keys of `MEANINGS`), dtypes and head dimensions that a backend supports; None means all."""
+    """The capabilities (keys of `MEANINGS`), dtypes and head dimensions that a backend supports;
+    None means all.
+    """
 
     can: frozenset[str]
     precisions: tuple[str, ...] | None = None
@@ -27,19 +36,27 @@ class Backend:
 
 
 BACKENDS = {
-    "triton": Backend(frozenset({ROTATION, AVERAGE}), ("bf16", "fp16", "fp32"), (32, 64, 80, 96, 128)),
+    "triton": Backend(
+        frozenset({ROTATION, AVERAGE}), ("bf16", "fp16", "fp32"), (32, 64, 80, 96, 128)
+    ),
     "tiled": Backend(frozenset({ROTATION, AVERAGE, POINTWISE, BIAS, GATE, SCORES, REFLECTIONS})),
     "torch": Backend(frozenset({ROTATION, AVERAGE, POINTWISE, BIAS, GATE})),
     "torch_wide": Backend(frozenset({ROTATION, AVERAGE}), ("bf16", "fp16"), range(8, 65, 8)),
     "flash_attn": Backend(frozenset({ROTATION, AVERAGE}), ("bf16", "fp16"), range(8, 257, 8)),
-    "flex": Backend(frozenset({ROTATION, POINTWISE, GATE}), ("bf16", "fp16", "fp32"), range(16, 257, 8)),
+    "flex": Backend(
+        frozenset({ROTATION, POINTWISE, GATE}), ("bf16", "fp16", "fp32"), range(16, 257, 8)
+    ),
     "fla": Backend(frozenset({ROTATION, GATE, REFLECTIONS}), ("bf16", "fp16"), range(16, 257, 8)),
     "naive": Backend(frozenset({ROTATION, AVERAGE, POINTWISE, BIAS, GATE, SCORES, REFLECTIONS})),
 }
-ONLY_HALF = frozenset(name for name, backend in BACKENDS.items() if "fp32" not in (backend.precisions or ("fp32",)))
+ONLY_HALF = frozenset(
+    name for name, backend in BACKENDS.items() if "fp32" not in (backend.precisions or ("fp32",))
+)
 """Backends that support only 16-bit dtypes."""
 LIBRARIES = ("torch", "torch_wide", "flash_attn")
-"""Backends that call kernels of torch or flash-attn. If these are inexact, `auto` tries the next row of its table."""
+"""Backends that call kernels of torch or flash-attn. If these are inexact, `auto` tries the next
+row of its table.
+"""
 
 
 def described(needs: Set[str]) -> str:
@@ -49,15 +66,22 @@ def described(needs: Set[str]) -> str:
 
 
 def unsupported_heads(backend: str, head_dim: int) -> str | None:
-    """Return why the backend does not support this head dimension, as the predicate of a sentence, or None."""
+    """Return why the backend does not support this head dimension, as the predicate of a sentence,
+    or None.
+    """
     widths = BACKENDS[backend].head_dims
     if widths is None or head_dim in widths:
         return None
-    known = f"{widths[0]} to {widths[-1]} in steps of 8" if isinstance(widths, range) else ", ".join(map(str, widths))
+    if isinstance(widths, range):
+        known = f"{widths[0]} to {widths[-1]} in steps of 8"
+    else:
+        known = ", ".join(map(str, widths))
     return f"supports head dimensions {known}, not {head_dim}"
 
 
 def lacks(backend: str, needs: Set[str]) -> str | None:
     """Return which of `needs` the backend lacks, as the predicate of a sentence, or None."""
     missing = set(needs) - BACKENDS[backend].can
-    return f"cannot {described(missing)}" if missing else None
+    if missing:
+        return f"cannot {described(missing)}"
+    return None

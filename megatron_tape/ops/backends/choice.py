@@ -1,4 +1,6 @@
-"""Check whether an attention backend can run on a device, and select one for `model.attention_backend`."""
+"""Check whether an attention backend can run on a device, and select one for
+`model.attention_backend`.
+"""
 
 import functools
 import importlib
@@ -18,8 +20,15 @@ logger = logging.getLogger(__name__)
 REFLECTED_DIMS = (16, 32, 64, 128)
 """Head dimensions of flash-linear-attention 0.6.0's kernels for PaTH."""
 FLASH_ATTN = {4: "flash_attn.cute.interface", 3: "flash_attn_interface", 2: "flash_attn"}
-"""Module to import for each version of flash-attn; the packages are flash-attn-4, flash-attn-3 and flash-attn."""
-_PACKAGES = {"triton": "triton", "torch_wide": "torch", "flex": "triton", "fla": "fla.ops.forgetting_attn"}
+"""Module to import for each version of flash-attn; the packages are flash-attn-4, flash-attn-3 and
+flash-attn.
+"""
+_PACKAGES = {
+    "triton": "triton",
+    "torch_wide": "torch",
+    "flex": "triton",
+    "fla": "fla.ops.forgetting_attn",
+}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -43,16 +52,22 @@ def choose_backend(
     without: Set[str] = frozenset(),
     grouped: bool = False,
 ) -> Choice:
-    """Return the backend for `requested`, the value of `model.attention_backend`: a backend's name or `auto`.
+    """Return the backend for `requested`, the value of `model.attention_backend`: a backend's name
+    or `auto`.
 
-    `needs` are the capabilities that the positional encoding requires. `auto` selects the first row of `table.TABLE`
-    that fits the run and whose backend can run. Which rows fit also depends on `segments` (`ops.shifted`), `packed`
-    documents and `grouped` query heads (GQA); `auto` skips the backends in `without`. A named backend is never
-    replaced: if it cannot run or lacks a capability, this raises ConfigError.
+    `needs` are the capabilities that the positional encoding requires. `auto` selects the first row
+    of `table.TABLE` that fits the run and whose backend can run. Which rows fit also depends on
+    `segments` (`ops.shifted`), `packed` documents and `grouped` query heads (GQA); `auto` skips the
+    backends in `without`. A named backend is never replaced: if it cannot run or lacks a
+    capability, this raises ConfigError.
     """
     if requested != "auto":
         if why := lacks(requested, needs) or unsupported(requested, device, dtype, head_dim, needs):
-            raise ConfigError("model.attention_backend", f"is {requested}, which {why}", "set it to auto or another")
+            raise ConfigError(
+                "model.attention_backend",
+                f"is {requested}, which {why}",
+                "set it to auto or another",
+            )
         return Choice(requested, "as set by model.attention_backend")
     case = Case(
         generation(device),
@@ -71,7 +86,11 @@ def choose_backend(
         if not why and row.flash_attn_4 and flash_attn_version(device) != 4:
             why = "is not installed in version 4"
         if not why:
-            return Choice(row.backend, f"auto's first choice for {case.generation} that can run: {row}", row.slow)
+            return Choice(
+                row.backend,
+                f"auto's first choice for {case.generation} that can run: {row}",
+                row.slow,
+            )
         logger.info("attention backend %s is skipped: it %s", row.backend, why)
     raise ConfigError(
         ("model.attention_backend", "model.position_encoding"),
@@ -85,15 +104,22 @@ def generation(device: torch.device) -> str:
     if device.type != "cuda":
         return CPU
     major, _ = torch.cuda.get_device_capability(device)
-    return OTHER_GPU if torch.version.hip else {9: HOPPER, 10: BLACKWELL}.get(major, OTHER_GPU)
+    if torch.version.hip:
+        return OTHER_GPU
+    return {9: HOPPER, 10: BLACKWELL}.get(major, OTHER_GPU)
 
 
 def unsupported(
-    backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, needs: Set[str] = frozenset()
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    needs: Set[str] = frozenset(),
 ) -> str | None:
     """Return why `backend` cannot run, as the predicate of a sentence, or None if it can.
 
-    `needs` only determines which of the backend's kernels would run; `lacks` checks whether it has the capabilities.
+    `needs` only determines which of the backend's kernels would run; `lacks` checks whether it has
+    the capabilities.
     """
     if BACKENDS[backend].precisions is None:
         return None
@@ -104,10 +130,16 @@ def unsupported(
     if backend == "flash_attn" and flash_attn_version(device) is None:
         return "has no importable version that runs on this GPU"
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 0):
-        return f"requires a GPU of compute capability 8.0 or newer, but this one has {capability[0]}.{capability[1]}"
+        return (
+            "requires a GPU of compute capability 8.0 or newer, but this one has"
+            f" {capability[0]}.{capability[1]}"
+        )
     if backend == "torch_wide":
         if generation(device) not in (HOPPER, BLACKWELL):
-            return "requires an NVIDIA GPU of compute capability 9.x or 10.x, as cuDNN has no kernels for others"
+            return (
+                "requires an NVIDIA GPU of compute capability 9.x or 10.x, as cuDNN has no kernels"
+                " for others"
+            )
         if torch.are_deterministic_algorithms_enabled():
             return "is not deterministic, as this run must be"
     dtypes = [_DTYPES[name] for name in BACKENDS[backend].precisions]
@@ -119,7 +151,9 @@ def unsupported(
     if REFLECTIONS in needs and head_dim not in REFLECTED_DIMS:
         known = ", ".join(map(str, REFLECTED_DIMS))
         return f"supports head dimensions {known} with reflections, not {head_dim}"
-    return why_not_interpreted(dtype) if backend == "triton" and device.type != "cuda" else None
+    if backend == "triton" and device.type != "cuda":
+        return why_not_interpreted(dtype)
+    return None
 
 
 def flash_attn_version(device: torch.device) -> int | None:
@@ -140,14 +174,18 @@ def _flash_attn_version(major: int, amd: bool) -> int | None:
 
 
 def takes_wide_value(device: torch.device, head_dim: int, grouped: bool) -> bool:
-    """Return whether flash-attn supports [v | z] as a value: version 4 does for some head dimensions, without GQA."""
+    """Return whether flash-attn supports [v | z] as a value: version 4 does for some head
+    dimensions, without GQA.
+    """
     if grouped or flash_attn_version(device) != 4:
         return False
     return head_dim in {HOPPER: (64, 128), BLACKWELL: (64,)}[generation(device)]
 
 
 def rotates_fused(x: torch.Tensor) -> bool:
-    """Return whether `ops.kernels.triton_rotation` can rotate x: on a GPU with Triton, in fp32, bf16 or fp16."""
+    """Return whether `ops.kernels.triton_rotation` can rotate x: on a GPU with Triton, in fp32,
+    bf16 or fp16.
+    """
     return x.is_cuda and x.dtype.itemsize <= 4 and _rotation_runs(x.device, x.dtype)
 
 
@@ -189,7 +227,11 @@ def triton_interprets() -> bool:
 
 
 def why_not_interpreted(dtype: torch.dtype) -> str | None:
-    """Return why Triton's interpreter cannot compute in `dtype`, as text that follows "triton"; None if it can."""
+    """Return why Triton's interpreter cannot compute in `dtype`, as text that follows "triton";
+    None if it can.
+    """
     # The interpreter truncates to bf16 and multiplies the raw bits.
     wrong = dtype is torch.bfloat16
-    return "computes bfloat16 incorrectly in Triton's interpreter, unlike float32" if wrong else None
+    if wrong:
+        return "computes bfloat16 incorrectly in Triton's interpreter, unlike float32"
+    return None

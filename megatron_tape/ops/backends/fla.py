@@ -1,4 +1,6 @@
-"""flash-linear-attention's kernels: forget gates (Forgetting Transformer) and reflections (PaTH)."""
+"""flash-linear-attention's kernels: forget gates (Forgetting Transformer) and reflections
+(PaTH).
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,23 +13,33 @@ from megatron_tape.ops.householder import Reflections
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
-    """Return the weighted average of the value, (S, B, H, D). Raises ValueError for fewer queries than keys."""
+    """Return the weighted average of the value, (S, B, H, D). Raises ValueError for fewer queries
+    than keys.
+    """
     q, k = x.rotated()
     S, B, H, D = q.shape
     if S != k.shape[0]:
-        raise ValueError(f"backend is fla, which requires equally many queries ({S}) and keys ({len(k)}); use tiled")
+        raise ValueError(
+            f"backend is fla, which requires equally many queries ({S}) and keys ({len(k)}); use"
+            " tiled"
+        )
     gates = None if x.log_gate_TBH is None else x.log_gate_TBH.float()
     if isinstance(x.rescore, Reflections):
         from fla.ops.path_attn import parallel_path_attn
 
-        kernel, reflections = parallel_path_attn, [y.float() for y in x.rescore.w_and_beta()]
+        kernel = parallel_path_attn
+        reflections = [y.float() for y in x.rescore.w_and_beta()]
         # This kernel also divides the sums of gates by sqrt(D).
         gates = None if gates is None else gates * D**0.5
     else:
         from fla.ops.forgetting_attn import parallel_forgetting_attn
 
-        kernel, reflections = parallel_forgetting_attn, []
-        gates = torch.zeros(S, B, H, device=q.device) if gates is None else gates
+        kernel = parallel_forgetting_attn
+        reflections = []
+        if gates is None:
+            gates = torch.zeros(S, B, H, device=q.device)
+        else:
+            gates = gates
     tensors = [q, k, *x.values(), *reflections, *([] if gates is None else [gates])]
     tensors = [y.transpose(0, 1).contiguous() for y in tensors]
     if x.packing is None:
@@ -41,6 +53,8 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
 
 
 def _average(kernel: Callable, *tensors: Tensor) -> tuple[Tensor]:
-    """Return the kernel's average as a tuple; the kernel for reflections also returns transformed keys."""
+    """Return the kernel's average as a tuple; the kernel for reflections also returns transformed
+    keys.
+    """
     results = kernel(*tensors)
     return (results[0] if isinstance(results, tuple) else results,)

@@ -12,10 +12,13 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     # Kernels are compared with this backend, so it uses none.
     q, k = x.rotated(fused=False)
     k_BGTD = k.permute(1, 2, 0, 3)
-    S, T, D = q.shape[0], k.shape[0], q.shape[3]
+    S = q.shape[0]
+    T = k.shape[0]
+    D = q.shape[3]
     per_group = q.shape[2] // k.shape[2]
     k, *values = (y.repeat_interleave(per_group, dim=2) for y in (k, *x.values()))
-    q_BHSD, k_BHTD = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3)
+    q_BHSD = q.permute(1, 2, 0, 3)
+    k_BHTD = k.permute(1, 2, 0, 3)
     seen = causal_mask(S, T, None if x.packing is None else x.packing.bounds_2BT, q.device)
     scores = q_BHSD @ k_BHTD.mT / D**0.5
     if x.rescore is not None:

@@ -1,8 +1,8 @@
 """torch's scaled_dot_product_attention (SDPA), called once per value.
 
-On most devices, its fast kernels require values as wide as the keys; `sdpa_wide` is for devices whose kernels do not.
-Forward and backward together, two calls take 14 matrix products of S x S x D. One pass over [v | z] would take 10, and
-attention without z takes 7.
+On most devices, its fast kernels require values as wide as the keys; `sdpa_wide` is for devices
+whose kernels do not. Forward and backward together, two calls take 14 matrix products of S x S x D.
+One pass over [v | z] would take 10, and attention without z takes 7.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -26,24 +26,31 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
 
 
 def attend_to(x: AttentionInputs, q: Tensor, k: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
-    """Return the averages of `values`, (S, B, H, D) each: v and z, or one [v | z]. q and k are already rotated."""
+    """Return the averages of `values`, (S, B, H, D) each: v and z, or one [v | z]. q and k are
+    already rotated.
+    """
     mask = _mask(x)
     heads_per_group = q.shape[2] // k.shape[2]
     if mask is not None and heads_per_group > 1:
-        # SDPA's kernels with a mask do not support groups; its fallback would materialize all S x S scores.
+        # SDPA's kernels with a mask do not support groups; its fallback would materialize all S x S
+        # scores.
         k, *values = (y.repeat_interleave(heads_per_group, dim=2) for y in (k, *values))
     q, k = (y.permute(1, 2, 0, 3) for y in (q, k))
     values = [value.permute(1, 2, 0, 3) for value in values]
     with _without_cudnn(q, mask):
-        # Without a bias, the mask is not passed to `run`, which may request its gradient; no fast kernel computes that.
-        averages = (
-            x.run(partial(_averages, mask), q, k, *values) if x.bias is None else x.run(_averages, mask, q, k, *values)
-        )
+        # Without a bias, the mask is not passed to `run`, which may request its gradient; no fast
+        # kernel computes that.
+        if x.bias is None:
+            averages = x.run(partial(_averages, mask), q, k, *values)
+        else:
+            averages = x.run(_averages, mask, q, k, *values)
     return tuple(part for x in averages for part in parts(x.permute(2, 0, 1, 3), q.shape[-1]))
 
 
 def parts(average: Tensor, width: int) -> tuple[Tensor, ...]:
-    """Return o and u of the average [o | u] (S, B, H, 2 * width), or only o of an average o (S, B, H, width)."""
+    """Return o and u of the average [o | u] (S, B, H, 2 * width), or only o of an average o (S, B,
+    H, width).
+    """
     if average.shape[-1] == width:
         return (average,)
     if rotates_fused(average):
@@ -54,11 +61,17 @@ def parts(average: Tensor, width: int) -> tuple[Tensor, ...]:
 
 
 def _without_cudnn(q: Tensor, mask: Tensor | None) -> AbstractContextManager:
-    """Disable cuDNN for masks, as its gradient of q can be NaN at lengths of 64 modulo 128 (pytorch issue 196678)."""
-    return nullcontext() if mask is None or not q.is_cuda else sdpa_kernel(_WITHOUT_CUDNN)
+    """Disable cuDNN for masks, as its gradient of q can be NaN at lengths of 64 modulo 128 (pytorch
+    issue 196678).
+    """
+    if mask is None or not q.is_cuda:
+        return nullcontext()
+    return sdpa_kernel(_WITHOUT_CUDNN)
 
 
-def _averages(mask: Tensor | None, q_BHSD: Tensor, k_BGTD: Tensor, *values_BGTE: Tensor) -> tuple[Tensor, ...]:
+def _averages(
+    mask: Tensor | None, q_BHSD: Tensor, k_BGTD: Tensor, *values_BGTE: Tensor
+) -> tuple[Tensor, ...]:
     return tuple(
         F.scaled_dot_product_attention(
             q_BHSD,
@@ -75,21 +88,36 @@ def _averages(mask: Tensor | None, q_BHSD: Tensor, k_BGTD: Tensor, *values_BGTE:
 def needs_mask(x: AttentionInputs) -> bool:
     """Return whether SDPA needs an explicit mask.
 
-    A single query attends to all keys; with equally many queries and keys, SDPA applies the causal mask itself.
+    A single query attends to all keys; with equally many queries and keys, SDPA applies the causal
+    mask itself.
     """
-    return x.bias is not None or x.packing is not None or x.q_SBHD.shape[0] not in (1, x.k_TBGD.shape[0])
+    return (
+        x.bias is not None
+        or x.packing is not None
+        or x.q_SBHD.shape[0] not in (1, x.k_TBGD.shape[0])
+    )
 
 
 def _mask(x: AttentionInputs) -> Tensor | None:
-    S, T, dtype, device = x.q_SBHD.shape[0], x.k_TBGD.shape[0], x.q_SBHD.dtype, x.q_SBHD.device
+    S = x.q_SBHD.shape[0]
+    T = x.k_TBGD.shape[0]
+    dtype = x.q_SBHD.dtype
+    device = x.q_SBHD.device
     if not needs_mask(x):
         return None
-    mask = additive_mask(S, T, None, device, dtype) if x.packing is None else x.packing.mask(S, dtype)
-    return mask if x.bias is None else _bias(x.bias, slice(T - S, T), T).to(dtype) + mask
+    if x.packing is None:
+        mask = additive_mask(S, T, None, device, dtype)
+    else:
+        mask = x.packing.mask(S, dtype)
+    if x.bias is None:
+        return mask
+    return _bias(x.bias, slice(T - S, T), T).to(dtype) + mask
 
 
 def _bias(bias: Bias, rows: slice, keys: int) -> Tensor:
-    """Return the bias with the constants that small tiles omit; without them, it is too large to round to bf16."""
+    """Return the bias with the constants that small tiles omit; without them, it is too large to
+    round to bf16.
+    """
     tile = bias.of(rows, slice(0, keys))
     if bias.left_out is None or rows.stop - rows.start > NEAR:
         return tile

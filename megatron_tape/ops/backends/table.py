@@ -1,8 +1,8 @@
 """The table from which `auto` selects an attention backend. Imports no torch.
 
-Rows are tried from top to bottom. The first row that fits the run, and whose backend runs and is exact, is selected.
-Rows without measurements are ordered by their number of matrix products and by the libraries' published figures
-(docs/attention.md).
+Rows are tried from top to bottom. The first row that fits the run, and whose backend runs and is
+exact, is selected. Rows without measurements are ordered by their number of matrix products and by
+the libraries' published figures (docs/attention.md).
 """
 
 from collections.abc import Callable, Iterator
@@ -10,15 +10,22 @@ from dataclasses import dataclass
 
 from megatron_tape.ops.backends import AVERAGE, BIAS, GATE, POINTWISE, REFLECTIONS, SCORES, lacks
 
-CPU, OTHER_GPU, HOPPER, BLACKWELL = "CPU", "other GPU", "Hopper", "Blackwell"
-"""Generations of devices. Hopper is compute capability 9.x, Blackwell 10.x; AMD's GPUs count as other GPUs."""
+CPU = "CPU"
+OTHER_GPU = "other GPU"
+HOPPER = "Hopper"
+BLACKWELL = "Blackwell"
+"""Generations of devices. Hopper is compute capability 9.x, Blackwell 10.x; AMD's GPUs count as
+other GPUs.
+"""
 GPUS = frozenset({OTHER_GPU, HOPPER, BLACKWELL})
 WITH_CUDNN = frozenset({HOPPER, BLACKWELL})
 """Generations on which torch's SDPA runs cuDNN's kernels."""
 
-PLAIN, AVERAGES, SCORED = "plain", "averages", "scored"
-"""Kinds of attention: plain only rotates queries and keys, if at all; averages also averages the position state; scored
-changes the scores by a bias, gates, reflections or a `Rescore`."""
+PLAIN = "plain"
+AVERAGES = "averages"
+SCORED = "scored"
+"""Kinds of attention: plain only rotates queries and keys, if at all; averages also averages the
+position state; scored changes the scores by a bias, gates, reflections or a `Rescore`."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,9 @@ class Case:
         """The kind of attention that the encoding requires."""
         if {POINTWISE, BIAS, GATE, SCORES, REFLECTIONS} & self.needs:
             return SCORED
-        return AVERAGES if AVERAGE in self.needs else PLAIN
+        if AVERAGE in self.needs:
+            return AVERAGES
+        return PLAIN
 
     @property
     def whole(self) -> bool:
@@ -63,7 +72,9 @@ class Row:
     head_dims: range | tuple[int, ...] = range(1, 1025)
     condition: Callable[[Case], bool] = lambda case: True
     slow: bool = False
-    """Whether training with this backend requires `train.allow_slow_attention`, since faster kernels exist."""
+    """Whether training with this backend requires `train.allow_slow_attention`, since faster
+    kernels exist.
+    """
     flash_attn_4: bool = False
     """Whether flash-attn must be version 4."""
     measured: str | None = None
@@ -79,7 +90,9 @@ class Row:
 
 
 def _free(case: Case) -> bool:
-    """Return whether a 16-bit kernel suffices that supports neither document masks nor determinism."""
+    """Return whether a 16-bit kernel suffices that supports neither document masks nor
+    determinism.
+    """
     return case.whole and case.half_precision and not case.deterministic
 
 
@@ -91,7 +104,15 @@ _ON_CPU = frozenset({CPU})
 _H200 = "on an H200: docs/gpu.md"
 TABLE = (
     Row(AVERAGES, _ON_CPU, "tiled", "one pass over [v | z]", measured="benchmarks/LOG.md"),
-    Row(AVERAGES, WITH_CUDNN, "torch_wide", "one call of cuDNN on [v | z]", range(8, 65), _free, measured=_H200),
+    Row(
+        AVERAGES,
+        WITH_CUDNN,
+        "torch_wide",
+        "one call of cuDNN on [v | z]",
+        range(8, 65),
+        _free,
+        measured=_H200,
+    ),
     Row(
         AVERAGES,
         frozenset({HOPPER}),
@@ -102,14 +123,33 @@ TABLE = (
         flash_attn_4=True,
         measured=_H200,
     ),
-    Row(AVERAGES, WITH_CUDNN, "torch", "a call of cuDNN for v and one for z", range(65, 257), _free, measured=_H200),
-    Row(AVERAGES, GPUS, "triton", "one pass over [v | z], skips other documents, can be deterministic"),
+    Row(
+        AVERAGES,
+        WITH_CUDNN,
+        "torch",
+        "a call of cuDNN for v and one for z",
+        range(65, 257),
+        _free,
+        measured=_H200,
+    ),
+    Row(
+        AVERAGES,
+        GPUS,
+        "triton",
+        "one pass over [v | z], skips other documents, can be deterministic",
+    ),
     Row(AVERAGES, GPUS, "torch", "a call for v and one for z", slow=True),
     Row(SCORED, _ON_CPU, "tiled", "scores tile by tile"),
     Row(SCORED, GPUS, "fla", "a kernel for these scores"),
     Row(SCORED, GPUS, "flex", "a kernel compiled for these scores"),
     Row(SCORED, GPUS, "tiled", "scores tile by tile", slow=True),
-    Row(PLAIN, _ON_CPU, "tiled", "skips the keys of other segments", condition=lambda case: case.segments),
+    Row(
+        PLAIN,
+        _ON_CPU,
+        "tiled",
+        "skips the keys of other segments",
+        condition=lambda case: case.segments,
+    ),
     Row(PLAIN, GPUS, "flash_attn", "skips the keys of other documents", condition=_cut),
     Row(PLAIN, GPUS, "triton", "skips the keys of other documents", condition=_cut),
     Row(PLAIN, GPUS | _ON_CPU, "torch", "torch's choice among its kernels", measured=_H200),
@@ -118,8 +158,12 @@ TABLE = (
 
 
 def rows(case: Case) -> Iterator[Row]:
-    """Yield the rows that fit a case and whose backends have its capabilities, in order; plain torch comes last."""
-    last = Row(case.kind, frozenset({case.generation}), "naive", "no other backend can run", slow=True)
+    """Yield the rows that fit a case and whose backends have its capabilities, in order; plain
+    torch comes last.
+    """
+    last = Row(
+        case.kind, frozenset({case.generation}), "naive", "no other backend can run", slow=True
+    )
     for row in (*TABLE, last):
         if row.fits(case) and not lacks(row.backend, case.needs):
             yield row

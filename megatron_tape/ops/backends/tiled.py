@@ -1,11 +1,12 @@
-"""Causal attention that averages several values with the same weights, in plain torch, one tile of scores at a time.
+"""Causal attention that averages several values with the same weights, in plain torch, one tile of
+scores at a time.
 
-The fused CPU kernels of torch's SDPA require values as wide as the keys, so that TAPE would need two calls: for v and
-for z. Here the values are concatenated, and tiles of scores fit into a processor's cache. This is faster than two calls
-on CPUs, and neither packed documents nor a bias need S x T matrices. The algorithm is flash attention (Dao, 2023); the
-reference is `naive.py`.
-Axes: B batch, G key/value groups, R query heads of a group, S queries, T keys (the last S of them are the queries' own
-tokens), D head dimension.
+The fused CPU kernels of torch's SDPA require values as wide as the keys, so that TAPE would need
+two calls: for v and for z. Here the values are concatenated, and tiles of scores fit into a
+processor's cache. This is faster than two calls on CPUs, and neither packed documents nor a bias
+need S x T matrices. The algorithm is flash attention (Dao, 2023); the reference is `naive.py`.
+Axes: B batch, G key/value groups, R query heads of a group, S queries, T keys (the last S of them
+are the queries' own tokens), D head dimension.
 """
 
 import math
@@ -20,20 +21,25 @@ from megatron_tape.ops.attention_inputs import AttentionInputs
 from megatron_tape.ops.backends.rows import attend_by_rows
 from megatron_tape.ops.bias import Bias
 
-QUERIES, KEYS = 128, 256
+QUERIES = 128
+KEYS = 256
 """Rows and columns of a tile."""
 LOG2_E = 1 / math.log(2)
 """log2(e), to compute exp(x) as exp2(x LOG2_E): on CPUs, exp2 takes a third of the time of exp."""
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
-    """Return the averages over keys of v and, if averaged, z, each (S, B, H, D). bf16 and fp16 are computed in fp32."""
+    """Return the averages over keys of v and, if averaged, z, each (S, B, H, D). bf16 and fp16 are
+    computed in fp32.
+    """
     if x.rescore is not None:
         return attend_by_rows(x, QUERIES)
     q, k = x.rotated()
     q, k, *values = (y.permute(1, 2, 0, 3) for y in (q, k, *x.values()))
     S = q.shape[2]
-    starts, first = (None, [0] * S) if x.packing is None else (x.packing.bounds_2BT[0], x.packing.first_seen(S))
+    starts, first = (
+        (None, [0] * S) if x.packing is None else (x.packing.bounds_2BT[0], x.packing.first_seen(S))
+    )
     tensors = () if x.bias is None else x.bias.tensors
     q_BGRSD = q.unflatten(1, (k.shape[1], -1))
     bias = None if x.bias is None else x.bias.without_tensors()
@@ -45,11 +51,23 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
 class _Tiles:
     """The tiles with at least one visible pair of query and key, and the masks inside them.
 
-    `first` holds, for each query, the first key that it or a later query may attend to in any sequence of the batch.
+    `first` holds, for each query, the first key that it or a later query may attend to in any
+    sequence of the batch.
     """
 
-    def __init__(self, B: int, S: int, T: int, R: int, starts: Tensor | None, first: list[int], device: torch.device):
-        self.B, self.S, self.R = B, S, R
+    def __init__(
+        self,
+        B: int,
+        S: int,
+        T: int,
+        R: int,
+        starts: Tensor | None,
+        first: list[int],
+        device: torch.device,
+    ):
+        self.B = B
+        self.S = S
+        self.R = R
         self.keys = torch.arange(T, device=device)
         # Queries are numbered from 0, keys from the start of the cache.
         self.offset = T - S
@@ -65,12 +83,16 @@ class _Tiles:
         """Yield each block of queries, and the blocks of keys to which they attend."""
         for a in range(0, self.S, QUERIES):
             b = min(a + QUERIES, self.S)
-            low, high = self.first[a] // KEYS * KEYS, b + self.offset
+            low = self.first[a] // KEYS * KEYS
+            high = b + self.offset
             yield slice(a, b), [slice(c, min(c + KEYS, high)) for c in range(low, high, KEYS)]
 
     def biased(self, scores: Tensor, bias: Tensor) -> Tensor:
-        """Add a bias (B or 1, H or 1, rows or 1, columns or 1) to scores (B*G, R*rows, columns), in place."""
-        rows, columns = scores.shape[1] // self.R, scores.shape[2]
+        """Add a bias (B or 1, H or 1, rows or 1, columns or 1) to scores (B*G, R*rows, columns), in
+        place.
+        """
+        rows = scores.shape[1] // self.R
+        columns = scores.shape[2]
         scores.view(self.B, -1, rows, columns).add_(bias, alpha=LOG2_E)
         return scores
 
@@ -84,8 +106,10 @@ class _Tiles:
             if value == 0.0:  # for a whole tile, tril_ takes a tenth of the time of a mask
                 scores.unflatten(-2, (self.R, -1)).tril_(rows.start + self.offset - columns.start)
                 return
-            scores, columns = scores[..., first - columns.start :], slice(first, columns.stop)
-        queries, keys = self.queries[rows, None], self.keys[columns]
+            scores = scores[..., first - columns.start :]
+            columns = slice(first, columns.stop)
+        queries = self.queries[rows, None]
+        keys = self.keys[columns]
         hidden = keys > queries
         if self.starts is not None:
             hidden = (hidden | (keys < self.starts[:, rows, None]))[:, None, None]
@@ -96,19 +120,24 @@ class _Tiles:
 class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, count: int, bias: Bias | None, first: list[int], starts, q, k, *tensors):
-        values, of_bias = tensors[:count], tensors[count:]
+        values = tensors[:count]
+        of_bias = tensors[count:]
         B, G, R, S, D = q.shape
         dtype = torch.promote_types(q.dtype, torch.float32)
         tiles = _Tiles(B, S, k.shape[2], R, starts, first, q.device)
         keys, wide = (x.flatten(0, 1).to(dtype) for x in (k, torch.cat(values, dim=-1)))
-        # In memory, the sequence axis comes first, as the output projection expects; otherwise it would make a copy.
-        laid_out = [torch.empty(S, B, G, R, v.shape[-1], dtype=v.dtype, device=q.device) for v in values]
+        # In memory, the sequence axis comes first, as the output projection expects; otherwise it
+        # would make a copy.
+        laid_out = [
+            torch.empty(S, B, G, R, v.shape[-1], dtype=v.dtype, device=q.device) for v in values
+        ]
         outputs = [x.permute(1, 2, 3, 0, 4) for x in laid_out]
         lse = torch.empty(B, G, R, S, dtype=dtype, device=q.device)
         for rows, blocks in tiles.blocks():
             queries = _rows(q, rows, dtype) * (D**-0.5 * LOG2_E)
             largest = queries.new_full((*queries.shape[:2], 1), float("-inf"))
-            total, averaged = torch.zeros_like(largest), queries.new_zeros(*queries.shape[:2], wide.shape[-1])
+            total = torch.zeros_like(largest)
+            averaged = queries.new_zeros(*queries.shape[:2], wide.shape[-1])
             for columns in blocks:
                 scores = queries @ keys[:, columns].mT
                 if bias is not None:
@@ -117,35 +146,48 @@ class _TiledAttention(torch.autograd.Function):
                 now = torch.maximum(largest, scores.amax(-1, keepdim=True))
                 # A query without any visible key so far has no largest score to subtract.
                 shift = now.masked_fill(now == float("-inf"), 0.0)
-                p, shrink = _exp2(scores.sub_(shift)), largest.sub_(shift).exp2_()
+                p = _exp2(scores.sub_(shift))
+                shrink = largest.sub_(shift).exp2_()
                 tiles.hide(p, rows, columns, 0.0)
                 total.mul_(shrink).add_(p.sum(-1, keepdim=True))
                 averaged.mul_(shrink).baddbmm_(p, wide[:, columns])
                 largest = now
-            parts = averaged.div_(total).view(B, G, R, -1, wide.shape[-1]).split([v.shape[-1] for v in values], dim=-1)
+            parts = (
+                averaged.div_(total)
+                .view(B, G, R, -1, wide.shape[-1])
+                .split([v.shape[-1] for v in values], dim=-1)
+            )
             for output, part in zip(outputs, parts):
                 output[:, :, :, rows] = part
             lse[:, :, :, rows] = total.log2_().add_(largest).view(B, G, R, -1)
         ctx.save_for_backward(q, k, lse, starts, *values, *outputs, *of_bias)
-        ctx.count, ctx.bias, ctx.first = count, bias, first
+        ctx.count = count
+        ctx.bias = bias
+        ctx.first = first
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients):
         q, k, lse, starts, *rest = ctx.saved_tensors
-        values, outputs, of_bias = rest[: ctx.count], rest[ctx.count : 2 * ctx.count], rest[2 * ctx.count :]
+        values = rest[: ctx.count]
+        outputs = rest[ctx.count : 2 * ctx.count]
+        of_bias = rest[2 * ctx.count :]
         B, G, R, S, D = q.shape
-        dtype, tiles = lse.dtype, _Tiles(B, S, k.shape[2], R, starts, ctx.first, q.device)
+        dtype = lse.dtype
+        tiles = _Tiles(B, S, k.shape[2], R, starts, ctx.first, q.device)
         keys, wide = (x.flatten(0, 1).to(dtype) for x in (k, torch.cat(values, dim=-1)))
-        dq, dk, dwide = torch.empty_like(q), torch.zeros_like(keys), torch.zeros_like(wide)
+        dq = torch.empty_like(q)
+        dk = torch.zeros_like(keys)
+        dwide = torch.zeros_like(wide)
         delta = sum((do.to(dtype) * o).sum(-1) for do, o in zip(gradients, outputs))
-        bias = None if ctx.bias is None else _BiasGradient(ctx.bias, of_bias, ctx.needs_input_grad[-len(of_bias) :])
+        if ctx.bias is None:
+            bias = None
+        else:
+            bias = _BiasGradient(ctx.bias, of_bias, ctx.needs_input_grad[-len(of_bias) :])
         for rows, blocks in tiles.blocks():
-            queries, gradient = (
-                _rows(q, rows, dtype) * (D**-0.5 * LOG2_E),
-                torch.cat([_rows(do, rows, dtype) for do in gradients], dim=-1),
-            )
+            queries = _rows(q, rows, dtype) * (D**-0.5 * LOG2_E)
+            gradient = torch.cat([_rows(do, rows, dtype) for do in gradients], dim=-1)
             of_row = [x[:, :, :, rows].reshape(B * G, -1, 1) for x in (lse, delta)]
             dqueries = torch.zeros_like(queries)
             for columns in blocks:
@@ -172,7 +214,8 @@ class _TiledAttention(torch.autograd.Function):
 
 
 def _exp2(x: Tensor) -> Tensor:
-    """Compute exp2(x) in place, clamped from below to 2^-90, since CPUs are several times slower for denormal results.
+    """Compute exp2(x) in place, clamped from below to 2^-90, since CPUs are several times slower
+    for denormal results.
 
     The clamped weights are negligible, because the largest weight of a row is 1.
     """
@@ -180,7 +223,9 @@ def _exp2(x: Tensor) -> Tensor:
 
 
 class _BiasGradient:
-    """Recomputes the tiles of a bias in the backward pass and accumulates the gradients of its tensors."""
+    """Recomputes the tiles of a bias in the backward pass and accumulates the gradients of its
+    tensors.
+    """
 
     def __init__(self, bias: Bias, tensors: list[Tensor], needed: tuple[bool, ...]):
         self._bias = bias
@@ -202,7 +247,9 @@ class _BiasGradient:
                 self._left = self._left + ds_BHrc.sum(-1)
 
     def end(self, rows: slice) -> None:
-        """Add the gradient of the constants that the tiles of the queries `rows` omit (`Bias.left_out`)."""
+        """Add the gradient of the constants that the tiles of the queries `rows` omit
+        (`Bias.left_out`).
+        """
         if isinstance(self._left, Tensor):
             with torch.enable_grad():
                 constants = self._bias.left_out(rows, *self._leaves)

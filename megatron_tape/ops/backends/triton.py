@@ -1,4 +1,6 @@
-"""The project's Triton kernels. One pass averages all values; a separate kernel rotates queries and keys."""
+"""The project's Triton kernels. One pass averages all values; a separate kernel rotates queries and
+keys.
+"""
 
 from functools import partial
 

@@ -1,6 +1,8 @@
-"""Liger's kernels of the vocabulary-parallel cross-entropy (Hsu et al., 2024), called for one chunk of tokens.
+"""Liger's kernels of the vocabulary-parallel cross-entropy (Hsu et al., 2024), called for one chunk
+of tokens.
 
-They read logits in any dtype and compute in float32; the caller sums over ranks. Imports liger-kernel.
+They read logits in any dtype and compute in float32; the caller sums over ranks. Imports
+liger-kernel.
 
 Axes: n tokens of a chunk, V this rank's shard of the vocabulary.
 """
@@ -18,14 +20,19 @@ BLOCK = 32768
 NOTHING_IGNORED = -1
 
 
-def exponentials(logits_nV: Tensor, largest_n: Tensor, labels_n: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return exp(logits - largest) (n, V), its sums (n,), and the labels' logits - largest (n,), all in float32.
+def exponentials(
+    logits_nV: Tensor, largest_n: Tensor, labels_n: Tensor, first: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return exp(logits - largest) (n, V), its sums (n,), and the labels' logits - largest (n,),
+    all in float32.
 
-    `largest_n` is the largest logit of each token. `labels_n` are indices into the whole vocabulary; this shard starts
-    at `first`. The last tensor is 0 for labels of other shards.
+    `largest_n` is the largest logit of each token. `labels_n` are indices into the whole
+    vocabulary; this shard starts at `first`. The last tensor is 0 for labels of other shards.
     """
     (n, V), options = logits_nV.shape, {"dtype": torch.float32, "device": logits_nV.device}
-    results, sums, of_label = torch.empty(n, V, **options), torch.empty(n, **options), torch.empty(n, **options)
+    results = torch.empty(n, V, **options)
+    sums = torch.empty(n, **options)
+    of_label = torch.empty(n, **options)
     with torch.cuda.device_of(logits_nV):
         liger_vocab_parallel_ce_forward_kernel[(n,)](
             logits_nV, logits_nV.stride(0), results, results.stride(0), largest_n, labels_n, of_label, sums,
@@ -34,8 +41,12 @@ def exponentials(logits_nV: Tensor, largest_n: Tensor, labels_n: Tensor, first: 
     return results, sums, of_label
 
 
-def to_gradients(exponentials_nV: Tensor, sums_n: Tensor, labels_n: Tensor, factors_n: Tensor, first: int) -> Tensor:
-    """Return the logits' gradient, which overwrites the exponentials; the sums are those over the whole vocabulary."""
+def to_gradients(
+    exponentials_nV: Tensor, sums_n: Tensor, labels_n: Tensor, factors_n: Tensor, first: int
+) -> Tensor:
+    """Return the logits' gradient, which overwrites the exponentials; the sums are those over the
+    whole vocabulary.
+    """
     n, V = exponentials_nV.shape
     with torch.cuda.device_of(exponentials_nV):
         liger_vocab_parallel_ce_backward_kernel[(n,)](

@@ -1,11 +1,12 @@
 """TAPE's update of the position state: two Triton kernels and a few matrix products of torch.
 
-Axes: N tokens, H query heads, G groups, D head dimension, P inner width of the position MLP. For each token, with the
-state z, its average u under the attention weights, and the token mixing A:
+Axes: N tokens, H query heads, G groups, D head dimension, P inner width of the position MLP. For
+each token, with the state z, its average u under the attention weights, and the token mixing A:
     z' = z + A u,    M = W_down diag(silu(gate)) W_up  in R^(G x G),    z'' = z' + M z'.
-One matrix product computes M for all tokens, as in the reference (`ops/position_update.py`). The forward kernel reads
-z, u and M once and writes z'' once. The backward kernel reads them and the gradient of z'', recomputes z', and writes
-the gradients of z, u and M. Each program sums the gradient of A over its tokens; torch sums over programs.
+One matrix product computes M for all tokens, as in the reference (`ops/position_update.py`). The
+forward kernel reads z, u and M once and writes z'' once. The backward kernel reads them and the
+gradient of z'', recomputes z', and writes the gradients of z, u and M. Each program sums the
+gradient of A over its tokens; torch sums over programs.
 """
 
 import torch
@@ -25,10 +26,14 @@ TOKENS = 4
 """Minimum number of tokens per program."""
 
 COLUMNS = 64
-"""Maximum number of elements of D per iteration; more would take too many registers and reduce occupancy."""
+"""Maximum number of elements of D per iteration; more would take too many registers and reduce
+occupancy.
+"""
 
 MIXING_BYTES = 8192
-"""Maximum bytes of A for `COLUMNS` columns; with a larger A, shared memory has room for only half as many."""
+"""Maximum bytes of A for `COLUMNS` columns; with a larger A, shared memory has room for only half
+as many.
+"""
 
 
 @triton.jit
@@ -41,7 +46,11 @@ def _matrix(pointer, rows, columns, row_stride, R: tl.constexpr, C: tl.constexpr
 @triton.jit
 def _store_matrix(pointer, rows, columns, value, R: tl.constexpr, C: tl.constexpr):
     inside = (rows[:, None] < R) & (columns[None, :] < C)
-    tl.store(pointer + rows[:, None] * C + columns[None, :], value.to(pointer.dtype.element_ty), mask=inside)
+    tl.store(
+        pointer + rows[:, None] * C + columns[None, :],
+        value.to(pointer.dtype.element_ty),
+        mask=inside,
+    )
 
 
 @triton.jit
@@ -60,7 +69,8 @@ def _update(
     G: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    groups, heads = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_H)
+    groups = tl.arange(0, BLOCK_G)
+    heads = tl.arange(0, BLOCK_H)
     if FULL:
         mixing = _matrix(MIXING, groups, heads, H, G, H)
     else:
@@ -71,7 +81,9 @@ def _update(
         for column in range(0, D, BLOCK_D):
             columns = column + tl.arange(0, BLOCK_D)
             z = _matrix(Z + token * G * D, groups, columns, D, G, D)
-            u = _matrix(U + token // B * u_sequence + token % B * u_batch, heads, columns, u_head, H, D)
+            u = _matrix(
+                U + token // B * u_sequence + token % B * u_batch, heads, columns, u_head, H, D
+            )
             mixed = _mixed(z, u, mixing, FULL)
             out = mixed + tl.dot(m, mixed.to(m.dtype), input_precision="ieee")
             _store_matrix(OUT + token * G * D, groups, columns, out, G, D)
@@ -83,7 +95,8 @@ def _update_backward(
     G: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    groups, heads = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_H)
+    groups = tl.arange(0, BLOCK_G)
+    heads = tl.arange(0, BLOCK_H)
     if FULL:
         mixing = _matrix(MIXING, groups, heads, H, G, H)
         dmixing = tl.zeros((BLOCK_G, BLOCK_H), tl.float32)
@@ -99,7 +112,9 @@ def _update_backward(
         for column in range(0, D, BLOCK_D):
             columns = column + tl.arange(0, BLOCK_D)
             z = _matrix(Z + token * G * D, groups, columns, D, G, D)
-            u = _matrix(U + token // B * u_sequence + token % B * u_batch, heads, columns, u_head, H, D)
+            u = _matrix(
+                U + token // B * u_sequence + token % B * u_batch, heads, columns, u_head, H, D
+            )
             dout = _matrix(DOUT + token * G * D, groups, columns, D, G, D)
             mixed = _mixed(z, u, mixing, FULL).to(dtype)
             factor = dout.to(dtype)
@@ -123,9 +138,11 @@ def _update_backward(
 class _Update(torch.autograd.Function):
     @staticmethod
     def forward(ctx, z, u, gate, mixing, up, down, kept):
-        # u may be a view of [o | u], with gaps between heads, and some libraries store one sequence after the other.
+        # u may be a view of [o | u], with gaps between heads, and some libraries store one sequence
+        # after the other.
         u = last_contiguous(u)
-        z, mixing = z.contiguous(), mixing.contiguous()
+        z = z.contiguous()
+        mixing = mixing.contiguous()
         out = torch.empty_like(z)
         ctx.save_for_backward(z if kept is None else kept.contiguous(), u, gate, mixing, up, down)
         _launch(_update, z, u, F.silu(gate) @ outer_products(up, down), mixing, out)
@@ -136,18 +153,28 @@ class _Update(torch.autograd.Function):
     def backward(ctx, dout):
         z, u, gate, mixing, up, down = ctx.saved_tensors
         dout = dout.contiguous()
-        g, outer = F.silu(gate), outer_products(up, down)
+        g = F.silu(gate)
+        outer = outer_products(up, down)
         M = g @ outer
-        dz, du, dM = torch.empty_like(dout), torch.empty(u.shape, dtype=u.dtype, device=u.device), torch.empty_like(M)
+        dz = torch.empty_like(dout)
+        du = torch.empty(u.shape, dtype=u.dtype, device=u.device)
+        dM = torch.empty_like(M)
         programs = triton.cdiv(len(z), _tokens(z))
         sums = torch.empty(programs, *mixing.shape, dtype=torch.float32, device=z.device)
         _launch(_update_backward, z, u, M, mixing, dout, dz, du, dM, sums)
-        return dz, du, *matrix_gradients(dM, sums.sum(0).to(mixing.dtype), g, outer, gate, up, down), None
+        return (
+            dz,
+            du,
+            *matrix_gradients(dM, sums.sum(0).to(mixing.dtype), g, outer, gate, up, down),
+            None,
+        )
 
 
 def _tokens(z: Tensor) -> int:
     """Return the number of tokens per program."""
-    multiprocessors = torch.cuda.get_device_properties(z.device).multi_processor_count if z.is_cuda else 1
+    multiprocessors = (
+        torch.cuda.get_device_properties(z.device).multi_processor_count if z.is_cuda else 1
+    )
     return max(TOKENS, triton.cdiv(len(z), PROGRAMS * multiprocessors))
 
 
@@ -174,21 +201,28 @@ def update(
 ) -> Tensor:
     """Return z'' (N, G, D); `mixing` is A (G, H), or (H,) for one scale per head when G = H.
 
-    `u_NHD` may also be (S, B, H, D) with N = S * B, in any layout whose last axis is contiguous. All tensors must have
-    one dtype, except that z may be in fp32. `kept_NGD` is z rounded to the dtype of the others; unless None, it is
-    saved for the backward pass instead of z. Raises ValueError if shapes or dtypes do not match.
+    `u_NHD` may also be (S, B, H, D) with N = S * B, in any layout whose last axis is contiguous.
+    All tensors must have one dtype, except that z may be in fp32. `kept_NGD` is z rounded to the
+    dtype of the others; unless None, it is saved for the backward pass instead of z. Raises
+    ValueError if shapes or dtypes do not match.
     """
     (N, G, D), H, P = z_NGD.shape, u_NHD.shape[-2], gate_NP.shape[1]
     expected = ((N, H, D), (N, P), (G, H) if mixing.dim() == 2 else (G,), (P, G), (G, P))
     u_shape = (u_NHD.shape[:-2].numel(), *u_NHD.shape[-2:])
     shapes = (u_shape, *(tuple(x.shape) for x in (gate_NP, mixing, up_PG, down_GP)))
     if mixing.dim() == 1 and G != H:
-        raise ValueError(f"a 1-D mixing requires G = H, but the state has {G} groups and u has {H} heads")
+        raise ValueError(
+            f"a 1-D mixing requires G = H, but the state has {G} groups and u has {H} heads"
+        )
     if shapes != expected:
         raise ValueError(f"u, gate, mixing, up and down have shapes {shapes}; expected {expected}")
     dtypes = {x.dtype for x in (u_NHD, gate_NP, mixing, up_PG, down_GP)}
     if len(dtypes) > 1 or z_NGD.dtype not in (*dtypes, torch.float32):
-        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in {*dtypes, z_NGD.dtype}))
-        raise ValueError(f"the position update requires tensors of one dtype (z may be float32), not {names}")
+        names = ", ".join(
+            sorted(str(dtype).removeprefix("torch.") for dtype in {*dtypes, z_NGD.dtype})
+        )
+        raise ValueError(
+            f"the position update requires tensors of one dtype (z may be float32), not {names}"
+        )
     with torch.cuda.device_of(z_NGD):
         return _Update.apply(z_NGD, u_NHD, gate_NP, mixing, up_PG, down_GP, kept_NGD)

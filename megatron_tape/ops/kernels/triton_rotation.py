@@ -1,9 +1,11 @@
-"""Triton kernels that prepare the inputs of attention: rotated queries and keys, and the value [v | z].
+"""Triton kernels that prepare the inputs of attention: rotated queries and keys, and the value [v |
+z].
 
-Inside attention, each tile of keys would be rotated again for every tile of queries. Instead, one launch reads q, k, v
-and the state z once, and writes the inputs of attention. The value has 2D elements per token and group, so that one
-product multiplies the weights with v and z. Axes: S queries, T keys, B batch, H query heads, G key/value groups, D head
-dimension, F = D/2 complex numbers. The reference is in `ops/rotation.py`.
+Inside attention, each tile of keys would be rotated again for every tile of queries. Instead, one
+launch reads q, k, v and the state z once, and writes the inputs of attention. The value has 2D
+elements per token and group, so that one product multiplies the weights with v and z. Axes: S
+queries, T keys, B batch, H query heads, G key/value groups, D head dimension, F = D/2 complex
+numbers. The reference is in `ops/rotation.py`.
 """
 
 import torch
@@ -14,7 +16,9 @@ from torch.autograd.function import once_differentiable
 
 
 @triton.jit
-def load_rows(pointer, base, rows, row_stride, columns, limit, D: tl.constexpr, CHECKED: tl.constexpr = True):
+def load_rows(
+    pointer, base, rows, row_stride, columns, limit, D: tl.constexpr, CHECKED: tl.constexpr = True
+):
     """Load (rows, columns) of a matrix, with zeros where row >= `limit` or column >= D.
 
     Without CHECKED, all rows must be below `limit`.
@@ -29,7 +33,9 @@ def load_rows(pointer, base, rows, row_stride, columns, limit, D: tl.constexpr, 
 
 @triton.jit
 def load_numbers(pointer, rows, limit, other, CHECKED: tl.constexpr):
-    """Load one number per row, or `other` where row >= `limit`; without CHECKED, all rows must be below `limit`."""
+    """Load one number per row, or `other` where row >= `limit`; without CHECKED, all rows must be
+    below `limit`.
+    """
     if CHECKED:
         return tl.load(pointer + rows, mask=rows < limit, other=other)
     return tl.load(pointer + rows)
@@ -45,7 +51,9 @@ def store_rows(pointer, base, rows, row_stride, columns, limit, value, D: tl.con
 
 @triton.jit
 def _rotate(X, Y, x_base, y_base, rows, x_row, y_row, columns, S, z_re, z_im, F: tl.constexpr):
-    """Multiply rows of X by the state as complex numbers, stored as [real | imaginary]; write the result to Y."""
+    """Multiply rows of X by the state as complex numbers, stored as [real | imaginary]; write the
+    result to Y.
+    """
     x_re = load_rows(X, x_base, rows, x_row, columns, S, F).to(tl.float32)
     x_im = load_rows(X, x_base + F, rows, x_row, columns, S, F).to(tl.float32)
     store_rows(Y, y_base, rows, y_row, columns, S, x_re * z_re - x_im * z_im, F)
@@ -59,9 +67,13 @@ def _prepare(
     PER_GROUP: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_S: tl.constexpr,
     ROTATE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """With ROTATE, rotate the queries and keys of one group; with WIDE, store the group's value [v | z]."""
-    batch, group = (tl.program_id(0) // G).to(tl.int64), (tl.program_id(0) % G).to(tl.int64)
-    rows, columns = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_F)
+    """With ROTATE, rotate the queries and keys of one group; with WIDE, store the group's value [v
+    | z].
+    """
+    batch = (tl.program_id(0) // G).to(tl.int64)
+    group = (tl.program_id(0) % G).to(tl.int64)
+    rows = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
+    columns = tl.arange(0, BLOCK_F)
     z_base = batch * z_batch + group * z_head
     z_re = load_rows(Z, z_base, rows, z_row, columns, T, F)
     z_im = load_rows(Z, z_base + F, rows, z_row, columns, T, F)
@@ -69,7 +81,8 @@ def _prepare(
     # Outputs are contiguous.
     line = batch * G + group
     if ROTATE:
-        w_re, w_im = z_re.to(tl.float32), z_im.to(tl.float32)
+        w_re = z_re.to(tl.float32)
+        w_im = z_im.to(tl.float32)
         for member in range(PER_GROUP):
             head = group * PER_GROUP + member
             _rotate(
@@ -79,9 +92,29 @@ def _prepare(
         k_base = batch * k_batch + group * k_head
         _rotate(K, K_OUT, k_base, line * D, rows, k_row, B * G * D, columns, T, w_re, w_im, F)
     if WIDE:
-        base, stride, v_base = line * 2 * D, B * G * 2 * D, batch * v_batch + group * v_head
-        store_rows(VALUE, base, rows, stride, columns, T, load_rows(V, v_base, rows, v_row, columns, T, F), F)
-        store_rows(VALUE, base + F, rows, stride, columns, T, load_rows(V, v_base + F, rows, v_row, columns, T, F), F)
+        base = line * 2 * D
+        stride = B * G * 2 * D
+        v_base = batch * v_batch + group * v_head
+        store_rows(
+            VALUE,
+            base,
+            rows,
+            stride,
+            columns,
+            T,
+            load_rows(V, v_base, rows, v_row, columns, T, F),
+            F,
+        )
+        store_rows(
+            VALUE,
+            base + F,
+            rows,
+            stride,
+            columns,
+            T,
+            load_rows(V, v_base + F, rows, v_row, columns, T, F),
+            F,
+        )
         store_rows(VALUE, base + D, rows, stride, columns, T, z_re, F)
         store_rows(VALUE, base + D + F, rows, stride, columns, T, z_im, F)
 
@@ -98,7 +131,8 @@ def _backward_one(
     if NEEDED:
         x_re = load_rows(X, x_base, rows, x_row, columns, S, F).to(tl.float32)
         x_im = load_rows(X, x_base + F, rows, x_row, columns, S, F).to(tl.float32)
-        dz_re, dz_im = dz_re + dy_re * x_re + dy_im * x_im, dz_im + dy_im * x_re - dy_re * x_im
+        dz_re = dz_re + dy_re * x_re + dy_im * x_im
+        dz_im = dz_im + dy_im * x_re - dy_re * x_im
     return dz_re, dz_im
 
 
@@ -110,19 +144,24 @@ def _prepare_backward(
     PER_GROUP: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_S: tl.constexpr,
     WIDE: tl.constexpr, NEEDED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of queries, keys and the state z from those of rotated queries and keys.
+    """Compute the gradients of queries, keys and the state z from those of rotated queries and
+    keys.
 
-    With WIDE, split the gradient of the value [v | z]: store that of v, and add that of z to the state's gradient.
+    With WIDE, split the gradient of the value [v | z]: store that of v, and add that of z to the
+    state's gradient.
     """
-    batch, group = (tl.program_id(0) // G).to(tl.int64), (tl.program_id(0) % G).to(tl.int64)
-    rows, columns = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_F)
+    batch = (tl.program_id(0) // G).to(tl.int64)
+    group = (tl.program_id(0) % G).to(tl.int64)
+    rows = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
+    columns = tl.arange(0, BLOCK_F)
     z_base = batch * z_batch + group * z_head
     z_re = load_rows(Z, z_base, rows, z_row, columns, S, F).to(tl.float32)
     z_im = load_rows(Z, z_base + F, rows, z_row, columns, S, F).to(tl.float32)
     dz_re = tl.zeros((BLOCK_S, BLOCK_F), tl.float32)
     dz_im = tl.zeros((BLOCK_S, BLOCK_F), tl.float32)
     # Outputs are contiguous.
-    line, stride = (batch * G + group) * 2 * F, B * G * 2 * F
+    line = (batch * G + group) * 2 * F
+    stride = B * G * 2 * F
     if WIDE:
         base = batch * dvalue_batch + group * dvalue_head
         for half in tl.static_range(2):
@@ -160,16 +199,22 @@ def last_contiguous(x: Tensor) -> Tensor:
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, z: Tensor | None, rotate: bool, wide: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q (S, B, H, D) and k (T, B, G, D), rotated by z (T, B, G, D) if `rotate`, and the value.
+    """Return q (S, B, H, D) and k (T, B, G, D), rotated by z (T, B, G, D) if `rotate`, and the
+    value.
 
-    The value is v, or [v | z] (T, B, G, 2D) if `wide`. `rotate` requires S = T. All last axes must be contiguous.
+    The value is v, or [v | z] (T, B, G, 2D) if `wide`. `rotate` requires S = T. All last axes must
+    be contiguous.
     """
     if not (rotate or wide):
         return q, k, v
     (T, B, G, D), H = k.shape, q.shape[2]
-    rotated_q, rotated_k, value = q, k, v
+    rotated_q = q
+    rotated_k = k
+    value = v
     if rotate:
-        rotated_q, rotated_k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+        rotated_q, rotated_k = (
+            torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)
+        )
     if wide:
         value = torch.empty(T, B, G, 2 * D, dtype=v.dtype, device=v.device)
     block_f = triton.next_power_of_2(D // 2)
@@ -186,13 +231,16 @@ def prepare_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of q (in its dtype), k, v, and z, which is None unless `needed`.
 
-    `dq` and `dk` are the gradients of the rotated q and k, and `dvalue` that of [v | z] (S, B, G, 2D). If `dvalue` is
-    None, the gradient of v is None, and that of z comes from the rotation alone.
+    `dq` and `dk` are the gradients of the rotated q and k, and `dvalue` that of [v | z] (S, B, G,
+    2D). If `dvalue` is None, the gradient of v is None, and that of z comes from the rotation
+    alone.
     """
     (S, B, G, D), H = k.shape, q.shape[2]
     dq_out = torch.empty(S, B, H, D, dtype=q.dtype, device=q.device)
     dk_out = torch.empty(S, B, G, D, dtype=k.dtype, device=k.device)
-    dv_out = None if dvalue is None else torch.empty(S, B, G, D, dtype=dvalue.dtype, device=k.device)
+    dv_out = (
+        None if dvalue is None else torch.empty(S, B, G, D, dtype=dvalue.dtype, device=k.device)
+    )
     dz_out = torch.empty(S, B, G, D, dtype=z.dtype, device=z.device) if needed else None
     wide = dvalue is not None
     block_f = triton.next_power_of_2(D // 2)
@@ -221,7 +269,8 @@ class _Prepared(torch.autograd.Function):
         q, k, z = ctx.saved_tensors
         dq, dk = (last_contiguous(x) for x in (dq, dk))
         dvalue = None if dvalue is None else last_contiguous(dvalue)
-        q, k = dq if q is None else q, dk if k is None else k
+        q = dq if q is None else q
+        k = dk if k is None else k
         return *prepare_backward(q, k, z, dq, dk, dvalue, ctx.needs_input_grad[3]), None
 
 
@@ -230,11 +279,15 @@ def _join(
     LEFT, RIGHT, OUT, left_row, left_batch, left_head, right_row, right_batch, right_head,
     out_row, out_batch, out_head, S, H, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    batch, head = (tl.program_id(0) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
-    rows, columns = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    batch = (tl.program_id(0) // H).to(tl.int64)
+    head = (tl.program_id(0) % H).to(tl.int64)
+    rows = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
+    columns = tl.arange(0, BLOCK_D)
     base = batch * out_batch + head * out_head
     left = load_rows(LEFT, batch * left_batch + head * left_head, rows, left_row, columns, S, D)
-    right = load_rows(RIGHT, batch * right_batch + head * right_head, rows, right_row, columns, S, D)
+    right = load_rows(
+        RIGHT, batch * right_batch + head * right_head, rows, right_row, columns, S, D
+    )
     store_rows(OUT, base, rows, out_row, columns, S, left, D)
     store_rows(OUT, base + D, rows, out_row, columns, S, right, D)
 
@@ -248,27 +301,41 @@ class _Halves(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, left, right):
-        left, right = last_contiguous(left), last_contiguous(right)
+        left = last_contiguous(left)
+        right = last_contiguous(right)
         (S, B, H, D), out = left.shape, torch.empty_like(ctx.like, device=left.device)
         block_d = triton.next_power_of_2(D)
         block_s = max(1, 2048 // block_d)
         _join[(B * H, triton.cdiv(S, block_s))](
-            left, right, out, *strides(left), *strides(right), *strides(out), S, H, D, block_d, block_s
+            left,
+            right,
+            out,
+            *strides(left),
+            *strides(right),
+            *strides(out),
+            S,
+            H,
+            D,
+            block_d,
+            block_s,
         )
         return out
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the halves of x = [o | u] (S, B, H, 2D) as views; one kernel concatenates their gradients in x's layout.
+    """Return the halves of x = [o | u] (S, B, H, 2D) as views; one kernel concatenates their
+    gradients in x's layout.
 
-    torch.split concatenates gradients by torch.cat, which reaches only a fifth of the memory bandwidth here.
+    torch.split concatenates gradients by torch.cat, which reaches only a fifth of the memory
+    bandwidth here.
     """
     with torch.cuda.device_of(x):
         return _Halves.apply(x)
 
 
 def prepared(q: Tensor, k: Tensor, v: Tensor, z: Tensor, wide: bool) -> tuple[Tensor, ...]:
-    """Return q (S, B, H, D) and k (S, B, G, D) rotated by z (S, B or 1, G or 1, D) and, if `wide`, [v | z].
+    """Return q (S, B, H, D) and k (S, B, G, D) rotated by z (S, B or 1, G or 1, D) and, if `wide`,
+    [v | z].
 
     This is the differentiable form of `prepare`.
     """

@@ -1,7 +1,8 @@
 """Triton kernels of SwiGLU, silu(gate) * up, which read and write every element once.
 
-Liger's kernels (Hsu et al., 2024) need gate and up as separate contiguous tensors, which would take a copy of the
-projection's output. The reference is in `ops/swiglu.py`. Axes: F hidden size of the MLP.
+Liger's kernels (Hsu et al., 2024) need gate and up as separate contiguous tensors, which would take
+a copy of the projection's output. The reference is in `ops/swiglu.py`. Axes: F hidden size of the
+MLP.
 """
 
 import torch
@@ -15,16 +16,20 @@ BLOCK = 1024
 
 @triton.jit
 def _swiglu(X, Y, F, BLOCK: tl.constexpr):
-    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < F
     gate = tl.load(X + row * 2 * F + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(X + row * 2 * F + F + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(Y + row * F + columns, (gate * tl.sigmoid(gate) * up).to(Y.dtype.element_ty), mask=inside)
+    tl.store(
+        Y + row * F + columns, (gate * tl.sigmoid(gate) * up).to(Y.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
 def _swiglu_backward(X, DY, DX, F, BLOCK: tl.constexpr):
-    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < F
     gate = tl.load(X + row * 2 * F + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(X + row * 2 * F + F + columns, mask=inside, other=0.0).to(tl.float32)
@@ -47,10 +52,14 @@ def forward(gate_and_up: Tensor) -> Tensor:
 
 
 def backward(gate_and_up: Tensor, dy: Tensor) -> Tensor:
-    """Return the gradient of [gate | up] (..., 2F), given the contiguous gradient `dy` of the result (..., F)."""
+    """Return the gradient of [gate | up] (..., 2F), given the contiguous gradient `dy` of the
+    result (..., F).
+    """
     F = dy.shape[-1]
     d_gate_and_up = torch.empty_like(gate_and_up)
     if dy.numel():
         with torch.cuda.device_of(gate_and_up):
-            _swiglu_backward[(dy.numel() // F, triton.cdiv(F, BLOCK))](gate_and_up, dy, d_gate_and_up, F, BLOCK)
+            _swiglu_backward[(dy.numel() // F, triton.cdiv(F, BLOCK))](
+                gate_and_up, dy, d_gate_and_up, F, BLOCK
+            )
     return d_gate_and_up

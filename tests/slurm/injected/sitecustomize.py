@@ -1,8 +1,10 @@
-"""Makes training steps sleep, hang or fail; Python imports this when it starts if this folder is in PYTHONPATH.
+"""Makes training steps sleep, hang or fail; Python imports this when it starts if this folder is in
+PYTHONPATH.
 
-TEST_INJECT is JSON: `sleep` seconds before every step, or before every text that an evaluation measures; `hang` or
-`crash`: [rank, step]; `once` (a path): only if that file does not exist; it is then created. `no_kernels`: the node on
-which no kernel of attention works; `cannot_evaluate`: the rank that fails in an evaluation.
+TEST_INJECT is JSON: `sleep` seconds before every step, or before every text that an evaluation
+measures; `hang` or `crash`: [rank, step]; `once` (a path): only if that file does not exist; it is
+then created. `no_kernels`: the node on which no kernel of attention works; `cannot_evaluate`: the
+rank that fails in an evaluation.
 """
 
 import json
@@ -15,14 +17,19 @@ import time
 def inject():
     settings = json.loads(os.environ["TEST_INJECT"])
     while not hasattr(sys.modules.get("megatron_tape.training.engine"), "Engine"):
-        if hasattr(model := sys.modules.get("megatron_tape.evaluation.transformers_model"), "HFModel"):
+        if hasattr(
+            model := sys.modules.get("megatron_tape.evaluation.transformers_model"), "HFModel"
+        ):
             change(model.HFModel, settings)
             return
         time.sleep(0.005)
     if os.environ.get("SLURMD_NODENAME") == settings.get("no_kernels", ""):
-        sys.modules["megatron_tape.model.backend"]._why_slow = lambda *_: "is triton, whose kernel does not compile"
+        sys.modules["megatron_tape.model.backend"]._why_slow = lambda *_: (
+            "is triton, whose kernel does not compile"
+        )
     engine = sys.modules["megatron_tape.training.engine"].Engine
-    original, taken = engine.train_step, [0]
+    original = engine.train_step
+    taken = [0]
 
     def train_step(self, *arguments, **named):
         taken[0] += 1

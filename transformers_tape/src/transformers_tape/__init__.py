@@ -1,8 +1,10 @@
-"""TAPE language models in transformers: `AutoModelForCausalLM.from_pretrained(export)` without `trust_remote_code`.
+"""TAPE language models in transformers: `AutoModelForCausalLM.from_pretrained(export)` without
+`trust_remote_code`.
 
-transformers has no entry points for models, so this package adds entries to its model registries when their modules are
-imported. `transformers_tape.pth` imports this package at every start of Python, so this module must not fail, and must
-not import transformers or torch itself. If .pth files are disabled, use `import transformers_tape`.
+transformers has no entry points for models, so this package adds entries to its model registries
+when their modules are imported. `transformers_tape.pth` imports this package at every start of
+Python, so this module must not fail, and must not import transformers or torch itself. If .pth
+files are disabled, use `import transformers_tape`.
 """
 
 import sys
@@ -22,7 +24,9 @@ LORA_TARGETS = [
     "position.up_proj",
     "position.down_proj",
 ]
-"""Default `target_modules` of peft's LoraConfig for TAPE models: those of Llama, and TAPE's matrices."""
+"""Default `target_modules` of peft's LoraConfig for TAPE models: those of Llama, and TAPE's
+matrices.
+"""
 
 _MODULE = f"transformers.models.{MODEL_TYPE}"
 _FILES = {CONFIG: "configuration_tape", "TapePreTrainedModel": "modeling_tape"}
@@ -45,7 +49,8 @@ def _add_architectures(transformers):
 
 
 def _add_architectures_again(module):
-    # transformers.processing_utils executes transformers' __init__.py again and replaces the module by the result.
+    # transformers.processing_utils executes transformers' __init__.py again and replaces the module
+    # by the result.
     _add_architectures(sys.modules["transformers"])
 
 
@@ -99,8 +104,9 @@ def _run(name):
         import warnings
 
         warnings.warn(
-            f"transformers-tape could not add TAPE models to {name} ({type(error).__name__}: {error}); load them with "
-            "trust_remote_code=True, or look for a transformers-tape that supports this version",
+            f"transformers-tape could not add TAPE models to {name} ({type(error).__name__}:"
+            f" {error}); load them with trust_remote_code=True, or look for a transformers-tape"
+            " that supports this version",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -115,11 +121,14 @@ class _Alias:
 
     @staticmethod
     def exec_module(module):
-        module.__getattr__, module.__all__ = __getattr__, __all__
+        module.__getattr__ = __getattr__
+        module.__all__ = __all__
 
 
 class _Finder:
-    """Import hook that runs the functions of `_AFTER_IMPORT` after their modules have been imported."""
+    """Import hook that runs the functions of `_AFTER_IMPORT` after their modules have been
+    imported.
+    """
 
     @staticmethod
     def find_spec(name, path=None, target=None):
@@ -129,7 +138,11 @@ class _Finder:
             return ModuleSpec(name, _Alias)
         if name not in _AFTER_IMPORT:
             return None
-        others = (finder for finder in sys.meta_path if finder is not _Finder and hasattr(finder, "find_spec"))
+        others = (
+            finder
+            for finder in sys.meta_path
+            if finder is not _Finder and hasattr(finder, "find_spec")
+        )
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
@@ -143,7 +156,10 @@ class _Finder:
 
 
 # After a reload of this module, two finders would call each other endlessly.
-sys.meta_path[:] = [_Finder, *(finder for finder in sys.meta_path if getattr(finder, "__module__", "") != __name__)]
+sys.meta_path[:] = [
+    _Finder,
+    *(finder for finder in sys.meta_path if getattr(finder, "__module__", "") != __name__),
+]
 for _name in _AFTER_IMPORT:
     if _name in sys.modules:
         _run(_name)

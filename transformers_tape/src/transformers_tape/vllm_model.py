@@ -1,7 +1,8 @@
-"""TAPE language models for vLLM, built from vLLM's layers and the position update of exported models.
+"""TAPE language models for vLLM, built from vLLM's layers and the position update of exported
+models.
 
-Axes: N tokens of all requests, H query heads and G key/value heads of this process, K key/value heads of all
-processes, D head dimension, C hidden size.
+Axes: N tokens of all requests, H query heads and G key/value heads of this process, K key/value
+heads of all processes, D head dimension, C hidden size.
 """
 
 from collections.abc import Iterable
@@ -16,7 +17,10 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.models.llama import LlamaMLP
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 from vllm.sequence import IntermediateTensors
@@ -28,22 +32,35 @@ from .vllm_plugin import prepare
 
 
 class TapeAttention(nn.Module):
-    """Attention that rotates queries and keys by the position state, and averages the state with the values."""
+    """Attention that rotates queries and keys by the position state, and averages the state with
+    the values.
+    """
 
     def __init__(self, config: TapeConfig, vllm_config: VllmConfig, prefix: str):
         super().__init__()
-        C, D = config.hidden_size, config.head_dim
-        heads, groups = config.num_attention_heads, config.num_key_value_heads
+        C = config.hidden_size
+        D = config.head_dim
+        heads = config.num_attention_heads
+        groups = config.num_key_value_heads
         quant_config = vllm_config.quant_config
         self.qkv_proj = QKVParallelLinear(
-            C, D, heads, groups, config.attention_bias, quant_config=quant_config, prefix=f"{prefix}.qkv_proj"
+            C,
+            D,
+            heads,
+            groups,
+            config.attention_bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.qkv_proj",
         )
-        self.o_proj = RowParallelLinear(heads * D, C, bias=False, quant_config=quant_config, prefix=f"{prefix}.o_proj")
+        self.o_proj = RowParallelLinear(
+            heads * D, C, bias=False, quant_config=quant_config, prefix=f"{prefix}.o_proj"
+        )
         if config.qk_norm:
             self.q_norm, self.k_norm = (RMSNorm(D, eps=config.rms_norm_eps) for _ in "qk")
         else:
             self.q_norm = self.k_norm = nn.Identity()
-        H, G = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        H = self.qkv_proj.num_heads
+        G = self.qkv_proj.num_kv_heads
         self.sizes = H, G, D
         self.first_group = get_tensor_model_parallel_rank() * H // (heads // groups)
         self.attn = Attention(
@@ -57,12 +74,15 @@ class TapeAttention(nn.Module):
         )
 
     def forward(self, hidden_states: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output (N, C) and the averaged state (N, H, D), given hidden states (N, C) and state (N, K, D)."""
+        """Return the output (N, C) and the averaged state (N, H, D), given hidden states (N, C) and
+        state (N, K, D).
+        """
         H, G, D = self.sizes
         N = hidden_states.shape[0]
         qkv, _ = self.qkv_proj(hidden_states)
         query, key, value = qkv.view(N, H + 2 * G, D).split([H, G, G], dim=1)
-        query, key = self.q_norm(query), self.k_norm(key)
+        query = self.q_norm(query)
+        key = self.k_norm(key)
         z = state[:, self.first_group : self.first_group + G].to(query.dtype)
         query = rotate(query.unflatten(1, (G, -1)), z.unsqueeze(2)).flatten(1, 2)
         query, key = (F.pad(x, (0, D)).flatten(1) for x in (query, rotate(key, z)))
@@ -72,7 +92,9 @@ class TapeAttention(nn.Module):
 
 
 class TapeDecoderLayer(nn.Module):
-    """One decoder layer, which computes the hidden states and the position state of the next layer."""
+    """One decoder layer, which computes the hidden states and the position state of the next
+    layer.
+    """
 
     def __init__(self, config: TapeConfig, vllm_config: VllmConfig, prefix: str, last: bool):
         super().__init__()
@@ -89,13 +111,20 @@ class TapeDecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.position = None if last else TapePosition(config)
         if self.position is not None and get_tensor_model_parallel_world_size() > 1:
-            # Each process multiplies its H heads by H columns of the matrix; the products are summed over processes.
+            # Each process multiplies its H heads by H columns of the matrix; the products are
+            # summed over processes.
             self.position.token_mixing = RowParallelLinear(
-                config.num_attention_heads, config.num_key_value_heads, bias=False, return_bias=False
+                config.num_attention_heads,
+                config.num_key_value_heads,
+                bias=False,
+                return_bias=False,
             )
 
-    def forward(self, hidden_states: Tensor, residual: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Map the previous layer's output (N, C), residual (N, C) and state (N, K, D) to those of this layer.
+    def forward(
+        self, hidden_states: Tensor, residual: Tensor | None, state: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Map the previous layer's output (N, C), residual (N, C) and state (N, K, D) to those of
+        this layer.
 
         Inputs of the first layer are the embedded tokens, None and RoPE's phases.
         """
@@ -131,7 +160,10 @@ class TapeModel(nn.Module):
         self.phases = TapePhases(config)
         last = config.num_hidden_layers - 1
         self.layers = nn.ModuleList(
-            [TapeDecoderLayer(config, vllm_config, f"{prefix}.layers.{i}", i == last) for i in range(last + 1)]
+            [
+                TapeDecoderLayer(config, vllm_config, f"{prefix}.layers.{i}", i == last)
+                for i in range(last + 1)
+            ]
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -142,8 +174,13 @@ class TapeModel(nn.Module):
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the hidden states (N, C) of tokens or embeddings (N, C) at positions (N,) within their requests."""
-        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        """Return the hidden states (N, C) of tokens or embeddings (N, C) at positions (N,) within
+        their requests.
+        """
+        if inputs_embeds is None:
+            hidden_states = self.embed_tokens(input_ids)
+        else:
+            hidden_states = inputs_embeds
         state = self.phases(positions)
         if self.config.position_state_precision != "fp32":
             state = state.to(hidden_states.dtype)
@@ -167,7 +204,10 @@ class TapeForCausalLM(nn.Module):
             ".mlp.up_proj": (".mlp.gate_up_proj", 1),
         }
     )
-    packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    packed_modules_mapping = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()

@@ -1,8 +1,10 @@
-"""TAPE language models in vLLM: `register` is the plug-in's entry point, which vLLM calls in each of its processes.
+"""TAPE language models in vLLM: `register` is the plug-in's entry point, which vLLM calls in each
+of its processes.
 
-TAPE's layers average the position state z with the values. vLLM's attention averages one value per token, so the value
-of a TAPE model is [value | z], of size 2 D for heads of dimension D. Queries and keys are padded with zeros to the same
-size, which does not change scores. Therefore any attention backend of vLLM can be used.
+TAPE's layers average the position state z with the values. vLLM's attention averages one value per
+token, so the value of a TAPE model is [value | z], of size 2 D for heads of dimension D. Queries
+and keys are padded with zeros to the same size, which does not change scores. Therefore any
+attention backend of vLLM can be used.
 """
 
 ARCHITECTURE = "TapeForCausalLM"
@@ -11,7 +13,9 @@ SPECULATIVE_METHODS = ("ngram", "ngram_gpu", "suffix", "draft_model")
 
 
 def register() -> None:
-    """Register TAPE models with vLLM; warns instead of failing if vLLM's interfaces have changed."""
+    """Register TAPE models with vLLM; warns instead of failing if vLLM's interfaces have
+    changed.
+    """
     try:
         from vllm import ModelRegistry
         from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
@@ -19,7 +23,8 @@ def register() -> None:
         import warnings
 
         warnings.warn(
-            f"transformers-tape could not add TAPE models to vLLM ({error}); it is tested with vLLM 0.32.0",
+            f"transformers-tape could not add TAPE models to vLLM ({error}); it is tested with vLLM"
+            " 0.32.0",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -34,20 +39,31 @@ def register() -> None:
 
 
 def prepare(vllm_config) -> None:
-    """Double the head size in `vllm_config`, from which vLLM chooses an attention backend and allocates its cache.
+    """Double the head size in `vllm_config`, from which vLLM chooses an attention backend and
+    allocates its cache.
 
     Raises NotImplementedError for settings that TAPE models do not support.
     """
-    model, speculative = vllm_config.model_config, vllm_config.speculative_config
+    model = vllm_config.model_config
+    speculative = vllm_config.speculative_config
     problem = fix = None
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         problem = "pipeline parallelism, since stages do not send the position state"
         fix = "set pipeline_parallel_size to 1; tensor parallelism works"
-    elif (kind := vllm_config.cache_config.cache_dtype) not in ("auto", str(model.dtype).removeprefix("torch.")):
-        problem = f"kv_cache_dtype {kind} with weights in {model.dtype}, since it would round the position state"
+    elif (kind := vllm_config.cache_config.cache_dtype) not in (
+        "auto",
+        str(model.dtype).removeprefix("torch."),
+    ):
+        problem = (
+            f"kv_cache_dtype {kind} with weights in {model.dtype}, since it would round the"
+            " position state"
+        )
         fix = "set kv_cache_dtype to auto"
     elif speculative is not None and speculative.method not in SPECULATIVE_METHODS:
-        problem = f"the speculative method {speculative.method}, which uses hidden states without the position state"
+        problem = (
+            f"the speculative method {speculative.method}, which uses hidden states without the"
+            " position state"
+        )
         fix = f"choose one of {', '.join(SPECULATIVE_METHODS)}"
     if problem:
         raise NotImplementedError(f"TAPE models in vLLM do not support {problem}; {fix}")

@@ -20,26 +20,29 @@ logger = logging.getLogger(__name__)
 def on_rank_0(layout: ParallelLayout, path: Path, failure: str, action: Callable[[], T]) -> T:
     """Run `action` on rank 0 and return its result on all ranks. All ranks call this together.
 
-    If `action` raises, all ranks raise its error; see `Agreement.check` for `path` and `failure`.
+    If `action` raises, all ranks raise its error; see `RankErrors.check` for `path` and `failure`.
     """
     result: list[T | None] = [None]
-    with Agreement(layout) as agreement:
+    with RankErrors(layout) as errors:
         if layout.rank == 0:
             result[0] = action()
-    agreement.check(path, failure)
+    errors.check(path, failure)
     dist.broadcast_object_list(result, src=0)
     return result[0]
 
 
-class Agreement:
+class RankErrors:
     """A context that catches this rank's exception, for `check` to raise it on all ranks.
 
     Without this, the other ranks would wait in the next collective operation forever.
     """
 
     def __init__(self, layout: ParallelLayout, check_owner: Callable[[], None] = lambda: None):
-        """Create a context. `check_owner` must raise StaleAttempt if a newer attempt owns the run."""
-        self._layout, self._check_owner = layout, check_owner
+        """Create a context. `check_owner` must raise StaleAttempt if a newer attempt owns the
+        run.
+        """
+        self._layout = layout
+        self._check_owner = check_owner
         self._error: Exception | None = None
 
     def __enter__(self):
@@ -50,12 +53,14 @@ class Agreement:
         return isinstance(error, Exception)
 
     def check(self, path: Path, failure: str) -> None:
-        """Raise the same error on all ranks if the block failed on any. All ranks call this together after the block.
+        """Raise the same error on all ranks if the block failed on any. All ranks call this
+        together after the block.
 
-        After a failure, raises StaleAttempt if a newer attempt owns the run, otherwise CheckpointError, or its subclass
-        UnexpectedCheckpointError if a rank failed with an error that is neither a UserError nor one that can pass. That
-        rank logs its traceback. The message contains `failure`, such as `cannot read a checkpoint`, and the error of
-        the first rank that failed, which names `path` unless it has its own subject.
+        After a failure, raises StaleAttempt if a newer attempt owns the run, otherwise
+        CheckpointError, or its subclass UnexpectedCheckpointError if a rank failed with an error
+        that is neither a UserError nor one that can pass. That rank logs its traceback. The message
+        contains `failure`, such as `cannot read a checkpoint`, and the error of the first rank that
+        failed, which names `path` unless it has its own subject.
         """
         failures: list[StaleAttempt | CheckpointError | None] = [None] * self._layout.world_size
         dist.all_gather_object(failures, None if self._error is None else self._failure(path))
@@ -66,7 +71,9 @@ class Agreement:
             for rank, error in raised:
                 if isinstance(error, kind):
                     where = f" (rank {rank})" if self._layout.world_size > 1 else ""
-                    raise error if isinstance(error, StaleAttempt) else error.at(f"{failure}{where}")
+                    raise (
+                        error if isinstance(error, StaleAttempt) else error.at(f"{failure}{where}")
+                    )
 
     def _failure(self, path: Path) -> StaleAttempt | CheckpointError:
         """Return this rank's error, to be sent to the other ranks."""
