@@ -31,7 +31,7 @@ class CopePosition(PositionEncoding):
     """Adds q_s . e[p] to the score of query s and key t, where p is the sum of the gates of keys t
     to s.
 
-    The gate of key k is sigmoid(q_s . k / sqrt(D)). PositionInputs p are fractional, so q_s . e is
+    The gate of key k is sigmoid(q_s . k / sqrt(D)). Positions p are fractional, so q_s . e is
     interpolated between the two nearest integers. `table` (cope_max_position + 1, D) holds the
     embeddings e, which all heads of a layer share. It starts at zero. As in the paper's code, q_s
     in q_s . e is not divided by sqrt(D).
