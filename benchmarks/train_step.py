@@ -1,8 +1,8 @@
 """Compare training steps of TAPE with RoPE in the same engine, and with Llama and GPTModel of other
 libraries.
 
-    python -m benchmarks.train_step [--layers 4] [--tokens 4096]              on a CPU python -m
-    benchmarks.train_step --shape 1.3b-4k --profile --output step.json    on a GPU, with a trace
+    python -m benchmarks.train_step [--layers 4] [--tokens 4096]
+    python -m benchmarks.train_step --shape 1.3b-4k --profile --output step.json
     torchrun --nproc-per-node 8 -m benchmarks.train_step --shape 1.3b-4k [--tensor-parallel 2]
 
 A step is `Engine.train_step`, as in training: all micro-batches, averaging over ranks, clipping,

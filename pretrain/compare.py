@@ -1,7 +1,6 @@
 """Train and evaluate several positional encodings with several seeds, and compare them on one page.
 
-    python -m pretrain.compare --recipe RECIPE --encodings rope,tape,tape+token_mixing=per_head
-    --seeds 3
+    python -m pretrain.compare --recipe RECIPE --encodings rope,tape+token_mixing=per_head --seeds 3
 
 An encoding with changed settings is a variant of its own: tape+token_mixing=per_head changes a
 setting of the model or of the encoding, tape+optimizer.lr=1e-3 one of `optimizer` or `schedule`.

@@ -1,11 +1,10 @@
 """Convert checkpoints to and from Hugging Face's transformers, and from the TAPE authors' code.
 
     python tools/convert_checkpoint.py to-hf --checkpoint runs/tape_demo --output exported/tape_demo
-    python tools/convert_checkpoint.py to-hf --checkpoint runs/extended --output exported/adapter
-    --adapter python tools/convert_checkpoint.py from-hf --model models/Qwen3-0.6B --output
-    imported/qwen3_tape python tools/convert_checkpoint.py from-hf --model SmolLM2-135M.Q8_0.gguf
-    --output imported/smollm2_tape python tools/convert_checkpoint.py from-released --weights
-    model.safetensors --config config.json --output released
+    python tools/convert_checkpoint.py to-hf --checkpoint runs/extended --output adapter --adapter
+    python tools/convert_checkpoint.py from-hf --model models/Qwen3-0.6B --output imported/qwen3
+    python tools/convert_checkpoint.py from-released --weights model.safetensors \\
+        --config config.json --output released
 
 An output appears only when it is complete. An existing output is never changed, unless to-hf
 replaces a whole export (--overwrite).

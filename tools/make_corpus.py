@@ -1,14 +1,17 @@
 """Write a text corpus as JSON lines, one document per line: {"text": ...}.
 
-    python tools/make_corpus.py stdlib --output data/stdlib.jsonl python tools/make_corpus.py
-    folders ~/project --suffixes .py .md --output data/project.jsonl python tools/make_corpus.py hub
-    allenai/c4 --config-name en --streaming --max-documents 9999 --output data/c4.jsonl
+    python tools/make_corpus.py stdlib --output data/stdlib.jsonl
+    python tools/make_corpus.py folders ~/project --suffixes .py .md --output data/project.jsonl
+    python tools/make_corpus.py hub allenai/c4 --config-name en --streaming --max-documents 9999 \\
+        --output data/c4.jsonl
 
-stdlib: the source code of this Python's standard library, 31 MB of real text that every machine
-has. folders: one long document for each folder of a directory, such as a repository, made of the
-folder's files. hub: documents of a dataset of the Hugging Face Hub, or of a local directory in its
-layout. preprocess_data.py and train_tokenizer.py read such a dataset without this step, as --input
-hub:NAME.
+- stdlib: the source code of this Python's standard library, 31 MB of real text that every machine
+  has.
+- folders: one long document for each folder of a directory, such as a repository, made of the
+  folder's files.
+- hub: documents of a dataset of the Hugging Face Hub, or of a local directory in its layout.
+  preprocess_data.py and train_tokenizer.py read such a dataset without this step, as --input
+  hub:NAME.
 
 Documents that are too large or not valid UTF-8 are skipped, because preprocess_data.py would refuse
 them. The output appears only when it is complete.

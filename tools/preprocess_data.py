@@ -2,8 +2,8 @@
 
     python tools/preprocess_data.py --input 'data/c4/*.jsonl.zst' --tokenizer tokenizer.model \\
         --output-prefix data/c4 --workers 16
-    python tools/preprocess_data.py --input hub:HuggingFaceFW/fineweb-edu --config-name sample-10BT
-    --streaming \\
+    python tools/preprocess_data.py --input hub:HuggingFaceFW/fineweb-edu \\
+        --config-name sample-10BT --streaming \\
         --tokenizer tokenizer.model --output-prefix data/fineweb-edu
 
 The result does not depend on --workers, and appears under its name only when it is complete. The

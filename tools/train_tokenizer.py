@@ -1,8 +1,8 @@
 """Train a SentencePiece tokenizer that reproduces every text exactly, including the spaces and
 newlines of source code.
 
-    python tools/train_tokenizer.py --input data/stdlib.jsonl --vocab-size 4096 --output
-    data/tokenizer.model
+    python tools/train_tokenizer.py --input data/stdlib.jsonl --vocab-size 4096 \\
+        --output data/tokenizer.model
 
 Characters in no piece are encoded as bytes. Ids: 0 <pad>, 1 <unk>, 2 <s>, 3 </s>, then bytes and
 pieces. The only character that is not reproduced is U+2581, which SentencePiece uses for the space.

@@ -2,11 +2,12 @@
 
 `P.bin` holds the token ids of all documents back to back. `P.idx` holds, little-endian:
 
-    9 bytes  b"MMIDIDX\\0\\0"     uint64 version = 1     uint8 dtype code uint64   number of
-    sequences n                     uint64 number of document indices m int32[n] sequence lengths in
-    tokens int64[n] sequence pointers: byte offsets into P.bin int64[m] document indices: document d
-    is the sequences from index [d] to index [d + 1], exclusive int8[n]  sequence modes, in
-    multimodal datasets only
+    9 bytes  b"MMIDIDX\\0\\0"     uint64 version = 1     uint8 dtype code
+    uint64   number of sequences n                     uint64 number of document indices m
+    int32[n] sequence lengths in tokens
+    int64[n] sequence pointers: byte offsets into P.bin
+    int64[m] document indices: document d is the sequences from index [d] up to index [d + 1]
+    int8[n]  sequence modes, in multimodal datasets only
 
 Like Megatron-LM's own preprocessing, the writer makes every document one sequence, so document
 indices are 0..n. A dataset that is appended as a whole keeps its document indices. `P.origin`, if

@@ -1,8 +1,8 @@
 """TAPE: contextualized equivariant positional encoding (ICML 2025).
 
 The state z (S, B, G, D) starts as RoPE's phases. Every layer except the last one updates it:
-    z' = z + A u ("token mixing"),    z'' = z' + W_down diag(silu(W_x m)) W_up z' ("position
-    contextualization"),
+    z'  = z + A u                                       ("token mixing"),
+    z'' = z' + W_down diag(silu(W_x m)) W_up z'         ("position contextualization"),
 where u is the average of z under the attention weights and m the output of the token MLP (or
 attention). Under sequence parallelism z is sharded like the hidden states, (s, B, G, D). The update
 needs all heads of a token, and attention all tokens of a head, so an all-to-all of S*B*C/tp
