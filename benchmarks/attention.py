@@ -104,15 +104,11 @@ def rope(length: int, dim: int, dtype: torch.dtype) -> Tensor:
 def attend(
     encoding: str, backend: str, q: Tensor, k: Tensor, v: Tensor, z: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention with an encoding and a backend. RoPE ignores z and uses its phases, which
-    need no gradient.
-    """
-    averages = encoding == "tape"
-    if averages:
-        state = z
-    else:
-        state = rope(len(z), z.shape[-1], q.dtype).to(q.dtype)
-    return attention(q, k, v, state, averages, None, backend)
+    """Compute attention with an encoding and a backend. RoPE uses its phases instead of z."""
+    if encoding == "tape":
+        return attention(q, k, v, z, True, None, backend)
+    phases = rope(len(z), z.shape[-1], q.dtype)  # without a gradient
+    return attention(q, k, v, phases, False, None, backend)
 
 
 def candidates(
@@ -125,25 +121,23 @@ def candidates(
     which is for CPUs.
     """
     device = device_here()
-    found = []
+    names = []
     rejected = {}
     for backend in BACKENDS:
         if backend in ("naive", "fla") or (backend == "flex" and not flex):
             continue
-        if not (why := unsupported(backend, device, dtype, dim)):
-            if backend == "tiled" and device.type != "cpu":
-                why = "is for CPUs"
-            else:
-                why = None
+
+        why = unsupported(backend, device, dtype, dim)
+        if not why and backend == "tiled" and device.type != "cpu":
+            why = "is for CPUs"
         if why:
             rejected[backend] = why
-        else:
-            found += [
-                f"{encoding} {backend}"
-                for encoding, needs in NEEDS.items()
-                if not lacks(backend, needs)
-            ]
-    return found, rejected
+            continue
+
+        for encoding, needs in NEEDS.items():
+            if not lacks(backend, needs):
+                names.append(f"{encoding} {backend}")
+    return names, rejected
 
 
 def check(name: str, shape: Shape, dtype: torch.dtype) -> Check:
@@ -175,7 +169,7 @@ def measure(shape: Shape, arguments: argparse.Namespace, deadline: float) -> Ite
     """
     dtype = DTYPES[arguments.precision]
     batch = max(1, arguments.tokens // shape.length)
-    found, rejected = candidates(shape.head_dim, dtype, arguments.flex)
+    names, rejected = candidates(shape.head_dim, dtype, arguments.flex)
     result = {"shape": str(shape), "batch": batch, "auto": {}, "timed": {}, "of_rope": {}}
     result |= {"rejected": rejected, "no_time": []}
     for encoding, needs in NEEDS.items():
@@ -183,10 +177,12 @@ def measure(shape: Shape, arguments: argparse.Namespace, deadline: float) -> Ite
             "auto", device_here(), dtype, shape.head_dim, needs, grouped=shape.groups < shape.heads
         )
         result["auto"][encoding] = f"{encoding} {auto.backend}"
+
     exact = []
-    for name in found:
-        if name.split()[1] in arguments.without:
-            rejected[name.split()[1]] = "is excluded by --without"
+    for name in names:
+        _, backend = name.split()
+        if backend in arguments.without:
+            rejected[backend] = "is excluded by --without"
         elif time.monotonic() > deadline:
             result["no_time"].append(name)
         elif why := inexact_at(name, min(shape.length, 1024), shape, dtype):
@@ -194,10 +190,10 @@ def measure(shape: Shape, arguments: argparse.Namespace, deadline: float) -> Ite
         else:
             exact.append(name)
         yield result
+
     tensors = inputs(shape, batch, dtype)
-    output_grads = [
-        torch.randn_like(tensors[0]) for _ in range(2)
-    ]  # random: constants would be faster to multiply
+    # Random, because constants would be faster to multiply.
+    output_grads = [torch.randn_like(tensors[0]) for _ in range(2)]
     product = 1e-12 * shape.heads * shape.length**2 * shape.head_dim * batch
     for direction in DIRECTIONS:
         runs = {
@@ -206,14 +202,16 @@ def measure(shape: Shape, arguments: argparse.Namespace, deadline: float) -> Ite
         }
         timings, failed = timed(runs, arguments.repetitions, device_here())
         rejected |= {f"{name}, {direction}": why for name, why in failed.items()}
-        tape, rope = (fastest(timings, encoding) for encoding in ("tape", "rope"))
+
+        tape = fastest(timings, "tape")
+        rope = fastest(timings, "rope")
         for name, timing in timings.items():
-            if "seconds" in timing:
-                timing["tflops"] = (
-                    PRODUCTS[name.split()[0]][direction] * product / timing["seconds"]
-                )
-                if rope:
-                    timing["ratio"] = timing["seconds"] / timings[rope]["seconds"]
+            if "seconds" not in timing:
+                continue
+            encoding, _ = name.split()
+            timing["tflops"] = PRODUCTS[encoding][direction] * product / timing["seconds"]
+            if rope:
+                timing["ratio"] = timing["seconds"] / timings[rope]["seconds"]
         if tape and rope:
             result["of_rope"][direction] = {
                 "ratio": timings[tape]["ratio"],
@@ -245,8 +243,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         type=Shape.parse,
         metavar="H[/G]xD@S",
         default=default,
-        help="query heads, key/value groups if fewer, head dimension, sequence length; a sequence longer than --tokens "
-        f"is a batch of one (default here: {' '.join(map(str, default))})",
+        help="query heads, key/value groups if fewer, head dimension, sequence length; a sequence"
+        f" longer than --tokens is a batch of one (default here: {' '.join(map(str, default))})",
     )
     add("--flex", action="store_true", help="compile and time FlexAttention as well")
     add(

@@ -109,12 +109,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--only", nargs="+", choices=others, default=others, metavar="NAME", help=only
     )
-    parser.add_argument(
-        "--shape",
-        choices=SHAPES,
-        default="155m-1k" if on_gpu else "cpu",
-        help="default: %(default)s",
-    )
+    shape = "155m-1k" if on_gpu else "cpu"
+    parser.add_argument("--shape", choices=SHAPES, default=shape, help="default: %(default)s")
     parser.add_argument(
         "--repetitions", type=whole_number, default=7, help="pairs of steps (default: %(default)s)"
     )
@@ -127,9 +123,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tokens", type=whole_number, default=24, help="tokens to decode (default: %(default)s)"
     )
-    parser.add_argument(
-        "--precision", choices=("bf16", "fp32"), default="bf16" if on_gpu else "fp32"
-    )
+    precision = "bf16" if on_gpu else "fp32"
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default=precision)
     parser.add_argument(
         "--threads",
         type=whole_number,
@@ -277,7 +272,8 @@ def decoder(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Pre
         exported(part, cache=cache).logits.float() for part in text.split([12, 3, *[1] * 9], 1)
     ]
     difference = ((torch.cat(cached, 1) - uncached).abs().max() / uncached.std()).item()
-    if not difference <= (MAX_LOGIT_ERROR if dtype is torch.float32 else 10 * MAX_LOGIT_ERROR):
+    allowed = MAX_LOGIT_ERROR if dtype is torch.float32 else 10 * MAX_LOGIT_ERROR
+    if not difference <= allowed:
         raise ConfigError(
             "logits with a cache",
             f"differ by {difference:.2g} standard deviations from those without",
@@ -295,8 +291,10 @@ def random_model(model: ModelConfig) -> PreTrainedModel:
         (directory / "config.json").write_text(
             json.dumps(huggingface_config(model, model.vocab_size, "fp32"))
         )
-        if encoding.exports_to != "plain":
-            write_code(directory, None if encoding.exports_to == "tape" else type(encoding))
+        if encoding.exports_to == "tape":
+            write_code(directory, None)
+        elif encoding.exports_to != "plain":
+            write_code(directory, type(encoding))
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=True)
         torch.manual_seed(0)
         exported = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True)
@@ -313,19 +311,26 @@ def table(result: dict) -> list[str]:
     lines = ["| encoding | step | memory | parameters | token |", "|---|---|---|---|---|"]
     for name, row in result["encodings"].items():
         if name == BASELINE:
-            cells = ["1", "1", f"{row['parameters']:,}", "1"]
-        else:
-            ratios = (
-                row.get(key) for key in ("step_over_rope", "memory_over_rope", "decoding_over_rope")
-            )
-            step, memory, token = ("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
-            cells = [step, memory, f"{row['additional_parameters']:+,}", token]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+            lines.append(f"| {name} | 1 | 1 | {row['parameters']:,} | 1 |")
+            continue
+        step = _ratio(row, "step_over_rope")
+        memory = _ratio(row, "memory_over_rope")
+        token = _ratio(row, "decoding_over_rope")
+        lines.append(
+            f"| {name} | {step} | {memory} | {row['additional_parameters']:+,} | {token} |"
+        )
+
     for name, row in result["encodings"].items():
         for key in ("failed", "decoding_failed"):
             if key in row:
                 lines.append(f"{name}: no figure: {row[key]}")
     return lines
+
+
+def _ratio(row: dict, key: str) -> str:
+    if key not in row:
+        return "-"
+    return f"{row[key]:.2f}"
 
 
 if __name__ == "__main__":

@@ -50,9 +50,7 @@ def describe() -> dict:
         "commit": commit(),
         "cpu": cpu_name(),
         "threads": None,
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "gpus": [],
         "gpu_software": {},
@@ -60,40 +58,42 @@ def describe() -> dict:
         "python": platform.python_version(),
         "packages": versions(PACKAGES),
     }
-    if torch := sys.modules.get("torch"):
-        facts["threads"] = torch.get_num_threads()
-        if torch.cuda.is_available():
-            first = torch.cuda.get_device_properties(0)
-            facts["gpus"] = [
-                torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())
-            ]
-            facts["gpu_memory_gib"] = round(first.total_memory / 2**30, 1)
-            facts["capability"] = f"{first.major}.{first.minor}"
-            driver = toolchain().get("driver", "unknown")
-            facts["gpu_software"] = {
-                "cuda": f"CUDA {torch.version.cuda}",
-                "driver": f"driver {driver}",
-            }
-            facts["gpu_software"]["cudnn"] = f"cuDNN {torch.backends.cudnn.version()}"
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return facts
+
+    facts["threads"] = torch.get_num_threads()
+    if torch.cuda.is_available():
+        first = torch.cuda.get_device_properties(0)
+        facts["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        facts["gpu_memory_gib"] = round(first.total_memory / 2**30, 1)
+        facts["capability"] = f"{first.major}.{first.minor}"
+        facts["gpu_software"] = {
+            "cuda": f"CUDA {torch.version.cuda}",
+            "driver": f"driver {toolchain().get('driver', 'unknown')}",
+            "cudnn": f"cuDNN {torch.backends.cudnn.version()}",
+        }
     return facts
 
 
 class Record:
-    """The JSON file that --output names, rewritten with every new result. Without --output, nothing
-    is written.
+    """The JSON file that --output names, rewritten with every new result.
+
+    Without --output, nothing is written.
     """
 
     def __init__(self, arguments: argparse.Namespace):
-        basic = (str, int, float, bool, list, type(None))
-        options = {
-            key: value if isinstance(value, basic) else str(value)
-            for key, value in vars(arguments).items()
-        }
         self.path: Path | None = arguments.output
-        if self.path is not None:
-            origin = describe() | ({} if arguments.commit is None else {"commit": arguments.commit})
-            self.origin = {"environment": origin, "arguments": options}
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path is None:
+            return
+
+        environment = describe()
+        if arguments.commit is not None:
+            environment["commit"] = arguments.commit
+        # The options may hold paths and shapes, which JSON does not have.
+        options = json.loads(json.dumps(vars(arguments), default=str))
+        self.origin = {"environment": environment, "arguments": options}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, result: dict) -> None:
         """Replace the file by one with the environment, the options and `result`."""
@@ -118,7 +118,8 @@ def quiet_libraries(rank: int = 0) -> None:
     """
     import torch
 
-    logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR, format="%(message)s")
+    level = logging.INFO if rank == 0 else logging.ERROR
+    logging.basicConfig(level=level, format="%(message)s")
     for noisy in ("DeepSpeed", "megatron", "torch"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="megatron")

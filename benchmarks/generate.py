@@ -14,6 +14,7 @@ the same tokens with each type of cache as without one.
 """
 
 import argparse
+import functools
 import statistics
 import sys
 
@@ -139,7 +140,7 @@ def cached_seconds(
     for step in range(steps):
         token = prompt[:, step % prompt.shape[1], None]
         for name, decode in models.items():
-            call = lambda: decode(token, cache=caches[name], use_cache=True)  # noqa: B023, E731
+            call = functools.partial(decode, token, cache=caches[name], use_cache=True)
             taken[name].append(seconds(call, prompt.device))
     return taken
 
@@ -152,7 +153,7 @@ def prompt_seconds(models: Models, prompt: torch.Tensor, passes: int) -> dict[st
     for _ in range(passes):
         for name, model in models.items():
             cache = new_cache("dynamic", model, prompt.shape[1])
-            call = lambda: model(prompt, cache=cache, use_cache=True, logits_to_keep=1)  # noqa: B023, E731
+            call = functools.partial(model, prompt, cache=cache, use_cache=True, logits_to_keep=1)
             taken[name].append(seconds(call, prompt.device))
     return taken
 
@@ -192,43 +193,41 @@ def at_length(models: Models, prompt: torch.Tensor, arguments: argparse.Namespac
     results.
     """
     length = prompt.shape[1]
-    at = {
-        kind: summarize(cached_seconds(models, kind, prompt, arguments.cached_tokens), 4)
-        for kind in CACHES
-    }
-    at["prompt"] = summarize(prompt_seconds(models, prompt, 1 + arguments.passes), 1)
+    result = {}
     for kind in CACHES:
-        rates = ", ".join(f"{name} {1 / value:.2f}" for name, value in at[kind]["seconds"].items())
-        ratio = at[kind]["tape_over_llama"]
+        seconds = cached_seconds(models, kind, prompt, arguments.cached_tokens)
+        result[kind] = summarize(seconds, skip=4)
+        medians = result[kind]["seconds"]
+        rates = ", ".join(f"{name} {1 / value:.2f}" for name, value in medians.items())
+        ratio = result[kind]["tape_over_llama"]
         print(
             f"{length} tokens, cache {kind}: {rates} tokens/s; TAPE / Llama time {ratio:.3f}",
             flush=True,
         )
-    times = ", ".join(f"{name} {value:.3f} s" for name, value in at["prompt"]["seconds"].items())
-    print(
-        f"{length} tokens, prompt: {times}; TAPE / Llama time"
-        f" {at['prompt']['tape_over_llama']:.3f}",
-        flush=True,
-    )
-    return at
+
+    result["prompt"] = summarize(prompt_seconds(models, prompt, 1 + arguments.passes), skip=1)
+    medians = result["prompt"]["seconds"]
+    times = ", ".join(f"{name} {value:.3f} s" for name, value in medians.items())
+    ratio = result["prompt"]["tape_over_llama"]
+    print(f"{length} tokens, prompt: {times}; TAPE / Llama time {ratio:.3f}", flush=True)
+    return result
 
 
 def main() -> None:
     """Measure, print rates and ratios, and write the record to the file that --output names."""
-    on_gpu = torch.cuda.is_available()
+    sizes: dict = {"layers": 8, "heads": 12, "head_dim": 64, "lengths": [256, 1024, 4096]}
+    if torch.cuda.is_available():
+        sizes = {"layers": 24, "heads": 16, "head_dim": 128, "ffn": 5504}
+        sizes["lengths"] = [1024, 4096, 8192]
     parser = command_line.Parser(description=__doc__)
-    parser.add_argument("--layers", type=whole_number, default=24 if on_gpu else 8)
-    parser.add_argument("--heads", type=whole_number, default=16 if on_gpu else 12)
+    parser.add_argument("--layers", type=whole_number)
+    parser.add_argument("--heads", type=whole_number)
     parser.add_argument("--groups", type=whole_number, help="key/value heads, if fewer than heads")
-    parser.add_argument("--head-dim", type=whole_number, default=128 if on_gpu else 64)
-    parser.add_argument(
-        "--ffn", type=whole_number, default=5504 if on_gpu else None, help="default: %(default)s"
-    )
+    parser.add_argument("--head-dim", type=whole_number)
+    parser.add_argument("--ffn", type=whole_number, help="default: %(default)s")
     parser.add_argument("--vocab-size", type=whole_number, default=32000)
-    lengths = [1024, 4096, 8192] if on_gpu else [256, 1024, 4096]
-    parser.add_argument(
-        "--lengths", type=whole_number, nargs="+", default=lengths, help="default: %(default)s"
-    )
+    parser.add_argument("--lengths", type=whole_number, nargs="+", help="default: %(default)s")
+    parser.set_defaults(**sizes)
     parser.add_argument(
         "--cached-tokens",
         type=whole_number,

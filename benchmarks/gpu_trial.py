@@ -1,19 +1,19 @@
 """Check and benchmark this project on a GPU within a few minutes.
 
-    python3 -m benchmarks.gpu_trial --minutes 8 --output DIR [--wheels DIR] [--stage NAME ...]
+    python3 -m benchmarks.gpu_trial --minutes 8 --output DIR [--wheels DIR] [--part NAME ...]
 
-The most important stages run first. Each runs in its own process with its own time limit, so a
-stage that hangs or crashes takes at most that time. A stage that needs more time than is left is
+The most important parts run first. Each runs in its own process with its own time limit, so a
+part that hangs or crashes takes at most that time. A part that needs more time than is left is
 skipped.
 
-For each stage, DIR contains NAME.json (results, written as they arrive), NAME.log (output) and
-traces. After every stage, results.json (the results of all stages) and summary.md (problems, goals,
+For each part, DIR contains NAME.json (results, written as they arrive), NAME.log (output) and
+traces. After every part, results.json (the results of all parts) and summary.md (problems, goals,
 tables) are rewritten.
 
 Requirements: a C compiler, and Python with torch, Triton, numpy, PyYAML and pydantic. The packages
 in the folder of `--wheels`, which benchmarks.wheels writes, are installed into a temporary folder.
-Without a GPU, every stage runs at toy size on the CPU. The exit status is 0 on success, 1 if a
-stage failed, found a problem, or none ran, 2 if the trial cannot start, and 128 plus the signal's
+Without a GPU, every part runs at toy size on the CPU. The exit status is 0 on success, 1 if a
+part failed, found a problem, or none ran, 2 if the trial cannot start, and 128 plus the signal's
 number if a signal ended it (130 after Ctrl-C).
 """
 
@@ -39,42 +39,40 @@ from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.io.versions import ROOT, commit
 
 GRACE = 3.0
-"""Seconds to wait for a stage to end after SIGTERM, and again after SIGKILL."""
+"""Seconds to wait for a part to end after SIGTERM, and again after SIGKILL."""
 RESERVE = 5.0
-"""Seconds at the end of the trial that no stage may use."""
+"""Seconds at the end of the trial that no part may use."""
 NEEDED = ("numpy", "torch", "triton", "typing_extensions", "pydantic", "yaml")
-"""Modules that every stage needs."""
+"""Modules that every part needs."""
 NOT_BEGUN = ("skipped", "not run")
-"""Statuses of stages that have not started."""
+"""Statuses of parts that have not started."""
 
 
 @dataclass(frozen=True)
-class Stage:
+class Part:
     """A check or benchmark of the trial, which runs in its own process."""
 
     name: str
     purpose: str
     min_seconds: float
-    """Time that must be left for the stage to start."""
+    """Time that must be left for the part to start."""
     limit: float
-    """Seconds after which the stage is stopped."""
+    """Seconds after which the part is stopped."""
 
 
-STAGES = (
-    Stage("machine", "record versions, matmul rate and copy bandwidth", 15, 60),
-    Stage("compile", "compile the kernels of the recipes' shapes in bf16", 20, 100),
-    Stage(
+PARTS = (
+    Part("machine", "record versions, matmul rate and copy bandwidth", 15, 60),
+    Part("compile", "compile the kernels of the recipes' shapes in bf16", 20, 100),
+    Part(
         "correctness",
         "compare outputs and gradients of kernels and libraries with float64",
         20,
         110,
     ),
-    Stage("attention", "time every attention backend, with TAPE and RoPE", 30, 120),
-    Stage("step-155m", "time training steps of the 155M model at 1,024 tokens", 40, 120),
-    Stage(
-        "step-1.3b", "time training steps of a 1.3B model at 4,096 tokens, with a trace", 70, 180
-    ),
-    Stage("training", "compare 20 training steps with losses and gradients on the CPU", 45, 150),
+    Part("attention", "time every attention backend, with TAPE and RoPE", 30, 120),
+    Part("step-155m", "time training steps of the 155M model at 1,024 tokens", 40, 120),
+    Part("step-1.3b", "time training steps of a 1.3B model at 4,096 tokens, with a trace", 70, 180),
+    Part("training", "compare 20 training steps with losses and gradients on the CPU", 45, 150),
 )
 GOALS = (
     (
@@ -96,64 +94,62 @@ GOALS = (
         lambda results: f"{100 * results['models']['tape']['mfu']:.1f} %",
     ),
 )
-"""The goals of docs/gpu.md: stage, name of the figure, goal, and a function that formats the figure
+"""The goals of docs/gpu.md: part, name of the figure, goal, and a function that formats the figure
 from results.
 """
 
 
 class Trial:
-    """Runs stages, and keeps a record of the status and the results of each one."""
+    """Runs parts, and keeps a record of the status and the results of each one."""
 
-    def __init__(self, options: argparse.Namespace, stages: list[Stage], packages: Path):
-        self.options, self.output, self.started = options, options.output, time.monotonic()
-        origin = {"command": shlex.join(["python3", *sys.orig_argv[1:]])}
-        origin |= {"commit": options.commit or commit() or "unknown", "minutes": options.minutes}
-        origin["date"] = datetime.now(UTC).isoformat(timespec="seconds")
-        ahead = {"status": "not run", "seconds": 0.0, "reason": "the trial ended before this stage"}
+    def __init__(self, options: argparse.Namespace, parts: list[Part], packages: Path):
+        self.options = options
+        self.output = options.output
+        self.started = time.monotonic()
+        origin = {
+            "command": shlex.join(["python3", *sys.orig_argv[1:]]),
+            "commit": options.commit or commit() or "unknown",
+            "minutes": options.minutes,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        ahead = {"status": "not run", "seconds": 0.0, "reason": "the trial ended before this part"}
         self.record: dict = {
             "trial": origin,
             "problems": [],
-            "stages": {stage.name: ahead for stage in stages},
+            "stages": {part.name: ahead for part in parts},
         }
         paths = [str(ROOT), str(packages), os.environ.get("PYTHONPATH", "")]
         self.variables = os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
         self.variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
-    def command(self, stage: Stage, seconds: float) -> list[str]:
-        """Return the command that runs a stage with a time limit of `seconds`."""
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.trial_stages",
-            stage.name,
-            "--seconds",
-            f"{seconds:.0f}",
-        ]
-        command += [
-            "--output",
-            str(self.output / f"{stage.name}.json"),
-            "--commit",
-            self.record["trial"]["commit"],
-        ]
-        command += ["--toy"] if self.options.toy else []
-        return command + (["--also", *self.options.also] if self.options.also else [])
+    def command(self, part: Part, seconds: float) -> list[str]:
+        """Return the command that runs a part with a time limit of `seconds`."""
+        command = [sys.executable, "-m", "benchmarks.trial_parts", part.name]
+        command += ["--seconds", f"{seconds:.0f}"]
+        command += ["--output", str(self.output / f"{part.name}.json")]
+        command += ["--commit", self.record["trial"]["commit"]]
+        if self.options.toy:
+            command.append("--toy")
+        if self.options.also:
+            command += ["--also", *self.options.also]
+        return command
 
-    def run(self, stage: Stage, deadline: float) -> None:
-        """Run a stage, or skip it if too little time is left before `deadline` (of
+    def run(self, part: Part, deadline: float) -> None:
+        """Run a part, or skip it if too little time is left before `deadline` (of
         `time.monotonic`).
         """
-        entry = self.record["stages"][stage.name] = {"status": "skipped", "seconds": 0.0}
+        entry = self.record["stages"][part.name] = {"status": "skipped", "seconds": 0.0}
         left = deadline - time.monotonic() - RESERVE
-        if left < stage.min_seconds:
+        if left < part.min_seconds:
             entry["reason"] = (
-                f"it needs {stage.min_seconds:.0f} s, but {max(0, left):.0f} s are left"
+                f"it needs {part.min_seconds:.0f} s, but {max(0, left):.0f} s are left"
             )
-            print(f"=== {stage.name}: skipped: {entry['reason']}", flush=True)
+            print(f"=== {part.name}: skipped: {entry['reason']}", flush=True)
             return
-        seconds = min(stage.limit, left)
+        seconds = min(part.limit, left)
         started = time.monotonic()
-        log = self.output / f"{stage.name}.log"
-        print(f"=== {stage.name}: {stage.purpose} (at most {seconds:.0f} s)", flush=True)
+        log = self.output / f"{part.name}.log"
+        print(f"=== {part.name}: {part.purpose} (at most {seconds:.0f} s)", flush=True)
         entry |= {
             "status": "interrupted",
             "limit": seconds,
@@ -162,7 +158,7 @@ class Trial:
         self.save()
         with open(log, "wb") as file:
             program = subprocess.Popen(
-                self.command(stage, seconds),
+                self.command(part, seconds),
                 cwd=ROOT,
                 env=self.variables,
                 stdin=subprocess.DEVNULL,
@@ -186,11 +182,11 @@ class Trial:
         finally:
             end(program)
             entry["seconds"] = round(time.monotonic() - started, 1)
-            with suppress(OSError, ValueError):  # the stage may have written nothing
-                entry["results"] = json.loads((self.output / f"{stage.name}.json").read_bytes())
+            with suppress(OSError, ValueError):  # the part may have written nothing
+                entry["results"] = json.loads((self.output / f"{part.name}.json").read_bytes())
             self.save()
         print(log.read_text(errors="replace")[-3000:].strip())
-        print(f"=== {stage.name}: {entry['status']} after {entry['seconds']:.0f} s", flush=True)
+        print(f"=== {part.name}: {entry['status']} after {entry['seconds']:.0f} s", flush=True)
 
     def save(self) -> None:
         """Write results.json and summary.md."""
@@ -219,36 +215,34 @@ def end(program: subprocess.Popen) -> None:
 
 
 def problems(record: dict) -> Iterator[tuple[str, str]]:
-    """Yield a pair of place and problem for every failed stage and every wrong result."""
-    stages = record["stages"]
-    if all(stage["status"] in NOT_BEGUN for stage in stages.values()):
-        yield "nothing ran", next(iter(stages.values()))["reason"]
-    for name, stage in stages.items():
-        if stage["status"] not in ("done", *NOT_BEGUN):
-            yield name, f"{stage['status']} ({stage['reason']})"
-        results = stage.get("results", {})
+    """Yield a pair of place and problem for every failed part and every wrong result."""
+    parts = record["stages"]
+    if all(part["status"] in NOT_BEGUN for part in parts.values()):
+        yield "nothing ran", next(iter(parts.values()))["reason"]
+    for name, part in parts.items():
+        if part["status"] not in ("done", *NOT_BEGUN):
+            yield name, f"{part['status']} ({part['reason']})"
+        results = part.get("results", {})
         for case in results.get("cases", []):
             if why := case.get("error") or "; ".join(case.get("inexact", [])):
                 yield f"{name} of {case['shape']} {case['name']} at {case['length']} tokens", why
         for result in results.get("results", []):
-            yield from (
-                (f"{result['shape']} {c}", why) for c, why in result["rejected"].items() if " " in c
-            )
-        yield from (
-            (f"{baseline} in {name}", why)
-            for baseline, why in results.get("rejected_rivals", {}).items()
-        )
-        yield from (
-            (test, how)
-            for test, how in results.get("tests", {}).items()
-            if how.startswith("failed")
-        )
+            for candidate, why in result["rejected"].items():
+                # A backend that cannot run here is no problem; an encoding with a backend is one.
+                if " " in candidate:
+                    yield f"{result['shape']} {candidate}", why
+        for baseline, why in results.get("rejected_rivals", {}).items():
+            yield f"{baseline} in {name}", why
+        for test, outcome in results.get("tests", {}).items():
+            if outcome.startswith("failed"):
+                yield test, outcome
 
 
 def summary(record: dict) -> list[str]:
-    """Return the lines of summary.md; the results of failed stages may be missing."""
-    found = {name: stage.get("results", {}) for name, stage in record["stages"].items()}
-    origin, lines = record["trial"], ["# GPU trial", ""]
+    """Return the lines of summary.md; the results of failed parts may be missing."""
+    found = {name: part.get("results", {}) for name, part in record["stages"].items()}
+    origin = record["trial"]
+    lines = ["# GPU trial", ""]
     environment = next(
         (each["environment"] for each in found.values() if "environment" in each), None
     )
@@ -256,14 +250,20 @@ def summary(record: dict) -> list[str]:
         lines += ["**No GPU: toy size on a CPU. The figures say nothing about a GPU.**", ""]
     lines += [f"Machine: {_machine(environment, found.get('machine', {}))}", ""]
     lines += [f"Commit {origin['commit']}, {origin['date']}: `{origin['command']}`", ""]
-    listed = [f"- {where}: {why}" for where, why in problems(record)]
-    lines += ["Problems:", "", *listed] if listed else ["No problems were found."]
-    tables = [_stages(record), _goals(found), _cases(found)]
-    tables.append(attention_table(found.get("attention", {}).get("results", [])))
-    tables.append(
-        step_table({name: found[name] for name in ("step-155m", "step-1.3b") if name in found})
+    if listed := [f"- {where}: {why}" for where, why in problems(record)]:
+        lines += ["Problems:", "", *listed]
+    else:
+        lines.append("No problems were found.")
+
+    steps = {name: found[name] for name in ("step-155m", "step-1.3b") if name in found}
+    tables = (
+        _parts(record),
+        _goals(found),
+        _cases(found),
+        attention_table(found.get("attention", {}).get("results", [])),
+        step_table(steps),
+        _training(found),
     )
-    tables.append(_training(found))
     for table in tables:
         if rows := list(table):
             lines += ["", *rows]
@@ -273,47 +273,42 @@ def summary(record: dict) -> list[str]:
 def _machine(environment: dict | None, rates: dict) -> str:
     if environment is None:
         return "unknown"
-    parts = [
+    packages = environment["packages"]
+    fields = [
         " + ".join(environment["gpus"]) or environment["cpu"],
         f"Python {environment['python']}",
+        f"torch {packages.get('torch', 'missing')}",
+        f"triton {packages.get('triton', 'missing')}",
+        *environment["gpu_software"].values(),
     ]
-    parts += [
-        f"{name} {environment['packages'].get(name, 'missing')}" for name in ("torch", "triton")
-    ]
-    parts += environment["gpu_software"].values()
     if "copy_bytes_per_second" in rates:
-        parts.append(f"matmul {rates['matmul_flops'] / 1e12:,.1f} TFLOP/s")
-        parts.append(f"copy {rates['copy_bytes_per_second'] / 1e12:.2f} TB/s")
-    return ", ".join(parts)
+        fields.append(f"matmul {rates['matmul_flops'] / 1e12:,.1f} TFLOP/s")
+        fields.append(f"copy {rates['copy_bytes_per_second'] / 1e12:.2f} TB/s")
+    return ", ".join(fields)
 
 
-def _stages(record: dict) -> Iterator[str]:
-    yield "| stage | status | seconds | cases | reason |"
+def _parts(record: dict) -> Iterator[str]:
+    yield "| part | status | seconds | cases | reason |"
     yield "|---|---|--:|--:|---|"
-    for name, stage in record["stages"].items():
-        results = stage.get("results", {})
+    for name, part in record["stages"].items():
+        results = part.get("results", {})
+        cases = ""
         if "cases" in results:
             cases = f"{len(results['cases'])} of {results['planned']}"
-        else:
-            cases = ""
-        yield (
-            f"| {name} | {stage['status']} | {stage['seconds']:.0f} | {cases} |"
-            f" {stage.get('reason', '')} |"
-        )
+        reason = part.get("reason", "")
+        yield f"| {name} | {part['status']} | {part['seconds']:.0f} | {cases} | {reason} |"
 
 
 def _goals(found: dict) -> Iterator[str]:
-    if figures := [
-        goal
-        for goal in GOALS
-        if found.get(goal[0], {}).get("peak_flops") and "parity" in found[goal[0]]
-    ]:
+    rows = []
+    for part, what, goal, figure in GOALS:
+        results = found.get(part, {})
+        if results.get("peak_flops") and "parity" in results:
+            rows.append(f"| {part}: {what} | {figure(results)} | {goal} |")
+    if rows:
         yield "| | measured | goal |"
         yield "|---|--:|--:|"
-        yield from (
-            f"| {stage}: {what} | {figure(found[stage])} | {goal} |"
-            for stage, what, goal, figure in figures
-        )
+        yield from rows
 
 
 def _cases(found: dict) -> Iterator[str]:
@@ -322,16 +317,14 @@ def _cases(found: dict) -> Iterator[str]:
         (f"{case['shape']}@{case['length']}", case["name"]): case
         for case in found.get("correctness", {}).get("cases", [])
     }
-    columns, names = (sorted({key[i] for key in cases}) for i in (0, 1))
+    columns = sorted({column for column, _ in cases})
+    names = sorted({name for _, name in cases})
     if cases:
         yield "| error / allowed error | " + " | ".join(columns) + " |"
         yield "|---" + "|--:" * len(columns) + "|"
     for name in names:
-        yield (
-            f"| {name} | "
-            + " | ".join(_worst(cases.get((column, name))) for column in columns)
-            + " |"
-        )
+        cells = [_worst(cases.get((column, name))) for column in columns]
+        yield f"| {name} | {' | '.join(cells)} |"
 
 
 def _worst(case: dict | None) -> str:
@@ -350,11 +343,12 @@ def _training(found: dict) -> Iterator[str]:
     if tests := found.get("training", {}).get("tests", {}):
         yield "| training | |"
         yield "|---|---|"
-        yield from (f"| {test} | {how} |" for test, how in tests.items())
+        for test, outcome in tests.items():
+            yield f"| {test} | {outcome} |"
 
 
 def prepare(options: argparse.Namespace, packages: Path) -> None:
-    """Create the output folder and install wheels into `packages`. Raises ConfigError if no stage
+    """Create the output folder and install wheels into `packages`. Raises ConfigError if no part
     could run.
     """
     if (options.output / "results.json").exists():
@@ -365,22 +359,9 @@ def prepare(options: argparse.Namespace, packages: Path) -> None:
     python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
     if options.wheels:
         print(f"=== installing {options.wheels} into a temporary folder", flush=True)
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-index",
-            "--no-deps",
-            "--no-compile",
-        ]
-        pip += [
-            "--disable-pip-version-check",
-            "--target",
-            str(packages),
-            *sorted(options.wheels.glob("*.whl")),
-        ]
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        pip += ["--no-index", "--no-deps", "--no-compile", "--target", str(packages)]
+        pip += sorted(options.wheels.glob("*.whl"))
         done = subprocess.run(pip, capture_output=True, text=True)
         if done.returncode != 0:
             raise ConfigError(
@@ -397,27 +378,28 @@ def prepare(options: argparse.Namespace, packages: Path) -> None:
 
 
 def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or [""])[-1][:200]
+    lines = text.strip().splitlines() or [""]
+    return lines[-1][:200]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    stages = "\n".join(f"  {stage.name:12} {stage.purpose}" for stage in STAGES)
+    parts = "\n".join(f"  {part.name:12} {part.purpose}" for part in PARTS)
     parser = command_line.Parser(
-        prog="python3 -m benchmarks.gpu_trial", description=f"{__doc__}\nstages:\n{stages}"
+        prog="python3 -m benchmarks.gpu_trial", description=f"{__doc__}\nparts:\n{parts}"
     )
     add = parser.add_argument
-    names = [stage.name for stage in STAGES]
+    names = [part.name for part in PARTS]
     add("--minutes", type=float, default=8.0, help="time limit of the trial (default: %(default)s)")
     add("--output", type=Path, required=True, metavar="DIR", help="folder for the results")
     add("--wheels", type=Path, metavar="DIR", help="folder of wheels, written by benchmarks.wheels")
     add(
-        "--stage",
+        "--part",
         nargs="+",
         choices=names,
         default=names,
         metavar="NAME",
-        help="stages to run (default: all)",
+        help="parts to run (default: all)",
     )
     add(
         "--also",
@@ -434,22 +416,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if options.wheels and not any(options.wheels.glob("*.whl")):
         fix = "collect them with: python -m benchmarks.wheels DIR"
         raise ConfigError("--wheels", f"is {options.wheels}, which contains no wheels", fix)
-    options.output = options.output.resolve()  # stages run in the repository
+    options.output = options.output.resolve()  # parts run in the repository
     return options
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the stages, print the summary, and return 1 if there were problems, otherwise 0."""
+    """Run the parts, print the summary, and return 1 if there were problems, otherwise 0."""
     deadline = time.monotonic()
     options = parse(argv)
     deadline += 60 * options.minutes
-    stages = [stage for stage in STAGES if stage.name in options.stage]
+    parts = [part for part in PARTS if part.name in options.part]
     with tempfile.TemporaryDirectory(prefix="gpu-trial-") as work:
         prepare(options, Path(work))
-        trial = Trial(options, stages, Path(work))
+        trial = Trial(options, parts, Path(work))
         try:
-            for stage in stages:
-                trial.run(stage, deadline)
+            for part in parts:
+                trial.run(part, deadline)
         finally:
             trial.save()
             print("", *summary(trial.record), sep="\n")

@@ -64,40 +64,43 @@ class Case(NamedTuple):
     name: str
     length: int
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of inputs: bf16 on a GPU, fp32 on a CPU, where kernels are interpreted."""
-        if device_here().type == "cuda":
-            return torch.bfloat16
-        return torch.float32
-
     def check(self) -> Check:
         """Return the functions to compare, and their inputs."""
         shape = Shape.parse(f"{self.shape}@{self.length}")
-        kernels = _kernels(shape, self.dtype)
+        kernels = _kernels(shape, dtype_here())
         if self.name in kernels:
             return kernels[self.name]
-        return check(self.name, shape, self.dtype)
+        return check(self.name, shape, dtype_here())
+
+
+def dtype_here() -> torch.dtype:
+    """Return the dtype of inputs: bf16 on a GPU, fp32 on a CPU, where kernels are interpreted."""
+    if device_here().type == "cuda":
+        return torch.bfloat16
+    return torch.float32
 
 
 def kernel_cases(toy: bool) -> list[Case]:
     """Return the cases of this project's Triton kernels, at toy size with `toy`."""
+    shapes = TOY_SHAPES if toy else SHAPES
+    length = TOY_LENGTH if toy else LENGTH
     cases = []
-    for shape in TOY_SHAPES if toy else SHAPES:
-        length = TOY_LENGTH if toy else LENGTH
-        names = _kernels(Shape.parse(f"{shape}@1"), Case(shape, "", 1).dtype)
+    for shape in shapes:
+        names = _kernels(Shape.parse(f"{shape}@1"), dtype_here())
         cases += [Case(shape, name, length) for name in names]
-    if toy:
-        return cases
-    return [*cases, Case(LONG_CASE[0], "attention", LONG_CASE[1])]
+    if not toy:
+        shape, length = LONG_CASE
+        cases.append(Case(shape, "attention", length))
+    return cases
 
 
 def library_cases(toy: bool) -> list[Case]:
     """Return the cases of all other attention backends that can run on this machine."""
+    shapes = TOY_SHAPES if toy else SHAPES
+    length = TOY_LENGTH if toy else LIBRARY_LENGTH
     cases = []
-    for shape in TOY_SHAPES if toy else SHAPES:
-        length = TOY_LENGTH if toy else LIBRARY_LENGTH
-        names, _ = candidates(Shape.parse(f"{shape}@1").head_dim, Case(shape, "", 1).dtype)
+    for shape in shapes:
+        names, _ = candidates(Shape.parse(f"{shape}@1").head_dim, dtype_here())
         cases += [Case(shape, name, length) for name in names if not name.endswith("triton")]
     return cases
 
@@ -119,11 +122,13 @@ def check_case(case: Case) -> dict:
     Return `worst`, the largest ratio of an error to its allowed error (None if an error is not
     finite), and `inexact`, up to three descriptions of errors above the allowed ones.
     """
-    found = list(deviations(*case.check(), case.dtype))
-    inexact = [str(deviation) for deviation in found if not deviation.exact]
-    worst = max(deviation.error / deviation.allowed for deviation in found)
-    finite = all(math.isfinite(deviation.error) for deviation in found)
-    return {"worst": worst if finite else None, "inexact": inexact[:3]}
+    errors = list(deviations(*case.check(), dtype_here()))
+    inexact = [str(deviation) for deviation in errors if not deviation.exact]
+    if all(math.isfinite(deviation.error) for deviation in errors):
+        worst = max(deviation.error / deviation.allowed for deviation in errors)
+    else:
+        worst = None
+    return {"worst": worst, "inexact": inexact[:3]}
 
 
 def run_cases(function: Callable[[Case], dict], cases: list[Case]) -> Iterator[dict]:
@@ -162,9 +167,8 @@ def _send(sender: Connection, function: Callable[[Case], dict], case: Case) -> N
     try:
         result = function(case)
     except Exception as error:  # a compiler may raise anything
-        result = {
-            "error": reason(error)
-        }  # raises the error again, and so ends the process, after a fault of the GPU
+        # After a fault of the GPU, `reason` raises the error again, which ends this process.
+        result = {"error": reason(error)}
     sender.send(result | {"seconds": round(time.monotonic() - started, 2)})
 
 
@@ -175,7 +179,6 @@ def _kernels(shape: Shape, dtype: torch.dtype) -> dict[str, Check]:
     checks = kernel_checks(shapes, dtype, device, shape.length, tokens=min(shape.length, 48))
     checks["swiglu"] = swiglu_check(width, dtype, device)
     if importlib.util.find_spec("liger_kernel"):
-        checks["loss"] = loss_check(
-            width, dtype, device
-        )  # the vocabulary has the size of the MLP's width
+        # The vocabulary has the size of the MLP's width.
+        checks["loss"] = loss_check(width, dtype, device)
     return checks

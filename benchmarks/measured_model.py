@@ -91,14 +91,15 @@ def run_config(
     """
     width = shape.heads * shape.head_dim
     data_size = max(1, world_size // tensor_parallel)
+    position = {"mlp_size": shape.position_mlp} if encoding == "tape" else {}
     config = RunConfig(
         model=model_config(
             {
                 "position_encoding": encoding,
-                "position": {"mlp_size": shape.position_mlp} if encoding == "tape" else {},
+                "position": position,
                 "num_layers": shape.layers,
                 "hidden_size": width,
-                "ffn_hidden_size": 4 * width if shape.ffn is None else shape.ffn,
+                "ffn_hidden_size": shape.ffn or 4 * width,
                 "num_attention_heads": shape.heads,
                 "seq_length": shape.seq_length,
                 "vocab_size": shape.vocab_size,
@@ -192,7 +193,8 @@ class MeasuredModel:
 
     def description(self) -> dict[str, str]:
         """Return the implementations of attention, the loss and, for TAPE, the position update."""
-        names = {"attention": self.backend, "loss": "liger" if self.fused.loss else "plain torch"}
+        loss = "liger" if self.fused.loss else "plain torch"
+        names = {"attention": self.backend, "loss": loss}
         if self.model.position_updates():
             fused = self.model.encoding.update_function() is fused_update
             names["position_update"] = "triton" if fused else "plain torch"

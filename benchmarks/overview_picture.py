@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_tape import command_line
-from megatron_tape.evaluation.comparison_file import read_comparison
+from megatron_tape.evaluation.comparison_file import FinishedRun, read_comparison
 from megatron_tape.evaluation.figures import ENCODING_COLORS
 from megatron_tape.io.files import atomic_output
 
@@ -141,19 +141,18 @@ def scores(
             f"{record}.json has {len(runs)} runs of {variant}, but the picture's label says three"
             " seeds"
         )
-    return np.array(
-        [
-            [
-                score.value
-                for length, group in columns
-                for score in run.scores
-                if score.metric == metric
-                and length in (None, score.length)
-                and group in (None, score.group)
-            ]
-            for run in runs
-        ]
-    )
+
+    def value(run: FinishedRun, length: int | None, group: str | None) -> float:
+        (score,) = (
+            score
+            for score in run.scores
+            if score.metric == metric
+            and length in (None, score.length)
+            and group in (None, score.group)
+        )
+        return score.value
+
+    return np.array([[value(run, *column) for column in columns] for run in runs])
 
 
 def draw_line(

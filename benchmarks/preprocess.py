@@ -48,10 +48,12 @@ def main() -> None:
         megabytes = sum(len(json.loads(line)["text"].encode()) for line in corpus.open("rb")) / 1e6
         for workers in arguments.workers:
             seconds = measure(corpus, tokenizer, workers, arguments.repetitions)
-            ours, theirs = (statistics.median(seconds[name]) for name in ("ours", "megatron"))
+            ours = statistics.median(seconds["ours"])
+            theirs = statistics.median(seconds["megatron"])
             print(
-                f"{workers} workers: {ours:.2f} s ({megabytes / ours:.1f} MB/s), Megatron-LM's method {theirs:.2f} s "
-                f"({megabytes / theirs:.1f} MB/s), ratio {theirs / ours:.2f}",
+                f"{workers} workers: {ours:.2f} s ({megabytes / ours:.1f} MB/s), Megatron-LM's"
+                f" method {theirs:.2f} s ({megabytes / theirs:.1f} MB/s),"
+                f" ratio {theirs / ours:.2f}",
                 flush=True,
             )
             rows.append({"workers": workers, "ours": ours, "megatron": theirs, "seconds": seconds})
@@ -63,17 +65,8 @@ def prepare(directory: Path, arguments: argparse.Namespace) -> tuple[Path, Path]
     corpus = directory / "corpus.jsonl"
     tokenizer = directory / "tokenizer.model"
     run("tools/make_corpus.py", "stdlib", "--output", corpus)
-    run(
-        "tools/train_tokenizer.py",
-        "--input",
-        corpus,
-        "--vocab-size",
-        4096,
-        "--output",
-        tokenizer,
-        "--model-type",
-        arguments.model_type,
-    )
+    options = ("--vocab-size", 4096, "--model-type", arguments.model_type)
+    run("tools/train_tokenizer.py", "--input", corpus, "--output", tokenizer, *options)
     return corpus, tokenizer
 
 

@@ -98,7 +98,8 @@ def compare(engines: dict[str, LLM], requests: int, arguments: argparse.Namespac
     """Return each model's tokens per second, and the ratios of TAPE's time to Llama's for prompts
     and later tokens.
     """
-    prompts, later = ({name: [] for name in engines} for _ in range(2))
+    prompts: dict[str, list[float]] = {name: [] for name in engines}
+    later: dict[str, list[float]] = {name: [] for name in engines}
     for turn in range(1 + arguments.passes):
         for name, engine in engines.items():
             first, _ = answer(engine, requests, 1, arguments)
@@ -106,13 +107,16 @@ def compare(engines: dict[str, LLM], requests: int, arguments: argparse.Namespac
             if turn:  # the first is a warm-up
                 prompts[name].append(first)
                 later[name].append(total - first)
-    ratio = lambda of: statistics.median(t / p for t, p in zip(of["tape"], of["llama"]))  # noqa: E731
     produced = requests * (arguments.tokens - 1)
     rates = {name: produced / statistics.median(seconds) for name, seconds in later.items()}
     return {
         "tokens_per_second": rates,
-        "tape_over_llama": {"prompts": ratio(prompts), "tokens": ratio(later)},
+        "tape_over_llama": {"prompts": _ratio(prompts), "tokens": _ratio(later)},
     }
+
+
+def _ratio(seconds: dict[str, list[float]]) -> float:
+    return statistics.median(t / p for t, p in zip(seconds["tape"], seconds["llama"]))
 
 
 def main() -> None:

@@ -55,21 +55,18 @@ def step_table(results: dict[str, dict]) -> Iterator[str]:
     rows = []
     for label, result in results.items():
         for name, model in result.get("models", {}).items():
-            shares = (
-                f"{model[key]:.1%}" if model.get(key) else ""
-                for key in ("mfu", "mfu_of_rope_flops")
-            )
-            gib = [
-                f"{model['memory'][key] / 2**30:.2f}"
-                for key in ("peak", "estimated_peak")
-                if key in model["memory"]
-            ]
-            cells = [label, name, model.get("attention", ""), f"{model['seconds_per_step']:.4f}"]
-            cells += [
+            memory = model["memory"]
+            peaks = [memory[key] for key in ("peak", "estimated_peak") if key in memory]
+            cells = [
+                label,
+                name,
+                model.get("attention", ""),
+                f"{model['seconds_per_step']:.4f}",
                 f"{model['tokens_per_second']:,.0f}",
-                *shares,
-                f"{model['of_matmul']:.1%}",
-                " / ".join(gib),
+                _percent(model.get("mfu")),
+                _percent(model.get("mfu_of_rope_flops")),
+                _percent(model["of_matmul"]),
+                " / ".join(f"{peak / 2**30:.2f}" for peak in peaks),
             ]
             rows.append(f"| {' | '.join(cells)} |")
     if rows:
@@ -79,3 +76,9 @@ def step_table(results: dict[str, dict]) -> Iterator[str]:
         )
         yield "|---|---|---|--:|--:|--:|--:|--:|--:|"
         yield from rows
+
+
+def _percent(share: float | None) -> str:
+    if share is None:
+        return ""
+    return f"{share:.1%}"

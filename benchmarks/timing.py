@@ -17,16 +17,15 @@ ENOUGH_SECONDS = 2.0
 
 def device_here() -> torch.device:
     """Return the first GPU, or the CPU if there is none."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
 
 
 def add_time_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options --precision, --toy, --output and --commit."""
+    precision = "bf16" if torch.cuda.is_available() else "fp32"
     parser.add_argument(
-        "--precision",
-        choices=DTYPES,
-        default="bf16" if torch.cuda.is_available() else "fp32",
-        help="default here: %(default)s",
+        "--precision", choices=DTYPES, default=precision, help="default here: %(default)s"
     )
     parser.add_argument(
         "--toy", action="store_true", help="use the smallest sizes, to test that everything runs"
@@ -45,7 +44,8 @@ def reason(error: Exception) -> str:
         torch.cuda.synchronize()
     if isinstance(error, fault):
         raise error
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    first_line = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first_line[:200]}"
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
@@ -70,55 +70,58 @@ def timed(
     timed.
     """
     on_gpu = device.type == "cuda"
-    found: dict[str, dict] = {}
+    timings: dict[str, dict] = {}
     failed: dict[str, str] = {}
     calls: dict[str, int] = {}
     times: dict[str, list[float]] = {}
 
-    def once(name: str, calls: int) -> float:
+    def mean_seconds(name: str, count: int = 1) -> float:
         def repeat() -> None:
-            for _ in range(calls):
+            for _ in range(count):
                 functions[name]()
 
-        return seconds(repeat, device) / calls
+        return seconds(repeat, device) / count
 
     for name in functions:
         try:
-            once(name, 1)
+            mean_seconds(name)
             if name.endswith("triton") and not on_gpu:
-                found[name] = {"interpreted": True}
+                timings[name] = {"interpreted": True}
                 continue
-            calls[name], times[name] = max(1, int(0.02 / once(name, 1))) if on_gpu else 1, []
+            calls[name] = 1
+            if on_gpu:
+                calls[name] = max(1, int(0.02 / mean_seconds(name)))
+            times[name] = []
         except Exception as error:
             failed[name] = reason(error)
+
     for _ in range(repetitions):
         for name, taken in list(times.items()):
             if len(taken) >= 3 and sum(taken) * calls[name] > ENOUGH_SECONDS:
                 continue
             try:
-                taken.append(once(name, calls[name]))
+                taken.append(mean_seconds(name, calls[name]))
             except Exception as error:
                 failed[name] = reason(error)
                 del times[name]
-    found |= {
-        name: {"seconds": statistics.median(t), "repetitions": len(t)} for name, t in times.items()
-    }
-    return found, failed
+
+    for name, taken in times.items():
+        timings[name] = {"seconds": statistics.median(taken), "repetitions": len(taken)}
+    return timings, failed
 
 
 def matmul_peak(dtype: torch.dtype, device: torch.device) -> float:
     """Measure the FLOP/s of a large matrix product."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
-    return 2 * size**3 / timed({"matmul": lambda: a @ b}, 10, device)[0]["matmul"]["seconds"]
+    timings, _ = timed({"matmul": lambda: a @ b}, 10, device)
+    return 2 * size**3 / timings["matmul"]["seconds"]
 
 
 def copy_bandwidth(device: torch.device) -> float:
     """Measure the bytes per second, reads plus writes, of a large copy."""
-    source = torch.ones(2**28 if device.type == "cuda" else 2**25, device=device)
+    size = 2**28 if device.type == "cuda" else 2**25
+    source = torch.ones(size, device=device)
     target = torch.empty_like(source)
-    return (
-        2
-        * source.nbytes
-        / timed({"copy": lambda: target.copy_(source)}, 10, device)[0]["copy"]["seconds"]
-    )
+    timings, _ = timed({"copy": lambda: target.copy_(source)}, 10, device)
+    return 2 * source.nbytes / timings["copy"]["seconds"]

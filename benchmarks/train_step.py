@@ -124,6 +124,7 @@ class Comparison:
         self.on_gpu = layout.device.type == "cuda"
         self.record = Record(arguments) if layout.rank == 0 else None
         gpu = torch.cuda.get_device_name(layout.device) if self.on_gpu else None
+        peak = peak_flops(gpu) if gpu and arguments.precision == "bf16" else None
         self.first_losses: dict[str, Tensor] = {}
         self.result: dict = {
             "shape": {"name": arguments.shape, **dataclasses.asdict(shape)},
@@ -136,7 +137,7 @@ class Comparison:
                 "device": gpu or "cpu",
                 "tokens_per_step": configs["rope"].train.global_batch_size * shape.seq_length,
             },
-            "peak_flops": peak_flops(gpu) if gpu and arguments.precision == "bf16" else None,
+            "peak_flops": peak,
             "matmul_flops": matmul_peak(dtype_of(configs["rope"]), layout.device),
             "models": {},
         }
@@ -177,21 +178,21 @@ class Comparison:
 
     def _measure(self, models: dict[str, MeasuredModel]) -> None:
         """Time steps of these models, which alternate, and add the results."""
-        warmup, total = self.arguments.warmup, self.arguments.warmup + self.arguments.repetitions
+        warmup = self.arguments.warmup
+        total = warmup + self.arguments.repetitions
         steps: dict[str, list] = {name: [] for name in models}
         for repetition in range(total):
             if repetition == warmup and self.on_gpu:
                 torch.cuda.reset_peak_memory_stats()
             for name, measured in models.items():
                 steps[name].append(measured.step())
-            taken = ", ".join(f"{name} {of[-1].seconds:.4f} s" for name, of in steps.items())
+            taken = ", ".join(f"{name} {done[-1].seconds:.4f} s" for name, done in steps.items())
             self.log(f"step {repetition + 1} of {total}: {taken}")
         for name, measured in models.items():
             counted = steps[name][warmup:]
             model = measured.config.model
-            speed = self._speed(
-                flops_per_token(model), statistics.median(step.seconds for step in counted)
-            )
+            seconds = statistics.median(step.seconds for step in counted)
+            speed = self._speed(flops_per_token(model), seconds)
             self.result["models"][name] = {
                 **measured.description(),
                 **speed,
@@ -210,11 +211,12 @@ class Comparison:
         tokens = self.result["run"]["tokens_per_step"] / seconds
         rate = flops * tokens / self.layout.world_size
         peak = self.result["peak_flops"]
+        mfu = rate / peak if peak else None
         return {
             "seconds_per_step": seconds,
             "tokens_per_second": tokens,
             "tflops": rate / 1e12,
-            "mfu": rate / peak if peak else None,
+            "mfu": mfu,
             "of_matmul": rate / self.result["matmul_flops"],
             "flops_per_token": flops,
         }
@@ -225,10 +227,12 @@ class Comparison:
         """
         models = self.result["models"]
         if models.keys() >= set(ENCODINGS):
-            rope, tape = (models[encoding] for encoding in ENCODINGS)
-            tape["mfu_of_rope_flops"] = (
-                tape["mfu"] and tape["mfu"] * rope["flops_per_token"] / tape["flops_per_token"]
-            )
+            rope = models["rope"]
+            tape = models["tape"]
+            tape["mfu_of_rope_flops"] = None
+            if tape["mfu"]:
+                flops_ratio = rope["flops_per_token"] / tape["flops_per_token"]
+                tape["mfu_of_rope_flops"] = tape["mfu"] * flops_ratio
             self.result["ratio_time"] = self._ratio("tape", "rope")
             self.result["ratio_memory"] = tape["memory"]["peak"] / rope["memory"]["peak"]
         if baselines := [name for name in models if name not in ENCODINGS]:

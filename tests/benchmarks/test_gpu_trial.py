@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from test_wheels import write_wheel
 
-from benchmarks import gpu_trial, trial_stages
-from benchmarks.gpu_trial import STAGES, Stage, problems, summary
+from benchmarks import gpu_trial, trial_parts
+from benchmarks.gpu_trial import PARTS, Part, problems, summary
 from benchmarks.kernel_cases import Case, run_cases
 from megatron_tape.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Programs that replace stages. Their argument is the path of the stage's results.
+# Programs that replace parts. Their argument is the path of the part's results.
 WORKS = "import json, sys; json.dump({'found': 1}, open(sys.argv[1], 'w')); print('measured')"
 CRASHES = f"{WORKS}; import os; os.kill(os.getpid(), 11)"
 HANGS = """
@@ -33,22 +33,22 @@ time.sleep(99)
 
 @pytest.fixture
 def trial(monkeypatch, tmp_path, capsys):
-    """Return a function that runs a trial of stages (min_seconds, limit, program) and returns its
+    """Return a function that runs a trial of parts (min_seconds, limit, program) and returns its
     results.
     """
 
-    def run(stages, *options):
+    def run(parts, *options):
         monkeypatch.setattr(
-            gpu_trial, "STAGES", [Stage(name, "", *of[:2]) for name, of in stages.items()]
+            gpu_trial, "PARTS", [Part(name, "", *of[:2]) for name, of in parts.items()]
         )
         monkeypatch.setattr(
             gpu_trial.Trial,
             "command",
-            lambda self, stage, _: [
+            lambda self, part, _: [
                 sys.executable,
                 "-c",
-                stages[stage.name][2],
-                self.output / f"{stage.name}.json",
+                parts[part.name][2],
+                self.output / f"{part.name}.json",
             ],
         )
         status = gpu_trial.main([f"--output={tmp_path}", "--commit=abc", *options])
@@ -68,14 +68,14 @@ def ends(pid):
         time.sleep(0.05)
 
 
-def test_a_stage_that_hangs_or_crashes_costs_only_its_limit(trial, tmp_path):
-    stages = {
+def test_a_part_that_hangs_or_crashes_costs_only_its_limit(trial, tmp_path):
+    parts = {
         "hangs": (0, 6, HANGS),
         "crashes": (0, 9, CRASHES),
         "long": (60, 90, HANGS),
         "works": (0, 9, WORKS),
     }
-    status, found, out = trial(stages, "--minutes=0.9")
+    status, found, out = trial(parts, "--minutes=0.9")
     assert (
         status == 1 and found["hangs"]["status"] == "out of time" and found["hangs"]["seconds"] < 15
     )
@@ -93,15 +93,15 @@ def test_a_stage_that_hangs_or_crashes_costs_only_its_limit(trial, tmp_path):
     )
     assert (tmp_path / "summary.md").read_text().strip() in out
     with pytest.raises(UserError, match="another trial"):
-        trial(stages)
+        trial(parts)
 
 
-def test_a_trial_without_any_stage_fails(trial):
+def test_a_trial_without_any_part_fails(trial):
     status, _, out = trial({"long": (60, 90, HANGS)}, "--minutes=0.5")
     assert status == 1 and "- nothing ran: it needs 60 s" in out
 
 
-def test_wheels_are_installed_for_the_stages(trial, tmp_path, monkeypatch):
+def test_wheels_are_installed_for_the_parts(trial, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     wheels = tmp_path / "wheels"
     wheels.mkdir()
@@ -119,11 +119,11 @@ def test_results_survive_if_the_trial_is_killed(tmp_path, number):
     program = f"""
 import sys
 from benchmarks import gpu_trial
-watches = "from benchmarks.trial_stages import watch; watch(60)"  # as a stage does
+watches = "from benchmarks.trial_parts import watch; watch(60)"  # as a part does
 programs = {{"works": {WORKS!r}, "hangs": watches + {HANGS!r}, "later": {WORKS!r}}}
-gpu_trial.STAGES = [gpu_trial.Stage(name, "", 0, 60) for name in programs]
-gpu_trial.Trial.command = lambda self, stage, seconds: [
-    sys.executable, "-c", programs[stage.name], str(self.output / f"{{stage.name}}.json")]
+gpu_trial.PARTS = [gpu_trial.Part(name, "", 0, 60) for name in programs]
+gpu_trial.Trial.command = lambda self, part, seconds: [
+    sys.executable, "-c", programs[part.name], str(self.output / f"{{part.name}}.json")]
 sys.argv = ["gpu_trial", "--output", {str(tmp_path)!r}]
 gpu_trial.command_line.run(gpu_trial.main)
 """
@@ -178,7 +178,7 @@ def test_a_kernel_that_crashes_or_hangs_affects_only_its_own_case(monkeypatch, t
     checked = tmp_path / "correctness.json"
     cases = [found["crashes"] | {"name": "attention"}, found["hangs"] | {"name": "rope torch"}]
     checked.write_text(json.dumps({"cases": [*cases, found["fails"] | {"name": "tape tiled"}]}))
-    assert trial_stages._crashed(checked) == {"triton", "torch"}
+    assert trial_parts._crashed(checked) == {"triton", "torch"}
 
 
 def test_recorded_gpu_results_are_summarized():
@@ -207,13 +207,13 @@ def test_the_summary_lists_wrong_results_and_compares_figures_with_goals():
         "step-155m": {"models": {}, "parity": {}, "peak_flops": 1e15, "ratio_time": 1.2},
         "training": {"tests": {"tape": "passed", "rope": "failed: loss at step 3"}},
     }
-    stages = {
+    parts = {
         name: {"status": "done", "seconds": 9.0, "results": found}
         for name, found in results.items()
     }
     record = {
         "trial": {"commit": "abc", "date": "today", "command": "python3 ..."},
-        "stages": stages,
+        "stages": parts,
     }
     found = dict(problems(record))
     assert set(found) == {
@@ -232,7 +232,7 @@ def test_the_summary_lists_wrong_results_and_compares_figures_with_goals():
 
 
 @pytest.mark.slow
-def test_without_a_gpu_every_stage_runs_at_toy_size(tmp_path):
+def test_without_a_gpu_every_part_runs_at_toy_size(tmp_path):
     command = [
         sys.executable,
         "-m",
@@ -243,10 +243,10 @@ def test_without_a_gpu_every_stage_runs_at_toy_size(tmp_path):
     ]
     done = subprocess.run([*command, "--commit=abc"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
-    stages = json.loads((tmp_path / "results.json").read_text())["stages"]
-    assert list(stages) == [stage.name for stage in STAGES]
-    assert {stage["status"] for stage in stages.values()} == {"done"}
-    found = {name: stage["results"] for name, stage in stages.items()}
+    parts = json.loads((tmp_path / "results.json").read_text())["stages"]
+    assert list(parts) == [part.name for part in PARTS]
+    assert {part["status"] for part in parts.values()} == {"done"}
+    found = {name: part["results"] for name, part in parts.items()}
     assert {results["environment"]["commit"] for results in found.values()} == {"abc"}
     assert found["machine"]["matmul_flops"] > 0 and found["machine"]["copy_bytes_per_second"] > 0
     for name in ("compile", "correctness"):

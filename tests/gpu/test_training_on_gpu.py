@@ -5,7 +5,7 @@ A small model learns real text with `pretrain.train`: Megatron's layers and data
 ZeRO and, on the GPU (`TESTS_ON=gpu`), the fused kernels, which TAPE's runs select by name. In fp32,
 one or several GPUs must reproduce the CPU's figures; in bf16, under every ZeRO stage, with packed
 documents and with recomputation, they must be close. Without a GPU, Triton interprets the kernels,
-and two steps are taken. The most important of these tests form a stage of `benchmarks.gpu_trial`.
+and two steps are taken. The most important of these tests form a part of `benchmarks.gpu_trial`.
 """
 
 import math

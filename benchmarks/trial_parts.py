@@ -1,13 +1,14 @@
-"""Run one stage of `benchmarks.gpu_trial`, which starts this program for each stage.
+"""Run one part of `benchmarks.gpu_trial`, which starts this program for each part.
 
-    python -m benchmarks.trial_stages NAME --output FILE.json [--seconds N] [--toy]
+    python -m benchmarks.trial_parts NAME --output FILE.json [--seconds N] [--toy]
 
-Results are written as they arrive. Without a GPU, a stage runs at toy size on the CPU, where Triton
+Results are written as they arrive. Without a GPU, a part runs at toy size on the CPU, where Triton
 interprets kernels; its times are meaningless.
 """
 
 import argparse
 import faulthandler
+import functools
 import importlib.util
 import json
 import os
@@ -16,10 +17,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.environment import Record, add_record_arguments
 from megatron_tape.command_line import Parser
 from megatron_tape.io.versions import ROOT
+
+if TYPE_CHECKING:
+    import pytest
 
 _RUN = "test_a_run_has_the_losses_and_gradient_norms_of_the_cpu[{}]"
 _GRADIENT = "test_gradients_have_at_most_twice_the_error_of_plain_torch[{}]"
@@ -27,7 +32,7 @@ TRAINED = [
     _RUN.format(name) for name in ("tape fp32", "tape bf16 ZeRO 2", "rope fp32", "rope bf16 ZeRO 2")
 ]
 TRAINED += [_GRADIENT.format(f"gradients of tape-dtype{number}") for number in (0, 1)]
-"""The tests of tests/gpu/test_training_on_gpu.py that the stage `training` runs."""
+"""The tests of tests/gpu/test_training_on_gpu.py that the part `training` runs."""
 TRAINED_TOY = [_RUN.format("tape bf16 ZeRO 2"), _GRADIENT.format("gradients of tape packed-dtype0")]
 
 
@@ -39,13 +44,16 @@ def machine(record: Record, options: argparse.Namespace) -> None:
     from megatron_tape.io.versions import toolchain
 
     device = device_here()
-    record.write(found := {"compiler": toolchain()["C compiler"]})
-    record.write(found := found | {"matmul_flops": matmul_peak(torch.bfloat16, device)})
-    record.write(found | {"copy_bytes_per_second": copy_bandwidth(device)})
+    rates: dict = {"compiler": toolchain()["C compiler"]}
+    record.write(rates)
+    rates["matmul_flops"] = matmul_peak(torch.bfloat16, device)
+    record.write(rates)
+    rates["copy_bytes_per_second"] = copy_bandwidth(device)
+    record.write(rates)
 
 
 def compile_kernels(record: Record, options: argparse.Namespace) -> None:
-    """Compile the kernels for the recipes' shapes in parallel; later stages find them in Triton's
+    """Compile the kernels for the recipes' shapes in parallel; later parts find them in Triton's
     cache.
     """
     from benchmarks import kernel_cases as kernels
@@ -66,15 +74,13 @@ def correctness(record: Record, options: argparse.Namespace) -> None:
 def _run_cases(record: Record, function: Callable, cases: list) -> None:
     from benchmarks.kernel_cases import run_cases
 
-    found = []
-    for case in run_cases(function, cases):
-        found.append(case)
-        record.write({"planned": len(cases), "cases": found})
-        problem = case.get("error") or "; ".join(case.get("inexact", []))
-        print(
-            f"{len(found)} of {len(cases)}: {case['shape']} {case['name']}: {problem or 'passed'}",
-            flush=True,
-        )
+    results = []
+    for result in run_cases(function, cases):
+        results.append(result)
+        record.write({"planned": len(cases), "cases": results})
+        outcome = result.get("error") or "; ".join(result.get("inexact", [])) or "passed"
+        case = f"{result['shape']} {result['name']}"
+        print(f"{len(results)} of {len(cases)}: {case}: {outcome}", flush=True)
 
 
 def attention(record: Record, options: argparse.Namespace) -> None:
@@ -83,21 +89,28 @@ def attention(record: Record, options: argparse.Namespace) -> None:
     """
     from benchmarks import attention
 
-    without = sorted(_crashed(options.output.with_name("correctness.json")))
-    left = max(1.0, options.seconds - 10)  # nothing starts in the last ten seconds
-    arguments = ["--minutes", str(left / 60), *(["--flex"] if "flex" in options.also else [])]
-    arguments += ["--without", *without] if without else []
-    attention.main([*arguments, *(["--toy"] if options.toy else []), *_output(options)])
+    # Nothing starts in the last ten seconds.
+    left = max(1.0, options.seconds - 10)
+    arguments = ["--minutes", str(left / 60), *_output(options)]
+    if "flex" in options.also:
+        arguments.append("--flex")
+    if options.toy:
+        arguments.append("--toy")
+    if crashed := _crashed(options.output.with_name("correctness.json")):
+        arguments += ["--without", *sorted(crashed)]
+    attention.main(arguments)
 
 
 def _crashed(record: Path) -> set[str]:
-    """Return the backends that crashed or hung, from the record of the stage `correctness`."""
+    """Return the backends that crashed or hung, from the record of the part `correctness`."""
     if not record.exists():
         return set()
     cases = json.loads(record.read_text(encoding="utf-8")).get("cases", [])
     names = [case["name"].split() for case in cases if "seconds" not in case]
-    libraries = {name[1] for name in names if name[0] in ("rope", "tape")}
-    return libraries | {"triton" for name in names if name[0] == "attention"}
+    crashed = {name[1] for name in names if name[0] in ("rope", "tape")}
+    if ["attention"] in names:
+        crashed.add("triton")
+    return crashed
 
 
 def step(shape: str, record: Record, options: argparse.Namespace) -> None:
@@ -106,12 +119,21 @@ def step(shape: str, record: Record, options: argparse.Namespace) -> None:
     """
     from benchmarks import train_step
 
-    baselines = ["transformers", *(["megatron"] if "megatron" in options.also else [])]
-    against = [name for name in baselines if importlib.util.find_spec(name)]
-    large = shape.startswith("1.3b")
-    arguments = ["--shape", "toy" if options.toy else shape, "--warmup", "1" if large else "2"]
-    arguments += ["--repetitions", "1" if options.toy else "3", *(["--profile"] if large else [])]
-    train_step.main([*arguments, *_output(options), "--against", *against])
+    baselines = ["transformers"]
+    if "megatron" in options.also:
+        baselines.append("megatron")
+    installed = [name for name in baselines if importlib.util.find_spec(name)]
+
+    arguments = _output(options)
+    if options.toy:
+        arguments += ["--shape", "toy", "--repetitions", "1"]
+    else:
+        arguments += ["--shape", shape, "--repetitions", "3"]
+    if shape.startswith("1.3b"):
+        arguments += ["--warmup", "1", "--profile"]
+    else:
+        arguments += ["--warmup", "2"]
+    train_step.main([*arguments, "--against", *installed])
 
 
 def training(record: Record, options: argparse.Namespace) -> None:
@@ -120,51 +142,56 @@ def training(record: Record, options: argparse.Namespace) -> None:
     """
     import pytest
 
-    found: dict[str, str] = {}
+    outcomes: dict[str, str] = {}
 
     class Reports:
         """A pytest plugin that records the outcome of each test."""
 
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-            if report.when == "call" or not report.passed:
-                name = report.nodeid.partition("::")[2]
-                # For a skipped test, longrepr is (file, line, reason).
-                skipped = isinstance(report.longrepr, tuple)
-                why = (report.longrepr[2] if skipped else report.longreprtext).strip().splitlines()
-                lines = [line[1:].strip() for line in why if line.startswith("E ")] or why[-1:]
-                found[name] = (
-                    report.outcome
-                    if report.passed
-                    else f"{report.outcome}: {' '.join(lines)[:300]}"
-                )
-                record.write({"tests": found})
+            if report.passed and report.when != "call":
+                return
+            test = report.nodeid.partition("::")[2]
+            outcomes[test] = report.outcome
+            if not report.passed:
+                outcomes[test] += f": {_why(report)[:300]}"
+            record.write({"tests": outcomes})
 
     os.environ["TESTS_ON"] = "cpu" if options.toy else "gpu"
     file = ROOT / "tests" / "gpu" / "test_training_on_gpu.py"
-    chosen = [f"{file}::{test}" for test in (TRAINED_TOY if options.toy else TRAINED)]
-    arguments = ["-o", "addopts=", "--tb=short", "-p", "no:cacheprovider", *chosen]
+    names = TRAINED_TOY if options.toy else TRAINED
+    tests = [f"{file}::{name}" for name in names]
+    arguments = ["-o", "addopts=", "--tb=short", "-p", "no:cacheprovider", *tests]
     status = pytest.main(arguments, plugins=[Reports()])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise SystemExit(f"pytest ended with {status!r}")
 
 
-STAGES: dict[str, Callable[[Record, argparse.Namespace], None]] = {
+def _why(report: "pytest.TestReport") -> str:
+    """Return the lines that pytest marks as the error of a test, or the reason of a skip."""
+    if isinstance(report.longrepr, tuple):
+        file, line, reason = report.longrepr
+        return reason
+    lines = report.longreprtext.strip().splitlines()
+    errors = [line[1:].strip() for line in lines if line.startswith("E ")]
+    return " ".join(errors or lines[-1:])
+
+
+PARTS: dict[str, Callable[[Record, argparse.Namespace], None]] = {
     "machine": machine,
     "compile": compile_kernels,
     "correctness": correctness,
     "attention": attention,
-    "step-155m": lambda *given: step("155m-1k", *given),
-    "step-1.3b": lambda *given: step("1.3b-4k", *given),
+    "step-155m": functools.partial(step, "155m-1k"),
+    "step-1.3b": functools.partial(step, "1.3b-4k"),
     "training": training,
 }
 
 
 def _output(options: argparse.Namespace) -> list[str]:
-    return [
-        "--output",
-        str(options.output),
-        *(["--commit", options.commit] if options.commit else []),
-    ]
+    arguments = ["--output", str(options.output)]
+    if options.commit:
+        arguments += ["--commit", options.commit]
+    return arguments
 
 
 def watch(seconds: float) -> None:
@@ -185,9 +212,9 @@ def watch(seconds: float) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the stage that the command line names."""
+    """Run the part that the command line names."""
     parser = Parser(description=__doc__)
-    parser.add_argument("stage", choices=STAGES, metavar="NAME", help=", ".join(STAGES))
+    parser.add_argument("part", choices=PARTS, metavar="NAME", help=", ".join(PARTS))
     parser.add_argument(
         "--seconds", type=float, default=600.0, help="time limit in seconds (default: %(default)s)"
     )
@@ -199,7 +226,7 @@ def main(argv: list[str] | None = None) -> None:
     add_record_arguments(parser)
     options = parser.parse_args(argv)
     watch(options.seconds + 10)
-    # Print the stacks of a stage that crashes, or that still runs shortly before its limit.
+    # Print the stacks of a part that crashes, or that still runs shortly before its limit.
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(1.0, options.seconds - 2))
     if options.toy:
@@ -212,8 +239,8 @@ def main(argv: list[str] | None = None) -> None:
         torch.set_num_threads(1)
         print("no GPU: running at toy size on the CPU", flush=True)
     record = Record(options)
-    record.write({})  # records the environment even if the stage fails
-    STAGES[options.stage](record, options)
+    record.write({})  # records the environment even if the part fails
+    PARTS[options.part](record, options)
 
 
 if __name__ == "__main__":
