@@ -183,7 +183,7 @@ def test_evaluation_gives_the_losses_of_training(exports, tmp_path, capsys):
 
     card = (made.directory / "README.md").read_text()
     assert (
-        "| PositionInputs | fire: FIRE: functional interpolation for relative positional encoding"
+        "| Positions | fire: FIRE: functional interpolation for relative positional encoding"
         in card
     )
     assert "trust_remote_code=True" in card and "TAPE" not in card and "## Adapt" not in card
