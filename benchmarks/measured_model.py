@@ -195,7 +195,7 @@ class MeasuredModel:
         """Return the implementations of attention, the loss and, for TAPE, the position update."""
         loss = "liger" if self.fused.loss else "plain torch"
         names = {"attention": self.backend, "loss": loss}
-        if self.model.position_updates():
+        if self.model.updating_encodings():
             fused = self.model.encoding.update_function() is fused_update
             names["position_update"] = "triton" if fused else "plain torch"
         return names

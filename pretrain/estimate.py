@@ -168,8 +168,8 @@ def _rows(plan: Plan, needed: Memory) -> Iterator[tuple[str, str]]:
     yield "parameters", f"{parameters:,}"
     if trained < parameters:
         yield "  trained", f"{trained:,} ({', '.join(plan.extension.trains)})"
-    if plan.tensor_size * plan.stages > 1:
-        elements = max(stage.elements for stage in plan.of_stages())
+    if plan.tensor_size * plan.pipeline_size > 1:
+        elements = max(stage.elements for stage in plan.pipeline_stages())
         yield "  per model-parallel rank, at most", f"{elements:,}"
     layout = (
         f"{counted(plan.processes, 'process', 'processes')}:"
@@ -187,7 +187,7 @@ def _rows(plan: Plan, needed: Memory) -> Iterator[tuple[str, str]]:
     for attribute, name in COMPONENTS.items():
         yield f"  {name}", f"{byte_size(getattr(needed, attribute)):>10}"
     if config.checkpoint.asynchronous:
-        shards = plan.tensor_size * plan.stages
+        shards = plan.tensor_size * plan.pipeline_size
         shard = checkpoint_bytes(plan) // shards
         writers = min(
             plan.data_context_size, writer_count(shard, shards, config.checkpoint.writers)

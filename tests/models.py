@@ -117,7 +117,7 @@ def randomize_tape(built):
             parameter.copy_(
                 torch.randn(parameter.shape, generator=torch.Generator().manual_seed(98)) * 0.5
             )
-    for update in built.position_updates():
+    for update in built.updating_encodings():
         for parameter in update.parameters():
             parameter.copy_(
                 torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5

@@ -49,7 +49,7 @@ def _validate_parallel(config: RunConfig, world_size: int) -> None:
     context_size = parallel.context_parallel_size
     tensor_key = "parallel.tensor_model_parallel_size"
     context_key = "parallel.context_parallel_size"
-    stage_size = parallel.ranks_per_stage
+    stage_size = parallel.ranks_per_pipeline_stage
     sequence_parallel = parallel.uses_sequence_parallel
     tensor = f"{tensor_key} {tensor_size}"
     both = f"{tensor_key} {tensor_size} times {context_key} {context_size}"

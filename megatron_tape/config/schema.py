@@ -228,14 +228,14 @@ class ParallelConfig:
     numbers. The first stage also computes the embedding, and the last stage the loss."""
 
     @property
-    def ranks_per_stage(self) -> int:
+    def ranks_per_pipeline_stage(self) -> int:
         """Number of GPUs that compute the same layers of one sequence together."""
         return self.tensor_model_parallel_size * self.context_parallel_size
 
     @property
     def ranks_per_sequence(self) -> int:
         """Number of GPUs of one model replica, which compute a sequence together."""
-        return self.ranks_per_stage * self.pipeline_model_parallel_size
+        return self.ranks_per_pipeline_stage * self.pipeline_model_parallel_size
 
     def model_chunks(self, num_layers: int) -> list[range]:
         """Return the layers (from 0) of each model chunk, in order. Stage p of P holds chunks p, p

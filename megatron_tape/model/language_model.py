@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.model.backend import FusedKernels, chosen_backend
-from megatron_tape.model.layers import LayerPosition, PositionTransformerLayer, RMSNorm
+from megatron_tape.model.layers import LayerEncoding, PositionTransformerLayer, RMSNorm
 from megatron_tape.model.output_layer import OutputLayer
 from megatron_tape.ops.activation_checkpointing import AttentionRecorder
 from megatron_tape.ops.packing import Packing
@@ -326,7 +326,7 @@ class LanguageModel(torch.nn.Module):
             host = host.pin_memory()
         return host.to(tokens.device, non_blocking=True)
 
-    def position_updates(self) -> list[LayerPosition]:
+    def updating_encodings(self) -> list[LayerEncoding]:
         """Return the modules that update the position state, in layer order; empty for encodings
         that update none.
         """

@@ -1,8 +1,8 @@
 """The transformer layer: Megatron-core's attention and MLP, with a positional encoding and its
 position state.
 
-`PositionTransformerLayer.forward` shows how the state passes through a layer: `LayerPosition.enter`
-turns it into inputs of attention, and `LayerPosition.forward` updates it for the next layer.
+`PositionTransformerLayer.forward` shows how the state passes through a layer: `LayerEncoding.enter`
+turns it into inputs of attention, and `LayerEncoding.forward` updates it for the next layer.
 
 Axes: B batch, S all tokens of a sequence, s this rank's tokens, C hidden size, h this rank's heads,
 D head dimension, G key/value groups. The position state z is what the encoding passes from layer to
@@ -185,7 +185,7 @@ class PositionSelfAttention(SelfAttention):
         return output, averaged
 
 
-class LayerPosition(torch.nn.Module):
+class LayerEncoding(torch.nn.Module):
     """The positional encoding in one layer: its parameters, and the update of the position state
     after the MLP.
 
@@ -241,7 +241,7 @@ class LayerPosition(torch.nn.Module):
         hidden_states = self._with_summed_gradient(hidden_states)
         parameters = self._attention_parameters()
         state = self.encoding.enter(self.layer, parameters, state, hidden_states, NO_CACHE)
-        return state, self.encoding.positions(
+        return state, self.encoding.position_inputs(
             self.layer, parameters, state, hidden_states, NO_CACHE
         )
 
@@ -326,7 +326,7 @@ class PositionTransformerLayer(torch.nn.Module):
         self.self_attention = PositionSelfAttention(model, config, groups, layer, backend)
         self.pre_mlp_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
         self.mlp = MLP(config, parts, ffn_hidden_size=config.ffn_hidden_size, tp_group=groups.tp)
-        self.position = LayerPosition(encoding, layer, config)
+        self.position = LayerEncoding(encoding, layer, config)
 
     def forward(
         self,
@@ -353,6 +353,6 @@ class PositionTransformerLayer(torch.nn.Module):
         mlp_output, _ = self.mlp(self.pre_mlp_layernorm(hidden_states))
         hidden_states = hidden_states + mlp_output
 
-        # The update is `LayerPosition.forward`, so that ZeRO 3 gathers its parameters.
+        # The update is `LayerEncoding.forward`, so that ZeRO 3 gathers its parameters.
         state = self.position(state, positions, averaged, attention_output, mlp_output)
         return hidden_states, state

@@ -20,7 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_tape.model.language_model import LanguageModel
-from megatron_tape.model.layers import LayerPosition
+from megatron_tape.model.layers import LayerEncoding
 from megatron_tape.model.names import EMBEDDING
 
 
@@ -166,9 +166,9 @@ class Pipeline(nn.Module):
         """See `LanguageModel.take_z_loss`; 0 except in the last stage."""
         return self.model_chunks[-1].take_z_loss()
 
-    def position_updates(self) -> list[LayerPosition]:
+    def updating_encodings(self) -> list[LayerEncoding]:
         """Return the modules of this stage that update the position state, in layer order."""
-        return [update for chunk in self.model_chunks for update in chunk.position_updates()]
+        return [update for chunk in self.model_chunks for update in chunk.updating_encodings()]
 
 
 class TiedWeight:

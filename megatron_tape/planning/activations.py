@@ -88,7 +88,7 @@ def activations(plan: Plan, fused_norms: bool = True) -> Activations:
     gradient = output if plan.trains_output else 0
     loss = _loss(plan, gradient) if plan.contents.last else 0
     backward -= kept + gradient
-    if plan.stages > 1:
+    if plan.pipeline_size > 1:
         # A stage keeps the tensor that it receives, and copies of the hidden states and the
         # position state in it. With virtual stages, it also keeps the tensors that it sends.
         received = sum(chunk.start > 0 for chunk in plan.model_chunks) * plan.encoding.sends_state(

@@ -123,7 +123,7 @@ def _between_stages(plan: Plan) -> dict[tuple[str, str], int]:
     """Return the bytes that a pipeline stage sends: outputs of its model chunks, gradients, and a
     tied embedding.
     """
-    if plan.stages == 1:
+    if plan.pipeline_size == 1:
         return {}
     last = plan.model.num_layers
     sends = (

@@ -13,7 +13,7 @@ from megatron_tape.model.names import MATRICES
 from megatron_tape.ops.backends import AVERAGE
 from megatron_tape.planning.activations import keeps_attention
 from megatron_tape.planning.parameters import (
-    StageContents,
+    PipelineStageContents,
     parameter_count,
     trains_matrices,
     trains_output,
@@ -62,7 +62,7 @@ def layer_works(model: ModelConfig) -> tuple[LayerWork, ...]:
 def flops_per_token(
     model: ModelConfig,
     extension: ExtensionConfig | None = None,
-    contents: StageContents | None = None,
+    contents: PipelineStageContents | None = None,
 ) -> int:
     """Return the FLOPs of matrix products and attention, forward and backward, for one token of a
     full sequence.

@@ -68,11 +68,12 @@ def memory(plan: Plan) -> Memory:
     last.
     """
     return max(
-        (memory_of_stage(stage) for stage in plan.of_stages()), key=lambda needed: needed.peak
+        (memory_of_pipeline_stage(stage) for stage in plan.pipeline_stages()),
+        key=lambda needed: needed.peak,
     )
 
 
-def memory_of_stage(plan: Plan) -> Memory:
+def memory_of_pipeline_stage(plan: Plan) -> Memory:
     """Return the memory of a GPU on the plan's pipeline stage."""
     state = zero_state(plan)
     kept = activations(plan)
@@ -180,7 +181,9 @@ def check_host_memory(config: RunConfig, processes: int) -> None:
     tensors on CPUs, and pages of the buffers that are never written take no memory. Of several
     pipeline stages, that with the lowest counts.
     """
-    stages = map(memory_of_stage, Plan(config, processes, generation=CPU).of_stages())
+    stages = map(
+        memory_of_pipeline_stage, Plan(config, processes, generation=CPU).pipeline_stages()
+    )
     least, needed = min(
         ((stage.peak - stage.buffers, stage) for stage in stages), key=itemgetter(0)
     )
@@ -278,7 +281,7 @@ def checkpoint_bytes(plan: Plan) -> int:
     """Return the bytes of the fp32 weights and the optimizer state in one checkpoint (see
     `checkpoint.frozen`).
     """
-    stages = plan.of_stages()
+    stages = plan.pipeline_stages()
     trained = sum(stage.trained_elements for stage in stages)
     frozen = 4 * (sum(stage.elements for stage in stages) - trained) * plan.config.checkpoint.frozen
     return plan.tensor_size * (sum(_moments(stage, 1) for stage in stages) + 4 * trained + frozen)

@@ -40,7 +40,7 @@ def trains_output(model: ModelConfig, extension: ExtensionConfig | None) -> bool
     return ("embeddings" if model.tie_embeddings else "output") in trained_kinds(extension)
 
 
-class StageContents(NamedTuple):
+class PipelineStageContents(NamedTuple):
     """The layers of a pipeline stage, and whether it has the embedding and the output layer."""
 
     layers: tuple[int, ...]
@@ -62,7 +62,7 @@ class StageContents(NamedTuple):
 def parameters(
     model: ModelConfig,
     extension: ExtensionConfig | None = None,
-    contents: StageContents | None = None,
+    contents: PipelineStageContents | None = None,
 ) -> Counter[Parameter]:
     """Count the parameters by kind and shape, including LoRA layers if `extension` adds them.
 
@@ -78,7 +78,7 @@ def parameters(
 
 
 @functools.lru_cache(maxsize=64)
-def _without_lora(model: ModelConfig, contents: StageContents | None) -> Counter[Parameter]:
+def _without_lora(model: ModelConfig, contents: PipelineStageContents | None) -> Counter[Parameter]:
     # Cached because a search for layouts calls it thousands of times.
     shapes = cut_shapes(model).items()
     return Counter(
@@ -93,7 +93,7 @@ def parameter_count(
     extension: ExtensionConfig | None = None,
     kinds: Collection[str] = KINDS,
     tensor_size: int = 1,
-    contents: StageContents | None = None,
+    contents: PipelineStageContents | None = None,
 ) -> int:
     """Return the number of elements of the parameters of `kinds` on one of `tensor_size`
     tensor-parallel ranks.
@@ -111,7 +111,7 @@ def parameter_count(
 def replicated_count(
     model: ModelConfig,
     extension: ExtensionConfig | None = None,
-    contents: StageContents | None = None,
+    contents: PipelineStageContents | None = None,
 ) -> int:
     """Return the number of trained elements that are replicated over the tensor-parallel ranks,
     such as norms.

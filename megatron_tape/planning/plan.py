@@ -9,7 +9,7 @@ from megatron_tape.model.names import MATRICES
 from megatron_tape.ops.backends import BACKENDS, unsupported_heads
 from megatron_tape.ops.backends.table import HOPPER, Case, Row, rows
 from megatron_tape.planning.parameters import (
-    StageContents,
+    PipelineStageContents,
     parameter_count,
     trained_kinds,
     trains_matrices,
@@ -37,7 +37,7 @@ class Plan:
     config: RunConfig
     processes: int
     """The number of processes, one per GPU."""
-    stage: int = 0
+    pipeline_stage: int = 0
     """The pipeline stage of this GPU."""
     generation: str = HOPPER
     """The generation of the GPUs, which decides the attention backend that `auto` selects."""
@@ -113,7 +113,7 @@ class Plan:
         return self.config.parallel.context_parallel_size
 
     @property
-    def stages(self) -> int:
+    def pipeline_size(self) -> int:
         """The pipeline-parallel size."""
         return self.config.parallel.pipeline_model_parallel_size
 
@@ -122,21 +122,25 @@ class Plan:
         """The number of stages, such as `4`, or stages x model chunks per stage, such as `4x2`."""
         virtual = self.config.parallel.virtual_pipeline_size
         if virtual > 1:
-            return f"{self.stages}x{virtual}"
-        return str(self.stages)
+            return f"{self.pipeline_size}x{virtual}"
+        return str(self.pipeline_size)
 
     @cached_property
     def model_chunks(self) -> list[range]:
         """The layers of each model chunk of this stage. There are several chunks with virtual
         stages.
         """
-        return self.config.parallel.model_chunks(self.model.num_layers)[self.stage :: self.stages]
+        return self.config.parallel.model_chunks(self.model.num_layers)[
+            self.pipeline_stage :: self.pipeline_size
+        ]
 
     @cached_property
-    def contents(self) -> StageContents:
+    def contents(self) -> PipelineStageContents:
         """The layers of this stage, and whether it has the embedding and the output layer."""
         layers = tuple(layer for chunk in self.model_chunks for layer in chunk)
-        return StageContents(layers, self.stage == 0, self.stage == self.stages - 1)
+        return PipelineStageContents(
+            layers, self.pipeline_stage == 0, self.pipeline_stage == self.pipeline_size - 1
+        )
 
     @property
     def in_flight(self) -> float:
@@ -145,14 +149,14 @@ class Plan:
 
         With V virtual stages, a micro-batch in one of this stage's V model chunks counts as 1/V.
         """
-        if self.stages == 1:
+        if self.pipeline_size == 1:
             return 1
-        behind = self.stages - 1 - self.stage
+        behind = self.pipeline_size - 1 - self.pipeline_stage
         virtual = len(self.model_chunks)
         if virtual == 1:
             return min(behind + 1, self.micro_batches)
         return (
-            min(2 * behind + (virtual - 1) * self.stages + 1, virtual * self.micro_batches)
+            min(2 * behind + (virtual - 1) * self.pipeline_size + 1, virtual * self.micro_batches)
             / virtual
         )
 
@@ -161,7 +165,7 @@ class Plan:
         """Bytes sent to the next stage per micro-batch: hidden states and, for some encodings, the
         position state.
         """
-        if self.stages == 1:
+        if self.pipeline_size == 1:
             return 0
         if self.encoding.sends_state(1):
             state = self.costs[1].state_bytes(self.width)
@@ -174,18 +178,18 @@ class Plan:
         """Whether this is the last of several stages and holds a copy of the tied embedding for its
         output layer.
         """
-        return self.stages > 1 and self.contents.last and self.model.tie_embeddings
+        return self.pipeline_size > 1 and self.contents.last and self.model.tie_embeddings
 
-    def of_stages(self) -> "list[Plan]":
+    def pipeline_stages(self) -> "list[Plan]":
         """Return a copy of this plan for each pipeline stage."""
-        return [replace(self, stage=stage) for stage in range(self.stages)]
+        return [replace(self, pipeline_stage=stage) for stage in range(self.pipeline_size)]
 
     @property
     def data_context_size(self) -> int:
         """Ranks with the same weights, over which ZeRO partitions: all data-parallel and
         context-parallel ranks.
         """
-        return self.processes // (self.tensor_size * self.stages)
+        return self.processes // (self.tensor_size * self.pipeline_size)
 
     @property
     def zero_stage(self) -> int:
@@ -233,7 +237,7 @@ class Plan:
         whole = self.config.train.micro_batch_size * self.model.seq_length
         parallel = self.config.parallel
         if parallel.uses_sequence_parallel:
-            shards = parallel.ranks_per_stage
+            shards = parallel.ranks_per_pipeline_stage
         else:
             shards = self.context_size
         return MicroBatchSizes(

@@ -53,7 +53,7 @@ from megatron_tape.parallel import layout as parallel_layout
 from megatron_tape.parallel import megatron_patches
 from megatron_tape.parallel.layout import ParallelLayout, prepare_cpu
 from megatron_tape.planning import communication as sent
-from megatron_tape.planning.memory import memory_of_stage
+from megatron_tape.planning.memory import memory_of_pipeline_stage
 from megatron_tape.planning.plan import Plan
 from megatron_tape.run.attempts import Attempt
 from megatron_tape.run.watch import Watch
@@ -134,9 +134,13 @@ class Rehearsal:
     def rows(self) -> Iterator[Row]:
         """Yield each measurement with its estimate for the same shortened run."""
         parallel = self.config.parallel
-        stage = dist.get_rank() // parallel.ranks_per_stage % parallel.pipeline_model_parallel_size
+        stage = (
+            dist.get_rank()
+            // parallel.ranks_per_pipeline_stage
+            % parallel.pipeline_model_parallel_size
+        )
         plan = Plan(self.config, dist.get_world_size(), stage)
-        expected = memory_of_stage(plan)
+        expected = memory_of_pipeline_stage(plan)
         yield Row("weights", self.weights, expected.weights, TOLERANCE)
         yield Row("optimizer state", self.optimizer, expected.optimizer, TOLERANCE)
         kept = expected.layer_activations + expected.output_gradient

@@ -53,7 +53,7 @@ def step_time(plan: Plan, hardware: Hardware) -> StepTime:
         raise ConfigError(
             "train.precision", "is fp32, but step times can be estimated only for bf16"
         )
-    stages = plan.of_stages()
+    stages = plan.pipeline_stages()
     # Inner stages differ only in their number of layers.
     if plan.config.parallel.pipeline_layers:
         stages = stages
@@ -67,14 +67,14 @@ def _of_stage(plan: Plan, hardware: Hardware) -> StepTime:
     flops = flops_per_token(plan.model, plan.extension, plan.contents) + recomputed_flops_per_token(
         plan
     )
-    tokens = plan.tokens_per_step * plan.stages / plan.processes
+    tokens = plan.tokens_per_step * plan.pipeline_size / plan.processes
     computation = flops * tokens / (EFFICIENCY * hardware.peak)
     sent = communication(plan).items()
     seconds = {key: _seconds(plan, *key, size, hardware) for key, size in sent}
     of_micro_batches = computation + sum(
         time for (group, _), time in seconds.items() if group != DATA
     )
-    waiting = (plan.stages - 1) / len(plan.model_chunks) / plan.micro_batches
+    waiting = (plan.pipeline_size - 1) / len(plan.model_chunks) / plan.micro_batches
     return StepTime(computation, sum(seconds.values()), waiting * of_micro_batches)
 
 
@@ -84,7 +84,7 @@ def _seconds(plan: Plan, group: str, kind: str, size: int, hardware: Hardware) -
     """
     tensor = plan.tensor_size
     context = plan.context_size
-    stages = plan.stages
+    stages = plan.pipeline_size
     stride = {CONTEXT: tensor, PIPELINE: tensor * context}.get(group, 1)
     ranks = {
         TENSOR: tensor,

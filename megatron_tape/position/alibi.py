@@ -21,7 +21,7 @@ class AlibiPosition(PositionEncoding):
     def costs(self, layer, batch) -> Costs:
         return Costs(multiply_adds=self.model.num_attention_heads * self.model.seq_length // 2)
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
+    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
         """Return the bias -m_h (s - t). It depends only on distances, so packed documents need no
         special handling.
         """

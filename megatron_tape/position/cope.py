@@ -61,7 +61,7 @@ class CopePosition(PositionEncoding):
         products = self.model.num_attention_heads * (elements + self.model.seq_length)
         return Costs(multiply_adds=products, saved=4 * elements if batch.width < 4 else 0)
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
+    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
         """Return the function that rescores. Masked keys do not count, so packed documents need no
         special handling.
         """

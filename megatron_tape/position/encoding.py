@@ -339,7 +339,7 @@ class PositionEncoding:
         """
         return state
 
-    def positions(
+    def position_inputs(
         self,
         layer: int,
         parameters: Mapping[str, Tensor],

@@ -86,7 +86,7 @@ class FirePosition(PositionEncoding):
         """Return the positions (S, B or 1) in float32, which represents them exactly."""
         return positions_SB.float()
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
+    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
         import torch
 
         from megatron_tape.ops.bias import Bias

@@ -76,7 +76,7 @@ class FoxPosition(PositionEncoding):
             reads_hidden_states=True,
         )
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
+    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
         """Return the logarithms of the gates (S, B, h), at least in float32."""
         import torch
         from torch.nn.functional import linear, logsigmoid

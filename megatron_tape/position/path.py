@@ -133,7 +133,7 @@ class PathPosition(PositionEncoding):
         """Return the positions (S, B or 1) in float32, which represents them exactly."""
         return positions_SB.float()
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
+    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
         from torch.nn.functional import linear
 
         from megatron_tape.ops.householder import through_reflections

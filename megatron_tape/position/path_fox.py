@@ -32,7 +32,7 @@ class PathFoxPosition(PathPosition, FoxPosition):
         names = ("multiply_adds", "saved", "sent_forward", "sent_backward")
         return replace(path, **{name: getattr(path, name) + getattr(fox, name) for name in names})
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
+    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
         inputs = (layer, parameters, state, hidden_states_sBC, cache)
-        gates = FoxPosition.positions(self, *inputs).log_gate_TBH
-        return replace(PathPosition.positions(self, *inputs), log_gate_TBH=gates)
+        gates = FoxPosition.position_inputs(self, *inputs).log_gate_TBH
+        return replace(PathPosition.position_inputs(self, *inputs), log_gate_TBH=gates)

@@ -116,7 +116,7 @@ class Reposition(RotaryPosition):
             reads_hidden_states=True,
         )
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
+    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
         if not self.predicts(layer):
             return PositionInputs(state)
         positions_SBg = self.tokens.to_heads(self.predicted(parameters, hidden_states_sBC))

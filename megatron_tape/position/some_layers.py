@@ -51,10 +51,10 @@ class _SomeLayers:
             return state
         return super().enter(layer, parameters, state, hidden_states_sBC, cache)
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, cache):
+    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache):
         if self.without_positions(layer):
             return PositionInputs()
-        return super().positions(layer, parameters, state, hidden_states_sBC, cache)
+        return super().position_inputs(layer, parameters, state, hidden_states_sBC, cache)
 
 
 @functools.cache

@@ -247,7 +247,7 @@ class TapePosition(RotaryPosition):
         local = self.tokens.to_tokens(positions)[..., :1]
         return self._exact_phases(local, self._state_dtype(hidden_states_sBC.dtype))
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
+    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
         """Return the state of all tokens for this rank's groups, rounded to the precision of the
         hidden states.
         """

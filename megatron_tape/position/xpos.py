@@ -79,6 +79,6 @@ class XposPosition(RotaryPosition):
         ] / self.settings.xpos_scale_base
         return torch.cat([phases, *[(zeta**exponents).to(dtype)] * 2], dim=-1)
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
+    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
         phases, factors = state.chunk(2, dim=-1)
         return PositionInputs(phases, factor_TB1D=factors)

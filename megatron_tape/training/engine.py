@@ -541,7 +541,7 @@ def _scaled(loss: Tensor) -> Tensor:
 def _gather_for_whole_layers(model: torch.nn.Module) -> None:
     """Make ZeRO 3 gather the positional encoding's parameters before each layer.
 
-    By default, it gathers them only before `LayerPosition.forward`, but attention uses them
+    By default, it gathers them only before `LayerEncoding.forward`, but attention uses them
     earlier, for biases.
     """
     for layer in model.modules():

@@ -111,18 +111,18 @@ class PositionNorms(Hook):
         return HookResult(scalars=scalars)
 
     def _record(self, trainer: Training, record: bool) -> None:
-        for update in trainer.model.position_updates():
+        for update in trainer.model.updating_encodings():
             update.record_norms = record
 
 
 def _norms(model: LanguageModel | Pipeline) -> dict[int, Tensor] | None:
-    """Return `LayerPosition.norms` (3, G) by layer, summed over all ranks; None if no layer updates
+    """Return `LayerEncoding.norms` (3, G) by layer, summed over all ranks; None if no layer updates
     the state.
     """
     layers = [layer for layer in range(model.model.num_layers) if model.encoding.updates(layer)]
     if not layers:
         return None
-    local = {update.layer: update.norms for update in model.position_updates()}
+    local = {update.layer: update.norms for update in model.updating_encodings()}
     zeros = torch.zeros(3, model.model.query_groups, device=next(model.parameters()).device)
     totals = torch.stack([local.get(layer, zeros) for layer in layers])
     dist.all_reduce(totals)

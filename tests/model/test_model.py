@@ -203,7 +203,7 @@ def test_recomputation_gives_the_same_gradients(encoding):
 
 
 def record_norms(built):
-    for update in built.position_updates():
+    for update in built.updating_encodings():
         update.record_norms = True
 
 
@@ -212,7 +212,7 @@ def test_position_norms_equal_rope_at_first_and_include_updates_later():
         built, _ = build(small_model(**VARIANTS[variant]), randomize=False)
         record_norms(built)
         built(random_tokens())
-        norms = [update.norms for update in built.position_updates()]
+        norms = [update.norms for update in built.updating_encodings()]
         assert len(norms) == 2
         for state, change, count in norms:
             assert (state / count).sqrt().tolist() == pytest.approx(
@@ -221,7 +221,7 @@ def test_position_norms_equal_rope_at_first_and_include_updates_later():
     built, _ = build(small_model())
     record_norms(built)
     built(random_tokens())
-    assert all((update.norms[1] > 0).all() for update in built.position_updates())
+    assert all((update.norms[1] > 0).all() for update in built.updating_encodings())
 
 
 def test_frequencies_and_masks_are_computed_once_for_all_layers(monkeypatch):
@@ -240,14 +240,14 @@ def test_frequencies_and_masks_are_computed_once_for_all_layers(monkeypatch):
 
 def test_fixed_phases_need_no_gradient_under_activation_checkpointing(monkeypatch):
     requires_grad = []
-    enter = layers.LayerPosition.enter
+    enter = layers.LayerEncoding.enter
 
     def looked_at(self, state, hidden_states):
         state, positions = enter(self, state, hidden_states)
         requires_grad.append(positions.z_TBGD.requires_grad)
         return state, positions
 
-    monkeypatch.setattr(layers.LayerPosition, "enter", looked_at)
+    monkeypatch.setattr(layers.LayerEncoding, "enter", looked_at)
     for encoding, learned in (("rope", False), ("tape", True)):
         built, _ = build(small_model(position_encoding=encoding), recompute="full")
         requires_grad.clear()

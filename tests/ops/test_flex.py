@@ -92,7 +92,9 @@ def test_the_bias_of_pairs_equals_the_bias_of_tiles(name):
         parameters = {
             key: draw(*x.shape).float() for key, x in built.encoding.parameters(0).items()
         }
-        bias = built.encoding.positions(0, parameters, None, torch.zeros(40, 2, 32), NO_CACHE).bias
+        bias = built.encoding.position_inputs(
+            0, parameters, None, torch.zeros(40, 2, 32), NO_CACHE
+        ).bias
         assert built.encoding.needs == {POINTWISE}
     pairs = pair_by_pair(bias, 2, 4, tokens)
     tiles = bias.of(slice(0, tokens), slice(0, tokens))

@@ -68,7 +68,7 @@ def test_collectives_take_the_time_of_a_ring_or_of_single_messages(
 def test_the_flops_of_all_stages_sum_to_those_of_the_model(encoding, more):
     settings = [f"--model.position_encoding={encoding}", ONE, *more]
     whole = of_recipe(8, *settings)
-    stages = of_recipe(8, *settings, "--parallel.pipeline_model_parallel_size=4").of_stages()
+    stages = of_recipe(8, *settings, "--parallel.pipeline_model_parallel_size=4").pipeline_stages()
     found = sum(flops_per_token(stage.model, stage.extension, stage.contents) for stage in stages)
     assert found == flops_per_token(whole.model, whole.extension)
 

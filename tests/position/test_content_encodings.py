@@ -83,7 +83,9 @@ def test_cope_and_its_gradients_equal_the_papers_equations():
     found = encoding("cope")
     table = parameters_of(found)["table"]
     expected = cope_by_definition(q, k, v, table, DOCUMENTS)
-    rescored = found.positions(0, {"table": table}, None, torch.zeros(TOKENS, 2, HIDDEN), NO_CACHE)
+    rescored = found.position_inputs(
+        0, {"table": table}, None, torch.zeros(TOKENS, 2, HIDDEN), NO_CACHE
+    )
     for backend in ("naive", "tiled"):
         ours = attention(q, k, v, packing=Packing.of(DOCUMENTS), backend=backend, **vars(rescored))[
             0
@@ -122,6 +124,6 @@ def test_fox_and_its_gradients_equal_flash_linear_attention(monkeypatch, backend
     assert 0.1 < logits.sigmoid().std()
     q, k, v, gates = (x.transpose(0, 1) for x in (*tensors, logits.sigmoid().log()))
     expected = authors_form("forgetting_attn").naive_forgetting_attn(q, k, v, gates).transpose(0, 1)
-    given = found.positions(0, parameters, None, hidden / HIDDEN**0.5, NO_CACHE)
+    given = found.position_inputs(0, parameters, None, hidden / HIDDEN**0.5, NO_CACHE)
     ours = attention(*tensors, backend=backend, **vars(given))[0]
     assert_same(ours, expected, [*tensors, hidden, *parameters.values()])

@@ -127,7 +127,7 @@ def test_xpos_depends_only_on_distances():
         built(ids), built(ids, positions=torch.arange(16) + 5), atol=1e-4, rtol=1e-4
     )
     state = built.encoding.initial_state(torch.arange(16)[:, None], torch.float64)
-    found = built.encoding.positions(0, {}, state, torch.zeros(16, 2, 32), NO_CACHE)
+    found = built.encoding.position_inputs(0, {}, state, torch.zeros(16, 2, 32), NO_CACHE)
     ones = torch.ones(16, 1, 1, 8, dtype=torch.float64)
     v = torch.eye(16, dtype=torch.float64)
     f = torch.arange(4, dtype=torch.float64)

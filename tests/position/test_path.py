@@ -147,7 +147,9 @@ def test_w_and_beta_equal_the_authors_layer():
     hidden, keys = (
         torch.randn(shape, dtype=torch.float64) for shape in ((20, 2, 32), (2, 2, 20, 8))
     )
-    rescore = encoding.positions(1, p, torch.arange(20.0)[:, None], hidden, TokenCache()).rescore
+    rescore = encoding.position_inputs(
+        1, p, torch.arange(20.0)[:, None], hidden, TokenCache()
+    ).rescore
     found = rescore.prepared(torch.zeros(2, 4, 20, 8, dtype=torch.float64), keys)
     w = linear(linear(hidden, p["w_down"]), p["w_up"]).permute(1, 2, 0)
     w = silu(conv1d(w, p["conv"].flatten(0, 1)[:, None], padding=2, groups=16)[..., :20])

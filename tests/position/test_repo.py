@@ -67,7 +67,7 @@ def test_outputs_and_gradients_equal_the_equations(backend):
 
     def ours(h, gate, content, position, q, k, v, theta):
         parameters = {"gate_proj": gate, "content_proj": content, "position_proj": position}
-        found = encoding.positions(1, parameters, None, h, NO_CACHE)
+        found = encoding.position_inputs(1, parameters, None, h, NO_CACHE)
         assert found.z_TBGD.shape == (S, B, G, D)
         return attention(q, k, v, **vars(found), backend=backend)[0]
 

@@ -568,8 +568,8 @@ def test_stages_of_different_size_that_fit_together_are_not_refused(monkeypatch)
     config = parse_run_config(["--config", str(RECIPE), "--model.position_encoding=rope", *given])
     monkeypatch.setattr(memory, "local_world_size", lambda: 2)
     stages = [
-        memory.memory_of_stage(stage)
-        for stage in memory.Plan(config, 2, generation=memory.CPU).of_stages()
+        memory.memory_of_pipeline_stage(stage)
+        for stage in memory.Plan(config, 2, generation=memory.CPU).pipeline_stages()
     ]
     needed = sorted(stage.peak - stage.buffers for stage in stages)
     assert needed[0] < needed[1]

@@ -15,7 +15,7 @@ class ToyHeadGate(PositionEncoding):
         shape = (self.model.num_attention_heads, self.model.hidden_size)
         return {"gate": Parameter(shape, std=self.model.init_std, partition_dim=0)}
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, cache):
+    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache):
         from torch.nn.functional import linear, logsigmoid
 
         gates = logsigmoid(linear(hidden_states_sBC, parameters["gate"]))

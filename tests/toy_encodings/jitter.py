@@ -35,7 +35,7 @@ class JitterPosition(PositionEncoding):
         """Return the positions of all tokens, (S, B or 1); bf16 could not hold them."""
         return positions_SB.float()
 
-    def positions(self, layer, parameters, state, hidden_states_sBC, cache):
+    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache):
         """Return the phases of all tokens and this rank's groups, (S, B, g, D)."""
         import torch
         from torch.nn.functional import linear

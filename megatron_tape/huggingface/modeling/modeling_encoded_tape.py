@@ -210,7 +210,7 @@ class EncodedDecoderLayer(GradientCheckpointingLayer):
 
         with without_autocast(hidden_states):
             state = encoding.enter(layer, parameters, state, for_encoding(normed), token_cache)
-            positions = encoding.positions(
+            positions = encoding.position_inputs(
                 layer, parameters, state, for_encoding(normed), token_cache
             )
         attention_output, averaged, weights = self.self_attn(
