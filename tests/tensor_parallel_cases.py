@@ -156,12 +156,12 @@ class Case:
         self.weights = whole_weights(built, self.model)
         # Every rank computes the whole batch.
         everything = replace(
-            layout.tokens,
-            data_group=layout.tokens.model_group,
-            replica_group=layout.tokens.model_group,
+            layout.token_layout,
+            data_group=layout.token_layout.model_group,
+            replica_group=layout.token_layout.model_group,
         )
         self.results = run(built, everything, self.batch, self.by_token)
-        self.gradients = gradients_of(built, self.model, layout.tokens)
+        self.gradients = gradients_of(built, self.model, layout.token_layout)
         self.initial = whole_weights(self.built(1, randomize=False)[0], self.model)
 
     def compared(self, tp, cp=1):
@@ -173,7 +173,7 @@ class Case:
             randomize=False,
             sequence_parallel=self.sequence_parallel,
         )
-        tokens = built.tokens
+        tokens = built.token_layout
         built.output.fused = self.fused_loss
         # Checkpoints and all-to-alls rely on Megatron's order of ranks.
         assert layout.replica_rank == layout.rank // tp

@@ -89,7 +89,7 @@ class Batches:
         is averaged.
         """
         train = self.config.train
-        tokens = self.layout.tokens
+        tokens = self.layout.token_layout
         masked = isinstance(dataset, SampleSource)
         if not masked:
             dataset = _Samples(dataset, self.eod if self.config.data.reset_attention_mask else None)
@@ -118,12 +118,14 @@ class Batches:
         micro-batches of a global batch, it is the mean loss of the tokens that the masks select.
         """
         for size in sizes:
-            count = size // (self.config.train.micro_batch_size * self.layout.tokens.data_shards)
+            count = size // (
+                self.config.train.micro_batch_size * self.layout.token_layout.data_shards
+            )
             group = list(itertools.islice(batches, count))
-            in_loss = self.layout.tokens.total(
+            in_loss = self.layout.token_layout.total(
                 torch.stack([batch["loss_mask"].sum() for batch in group]).sum()
             )
-            weight = count * self.layout.tokens.data_shards / in_loss.clamp(min=1)
+            weight = count * self.layout.token_layout.data_shards / in_loss.clamp(min=1)
             for batch in group:
                 mask = batch.pop("loss_mask")
                 yield batch | {"loss_weights": mask * weight.float()}

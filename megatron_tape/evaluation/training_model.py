@@ -46,7 +46,7 @@ class TrainingModel:
         self._engine = trainer.engine
         self._watch = trainer.watch
         self._stage = stage
-        self._tokens = trainer.layout.tokens
+        self._tokens = trainer.layout.token_layout
         self._device = trainer.layout.device
 
     def encode(self, text: str) -> list[int]:
@@ -119,7 +119,7 @@ class TaskHook(Hook):
         """Return the scores by tag, `evaluation/TASK/METRIC/GROUP/LENGTH`. If the task fails, log a
         warning instead.
         """
-        group = trainer.layout.tokens.data_group
+        group = trainer.layout.token_layout.data_group
         model = self._model(trainer)
         units = self._units
         values: dict[str, Any] = {}

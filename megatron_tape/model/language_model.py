@@ -111,8 +111,8 @@ class LanguageModel(torch.nn.Module):
         )
         """The attention backend for `device`, where the caller must place the parameters."""
         self.fused = fused or FusedKernels(position_update=self.attention_backend == "triton")
-        self.tokens = TokenLayout.of(groups, config.sequence_parallel)
-        self.encoding = encoding_of(model, self.tokens, self.fused.position_update)
+        self.token_layout = TokenLayout.of(groups, config.sequence_parallel)
+        self.encoding = encoding_of(model, self.token_layout, self.fused.position_update)
 
         if layers is None:
             layers = range(model.num_layers)
@@ -154,7 +154,7 @@ class LanguageModel(torch.nn.Module):
         """The copy of a tied embedding's weight in a chunk that has the output layer, but not the
         embedding. `pipeline.TiedWeight` sets it."""
         self._received: Tensor | None = None
-        own_groups = self.tokens.local_heads(
+        own_groups = self.token_layout.local_heads(
             torch.arange(model.query_groups, device="cpu")
         ).tolist()
         self._unshifted_groups = unshifted_groups(model.query_groups, own_groups)
@@ -176,7 +176,7 @@ class LanguageModel(torch.nn.Module):
         and without a gradient. A model chunk that is not the last returns the input of the next
         one.
 
-        Every rank passes whole sequences; S must be a multiple of `self.tokens.sequence_shards`.
+        Every rank passes whole sequences; S must be a multiple of `token_layout.sequence_shards`.
         Tokens attend only to tokens with the same number in `documents` (B, S). `positions` (S,)
         default to those of the encoding outside training, usually 0, 1, ...
         """
@@ -234,12 +234,12 @@ class LanguageModel(torch.nn.Module):
 
     def _embedded(self, tokens: Tensor, positions_SB: Tensor) -> Tensor:
         """Return the input of the first layer (s, B, C), for token ids (B, S)."""
-        hidden_states = self.embedding(self.tokens.context_tokens(tokens))
-        if not self.tokens.sequence_parallel:
+        hidden_states = self.embedding(self.token_layout.context_tokens(tokens))
+        if not self.token_layout.sequence_parallel:
             # With sequence parallelism, the embedding's reduce-scatter returns the tokens first.
             hidden_states = hidden_states.transpose(0, 1).contiguous()
 
-        added = self.encoding.embedding(self.tokens.local_tokens(positions_SB), self.dtype)
+        added = self.encoding.embedding(self.token_layout.local_tokens(positions_SB), self.dtype)
         if added is not None:
             hidden_states = hidden_states + added
         return hidden_states
@@ -291,14 +291,16 @@ class LanguageModel(torch.nn.Module):
                 tied_weight = self.received_embedding
 
         if labels is None:
-            return self.tokens.gather_context(self.output(hidden_states, tied_weight))
+            return self.token_layout.gather_context(self.output(hidden_states, tied_weight))
 
-        labels = self.tokens.context_tokens(labels)
+        labels = self.token_layout.context_tokens(labels)
         if loss_weights is not None:
-            loss_weights = self.tokens.loss_weights(self.tokens.context_tokens(loss_weights))
+            loss_weights = self.token_layout.loss_weights(
+                self.token_layout.context_tokens(loss_weights)
+            )
         loss, losses_BS = self.output(hidden_states, tied_weight, labels, loss_weights)
         if by_token:
-            return self.tokens.gather_context(losses_BS)
+            return self.token_layout.gather_context(losses_BS)
         return loss
 
     def take_z_loss(self) -> Tensor | float:

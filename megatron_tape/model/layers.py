@@ -138,7 +138,7 @@ class PositionSelfAttention(SelfAttention):
         )
         # Megatron counts layers from 1.
         super().__init__(config, parts, layer_number=layer + 1, pg_collection=groups)
-        self.tokens = TokenLayout.of(groups, config.sequence_parallel)
+        self.token_layout = TokenLayout.of(groups, config.sequence_parallel)
         self.linear_gate = None
         if model.attention_output_gate:
             self.linear_gate = ColumnParallelLinear(
@@ -171,9 +171,9 @@ class PositionSelfAttention(SelfAttention):
             run = partial(recorder.run, self.layer_number)
 
         query, key, value = self.get_query_key_value_tensors(hidden_states)
-        query, key, value = self.tokens.enter_attention(query, key, value)
+        query, key, value = self.token_layout.enter_attention(query, key, value)
         output, averaged = self.core_attention(query, key, value, positions, packing, run)
-        output = self.tokens.leave_attention(output).flatten(2)
+        output = self.token_layout.leave_attention(output).flatten(2)
 
         if self.linear_gate is not None:
             gate, _ = self.linear_gate(hidden_states)
@@ -200,7 +200,7 @@ class LayerEncoding(torch.nn.Module):
         for name, declared in encoding.parameters(layer).items():
             shard = torch.empty(declared.shape, dtype=config.params_dtype)
             if declared.partition_dim is not None:
-                shard = encoding.tokens.tensor_parallel_shard(
+                shard = encoding.token_layout.tensor_parallel_shard(
                     shard, declared.partition_dim
                 ).contiguous()
             weight = torch.nn.Parameter(shard)
@@ -224,7 +224,7 @@ class LayerEncoding(torch.nn.Module):
         if config.sequence_parallel:
             self._group = None
         else:
-            self._group = encoding.tokens.model_group
+            self._group = encoding.token_layout.model_group
 
     def enter(
         self, state: Tensor | None, hidden_states: Tensor
@@ -249,10 +249,10 @@ class LayerEncoding(torch.nn.Module):
         """Return the parameters of the heads that this rank has in attention, fewer with context
         parallelism.
         """
-        if not self._head_axes or self.encoding.tokens.context_shards == 1:
+        if not self._head_axes or self.encoding.token_layout.context_shards == 1:
             return self._parameters
         of_heads = {
-            name: self.encoding.tokens.heads_in_attention(self._parameters[name], axis)
+            name: self.encoding.token_layout.heads_in_attention(self._parameters[name], axis)
             for name, axis in self._head_axes.items()
         }
         return {**self._parameters, **of_heads}

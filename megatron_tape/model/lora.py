@@ -47,7 +47,7 @@ def add_lora(model: LanguageModel, settings: ModelConfig, extension: ExtensionCo
             }
             if of_linear:
                 linear = layer.get_submodule(path)
-                linear.lora = build(of_linear, settings, scale, model.tokens, model.dtype)
+                linear.lora = build(of_linear, settings, scale, model.token_layout, model.dtype)
                 linear.register_forward_hook(_add_update)
 
 
@@ -66,23 +66,25 @@ class Lora(nn.Module):
         factors: dict[str, Factor],
         settings: ModelConfig,
         scale: float,
-        tokens: TokenLayout,
+        token_layout: TokenLayout,
         dtype: torch.dtype,
     ):
         super().__init__()
         self.scale = scale
-        self.tokens = tokens
+        self.token_layout = token_layout
         self.group_heads = settings.num_attention_heads // settings.query_groups
         self.head_dim = settings.head_dim
-        self.local_groups = settings.query_groups // tokens.model_group.size()
+        self.local_groups = settings.query_groups // token_layout.model_group.size()
         for name, factor in factors.items():
             shard = torch.empty(factor.shape, dtype=dtype, device="meta")
             if factor.partition_dim is not None:
-                shard = tokens.tensor_parallel_shard(shard, factor.partition_dim).contiguous()
+                shard = token_layout.tensor_parallel_shard(shard, factor.partition_dim).contiguous()
             weight = nn.Parameter(shard)
             # A replicated factor processes only its rank's tokens, so its gradient must be summed
             # like that of a norm.
-            weight.sequence_parallel = tokens.sequence_parallel and factor.partition_dim is None
+            weight.sequence_parallel = (
+                token_layout.sequence_parallel and factor.partition_dim is None
+            )
             if factor.partition_dim is not None:
                 set_tensor_model_parallel_attributes(weight, True, factor.partition_dim, 1)
             self.register_parameter(name, weight)
@@ -108,10 +110,14 @@ class QKVLora(Lora):
         narrow = F.linear(
             hidden_states, torch.cat([getattr(self, f"{target}_A") for target in targets])
         )
-        if self.tokens.sequence_parallel:
-            narrow = gather_from_sequence_parallel_region(narrow, group=self.tokens.model_group)
+        if self.token_layout.sequence_parallel:
+            narrow = gather_from_sequence_parallel_region(
+                narrow, group=self.token_layout.model_group
+            )
         else:
-            narrow = copy_to_tensor_model_parallel_region(narrow, group=self.tokens.model_group)
+            narrow = copy_to_tensor_model_parallel_region(
+                narrow, group=self.token_layout.model_group
+            )
         return self._updated(output, narrow, self._fused(targets))
 
     def _fused(self, targets: list[str]) -> Tensor:
@@ -141,10 +147,12 @@ class OutputLora(Lora):
         B, h D).
         """
         narrow = F.linear(heads, self.o_A)
-        if self.tokens.sequence_parallel:
+        if self.token_layout.sequence_parallel:
             narrow = reduce_scatter_to_sequence_parallel_region(
-                narrow, group=self.tokens.model_group
+                narrow, group=self.token_layout.model_group
             )
         else:
-            narrow = reduce_from_tensor_model_parallel_region(narrow, group=self.tokens.model_group)
+            narrow = reduce_from_tensor_model_parallel_region(
+                narrow, group=self.token_layout.model_group
+            )
         return self._updated(output, narrow, self.o_B)

@@ -41,7 +41,7 @@ class Pipeline(nn.Module):
         self.model_chunks = nn.ModuleList(model_chunks)
         self.groups = groups
         first = model_chunks[0]
-        self.tokens = first.tokens
+        self.token_layout = first.token_layout
         self.model = first.model
         self.encoding = first.encoding
         self.dtype = first.dtype
@@ -142,7 +142,7 @@ class Pipeline(nn.Module):
         uninitialized tensor.
         """
         shape = [
-            tokens.shape[1] // self.tokens.sequence_shards,
+            tokens.shape[1] // self.token_layout.sequence_shards,
             len(tokens),
             self._config.hidden_size,
         ]

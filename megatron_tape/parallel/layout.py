@@ -77,7 +77,7 @@ class ParallelLayout:
     replica_size: int
     mpu: SimpleNamespace
     """See `deepspeed_mpu`."""
-    tokens: TokenLayout
+    token_layout: TokenLayout
     """Distribution of sequences, tokens and heads over the ranks."""
 
     @classmethod
@@ -101,7 +101,7 @@ class ParallelLayout:
             replica_rank=groups.dp_cp.rank(),
             replica_size=groups.dp_cp.size(),
             mpu=deepspeed_mpu(groups),
-            tokens=TokenLayout.of(groups, sequence_parallel),
+            token_layout=TokenLayout.of(groups, sequence_parallel),
         )
 
     def any_rank(self, flag: bool) -> bool:

@@ -40,7 +40,7 @@ class AlibiPosition(PositionEncoding):
         def score(b: "Tensor", h: "Tensor", q: "Tensor", k: "Tensor", slopes: "Tensor") -> "Tensor":
             return slopes[h] * (k - q)
 
-        return PositionInputs(bias=Bias(tile, (self.tokens.local_heads(slopes),), score))
+        return PositionInputs(bias=Bias(tile, (self.token_layout.local_heads(slopes),), score))
 
     def _slopes(self) -> "Tensor":
         import torch

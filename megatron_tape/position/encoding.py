@@ -197,18 +197,20 @@ class PositionEncoding:
     absolute positions, false if it depends only on distances. A class that overrides a method of
     `FROM_POSITIONS` must set it."""
 
-    def __init__(self, model: ModelConfig, tokens: TokenLayout | None = None, fused: bool = False):
+    def __init__(
+        self, model: ModelConfig, token_layout: TokenLayout | None = None, fused: bool = False
+    ):
         """Create the encoding of `model`.
 
         Args:
             model: settings of the model.
-            tokens: layout of tokens and heads over ranks; required for computations, but not for
+            token_layout: layout of tokens and heads over ranks; required for computations, but not for
                 declarations.
             fused: use Triton kernels, if the encoding has any.
         """
         self.model = model
         self.settings = model.position
-        self.tokens = tokens
+        self.token_layout = token_layout
         self.fused = fused
         self._constants: dict[str, Tensor] = {}
 

@@ -84,4 +84,6 @@ class FoxPosition(PositionEncoding):
         logits = linear(hidden_states_sBC, parameters["gate"])
         wider = torch.promote_types(logits.dtype, torch.float32)
         log_gate = logsigmoid(logits.to(wider) + parameters["gate_bias"])
-        return PositionInputs(log_gate_TBH=cache.append("gates", self.tokens.to_heads(log_gate)))
+        return PositionInputs(
+            log_gate_TBH=cache.append("gates", self.token_layout.to_heads(log_gate))
+        )

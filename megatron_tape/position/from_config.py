@@ -23,9 +23,9 @@ def model_config(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def encoding_of(
-    model: ModelConfig, tokens: TokenLayout | None = None, fused: bool = False
+    model: ModelConfig, token_layout: TokenLayout | None = None, fused: bool = False
 ) -> PositionEncoding:
-    """Return the positional encoding of `model`; for `tokens` and `fused` see
+    """Return the positional encoding of `model`; for `token_layout` and `fused` see
     `PositionEncoding`.
     """
     encoding = ENCODINGS[model.position_encoding]
@@ -34,4 +34,4 @@ def encoding_of(
     )
     if model.layers_without_positions is not None:
         encoding = in_some_layers(encoding)
-    return encoding(model, tokens, fused)
+    return encoding(model, token_layout, fused)

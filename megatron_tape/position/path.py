@@ -141,8 +141,8 @@ class PathPosition(PositionEncoding):
         narrow = cache.append("narrow", linear(hidden_states_sBC, parameters["w_down"]))
         w_sBGD = linear(narrow, parameters["w_up"]).unflatten(2, (self.model.query_groups, -1))
         betas_sBG = linear(hidden_states_sBC, parameters["beta_weight"], parameters["beta_bias"])
-        betas_TBG = self.tokens.to_heads(cache.append("betas", betas_sBG))
-        tensors = (self.tokens.to_heads(w_sBGD), betas_TBG, cache.append("positions", state))
+        betas_TBG = self.token_layout.to_heads(cache.append("betas", betas_sBG))
+        tensors = (self.token_layout.to_heads(w_sBGD), betas_TBG, cache.append("positions", state))
         if "conv" in parameters:
             tensors = (*tensors, parameters["conv"])
         return PositionInputs(rescore=through_reflections(_unit_w_and_beta, tensors))

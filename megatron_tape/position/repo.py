@@ -119,7 +119,7 @@ class Reposition(RotaryPosition):
     def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
         if not self.predicts(layer):
             return PositionInputs(state)
-        positions_SBg = self.tokens.to_heads(self.predicted(parameters, hidden_states_sBC))
+        positions_SBg = self.token_layout.to_heads(self.predicted(parameters, hidden_states_sBC))
         return PositionInputs(self.phases(positions_SBg).to(hidden_states_sBC.dtype))
 
     def predicted(

@@ -226,8 +226,15 @@ class RotaryPosition(PositionEncoding):
         """Return the shape and dtype of the phases of all tokens for this rank's groups."""
         import torch
 
-        groups = len(self.tokens.local_heads(torch.empty(self.model.query_groups, device="meta")))
-        return (tokens * self.tokens.sequence_shards, batch, groups, self.model.head_dim), dtype
+        groups = len(
+            self.token_layout.local_heads(torch.empty(self.model.query_groups, device="meta"))
+        )
+        return (
+            tokens * self.token_layout.sequence_shards,
+            batch,
+            groups,
+            self.model.head_dim,
+        ), dtype
 
     def phases(self, positions: "Tensor") -> "Tensor":
         """Return the phases times the attention factor, (..., D), in the dtype of the real
@@ -248,7 +255,7 @@ class RotaryPosition(PositionEncoding):
             return state
         from torch.nn.functional import linear
 
-        logits_SBG = self.tokens.to_heads(linear(hidden_states_sBC, parameters["increments"]))
+        logits_SBG = self.token_layout.to_heads(linear(hidden_states_sBC, parameters["increments"]))
         return self._exact_phases(self.running_sum(logits_SBG, cache), hidden_states_sBC.dtype)
 
     def running_sum(self, logits_SBN: "Tensor", cache: TokenCache) -> "Tensor":

@@ -70,8 +70,8 @@ class TapePosition(RotaryPosition):
     restarts_in_documents = False
     starts_as = "rope"
 
-    def __init__(self, model, tokens=None, fused=False):
-        super().__init__(model, tokens, fused)
+    def __init__(self, model, token_layout=None, fused=False):
+        super().__init__(model, token_layout, fused)
         self._update = None
 
     @property
@@ -215,7 +215,7 @@ class TapePosition(RotaryPosition):
     def initial_state(self, positions_SB, dtype) -> "Tensor | None":
         """Return the phases of this rank's tokens, shared by all groups, (s, B or 1, 1, D)."""
         return super().initial_state(
-            self.tokens.local_tokens(positions_SB), self._state_dtype(dtype)
+            self.token_layout.local_tokens(positions_SB), self._state_dtype(dtype)
         )
 
     def sent_state(self, layer, tokens, batch, dtype):
@@ -241,10 +241,10 @@ class TapePosition(RotaryPosition):
         # Every rank sums over all tokens: the all-to-all sends each rank one copy of the logits, as
         # if it were a group.
         logits = linear(hidden_states_sBC, parameters["increments"]).expand(
-            -1, -1, self.tokens.sequence_shards
+            -1, -1, self.token_layout.sequence_shards
         )
-        positions = self.running_sum(self.tokens.to_heads(logits), cache)
-        local = self.tokens.to_tokens(positions)[..., :1]
+        positions = self.running_sum(self.token_layout.to_heads(logits), cache)
+        local = self.token_layout.to_tokens(positions)[..., :1]
         return self._exact_phases(local, self._state_dtype(hidden_states_sBC.dtype))
 
     def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
@@ -252,7 +252,9 @@ class TapePosition(RotaryPosition):
         hidden states.
         """
         rounded = state.to(hidden_states_sBC.dtype).expand(-1, -1, self.model.query_groups, -1)
-        return PositionInputs(self.tokens.to_heads(rounded), average_state=self.updates(layer))
+        return PositionInputs(
+            self.token_layout.to_heads(rounded), average_state=self.updates(layer)
+        )
 
     def next_state(
         self,
@@ -267,11 +269,11 @@ class TapePosition(RotaryPosition):
         """Return the updated state z'' (s, B, G, D)."""
         from torch.nn.functional import linear
 
-        u = self.tokens.to_tokens(averaged_SBhD)
+        u = self.token_layout.to_tokens(averaged_SBhD)
         S, B, _, D = u.shape
         # Reuse attention's rounded copy of the state, unless an all-to-all moved it, so that
         # autograd saves one tensor.
-        rounded = positions.z_TBGD if self.tokens.sequence_shards == 1 else None
+        rounded = positions.z_TBGD if self.token_layout.sequence_shards == 1 else None
         z, rounded = (
             None if x is None else x.expand(S, B, self.model.query_groups, D).reshape(S * B, -1, D)
             for x in (state, rounded)

@@ -95,7 +95,7 @@ def sample_text(
     generator = torch.Generator().manual_seed(0)
     for _ in range(length):
         context = ids[-max_length:]
-        padding = -len(context) % layout.tokens.sequence_shards
+        padding = -len(context) % layout.token_layout.sequence_shards
         tokens = torch.tensor([context + [0] * padding], device=layout.device)
         logits = engine.logits(tokens)[0, len(context) - 1, : tokenizer.vocab_size].float().cpu()
         if torch.isfinite(logits).all():

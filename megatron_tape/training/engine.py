@@ -302,11 +302,11 @@ class Engine:
         return zero.single_partition_of_fp32_groups
 
     def _mean_loss(self) -> float:
-        return self.layout.tokens.average(self._loss_sum / self.micro_batches).item()
+        return self.layout.token_layout.average(self._loss_sum / self.micro_batches).item()
 
     def _z_loss(self) -> float:
         total = torch.zeros((), device=self.layout.device) + self.module.take_z_loss()
-        return self.layout.tokens.average(
+        return self.layout.token_layout.average(
             self.layout.broadcast_from_last_stage(total) / self.micro_batches
         ).item()
 
@@ -383,7 +383,7 @@ class Engine:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Return the mean loss of all batches of all data-parallel ranks."""
         losses = [self._forward(**batch) for batch in batches]
-        return self.layout.tokens.average(
+        return self.layout.token_layout.average(
             self.layout.broadcast_from_last_stage(torch.stack(losses).mean())
         ).item()
 

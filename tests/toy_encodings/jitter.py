@@ -40,7 +40,9 @@ class JitterPosition(PositionEncoding):
         import torch
         from torch.nn.functional import linear
 
-        moved_SBg = self.tokens.to_heads(3 * linear(hidden_states_sBC, parameters["shift"]).tanh())
+        moved_SBg = self.token_layout.to_heads(
+            3 * linear(hidden_states_sBC, parameters["shift"]).tanh()
+        )
         exponents = (
             torch.arange(0, self.model.head_dim, 2, device=state.device) / self.model.head_dim
         )

@@ -38,11 +38,11 @@ class ToyStretch(RotaryPosition):
         )
 
     def initial_state(self, positions_SB, dtype):
-        return self.tokens.local_tokens(super().initial_state(positions_SB, dtype))
+        return self.token_layout.local_tokens(super().initial_state(positions_SB, dtype))
 
     def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache):
         return PositionInputs(
-            self.tokens.to_heads(state.expand(-1, -1, self.model.query_groups, -1))
+            self.token_layout.to_heads(state.expand(-1, -1, self.model.query_groups, -1))
         )
 
     def next_state(
