@@ -204,8 +204,8 @@ class PositionEncoding:
 
         Args:
             model: settings of the model.
-            token_layout: layout of tokens and heads over ranks; required for computations, but not for
-                declarations.
+            token_layout: layout of tokens and heads over ranks; required for computations, but not
+                for declarations.
             fused: use Triton kernels, if the encoding has any.
         """
         self.model = model
