@@ -213,7 +213,7 @@ class Reader:
             layout.replica_size,
             layout.pipeline_size,
         )
-        self.names = list(itertools.chain(*layout.gather_stages(list(parameters))))
+        self.names = list(itertools.chain(*layout.gather_pipeline_stages(list(parameters))))
         self._error: Exception | None = None
         self._check_shapes()
         if checkpoint.source is None:

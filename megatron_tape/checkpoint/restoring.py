@@ -61,7 +61,7 @@ def load_base_weights(
     saved = base.weight_names()
     settings = model_config(base.state["config"]["model"])
     base_parameters = parameter_shapes(settings)
-    all_names = list(itertools.chain(*layout.gather_stages(list(parameters))))
+    all_names = list(itertools.chain(*layout.gather_pipeline_stages(list(parameters))))
     new = [name for name in all_names if name not in saved]
     may_be_new = {
         name

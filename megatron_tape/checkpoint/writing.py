@@ -146,7 +146,7 @@ class Save:
         )
         self._tensors = engine.training_state(writer_of.__getitem__, frozen)
         # Number the files by pipeline stage, then by rank.
-        ranks = layout.gather_stages(sorted(set(writer_of.values())))
+        ranks = layout.gather_pipeline_stages(sorted(set(writer_of.values())))
         writing_ranks = [
             (stage, rank) for stage, stage_ranks in enumerate(ranks) for rank in stage_ranks
         ]
@@ -213,7 +213,9 @@ def _state(writer: Writer, step: int, samples: int, progress: dict) -> dict:
     local_frozen = [name for name in engine.names if name not in engine.trained]
     sharded = {}
     frozen = []
-    for stage_sharded, stage_frozen in engine.layout.gather_stages((local_sharded, local_frozen)):
+    for stage_sharded, stage_frozen in engine.layout.gather_pipeline_stages(
+        (local_sharded, local_frozen)
+    ):
         sharded = sharded | stage_sharded
         frozen = frozen + stage_frozen
     return {

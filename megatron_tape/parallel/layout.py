@@ -110,7 +110,7 @@ class ParallelLayout:
         dist.all_reduce(result, op=dist.ReduceOp.MAX)
         return bool(result.item())
 
-    def broadcast_from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
+    def broadcast_from_last_pipeline_stage(self, tensor: torch.Tensor) -> torch.Tensor:
         """Overwrite `tensor` with that of the last pipeline stage, which has the same shape, and
         return it.
 
@@ -121,7 +121,7 @@ class ParallelLayout:
             dist.broadcast(tensor, last, self.groups.pp)
         return tensor
 
-    def gather_stages(self, value: Any) -> list[Any]:
+    def gather_pipeline_stages(self, value: Any) -> list[Any]:
         """Return the values of all pipeline stages, in order, on every stage. Collective over the
         stages.
         """

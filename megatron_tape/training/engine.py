@@ -307,7 +307,7 @@ class Engine:
     def _z_loss(self) -> float:
         total = torch.zeros((), device=self.layout.device) + self.module.take_z_loss()
         return self.layout.token_layout.average(
-            self.layout.broadcast_from_last_stage(total) / self.micro_batches
+            self.layout.broadcast_from_last_pipeline_stage(total) / self.micro_batches
         ).item()
 
     def _run(self, batches: Iterable[Batch], step: int) -> None:
@@ -343,7 +343,7 @@ class Engine:
         with self.clock.phase(COMMUNICATION):
             if tied_trains and (gradient := self._tied.gradient()) is not None:
                 self._scattered.add_to_deferred(gradient)
-            self._loss_sum = self.layout.broadcast_from_last_stage(total)
+            self._loss_sum = self.layout.broadcast_from_last_pipeline_stage(total)
             engine.allreduce_gradients()
             sum_replicated(self._replicated, self.zero_stage, self.layout.groups.tp)
         self._call_before_update()
@@ -384,18 +384,20 @@ class Engine:
         """Return the mean loss of all batches of all data-parallel ranks."""
         losses = [self._forward(**batch) for batch in batches]
         return self.layout.token_layout.average(
-            self.layout.broadcast_from_last_stage(torch.stack(losses).mean())
+            self.layout.broadcast_from_last_pipeline_stage(torch.stack(losses).mean())
         ).item()
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits (B, S, V) of token ids (B, S), on all pipeline stages."""
-        return self.layout.broadcast_from_last_stage(self._forward(tokens))
+        return self.layout.broadcast_from_last_pipeline_stage(self._forward(tokens))
 
     def losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Return the losses (B, S) in nats of `labels` (B, S), the token ids that follow `tokens`
         (B, S).
         """
-        return self.layout.broadcast_from_last_stage(self._forward(tokens, labels, by_token=True))
+        return self.layout.broadcast_from_last_pipeline_stage(
+            self._forward(tokens, labels, by_token=True)
+        )
 
     def training_state(
         self, owner: Callable[[str], int] = lambda key: 0, frozen: bool = True

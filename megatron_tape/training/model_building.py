@@ -140,7 +140,9 @@ def parameter_table(model: LanguageModel | Pipeline, layout: ParallelLayout) -> 
             total[kind] += numel
             trained[kind] += numel * parameter.requires_grad
     none: Counter[str] = Counter()
-    trained, total = (sum(layout.gather_stages(counts), none) for counts in (trained, total))
+    trained, total = (
+        sum(layout.gather_pipeline_stages(counts), none) for counts in (trained, total)
+    )
     total["total"] = total.pop("total")  # the last row
     width = max(len(f"{number:,}") for number in total.values())
     lines = [f"{'parameters':<12}{'trained':>{width}}  {'of':>{width}}"]

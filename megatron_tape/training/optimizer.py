@@ -17,7 +17,7 @@ def parameter_groups(
     model: torch.nn.Module,
     config: OptimizerConfig,
     largest: float = math.inf,
-    gather_stages: Callable[[Any], list[Any]] = lambda value: [value],
+    gather_pipeline_stages: Callable[[Any], list[Any]] = lambda value: [value],
 ) -> list[dict]:
     """Group the trained parameters by `weight_decay`, `lr_scale` and, with Muon, by `muon`: whether
     Muon updates them.
@@ -51,7 +51,7 @@ def parameter_groups(
         values = not decays, weight_decay, 1.0 if scale is None else scale, by_muon
         groups.setdefault(values, []).append(parameter)
     chunks = {key: _split(parameters, largest) for key, parameters in groups.items()}
-    for counts in gather_stages({key: len(of_key) for key, of_key in chunks.items()}):
+    for counts in gather_pipeline_stages({key: len(of_key) for key, of_key in chunks.items()}):
         for key, count in counts.items():
             of_key = chunks.setdefault(key, [])
             of_key += [[model.add_empty()] for _ in range(count - len(of_key))]
@@ -104,7 +104,7 @@ def build_optimizer(
     settings = config.optimizer
     zero = config.deepspeed
     largest = zero.reduce_bucket_size if zero.zero_stage < 3 else math.inf
-    groups = parameter_groups(model, settings, largest, layout.gather_stages)
+    groups = parameter_groups(model, settings, largest, layout.gather_pipeline_stages)
     # The fused kernel reads and writes each tensor once; separate kernels would allocate
     # temporaries of its size.
     return AdamWAndMuon(

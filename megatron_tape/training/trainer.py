@@ -268,7 +268,7 @@ class Trainer:
         local_frozen = [
             name for name, parameter in self.model.named_parameters() if not parameter.requires_grad
         ]
-        frozen = list(itertools.chain(*layout.gather_stages(local_frozen)))
+        frozen = list(itertools.chain(*layout.gather_pipeline_stages(local_frozen)))
         self.frozen_from = restoring.source_of_frozen(self.checkpoint or self.base, frozen, config)
         self.parameters = parameter_table(self.model, layout)
         self._fill_weights()
