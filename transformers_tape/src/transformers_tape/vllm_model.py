@@ -31,7 +31,7 @@ from .position_tape import TapePhases, TapePosition
 from .vllm_plugin import prepare
 
 
-class TapeAttention(nn.Module):
+class VllmTapeAttention(nn.Module):
     """Attention that rotates queries and keys by the position state, and averages the state with
     the values.
     """
@@ -91,7 +91,7 @@ class TapeAttention(nn.Module):
         return output, averages[..., D:]
 
 
-class TapeDecoderLayer(nn.Module):
+class VllmTapeDecoderLayer(nn.Module):
     """One decoder layer, which computes the hidden states and the position state of the next
     layer.
     """
@@ -99,7 +99,7 @@ class TapeDecoderLayer(nn.Module):
     def __init__(self, config: TapeConfig, vllm_config: VllmConfig, prefix: str, last: bool):
         super().__init__()
         self.gate_by_mlp = config.gate_input == "mlp"
-        self.self_attn = TapeAttention(config, vllm_config, f"{prefix}.self_attn")
+        self.self_attn = VllmTapeAttention(config, vllm_config, f"{prefix}.self_attn")
         self.mlp = LlamaMLP(
             config.hidden_size,
             config.intermediate_size,
@@ -144,7 +144,7 @@ class TapeDecoderLayer(nn.Module):
 
 
 @support_torch_compile
-class TapeModel(nn.Module):
+class VllmTapeModel(nn.Module):
     """The decoder without its language-model head."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
@@ -161,7 +161,7 @@ class TapeModel(nn.Module):
         last = config.num_hidden_layers - 1
         self.layers = nn.ModuleList(
             [
-                TapeDecoderLayer(config, vllm_config, f"{prefix}.layers.{i}", i == last)
+                VllmTapeDecoderLayer(config, vllm_config, f"{prefix}.layers.{i}", i == last)
                 for i in range(last + 1)
             ]
         )
@@ -192,7 +192,7 @@ class TapeModel(nn.Module):
         return hidden_states
 
 
-class TapeForCausalLM(nn.Module):
+class VllmTapeForCausalLM(nn.Module):
     """The decoder with its language-model head."""
 
     hf_to_vllm_mapper = WeightsMapper(
@@ -214,7 +214,7 @@ class TapeForCausalLM(nn.Module):
         prepare(vllm_config)
         config: TapeConfig = vllm_config.model_config.hf_config
         self.config = config
-        self.model = TapeModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
+        self.model = VllmTapeModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
         self.lm_head = ParallelLMHead(
             config.vocab_size,
             config.hidden_size,

@@ -34,7 +34,7 @@ def register() -> None:
         verify_and_update_config = staticmethod(prepare)
 
     # Registered by name, so that vLLM imports the model only in the processes that run it.
-    ModelRegistry.register_model(ARCHITECTURE, f"{__package__}.vllm_model:{ARCHITECTURE}")
+    ModelRegistry.register_model(ARCHITECTURE, f"{__package__}.vllm_model:Vllm{ARCHITECTURE}")
     MODELS_CONFIG_MAP[ARCHITECTURE] = TapeModels
 
 
