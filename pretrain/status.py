@@ -301,8 +301,8 @@ def judge(last: AttemptRecord, queue: str | None, now: float) -> RunState:
     idle = silent + beat["time"] - beat["since"]
     limit = beat.get("hang_timeout")
     if limit is not None and idle > limit:
-        return RunState("stuck", False, f"no progress for {duration(idle)} while {beat['stage']}")
-    return RunState("running", True, f"{beat['stage']}, for {duration(idle)}")
+        return RunState("stuck", False, f"no progress for {duration(idle)} while {beat['phase']}")
+    return RunState("running", True, f"{beat['phase']}, for {duration(idle)}")
 
 
 def screen(status: RunStatus) -> list[str]:

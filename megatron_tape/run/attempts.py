@@ -52,7 +52,7 @@ too. HUNG: it made no progress for `train.hang_timeout`. STALE: a newer attempt 
 UNREADY = "unready"
 """Outcome: the nodes could not train together, possibly for a temporary reason."""
 TRAINING = "training"
-"""Stage in the heartbeat during training steps."""
+"""Phase in the heartbeat during training steps."""
 SPIKES = "spikes.jsonl"
 SKIPPED = "skipped_data.json"
 """File in the checkpoint directory with the data that a run with `train.spikes.action: rewind`
@@ -110,7 +110,7 @@ class Heartbeat(TypedDict):
     """When the record was written."""
     since: float
     """When rank 0 last made progress."""
-    stage: str
+    phase: str
     """Activity of rank 0, such as `training` or `saving`."""
     step: int | None
     hang_timeout: float | None
@@ -118,8 +118,8 @@ class Heartbeat(TypedDict):
     """Step that the attempt continued from. It is missing during start-up."""
     began: NotRequired[float]
     """When training began."""
-    stages: NotRequired[dict[str, float]]
-    """Seconds spent in each stage from `began` to `since`."""
+    phases: NotRequired[dict[str, float]]
+    """Seconds spent in each phase from `began` to `since`."""
 
 
 class Spike(TypedDict):

@@ -66,11 +66,11 @@ def _of_attempt(attempt: AttemptRecord, ended: float, oldest: float) -> dict[str
         seconds[START] = ended - started - seconds[STALLS]
         return seconds
     seconds[START] = min(max(0.0, beat["began"] - started), ended - started - seconds[STALLS])
-    stages = dict(beat.get("stages", {}))
+    phases = dict(beat.get("phases", {}))
     if not stalled:
-        stages[beat["stage"]] = stages.get(beat["stage"], 0.0) + idle
-    for stage, duration in stages.items():
-        seconds[_kind(stage)] += max(0.0, duration)
+        phases[beat["phase"]] = phases.get(beat["phase"], 0.0) + idle
+    for phase, duration in phases.items():
+        seconds[_kind(phase)] += max(0.0, duration)
     first = beat.get("from_step", 0)
     last = beat.get("step") or 0
     if last > first:
@@ -82,10 +82,10 @@ def _of_attempt(attempt: AttemptRecord, ended: float, oldest: float) -> dict[str
     return seconds
 
 
-def _kind(stage: str) -> str:
-    if stage == TRAINING:
+def _kind(phase: str) -> str:
+    if phase == TRAINING:
         return KEPT
-    if stage in ("saving", "waiting to save"):
+    if phase in ("saving", "waiting to save"):
         return SAVES
     return EVALUATION
 

@@ -93,10 +93,10 @@ class Watch:
         self._training_hang_timeout = hang_timeout
         self._attempt: Attempt | None = None
         self._rank = 0
-        self._facts: dict[str, Any] = {"stage": "starting", "step": None}
+        self._facts: dict[str, Any] = {"phase": "starting", "step": None}
         self._begun: dict[str, float] = {}
-        self._stages: dict[str, float] | None = None
-        """Seconds by stage since training began."""
+        self._phases: dict[str, float] | None = None
+        """Seconds by phase since training began."""
         self._since = time.monotonic()
         self._ended = threading.Event()
         self._profile_requested = False
@@ -115,7 +115,7 @@ class Watch:
         self.stop = self.stop or signal.Signals(number).name
 
     def _on_interrupt(self, number: int, frame: object) -> None:
-        if self._stages is None or self.stop == CTRL_C:
+        if self._phases is None or self.stop == CTRL_C:
             raise KeyboardInterrupt
         self.stop = CTRL_C
         if self._rank == 0:
@@ -143,15 +143,15 @@ class Watch:
         self._rank = rank
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
-    def progress(self, stage: str, step: int | None = None) -> None:
-        """Report progress: the process begins `stage`, such as `saving`, in step `step` (None: the
+    def progress(self, phase: str, step: int | None = None) -> None:
+        """Report progress: the process begins `phase`, such as `saving`, in step `step` (None: the
         previous one).
         """
-        previous = self._facts["stage"]
+        previous = self._facts["phase"]
         now = time.monotonic()
-        if self._stages is not None:
-            self._stages[previous] = self._stages.get(previous, 0.0) + now - self._since
-        self._facts = {"stage": stage, "step": self._facts["step"] if step is None else step}
+        if self._phases is not None:
+            self._phases[previous] = self._phases.get(previous, 0.0) + now - self._since
+        self._facts = {"phase": phase, "step": self._facts["step"] if step is None else step}
         self._since = now
         if self._attempt is not None and self._hang_timeout is not None:
             # The watchdog thread cannot run if a hung thread holds the GIL. This timer does not
@@ -162,13 +162,13 @@ class Watch:
         """End start-up: apply `hang_timeout` from now on. The run continues after `step` steps."""
         self.progress(TRAINING)
         self._begun = {"from_step": step, "began": time.time()}
-        self._stages = {}
+        self._phases = {}
         self._hang_timeout = self._training_hang_timeout
 
-    def each(self, stage: str, items: Iterable[Any]) -> Iterator[Any]:
-        """Yield the items, and report progress in `stage` before each of them."""
+    def each(self, phase: str, items: Iterable[Any]) -> Iterator[Any]:
+        """Yield the items, and report progress in `phase` before each of them."""
         for item in items:
-            self.progress(stage)
+            self.progress(phase)
             yield item
 
     def close(self) -> None:
@@ -226,14 +226,14 @@ class Watch:
     def _beat(self) -> None:
         since = time.time() - (time.monotonic() - self._since)
         facts = {**self._facts, **self._begun}
-        if self._stages is not None:
-            facts["stages"] = {
-                stage: round(seconds, 3) for stage, seconds in self._stages.copy().items()
+        if self._phases is not None:
+            facts["phases"] = {
+                phase: round(seconds, 3) for phase, seconds in self._phases.copy().items()
             }
         self._attempt.heartbeat(since=since, hang_timeout=self._hang_timeout, **facts)
 
     def _hang(self) -> None:
-        where = f"{self._facts['stage']} (step {self._facts['step']})"
+        where = f"{self._facts['phase']} (step {self._facts['step']})"
         with (
             contextlib.suppress(OSError, FileError),
             tempfile.TemporaryFile("w+", encoding="utf-8") as file,

@@ -334,7 +334,7 @@ def test_an_attempt_whose_processes_did_not_start_is_recorded_as_such_unless_one
     attempt.main([*decide, "2"])
     assert capfd.readouterr().out.startswith("again rank 1: a step failed; ")
     job()
-    beat = {"since": time.time(), "hang_timeout": None, "stage": "training", "step": 7}
+    beat = {"since": time.time(), "hang_timeout": None, "phase": "training", "step": 7}
     Attempt.open("run", "run/checkpoints", 3).heartbeat(**beat)
     attempt.main([*decide, "3"])
     assert "attempt 3 was killed or its node was lost" in capfd.readouterr().out

@@ -19,7 +19,7 @@ FAST = 1000.0
 BEAT = {
     "time": NOW - 3 + FAST,
     "since": NOW - 4 + FAST,
-    "stage": "training",
+    "phase": "training",
     "step": 7,
     "hang_timeout": 100.0,
 }
@@ -128,7 +128,7 @@ def test_the_screen_shows_goodput_and_the_last_spike(run, capsys):
         "began": now - 90,
         "since": now,
         "time": now,
-        "stages": {"training": 80.0, "saving": 10.0},
+        "phases": {"training": 80.0, "saving": 10.0},
     }
     write_record(path, json.loads(path.read_text()) | times | {"from_step": 0})
     for number, step in ((1, 7), (2, 1040)):

@@ -29,7 +29,7 @@ def record(run, number, started, ended=None, outcome="failed", **beat):
     attempt.directory.mkdir(parents=True)
     write_record(attempt.directory / "attempt.json", {"started": started, "nodes": []})
     if beat:
-        defaults = {"time": beat["since"], "stage": "training", "step": None, "hang_timeout": None}
+        defaults = {"time": beat["since"], "phase": "training", "step": None, "hang_timeout": None}
         write_record(attempt.directory / "heartbeat.json", defaults | beat)
     if ended is not None:
         end = {"rank": 0, "outcome": outcome, "message": "", "detail": "", "time": ended}
@@ -42,8 +42,8 @@ def totals(run, until=None):
     return {kind: seconds for kind, seconds in found.items() if seconds}
 
 
-def test_the_time_of_an_uninterrupted_run_is_divided_by_stage(tmp_path):
-    stages = {
+def test_the_time_of_an_uninterrupted_run_is_divided_by_phase(tmp_path):
+    phases = {
         "training": 70.0,
         "saving": 6.0,
         "waiting to save": 1.0,
@@ -60,7 +60,7 @@ def test_the_time_of_an_uninterrupted_run_is_divided_by_stage(tmp_path):
         began=1011,
         from_step=0,
         step=50,
-        stages=stages,
+        phases=phases,
     )
     found = totals(tmp_path)
     assert found == {KEPT: 72.0, SAVES: 7.0, EVALUATION: 10.0, START: 11.0}
@@ -69,15 +69,15 @@ def test_the_time_of_an_uninterrupted_run_is_divided_by_stage(tmp_path):
 
 def test_steps_that_a_later_attempt_runs_again_count_as_repeated(tmp_path):
     record(
-        tmp_path, 1, 0, 110, since=110, began=10, from_step=0, step=10, stages={"training": 100.0}
+        tmp_path, 1, 0, 110, since=110, began=10, from_step=0, step=10, phases={"training": 100.0}
     )
     record(
-        tmp_path, 2, 120, 180, since=180, began=130, from_step=8, step=13, stages={"training": 50.0}
+        tmp_path, 2, 120, 180, since=180, began=130, from_step=8, step=13, phases={"training": 50.0}
     )
     # The third attempt continues from a checkpoint of the first one, since those of the second are
     # damaged.
     record(
-        tmp_path, 3, 180, 250, since=250, began=190, from_step=6, step=12, stages={"training": 60.0}
+        tmp_path, 3, 180, 250, since=250, began=190, from_step=6, step=12, phases={"training": 60.0}
     )
     assert totals(tmp_path) == {
         KEPT: 60.0 + 60,
@@ -90,14 +90,14 @@ def test_steps_that_a_later_attempt_runs_again_count_as_repeated(tmp_path):
 
 @pytest.mark.parametrize("outcome, limit", [("hung", 1000.0), ("failed", 29.0)])
 def test_the_time_without_progress_before_a_hang_is_a_stall(tmp_path, outcome, limit):
-    stages = {"training": 40.0}
+    phases = {"training": 40.0}
     beat = {
         "since": 50,
         "time": 80,
         "began": 10,
         "from_step": 0,
         "step": 4,
-        "stages": stages,
+        "phases": phases,
         "hang_timeout": limit,
     }
     record(tmp_path, 1, 0, 80, outcome, **beat)
@@ -105,14 +105,14 @@ def test_the_time_without_progress_before_a_hang_is_a_stall(tmp_path, outcome, l
 
 
 def test_a_killed_attempt_ended_at_its_last_heartbeat_or_the_next_start(tmp_path):
-    beat = {"since": 20, "began": 10, "from_step": 0, "step": 4, "stages": {"training": 10.0}}
+    beat = {"since": 20, "began": 10, "from_step": 0, "step": 4, "phases": {"training": 10.0}}
     record(tmp_path, 1, 0, time=25, **beat)
     record(tmp_path, 2, 40, time=90, **beat | {"since": 60, "began": 50, "from_step": 4, "step": 8})
     record(tmp_path, 3, 80)
     assert totals(tmp_path) == {KEPT: 10.0 + 5 + 10 + 20, START: 20.0, BETWEEN: 15.0}
 
 
-def test_the_watchdog_measures_each_stage_since_training_began(tmp_path, monkeypatch):
+def test_the_watchdog_measures_each_phase_since_training_began(tmp_path, monkeypatch):
     moment = [100.0]
     monkeypatch.setattr(watching.time, "monotonic", lambda: moment[0])
     monkeypatch.setattr(watching.threading.Thread, "start", lambda thread: None)
@@ -134,6 +134,6 @@ def test_the_watchdog_measures_each_stage_since_training_began(tmp_path, monkeyp
     finally:
         watch.close()
     (attempt,) = read_attempts(tmp_path)
-    assert attempt.heartbeat["stages"] == {"training": 1.0 + 2 + 8, "saving": 4.0}
+    assert attempt.heartbeat["phases"] == {"training": 1.0 + 2 + 8, "saving": 4.0}
     assert (attempt.heartbeat["from_step"], attempt.heartbeat["step"]) == (3, 5)
     assert attempt.heartbeat["began"] <= before <= attempt.ended
