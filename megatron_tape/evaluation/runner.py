@@ -34,7 +34,7 @@ from megatron_tape.evaluation.results import (
 )
 from megatron_tape.evaluation.task import HuggingFaceModel, Task, Unit
 from megatron_tape.evaluation.tasks import with_group_names
-from megatron_tape.io.files import digest, open_to_append, remove, write_whole
+from megatron_tape.io.files import digest, remove, write_whole
 from megatron_tape.io.records import parse_record
 from megatron_tape.io.versions import cpu_name, versions_with_commit
 from megatron_tape.text import counted
@@ -133,7 +133,7 @@ def append_part(directory: Path, rank: int, key: str, value: dict[str, Any]) -> 
     directory.mkdir(parents=True, exist_ok=True)
     line = json.dumps({"key": key, "value": value}, allow_nan=False)
     # Starts with a newline, in case a killed process left an incomplete line.
-    with open_to_append(directory / f"rank-{rank:05d}.jsonl") as file:
+    with open(directory / f"rank-{rank:05d}.jsonl", "ab") as file:
         file.write(f"\n{line}\n".encode())
     return json.loads(line)["value"]
 

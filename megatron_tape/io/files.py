@@ -14,7 +14,6 @@ import os
 import secrets
 import shutil
 import signal
-import stat
 import tempfile
 import threading
 import time
@@ -35,11 +34,9 @@ class PartialFile:
     """A file that is written next to its final path and moved there by `publish`.
 
     `file` is open for reading and writing bytes. Raises FileError if another process is writing the
-    same output, or if the partial path exists but is not a regular file; OSError if the file cannot
-    be created.
+    same output, and OSError if the file cannot be created.
 
-    With `continues`, a partial file of this user that a previous writer left behind keeps its
-    contents.
+    With `continues`, a partial file that a previous writer left behind keeps its contents.
     """
 
     def __init__(self, path: str | Path, *, continues: bool = False):
@@ -48,23 +45,11 @@ class PartialFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.is_dir():
             raise FileError(str(self.path), "is a directory", "name a file to write")
-        self.file = self._open(continues)
 
-    def _open(self, continues: bool) -> IO[bytes]:
-        while True:
-            created, descriptor = _create_or_open(self.partial_path, os.O_RDWR)
-            file = os.fdopen(descriptor, "r+b")
-            try:
-                if _lock(descriptor, self.partial_path, self.path):
-                    if created or (continues and _is_exclusive(descriptor)):
-                        return file
-                    # Do not reuse the file: its creator would still own it, or it may have other
-                    # hard links.
-                    self.partial_path.unlink()
-            except BaseException:
-                file.close()
-                raise
-            file.close()
+        descriptor = _open_locked(self.partial_path, self.path, os.O_RDWR | os.O_CREAT)
+        if not continues:
+            os.ftruncate(descriptor, 0)
+        self.file = os.fdopen(descriptor, "r+b")
 
     def sync(self) -> None:
         """Sync the contents written so far to disk."""
@@ -95,12 +80,6 @@ class PartialFile:
                 self.file.close()
 
 
-def _is_exclusive(descriptor: int) -> bool:
-    """Return whether an open file belongs to this user and has no other name."""
-    status = os.fstat(descriptor)
-    return status.st_uid == os.geteuid() and status.st_nlink == 1
-
-
 @contextmanager
 def atomic_output(
     path: str | Path, mode: str = "wb", *, overwrite: bool = False
@@ -113,9 +92,10 @@ def atomic_output(
     """
     if not overwrite:
         refuse_existing(path)
+
     partial = PartialFile(path)
     try:
-        with _add_path_to_errors(path):
+        with _output_named_in_errors(path):
             if mode == "wb":
                 yield partial.file
             else:
@@ -138,9 +118,8 @@ def atomic_directory(
     succeeds.
 
     Until then, it is called `path` + `.partial`. A directory of this name that a killed process
-    left behind is removed first. The block must sync the files that it writes. Raises FileError
-    before anything is written if `path` exists, if another process is writing it, or if the partial
-    path exists but is not a directory.
+    left behind is emptied first. The block must sync the files that it writes. Raises FileError
+    before anything is written if `path` exists or another process is writing it.
 
     Args:
         path: the directory to write.
@@ -151,141 +130,74 @@ def atomic_directory(
         fix: what to do if `path` exists and may not be replaced.
     """
     path = Path(os.path.abspath(path))
-    _check_replaced(path, replaces, fix)
+    _check_may_write(path, replaces, fix)
+
     partial = path.with_name(path.name + SUFFIX)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = _own_directory(partial, path)
+    partial.mkdir(parents=True, exist_ok=True)
+    descriptor = _open_locked(partial, path, os.O_DIRECTORY)
     try:
-        with _add_path_to_errors(path, partial):
+        for leftover in partial.iterdir():
+            remove(leftover)
+
+        with _output_named_in_errors(path, partial):
             yield partial
-        _sync(descriptor)
-        if _check_replaced(path, replaces, fix):
-            _replace_directory(path, partial)
-        else:
+        sync_directory(partial)
+
+        # The directory may have appeared in the meantime.
+        _check_may_write(path, replaces, fix)
+        old = Path(f"{path}{REPLACED}")
+        with hold_signals():
+            if path.exists():
+                os.rename(path, old)
             os.rename(partial, path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    else:
-        sync_directory(path.parent)
     finally:
         os.close(descriptor)
 
-
-def _check_replaced(path: Path, replaces: Callable[[Path], None] | None, fix: str) -> bool:
-    """Return whether `path` exists and may be replaced. Raises FileError if it exists and may not
-    be replaced.
-    """
-    if replaces is None or not os.path.lexists(path):
-        refuse_existing(path, fix=fix)
-        return False
-    if path.is_symlink() or not path.is_dir():
-        raise FileError(
-            str(path), "is not a directory, so it cannot be replaced", "choose another output"
-        )
-    old = path.with_name(path.name + REPLACED)
-    refuse_existing(old, fix=f"an interrupted run has left it while it replaced {path}; remove it")
-    replaces(path)
-    return True
-
-
-def _replace_directory(path: Path, new: Path) -> None:
-    """Replace the directory `path` by the directory `new`, and remove the old one."""
-    old = path.with_name(path.name + REPLACED)
-    with hold_signals():
-        os.rename(path, old)
-        try:
-            os.rename(new, path)
-        except BaseException:
-            os.rename(old, path)
-            raise
     sync_directory(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    if replaces is not None:
+        shutil.rmtree(old, ignore_errors=True)
 
 
-def _own_directory(partial: Path, path: Path) -> int:
-    """Create the empty directory `partial`, removing one that a killed process left; return its
-    locked descriptor.
-    """
-    while True:
-        created = False
-        with suppress(FileExistsError):
-            partial.mkdir()
-            created = True
-        descriptor = _open_no_link(partial, os.O_RDONLY, stat.S_IFDIR)
-        try:
-            if _lock(descriptor, partial, path):
-                if created:
-                    return descriptor
-                shutil.rmtree(partial)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-
-
-def open_to_append(path: str | Path, buffering: int = -1) -> IO[bytes]:
-    """Open a file to append bytes to it, and create it if it does not exist.
-
-    `buffering` is passed to `open`. Raises FileError if the path is a link or not a regular file.
-    """
-    return os.fdopen(_create_or_open(path, os.O_WRONLY | os.O_APPEND)[1], "ab", buffering)
-
-
-def _create_or_open(path: str | Path, flags: int) -> tuple[bool, int]:
-    """Return whether a regular file was created, and its descriptor. Raises FileError if the path
-    is anything else.
-    """
-    while True:
-        with suppress(FileExistsError):
-            return True, os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
-        with suppress(FileNotFoundError):  # removed since
-            return False, _open_no_link(path, flags, stat.S_IFREG)
-
-
-def _open_no_link(path: str | Path, flags: int, kind: int) -> int:
-    """Open a file or directory of type `kind`. Raises FileError for other types and for links."""
-    descriptor = None
-    try:
-        # Without O_NONBLOCK, opening a FIFO would wait for a reader.
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
-            raise
-    if descriptor is not None and stat.S_IFMT(os.fstat(descriptor).st_mode) == kind:
-        return descriptor
-    if descriptor is not None:
-        os.close(descriptor)
-    if os.path.islink(path):
-        problem = "is a link"
+def _check_may_write(path: Path, replaces: Callable[[Path], None] | None, fix: str) -> None:
+    if replaces is None:
+        refuse_existing(path, fix=fix)
+    elif path.is_dir() and not path.is_symlink():
+        refuse_existing(f"{path}{REPLACED}", fix="an interrupted run has left it; remove it")
+        replaces(path)
     else:
-        problem = f"is not a {_KINDS[kind]}"
-    raise FileError(str(path), f"{problem}, so nothing was written", "remove it")
+        refuse_existing(path, fix="choose another output: only a directory can be replaced")
 
 
-_KINDS = {stat.S_IFREG: "regular file", stat.S_IFDIR: "directory"}
+def _open_locked(partial: Path, path: Path, flags: int) -> int:
+    """Open and lock the file or directory `partial`, and return its descriptor.
 
-
-def _lock(descriptor: int, partial: Path, path: Path) -> bool:
-    """Lock an open file or directory; return whether it is still at `partial`. Raises FileError if
-    it is locked.
+    Raises FileError if another process has locked it, and is thus writing `path`.
     """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        # Some network file systems have no locks. There, the user must not start two writers of one
-        # output.
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+    while True:
+        descriptor = os.open(partial, flags | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
             fix = "wait for it or choose another output"
             raise FileError(str(path), "is being written by another process", fix) from None
-    # The previous holder of the lock may have renamed or removed the file.
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(descriptor), os.stat(partial))
-    return False
+        except OSError:
+            # Some network file systems have no locks. There, the user must not start two writers of
+            # one output.
+            pass
+
+        # The previous holder of the lock may have renamed or removed the file.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(partial)):
+                return descriptor
+        os.close(descriptor)
 
 
 @contextmanager
-def _add_path_to_errors(path: str | Path, unfinished: Path | None = None) -> Iterator[None]:
+def _output_named_in_errors(path: str | Path, unfinished: Path | None = None) -> Iterator[None]:
     """Add the output's path to an OSError without a file name, such as that for a full disk.
 
     The path also replaces that of a file in the directory `unfinished`, which is removed and which
@@ -295,10 +207,9 @@ def _add_path_to_errors(path: str | Path, unfinished: Path | None = None) -> Ite
         yield
     except OSError as error:
         name = error.filename
-        is_unfinished = (
-            unfinished is not None and name is not None and Path(name).is_relative_to(unfinished)
-        )
-        if error.strerror and (name is None or is_unfinished):
+        if error.strerror and (
+            name is None or (unfinished is not None and Path(name).is_relative_to(unfinished))
+        ):
             error.filename = str(path)
         raise
 
@@ -318,18 +229,24 @@ def hold_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+
     received: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = {
-        number: signal.signal(number, lambda n, frame: received.append(n)) for number in numbers
+        number: signal.signal(number, lambda held, frame: received.append(held))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     }
     try:
         yield
     finally:
         for number, handler in handlers.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            signal.signal(number, handler or signal.SIG_DFL)
         for number in received:
             signal.raise_signal(number)
+
+
+_CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
+"""Errors of file systems, such as CIFS and some of FUSE, that cannot sync directories. git and
+PostgreSQL ignore them, too."""
 
 
 def sync_directory(path: str | Path) -> None:
@@ -337,30 +254,14 @@ def sync_directory(path: str | Path) -> None:
 
     A directory is skipped if its file system cannot sync directories.
     """
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        if error.errno in _CANNOT_SYNC and os.path.isdir(path):
-            return
-        raise
-    try:
-        _sync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-_CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF}
-"""Errors of file systems, such as CIFS and some of FUSE, that cannot sync directories. git and
-PostgreSQL ignore them, too."""
-
-
-def _sync(descriptor: int) -> None:
-    """Sync an open file or directory; see `sync_directory`."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in _CANNOT_SYNC or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+        if error.errno not in _CANNOT_SYNC or not os.path.isdir(path):
             raise
+    finally:
+        os.close(descriptor)
 
 
 def file_system_time(directory: str | Path) -> float:
@@ -375,16 +276,6 @@ def file_system_time(directory: str | Path) -> float:
             return os.fstat(file.fileno()).st_mtime
     except OSError:
         return time.time()
-
-
-def written_at(path: str | Path) -> float:
-    """Return the Unix time at which a file was written, by the clock of `file_system_time`. Raises
-    OSError.
-
-    The file is opened, since a network file system may return old attributes otherwise.
-    """
-    with open(path, "rb") as file:
-        return os.fstat(file.fileno()).st_mtime
 
 
 def remove(path: str | Path) -> None:
@@ -409,7 +300,7 @@ def write_whole(
     # in its name.
     partial = (staging or path.parent) / f".{secrets.token_hex(8)}{SUFFIX}"
     try:
-        with _add_path_to_errors(path), open(partial, "xb") as file:
+        with _output_named_in_errors(path), open(partial, "xb") as file:
             file.writelines(chunks)
             file.flush()
             if durable:
@@ -419,6 +310,7 @@ def write_whole(
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
+
     if durable:
         sync_directory(path.parent)
 

@@ -27,7 +27,7 @@ from typing_extensions import TypedDict
 
 from megatron_tape.checkpoint.directories import checkpointed_step
 from megatron_tape.errors import StaleAttempt, UserError
-from megatron_tape.io.files import open_to_append, remove, sync_directory, write_whole
+from megatron_tape.io.files import remove, sync_directory, write_whole
 from megatron_tape.io.records import read_record, read_small, write_record
 from megatron_tape.parallel.launcher import environment_number
 
@@ -271,7 +271,7 @@ class Attempt:
 
     def record_spike(self, spike: Spike) -> None:
         """Append a line to `spikes.jsonl`."""
-        with open_to_append(self.directory / SPIKES) as file:
+        with open(self.directory / SPIKES, "ab") as file:
             file.write(f"{json.dumps(spike)}\n".encode())
 
     def record_skipped_data(self, skipped: SkippedData) -> None:

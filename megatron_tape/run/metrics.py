@@ -29,7 +29,7 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from megatron_tape.io.files import SUFFIX, open_to_append, write_whole
+from megatron_tape.io.files import SUFFIX, write_whole
 from megatron_tape.io.records import parse_record
 from megatron_tape.run.weights_and_biases import WandbRun
 from megatron_tape.text import LOG_TIME, duration, flop_count
@@ -263,7 +263,7 @@ class _RecordFile:
 
     def __init__(self, path: Path):
         self._path = path
-        self._file = open_to_append(path, buffering=0)
+        self._file = open(path, "ab", buffering=0)
         self._waiting = b""
         self._failing = False
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron_tape.errors import FileError
-from megatron_tape.io.files import open_to_append, write_whole
+from megatron_tape.io.files import write_whole
 from megatron_tape.parallel.launcher import local_rank
 from megatron_tape.run.attempts import (
     HUNG,
@@ -246,7 +246,7 @@ class Watch:
             file.seek(0)
             # All ranks of a node append to the same file, each with a single write.
             path = self._attempt.directory / f"stacks-{os.uname().nodename}.txt"
-            with open_to_append(path, buffering=0) as stacks:
+            with open(path, "ab", buffering=0) as stacks:
                 stacks.write(f"{file.read()}\n".encode())
                 os.fsync(stacks.fileno())
         with contextlib.suppress(Exception):  # the rank must exit in any case

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from megatron_tape import command_line
 from megatron_tape.errors import EXIT_RESTART, UserError
-from megatron_tape.io.files import open_to_append
 from megatron_tape.text import counted, duration
 from pretrain.comparison.planned_runs import PlannedRun
 
@@ -53,7 +52,7 @@ class Programs:
             " sys.exit(main(sys.argv[1:]))"
         )
         log.parent.mkdir(parents=True, exist_ok=True)
-        with open_to_append(log) as output:
+        with open(log, "ab") as output:
             return subprocess.Popen(
                 [sys.executable, "-u", "-c", code, *arguments],
                 stdin=subprocess.DEVNULL,

@@ -154,7 +154,7 @@ def test_the_next_writer_continues_after_the_last_mark(tmp_path, documents, monk
 
 
 @pytest.mark.parametrize(
-    "change", ["source", "inputs", "dtype", "cut", "malformed", "negative", "link", "lost"]
+    "change", ["source", "inputs", "dtype", "cut", "malformed", "negative", "lost"]
 )
 def test_unfinished_files_that_do_not_fit_are_replaced(tmp_path, documents, change):
     write_documents(tmp_path / "whole", documents, np.int32 if change == "dtype" else np.uint16)
@@ -166,8 +166,6 @@ def test_unfinished_files_that_do_not_fit_are_replaced(tmp_path, documents, chan
         progress.write_text("[]")
     elif change == "negative":
         progress.write_text(progress.read_text().replace('"documents": 2', '"documents": -2'))
-    elif change == "link":  # another program may still write to the file under its other name
-        (tmp_path / "other").hardlink_to(tmp_path / "data.idx.partial")
     elif change == "lost":
         progress.unlink()
     source = {"inputs": ["a"]} if change == "source" else SOURCE
