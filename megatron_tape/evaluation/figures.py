@@ -7,6 +7,7 @@ the first figure.
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
 import warnings
@@ -83,34 +84,30 @@ def styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
     matplotlib.
     """
     labels = list(labels)
-    encodings = {
-        **_ENCODINGS.get(),
-        **{label: None for label in labels if label not in _ENCODINGS.get()},
-    }
+    encodings = dict(_ENCODINGS.get())
+    for label in labels:
+        encodings.setdefault(label, None)
     # Models of unknown encodings never get the colors of RoPE and TAPE.
-    reserved = {"rope", "tape", *encodings.values()}
-    free = [color for name, color in ENCODING_COLORS.items() if name not in reserved] or list(
-        ENCODING_COLORS.values()
+    other_colors = itertools.cycle(
+        color for name, color in ENCODING_COLORS.items() if name not in ("rope", "tape")
     )
-    colors = {**ENCODING_COLORS}
+
     uses: Counter[str] = Counter()
     looks: dict[str, dict[str, Any]] = {}
     for index, (label, encoding) in enumerate(encodings.items()):
-        family = encoding or f"model {label}"
-        base = colors.setdefault(family, free[(len(colors) - len(ENCODING_COLORS)) % len(free)])
-        variant = uses[base]
-        uses[base] += 1
-        short = plain(label, LONGEST_LABEL)
-        if any(look["label"] == short for look in looks.values()):
-            short = f"{plain(label, LONGEST_LABEL - 6)} ({index + 1})"
+        color = ENCODING_COLORS.get(encoding or "") or next(other_colors)
+        shown = plain(label, LONGEST_LABEL)
+        if any(look["label"] == shown for look in looks.values()):
+            shown = f"{plain(label, LONGEST_LABEL - 6)} ({index + 1})"
         looks[label] = {
-            "color": shade(base, variant),
+            "color": shade(color, uses[color]),
             "marker": MARKERS[index % len(MARKERS)],
             "markersize": 5,
-            "linestyle": LINES[variant % len(LINES)],
+            "linestyle": LINES[uses[color] % len(LINES)],
             "linewidth": 1.6,
-            "label": short,
+            "label": shown,
         }
+        uses[color] += 1
     return {label: looks[label] for label in labels}
 
 
@@ -136,13 +133,13 @@ def variant_styles(variants: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def encoding_of(config: Mapping[str, Any]) -> str | None:
-    """Return the name of a model's positional encoding, given its `config.json`; None if it is
-    unknown.
+    """Return the name of a model's positional encoding, given its `config.json` or the section
+    `model` of its run; None if it is unknown.
     """
-    for name in (config.get("position_encoding"), config.get("model_type")):
-        if isinstance(name, str) and name in ENCODING_COLORS:
-            return name
-    if {"rope_theta", "rope_parameters"} & config.keys():
+    for key in ("position_encoding", "model_type"):
+        if config.get(key) in list(ENCODING_COLORS):
+            return config[key]
+    if "rope_theta" in config or "rope_parameters" in config:
         return "rope"
     return None
 
@@ -152,10 +149,9 @@ def shade(color: str, number: int) -> str:
     `BLENDS`.
     """
     gray, fraction = BLENDS[number % len(BLENDS)]
-    channels = (int(color[start : start + 2], 16) for start in (1, 3, 5))
-    return "#" + "".join(
-        f"{round((1 - fraction) * channel + fraction * 255 * gray):02x}" for channel in channels
-    )
+    channels = np.array([int(color[start : start + 2], 16) for start in (1, 3, 5)])
+    blended = (1 - fraction) * channels + fraction * 255 * gray
+    return "#" + "".join(f"{round(channel):02x}" for channel in blended)
 
 
 def shades(count: int) -> list[tuple[float, ...]]:
@@ -166,21 +162,14 @@ def shades(count: int) -> list[tuple[float, ...]]:
     return [colors(index / max(1, count - 1)) for index in range(count)]
 
 
-def shorten(text: str, longest: int = LONGEST_LABEL) -> str:
+def clean(text: str, longest: int = 10_000) -> str:
     """Return a text as one line of at most `longest` characters, with an ellipsis in the middle if
-    it is longer.
-    """
-    text = " ".join(text.split())
+    it is longer, and with a replacement for characters that pages and pictures cannot show."""
+    text = " ".join(_UNSHOWABLE.sub("\N{REPLACEMENT CHARACTER}", text).split())
     if len(text) <= longest:
         return text
     tail = (longest - 1) // 2
     return text[: longest - 1 - tail] + "\N{HORIZONTAL ELLIPSIS}" + text[len(text) - tail :]
-
-
-def clean(text: str, longest: int = 10_000) -> str:
-    """Return a text as one line, shortened, and with a replacement for characters that pages and
-    pictures cannot show."""
-    return shorten(_UNSHOWABLE.sub("\N{REPLACEMENT CHARACTER}", text), longest)
 
 
 def plain(text: str, longest: int = _LONGEST_TEXT) -> str:
@@ -212,9 +201,8 @@ def new_figure(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    matplotlib.rcParams["text.parse_math"] = (
-        False  # labels come from files, and a single $ would raise an error
-    )
+    # Labels come from files, and a single $ would raise an error.
+    matplotlib.rcParams["text.parse_math"] = False
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, squeeze=False, **subplots).ravel().tolist()
@@ -229,7 +217,7 @@ def new_figure(
 def panels(count: int, columns: int = 3, **options: Any) -> tuple[Figure, list[Axes]]:
     """Return a figure with `count` axes in rows of at most `columns`."""
     columns = max(1, min(count, columns))
-    figure, axes = new_figure(-(-count // columns), columns, **options)
+    figure, axes = new_figure(math.ceil(count / columns), columns, **options)
     for one in axes[count:]:
         one.remove()
     return figure, axes[:count]
@@ -256,20 +244,12 @@ def curve(
 
     None in `y` leaves a gap; None in `low` or `high` omits the error bar.
     """
-    values = np.array(_numbers(y))
+    values = _numbers(y)
     axes.plot(x, values, **style)
     if low is not None and high is not None:
-        distances = np.clip([values - _numbers(low), np.array(_numbers(high)) - values], 0, None)
-        axes.errorbar(
-            x,
-            values,
-            distances,
-            fmt="none",
-            ecolor=style["color"],
-            elinewidth=1,
-            capsize=2.5,
-            alpha=0.8,
-        )
+        distances = np.clip([values - _numbers(low), _numbers(high) - values], 0, None)
+        bars = {"ecolor": style["color"], "elinewidth": 1, "capsize": 2.5, "alpha": 0.8}
+        axes.errorbar(x, values, distances, fmt="none", **bars)
 
 
 def length_axis(axes: Axes, lengths: Iterable[int]) -> None:
@@ -279,7 +259,7 @@ def length_axis(axes: Axes, lengths: Iterable[int]) -> None:
     from matplotlib.ticker import NullLocator
 
     shown = sorted(set(lengths))
-    shown = shown[:: -(-len(shown) // 10)] if shown else []
+    shown = shown[:: math.ceil(len(shown) / 10) or 1]
     axes.set_xscale("log", base=2)
     axes.set_xticks(shown, [length_name(length) for length in shown])
     axes.xaxis.set_minor_locator(NullLocator())
@@ -294,11 +274,12 @@ def log_scale(axes: Axes, which: Literal["x", "y"], base: float = 10) -> None:
     from matplotlib.ticker import FuncFormatter, LogFormatter
 
     getattr(axes, f"set_{which}scale")("log", base=base)
-    axis = getattr(axes, f"{which}axis")
-    for set_formatter in (axis.set_major_formatter, axis.set_minor_formatter):
-        set_formatter(
-            FuncFormatter(lambda value, _: f"{value:,.12g}") if base == 2 else LogFormatter(base)
-        )
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    formatter: Any = LogFormatter(base)
+    if base == 2:
+        formatter = FuncFormatter(lambda value, _: f"{value:,.12g}")
+    axis.set_major_formatter(formatter)
+    axis.set_minor_formatter(formatter)
 
 
 def length_name(length: int) -> str:
@@ -316,16 +297,12 @@ def limits(values: Iterable[float], fraction: bool = False) -> tuple[float, floa
     differences.
     """
     finite = [value for value in values if math.isfinite(value)]
-    low, high = (
-        (0.0, 1.0)
-        if fraction and all(0 <= value <= 1 for value in finite)
-        else (min(finite), max(finite))
-    )
+    if fraction and all(0 <= value <= 1 for value in finite):
+        finite = [0.0, 1.0]
+    low = min(finite)
+    high = max(finite)
     least = 0.02 * max(abs(low), abs(high)) or 1.0
-    if high - low > least:
-        margin = 0.05 * (high - low)
-    else:
-        margin = (least - (high - low)) / 2
+    margin = max(0.05 * (high - low), (least - (high - low)) / 2)
     return low - margin, high + margin
 
 
@@ -333,16 +310,18 @@ def legend(figure: Figure) -> None:
     """Add one legend for all axes at the bottom of the figure, and increase the height of the
     figure for it.
     """
-    found: dict[str, Any] = {}
+    handles: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    if found:
-        longest = max(map(len, found))
-        columns = max(1, min(len(found), int(figure.get_figwidth() * 12 / (longest + 6))))
-        figure.set_figheight(figure.get_figheight() + 0.2 * -(-len(found) // columns) + 0.1)
-        look = {"frameon": False, "fontsize": 9, "handlelength": 2.4}
-        figure.legend(found.values(), found, loc="outside lower center", ncols=columns, **look)
+            handles.setdefault(label, handle)
+    if not handles:
+        return
+    longest = max(map(len, handles))
+    columns = max(1, min(len(handles), int(figure.get_figwidth() * 12 / (longest + 6))))
+    rows = math.ceil(len(handles) / columns)
+    figure.set_figheight(figure.get_figheight() + 0.2 * rows + 0.1)
+    look = {"frameon": False, "fontsize": 9, "handlelength": 2.4}
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=columns, **look)
 
 
 def heat_map(
@@ -362,31 +341,26 @@ def heat_map(
     label of a color bar; by default, there is none. If several panels have the same range, add a
     color bar to the last one only.
     """
-    matrix = np.array([_numbers(row) for row in values], dtype=float).reshape(
-        len(rows), len(columns)
-    )
+    matrix = np.array([_numbers(row) for row in values]).reshape(len(rows), len(columns))
     image = axes.imshow(
         matrix, vmin=0, vmax=high, cmap=COLOR_MAP, aspect="auto", interpolation="none"
     )
     axes.grid(False)
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0, labelsize=9)
-    for ticks, names in ((axes.set_xticks, columns), (axes.set_yticks, rows)):
-        step = max(1, -(-len(names) // 12))
-        shown = range(0, len(names), step)
-        ticks(list(shown), [plain(str(names[index])) for index in shown])
-    if sum(len(str(name)) for name in columns[:: max(1, -(-len(columns) // 12))]) > 44:
-        axes.tick_params(axis="x", rotation=45)
     axes.set(xlabel=column_label, ylabel=row_label)
-    for (row, column), value in np.ndenumerate(matrix) if matrix.size <= CELLS_WITH_TEXT else ():
-        if np.isnan(value):
-            axes.text(column, row, "\N{MULTIPLICATION SIGN}", ha="center", va="center", fontsize=8)
-        else:
-            light = sum(np.multiply(image.to_rgba(value)[:3], (0.299, 0.587, 0.114))) > 0.5
-            color = ON_LIGHT if light else ON_DARK
-            axes.text(
-                column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=color
-            )
+    for set_ticks, names in ((axes.set_xticks, columns), (axes.set_yticks, rows)):
+        shown = range(0, len(names), math.ceil(len(names) / 12) or 1)
+        set_ticks(shown, [plain(str(names[index])) for index in shown])
+    if sum(len(label.get_text()) for label in axes.get_xticklabels()) > 44:
+        axes.tick_params(axis="x", rotation=45)
+
+    if matrix.size <= CELLS_WITH_TEXT:
+        for (row, column), value in np.ndenumerate(matrix):
+            text = "\N{MULTIPLICATION SIGN}" if np.isnan(value) else f"{value:.2f}"
+            luminance = np.dot(image.to_rgba(value)[:3], (0.299, 0.587, 0.114))
+            color = ON_LIGHT if luminance > 0.5 or np.isnan(value) else ON_DARK
+            axes.text(column, row, text, ha="center", va="center", fontsize=8, color=color)
     if bar is not None:
         drawn: Any = axes.figure.colorbar(image, ax=[axes], label=bar, pad=0.02)
         drawn.outline.set_visible(False)
@@ -402,5 +376,6 @@ def png(picture: Picture) -> bytes:
     return content.getvalue()
 
 
-def _numbers(values: Iterable[float | None]) -> list[float]:
-    return [float("nan") if value is None else float(value) for value in values]
+def _numbers(values: Iterable[float | None]) -> np.ndarray:
+    """Return values as an array, with NaN for None."""
+    return np.array(list(values), dtype=float)

@@ -47,42 +47,34 @@ def by_length(
     `name` is the file name, and `axis` the label of the y axis. The y axis is logarithmic if the
     largest value is more than `steep` times the smallest.
     """
-    by_label = {
-        label: [
-            score for score in result.scores if score.metric == metric and score.length is not None
-        ]
-        for label, result in results.items()
-    }
-    groups = list(dict.fromkeys(score.group for scores in by_label.values() for score in scores))
+    scores = [score for result in results.values() for score in result.scores]
+    shown = [score for score in scores if score.metric == metric and score.length is not None]
+    groups = list(dict.fromkeys(score.group for score in shown))
     looks = styles(results)
 
     def draw(axes: Axes, group: str) -> list[str]:
         sentences = []
-        lengths = set()
+        lengths = []
         values = []
-        for label, scores in by_label.items():
-            of_group = sorted(
-                (score for score in scores if score.group == group), key=lambda score: score.length
-            )
-            if not of_group:
+        for label, result in results.items():
+            scores = {
+                score.length: score
+                for score in result.scores
+                if (score.metric, score.group) == (metric, group) and score.length is not None
+            }
+            if not scores:
                 continue
-            x = [score.length for score in of_group]
-            y = [score.value for score in of_group]
-            curve(
-                axes,
-                looks[label],
-                x,
-                y,
-                [score.low for score in of_group],
-                [score.high for score in of_group],
-            )
-            lengths |= set(x)
+            x = sorted(scores)
+            y = [scores[length].value for length in x]
+            low = [scores[length].low for length in x]
+            high = [scores[length].high for length in x]
+            curve(axes, looks[label], x, y, low, high)
+            lengths += x
             values += y
-            sentences.append(
-                f"{label}: " + ", ".join(f"{b:.4g} at {a:,} tokens" for a, b in zip(x, y))
-            )
+            points = [f"{value:.4g} at {length:,} tokens" for length, value in zip(x, y)]
+            sentences.append(f"{label}: {', '.join(points)}")
         length_axis(axes, lengths)
-        if all(score.is_fraction for scores in by_label.values() for score in scores):
+        if all(score.is_fraction for score in shown):
             axes.set_ylim(*limits((), fraction=True))
         elif 0 < steep * min(values) < max(values):
             log_scale(axes, "y")
@@ -105,15 +97,14 @@ def by_position(results: Results, name: str) -> list[Picture]:
         for label, curves in by_label.items():
             if group not in curves:
                 continue
-            x = curves[group]["tokens_before"]
-            y = curves[group]["loss"]
+            losses = curves[group]["loss"]
             # Markers at every point would hide the curve.
-            style = {**looks[label], "markevery": max(1, len(x) // 8)}
-            axes.plot(x, y, **style)
-            ends = [np.mean(part) for part in (y[: max(1, len(y) // 4)], y[-max(1, len(y) // 4) :])]
+            style = looks[label] | {"markevery": max(1, len(losses) // 8)}
+            axes.plot(curves[group]["tokens_before"], losses, **style)
+            quarter = max(1, len(losses) // 4)
             sentences.append(
-                f"{label}: {ends[0]:.3f} over the first quarter of positions, {ends[1]:.3f} over"
-                " the last"
+                f"{label}: {np.mean(losses[:quarter]):.3f} over the first quarter of positions,"
+                f" {np.mean(losses[-quarter:]):.3f} over the last"
             )
         axes.set_xlabel("number of tokens before")
         return sentences
@@ -127,19 +118,19 @@ def _panels(
     if not groups:
         return []
     figure, shown = panels(min(len(groups), MOST_PANELS), sharey=True)
-    described = []
+    descriptions = []
     if len(groups) > MOST_PANELS:
-        described.append(f"The first {MOST_PANELS} of {len(groups):,} panels.")
-        figure.suptitle(described[0], fontsize=10)
+        descriptions.append(f"The first {MOST_PANELS} of {len(groups):,} panels.")
+        figure.suptitle(descriptions[0], fontsize=10)
     for axes, group in zip(shown, groups):
-        sentences = draw(axes, group)
+        description = f"{'; '.join(draw(axes, group))}."
+        if group:
+            description = f"On {group}: {description}"
+        descriptions.append(description)
         axes.set_title(plain(group, LONGEST_LABEL), fontsize=10)
         axes.set_ylabel(plain(axis, LONGEST_AXIS_LABEL))
-        described.append(
-            f"On {group}: {'; '.join(sentences)}." if group else f"{'; '.join(sentences)}."
-        )
     legend(figure)
-    return [Picture(name, f"{title}. {' '.join(described)}", figure)]
+    return [Picture(name, f"{title}. {' '.join(descriptions)}", figure)]
 
 
 def by_group(
@@ -154,32 +145,35 @@ def by_group(
             by_row.setdefault(f"{score.group} {score.metric}".strip(), {})[label] = score
     if not by_row:
         return []
+
     rows = list(by_row)[:_MOST_ROWS]
-    looks = styles(results)
+    height = 1.2 + (0.24 + 0.09 * len(results)) * len(rows)
+    figure, (axes,) = new_figure(width=7.0, height=height)
     sentences = []
-    figure, (axes,) = new_figure(width=7.0, height=1.2 + (0.24 + 0.09 * len(results)) * len(rows))
+    if len(by_row) > len(rows):
+        sentences.append(f"The first {len(rows)} of {len(by_row):,} rows.")
+        axes.set_title(sentences[0], fontsize=10)
+
+    looks = styles(results)
     for number, (label, look) in enumerate(looks.items()):
         offset = (number - (len(looks) - 1) / 2) * 0.7 / max(2, len(looks))
         scores = {row: by_row[row][label] for row in rows if label in by_row[row]}
         y = [rows.index(row) + offset for row in scores]
         values = [score.value for score in scores.values()]
         axes.plot(values, y, **look | {"linestyle": "none"})
-        spreads = list(zip(*(score.error_bar for score in scores.values())))
-        axes.errorbar(
-            values, y, xerr=spreads or None, fmt="none", ecolor=look["color"], elinewidth=1
-        )
-        sentences.append(
-            f"{label}: {', '.join(f'{score.value:.4g} {row}' for row, score in scores.items())}."
-        )
-    axes.set_yticks(range(len(rows)), list(map(plain, rows)))
+        if scores:
+            spreads = np.transpose([score.error_bar for score in scores.values()])
+            bars = {"ecolor": look["color"], "elinewidth": 1}
+            axes.errorbar(values, y, xerr=spreads, fmt="none", **bars)
+        shown = [f"{score.value:.4g} {row}" for row, score in scores.items()]
+        sentences.append(f"{label}: {', '.join(shown)}.")
+
+    axes.set_yticks(range(len(rows)), [plain(row) for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlabel(plain(title, LONGEST_AXIS_LABEL))
     if all(score.is_fraction for scores in by_row.values() for score in scores.values()):
         axes.set_xlim(*limits((), fraction=True))
     legend(figure)
-    if len(by_row) > len(rows):
-        sentences.insert(0, f"The first {len(rows)} of {len(by_row):,} rows.")
-        axes.set_title(sentences[0], fontsize=10)
     return [Picture(name, f"{title}. {' '.join(sentences)}", figure)]
 
 
@@ -196,20 +190,23 @@ def fraction_maps(
     `fractions` returns a result's matrix of values from 0 to 1, and `names` the names of the rows
     and the columns.
     """
+    row_label, column_label = axes_labels
     figure, shown = model_panels(results, width=4.6, height=3.6)
     sentences = []
     for axes, (label, result) in zip(shown, results.items()):
-        (rows, columns), matrix = names(result), fractions(result)
-        labels = {"row_label": axes_labels[0], "column_label": axes_labels[1]}
+        rows, columns = names(result)
+        matrix = fractions(result)
+        bar = "fraction" if axes is shown[-1] else None
         heat_map(
-            axes, matrix, rows, columns, bar="fraction" if axes is shown[-1] else None, **labels
+            axes, matrix, rows, columns, row_label=row_label, column_label=column_label, bar=bar
         )
         cells = [
-            (x, f"{r}, {c}")
-            for r, of in zip(rows, matrix)
-            for c, x in zip(columns, of)
-            if x is not None
+            (value, f"{row}, {column}")
+            for row, values in zip(rows, matrix)
+            for column, value in zip(columns, values)
+            if value is not None
         ]
-        (least, at_least), (most, at_most) = min(cells), max(cells)
-        sentences.append(f"{label}: from {least:.2f} ({at_least}) to {most:.2f} ({at_most}).")
+        least, where_least = min(cells)
+        most, where_most = max(cells)
+        sentences.append(f"{label}: from {least:.2f} ({where_least}) to {most:.2f} ({where_most}).")
     return [Picture(name, f"{title}. {' '.join(sentences)}", figure)]

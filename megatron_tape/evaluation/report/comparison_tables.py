@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,10 +17,10 @@ from megatron_tape.evaluation.comparison_file import (
     results_by_metric,
 )
 from megatron_tape.evaluation.report import tables
-from megatron_tape.evaluation.report.findings import at, conditions, finding, measured
+from megatron_tape.evaluation.report.findings import finding, measured
 from megatron_tape.evaluation.report.tables import Cell, Table, enumerated, number
 from megatron_tape.evaluation.results import Score
-from megatron_tape.evaluation.statistics import PairedTest, t_quantile
+from megatron_tape.evaluation.statistics import t_quantile
 from megatron_tape.evaluation.task import Picture
 from megatron_tape.evaluation.tasks import group_names, title_of
 from megatron_tape.huggingface.export import markdown as markdown_text
@@ -29,8 +30,9 @@ ByMetric = dict[Score, list[VariantResult]]
 """Results of one task: for each metric (see `Score.subject`), the results of all variants."""
 SIGNIFICANT = 0.05
 """Differences with a smaller p value are bold."""
-_SMALLEST_P = 0.0001
-"""Smaller p values are shown as `< 0.0001`."""
+
+
+_escape = partial(markdown_text.plain, longest=10_000)
 
 
 def by_task(comparison: Comparison) -> dict[str, ByMetric]:
@@ -40,26 +42,20 @@ def by_task(comparison: Comparison) -> dict[str, ByMetric]:
     (`Task.group_names`).
     """
     tasks: dict[str, ByMetric] = {}
-    for metric, results in sorted(
-        results_by_metric(comparison).items(), key=lambda item: item[0].task == TRAINING
-    ):
+    for metric, results in results_by_metric(comparison).items():
         tasks.setdefault(metric.task, {})[metric] = results
+    if TRAINING in tasks:
+        tasks[TRAINING] = tasks.pop(TRAINING)
     return {
-        task: _with_group_names(metrics, comparison.evaluation.get(task, {}))
-        for task, metrics in tasks.items()
+        task: _with_group_names(task, by_metric, comparison.evaluation.get(task, {}))
+        for task, by_metric in tasks.items()
     }
 
 
-def _with_group_names(by_metric: ByMetric, settings: Mapping[str, Any]) -> ByMetric:
-    names = group_names(next(iter(by_metric)).task, settings)
-    order = list(names)
-
-    def position(metric: Score) -> int:
-        if metric.group in names:
-            return order.index(metric.group)
-        return len(order)
-
-    ordered = sorted(by_metric, key=position)
+def _with_group_names(task: str, by_metric: ByMetric, settings: Mapping[str, Any]) -> ByMetric:
+    names = group_names(task, settings)
+    order = {group: index for index, group in enumerate(names)}
+    ordered = sorted(by_metric, key=lambda metric: order.get(metric.group, len(order)))
     return {
         replace(metric, group=names.get(metric.group, metric.group)): by_metric[metric]
         for metric in ordered
@@ -84,10 +80,15 @@ def task_tables(by_metric: ByMetric, baseline: str) -> list[Table]:
     for metric in by_metric:
         row, column = _place(metric)
         rows.setdefault(row, {})[column] = metric
-    shared: dict[tuple[str, ...], dict[str, dict[str, Score]]] = {}
-    for row, cells in rows.items():
-        shared.setdefault(tuple(cells), {})[row] = cells
-    return [one for of in shared.values() for one in _task_table(by_metric, of, baseline)]
+
+    shared: dict[tuple[str, ...], dict[str, list[Score]]] = {}
+    for row, by_column in rows.items():
+        shared.setdefault(tuple(by_column), {})[row] = list(by_column.values())
+
+    made = []
+    for columns, metrics in shared.items():
+        made += _task_table(by_metric, columns, metrics, baseline)
+    return made
 
 
 def _place(metric: Score) -> tuple[str, str]:
@@ -96,103 +97,90 @@ def _place(metric: Score) -> tuple[str, str]:
     if metric.length is not None:
         return ", ".join(filter(None, (name, metric.group))), f"{metric.length:,} tokens"
     if metric.group:
-        return (name, metric.group)
-    return ("", name)
+        return name, metric.group
+    return "", name
 
 
 def _task_table(
-    by_metric: ByMetric, rows: Mapping[str, Mapping[str, Score]], baseline: str
+    by_metric: ByMetric,
+    columns: Sequence[str],
+    metrics: Mapping[str, Sequence[Score]],
+    baseline: str,
 ) -> list[Table]:
-    """Return a list of one table with the metrics in `rows`, by the names of row and column."""
-    metrics = [metric for of in rows.values() for metric in of.values()]
-    results = {
-        metric: {result.variant: result for result in by_metric[metric]} for metric in metrics
-    }
-    variants = list(dict.fromkeys(variant for of in results.values() for variant in of))
-    seeds = {
-        label: max(len(of[label].values) for of in results.values() if label in of)
-        for label in variants
-    }
-    shown_seeds = {label: counted(count, "seed") for label, count in seeds.items()}
-    if len(set(seeds.values())) == 1:
-        shown_seeds = {}
+    """Return a list of one table. `metrics` are those in each column, by the name of the row."""
+    results = [result for row in metrics.values() for metric in row for result in by_metric[metric]]
+    seeds: dict[str, int] = {}
+    for result in results:
+        seeds[result.variant] = max(len(result.values), seeds.get(result.variant, 0))
 
-    decimals = {metric: _decimals(by_metric, metric) for metric in metrics}
-    made: list[list[Cell]] = []
-    for by_column in rows.values():
-        for variant in variants:
-            cells = [
-                _cell(metric, results[metric].get(variant), decimals[metric])
-                for metric in by_column.values()
-            ]
-            made.append([Cell(variant, variant, shown_seeds.get(variant, "")), *cells])
+    cells: list[list[Cell]] = []
+    row_groups: list[str] = []
+    for name, row in metrics.items():
+        for variant, count in seeds.items():
+            label = tables.text(variant)
+            if len(set(seeds.values())) > 1:
+                label = replace(label, detail=counted(count, "seed"))
+            values = [_cell(by_metric, metric, variant) for metric in row]
+            cells.append([label, *values])
+            row_groups.append(name)
 
-    columns = ["variant", *next(iter(rows.values()))]
-    caption = f"Below each value: the difference from {baseline}"
+    caption = f"Below each value: the difference from {baseline}."
     if max(seeds.values()) > 1:
         caption = (
-            f"Mean \N{PLUS-MINUS SIGN} standard deviation over the seeds. {caption}, its 95 %"
-            " interval and p"
+            "Mean \N{PLUS-MINUS SIGN} standard deviation over the seeds. Below it: the difference"
+            f" from {baseline}, its 95 % interval and p (bold: p < {SIGNIFICANT})."
         )
-        if any(cell.strong for row in made for cell in row):
-            caption += f" (bold: p < {SIGNIFICANT})"
-    if any(rows):
-        row_groups = [row for row in rows for _ in variants]
-    else:
-        row_groups = ()
-    return tables.table(f"{caption}.", columns, made, row_groups=row_groups)
+    if not any(row_groups):
+        row_groups = []
+    return tables.table(caption, ["variant", *columns], cells, row_groups)
 
 
 def _decimals(by_metric: ByMetric, metric: Score) -> int | None:
     """Return the number of decimals for all values of a metric, at all lengths and in all
     groups.
     """
-    same = [
-        of
-        for other, of in by_metric.items()
-        if (other.metric, other.unit) == (metric.metric, metric.unit)
-    ]
-    decimals = tables.decimals_for(value for results in same for value in _values(results))
+    values: list[float] = []
+    for other, results in by_metric.items():
+        if (other.metric, other.unit) == (metric.metric, metric.unit):
+            values += _values(results)
+    decimals = tables.decimals_for(values)
+    # Whole numbers and large ones keep their form.
     return decimals and decimals + 1
 
 
-def _cell(metric: Score, result: VariantResult | None, decimals: int | None) -> Cell:
+def _cell(by_metric: ByMetric, metric: Score, variant: str) -> Cell:
     """Return a cell with the mean and the standard deviation of a variant, and below them its
     test.
     """
+    by_variant = {result.variant: result for result in by_metric[metric]}
+    result = by_variant.get(variant)
     if result is None:
         return number(None)
+
+    decimals = _decimals(by_metric, metric)
     shown = tables.shown_number(result.mean, decimals)
     # The number of parameters and the like does not depend on the seed.
     if result.spread is not None and (result.spread > 0 or metric.better != "neither"):
         shown += f" \N{PLUS-MINUS SIGN} {tables.shown_number(result.spread, decimals)}"
+
     test = result.difference
     if test is None:
         return Cell(shown, result.mean)
-    difference = _signed(test.mean, decimals)
+    detail = tables.shown_number(test.mean, decimals)
+    if test.mean > 0 and detail.strip("0."):
+        detail = f"+{detail}"
     if test.p is None:
-        return Cell(shown, result.mean, difference)
-    equal = "" if test.p < _SMALLEST_P else "= "
-    detail = (
-        f"{difference} ({tables.interval(test.low, test.high, decimals)})\np"
-        f" {equal}{shown_p(test.p)}"
-    )
+        return Cell(shown, result.mean, detail)
+    detail += f" ({tables.interval(test.low, test.high, decimals)})\np {_shown_p(test.p)}"
     return Cell(shown, result.mean, detail, strong=test.p < SIGNIFICANT)
 
 
-def _signed(value: float, decimals: int | None) -> str:
-    """Return a difference as text, with its sign unless it is shown as 0."""
-    shown = tables.shown_number(value, decimals)
-    if value > 0 and any(digit in shown for digit in "123456789"):
-        return f"+{shown}"
-    return shown
-
-
-def shown_p(p: float) -> str:
-    """Return a p value as text."""
-    if p < _SMALLEST_P:
-        return f"< {_SMALLEST_P}"
-    return f"{p:.{2 if p >= 0.1 else 4}f}"
+def _shown_p(p: float) -> str:
+    if p < 0.0001:
+        return "< 0.0001"
+    if p < 0.1:
+        return f"= {p:.4f}"
+    return f"= {p:.2f}"
 
 
 def picture(by_metric: ByMetric, variants: Sequence[str]) -> list[Picture]:
@@ -202,47 +190,43 @@ def picture(by_metric: ByMetric, variants: Sequence[str]) -> list[Picture]:
     Panels of the same metric, such as at several lengths, have the same limits. Returns no picture
     if no metric varies.
     """
-    shown = [metric for metric in by_metric if metric.better != "neither"] or list(by_metric)
-    shown = [metric for metric in shown if len(set(_values(by_metric[metric]))) > 1][
-        : figures.MOST_PANELS
+    ranking = [metric for metric in by_metric if metric.better != "neither"]
+    varying = [
+        metric for metric in ranking or by_metric if len(set(_values(by_metric[metric]))) > 1
     ]
+    shown = varying[: figures.MOST_PANELS]
     if not shown:
         return []
+
     labels = list(variants)
-    figure, drawn = figures.panels(
-        len(shown), 2, width=5.4, height=0.9 + 0.28 * len(labels), sharey=True
-    )
     looks = figures.variant_styles(labels)
+    height = 0.9 + 0.28 * len(labels)
+    figure, panels = figures.panels(len(shown), 2, width=5.4, height=height, sharey=True)
+    kind = "One run of each variant"
     descriptions = []
-    for axes, metric in zip(drawn, shown):
-        title = tables.subject_name(metric)
+    for axes, metric in zip(panels, shown):
+        means = []
         for result in by_metric[metric]:
             y = labels.index(result.variant)
             values = list(result.values.values())
             look = looks[result.variant]
             axes.plot(values, [y] * len(values), **look | {"linestyle": "none", "alpha": 0.7})
             if len(values) > 1:
+                kind = "Each point is a seed, and each line a mean"
                 axes.plot([result.mean] * 2, [y - 0.35, y + 0.35], color=look["color"], linewidth=2)
+            means.append(f"{result.variant} {result.mean:.4g}")
+
+        title = tables.subject_name(metric)
+        descriptions.append(f"{title}: {', '.join(means)}")
         axes.set_yticks(range(len(labels)), [looks[label]["label"] for label in labels], fontsize=8)
         axes.set_ylim(len(labels) - 0.5, -0.5)
         axes.set_xlabel(figures.plain(title, 60), fontsize=9)
-        same = [
-            value
-            for other in shown
-            if other.metric == metric.metric
-            for value in _values(by_metric[other])
-        ]
-        axes.set_xlim(*figures.limits(same, fraction=metric.is_fraction))
+        same_metric = [other for other in shown if other.metric == metric.metric]
+        values = [value for other in same_metric for value in _values(by_metric[other])]
+        axes.set_xlim(*figures.limits(values, fraction=metric.is_fraction))
         axes.ticklabel_format(axis="x", useOffset=False)
         axes.locator_params(axis="x", nbins=6)
-        means = (f"{result.variant} {result.mean:.4g}" for result in by_metric[metric])
-        descriptions.append(f"{title}: {', '.join(means)}")
-    several = any(len(result.values) > 1 for metric in shown for result in by_metric[metric])
-    if several:
-        what = "Each point is a seed, and each line a mean"
-    else:
-        what = "One run of each variant"
-    return [Picture("comparison", f"{what}. {'; '.join(descriptions)}.", figure)]
+    return [Picture("comparison", f"{kind}. {'; '.join(descriptions)}.", figure)]
 
 
 def _values(results: Sequence[VariantResult]) -> list[float]:
@@ -256,174 +240,125 @@ def headline(comparison: Comparison) -> tuple[str, list[str]]:
     variants = comparison.variants
     if not variants:
         return "Comparison", ["No run is finished."]
-    seeds = sorted({sum(run.variant == variant for run in comparison.runs) for variant in variants})
-    tasks = list(by_task(comparison))
-    how_many = " to ".join(str(count) for count in dict.fromkeys((seeds[0], seeds[-1])))
-    each = "one seed" if seeds == [1] else f"{how_many} seeds"
-    evaluated = enumerated(
-        [task_title(task) for task in tasks if task != TRAINING] or ["the validation loss"]
-    )
+
+    counts = sorted(_seeds(comparison).values())
+    seeds = counted(counts[-1], "seed")
+    if counts[0] < counts[-1]:
+        seeds = f"{counts[0]} to {seeds}"
+    evaluated = [task_title(task) for task in by_task(comparison) if task != TRAINING]
     compared = (
-        f"{counted(len(variants), 'variant')} of one recipe ({enumerated(variants, 6)}), trained"
-        f" with {each} each, are compared by {evaluated}."
+        f"Compared: {counted(len(variants), 'variant')} of one recipe ({enumerated(variants, 6)}),"
+        f" trained with {seeds} each, by {enumerated(evaluated) or 'the validation loss'}."
     )
-    found = _findings(comparison)
-    by_chance, outcome = _outcome(comparison)
-    if by_chance:
-        paragraphs = [outcome, *found, compared]
+
+    findings = _findings(comparison)
+    outcome, significant = _outcome(comparison)
+    if significant is False:
+        # What may be due to chance is not the first thing to read.
+        paragraphs = [outcome, *findings, compared]
     else:
-        paragraphs = [*found, f"{outcome} {compared}"]
+        paragraphs = [*findings, f"{outcome} {compared}"]
     return f"Comparison of {enumerated(variants, 4)}", paragraphs
+
+
+def _seeds(comparison: Comparison) -> dict[str, int]:
+    """Return the number of seeds of each variant."""
+    return {
+        variant: sum(run.variant == variant for run in comparison.runs)
+        for variant in comparison.variants
+    }
 
 
 def _findings(comparison: Comparison) -> list[str]:
     """Return a sentence for each evaluated task about its first metric, or about the validation
     loss without tasks.
 
-    If variants have different seeds, the sentences are about the seeds that all have, and another
-    one says so: a seed that only some variants have would make them look better or worse than the
-    others.
+    The sentences are about the seeds that all variants have: a seed that only some have would make
+    them look better or worse than the others.
     """
-    seeds = [
-        {run.seed for run in comparison.runs if run.variant == variant}
-        for variant in comparison.variants
-    ]
-    shared = set.intersection(*seeds)
-    only_shared = ""
-    if shared and shared != set.union(*seeds):
-        comparison = replace(
-            comparison, runs=[run for run in comparison.runs if run.seed in shared]
-        )
-        names = enumerated([str(seed) for seed in sorted(shared)], 6)
-        only_shared = (
-            f"This counts only {'seed' if len(shared) == 1 else 'seeds'} {names}, which all"
-            " variants have."
-        )
-
-    tasks = by_task(comparison)
+    seeds: dict[str, set[int]] = {}
+    for run in comparison.runs:
+        seeds.setdefault(run.variant, set()).add(run.seed)
+    shared = set.intersection(*seeds.values())
+    runs = [run for run in comparison.runs if run.seed in shared]
+    tasks = by_task(replace(comparison, runs=runs))
     evaluated = [task for task in tasks if task != TRAINING] or list(tasks)
+
     sentences = []
     for task in evaluated:
-        by_metric = tasks[task]
-        ranking = [metric.metric for metric in by_metric if metric.better != "neither"]
         means = {
-            metric: {one.variant: one.mean for one in results}
-            for metric, results in by_metric.items()
+            metric: {result.variant: result.mean for result in results}
+            for metric, results in tasks[task].items()
+            if metric.better != "neither"
         }
-        several = any(len(one.values) > 1 for results in by_metric.values() for one in results)
-        if ranking:
-            made = measured(ranking[0], means, "mean" if several else "")
-        else:
-            made = None
-        if made is not None:
+        prefix = "mean" if len(shared) > 1 else ""
+        values = measured(means, prefix)
+        if values is not None:
             title = f"{task_title(task)}: " if len(evaluated) > 1 else ""
-            sentences.append(title + finding(made, comparison.baseline))
-    if sentences and only_shared:
-        sentences.append(only_shared)
+            sentences.append(title + finding(values, comparison.baseline))
+    if len(runs) < len(comparison.runs):
+        names = ", ".join(map(str, sorted(shared)))
+        sentences.append(f"This counts only the seeds that all variants have: {names}.")
     return sentences
 
 
-def _outcome(comparison: Comparison) -> tuple[bool, str]:
-    """Return a sentence on the tests of the first metric that ranks variants, and before it whether
-    none succeeded.
-
-    Then all differences may be due to chance.
+def _outcome(comparison: Comparison) -> tuple[str, bool | None]:
+    """Return a sentence on the tests of the first metric that ranks variants, and whether one of
+    them is significant; None if nothing is tested.
     """
-    baseline = comparison.baseline
     tasks = by_task(comparison)
     ranking = [
         metric for by_metric in tasks.values() for metric in by_metric if metric.better != "neither"
     ]
     if not ranking:
-        return False, "None of the measured metrics ranks variants."
-    if all(len(result.values) < 2 for metric in ranking for result in tasks[metric.task][metric]):
-        return (
-            False,
-            (
-                "One seed of each variant was run: a difference may come from the seed, and none is"
-                " tested. Add seeds with --seeds."
-            ),
-        )
+        return "None of the measured metrics ranks variants.", None
+
     first = ranking[0]
-    in_others = any(
-        metric.metric == first.metric and metric.task != first.task for metric in ranking
-    )
-    if in_others:
-        name = f"{first.metric} ({task_title(first.task)})"
-    else:
-        name = first.metric
-    by_metric = tasks[first.task]
     metrics = [
-        metric
-        for metric in by_metric
-        if metric.metric == first.metric and metric.better != "neither"
+        metric for metric in ranking if (metric.task, metric.metric) == (first.task, first.metric)
     ]
-    tests: dict[str, list[tuple[Score, PairedTest]]] = {}
+    tested = False
+    better: Counter[str] = Counter()
+    worse: Counter[str] = Counter()
     for metric in metrics:
-        for result in by_metric[metric]:
-            if result.difference is not None and result.difference.p is not None:
-                tests.setdefault(result.variant, []).append((metric, result.difference))
-    if not tests:
+        for result in tasks[first.task][metric]:
+            test = result.difference
+            if test is None or test.p is None:
+                continue
+            tested = True
+            if test.p < SIGNIFICANT and (test.mean > 0) == (first.better == "higher"):
+                better[result.variant] += 1
+            elif test.p < SIGNIFICANT:
+                worse[result.variant] += 1
+
+    name = first.metric
+    if len(tasks) > 2:  # several tasks, and the training
+        name += f" ({task_title(first.task)})"
+    method = f"paired t tests over the seeds, p < {SIGNIFICANT}"
+    baseline = comparison.baseline
+    if not tested:
         return (
-            False,
-            (
-                f"No difference in {name} can be tested, so the variants are not ranked. A test"
-                " requires at least two seeds of both variants, and differences that vary."
-            ),
+            f"No difference in {name} is tested, so any may come from the seed. A test needs at"
+            " least two seeds of both variants, and differences that vary. Add seeds with --seeds.",
+            None,
         )
-    method = "paired t tests over the seeds"
-    named = conditions(metrics)
-    significant = {
-        variant: [one for one in of if one[1].p < SIGNIFICANT] for variant, of in tests.items()
-    }
-    if not any(significant.values()):
-        variant, one = max(
-            ((v, one) for v, of in tests.items() for one in of), key=lambda x: abs(x[1][1].mean)
-        )
-        return (
-            True,
-            (
-                f"No difference in {name} from {baseline} is significant ({method}, p <"
-                f" {SIGNIFICANT}); the largest that can be tested is that of"
-                f" {_difference(variant, *one, named)}, p = {shown_p(one[1].p)}."
-            ),
-        )
-    sign = 1 if first.better == "higher" else -1
+    if not better and not worse:
+        return f"No difference in {name} from {baseline} is significant ({method}).", False
+
     parts = []
-    for word, side in (("better", sign), ("worse", -sign)):
-        of_side = {
-            variant: [one for one in of if one[1].mean * side > 0]
-            for variant, of in significant.items()
-        }
-        if len(metrics) == 1:
-            names = [_difference(variant, *of[0], named) for variant, of in of_side.items() if of]
-        else:
-            names = [
-                f"{variant} ({len(of)} of {len(metrics)} conditions)"
-                for variant, of in of_side.items()
-                if of
+    for word, counts in (("better", better), ("worse", worse)):
+        variants = list(counts)
+        if len(metrics) > 1:
+            variants = [
+                f"{variant} ({count} of {len(metrics)} conditions)"
+                for variant, count in counts.items()
             ]
-        if names:
-            parts.append(f"significantly {word} with {enumerated(names, 4)}")
-    if len(significant) > 1 or len(metrics) > 1:
-        others = "; no other difference is significant"
-    else:
-        others = ""
+        if variants:
+            parts.append(f"significantly {word} with {enumerated(variants, 4)}")
     return (
-        False,
-        (
-            f"Compared with {baseline}, {name} is {', and '.join(parts)} ({method}, p <"
-            f" {SIGNIFICANT}){others}."
-        ),
-    )
-
-
-def _difference(variant: str, metric: Score, test: PairedTest, named: Mapping[Score, str]) -> str:
-    """Return the name of a variant with its difference; `named` has the names of conditions by
-    metric.
-    """
-    return (
-        f"{variant} ({_signed(test.mean, tables.decimals_for([test.mean]))}{at([named[metric]])})"
+        f"Compared with {baseline}, {name} is {', and '.join(parts)} ({method}). No other"
+        " difference is significant.",
+        True,
     )
 
 
@@ -431,19 +366,18 @@ def notes(comparison: Comparison, missing: Sequence[str] = ()) -> list[str]:
     """Return sentences on how to read the tables and what is incomplete; `missing` names runs that
     are not finished.
     """
-    seeds = {
-        label: sum(run.variant == label for run in comparison.runs) for label in comparison.variants
-    }
+    seeds = _seeds(comparison)
     most = max(seeds.values(), default=0)
     machines = list(dict.fromkeys(run.hardware for run in comparison.runs))
-    found = [f"{counted(len(seeds), 'variant')} on {enumerated(machines)}."]
+    sentences = [f"{counted(len(seeds), 'variant')} on {enumerated(machines)}."]
     if most < 2:
-        found.append(
+        sentences.append(
             "There is one seed of each variant, so the spread is unknown and differences are not"
             " tested."
         )
     else:
-        found += [
+        reach = t_quantile(most - 1) / math.sqrt(most)
+        sentences += [
             (
                 "Each point is one run. A seed sets the order of the data and the initial weights"
                 " that variants share, so differences are taken between runs of the same seed."
@@ -455,21 +389,14 @@ def notes(comparison: Comparison, missing: Sequence[str] = ()) -> list[str]:
             ),
             (
                 f"With {most} seeds, a single difference reaches p < {SIGNIFICANT} only if it is"
-                f" more than {t_quantile(most - 1) / math.sqrt(most):.2g} times the standard"
-                " deviation of the differences: a large p does not show that there is no"
-                " difference."
+                f" more than {reach:.2g} times the standard deviation of the differences: a large p"
+                " does not show that there is no difference."
             ),
         ]
-    if len({score.length for run in comparison.runs for score in run.scores} - {None}) > 1:
-        found.append(
-            "Compare variants at the same length. Scores at different lengths answer different"
-            " questions."
-        )
-    if fewer := [f"{label} ({count})" for label, count in seeds.items() if count < most]:
-        found.append(f"Fewer seeds than the others: {enumerated(fewer)}.")
+
     if missing:
-        found.append(f"Not finished: {enumerated(missing)}.")
-    return found
+        sentences.append(f"Not finished: {enumerated(missing)}.")
+    return sentences
 
 
 def warnings(comparison: Comparison) -> list[str]:
@@ -487,7 +414,9 @@ def warnings(comparison: Comparison) -> list[str]:
 
 
 def markdown(
-    comparison: Comparison, missing: Sequence[str] = (), escape: Callable[[str], str] | None = None
+    comparison: Comparison,
+    missing: Sequence[str] = (),
+    escape: Callable[[str], str] = _escape,
 ) -> str:
     """Return the headline, the tables and the notes as Markdown, with columns that are aligned in a
     terminal.
@@ -495,7 +424,6 @@ def markdown(
     `escape` escapes text from files, by default for Markdown. `missing` names runs that are not
     finished.
     """
-    escape = escape or partial(markdown_text.plain, longest=10_000)
     title, sentences = headline(comparison)
     lines = [f"# {escape(title)}", "", escape(" ".join(sentences)), ""]
     for task, by_metric in by_task(comparison).items():

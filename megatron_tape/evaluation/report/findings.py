@@ -10,10 +10,8 @@ from typing import Literal
 from megatron_tape.evaluation.report.tables import decimals_for, enumerated, location, shown_number
 from megatron_tape.evaluation.results import Score
 
-MOST_NAMES = 4
-"""Maximum number of names in a list."""
-MOST_CONDITIONS = 4
-"""Up to this number of conditions, a sentence has the values of each."""
+MOST_LISTED = 4
+"""Maximum number of names or values in a list."""
 
 
 @dataclass(frozen=True)
@@ -31,149 +29,95 @@ class Measured:
     values: Mapping[str, Mapping[str, float]]
     """Values by condition and label. A score without group and length has the condition ""."""
 
-    @property
+    @cached_property
+    def all_labels(self) -> list[str]:
+        """The labels that have a value under at least one condition."""
+        return list(dict.fromkeys(label for values in self.values.values() for label in values))
+
+    @cached_property
     def labels(self) -> list[str]:
         """The labels that have a value under every condition."""
-        first, *others = self.values.values()
-        return [label for label in first if all(label in of for of in others)]
-
-    @property
-    def incomplete_labels(self) -> list[str]:
-        """The labels that have a value under some conditions only."""
-        found = dict.fromkeys(label for of in self.values.values() for label in of)
-        return [label for label in found if label not in self.labels]
-
-    def best(self, condition: str) -> list[str]:
-        """Return the labels with the best value under a condition, or with one that counts as
-        equal.
-        """
-        values = {label: self.values[condition][label] for label in self.labels}
-        if self.better == "higher":
-            best = max(values.values())
-        else:
-            best = min(values.values())
         return [
-            label for label, value in values.items() if self._rounded(value) == self._rounded(best)
+            label
+            for label in self.all_labels
+            if all(label in values for values in self.values.values())
         ]
 
     @cached_property
-    def _are_fractions(self) -> bool:
-        values = (value for of in self.values.values() for value in of.values())
-        return self.better == "higher" and all(0 <= value <= 1 for value in values)
+    def _flat_values(self) -> list[float]:
+        return [value for values in self.values.values() for value in values.values()]
 
     @cached_property
-    def _decimals(self) -> int | None:
-        return decimals_for(value for of in self.values.values() for value in of.values())
+    def _are_fractions(self) -> bool:
+        return self.better == "higher" and all(0 <= value <= 1 for value in self._flat_values)
 
-    def _rounded(self, value: float) -> str:
-        if self._are_fractions:
-            return f"{value:.0%}"
-        return shown_number(value, self._decimals)
-
-    def shown(self, value: float) -> str:
-        """Return a value as text."""
+    def _shown(self, value: float) -> str:
         if self._are_fractions:
             return _percent(value)
-        return shown_number(value, self._decimals)
+        return shown_number(value, decimals_for(self._flat_values))
 
-    @property
-    def in_order(self) -> bool:
-        """Whether the conditions are sizes, such as lengths, and not names."""
-        return all(condition[:1].isdigit() for condition in self.values)
+    def best(self, condition: str) -> list[str]:
+        """Return the labels with the best value under a condition, or one that counts as equal."""
 
-    def describe(self, labels: Sequence[str], conditions: Sequence[str] | None = None) -> str:
+        def rounded(label: str) -> str:
+            value = self.values[condition][label]
+            if self._are_fractions:
+                return f"{value:.0%}"
+            return self._shown(value)
+
+        ascending = sorted(self.labels, key=lambda label: self.values[condition][label])
+        best = ascending[-1] if self.better == "higher" else ascending[0]
+        return [label for label in self.labels if rounded(label) == rounded(best)]
+
+    def describe(self, labels: Sequence[str], conditions: Sequence[str] = ()) -> str:
         """Return the values of `labels` as text, such as `99 to 100 % at 16 blanks and 22 % at 8
         blanks`.
 
-        If the metric has more than `MOST_CONDITIONS` conditions, three or more consecutive ones
-        share a description.
+        More than `MOST_LISTED` conditions share one range of values. By default, `conditions` are
+        all.
         """
-        conditions = list(self.values) if conditions is None else conditions
-        parts: list[str] = []
-        by_text: dict[str, list[str]] = {}
-        for consecutive in self._consecutive(conditions):
-            if len(self.values) > MOST_CONDITIONS and len(consecutive) > 2:
-                parts.append(self._describe_together(labels, consecutive))
-                continue
-            for condition in consecutive:
-                by_text.setdefault(self._range(labels, [condition]), []).append(condition)
-        parts += [f"{text}{at(of)}" for text, of in by_text.items()]
-        return enumerated(parts)
+        conditions = conditions or list(self.values)
+        if len(conditions) > MOST_LISTED:
+            shown = self._range(labels, conditions)
+            if _are_sizes(conditions):
+                return f"{shown} from {conditions[0]} to {conditions[-1]}"
+            return shown + at(conditions)
 
-    def _consecutive(self, conditions: Sequence[str]) -> list[list[str]]:
-        """Split `conditions` where the metric has others in between. The order of names has no
-        meaning.
-        """
-        order = list(self.values)
-        found: list[list[str]] = []
+        by_range: dict[str, list[str]] = {}
         for condition in conditions:
-            follows = bool(found) and order.index(condition) == order.index(found[-1][-1]) + 1
-            if follows or (found and not self.in_order):
-                found[-1].append(condition)
-            else:
-                found.append([condition])
-        return found
-
-    def _describe_together(self, labels: Sequence[str], conditions: Sequence[str]) -> str:
-        """Return the values at the first and the last condition, or the range of all if they rise
-        and fall.
-        """
-        if not self.in_order:
-            return f"{self._range(labels, conditions)} for {enumerated(conditions, MOST_NAMES)}"
-
-        first = conditions[0]
-        last = conditions[-1]
-        at_first = self._range(labels, [first])
-        at_last = self._range(labels, [last])
-        if at_first != at_last and all(self._is_monotonic(label, conditions) for label in labels):
-            return f"{at_first}{at([first])} to {at_last}{at([last])}"
-        return f"{self._range(labels, conditions)} from {first} to {last}"
-
-    def _is_monotonic(self, label: str, conditions: Sequence[str]) -> bool:
-        values = [self.values[condition][label] for condition in conditions]
-        return values in (sorted(values), sorted(values, reverse=True))
+            by_range.setdefault(self._range(labels, [condition]), []).append(condition)
+        return enumerated([shown + at(those) for shown, those in by_range.items()])
 
     def _range(self, labels: Sequence[str], conditions: Sequence[str]) -> str:
         values = [self.values[condition][label] for condition in conditions for label in labels]
-        low = self.shown(min(values))
-        high = self.shown(max(values))
+        low = self._shown(min(values))
+        high = self._shown(max(values))
         if low == high:
             return low
         return f"{low.removesuffix(' %')} to {high}"
 
 
-def measured(
-    metric: str, scores: Mapping[Score, Mapping[str, float]], prefix: str = ""
-) -> Measured | None:
-    """Return the values of `metric`, given the values of a task by subject (see `Score.subject`)
-    and label.
+def measured(scores: Mapping[Score, Mapping[str, float]], prefix: str = "") -> Measured | None:
+    """Return the values of the first metric in `scores`, which are those of a task by subject (see
+    `Score.subject`) and label.
 
-    `prefix`, such as `mean`, precedes the name in sentences. Returns None if no label has a value
-    under every condition, or if the metric does not rank models.
+    `prefix`, such as `mean`, precedes the name in sentences. Returns None without a metric, or if
+    no label has a value under every condition.
     """
-    found = {subject: values for subject, values in scores.items() if subject.metric == metric}
-    found = {subject: values for subject, values in found.items() if subject.better != "neither"}
-    if not found:
+    if not scores:
         return None
-    better = next(iter(found)).better
-    names = conditions(list(found))
-    made = Measured(
-        f"{prefix} {metric}".strip(), better, {names[one]: values for one, values in found.items()}
-    )
-    if made.labels:
-        return made
+    first = next(iter(scores))
+    subjects = [subject for subject in scores if subject.metric == first.metric]
+    # The group is left out if it is the same at all lengths.
+    if all(subject.length is not None and subject.group == first.group for subject in subjects):
+        values = {location(replace(subject, group="")): scores[subject] for subject in subjects}
+    else:
+        values = {location(subject): scores[subject] for subject in subjects}
+
+    found = Measured(f"{prefix} {first.metric}".strip(), first.better, values)
+    if found.labels:
+        return found
     return None
-
-
-def conditions(metrics: Sequence[Score]) -> dict[Score, str]:
-    """Return the names of the conditions of metrics; without the group if it is the same at all
-    lengths.
-    """
-    groups = {metric.group for metric in metrics}
-    only_length = len(groups) == 1 and all(metric.length is not None for metric in metrics)
-    return {
-        metric: location(replace(metric, group="") if only_length else metric) for metric in metrics
-    }
 
 
 def finding(measured: Measured, reference: str = "") -> str:
@@ -184,61 +128,62 @@ def finding(measured: Measured, reference: str = "") -> str:
     ranges. If exactly the variants with one setting are the best, as in `tape+increments=signed`,
     the sentence names the setting.
     """
-    incomplete = measured.incomplete_labels
-    if not incomplete:
-        return _sentence(measured, reference)
-    lack = "lacks" if len(incomplete) == 1 else "lack"
-    left_out = f"{enumerated(incomplete, MOST_NAMES)}, which {lack} some of these scores"
-    return f"{_sentence(measured, reference)} This leaves out {left_out}."
+    sentence = _sentence(measured, reference)
+    incomplete = [label for label in measured.all_labels if label not in measured.labels]
+    if incomplete:
+        sentence += f" Without a value everywhere: {enumerated(incomplete, MOST_LISTED)}."
+    return sentence
 
 
 def _sentence(measured: Measured, reference: str) -> str:
+    name = measured.name
     labels = measured.labels
     best = {condition: measured.best(condition) for condition in measured.values}
-    always = [label for label in labels if all(label in of for of in best.values())]
+    always = [label for label in labels if all(label in leaders for leaders in best.values())]
     others = [label for label in labels if label not in always]
     if len(labels) == 1:
-        return f"{labels[0]} has the {measured.name} {measured.describe(labels)}."
+        return f"{labels[0]} has the {name} {measured.describe(labels)}."
     if not others:
-        all_of = "both" if len(labels) == 2 else f"all {len(labels)}"
-        return f"The {measured.name} is about the same for {all_of}: {measured.describe(labels)}."
+        return f"The {name} is about the same for all {len(labels)}: {measured.describe(labels)}."
 
     setting = _common_setting(always, labels)
     if setting:
-        with_it = measured.describe(always)
-        without = measured.describe(others)
-        return f"With {setting}, the {measured.name} is {with_it}; without, it is {without}."
+        return (
+            f"With {setting}, the {name} is {measured.describe(always)};"
+            f" without, it is {measured.describe(others)}."
+        )
 
-    best_name = f"the {'highest' if measured.better == 'higher' else 'lowest'} {measured.name}"
+    extreme = "highest" if measured.better == "higher" else "lowest"
     if always:
-        compared = _compared(measured, others, reference if reference in others else "")
-        have = "has" if len(always) == 1 else "have"
-        leaders = f"{enumerated(always, MOST_NAMES)} {have} {best_name}"
+        compared = _compared(measured, others, reference)
+        verb = "has" if len(always) == 1 else "have"
+        leaders = f"{enumerated(always, MOST_LISTED)} {verb} the {extreme} {name}"
         return f"{leaders}: {measured.describe(always)}{compared}."
 
     led: dict[tuple[str, ...], list[str]] = {}
-    for condition, of in best.items():
-        led.setdefault(tuple(of), []).append(condition)
-    parts = []
-    if len(best) > MOST_CONDITIONS and not measured.in_order:
-        parts = [
-            f"that of {enumerated(of, MOST_NAMES)} in {len(of_it)}" for of, of_it in led.items()
-        ]
-        return f"T{best_name[1:]} is {enumerated(parts, MOST_NAMES)} of {len(best)} scores."
-    for of, of_it in led.items():
-        parts.append(f"that of {enumerated(of, MOST_NAMES)} with {measured.describe(of, of_it)}")
-    never = [label for label in labels if not any(label in of for of in led)]
-    compared = _compared(measured, never, reference if reference in labels else "")
-    return f"T{best_name[1:]} is {enumerated(parts, MOST_NAMES)}{compared}."
+    for condition, leaders in best.items():
+        led.setdefault(tuple(leaders), []).append(condition)
+    parts = [
+        f"that of {enumerated(leaders, MOST_LISTED)} with {measured.describe(leaders, conditions)}"
+        for leaders, conditions in led.items()
+    ]
+    never = [label for label in labels if not any(label in leaders for leaders in led)]
+    if reference in labels:
+        never.append(reference)
+    compared = _compared(measured, never, reference)
+    return f"The {extreme} {name} is {enumerated(parts, MOST_LISTED)}{compared}."
 
 
 def _compared(measured: Measured, others: Sequence[str], reference: str) -> str:
-    """Return a clause with the values of `reference` or else of `others`; empty without any."""
-    compared = [reference] if reference else others
-    if not compared:
+    """Return a clause with the values of `reference`, if it is among `others`, or else of all."""
+    if not others:
         return ""
-    has = f"{compared[0]} has" if len(compared) == 1 else "the others have"
-    return f"; {has} {measured.describe(compared)}"
+    if reference in others:
+        others = [reference]
+    subject = "the others have"
+    if len(others) == 1:
+        subject = f"{others[0]} has"
+    return f"; {subject} {measured.describe(others)}"
 
 
 def _common_setting(chosen: Sequence[str], labels: Sequence[str]) -> str:
@@ -257,14 +202,18 @@ def at(conditions: Sequence[str]) -> str:
     """Return a phrase for conditions, such as ` at 8 blanks and 16 blanks` or ` for books`."""
     if conditions == [""]:
         return ""
-    preposition = "at" if conditions[0][:1].isdigit() else "for"
-    return f" {preposition} {enumerated(conditions)}"
+    preposition = "at" if _are_sizes(conditions) else "for"
+    return f" {preposition} {enumerated(conditions, MOST_LISTED)}"
+
+
+def _are_sizes(conditions: Sequence[str]) -> bool:
+    """Return whether conditions are sizes, such as `512 tokens`, and not names."""
+    return conditions[0][:1].isdigit()
 
 
 def _percent(fraction: float) -> str:
     """Return a fraction as percent. Only 0 and 1 are shown as 0 % and 100 %."""
-    for decimals in range(6):
-        text = f"{100 * fraction:.{decimals}f}"
-        if float(text) not in (0, 100) or fraction in (0, 1):
-            break
-    return f"{text} %"
+    decimals = 0
+    while fraction not in (0, 1) and float(f"{100 * fraction:.{decimals}f}") in (0, 100):
+        decimals += 1
+    return f"{100 * fraction:.{decimals}f} %"

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,7 +26,6 @@ from megatron_tape.evaluation.figures import clean, encoding_of, model_encodings
 from megatron_tape.evaluation.report import comparison_tables
 from megatron_tape.evaluation.report.findings import finding, measured
 from megatron_tape.evaluation.report.tables import (
-    Cell,
     Table,
     by_subject,
     comparison_warnings,
@@ -56,7 +53,18 @@ from megatron_tape.text import counted, flop_count
 _SHOWN_POINTS = 300
 """Maximum number of points of a curve. A longer curve is drawn as means over consecutive points."""
 _NAMES = {LOSS: "training loss", VALIDATION_LOSS: "validation loss", LEARNING_RATE: "learning rate"}
-_LENGTH = re.compile("[0-9]{1,12}")
+_DATA_SETTINGS = ("prefix", "stages", "generator", "examples", "loss_on", "tokenizer")
+"""Keys of the section `data` without which losses cannot be compared."""
+_RUN_COLUMNS = (
+    "run",
+    "length (tokens)",
+    "steps",
+    "tokens",
+    "training loss, last 5 %",
+    "validation loss, last",
+    "tokens/s",
+    "FLOP/s",
+)
 Drawing = tuple[str, Callable[[], list[Picture]]]
 """What some pictures show, such as the name of a task, and a function that draws them."""
 
@@ -83,9 +91,18 @@ def read(paths: Iterable[str | Path]) -> tuple[dict[str, Run], dict[str, Results
     """
     runs: dict[str, Run] = {}
     results: dict[str, Results] = {}
-    progress = Progress(None)
     for path in dict.fromkeys(map(Path, paths)):
-        is_run, files = _files_of(path)
+        files = [path]
+        is_run = (path / METRICS).exists() or (path / SETTINGS).exists()
+        if not path.is_file():
+            files = [*sorted(path.glob(f"evaluation/*/{NAME}")), *path.glob(NAME)]
+        if not is_run and not files:
+            raise FileError(
+                str(path),
+                f"contains neither {METRICS} nor {NAME}, or does not exist",
+                "give a training run, or the --output of pretrain.evaluate",
+            )
+
         if is_run:
             runs[_label(path.resolve().name, path, runs)] = read_run(path)
         for file in files:
@@ -95,8 +112,6 @@ def read(paths: Iterable[str | Path]) -> tuple[dict[str, Run], dict[str, Results
                 for name, task in result.tasks.items()
             }
             results[_label(result.label, file.parent, results)] = replace(result, tasks=tasks)
-        progress.update(0, lambda _: f"reading {path}")  # noqa: B023
-    progress.end()
     return runs, results
 
 
@@ -104,23 +119,6 @@ def _label(name: str, path: Path, taken: dict[str, Any]) -> str:
     if name in taken:
         return f"{name} ({path})"
     return name
-
-
-def _files_of(path: Path) -> tuple[bool, list[Path]]:
-    """Return whether a path is a run, and the results files that belong to it."""
-    if not path.exists():
-        raise FileError(
-            str(path), "does not exist", f"give a run, a {NAME}, or a directory that contains one"
-        )
-    if not path.is_dir():
-        return False, [path]
-    is_run = any((path / name).exists() for name in (METRICS, SETTINGS))
-    files = sorted(path.glob(f"evaluation/*/{NAME}")) if is_run else []
-    files += [path / NAME] if (path / NAME).exists() else []
-    if not is_run and not files:
-        fix = "give a training run, or the --output of pretrain.evaluate"
-        raise FileError(str(path), f"contains neither {METRICS} nor {NAME}", fix)
-    return is_run, files
 
 
 def page(
@@ -133,60 +131,57 @@ def page(
 
     `missing` names runs of the comparisons that are not finished.
     """
-    sections = [
-        section for comparison in comparisons for section in _comparison(comparison, missing)
-    ]
-    tasks = {name for one in results.values() for name in one.tasks}
-    encodings = {
-        label: run.settings.get("model", {}).get("position_encoding") for label, run in runs.items()
-    }
-    encodings = {label: encoding_of(one.model.config) for label, one in results.items()} | encodings
-    with model_encodings({label: encodings[label] for label in [*runs, *results]}):
-        sections += [
-            _task(results, name) for name in sorted(tasks, key=[*TASKS, *sorted(tasks)].index)
-        ]
+    sections = []
+    titles = []
+    sentences = []
+    for comparison in comparisons:
+        sections += _comparison_sections(comparison, missing)
+        title, findings = comparison_tables.headline(comparison)
+        titles.append(title)
+        sentences += findings
+
+    encodings = {label: run.settings.get("model", {}) for label, run in runs.items()}
+    for label, result in results.items():
+        encodings.setdefault(label, result.model.config)
+    with model_encodings({label: encoding_of(config) for label, config in encodings.items()}):
+        evaluated = dict.fromkeys(name for result in results.values() for name in result.tasks)
+        for name in sorted(evaluated, key=[*TASKS, *sorted(evaluated)].index):
+            sections.append(_task_section(results, name))
         if runs:
-            sections.append(
-                Section("Training", runs_table(runs), draw(curves(runs)), training_warnings(runs))
-            )
-    title, sentences = _headline(runs, results, comparisons)
-    options = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=loader, autoescape=True, finalize=_shown, **options)
+            pictures = draw(curves(runs))
+            warnings = training_warnings(runs)
+            sections.append(Section("Training", runs_table(runs), pictures, warnings))
+
+    if results:
+        titles.append(f"evaluation of {enumerated(list(results), 4)}")
+        sentences += _outcome(results)
+    elif runs:
+        titles.append(f"training of {enumerated(list(runs), 4)}")
+        sentences.append(_last_losses(runs))
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        finalize=_shown,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    title = "; ".join(titles)
     return environment.get_template("page.html").render(
-        title=title, sentences=sentences, sections=sections
+        title=title[:1].upper() + title[1:], sentences=sentences, sections=sections
     )
 
 
-def _headline(
-    runs: Mapping[str, Run], results: Mapping[str, Results], comparisons: Sequence[Comparison]
-) -> tuple[str, list[str]]:
-    """Return the title of the page, and the paragraphs below it: what was found, and what was
-    compared.
-    """
-    titles: list[str] = []
-    sentences: list[str] = []
-    for comparison in comparisons:
-        title, found = comparison_tables.headline(comparison)
-        titles.append(title)
-        sentences += found
-    if results:
-        kind = "evaluation" if comparisons else "Evaluation"
-        titles.append(f"{kind} of {enumerated(list(results), 4)}")
-        sentences += _outcome(results)
-    if not titles:
-        titles.append(f"Training of {enumerated(list(runs), 4)}")
-        sentences.append(_last_losses(runs))
-    return "; ".join(titles), sentences
-
-
 def _last_losses(runs: Mapping[str, Run]) -> str:
-    losses = {label: run.curve(VALIDATION_LOSS).last for label, run in runs.items()}
-    shown = [f"{label} {last[1]:.4f} at step {last[0]:,}" for label, last in losses.items() if last]
-    if shown:
-        outcome = f"Last validation loss: {enumerated(shown, 6)}."
-    else:
-        outcome = "No validation loss was logged."
+    losses = []
+    for label, run in runs.items():
+        last = run.curve(VALIDATION_LOSS).last
+        if last is not None:
+            losses.append(f"{label} {last[1]:.4f} at step {last[0]:,}")
+    outcome = "No validation loss was logged."
+    if losses:
+        outcome = f"Last validation loss: {enumerated(losses, 6)}."
     if len(runs) > 1:
         outcome += (
             " There is one run of each, so this is no ranking; pretrain.compare trains several"
@@ -198,60 +193,44 @@ def _last_losses(runs: Mapping[str, Run]) -> str:
 def _outcome(results: Mapping[str, Results]) -> list[str]:
     """Return paragraphs: the best models by the first metric of each task, in how many scores a
     model leads (see `leader`), and which models were evaluated."""
-    found: list[str] = []
-    wins: Counter[str] = Counter()
-    count = 0
-    intervals = False
-    for name in dict.fromkeys(name for one in results.values() for name in one.tasks):
-        evaluated = {label: one for label, one in results.items() if name in one.tasks}
+    findings = []
+    compared = 0
+    led = 0
+    for name in dict.fromkeys(name for result in results.values() for name in result.tasks):
+        evaluated = {label: result for label, result in results.items() if name in result.tasks}
         if comparison_warnings(list(evaluated.values()), name):
             continue
-        subjects = by_subject({label: one.tasks[name] for label, one in evaluated.items()})
+        subjects = by_subject({label: result.tasks[name] for label, result in evaluated.items()})
         ranking = {
             subject: scores for subject, scores in subjects.items() if subject.better != "neither"
         }
-        if ranking:
-            values = {
-                what: {label: score.value for label, score in of.items()}
-                for what, of in ranking.items()
-            }
-            made = measured(next(iter(ranking)).metric, values)
-            found += [f"{title_of(name)}: {finding(made)}"] if made else []
-        for scores in ranking.values():
-            if len(scores) > 1:
-                count += 1
-                intervals = intervals or any(score.shown_interval for score in scores.values())
-                wins.update(filter(None, [leader(scores)]))
+        values = {
+            subject: {label: score.value for label, score in scores.items()}
+            for subject, scores in ranking.items()
+        }
+        best = measured(values)
+        if best is not None:
+            findings.append(f"{title_of(name)}: {finding(best)}")
+        compared += sum(len(scores) > 1 for scores in ranking.values())
+        led += sum(leader(scores) is not None for scores in ranking.values())
+
     models = f"{counted(len(results), 'model')} evaluated: {enumerated(list(results), 6)}."
-    if not count:
+    if not compared:
         return [
-            *found,
-            (
-                f"{models} No two models have a score that can be compared, so these results rank"
-                " no model."
-            ),
-        ]
-    if not intervals:
-        return [
-            "No model leads clearly: no score has a 95 % interval to judge a difference by.",
-            *found,
-            models,
+            *findings,
+            f"No two models have comparable scores, so these results rank no model. {models}",
         ]
     scope = "Intervals reflect the choice of test samples, but not that of the training seed."
-    if not wins:
-        # Differences that are within the intervals are not the first thing to read.
-        of = counted(count, "score")
-        caveat = (
-            f"No model leads clearly: in none of {of} is the best model's 95 % interval separate"
-            " from the others."
-        )
-        return [caveat, *found, f"{scope} {models}"]
-    leads = enumerated([f"{label} leads in {number}" for label, number in wins.most_common()], 6)
-    evidence = (
-        f"In {wins.total()} of {counted(count, 'score')}, the best model's 95 % interval is"
-        " separate from others"
+    scores = counted(compared, "score")
+    if led:
+        clear = f"In {led} of {scores}, 95 % intervals separate the best model from the others."
+        return [*findings, f"{clear} {scope} {models}"]
+    # Differences that are within the intervals are not the first thing to read.
+    caveat = (
+        f"No model leads clearly: in none of {scores} do 95 % intervals separate the best model"
+        " from the others."
     )
-    return [*found, f"{evidence}: {leads}. {scope} {models}"]
+    return [caveat, *findings, f"{scope} {models}"]
 
 
 def training_warnings(runs: Mapping[str, Run]) -> list[str]:
@@ -259,19 +238,18 @@ def training_warnings(runs: Mapping[str, Run]) -> list[str]:
     incomparable.
     """
     warnings = []
-    data = ("prefix", "stages", "generator", "examples", "loss_on", "tokenizer")
-    for section, key in (("model", "seq_length"), *(("data", key) for key in data)):
-        values: dict[str, list[str]] = {}
+    for section, key in (("model", "seq_length"), *(("data", key) for key in _DATA_SETTINGS)):
+        labels: dict[str, list[str]] = {}
         for label, run in runs.items():
             if key in run.settings.get(section, {}):
-                values.setdefault(
-                    json.dumps(run.settings[section][key], sort_keys=True), []
-                ).append(label)
-        if len(values) > 1:
-            of = enumerated(
-                [f"{value:.60} in {enumerated(labels, 4)}" for value, labels in values.items()], 4
+                value = json.dumps(run.settings[section][key], sort_keys=True)
+                labels.setdefault(value, []).append(label)
+        if len(labels) > 1:
+            values = [f"{value:.60} in {enumerated(those, 4)}" for value, those in labels.items()]
+            warnings.append(
+                f"Losses of these runs may not be comparable: {section}.{key} is"
+                f" {enumerated(values, 4)}."
             )
-            warnings.append(f"Losses of these runs may not be comparable: {section}.{key} is {of}.")
     return warnings
 
 
@@ -279,10 +257,10 @@ def _shown(value: Any) -> Any:
     """Return a text without the characters that a page cannot show; jinja2 escapes it
     afterwards.
     """
+    if type(value) is not str:
+        return value
     # No line ends between a number and its percent sign.
-    if type(value) is str:
-        return clean(value).replace(" %", "\N{NO-BREAK SPACE}%")
-    return value
+    return clean(value).replace(" %", "\N{NO-BREAK SPACE}%")
 
 
 def draw(drawings: Iterable[Drawing]) -> list[tuple[str, str, float]]:
@@ -298,43 +276,43 @@ def draw(drawings: Iterable[Drawing]) -> list[tuple[str, str, float]]:
                 address = Markup(f"data:image/png;base64,{base64.b64encode(png(picture)).decode()}")
                 pictures.append((address, picture.alternative_text, picture.figure.get_figwidth()))
         except Exception as error:
-            sentence = clean(
-                f"The picture of {subject} could not be drawn ({type(error).__name__}: {error}).",
-                300,
-            )
+            reason = f"{type(error).__name__}: {error}"
+            sentence = clean(f"The picture of {subject} could not be drawn ({reason}).", 300)
             print(f"warning: {sentence}", file=sys.stderr)
             pictures.append(("", sentence, 0.0))
     progress.end()
     return pictures
 
 
-def _comparison(comparison: Comparison, missing: Sequence[str]) -> list[Section]:
-    variants = comparison.variants
+def _comparison_sections(comparison: Comparison, missing: Sequence[str]) -> list[Section]:
     sections = []
     for task, by_metric in comparison_tables.by_task(comparison).items():
-        pictures = draw([(task, partial(comparison_tables.picture, by_metric, variants))])
+        make = partial(comparison_tables.picture, by_metric, comparison.variants)
         tables = comparison_tables.task_tables(by_metric, comparison.baseline)
-        sections.append(Section(comparison_tables.task_title(task), tables, pictures))
-    notes = Section(
-        "How to read the comparison", notes=comparison_tables.notes(comparison, missing)
-    )
-    sections.append(notes)
+        sections.append(Section(comparison_tables.task_title(task), tables, draw([(task, make)])))
+    notes = comparison_tables.notes(comparison, missing)
+    sections.append(Section("How to read the comparison", notes=notes))
     sections[0].warnings = comparison_tables.warnings(comparison)
     return sections
 
 
-def _task(results: Mapping[str, Results], name: str) -> Section:
-    results = {label: one for label, one in results.items() if name in one.tasks}
-    tasks = {label: one.tasks[name] for label, one in results.items()}
+def _task_section(results: Mapping[str, Results], name: str) -> Section:
+    results = {label: result for label, result in results.items() if name in result.tasks}
+    tasks = {label: result.tasks[name] for label, result in results.items()}
     warnings = comparison_warnings(list(results.values()), name)
-    pictures = draw([(name, partial(TASKS[name].draw, tasks))] if name in TASKS else [])
-    about: dict[str, list[str]] = {}
+    pictures = []
+    if name in TASKS:
+        pictures = draw([(name, partial(TASKS[name].draw, tasks))])
+
+    labels: dict[str, list[str]] = {}
     for label, task in tasks.items():
         for note in task.notes:
-            about.setdefault(note, []).append(label)
-    notes = [
-        note if len(of) == len(tasks) else f"{enumerated(of)}: {note}" for note, of in about.items()
-    ]
+            labels.setdefault(note, []).append(label)
+    notes = []
+    for note, those in labels.items():
+        if len(those) < len(tasks):
+            note = f"{enumerated(those)}: {note}"
+        notes.append(note)
     return Section(title_of(name), score_table(tasks, not warnings), pictures, warnings, notes)
 
 
@@ -342,31 +320,30 @@ def runs_table(runs: Mapping[str, Run]) -> list[Table]:
     """Return a table of the progress, losses and speed of each run."""
     rows = []
     for label, run in runs.items():
-        validation = run.curve(VALIDATION_LOSS).last
+        model = run.settings.get("model", {})
         planned = run.settings.get("train", {}).get("steps", "unknown")
-        losses = [number(run.curve(LOSS).recent, 4), number(validation and validation[1], 4)]
+        _, validation_loss = run.curve(VALIDATION_LOSS).last or (None, None)
         teraflops = run.curve(TFLOPS_PER_SECOND).median
-        if teraflops is None:
-            flops = number(None)
-        else:
-            flops = Cell(f"{flop_count(teraflops * 1e12)}/s", teraflops)
-        length = run.settings.get("model", {}).get("seq_length")
-        steps = [number(run.last.get("step"), 0, f"of {planned}"), number(run.last.get(TOKENS), 0)]
-        speeds = [number(run.curve(TOKENS_PER_SECOND).median), flops]
-        rows.append([text(label), number(length, 0), *steps, *losses, *speeds])
-    columns = (
-        "run",
-        "length (tokens)",
-        "steps",
-        "tokens",
-        "training loss, last 5 %",
-        "validation loss, last",
-    )
+        speed = number(teraflops)
+        if teraflops is not None:
+            speed = replace(speed, text=f"{flop_count(teraflops * 1e12)}/s")
+        rows.append(
+            [
+                text(label),
+                number(model.get("seq_length"), 0),
+                number(run.last.get("step"), 0, f"of {planned}"),
+                number(run.last.get(TOKENS), 0),
+                number(run.curve(LOSS).recent, 4),
+                number(validation_loss, 4),
+                number(run.curve(TOKENS_PER_SECOND).median),
+                speed,
+            ]
+        )
     caption = (
         "Losses are in nats per token. Speeds are medians over the steps, for all processes"
         " together."
     )
-    return table(caption, [*columns, "tokens/s", "FLOP/s"], rows)
+    return table(caption, _RUN_COLUMNS, rows)
 
 
 def curves(runs: Mapping[str, Run]) -> Iterator[Drawing]:
@@ -376,69 +353,57 @@ def curves(runs: Mapping[str, Run]) -> Iterator[Drawing]:
     keys = sorted(
         {key for run in runs.values() for key, curve in run.curves.items() if len(curve.steps) > 1}
     )
-    stems: dict[str, list[str]] = {key: [key] for key in _NAMES if key in keys}
+    panels: dict[str, list[str]] = {_NAMES[key]: [key] for key in _NAMES if key in keys}
     for key in keys:
-        stem, _, length = key.rpartition("/")
         if key.startswith(DURING):
-            stems.setdefault(stem if _LENGTH.fullmatch(length) else key, []).append(key)
-    names = _metric_names(runs)
-    for stem, of in stems.items():
-        name = (
-            _NAMES.get(stem) or names.get(stem) or ", ".join(stem.removeprefix(DURING).split("/"))
-        )
-        yield name, partial(_draw_curves, runs, name, of)
+            name = _name_during_training(key, runs)
+            panels.setdefault(name, []).append(key)
+    for name, of_lengths in panels.items():
+        yield name, partial(_draw_curves, runs, name, of_lengths)
 
 
-def _metric_names(runs: Mapping[str, Run]) -> dict[str, str]:
-    """Return names for readers of metrics from evaluations during training, by key, where a task
-    declares them.
-    """
-    found: dict[str, str] = {}
+def _name_during_training(key: str, runs: Mapping[str, Run]) -> str:
+    """Return the name of a metric from an evaluation during training, without its length."""
+    task, *place = key.removeprefix(DURING).split("/")
+    if _length(key) is not None:
+        place.pop()
+    names: dict[str, str] = {}
     for run in runs.values():
-        evaluation = run.settings.get("evaluation")
-        for task, settings in evaluation.items() if isinstance(evaluation, dict) else ():
-            if isinstance(settings, dict):
-                groups = group_names(task, settings)
-            else:
-                groups = {}
-            for key in run.curves:
-                parts = key.removeprefix(DURING).split("/")
-                if (
-                    key.startswith(DURING)
-                    and len(parts) == 3
-                    and parts[0] == task
-                    and parts[2] in groups
-                ):
-                    found.setdefault(key, f"{title_of(task)}, {parts[1]}, {groups[parts[2]]}")
-    return found
+        settings = run.settings.get("evaluation", {}).get(task)
+        if isinstance(settings, dict):
+            names |= group_names(task, settings)
+    return ", ".join([title_of(task), *(names.get(part, part) for part in place)])
+
+
+def _length(key: str) -> int | None:
+    """Return the context length at the end of a metric's key, such as 512 for `.../books/512`."""
+    last = key.rpartition("/")[2]
+    if last.isdecimal():
+        return int(last)
+    return None
 
 
 def _draw_curves(runs: Mapping[str, Run], name: str, keys: list[str]) -> list[Picture]:
-    figure, shown = figures.panels(len(keys), width=4.6, sharey=True)
+    figure, panels = figures.panels(len(keys), width=4.6, sharey=True)
     looks = figures.styles(runs)
-    last = []
-    for axes, key in zip(shown, keys):
-        length = key.rpartition("/")[2]
-        at = f" at {int(length):,} tokens" if _LENGTH.fullmatch(length) else ""
+    ends = []
+    for axes, key in zip(panels, keys):
+        length = _length(key)
+        at = "" if length is None else f"at {length:,} tokens"
         for label, run in runs.items():
-            if (curve := run.curve(key)).last is not None:
-                axes.plot(
-                    _thinned(curve.steps), _thinned(curve.values), **looks[label] | {"marker": ""}
-                )
-                last.append(f"{label} {curve.last[1]:.4g}{at}")
+            curve = run.curve(key)
+            if curve.last is not None:
+                steps = _thinned(curve.steps)
+                axes.plot(steps, _thinned(curve.values), **looks[label] | {"marker": ""})
+                ends.append(f"{label} {curve.last[1]:.4g} {at}".rstrip())
         axes.set(xlabel="step", ylabel=figures.plain(name, figures.LONGEST_AXIS_LABEL))
-        axes.set_title(at.strip(), fontsize=10)
+        axes.set_title(at, fontsize=10)
     figures.legend(figure)
-    return [
-        Picture("curve", f"{name.capitalize()} by step; at the end, {enumerated(last)}.", figure)
-    ]
+    description = f"{name.capitalize()} by step; at the end, {enumerated(ends)}."
+    return [Picture("curve", description, figure)]
 
 
 def _thinned(values: Sequence[float]) -> np.ndarray:
     """Shorten `values` to at most `_SHOWN_POINTS`, each the mean of consecutive values."""
-    return np.array(
-        [
-            part.mean()
-            for part in np.array_split(np.asarray(values), min(len(values), _SHOWN_POINTS))
-        ]
-    )
+    parts = np.array_split(np.asarray(values), min(len(values), _SHOWN_POINTS))
+    return np.array([part.mean() for part in parts])

@@ -15,8 +15,6 @@ from typing import Any
 from megatron_tape.evaluation.results import Results, Score, TaskResult
 
 MISSING = "\N{EN DASH}"
-SUBJECT = ("metric", "group", "length (tokens)")
-"""Columns of the cells that `subject` returns."""
 _NOT_COMPARED = ("data", "batch_size", "trained_length")
 """Settings that may differ between compared scores. For `data`, the contents of the files are
 compared instead.
@@ -51,16 +49,10 @@ class Table:
     """For each row the name of its group, such as a metric, or nothing. Markdown shows it in a
     column.
     """
-    summary: str = ""
-    """A sentence if all values are equal. It replaces the table in Markdown; the page collapses the
-    table under it.
-    """
 
     @property
     def grouped_rows(self) -> list[tuple[str, list[Sequence[Cell]]]]:
-        """The groups of consecutive rows, with their names; without groups, one that has no
-        name.
-        """
+        """The names of groups, and their rows; without groups, all rows with an empty name."""
         named = zip(self.row_groups or [""] * len(self.rows), self.rows)
         return [(name, [row for _, row in of]) for name, of in groupby(named, key=itemgetter(0))]
 
@@ -76,51 +68,45 @@ def table(
     caption: str,
     columns: Sequence[str],
     rows: Sequence[Sequence[Cell]],
-    summary: str = "",
     row_groups: Sequence[str] = (),
 ) -> list[Table]:
-    """Return a list of one table, without columns that are empty in every row; an empty list if
-    there are no rows.
+    """Return a list of one table, without columns that are empty in every row.
+
+    The list is empty if there are no rows.
     """
+    if not rows:
+        return []
     known = [any(cell.sort not in (None, "") for cell in column) for column in zip(*rows)]
     kept = [list(compress(row, known)) for row in rows]
-    shown = Table(caption, list(compress(columns, known)), kept, row_groups, summary)
-    if rows:
-        return [shown]
-    return []
+    return [Table(caption, list(compress(columns, known)), kept, row_groups)]
 
 
 def markdown(shown: Table, escape: Callable[[str], str]) -> list[str]:
-    """Return the lines of a table in Markdown, with aligned columns, or its summary if it has one.
+    """Return the lines of a table in Markdown, with aligned columns.
 
     `escape` escapes text from files.
     """
-    if shown.summary:
-        return [escape(shown.summary)]
     if shown.row_groups:
         rows = [[text(name), *row] for name, row in zip(shown.row_groups, shown.rows)]
         shown = Table(shown.caption, ["metric", *shown.columns], rows)
-    cells = [[escape(text).replace("|", "\\|") for text in shown.columns]]
-    for row in shown.rows:
-        details = (cell.detail.replace("\n", ", ") for cell in row)
-        texts = (
-            f"{cell.text} ({detail})" if detail else cell.text for cell, detail in zip(row, details)
-        )
-        cells.append([escape(text).replace("|", "\\|") for text in texts])
+    lines = [list(shown.columns), *([_in_one_line(cell) for cell in row] for row in shown.rows)]
+    cells = [[escape(text).replace("|", "\\|") for text in line] for line in lines]
+
     widths = [max(3, *map(len, column)) for column in zip(*cells)]
-    sides = [">" if number else "<" for number in shown.are_numbers]
-    rule = [
-        "-" * (width - (side == ">")) + ":" * (side == ">") for side, width in zip(sides, widths)
-    ]
+    numbers = shown.are_numbers
     aligned = [
-        [f"{text:{side}{width}}" for text, side, width in zip(row, sides, widths)] for row in cells
+        [f"{text:{'<>'[number]}{width}}" for text, number, width in zip(line, numbers, widths)]
+        for line in cells
     ]
-    return [f"| {' | '.join(row)} |" for row in (aligned[0], rule, *aligned[1:])]
+    # A colon at its end aligns a column on the right.
+    rule = ["-" * (width - number) + ":" * number for number, width in zip(numbers, widths)]
+    return [f"| {' | '.join(line)} |" for line in (aligned[0], rule, *aligned[1:])]
 
 
-def subject(score: Score) -> list[Cell]:
-    """Return the cells for the metric, group and length of a score."""
-    return [text(metric_name(score)), text(score.group), number(score.length, 0)]
+def _in_one_line(cell: Cell) -> str:
+    if not cell.detail:
+        return cell.text
+    return f"{cell.text} ({', '.join(cell.detail.splitlines())})"
 
 
 def subject_name(score: Score) -> str:
@@ -130,13 +116,17 @@ def subject_name(score: Score) -> str:
 
 def location(score: Score) -> str:
     """Return the group and length of a score as text, such as `books, 1,024 tokens`."""
-    length = "" if score.length is None else f"{score.length:,} tokens"
-    return ", ".join(filter(None, (score.group, length)))
+    if score.length is None:
+        return score.group
+    return ", ".join(filter(None, (score.group, f"{score.length:,} tokens")))
 
 
 def metric_name(score: Score) -> str:
     """Return the name of a metric with its unit, and an arrow that points to better values."""
-    return score.metric + (f" ({score.unit})" if score.unit else "") + _ARROWS[score.better]
+    name = score.metric
+    if score.unit:
+        name += f" ({score.unit})"
+    return name + _ARROWS[score.better]
 
 
 def text(value: str) -> Cell:
@@ -149,8 +139,9 @@ def number(value: float | None, decimals: int | None = None, detail: str = "") -
     the size of the number."""
     if value is None:
         return Cell(MISSING)
-    shown = shown_number(value, decimals_for([value]) if decimals is None else decimals)
-    return Cell(shown, float(value), detail)
+    if decimals is None:
+        decimals = decimals_for([value])
+    return Cell(shown_number(value, decimals), float(value), detail)
 
 
 def decimals_for(values: Iterable[float]) -> int | None:
@@ -158,41 +149,36 @@ def decimals_for(values: Iterable[float]) -> int | None:
     significant digits.
     """
     values = list(values)
-    largest = max((abs(value) for value in values if math.isfinite(value)), default=0.0) or 0.1
-    if all(float(value).is_integer() for value in values) and largest >= 2:
-        if largest < 1e12:
-            return 0
-        return None
+    largest = max((abs(value) for value in values if math.isfinite(value)), default=0.0)
+    if largest >= 2 and all(float(value).is_integer() for value in values):
+        return 0
     if largest >= 1e5:
         return None
-    return next(
-        (
-            decimals
-            for limit, decimals in ((100, 1), (10, 2), (0.1, 3), (0.01, 4))
-            if largest >= limit
-        ),
-        5,
-    )
+    if largest >= 100:
+        return 1
+    if largest >= 10:
+        return 2
+    if largest >= 0.1 or largest == 0:
+        return 3
+    if largest >= 0.01:
+        return 4
+    return 5
 
 
 def shown_number(value: float, decimals: int | None) -> str:
     """Return a number as text with thousands separators and a minus sign; see `decimals_for` for
     `decimals`.
     """
-    # A value that rounds to 0 has no sign.
-    value = value if decimals is None or round(value, decimals) else 0.0
     if decimals is None:
-        shown = f"{value:,.4g}"
+        shown = f"{value:z,.4g}"
     else:
-        shown = f"{value:,.{decimals}f}"
-    if value < 0:
-        return shown.replace("-", "\N{MINUS SIGN}")
-    return shown
+        shown = f"{value:z,.{decimals}f}"  # z: a value that rounds to 0 has no sign
+    return shown.replace("-", "\N{MINUS SIGN}")
 
 
 def interval(low: float | None, high: float | None, decimals: int | None) -> str:
     """Return an interval as text; empty if an end is None."""
-    if None in (low, high):
+    if low is None or high is None:
         return ""
     return f"{shown_number(low, decimals)} {MISSING} {shown_number(high, decimals)}"
 
@@ -201,9 +187,9 @@ def enumerated(items: Sequence[str], most: int = 1000) -> str:
     """Return `a, b and c`, or `a, b and 5 others` if there are more than `most` items."""
     if len(items) > most:
         items = [*items[: most - 1], f"{len(items) - most + 1} others"]
-    if len(items) > 1:
-        return ", ".join(items[:-1]) + " and " + items[-1]
-    return "".join(items)
+    if len(items) < 2:
+        return "".join(items)
+    return f"{', '.join(items[:-1])} and {items[-1]}"
 
 
 def score_table(tasks: Mapping[str, TaskResult], comparable: bool = True) -> list[Table]:
@@ -211,112 +197,102 @@ def score_table(tasks: Mapping[str, TaskResult], comparable: bool = True) -> lis
     model.
 
     The best value of a row is bold if its interval overlaps none of the others and the models are
-    `comparable`. Rows in which every model has 0 form a second table, which has a summary.
+    `comparable`.
     """
     values: dict[str, list[float]] = {}
-    for score in (score for task in tasks.values() for score in task.scores):
-        values.setdefault(score.metric, []).extend({score.value, score.low, score.high} - {None})
+    for task in tasks.values():
+        for score in task.scores:
+            known = {score.value, score.low, score.high} - {None}
+            values.setdefault(score.metric, []).extend(known)
     decimals = {metric: decimals_for(numbers) for metric, numbers in values.items()}
+
     rows: list[list[Cell]] = []
-    zeros: list[list[Cell]] = []
-    zeros_of: dict[str, list[str]] = {}
     # All lengths and groups of a metric follow each other.
     order = list(values)
-    for what, scores in sorted(
-        by_subject(tasks).items(), key=lambda item: order.index(item[0].metric)
-    ):
-        best = leader(scores) if comparable else None
-        cells = [
-            _score_cell(scores.get(label), decimals[what.metric], label == best) for label in tasks
-        ]
-        if any(score.value for score in scores.values()):
-            rows.append(subject(what) + cells)
-        else:
-            zeros.append(subject(what) + cells)
-            zeros_of.setdefault(metric_name(what), []).extend(filter(None, [location(what)]))
+    by_metric = sorted(by_subject(tasks).items(), key=lambda item: order.index(item[0].metric))
+    for subject, scores in by_metric:
+        best = leader(scores)
+        row = [text(metric_name(subject)), text(subject.group), number(subject.length, 0)]
+        for label in tasks:
+            cell = _score_cell(scores.get(label), decimals[subject.metric])
+            row.append(replace(cell, strong=comparable and label == best))
+        rows.append(row)
+
     caption = "Below each value: its 95 % interval, and the number of samples."
     if any(cell.strong for row in rows for cell in row):
         caption += (
             " Bold: the best value, if its interval does not overlap those of the other models."
         )
-    columns = [*SUBJECT, *tasks]
-    shown = [f"{metric} ({enumerated(of, 6)})" if of else metric for metric, of in zeros_of.items()]
-    if len(tasks) > 1:
-        summary = f"Every model has 0 in {enumerated(shown, 6)}."
-    else:
-        summary = f"0 in {enumerated(shown, 6)}."
-    return table(caption, columns, rows) + table("", columns, zeros, summary)
+    return table(caption, ["metric", "group", "length (tokens)", *tasks], rows)
+
+
+def _score_cell(score: Score | None, decimals: int | None) -> Cell:
+    if score is None:
+        return number(None)
+    details = (interval(score.low, score.high, decimals), score.shown_count)
+    return number(score.value, decimals, "\n".join(filter(None, details)))
 
 
 def by_subject(tasks: Mapping[str, TaskResult]) -> dict[Score, dict[str, Score]]:
     """Return the scores of a task by subject (see `Score.subject`) and model label."""
-    found: dict[Score, dict[str, Score]] = {}
+    scores: dict[Score, dict[str, Score]] = {}
     for label, task in tasks.items():
         for score in task.scores:
-            found.setdefault(score.subject, {})[label] = score
-    return found
+            scores.setdefault(score.subject, {})[label] = score
+    return scores
 
 
 def leader(scores: Mapping[str, Score]) -> str | None:
     """Return the label of the best model if its 95 % interval does not overlap that of any other,
     else None.
     """
-    some = next(iter(scores.values()))
-    if len(scores) < 2 or some.better == "neither":
+    better = next(iter(scores.values())).better
+    intervals = [(score.low, score.high) for score in scores.values()]
+    if len(scores) < 2 or better == "neither" or None in sum(intervals, ()):
         return None
-    ends = {label: (score.low, score.high) for label, score in scores.items()}
-    if any(end is None for interval in ends.values() for end in interval):
-        return None
-    sign = 1 if some.better == "higher" else -1
-    best = max(scores, key=lambda label: sign * scores[label].value)
-    nearest = min(sign * end for end in ends[best])
-    separate = all(
-        max(sign * end for end in ends[label]) < nearest for label in scores if label != best
-    )
+
+    ranking = sorted(scores, key=lambda label: scores[label].value, reverse=better == "higher")
+    best = scores[ranking[0]]
+    others = [scores[label] for label in ranking[1:]]
+    if better == "higher":
+        separate = all(score.high < best.low for score in others)
+    else:
+        separate = all(score.low > best.high for score in others)
     if separate:
-        return best
+        return ranking[0]
     return None
-
-
-def _score_cell(score: Score | None, decimals: int | None, strong: bool) -> Cell:
-    if score is None:
-        return number(None)
-    between = interval(score.low, score.high, decimals)
-    detail = "\n".join(filter(None, (between, score.shown_count)))
-    return replace(number(score.value, decimals, detail), strong=strong)
 
 
 def comparison_warnings(results: Sequence[Results], name: str) -> list[str]:
     """Return warnings if the scores of the task `name` cannot be compared between models."""
-    tasks = [one.tasks[name] for one in results]
-    settings = dict.fromkeys(
-        key for task in tasks for key in task.settings if key not in _NOT_COMPARED
-    )
-    changed = [
-        key
-        for key in settings
-        if _differ(task.settings[key] for task in tasks if key in task.settings)
-    ]
+    tasks = [result.tasks[name] for result in results]
+    warnings = []
+
+    settings: dict[str, list[Any]] = {}
+    for task in tasks:
+        for key, value in task.settings.items():
+            if key not in _NOT_COMPARED:
+                settings.setdefault(key, []).append(value)
     # The contents of the files matter, not their paths.
-    changed += ["data"] if _differ(sorted(task.data.values()) for task in tasks) else []
-    changed += ["dtype"] if _differ(task.dtype for task in tasks) else []
+    settings["data"] = [sorted(task.data.values()) for task in tasks]
+    settings["dtype"] = [task.dtype for task in tasks]
+    changed = [key for key, values in settings.items() if _differ(values)]
     if changed:
-        warnings = [f"These differ, and scores may not be comparable: {', '.join(changed)}."]
-    else:
-        warnings = []
-    per_token = [one for one in results if any(map(_is_per_token, one.tasks[name].scores))]
+        warnings.append(f"These differ, and scores may not be comparable: {', '.join(changed)}.")
+
     # Digests of the scored tokens or, for tasks without digests, the size of the vocabulary.
-    tokens = [
-        one.tasks[name].details.get("scored") or one.model.config.get("vocab_size")
-        for one in per_token
+    scored = [
+        result.tasks[name].details.get("scored") or result.model.config.get("vocab_size")
+        for result in results
+        if any(map(_is_per_token, result.tasks[name].scores))
     ]
-    if _differ(one for one in tokens if one is not None):
+    if _differ([tokens for tokens in scored if tokens is not None]):
         warnings.append(
             "The models did not score the same tokens, so losses, gains and perplexities, which are"
             " per token, cannot be compared. Compare bits per byte instead, which the task"
             " perplexity measures on texts."
         )
-    if _differ(task.details.get("key_tokens") for task in tasks):
+    if _differ([task.details.get("key_tokens") for task in tasks]):
         warnings.append(
             "Each model was measured on its own key tokens, so scores on key tokens cannot be"
             " compared."
