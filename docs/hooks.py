@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
+sys.path.insert(0, str(ROOT))
 
 from megatron_tape.command_line import Parser  # noqa: E402
 from megatron_tape.config.parse import describe  # noqa: E402
@@ -105,141 +105,110 @@ def installed_commands() -> dict[str, str]:
     pretrain.train to tape-train.
     """
     text = (ROOT / "pretrain" / "console_scripts.py").read_text(encoding="utf-8")
-    scripts = re.findall(r'_script\("([\w-]+)", "([\w.]+)"\)', text)
-    return {
-        module.removeprefix("pretrain.") if ".tools." in module else module: name
-        for name, module in scripts
-    }
+    scripts = re.findall(r'_script\("([\w-]+)", "(?:pretrain\.(?=tools))?([\w.]+)"\)', text)
+    return {module: command for command, module in scripts}
 
 
 def _cell(text: str) -> str:
     """Escape text for a cell of a Markdown table, and turn paths of pages in docs/ into links."""
-    escaped = (
-        html.escape(" ".join(text.split()), quote=False).replace("|", "&#124;").replace("*", "\\*")
-    )
+    escaped = html.escape(" ".join(text.split()), quote=False)
+    escaped = escaped.replace("|", "&#124;").replace("*", "\\*")
     return re.sub(r"docs/([\w/-]+\.md)", r"[\1](../\1)", escaped)
 
 
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rows)]
+def _table(rows: Iterable[tuple[str, str]], name: str) -> str:
+    lines = [f"| {name} | meaning |", "| --- | --- |"]
+    return "\n".join([*lines, *(f"| {first} | {meaning} |" for first, meaning in rows), ""])
 
 
-def _anchored(key: str) -> str:
-    return f'<a id="{key}" href="#{key}">`{key}`</a>'
-
-
-def _setting_row(setting: Setting) -> tuple[str, ...]:
-    if setting.default is MISSING:
-        default = "required"
-    else:
+def _setting_row(setting: Setting) -> tuple[str, str]:
+    default = "required"
+    if setting.default is not MISSING:
         default = f"default `{format_value(setting.default)}`"
-    kind = f"{describe(setting.schema)}; {default}"
+    kind = describe(setting.schema)
     if setting.sections:
-        kind = f"section; {'default `null`' if setting.default is None else 'always present'}"
-    meaning = setting.schema.get("description", "") + _encodings_note(setting)
-    return f"{_anchored(setting.key)}<br>{_cell(kind)}", _cell(meaning)
+        kind = "section"
+        if setting.default is not None:
+            default = "always present"
+
+    section, _, name = setting.key.rpartition(".")
+    meaning = setting.schema.get("description", "")
+    if section == "model.position":
+        fields = {name: encoding.Settings for name, encoding in ENCODINGS.items()}
+        owners = [owner for owner, cls in fields.items() if name in cls.__dataclass_fields__]
+        meaning += f" Encodings: {', '.join(owners)}."
+    anchor = f'<a id="{setting.key}" href="#{setting.key}">`{setting.key}`</a>'
+    return f"{anchor}<br>{_cell(f'{kind}; {default}')}", _cell(meaning)
 
 
-def _setting_tables(settings: Iterable[Setting], level: int) -> Iterator[str]:
-    """Yield the lines of a table per section; every table but the first has a heading of this
-    level.
-    """
+def _setting_tables(settings: Iterable[Setting], heading: str) -> Iterator[str]:
+    """Yield a table per section; every table but the first has a heading, such as `###`."""
     grouped: dict[str, dict[str, Setting]] = {}
     for setting in settings:
-        grouped.setdefault(setting.key.rpartition(".")[0], {}).setdefault(setting.key, setting)
-    for number, (section, of_section) in enumerate(grouped.items()):
+        section = setting.key.rpartition(".")[0]
+        grouped.setdefault(section, {}).setdefault(setting.key, setting)
+    for number, (section, by_key) in enumerate(grouped.items()):
         if number:
-            yield from (f"{'#' * level} {section}", "")
-        yield from _table(("setting", "meaning"), map(_setting_row, of_section.values()))
-        yield ""
-
-
-def _encodings_note(setting: Setting) -> str:
-    """Return a sentence that lists the encodings with this setting; "" if it is not in
-    `model.position`.
-    """
-    if not setting.key.startswith("model.position."):
-        return ""
-    field = setting.key.rpartition(".")[2]
-    names = [name for name, one in ENCODINGS.items() if field in one.Settings.__dataclass_fields__]
-    return f" Encodings: {', '.join(names)}."
+            yield f"{heading} {section}\n"
+        yield _table(map(_setting_row, by_key.values()), "setting")
 
 
 def settings_page() -> str:
     """Return the page with all settings of a run and of the tasks of pretrain.evaluate."""
-    lines = [
-        "# Settings",
-        "",
-        (
-            "All settings, generated from the code. Give a setting in a recipe (`--config"
-            " RECIPE.yaml`) or as `--section.key value`; later values override earlier ones."
-            " `model.position_encoding` determines the settings of `model.position`, and"
-            " `data.generator.task` those of `data.generator`."
-        ),
-        "",
+    parts = [
+        "# Settings\n",
+        "All settings, generated from the code. Give a setting in a recipe (`--config"
+        " RECIPE.yaml`) or as `--section.key value`; later values override earlier ones."
+        " `model.position_encoding` determines the settings of `model.position`, and"
+        " `data.generator.task` those of `data.generator`.\n",
     ]
-    for name, group in itertools.groupby(
-        settings_of(RunConfig), lambda setting: setting.key.partition(".")[0]
-    ):
+    all_settings = settings_of(RunConfig)
+    for name, group in itertools.groupby(all_settings, lambda item: item.key.partition(".")[0]):
         section, *settings = group
-        lines.extend([f"## {name}", "", inspect.getdoc(section.sections[0]) or "", ""])
-        lines.extend(_setting_tables(settings, 3))
-    lines.extend(
-        [
-            "## Tasks of pretrain.evaluate",
-            "",
-            (
-                "`pretrain.evaluate TASK --TASK.setting value`. Tasks of the section"
-                " [evaluation](#evaluation) have the same settings there."
-            ),
-            "",
-        ]
-    )
+        parts += [f"## {name}\n", f"{inspect.getdoc(section.sections[0]) or ''}\n"]
+        parts += _setting_tables(settings, "###")
+    parts += [
+        "## Tasks of pretrain.evaluate\n",
+        "`pretrain.evaluate TASK --TASK.setting value`. Tasks of the section"
+        " [evaluation](#evaluation) have the same settings there.\n",
+    ]
     for name, task in TASKS.items():
-        lines.extend([f"### {name}", "", inspect.getdoc(task.Settings) or "", ""])
-        lines.extend(_setting_tables(settings_of(task.Settings, name), 4))
-    return "\n".join(lines)
+        parts += [f"### {name}\n", f"{inspect.getdoc(task.Settings) or ''}\n"]
+        parts += _setting_tables(settings_of(task.Settings, name), "####")
+    return "\n".join(parts)
 
 
 def programs_page() -> str:
     """Return the page with the options of every program."""
-    lines = [
-        "# Programs",
-        "",
-        (
-            "Generated from `--help`. Programs that take settings accept every key of [the"
-            " settings](settings.md) as `--section.key value`. `pip install` provides most programs"
-            " as commands, shown in brackets."
-        ),
-        "",
+    parts = [
+        "# Programs\n",
+        "Generated from `--help`. Programs that take settings accept every key of [the"
+        " settings](settings.md) as `--section.key value`. `pip install` provides most programs"
+        " as commands, shown in brackets.\n",
     ]
     for heading, modules in PROGRAMS.items():
-        lines.extend([f"## {heading}", ""])
+        parts.append(f"## {heading}\n")
         for module in modules:
-            lines.extend(_program(module))
-    return "\n".join(lines)
+            parts += _program(module)
+    return "\n".join(parts)
 
 
 def _program(module: str) -> Iterator[str]:
     parser = parser_of(module)
     parser.prog = command_of(module)
     description, _, example = (parser.description or "").partition("\n")
+    name = title = module.rpartition(".")[2]
     installed = installed_commands().get(module)
-    in_brackets = f" (`{installed}`)" if installed else ""
-    name = module.rpartition(".")[2]
-    yield from (f"### {name}{in_brackets} {{#{name}}}", "", description, "")
-    yield from (
-        "```text",
-        *parser.format_usage().removeprefix("usage: ").rstrip().splitlines(),
-        *example.splitlines(),
-    )
-    yield from ("```", "")
-    for title, one in subparsers_of(parser):
-        if title:
-            yield from (f"#### {name} {title}", "", one.description or "", "")
-        rows = [_option_row(action) for action in one._actions if _is_option(action)]
+    if installed:
+        title += f" (`{installed}`)"
+    usage = parser.format_usage().removeprefix("usage: ") + example
+    yield f"### {title} {{#{name}}}\n\n{description}\n\n```text\n{usage.rstrip()}\n```\n"
+    for subcommand, subparser in subparsers_of(parser):
+        if subcommand:
+            yield f"#### {name} {subcommand}\n\n{subparser.description or ''}\n"
+        rows = [_option_row(action) for action in subparser._actions if _is_option(action)]
         if rows:
-            yield from (*_table(("option", "meaning"), rows), "")
+            yield _table(rows, "option")
 
 
 def subparsers_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
@@ -253,47 +222,41 @@ def subparsers_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argpar
 
 
 def _is_option(action: argparse.Action) -> bool:
-    is_setting = any("." in name for name in action.option_strings)
-    return (
-        not isinstance(action, argparse._HelpAction | argparse._SubParsersAction) and not is_setting
-    )
+    if isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
+        return False
+    return not any("." in name for name in action.option_strings)  # a setting has a dot
 
 
 def _option_row(action: argparse.Action) -> tuple[str, str]:
-    metavar = action.metavar or (action.dest.upper() if action.option_strings else action.dest)
+    metavar = action.metavar or action.dest
     if action.choices:
         metavar = "{" + ",".join(map(str, action.choices)) + "}"
-    metavar = " ".join(metavar) if isinstance(metavar, tuple) else metavar
-    names = ", ".join(action.option_strings)
-    if action.option_strings and action.nargs != 0:
-        name = f"{names} {metavar}"
-    else:
-        name = names or metavar
+    elif isinstance(metavar, tuple):
+        metavar = " ".join(metavar)
+    elif action.option_strings and not action.metavar:
+        metavar = metavar.upper()
+
+    name = ", ".join(action.option_strings) or metavar
     meaning = (action.help or "") % vars(action)
-    if action.required and action.option_strings:
-        required = " (required)"
-    else:
-        required = ""
-    return f"`{name}`".replace("|", "\\|"), _cell(meaning + required)
+    if action.option_strings and action.nargs != 0:
+        name += f" {metavar}"
+    if action.option_strings and action.required:
+        meaning += " (required)"
+    return f"`{name}`".replace("|", "\\|"), _cell(meaning)
 
 
 def python_page() -> str:
     """Return the page of the Python API; mkdocstrings replaces each `:::` line by the docstrings of
     a module.
     """
-    lines = [
-        "# Python API",
-        "",
-        "Modules, classes and functions to import, with their docstrings.",
-        "",
+    parts = [
+        "# Python API\n",
+        "Modules, classes and functions to import, with their docstrings.\n",
     ]
     for heading, modules in PYTHON.items():
-        lines.extend([f"## {heading}", ""])
-        for module in modules:
-            lines.extend(
-                [f"::: {module}", ""] if (ROOT / f"{module.replace('.', '/')}.py").exists() else []
-            )
-    return "\n".join(lines)
+        parts.append(f"## {heading}\n")
+        parts += [f"::: {module}\n" for module in modules]
+    return "\n".join(parts)
 
 
 GENERATED = {
@@ -313,8 +276,10 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the pages in GENERATED and COPIED. mkdocs calls this hook with its list of files."""
     from mkdocs.structure.files import File
 
-    copies = {path: (ROOT / source).read_text(encoding="utf-8") for source, path in COPIED.items()}
-    for path, content in {**{path: page() for path, page in GENERATED.items()}, **copies}.items():
+    for path, page in GENERATED.items():
+        files.append(File.generated(config, path, content=page()))
+    for source, path in COPIED.items():
+        content = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, path, content=content))
     return files
 
@@ -330,21 +295,18 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     def site_link(link: re.Match) -> str:
         image, text, target, anchor = link.groups("")
         source = os.path.normpath(folder / target)
-        if source.startswith("docs/"):
-            page_path = source.removeprefix("docs/")
-        elif source in COPIED:
+        if source in COPIED:
             page_path = COPIED[source]
+        elif source.startswith("docs/"):
+            page_path = source.removeprefix("docs/")
         else:
             return text  # such as a link to LICENSE, which has no page
         return f"{image}[{text}]({os.path.relpath(page_path, Path(path).parent)}{anchor})"
 
+    def without_backslash(row: re.Match) -> str:
+        return re.sub(r"`[^`\n]*`", lambda code: code[0].replace("\\|", "|"), row[0])
+
     # GitHub needs a backslash before a bar in a table's code; Python-Markdown would show the
     # backslash.
-    code_in_table = re.compile(r"(?<=`)[^`\n]*\\\|[^`\n]*(?=`)")
-    lines = markdown.split("\n")
-    lines = [
-        code_in_table.sub(lambda code: code[0].replace("\\|", "|"), x) if x.startswith("|") else x
-        for x in lines
-    ]
-    markdown = "\n".join(lines)
+    markdown = re.sub(r"^\|.*$", without_backslash, markdown, flags=re.MULTILINE)
     return re.sub(r"(!?)\[([^]]*)\]\(([^)#:\s]+)(#[^)]*)?\)", site_link, markdown)

@@ -16,9 +16,8 @@ import argparse
 import fcntl
 import os
 import signal
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from megatron_tape import command_line
 from megatron_tape.command_line import log
@@ -101,8 +100,7 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]
     )
     options, overrides = parser.parse_known_args(argv)
     for text in overrides:
-        unknown = text.startswith("--") and "." not in text.partition("=")[0]
-        if unknown:
+        if text.startswith("--") and "." not in text.partition("=")[0]:
             raise ConfigError(
                 text,
                 "is not an option",
@@ -131,71 +129,72 @@ def main(argv: list[str] | None = None) -> int:
                 "--only", f"is {options.only}", f"give a number from 0 to {count - 1}"
             )
         left = [run for run in left if run is plan.runs[options.only]]
-    failed, stopped = ({}, None) if options.report_only else _run_jobs(plan, left, options)
+
+    stopped = None
+    if not options.report_only:
+        stopped = _execute(plan, left, options)
     if options.only is None:
         _conclude(plan)
-    for name, reason in failed.items():
-        print(f"error: {name}: {reason}", file=sys.stderr)
-    missing = [run.name for run in plan.left if options.only is None or run in left]
+
+    missing = [run for run in plan.left if options.only is None or run in left]
     if missing:
         log(
-            f"{counted(len(missing), 'run')} of {count} not finished; run the same command to"
+            f"not finished: {len(missing)} of {counted(count, 'run')}; run the same command to"
             " continue"
         )
+    if stopped == signal.SIGINT:
+        return 128 + signal.SIGINT
     if stopped is not None:
-        if stopped == signal.SIGINT:
-            return 128 + signal.SIGINT
         return EXIT_RESTART
-    if missing:
-        return 1
-    return 0
+    return int(bool(missing))
 
 
-def _run_jobs(
+def _execute(
     plan: ComparisonPlan, left: list[PlannedRun], options: argparse.Namespace
-) -> tuple[dict[str, str], int | None]:
-    """Execute the runs in `left`; return why runs failed, by name, and the signal that ended the
-    comparison, if any.
-    """
+) -> int | None:
+    """Execute the runs in `left`; return the signal that ended the comparison, if any."""
     if not left:
         log("all runs are finished already")
-        return {}, None
+        return None
+
     gpus, device = find_gpus()
-    slots = min(options.jobs or len(gpus) or len(os.sched_getaffinity(0)), len(left))
-    finished = 0
-    if options.only is None:
-        finished = len(plan.runs) - len(left)
+    slots = options.jobs or len(gpus) or len(os.sched_getaffinity(0))
+    in_array = options.only is not None
 
     def finish(run: PlannedRun, seconds: float) -> None:
         plan.record(run, seconds, device)
-        if options.only is None:
+        if not in_array:
             _write(plan)
 
-    with _locked(plan, alone=options.only is None) as lock:
-        programs = Programs(gpus, lock)
-        jobs = Jobs(left, slots, programs, finish, finished)
+    with _locked(plan, shared=in_array) as lock:
+        finished = 0 if in_array else len(plan.runs) - len(left)
+        jobs = Jobs(left, min(slots, len(left)), Programs(gpus, lock), finish, finished)
         jobs.run()
-    return jobs.failed, jobs.stopped
+    return jobs.stopped
 
 
 @contextmanager
-def _locked(plan: ComparisonPlan, alone: bool) -> Iterator[int]:
+def _locked(plan: ComparisonPlan, shared: bool) -> Iterator[int]:
     """Lock the output directory against other comparisons, and yield the file descriptor that holds
     the lock.
 
-    If `alone` is false, the tasks of a job array share the lock. Runs inherit the descriptor: if
-    this process is killed, the directory stays locked until its runs have ended.
+    The tasks of a job array share the lock. Runs inherit the descriptor: if this process is killed,
+    the directory stays locked until its runs have ended.
     """
     plan.output.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(plan.output, os.O_RDONLY | os.O_DIRECTORY)
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
-        with suppress(OSError):  # some network file systems have no locks
-            try:
-                fcntl.flock(descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-            except BlockingIOError:
-                problem = "is in use by another comparison, or by a run of a killed one"
-                fix = "wait until it ends, or choose another --output"
-                raise FileError(str(plan.output), problem, fix) from None
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise FileError(
+            str(plan.output),
+            "is in use by another comparison, or by a run of a killed one",
+            "wait until it ends, or choose another --output",
+        ) from None
+    except OSError:
+        pass  # some network file systems have no locks
+    try:
         yield descriptor
     finally:
         os.close(descriptor)
@@ -208,10 +207,9 @@ def _write(plan: ComparisonPlan) -> str:
     from megatron_tape.evaluation.figures import clean
     from megatron_tape.evaluation.report.comparison_tables import markdown
 
-    order = {run.variant.label: number for number, run in reversed([*enumerate(plan.runs)])}
-    plan.known.runs.sort(
-        key=lambda run: (order.get(run.variant, len(order)), run.variant, run.seed)
-    )
+    order = list(dict.fromkeys(run.variant.label for run in plan.runs))
+    order += plan.known.variants  # other variants, of earlier commands
+    plan.known.runs.sort(key=lambda run: (order.index(run.variant), run.seed))
     write_comparison(plan.output / NAME, plan.known)
     left = [run.name for run in plan.left]
     write_whole(plan.output / "comparison.md", [markdown(plan.known, left).encode()])

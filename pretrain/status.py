@@ -3,23 +3,19 @@
     python -m pretrain.status RUN [RUN ...] [--json]
 
 RUN is the directory of a run (logging.directory), or a directory that directly contains runs. One
-run is shown in several lines, several runs in a table. Files are skipped if a run is among the
-arguments. The exit status is 0 if every run is in progress, waiting in the queue, interrupted by
-hand or finished; 1 if a run is stuck, failed or gone, or its job has ended before the run was
-finished; 2 if a RUN contains no run or cannot be read.
+run is shown in several lines, several runs in a table. The exit status is 0 if every run is in
+progress, waiting in the queue, interrupted by hand or finished; 1 if a run is stuck, failed or
+gone, or its job has ended before the run was finished; 2 if a RUN contains no run or cannot be
+read.
 """
 
-import contextlib
 import dataclasses
 import json
 import logging
-import os
-import shutil
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Any
 
 from typing_extensions import TypedDict
 
@@ -28,7 +24,8 @@ from megatron_tape.checkpoint.directories import newest_complete, read_manifest
 from megatron_tape.errors import EXIT_REFUSED, FileError, UserError
 from megatron_tape.io.files import file_system_time
 from megatron_tape.io.records import read_yaml
-from megatron_tape.run.attempts import FINISHED, INTERRUPTED, Spike, attempt_numbers
+from megatron_tape.run.attempts import FINISHED, INTERRUPTED, attempt_numbers
+from megatron_tape.run.curves import METRICS, SETTINGS
 from megatron_tape.run.goodput import KEPT, seconds_by_kind, shares
 from megatron_tape.run.judging import AttemptRecord, last_error, queue_state, read_attempts
 from megatron_tape.run.metrics import LOSS, TOKENS_PER_SECOND, VALIDATION_LOSS, last_rows
@@ -53,37 +50,20 @@ COLUMNS = ("run", "state", "step", "loss", "validation", "tokens/s", "ETA", "che
 
 logger = logging.getLogger(__name__)
 
-Row = TypedDict(
-    "Row",
-    {
-        "step": int,
-        "seconds_left": NotRequired[float],
-        LOSS: float | None,
-        VALIDATION_LOSS: NotRequired[float | None],
-        TOKENS_PER_SECOND: NotRequired[float | None],
-    },
-)
-"""The keys that are read from the row of a step in metrics.jsonl. None is a value that is not
-finite.
-"""
 
+class Row(TypedDict):
+    """The row of a step in metrics.jsonl. None is a value that is not finite."""
 
-class _Train(TypedDict, total=False):
-    steps: int
-
-
-class _Config(TypedDict, total=False):
-    train: _Train
+    step: int
 
 
 @dataclass(frozen=True)
 class RunState:
-    """The state of a run, such as `running`, whether it needs no action (`well`), and an
-    explanation.
-    """
+    """The state of a run, such as `running`."""
 
-    word: str
+    name: str
     well: bool
+    """Whether the run needs no action."""
     explanation: str = ""
 
 
@@ -136,15 +116,10 @@ def main(argv: list[str] | None = None) -> int:
         "--json", action="store_true", help="print a JSON list with an object per run"
     )
     options = parser.parse_args(argv)
-    if hasattr(
-        sys.stdout, "reconfigure"
-    ):  # a record may contain characters that the terminal cannot show
-        sys.stdout.reconfigure(errors="backslashreplace")
+
     statuses = []
-    problems = []
+    problems: list[UserError] = []
     runs = list(dict.fromkeys(run for path in options.runs for run in find_runs(Path(path))))
-    if any(map(_is_run, runs)):
-        runs = [run for run in runs if not os.path.isfile(run)]
     for run in runs:
         try:
             statuses.append(read_status(run))
@@ -152,41 +127,27 @@ def main(argv: list[str] | None = None) -> int:
             problems.append(FileError(str(run), f"cannot be read: {error}"))
         except UserError as error:
             problems.append(error)
+
     if options.json:
-        lines = [
-            json.dumps(
-                [dataclasses.asdict(status) for status in statuses], indent=2, allow_nan=False
-            )
-        ]
-    elif len(runs) == 1:
-        lines = [line for status in statuses for line in screen(status)]
-    else:
-        lines = table(statuses) if statuses else []
-    with contextlib.suppress(BrokenPipeError):  # the reader, such as `head`, has closed the pipe
-        print(*lines, sep="\n", end="\n" if lines else "", flush=True)
+        print(json.dumps([dataclasses.asdict(status) for status in statuses], indent=2))
+    elif len(runs) > 1 and statuses:
+        print(*table(statuses), sep="\n")
+    elif statuses:
+        print(*screen(statuses[0]), sep="\n")
     for problem in problems:
         command_line.log(f"error: {problem}")
     if problems:
         return EXIT_REFUSED
-    if all(status.well for status in statuses):
-        return 0
-    return 1
+    return int(not all(status.well for status in statuses))
 
 
 def find_runs(path: Path) -> list[Path]:
     """Return the runs directly below a directory; only `path` if it is a run itself or contains
     none.
     """
-    below = []
-    with contextlib.suppress(OSError):  # read_status reports it
-        below = [] if _is_run(path) else sorted(path.iterdir())
-    return [run for run in below if _is_run(run)] or [path]
-
-
-def _is_run(path: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return bool(attempt_numbers(path))
-    return False
+    if path.is_dir() and not attempt_numbers(path):
+        return [run for run in sorted(path.iterdir()) if attempt_numbers(run)] or [path]
+    return [path]
 
 
 def read_status(run: Path) -> RunStatus:
@@ -195,67 +156,70 @@ def read_status(run: Path) -> RunStatus:
     """
     attempts = read_attempts(run)
     if not attempts:
-        if shutil.which("squeue"):
-            in_queue = ", or wait for its job to start (squeue --me)"
-        else:
-            in_queue = ""
-        if run.is_dir():
-            problem = "contains no attempts"
-        elif run.exists():
-            problem = "is not a directory"
-        else:
-            problem = "does not exist"
-        raise FileError(str(run), problem, f"give the logging.directory of a run{in_queue}")
+        raise FileError(
+            str(run),
+            "contains no attempts, or does not exist",
+            "give the logging.directory of a run, or wait until its job starts",
+        )
     last = attempts[-1]
     now = file_system_time(run)
-    state = judge(last, queue_state(last.facts.get("job")), now)
-    rows = last_rows(run / "metrics.jsonl", Row, TAIL_BYTES)
+    state = state_of(last, queue_state(last.facts.get("job")), now)
+
+    rows: list[Any] = last_rows(run / METRICS, Row, TAIL_BYTES)
     row = rows[-1] if rows else {}
-    evaluated = next((one for one in reversed(rows) if VALIDATION_LOSS in one), {})
+    validated = next((row for row in reversed(rows) if VALIDATION_LOSS in row), {})
+    seconds_left = None
     # Rows after the step that the last attempt continued from are its own.
-    is_fresh = state.word == "running" and row.get("step", 0) > last.heartbeat.get(
-        "from_step", float("inf")
-    )
-    waits = state.word in ("waiting", "between attempts")
-    errors = [attempt for attempt in attempts if attempt.crashed and attempt.outcome is not None]
-    if errors and last.outcome != FINISHED:
-        error = f"attempt {errors[-1].number}, {last_error(errors[-1])}"
-    else:
-        error = None
+    first_step = last.heartbeat.get("from_step")
+    if state.name == "running" and first_step is not None and row.get("step", 0) > first_step:
+        seconds_left = row.get("seconds_left")
+
+    until = None
+    if state.name in ("waiting", "between attempts"):
+        until = now
+    error = None
+    crashes = [attempt for attempt in attempts if attempt.crashed and attempt.outcome is not None]
+    if crashes and last.outcome != FINISHED:
+        error = f"attempt {crashes[-1].number}, {last_error(crashes[-1])}"
     spikes = [spike for attempt in attempts for spike in attempt.spikes]
-    in_run = run / "checkpoints"
+    last_spike = None
+    if spikes:
+        last_spike = "step {step:,} ({action}): loss {loss}, gradient norm {grad_norm:.4g}".format(
+            **spikes[-1] | {"loss": _number(spikes[-1]["loss"])}
+        )
+
     # The recorded path is wrong if the run's directory has been moved or copied.
-    checkpoint = _newest_checkpoint(
-        in_run if in_run.is_dir() else last.facts.get("checkpoint_directory", in_run)
-    )
+    checkpoints = run / "checkpoints"
+    if not checkpoints.is_dir():
+        checkpoints = Path(last.facts.get("checkpoint_directory", checkpoints))
     return RunStatus(
         run=str(run),
-        state=state.word,
+        state=state.name,
         well=state.well,
         explanation=state.explanation,
         step=max(row.get("step", 0), last.heartbeat.get("step") or 0),
         total_steps=_total_steps(run),
         loss=row.get(LOSS),
         loss_step=row.get("step"),
-        validation_loss=evaluated.get(VALIDATION_LOSS),
-        validation_step=evaluated.get("step"),
+        validation_loss=validated.get(VALIDATION_LOSS),
+        validation_step=validated.get("step"),
         tokens_per_second=row.get(TOKENS_PER_SECOND),
-        seconds_left=row.get("seconds_left") if is_fresh else None,
-        time_shares=shares(seconds_by_kind(attempts, now if waits else None)),
+        seconds_left=seconds_left,
+        time_shares=shares(seconds_by_kind(attempts, until)),
         layout=last.facts.get("layout"),
-        **checkpoint,
+        **_newest_checkpoint(checkpoints),
         last_error=error,
         spikes=len(spikes),
-        last_spike=_described_spike(spikes[-1]) if spikes else None,
+        last_spike=last_spike,
         wandb=_wandb(run),
         log=last.facts.get("log") or None,
         attempts=[
-            _described_attempt(attempt, attempt is last and state.well) for attempt in attempts
+            _describe_attempt(attempt, alive=attempt is last and state.well) for attempt in attempts
         ],
     )
 
 
-def judge(last: AttemptRecord, queue: str | None, now: float) -> RunState:
+def state_of(last: AttemptRecord, queue: str | None, now: float) -> RunState:
     """Return a run's state from its last attempt and the state of its job (`queue_state`).
 
     `now` is the Unix time by the file system's clock, with which the ages of files are compared.
@@ -266,184 +230,189 @@ def judge(last: AttemptRecord, queue: str | None, now: float) -> RunState:
         return RunState("failed", False, last.verdict["reason"])
     if queue == "PENDING":
         return RunState("waiting", True, "requeued, and waiting for nodes")
-    ended = last.outcome is not None or last.verdict is not None
-    if ended and queue:
+    if last.outcome is not None or last.verdict is not None:
+        return _state_after_end(last, queue)
+    return _state_before_end(last, queue, now)
+
+
+def _state_after_end(last: AttemptRecord, queue: str | None) -> RunState:
+    if queue:
         return RunState("between attempts", True, f"the job is {queue.lower()}")
     if last.outcome == INTERRUPTED and queue is None:
         return RunState("interrupted", True, "run the same command to continue")
-    if last.outcome == INTERRUPTED or (ended and last.stop_reason):
-        explanation = (
-            "its job has ended; submit the same command to continue, unless a new job is in the"
-            " queue"
-        )
-        return RunState("stopped", False, explanation)
-    if ended:
-        by_hand = last.facts.get("job") is None
-        if by_hand:
-            how = "run the same command"
-        else:
-            how = "its job has ended; submit the same command"
-        return RunState("failed", False, f"{how} to continue")
-    beat = last.heartbeat
-    # The clocks of the run's nodes may differ from those of this node and of the file system.
-    silent = max(0.0, now - (last.beaten_at if beat else last.claimed_at))
-    if queue == "RUNNING":
-        starting = STARTING_SECONDS_OF_JOBS
-    else:
-        starting = STARTING_SECONDS
-    if silent > (SILENT_SECONDS if beat else starting) or queue == "":
-        word, suffix = ("stuck", ", although its job runs") if queue == "RUNNING" else ("gone", "")
+    if last.outcome == INTERRUPTED or last.stop_reason:
         return RunState(
-            word, False, f"no heartbeat from its processes for {duration(silent)}{suffix}"
+            "stopped",
+            False,
+            "its job has ended; submit the same command to continue, unless a new job is in the"
+            " queue",
         )
+    if last.facts.get("job") is None:
+        return RunState("failed", False, "run the same command to continue")
+    return RunState("failed", False, "its job has ended; submit the same command to continue")
+
+
+def _state_before_end(last: AttemptRecord, queue: str | None, now: float) -> RunState:
+    # The clocks of the run's nodes may differ from those of this node and of the file system.
+    beat = last.heartbeat
+    if beat:
+        silent = now - last.beaten_at
+        limit = SILENT_SECONDS
+    else:
+        silent = now - last.claimed_at
+        limit = STARTING_SECONDS_OF_JOBS if queue == "RUNNING" else STARTING_SECONDS
+    silent = max(0.0, silent)
+    if silent > limit or queue == "":
+        explanation = f"no heartbeat from its processes for {duration(silent)}"
+        if queue == "RUNNING":
+            return RunState("stuck", False, f"{explanation}, although its job runs")
+        return RunState("gone", False, explanation)
     if not beat:
         return RunState("starting", True)
+
     idle = silent + beat["time"] - beat["since"]
-    limit = beat.get("hang_timeout")
-    if limit is not None and idle > limit:
+    if idle > beat.get("hang_timeout", idle):
         return RunState("stuck", False, f"no progress for {duration(idle)} while {beat['phase']}")
     return RunState("running", True, f"{beat['phase']}, for {duration(idle)}")
 
 
 def screen(status: RunStatus) -> list[str]:
     """Return the lines that show one run in detail."""
-    explanation = f" ({status.explanation})" if status.explanation else ""
-    lines = [f"{status.run}: {status.state}{explanation}", f"step        {_progress(status)}"]
+    rows = {"step": _progress(status)}
     if status.loss_step is not None:
-        validation = ""
-        if status.validation_step is not None:
-            validation = (
-                f"; validation {_number(status.validation_loss)} at step {status.validation_step:,}"
-            )
-        lines.append(f"loss        {_number(status.loss)} at step {status.loss_step:,}{validation}")
-        if status.seconds_left is not None:
-            left = f", ETA {duration(status.seconds_left)}"
-        else:
-            left = ""
-        lines.append(f"speed       {status.tokens_per_second or 0:,.0f} tokens/s{left}")
+        rows["loss"] = f"{_number(status.loss)} at step {status.loss_step:,}"
+        rows["speed"] = f"{status.tokens_per_second or 0:,.0f} tokens/s"
+    if status.validation_step is not None:
+        loss = _number(status.validation_loss)
+        rows["loss"] += f"; validation {loss} at step {status.validation_step:,}"
+    if status.seconds_left is not None:
+        rows["speed"] += f", ETA {duration(status.seconds_left)}"
     if status.time_shares:
-        others = ", ".join(
+        others = [
             f"{kind} {share:.1%}" for kind, share in status.time_shares.items() if kind != KEPT
-        )
-        lines.append(
-            f"goodput     {status.time_shares.get(KEPT, 0):.1%} of the"
-            f" time{f'; {others}' if others else ''}"
-        )
-    newest = status.checkpoint_problem or "none yet"
-    if status.checkpoint is not None:
-        newest = (
-            f"step {status.checkpoint_step:,}, {duration(status.checkpoint_age)} ago:"
-            f" {status.checkpoint}"
-        )
-    described = {
-        "layout": status.layout,
-        "checkpoint": newest,
-        "last error": status.last_error,
-        "spikes": status.last_spike and f"{status.spikes}, the last at {status.last_spike}",
-        "wandb": status.wandb,
-        "log": status.log,
-    }
-    lines += [f"{name:<12}{value}" for name, value in described.items() if value]
-    count = len(status.attempts)
-    lines.append(
-        f"attempts    {count}{f', the last {ATTEMPTS_SHOWN}:' if count > ATTEMPTS_SHOWN else ':'}"
-    )
-    return lines + [f"  {attempt}" for attempt in status.attempts[-ATTEMPTS_SHOWN:]]
+        ]
+        kept = f"{status.time_shares.get(KEPT, 0):.1%} of the time"
+        rows["goodput"] = "; ".join(filter(None, (kept, ", ".join(others))))
+    rows["layout"] = status.layout or ""
+    rows["checkpoint"] = status.checkpoint_problem or "none yet"
+    if status.checkpoint_step is not None and status.checkpoint_age is not None:
+        age = duration(status.checkpoint_age)
+        rows["checkpoint"] = f"step {status.checkpoint_step:,}, {age} ago: {status.checkpoint}"
+    rows["last error"] = status.last_error or ""
+    if status.last_spike is not None:
+        rows["spikes"] = f"{status.spikes}, the last at {status.last_spike}"
+    rows["wandb"] = status.wandb or ""
+    rows["log"] = status.log or ""
+
+    title = f"{status.run}: {status.state}"
+    if status.explanation:
+        title += f" ({status.explanation})"
+    attempts = f"attempts    {len(status.attempts)}"
+    if len(status.attempts) > ATTEMPTS_SHOWN:
+        attempts += f", the last {ATTEMPTS_SHOWN}"
+    return [
+        title,
+        *(f"{name:<12}{value}" for name, value in rows.items() if value),
+        f"{attempts}:",
+        *(f"  {attempt}" for attempt in status.attempts[-ATTEMPTS_SHOWN:]),
+    ]
 
 
 def table(statuses: list[RunStatus]) -> list[str]:
     """Return the lines of a table with a header and a row per run."""
     rows = [COLUMNS, *map(_cells, statuses)]
     widths = [max(map(len, column)) for column in zip(*rows)]
-    # Words are aligned on the left, numbers on the right.
-    aligned = [
-        [
-            f"{cell:<{w}}" if n < 2 else f"{cell:>{w}}"
-            for n, (cell, w) in enumerate(zip(row, widths))
-        ]
-        for row in rows
-    ]
-    return ["  ".join(row).rstrip() for row in aligned]
+    lines = []
+    for row in rows:
+        run, state, *numbers = map(str.ljust, row, widths)
+        numbers = list(map(str.rjust, row[2:], widths[2:]))
+        lines.append("  ".join([run, state, *numbers]).rstrip())
+    return lines
 
 
 def _cells(status: RunStatus) -> tuple[str, ...]:
+    left = ""
+    if status.seconds_left is not None:
+        left = duration(status.seconds_left)
     return (
         status.run,
         status.state,
         _progress(status),
-        "" if status.loss_step is None else _number(status.loss),
-        "" if status.validation_step is None else _number(status.validation_loss),
-        "" if status.tokens_per_second is None else f"{status.tokens_per_second:,.0f}",
-        "" if status.seconds_left is None else duration(status.seconds_left),
-        "" if status.checkpoint_step is None else f"{status.checkpoint_step:,}",
+        _cell(status.loss, ".4f"),
+        _cell(status.validation_loss, ".4f"),
+        _cell(status.tokens_per_second, ",.0f"),
+        left,
+        _cell(status.checkpoint_step, ","),
     )
+
+
+def _cell(value: float | None, form: str) -> str:
+    if value is None:
+        return ""
+    return format(value, form)
 
 
 def _progress(status: RunStatus) -> str:
-    total = status.total_steps or 0
-    return f"{status.step:,}" + (
-        f" of {total:,} ({min(1, status.step / total):.1%})" if total > 0 else ""
-    )
+    if not status.total_steps:
+        return f"{status.step:,}"
+    share = min(1, status.step / status.total_steps)
+    return f"{status.step:,} of {status.total_steps:,} ({share:.1%})"
 
 
-def _described_attempt(attempt: AttemptRecord, alive: bool) -> str:
-    try:
+def _describe_attempt(attempt: AttemptRecord, alive: bool) -> str:
+    started = "at an unknown time"
+    if "started" in attempt.facts:
         started = time.strftime(LOG_TIME, time.localtime(attempt.facts["started"]))
-    except (KeyError, ValueError, OverflowError, OSError):  # not recorded, or out of range
-        started = "at an unknown time"
-    job = attempt.facts.get("job")
+
     nodes = attempt.facts.get("nodes", [])
-    if len(nodes) <= 4:
-        shown = ",".join(nodes)
-    else:
-        shown = f"{nodes[0]} .. {nodes[-1]} ({len(nodes)} nodes)"
-    where = f"{f'job {job} on ' if job else ''}{shown}"
+    where = ",".join(nodes)
+    if len(nodes) > 4:
+        where = f"{nodes[0]} .. {nodes[-1]} ({len(nodes)} nodes)"
+    job = attempt.facts.get("job")
+    if job:
+        where = f"job {job} on {where}"
+
     newest = attempt.facts.get("checkpoint_step", 0)
     begun = attempt.heartbeat.get("from_step", newest)
     where += f", from step {begun:,}"
     if begun < newest:
         where += f" (the checkpoint of step {newest:,} was not used; the log says why)"
+
+    end = ""
     if attempt.outcome is not None:
         reason = last_error(attempt) if attempt.crashed else attempt.message
-        end = (
-            f"{attempt.outcome}:"
-            f" {reason[:MESSAGE_CHARACTERS]}{' ...' if len(reason) > MESSAGE_CHARACTERS else ''}"
-        )
+        end = f"{attempt.outcome}: {reason[:MESSAGE_CHARACTERS]}"
     elif attempt.stop_reason:
         end = f"ended by {attempt.stop_reason}"
-    else:
-        end = "" if alive else "killed, or its node was lost"
+    elif not alive:
+        end = "killed, or its node was lost"
     return f"{attempt.number:>4}  {started}  {where}  {end}".rstrip()
 
 
 def _total_steps(run: Path) -> int | None:
     try:
-        return read_yaml(run / "config.yaml", _Config).get("train", {}).get("steps")
+        settings = read_yaml(run / SETTINGS, dict[str, dict[str, Any]])
     except FileNotFoundError:
         return None
     except ValueError as error:
         logger.warning("warning: %s", error)
         return None
+    return settings.get("train", {}).get("steps")
 
 
-def _newest_checkpoint(root: str | Path) -> dict[str, Any]:
+def _newest_checkpoint(root: Path) -> dict[str, Any]:
     """Return the `checkpoint...` fields of RunStatus for the newest checkpoint in a directory."""
-    fields = dict.fromkeys(
-        ("checkpoint", "checkpoint_step", "checkpoint_age", "checkpoint_problem")
-    )
+    names = ("checkpoint", "checkpoint_step", "checkpoint_age", "checkpoint_problem")
+    fields: dict[str, Any] = dict.fromkeys(names)
     try:
-        if (path := newest_complete(root, deep=False)) is None:
-            return fields
-        step = read_manifest(path)["step"]
-        age = max(0.0, file_system_time(root) - path.stat().st_mtime)
+        path = newest_complete(root, deep=False)
+        if path is not None:
+            fields["checkpoint_step"] = read_manifest(path)["step"]
+            fields["checkpoint_age"] = max(0.0, file_system_time(root) - path.stat().st_mtime)
+            fields["checkpoint"] = str(path)
     except (ValueError, OSError) as error:
-        return fields | {"checkpoint_problem": str(error)}
-    return fields | {"checkpoint": str(path), "checkpoint_step": step, "checkpoint_age": age}
-
-
-def _described_spike(spike: Spike) -> str:
-    figures = f"loss {_number(spike['loss'])}, gradient norm {spike['grad_norm']:.4g}"
-    return f"step {spike['step']:,} ({spike['action']}): {figures}"
+        fields["checkpoint_problem"] = str(error)
+    return fields
 
 
 def _wandb(run: Path) -> str | None:
@@ -451,9 +420,9 @@ def _wandb(run: Path) -> str | None:
         record = read_wandb(run)
     except ValueError:
         return None
-    return record and (
-        record["url"] or f"offline; upload with: wandb sync {run}/wandb/offline-run-*"
-    )
+    if record is None:
+        return None
+    return record["url"] or f"offline; upload with: wandb sync {run}/wandb/offline-run-*"
 
 
 def _number(value: float | None) -> str:

@@ -22,7 +22,6 @@ from megatron_tape.checkpoint.saved_settings import (
     model_differences,
 )
 from megatron_tape.config.schema import RunConfig, config_dict
-from megatron_tape.config.train import ON_VALIDATION_DATA
 from megatron_tape.errors import FileError
 from megatron_tape.evaluation.results import Number, Score, Whole, read_dataclass
 from megatron_tape.evaluation.statistics import PairedTest, holm, paired_t
@@ -34,8 +33,6 @@ TRAINING = "training"
 """Value of `Score.task` for scores of the training itself, such as its speed."""
 Settings = dict[str, dict[str, Any]]
 """Settings by section or task, and by key."""
-_SHOWN = 300
-"""Maximum number of characters of the description of one difference in a message."""
 
 
 @dataclass(frozen=True)
@@ -126,10 +123,11 @@ def write_comparison(path: Path, comparison: Comparison) -> None:
     are omitted.
     """
     content = dataclasses.asdict(comparison)
-    defaults = {f.name: f.default for f in dataclasses.fields(Score)}
+    defaults = {field.name: field.default for field in dataclasses.fields(Score)}
     for run in content["runs"]:
         run["scores"] = [
-            {key: v for key, v in score.items() if v != defaults[key]} for score in run["scores"]
+            {key: value for key, value in score.items() if value != defaults[key]}
+            for score in run["scores"]
         ]
     write_record(path, content)
 
@@ -139,60 +137,42 @@ def add_runs(comparison: Comparison, path: Path, base: RunConfig) -> None:
 
     Raises FileError if they were made with settings other than those of the recipe `base`.
     """
-    other = read_comparison(path)
-    if other.runs and (different := differences(other, comparison, base)):
-        problem = f"contains runs with other settings ({first_of(different)})"
-        raise FileError(
-            str(path), problem, "change these settings back, or choose another --output"
-        )
+    recorded = read_comparison(path)
+    differences = changed_settings(recorded.settings, base, of_variants=True)
+    for task, settings in comparison.evaluation.items():
+        if task not in recorded.evaluation:
+            differences.append(f"{task} was not evaluated")
+        differences += _changes(task, recorded.evaluation.get(task, {}), settings)
+    if recorded.runs:
+        refuse_changed(path, differences)
+
     known = {run.name for run in comparison.runs}
-    comparison.runs.extend(run for run in other.runs if run.name not in known)
+    comparison.runs.extend(run for run in recorded.runs if run.name not in known)
 
 
-def first_of(differences: Sequence[str]) -> str:
-    """Join the first three of `differences` as text, and count the others."""
-    if len(differences) > 3:
-        others = f"; and {len(differences) - 3} more"
-    else:
-        others = ""
-    return (
-        "; ".join(one if len(one) <= _SHOWN else f"{one[:_SHOWN]}..." for one in differences[:3])
-        + others
-    )
-
-
-def differences(recorded: Comparison, now: Comparison, base: RunConfig) -> list[str]:
-    """Describe the settings that differ, as `key: was X, is now Y`, except those without effect on
-    results.
-    """
-    found = changed_settings(recorded.settings, base, of_variants=True)
-    for task, settings in now.evaluation.items():
-        before = recorded.evaluation.get(task)
-        if before is None:
-            found.append(f"{task} was not evaluated")
-        else:
-            found += _changes(task, before, settings)
-    return found
+def refuse_changed(path: Path, differences: Sequence[str]) -> None:
+    """Raise FileError if there are differences between the settings of runs in `path` and now."""
+    if differences:
+        raise FileError(
+            str(path),
+            f"contains runs with other settings ({'; '.join(differences[:3])})",
+            "change these settings back, or choose another --output",
+        )
 
 
 def changed_settings(saved: Settings, config: RunConfig, of_variants: bool = False) -> list[str]:
-    """Describe how `config` differs from `saved`, ignoring the positional encoding if
-    `of_variants`.
+    """Describe how `config` differs from `saved`, as `key: was X, is now Y`, except in settings
+    without effect on results.
+
+    With `of_variants`, the positional encoding may differ.
     """
-    free = {"attention_backend", *(["position_encoding"] if of_variants else [])}
+    free = ["attention_backend"]
+    if of_variants:
+        free.append("position_encoding")
     now = json.loads(json.dumps(config_dict(config)))
-    found = model_differences(saved.get("model", {}), now.pop("model"), free, ("was", "is now"))
-    found += _changes("", saved, now)
-    # Of train.evaluations, only the loss on the validation split is part of the results.
-    evaluations = config.train.evaluations
-    was = saved.get("train", {}).get("evaluations", evaluations)
-    if isinstance(was, (list, tuple)) and all(isinstance(name, str) for name in was):
-        was = was
-    else:
-        was = ()
-    if ON_VALIDATION_DATA & set(was) != ON_VALIDATION_DATA & set(evaluations):
-        found.append(f"train.evaluations: was {json.dumps(was)}, is now {json.dumps(evaluations)}")
-    return found
+    model = now.pop("model")
+    differences = model_differences(saved.get("model", {}), model, free, ("was", "is now"))
+    return differences + _changes("", saved, now)
 
 
 def _changes(name: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -205,26 +185,27 @@ def _changes(name: str, before: dict[str, Any], now: dict[str, Any]) -> list[str
 
 def results_by_metric(comparison: Comparison) -> dict[Score, list[VariantResult]]:
     """Return the results of all variants for each metric (see `Score.subject`)."""
-    found: dict[Score, dict[str, dict[int, float]]] = {}
+    values: dict[Score, dict[str, dict[int, float]]] = {}
     for run in comparison.runs:
         for score in run.scores:
-            found.setdefault(score.subject, {}).setdefault(run.variant, {})[run.seed] = score.value
+            values.setdefault(score.subject, {}).setdefault(run.variant, {})[run.seed] = score.value
     return {
         metric: _variant_results(by_variant, comparison.baseline)
-        for metric, by_variant in found.items()
+        for metric, by_variant in values.items()
     }
 
 
 def _variant_results(by_variant: dict[str, dict[int, float]], baseline: str) -> list[VariantResult]:
     reference = by_variant.get(baseline, {})
-    tests = {}
+    tests: dict[str, PairedTest] = {}
     for variant, values in by_variant.items():
-        if variant != baseline and (common := sorted(values.keys() & reference.keys())):
-            tests[variant] = paired_t([values[seed] - reference[seed] for seed in common])
-    tests = dict(zip(tests, holm(list(tests.values()))))
+        differences = [values[seed] - reference[seed] for seed in sorted(values) if seed in reference]
+        if differences and variant != baseline:
+            tests[variant] = paired_t(differences)
+    corrected = dict(zip(tests, holm(list(tests.values()))))
     return [
-        VariantResult(name, dict(sorted(values.items())), tests.get(name))
-        for name, values in by_variant.items()
+        VariantResult(variant, dict(sorted(values.items())), corrected.get(variant))
+        for variant, values in by_variant.items()
     ]
 
 
@@ -241,25 +222,18 @@ def training_scores(
     `speed` is the median of tokens per second, and `validation_loss` that after the last step; None
     if not measured.
     """
-    tokens = config.train.global_batch_size * config.model.seq_length
-    teraflops = (
-        flops_per_token
-        * config.train.samples_after(config.train.steps)
-        * config.model.seq_length
-        / 1e12
-    )
-    found = [
+    train = config.train
+    length = config.model.seq_length
+    teraflops = flops_per_token * train.samples_after(train.steps) * length / 1e12
+    scores = []
+    if validation_loss is not None:
+        unit = "nats per token"
+        scores.append(Score("validation loss", validation_loss, "lower", unit=unit, task=TRAINING))
+    if speed:
+        seconds = train.global_batch_size * length / speed
+        scores.append(Score("seconds per step", seconds, "lower", unit="s", task=TRAINING))
+    return [
+        *scores,
         Score("parameters", float(parameters), "neither", task=TRAINING),
         Score("arithmetic", teraflops, "neither", unit="TFLOP", task=TRAINING),
     ]
-    if speed:
-        seconds = tokens / speed
-        found.insert(0, Score("seconds per step", seconds, "lower", unit="s", task=TRAINING))
-    if validation_loss is not None:
-        found.insert(
-            0,
-            Score(
-                "validation loss", validation_loss, "lower", unit="nats per token", task=TRAINING
-            ),
-        )
-    return found

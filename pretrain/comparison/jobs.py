@@ -1,5 +1,5 @@
-"""Execute the runs of a comparison concurrently. A run has stages, training and evaluation, each in
-its own process.
+"""Execute the runs of a comparison concurrently. A run has two phases, training and evaluation,
+each in its own process.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pretrain.comparison.planned_runs import PlannedRun
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
-_COUNT_GPUS = (
-    "import torch; n = torch.cuda.device_count(); print(n, torch.cuda.get_device_name(0) if n"
-    " else '')"
+_PRINT_GPUS = (
+    "import torch\n"
+    "for index in range(torch.cuda.device_count()): print(torch.cuda.get_device_name(index))"
 )
 
 
@@ -43,10 +43,9 @@ class Programs:
         """Start the `main` of a module, with one GPU per slot if there are enough; append its
         output to `log`.
         """
+        device = {"OMP_NUM_THREADS": "1"}
         if self._gpus:
-            gpu = {"CUDA_VISIBLE_DEVICES": self._gpus[slot % len(self._gpus)]}
-        else:
-            gpu = {"OMP_NUM_THREADS": "1"}
+            device = {"CUDA_VISIBLE_DEVICES": self._gpus[slot % len(self._gpus)]}
         code = (
             f"import sys; sys.path = {sys.path}; from {module} import main;"
             " sys.exit(main(sys.argv[1:]))"
@@ -58,9 +57,9 @@ class Programs:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | gpu,
+                env=os.environ | device,
                 pass_fds=[self._lock],
-                # so that Ctrl-C reaches only this process, which then ends the program
+                # Ctrl-C reaches only this process, which then ends the program.
                 start_new_session=True,
                 preexec_fn=lambda: ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
             )
@@ -74,38 +73,36 @@ def find_gpus() -> tuple[list[str], str | None]:
     if not Path("/dev/nvidiactl").exists() or visible == "":
         return [], None
     # In another process, since counting them here would initialize CUDA.
-    done = subprocess.run([sys.executable, "-c", _COUNT_GPUS], capture_output=True, text=True)
-    count, _, name = done.stdout.strip().partition(" ")
+    command = [sys.executable, "-c", _PRINT_GPUS]
+    names = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    if not names:
+        return [], None
+    gpus = [str(index) for index in range(len(names))]
     if visible:
-        names = visible.split(",")
-    else:
-        names = list(map(str, range(int(count or 0))))
-    return names[: int(count or 0)], name or None
+        gpus = visible.split(",")[: len(names)]
+    return gpus, names[0]
 
 
 @dataclass
 class _Active:
-    """A run in progress; `stage` is the index of its current stage, which `process` executes."""
+    """A run in progress; `phase` is the index of its current phase, which `process` executes."""
 
     run: PlannedRun
     process: subprocess.Popen
-    stage: int = 0
-    ended_by: str = ""
-    """`terminate` or `kill` if this has been called on the process, otherwise empty."""
+    phase: int = 0
+    terminated: bool = False
     started: float = field(default_factory=time.monotonic)
 
-    def end(self, how: str) -> None:
-        """Call the process's method `how` (`terminate` or `kill`), but not twice in a row."""
-        if self.ended_by != how:
-            getattr(self.process, how)()
-            self.ended_by = how
+    @property
+    def phase_name(self) -> str:
+        return self.run.phases[self.phase][0]
 
 
 class Jobs:
     """Executes runs, at most `slots` at a time, in the order given.
 
-    `start(module, arguments, log, slot)` starts a stage. `finish(run, seconds)` is called when all
-    stages of a run have succeeded. A failed run does not stop the others; `failed` maps its name to
+    `start(module, arguments, log, slot)` starts a phase. `finish(run, seconds)` is called when all
+    phases of a run have succeeded. A failed run does not stop the others; `failed` maps its name to
     the reason. `finished` is the number of other runs of the comparison, which have finished
     before; the log counts them. `pause` is the number of seconds between two checks of the
     processes.
@@ -127,7 +124,7 @@ class Jobs:
         self._pause = pause
         self._active: dict[int, _Active] = {}
         self._total = finished + len(runs)
-        self._done = finished
+        self._finished = finished
         self._progress = command_line.Progress(self._total, start=finished)
         self._signals: list[int] = []
         self.failed: dict[str, str] = {}
@@ -135,75 +132,73 @@ class Jobs:
     @property
     def stopped(self) -> int | None:
         """The number of the first signal that arrived while the runs were executed, or None."""
-        if self._signals:
-            return self._signals[0]
-        return None
+        return next(iter(self._signals), None)
 
     def run(self) -> None:
         """Execute all runs. After a signal, such as that of Ctrl-C, wait until the active runs have
         saved and ended.
         """
-        # nohup ignores SIGHUP, which must stay ignored.
-        handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        handlers = {
-            number: signal.signal(number, lambda number, _: self._signals.append(number))
-            for number in handled
-        }
+        handlers = {}
+        for number in SIGNALS:
+            # nohup ignores SIGHUP, which must stay ignored.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                handlers[number] = signal.signal(number, lambda n, _: self._signals.append(n))
         try:
             while self._active or (self._waiting and not self._signals):
-                self._start_and_stop()
+                self._fill_slots()
+                self._stop_active()
                 for slot in list(self._active):
                     self._check_slot(slot)
-                self._progress.update(self._done + len(self.failed), self._line)
+                self._progress.update(self._finished + len(self.failed), self._line)
                 time.sleep(self._pause)
         finally:
             self._progress.end()
             for active in self._active.values():
-                active.end("kill")
+                active.process.kill()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
-    def _start_and_stop(self) -> None:
-        """Start runs in free slots; after a signal, terminate the active runs, or kill them after a
-        second Ctrl-C.
-        """
+    def _fill_slots(self) -> None:
         for slot in range(self._slots):
-            if self._waiting and slot not in self._active and not self._signals:
+            if self._waiting and slot not in self._active and self.stopped is None:
                 run = self._waiting.pop(0)
-                self._active[slot] = _Active(run, self._start_stage(run, 0, slot))
-        if self._signals:
-            for active in self._active.values():
-                active.end("kill" if self._signals.count(signal.SIGINT) > 1 else "terminate")
+                self._active[slot] = _Active(run, self._start_phase(run, 0, slot))
 
-    def _start_stage(self, run: PlannedRun, stage: int, slot: int) -> subprocess.Popen:
-        _, module, arguments = run.stages[stage]
+    def _start_phase(self, run: PlannedRun, phase: int, slot: int) -> subprocess.Popen:
+        _, module, arguments = run.phases[phase]
         return self._start(module, arguments, run.log, slot)
 
+    def _stop_active(self) -> None:
+        """After a signal, terminate the active runs; after a second Ctrl-C, kill them."""
+        for active in self._active.values():
+            if self._signals.count(signal.SIGINT) > 1:
+                active.process.kill()
+            elif self._signals and not active.terminated:
+                active.process.terminate()
+                active.terminated = True
+
     def _check_slot(self, slot: int) -> None:
-        """If the process in a slot has ended, start the next stage of its run, or record how the
+        """If the process in a slot has ended, start the next phase of its run, or record how the
         run ended.
         """
         active = self._active[slot]
-        run = active.run
         status = active.process.poll()
-        stage = active.stage + 1
         if status is None:
             return
-        if status == EXIT_RESTART and self.stopped is None:
-            status = 0
-            stage = active.stage  # repeat the stage, which continues from its checkpoint
-        if status == 0 and stage < len(run.stages) and self.stopped is None:
-            active.process = self._start_stage(run, stage, slot)
-            active.stage = stage
-            active.ended_by = ""
-            return
         del self._active[slot]
-        if status == 0 and stage == len(run.stages):
+        run = active.run
+        # After EXIT_RESTART, a phase is repeated, and continues from its checkpoint.
+        next_phase = active.phase + (status == 0)
+        if status == 0 and next_phase == len(run.phases):
             self._conclude(run, time.monotonic() - active.started)
-        elif self.stopped is None:
-            self._fail(
-                run, f"{run.stages[stage - 1][0]} ended with status {status}{_last_error(run)}"
-            )
+        elif self.stopped is not None:
+            return
+        elif status in (0, EXIT_RESTART):
+            process = self._start_phase(run, next_phase, slot)
+            self._active[slot] = _Active(run, process, next_phase, started=active.started)
+        else:
+            reason = f"{active.phase_name} ended with status {status}"
+            self._fail(run, f"{reason}{_last_error(run)}")
 
     def _conclude(self, run: PlannedRun, seconds: float) -> None:
         try:
@@ -211,10 +206,10 @@ class Jobs:
         except (UserError, OSError) as error:
             self._fail(run, str(error))
             return
-        self._done += 1
+        self._finished += 1
         self._progress.end()
-        done = f"{self._done} of {counted(self._total, 'run')}"
-        command_line.log(f"{done}: {run.name}, finished in {duration(seconds)}")
+        finished = f"{self._finished} of {counted(self._total, 'run')}"
+        command_line.log(f"{finished}: {run.name}, finished in {duration(seconds)}")
 
     def _fail(self, run: PlannedRun, reason: str) -> None:
         self.failed[run.name] = f"{reason}; the output is in {run.log}"
@@ -222,14 +217,12 @@ class Jobs:
         command_line.log(f"failed: {run.name}: {self.failed[run.name]}")
 
     def _line(self, _: float) -> str:
-        line = f"{self._done} of {counted(self._total, 'run')} finished"
-        if self._active:
-            shown = (
-                f"{active.run.name} ({active.run.stages[active.stage][0]})"
-                for active in self._active.values()
-            )
-            line += f"; running: {', '.join(shown)}"
-            line += "; saving and ending" if self._signals else ""
+        line = f"{self._finished} of {counted(self._total, 'run')} finished"
+        running = [f"{active.run.name} ({active.phase_name})" for active in self._active.values()]
+        if running:
+            line += f"; running: {', '.join(running)}"
+        if self.stopped is not None:
+            line += "; saving and ending"
         return line
 
 
@@ -238,7 +231,7 @@ def _last_error(run: PlannedRun) -> str:
     one.
     """
     lines = run.log.read_text(encoding="utf-8", errors="replace")[-8192:].splitlines()
-    errors = [line for line in lines if "error" in line.lower()]
-    if errors:
-        return f" ({errors[-1][:600]})"
+    for line in reversed(lines):
+        if "error" in line.lower():
+            return f" ({line[:600]})"
     return ""

@@ -17,8 +17,8 @@ from megatron_tape.checkpoint.saved_settings import check_start
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.data import blend
-from megatron_tape.config.schema import ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
-from megatron_tape.config.sections import as_dict, settings_of
+from megatron_tape.config.schema import RunConfig
+from megatron_tape.config.sections import as_dict
 from megatron_tape.data.indexed_dataset import dataset_paths
 from megatron_tape.data.inputs import missing_validation
 from megatron_tape.errors import ConfigError, FileError
@@ -39,10 +39,8 @@ from megatron_tape.run.curves import SETTINGS, read_run
 from megatron_tape.run.metrics import TOKENS_PER_SECOND, VALIDATION_LOSS
 from pretrain import evaluate
 
-MOST_SEEDS = 1000
-"""Maximum number of seeds per variant."""
 OPTION = "--encodings"
-_LEARNING = {"optimizer": OptimizerConfig, "schedule": ScheduleConfig}
+_LEARNING = ("optimizer", "schedule")
 """Sections other than `model` whose settings may differ between variants; their keys include the
 section.
 """
@@ -71,18 +69,25 @@ class Variant:
         """The label as a name of a directory. If characters were replaced or cut, it ends in a
         digest of the label.
         """
-        safe = re.sub(r"[^\w.+=-]", "_", self.label, flags=re.ASCII)
-        if safe == self.label and len(safe) <= _LONGEST_DIRECTORY:
+        safe = re.sub(r"[^\w.+=-]", "_", self.label, flags=re.ASCII)[:_LONGEST_DIRECTORY]
+        if safe == self.label:
             return safe
-        return f"{safe[:_LONGEST_DIRECTORY]}-{hashlib.sha256(self.label.encode()).hexdigest()[:8]}"
+        return f"{safe}-{hashlib.sha256(self.label.encode()).hexdigest()[:8]}"
 
     @property
     def arguments(self) -> list[str]:
         """The variant's settings as arguments `--section.key value` of pretrain.train."""
-        pairs = (("position_encoding", self.encoding), *self.settings)
-        return [
-            text for key, value in pairs for text in (f"--{_dotted(key, self.encoding)}", value)
-        ]
+        own = {field.name for field in dataclasses.fields(ENCODINGS[self.encoding].Settings)}
+        arguments = ["--model.position_encoding", self.encoding]
+        for key, value in self.settings:
+            if key.partition(".")[0] in _LEARNING:
+                section = ""
+            elif key in own:
+                section = "model.position."
+            else:
+                section = "model."
+            arguments += [f"--{section}{key}", value]
+        return arguments
 
 
 @dataclass(frozen=True)
@@ -106,14 +111,14 @@ class PlannedRun:
         return f"{self.variant.label}, seed {self.seed}"
 
     @property
-    def stages(self) -> list[tuple[str, str, list[str]]]:
-        """The programs that the run consists of, in order: name of the stage, module, and
+    def phases(self) -> list[tuple[str, str, list[str]]]:
+        """The programs that the run consists of, in order: name of the phase, module, and
         arguments.
         """
-        stages = [("training", "pretrain.train", self.arguments)]
-        return stages + (
-            [("evaluation", "pretrain.evaluate", self.evaluation)] if self.evaluation else []
-        )
+        phases = [("training", "pretrain.train", self.arguments)]
+        if self.evaluation is not None:
+            phases.append(("evaluation", "pretrain.evaluate", self.evaluation))
+        return phases
 
     @property
     def log(self) -> Path:
@@ -145,47 +150,46 @@ class ComparisonPlan:
         return [run for run in self.runs if (run.variant.label, run.seed) not in finished]
 
     def record(self, run: PlannedRun, seconds: float, device: str | None) -> None:
-        """Write the results of a run whose stages took `seconds` to `run.result`, and add them to
+        """Write the results of a run whose phases took `seconds` to `run.result`, and add them to
         `known`.
 
         `device` is the model name of the GPU; None stands for the CPU. Raises FileError if a task
         has no results.
         """
-        trained = read_run(run.directory)
-        model = run.config.model
-        validated = trained.curve(VALIDATION_LOSS).last
-        if validated and validated[0] == run.config.train.steps:
-            loss = validated[1]
-        else:
-            loss = None
-        speed = trained.curve(TOKENS_PER_SECOND).median
-        scores = comparison_file.training_scores(
-            run.config, speed, loss, parameter_count(model), flops_per_token(model)
-        )
+        scores = []
         if run.evaluation is not None:
             newest = max((run.directory / "evaluation").glob("step-*"), default=run.directory)
-            tasks = read_results(newest).tasks
-            missing = [task.name for task in self.tasks if task.name not in tasks]
-            if missing:
-                raise FileError(
-                    str(newest / RESULTS),
-                    f"has no results of the task {missing[0]}",
-                    "evaluate it again",
-                )
-            scores = [score for task in self.tasks for score in tasks[task.name].scores] + scores
-        files = [
-            file for prefix in blend(run.config.data.prefix)[0] for file in dataset_paths(prefix)
-        ]
-        files += [file for task in self.tasks for file in task.inputs()]
+            results = read_results(newest).tasks
+            for task in self.tasks:
+                if task.name not in results:
+                    raise FileError(
+                        str(newest / RESULTS), f"has no results of {task.name}", "evaluate it again"
+                    )
+                scores += results[task.name].scores
+
+        trained = read_run(run.directory)
+        model = run.config.model
+        step, loss = trained.curve(VALIDATION_LOSS).last or (0, None)
+        scores += comparison_file.training_scores(
+            run.config,
+            speed=trained.curve(TOKENS_PER_SECOND).median,
+            validation_loss=loss if step == run.config.train.steps else None,
+            parameters=parameter_count(model),
+            flops_per_token=flops_per_token(model),
+        )
+
+        files = [file for task in self.tasks for file in task.inputs()]
+        for prefix in blend(run.config.data.prefix)[0]:
+            files += dataset_paths(prefix)
         finished = FinishedRun(
             run.variant.label,
             run.seed,
             scores,
             seconds,
-            time.time(),
-            device or hardware(None),
-            versions_with_commit(),
-            {str(file): fingerprint(file) for file in files},
+            created=time.time(),
+            hardware=device or hardware(None),
+            versions=versions_with_commit(),
+            data={str(file): fingerprint(file) for file in files},
         )
         comparison_file.write_comparison(run.result, replace(self.known, runs=[finished]))
         self.known.runs.append(finished)
@@ -207,37 +211,41 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> ComparisonPl
     variants = parse_variants(options.encodings)
     seeds = parse_seeds(options.seeds)
     output = Path(options.output or f"runs/compare/{Path(options.recipe).stem}")
-    base = _read(
-        options.recipe, overrides, ["--train.seed", "0", "--logging.directory", str(output)]
-    )
-    is_set = base.checkpoint.directory != base.default_checkpoint_directory
-    problem = f"is {base.checkpoint.directory}, but runs of a comparison cannot share a directory"
-    if is_set:
-        raise ConfigError("checkpoint.directory", problem, "remove this setting")
+    recipe = ["--config", options.recipe, *overrides]
+    base = parse_run_config([*recipe, "--train.seed", "0", "--logging.directory", str(output)])
+    if base.checkpoint.directory != base.default_checkpoint_directory:
+        raise ConfigError(
+            "checkpoint.directory",
+            f"is {base.checkpoint.directory}, but runs of a comparison cannot share a directory",
+            "remove this setting",
+        )
     evaluation = _evaluation(options, base)
     check(base, Level.START, processes=1, extends=False)
-    if evaluation is None and (missing := missing_validation(base)):
-        problem = f"{missing.problem}, and there are no tasks: nothing can be compared"
+    tasks = []
+    if evaluation is not None:
+        tasks = evaluate.read_command([*evaluation, "--model", str(output)])[1]
+    elif missing := missing_validation(base):
         raise ConfigError(
-            missing.subjects, problem, f"{missing.fix}, or give --evaluation FILE.yaml"
+            missing.subjects,
+            f"{missing.problem}, and there are no tasks: nothing can be compared",
+            f"{missing.fix}, or give --evaluation FILE.yaml",
         )
+
     runs = []
     for variant in variants:
         try:
-            runs += _runs_of(variant, seeds, options, overrides, base, evaluation)
+            of_variant = [_plan_run(variant, seed, recipe, base, evaluation) for seed in seeds]
+            _check_model(of_variant[0])
         except ConfigError as error:
-            raise error.at(": ".join(filter(None, (variant.label, error.place)))) from None
+            raise error.at(variant.label) from None
+        runs += of_variant
     # All variants with the first seed come first, so that they can be compared early.
     runs.sort(key=lambda run: run.seed)
-    if evaluation is None:
-        tasks = []
-    else:
-        tasks = evaluate.read_command([*evaluation, "--model", str(output)])[1]
-    plan = ComparisonPlan(
-        output, runs, base, tasks, comparison_file.empty(base, tasks, variants[0].label)
-    )
+
+    known = comparison_file.empty(base, tasks, variants[0].label)
     if (output / NAME).is_file():
-        comparison_file.add_runs(plan.known, output / NAME, base)
+        comparison_file.add_runs(known, output / NAME, base)
+    plan = ComparisonPlan(output, runs, base, tasks, known)
     plan.collect()
     return plan
 
@@ -245,131 +253,74 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> ComparisonPl
 def parse_variants(text: str) -> list[Variant]:
     """Parse the value of `--encodings`, which separates variants by commas outside {} and [].
 
-    Raises ConfigError for an unknown encoding or setting, and for a repeated variant.
+    Raises ConfigError for an unknown encoding, a setting without a value and a repeated variant.
     """
-    variants = [_parse(item.strip()) for item in re.split(r",(?![^{[]*[]}])", text)]
+    variants = [_parse_variant(item.strip()) for item in re.split(r",(?![^{[]*[]}])", text)]
     for variant in variants:
         if variants.count(variant) > 1:
             raise ConfigError(OPTION, f"names {variant.label} twice", "remove one")
     return variants
 
 
-def _parse(text: str) -> Variant:
-    if not text:
-        raise ConfigError(
-            OPTION, "has an empty entry", "separate encodings by one comma, as in rope,tape"
-        )
+def _parse_variant(text: str) -> Variant:
     encoding, *items = re.split("\\+(?![0-9])", text)  # the + of 1e+3 does not separate settings
-    unknown = encoding not in ENCODINGS
-    if unknown:
+    if encoding not in ENCODINGS:
         raise ConfigError(
             OPTION,
-            f"names {encoding}, which is not an encoding",
+            f"names {encoding!r}, which is not an encoding",
             f"choose from {', '.join(ENCODINGS)}",
         )
     settings: dict[str, str] = {}
     for item in items:
         key, _, value = item.partition("=")
-        if not value:
+        if not value or key in settings:
             raise ConfigError(
-                OPTION, f"names {text}, where {item!r} has no value", "write it as setting=value"
+                OPTION,
+                f"names {text}, where {item!r} has no value or sets {key} again",
+                "write each setting once, as setting=value",
             )
-        if key in settings:
-            raise ConfigError(OPTION, f"names {text}, which sets {key} twice", "remove one")
-        _check_key(key, encoding, text)
         settings[key] = value
     return Variant(encoding, tuple(settings.items()))
-
-
-def _check_key(key: str, encoding: str, text: str) -> None:
-    sections = {"model": ModelConfig, **_LEARNING}
-    known = {
-        setting.key for name, section in sections.items() for setting in settings_of(section, name)
-    }
-    known -= {"model.position_encoding"}
-    owners = [name for name in ENCODINGS if key in _own(name)]
-    if not owners and _dotted(key, encoding) not in known:
-        problem = f"names {text}, but {key} is not a setting that variants can change"
-        raise ConfigError(
-            OPTION, problem, "give a setting of the encoding, model, optimizer or schedule"
-        )
-    if bool(owners) and encoding not in owners:
-        raise ConfigError(
-            OPTION, f"names {text}, but {key} is not a setting of {encoding}", "remove it"
-        )
-
-
-def _own(encoding: str) -> set[str]:
-    return {item.name for item in dataclasses.fields(ENCODINGS[encoding].Settings)}
-
-
-def _dotted(key: str, encoding: str) -> str:
-    """Return the full key `section.key` of a variant's setting."""
-    if key.partition(".")[0] in _LEARNING:
-        return key
-    if key in _own(encoding):
-        return f"model.position.{key}"
-    return f"model.{key}"
 
 
 def parse_seeds(text: str) -> range:
     """Parse the value of `--seeds`: N for the seeds 1 to N, or A-B for A to B. Raises ConfigError
     if it is neither.
     """
-    first, _, last = text.partition("-") if "-" in text else ("1", "-", text)
-    numbers = re.fullmatch("[0-9]{1,9}", first) and re.fullmatch("[0-9]{1,9}", last)
-    invalid = not (numbers and 1 <= int(first) <= int(last))
-    if invalid:
-        raise ConfigError(
-            "--seeds",
-            f"is {text}",
-            "give a number such as 5, for the seeds 1 to 5, or a range such as 4-9",
-        )
-    seeds = range(int(first), int(last) + 1)
-    if len(seeds) > MOST_SEEDS:
-        raise ConfigError("--seeds", f"is {text}", f"give at most {MOST_SEEDS} seeds")
-    return seeds
+    match = re.fullmatch("(?:([0-9]{1,9})-)?([0-9]{1,9})", text)
+    if match and 1 <= int(match[1] or 1) <= int(match[2]):
+        return range(int(match[1] or 1), int(match[2]) + 1)
+    raise ConfigError(
+        "--seeds",
+        f"is {text}",
+        "give a number such as 5, for the seeds 1 to 5, or a range such as 4-9",
+    )
 
 
-def _runs_of(
-    variant: Variant,
-    seeds: range,
-    options: argparse.Namespace,
-    overrides: list[str],
-    base: RunConfig,
-    evaluation: list[str] | None,
-) -> list[PlannedRun]:
-    """Return the runs of a variant, one per seed, after validating their settings."""
-    runs = []
+def _plan_run(
+    variant: Variant, seed: int, recipe: list[str], base: RunConfig, evaluation: list[str] | None
+) -> PlannedRun:
+    """Return the run of a variant with one seed. `recipe` are the arguments of all runs.
+
+    Raises UserError for invalid settings, and if the run has started with other settings.
+    """
+    directory = Path(base.logging.directory) / variant.directory / f"seed-{seed}"
+    arguments = [*recipe, *variant.arguments]
     # pretrain.evaluate evaluates the tasks, so training must not.
-    no_tasks = [
-        text
-        for task in base.evaluation.enabled_tasks()
-        for text in (f"--evaluation.{task}", "null")
-    ]
-    for seed in seeds:
-        directory = Path(base.logging.directory) / variant.directory / f"seed-{seed}"
-        own = [
-            *no_tasks,
-            *variant.arguments,
-            "--train.seed",
-            str(seed),
-            "--logging.directory",
-            str(directory),
-        ]
-        config = _read(options.recipe, overrides, own)
-        if seed == seeds[0]:
-            _check_model(config, evaluation)
-        _check_start(directory, config)
-        arguments = ["--config", options.recipe, *overrides, *own]
-        evaluated = ["--model", str(directory), "--label", f"{variant.label}, seed {seed}"]
-        evaluated = None if evaluation is None else [*evaluation, *evaluated]
-        runs.append(PlannedRun(variant, seed, directory, config, arguments, evaluated))
-    return runs
+    for task in base.evaluation.enabled_tasks():
+        arguments += [f"--evaluation.{task}", "null"]
+    arguments += ["--train.seed", str(seed), "--logging.directory", str(directory)]
+    config = parse_run_config(arguments)
+    if (directory / SETTINGS).is_file():
+        saved = read_yaml(directory / SETTINGS, comparison_file.Settings)
+        differences = comparison_file.changed_settings(saved, config)
+        comparison_file.refuse_changed(directory, differences)
+        check_start(config)
 
-
-def _read(recipe: str, overrides: list[str], own: list[str]) -> RunConfig:
-    return parse_run_config(["--config", recipe, *overrides, *own])
+    if evaluation is not None:
+        label = f"{variant.label}, seed {seed}"
+        evaluation = [*evaluation, "--model", str(directory), "--label", label]
+    return PlannedRun(variant, seed, directory, config, arguments, evaluation)
 
 
 def _evaluation(options: argparse.Namespace, base: RunConfig) -> list[str] | None:
@@ -379,60 +330,40 @@ def _evaluation(options: argparse.Namespace, base: RunConfig) -> list[str] | Non
     Raises ConfigError if the recipe trains on a task without evaluating it.
     """
     if options.evaluation is not None:
-        return [
-            "--config",
-            options.evaluation,
-            *["--trust-remote-code"] * options.trust_remote_code,
-        ]
-    given = base.evaluation.enabled_tasks()
-    if not given and (trained := getattr(base.data.generator, "task", None)) is not None:
-        problem = (
-            f"is not set, but {options.recipe} trains on {trained}, and only a task can evaluate"
-            " that"
+        arguments = ["--config", options.evaluation]
+        if options.trust_remote_code:
+            arguments.append("--trust-remote-code")
+        return arguments
+
+    tasks = base.evaluation.enabled_tasks()
+    if not tasks and base.data.generator is not None:
+        task = base.data.generator.task
+        raise ConfigError(
+            "evaluation",
+            f"is not set, but {options.recipe} trains on {task}, and only a task can evaluate that",
+            f"add evaluation: {{{task}: {{...}}}} to the recipe, or give --evaluation FILE.yaml",
         )
-        fix = (
-            f"add evaluation: {{{trained}: {{...}}}} to the recipe, or give --evaluation FILE.yaml"
-        )
-        raise ConfigError("evaluation", problem, fix)
-    return [
-        *given,
-        *(text for task, settings in given.items() for text in _as_options(task, settings)),
-    ] or None
+    arguments = list(tasks)
+    for task, settings in tasks.items():
+        for key, value in as_dict(settings).items():
+            shown = value if isinstance(value, str) else json.dumps(value)
+            arguments += [f"--{task}.{key}", shown]
+    return arguments or None
 
 
-def _as_options(task: str, settings: object) -> list[str]:
-    return [
-        text
-        for key, value in as_dict(settings).items()
-        for text in (f"--{task}.{key}", value if isinstance(value, str) else json.dumps(value))
-    ]
-
-
-def _check_model(config: RunConfig, evaluation: list[str] | None) -> None:
+def _check_model(run: PlannedRun) -> None:
     """Raise ConfigError if one process cannot train a variant, or pretrain.evaluate cannot evaluate
     it.
     """
+    config = run.config
     check(config, Level.SETTINGS, processes=1, extends=False)
-    if evaluation is not None:
-        encoding = config.model.position_encoding
-        not_exportable = encoding_of(config.model).exports_to is None
-        if not_exportable:
-            raise ConfigError(
-                "model.position_encoding",
-                f"is {encoding}, which cannot be exported and therefore cannot be evaluated",
-                "remove it from --encodings",
-            )
-        evaluate.check_evaluation(evaluation, model_of_run(config))
-
-
-def _check_start(directory: Path, config: RunConfig) -> None:
-    """Raise UserError if the directory contains a run with other settings."""
-    if not (directory / SETTINGS).is_file():
+    if run.evaluation is None:
         return
-    saved = read_yaml(directory / SETTINGS, comparison_file.Settings)
-    if changed := comparison_file.changed_settings(saved, config):
-        problem = f"contains a run with other settings ({comparison_file.first_of(changed)})"
-        raise FileError(
-            str(directory), problem, "change these settings back, or choose another --output"
+    if encoding_of(config.model).exports_to is None:
+        raise ConfigError(
+            "model.position_encoding",
+            f"is {config.model.position_encoding}, which cannot be exported and therefore cannot be"
+            " evaluated",
+            "remove it from --encodings",
         )
-    check_start(config)
+    evaluate.check_evaluation(run.evaluation, model_of_run(config))
