@@ -57,53 +57,46 @@ def main(argv: list[str] | None = None) -> int:
     An estimate that does not fit prints a warning.
     """
     options, settings = _parser().parse_known_args(argv)
-    processes = options.processes
-    gib = options.gpu_memory
-    if processes is not None and processes < 1:
-        raise ConfigError("--processes", f"is {processes}", "give 1 or more")
-    if gib is not None and not 0 < gib < math.inf:
-        raise ConfigError("--gpu-memory", f"is {gib}", "give a number of GiB above 0")
+    if options.processes is not None and options.processes < 1:
+        raise ConfigError("--processes", f"is {options.processes}", "give 1 or more")
+    if options.gpu_memory is not None and not 0 < options.gpu_memory < math.inf:
+        raise ConfigError(
+            "--gpu-memory", f"is {options.gpu_memory}", "give a number of GiB above 0"
+        )
     if options.search:
-        searched = [
-            name for name in CHOSEN if any(x.partition("=")[0] == f"--{name}" for x in settings)
-        ]
-        if bool(searched):
+        given = {setting.partition("=")[0] for setting in settings}
+        searched = [name for name in CHOSEN if f"--{name}" in given]
+        if searched:
             raise ConfigError(
                 "--search", f"chooses {', '.join(searched)} itself", "remove these settings"
             )
-        if processes is None:
+        if options.processes is None:
             raise ConfigError("--search", "needs --processes", "add it with the number of GPUs")
         settings += [f"--{name}={value}" for name, value in ONE_GPU.items()]
+
     config = parse_run_config(settings)
     hardware = KINDS[options.gpu]
-    gib = gib or hardware.memory
-    if options.search:
-        plan = Plan(config, processes, generation=hardware.generation)
-        result = search(plan, hardware, gib, validate)
-        print("\n".join(_describe_search(result, plan, hardware, gib)))
-        _warn_of_encoding(config.model)
-        if result.fitting:
-            return 0
-        return 1
-    if processes is None:
-        processes = config.parallel.ranks_per_sequence
-    else:
-        processes = processes
+    gib = options.gpu_memory or hardware.memory
+    processes = options.processes or config.parallel.ranks_per_sequence
     plan = Plan(config, processes, generation=hardware.generation)
+    if options.search:
+        result = search(plan, hardware, gib, validate)
+        print(*_describe_search(result, plan, hardware, gib), sep="\n")
+        _warn_of_encoding(config.model)
+        return int(not result.fitting)
+
     check(config, Level.SETTINGS, processes)
     needed = memory(plan)
     for name, value in (*_rows(plan, needed), *_time(plan, hardware)):
         print(f"{name:<40}{value}")
-    in_bf16 = config.train.precision == "bf16"
-    if in_bf16:
+    # A search ranks layouts by their step times, which are known only for bf16.
+    fix = (
+        "train.precision bf16 takes less, and with it --processes N --search lists layouts that fit"
+    )
+    if config.train.precision == "bf16":
         _warn_of_encoding(config.model)
-    if not fits(needed, gib):
         fix = "--processes N --search lists layouts that do"
-        if not in_bf16:  # a search ranks layouts by their step times, which are known only for bf16
-            fix = (
-                "train.precision bf16 takes less, and with it --processes N --search lists layouts"
-                " that fit"
-            )
+    if not fits(needed, gib):
         _warn(f"{byte_size(needed.peak)} does not fit in {_room(gib)}; {fix}")
     return 0
 
@@ -153,54 +146,52 @@ def _warn(message: str) -> None:
 
 
 def _warn_of_encoding(model: ModelConfig) -> None:
-    encoding = model.position_encoding
-    if slower := encoding_of(model).needs - {ROTATION, AVERAGE}:
+    slower = encoding_of(model).needs - {ROTATION, AVERAGE}
+    if slower:
         _warn(
-            f"the step time assumes RoPE's attention; with {encoding}, steps take longer, because"
-            f" attention must {described(slower)}"
+            f"the step time assumes RoPE's attention; with {model.position_encoding}, steps take"
+            f" longer, because attention must {described(slower)}"
         )
 
 
 def _rows(plan: Plan, needed: Memory) -> Iterator[tuple[str, str]]:
-    config = plan.config
+    train = plan.config.train
+    checkpoint = plan.config.checkpoint
     parameters = parameter_count(plan.model, plan.extension)
     trained = parameter_count(plan.model, plan.extension, plan.trained_kinds)
+    shards = plan.tensor_size * plan.pipeline_size
     yield "parameters", f"{parameters:,}"
     if trained < parameters:
         yield "  trained", f"{trained:,} ({', '.join(plan.extension.trains)})"
-    if plan.tensor_size * plan.pipeline_size > 1:
+    if shards > 1:
         elements = max(stage.elements for stage in plan.pipeline_stages())
         yield "  per model-parallel rank, at most", f"{elements:,}"
     layout = (
         f"{counted(plan.processes, 'process', 'processes')}:"
-        f" {config.parallel.describe(plan.processes)}"
+        f" {plan.config.parallel.describe(plan.processes)}, ZeRO {plan.zero_stage},"
+        f" {train.precision}, recompute {train.recompute}"
     )
-    yield (
-        "layout",
-        (
-            f"{layout}, ZeRO {plan.zero_stage}, {config.train.precision}, recompute"
-            f" {config.train.recompute}"
-        ),
-    )
+    yield "layout", layout
     yield "attention on a GPU, assumed", _attention(plan)
+
     yield "memory per GPU", f"{byte_size(needed.peak):>10}"
     for attribute, name in COMPONENTS.items():
         yield f"  {name}", f"{byte_size(getattr(needed, attribute)):>10}"
-    if config.checkpoint.asynchronous:
-        shards = plan.tensor_size * plan.pipeline_size
+    if checkpoint.asynchronous:
         shard = checkpoint_bytes(plan) // shards
-        writers = min(
-            plan.data_context_size, writer_count(shard, shards, config.checkpoint.writers)
-        )
+        writers = writer_count(shard, shards, checkpoint.writers)
+        writers = min(plan.data_context_size, writers)
         copies = f"{byte_size(shard // writers):>10}, {counted(writers * shards, 'writer')}"
         yield "host memory per checkpoint writer", copies
+
     flops = flops_per_step(plan)
     yield "FLOPs per step", f"{flops:.3e}, {flops // plan.processes:.3e} per GPU"
     yield "tokens per step", f"{plan.tokens_per_step:,}"
-    yield "tokens of the run", f"{plan.tokens:,} in {counted(config.train.steps, 'step')}"
+    yield "tokens of the run", f"{plan.tokens:,} in {counted(train.steps, 'step')}"
     yield "checkpoint", byte_size(checkpoint_bytes(plan))
-    kept = f"at most {config.checkpoint.keep} kept, 1 being written"
-    if milestones := config.checkpoint.milestones(config.train.steps):
+    kept = f"at most {checkpoint.keep} kept, 1 being written"
+    milestones = checkpoint.milestones(train.steps)
+    if milestones:
         kept += f", {milestones} kept permanently"
     yield "disk for checkpoints", f"{byte_size(checkpoints_bytes(plan))} for {kept}"
 
@@ -215,15 +206,14 @@ def _time(plan: Plan, hardware: Hardware) -> Iterator[tuple[str, str]]:
     except ConfigError as error:
         yield "step time", f"not estimated: {error}"
         return
-    overheads = {"communication": time.communication, "waiting for other stages": time.bubble}
-    shares = "".join(
-        f", {value / time.total:.0%} {name}" for name, value in overheads.items() if value
-    )
-    yield "step time, assumed", f"{_seconds(time.total)} s on {_assumed(hardware)}{shares}"
-    yield (
-        "time of the run, assumed",
-        duration(float(f"{time.total * plan.tokens / plan.tokens_per_step:.2g}")),
-    )
+    assumed = f"{_seconds(time.total)} s on {_assumed(hardware)}"
+    if time.communication:
+        assumed += f", {time.communication / time.total:.0%} communication"
+    if time.bubble:
+        assumed += f", {time.bubble / time.total:.0%} waiting for other stages"
+    yield "step time, assumed", assumed
+    seconds = time.total * plan.tokens / plan.tokens_per_step
+    yield "time of the run, assumed", duration(float(f"{seconds:.2g}"))
 
 
 def _seconds(time: float) -> str:
@@ -257,11 +247,9 @@ def _describe_search(
         yield f"none fits in {_room(gib)}; the smallest:"
         yield ROW.format(*COLUMNS)
         for candidate in sorted(result.too_large, key=lambda candidate: candidate.memory.peak)[:5]:
-            size, part = max(
-                (getattr(candidate.memory, attribute), name)
-                for attribute, name in COMPONENTS.items()
-            )
-            yield f"{_row(candidate)}  of which {part} {size / GIB:.1f}"
+            largest = max(COMPONENTS, key=lambda name: getattr(candidate.memory, name))  # noqa: B023
+            size = getattr(candidate.memory, largest) / GIB
+            yield f"{_row(candidate)}  of which {COMPONENTS[largest]} {size:.1f}"
     else:
         yield f"no layout can run on {gpus}"
     for reason, count in list(result.refused.items())[:5]:  # the reasons of the smallest layouts
@@ -270,18 +258,18 @@ def _describe_search(
 
 def _settings(chosen: RunConfig) -> str:
     """Return the layout that a search chose as arguments `--section.key value`."""
-    values = {
-        name: getattr(getattr(chosen, name.partition(".")[0]), name.partition(".")[2])
-        for name in CHOSEN
-    }
-    shown = {
-        name: json.dumps(value, separators=(",", ":")).strip('"') for name, value in values.items()
-    }
-    return " ".join(f"--{name} {value}" for name, value in shown.items())
+    arguments = []
+    for name in CHOSEN:
+        section, _, key = name.partition(".")
+        value = getattr(getattr(chosen, section), key)
+        shown = json.dumps(value, separators=(",", ":")).strip('"')
+        arguments.append(f"--{name} {shown}")
+    return " ".join(arguments)
 
 
 def _row(candidate: Candidate) -> str:
-    plan, train = candidate.plan, candidate.plan.config.train
+    plan = candidate.plan
+    train = plan.config.train
     return ROW.format(
         plan.tensor_size,
         plan.context_size,

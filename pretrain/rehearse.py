@@ -39,18 +39,15 @@ def main(argv: list[str] | None = None) -> int:
         "--rank", type=int, metavar="R", default=0, help="rank to rehearse (default: 0)"
     )
     options, settings = parser.parse_known_args(argv)
-    processes = options.processes
-    rank = options.rank
-    if processes is not None and processes < 1:
-        raise ConfigError("--processes", f"is {processes}", "give 1 or more")
+    if options.processes is not None and options.processes < 1:
+        raise ConfigError("--processes", f"is {options.processes}", "give 1 or more")
     config = parse_run_config(settings)
-    if processes is None:
-        processes = config.parallel.ranks_per_sequence
-    else:
-        processes = processes
+    processes = options.processes or config.parallel.ranks_per_sequence
     check(config, Level.SETTINGS, processes)
+    rank = options.rank
     if not 0 <= rank < processes:
         raise ConfigError("--rank", f"is {rank}", f"give a number from 0 to {processes - 1}")
+
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
     for noisy in ("DeepSpeed", "megatron", "torch"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
@@ -60,7 +57,6 @@ def main(argv: list[str] | None = None) -> int:
 
     install_fake_world(processes, rank)
     outcome = rehearse(config)
-    rows = list(outcome.rows())
     plan = Plan(outcome.config, processes)
     train = outcome.config.train
     print(
@@ -68,18 +64,21 @@ def main(argv: list[str] | None = None) -> int:
         f" {plan.zero_stage}, {train.precision}, recompute {train.recompute}, attention as"
         f" {plan.model.attention_backend}"
     )
+    rows = list(outcome.rows())
     print(f"{'MiB':<44}{'rehearsed':>14}{'estimated':>14}")
     print(*rows, sep="\n")
     for wait, count in sorted(outcome.waits.items()):
         print(f"{counted(count, 'time'):>12} per step, the host waits for the GPU: {wait}")
     for fault, count in outcome.faults.items():
         print(f"FAULT  {fault} ({counted(count, 'time')})")
+
     differing = [row.name for row in rows if not row.agrees]
+    verdict = "no faults"
     if outcome.faults:
-        faults = counted(len(outcome.faults), "fault")
-    else:
-        faults = "no faults"
-    print(f"{faults}; different from the estimate: {', '.join(differing)}" if differing else faults)
+        verdict = counted(len(outcome.faults), "fault")
+    if differing:
+        verdict += f"; different from the estimate: {', '.join(differing)}"
+    print(verdict)
     return int(bool(outcome.faults or differing))
 
 

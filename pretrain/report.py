@@ -44,15 +44,11 @@ def make(paths: list[str | Path], output: Path, missing: Sequence[str] = ()) -> 
     Raises UserError if `output` is not a .html file or an input is invalid, and OSError if reading
     or writing fails.
     """
-    if output.suffix.lower() not in (".html", ".htm"):
+    if output.suffix.lower() not in (".html", ".htm") or output.is_dir():
         raise ConfigError(
             "--output",
             f"is {output}",
-            "give a name that ends in .html; an existing file of that name is replaced",
-        )
-    if output.is_dir():
-        raise ConfigError(
-            "--output", f"is {output}, which is a directory", "give the name of a file"
+            "give a file that ends in .html; an existing file of that name is replaced",
         )
     from megatron_tape.evaluation.report.page import page, read
 
@@ -69,9 +65,10 @@ def make(paths: list[str | Path], output: Path, missing: Sequence[str] = ()) -> 
     content = page(runs, results, comparisons, missing).encode("utf-8", errors="replace")
     output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, [content])
-    counts = {"comparison": len(comparisons), "run": len(runs), "evaluated model": len(results)}
-    shown = ", ".join(counted(count, noun) for noun, count in counts.items() if count)
-    print(f"{output}: {shown}, {len(content) / 1e6:.1f} MB")
+    print(
+        f"{output}: {counted(len(comparisons), 'comparison')}, {counted(len(runs), 'run')},"
+        f" {counted(len(results), 'evaluated model')}, {len(content) / 1e6:.1f} MB"
+    )
 
 
 if __name__ == "__main__":
