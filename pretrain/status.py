@@ -99,7 +99,6 @@ class RunStatus:
     checkpoint_problem: str | None
     last_error: str | None
     spikes: int
-    last_spike: str | None
     wandb: str | None
     log: str | None
     attempts: list[str]
@@ -181,13 +180,6 @@ def read_status(run: Path) -> RunStatus:
     crashes = [attempt for attempt in attempts if attempt.crashed and attempt.outcome is not None]
     if crashes and last.outcome != FINISHED:
         error = f"attempt {crashes[-1].number}, {last_error(crashes[-1])}"
-    spikes = [spike for attempt in attempts for spike in attempt.spikes]
-    last_spike = None
-    if spikes:
-        last_spike = "step {step:,} ({action}): loss {loss}, gradient norm {grad_norm:.4g}".format(
-            **spikes[-1] | {"loss": _number(spikes[-1]["loss"])}
-        )
-
     # The recorded path is wrong if the run's directory has been moved or copied.
     checkpoints = run / "checkpoints"
     if not checkpoints.is_dir():
@@ -209,8 +201,7 @@ def read_status(run: Path) -> RunStatus:
         layout=last.facts.get("layout"),
         **_newest_checkpoint(checkpoints),
         last_error=error,
-        spikes=len(spikes),
-        last_spike=last_spike,
+        spikes=sum(len(attempt.spikes) for attempt in attempts),
         wandb=_wandb(run),
         log=last.facts.get("log") or None,
         attempts=[
@@ -299,8 +290,8 @@ def screen(status: RunStatus) -> list[str]:
         age = duration(status.checkpoint_age)
         rows["checkpoint"] = f"step {status.checkpoint_step:,}, {age} ago: {status.checkpoint}"
     rows["last error"] = status.last_error or ""
-    if status.last_spike is not None:
-        rows["spikes"] = f"{status.spikes}, the last at {status.last_spike}"
+    if status.spikes:
+        rows["spikes"] = f"{status.spikes}, in attempts/*/spikes.jsonl"
     rows["wandb"] = status.wandb or ""
     rows["log"] = status.log or ""
 

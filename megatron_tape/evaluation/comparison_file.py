@@ -199,7 +199,9 @@ def _variant_results(by_variant: dict[str, dict[int, float]], baseline: str) -> 
     reference = by_variant.get(baseline, {})
     tests: dict[str, PairedTest] = {}
     for variant, values in by_variant.items():
-        differences = [values[seed] - reference[seed] for seed in sorted(values) if seed in reference]
+        differences = [
+            values[seed] - reference[seed] for seed in sorted(values) if seed in reference
+        ]
         if differences and variant != baseline:
             tests[variant] = paired_t(differences)
     corrected = dict(zip(tests, holm(list(tests.values()))))
