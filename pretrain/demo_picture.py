@@ -3,13 +3,11 @@ accuracy.
 
     python -m pretrain.demo_picture runs/demo
 
-writes runs/demo/demo.png and prints the plotted numbers.
+writes runs/demo/demo.png.
 """
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,16 +19,16 @@ from megatron_tape.evaluation.figures import variant_styles
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.evaluation.tasks import group_names
 from megatron_tape.io.files import atomic_output
+from megatron_tape.run.curves import read_run
 from megatron_tape.run.metrics import VALIDATION_LOSS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-NAMES = {"tape": "TAPE", "rope": "RoPE"}
-MODELS = {name: {**style, "label": NAMES[name]} for name, style in variant_styles(NAMES).items()}
-MODELS["rope"]["linestyle"] = (
-    "--"  # drawn last, so TAPE's solid line stays visible where both are equal
-)
+MODELS = variant_styles(["tape", "rope"])
+MODELS["tape"]["label"] = "TAPE"
+# RoPE is drawn last, so TAPE's solid line stays visible where both are equal.
+MODELS["rope"] |= {"label": "RoPE", "linestyle": "--"}
 CONTEXT = 256
 EXTENDED = 1024
 """Context lengths in tokens before and after the extension, as in the recipes."""
@@ -65,29 +63,13 @@ def main(argv: list[str] | None = None) -> None:
     figure.tight_layout()
     with atomic_output(directory / "demo.png", overwrite=True) as file:
         figure.savefig(file, format="png", dpi=110)
-    print(f"{directory}/demo.png: written")
 
 
 def plot_training(axes: Axes, directory: Path) -> None:
     """Plot the validation loss of TAPE and RoPE over the training steps."""
     for name, style in MODELS.items():
-        rows = [
-            json.loads(line)
-            for line in (
-                (directory / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-            )
-        ]
-        points = [
-            (row["step"], row[VALIDATION_LOSS])
-            for row in rows
-            if row.get(VALIDATION_LOSS) is not None
-        ]
-        axes.plot(*zip(*points), **style)
-        step, loss = points[-1]
-        print(
-            f"{name}: validation loss {loss:.4f} after {step} steps, perplexity"
-            f" {math.exp(min(loss, 700)):.2f}"
-        )
+        losses = read_run(directory / name).curve(VALIDATION_LOSS)
+        axes.plot(losses.steps, losses.values, **style)
     title = "Training on Python's standard library\n(one seed each: no ranking)"
     axes.set(xlabel="step", ylabel="validation loss (nats per token)", title=title)
 
@@ -95,18 +77,12 @@ def plot_training(axes: Axes, directory: Path) -> None:
 def plot_extension(axes: Axes, directory: Path) -> None:
     """Plot how much the extension lowers the loss at each position."""
     for name, style in MODELS.items():
-        losses = [_loss_by_position(directory / run) for run in (name, f"{name}-{EXTENDED}")]
-        positions = losses[0][0]
-        gain = losses[0][1] - losses[1][1]
-        ranges = np.array_split(np.arange(len(positions)), min(POSITION_RANGES, len(positions)))
-        means = ([values[indices].mean() for indices in ranges] for values in (positions, gain))
-        axes.plot(*means, **style)
-        for where, mask in (("up to", positions <= CONTEXT), ("beyond", positions > CONTEXT)):
-            before, after = (loss[mask].mean() for _, loss in losses)
-            print(
-                f"{name}: loss {where} token {CONTEXT} {before:.4f}, after the extension"
-                f" {after:.4f}"
-            )
+        positions, before = _loss_by_position(directory / name)
+        _, after = _loss_by_position(directory / f"{name}-{EXTENDED}")
+        ranges = min(POSITION_RANGES, len(positions))
+        x = [part.mean() for part in np.array_split(positions, ranges)]
+        gain = [part.mean() for part in np.array_split(before - after, ranges)]
+        axes.plot(x, gain, **style)
     axes.axvline(CONTEXT, color="gray", linestyle=":")
     axes.axhline(0, color="gray", linewidth=1)
     title = f"Extension from {CONTEXT} to {EXTENDED:,} tokens"
@@ -139,8 +115,6 @@ def plot_copying(axes: Axes, directory: Path) -> None:
         centers = np.arange(len(blanks)) + (number - (len(COPYING) - 1) / 2) * width
         heights = [accuracies[variant, group] for group in blanks]
         axes.bar(centers, heights, width, color=styles[variant]["color"], label=label)
-        shown = ", ".join(f"{x:.3f} among {among}" for x, among in zip(heights, blanks.values()))
-        print(f"{variant}: copies {shown}")
     axes.axhline(CHANCE, color="gray", linestyle=":")
     axes.set_xticks(range(len(blanks)), blanks.values())
     axes.set(

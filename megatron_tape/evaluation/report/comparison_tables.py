@@ -78,51 +78,39 @@ def task_tables(by_metric: ByMetric, baseline: str) -> list[Table]:
     """
     rows: dict[str, dict[str, Score]] = {}
     for metric in by_metric:
-        row, column = _place(metric)
+        row = tables.metric_name(metric)
+        column = metric.group
+        if metric.length is not None:
+            row = ", ".join(filter(None, (row, metric.group)))
+            column = f"{metric.length:,} tokens"
+        elif not column:
+            row, column = "", row
         rows.setdefault(row, {})[column] = metric
 
-    shared: dict[tuple[str, ...], dict[str, list[Score]]] = {}
+    shared: dict[tuple[str, ...], dict[str, dict[str, Score]]] = {}
     for row, by_column in rows.items():
-        shared.setdefault(tuple(by_column), {})[row] = list(by_column.values())
-
-    made = []
-    for columns, metrics in shared.items():
-        made += _task_table(by_metric, columns, metrics, baseline)
-    return made
-
-
-def _place(metric: Score) -> tuple[str, str]:
-    """Return the names of the row and of the column of a metric."""
-    name = tables.metric_name(metric)
-    if metric.length is not None:
-        return ", ".join(filter(None, (name, metric.group))), f"{metric.length:,} tokens"
-    if metric.group:
-        return name, metric.group
-    return "", name
+        shared.setdefault(tuple(by_column), {})[row] = by_column
+    return [_task_table(by_metric, of_columns, baseline) for of_columns in shared.values()]
 
 
 def _task_table(
-    by_metric: ByMetric,
-    columns: Sequence[str],
-    metrics: Mapping[str, Sequence[Score]],
-    baseline: str,
-) -> list[Table]:
-    """Return a list of one table. `metrics` are those in each column, by the name of the row."""
-    results = [result for row in metrics.values() for metric in row for result in by_metric[metric]]
-    seeds: dict[str, int] = {}
-    for result in results:
-        seeds[result.variant] = max(len(result.values), seeds.get(result.variant, 0))
+    by_metric: ByMetric, rows: Mapping[str, Mapping[str, Score]], baseline: str
+) -> Table:
+    """Return a table with the metrics in `rows`, by the names of row and column."""
+    seeds: Counter[str] = Counter()
+    for by_column in rows.values():
+        for metric in by_column.values():
+            seeds |= Counter({result.variant: len(result.values) for result in by_metric[metric]})
 
-    cells: list[list[Cell]] = []
-    row_groups: list[str] = []
-    for name, row in metrics.items():
+    cells = []
+    row_groups = []
+    for row, by_column in rows.items():
         for variant, count in seeds.items():
             label = tables.text(variant)
             if len(set(seeds.values())) > 1:
                 label = replace(label, detail=counted(count, "seed"))
-            values = [_cell(by_metric, metric, variant) for metric in row]
-            cells.append([label, *values])
-            row_groups.append(name)
+            cells.append([label, *(_cell(by_metric, of, variant) for of in by_column.values())])
+            row_groups.append(row)
 
     caption = f"Below each value: the difference from {baseline}."
     if max(seeds.values()) > 1:
@@ -130,9 +118,7 @@ def _task_table(
             "Mean \N{PLUS-MINUS SIGN} standard deviation over the seeds. Below it: the difference"
             f" from {baseline}, its 95 % interval and p (bold: p < {SIGNIFICANT})."
         )
-    if not any(row_groups):
-        row_groups = []
-    return tables.table(caption, ["variant", *columns], cells, row_groups)
+    return tables.table(caption, ["variant", *by_column], cells, row_groups)
 
 
 def _decimals(by_metric: ByMetric, metric: Score) -> int | None:
@@ -241,10 +227,10 @@ def headline(comparison: Comparison) -> tuple[str, list[str]]:
     if not variants:
         return "Comparison", ["No run is finished."]
 
-    counts = sorted(_seeds(comparison).values())
-    seeds = counted(counts[-1], "seed")
-    if counts[0] < counts[-1]:
-        seeds = f"{counts[0]} to {seeds}"
+    counts = [len(seeds) for seeds in _seeds(comparison).values()]
+    seeds = counted(max(counts), "seed")
+    if min(counts) < max(counts):
+        seeds = f"{min(counts)} to {seeds}"
     evaluated = [task_title(task) for task in by_task(comparison) if task != TRAINING]
     compared = (
         f"Compared: {counted(len(variants), 'variant')} of one recipe ({enumerated(variants, 6)}),"
@@ -261,12 +247,12 @@ def headline(comparison: Comparison) -> tuple[str, list[str]]:
     return f"Comparison of {enumerated(variants, 4)}", paragraphs
 
 
-def _seeds(comparison: Comparison) -> dict[str, int]:
-    """Return the number of seeds of each variant."""
-    return {
-        variant: sum(run.variant == variant for run in comparison.runs)
-        for variant in comparison.variants
-    }
+def _seeds(comparison: Comparison) -> dict[str, set[int]]:
+    """Return the seeds of each variant."""
+    seeds: dict[str, set[int]] = {}
+    for run in comparison.runs:
+        seeds.setdefault(run.variant, set()).add(run.seed)
+    return seeds
 
 
 def _findings(comparison: Comparison) -> list[str]:
@@ -276,10 +262,7 @@ def _findings(comparison: Comparison) -> list[str]:
     The sentences are about the seeds that all variants have: a seed that only some have would make
     them look better or worse than the others.
     """
-    seeds: dict[str, set[int]] = {}
-    for run in comparison.runs:
-        seeds.setdefault(run.variant, set()).add(run.seed)
-    shared = set.intersection(*seeds.values())
+    shared = set.intersection(*_seeds(comparison).values())
     runs = [run for run in comparison.runs if run.seed in shared]
     tasks = by_task(replace(comparison, runs=runs))
     evaluated = [task for task in tasks if task != TRAINING] or list(tasks)
@@ -291,8 +274,7 @@ def _findings(comparison: Comparison) -> list[str]:
             for metric, results in tasks[task].items()
             if metric.better != "neither"
         }
-        prefix = "mean" if len(shared) > 1 else ""
-        values = measured(means, prefix)
+        values = measured(means, prefix="mean" if len(shared) > 1 else "")
         if values is not None:
             title = f"{task_title(task)}: " if len(evaluated) > 1 else ""
             sentences.append(title + finding(values, comparison.baseline))
@@ -317,46 +299,39 @@ def _outcome(comparison: Comparison) -> tuple[str, bool | None]:
     metrics = [
         metric for metric in ranking if (metric.task, metric.metric) == (first.task, first.metric)
     ]
-    tested = False
-    better: Counter[str] = Counter()
-    worse: Counter[str] = Counter()
+    tests = []
+    significant: dict[str, Counter[str]] = {"better": Counter(), "worse": Counter()}
     for metric in metrics:
         for result in tasks[first.task][metric]:
             test = result.difference
             if test is None or test.p is None:
                 continue
-            tested = True
-            if test.p < SIGNIFICANT and (test.mean > 0) == (first.better == "higher"):
-                better[result.variant] += 1
-            elif test.p < SIGNIFICANT:
-                worse[result.variant] += 1
+            tests.append(test)
+            if test.p < SIGNIFICANT:
+                is_better = (test.mean > 0) == (first.better == "higher")
+                significant["better" if is_better else "worse"][result.variant] += 1
 
     name = first.metric
     if len(tasks) > 2:  # several tasks, and the training
         name += f" ({task_title(first.task)})"
-    method = f"paired t tests over the seeds, p < {SIGNIFICANT}"
-    baseline = comparison.baseline
-    if not tested:
+    if not tests:
         return (
             f"No difference in {name} is tested, so any may come from the seed. A test needs at"
             " least two seeds of both variants, and differences that vary. Add seeds with --seeds.",
             None,
         )
-    if not better and not worse:
+    method = f"paired t tests over the seeds, p < {SIGNIFICANT}"
+    baseline = comparison.baseline
+    if not any(significant.values()):
         return f"No difference in {name} from {baseline} is significant ({method}).", False
-
-    parts = []
-    for word, counts in (("better", better), ("worse", worse)):
-        variants = list(counts)
-        if len(metrics) > 1:
-            variants = [
-                f"{variant} ({count} of {len(metrics)} conditions)"
-                for variant, count in counts.items()
-            ]
+    sides = []
+    for side, counts in significant.items():
+        scores = counted(len(metrics), "score")
+        variants = [f"{variant} ({count} of {scores})" for variant, count in counts.items()]
         if variants:
-            parts.append(f"significantly {word} with {enumerated(variants, 4)}")
+            sides.append(f"significantly {side} with {enumerated(variants, 4)}")
     return (
-        f"Compared with {baseline}, {name} is {', and '.join(parts)} ({method}). No other"
+        f"Compared with {baseline}, {name} is {', and '.join(sides)} ({method}); no other"
         " difference is significant.",
         True,
     )
@@ -366,16 +341,11 @@ def notes(comparison: Comparison, missing: Sequence[str] = ()) -> list[str]:
     """Return sentences on how to read the tables and what is incomplete; `missing` names runs that
     are not finished.
     """
-    seeds = _seeds(comparison)
-    most = max(seeds.values(), default=0)
+    variants = comparison.variants
     machines = list(dict.fromkeys(run.hardware for run in comparison.runs))
-    sentences = [f"{counted(len(seeds), 'variant')} on {enumerated(machines)}."]
-    if most < 2:
-        sentences.append(
-            "There is one seed of each variant, so the spread is unknown and differences are not"
-            " tested."
-        )
-    else:
+    sentences = [f"{counted(len(variants), 'variant')} on {enumerated(machines)}."]
+    most = max(map(len, _seeds(comparison).values()), default=0)
+    if most > 1:
         reach = t_quantile(most - 1) / math.sqrt(most)
         sentences += [
             (
@@ -393,7 +363,6 @@ def notes(comparison: Comparison, missing: Sequence[str] = ()) -> list[str]:
                 " does not show that there is no difference."
             ),
         ]
-
     if missing:
         sentences.append(f"Not finished: {enumerated(missing)}.")
     return sentences

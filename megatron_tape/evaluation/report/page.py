@@ -6,7 +6,6 @@ Text from files is cleaned and escaped when the page is rendered.
 from __future__ import annotations
 
 import base64
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -53,8 +52,16 @@ from megatron_tape.text import counted, flop_count
 _SHOWN_POINTS = 300
 """Maximum number of points of a curve. A longer curve is drawn as means over consecutive points."""
 _NAMES = {LOSS: "training loss", VALIDATION_LOSS: "validation loss", LEARNING_RATE: "learning rate"}
-_DATA_SETTINGS = ("prefix", "stages", "generator", "examples", "loss_on", "tokenizer")
-"""Keys of the section `data` without which losses cannot be compared."""
+_LOSS_SETTINGS = (
+    ("model", "seq_length"),
+    ("data", "prefix"),
+    ("data", "stages"),
+    ("data", "generator"),
+    ("data", "examples"),
+    ("data", "loss_on"),
+    ("data", "tokenizer"),
+)
+"""Settings, by section and key, that make losses incomparable if they differ."""
 _RUN_COLUMNS = (
     "run",
     "length (tokens)",
@@ -64,6 +71,9 @@ _RUN_COLUMNS = (
     "validation loss, last",
     "tokens/s",
     "FLOP/s",
+)
+_ONE_RUN_EACH = (
+    "There is one run of each, so this is no ranking; pretrain.compare trains several seeds."
 )
 Drawing = tuple[str, Callable[[], list[Picture]]]
 """What some pictures show, such as the name of a task, and a function that draws them."""
@@ -157,7 +167,7 @@ def page(
         sentences += _outcome(results)
     elif runs:
         titles.append(f"training of {enumerated(list(runs), 4)}")
-        sentences.append(_last_losses(runs))
+        sentences.append(_ONE_RUN_EACH)
 
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -171,23 +181,6 @@ def page(
     return environment.get_template("page.html").render(
         title=title[:1].upper() + title[1:], sentences=sentences, sections=sections
     )
-
-
-def _last_losses(runs: Mapping[str, Run]) -> str:
-    losses = []
-    for label, run in runs.items():
-        last = run.curve(VALIDATION_LOSS).last
-        if last is not None:
-            losses.append(f"{label} {last[1]:.4f} at step {last[0]:,}")
-    outcome = "No validation loss was logged."
-    if losses:
-        outcome = f"Last validation loss: {enumerated(losses, 6)}."
-    if len(runs) > 1:
-        outcome += (
-            " There is one run of each, so this is no ranking; pretrain.compare trains several"
-            " seeds."
-        )
-    return outcome
 
 
 def _outcome(results: Mapping[str, Results]) -> list[str]:
@@ -234,23 +227,15 @@ def _outcome(results: Mapping[str, Results]) -> list[str]:
 
 
 def training_warnings(runs: Mapping[str, Run]) -> list[str]:
-    """Return a warning for each setting that differs between runs and makes their losses
-    incomparable.
-    """
-    warnings = []
-    for section, key in (("model", "seq_length"), *(("data", key) for key in _DATA_SETTINGS)):
-        labels: dict[str, list[str]] = {}
-        for label, run in runs.items():
-            if key in run.settings.get(section, {}):
-                value = json.dumps(run.settings[section][key], sort_keys=True)
-                labels.setdefault(value, []).append(label)
-        if len(labels) > 1:
-            values = [f"{value:.60} in {enumerated(those, 4)}" for value, those in labels.items()]
-            warnings.append(
-                f"Losses of these runs may not be comparable: {section}.{key} is"
-                f" {enumerated(values, 4)}."
-            )
-    return warnings
+    """Return a warning if settings differ between runs and make their losses incomparable."""
+    differing = []
+    for section, key in _LOSS_SETTINGS:
+        values = [run.settings.get(section, {}).get(key) for run in runs.values()]
+        if any(value != values[0] for value in values):
+            differing.append(f"{section}.{key}")
+    if not differing:
+        return []
+    return [f"These differ, and losses may not be comparable: {', '.join(differing)}."]
 
 
 def _shown(value: Any) -> Any:
@@ -343,7 +328,7 @@ def runs_table(runs: Mapping[str, Run]) -> list[Table]:
         "Losses are in nats per token. Speeds are medians over the steps, for all processes"
         " together."
     )
-    return table(caption, _RUN_COLUMNS, rows)
+    return [table(caption, _RUN_COLUMNS, rows)]
 
 
 def curves(runs: Mapping[str, Run]) -> Iterator[Drawing]:

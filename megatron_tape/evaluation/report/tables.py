@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import compress, groupby
 from operator import itemgetter
 from typing import Any
@@ -69,16 +69,11 @@ def table(
     columns: Sequence[str],
     rows: Sequence[Sequence[Cell]],
     row_groups: Sequence[str] = (),
-) -> list[Table]:
-    """Return a list of one table, without columns that are empty in every row.
-
-    The list is empty if there are no rows.
-    """
-    if not rows:
-        return []
+) -> Table:
+    """Return a table without the columns that are empty in every row."""
     known = [any(cell.sort not in (None, "") for cell in column) for column in zip(*rows)]
     kept = [list(compress(row, known)) for row in rows]
-    return [Table(caption, list(compress(columns, known)), kept, row_groups)]
+    return Table(caption, list(compress(columns, known)), kept, row_groups)
 
 
 def markdown(shown: Table, escape: Callable[[str], str]) -> list[str]:
@@ -86,7 +81,7 @@ def markdown(shown: Table, escape: Callable[[str], str]) -> list[str]:
 
     `escape` escapes text from files.
     """
-    if shown.row_groups:
+    if any(shown.row_groups):
         rows = [[text(name), *row] for name, row in zip(shown.row_groups, shown.rows)]
         shown = Table(shown.caption, ["metric", *shown.columns], rows)
     lines = [list(shown.columns), *([_in_one_line(cell) for cell in row] for row in shown.rows)]
@@ -199,23 +194,23 @@ def score_table(tasks: Mapping[str, TaskResult], comparable: bool = True) -> lis
     The best value of a row is bold if its interval overlaps none of the others and the models are
     `comparable`.
     """
+    subjects = by_subject(tasks)
     values: dict[str, list[float]] = {}
-    for task in tasks.values():
-        for score in task.scores:
+    for subject, scores in subjects.items():
+        for score in scores.values():
             known = {score.value, score.low, score.high} - {None}
-            values.setdefault(score.metric, []).extend(known)
-    decimals = {metric: decimals_for(numbers) for metric, numbers in values.items()}
+            values.setdefault(subject.metric, []).extend(known)
 
-    rows: list[list[Cell]] = []
+    rows = []
     # All lengths and groups of a metric follow each other.
     order = list(values)
-    by_metric = sorted(by_subject(tasks).items(), key=lambda item: order.index(item[0].metric))
-    for subject, scores in by_metric:
-        best = leader(scores)
+    for subject in sorted(subjects, key=lambda subject: order.index(subject.metric)):
+        scores = subjects[subject]
+        best = leader(scores) if comparable else None
+        decimals = decimals_for(values[subject.metric])
         row = [text(metric_name(subject)), text(subject.group), number(subject.length, 0)]
         for label in tasks:
-            cell = _score_cell(scores.get(label), decimals[subject.metric])
-            row.append(replace(cell, strong=comparable and label == best))
+            row.append(_score_cell(scores.get(label), decimals, strong=label == best))
         rows.append(row)
 
     caption = "Below each value: its 95 % interval, and the number of samples."
@@ -223,14 +218,17 @@ def score_table(tasks: Mapping[str, TaskResult], comparable: bool = True) -> lis
         caption += (
             " Bold: the best value, if its interval does not overlap those of the other models."
         )
-    return table(caption, ["metric", "group", "length (tokens)", *tasks], rows)
+    if not rows:
+        return []
+    return [table(caption, ["metric", "group", "length (tokens)", *tasks], rows)]
 
 
-def _score_cell(score: Score | None, decimals: int | None) -> Cell:
+def _score_cell(score: Score | None, decimals: int | None, strong: bool) -> Cell:
     if score is None:
-        return number(None)
+        return Cell(MISSING)
     details = (interval(score.low, score.high, decimals), score.shown_count)
-    return number(score.value, decimals, "\n".join(filter(None, details)))
+    shown = shown_number(score.value, decimals)
+    return Cell(shown, score.value, "\n".join(filter(None, details)), strong)
 
 
 def by_subject(tasks: Mapping[str, TaskResult]) -> dict[Score, dict[str, Score]]:
@@ -246,20 +244,14 @@ def leader(scores: Mapping[str, Score]) -> str | None:
     """Return the label of the best model if its 95 % interval does not overlap that of any other,
     else None.
     """
-    better = next(iter(scores.values())).better
-    intervals = [(score.low, score.high) for score in scores.values()]
-    if len(scores) < 2 or better == "neither" or None in sum(intervals, ()):
+    if len(scores) < 2 or any(None in (score.low, score.high) for score in scores.values()):
         return None
-
-    ranking = sorted(scores, key=lambda label: scores[label].value, reverse=better == "higher")
-    best = scores[ranking[0]]
-    others = [scores[label] for label in ranking[1:]]
-    if better == "higher":
-        separate = all(score.high < best.low for score in others)
-    else:
-        separate = all(score.low > best.high for score in others)
-    if separate:
-        return ranking[0]
+    for label, best in scores.items():
+        others = [score for other, score in scores.items() if other != label]
+        if best.better == "higher" and all(score.high < best.low for score in others):
+            return label
+        if best.better == "lower" and all(score.low > best.high for score in others):
+            return label
     return None
 
 
