@@ -17,10 +17,11 @@ from megatron_tape.evaluation.model_source import info_of_run
 from megatron_tape.evaluation.ranks import Ranks
 from megatron_tape.evaluation.results import Score
 from megatron_tape.evaluation.task import Task, Unit
-from megatron_tape.training.hooks import Hook, HookResult, Training
+from megatron_tape.training.hooks import Hook, HookResult
 
 if TYPE_CHECKING:
     from megatron_tape.config.schema import RunConfig
+    from megatron_tape.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class TrainingModel:
     (`join_other_ranks`).
     """
 
-    def __init__(self, trainer: Training, stage: str):
+    def __init__(self, trainer: Trainer, stage: str):
         self.tokenizer = trainer.tokenizer
         if self.tokenizer is None:
             record = None
@@ -106,16 +107,16 @@ class TaskHook(Hook):
         self._every = every
         self._units: list[Unit] | None = None
 
-    def before_step(self, trainer: Training, step: int) -> None:
+    def before_step(self, trainer: Trainer, step: int) -> None:
         """Read the task's data before the first step, so that errors in the data appear at once."""
         if self._units is None:
             trainer.watch.progress(f"reading the data of {self._task.name}")
             self._units = self._task.units(self._model(trainer))
 
-    def due(self, trainer: Training, step: int) -> bool:
+    def due(self, trainer: Trainer, step: int) -> bool:
         return step % self._every == 0 or step == trainer.config.train.steps
 
-    def evaluate(self, trainer: Training, step: int) -> HookResult:
+    def evaluate(self, trainer: Trainer, step: int) -> HookResult:
         """Return the scores by tag, `evaluation/TASK/METRIC/GROUP/LENGTH`. If the task fails, log a
         warning instead.
         """
@@ -150,7 +151,7 @@ class TaskHook(Hook):
             logger.info("evaluation at step %d | %s", step, " | ".join(shown))
         return HookResult(scalars=scalars)
 
-    def _model(self, trainer: Training) -> TrainingModel:
+    def _model(self, trainer: Trainer) -> TrainingModel:
         return TrainingModel(trainer, f"evaluating {self._task.name}")
 
     def _tag(self, score: Score) -> str:

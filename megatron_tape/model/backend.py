@@ -61,16 +61,19 @@ class FusedKernels:
 
 
 def chosen_backend(
-    model: ModelConfig, dtype: torch.dtype, device: torch.device, shifted_sparse: bool = False
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    shifted_sparse: bool = False,
 ) -> str:
     """Return the name of the backend that `model.attention_backend` selects on `device`; see
     `choice`.
     """
-    return choice(model, dtype, device, shifted_sparse).backend
+    return choice(model_config, dtype, device, shifted_sparse).backend
 
 
 def choice(
-    model: ModelConfig,
+    model_config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
     shifted_sparse: bool = False,
@@ -84,26 +87,34 @@ def choice(
     Raises ConfigError if a named backend cannot run on `device`, or does not support the positional
     encoding.
     """
-    requested = model.attention_backend
-    needs = encoding_of(model).needs
-    grouped = model.query_groups < model.num_attention_heads
+    requested = model_config.attention_backend
+    needs = encoding_of(model_config).needs
+    grouped = model_config.query_groups < model_config.num_attention_heads
     return choose_backend(
-        requested, device, dtype, model.head_dim, needs, shifted_sparse, packed, without, grouped
+        requested,
+        device,
+        dtype,
+        model_config.head_dim,
+        needs,
+        shifted_sparse,
+        packed,
+        without,
+        grouped,
     )
 
 
 def kernel_shapes(
-    model: ModelConfig, tensor_parallel_size: int = 1, context_parallel_size: int = 1
+    model_config: ModelConfig, tensor_parallel_size: int = 1, context_parallel_size: int = 1
 ) -> Shapes:
     """Return the sizes for which a model's Triton kernels are compiled, for `ops.parity` to compare
     with torch.
     """
-    encoding = encoding_of(model)
-    layers = range(model.num_layers)
+    encoding = encoding_of(model_config)
+    layers = range(model_config.num_layers)
     return Shapes(
-        heads=model.num_attention_heads,
-        groups=model.query_groups,
-        head_dim=model.head_dim,
+        heads=model_config.num_attention_heads,
+        groups=model_config.query_groups,
+        head_dim=model_config.head_dim,
         averages=AVERAGE in encoding.needs and any(map(encoding.updates, layers)),
         tensor_parallel_size=tensor_parallel_size,
         reflects=REFLECTIONS in encoding.needs,
@@ -113,7 +124,7 @@ def kernel_shapes(
 
 
 def verified_backend(
-    model: ModelConfig,
+    model_config: ModelConfig,
     layout,
     dtype: torch.dtype,
     shifted_sparse: bool = False,
@@ -133,12 +144,12 @@ def verified_backend(
     the backend failed only on some ranks.
     """
     device = torch.device(layout.device)
-    auto = model.attention_backend == "auto"
-    shapes = kernel_shapes(model, layout.tensor_parallel_size, layout.context_parallel_size)
+    auto = model_config.attention_backend == "auto"
+    shapes = kernel_shapes(model_config, layout.tensor_parallel_size, layout.context_parallel_size)
     failed: set[str] = set()
     while True:
-        chosen = choice(model, dtype, device, shifted_sparse, packed, failed)
-        problem = _why_slow(model, chosen, dtype, device)
+        chosen = choice(model_config, dtype, device, shifted_sparse, packed, failed)
+        problem = _why_slow(model_config, chosen, dtype, device)
         checked = chosen.backend in _COMPILED or (
             device.type == "cuda" and chosen.backend in LIBRARIES
         )
@@ -175,7 +186,7 @@ def verified_backend(
         error = _error_of(failures, layout.world_size, auto)
         if not allow_slow or not auto:
             raise error
-        needs = encoding_of(model).needs
+        needs = encoding_of(model_config).needs
         # torch materializes all S x S scores when an encoding changes them, which our kernel cannot
         # do either.
         supported = _PLAIN[1:] if lacks("triton", needs) else _PLAIN
@@ -194,16 +205,18 @@ def verified_backend(
 
 
 def _why_slow(
-    model: ModelConfig, chosen: Choice, dtype: torch.dtype, device: torch.device
+    model_config: ModelConfig, chosen: Choice, dtype: torch.dtype, device: torch.device
 ) -> str | None:
     """Return why a GPU must use slow attention although some kernels support the model, or None if
     it need not.
     """
-    needs = encoding_of(model).needs
+    needs = encoding_of(model_config).needs
     supporting = [name for name in _COMPILED if not lacks(name, needs)]
     if device.type != "cuda" or not chosen.slow or not supporting:
         return None
-    reasons = {name: unsupported(name, device, dtype, model.head_dim, needs) for name in supporting}
+    reasons = {
+        name: unsupported(name, device, dtype, model_config.head_dim, needs) for name in supporting
+    }
     listed = "; ".join(f"{name} {why}" for name, why in reasons.items() if why)
     return f"is auto, but no attention kernel for this model runs on this GPU ({listed})"
 
@@ -235,7 +248,7 @@ def _error_of(failures: list[_Failure], world_size: int, auto: bool) -> UserErro
 
 
 def verified_kernels(
-    model: ModelConfig, layout, dtype: torch.dtype, allow_slow: bool = False
+    model_config: ModelConfig, layout, dtype: torch.dtype, allow_slow: bool = False
 ) -> FusedKernels:
     """Return the fused kernels, apart from attention, that all ranks of `layout` use, and log the
     reasons.
@@ -250,14 +263,16 @@ def verified_kernels(
     if device.type != "cuda":
         return FusedKernels()
     size = layout.tensor_parallel_size
-    shapes = kernel_shapes(model, size, layout.context_parallel_size)
+    shapes = kernel_shapes(model_config, size, layout.context_parallel_size)
     triton = unsupported("triton", device, dtype, 64)
-    required = model.attention_backend in ("auto", "triton") and not allow_slow
+    required = model_config.attention_backend in ("auto", "triton") and not allow_slow
 
     checks = {
         "position_update": lambda: update_checks(shapes, dtype, device),
-        "swiglu": lambda: {"swiglu": swiglu_check(model.ffn_hidden_size // size, dtype, device)},
-        "loss": lambda: {"loss": loss_check(model.vocab_size // size, dtype, device)},
+        "swiglu": lambda: {
+            "swiglu": swiglu_check(model_config.ffn_hidden_size // size, dtype, device)
+        },
+        "loss": lambda: {"loss": loss_check(model_config.vocab_size // size, dtype, device)},
     }
     if not shapes.averages:
         del checks["position_update"]

@@ -55,7 +55,7 @@ class Initialization:
 
 
 def weight_initializations(
-    model: ModelConfig, extension: ExtensionConfig | None = None
+    model_config: ModelConfig, extension: ExtensionConfig | None = None
 ) -> dict[str, Initialization]:
     """Return the initialization of every parameter by name, with LoRA layers if `extension` adds
     them.
@@ -65,11 +65,11 @@ def weight_initializations(
     sqrt(input size), as in peft, and LoRA's B is 0. Norms are 1, biases 0. The positional encoding
     declares the values of its own parameters.
     """
-    encoding = encoding_of(model)
-    factors = {} if extension is None else lora_factors(model, extension)
+    encoding = encoding_of(model_config)
+    factors = {} if extension is None else lora_factors(model_config, extension)
     residual = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
     initials = {}
-    for name, shape in parameter_shapes(model, extension).items():
+    for name, shape in parameter_shapes(model_config, extension).items():
         layer, suffix = split_layer(name)
         kind = kind_of(name)
         if kind == "position":
@@ -80,8 +80,8 @@ def weight_initializations(
                 shape, bound=shape[1] ** -0.5 if factors[suffix].side == "A" else 0.0
             )
         elif kind in (*MATRICES, "embeddings", "output"):
-            scale = (2 * model.num_layers) ** -0.5 if suffix in residual else 1.0
-            initials[name] = Initialization(shape, std=model.init_std * scale)
+            scale = (2 * model_config.num_layers) ** -0.5 if suffix in residual else 1.0
+            initials[name] = Initialization(shape, std=model_config.init_std * scale)
         else:
             initials[name] = Initialization(shape, value=1.0 if kind == "norms" else 0.0)
     return initials

@@ -32,31 +32,33 @@ from megatron_tape.position import encoding_of
 
 
 def transformer_config(
-    model: ModelConfig,
+    model_config: ModelConfig,
     tensor_model_parallel_size: int = 1,
     sequence_parallel: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> TransformerConfig:
     """Convert `ModelConfig` to Megatron-core's `TransformerConfig`, which its modules read."""
     return TransformerConfig(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.query_groups,
-        kv_channels=model.head_dim,
+        num_layers=model_config.num_layers,
+        hidden_size=model_config.hidden_size,
+        ffn_hidden_size=model_config.ffn_hidden_size,
+        num_attention_heads=model_config.num_attention_heads,
+        num_query_groups=model_config.query_groups,
+        kv_channels=model_config.head_dim,
         gated_linear_unit=True,
         activation_func=F.silu,
         use_te_activation_func=True,  # use the module in `MLPSubmodules.activation_func`
         add_bias_linear=False,
-        add_qkv_bias=model.qkv_bias,
-        qk_layernorm=model.qk_norm,
+        add_qkv_bias=model_config.qkv_bias,
+        qk_layernorm=model_config.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         normalization="RMSNorm",
-        layernorm_epsilon=model.norm_epsilon,
-        init_method=init_method_normal(model.init_std),
-        output_layer_init_method=scaled_init_method_normal(model.init_std, model.num_layers),
+        layernorm_epsilon=model_config.norm_epsilon,
+        init_method=init_method_normal(model_config.init_std),
+        output_layer_init_method=scaled_init_method_normal(
+            model_config.init_std, model_config.num_layers
+        ),
         use_cpu_initialization=True,
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -91,7 +93,7 @@ class LanguageModel(torch.nn.Module):
 
     def __init__(
         self,
-        model: ModelConfig,
+        model_config: ModelConfig,
         config: TransformerConfig,
         groups: ProcessGroupCollection,
         device: torch.device | str = "cpu",
@@ -102,24 +104,24 @@ class LanguageModel(torch.nn.Module):
         z_loss: float = 0.0,
     ):
         super().__init__()
-        self.model = model
+        self.model_config = model_config
         self.dtype = config.params_dtype
         self.shifted_sparse = shifted_sparse
         self.recompute = recompute
         self.attention_backend = chosen_backend(
-            model, self.dtype, torch.device(device), shifted_sparse
+            model_config, self.dtype, torch.device(device), shifted_sparse
         )
         """The attention backend for `device`, where the caller must place the parameters."""
         self.fused = fused or FusedKernels(position_update=self.attention_backend == "triton")
         self.token_layout = TokenLayout.of(groups, config.sequence_parallel)
-        self.encoding = encoding_of(model, self.token_layout, self.fused.position_update)
+        self.encoding = encoding_of(model_config, self.token_layout, self.fused.position_update)
 
         if layers is None:
-            layers = range(model.num_layers)
+            layers = range(model_config.num_layers)
         self._first_layer = layers.start
         self.is_first = layers.start == 0
         """Whether this model chunk begins with the embedding."""
-        self.is_last = layers.stop == model.num_layers
+        self.is_last = layers.stop == model_config.num_layers
         """Whether this model chunk ends with the output layer."""
         self._receives_state = self.encoding.sends_state(layers.start)
         self._sends_state = not self.is_last and self.encoding.sends_state(layers.stop)
@@ -127,8 +129,8 @@ class LanguageModel(torch.nn.Module):
         with torch.device("meta"):
             if self.is_first:
                 self.embedding = VocabParallelEmbedding(
-                    model.vocab_size,
-                    model.hidden_size,
+                    model_config.vocab_size,
+                    model_config.hidden_size,
                     init_method=config.init_method,
                     reduce_scatter_embeddings=config.sequence_parallel,
                     config=config,
@@ -138,7 +140,7 @@ class LanguageModel(torch.nn.Module):
             self.layers = torch.nn.ModuleDict()
             for index in layers:
                 self.layers[str(index)] = PositionTransformerLayer(
-                    model,
+                    model_config,
                     config,
                     groups,
                     self.encoding,
@@ -147,17 +149,17 @@ class LanguageModel(torch.nn.Module):
                     self.fused.swiglu,
                 )
             if self.is_last:
-                self.norm = RMSNorm(config, model.hidden_size, model.norm_epsilon)
-                self.output = OutputLayer(model, config, groups, self.fused.loss, z_loss)
+                self.norm = RMSNorm(config, model_config.hidden_size, model_config.norm_epsilon)
+                self.output = OutputLayer(model_config, config, groups, self.fused.loss, z_loss)
 
         self.received_embedding: Tensor | None = None
         """The copy of a tied embedding's weight in a chunk that has the output layer, but not the
         embedding. `pipeline.TiedWeight` sets it."""
         self._received: Tensor | None = None
         own_groups = self.token_layout.local_heads(
-            torch.arange(model.query_groups, device="cpu")
+            torch.arange(model_config.query_groups, device="cpu")
         ).tolist()
-        self._unshifted_groups = unshifted_groups(model.query_groups, own_groups)
+        self._unshifted_groups = unshifted_groups(model_config.query_groups, own_groups)
 
     def forward(
         self,
@@ -261,7 +263,7 @@ class LanguageModel(torch.nn.Module):
 
         tokens, batch, _ = received.shape
         shape, dtype = self.encoding.sent_state(self._first_layer, tokens, batch, self.dtype)
-        return unpack(received, self.model.hidden_size, shape, dtype)
+        return unpack(received, self.model_config.hidden_size, shape, dtype)
 
     def sent_width(self, layer: int) -> int:
         """Return the elements per token in the input of a model chunk that begins with layer
@@ -269,7 +271,7 @@ class LanguageModel(torch.nn.Module):
 
         These are the hidden states and, if the encoding sends it, the position state.
         """
-        width = self.model.hidden_size
+        width = self.model_config.hidden_size
         if self.encoding.sends_state(layer):
             shape, dtype = self.encoding.sent_state(layer, 1, 1, self.dtype)
             width += packed_width(shape, dtype, 1, self.dtype)
@@ -284,7 +286,7 @@ class LanguageModel(torch.nn.Module):
     ) -> Tensor:
         """Return the result of `forward` for the normalized output (s, B, C) of the last layer."""
         tied_weight = None
-        if self.model.tie_embeddings:
+        if self.model_config.tie_embeddings:
             if self.is_first:
                 tied_weight = self.embedding.weight
             else:

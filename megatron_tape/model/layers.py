@@ -122,13 +122,13 @@ class PositionSelfAttention(SelfAttention):
 
     def __init__(
         self,
-        model: ModelConfig,
+        model_config: ModelConfig,
         config: TransformerConfig,
         groups: ProcessGroupCollection,
         layer: int,
         backend: str,
     ):
-        norm = RMSNorm if model.qk_norm else None
+        norm = RMSNorm if model_config.qk_norm else None
         parts = SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
             core_attention=ModuleSpec(module=CoreAttention, params={"backend": backend}),
@@ -140,7 +140,7 @@ class PositionSelfAttention(SelfAttention):
         super().__init__(config, parts, layer_number=layer + 1, pg_collection=groups)
         self.token_layout = TokenLayout.of(groups, config.sequence_parallel)
         self.linear_gate = None
-        if model.attention_output_gate:
+        if model_config.attention_output_gate:
             self.linear_gate = ColumnParallelLinear(
                 config.hidden_size,
                 self.query_projection_size,
@@ -308,7 +308,7 @@ class PositionTransformerLayer(torch.nn.Module):
 
     def __init__(
         self,
-        model: ModelConfig,
+        model_config: ModelConfig,
         config: TransformerConfig,
         groups: ProcessGroupCollection,
         encoding: PositionEncoding,
@@ -323,7 +323,7 @@ class PositionTransformerLayer(torch.nn.Module):
             linear_fc2=RowParallelLinear,
         )
         self.input_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
-        self.self_attention = PositionSelfAttention(model, config, groups, layer, backend)
+        self.self_attention = PositionSelfAttention(model_config, config, groups, layer, backend)
         self.pre_mlp_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
         self.mlp = MLP(config, parts, ffn_hidden_size=config.ffn_hidden_size, tp_group=groups.tp)
         self.position = LayerEncoding(encoding, layer, config)

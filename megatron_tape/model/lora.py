@@ -26,14 +26,14 @@ from megatron_tape.model.shapes import Factor, lora_factors
 from megatron_tape.parallel.token_layout import TokenLayout
 
 
-def add_lora(model: LanguageModel, settings: ModelConfig, extension: ExtensionConfig) -> None:
+def add_lora(model: LanguageModel, model_config: ModelConfig, extension: ExtensionConfig) -> None:
     """Add LoRA layers to the projections in `extension.lora_targets`. B starts at 0, so the output
     does not change yet.
 
     Like the model's other parameters, the factors are created on torch's meta device (see
     `model.initialization`).
     """
-    factors = lora_factors(settings, extension)
+    factors = lora_factors(model_config, extension)
     scale = extension.lora_scale
     for layer in model.layers.values():
         for path, build in {
@@ -47,7 +47,7 @@ def add_lora(model: LanguageModel, settings: ModelConfig, extension: ExtensionCo
             }
             if of_linear:
                 linear = layer.get_submodule(path)
-                linear.lora = build(of_linear, settings, scale, model.token_layout, model.dtype)
+                linear.lora = build(of_linear, model_config, scale, model.token_layout, model.dtype)
                 linear.register_forward_hook(_add_update)
 
 
@@ -64,7 +64,7 @@ class Lora(nn.Module):
     def __init__(
         self,
         factors: dict[str, Factor],
-        settings: ModelConfig,
+        model_config: ModelConfig,
         scale: float,
         token_layout: TokenLayout,
         dtype: torch.dtype,
@@ -72,9 +72,9 @@ class Lora(nn.Module):
         super().__init__()
         self.scale = scale
         self.token_layout = token_layout
-        self.group_heads = settings.num_attention_heads // settings.query_groups
-        self.head_dim = settings.head_dim
-        self.local_groups = settings.query_groups // token_layout.model_group.size()
+        self.group_heads = model_config.num_attention_heads // model_config.query_groups
+        self.head_dim = model_config.head_dim
+        self.local_groups = model_config.query_groups // token_layout.model_group.size()
         for name, factor in factors.items():
             shard = torch.empty(factor.shape, dtype=dtype, device="meta")
             if factor.partition_dim is not None:

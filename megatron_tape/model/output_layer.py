@@ -30,20 +30,20 @@ class OutputLayer(ColumnParallelLinear):
 
     def __init__(
         self,
-        model: ModelConfig,
+        model_config: ModelConfig,
         config: TransformerConfig,
         groups: ProcessGroupCollection,
         fused: bool = False,
         z_loss: float = 0.0,
     ):
         super().__init__(
-            model.hidden_size,
-            model.vocab_size,
+            model_config.hidden_size,
+            model_config.vocab_size,
             config=config,
             init_method=config.init_method,
             bias=False,
             gather_output=True,
-            skip_weight_param_allocation=model.tie_embeddings,
+            skip_weight_param_allocation=model_config.tie_embeddings,
             tp_group=groups.tp,
         )
         self.fused = fused

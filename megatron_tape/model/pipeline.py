@@ -42,7 +42,7 @@ class Pipeline(nn.Module):
         self.groups = groups
         first = model_chunks[0]
         self.token_layout = first.token_layout
-        self.model = first.model
+        self.model_config = first.model_config
         self.encoding = first.encoding
         self.dtype = first.dtype
         self.attention_backend = first.attention_backend
@@ -68,7 +68,7 @@ class Pipeline(nn.Module):
         self._run = get_forward_backward_func(
             groups.pp.size(), self._config.virtual_pipeline_model_parallel_size
         )
-        self.tied = TiedWeight(self) if self.model.tie_embeddings else None
+        self.tied = TiedWeight(self) if self.model_config.tie_embeddings else None
 
     def named_parameters(self, *args, **kwargs) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the names and parameters of this stage, including those that `add_empty` added."""
@@ -154,7 +154,7 @@ class Pipeline(nn.Module):
             return result
         if labels is None:
             return torch.empty(
-                *tokens.shape, self.model.vocab_size, dtype=self.dtype, device=tokens.device
+                *tokens.shape, self.model_config.vocab_size, dtype=self.dtype, device=tokens.device
             )
         return torch.empty(tokens.shape if settings.get("by_token") else (), device=tokens.device)
 
@@ -190,8 +190,8 @@ class TiedWeight:
     @property
     def shape(self) -> tuple[int, int]:
         """The shape of this tensor-parallel rank's shard."""
-        model = self._pipeline.model
-        return model.vocab_size // self._pipeline.groups.tp.size(), model.hidden_size
+        model_config = self._pipeline.model_config
+        return model_config.vocab_size // self._pipeline.groups.tp.size(), model_config.hidden_size
 
     def start(self, device: torch.device) -> None:
         """Create the copy on `device`. Call this after the first stage has loaded or initialized

@@ -53,23 +53,23 @@ class Factor(NamedTuple):
     """The axis that tensor parallelism shards; None if every rank has the whole matrix."""
 
 
-def lora_widths(model: ModelConfig) -> dict[str, tuple[int, int]]:
+def lora_widths(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Return the input and output sizes of the projections q, k, v and o, which LoRA can adapt."""
-    C = model.hidden_size
-    D = model.head_dim
-    heads = model.num_attention_heads * D
-    groups = model.query_groups * D
+    C = model_config.hidden_size
+    D = model_config.head_dim
+    heads = model_config.num_attention_heads * D
+    groups = model_config.query_groups * D
     return {"q": (C, heads), "k": (C, groups), "v": (C, groups), "o": (heads, C)}
 
 
-def lora_factors(model: ModelConfig, extension: ExtensionConfig | None) -> dict[str, Factor]:
+def lora_factors(model_config: ModelConfig, extension: ExtensionConfig | None) -> dict[str, Factor]:
     """Return the LoRA factors of one layer by their names in the layer; empty if `extension` adds
     no LoRA.
     """
     if extension is None or not extension.adds_lora:
         return {}
     factors = {}
-    for target, (width_in, width_out) in lora_widths(model).items():
+    for target, (width_in, width_out) in lora_widths(model_config).items():
         if target not in extension.lora_targets:
             continue
         module = f"self_attention.{'linear_proj' if target == 'o' else 'linear_qkv'}.lora"
@@ -81,33 +81,33 @@ def lora_factors(model: ModelConfig, extension: ExtensionConfig | None) -> dict[
 
 
 def cut_shapes(
-    model: ModelConfig, extension: ExtensionConfig | None = None
+    model_config: ModelConfig, extension: ExtensionConfig | None = None
 ) -> dict[str, ParameterShape]:
     """Return shape and sharding of every parameter by name, in layer order; includes `extension`'s
     LoRA layers.
     """
-    C = model.hidden_size
-    H = model.num_attention_heads
-    G = model.query_groups
-    D = model.head_dim
-    encoding = encoding_of(model)
+    C = model_config.hidden_size
+    H = model_config.num_attention_heads
+    G = model_config.query_groups
+    D = model_config.head_dim
+    encoding = encoding_of(model_config)
     qkv = (H + 2 * G) * D
-    if model.qkv_bias:
+    if model_config.qkv_bias:
         bias = {"self_attention.linear_qkv.bias": ParameterShape((qkv,), 0)}
     else:
         bias = {}
-    if model.qk_norm:
+    if model_config.qk_norm:
         norms = {f"self_attention.{x}_layernorm.weight": ParameterShape((D,)) for x in "qk"}
     else:
         norms = {}
-    gated = model.attention_output_gate
+    gated = model_config.attention_output_gate
     if gated:
         gate = {"self_attention.linear_gate.weight": ParameterShape((H * D, C), 0)}
     else:
         gate = {}
     lora = {
         name: ParameterShape(f.shape, f.partition_dim)
-        for name, f in lora_factors(model, extension).items()
+        for name, f in lora_factors(model_config, extension).items()
     }
     layer = {
         "input_layernorm.weight": ParameterShape((C,)),
@@ -117,52 +117,52 @@ def cut_shapes(
         **gate,
         "self_attention.linear_proj.weight": ParameterShape((C, H * D), 1),
         "pre_mlp_layernorm.weight": ParameterShape((C,)),
-        "mlp.linear_fc1.weight": ParameterShape((2 * model.ffn_hidden_size, C), 0),
-        "mlp.linear_fc2.weight": ParameterShape((C, model.ffn_hidden_size), 1),
+        "mlp.linear_fc1.weight": ParameterShape((2 * model_config.ffn_hidden_size, C), 0),
+        "mlp.linear_fc2.weight": ParameterShape((C, model_config.ffn_hidden_size), 1),
         **lora,
     }
-    shapes = {EMBEDDING: ParameterShape((model.vocab_size, C), 0)}
-    for index in range(model.num_layers):
+    shapes = {EMBEDDING: ParameterShape((model_config.vocab_size, C), 0)}
+    for index in range(model_config.num_layers):
         declared = encoding.parameters(index).items()
         position = {
             f"{POSITION}{name}": ParameterShape(p.shape, p.partition_dim) for name, p in declared
         }
         shapes |= {layer_name(index, name): shape for name, shape in (layer | position).items()}
     shapes[NORM] = ParameterShape((C,))
-    if model.tie_embeddings:
+    if model_config.tie_embeddings:
         output = {}
     else:
-        output = {OUTPUT: ParameterShape((model.vocab_size, C), 0)}
+        output = {OUTPUT: ParameterShape((model_config.vocab_size, C), 0)}
     return shapes | output
 
 
 def parameter_shapes(
-    model: ModelConfig, extension: ExtensionConfig | None = None
+    model_config: ModelConfig, extension: ExtensionConfig | None = None
 ) -> dict[str, tuple[int, ...]]:
     """Return the whole shape of every parameter by name; includes `extension`'s LoRA factors."""
-    return {name: shape.whole for name, shape in cut_shapes(model, extension).items()}
+    return {name: shape.whole for name, shape in cut_shapes(model_config, extension).items()}
 
 
-def is_diagonal(model: ModelConfig, layer: int | None, suffix: str) -> bool:
+def is_diagonal(model_config: ModelConfig, layer: int | None, suffix: str) -> bool:
     """Return whether a parameter is a vector that exported models store as a diagonal matrix.
 
     `layer` and `suffix` are its layer and its name in the layer, as returned by `split_layer`.
     """
     if not suffix.startswith(POSITION):
         return False
-    declared = encoding_of(model).parameters(layer)
+    declared = encoding_of(model_config).parameters(layer)
     return declared[suffix.removeprefix(POSITION)].diagonal
 
 
-def whole_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+def whole_shapes(model_config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every weight of an exported model by Hugging Face's name, in layer
     order.
     """
-    dim = model.head_dim
-    groups = model.query_groups
-    rows = {"q": model.num_attention_heads * dim, "k": groups * dim, "v": groups * dim}
+    dim = model_config.head_dim
+    groups = model_config.query_groups
+    rows = {"q": model_config.num_attention_heads * dim, "k": groups * dim, "v": groups * dim}
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, shape in parameter_shapes(model).items():
+    for name, shape in parameter_shapes(model_config).items():
         layer, suffix = split_layer(name)
         prefix = hugging_face_prefix(layer)
         if match := FUSED.fullmatch(suffix):
@@ -171,11 +171,11 @@ def whole_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
             }
         elif suffix == "mlp.linear_fc1.weight":
             shapes |= {
-                f"{prefix}mlp.{p}_proj.weight": (model.ffn_hidden_size, *shape[1:])
+                f"{prefix}mlp.{p}_proj.weight": (model_config.ffn_hidden_size, *shape[1:])
                 for p in ("gate", "up")
             }
         else:
             shapes[hugging_face_name(layer, suffix)] = (
-                shape * 2 if is_diagonal(model, layer, suffix) else shape
+                shape * 2 if is_diagonal(model_config, layer, suffix) else shape
             )
     return shapes

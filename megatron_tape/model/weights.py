@@ -27,7 +27,7 @@ from megatron_tape.model.shapes import is_diagonal, lora_factors
 _LORA = re.compile(r"self_attention\.linear_(?:qkv|proj)\.lora\.([qkvo])_([AB])")
 
 
-def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) -> Tensor:
+def to_megatron(weights: Mapping[str, Tensor], name: str, model_config: ModelConfig) -> Tensor:
     """Return the model's unsharded parameter `name` from Hugging Face's `weights`.
 
     Raises KeyError if `weights` lacks one that is needed, and FileError if a matrix that Megatron
@@ -38,14 +38,14 @@ def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) ->
     if match := FUSED.fullmatch(suffix):
         qkv = [weights[f"{prefix}self_attn.{p}_proj.{match[1]}"] for p in "qkv"]
         return torch.cat(
-            [weight.unflatten(0, (model.query_groups, -1)) for weight in qkv], dim=1
+            [weight.unflatten(0, (model_config.query_groups, -1)) for weight in qkv], dim=1
         ).flatten(0, 1)
     if suffix == "mlp.linear_fc1.weight":
         return torch.cat([weights[f"{prefix}mlp.{p}_proj.weight"] for p in ("gate", "up")])
     if match := _LORA.fullmatch(suffix):
         return weights[lora_name(prefix, *match.groups())]
     tensor = weights[hugging_face_name(layer, suffix)]
-    if not is_diagonal(model, layer, suffix):
+    if not is_diagonal(model_config, layer, suffix):
         return tensor
     if torch.count_nonzero(tensor - tensor.diag().diag()):
         problem = (
@@ -56,16 +56,16 @@ def to_megatron(weights: Mapping[str, Tensor], name: str, model: ModelConfig) ->
     return tensor.diag()
 
 
-def from_megatron(name: str, tensor: Tensor, model: ModelConfig) -> dict[str, Tensor]:
+def from_megatron(name: str, tensor: Tensor, model_config: ModelConfig) -> dict[str, Tensor]:
     """Return the Hugging Face weights by name that make up the model's unsharded parameter
     `name`.
     """
     layer, suffix = split_layer(name)
     prefix = hugging_face_prefix(layer)
     if match := FUSED.fullmatch(suffix):
-        D = model.head_dim
-        G = model.query_groups
-        sizes = [model.num_attention_heads // G * D, D, D]
+        D = model_config.head_dim
+        G = model_config.query_groups
+        sizes = [model_config.num_attention_heads // G * D, D, D]
         qkv = tensor.unflatten(0, (G, -1)).split(sizes, dim=1)
         return {
             f"{prefix}self_attn.{p}_proj.{match[1]}": weight.flatten(0, 1)
@@ -80,18 +80,18 @@ def from_megatron(name: str, tensor: Tensor, model: ModelConfig) -> dict[str, Te
         return {lora_name(prefix, *match.groups()): tensor}
     return {
         hugging_face_name(layer, suffix): tensor.diag()
-        if is_diagonal(model, layer, suffix)
+        if is_diagonal(model_config, layer, suffix)
         else tensor
     }
 
 
-def lora_pairs(model: ModelConfig, extension: ExtensionConfig) -> dict[str, dict[str, str]]:
+def lora_pairs(model_config: ModelConfig, extension: ExtensionConfig) -> dict[str, dict[str, str]]:
     """Return, for each adapted matrix by its Hugging Face name, the model's names of its LoRA
     factors A and B.
     """
     pairs: dict[str, dict[str, str]] = {}
-    for index in range(model.num_layers):
-        for name, factor in lora_factors(model, extension).items():
+    for index in range(model_config.num_layers):
+        for name, factor in lora_factors(model_config, extension).items():
             matrix = f"model.layers.{index}.self_attn.{factor.target}_proj.weight"
             pairs.setdefault(matrix, {})[factor.side] = layer_name(index, name)
     return pairs
@@ -127,11 +127,15 @@ def unshard(parts: list[Tensor], parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def load_weights(
-    model: torch.nn.Module, weights: dict[str, Tensor], settings: ModelConfig, rank: int, size: int
+    model: torch.nn.Module,
+    weights: dict[str, Tensor],
+    model_config: ModelConfig,
+    rank: int,
+    size: int,
 ) -> None:
     """Load unsharded weights by Hugging Face's names into a `LanguageModel`.
 
     This process is tensor-parallel rank `rank` of `size`.
     """
     for name, parameter in model.named_parameters():
-        parameter.copy_(shard(to_megatron(weights, name, settings), parameter, rank, size))
+        parameter.copy_(shard(to_megatron(weights, name, model_config), parameter, rank, size))

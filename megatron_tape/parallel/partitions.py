@@ -10,6 +10,11 @@ import torch
 from torch import Tensor, nn
 
 
+def is_sharded(parameter: Tensor) -> bool:
+    """Return whether the tensor-parallel ranks hold different parts of a parameter."""
+    return getattr(parameter, "tensor_model_parallel", False)
+
+
 def shard_shape(parameter: nn.Parameter) -> torch.Size:
     """Return the shape of a parameter's shard, whether or not ZeRO 3 has partitioned it."""
     return getattr(parameter, "ds_shape", parameter.shape)

@@ -1,26 +1,30 @@
-"""Hooks of the training loop, which run before and after steps and evaluate the model.
+"""Hooks of the training loop: the base class, the built-in evaluations, and their names.
 
 To add a hook, subclass `Hook`, `register` it under a name, and add the name to `train.evaluations`.
 All ranks call a hook together, so it may use collective operations. The result of rank 0 is logged.
+
+Importing this module does not import torch, since settings are checked against `HOOKS`.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
-from megatron_tape.config.train import EVALUATIONS
+from megatron_tape.model.names import KINDS, kind_of
+from megatron_tape.run import metrics
 
 if TYPE_CHECKING:
-    from megatron_tape.config.schema import RunConfig
-    from megatron_tape.data.batches import Batches
+    from torch import Tensor
+
     from megatron_tape.data.tokenizer import Tokenizer
     from megatron_tape.model.language_model import LanguageModel
-    from megatron_tape.parallel.layout import ParallelLayout
-    from megatron_tape.run.metrics import MetricsWriter
-    from megatron_tape.run.watch import Watch
-    from megatron_tape.training.engine import Engine, StepResult
+    from megatron_tape.model.pipeline import Pipeline
+    from megatron_tape.training.engine import Batch, Engine, StepResult
+    from megatron_tape.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -36,68 +40,264 @@ class HookResult:
     """Short strings for `metrics.jsonl`, such as the name of a node."""
 
 
-class Training(Protocol):
-    """The part of `training.trainer.Trainer` that hooks may use: the state of the run on this
-    rank.
-    """
-
-    config: RunConfig
-    watch: Watch
-    layout: ParallelLayout
-    tokenizer: Tokenizer | None
-    batches: Batches
-    model: LanguageModel
-    engine: Engine
-    progress: dict[str, Any]
-    """JSON that is saved in checkpoints and restored when the run continues. Assign a new dict
-    instead of modifying it, since a save in the background may be using it."""
-    writer: MetricsWriter | None
-    """Writes metrics; None except on rank 0."""
-    step: int
-    """The last completed step."""
-    samples: int
-    """The number of sequences that the run has trained on or skipped."""
-    enters_stage: bool
-    """Whether the next step is the first one of a new stage of `data.stages`."""
-
-    def logs(self, step: int) -> bool:
-        """Return whether the metrics of `step` are logged."""
-
-    def evaluates(self, step: int) -> bool:
-        """Return whether the model is evaluated after `step`."""
-
-
 class Hook:
     """Base class of hooks, whose methods do nothing. Store state that a resumed run needs in
     `trainer.progress`.
     """
 
-    def before_step(self, trainer: Training, step: int) -> None:
+    def before_step(self, trainer: Trainer, step: int) -> None:
         """Run before training step `step`, which `trainer.logs(step)` and `trainer.evaluates(step)`
         describe.
         """
 
-    def after_step(self, trainer: Training, step: int, result: StepResult) -> HookResult:
+    def on_micro_batch(self, trainer: Trainer, step: int, batch: Batch) -> None:
+        """Run before this rank trains on a micro-batch of `step`. Do not change `batch`.
+
+        `batch` has `tokens` and `labels` (B, S), and `documents` or `loss_weights` (B, S) if the
+        model gets them, on the rank's device. Reading values on the host waits for a GPU: sum up on
+        the device, and read the sum in `after_step`. Tensor-, context- and pipeline-parallel ranks
+        have the same batches, so sum over `trainer.layout.token_layout.data_group`.
+        """
+
+    def after_step(self, trainer: Trainer, step: int, result: StepResult) -> HookResult:
         """Run after training step `step`. The result is logged if `trainer.logs(step)`."""
         return HookResult()
 
-    def due(self, trainer: Training, step: int) -> bool:
+    def due(self, trainer: Trainer, step: int) -> bool:
         """Return whether to call `evaluate` after `step`.
 
-        By default, this is every `train.eval_interval` steps and after the last step; only after
-        the last step if the interval is null, and never if it is 0.
+        By default, a hook that overrides `evaluate` is due every `train.eval_interval` steps and
+        after the last step; only after the last step if the interval is null, and never if it is 0.
         """
-        return trainer.config.train.evaluates(step)
+        return type(self).evaluate is not Hook.evaluate and trainer.config.train.evaluates(step)
 
-    def evaluate(self, trainer: Training, step: int) -> HookResult:
+    def evaluate(self, trainer: Trainer, step: int) -> HookResult:
         """Evaluate the model after `step`, and return what to log."""
         return HookResult()
 
 
-HOOKS: dict[str, Callable[[], Hook] | None] = dict.fromkeys(EVALUATIONS)
-"""Functions that create hooks, by the names in `train.evaluations`. `built_in_hooks` adds those of
-the project.
-"""
+def merge_results(results: Iterable[tuple[str, HookResult]]) -> HookResult:
+    """Merge (hook name, result) pairs. Raises ValueError if two results contain the same name."""
+    merged = HookResult()
+    for hook, result in results:
+        for kind, values in vars(result).items():
+            earlier = getattr(merged, kind)
+            duplicates = earlier.keys() & values.keys()
+            if duplicates:
+                raise ValueError(
+                    f"evaluation {hook} returns {min(duplicates)}, which another evaluation"
+                    " returns, too; rename it"
+                )
+            earlier.update(values)
+    return merged
+
+
+class ValidationLoss(Hook):
+    """Logs the loss and perplexity on the validation split, and the loss of the averaged weights if
+    there are any.
+
+    The loss is the mean over `train.eval_steps` global batches. Nothing is logged if there is no
+    validation data.
+    """
+
+    def evaluate(self, trainer: Trainer, step: int) -> HookResult:
+        if trainer.batches.validation is None:
+            return HookResult()
+
+        loss = self._loss(trainer)
+        try:
+            perplexity = math.exp(loss)
+        except OverflowError:
+            perplexity = math.inf
+        scalars = {metrics.VALIDATION_LOSS: loss, metrics.VALIDATION_PERPLEXITY: perplexity}
+
+        if trainer.engine.averages:
+            with trainer.engine.averaged_weights():
+                scalars[metrics.VALIDATION_LOSS_AVERAGED] = self._loss(trainer)
+        return HookResult(scalars)
+
+    def _loss(self, trainer: Trainer) -> float:
+        batches = trainer.watch.each("evaluating", trainer.batches.evaluation())
+        return trainer.engine.evaluate(batches)
+
+
+class Sample(Hook):
+    """Logs text that continues `logging.sample_prompt`, if the run has a tokenizer and
+    `logging.sample_tokens` > 0.
+    """
+
+    def evaluate(self, trainer: Trainer, step: int) -> HookResult:
+        settings = trainer.config.logging
+        if trainer.tokenizer is None or settings.sample_tokens == 0:
+            return HookResult()
+
+        trainer.watch.progress("sampling text")
+        text = sample_text(
+            trainer.engine,
+            trainer.tokenizer,
+            settings.sample_prompt,
+            settings.sample_tokens,
+            trainer.config.model.seq_length,
+        )
+        return HookResult(texts={"sample": text})
+
+
+def sample_text(
+    engine: Engine, tokenizer: Tokenizer, prompt: str, length: int, max_length: int
+) -> str:
+    """Sample up to `length` tokens that continue `prompt`, and return both as text.
+
+    All ranks call this together and return the same text. It uses a generator with a fixed seed, so
+    that training's random numbers do not change. Each token costs a full forward pass over the last
+    `max_length` tokens. Sampling ends early at the end of a document, or if logits are not finite.
+    """
+    import torch
+    import torch.distributed as dist
+
+    layout = engine.layout
+    ids = tokenizer.encode(prompt) or [tokenizer.eod or 0]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(length):
+        context = ids[-max_length:]
+        padding = -len(context) % layout.token_layout.sequence_shards
+        tokens = torch.tensor([context + [0] * padding], device=layout.device)
+        logits = engine.logits(tokens)[0, len(context) - 1, : tokenizer.vocab_size].float().cpu()
+
+        token = torch.tensor([-1])
+        if torch.isfinite(logits).all():
+            probabilities = torch.softmax(logits / 0.8, -1)
+            token = torch.multinomial(probabilities, 1, generator=generator)
+        token = token.to(layout.device)
+        dist.broadcast(token, src=0)
+        if int(token) in (-1, tokenizer.eod):
+            break
+        ids.append(int(token))
+    return tokenizer.decode(ids)
+
+
+class GradientNorms(Hook):
+    """Logs the norms of the gradients by parameter kind (embeddings, attention, ...), before
+    clipping.
+
+    Each rank sums the squares in its partition of the gradients, so only these sums are
+    communicated. The norms are computed only in logged steps.
+    """
+
+    _squares: Tensor
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        if trainer.logs(step):
+            trainer.engine.before_update = functools.partial(self._measure, trainer.engine)
+
+    def after_step(self, trainer: Trainer, step: int, result: StepResult) -> HookResult:
+        """Return `grad_norm/KIND` for each of `KINDS` with trained parameters."""
+        import torch.distributed as dist
+
+        if not trainer.logs(step):
+            return HookResult()
+
+        trainer.engine.before_update = None
+        dist.all_reduce(self._squares)
+        squares, counts = self._squares.tolist()
+        of_kinds = zip(KINDS, squares, counts)
+        return HookResult(
+            {f"grad_norm/{kind}": square**0.5 for kind, square, count in of_kinds if count}
+        )
+
+    def _measure(self, engine: Engine) -> None:
+        """Store two rows by parameter kind (2, len(KINDS)) in fp64: sums of squared gradients, and
+        numbers of parameters.
+
+        This rank's values cover its partition of the gradients. In the sum over all ranks, each
+        element is counted once.
+        """
+        import torch
+
+        from megatron_tape.parallel.partitions import is_sharded
+        from megatron_tape.training.gradients import local_gradient
+
+        layout = engine.layout
+        gradients: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
+        for name, parameter in engine.trained.items():
+            if not is_sharded(parameter) and layout.tensor_parallel_rank > 0:
+                continue  # tensor-parallel rank 0 counts it
+
+            gradient = local_gradient(parameter, engine.zero_stage)
+            if gradient is not None:
+                gradients[kind_of(name)].append(gradient)
+
+        sums = torch.zeros(2, len(KINDS), dtype=torch.float64, device=layout.device)
+        for number, of_kind in enumerate(gradients.values()):
+            if of_kind:
+                norms = torch.stack(torch._foreach_norm(of_kind)).to(layout.device, torch.float64)
+                sums[0, number] = norms.square().sum()
+                sums[1, number] = len(of_kind)
+        self._squares = sums
+
+
+class PositionNorms(Hook):
+    """Logs the root mean squares of the position state's complex numbers and of their last update.
+
+    For RoPE they are 1 (with yarn, the attention factor) and 0, so they show how far TAPE is from
+    RoPE. Every logged step returns them by layer, and as root mean squares over the layers. Nothing
+    is logged if no layer updates the state.
+    """
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        """Record the norms in this step if it is logged."""
+        self._record(trainer, trainer.logs(step))
+
+    def after_step(self, trainer: Trainer, step: int, result: StepResult) -> HookResult:
+        """Return `position/state_norm`, `position/update_norm` and, by layer,
+        `position/state_norm/layer_LL` ...
+        """
+        self._record(trainer, False)
+        if not trainer.logs(step):
+            return HookResult()
+
+        scalars = {}
+        by_layer = _position_norms(trainer.model)
+        for column, name in enumerate(("state_norm", "update_norm")):
+            values = {layer: norms[column] for layer, norms in by_layer.items()}
+            if values:
+                scalars[f"position/{name}"] = math.hypot(*values.values()) / math.sqrt(len(values))
+            for layer, value in values.items():
+                scalars[f"position/{name}/layer_{layer:02d}"] = value
+        return HookResult(scalars)
+
+    def _record(self, trainer: Trainer, record: bool) -> None:
+        for update in trainer.model.position_updates():
+            update.record_norms = record
+
+
+def _position_norms(model: LanguageModel | Pipeline) -> dict[int, list[float]]:
+    """Return, by layer that updates the position state, the root mean squares of the state and of
+    its update over all ranks and groups.
+    """
+    import torch
+    import torch.distributed as dist
+
+    num_layers = model.model_config.num_layers
+    layers = [layer for layer in range(num_layers) if model.encoding.updates(layer)]
+    if not layers:
+        return {}
+
+    local = {update.layer: update.norms for update in model.position_updates()}
+    # Other pipeline stages have the norms of the other layers.
+    zeros = torch.zeros(3, model.model_config.query_groups, device=next(model.parameters()).device)
+    totals = torch.stack([local.get(layer, zeros) for layer in layers])
+    dist.all_reduce(totals)
+    squares, updates, counts = totals.sum(-1).T
+    return dict(zip(layers, torch.stack([squares / counts, updates / counts], 1).sqrt().tolist()))
+
+
+HOOKS: dict[str, Callable[[], Hook]] = {
+    "validation_loss": ValidationLoss,
+    "sample": Sample,
+    "position_norms": PositionNorms,
+    "gradient_norms": GradientNorms,
+}
+"""Functions that create hooks, by the names in `train.evaluations`."""
 
 
 def register(name: str, create: Callable[[], Hook]) -> None:
@@ -107,20 +307,3 @@ def register(name: str, create: Callable[[], Hook]) -> None:
     Call this before the settings are read.
     """
     HOOKS[name] = create
-
-
-def merge_results(results: Iterable[tuple[str, HookResult]]) -> HookResult:
-    """Merge (hook name, result) pairs. Raises ValueError if two results contain the same name."""
-    merged = HookResult()
-    for hook, result in results:
-        for attribute in ("scalars", "texts", "words"):
-            old = getattr(merged, attribute)
-            new = getattr(result, attribute)
-            if duplicates := old.keys() & new.keys():
-                name = sorted(duplicates)[0]
-                raise ValueError(
-                    f"evaluation {hook} returns {name}, which another evaluation returns, too;"
-                    " rename it"
-                )
-            old.update(new)
-    return merged

@@ -49,14 +49,14 @@ def build_model(
     allow_slow = config.train.allow_slow_attention
     packed = config.data.reset_attention_mask
     backend = verified_backend(config.model, layout, dtype, shifted_sparse, allow_slow, packed)
-    settings = dataclasses.replace(config.model, attention_backend=backend)
+    model_config = dataclasses.replace(config.model, attention_backend=backend)
     fused = verified_kernels(config.model, layout, dtype, allow_slow)
     model_chunks = []
     for layers in config.parallel.model_chunks(config.model.num_layers)[
         layout.pipeline_rank :: layout.pipeline_size
     ]:
         model = LanguageModel(
-            settings,
+            model_config,
             translated,
             layout.groups,
             layout.device,

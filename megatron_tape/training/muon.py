@@ -79,12 +79,12 @@ class Matrices:
     def __init__(
         self,
         names: Mapping[str, Parameter],
-        model: ModelConfig,
+        model_config: ModelConfig,
         layout: ParallelLayout,
         dtype: torch.dtype,
         zero: Any,
     ):
-        self._model = model
+        self._model_config = model_config
         self._layout = layout
         self._dtype = dtype
         self._ranks = zero.dp_process_group
@@ -133,12 +133,15 @@ class Matrices:
         if size > 1 and getattr(parameter, "tensor_model_parallel", False):
             shards = [torch.empty_like(momentum) for _ in range(size)]
             dist.all_gather(shards, momentum.contiguous(), group=layout.groups.tp)
-        momenta = from_megatron(name, unshard(shards, parameter), self._model)
+        momenta = from_megatron(name, unshard(shards, parameter), self._model_config)
         updates = {
             key: 0.2 * math.sqrt(max(x.shape)) * orthogonalize(x) for key, x in momenta.items()
         }
         return shard(
-            to_megatron(updates, name, self._model), parameter, layout.tensor_parallel_rank, size
+            to_megatron(updates, name, self._model_config),
+            parameter,
+            layout.tensor_parallel_rank,
+            size,
         )
 
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_tape.config.train import ProfileSettings
-from megatron_tape.training.hooks import Hook, HookResult, Training
+from megatron_tape.training.hooks import Hook, HookResult
 
 if TYPE_CHECKING:
     from megatron_tape.training.engine import StepResult
+    from megatron_tape.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +34,7 @@ class Profiling(Hook):
         self._active: profile | None = None
         self._first = 0
 
-    def due(self, trainer: Training, step: int) -> bool:
-        return False
-
-    def before_step(self, trainer: Training, step: int) -> None:
+    def before_step(self, trainer: Trainer, step: int) -> None:
         if trainer.watch.take_profile_request() and self._active is None:
             self._requested = [step, step + ON_SIGNAL - 1]
         if (
@@ -48,12 +46,12 @@ class Profiling(Hook):
         if self._requested[0] <= step <= self._requested[1]:
             self._begin(trainer, step)
 
-    def after_step(self, trainer: Training, step: int, result: StepResult) -> HookResult:
+    def after_step(self, trainer: Trainer, step: int, result: StepResult) -> HookResult:
         if self._active is not None and step in (self._requested[1], trainer.config.train.steps):
             self._end(trainer, step)
         return HookResult()
 
-    def _begin(self, trainer: Training, step: int) -> None:
+    def _begin(self, trainer: Trainer, step: int) -> None:
         activities = [ProfilerActivity.CPU]
         if trainer.layout.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -61,7 +59,7 @@ class Profiling(Hook):
         self._first = step
         self._active.start()
 
-    def _end(self, trainer: Training, step: int) -> None:
+    def _end(self, trainer: Trainer, step: int) -> None:
         finished = self._active
         self._active = None
         self._requested = None

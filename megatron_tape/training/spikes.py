@@ -15,10 +15,11 @@ from megatron_tape.config.stages import Stage, stage_at
 from megatron_tape.config.train import SpikeSettings
 from megatron_tape.errors import FileError, TrainingStopped
 from megatron_tape.run.attempts import Spike
-from megatron_tape.training.hooks import Hook, HookResult, Training
+from megatron_tape.training.hooks import Hook, HookResult
 
 if TYPE_CHECKING:
     from megatron_tape.training.engine import StepResult
+    from megatron_tape.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class SpikeHook(Hook):
         self._settings = settings
         self._spikes: Spikes | None = None
 
-    def before_step(self, trainer: Training, step: int) -> None:
+    def before_step(self, trainer: Trainer, step: int) -> None:
         if self._spikes is None:
             self._spikes = Spikes(self._settings, trainer.progress.get(VALUES))
             if self._settings.action == "skip":
@@ -113,7 +114,7 @@ class SpikeHook(Hook):
                 [],
             ]  # losses on the data of different stages are not comparable
 
-    def after_step(self, trainer: Training, step: int, result: StepResult) -> HookResult:
+    def after_step(self, trainer: Trainer, step: int, result: StepResult) -> HookResult:
         if result.finite:
             skips = self._settings.action == "skip"
             values = (result.loss, result.grad_norm)
@@ -126,10 +127,7 @@ class SpikeHook(Hook):
             trainer.progress = trainer.progress | {VALUES: self._spikes.values}
         return HookResult()
 
-    def due(self, trainer: Training, step: int) -> bool:
-        return False
-
-    def _found(self, trainer: Training, step: int, loss: float, norm: float) -> None:
+    def _found(self, trainer: Trainer, step: int, loss: float, norm: float) -> None:
         """Log and record a spike. Raises Rewind if the action is rewind, TrainingStopped after too
         many spikes.
         """

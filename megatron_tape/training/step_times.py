@@ -13,13 +13,14 @@ import torch.distributed as dist
 from megatron_tape.io.versions import node_name
 from megatron_tape.planning.hardware import peak_flops
 from megatron_tape.run.metrics import MFU
-from megatron_tape.training.hooks import Hook, HookResult, Training
+from megatron_tape.training.hooks import Hook, HookResult
 from megatron_tape.training.step_clock import BACKWARD, DATA, FORWARD, FORWARD_BACKWARD
 
 if TYPE_CHECKING:
     from megatron_tape.config.schema import RunConfig
     from megatron_tape.parallel.layout import ParallelLayout
     from megatron_tape.training.engine import StepResult
+    from megatron_tape.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +64,7 @@ class StepTimes(Hook):
         self._reported: set[int] = set()
         """The slow ranks about which a warning was logged."""
 
-    def due(self, trainer: Training, step: int) -> bool:
-        return False
-
-    def after_step(self, trainer: Training, step: int, result: StepResult) -> HookResult:
+    def after_step(self, trainer: Trainer, step: int, result: StepResult) -> HookResult:
         clock = trainer.engine.clock
         self._steps += 1
         if not trainer.logs(step):

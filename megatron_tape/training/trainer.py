@@ -3,19 +3,17 @@ step.
 """
 
 import atexit
-import dataclasses
 import gc
 import itertools
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from megatron_tape.checkpoint import restoring
 from megatron_tape.checkpoint.opening import open_base, open_to_resume
@@ -33,7 +31,7 @@ from megatron_tape.data.batches import build_batches
 from megatron_tape.data.inputs import fingerprints, missing_validation, recorded_tokenizer
 from megatron_tape.data.megatron_datasets import sample_order
 from megatron_tape.data.tokenizer import Tokenizer, load_run_tokenizer, tokenizer_record
-from megatron_tape.errors import CheckpointError, ConfigError, TrainingStopped, UserError
+from megatron_tape.errors import TrainingStopped, UserError
 from megatron_tape.io.files import atomic_output
 from megatron_tape.model.backend import chosen_backend
 from megatron_tape.model.initialization import initialize_weights, weight_initializations
@@ -52,10 +50,9 @@ from megatron_tape.run.metrics import MetricsWriter
 from megatron_tape.run.watch import Watch, longest_wait
 from megatron_tape.run.weights_and_biases import WandbRun
 from megatron_tape.text import counted
-from megatron_tape.training.built_in_hooks import build_hooks
 from megatron_tape.training.checkpoint_saver import CheckpointSaver
-from megatron_tape.training.engine import Engine, StepResult, zero_partition
-from megatron_tape.training.hooks import Hook, HookResult, merge_results
+from megatron_tape.training.engine import Batch, Engine, StepResult, zero_partition
+from megatron_tape.training.hooks import HOOKS, Hook, HookResult, merge_results
 from megatron_tape.training.model_building import (
     ParameterFilter,
     build_model,
@@ -64,10 +61,11 @@ from megatron_tape.training.model_building import (
     parameter_filter,
     parameter_table,
 )
+from megatron_tape.training.profiling import Profiling
 from megatron_tape.training.schedule import learning_rate
-from megatron_tape.training.spikes import FOUND, Rewind, drop_history_if_stage_changed
+from megatron_tape.training.spikes import FOUND, Rewind, SpikeHook, drop_history_if_stage_changed
 from megatron_tape.training.step_clock import SAVE
-from megatron_tape.training.step_times import utilization
+from megatron_tape.training.step_times import StepTimes, utilization
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +77,22 @@ FindBase = Callable[[RunConfig, ParallelLayout, Watch], Path]
 
 
 class Trainer:
-    """Trains the model of a run. All ranks create a trainer and call its methods together."""
+    """Trains the model of a run. All ranks create a trainer and call its methods together.
+
+    Hooks may read `config`, `watch`, `layout`, `batches`, `model`, `engine` and the attributes that
+    are documented below.
+    """
+
+    tokenizer: Tokenizer | None
+    writer: MetricsWriter | None
+    """Writes metrics; None except on rank 0."""
+    progress: dict[str, Any]
+    """JSON that is saved in checkpoints and restored when the run continues. Assign a new dict
+    instead of modifying it, since a save in the background may be using it."""
+    step = 0
+    """The last completed step."""
+    samples = 0
+    """The number of sequences that the run has trained on or skipped."""
 
     def __init__(
         self,
@@ -102,23 +115,20 @@ class Trainer:
 
         Raises:
             ConfigError: a setting does not match the checkpoint or the tokenizer.
-            CheckpointError: a checkpoint cannot be used.
+            CheckpointError: a checkpoint or the run's directory cannot be used.
         """
         self.config = config
         self.watch = watch
+        self.trains = trains or parameter_filter(config.extension)
         self._more_hooks = more_hooks
-        if trains is None:
-            self.trains = parameter_filter(config.extension)
-        else:
-            self.trains = trains
+
         check_devices(config.train.device)
         watch.progress("joining the other ranks")
         parallel = config.parallel
-        timeout = longest_wait(config.train.hang_timeout)
         self.layout = initialize_distributed(
             parallel.tensor_model_parallel_size,
             parallel.uses_sequence_parallel,
-            timeout,
+            longest_wait(config.train.hang_timeout),
             parallel.context_parallel_size,
             parallel.pipeline_model_parallel_size,
         )
@@ -127,43 +137,43 @@ class Trainer:
             check_host_memory(config, self.layout.world_size)
         if watch.attempt is None:
             watch.attach(claim_attempt(config, self.layout), self.layout.rank)
+
         watch.progress("reading the checkpoint")
-        self.checkpoint = open_to_resume(config, self.layout)
         self.base = None
-        if self.checkpoint is None and find_base is not None:
-            self.base = open_base(find_base(config, self.layout, watch), self.layout)
-        self.step = 0
-        self.samples = 0
+        self.checkpoint = open_to_resume(config, self.layout)
         if self.checkpoint is not None:
             self.step = self.checkpoint.step
             self.samples = self.checkpoint.state["consumed_samples"]
-        directory = Path(config.checkpoint.directory)
-        skipped = on_rank_0(
-            self.layout, directory, "cannot start", lambda: read_skipped_data(directory)
-        )
+        elif find_base is not None:
+            self.base = open_base(find_base(config, self.layout, watch), self.layout)
+
         self.spikes = 0
+        directory = Path(config.checkpoint.directory)
+        read = partial(read_skipped_data, directory)
+        skipped = on_rank_0(self.layout, directory, "cannot start", read)
         if skipped is not None and skipped["samples"] > self.samples:
             self.samples = skipped["samples"]
             self.spikes = skipped["spikes"]
-            message = "skipping the data up to the spike at step %d, according to %s"
-            logger.info(message, skipped["step"], directory / SKIPPED)
-        self.tokenizer: Tokenizer | None = None
-        self._data: dict[str, str] = {}
+            logger.info(
+                "skipping the data up to the spike at step %d, according to %s",
+                skipped["step"],
+                directory / SKIPPED,
+            )
 
     def _with_tokenizer(self) -> RunConfig:
         """Return the settings with `data.tokenizer` set to the tokenizer in the checkpoint, if it
         contains one.
         """
         start = self.checkpoint or self.base
-        return with_saved_tokenizer(self.config, None if start is None else start.path)
+        return with_saved_tokenizer(self.config, start and start.path)
 
     def run(self) -> str | None:
         """Train to the last step.
 
         Returns:
             None, or the reason why the run must be started again: a spike returned it to its newest
-                checkpoint, or a
-            signal asked it to stop, before which it saved a checkpoint if possible.
+                checkpoint, or a signal asked it to stop, before which it saved a checkpoint if
+                possible.
 
         Raises:
             TrainingStopped: if the loss or gradient remains infinite or NaN, there were too many
@@ -171,15 +181,17 @@ class Trainer:
             ConfigError: if `data.tokenizer` differs from the checkpoint's tokenizer.
         """
         if self.step >= self.config.train.steps:
-            finished = (
-                "%s is at step %d and train.steps is %d: nothing to do; to continue, raise"
-                " train.steps above %d"
-            )
             logger.info(
-                finished, self.checkpoint.path, self.step, self.config.train.steps, self.step
+                "%s is at step %d and train.steps is %d: nothing to do; to continue, raise"
+                " train.steps above %d",
+                self.checkpoint.path,
+                self.step,
+                self.config.train.steps,
+                self.step,
             )
             self._leave_together()
             return None
+
         if self.step > 0:
             for change in changes(self.checkpoint.state["config"], self.config):
                 logger.info("since %s: %s", self.checkpoint.path.name, change)
@@ -188,16 +200,15 @@ class Trainer:
         gc.collect()
         gc.freeze()
         atexit.register(gc.unfreeze)  # libraries warn about objects that are not collected at exit
+
         self.tokenizer = load_run_tokenizer(self._with_tokenizer())
-        self._data = fingerprints(self.config) if self.layout.rank == 0 else {}
         self._build()
+        reason = None
         try:
             # ranks would collect in different steps, and the others would wait each time
             gc.disable()
             stopped = self._train()
-            if stopped is None:
-                reason = None
-            else:
+            if stopped is not None:
                 reason = f"{self.watch.stop or 'a signal to another rank'} {stopped}"
         except Rewind as rewind:  # like TrainingStopped, raised on all ranks
             self.saves.finish()
@@ -210,6 +221,7 @@ class Trainer:
             if self.writer is not None:
                 self.writer.close()
         self.engine.close()
+
         # Once a rank exits, the launcher stops the others.
         if reason is not None and self.layout.rank == 0:
             self.watch.record_end(INTERRUPTED, reason)
@@ -247,8 +259,10 @@ class Trainer:
         """Open the data, and build the model, the engine, the hooks and the metrics writer."""
         config = self.config
         layout = self.layout
+        # Before the data is indexed, since files may change meanwhile.
+        data_fingerprints = fingerprints(config) if layout.rank == 0 else {}
         self.watch.progress("indexing the data", self.step)
-        eod = None if self.tokenizer is None else self.tokenizer.eod
+        eod = self.tokenizer and self.tokenizer.eod
         on_progress = partial(self.watch.progress, "indexing the data")
         self.batches = build_batches(
             self._with_tokenizer(), layout, eod, self.step, self.samples, on_progress
@@ -261,49 +275,63 @@ class Trainer:
         # Fork the loader processes now, since forking takes longer once this process has more
         # memory.
         self.micro_batches = self.batches.training()
+
         self.watch.progress("building the model")
         seed_everything(config.train.seed)
         self.model = build_model(config, layout, self.watch)
         freeze_parameters(self.model, self.trains)
-        local_frozen = [
-            name for name, parameter in self.model.named_parameters() if not parameter.requires_grad
-        ]
-        frozen = list(itertools.chain(*layout.gather_pipeline_stages(local_frozen)))
-        self.frozen_from = restoring.source_of_frozen(self.checkpoint or self.base, frozen, config)
+        names = [name for name, p in self.model.named_parameters() if not p.requires_grad]
+        frozen = list(itertools.chain(*layout.gather_pipeline_stages(names)))
+        frozen_from = restoring.source_of_frozen(self.checkpoint or self.base, frozen, config)
         self.parameters = parameter_table(self.model, layout)
         self._fill_weights()
         if frozen or config.extension.from_ is not None:
             logger.info("%s", self.parameters)
         self.engine = Engine(self.model, config, layout)
+
         self.progress = {"bad_steps": 0}
         if self.checkpoint is not None:
             self.watch.progress("loading the training state")
             restoring.load_training_state(self.checkpoint, self.engine)
-            seen = self.checkpoint.state[
-                "consumed_samples"
-            ]  # less than self.samples if data is skipped
+            saved = self.checkpoint.state
+            # `self.samples` is larger if data is skipped.
             self.progress |= drop_history_if_stage_changed(
-                self.checkpoint.state["progress"], self.stages, seen, self.samples
+                saved["progress"], self.stages, saved["consumed_samples"], self.samples
             )
-            where = (self.checkpoint.path, self.step + 1, config.train.steps)
-            logger.info("continuing from %s at step %d of %d", *where)
+            logger.info(
+                "continuing from %s at step %d of %d",
+                self.checkpoint.path,
+                self.step + 1,
+                config.train.steps,
+            )
         elif self.base is not None and (card := self.base.state["progress"].get("card")):
             self.progress["card"] = card
         if self.spikes:
             self.progress[FOUND] = self.spikes
         if layout.rank == 0:  # only this rank writes `progress`
-            self.progress["data"] = self._data
+            self.progress["data"] = data_fingerprints
             if self.tokenizer is None:
                 record = recorded_tokenizer(config)
             else:
                 record = tokenizer_record(self.tokenizer)
-            self.progress |= {} if record is None else {"tokenizer": record}
-        self.hooks = build_hooks(config) | self._more_hooks(config)
+            if record is not None:
+                self.progress["tokenizer"] = record
+
+        self.hooks = self._build_hooks()
         tokenizer_files = {} if self.tokenizer is None else self.tokenizer.files
-        self.saves = CheckpointSaver(
-            self.engine, config, self.watch, self.frozen_from, tokenizer_files
-        )
+        self.saves = CheckpointSaver(self.engine, config, self.watch, frozen_from, tokenizer_files)
         self.writer = self._open_writer() if layout.rank == 0 else None
+
+    def _build_hooks(self) -> dict[str, Hook]:
+        """Return the run's hooks by name: timing, profiling, spike detection if enabled, and the
+        evaluations.
+        """
+        train = self.config.train
+        hooks: dict[str, Hook] = {"step_times": StepTimes(), "profile": Profiling(train.profile)}
+        if train.spikes is not None:
+            hooks["spikes"] = SpikeHook(train.spikes)
+        hooks |= {name: HOOKS[name]() for name in train.evaluations}
+        return hooks | self._more_hooks(self.config)
 
     def _report_validation(self) -> None:
         """Log at which steps the run computes the validation loss, or why it does not."""
@@ -311,15 +339,15 @@ class Trainer:
         if missing := missing_validation(self.config):
             logger.info("the run computes no validation loss: %s", missing)
             return
-        sequences = f"{train.eval_steps * train.global_batch_size:,} sequences"
-        if train.eval_interval is None:
-            fix = "set train.eval_interval to compute it more often"
-            logger.info(
-                "the validation loss is computed after the last step, on %s; %s", sequences, fix
-            )
-        else:
-            message = "the validation loss is computed every %s and after the last step, on %s"
-            logger.info(message, counted(train.eval_interval, "step"), sequences)
+        when = "after the last step"
+        advice = "; set train.eval_interval to compute it more often"
+        if train.eval_interval is not None:
+            when = f"every {counted(train.eval_interval, 'step')} and {when}"
+            advice = ""
+        sequences = train.eval_steps * train.global_batch_size
+        logger.info(
+            "the validation loss is computed %s, on %s sequences%s", when, f"{sequences:,}", advice
+        )
 
     def _report_order(self) -> None:
         """Log whether the training data has another order than before the checkpoint."""
@@ -330,9 +358,7 @@ class Trainer:
             before = with_saved_size(saved, self.config)
             size_before = before.train.samples_after(before.train.steps - self.step, seen)
             order_before = None
-            with suppress(
-                UserError, OSError
-            ):  # a dataset of data.stages may have been moved or removed
+            with suppress(UserError, OSError):  # a stage's dataset may have been moved or removed
                 order_before = sample_order(before, size_before, seen)
             if order_before == sample_order(self.config, self.batches.samples.stop, seen):
                 return
@@ -340,11 +366,12 @@ class Trainer:
             # it.
             keys = keys or ["train.spikes"]
         if keys:
-            message = (
+            logger.info(
                 "since %s: %s: the data is shuffled again, so the run repeats some sequences and"
-                " skips others"
+                " skips others",
+                self.checkpoint.path.name,
+                ", ".join(keys),
             )
-            logger.info(message, self.checkpoint.path.name, ", ".join(keys))
 
     def _fill_weights(self) -> None:
         """Allocate the parameters, load the weights, and initialize parameters that are not in the
@@ -356,24 +383,24 @@ class Trainer:
         if self.checkpoint is not None:
             restoring.load_weights(self.checkpoint, self.model, layout)
             return
+
         new = None
         if self.base is not None:
             self.watch.progress("loading the initial weights")
             new = restoring.load_base_weights(self.base, self.model, layout)
-            if new:
-                added = f"; {counted(len(new), 'new parameter')}, such as {new[0]}"
-            else:
-                added = ""
-            logger.info("starting with the weights of %s%s", self.base.path, added)
+            logger.info("starting with the weights of %s", self.base.path)
             if not new:
                 return
+            logger.info("initializing %s, such as %s", counted(len(new), "new parameter"), new[0])
+
         self.watch.progress("initializing the weights")
         started = time.perf_counter()
         initials = weight_initializations(config.model, config.extension)
         rank = layout.tensor_parallel_rank
         size = layout.tensor_parallel_size
         initialize_weights(self.model, initials, config.train.seed, rank, size, new)
-        if (seconds := time.perf_counter() - started) > 1:
+        seconds = time.perf_counter() - started
+        if seconds > 1:
             logger.info("initialized the weights in %.0f s", seconds)
 
     def _open_writer(self) -> MetricsWriter:
@@ -382,34 +409,29 @@ class Trainer:
         attempt = self.watch.attempt
         attempt.check_owner()
         directory = config.logging.directory
-        tensorboard = config.logging.tensorboard
         begun = self.step
         seen = self.samples
         to_wandb = None
         if config.logging.wandb is not None:
             self.watch.progress("joining Weights & Biases")
             to_wandb = WandbRun(config.logging.wandb, directory, config_dict(config))
+
         writer = MetricsWriter(
             directory,
             config.train.steps,
             begun,
-            tensorboard,
+            config.logging.tensorboard,
             staging=attempt.home,
             work=lambda steps: config.train.samples_after(steps - begun, seen),
             wandb=to_wandb,
         )
-        writer.text("configuration", to_yaml(config), self.step)
-        writer.text("parameters", self.parameters, self.step)
-        writer.text("layout", config.parallel.describe(self.layout.world_size), self.step)
+        writer.text("configuration", to_yaml(config), begun)
+        writer.text("parameters", self.parameters, begun)
+        writer.text("layout", config.parallel.describe(self.layout.world_size), begun)
+        # data.allow_changed must not apply to later attempts.
+        later = replace(config, data=replace(config.data, allow_changed=False))
         with atomic_output(Path(directory) / "config.yaml", "w", overwrite=True) as file:
-            # data.allow_changed must not apply to later attempts.
-            file.write(
-                to_yaml(
-                    dataclasses.replace(
-                        config, data=dataclasses.replace(config.data, allow_changed=False)
-                    )
-                )
-            )
+            file.write(to_yaml(later))
         return writer
 
     def _train(self) -> str | None:
@@ -429,26 +451,28 @@ class Trainer:
                 gc.collect()
             for hook in self.hooks.values():
                 hook.before_step(self, step)
+
             rate = learning_rate(step, config.optimizer, config.schedule, config.train.steps)
             started = time.perf_counter()
             size = config.train.batch_size(self.samples)
             self.engine.set_batch_size(size)
-            result = self.engine.train_step(self.micro_batches, rate, step)
-            seconds = seconds + time.perf_counter() - started
-            timed_samples = timed_samples + size
+            result = self.engine.train_step(self._shown_to_hooks(step), rate, step)
+            seconds += time.perf_counter() - started
+            timed_samples += size
             self.step = step
-            self.samples = self.samples + size
+            self.samples += size
             watch.progress(TRAINING, step)
             self._count_bad_steps(result)
+
             hook_results = [
                 (name, hook.after_step(self, step, result)) for name, hook in self.hooks.items()
             ]
             if self.logs(step):
-                self._log(
-                    result, rate, timed_samples * config.model.seq_length / seconds, hook_results
-                )
+                speed = timed_samples * config.model.seq_length / seconds
+                self._log(result, rate, speed, hook_results)
                 seconds = 0.0
                 timed_samples = 0
+
             with self.engine.clock.phase(SAVE):
                 self.saves.poll()
             stopping = layout.any_rank(watch.stop is not None)
@@ -458,29 +482,42 @@ class Trainer:
                 if self.writer is not None:
                     self.writer.sync()
                 with self.engine.clock.phase(SAVE):
-                    saved = self.saves.save(
-                        step, self.samples, self.progress, wait=last or stopping
-                    )
+                    wait = last or stopping
+                    saved = self.saves.save(step, self.samples, self.progress, wait)
                 stopping = layout.any_rank(watch.stop is not None)
                 if stopping and not saved:
                     saved = self.saves.finish()
-            if stopping and not (last and saved):
-                return f"stopped the run after step {step}{'' if saved else ', which is not saved'}"
+
+            if stopping and not saved:
+                return f"stopped the run after step {step}, which is not saved"
+            if stopping and not last:
+                return f"stopped the run after step {step}"
             watch.progress(TRAINING)
         return None
+
+    def _shown_to_hooks(self, step: int) -> Iterator[Batch]:
+        """Yield this rank's micro-batches, each after all hooks have seen it."""
+        for batch in self.micro_batches:
+            for hook in self.hooks.values():
+                hook.on_micro_batch(self, step, batch)
+            yield batch
 
     def _count_bad_steps(self, result: StepResult) -> None:
         """Count consecutive steps that are not finite. Raises TrainingStopped at
         `train.max_bad_steps`.
         """
-        bad = result.skipped and not result.finite
-        bad_steps = self.progress["bad_steps"] + 1 if bad else 0
-        self.progress = {**self.progress, "bad_steps": bad_steps}
-        if not bad:
+        if result.finite or not result.skipped:
+            self.progress = {**self.progress, "bad_steps": 0}
             return
-        figures = (self.step, result.loss, result.grad_norm, bad_steps)
+
+        bad_steps = self.progress["bad_steps"] + 1
+        self.progress = {**self.progress, "bad_steps": bad_steps}
         logger.warning(
-            "step %d is skipped: loss %s, gradient norm %s (%d such steps in a row)", *figures
+            "step %d is skipped: loss %s, gradient norm %s (%d such steps in a row)",
+            self.step,
+            result.loss,
+            result.grad_norm,
+            bad_steps,
         )
         if bad_steps >= self.config.train.max_bad_steps:
             raise TrainingStopped(
@@ -513,9 +550,10 @@ class Trainer:
             scalars[metrics.DATA_STAGE] = stage_at(self.stages, self.samples - 1)
         if result.z_loss is not None:
             scalars[metrics.Z_LOSS] = result.z_loss
-        results = [("training", HookResult(scalars=scalars)), *hook_results]
-        due = {name: hook for name, hook in self.hooks.items() if hook.due(self, self.step)}
-        results += [(name, hook.evaluate(self, self.step)) for name, hook in due.items()]
+        results = [("training", HookResult(scalars)), *hook_results]
+        for name, hook in self.hooks.items():
+            if hook.due(self, self.step):
+                results.append((name, hook.evaluate(self, self.step)))
         merged = merge_results(results)
         if self.writer is None:
             return
@@ -528,23 +566,20 @@ def claim_attempt(config: RunConfig, layout: ParallelLayout) -> Attempt:
     """Start an attempt at the run and return it, for runs that a launcher does not start. All ranks
     call this together.
 
-    Raises ConfigError if `logging.directory` or `checkpoint.directory` cannot be used.
+    Raises CheckpointError if `logging.directory` or `checkpoint.directory` cannot be used.
     """
-    outcome: list[Any] = [None, None]
-    if layout.rank == 0:
-        size = layout.world_size
-        facts = {"job": None, "nodes": [os.uname().nodename], "processes": size, "pid": os.getpid()}
-        facts["layout"] = config.parallel.describe(size)
-        try:
-            outcome[0] = Attempt.claim(
-                config.logging.directory, config.checkpoint.directory, facts
-            ).number
-        except (OSError, CheckpointError) as error:
-            outcome[1] = str(error)
-    dist.broadcast_object_list(outcome, src=0)
-    number, problem = outcome
-    if problem is not None:
-        raise ConfigError(
-            "logging.directory", f"{config.logging.directory} cannot be used: {problem}"
-        )
-    return Attempt.open(config.logging.directory, config.checkpoint.directory, number)
+    directories = config.logging.directory, config.checkpoint.directory
+    size = layout.world_size
+    facts = {
+        "job": None,
+        "nodes": [os.uname().nodename],
+        "processes": size,
+        "pid": os.getpid(),
+        "layout": config.parallel.describe(size),
+    }
+
+    def claim() -> int:
+        return Attempt.claim(*directories, facts).number
+
+    number = on_rank_0(layout, Path(config.logging.directory), "cannot start", claim)
+    return Attempt.open(*directories, number)

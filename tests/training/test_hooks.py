@@ -6,24 +6,34 @@ import os
 import signal
 
 import pytest
+import torch
 from datasets_for_tests import write_all
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_cases import RECIPE, option, rows
 
+from megatron_tape.model.language_model import LanguageModel
 from megatron_tape.training.engine import Engine
 from megatron_tape.training.hooks import HOOKS, Hook, HookResult, merge_results, register
 from pretrain import train
 
 
 class Toy(Hook):
-    """Counts the steps, and returns a scalar and a text from each evaluation."""
+    """Counts the steps and the tokens of each step, and returns a scalar and a text from each
+    evaluation.
+    """
 
     seen = 0
+    tokens = 0
+
+    def on_micro_batch(self, trainer, step, batch):
+        assert trainer.step == step - 1
+        self.tokens += batch["tokens"].numel()
 
     def after_step(self, trainer, step, result):
         assert trainer.step == step and not result.skipped
         self.seen += 1
-        return HookResult(scalars={"toy/seen": self.seen})
+        tokens, self.tokens = self.tokens, 0
+        return HookResult({"toy/seen": self.seen, "toy/tokens": tokens})
 
     def evaluate(self, trainer, step):
         return HookResult(scalars={"toy/step": step}, texts={"toy": f"text of {step}"})
@@ -73,6 +83,31 @@ def test_results_of_a_registered_evaluation_reach_metrics_and_tensorboard(run):
         (3, "text of 3"),
         (5, "text of 5"),
     ]
+
+
+def test_hooks_see_the_micro_batches_that_the_rank_trains_on(run, monkeypatch):
+    forward = LanguageModel.forward
+    trained = []
+
+    def recorded(model, tokens, *arguments, **keywords):
+        if model.training:
+            trained.append(tokens)
+        return forward(model, tokens, *arguments, **keywords)
+
+    seen = []
+    monkeypatch.setattr(LanguageModel, "forward", recorded)
+    monkeypatch.setattr(Toy, "before_step", lambda toy, trainer, step: seen.append([]))
+    count = Toy.on_micro_batch
+
+    def on_micro_batch(toy, trainer, step, batch):
+        seen[-1].append(batch["tokens"])
+        count(toy, trainer, step, batch)
+
+    monkeypatch.setattr(Toy, "on_micro_batch", on_micro_batch)
+    assert run("--train.evaluations=[toy]", "--train.micro_batch_size=2") == 0
+    assert [len(of_step) for of_step in seen] == [2] * 5
+    assert all(map(torch.equal, sum(seen, []), trained)) and len(trained) == 10
+    assert {row["toy/tokens"] for row in rows(run.folder)} == {4 * 16}
 
 
 def test_only_named_evaluations_run(run):
