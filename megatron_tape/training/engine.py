@@ -6,12 +6,12 @@ ranks. Axes: B batch, S sequence, V vocabulary.
 """
 
 import contextlib
-import functools
 import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -24,6 +24,7 @@ from megatron_tape.model.layers import PositionTransformerLayer
 from megatron_tape.model.names import AVERAGE, EMBEDDING
 from megatron_tape.parallel import deepspeed_patches
 from megatron_tape.parallel.layout import ParallelLayout
+from megatron_tape.parallel.partitions import shard_shape
 from megatron_tape.training import zero_partitions
 from megatron_tape.training.average import WeightAverage
 from megatron_tape.training.gradients import (
@@ -75,29 +76,29 @@ def deepspeed_config(config: RunConfig, layout: ParallelLayout) -> dict:
     To DeepSpeed, context-parallel ranks are data-parallel ranks, so its batch sizes count a
     sequence once per rank.
     """
-    stage = config.deepspeed.zero_stage
-    zero = {
-        "stage": stage,
-        "reduce_bucket_size": config.deepspeed.reduce_bucket_size,
-        "overlap_comm": config.deepspeed.overlap_comm,
-        "contiguous_gradients": True,
-    }
-    micro = config.train.micro_batch_size
+    zero_stage = config.deepspeed.zero_stage
+    micro_batch_size = config.train.micro_batch_size
+    global_batch_size = config.train.global_batch_size
     in_bf16 = config.train.precision == "bf16"
     # With fp32 accumulation, DeepSpeed would use its `BF16_Optimizer` in stage 1, which does not
     # skip steps with gradients that are not finite. In stage 1, `ScatteredGradients` accumulates in
     # fp32 instead.
-    accumulates_in_fp32 = in_bf16 and stage > 1
+    accumulation_dtype = "fp32" if in_bf16 and zero_stage > 1 else None
     return {
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": config.train.global_batch_size
-        // (micro * layout.data_parallel_size),
-        "train_batch_size": config.train.global_batch_size * layout.context_parallel_size,
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": global_batch_size
+        // (micro_batch_size * layout.data_parallel_size),
+        "train_batch_size": global_batch_size * layout.context_parallel_size,
         "gradient_clipping": config.optimizer.clip_grad,
-        "zero_optimization": zero,
+        "zero_optimization": {
+            "stage": zero_stage,
+            "reduce_bucket_size": config.deepspeed.reduce_bucket_size,
+            "overlap_comm": config.deepspeed.overlap_comm,
+            "contiguous_gradients": True,
+        },
         "bf16": {"enabled": in_bf16},
         "communication_data_type": config.deepspeed.communication_precision,
-        "data_types": {"grad_accum_dtype": "fp32" if accumulates_in_fp32 else None},
+        "data_types": {"grad_accum_dtype": accumulation_dtype},
         "steps_per_print": None,
         # DeepSpeed's throughput timer, enabled by default, synchronizes the device twice in every
         # micro-batch.
@@ -151,17 +152,15 @@ class Engine:
 
     def __init__(self, model: torch.nn.Module, config: RunConfig, layout: ParallelLayout):
         self.layout = layout
-        self._seed = config.train.seed
-        self._has_z_loss = config.optimizer.z_loss > 0
-        self._average = None
-        self._uses_muon = config.optimizer.kind == "muon"
         self.zero_stage = config.deepspeed.zero_stage
         self.clock = StepClock(layout.device)
+        self._seed = config.train.seed
+        self._has_z_loss = config.optimizer.z_loss > 0
+        self._uses_muon = config.optimizer.kind == "muon"
+
         self.module = model.to(layout.device)
         self.names = dict(model.named_parameters())
-        self.trained = {
-            name: parameter for name, parameter in self.names.items() if parameter.requires_grad
-        }
+        self.trained = {name: p for name, p in self.names.items() if p.requires_grad}
         self.adam = build_optimizer(model, config, layout)
         deepspeed_patches.accept_optimizer(type(self.adam))
         with _torch_launcher_variables(layout):
@@ -172,34 +171,38 @@ class Engine:
                 mpu=layout.mpu,
                 dist_init_required=False,
             )
+        self.micro_batches = self.deepspeed_engine.gradient_accumulation_steps()
+        self._zero = self.deepspeed_engine.optimizer
+
+        self._average: WeightAverage | None = None
         if config.train.average is not None:
             self._average = WeightAverage(
                 config.train, self.adam, self._masters(), self._update_weights
             )
         if self._uses_muon:
             dtype = next(model.parameters()).dtype
-            self.adam.matrices = Matrices(
-                self.trained, config.model, layout, dtype, self.deepspeed_engine.optimizer
-            )
-        self._tied = model.tied if layout.pipeline_size > 1 else None
+            self.adam.matrices = Matrices(self.trained, config.model, layout, dtype, self._zero)
+
+        self._tied = None
+        tied_weight = None
+        if layout.pipeline_size > 1 and model.tied is not None:
+            self._tied = model.tied
+            self._tied.start(layout.device)
+            tied_weight = self.trained.get(EMBEDDING)
+        self._replicated = replicated_parameters(model)
         if self.zero_stage == 3:
             deepspeed_patches.vectorize_zero3_collectives(self.clock.waiting)
             _gather_for_whole_layers(model)
         else:
-            deferred = None if self._tied is None else self.trained.get(EMBEDDING)
-            zero = self.deepspeed_engine.optimizer
             overlap = config.deepspeed.overlap_comm
-            self._scattered = ScatteredGradients(zero, overlap, deferred, self.clock.waiting)
-        self.micro_batches = self.deepspeed_engine.gradient_accumulation_steps()
+            self._scattered = ScatteredGradients(
+                self._zero, overlap, tied_weight, self.clock.waiting
+            )
+
         self.optimizer_steps = 0
         """Number of updates so far; skipped steps do not count."""
-        self.before_update: Callable[[], None] | None = None
-        """If set, called in every step after the gradients are averaged and before they are
-        clipped.
-        """
-        if self._tied is not None:
-            self._tied.start(layout.device)
-        self._replicated = replicated_parameters(model)
+        self.before_update: Callable[[], None] = lambda: None
+        """Called in every step after the gradients are averaged and before they are clipped."""
         self._loss_sum = torch.zeros((), device=layout.device)
         """Sum of the losses of a step's micro-batches so far."""
         self._skipped_norm: float | None = None
@@ -209,14 +212,14 @@ class Engine:
         """Skip each update for which `predicate(loss, gradient norm)` returns true on any rank."""
 
         def skips(norm: float) -> bool:
-            if not math.isfinite(norm) or not self.layout.any_rank(
-                predicate(self._mean_loss(), norm)
-            ):
+            if not math.isfinite(norm):
+                return False
+            if not self.layout.any_rank(predicate(self._mean_loss(), norm)):
                 return False
             self._skipped_norm = norm
             return True
 
-        deepspeed_patches.skip_updates(self.deepspeed_engine.optimizer, skips)
+        deepspeed_patches.skip_updates(self._zero, skips)
 
     def close(self) -> None:
         """Free the model's memory. Otherwise DeepSpeed's hooks would keep it until the process
@@ -226,13 +229,10 @@ class Engine:
 
     def set_batch_size(self, sequences: int) -> None:
         """Set the global batch size of the following steps, in sequences."""
-        if (
-            sequences * self.layout.context_parallel_size
-            != self.deepspeed_engine.train_batch_size()
-        ):
-            self.deepspeed_engine.set_train_batch_size(
-                sequences * self.layout.context_parallel_size
-            )
+        # DeepSpeed counts a sequence once for each context-parallel rank.
+        size = sequences * self.layout.context_parallel_size
+        if size != self.deepspeed_engine.train_batch_size():
+            self.deepspeed_engine.set_train_batch_size(size)
             # DeepSpeed finds a step's last micro-batch by the remainder of this counter.
             self.deepspeed_engine.micro_steps = 0
             self.micro_batches = self.deepspeed_engine.gradient_accumulation_steps()
@@ -243,29 +243,29 @@ class Engine:
         The learning rate of a parameter group is `lr` times its `lr_scale`. `step` seeds random
         positions, together with `train.seed`.
         """
-        for group in self.deepspeed_engine.optimizer.param_groups:
+        for group in self._zero.param_groups:
             group["lr"] = lr * group["lr_scale"]
         self.deepspeed_engine.train()
-        if self.layout.pipeline_size == 1:
-            run = self._run
-        else:
-            run = self._run_pipeline
         self._loss_sum = torch.zeros((), device=self.layout.device)
         self._skipped_norm = None
+        run = self._run if self.layout.pipeline_size == 1 else self._run_pipeline
         run(itertools.islice(batches, self.micro_batches), step)
+
         with self.clock.phase(COMMUNICATION):
             loss = self._mean_loss()
         z_loss = self._z_loss() if self._has_z_loss else None
-        norm = self.deepspeed_engine.get_global_grad_norm()
-        norm = math.nan if norm is None else float(norm)
         skipped = not self.deepspeed_engine.was_step_applied()
         self.optimizer_steps += not skipped
         if self.averages:
             self._average.add(step, self.optimizer_steps, skipped)
-        norm = math.nan if skipped and math.isfinite(norm) else norm
-        return StepResult(
-            loss, norm if self._skipped_norm is None else self._skipped_norm, skipped, z_loss
-        )
+
+        norm = self._skipped_norm
+        if norm is None:
+            norm = self.deepspeed_engine.get_global_grad_norm()
+            # After a step that DeepSpeed skipped, the norm is that of an earlier step.
+            if norm is None or skipped and math.isfinite(norm):
+                norm = math.nan
+        return StepResult(loss, float(norm), skipped, z_loss)
 
     @property
     def averages(self) -> bool:
@@ -280,7 +280,7 @@ class Engine:
 
     def _update_weights(self) -> None:
         """Copy the fp32 weights of `_masters` to the model, as DeepSpeed does after a step."""
-        zero = self.deepspeed_engine.optimizer
+        zero = self._zero
         if self.zero_stage < 3:
             zero.update_lp_params()
         else:
@@ -296,19 +296,17 @@ class Engine:
         """Return the fp32 master weights that this rank's optimizer updates: its shard of each
         parameter group.
         """
-        zero = self.deepspeed_engine.optimizer
         if self.zero_stage == 3:
-            return zero.fp32_partitioned_groups_flat
-        return zero.single_partition_of_fp32_groups
+            return self._zero.fp32_partitioned_groups_flat
+        return self._zero.single_partition_of_fp32_groups
 
     def _mean_loss(self) -> float:
         return self.layout.token_layout.average(self._loss_sum / self.micro_batches).item()
 
     def _z_loss(self) -> float:
         total = torch.zeros((), device=self.layout.device) + self.module.take_z_loss()
-        return self.layout.token_layout.average(
-            self.layout.broadcast_from_last_pipeline_stage(total) / self.micro_batches
-        ).item()
+        total = self.layout.broadcast_from_last_pipeline_stage(total)
+        return self.layout.token_layout.average(total / self.micro_batches).item()
 
     def _run(self, batches: Iterable[Batch], step: int) -> None:
         """Accumulate the losses and gradients of all micro-batches, and update the weights."""
@@ -319,9 +317,7 @@ class Engine:
             with self.clock.phase(BACKWARD):
                 self.deepspeed_engine.backward(_scaled(loss))
             if self.deepspeed_engine.is_gradient_accumulation_boundary():
-                with self.clock.phase(COMMUNICATION):
-                    sum_replicated(self._replicated, self.zero_stage, self.layout.groups.tp)
-                self._call_before_update()
+                self._finish_gradients()
             with self.clock.phase(OPTIMIZER):
                 self.deepspeed_engine.step()
 
@@ -339,23 +335,25 @@ class Engine:
             total = self.module.train_micro_batches(
                 micro_batches, positions, _scaled, self._accumulating
             )
-        tied_trains = self._tied is not None and self._tied.trained
+        tied_is_trained = self._tied is not None and self._tied.trained
         with self.clock.phase(COMMUNICATION):
-            if tied_trains and (gradient := self._tied.gradient()) is not None:
-                self._scattered.add_to_deferred(gradient)
             self._loss_sum = self.layout.broadcast_from_last_pipeline_stage(total)
+            gradient = self._tied.gradient() if tied_is_trained else None
+            if gradient is not None:
+                self._scattered.add_to_deferred(gradient)
             engine.allreduce_gradients()
-            sum_replicated(self._replicated, self.zero_stage, self.layout.groups.tp)
-        self._call_before_update()
+        self._finish_gradients()
         with self.clock.phase(OPTIMIZER):
             engine.step()
             engine.optimizer.clear_backward_seen_flag()
-            if tied_trains:
+            if tied_is_trained:
                 self._tied.share()
 
-    def _call_before_update(self) -> None:
-        if self.before_update is not None:
-            self.before_update()
+    def _finish_gradients(self) -> None:
+        """Sum the averaged gradients of replicated parameters, and call `before_update`."""
+        with self.clock.phase(COMMUNICATION):
+            sum_replicated(self._replicated, self.zero_stage, self.layout.groups.tp)
+        self.before_update()
 
     @contextlib.contextmanager
     def _accumulating(self) -> Iterator[None]:
@@ -371,21 +369,19 @@ class Engine:
 
     @torch.no_grad()
     def _forward(self, *arguments: Tensor, **keywords: Any) -> Tensor:
-        self.deepspeed_engine.eval()
+        model = self.module
         if self.layout.pipeline_size == 1:
             model = self.deepspeed_engine
-        else:
-            model = self.module
+        self.deepspeed_engine.eval()
         result = model(*arguments, **keywords)
         self.deepspeed_engine.train()
         return result
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Return the mean loss of all batches of all data-parallel ranks."""
-        losses = [self._forward(**batch) for batch in batches]
-        return self.layout.token_layout.average(
-            self.layout.broadcast_from_last_pipeline_stage(torch.stack(losses).mean())
-        ).item()
+        losses = torch.stack([self._forward(**batch) for batch in batches])
+        loss = self.layout.broadcast_from_last_pipeline_stage(losses.mean())
+        return self.layout.token_layout.average(loss).item()
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits (B, S, V) of token ids (B, S), on all pipeline stages."""
@@ -416,59 +412,47 @@ class Engine:
                 the first update.
         """
         self._link_moments()
-        rank = self.layout.replica_rank
         state = {}
         shards = []
-        partitioned = zero_partitions.partitionings(
-            self.deepspeed_engine.optimizer, self._partitioned_parameters()
-        )
+        # ZeRO 3 partitions all parameters, ZeRO 1 and 2 only trained ones.
+        partitioned = self.names if self.zero_stage == 3 else self.trained
+        partitionings = zero_partitions.partitionings(self._zero, partitioned)
         for key, parameter in self._state_keys(frozen):
             kind, _, name = key.partition("/")
-            if name in partitioned:
-                trained = functools.partial(zero_partitions.local_elements, parameter, kind)
-                if parameter.requires_grad:
-                    local = trained
-                else:
-                    local = functools.partial(getattr, parameter, "ds_tensor")
-                shape = getattr(parameter, "ds_shape", parameter.shape)
+            if name in partitionings:
+                local = partial(zero_partitions.local_elements, parameter, kind)
+                if not parameter.requires_grad:
+                    local = partial(getattr, parameter, "ds_tensor")
+                shape = shard_shape(parameter)
                 shards.append(
-                    zero_partitions.Shard(key, shape, partitioned[name], owner(key), local)
+                    zero_partitions.Shard(key, shape, partitionings[name], owner(key), local)
                 )
-            elif owner(key) == rank:  # frozen, and not partitioned by ZeRO 1 or 2
+            elif owner(key) == self.layout.replica_rank:
                 state[key] = parameter.detach().to("cpu", torch.float32).clone().contiguous()
+
         for key, tensor in zero_partitions.gather_to_owners(
             shards, self.layout.groups.dp_cp, self.layout.device
         ):
             state[key] = tensor.to("cpu").contiguous()
         return state
 
-    def _partitioned_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters that ZeRO partitions: all with ZeRO 3, only trained ones with ZeRO
-        1 and 2.
-        """
-        if self.zero_stage == 3:
-            return self.names
-        return self.trained
-
     def state_sizes(self, frozen: bool = True) -> dict[str, int]:
         """Return the size in bytes of each tensor of `training_state`."""
-        return {key: 4 * getattr(p, "ds_numel", p.numel()) for key, p in self._state_keys(frozen)}
+        return {key: 4 * shard_shape(p).numel() for key, p in self._state_keys(frozen)}
 
     def _state_keys(self, frozen: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for name, parameter in self.names.items():
             if frozen or name in self.trained:
-                for key in self._keys_of(name, name in self.trained):
-                    yield f"{key}/{name}", parameter
+                for kind in self._kinds_of(name):
+                    yield f"{kind}/{name}", parameter
 
-    def _keys_of(self, name: str, trained: bool) -> tuple[str, ...]:
+    def _kinds_of(self, name: str) -> tuple[str, ...]:
         """Return the first parts of a parameter's keys: `weight` and, if it was updated, those of
         its moments.
         """
-        if trained and self.optimizer_steps:
-            moments = self._moments(self._uses_muon and is_matrix(name))
-        else:
-            moments = ()
-        return ("weight", *moments)
+        if name in self.names and name not in self.trained or not self.optimizer_steps:
+            return ("weight",)
+        return ("weight", *self._moments(self._uses_muon and is_matrix(name)))
 
     def load_training_state(
         self,
@@ -491,11 +475,12 @@ class Engine:
         self.optimizer_steps = optimizer_steps
         if optimizer_steps:
             self._create_moments(optimizer_steps)
-        for name in self.trained if names is None else names:
-            for key in self._keys_of(name, trained=True):
-                if (value := read(f"{key}/{name}")) is not None:
+        for name in names or self.trained:
+            for kind in self._kinds_of(name):
+                value = read(f"{kind}/{name}")
+                if value is not None:
                     value = value.to(self.layout.device)
-                    zero_partitions.set_local_elements(self.trained[name], key, value)
+                    zero_partitions.set_local_elements(self.trained[name], kind, value)
 
     def _create_moments(self, steps: int) -> None:
         """Create the optimizer's state, which torch would create only in the first step, and link
@@ -503,17 +488,14 @@ class Engine:
 
         `steps` is the number of updates so far, which Adam's bias correction depends on.
         """
-        of_muon = {
-            tensor
-            for group in self.adam.param_groups
-            if group.get("muon")
-            for tensor in group["params"]
-        }
+        of_muon: set[Tensor] = set()
+        for group in self.adam.param_groups:
+            if group.get("muon"):
+                of_muon.update(group["params"])
+
         for tensor in self._masters():
             keys = self._moments(tensor in of_muon)
-            state = {
-                key: torch.zeros_like(tensor, memory_format=torch.preserve_format) for key in keys
-            }
+            state = {key: torch.zeros_like(tensor) for key in keys}
             if tensor not in of_muon:
                 state["step"] = torch.tensor(float(steps), device=tensor.device)
             self.adam.state[tensor] = state
@@ -530,7 +512,7 @@ class Engine:
 
     def _link_moments(self) -> None:
         if self.zero_stage < 3 and self.optimizer_steps:
-            deepspeed_patches.link_optimizer_states(self.deepspeed_engine.optimizer)
+            deepspeed_patches.link_optimizer_states(self._zero)
 
 
 def _scaled(loss: Tensor) -> Tensor:
@@ -557,10 +539,9 @@ def _torch_launcher_variables(layout: ParallelLayout) -> Iterator[None]:
     """Set torchrun's environment variables, which DeepSpeed reads, if torchrun has not started this
     process.
     """
+    local_rank = layout.rank
     if layout.device.type == "cuda":
         local_rank = layout.device.index or 0
-    else:
-        local_rank = layout.rank
     values = {"RANK": layout.rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": layout.world_size}
     added = {key: str(value) for key, value in values.items() if key not in os.environ}
     os.environ |= added

@@ -196,7 +196,7 @@ class GradientNorms(Hook):
         if not trainer.logs(step):
             return HookResult()
 
-        trainer.engine.before_update = None
+        trainer.engine.before_update = lambda: None
         dist.all_reduce(self._squares)
         squares, counts = self._squares.tolist()
         of_kinds = zip(KINDS, squares, counts)
