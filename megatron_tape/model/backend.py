@@ -43,7 +43,7 @@ class _Failure(NamedTuple):
     """A predicate with the subject `model.attention_backend`, such as "is flex, which does not work
     here (...)".
     """
-    inexact: str | None = None
+    inexact: str | None
     """The backend or kernel whose results on this rank differ from plain torch, or that raises an
     error here.
     """
@@ -149,56 +149,58 @@ def verified_backend(
     failed: set[str] = set()
     while True:
         chosen = choice(model_config, dtype, device, shifted_sparse, packed, failed)
-        problem = _why_slow(model_config, chosen, dtype, device)
-        checked = chosen.backend in _COMPILED or (
-            device.type == "cuda" and chosen.backend in LIBRARIES
-        )
+        backend = chosen.backend
+        is_library = backend in LIBRARIES
+        checked = backend in _COMPILED or (device.type == "cuda" and is_library)
         # All ranks must enter `first_on_node`, also those whose GPU model led to a backend that
         # needs no check.
-        inexact = None
+        mismatch = None
         if layout.any_rank(checked):
             with layout.first_on_node():
                 # Shifted sparse attention passes its segments to the kernels as packed documents.
                 if checked:
-                    inexact = backend_fails(
-                        chosen.backend, shapes, dtype, device, packed or shifted_sparse
+                    mismatch = backend_fails(
+                        backend, shapes, dtype, device, packed or shifted_sparse
                     )
-        if inexact is None:
-            problem = problem
-        else:
-            problem = f"is {chosen.backend}, which {inexact}"
-        # All backends that follow a slow one in the table are even slower.
-        replaceable = auto and chosen.backend in LIBRARIES and not chosen.slow
+
         failure = None
-        if problem is not None:
-            failure = _Failure(
-                node_name(), layout.rank, problem, chosen.backend if inexact else None, replaceable
-            )
-        failures = [failure for failure in layout.gather(failure) if failure is not None]
+        # All backends that follow a slow one in the table are even slower.
+        replaceable = auto and is_library and not chosen.slow
+        slow = _why_slow(model_config, chosen, dtype, device)
+        if mismatch is not None:
+            problem = f"is {backend}, which {mismatch}"
+            failure = _Failure(node_name(), layout.rank, problem, backend, replaceable)
+        elif slow is not None:
+            failure = _Failure(node_name(), layout.rank, slow, None, replaceable)
+        failures = list(filter(None, layout.gather(failure)))
         failed |= {failure.inexact for failure in failures if failure.inexact}
-        if not failures or not all(failure.replaceable for failure in failures):
+        if not failures:
             break
-        first = failures[0]
-        logger.warning(
-            "attention backend rejected: it %s (rank %d, %s)", first.problem, first.rank, first.node
-        )
-    if failures:
+
+        if all(failure.replaceable for failure in failures):
+            node, rank, problem, *_ = failures[0]
+            logger.warning("attention backend rejected: it %s (rank %d, %s)", problem, rank, node)
+            continue
+
         error = _error_of(failures, layout.world_size, auto)
         if not allow_slow or not auto:
             raise error
-        needs = encoding_of(model_config).needs
-        # torch materializes all S x S scores when an encoding changes them, which our kernel cannot
-        # do either.
-        supported = _PLAIN[1:] if lacks("triton", needs) else _PLAIN
-        plain = [name for name in supported if name not in failed]
         logger.warning(
             "WARNING: train.allow_slow_attention lets training continue with slower attention in"
             " plain torch: %s %s",
             error.subject,
             error.problem,
         )
+        plain = [name for name in _PLAIN if name not in failed]
+        # torch materializes all S x S scores when an encoding changes them, which our kernel cannot
+        # do either.
+        if lacks("triton", encoding_of(model_config).needs):
+            plain.remove("torch")
         chosen = Choice(plain[0], "as train.allow_slow_attention allows")
-    elif checked:
+        checked = False
+        break
+
+    if checked:
         logger.info("the kernels of %s agree with plain torch here", chosen.backend)
     logger.info("attention backend: %s, %s", chosen.backend, chosen.reason)
     return chosen.backend
@@ -226,25 +228,26 @@ def _error_of(failures: list[_Failure], world_size: int, auto: bool) -> UserErro
     did.
     """
     node, rank, problem, *_ = failures[0]
-    listed = ", ".join(str(failure.rank) for failure in failures[:8])
-    ranks = f"rank {rank}" if len(failures) == 1 else f"ranks {listed}"
+    ranks = f"rank {rank}"
+    if len(failures) > 1:
+        ranks = f"ranks {', '.join(str(failure.rank) for failure in failures[:8])}"
+    fallback = ""
     if auto:
-        allowed = (
+        fallback = (
             "; to train with slower attention in plain torch, set train.allow_slow_attention: true"
         )
-    else:
-        allowed = ""
     if len(failures) == world_size:
-        key = ("model.attention_backend", "model.position_encoding")
         return ConfigError(
-            key, f"{problem} ({ranks}, {node})", f"fix this, or choose another backend{allowed}"
+            ("model.attention_backend", "model.position_encoding"),
+            f"{problem} ({ranks}, {node})",
+            f"fix this, or choose another backend{fallback}",
         )
-    nodes = tuple(dict.fromkeys(failure.node for failure in failures))
-    problem = (
+    return NodeError(
+        tuple(dict.fromkeys(failure.node for failure in failures)),
         f"({ranks} of {world_size}) cannot train with the other nodes: model.attention_backend"
-        f" {problem}"
+        f" {problem}",
+        f"fix or exclude the node{fallback}",
     )
-    return NodeError(nodes, problem, f"fix or exclude the node{allowed}")
 
 
 def verified_kernels(
@@ -264,51 +267,43 @@ def verified_kernels(
         return FusedKernels()
     size = layout.tensor_parallel_size
     shapes = kernel_shapes(model_config, size, layout.context_parallel_size)
-    triton = unsupported("triton", device, dtype, 64)
+    without_triton = unsupported("triton", device, dtype, 64)
     required = model_config.attention_backend in ("auto", "triton") and not allow_slow
+    ffn_width = model_config.ffn_hidden_size // size
+    vocabulary = model_config.vocab_size // size
 
-    checks = {
-        "position_update": lambda: update_checks(shapes, dtype, device),
-        "swiglu": lambda: {
-            "swiglu": swiglu_check(model_config.ffn_hidden_size // size, dtype, device)
-        },
-        "loss": lambda: {"loss": loss_check(model_config.vocab_size // size, dtype, device)},
-    }
-    if not shapes.averages:
-        del checks["position_update"]
-    if dtype is torch.float32:
-        del checks["loss"]
+    checks = {"swiglu": lambda: {"swiglu": swiglu_check(ffn_width, dtype, device)}}
+    if shapes.averages:
+        checks["position_update"] = lambda: update_checks(shapes, dtype, device)
+    if dtype is not torch.float32:
+        checks["loss"] = lambda: {"loss": loss_check(vocabulary, dtype, device)}
+
     usable = {}
     for name, check in checks.items():
+        failure = None
         with layout.first_on_node():
-            if triton:
-                why = f"triton {triton}"
-            else:
-                why = first_failure(check(), dtype, device)
-        if why is None:
-            failure = None
-        else:
-            failure = _Failure(node_name(), layout.rank, why, inexact=None if triton else name)
-        failures = [failure for failure in layout.gather(failure) if failure is not None]
+            if without_triton:
+                failure = _Failure(node_name(), layout.rank, f"triton {without_triton}", None)
+            elif problem := first_failure(check(), dtype, device):
+                failure = _Failure(node_name(), layout.rank, problem, name)
         # Decide from the failures of all ranks, so that all ranks decide the same.
-        problem = "requires the fused position update, which {}"
-        inexact = [
-            failure._replace(problem=problem.format(failure.problem))
-            for failure in failures
-            if failure.inexact
-        ]
+        failures = list(filter(None, layout.gather(failure)))
+        usable[name] = not failures
+        if not failures:
+            logger.info("the fused %s agrees with plain torch here", name.replace("_", " "))
+            continue
+
+        inexact = [failure for failure in failures if failure.inexact]
         if inexact and name == "position_update" and required:
+            problem = f"requires the fused position update, which {inexact[0].problem}"
+            inexact[0] = inexact[0]._replace(problem=problem)
             raise _error_of(inexact, layout.world_size, auto=True)
-        usable[name], label = not failures, name.replace("_", " ")
-        if failures:
-            first = failures[0]
-            logger.info(
-                "the %s runs in plain torch (rank %d, %s: %s)",
-                label,
-                first.rank,
-                first.node,
-                first.problem,
-            )
-        else:
-            logger.info("the fused %s agrees with plain torch here", label)
+        node, rank, problem, *_ = failures[0]
+        logger.info(
+            "the %s runs in plain torch (rank %d, %s: %s)",
+            name.replace("_", " "),
+            rank,
+            node,
+            problem,
+        )
     return FusedKernels(**usable)

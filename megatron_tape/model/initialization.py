@@ -7,7 +7,7 @@ Rows and columns of a parameter are those of a matrix: columns are the last axis
 axes, flattened.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig
-from megatron_tape.model.names import MATRICES, POSITION, kind_of, seed_name, split_layer
+from megatron_tape.model.names import POSITION, kind_of, seed_name, split_layer
 from megatron_tape.model.shapes import lora_factors, parameter_shapes
 from megatron_tape.ops import philox
-from megatron_tape.parallel.partitions import local_storage
+from megatron_tape.parallel.partitions import is_sharded, local_storage
 from megatron_tape.position import encoding_of
 
 CHUNKS = {"cpu": 2**17, "cuda": 2**22}
@@ -66,8 +66,8 @@ def weight_initializations(
     declares the values of its own parameters.
     """
     encoding = encoding_of(model_config)
-    factors = {} if extension is None else lora_factors(model_config, extension)
-    residual = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
+    factors = lora_factors(model_config, extension)
+    residual_scale = (2 * model_config.num_layers) ** -0.5
     initials = {}
     for name, shape in parameter_shapes(model_config, extension).items():
         layer, suffix = split_layer(name)
@@ -75,28 +75,24 @@ def weight_initializations(
         if kind == "position":
             declared = encoding.parameters(layer)[suffix.removeprefix(POSITION)]
             initials[name] = Initialization(shape, std=declared.std, value=declared.value)
-        elif kind == "lora":
-            initials[name] = Initialization(
-                shape, bound=shape[1] ** -0.5 if factors[suffix].side == "A" else 0.0
-            )
-        elif kind in (*MATRICES, "embeddings", "output"):
-            scale = (2 * model_config.num_layers) ** -0.5 if suffix in residual else 1.0
-            initials[name] = Initialization(shape, std=model_config.init_std * scale)
+        elif kind == "lora" and factors[suffix].side == "A":
+            initials[name] = Initialization(shape, bound=shape[1] ** -0.5)
+        elif kind in ("lora", "biases"):
+            initials[name] = Initialization(shape)
+        elif kind == "norms":
+            initials[name] = Initialization(shape, value=1.0)
+        elif suffix in ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight"):
+            initials[name] = Initialization(shape, std=model_config.init_std * residual_scale)
         else:
-            initials[name] = Initialization(shape, value=1.0 if kind == "norms" else 0.0)
+            initials[name] = Initialization(shape, std=model_config.init_std)
     return initials
 
 
 def initialized_whole(name: str, initial: Initialization, seed: int) -> Tensor:
     """Return the initial value of the unsharded parameter `name`, float32 on the CPU."""
     whole = torch.empty(initial.shape)
-    _fill(
-        whole.view(-1),
-        0,
-        *_shard_ranges(initial.shape, None, 0, 1),
-        initial,
-        philox.key_of(seed, seed_name(name)),
-    )
+    rows, columns = _shard_ranges(initial.shape, None, 0, 1)
+    _fill(whole.view(-1), 0, rows, columns, initial, philox.key_of(seed, seed_name(name)))
     return whole
 
 
@@ -130,23 +126,24 @@ def _shard_ranges(
     of `shape`.
     """
     *leading, width = shape
-    if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
-        return [range(prod(leading))], range(width)
+    all_rows = [range(prod(leading))]
+    if size == 1 or parameter is None or not is_sharded(parameter):
+        return all_rows, range(width)
+
     axis = parameter.partition_dim % len(shape)
     pieces = size * parameter.partition_stride
     length = shape[axis] // pieces
     local = [range(piece * length, (piece + 1) * length) for piece in range(rank, pieces, size)]
     if axis == len(leading):
         assert len(local) == 1, "no parameter is sharded into interleaved columns"
-        return [range(prod(leading))], local[0]
-    outer = prod(leading[:axis])
+        return all_rows, local[0]
+
     inner = prod(leading[axis + 1 :])
-    starts = range(0, outer * shape[axis], shape[axis])
-    return [
-        range((start + x.start) * inner, (start + x.stop) * inner)
-        for start in starts
-        for x in local
-    ], range(width)
+    rows = []
+    for outer in range(prod(leading[:axis])):
+        start = outer * shape[axis]
+        rows += [range((start + x.start) * inner, (start + x.stop) * inner) for x in local]
+    return rows, range(width)
 
 
 def _fill(
@@ -160,30 +157,15 @@ def _fill(
     """Fill `memory` with elements of the flattened shard (these rows and columns), starting at
     index `first`.
     """
-    for chunk, offset in chunks_of(
-        rows, len(columns), first, len(memory), CHUNKS[memory.device.type]
-    ):
-        values = initial.block(key, chunk, columns, memory.device).flatten()[
-            max(-offset, 0) : len(memory) - offset
-        ]
-        memory[max(offset, 0) :][: len(values)].copy_(values)
-
-
-def chunks_of(
-    rows: list[range], width: int, first: int, count: int, size: int
-) -> Iterator[tuple[range, int]]:
-    """Yield chunks of a matrix's `rows` that cover `count` of its elements, starting at flat index
-    `first`.
-
-    Rows have `width` elements. A chunk is a range of rows with about `size` elements. It is yielded
-    with its offset: the index of its first element minus `first`, which is negative if the chunk
-    starts before `first`.
-    """
-    step = max(1, size // width)
-    offset = -first
+    width = len(columns)
+    step = max(1, CHUNKS[memory.device.type] // width)
+    begin = -first
     for block in rows:
-        low = max(-offset, 0) // width
-        high = min(len(block), -((offset - count) // width))
-        for top in range(low, high, step):
-            yield block[top : min(top + step, high)], offset + top * width
-        offset += len(block) * width
+        for top in range(0, len(block), step):
+            chunk = block[top : top + step]
+            end = begin + len(chunk) * width
+            if end > 0 and begin < len(memory):
+                values = initial.block(key, chunk, columns, memory.device).flatten()
+                needed = values[max(0, -begin) : len(memory) - begin]
+                memory[max(0, begin) :][: len(needed)].copy_(needed)
+            begin = end

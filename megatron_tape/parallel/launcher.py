@@ -83,20 +83,24 @@ def check_launcher_environment() -> None:
     With variables that an earlier launcher has left in the shell, a single process would wait for
     other ranks or take the rank of another process.
     """
-    (rank, size), on_node = rank_and_size(), local_rank()
+    rank, size = rank_and_size()
+    ranks = {"RANK": rank, "LOCAL_RANK": local_rank()}
     local_world_size()
     restart_count()
-    has_size = "WORLD_SIZE" in os.environ
-    if size > 1 or _has_rank_0_address():
-        set_name, value = ("WORLD_SIZE", size) if has_size else ("RANK", rank)
+    if size > 1 or has_rank_0_address():
+        given = "WORLD_SIZE" if "WORLD_SIZE" in os.environ else "RANK"
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             if not os.environ.get(name):
-                raise UserError((set_name, name), f"is {value}, but {name} is not set", FIX)
+                raise UserError(
+                    (given, name), f"is {os.environ[given]}, but {name} is not set", FIX
+                )
         master_port()
-    for name, value in (("RANK", rank), ("LOCAL_RANK", on_node)):
+    for name, value in ranks.items():
         if value >= size:
-            size_is = f"WORLD_SIZE is {size if has_size else 'not set'}"
-            raise UserError((name, "WORLD_SIZE"), f"is {value}, but {size_is}", FIX)
+            world_size = os.environ.get("WORLD_SIZE", "not set")
+            raise UserError(
+                (name, "WORLD_SIZE"), f"is {value}, but WORLD_SIZE is {world_size}", FIX
+            )
 
 
 def refuse_launcher(program: str, reason: str) -> None:
@@ -105,7 +109,7 @@ def refuse_launcher(program: str, reason: str) -> None:
     `reason` is the problem in the message. Also checks that the launcher's variables are
     consistent.
     """
-    if _has_rank_0_address():
+    if has_rank_0_address():
         raise ConfigError(
             program,
             reason,
@@ -115,7 +119,7 @@ def refuse_launcher(program: str, reason: str) -> None:
     check_launcher_environment()
 
 
-def _has_rank_0_address() -> bool:
+def has_rank_0_address() -> bool:
     """Return whether RANK and MASTER_ADDR are set, as by a launcher. RANK alone may have been set
     by DeepSpeed.
     """
@@ -134,12 +138,12 @@ def check_master_address() -> None:
             return
         except (OSError, UnicodeError) as error:
             reason = getattr(error, "strerror", None) or error
-    problem = f"cannot resolve MASTER_ADDR, which is {address} ({reason})"
-    fix = (
+    raise NodeError(
+        node_name(),
+        f"cannot resolve MASTER_ADDR, which is {address} ({reason})",
         f"add {address} to DNS or to /etc/hosts of every node; on one node, pass --local-addr"
-        " 127.0.0.1 to torchrun"
+        " 127.0.0.1 to torchrun",
     )
-    raise NodeError(node_name(), problem, fix)
 
 
 def gloo_address() -> str | None:
@@ -164,15 +168,11 @@ def unreachable_nodes(addresses: dict[str, str | None]) -> list[str]:
 
     `addresses` has the `gloo_address` of each node.
     """
-    loopback = [
-        node for node, address in addresses.items() if address is not None and _is_loopback(address)
-    ]
+    loopback = []
+    for node, address in addresses.items():
+        if address is not None and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+            loopback.append(node)
     # Virtual nodes on one machine reach each other at distinct loopback addresses.
-    distinct = len({addresses[node] for node in loopback}) == len(addresses)
-    if distinct:
+    if len({addresses[node] for node in loopback}) == len(addresses):
         return []
     return loopback
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

@@ -13,7 +13,6 @@ import math
 import os
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,60 +48,38 @@ _LARGEST = 2**31 - 1
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
 class ParallelLayout:
     """The ranks, process groups and device of this process.
 
     Megatron modules receive `groups` as an argument. They do not use global ranks.
     """
 
-    groups: ProcessGroupCollection
-    device: torch.device
-    rank: int
-    """Global rank."""
-    world_size: int
-    tensor_parallel_rank: int
-    tensor_parallel_size: int
-    context_parallel_rank: int
-    context_parallel_size: int
-    pipeline_rank: int
-    """Number of the pipeline stage, from 0."""
-    pipeline_size: int
-    data_parallel_rank: int
-    """Ranks with different values train on different sequences."""
-    data_parallel_size: int
-    replica_rank: int
-    """Rank within the DP x CP ranks that hold the same tensor-parallel shard of the same layers.
-    ZeRO partitions over these ranks."""
-    replica_size: int
-    mpu: SimpleNamespace
-    """See `deepspeed_mpu`."""
-    token_layout: TokenLayout
-    """Distribution of sequences, tokens and heads over the ranks."""
+    def __init__(
+        self, groups: ProcessGroupCollection, device: torch.device, sequence_parallel: bool
+    ):
+        self.groups = groups
+        self.device = device
+        self.token_layout = TokenLayout.of(groups, sequence_parallel)
+        """Distribution of sequences, tokens and heads over the ranks."""
+        self.mpu = deepspeed_mpu(groups)
+        """See `deepspeed_mpu`."""
 
-    @classmethod
-    def of(
-        cls, groups: ProcessGroupCollection, device: torch.device, sequence_parallel: bool
-    ) -> "ParallelLayout":
-        """Return the layout of this process, whose process groups are `groups`."""
-        return cls(
-            groups=groups,
-            device=device,
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-            tensor_parallel_rank=groups.tp.rank(),
-            tensor_parallel_size=groups.tp.size(),
-            context_parallel_rank=groups.cp.rank(),
-            context_parallel_size=groups.cp.size(),
-            pipeline_rank=groups.pp.rank(),
-            pipeline_size=groups.pp.size(),
-            data_parallel_rank=groups.dp.rank(),
-            data_parallel_size=groups.dp.size(),
-            replica_rank=groups.dp_cp.rank(),
-            replica_size=groups.dp_cp.size(),
-            mpu=deepspeed_mpu(groups),
-            token_layout=TokenLayout.of(groups, sequence_parallel),
-        )
+        self.rank = dist.get_rank()
+        """Global rank."""
+        self.world_size = dist.get_world_size()
+        self.tensor_parallel_rank = groups.tp.rank()
+        self.tensor_parallel_size = groups.tp.size()
+        self.context_parallel_size = groups.cp.size()
+        self.pipeline_rank = groups.pp.rank()
+        """Number of the pipeline stage, from 0."""
+        self.pipeline_size = groups.pp.size()
+        self.data_parallel_rank = groups.dp.rank()
+        """Ranks with different values train on different sequences."""
+        self.data_parallel_size = groups.dp.size()
+        self.replica_rank = groups.dp_cp.rank()
+        """Rank within the DP x CP ranks that hold the same tensor-parallel shard of the same
+        layers. ZeRO partitions over these ranks."""
+        self.replica_size = groups.dp_cp.size()
 
     def any_rank(self, flag: bool) -> bool:
         """Return true on every rank if `flag` is true on any rank. Collective over all ranks."""
@@ -202,20 +179,20 @@ def initialize_distributed(
     )
     prepare_cpu()
     device = _own_device()
-    if timeout is None:
-        limit = WITHOUT_LIMIT
-    else:
+    limit = WITHOUT_LIMIT
+    if timeout is not None:
         limit = timedelta(seconds=timeout) + MARGIN
     if not dist.is_initialized():
         _initialize_process_group("nccl" if device.type == "cuda" else "gloo", limit)
+
     groups = _megatron_groups(sizes)
     # New groups have default timeouts of 10 or 30 minutes, and reused groups have the timeout of
     # the previous call.
     for group in distributed_c10d._world.pg_map:
         distributed_c10d._set_pg_timeout(limit, group)
-    return ParallelLayout.of(
-        groups, device, sizes[0] > 1 if sequence_parallel is None else sequence_parallel
-    )
+    if sequence_parallel is None:
+        sequence_parallel = tensor_model_parallel_size > 1
+    return ParallelLayout(groups, device, sequence_parallel)
 
 
 def prepare_cpu() -> None:
@@ -271,29 +248,36 @@ def check_devices(requested: str) -> None:
     `requested` is the value of `train.device`. GPUs would be idle if torch is built with CUDA but
     cannot use the GPUs of this node, or if there are fewer processes than visible GPUs.
     """
-    key = "train.device"
-    prefix = f"is {requested}, but torch {torch.__version__}"
     if requested == "cpu":
         return
+
     if torch.cuda.is_available():
         processes = launcher.local_world_size()
         devices = torch.cuda.device_count()
         if processes < devices:
             raise ConfigError(
-                key,
+                "train.device",
                 f"is {requested}, but only {processes} of the {devices} visible GPUs would be used",
                 f"start {devices} processes, select GPUs with CUDA_VISIBLE_DEVICES, or set it"
                 " to cpu",
             )
         return
-    fix = "check the output of nvidia-smi, or set it to cpu"
-    if requested == "cuda":
-        raise ConfigError(key, f"{prefix} finds no GPU on this node ({_cuda_error()})", fix)
-    if NVIDIA_DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-        if torch.version.cuda is not None:
-            raise ConfigError(key, f"{prefix} cannot use this node's GPUs ({_cuda_error()})", fix)
-        problem = "training on the CPU, since torch is built without CUDA"
-        logger.warning("warning: %s; to use this node's GPUs, %s", problem, cuda_build_fix())
+
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    has_gpu = NVIDIA_DRIVER.exists() and not hidden
+    if requested == "cuda" or has_gpu and torch.version.cuda is not None:
+        raise ConfigError(
+            "train.device",
+            f"is {requested}, but torch {torch.__version__} cannot use a GPU of this node"
+            f" ({_cuda_error()})",
+            "check the output of nvidia-smi, or set it to cpu",
+        )
+    if has_gpu:
+        logger.warning(
+            "warning: training on the CPU, since torch is built without CUDA; to use this node's"
+            " GPUs, %s",
+            cuda_build_fix(),
+        )
 
 
 def _cuda_error() -> str:
@@ -309,13 +293,10 @@ def _initialize_process_group(backend: str, timeout: timedelta) -> None:
     """Initialize torch.distributed, and DeepSpeed on top of it."""
     import deepspeed
 
-    # RANK alone may have been set by DeepSpeed; only a launcher also sets the address of rank 0.
-    launched = {"RANK", "MASTER_ADDR"} <= set(os.environ)
-    if launched:
+    store, rank, size = dist.HashStore(), 0, 1
+    if launcher.has_rank_0_address():
         launcher.check_master_address()
-    store, rank, size = (
-        next(dist.rendezvous("env://", timeout=timeout)) if launched else (dist.HashStore(), 0, 1)
-    )
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     # torchrun keeps its store when it restarts the processes; it contains the addresses of the
     # previous processes.
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
@@ -351,17 +332,14 @@ def _destroy_groups() -> None:
     """Destroy Megatron's groups and their threads, which `destroy_model_parallel` leaves
     running.
     """
-    variables = [
-        value if isinstance(value, list) else [value] for value in vars(parallel_state).values()
-    ]
-    groups = {
-        group for values in variables for group in values if isinstance(group, dist.ProcessGroup)
-    }
+    groups = set()
+    for value in vars(parallel_state).values():
+        values = value if isinstance(value, list) else [value]
+        groups.update(group for group in values if isinstance(group, dist.ProcessGroup))
     parallel_state.destroy_model_parallel()
     gc.collect()  # models in reference cycles refer to groups
-    names = (
-        distributed_c10d._world.pg_names
-    )  # to destroy groups in the same order on all ranks, as NCCL requires
+    # NCCL requires that all ranks destroy the groups in the same order.
+    names = distributed_c10d._world.pg_names
     for group in sorted(groups - {dist.group.WORLD}, key=lambda group: names.get(group, "")):
         with contextlib.suppress(ValueError):  # already destroyed by Megatron
             dist.destroy_process_group(group)
@@ -404,28 +382,18 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
     if not enabled:
         yield
         return
-    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    cudnn = torch.backends.cudnn
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.utils.deterministic.fill_uninitialized_memory,
-    )
-    flags = cudnn.deterministic, cudnn.benchmark
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace or ":4096:8"
+    was_filling = torch.utils.deterministic.fill_uninitialized_memory
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     # torch would also fill uninitialized memory, which takes time in ZeRO's large buffers and
     # changes no results.
     torch.utils.deterministic.fill_uninitialized_memory = False
-    cudnn.deterministic = True
-    cudnn.benchmark = False
     try:
-        yield
+        with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+            yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.utils.deterministic.fill_uninitialized_memory = before[1]
-        cudnn.deterministic, cudnn.benchmark = flags
-        if workspace is None:
-            del os.environ["CUBLAS_WORKSPACE_CONFIG"]
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = was_filling
 
 
 def seed_everything(seed: int) -> None:

@@ -118,11 +118,15 @@ class CheckpointSaver:
                 if tries_left == 0:
                     raise
                 _warn(error, f"in {LAST_SAVE_WAIT:g} s, at most {counted(tries_left, 'time')}")
-                if _wait_to_retry(self._engine, self._watch, LAST_SAVE_WAIT):
-                    return False
             else:
                 logger.info("saved %s", path)
                 return True
+
+            for _ in range(math.ceil(LAST_SAVE_WAIT / POLL_SECONDS)):
+                if self._engine.layout.any_rank(self._watch.stop is not None):
+                    return False
+                self._watch.progress("waiting to save")
+                time.sleep(min(LAST_SAVE_WAIT, POLL_SECONDS))
         return False
 
 
@@ -138,15 +142,3 @@ def _training_stopped(error: UnexpectedCheckpointError) -> TrainingStopped:
         " intact; the log has the traceback: report it, and try another deepspeed.zero_stage or"
         " layout"
     )
-
-
-def _wait_to_retry(engine: Engine, watch: Watch, seconds: float) -> bool:
-    """Wait for `seconds`, or until any rank is asked to stop; return on all ranks whether that
-    happened.
-    """
-    for _ in range(math.ceil(seconds / POLL_SECONDS)):
-        if engine.layout.any_rank(watch.stop is not None):
-            return True
-        watch.progress("waiting to save")
-        time.sleep(min(seconds, POLL_SECONDS))
-    return engine.layout.any_rank(watch.stop is not None)

@@ -61,22 +61,22 @@ class Spikes:
         `train.spikes.threshold` standard deviations, which are estimated from the median absolute
         deviation. NaN is no spike.
         """
-        return any(self._above(values, value) for values, value in zip(self.values, (loss, norm)))
-
-    def _above(self, values: list[float], value: float) -> bool:
-        recent = values[-self._settings.window :]
-        if len(recent) < self._settings.window:
-            return False
-        middle = median(recent)
-        deviation = DEVIATIONS * median(abs(x - middle) for x in recent)
-        return value > middle + self._settings.threshold * max(deviation, SMALLEST * abs(middle))
+        window = self._settings.window
+        for values, value in zip(self.values, (loss, norm)):
+            recent = values[-window:]
+            if len(recent) == window:
+                middle = median(recent)
+                deviation = DEVIATIONS * median(abs(x - middle) for x in recent)
+                deviation = max(deviation, SMALLEST * abs(middle))
+                if value > middle + self._settings.threshold * deviation:
+                    return True
+        return False
 
     def add(self, loss: float, norm: float) -> None:
         """Add the loss and the gradient norm of an update."""
-        previous = self._settings.window - 1
-        self.values = [
-            [*values[-previous:], value] for values, value in zip(self.values, (loss, norm))
-        ]
+        losses, norms = self.values
+        first = 1 - self._settings.window
+        self.values = [[*losses[first:], loss], [*norms[first:], norm]]
 
 
 def drop_history_if_stage_changed(
@@ -109,18 +109,17 @@ class SpikeHook(Hook):
             if self._settings.action == "skip":
                 trainer.engine.set_skip_predicate(self._spikes.is_spike)
         if trainer.enters_stage:
-            self._spikes.values = [
-                [],
-                [],
-            ]  # losses on the data of different stages are not comparable
+            # Losses on the data of different stages are not comparable.
+            self._spikes.values = [[], []]
 
     def after_step(self, trainer: Trainer, step: int, result: StepResult) -> HookResult:
         if result.finite:
-            skips = self._settings.action == "skip"
-            values = (result.loss, result.grad_norm)
-            if result.skipped or trainer.layout.any_rank(
-                not skips and self._spikes.is_spike(*values)
-            ):
+            values = result.loss, result.grad_norm
+            if self._settings.action == "skip":
+                found = result.skipped
+            else:
+                found = trainer.layout.any_rank(self._spikes.is_spike(*values))
+            if found:
                 self._found(trainer, step, *values)
             if not result.skipped:
                 self._spikes.add(*values)
@@ -135,19 +134,17 @@ class SpikeHook(Hook):
         number = trainer.progress.get(FOUND, 0) + 1
         trainer.progress = trainer.progress | {FOUND: number}
         if trainer.layout.rank == 0:
-            spike: Spike = {
-                "step": step,
-                "loss": loss,
-                "grad_norm": norm,
-                "action": action,
-                "number": number,
-            }
+            spike = Spike(step=step, loss=loss, grad_norm=norm, action=action, number=number)
             with contextlib.suppress(OSError, FileError):
                 trainer.watch.attempt.record_spike(spike)
-        message = (
-            "spike at step %d (%s): loss %.4g, gradient norm %.4g (recent medians %.4g and %.4g)"
+        logger.warning(
+            "spike at step %d (%s): loss %.4g, gradient norm %.4g (recent medians %.4g and %.4g)",
+            step,
+            action,
+            loss,
+            norm,
+            *map(median, self._spikes.values),
         )
-        logger.warning(message, step, action, loss, norm, *map(median, self._spikes.values))
         if action == "warn":
             return
         if number > self._settings.limit:
@@ -160,8 +157,7 @@ class SpikeHook(Hook):
             attempt = trainer.watch.attempt
             with RankErrors(trainer.layout, attempt.check_owner) as errors:
                 if trainer.layout.rank == 0:
-                    attempt.record_skipped_data(
-                        {"step": step, "samples": trainer.samples, "spikes": number}
-                    )
+                    skipped = {"step": step, "samples": trainer.samples, "spikes": number}
+                    attempt.record_skipped_data(skipped)
             errors.check(attempt.home, "cannot record which data is skipped")
             raise Rewind(f"spike at step {step}: the run returns to its newest checkpoint")

@@ -32,15 +32,11 @@ class StepClock:
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter):
-        if device.type == "cuda":
-            self._stream = torch.cuda.current_stream(device)
-        else:
-            self._stream = None
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._clock = clock
         self._open: list[str] = []
         self._marks: list[tuple[Any, str | None]] = []
         """Points in time (seconds, or events on a GPU), and the phase that starts there or None."""
-        self._spare: list[torch.cuda.Event] = []
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextlib.contextmanager
@@ -94,21 +90,17 @@ class StepClock:
         if self._stream is not None:
             self._marks[-1][0].synchronize()
         for (begun, name), (ended, _) in itertools.pairwise(self._marks):
-            if name is not None:
-                self._seconds[name] += (
-                    begun.elapsed_time(ended) / 1e3 if self._stream is not None else ended - begun
-                )
-        if self._stream is not None:
-            self._spare += [event for event, _ in self._marks]
+            if name is not None and self._stream is not None:
+                self._seconds[name] += begun.elapsed_time(ended) / 1e3
+            elif name is not None:
+                self._seconds[name] += ended - begun
         self._marks.clear()
 
     def _mark(self) -> None:
         if self._stream is None:
             moment = self._clock()
         else:
-            if self._spare:
-                moment = self._spare.pop()
-            else:
-                moment = torch.cuda.Event(enable_timing=True)
+            moment = torch.cuda.Event(enable_timing=True)
             moment.record()
-        self._marks.append((moment, self._open[-1] if self._open else None))
+        name = self._open[-1] if self._open else None
+        self._marks.append((moment, name))

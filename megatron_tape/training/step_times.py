@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from megatron_tape.io.versions import node_name
 from megatron_tape.planning.hardware import peak_flops
@@ -57,10 +56,8 @@ class StepTimes(Hook):
         """Whether the first logged step is over. Steps before it are slow on all ranks, and are not
         compared.
         """
-        self._compared = 0
-        """Number of steps in `_computed`."""
-        self._computed: list[float] = []
-        """Computing time of each rank, summed over the compared steps."""
+        self._compared: list[Sequence[float]] = []
+        """Computing time of each rank in each compared step."""
         self._reported: set[int] = set()
         """The slow ranks about which a warning was logged."""
 
@@ -73,7 +70,7 @@ class StepTimes(Hook):
         steps = self._steps
         self._steps = 0
         seconds = {name: total / steps for name, total in clock.read().items()}
-        metrics = HookResult(scalars={f"seconds/{name}": value for name, value in seconds.items()})
+        metrics = HookResult({f"seconds/{name}": value for name, value in seconds.items()})
         if trainer.layout.device.type == "cuda":
             metrics.scalars["memory/allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
             metrics.scalars["memory/reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
@@ -89,40 +86,36 @@ class StepTimes(Hook):
         this together.
         """
         self._names = self._names or layout.gather(_device_name(layout.device))
-        local = [sum(seconds.get(name, 0.0) for name in COMPUTING), seconds.get(DATA, 0.0)]
-        local = torch.tensor(local, dtype=torch.float64, device=layout.device)
-        of_ranks = local.new_empty(layout.world_size, len(local))
-        dist.all_gather_into_tensor(of_ranks.view(-1), local)
-        computing, waiting = of_ranks.T.tolist()
-        slowest = max(range(len(computing)), key=computing.__getitem__)
-        metrics.scalars["seconds/compute_median"] = statistics.median_low(computing)
-        metrics.scalars["seconds/compute_slowest"] = computing[slowest]
-        metrics.scalars["seconds/data_slowest"] = max(waiting)
+        computing = sum(seconds.get(name, 0.0) for name in COMPUTING)
+        times = layout.gather((computing, seconds.get(DATA, 0.0)))
+        computing_times, data_times = zip(*times)
+        slowest = computing_times.index(max(computing_times))
+        metrics.scalars["seconds/compute_median"] = statistics.median_low(computing_times)
+        metrics.scalars["seconds/compute_slowest"] = computing_times[slowest]
+        metrics.scalars["seconds/data_slowest"] = max(data_times)
         metrics.words["slowest_rank"] = f"{slowest} on {self._names[slowest]}"
+
         warns = layout.device.type == "cuda" or layout.world_size >= CPU_RANKS
         if self._warm and layout.rank == 0 and warns:
-            self._report_slow(steps, computing)
+            self._compared += [computing_times] * steps
+            if len(self._compared) >= WINDOW:
+                self._report_slow([statistics.mean(times) for times in zip(*self._compared)])
+                self._compared = []
         self._warm = True
 
-    def _report_slow(self, steps: int, computing: list[float]) -> None:
-        self._computed = [
-            a + steps * b for a, b in zip(self._computed or [0.0] * len(computing), computing)
-        ]
-        self._compared += steps
-        if self._compared < WINDOW:
-            return
-        means = [total / self._compared for total in self._computed]
-        self._compared = 0
-        self._computed = []
+    def _report_slow(self, means: list[float]) -> None:
         median = statistics.median_low(means)
         for rank, mean in enumerate(means):
             if 0 < SLOW * median < mean and rank not in self._reported:
                 self._reported.add(rank)
-                message = (
+                logger.warning(
                     "warning: rank %d on %s computes %.2f times as long as the median rank (%.4g s"
-                    " per step)"
+                    " per step)",
+                    rank,
+                    self._names[rank],
+                    mean / median,
+                    mean,
                 )
-                logger.warning(message, rank, self._names[rank], mean / median, mean)
 
 
 def _device_name(device: torch.device) -> str:

@@ -4,6 +4,7 @@ DeepSpeed's own functions all-reduce every whole tensor, which sends more data a
 memory.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -88,15 +89,11 @@ def local_elements(parameter: Parameter, key: str) -> Tensor:
 
     With ZeRO 3, it may be padded with zeros.
     """
-    if hasattr(parameter, "ds_id"):
-        if key == "weight":
-            local = safe_get_local_fp32_param
-        else:
-            local = safe_get_local_optimizer_state
-        if key == "weight":
-            return local(parameter)
-        return local(parameter, key)
-    return parameter._hp_mapping.get_hp_fragment(None if key == "weight" else key)
+    if not hasattr(parameter, "ds_id"):
+        return parameter._hp_mapping.get_hp_fragment(None if key == "weight" else key)
+    if key == "weight":
+        return safe_get_local_fp32_param(parameter)
+    return safe_get_local_optimizer_state(parameter, key)
 
 
 def set_local_elements(parameter: Parameter, key: str, value: Tensor) -> None:
@@ -130,45 +127,27 @@ def gather_to_owners(
 
     All ranks of `group` call this together, with shards of the same tensors in the same order.
     """
-    this_rank = group.rank()
     ranks = range(group.size())
     for batch in _batches(shards):
         to_send: list[list[Tensor]] = [[] for _ in ranks]
         for shard in batch:
-            if count := shard.partitioning.numel_on(this_rank):
+            count = shard.partitioning.numel_on(group.rank())
+            if count:
                 local = shard.local().flatten().to(device, torch.float32)
                 to_send[shard.owner].append(F.pad(local, (0, count - len(local))))
-        owned = [shard for shard in batch if shard.owner == this_rank]
-        counts = [[shard.partitioning.numel_on(rank) for shard in owned] for rank in ranks]
-        received = torch.empty(sum(map(sum, counts)), device=device)
-        sent = torch.cat(
-            [torch.empty(0, device=device), *(tensor for tensors in to_send for tensor in tensors)]
-        )
+        sent = torch.cat([torch.empty(0, device=device), *itertools.chain(*to_send)])
         sizes = [sum(map(len, tensors)) for tensors in to_send]
-        dist.all_to_all_single(received, sent, [sum(row) for row in counts], sizes, group=group)
-        yield from zip((shard.key for shard in owned), _assemble(owned, received, counts))
 
+        owned = [shard for shard in batch if shard.owner == group.rank()]
+        counts = [[shard.partitioning.numel_on(rank) for shard in owned] for rank in ranks]
+        received_sizes = [sum(row) for row in counts]
+        received = torch.empty(sum(received_sizes), device=device)
+        dist.all_to_all_single(received, sent, received_sizes, sizes, group=group)
 
-def _assemble(owned: list[Shard], received: Tensor, counts: list[list[int]]) -> Iterator[Tensor]:
-    """Yield the whole tensor of each owned shard. `counts[rank][i]` elements of shard i came from
-    `rank`.
-    """
-    if owned and owned[0].partitioning.padded:
-        table = received.view(len(counts), -1)
-        for shard, columns in zip(
-            owned, table.split([shard.partitioning.per_rank for shard in owned], dim=1)
-        ):
-            yield columns.reshape(-1)[: shard.partitioning.numel].view(shard.shape)
-        return
-    pieces: list[list[Tensor]] = [[] for _ in owned]
-    begin = 0
-    for row in counts:
-        for of_shard, count in zip(pieces, row):
-            if count:  # with thousands of ranks, only a few have elements of a tensor
-                of_shard.append(received[begin : begin + count])
-            begin += count
-    for shard, of_shard in zip(owned, pieces):
-        yield torch.cat(of_shard).view(shard.shape)
+        by_rank = [part.split(row) for part, row in zip(received.split(received_sizes), counts)]
+        for shard, pieces in zip(owned, zip(*by_rank)):
+            whole = torch.cat(pieces)[: shard.partitioning.numel]
+            yield shard.key, whole.view(shard.shape)
 
 
 def _batches(shards: list[Shard]) -> list[list[Shard]]:
