@@ -156,9 +156,8 @@ class LanguageModel(torch.nn.Module):
         """The copy of a tied embedding's weight in a chunk that has the output layer, but not the
         embedding. `pipeline.TiedWeight` sets it."""
         self._received: Tensor | None = None
-        own_groups = self.token_layout.local_heads(
-            torch.arange(model_config.query_groups, device="cpu")
-        ).tolist()
+        groups_of_model = torch.arange(model_config.query_groups, device="cpu")
+        own_groups = self.token_layout.local_heads(groups_of_model).tolist()
         self._unshifted_groups = unshifted_groups(model_config.query_groups, own_groups)
 
     def forward(
@@ -184,9 +183,7 @@ class LanguageModel(torch.nn.Module):
         """
         if positions is None:
             positions = self.token_positions(tokens)
-        packing = None
-        if documents is not None:
-            packing = Packing.of(documents)
+        packing = None if documents is None else Packing.of(documents)
         positions_SB = self._in_documents(positions, packing)
         if self.shifted_sparse and self.training:
             packing = ShiftedSegments.of(tokens, packing, self._unshifted_groups)
@@ -297,9 +294,10 @@ class LanguageModel(torch.nn.Module):
 
         labels = self.token_layout.context_tokens(labels)
         if loss_weights is not None:
-            loss_weights = self.token_layout.loss_weights(
-                self.token_layout.context_tokens(loss_weights)
-            )
+            loss_weights = self.token_layout.context_tokens(loss_weights)
+            # ZeRO averages gradients over the context-parallel ranks. With this factor, the average
+            # is the gradient of the weighted sum over whole sequences.
+            loss_weights = loss_weights * self.token_layout.context_shards
         loss, losses_BS = self.output(hidden_states, tied_weight, labels, loss_weights)
         if by_token:
             return self.token_layout.gather_context(losses_BS)

@@ -199,18 +199,18 @@ class LayerEncoding(torch.nn.Module):
         self._head_axes: dict[str, int] = {}
         for name, declared in encoding.parameters(layer).items():
             shard = torch.empty(declared.shape, dtype=config.params_dtype)
-            if declared.partition_dim is not None:
-                shard = encoding.token_layout.tensor_parallel_shard(
-                    shard, declared.partition_dim
-                ).contiguous()
+            dim = declared.partition_dim
+            if dim is not None:
+                shard = encoding.token_layout.tensor_parallel_shard(shard, dim).contiguous()
             weight = torch.nn.Parameter(shard)
-            weight.sequence_parallel = config.sequence_parallel and declared.partition_dim is None
-            if declared.partition_dim is not None:
-                set_tensor_model_parallel_attributes(weight, True, declared.partition_dim, 1)
-                self._head_axes[name] = declared.partition_dim
+            weight.sequence_parallel = config.sequence_parallel and dim is None
+            if dim is not None:
+                set_tensor_model_parallel_attributes(weight, True, dim, 1)
+                self._head_axes[name] = dim
             if declared.decay is not None:
                 weight.decay = declared.decay
             self.register_parameter(name, weight)
+
         self.record_norms = False
         """Whether `forward` computes `norms`."""
         self.norms: Tensor | None = None
@@ -221,10 +221,7 @@ class LayerEncoding(torch.nn.Module):
         self.updates = encoding.updates(layer)
         """Whether this layer updates the state."""
         self._learned = encoding.state_is_learned(layer)
-        if config.sequence_parallel:
-            self._group = None
-        else:
-            self._group = encoding.token_layout.model_group
+        self._group = None if config.sequence_parallel else encoding.token_layout.model_group
 
     def enter(
         self, state: Tensor | None, hidden_states: Tensor
@@ -241,21 +238,20 @@ class LayerEncoding(torch.nn.Module):
         hidden_states = self._with_summed_gradient(hidden_states)
         parameters = self._attention_parameters()
         state = self.encoding.enter(self.layer, parameters, state, hidden_states, NO_CACHE)
-        return state, self.encoding.position_inputs(
+        inputs = self.encoding.position_inputs(
             self.layer, parameters, state, hidden_states, NO_CACHE
         )
+        return state, inputs
 
     def _attention_parameters(self) -> Mapping[str, Tensor]:
         """Return the parameters of the heads that this rank has in attention, fewer with context
         parallelism.
         """
-        if not self._head_axes or self.encoding.token_layout.context_shards == 1:
-            return self._parameters
-        of_heads = {
-            name: self.encoding.token_layout.heads_in_attention(self._parameters[name], axis)
-            for name, axis in self._head_axes.items()
-        }
-        return {**self._parameters, **of_heads}
+        layout = self.encoding.token_layout
+        parameters = dict(self._parameters)
+        for name, axis in self._head_axes.items():
+            parameters[name] = layout.heads_in_attention(parameters[name], axis)
+        return parameters
 
     def _with_summed_gradient(self, hidden_states: Tensor) -> Tensor:
         """Return the hidden states, and sum their gradient over the tensor-parallel ranks in the
@@ -314,7 +310,7 @@ class PositionTransformerLayer(torch.nn.Module):
         encoding: PositionEncoding,
         layer: int,
         backend: str,
-        fused_swiglu: bool = False,
+        fused_swiglu: bool,
     ):
         super().__init__()
         parts = MLPSubmodules(
@@ -332,8 +328,8 @@ class PositionTransformerLayer(torch.nn.Module):
         self,
         hidden_states: Tensor,
         state: Tensor | None,
-        packing: Packing | ShiftedSegments | None = None,
-        recorder: AttentionRecorder | None = None,
+        packing: Packing | ShiftedSegments | None,
+        recorder: AttentionRecorder | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the next layer's hidden states (s, B, C) and position state.
 

@@ -36,14 +36,15 @@ def add_lora(model: LanguageModel, model_config: ModelConfig, extension: Extensi
     factors = lora_factors(model_config, extension)
     scale = extension.lora_scale
     for layer in model.layers.values():
-        for path, build in {
-            "self_attention.linear_qkv": QKVLora,
-            "self_attention.linear_proj": OutputLora,
-        }.items():
+        for path, build in (
+            ("self_attention.linear_qkv", QKVLora),
+            ("self_attention.linear_proj", OutputLora),
+        ):
+            prefix = f"{path}.lora."
             of_linear = {
-                name.removeprefix(f"{path}.lora."): factors[name]
-                for name in factors
-                if name.startswith(f"{path}.")
+                name.removeprefix(prefix): factor
+                for name, factor in factors.items()
+                if name.startswith(prefix)
             }
             if of_linear:
                 linear = layer.get_submodule(path)
@@ -77,16 +78,15 @@ class Lora(nn.Module):
         self.local_groups = model_config.query_groups // token_layout.model_group.size()
         for name, factor in factors.items():
             shard = torch.empty(factor.shape, dtype=dtype, device="meta")
-            if factor.partition_dim is not None:
-                shard = token_layout.tensor_parallel_shard(shard, factor.partition_dim).contiguous()
+            dim = factor.partition_dim
+            if dim is not None:
+                shard = token_layout.tensor_parallel_shard(shard, dim).contiguous()
             weight = nn.Parameter(shard)
             # A replicated factor processes only its rank's tokens, so its gradient must be summed
             # like that of a norm.
-            weight.sequence_parallel = (
-                token_layout.sequence_parallel and factor.partition_dim is None
-            )
-            if factor.partition_dim is not None:
-                set_tensor_model_parallel_attributes(weight, True, factor.partition_dim, 1)
+            weight.sequence_parallel = token_layout.sequence_parallel and dim is None
+            if dim is not None:
+                set_tensor_model_parallel_attributes(weight, True, dim, 1)
             self.register_parameter(name, weight)
 
     def _updated(self, output: Tensor, narrow: Tensor, up: Tensor) -> Tensor:
@@ -107,33 +107,31 @@ class QKVLora(Lora):
         `output` (S, B, X) contains this rank's queries, keys and values in Megatron's order.
         """
         targets = [target for target in "qkv" if hasattr(self, f"{target}_A")]
-        narrow = F.linear(
-            hidden_states, torch.cat([getattr(self, f"{target}_A") for target in targets])
-        )
+        factors = [getattr(self, f"{target}_A") for target in targets]
+        narrow = F.linear(hidden_states, torch.cat(factors))
         if self.token_layout.sequence_parallel:
-            narrow = gather_from_sequence_parallel_region(
-                narrow, group=self.token_layout.model_group
-            )
+            enter = gather_from_sequence_parallel_region
         else:
-            narrow = copy_to_tensor_model_parallel_region(
-                narrow, group=self.token_layout.model_group
-            )
+            enter = copy_to_tensor_model_parallel_region
+        narrow = enter(narrow, group=self.token_layout.model_group)
         return self._updated(output, narrow, self._fused(targets))
 
     def _fused(self, targets: list[str]) -> Tensor:
         """Return B of all targets as one matrix (X, n r), its rows in Megatron's order: by group,
         then q, k, v.
         """
-        rank = getattr(self, f"{targets[0]}_B").shape[1]
+        some_b = getattr(self, f"{targets[0]}_B")
+        rank = some_b.shape[1]
         blocks = []
         for target, heads in {"q": self.group_heads, "k": 1, "v": 1}.items():
-            if target not in targets:
+            if target in targets:
+                block = getattr(self, f"{target}_B").unflatten(0, (self.local_groups, -1))
+                before = targets.index(target)
+                after = len(targets) - 1 - before
+                blocks.append(F.pad(block, (before * rank, after * rank)))
+            else:
                 shape = self.local_groups, heads * self.head_dim, len(targets) * rank
-                blocks.append(getattr(self, f"{targets[0]}_B").new_zeros(shape))
-                continue
-            block = getattr(self, f"{target}_B").unflatten(0, (self.local_groups, -1))
-            before = targets.index(target)
-            blocks.append(F.pad(block, (before * rank, (len(targets) - 1 - before) * rank)))
+                blocks.append(some_b.new_zeros(shape))
         return torch.cat(blocks, dim=1).flatten(0, 1)
 
 
@@ -148,11 +146,8 @@ class OutputLora(Lora):
         """
         narrow = F.linear(heads, self.o_A)
         if self.token_layout.sequence_parallel:
-            narrow = reduce_scatter_to_sequence_parallel_region(
-                narrow, group=self.token_layout.model_group
-            )
+            leave = reduce_scatter_to_sequence_parallel_region
         else:
-            narrow = reduce_from_tensor_model_parallel_region(
-                narrow, group=self.token_layout.model_group
-            )
+            leave = reduce_from_tensor_model_parallel_region
+        narrow = leave(narrow, group=self.token_layout.model_group)
         return self._updated(output, narrow, self.o_B)

@@ -35,7 +35,8 @@ class ParameterShape(NamedTuple):
         """Return the number of elements of the parameter on one of `tensor_size` tensor-parallel
         ranks.
         """
-        return prod(self.whole) // (1 if self.partition_dim is None else tensor_size)
+        elements = prod(self.whole)
+        return elements if self.partition_dim is None else elements // tensor_size
 
 
 class Factor(NamedTuple):
@@ -68,15 +69,17 @@ def lora_factors(model_config: ModelConfig, extension: ExtensionConfig | None) -
     """
     if extension is None or not extension.adds_lora:
         return {}
+    rank = extension.lora_rank
     factors = {}
     for target, (width_in, width_out) in lora_widths(model_config).items():
         if target not in extension.lora_targets:
             continue
-        module = f"self_attention.{'linear_proj' if target == 'o' else 'linear_qkv'}.lora"
-        cuts = {"A": 1, "B": None} if target == "o" else {"A": None, "B": 0}
-        shapes = {"A": (extension.lora_rank, width_in), "B": (width_out, extension.lora_rank)}
-        for side in "AB":
-            factors[f"{module}.{target}_{side}"] = Factor(target, side, shapes[side], cuts[side])
+        linear, dim_a, dim_b = "linear_qkv", None, 0
+        if target == "o":
+            linear, dim_a, dim_b = "linear_proj", 1, None
+        name = f"self_attention.{linear}.lora.{target}"
+        factors[f"{name}_A"] = Factor(target, "A", (rank, width_in), dim_a)
+        factors[f"{name}_B"] = Factor(target, "B", (width_out, rank), dim_b)
     return factors
 
 
@@ -90,50 +93,39 @@ def cut_shapes(
     H = model_config.num_attention_heads
     G = model_config.query_groups
     D = model_config.head_dim
-    encoding = encoding_of(model_config)
+    F = model_config.ffn_hidden_size
     qkv = (H + 2 * G) * D
-    if model_config.qkv_bias:
-        bias = {"self_attention.linear_qkv.bias": ParameterShape((qkv,), 0)}
-    else:
-        bias = {}
-    if model_config.qk_norm:
-        norms = {f"self_attention.{x}_layernorm.weight": ParameterShape((D,)) for x in "qk"}
-    else:
-        norms = {}
-    gated = model_config.attention_output_gate
-    if gated:
-        gate = {"self_attention.linear_gate.weight": ParameterShape((H * D, C), 0)}
-    else:
-        gate = {}
-    lora = {
-        name: ParameterShape(f.shape, f.partition_dim)
-        for name, f in lora_factors(model_config, extension).items()
-    }
+
     layer = {
         "input_layernorm.weight": ParameterShape((C,)),
         "self_attention.linear_qkv.weight": ParameterShape((qkv, C), 0),
-        **bias,
-        **norms,
-        **gate,
+    }
+    if model_config.qkv_bias:
+        layer["self_attention.linear_qkv.bias"] = ParameterShape((qkv,), 0)
+    if model_config.qk_norm:
+        layer["self_attention.q_layernorm.weight"] = ParameterShape((D,))
+        layer["self_attention.k_layernorm.weight"] = ParameterShape((D,))
+    if model_config.attention_output_gate:
+        layer["self_attention.linear_gate.weight"] = ParameterShape((H * D, C), 0)
+    layer |= {
         "self_attention.linear_proj.weight": ParameterShape((C, H * D), 1),
         "pre_mlp_layernorm.weight": ParameterShape((C,)),
-        "mlp.linear_fc1.weight": ParameterShape((2 * model_config.ffn_hidden_size, C), 0),
-        "mlp.linear_fc2.weight": ParameterShape((C, model_config.ffn_hidden_size), 1),
-        **lora,
+        "mlp.linear_fc1.weight": ParameterShape((2 * F, C), 0),
+        "mlp.linear_fc2.weight": ParameterShape((C, F), 1),
     }
+    for name, factor in lora_factors(model_config, extension).items():
+        layer[name] = ParameterShape(factor.shape, factor.partition_dim)
+
     shapes = {EMBEDDING: ParameterShape((model_config.vocab_size, C), 0)}
     for index in range(model_config.num_layers):
-        declared = encoding.parameters(index).items()
-        position = {
-            f"{POSITION}{name}": ParameterShape(p.shape, p.partition_dim) for name, p in declared
-        }
-        shapes |= {layer_name(index, name): shape for name, shape in (layer | position).items()}
+        for name, shape in layer.items():
+            shapes[layer_name(index, name)] = shape
+        for name, p in encoding_of(model_config).parameters(index).items():
+            shapes[layer_name(index, POSITION + name)] = ParameterShape(p.shape, p.partition_dim)
     shapes[NORM] = ParameterShape((C,))
-    if model_config.tie_embeddings:
-        output = {}
-    else:
-        output = {OUTPUT: ParameterShape((model_config.vocab_size, C), 0)}
-    return shapes | output
+    if not model_config.tie_embeddings:
+        shapes[OUTPUT] = ParameterShape((model_config.vocab_size, C), 0)
+    return shapes
 
 
 def parameter_shapes(
@@ -158,24 +150,19 @@ def whole_shapes(model_config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every weight of an exported model by Hugging Face's name, in layer
     order.
     """
-    dim = model_config.head_dim
-    groups = model_config.query_groups
-    rows = {"q": model_config.num_attention_heads * dim, "k": groups * dim, "v": groups * dim}
+    widths = lora_widths(model_config)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in parameter_shapes(model_config).items():
         layer, suffix = split_layer(name)
         prefix = hugging_face_prefix(layer)
         if match := FUSED.fullmatch(suffix):
-            shapes |= {
-                f"{prefix}self_attn.{p}_proj.{match[1]}": (rows[p], *shape[1:]) for p in "qkv"
-            }
+            for p in "qkv":
+                shapes[f"{prefix}self_attn.{p}_proj.{match[1]}"] = (widths[p][1], *shape[1:])
         elif suffix == "mlp.linear_fc1.weight":
-            shapes |= {
-                f"{prefix}mlp.{p}_proj.weight": (model_config.ffn_hidden_size, *shape[1:])
-                for p in ("gate", "up")
-            }
+            for p in ("gate", "up"):
+                shapes[f"{prefix}mlp.{p}_proj.weight"] = (shape[0] // 2, *shape[1:])
+        elif is_diagonal(model_config, layer, suffix):
+            shapes[hugging_face_name(layer, suffix)] = shape * 2
         else:
-            shapes[hugging_face_name(layer, suffix)] = (
-                shape * 2 if is_diagonal(model_config, layer, suffix) else shape
-            )
+            shapes[hugging_face_name(layer, suffix)] = shape
     return shapes

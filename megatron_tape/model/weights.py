@@ -23,6 +23,7 @@ from megatron_tape.model.names import (
     split_layer,
 )
 from megatron_tape.model.shapes import is_diagonal, lora_factors
+from megatron_tape.parallel.partitions import is_sharded
 
 _LORA = re.compile(r"self_attention\.linear_(?:qkv|proj)\.lora\.([qkvo])_([AB])")
 
@@ -37,22 +38,22 @@ def to_megatron(weights: Mapping[str, Tensor], name: str, model_config: ModelCon
     prefix = hugging_face_prefix(layer)
     if match := FUSED.fullmatch(suffix):
         qkv = [weights[f"{prefix}self_attn.{p}_proj.{match[1]}"] for p in "qkv"]
-        return torch.cat(
-            [weight.unflatten(0, (model_config.query_groups, -1)) for weight in qkv], dim=1
-        ).flatten(0, 1)
+        by_group = [weight.unflatten(0, (model_config.query_groups, -1)) for weight in qkv]
+        return torch.cat(by_group, dim=1).flatten(0, 1)
     if suffix == "mlp.linear_fc1.weight":
         return torch.cat([weights[f"{prefix}mlp.{p}_proj.weight"] for p in ("gate", "up")])
     if match := _LORA.fullmatch(suffix):
         return weights[lora_name(prefix, *match.groups())]
-    tensor = weights[hugging_face_name(layer, suffix)]
+    hugging_face = hugging_face_name(layer, suffix)
+    tensor = weights[hugging_face]
     if not is_diagonal(model_config, layer, suffix):
         return tensor
     if torch.count_nonzero(tensor - tensor.diag().diag()):
-        problem = (
-            "has nonzero elements off its diagonal, which token_mixing per_head cannot represent"
+        raise FileError(
+            f"tensor {hugging_face}",
+            "has nonzero elements off its diagonal, which token_mixing per_head cannot represent",
+            "set model.position.token_mixing to full; to import a model, pass --token-mixing full",
         )
-        fix = "set model.position.token_mixing to full; to import a model, pass --token-mixing full"
-        raise FileError(f"tensor {hugging_face_name(layer, suffix)}", problem, fix)
     return tensor.diag()
 
 
@@ -67,22 +68,16 @@ def from_megatron(name: str, tensor: Tensor, model_config: ModelConfig) -> dict[
         G = model_config.query_groups
         sizes = [model_config.num_attention_heads // G * D, D, D]
         qkv = tensor.unflatten(0, (G, -1)).split(sizes, dim=1)
-        return {
-            f"{prefix}self_attn.{p}_proj.{match[1]}": weight.flatten(0, 1)
-            for p, weight in zip("qkv", qkv)
-        }
+        names = [f"{prefix}self_attn.{p}_proj.{match[1]}" for p in "qkv"]
+        return {key: weight.flatten(0, 1) for key, weight in zip(names, qkv)}
     if suffix == "mlp.linear_fc1.weight":
-        return {
-            f"{prefix}mlp.{p}_proj.weight": weight
-            for p, weight in zip(("gate", "up"), tensor.chunk(2))
-        }
+        gate, up = tensor.chunk(2)
+        return {f"{prefix}mlp.gate_proj.weight": gate, f"{prefix}mlp.up_proj.weight": up}
     if match := _LORA.fullmatch(suffix):
         return {lora_name(prefix, *match.groups()): tensor}
-    return {
-        hugging_face_name(layer, suffix): tensor.diag()
-        if is_diagonal(model_config, layer, suffix)
-        else tensor
-    }
+    if is_diagonal(model_config, layer, suffix):
+        tensor = tensor.diag()
+    return {hugging_face_name(layer, suffix): tensor}
 
 
 def lora_pairs(model_config: ModelConfig, extension: ExtensionConfig) -> dict[str, dict[str, str]]:
@@ -108,7 +103,7 @@ def shard(whole: Tensor, parameter: Tensor, rank: int, size: int) -> Tensor:
     """Return the shard of `whole` on tensor-parallel rank `rank` of `size`, by Megatron's
     attributes of `parameter`.
     """
-    if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
+    if size == 1 or not is_sharded(parameter):
         return whole
     dim = parameter.partition_dim
     stride = parameter.partition_stride
@@ -117,7 +112,7 @@ def shard(whole: Tensor, parameter: Tensor, rank: int, size: int) -> Tensor:
 
 def unshard(parts: list[Tensor], parameter: Tensor) -> Tensor:
     """Concatenate the shards of all tensor-parallel ranks: the inverse of `shard`."""
-    if len(parts) == 1 or not getattr(parameter, "tensor_model_parallel", False):
+    if len(parts) == 1 or not is_sharded(parameter):
         return parts[0]
     dim = parameter.partition_dim
     stride = parameter.partition_stride

@@ -58,13 +58,13 @@ class TokenLayout:
         """
         # Reuse groups with the same ranks, since each group has its own communicator and buffers on
         # a GPU.
+        sequence = groups.tp_cp
+        data = groups.dp
+        if groups.tp.size() == 1:
+            sequence = groups.cp
         if groups.cp.size() == 1:
             sequence = groups.tp
-        elif groups.tp.size() == 1:
-            sequence = groups.cp
-        else:
-            sequence = groups.tp_cp
-        data = groups.dp_cp if groups.cp.size() == 1 else groups.dp
+            data = groups.dp_cp
         return cls(groups.tp, groups.cp, sequence, data, groups.dp_cp, sequence_parallel)
 
     @property
@@ -77,7 +77,9 @@ class TokenLayout:
         """Number of chunks into which a sequence is split. The length of a sequence must be a
         multiple of it.
         """
-        return self.context_shards * (self.model_group.size() if self.sequence_parallel else 1)
+        if self.sequence_parallel:
+            return self.context_shards * self.model_group.size()
+        return self.context_shards
 
     def context_tokens(self, x_BS: Tensor) -> Tensor:
         """Return this context-parallel rank's tokens, (B, c, ...), of all tokens (B, S, ...)."""
@@ -93,11 +95,8 @@ class TokenLayout:
         if self.context_shards == 1:
             return x_Bc
         by_token = x_Bc.transpose(0, 1).contiguous()
-        return (
-            gather_from_sequence_parallel_region(by_token, group=self.context_group)
-            .transpose(0, 1)
-            .contiguous()
-        )
+        gathered = gather_from_sequence_parallel_region(by_token, group=self.context_group)
+        return gathered.transpose(0, 1).contiguous()
 
     def local_tokens(self, x_SB: Tensor) -> Tensor:
         """Return this rank's tokens, (s, B, ...), of all tokens (S, B, ...)."""
@@ -183,17 +182,6 @@ class TokenLayout:
         )
         return by_rank.movedim(0, 2).flatten(2, 3)
 
-    def loss_weights(self, weights_Bc: Tensor | None) -> Tensor | None:
-        """Return the loss weights (B, c) of this rank's tokens, multiplied by CP. Returns None for
-        None, the mean loss.
-
-        ZeRO averages gradients over the context-parallel ranks. With this factor, the average is
-        the gradient of the weighted sum over whole sequences.
-        """
-        if weights_Bc is None:
-            return None
-        return weights_Bc * self.context_shards
-
     @property
     def data_shards(self) -> int:
         """Number of ranks over which the sequences of a batch are distributed."""
@@ -203,17 +191,17 @@ class TokenLayout:
         """Return the mean of the loss, detached, over the ranks with different tokens. Collective
         over these ranks.
         """
-        loss = loss.detach().clone()
-        dist.all_reduce(loss, group=self.replica_group)
-        return loss / self.replica_group.size()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean, group=self.replica_group)
+        return mean / self.replica_group.size()
 
     def total(self, value: Tensor) -> Tensor:
         """Return the sum of `value`, detached, over the ranks with different sequences. Collective
         over these ranks.
         """
-        value = value.detach().clone()
-        dist.all_reduce(value, group=self.data_group)
-        return value
+        total = value.detach().clone()
+        dist.all_reduce(total, group=self.data_group)
+        return total
 
     def micro_batches(self, first: int, stop: int, size: int) -> Iterator[list[int]]:
         """Divide range(first, stop) into micro-batches of `size` samples, and yield those of this
@@ -222,8 +210,7 @@ class TokenLayout:
         Data-parallel rank r of R takes micro-batches r, r + R, r + 2 R, ... Micro-batches at the
         end that are not enough for all R ranks are dropped.
         """
-        rank = self.data_group.rank()
-        ranks = self.data_group.size()
-        for i in range((stop - first) // (size * ranks)):
-            start = first + (i * ranks + rank) * size
-            yield list(range(start, start + size))
+        step = size * self.data_shards
+        for start in range(first, stop - step + 1, step):
+            own = start + size * self.data_group.rank()
+            yield list(range(own, own + size))

@@ -16,8 +16,8 @@ from megatron_tape.training.muon import AdamWAndMuon, is_matrix
 def parameter_groups(
     model: torch.nn.Module,
     config: OptimizerConfig,
-    largest: float = math.inf,
-    gather_pipeline_stages: Callable[[Any], list[Any]] = lambda value: [value],
+    largest: float,
+    gather_pipeline_stages: Callable[[Any], list[Any]],
 ) -> list[dict]:
     """Group the trained parameters by `weight_decay`, `lr_scale` and, with Muon, by `muon`: whether
     Muon updates them.
@@ -36,33 +36,35 @@ def parameter_groups(
         if not parameter.requires_grad:
             continue
         configured = _value_of(config.weight_decay_of, name)
-        scale = _value_of(config.lr_scale_of, name)
+        decays = getattr(parameter, "decay", None)
         if _position_key(name) in config.weight_decay_of:
             decays = True
-        else:
-            decays = getattr(parameter, "decay", None)
-        if decays is None:
+        elif decays is None:
             decays = len(shard_shape(parameter)) > 1 or configured is not None
+
+        weight_decay = 0.0
         if decays:
             weight_decay = config.weight_decay if configured is None else configured
-        else:
-            weight_decay = 0.0
+        lr_scale = _value_of(config.lr_scale_of, name)
         by_muon = config.kind == "muon" and is_matrix(name)
-        values = not decays, weight_decay, 1.0 if scale is None else scale, by_muon
-        groups.setdefault(values, []).append(parameter)
+        key = not decays, weight_decay, 1.0 if lr_scale is None else lr_scale, by_muon
+        groups.setdefault(key, []).append(parameter)
+
     chunks = {key: _split(parameters, largest) for key, parameters in groups.items()}
     for counts in gather_pipeline_stages({key: len(of_key) for key, of_key in chunks.items()}):
         for key, count in counts.items():
             of_key = chunks.setdefault(key, [])
             of_key += [[model.add_empty()] for _ in range(count - len(of_key))]
-    return [
-        {"params": chunk, "weight_decay": weight_decay, "lr_scale": lr_scale}
-        | ({"muon": True} if by_muon else {})
-        for (_, weight_decay, lr_scale, by_muon), of_key in sorted(
-            chunks.items(), key=lambda item: item[0]
-        )
-        for chunk in of_key
-    ]
+
+    ordered = []
+    for key in sorted(chunks):
+        _, weight_decay, lr_scale, by_muon = key
+        for chunk in chunks[key]:
+            group = {"params": chunk, "weight_decay": weight_decay, "lr_scale": lr_scale}
+            if by_muon:
+                group["muon"] = True
+            ordered.append(group)
+    return ordered
 
 
 def _split(parameters: list[torch.nn.Parameter], largest: float) -> list[list[torch.nn.Parameter]]:
@@ -102,11 +104,11 @@ def build_optimizer(
     for matrices.
     """
     settings = config.optimizer
-    zero = config.deepspeed
-    largest = zero.reduce_bucket_size if zero.zero_stage < 3 else math.inf
+    largest = math.inf
+    if config.deepspeed.zero_stage < 3:
+        largest = config.deepspeed.reduce_bucket_size
     groups = parameter_groups(model, settings, largest, layout.gather_pipeline_stages)
     # The fused kernel reads and writes each tensor once; separate kernels would allocate
     # temporaries of its size.
-    return AdamWAndMuon(
-        groups, settings.lr, (settings.beta1, settings.beta2), settings.eps, fused=True
-    )
+    betas = settings.beta1, settings.beta2
+    return AdamWAndMuon(groups, settings.lr, betas, settings.eps, fused=True)
