@@ -16,8 +16,8 @@ from megatron_tape.training.muon import AdamWAndMuon, is_matrix
 def parameter_groups(
     model: torch.nn.Module,
     config: OptimizerConfig,
-    largest: float,
-    gather_pipeline_stages: Callable[[Any], list[Any]],
+    largest: float = math.inf,
+    gather_pipeline_stages: Callable[[Any], list[Any]] = lambda value: [value],
 ) -> list[dict]:
     """Group the trained parameters by `weight_decay`, `lr_scale` and, with Muon, by `muon`: whether
     Muon updates them.
