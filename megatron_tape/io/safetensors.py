@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -59,7 +59,9 @@ def write_safetensors(
     """
     import torch
 
-    header: dict = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {}
+    if metadata:
+        header["__metadata__"] = dict(metadata)
     end = 0
     for name, tensor in announced.items():
         start = end
@@ -68,19 +70,20 @@ def write_safetensors(
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    begin = 8 + len(encoded)
+    data_start = 8 + len(encoded)
+
     hasher = hashlib.sha256()
     with open(path, "wb") as file:
 
-        def put(block) -> None:
+        def write(block) -> None:
             hasher.update(block)
             file.write(block)
 
-        put(len(encoded).to_bytes(8, "little") + encoded)
+        write(len(encoded).to_bytes(8, "little") + encoded)
+        if tensors is None:
+            tensors = announced.values()
         # `zip` takes the next tensor only if another one is announced.
-        for (name, expected), tensor in zip(
-            announced.items(), announced.values() if tensors is None else tensors
-        ):
+        for (name, expected), tensor in zip(announced.items(), tensors):
             assert tensor.shape == expected.shape, (name, tensor.shape, expected.shape)
             converted = tensor.detach().to("cpu", expected.dtype).contiguous()
             if converted.dtype is torch.float16 and not torch.isfinite(converted).all():
@@ -90,12 +93,14 @@ def write_safetensors(
             # A view as bytes needs a stride of 1. A contiguous tensor of one element may have any
             # other stride.
             flat = converted.as_strided((converted.numel(),), (1,))
-            put(flat.view(torch.uint8).numpy())
-        assert file.tell() == begin + end, f"{path} lacks announced tensors"
+            write(flat.view(torch.uint8).numpy())
+
+        assert file.tell() == data_start + end, f"{path} lacks announced tensors"
         file.flush()
         os.fsync(file.fileno())
-    places: dict[str, Place] = {
-        name: {"offset": begin + header[name]["data_offsets"][0], "shape": header[name]["shape"]}
-        for name in announced
-    }
-    return {"bytes": begin + end, "sha256": hasher.hexdigest()}, places
+
+    places: dict[str, Place] = {}
+    for name in announced:
+        offset = data_start + header[name]["data_offsets"][0]
+        places[name] = {"offset": offset, "shape": header[name]["shape"]}
+    return {"bytes": data_start + end, "sha256": hasher.hexdigest()}, places

@@ -26,10 +26,10 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> yaml.Node:
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None or event.tag is not None:
-            raise _refusal(
-                "anchors, aliases and tags (&, * and !) are not supported; write the value out",
-                event,
+            problem = (
+                "anchors, aliases and tags (&, * and !) are not supported; write the value out"
             )
+            raise _refusal(problem, event)
         return super().compose_node(parent, index)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -39,8 +39,9 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 raise _refusal("a list or a mapping cannot be a key; correct it", key)
             if key.value in lines:
+                first = lines[key.value]
                 raise _refusal(
-                    f"{key.value} is given twice, first in line {lines[key.value]}; remove one", key
+                    f"{key.value} is given twice, first in line {first}; remove one", key
                 )
             lines[key.value] = key.start_mark.line + 1
             key.tag = "tag:yaml.org,2002:str"  # a path such as 1.10 is not the number 1.1
@@ -58,22 +59,24 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-_NUMBERS = {
-    "int": (r"[-+]?[0-9][0-9_]*$", lambda loader, node: int(node.value)),
-    "float": (
-        r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$",
-        lambda loader, node: float(re.sub(r"\.(?=[iInN])", "", node.value)),
-    ),
-}
+# YAML 1.1 also knows octal, hexadecimal and base-60 numbers, dates, and yes and no.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":bool", ":null"))]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-for _name, (_pattern, _read) in _NUMBERS.items():
-    _tag = f"tag:yaml.org,2002:{_name}"
-    for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(_tag, re.compile(_pattern), list("-+.0123456789"))
-    _Loader.add_constructor(_tag, _read)
+_INT = re.compile(r"[-+]?[0-9][0-9_]*$")
+_FLOAT = re.compile(
+    r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?$"
+    r"|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
+)
+for _class in (_Loader, _Dumper):
+    for _tag, _pattern in (("tag:yaml.org,2002:int", _INT), ("tag:yaml.org,2002:float", _FLOAT)):
+        _class.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
+_Loader.add_constructor(
+    "tag:yaml.org,2002:float",
+    lambda loader, node: float(re.sub(r"\.(?=[iInN])", "", node.value)),
+)
 
 
 def parse_value(text: str | bytes) -> Any:
@@ -97,15 +100,8 @@ def read_recipe(path: str) -> tuple[dict[str, Any], dict[str, str]]:
 
     Raises `ConfigError` with the file and the line.
     """
+    content = _read(path)
     try:
-        with open(path, "rb") as file:
-            content = file.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            raise ConfigError(
-                path,
-                f"is larger than {MAX_BYTES:,} bytes, so it is not a recipe",
-                "correct --config",
-            )
         loader = _Loader(content.decode())
         root = loader.get_single_node()
         if not isinstance(root, yaml.MappingNode):
@@ -118,46 +114,51 @@ def read_recipe(path: str) -> tuple[dict[str, Any], dict[str, str]]:
                 fix = "write a recipe's keys below their section"
                 raise ConfigError(key.value, "is not a section", fix, places[key.value])
         return loader.construct_document(root), places
-    except OSError as error:
-        if isinstance(error, FileNotFoundError):
-            reason = "does not exist"
-        else:
-            reason = f"cannot be read ({error.strerror})"
-        raise ConfigError(f"--config {path}", reason, "give the path of a YAML file") from None
+    except ConfigError:
+        raise
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise ConfigError(
             f"{path}:{line}", "is not UTF-8 text", "save the recipe as UTF-8"
         ) from None
     except RecursionError:
-        raise ConfigError(
-            path,
-            "is nested too deeply to be read",
-            "write it as sections with keys, like the recipes in pretrain/recipes",
-        ) from None
-    except ConfigError:
-        raise
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: more digits than Python converts
-        mark = getattr(error, "problem_mark", None)
-        if mark is None:
-            problem = str(error)
-        else:
-            problem = str(getattr(error, "problem", error))
-        place = path if mark is None else f"{path}:{mark.line + 1}"
+        fix = "write it as sections with keys, like the recipes in pretrain/recipes"
+        raise ConfigError(path, "is nested too deeply to be read", fix) from None
+    except yaml.MarkedYAMLError as error:
+        problem = f"cannot be read: {error.problem}"
         fix = ""
         if isinstance(error, (ParserError, ScannerError)):
             fix = (
                 "check the indentation, colons, quotes and brackets of this line and the one before"
             )
-            problem = (
-                "it is not valid YAML" if "<" in problem else problem
-            )  # names such as <block end>
-        raise ConfigError(place, f"cannot be read: {' '.join(problem.split())}", fix) from None
+            if "<" in problem:  # a name such as <block end>
+                problem = "cannot be read: it is not valid YAML"
+        line = error.problem_mark.line + 1
+        raise ConfigError(f"{path}:{line}", problem, fix) from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: more digits than Python converts
+        raise ConfigError(path, f"cannot be read: {' '.join(str(error).split())}") from None
 
 
-def _keys(node: yaml.MappingNode, name: str = "") -> Iterator[tuple[str, yaml.ScalarNode]]:
+def _read(path: str) -> bytes:
+    fix = "give the path of a YAML file"
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigError(f"--config {path}", "does not exist", fix) from None
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+        raise ConfigError(f"--config {path}", problem, fix) from None
+
+    if len(content) > MAX_BYTES:
+        problem = f"is larger than {MAX_BYTES:,} bytes, so it is not a recipe"
+        raise ConfigError(path, problem, "correct --config")
+    return content
+
+
+def _keys(node: yaml.MappingNode, section: str = "") -> Iterator[tuple[str, yaml.ScalarNode]]:
     for key, value in node.value:
-        dotted = f"{name}.{key.value}" if name else key.value
+        dotted = f"{section}{key.value}"
         yield dotted, key
         if isinstance(value, yaml.MappingNode):
-            yield from _keys(value, dotted)
+            yield from _keys(value, f"{dotted}.")

@@ -5,12 +5,11 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import runpy
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -22,31 +21,20 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
 
     That of torch is `torch.__version__`, with its build, such as 2.13.0+cu130.
     """
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in packages:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    if "torch" in found:
-        found["torch"] = _torch_version() or found["torch"]
-    return found
 
-
-def _torch_version() -> str | None:
-    """Return `torch.__version__` without importing torch, or None if it is not known.
-
-    The metadata of the wheels on PyPI leave out the build.
-    """
-    if torch := sys.modules.get("torch"):
-        return str(torch.__version__)
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    file = Path(spec.origin).with_name("version.py")
-    if file.is_file():
-        return runpy.run_path(str(file)).get("__version__")
-    return None
+    if "torch" in installed:
+        # The metadata of the wheels on PyPI leave out the build. Importing torch takes seconds.
+        torch = importlib.util.find_spec("torch")
+        installed["torch"] = runpy.run_path(f"{Path(torch.origin).parent}/version.py")[
+            "__version__"
+        ]
+    return installed
 
 
 def cuda_build_fix() -> str:
@@ -64,24 +52,24 @@ def toolchain() -> dict[str, str]:
     """Return the versions of the C compiler that Triton uses on this node, and of NVIDIA's
     driver.
     """
+    tools = {"C compiler": "none that runs"}
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    version = _output([compiler, "-dumpfullversion"]) if compiler else None
-    result = {"C compiler": f"{Path(compiler).name} {version}" if version else "none that runs"}
-    file = Path("/sys/module/nvidia/version")
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = file.read_text() if file.is_file() else _output(query)
-    return result | ({"driver": driver.split()[0]} if driver else {})
+    if compiler and (version := _output(compiler, "-dumpfullversion")):
+        tools["C compiler"] = f"{Path(compiler).name} {version}"
+
+    driver = Path("/sys/module/nvidia/version")
+    if driver.is_file():
+        tools["driver"] = driver.read_text().strip()
+    return tools
 
 
 def cpu_name() -> str:
     """Return the model name of the CPU."""
-    name = ""
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        name = next(
-            (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""
-        )
-    return name or platform.processor() or platform.machine()
+    cpus = Path("/proc/cpuinfo")
+    model = re.search("model name.*: (.+)", cpus.read_text() if cpus.exists() else "")
+    if model:
+        return model[1]
+    return platform.processor() or platform.machine()
 
 
 def node_name() -> str:
@@ -93,25 +81,27 @@ def commit(source: Path = ROOT) -> str | None:
     """Return the git commit of the directory `source`, or None if it is not in this project's
     repository.
     """
-    git = ["git", "-C", str(source)]
+    git = ("git", "-C", str(source))
     # The package may be installed in an environment inside another repository.
-    if not _output([*git, "ls-files", "megatron_tape/__init__.py"]):
+    if not _output(*git, "ls-files", "megatron_tape/__init__.py"):
         return None
-    return _output([*git, "describe", "--always", "--dirty", "--abbrev=12"])
+    return _output(*git, "describe", "--always", "--dirty", "--abbrev=12")
 
 
-def _output(command: list[str]) -> str | None:
+def _output(*command: str) -> str | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() or None
+    return completed.stdout.strip() or None
 
 
 def versions_with_commit() -> dict[str, str]:
     """Return the result of `versions()`, with this project's commit, if there is one."""
-    found = commit()
-    return versions() | ({"commit": found} if found else {})
+    installed = versions()
+    if source := commit():
+        installed["commit"] = source
+    return installed
 
 
 def code_digest(folders: Iterable[str]) -> str:
