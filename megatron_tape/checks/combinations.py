@@ -3,14 +3,12 @@
 This module reads no files and does not import torch.
 """
 
-import functools
-
-from megatron_tape.checks.layout import validate_layout
-from megatron_tape.config.data import SAMPLE_SOURCES, check_template, split_shares
+from megatron_tape.checks.layout import validate_layout, validate_processes
+from megatron_tape.config.data import check_template, split_shares
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig, RunConfig
 from megatron_tape.config.stages import stages_of
 from megatron_tape.config.train import AverageSettings
-from megatron_tape.config.values import format_value, refuse_incompatible
+from megatron_tape.config.values import format_value
 from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.during_training import build_tasks
 from megatron_tape.model.names import KINDS
@@ -25,9 +23,11 @@ from megatron_tape.training.hooks import HOOKS
 def validate(config: RunConfig, world_size: int) -> None:
     """Raise `ConfigError` if `config` cannot run on `world_size` processes. Reads no files."""
     validate_model(config.model)
-    validate_layout(config, world_size)
+    validate_layout(config)
+    validate_processes(config, world_size)
     _validate_checkpoint(config)
     _validate_optimizer(config)
+    _validate_average(config)
     _validate_schedule(config)
     _validate_precision(config)
     _validate_data(config)
@@ -39,23 +39,28 @@ def validate(config: RunConfig, world_size: int) -> None:
 
 def _validate_checkpoint(config: RunConfig) -> None:
     checkpoint = config.checkpoint
-    incompatible = functools.partial(refuse_incompatible, config)
-    not_multiple = (
-        checkpoint.keep_every is not None and checkpoint.keep_every % checkpoint.interval != 0
-    )
-    fix = "set it to a multiple of checkpoint.interval"
-    incompatible(not_multiple, "checkpoint.keep_every checkpoint.interval", fix)
-    shards = (
-        config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
-    )
-    too_few = checkpoint.writers is not None and checkpoint.writers < shards
-    why = f"so each of the model's {shards} shards needs a writer"
-    fix = f"set it to {shards} or more, or null"
-    keys = (
-        "checkpoint.writers parallel.tensor_model_parallel_size"
-        " parallel.pipeline_model_parallel_size"
-    )
-    incompatible(too_few, keys, fix, why)
+    tensor_size = config.parallel.tensor_model_parallel_size
+    pipeline_size = config.parallel.pipeline_model_parallel_size
+    shards = tensor_size * pipeline_size
+
+    if checkpoint.keep_every is not None and checkpoint.keep_every % checkpoint.interval != 0:
+        raise ConfigError(
+            ("checkpoint.keep_every", "checkpoint.interval"),
+            f"is {checkpoint.keep_every}, but checkpoint.interval is {checkpoint.interval}",
+            "set it to a multiple of checkpoint.interval",
+        )
+    if checkpoint.writers is not None and checkpoint.writers < shards:
+        raise ConfigError(
+            (
+                "checkpoint.writers",
+                "parallel.tensor_model_parallel_size",
+                "parallel.pipeline_model_parallel_size",
+            ),
+            f"is {checkpoint.writers}, but parallel.tensor_model_parallel_size is {tensor_size} and"
+            f" parallel.pipeline_model_parallel_size is {pipeline_size}, so each of the model's"
+            f" {shards} shards needs a writer",
+            f"set it to {shards} or more, or null",
+        )
 
 
 def _encoding_parameter_kinds(model: ModelConfig) -> list[str]:
@@ -73,7 +78,9 @@ def _encoding_parameter_kinds(model: ModelConfig) -> list[str]:
 
 def _validate_optimizer(config: RunConfig) -> None:
     optimizer = config.optimizer
+    trains = config.extension.trains
     kinds = (*KINDS, *_encoding_parameter_kinds(config.model))
+
     for key in ("weight_decay_of", "lr_scale_of"):
         for kind in getattr(optimizer, key):
             if kind not in kinds:
@@ -82,178 +89,221 @@ def _validate_optimizer(config: RunConfig) -> None:
                     f"contains the unknown parameter kind {kind}",
                     f"choose from {', '.join(kinds)}",
                 )
-    fix = "set optimizer.min_lr to at most optimizer.lr"
-    refuse_incompatible(
-        config, optimizer.min_lr > optimizer.lr, "optimizer.min_lr optimizer.lr", fix
-    )
-    if optimizer.kind == "muon":
-        incompatible = functools.partial(refuse_incompatible, config)
-        deepspeed = config.deepspeed
-        why = "which shards the matrices that Muon needs whole"
-        fix = "set deepspeed.zero_stage to 1 or 2"
-        incompatible(deepspeed.zero_stage == 3, "optimizer.kind deepspeed.zero_stage", fix, why)
-        why = "so Muon has no matrices to train"
-        partial = "all" not in config.extension.trains
-        incompatible(partial, "optimizer.kind extension.trains", "set optimizer.kind to adamw", why)
-    _validate_average(config)
+    if optimizer.min_lr > optimizer.lr:
+        raise ConfigError(
+            ("optimizer.min_lr", "optimizer.lr"),
+            f"is {optimizer.min_lr}, but optimizer.lr is {optimizer.lr}",
+            "set optimizer.min_lr to at most optimizer.lr",
+        )
+    if optimizer.kind == "muon" and config.deepspeed.zero_stage == 3:
+        raise ConfigError(
+            ("optimizer.kind", "deepspeed.zero_stage"),
+            "is muon, but deepspeed.zero_stage is 3, which shards the matrices that Muon needs"
+            " whole",
+            "set deepspeed.zero_stage to 1 or 2",
+        )
+    if optimizer.kind == "muon" and "all" not in trains:
+        raise ConfigError(
+            ("optimizer.kind", "extension.trains"),
+            f"is muon, but extension.trains is {format_value(trains)}, so Muon has no matrices to"
+            " train",
+            "set optimizer.kind to adamw",
+        )
 
 
 def _validate_average(config: RunConfig) -> None:
     average = config.train.average
-    key = "train.average"
     steps = config.train.steps
+
     if average is None:
         return
     for name, kind in (("decay", "ema"), ("count", "last"), ("every", "last")):
         is_set = getattr(average, name) != getattr(AverageSettings, name)
         if is_set and kind != average.kind:
             raise ConfigError(
-                f"{key}.{name}",
-                f"applies only to kind {kind}, but {key}.kind is {average.kind}",
+                f"train.average.{name}",
+                f"applies only to kind {kind}, but train.average.kind is {average.kind}",
                 "remove it",
             )
-    first = steps - (average.count - 1) * average.every
-    if average.kind == "last" and first < 1:
+    if average.kind == "last" and (average.count - 1) * average.every >= steps:
         raise ConfigError(
-            (f"{key}.count", "train.steps"),
-            f"is {average.count}, which at {key}.every {average.every} covers more steps than"
-            f" train.steps {steps}",
-            f"lower {key}.count or {key}.every, or raise train.steps",
+            ("train.average.count", "train.steps"),
+            f"is {average.count}, which at train.average.every {average.every} covers more steps"
+            f" than train.steps {steps}",
+            "lower train.average.count or train.average.every, or raise train.steps",
         )
 
 
 def _validate_schedule(config: RunConfig) -> None:
-    warmup = config.schedule.warmup_steps
-    decay = config.schedule.decay_steps
+    schedule = config.schedule
     steps = config.train.steps
-    incompatible = functools.partial(refuse_incompatible, config)
-    key = "schedule.warmup_steps"
-    incompatible(warmup > steps, f"{key} train.steps", f"lower {key} or raise train.steps")
-    unused = decay is not None and config.schedule.kind != "wsd"
-    why = "which has no final decay"
-    fix = "remove schedule.decay_steps, or set schedule.kind to wsd"
-    incompatible(unused, "schedule.decay_steps schedule.kind", fix, why)
-    unused = config.schedule.power != 1 and config.schedule.kind != "polynomial"
-    fix = "remove schedule.power, or set schedule.kind to polynomial"
-    incompatible(unused, "schedule.power schedule.kind", fix, "which has no exponent")
-    keys = f"{key} schedule.decay_steps train.steps"
-    fix = f"lower {key} or schedule.decay_steps"
-    incompatible(warmup + (decay or 0) > steps, keys, fix, "which is less than their sum")
+
+    if schedule.warmup_steps > steps:
+        raise ConfigError(
+            ("schedule.warmup_steps", "train.steps"),
+            f"is {schedule.warmup_steps}, but train.steps is {steps}",
+            "lower schedule.warmup_steps or raise train.steps",
+        )
+    if schedule.power != 1 and schedule.kind != "polynomial":
+        raise ConfigError(
+            ("schedule.power", "schedule.kind"),
+            f"is {schedule.power}, but schedule.kind is {schedule.kind}, which has no exponent",
+            "remove schedule.power, or set schedule.kind to polynomial",
+        )
+    if schedule.decay_steps is None:
+        return
+    if schedule.kind != "wsd":
+        raise ConfigError(
+            ("schedule.decay_steps", "schedule.kind"),
+            f"is {schedule.decay_steps}, but schedule.kind is {schedule.kind}, which has no final"
+            " decay",
+            "remove schedule.decay_steps, or set schedule.kind to wsd",
+        )
+    if schedule.warmup_steps + schedule.decay_steps > steps:
+        raise ConfigError(
+            ("schedule.warmup_steps", "schedule.decay_steps", "train.steps"),
+            f"is {schedule.warmup_steps}, but schedule.decay_steps is {schedule.decay_steps} and"
+            f" train.steps is {steps}, which is less than their sum",
+            "lower schedule.warmup_steps or schedule.decay_steps",
+        )
 
 
 def _validate_precision(config: RunConfig) -> None:
-    incompatible = functools.partial(refuse_incompatible, config)
-    fp32 = config.train.precision == "fp32"
-    fix = "set deepspeed.communication_precision to fp32"
-    in_bf16 = config.deepspeed.communication_precision == "bf16"
-    incompatible(fp32 and in_bf16, "deepspeed.communication_precision train.precision", fix)
-    needs_bf16 = config.model.attention_backend in ONLY_HALF
-    fix = "choose another backend, or train in bf16"
-    why = "which this backend does not support"
-    incompatible(fp32 and needs_bf16, "model.attention_backend train.precision", fix, why)
+    backend = config.model.attention_backend
+
+    if config.train.precision != "fp32":
+        return
+    if config.deepspeed.communication_precision == "bf16":
+        raise ConfigError(
+            ("deepspeed.communication_precision", "train.precision"),
+            "is bf16, but train.precision is fp32",
+            "set deepspeed.communication_precision to fp32",
+        )
+    if backend in ONLY_HALF:
+        raise ConfigError(
+            ("model.attention_backend", "train.precision"),
+            f"is {backend}, but train.precision is fp32, which this backend does not support",
+            "choose another backend, or train in bf16",
+        )
 
 
 def _validate_data(config: RunConfig) -> None:
     data = config.data
-    interval = config.train.eval_interval
-    incompatible = functools.partial(refuse_incompatible, config)
-    if data.source in SAMPLE_SOURCES:
+    train = config.train
+
+    if data.source == "prefix":
+        split_shares(data.split)
+    else:
         _validate_samples(config)
     stages_of(config)
-    no_validation = (
-        interval
-        and config.train.validates
-        and data.source == "prefix"
-        and split_shares(data.split)[1] == 0
-    )
-    fix = "raise the second number of data.split, or set train.eval_interval to null"
-    why = "which leaves no validation data"
-    incompatible(no_validation, "train.eval_interval data.split", fix, why)
-    no_tokenizer = data.tokenizer is None
-    fix = "set data.tokenizer"
-    why = "so the ends of documents are unknown"
-    incompatible(
-        data.reset_attention_mask and no_tokenizer,
-        "data.reset_attention_mask data.tokenizer",
-        fix,
-        why,
-    )
-    why = "so tokens would attend to preceding documents"
-    fix = "set data.reset_attention_mask to true"
-    attends_across = data.long_documents is not None and not data.reset_attention_mask
-    incompatible(attends_across, "data.long_documents data.reset_attention_mask", fix, why)
-    samples = interval and "sample" in config.train.evaluations and config.logging.sample_tokens > 0
-    fix = "set data.tokenizer, or set logging.sample_tokens to 0"
-    incompatible(samples and no_tokenizer, "logging.sample_tokens data.tokenizer", fix)
+    if data.reset_attention_mask and data.tokenizer is None:
+        raise ConfigError(
+            ("data.reset_attention_mask", "data.tokenizer"),
+            "is true, but data.tokenizer is null, so the ends of documents are unknown",
+            "set data.tokenizer",
+        )
+    if data.long_documents is not None and not data.reset_attention_mask:
+        raise ConfigError(
+            ("data.long_documents", "data.reset_attention_mask"),
+            "is set, but data.reset_attention_mask is false, so tokens would attend to preceding"
+            " documents",
+            "set data.reset_attention_mask to true",
+        )
+
+    if not train.eval_interval:
+        return
+    if train.validates and data.source == "prefix" and split_shares(data.split)[1] == 0:
+        raise ConfigError(
+            ("train.eval_interval", "data.split"),
+            f"is {train.eval_interval}, but data.split is {data.split}, which leaves no validation"
+            " data",
+            "raise the second number of data.split, or set train.eval_interval to null",
+        )
+    if train.validates and data.examples is not None and data.examples.validation is None:
+        raise ConfigError(
+            ("train.eval_interval", "data.examples.validation"),
+            f"is {train.eval_interval}, but data.examples.validation is null",
+            "set data.examples.validation, or set train.eval_interval to null",
+        )
+    samples_text = "sample" in train.evaluations and config.logging.sample_tokens > 0
+    if samples_text and data.tokenizer is None:
+        raise ConfigError(
+            ("logging.sample_tokens", "data.tokenizer"),
+            f"is {config.logging.sample_tokens}, but data.tokenizer is null",
+            "set data.tokenizer, or set logging.sample_tokens to 0",
+        )
 
 
 def _validate_samples(config: RunConfig) -> None:
     """Validate the settings of `data.generator` or `data.examples`."""
-    why = "whose samples are not cut from documents"
-    for key, default in (
-        ("stages", None),
-        ("long_documents", None),
-        ("reset_attention_mask", False),
-    ):
-        is_set = getattr(config.data, key) != default
-        fix = f"set data.{key} to {format_value(default)}"
-        refuse_incompatible(config, is_set, f"data.{key} data.{config.data.source}", fix, why)
-    if config.data.source == "generator":
+    data = config.data
+
+    for key in ("stages", "long_documents", "reset_attention_mask"):
+        if getattr(data, key):
+            raise ConfigError(
+                (f"data.{key}", f"data.{data.source}"),
+                f"is set, but data.{data.source} is set, whose samples are not cut from documents",
+                f"remove data.{key}",
+            )
+    if data.source == "generator":
         _validate_generator(config)
     else:
         _validate_examples(config)
 
 
 def _validate_generator(config: RunConfig) -> None:
-    data = config.data
     model = config.model
-    incompatible = functools.partial(refuse_incompatible, config)
-    generator = data.generator
-    fix = "set data.tokenizer to null"
+    generator = config.data.generator
+
     try:
         generator.check()
     except ConfigError as error:
         raise ConfigError(f"data.generator.{error.subject}", error.problem, error.fix) from None
-    incompatible(
-        data.tokenizer is not None,
-        "data.tokenizer data.generator",
-        fix,
-        "whose tokens are not text",
-    )
-    fix = (
-        f"raise model.vocab_size to at least {generator.vocab_size}, the vocabulary size of the"
-        " task"
-    )
-    incompatible(generator.vocab_size > model.vocab_size, "data.generator model.vocab_size", fix)
-    fix = f"raise model.seq_length to at least {generator.length - 1}"
-    incompatible(generator.length > model.seq_length + 1, "data.generator model.seq_length", fix)
+    if config.data.tokenizer is not None:
+        raise ConfigError(
+            ("data.tokenizer", "data.generator"),
+            f"is {format_value(config.data.tokenizer)}, but data.generator is set, whose tokens are"
+            " not text",
+            "set data.tokenizer to null",
+        )
+    if generator.vocab_size > model.vocab_size:
+        raise ConfigError(
+            ("data.generator", "model.vocab_size"),
+            f"is set, but model.vocab_size is {model.vocab_size}",
+            f"raise model.vocab_size to at least {generator.vocab_size}, the vocabulary size of the"
+            " task",
+        )
+    if generator.length > model.seq_length + 1:
+        raise ConfigError(
+            ("data.generator", "model.seq_length"),
+            f"is set, but model.seq_length is {model.seq_length}",
+            f"raise model.seq_length to at least {generator.length - 1}",
+        )
 
 
 def _validate_examples(config: RunConfig) -> None:
-    length = config.model.seq_length
-    incompatible = functools.partial(refuse_incompatible, config)
     examples = config.data.examples
+    length = config.model.seq_length
+
     check_template(examples.template, "data.examples.template")
-    why = "and examples are text"
-    incompatible(
-        config.data.tokenizer is None, "data.tokenizer data.examples", "set data.tokenizer", why
-    )
+    if config.data.tokenizer is None:
+        raise ConfigError(
+            ("data.tokenizer", "data.examples"),
+            "is null, but data.examples is set, and examples are text",
+            "set data.tokenizer",
+        )
     if examples.target_tokens >= length:
         raise ConfigError(
             ("data.examples.target_tokens", "model.seq_length"),
             f"is {examples.target_tokens}, which is not below model.seq_length {length}",
             "lower it, or raise model.seq_length",
         )
-    fix = "set data.examples.validation, or set train.eval_interval to null"
-    no_validation = (
-        config.train.eval_interval and config.train.validates and examples.validation is None
-    )
-    incompatible(
-        no_validation, "train.eval_interval data.examples", fix, "without a validation file"
-    )
 
 
 def _validate_monitoring(config: RunConfig) -> None:
+    steps = config.train.profile.steps
+    last = config.train.steps
+
     for name in config.train.evaluations:
         if name not in HOOKS:
             raise ConfigError(
@@ -262,74 +312,73 @@ def _validate_monitoring(config: RunConfig) -> None:
                 f"choose from {', '.join(HOOKS)}",
             )
     build_tasks(config)
-    steps, last = config.train.profile.steps, config.train.steps
-    if steps is not None and steps[0] > steps[1]:
+    if steps is not None and not steps[0] <= min(steps[1], last):
         raise ConfigError(
-            "train.profile.steps",
-            f"is {format_value(steps)}",
-            "give the first and the last step, such as [10, 12]",
-        )
-    if steps is not None and steps[0] > last:
-        raise ConfigError(
-            "train.profile.steps",
+            ("train.profile.steps", "train.steps"),
             f"is {format_value(steps)}, but the run ends at step {last}",
-            f"choose steps up to {last}",
+            "give the first and the last step, such as [10, 12], within the run",
         )
-    if config.logging.wandb is not None:
-        if not installed():
-            raise ConfigError(
-                "logging.wandb",
-                "is set, but the package wandb is not installed",
-                f"run {INSTALL}, or set it to null",
-            )
+    if config.logging.wandb is not None and not installed():
+        raise ConfigError(
+            "logging.wandb",
+            "is set, but the package wandb is not installed",
+            f"run {INSTALL}, or set it to null",
+        )
 
 
 def _validate_trained_kinds(config: RunConfig) -> None:
     model = config.model
     trains = config.extension.trains
-    key = "extension.trains"
-    incompatible = functools.partial(refuse_incompatible, config)
-    mixed = "all" in trains and len(trains) > 1
-    if mixed:
+    scales = config.optimizer.lr_scale_of
+    encoding_kinds = _encoding_parameter_kinds(model)
+
+    if "all" in trains and len(trains) > 1:
         raise ConfigError(
-            key,
+            "extension.trains",
             f"is {format_value(trains)}",
             "set it to [all], which trains everything without LoRA layers",
         )
-    no_output = trains == ["output"] and model.tie_embeddings
-    why = "so there is no output layer to train"
-    incompatible(no_output, f"{key} model.tie_embeddings", "train embeddings instead", why)
-    encoding_kinds = _encoding_parameter_kinds(model)
-    scales = config.optimizer.lr_scale_of
-    rates = [scales.get(kind, 1) for kind in trains]
-    rates += [scales.get(kind, 0) for kind in encoding_kinds if "position" in trains]
-    incompatible(
-        not any(rates),
-        f"{key} optimizer.lr_scale_of",
-        "raise a multiplier",
-        "so nothing would be trained",
-    )
-    no_parameters = "position" in trains and not encoding_kinds
-    fix = "choose another encoding, or remove position from extension.trains"
-    incompatible(no_parameters, f"{key} model.position_encoding", fix, "which has no parameters")
+    if trains == ["output"] and model.tie_embeddings:
+        raise ConfigError(
+            ("extension.trains", "model.tie_embeddings"),
+            "is [output], but model.tie_embeddings is true, so there is no output layer to train",
+            "train embeddings instead",
+        )
+
+    multipliers = [scales.get(kind, 1) for kind in trains]
+    if "position" in trains:
+        multipliers += [scales.get(kind, 0) for kind in encoding_kinds]
+    if not any(multipliers):
+        raise ConfigError(
+            ("extension.trains", "optimizer.lr_scale_of"),
+            f"is {format_value(trains)}, but optimizer.lr_scale_of is {format_value(scales)}, so"
+            " nothing would be trained",
+            "raise a multiplier",
+        )
+    if "position" in trains and not encoding_kinds:
+        raise ConfigError(
+            ("extension.trains", "model.position_encoding"),
+            f"is {format_value(trains)}, but model.position_encoding is {model.position_encoding},"
+            " which has no parameters",
+            "choose another encoding, or remove position from extension.trains",
+        )
 
 
 def _validate_lora(config: RunConfig) -> None:
-    extension, targets = config.extension, config.extension.lora_targets
+    extension = config.extension
+
     if not extension.adds_lora:
         for key in ("lora_rank", "lora_alpha", "lora_targets"):
-            is_set = getattr(extension, key) != getattr(ExtensionConfig(), key)
-            fix = f"add lora to extension.trains, or remove extension.{key}"
-            refuse_incompatible(
-                config,
-                is_set,
-                f"extension.{key} extension.trains",
-                fix,
-                "so there are no LoRA layers",
-            )
+            if getattr(extension, key) != getattr(ExtensionConfig(), key):
+                raise ConfigError(
+                    (f"extension.{key}", "extension.trains"),
+                    f"is {format_value(getattr(extension, key))}, but extension.trains is"
+                    f" {format_value(extension.trains)}, so there are no LoRA layers",
+                    f"add lora to extension.trains, or remove extension.{key}",
+                )
         return
     for target, widths in lora_widths(config.model).items():
-        if target in targets and extension.lora_rank > min(widths):
+        if target in extension.lora_targets and extension.lora_rank > min(widths):
             raise ConfigError(
                 ("extension.lora_rank", "extension.lora_targets"),
                 f"is {extension.lora_rank}, but the smaller dimension of projection {target} is"
@@ -341,24 +390,27 @@ def _validate_lora(config: RunConfig) -> None:
 
 def _validate_shifted_sparse(config: RunConfig) -> None:
     model = config.model
-    key = "extension.attention"
-    incompatible = functools.partial(refuse_incompatible, config)
+
     if config.extension.attention != "shifted_sparse":
         return
-    why = "which cannot be divided into four segments of even length"
-    incompatible(
-        model.seq_length % 8 != 0,
-        f"{key} model.seq_length",
-        "set model.seq_length to a multiple of 8",
-        why,
-    )
+    if model.seq_length % 8 != 0:
+        raise ConfigError(
+            ("extension.attention", "model.seq_length"),
+            f"is shifted_sparse, but model.seq_length is {model.seq_length}, which cannot be"
+            " divided into four segments of even length",
+            "set model.seq_length to a multiple of 8",
+        )
     if model.query_groups < 2:
         raise ConfigError(
-            (key, "model.num_query_groups"),
+            ("extension.attention", "model.num_query_groups"),
             "is shifted_sparse, which shifts half of the key/value heads, but this model has"
             " only one",
             "set it to full",
         )
-    row_scores = {SCORES, REFLECTIONS} & encoding_of(model).needs
-    why = "whose attention scores depend on all tokens between query and key"
-    incompatible(bool(row_scores), f"{key} model.position_encoding", "set it to full", why)
+    if {SCORES, REFLECTIONS} & encoding_of(model).needs:
+        raise ConfigError(
+            ("extension.attention", "model.position_encoding"),
+            f"is shifted_sparse, but model.position_encoding is {model.position_encoding}, whose"
+            " attention scores depend on all tokens between query and key",
+            "set it to full",
+        )

@@ -1,18 +1,21 @@
-"""Check that the number of processes, the section `parallel`, the model and the batch sizes are
+"""Check that the section `parallel`, the model, the batch sizes and the number of processes are
 compatible.
 """
 
-import functools
-
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.config.values import format_value, refuse_incompatible
+from megatron_tape.config.values import format_value
 from megatron_tape.errors import ConfigError
 from megatron_tape.position import PositionEncoding, encoding_of
-from megatron_tape.text import counted
 
 PROCESSES = "the number of processes"
 """Subject of errors about the number of processes, which is not a setting."""
-STAGES = "parallel.pipeline_model_parallel_size"
+TENSOR = "parallel.tensor_model_parallel_size"
+CONTEXT = "parallel.context_parallel_size"
+PIPELINE = "parallel.pipeline_model_parallel_size"
+VIRTUAL = "parallel.virtual_pipeline_size"
+LAYERS = "parallel.pipeline_layers"
+SEQUENCE = "parallel.sequence_parallel"
+ENCODING = "model.position_encoding"
 LARGEST_RUN = 10**11
 """Maximum number of training sequences of a run. Megatron could not build the index of more in a
 reasonable time.
@@ -23,7 +26,8 @@ def check_processes(config: RunConfig, processes: int) -> None:
     """Raise ConfigError if `processes` processes cannot train the run, or lack a rank in
     `train.profile.ranks`.
     """
-    validate_layout(config, processes)
+    validate_processes(config, processes)
+
     highest = max(config.train.profile.ranks)
     if highest >= processes:
         raise ConfigError(
@@ -33,74 +37,149 @@ def check_processes(config: RunConfig, processes: int) -> None:
         )
 
 
-def validate_layout(config: RunConfig, world_size: int) -> None:
-    """Raise ConfigError if the model and the batches cannot be divided over `world_size` processes
-    as in `parallel`.
+def validate_layout(config: RunConfig) -> None:
+    """Raise ConfigError if the model cannot be divided as in `parallel`, or the batch sizes are
+    invalid for any number of processes.
     """
-    _validate_parallel(config, world_size)
-    _validate_batches(config, world_size)
-    _validate_pipeline(config, world_size)
+    _validate_batches(config)
+    _validate_tensor_and_context(config)
+    _validate_sequence_parallel(config)
+    _validate_pipeline(config)
 
 
-def _validate_parallel(config: RunConfig, world_size: int) -> None:
+def validate_processes(config: RunConfig, processes: int) -> None:
+    """Raise ConfigError if `processes` processes cannot divide the model and the batches."""
+    parallel = config.parallel
+    train = config.train
+    pipeline_size = parallel.pipeline_model_parallel_size
+    virtual_size = parallel.virtual_pipeline_size
+
+    if processes % parallel.ranks_per_sequence != 0:
+        raise ConfigError(
+            (PROCESSES, TENSOR, CONTEXT, PIPELINE),
+            f"is {processes}, which is not divisible by {parallel.ranks_per_sequence}, the product"
+            f" of {TENSOR} {parallel.tensor_model_parallel_size}, {CONTEXT}"
+            f" {parallel.context_parallel_size} and {PIPELINE} {pipeline_size}",
+            "start another number of processes (torchrun --nproc-per-node), or change a setting",
+        )
+
+    data_size = processes // parallel.ranks_per_sequence
+    sequences = train.micro_batch_size * data_size
+    for key, batch_size in train.batch_size_keys().items():
+        if batch_size % sequences != 0:
+            raise ConfigError(
+                (key, "train.micro_batch_size"),
+                f"{batch_size} is not divisible by train.micro_batch_size {train.micro_batch_size}"
+                f" times {data_size} data-parallel processes",
+                "change one of them",
+            )
+
+        micro_batches = batch_size // sequences
+        if micro_batches < pipeline_size:
+            raise ConfigError(
+                (key, PIPELINE),
+                f"is {batch_size}, so that a step has fewer micro-batches ({micro_batches}) than"
+                f" the pipeline has stages ({pipeline_size})",
+                f"raise it to {pipeline_size * sequences} or more",
+            )
+        if virtual_size > 1 and micro_batches % pipeline_size != 0:
+            raise ConfigError(
+                (key, PIPELINE, VIRTUAL),
+                f"is {batch_size}, which gives each pipeline {micro_batches} micro-batches, but"
+                f" {VIRTUAL} {virtual_size} requires a multiple of {PIPELINE} {pipeline_size}",
+                f"make it a multiple of {pipeline_size * sequences}",
+            )
+
+
+def _validate_batches(config: RunConfig) -> None:
+    train = config.train
+
+    if train.steps * train.global_batch_size > LARGEST_RUN:
+        raise ConfigError(
+            ("train.steps", "train.global_batch_size"),
+            f"is {train.steps}, but train.global_batch_size is {train.global_batch_size}, and a run"
+            f" can have at most {LARGEST_RUN:,} sequences (steps times batch size)",
+            "lower one of them",
+        )
+    if train.batch_ramp is not None and train.global_batch_size % train.batch_ramp.from_ != 0:
+        raise ConfigError(
+            ("train.batch_ramp.from", "train.global_batch_size"),
+            f"is {train.batch_ramp.from_}, which does not divide train.global_batch_size"
+            f" {train.global_batch_size}",
+            "change one of them",
+        )
+
+
+def _validate_tensor_and_context(config: RunConfig) -> None:
     model = config.model
     parallel = config.parallel
     tensor_size = parallel.tensor_model_parallel_size
     context_size = parallel.context_parallel_size
-    tensor_key = "parallel.tensor_model_parallel_size"
-    context_key = "parallel.context_parallel_size"
-    stage_size = parallel.ranks_per_pipeline_stage
-    sequence_parallel = parallel.uses_sequence_parallel
-    tensor = f"{tensor_key} {tensor_size}"
-    both = f"{tensor_key} {tensor_size} times {context_key} {context_size}"
-    stage, stage_keys = (
-        (tensor, (tensor_key,)) if context_size == 1 else (both, (tensor_key, context_key))
-    )
-    if world_size < 1:
-        raise ConfigError(PROCESSES, f"is {world_size}", "start at least 1")
-    stages = parallel.pipeline_model_parallel_size
-    replica = stage
-    replica_keys = stage_keys
-    if stages > 1:
-        replica = f"{stage} times {STAGES} {stages}"
-        replica_keys = (*stage_keys, STAGES)
-    if world_size % parallel.ranks_per_sequence != 0:
+    both = f"{TENSOR} {tensor_size} times {CONTEXT} {context_size}"
+
+    if model.num_attention_heads % parallel.ranks_per_pipeline_stage != 0:
         raise ConfigError(
-            (PROCESSES, *replica_keys),
-            f"is {world_size}, which is not divisible by {replica}",
-            "start another number of processes (torchrun --nproc-per-node), or change the setting",
+            ("model.num_attention_heads", TENSOR, CONTEXT),
+            f"{model.num_attention_heads} is not divisible by {both}",
+            "change one of them",
         )
-    for key, size, divisor, keys in (
-        ("model.num_attention_heads", model.num_attention_heads, stage_size, stage_keys),
-        ("model.num_query_groups", model.query_groups, tensor_size, (tensor_key,)),
-        ("model.ffn_hidden_size", model.ffn_hidden_size, tensor_size, (tensor_key,)),
-        ("model.vocab_size", model.vocab_size, tensor_size, (tensor_key,)),
-        (
-            "model.seq_length",
-            model.seq_length,
-            stage_size if context_size > 1 or sequence_parallel else 1,
-            stage_keys,
-        ),
-    ):
-        product = stage if keys == stage_keys else tensor
-        if size % divisor != 0:
+    shards_tokens = context_size > 1 or parallel.uses_sequence_parallel
+    if shards_tokens and model.seq_length % parallel.ranks_per_pipeline_stage != 0:
+        raise ConfigError(
+            ("model.seq_length", TENSOR, CONTEXT),
+            f"{model.seq_length} is not divisible by {both}",
+            "change one of them",
+        )
+
+    sizes = {
+        "model.num_query_groups": model.query_groups,
+        "model.ffn_hidden_size": model.ffn_hidden_size,
+        "model.vocab_size": model.vocab_size,
+    }
+    for key, size in sizes.items():
+        if size % tensor_size != 0:
             raise ConfigError(
-                (key, *keys), f"{size} is not divisible by {product}", "change one of them"
+                (key, TENSOR),
+                f"{size} is not divisible by {TENSOR} {tensor_size}",
+                "change one of them",
             )
-    incompatible = functools.partial(refuse_incompatible, config)
-    key = "parallel.sequence_parallel"
-    why = "so there are no ranks to shard tokens over"
-    incompatible(
-        tensor_size == 1 and sequence_parallel, f"{key} {tensor_key}", f"set {key} to null", why
-    )
-    if tensor_size > 1 and not sequence_parallel:
-        fix = f"set {key} to true or null"
-        incompatible(context_size > 1, f"{key} {tensor_key} {context_key}", fix)
-        why = "whose gradients are only summed over ranks with sequence parallelism"
-        replicated = has_replicated_parameters(encoding_of(model))
-        incompatible(replicated, f"{key} {tensor_key} model.position_encoding", fix, why)
-        why = "and the gradients of its norms are only summed over ranks with sequence parallelism"
-        incompatible(model.qk_norm, f"{key} {tensor_key} model.qk_norm", fix, why)
+
+
+def _validate_sequence_parallel(config: RunConfig) -> None:
+    model = config.model
+    tensor_size = config.parallel.tensor_model_parallel_size
+    context_size = config.parallel.context_parallel_size
+    fix = f"set {SEQUENCE} to true or null"
+
+    if tensor_size == 1 and config.parallel.uses_sequence_parallel:
+        raise ConfigError(
+            (SEQUENCE, TENSOR),
+            f"is true, but {TENSOR} is 1, so there are no ranks to shard tokens over",
+            f"set {SEQUENCE} to null",
+        )
+    if tensor_size == 1 or config.parallel.uses_sequence_parallel:
+        return
+
+    if context_size > 1:
+        raise ConfigError(
+            (SEQUENCE, TENSOR, CONTEXT),
+            f"is false, but {TENSOR} is {tensor_size} and {CONTEXT} is {context_size}",
+            fix,
+        )
+    if has_replicated_parameters(encoding_of(model)):
+        raise ConfigError(
+            (SEQUENCE, TENSOR, ENCODING),
+            f"is false, but {TENSOR} is {tensor_size} and {ENCODING} is {model.position_encoding},"
+            " whose gradients are only summed over ranks with sequence parallelism",
+            fix,
+        )
+    if model.qk_norm:
+        raise ConfigError(
+            (SEQUENCE, TENSOR, "model.qk_norm"),
+            f"is false, but {TENSOR} is {tensor_size} and model.qk_norm is true, and the gradients"
+            " of its norms are only summed over ranks with sequence parallelism",
+            fix,
+        )
 
 
 def has_replicated_parameters(encoding: PositionEncoding) -> bool:
@@ -113,106 +192,73 @@ def has_replicated_parameters(encoding: PositionEncoding) -> bool:
     return any(parameter.partition_dim is None for layer in layers for parameter in layer)
 
 
-def _validate_pipeline(config: RunConfig, world_size: int) -> None:
-    model = config.model
+def _validate_pipeline(config: RunConfig) -> None:
     parallel = config.parallel
-    incompatible = functools.partial(refuse_incompatible, config)
-    stages = parallel.pipeline_model_parallel_size
-    virtual = parallel.virtual_pipeline_size
-    layers = model.num_layers
-    virtual_key = "parallel.virtual_pipeline_size"
-    layers_key = "parallel.pipeline_layers"
-    if stages == 1:
-        incompatible(
-            virtual > 1, f"{virtual_key} {STAGES}", f"set {virtual_key} to 1, or raise {STAGES}"
-        )
-        uneven = parallel.pipeline_layers is not None
-        incompatible(
-            uneven, f"{layers_key} {STAGES}", f"set {layers_key} to null, or raise {STAGES}"
-        )
+    layers = config.model.num_layers
+    pipeline_size = parallel.pipeline_model_parallel_size
+    virtual_size = parallel.virtual_pipeline_size
+    chunks = pipeline_size * virtual_size
+    chunk_sizes = parallel.pipeline_layers
+
+    if pipeline_size == 1:
+        if virtual_size > 1:
+            raise ConfigError(
+                (VIRTUAL, PIPELINE),
+                f"is {virtual_size}, but {PIPELINE} is 1",
+                f"set {VIRTUAL} to 1, or raise {PIPELINE}",
+            )
+        if chunk_sizes is not None:
+            raise ConfigError(
+                (LAYERS, PIPELINE),
+                f"is {format_value(chunk_sizes)}, but {PIPELINE} is 1",
+                f"set {LAYERS} to null, or raise {PIPELINE}",
+            )
         return
-    chunks = stages * virtual
-    sizes = parallel.pipeline_layers
-    problem = f"{stages} times {virtual_key} {virtual} does not divide model.num_layers {layers}"
-    least = 1 if virtual == 1 else 2
-    divisors = [n for n in range(least, layers // virtual + 1) if layers % (n * virtual) == 0] or [
-        1
-    ]
-    nearest = min(divisors, key=lambda n: abs(n - stages))
-    if sizes is None and layers % chunks != 0:
+
+    if chunk_sizes is None and layers % chunks != 0:
+        smaller = [size for size in range(1, pipeline_size) if layers % (size * virtual_size) == 0]
         raise ConfigError(
-            (STAGES, virtual_key, "model.num_layers"),
-            problem,
-            f"set {STAGES} to {nearest}, or set {layers_key} to the number of layers of each of the"
-            f" {chunks} model chunks",
+            (PIPELINE, VIRTUAL, "model.num_layers"),
+            f"{pipeline_size} times {VIRTUAL} {virtual_size} does not divide model.num_layers"
+            f" {layers}",
+            f"set {PIPELINE} to {max(smaller, default=1)}, or set {LAYERS} to the number of layers"
+            f" of each of the {chunks} model chunks",
         )
-    invalid = sizes is not None and (
-        len(sizes) != chunks or min(sizes, default=0) < 1 or sum(sizes) != layers
-    )
-    if invalid:
+    if chunk_sizes is not None and (
+        len(chunk_sizes) != chunks or min(chunk_sizes) < 1 or sum(chunk_sizes) != layers
+    ):
         raise ConfigError(
-            (layers_key, STAGES),
-            f"is {format_value(sizes)}",
+            (LAYERS, PIPELINE),
+            f"is {format_value(chunk_sizes)}",
             f"give {chunks} numbers of at least 1 that add up to model.num_layers {layers}",
         )
-    fix = "set deepspeed.zero_stage to 1"
-    why = "and pipeline parallelism requires ZeRO 1"
-    incompatible(config.deepspeed.zero_stage > 1, f"deepspeed.zero_stage {STAGES}", fix, why)
-    encoding = encoding_of(model)
-    undefined = encoding.sends_state(1) and type(encoding).sent_state is PositionEncoding.sent_state
-    keys = f"{STAGES} model.position_encoding"
-    fix = f"set {STAGES} to 1"
-    incompatible(
-        undefined, keys, fix, "which has a state but does not implement PositionEncoding.sent_state"
-    )
-    sends = {
-        encoding.sends_state(layer)
-        for layer in (1, *(chunk.start for chunk in parallel.model_chunks(layers)[1:]))
-    }
-    incompatible(
-        len(sends) > 1, keys, fix, "which sends a state to only some of the stages (sends_state)"
-    )
-    for key, size in config.train.batch_size_keys().items():
-        micro_batches = (
-            size * parallel.ranks_per_sequence // (world_size * config.train.micro_batch_size)
-        )
-        problem = (
-            f"{size} gives each pipeline {counted(micro_batches, 'micro-batch', 'micro-batches')}"
-        )
-        if micro_batches < stages:
-            raise ConfigError(
-                (key, STAGES),
-                f"{problem}, fewer than its {stages} stages",
-                f"raise it to {-(-stages * size // micro_batches)} or more",
-            )
-        uneven = virtual > 1 and micro_batches % stages != 0
-        fix = f"make it a multiple of {stages * size // micro_batches}"
-        problem += f", but {virtual_key} {virtual} requires a multiple of {STAGES} {stages}"
-        if uneven:
-            raise ConfigError((key, STAGES, virtual_key), problem, fix)
-
-
-def _validate_batches(config: RunConfig, world_size: int) -> None:
-    train = config.train
-    data_size = world_size // config.parallel.ranks_per_sequence
-    why = f"and a run can have at most {LARGEST_RUN:,} sequences (steps times batch size)"
-    sequences = train.steps * train.global_batch_size
-    fix = "lower one of them"
-    refuse_incompatible(
-        config, sequences > LARGEST_RUN, "train.steps train.global_batch_size", fix, why
-    )
-    first = train.batch_ramp.from_ if train.batch_ramp else 1
-    problem = f"is {first}, which does not divide train.global_batch_size {train.global_batch_size}"
-    uneven = train.global_batch_size % first != 0
-    if uneven:
+    if config.deepspeed.zero_stage > 1:
         raise ConfigError(
-            ("train.batch_ramp.from", "train.global_batch_size"), problem, "change one of them"
+            ("deepspeed.zero_stage", PIPELINE),
+            f"is {config.deepspeed.zero_stage}, but {PIPELINE} is {pipeline_size}, and pipeline"
+            " parallelism requires ZeRO 1",
+            "set deepspeed.zero_stage to 1",
         )
-    for key, size in train.batch_size_keys().items():
-        if size % (train.micro_batch_size * data_size) != 0:
-            raise ConfigError(
-                (key, "train.micro_batch_size"),
-                f"{size} is not divisible by train.micro_batch_size {train.micro_batch_size} times "
-                f"{data_size} data-parallel processes",
-                "change one of them",
-            )
+    _validate_sent_state(config)
+
+
+def _validate_sent_state(config: RunConfig) -> None:
+    encoding = encoding_of(config.model)
+    pipeline_size = config.parallel.pipeline_model_parallel_size
+
+    if encoding.sends_state(1) and type(encoding).sent_state is PositionEncoding.sent_state:
+        raise ConfigError(
+            (PIPELINE, ENCODING),
+            f"is {pipeline_size}, but {ENCODING} is {encoding.name}, which has a state but does not"
+            " implement PositionEncoding.sent_state",
+            f"set {PIPELINE} to 1",
+        )
+    later_chunks = config.parallel.model_chunks(config.model.num_layers)[1:]
+    first_sends = encoding.sends_state(1)
+    if any(encoding.sends_state(chunk.start) != first_sends for chunk in later_chunks):
+        raise ConfigError(
+            (PIPELINE, ENCODING),
+            f"is {pipeline_size}, but {ENCODING} is {encoding.name}, which sends a state to only"
+            " some of the stages (sends_state)",
+            f"set {PIPELINE} to 1",
+        )

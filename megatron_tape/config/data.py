@@ -125,14 +125,15 @@ class DataConfig:
         is set.
         """
         configured = [key for key in DATA_SOURCES if getattr(self, key) is not None]
-        if len(configured) != 1:
+        if not configured:
+            raise ConfigError(
+                "data.prefix", "must be set", "set it, or data.generator or data.examples instead"
+            )
+        if len(configured) > 1:
             keys = tuple(f"data.{key}" for key in configured)
-            if bool(keys):
-                raise ConfigError(
-                    keys, f"and {', '.join(keys[1:])} are mutually exclusive", "keep one of them"
-                )
-            alternatives = " or ".join(f"data.{key}" for key in SAMPLE_SOURCES)
-            raise ConfigError("data.prefix", "must be set", f"set it, or {alternatives} instead")
+            raise ConfigError(
+                keys, f"and {', '.join(keys[1:])} are mutually exclusive", "keep one of them"
+            )
         return configured[0]
 
     @property
@@ -153,22 +154,21 @@ def blend(
     """
     if prefix is None:
         return [], None
-    prefixes = [prefix] if isinstance(prefix, str) else list(prefix)
-    weights = list(prefix.values()) if isinstance(prefix, dict) else None
-    return prefixes, weights
+    if isinstance(prefix, str):
+        return [prefix], None
+    if isinstance(prefix, dict):
+        return list(prefix), list(prefix.values())
+    return prefix, None
 
 
 def split_shares(split: str) -> tuple[float, float, float]:
     """Parse `"969,30,1"` into the fractions of training, validation and test, which sum to 1."""
     try:
-        numbers = [float(part) for part in str(split).split(",")]
+        numbers = [float(part) for part in split.split(",")]
     except ValueError:
         numbers = []
-    if (
-        len(numbers) != 3
-        or not all(math.isfinite(n) and n >= 0 for n in numbers)
-        or numbers[0] == 0
-    ):
+    valid = all(math.isfinite(number) and number >= 0 for number in numbers)
+    if len(numbers) != 3 or not valid or numbers[0] == 0:
         raise ConfigError(
             "data.split",
             f"is {split!r}",

@@ -6,6 +6,7 @@ A prefix is the path of a dataset without `.idx` and `.bin`, or such a pattern.
 
 import fnmatch
 import glob
+import itertools
 import os
 import re
 from dataclasses import replace
@@ -36,18 +37,17 @@ def match_datasets(prefix: str) -> list[str]:
     """
     if not is_pattern(prefix) or any(os.path.exists(prefix + ending) for ending in _ENDINGS):
         return [prefix]
+
     matches = {
-        path.removesuffix(end)
-        for end in _ENDINGS
-        for path in glob.glob(prefix + end, recursive=True)
+        path.removesuffix(ending)
+        for ending in _ENDINGS
+        for path in glob.glob(prefix + ending, recursive=True)
     }
-    for begin, end, count in {part.groups() for part in map(_PART.fullmatch, matches) if part}:
-        parts = (f"{begin}{number:05}{end}" for number in range(int(count)))
-        matches |= {
-            part
-            for part in parts
-            if fnmatch.fnmatchcase(os.path.basename(part), os.path.basename(prefix))
-        }
+    for part in filter(None, map(_PART.fullmatch, list(matches))):
+        begin, end, count = part.groups()
+        parts = [f"{begin}{number:05}{end}" for number in range(int(count))]
+        name = os.path.basename(prefix)
+        matches.update(part for part in parts if fnmatch.fnmatchcase(os.path.basename(part), name))
     return sorted(matches) or [prefix]
 
 
@@ -64,15 +64,21 @@ def resolve_patterns(
     if matches == [[name] for name in prefixes]:
         return prefix
     if weights is None:
-        return list(dict.fromkeys(name for names in matches for name in names))
-    result: dict[str, float] = {}
+        return list(dict.fromkeys(itertools.chain(*matches)))
+
+    resolved: dict[str, float] = {}
     for names, weight in zip(matches, weights):
-        sizes = [
-            os.path.getsize(f"{name}.bin") if os.path.isfile(f"{name}.bin") else 1 for name in names
-        ]
+        sizes = [_size(name) for name in names]
         for name, size in zip(names, sizes):
-            result[name] = result.get(name, 0.0) + weight * (size / max(1, sum(sizes)))
-    return result
+            resolved[name] = resolved.get(name, 0.0) + weight * (size / max(1, sum(sizes)))
+    return resolved
+
+
+def _size(prefix: str) -> int:
+    try:
+        return os.path.getsize(f"{prefix}.bin")
+    except FileNotFoundError:
+        return 1  # the run refuses to start without it
 
 
 def resolve_datasets(config: RunConfig) -> RunConfig:
@@ -81,8 +87,8 @@ def resolve_datasets(config: RunConfig) -> RunConfig:
 
     The run's saved settings then list its datasets, and a restart notices if they change.
     """
-    stages = config.data.stages and [
-        replace(stage, prefix=resolve_patterns(stage.prefix)) for stage in config.data.stages
-    ]
+    stages = config.data.stages
+    if stages:
+        stages = [replace(stage, prefix=resolve_patterns(stage.prefix)) for stage in stages]
     data = replace(config.data, prefix=resolve_patterns(config.data.prefix), stages=stages)
     return replace(config, data=data)

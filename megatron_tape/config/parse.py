@@ -9,17 +9,17 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron_tape.command_line import Parser
 from megatron_tape.config.recipes import find_recipe
 from megatron_tape.config.sections import (
     Setting,
+    is_valid,
     merge,
     settings_of,
     unflatten,
     unknown_key,
-    validate_as,
 )
 from megatron_tape.config.values import format_value
 from megatron_tape.errors import ConfigError
@@ -66,16 +66,18 @@ class ParsedCommandLine:
             yield
         except ConfigError as error:
             places = list(dict.fromkeys(filter(None, map(self._place, error.subjects))))
-            in_file = any(not place.startswith("--") for place in places)
-            raise error.at(" and ".join(places) if in_file else "") from None
+            if all(place.startswith("--") for place in places):
+                raise
+            raise error.at(" and ".join(places)) from None
 
     def _place(self, key: str) -> str:
         # For an item of a list or a mapping, use the place of the list or mapping.
-        while key not in self.places and (
-            whole := re.fullmatch(r"(.*\..*)(\[\d+\]|\.[^.]*)", key, re.DOTALL)
-        ):
-            key = whole[1]
-        return self.places.get(key, "")
+        while key not in self.places:
+            outer = re.fullmatch(r"(.*\..*)(\[\d+\]|\.[^.]*)", key, re.DOTALL)
+            if outer is None:
+                return ""
+            key = outer[1]
+        return self.places[key]
 
 
 def read_settings(
@@ -83,27 +85,18 @@ def read_settings(
 ) -> ParsedCommandLine:
     """Parse a command line with a parser from `settings_parser`.
 
-    Later options and recipes override earlier ones. Raises ConfigError for an unknown option or an
-    unreadable recipe.
+    Later options and recipes override earlier ones. Prints the help and exits if it is asked for.
+    Raises ConfigError for an unknown option or an unreadable recipe.
     """
     options, unknown = parser.parse_known_args(argv)
     known: dict[str, list[Setting]] = {}
     for setting in settings_of(section):
         known.setdefault(setting.key, []).append(setting)
+    if options.help is not None:
+        _print_help(parser, section, options.help)
     if unknown:
-        name = unknown[0].partition("=")[0]
-        if not name.startswith("--"):
-            raise ConfigError(
-                name,
-                "is not an option",
-                "give settings as --section.key value, and files after --config",
-            )
-        name = name.removeprefix("--")
-        if name in known:
-            raise ConfigError(
-                name, "is a section of settings", f"give its settings as --{name}.key value"
-            )
-        raise unknown_key(name, [*(key for key in known if "." in key), "print_config"])
+        raise _unknown_option(unknown[0], known)
+
     parsed = ParsedCommandLine(options)
     for is_file, group in itertools.groupby(options.given, lambda item: item[0] == "config"):
         if is_file:
@@ -114,12 +107,32 @@ def read_settings(
                 parsed.values = merge(section, parsed.values, values)
                 parsed.places.update(places)
             continue
+
+        # All at once: an option may select the section that an earlier option belongs to.
         changed = {key: _from_text(text, known[key]) for key, text in group}
         parsed.values = merge(section, parsed.values, unflatten(changed))
         for key in changed:
-            within = [place for place in parsed.places if place.startswith(f"{key}.")]
-            parsed.places.update(dict.fromkeys([key, *within], f"--{key}"))
+            replaced = [place for place in parsed.places if place.startswith(f"{key}.")]
+            parsed.places.update(dict.fromkeys([key, *replaced], f"--{key}"))
     return parsed
+
+
+def _unknown_option(argument: str, known: Iterable[str]) -> ConfigError:
+    """Return the error for an argument that is no option. `known` are the keys of all settings."""
+    name = argument.partition("=")[0]
+    key = name.removeprefix("--")
+
+    if key == name:
+        return ConfigError(
+            name,
+            "is not an option",
+            "give settings as --section.key value, and files after --config",
+        )
+    if key in known:
+        return ConfigError(
+            key, "is a section of settings", f"give its settings as --{key}.key value"
+        )
+    return unknown_key(key, [setting for setting in known if "." in setting])
 
 
 def _from_text(text: str, settings: list[Setting]) -> Any:
@@ -129,34 +142,21 @@ def _from_text(text: str, settings: list[Setting]) -> Any:
     `settings` are the settings with the option's key, one per section that may contain it.
     """
     try:
-        parsed = parse_value(text)
+        value = parse_value(text)
     except ValueError:
         return text
-    if isinstance(parsed, str):
+    if isinstance(value, str):
         return text  # YAML would truncate it at a #, and strip quotes and spaces
-    types = [
-        schema.get("type")
-        for each in settings
-        for schema in each.schema.get("anyOf", [each.schema])
-    ]
-    if {"{": "object", "[": "array"}.get(text.lstrip()[:1]) in types:
-        return parsed  # Even if it is invalid: as text, it would be used as a path.
-    return next(
-        (
-            value
-            for value in (parsed, text)
-            if any(_is_valid(value, each.kind) for each in settings)
-        ),
-        parsed,
-    )
 
-
-def _is_valid(value: Any, kind: Any) -> bool:
-    try:
-        validate_as(kind, value)
-    except ValueError:  # pydantic's ValidationError, or UnicodeEncodeError
-        return False
-    return True
+    kinds = [setting.kind for setting in settings]
+    if any(is_valid(value, kind) for kind in kinds):
+        return value
+    # If it is no list or mapping where one is possible, text would be used as a path.
+    is_collection = text.lstrip().startswith(("{", "["))
+    collections = any(is_valid(empty, kind) for empty in ({"a": 1}, ["a"]) for kind in kinds)
+    if any(is_valid(text, kind) for kind in kinds) and not (is_collection and collections):
+        return text
+    return value
 
 
 def settings_parser(section: type, usage: str, description: str) -> argparse.ArgumentParser:
@@ -167,84 +167,89 @@ def settings_parser(section: type, usage: str, description: str) -> argparse.Arg
     command line, and raises ConfigError if it fails. `--help SECTION` shows only the settings of a
     section such as `train.spikes`.
     """
-    sections = ", ".join(setting.key for setting in settings_of(section) if "." not in setting.key)
-    epilog = (
-        f"Sections of settings: {sections}. --help SECTION shows only the settings of that section."
+    settings = list(settings_of(section))
+    sections = ", ".join(setting.key for setting in settings if "." not in setting.key)
+    parser = Parser(
+        usage=usage,
+        description=description,
+        epilog=(
+            f"Sections of settings: {sections}. --help SECTION shows only the settings of that"
+            " section."
+        ),
+        add_help=False,
     )
-    parser = Parser(usage=usage, description=description, epilog=epilog, add_help=False)
-    about = "Print this help, or only the settings of a section such as train.spikes, and exit."
     parser.add_argument(
-        "-h", "--help", nargs="?", metavar="SECTION", action=_Help, section=section, help=about
+        "-h",
+        "--help",
+        nargs="?",
+        const="",
+        type=str,
+        metavar="SECTION",
+        help="Print this help, or only the settings of a section such as train.spikes, and exit.",
     )
-    about = (
+    _add_setting(
+        parser,
+        "config",
+        "RECIPE",
         "YAML file with settings, or the name of a recipe in pretrain/recipes, such as tape_demo."
-        " May be repeated."
+        " May be repeated.",
     )
-    _add_setting(parser, "config", "RECIPE", about)
     parser.add_argument(
         "--print_config", action="store_true", help="Print the resulting configuration and exit."
     )
-    _add_settings(parser, settings_of(section))
+    _add_settings(parser, settings)
     return parser
 
 
-class _Help(argparse.Action):
-    """Print the help of a program, or of one section of its settings, and exit."""
-
-    def __init__(self, section: type, **options: Any):
-        super().__init__(**options)
-        self._section = section
-
-    def __call__(
-        self, parser: Any, namespace: Any, value: Any, option_string: str | None = None
-    ) -> NoReturn:
-        if value is not None:
-            shown = [
-                setting
-                for setting in settings_of(self._section)
-                if f"{setting.key}.".startswith(f"{value}.")
-            ]
-            if not shown:
-                raise unknown_key(value, (setting.key for setting in settings_of(self._section)))
-            parser = argparse.ArgumentParser(
-                usage=argparse.SUPPRESS,
-                add_help=False,
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-            )
-            _add_settings(parser, shown)
-        parser.print_help()
-        parser.exit()
+def _print_help(parser: argparse.ArgumentParser, section: type, key: str) -> None:
+    """Print the help of a program, or of the section or setting `key` if it is not empty, and
+    exit.
+    """
+    if key:
+        settings = list(settings_of(section))
+        shown = [setting for setting in settings if f"{setting.key}.".startswith(f"{key}.")]
+        if not shown:
+            raise unknown_key(key, (setting.key for setting in settings))
+        parser = argparse.ArgumentParser(
+            usage=argparse.SUPPRESS,
+            add_help=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        _add_settings(parser, shown)
+    parser.print_help()
+    parser.exit()
 
 
 def _add_settings(parser: argparse.ArgumentParser, settings: Iterable[Setting]) -> None:
     """Add an option for each setting, and a group of options for each top-level section."""
-    group = None
+    group: Any = None
     added = set()
     for setting in settings:
         key = setting.key
-        default = setting.default
         if group is None or "." not in key:
-            title = key if setting.sections else key.rpartition(".")[0]
             kinds = setting.sections or (setting.within,)
-            group = parser.add_argument_group(
-                title, inspect.getdoc(kinds[0]) if len(kinds) == 1 else None
-            )
+            title = key
+            if not setting.sections:
+                title = key.rpartition(".")[0]
+            about = None
+            if len(kinds) == 1:
+                about = inspect.getdoc(kinds[0])
+            group = parser.add_argument_group(title, about)
         if "." in key and key not in added:
             added.add(key)
-            if default is None:
-                of_section = "null or the settings below; default: null"
-            else:
-                of_section = "the settings below"
-            if default is MISSING:
-                required = "required"
-            else:
-                required = f"default: {format_value(default)}"
-            if setting.sections:
-                allowed = of_section
-            else:
-                allowed = f"{describe(setting.schema)}; {required}"
-            about = f"{setting.schema.get('description', '')} ({allowed})"
+            about = f"{setting.schema.get('description', '')} ({_allowed(setting)})"
             _add_setting(group, key, key.rpartition(".")[2].upper(), about)
+
+
+def _allowed(setting: Setting) -> str:
+    """Describe the values and the default of a setting or a section."""
+    if setting.sections and setting.default is None:
+        return "null or the settings below; default: null"
+    if setting.sections:
+        return "the settings below"
+    if setting.default is MISSING:
+        return f"{describe(setting.schema)}; required"
+    return f"{describe(setting.schema)}; default: {format_value(setting.default)}"
 
 
 def _add_setting(group: Any, key: str, metavar: str, description: str) -> None:

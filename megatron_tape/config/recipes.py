@@ -21,27 +21,19 @@ def find_recipe(path_or_name: str) -> str:
     exists; the message lists recipes with similar names, or all recipes if there are none.
     """
     path = expand_path(path_or_name)
+    name = path.removesuffix(".yaml")
     recipes = _recipes()
-    packaged = recipes.get(path.removesuffix(".yaml"))
-    try:
-        if packaged is None or not os.path.isdir(path):
-            os.stat(path)
-            return path
-    except FileNotFoundError:
-        pass
-    except OSError:
-        return path  # reading it raises a clear error
-    if packaged is None:
-        similar = difflib.get_close_matches(
-            path.removesuffix(".yaml").lower(), recipes, n=3, cutoff=0.7
-        )
-        if similar:
-            names = f"such as {', '.join(similar)}"
-        else:
-            names = f"one of {', '.join(recipes)}"
-        fix = f"give the path of a YAML file, or the name of a recipe, {names}"
-        raise ConfigError(f"recipe {path}", "does not exist", fix)
-    return packaged
+
+    if name in recipes and not os.path.isfile(path):
+        return recipes[name]
+    if os.path.lexists(path):
+        return path  # if it is not a file, reading it raises a clear error
+    names = difflib.get_close_matches(name.lower(), recipes, n=3, cutoff=0.7) or recipes
+    raise ConfigError(
+        f"recipe {path}",
+        "does not exist",
+        f"give the path of a YAML file, or the name of a recipe, such as {', '.join(names)}",
+    )
 
 
 def _recipes() -> dict[str, str]:

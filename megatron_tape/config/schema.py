@@ -48,14 +48,10 @@ ATTENTION_BACKENDS = (
 
 
 def _known_encoding(name: str) -> str:
-    close = difflib.get_close_matches(name.lower(), ENCODINGS, n=1)
-    if close:
-        suggestion = f"did you mean {close[0]}? Otherwise, choose from"
-    else:
-        suggestion = "choose from"
     if name not in ENCODINGS:
+        names = difflib.get_close_matches(name.lower(), ENCODINGS) or ENCODINGS
         raise UserError(
-            name, "is not a positional encoding", f"{suggestion} {', '.join(ENCODINGS)}"
+            name, "is not a positional encoding", f"choose another, such as {', '.join(names)}"
         )
     return name
 
@@ -64,10 +60,7 @@ def _settings_of_encoding(value: Any, info: ValidationInfo) -> Any:
     """Validate `model.position` as settings of the encoding `model.position_encoding`; do nothing
     if it is unknown.
     """
-    if info.data:
-        encoding = ENCODINGS.get(info.data.get("position_encoding"))
-    else:
-        encoding = None
+    encoding = ENCODINGS.get(info.data.get("position_encoding"))
     if encoding is None:
         return value
     return validate_as(encoding.Settings, value)
@@ -251,18 +244,13 @@ class ParallelConfig:
         """Describe the layout of a run on `processes` ranks, such as `2 tensor parallel x 4 data
         parallel`.
         """
-        sizes = [
-            (self.tensor_model_parallel_size, "tensor"),
-            (self.context_parallel_size, "context"),
-            (self.pipeline_model_parallel_size, "pipeline"),
-            (processes // self.ranks_per_sequence, "data"),
-        ]
-        shown = [
-            f"{size} {kind} parallel"
-            for size, kind in sizes
-            if size > 1 or kind in ("tensor", "data")
-        ]
-        return " x ".join(shown)
+        sizes = [f"{self.tensor_model_parallel_size} tensor parallel"]
+        if self.context_parallel_size > 1:
+            sizes.append(f"{self.context_parallel_size} context parallel")
+        if self.pipeline_model_parallel_size > 1:
+            sizes.append(f"{self.pipeline_model_parallel_size} pipeline parallel")
+        sizes.append(f"{processes // self.ranks_per_sequence} data parallel")
+        return " x ".join(sizes)
 
     @property
     def uses_sequence_parallel(self) -> bool:
@@ -454,11 +442,10 @@ class RunConfig:
     @property
     def to_start_another_run(self) -> str:
         """The options with which a user starts another run, as part of an error message."""
-        follows = self.checkpoint.directory == self.default_checkpoint_directory
-        return (
-            "start another run with --logging.directory"
-            f" NEW{'' if follows else ' --checkpoint.directory NEW'}"
-        )
+        options = "--logging.directory NEW"
+        if self.checkpoint.directory != self.default_checkpoint_directory:
+            options += " --checkpoint.directory NEW"
+        return f"start another run with {options}"
 
 
 def config_dict(config: RunConfig) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import dataclasses
 import difflib
 import functools
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -29,10 +28,28 @@ _STRICT = ConfigDict(
     extra="forbid",
     allow_inf_nan=False,
     use_attribute_docstrings=True,
-    alias_generator=lambda field: field.removesuffix(
-        "_"
-    ),  # The key `from`, a keyword of Python, has the field from_.
+    # The key `from`, a keyword of Python, has the field from_.
+    alias_generator=lambda field: field.removesuffix("_"),
 )
+_ALLOWED = {
+    "bool_type": "true or false",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "dataclass_type": "a mapping",
+    "greater_than": "a number above {gt}",
+    "greater_than_equal": "a number of at least {ge}",
+    "less_than": "a number below {lt}",
+    "less_than_equal": "a number up to {le}",
+    "literal_error": "{expected}",
+    "too_short": "at least {min_length} items",
+    "too_long": "at most {max_length} items",
+    "string_too_short": "at least {min_length} characters",
+}
+"""What a setting must be, by the type of pydantic's error."""
 
 
 def chosen_by(field: str, among: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,14 +91,13 @@ def settings_of(section: type, name: str = "") -> Iterator[Setting]:
     """
     for item in dataclasses.fields(section):
         key = f"{name}.{_key(item)}" if name else _key(item)
-        inner = _sections_in(section, item)
-        if item.default_factory is MISSING:
-            default = item.default
-        else:
+        default = item.default
+        if item.default_factory is not MISSING:
             default = item.default_factory()
-        yield Setting(key, _hints(section)[item.name], default, inner, section)
-        for one in inner:
-            yield from settings_of(one, key)
+        sections = _sections_in(section, item)
+        yield Setting(key, _hints(section)[item.name], default, sections, section)
+        for nested in sections:
+            yield from settings_of(nested, key)
 
 
 def _sections_in(section: type, item: dataclasses.Field) -> tuple[type, ...]:
@@ -99,13 +115,11 @@ def _options(kind: Any) -> Iterator[Any]:
     """Yield the members of a type that may be a union or `Annotated`, such as int and None for
     `Count | None`.
     """
-    if get_origin(kind) is Annotated or get_origin(kind) in UNIONS:
-        if get_origin(kind) is Annotated:
-            options = get_args(kind)[:1]
-        else:
-            options = get_args(kind)
-        for option in options:
-            yield from _options(option)
+    if get_origin(kind) is Annotated:
+        yield from _options(get_args(kind)[0])
+    elif get_origin(kind) in UNIONS:
+        for member in get_args(kind):
+            yield from _options(member)
     else:
         yield kind
 
@@ -123,7 +137,8 @@ def build(
         return validate_as(section, values)
     except ValidationError as error:
         raise _refusal(error, section, values, name, fix) from None
-    except UnicodeEncodeError:  # Python decodes other bytes of the command line as surrogates.
+    except UnicodeEncodeError:
+        # Python decodes other bytes of the command line as surrogates.
         raise ConfigError(
             name or "a setting", "is not UTF-8 text", "correct it, or rename the file"
         ) from None
@@ -134,9 +149,17 @@ def validate_as(kind: Any, value: Any) -> Any:
     ValidationError.
     """
     # Use JSON, since pydantic's strict mode does not accept mappings for dataclasses otherwise.
-    return _adapter(kind).validate_json(
-        json.dumps([value], default=as_dict, ensure_ascii=False).encode()
-    )[0]
+    text = json.dumps([value], default=as_dict, ensure_ascii=False)
+    return _adapter(kind).validate_json(text.encode())[0]
+
+
+def is_valid(value: Any, kind: Any) -> bool:
+    """Return whether `value` is valid for the type `kind`."""
+    try:
+        validate_as(kind, value)
+    except ValueError:  # pydantic's ValidationError, or UnicodeEncodeError
+        return False
+    return True
 
 
 @functools.cache
@@ -152,69 +175,46 @@ def _refusal(
     """Return a ConfigError for the first invalid value, or for all missing values if none is
     invalid (see `build`).
     """
-    errors = error.errors(include_url=False)
+    settings = list(settings_of(section, name))
     by_key = [
-        (path_of_error(values, one["loc"][1:], name, one["type"] == "missing"), one)
-        for one in errors
+        (path_of_error(values, item["loc"][1:], name, item["type"] == "missing"), item)
+        for item in error.errors(include_url=False)
     ]
-    invalid = [(key, one) for key, one in by_key if one["type"] != "missing"]
+    invalid = [(key, item) for key, item in by_key if item["type"] != "missing"]
     if not invalid:
         missing = tuple(key for key, _ in by_key)
-        if missing[1:]:
-            others = f" (also missing: {', '.join(missing[1:])})"
-        else:
-            others = ""
-        return ConfigError(missing, f"must be set{others}", fix.replace("{key}", missing[0]))
+        problem = "must be set"
+        if len(missing) > 1:
+            problem += f" (also missing: {', '.join(missing[1:])})"
+        return ConfigError(missing, problem, fix.replace("{key}", missing[0]))
+
     # A value of a union has an error for each member of the union. Report those with the longest
-    # path.
+    # path, and prefer members of the value's type.
     key = max((key for key, _ in invalid if key.startswith(invalid[0][0])), key=len)
-    same = [one for other, one in invalid if other == key]
-    same = [
-        one for one in same if not one["type"].endswith("_type")
-    ] or same  # prefer members of the value's type
-    first = same[0]
+    errors = [item for path, item in invalid if path == key]
+    errors = [item for item in errors if not item["type"].endswith("_type")] or errors
+    first = errors[0]
+    context = first.get("ctx", {})
+    shown = format_value(first["input"])
+
     if first["type"] == "unexpected_keyword_argument":
-        return unknown_key(key, (setting.key for setting in settings_of(section, name)))
+        return unknown_key(key, (setting.key for setting in settings))
     if first["type"] == "union_tag_not_found":
         return ConfigError(f"{key}.task", "must be set", fix.replace("{key}", f"{key}.task"))
     if first["type"] == "union_tag_invalid":
-        tags = first["ctx"]["expected_tags"].replace("'", "")
-        return ConfigError(
-            f"{key}.task", f"is {format_value(first['input']['task'])}", f"choose one of {tags}"
-        )
-    if isinstance(reason := first.get("ctx", {}).get("error"), UserError):
-        return ConfigError(
-            key, f"is {format_value(first['input'])}, which {reason.problem}", reason.fix
-        )
-    messages = " or ".join(dict.fromkeys(one["msg"] for one in same)).replace(
-        " or Input should be", " or"
-    )
-    fix = re.sub("^(Input|List|Dictionary|String) ", "it ", messages).partition(
-        " after validation"
-    )[0]
-    fix = fix.replace("an object", "a mapping").replace("valid array", "list")
-    if first["input"] in (0, -1):  # values that disable a setting in other programs
-        fix += _how_to_disable(
-            next((one for one in settings_of(section, name) if one.key == key), None)
-        )
-    return ConfigError(key, f"is {format_value(first['input'])}", fix)
+        task = format_value(first["input"]["task"])
+        return ConfigError(f"{key}.task", f"is {task}", f"choose from {context['expected_tags']}")
+    if isinstance(context.get("error"), UserError):
+        reason = context["error"]
+        return ConfigError(key, f"is {shown}, which {reason.problem}", reason.fix)
 
-
-def _how_to_disable(setting: Setting | None) -> str:
-    """Return how to disable a setting, as the end of a sentence; empty if it is neither optional
-    nor an interval.
-    """
-    if setting is None:
-        return ""
-    description = setting.schema.get("description", "")
-    if setting.default is None and "isabled by" in description:
-        return "; remove it, or set it to null, to disable it"
-    if "null disables" in description:
-        return "; set it to null to disable it"
-    interval = setting.key.endswith(".interval")
-    if interval:
-        return "; it cannot be disabled; to use the longest interval, set it to train.steps"
-    return ""
+    allowed = [
+        _ALLOWED.get(item["type"], item["msg"]).format(**item.get("ctx", {})) for item in errors
+    ]
+    null = {"type": "null"}
+    if any(setting.key == key and null in setting.schema.get("anyOf", ()) for setting in settings):
+        allowed.append("null")
+    return ConfigError(key, f"is {shown}", f"give {' or '.join(dict.fromkeys(allowed))}")
 
 
 def merge(section: type, values: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,26 +227,19 @@ def merge(section: type, values: Mapping[str, Any], later: Mapping[str, Any]) ->
     merged = {**values, **later}
     for item in dataclasses.fields(section):
         key = _key(item)
-        inner = _sections_in(section, item)
-        chooser = item.metadata.get("chosen_by")
         old = values.get(key)
         new = later.get(key, {})
-        if not inner or not isinstance(old, dict) or not isinstance(new, dict):
+        sections = _sections_in(section, item)
+        if not sections or not isinstance(old, dict) or not isinstance(new, dict):
             continue
-        if len(inner) == 1:
-            merged[key] = merge(inner[0], old, new)
-        elif new.get("task", old.get("task")) != old.get("task"):
-            merged[key] = new
-        else:
-            if chooser:
-                chosen = item.metadata["among"].get(later.get(chooser))
-            else:
-                chosen = None
-            if chosen is None:
-                kept = old
-            else:
-                kept = {name: old[name] for name in old if name in keys_of(chosen.Settings)}
-            merged[key] = kept | new
+
+        if len(sections) == 1:
+            merged[key] = merge(sections[0], old, new)
+        elif new.get("task", old.get("task")) == old.get("task"):
+            chosen = item.metadata.get("among", {}).get(later.get(item.metadata.get("chosen_by")))
+            if chosen is not None:
+                old = {name: old[name] for name in old if name in keys_of(chosen.Settings)}
+            merged[key] = old | new
     return merged
 
 
@@ -267,8 +260,9 @@ def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
             if not isinstance(inner.get(part), dict):
                 inner[part] = {}
             inner = inner[part]
-        old = inner.get(last)
-        inner[last] = old | value if isinstance(old, dict) and isinstance(value, dict) else value
+        if isinstance(value, dict) and isinstance(inner.get(last), dict):
+            value = inner[last] | value
+        inner[last] = value
     return nested
 
 
@@ -277,46 +271,41 @@ def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
     instead.
 
     The suggestion is the counterpart of another training stack's setting, a similar key of the same
-    section, or a key with the same last part, in this order. The last part alone does not connect
-    nested sections of two top-level sections, such as `data.generator` and `logging.wandb`. Without
-    a suggestion, the keys of the section are listed.
+    section, or a key with the same last part, in this order. Keys of nested sections have only
+    suggestions of the second kind. Without a suggestion, the keys of the section are listed.
     """
     known = list(dict.fromkeys(known))
+    section, _, name = key.rpartition(".")
+    siblings = {
+        other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section
+    }
+
     if key in known:
         return ConfigError(
             key, "does not apply to the selected task or positional encoding", "remove it"
         )
-    section, _, name = key.rpartition(".")
-    if section in known and not any(other.startswith(f"{section}.") for other in known):
+    if section in known and not siblings:
         return ConfigError(
             key, "is an unknown key", f"give {section} a mapping, such as {{{name}: ...}}"
         )
-    names = {
-        other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section
-    }
+
+    suggestions = [siblings[other] for other in difflib.get_close_matches(name, siblings, n=1)]
     if "." not in section:
-        other_name = name.lower().replace("-", "_")
-    else:
-        other_name = ""
-    if other_name in WITHOUT_COUNTERPART and "train.steps" in known:
-        return ConfigError(key, "is an unknown key", WITHOUT_COUNTERPART[other_name])
-    close = [other for other in OTHER_NAMES.get(other_name, ()) if other in known]
-    close = close or [names[other] for other in difflib.get_close_matches(name, names, n=1)]
-    for other in known:
-        related = (
-            not section
-            or other.split(".")[0] == key.split(".")[0]
-            or other.count(".") == key.count(".") == 1
-        )
-        if related and other.rpartition(".")[2] == name:
-            close = close or [other]
-    if not section or not (names or "[" in key):  # The section is missing or misspelled.
-        close = close or difflib.get_close_matches(key, known, n=1)
-    if section and names:
-        fix = f"choose from the keys of {section}: {', '.join(names)}"
-    else:
-        fix = "correct or remove it"
-    fix = f"did you mean {' or '.join(close)}?" if close else fix
+        usual_name = name.lower().replace("-", "_")
+        if usual_name in WITHOUT_COUNTERPART and "train.steps" in known:
+            return ConfigError(key, "is an unknown key", WITHOUT_COUNTERPART[usual_name])
+        counterparts = [other for other in OTHER_NAMES.get(usual_name, ()) if other in known]
+        same_name = [other for other in known if other.rpartition(".")[2] == name]
+        suggestions = counterparts or suggestions or same_name[:1]
+        # The section may be missing or misspelled.
+        if not section or not siblings:
+            suggestions = suggestions or difflib.get_close_matches(key, known, n=1)
+
+    fix = "correct or remove it"
+    if suggestions:
+        fix = f"did you mean {' or '.join(suggestions)}?"
+    elif section and siblings:
+        fix = f"choose from the keys of {section}: {', '.join(siblings)}"
     return ConfigError(key, "is an unknown key", fix)
 
 
@@ -340,13 +329,11 @@ def _hints(section: type) -> dict[str, Any]:
 def _schemas(section: type) -> dict[str, Any]:
     """Return the JSON schema of every setting of a section, by key."""
     schemas: dict[str, Any] = {}
-    for kind in reversed(
-        section.__mro__
-    ):  # pydantic reads the text after a field only in the class that declares it.
+    # pydantic reads the text after a field only in the class that declares it.
+    for kind in reversed(section.__mro__):
         if dataclasses.is_dataclass(kind):
             schema = _adapter(kind).json_schema()
-            properties = schema["$defs"][schema["prefixItems"][0]["$ref"].rpartition("/")[2]][
-                "properties"
-            ]
-            schemas |= {key: schemas.get(key, {}) | added for key, added in properties.items()}
+            name = schema["prefixItems"][0]["$ref"].rpartition("/")[2]
+            for key, added in schema["$defs"][name]["properties"].items():
+                schemas[key] = schemas.get(key, {}) | added
     return schemas

@@ -4,9 +4,8 @@ import torch.
 
 import bisect
 import contextlib
-import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_tape.config.data import blend
 from megatron_tape.config.schema import RunConfig
@@ -39,8 +38,10 @@ class Stage:
         try:
             yield
         except ConfigError as error:
-            keys = [KEY if key == "data.prefix" and self.number else key for key in error.subjects]
-            raise ConfigError(tuple(keys), error.problem, error.fix, error.place) from None
+            if self.number == 0:
+                raise
+            keys = tuple(KEY if key == "data.prefix" else key for key in error.subjects)
+            raise ConfigError(keys, error.problem, error.fix, error.place) from None
 
 
 def stages_of(config: RunConfig) -> list[Stage]:
@@ -50,27 +51,25 @@ def stages_of(config: RunConfig) -> list[Stage]:
     Raises ConfigError if the shares in `data.stages` leave a stage without a step.
     """
     later = config.data.stages or []
-    total = sum(item.share for item in later)
-    if total >= 1:
-        raise ConfigError(
-            KEY,
-            f"has shares that add up to {total:g}, so there are no steps for data.prefix",
-            "lower the shares to less than 1 in total",
-        )
     train = config.train
     samples = train.samples_after(train.steps)
+    remaining = sum(item.share for item in later)
+    if remaining >= 1:
+        raise ConfigError(
+            KEY,
+            f"has shares that add up to {remaining:g}, so there are no steps for data.prefix",
+            "lower the shares to less than 1 in total",
+        )
+
     stages = [Stage(_with_datasets(config, config.data.prefix, 0), 0, 0)]
-    remaining = total
     for number, item in enumerate(later, start=1):
         first = round(samples * (1 - remaining))
         step = bisect.bisect_right(range(train.steps + 1), first, key=train.samples_after) - 1
-        stages.append(
-            Stage(_with_datasets(config, item.prefix, number), number, train.samples_after(step))
-        )
+        start = train.samples_after(step)
+        stages.append(Stage(_with_datasets(config, item.prefix, number), number, start))
         remaining -= item.share
-    for stage, end in zip(
-        stages if later else (), [*(stage.start for stage in stages[1:]), samples]
-    ):
+
+    for stage, end in zip(stages, [*(stage.start for stage in stages[1:]), samples]):
         if stage.start >= end:
             raise ConfigError(
                 (KEY, "train.steps"),
@@ -82,9 +81,8 @@ def stages_of(config: RunConfig) -> list[Stage]:
 
 def prefixes_of(stages: list[Stage]) -> list[str]:
     """Return the prefixes of the datasets of all stages, without duplicates."""
-    return list(
-        dict.fromkeys(prefix for stage in stages for prefix in blend(stage.config.data.prefix)[0])
-    )
+    prefixes = [prefix for stage in stages for prefix in blend(stage.config.data.prefix)[0]]
+    return list(dict.fromkeys(prefixes))
 
 
 def stage_at(stages: list[Stage], sample: int) -> int:
@@ -97,7 +95,6 @@ def stage_at(stages: list[Stage], sample: int) -> int:
 def _with_datasets(config: RunConfig, prefix: dict | list | str | None, number: int) -> RunConfig:
     """Return the settings of stage `number`, whose datasets are `prefix`."""
     cache = config.data.resolved_cache_directory
-    data = dataclasses.replace(config.data, prefix=prefix, stages=None, cache_directory=cache)
-    return dataclasses.replace(
-        config, data=data, train=dataclasses.replace(config.train, seed=config.train.seed + number)
-    )
+    data = replace(config.data, prefix=prefix, stages=None, cache_directory=cache)
+    train = replace(config.train, seed=config.train.seed + number)
+    return replace(config, data=data, train=train)

@@ -187,7 +187,8 @@ class TrainConfig:
         sequences of the run.
         """
         for _ in range(steps):
-            yield (size := self.batch_size(samples))
+            size = self.batch_size(samples)
+            yield size
             samples += size
 
     @property
@@ -199,17 +200,13 @@ class TrainConfig:
         """Return whether `eval_interval` selects `step`."""
         if self.eval_interval == 0:
             return False
-        if self.eval_interval is None:
-            return step == self.steps
-        return step % self.eval_interval == 0 or step == self.steps
+        return step == self.steps or step % (self.eval_interval or self.steps) == 0
 
     def samples_after(self, steps: int, samples: int = 0) -> int:
         """Return the total number of sequences after the first `samples` sequences and `steps`
         further steps.
         """
-        while (
-            steps and (size := self.batch_size(samples)) < self.global_batch_size
-        ):  # only during the warm-up
-            steps = steps - 1
-            samples = samples + size
+        while steps and self.batch_size(samples) < self.global_batch_size:
+            samples += self.batch_size(samples)
+            steps -= 1
         return samples + steps * self.global_batch_size

@@ -1,14 +1,13 @@
 """Types of settings, which pydantic validates, and helpers for error messages about settings."""
 
 import dataclasses
-import operator
 import re
 import types
 from typing import Annotated, Any, Union
 
 from pydantic import AfterValidator, Field
 
-from megatron_tape.errors import ConfigError, UserError
+from megatron_tape.errors import UserError
 from megatron_tape.home import expand_home, refuse_address
 
 Count = Annotated[int, Field(ge=1)]
@@ -58,23 +57,3 @@ def format_value(value: Any) -> str:
     if len(text) <= _SHOWN_CHARACTERS:
         return text
     return f"{text[:_SHOWN_CHARACTERS]}..."
-
-
-def refuse_incompatible(config: Any, refused: bool, keys: str, fix: str, why: str = "") -> None:
-    """Raise ConfigError, with the values of the settings `keys`, if `refused` is true.
-
-    The message is `KEY is VALUE, but KEY is VALUE and KEY is VALUE, WHY; FIX`.
-
-    Args:
-        config: the settings of the run.
-        refused: whether the settings are incompatible.
-        keys: the dotted keys of the incompatible settings, separated by spaces.
-        fix: what to change.
-        why: why the settings are incompatible, as a clause such as "which has no final decay". May
-            be empty.
-    """
-    if refused:
-        subjects = tuple(keys.split())
-        first, *others = (format_value(operator.attrgetter(key)(config)) for key in subjects)
-        but = " and ".join(f"{key} is {value}" for key, value in zip(subjects[1:], others))
-        raise ConfigError(subjects, f"is {first}, but {but}{why and ', '}{why}", fix)
