@@ -1,5 +1,5 @@
-"""The section `evaluation`: tasks that run during training. `pretrain.evaluate TASK` has the same
-settings.
+"""The settings of all evaluation tasks, and the section `evaluation` for tasks that run during
+training.
 """
 
 from dataclasses import dataclass, field
@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megatron_tape.config.values import Count, PathText
+from megatron_tape.config.data import TEMPLATE
+from megatron_tape.config.values import Count, NotNegativeInt, PathText
 
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 BelowMillion = Annotated[int, Field(ge=1, lt=10**6)]
@@ -18,14 +19,9 @@ TokenDtype = Literal["uint16", "uint32"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DocumentSettings:
-    """Settings of tasks that compute the loss of each token of a set of documents."""
+class TextSettings:
+    """Settings of tasks that read documents."""
 
-    data: dict[str, PathText] | PathText
-    """Documents to evaluate: one path, or a mapping name: path. A path is a file of JSON lines or
-    text (also .gz and .zst), a parquet file, an indexed dataset (without .idx and .bin), or a .bin
-    file of token ids without an index, which is one document. Token ids must be those of the
-    model's tokenizer."""
     token_dtype: TokenDtype = "uint16"
     """Type of the token ids in .bin files without an index: uint16, as nanoGPT and LongLoRA write
     them, or uint32 (also int32). uint16 is refused for models with more than 65,536 ids. Indexed
@@ -35,6 +31,17 @@ class DocumentSettings:
     split: str | None = None
     """Evaluate only the validation documents of indexed datasets, for a division such as 969,30,1
     (see data.split). Default: evaluate all documents."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentSettings(TextSettings):
+    """Settings of tasks that compute the loss of each token of a set of documents."""
+
+    data: dict[str, PathText] | PathText
+    """Documents to evaluate: one path, or a mapping name: path. A path is a file of JSON lines or
+    text (also .gz and .zst), a parquet file, an indexed dataset (without .idx and .bin), or a .bin
+    file of token ids without an index, which is one document. Token ids must be those of the
+    model's tokenizer."""
     lengths: list[int] | None = None
     """Context lengths in tokens, including a beginning-of-sequence token if the model's tokenizer
     adds one. Default: the training length, half of it and a quarter of it."""
@@ -75,6 +82,137 @@ class ContextGainSettings(DocumentSettings):
     """
     beta: float = -2.0
     """The log-probability of a key token with the longest context is above this, in nats."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PasskeySettings:
+    """Accuracy of repeating a number that is hidden in irrelevant text, by context length and
+    depth.
+    """
+
+    lengths: list[int] | None = None
+    """Context lengths in tokens, including prompt and answer. Default: the training length, half of
+    it and a quarter of it."""
+    depths: Count = 10
+    """Number of depths of the key, evenly spaced from the beginning of the filler (0) to its end
+    (1)."""
+    samples: Count = 10
+    """Number of prompts for each length and depth."""
+    digits: Annotated[int, Field(ge=1, le=18)] = 5
+    """Number of digits of the key."""
+    seed: int = 0
+    """Seed of the keys."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RulerSettings:
+    """Scores of RULER's thirteen long-context tasks by context length, and effective context
+    lengths.
+    """
+
+    tasks: list[str] | Literal["offline", "all"] = "offline"
+    """A list of tasks, or a name: offline for the six that need no files or downloads
+    (niah_single_1, niah_multikey_2, niah_multikey_3, vt, cwe and fwe), all for all thirteen."""
+    lengths: list[int] | None = None
+    """Context lengths in tokens, including the answer. Default: the training length, half of it and
+    a quarter of it.
+    """
+    samples: Annotated[int, Field(ge=1, le=500)] = 50
+    """Number of samples for each task and length, at most 500, which is the number in published
+    tables.
+    """
+    haystack: PathText | None = None
+    """Path of a long UTF-8 text in which needles are hidden. Default: RULER's essays, from the hub.
+    """
+    squad: PathText | None = None
+    """Path of the file dev-v2.0.json of SQuAD. Default: it is downloaded."""
+    hotpotqa: PathText | None = None
+    """Path of the file hotpot_dev_distractor_v1.json of HotpotQA. Default: it is downloaded."""
+    trained_length: Count | None = None
+    """Length in tokens at which the model's score is the threshold of "own effective length".
+    Default: the training length of the model. For an extended model, set it to the length before
+    the extension."""
+    seed: int = 0
+    """Seed of the samples."""
+    batch_size: Count = 1
+    """Number of prompts per batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LmEvalSettings:
+    """Scores of tasks of lm-evaluation-harness, such as HellaSwag."""
+
+    tasks: list[PathText]
+    """Names of tasks, groups or tags as listed by `lm_eval ls tasks`, or paths of YAML files. YAML
+    files may run code and require --trust-remote-code."""
+    include_path: PathText | None = None
+    """A directory of YAML files of your own tasks. They may run code and require
+    --trust-remote-code.
+    """
+    limit: Count | None = None
+    """Maximum number of documents of each task; the first ones are used. Default: all documents."""
+    num_fewshot: NotNegativeInt | None = None
+    """Number of examples in each prompt. Default: that of the task."""
+    max_length: Annotated[int, Field(ge=2)] | None = None
+    """Maximum number of tokens of prompt and answer; longer prompts are truncated on the left.
+    Default: that of the model's configuration."""
+    batch_size: Count = 1
+    """Number of prompts per batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScrollsSettings:
+    """Scores of generated answers and summaries on the datasets of SCROLLS, and the loss on their
+    targets.
+    """
+
+    data: dict[str, PathText]
+    """Paths of the datasets by name, such as {qasper: data/scrolls/qasper.zip}. A path is a zip
+    file from the hub, or a file of JSON lines with the same schema."""
+    split: str = "validation"
+    """Split to read from zip files. The test split cannot be used, since it has no targets."""
+    metrics: dict[str, Literal["f1", "exact_match", "rouge"]] = field(default_factory=dict)
+    """Metric of each dataset that is not one of the seven of SCROLLS, by name of the dataset."""
+    examples: Count | None = None
+    """Maximum number of examples of each dataset; the first ones are used. Default: all examples.
+    """
+    length: Annotated[int, Field(ge=8)] | None = None
+    """Context length in tokens, including the answer. Default: the training length."""
+    target_tokens: Count | None = None
+    """Maximum number of tokens of answers. Default: 200, or 1000 for summaries, but at most a
+    quarter of length.
+    """
+    template: str = TEMPLATE
+    """Template of prompts; use that of the fine-tuning. Inputs that are too long are truncated at
+    the end, as in SCROLLS' baselines. The text of the template after an input is never truncated.
+    """
+    bos: bool | None = None
+    """Whether prompts begin with the tokenizer's beginning-of-text token; use data.examples.bos of
+    the fine-tuning. Default: as the exported tokenizer does; exported SentencePiece tokenizers add
+    none."""
+    generate: bool = True
+    """Whether to generate answers greedily and score them."""
+    loss: bool = True
+    """Whether to compute the loss on the first target of each example, in nats per token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionSettings(TextSettings):
+    """Distance of a TAPE model's position states from RoPE, and dependence of the loss on them."""
+
+    data: PathText
+    """Documents: a file of JSON lines, text or parquet, the prefix of an indexed dataset, or a .bin
+    file of token ids, as in perplexity."""
+    documents: Count = 8
+    """Maximum number of documents; the first ones that are long enough are used."""
+    length: int | None = None
+    """Number of tokens of each document that are used. Default: the training length, or 1024 if the
+    model's configuration does not contain it."""
+    ablation: bool = True
+    """Also compute the loss with RoPE's phases instead of the state of one layer, for each layer,
+    and of all layers. This takes one forward pass per layer and document."""
+    map_tokens: Count = 64
+    """Number of tokens in attention maps: the first ones of the first document."""
 
 
 @dataclass(frozen=True, kw_only=True)

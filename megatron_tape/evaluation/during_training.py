@@ -4,10 +4,8 @@ torch.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.data.tokenizer import load_run_tokenizer, tokenizer_record
+from megatron_tape.data.tokenizer import load_run_tokenizer
 from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.model_source import info_of_run
 from megatron_tape.evaluation.task import Task
@@ -24,15 +22,12 @@ def check_tasks(config: RunConfig) -> None:
     """Read the data of the tasks of `evaluation`; raise ConfigError if tasks, data and model do not
     fit together.
     """
-    if not (tasks := build_tasks(config)):
+    tasks = build_tasks(config)
+    if not tasks:
         return
-    tokenizer = load_run_tokenizer(config)
-    info = replace(
-        info_of_run(config), tokenizer=None if tokenizer is None else tokenizer_record(tokenizer)
-    )
+    info = info_of_run(config, load_run_tokenizer(config))
     for name, task in tasks.items():
-        missing = task.needs_tokenizer and not info.has_tokenizer
-        if missing:
+        if task.needs_tokenizer and not info.has_tokenizer:
             raise ConfigError(
                 ("data.tokenizer", f"evaluation.{name}"),
                 f"is null, but {name} needs a tokenizer",

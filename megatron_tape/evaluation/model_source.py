@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +32,19 @@ from megatron_tape.model.names import AVERAGE
 from megatron_tape.position import ENCODINGS, encoding_of, model_config
 from megatron_tape.synthetic import GENERATORS
 
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+"""Files in transformers format, one of which every tokenizer has."""
+_FILES = (
+    *_TOKENIZERS,
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "vocab.txt",
+)
+"""Files in transformers format, besides weights and code, that determine the model's output."""
 
 
 @dataclass(frozen=True)
@@ -44,56 +55,40 @@ class ModelSource:
 
     path: Path
     info: ModelInfo
-    is_checkpoint: bool
     run: dict[str, Any] | None
     """The `settings` and the `step` of the checkpoint; None for a directory in transformers format.
     """
     default_output: Path
     """Directory of the results without --output."""
-    runs_foreign_code: bool
+    runs_foreign_code: bool = False
     """Whether transformers would run Python files in the directory that are not this project's."""
     given: str = ""
     """The path as the user gave it."""
     average: bool = False
     """Whether to use the averaged weights of a checkpoint."""
 
-    def digest(self, progress: Callable[[int], None] = lambda bytes_read: None) -> str:
-        """Return a SHA-256 that covers a checkpoint's manifest, or the contents of `files`.
+    @property
+    def is_checkpoint(self) -> bool:
+        return self.run is not None
 
-        `progress` is called with the number of bytes read so far.
-        """
+    def digest(self) -> str:
+        """Return a SHA-256 that covers a checkpoint's manifest, or the contents of `files`."""
         if self.is_checkpoint:
             return model_digest(self.path, self.average)
+
         whole = hashlib.sha256()
-        done = 0
         for file in self.files():
-            fingerprint = digest(file, lambda bytes_read: progress(done + bytes_read))  # noqa: B023
-            whole.update(f"{file.name} {fingerprint['sha256']}\n".encode())
-            done += fingerprint["bytes"]
+            whole.update(f"{file.name} {digest(file)['sha256']}\n".encode())
         return whole.hexdigest()
 
     def files(self) -> list[Path]:
         """Return the files of a directory in transformers format that determine the model's
         output.
         """
-        names = {
-            "config.json",
-            "generation_config.json",
-            "tokenizer_config.json",
-            "special_tokens_map.json",
-        }
-        names |= {
-            "added_tokens.json",
-            *_TOKENIZERS,
-            "vocab.json",
-            "merges.txt",
-            "vocab.txt",
-            "spiece.model",
-        }
         return sorted(
             file
             for file in self.path.iterdir()
-            if file.is_file() and (file.name in names or file.suffix in (".safetensors", ".py"))
+            if file.is_file() and (file.name in _FILES or file.suffix in (".safetensors", ".py"))
         )
 
     def load_saved_tokenizer(self) -> Tokenizer | None:
@@ -121,8 +116,7 @@ class ModelSource:
         """Raise ConfigError if transformers would run foreign Python files, unless
         `trust_remote_code`.
         """
-        foreign = self.runs_foreign_code and not trust_remote_code
-        if foreign:
+        if self.runs_foreign_code and not trust_remote_code:
             raise ConfigError(
                 "--model",
                 f"{self.given} contains Python code, which transformers would run",
@@ -136,10 +130,9 @@ class ModelSource:
         from megatron_tape.huggingface.export.to_transformers import NO_TOKENIZER, export
 
         try:
+            tokenizer = NO_TOKENIZER
             if self.info.has_tokenizer and not self.tokenizer_problem():
-                tokenizer = None
-            else:
-                tokenizer = NO_TOKENIZER
+                tokenizer = None  # that of the checkpoint
             export(self.path, directory, dtype, tokenizer=tokenizer, average=self.average)
             command_line.log(f"exported {self.path} to a temporary directory")
         except (ValueError, OSError) as error:
@@ -155,72 +148,79 @@ def find_model(given: str, label: str | None = None, average: bool = False) -> M
     ConfigError if the model cannot be used.
     """
     path = Path(given)
-    formats = "give a run, a checkpoint, or a directory in the format of transformers"
     if not path.exists():
-        if given.count("/") == 1 and not given.startswith((".", "/")) and not path.parent.is_dir():
-            formats += (
+        fix = "give a run, a checkpoint, or a directory in the format of transformers"
+        if given.count("/") == 1 and not path.parent.is_dir():
+            fix += (
                 f"; to download a model from the hub, run hf download {given} --local-dir"
                 f" models/{path.name}"
             )
-        raise ConfigError("--model", f"{given} does not exist", formats)
+        raise ConfigError("--model", f"{given} does not exist", fix)
     if (path / "adapter_config.json").is_file():
-        fix = (
-            "merge it with its base model first (see docs/extension.md), and give the merged model"
+        raise ConfigError(
+            "--model",
+            f"{given} is an adapter",
+            "merge it with its base model first (see docs/extension.md), and give the merged model",
         )
-        raise ConfigError("--model", f"{given} is an adapter", fix)
+
     try:
-        in_transformers_format = (path / "config.json").is_file() and not (path / MANIFEST).exists()
-        if in_transformers_format:
-            source = _from_transformers(path, label)
+        if (path / "config.json").is_file() and not (path / MANIFEST).exists():
+            model_source = _from_transformers(path, label)
         else:
-            source = _from_checkpoint(path, label, average)
+            model_source = _from_checkpoint(path, label, average)
     except (ValueError, OSError) as error:
         raise ConfigError("--model", f"{given} cannot be used: {error}") from None
-    if average and not source.is_checkpoint:
+    if average and not model_source.is_checkpoint:
         raise ConfigError(
             "--average",
             f"requires a run or a checkpoint, but {given} is in transformers format",
             "omit it",
         )
-    return replace(source, given=given)
+    return replace(model_source, given=given)
 
 
 def _from_transformers(path: Path, label: str | None) -> ModelSource:
     settings = read_settings(path / "config.json")
     if not any(path.glob("*.safetensors")):
-        fix = (
+        raise FileError(
+            str(path),
+            "contains no .safetensors files",
             "convert weights in other formats with save_pretrained of transformers, but note that"
-            " they may run code"
+            " they may run code",
         )
-        raise FileError(str(path), "contains no .safetensors files", fix)
-    if isinstance(settings.get("text_config"), dict):
-        text = settings.get("text_config")
-    else:
-        text = settings
-    # GPT-2 and similar models use n_positions, MPT max_seq_len.
-    names = ("max_position_embeddings", "n_positions", "max_seq_len")
-    vocabulary = text.get("vocab_size")
-    length = next((text[name] for name in names if name in text), None)
-    if type(vocabulary) is not int or vocabulary < 1:
+
+    text_config = settings.get("text_config")
+    if not isinstance(text_config, dict):
+        text_config = settings
+    vocab_size = text_config.get("vocab_size")
+    if type(vocab_size) is not int or vocab_size < 1:
         raise FileError(
             str(path / "config.json"),
-            f"has vocab_size {vocabulary!r}",
+            f"has vocab_size {vocab_size!r}",
             "set it to an integer above 0",
         )
+    # GPT-2 and similar models use n_positions, MPT max_seq_len.
+    names = ("max_position_embeddings", "n_positions", "max_seq_len")
+    length = next((text_config[name] for name in names if name in text_config), None)
+    if type(length) is not int or length < 1:
+        length = None
+
     name = path.resolve().name
     info = ModelInfo(
         label=label or name,
-        vocab_size=vocabulary,
-        trained_length=length if type(length) is int and length > 0 else None,
+        vocab_size=vocab_size,
+        trained_length=length,
         config=settings,
-        has_tokenizer=any(
-            (path / file).is_file() for file in (*_TOKENIZERS, "vocab.json", "spiece.model")
-        ),
+        has_tokenizer=any((path / file).is_file() for file in _TOKENIZERS),
         tokenizer=_tokenizer_record(path),
     )
     foreign = "auto_map" in settings and not _is_own_code(path, settings)
     return ModelSource(
-        path, info, False, None, Path("evaluations") / name, foreign or _tokenizer_runs_code(path)
+        path,
+        info,
+        run=None,
+        default_output=Path("evaluations") / name,
+        runs_foreign_code=foreign or _tokenizer_runs_code(path),
     )
 
 
@@ -238,19 +238,15 @@ def _is_own_code(path: Path, settings: dict[str, Any]) -> bool:
     `settings` is the directory's config.json. Its `auto_map` could also name a class in another
     directory.
     """
-    classes = settings["auto_map"]
-    encoding = settings.get("position_encoding")
-    if not isinstance(classes, dict):
+    if not isinstance(settings["auto_map"], dict):
         return False
-    named = set(map(str, classes.values()))
-    if named <= set(AUTO_MAP.values()):
+    classes = set(map(str, settings["auto_map"].values()))
+    if classes <= set(AUTO_MAP.values()):
         return is_own_code(path)
-    known = (
-        isinstance(encoding, str)
-        and encoding in ENCODINGS
-        and named <= set(ENCODED_AUTO_MAP.values())
-    )
-    return known and is_own_code(path, ENCODINGS[encoding])
+    encoding = settings.get("position_encoding")
+    if not isinstance(encoding, str) or encoding not in ENCODINGS:
+        return False
+    return classes <= set(ENCODED_AUTO_MAP.values()) and is_own_code(path, ENCODINGS[encoding])
 
 
 def _tokenizer_runs_code(directory: Path) -> bool:
@@ -261,31 +257,37 @@ def _tokenizer_runs_code(directory: Path) -> bool:
 def model_of_run(config: RunConfig) -> ModelSource:
     """Return the model that a run will have trained when it is finished."""
     run = Path(config.logging.directory)
-    facts = {"settings": config_dict(config), "step": config.train.steps}
-    return ModelSource(run, info_of_run(config), True, facts, run / "evaluation", False)
-
-
-def info_of_run(config: RunConfig) -> ModelInfo:
-    """Return the `ModelInfo` of a model in training."""
-    return _info(
-        config.model,
-        Path(config.logging.directory or "run").name,
-        config.data.tokenizer is not None,
+    return ModelSource(
+        run,
+        info_of_run(config),
+        run={"settings": config_dict(config), "step": config.train.steps},
+        default_output=run / "evaluation",
     )
 
 
-def check_trained_on(task: str, source: ModelSource) -> None:
+def info_of_run(config: RunConfig, tokenizer: Tokenizer | None = None) -> ModelInfo:
+    """Return the `ModelInfo` of a model in training; `tokenizer` is that of its data, if loaded."""
+    name = Path(config.logging.directory or "run").name
+    record = None
+    if tokenizer is not None:
+        record = tokenizer_record(tokenizer)
+    has_tokenizer = record is not None or config.data.tokenizer is not None
+    return _info(config.model, name, has_tokenizer, record)
+
+
+def check_trained_on(task: str, model_source: ModelSource) -> None:
     """Raise ConfigError if `task` is synthetic and the model was trained on other data."""
-    data = source.run["settings"].get("data", {}) if source.run else {}
+    data = model_source.run["settings"].get("data", {}) if model_source.run else {}
     trained_on = task
-    if source.info.has_tokenizer or data.get("prefix") or data.get("examples"):
+    if model_source.info.has_tokenizer or data.get("prefix") or data.get("examples"):
         trained_on = "text"
     elif data.get("generator"):
         trained_on = data["generator"]["task"]
     if task in GENERATORS and trained_on != task:
         raise ConfigError(
             task,
-            f"is for models that were trained on it, but {source.path} was trained on {trained_on}",
+            f"is for models that were trained on it, but {model_source.path} was trained on"
+            f" {trained_on}",
             f"give a model that was trained with data.generator: {{task: {task}}}",
         )
 
@@ -293,8 +295,9 @@ def check_trained_on(task: str, source: ModelSource) -> None:
 def _from_checkpoint(path: Path, label: str | None, average: bool) -> ModelSource:
     path = find_checkpoint(path, deep=False)
     state = read_state(path)
-    suffix = f"-{AVERAGE}" if average else ""
+    suffix = ""
     if average:
+        suffix = f"-{AVERAGE}"
         check_average(path, read_index(path, state["tensor_model_parallel_size"]))
     try:
         model = model_config(state["config"]["model"])
@@ -302,16 +305,22 @@ def _from_checkpoint(path: Path, label: str | None, average: bool) -> ModelSourc
         raise CheckpointError(
             str(path), f"was written by another version of this project ({error})"
         ) from None
-    run = path.parent.parent if path.parent.name == "checkpoints" else path
-    name = run.resolve().name
-    tokenizer = state["progress"].get("tokenizer")
-    facts = {"settings": state["config"], "step": state["step"]}
-    if run != path:
+
+    if path.parent.name == "checkpoints":
+        run = path.parent.parent
         output = run / "evaluation" / f"{path.name}{suffix}"
     else:
-        output = Path("evaluations") / f"{name}{suffix}"
-    info = _info(model, label or f"{name}{suffix}", (path / TOKENIZER).is_dir(), tokenizer)
-    return ModelSource(path, info, True, facts, output, False, average=average)
+        run = path
+        output = Path("evaluations") / f"{run.resolve().name}{suffix}"
+    label = label or f"{run.resolve().name}{suffix}"
+    tokenizer = state["progress"].get("tokenizer")
+    return ModelSource(
+        path,
+        _info(model, label, (path / TOKENIZER).is_dir(), tokenizer),
+        run={"settings": state["config"], "step": state["step"]},
+        default_output=output,
+        average=average,
+    )
 
 
 def _info(
@@ -319,10 +328,9 @@ def _info(
 ) -> ModelInfo:
     # The model_type of an export, but the name of the encoding if an export has a built-in type of
     # transformers.
+    model_type = model.position_encoding
     if encoding_of(model).exports_to == "code":
         model_type = ENCODED
-    else:
-        model_type = model.position_encoding
     return ModelInfo(
         label=label,
         vocab_size=model.unpadded_vocab_size or model.vocab_size,

@@ -59,18 +59,20 @@ class Ranks:
             return [value]
         import torch.distributed as dist
 
-        values = [None] * self.count if self.rank == 0 else None
+        values: list[Any] = []
+        if self.rank == 0:
+            values = [None] * self.count
         with _others_alive():
-            dist.gather_object(value, values, dst=0)
+            dist.gather_object(value, values or None, dst=0)
             dist.barrier()
-        return values or []
+        return values
 
     def run_on_rank_0(self, work: Callable[[], T]) -> T:
         """Call `work` on rank 0, and return its result on every rank. If it raises an error, every
         rank raises one.
         """
         value = None
-        failure = None
+        failure: Exception | None = None
         if self.rank == 0:
             try:
                 value = work()
@@ -105,13 +107,11 @@ class Ranks:
         """Return the units of each rank. The most expensive unit comes first, and each goes to the
         least loaded rank."""
         loads = [0.0] * self.count
-        assigned = [[] for _ in range(self.count)]
+        rank_of = {}
         for unit in sorted(units, key=lambda unit: -unit.cost):
-            rank = loads.index(min(loads))
-            loads[rank] += unit.cost
-            assigned[rank].append(unit)
-        order = {unit.key: index for index, unit in enumerate(units)}
-        return [sorted(of_rank, key=lambda unit: order[unit.key]) for of_rank in assigned]
+            rank_of[unit.key] = loads.index(min(loads))
+            loads[rank_of[unit.key]] += unit.cost
+        return [[unit for unit in units if rank_of[unit.key] == rank] for rank in range(self.count)]
 
 
 @contextmanager

@@ -74,7 +74,8 @@ class Score:
     @property
     def error_bar(self) -> tuple[float, float]:
         """Distances from the value down to `low` and up to `high`; 0 if unknown."""
-        low, high = (self.value if end is None else end for end in (self.low, self.high))
+        low = self.value if self.low is None else self.low
+        high = self.value if self.high is None else self.high
         return max(0.0, self.value - low), max(0.0, high - self.value)
 
     @property
@@ -92,7 +93,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class EvaluatedModel:
+class ModelRecord:
     """The evaluated model in `results.json`."""
 
     path: str
@@ -132,7 +133,7 @@ class Results:
     """The contents of `results.json`."""
 
     label: str
-    model: EvaluatedModel
+    model: ModelRecord
     created: Number
     """Time when the last task finished, in seconds since 1970."""
     tasks: dict[str, TaskResult] = field(default_factory=dict)

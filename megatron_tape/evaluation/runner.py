@@ -25,7 +25,7 @@ from megatron_tape.errors import FileError
 from megatron_tape.evaluation.ranks import Ranks
 from megatron_tape.evaluation.results import (
     NAME,
-    EvaluatedModel,
+    ModelRecord,
     Results,
     TaskResult,
     locked,
@@ -37,7 +37,7 @@ from megatron_tape.evaluation.tasks import with_group_names
 from megatron_tape.io.files import digest, remove, write_whole
 from megatron_tape.io.records import parse_record
 from megatron_tape.io.versions import cpu_name, versions_with_commit
-from megatron_tape.text import counted
+from megatron_tape.text import byte_size, counted
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,9 @@ def plan_task(task: Task, model_digest: str, dtype: str) -> TaskPlan:
 
 @functools.lru_cache
 def _sha256(path: Path, size: int, modified: int) -> str:
-    """Return the SHA-256 of a file and show progress. Cached, since several tasks may read the
-    file.
-    """
-    progress = command_line.Progress(size)
-    sha256 = digest(path, lambda done: progress.update(done, lambda _: f"reading {path}"))["sha256"]
-    progress.end()
-    return sha256
+    """Return the SHA-256 of a file. Cached, since several tasks may read the file."""
+    command_line.log(f"reading {path} ({byte_size(size)})")
+    return digest(path)["sha256"]
 
 
 def unfinished(plans: list[TaskPlan], output: Path, overwrite: bool) -> list[TaskPlan]:
@@ -86,25 +82,32 @@ def unfinished(plans: list[TaskPlan], output: Path, overwrite: bool) -> list[Tas
 
     Raises FileError if the directory holds results of another model.
     """
-    try:
-        results = read_results(output)
-    except FileNotFoundError:
-        return plans
     left = []
     for plan in plans:
-        _check_same_model(output, results, plan)
-        finished = plan.task in results.tasks and results.tasks[plan.task].identity == plan.identity
-        if finished and not overwrite:
+        finished = _finished_tasks(output, plan)
+        same = plan.task in finished and finished[plan.task].identity == plan.identity
+        if same and not overwrite:
             command_line.log(f"{plan.task} is finished already; --overwrite evaluates it again")
         else:
             left.append(plan)
     return left
 
 
-def _check_same_model(output: Path, results: Results, plan: TaskPlan) -> None:
+def _finished_tasks(output: Path, plan: TaskPlan) -> dict[str, TaskResult]:
+    """Return the results in a directory by task. Raises FileError if they are of another model than
+    the plan.
+    """
+    try:
+        results = read_results(output)
+    except FileNotFoundError:
+        return {}
     if plan.model_digest != results.model.digest:
-        problem = f"holds results of another model, {results.model.path:.200}"
-        raise FileError(str(output / NAME), problem, "choose another --output")
+        raise FileError(
+            str(output / NAME),
+            f"holds results of another model, {results.model.path:.200}",
+            "choose another --output",
+        )
+    return results.tasks
 
 
 class _Part(TypedDict):
@@ -157,23 +160,22 @@ def run_task(
     """
     started = time.monotonic()
     units = task.units(model)
-    values = read_parts(plan.parts(output)) if ranks.rank == 0 else {}
-    done = set(ranks.broadcast(sorted(values)))
-    left = [unit for unit in units if unit.key not in done]
+    values = ranks.run_on_rank_0(lambda: read_parts(plan.parts(output)))
+    left = [unit for unit in units if unit.key not in values]
+    finished = len(units) - len(left)
     if ranks.rank == 0:
-        if len(left) < len(units):
-            finished = f", {len(units) - len(left):,} of them already finished"
-        else:
-            finished = ""
-        command_line.log(f"{task.name}: {counted(len(units), 'part')}{finished}")
+        command_line.log(f"{task.name}: {counted(len(units), 'part')}")
+        if finished:
+            command_line.log(f"{task.name}: {finished:,} of them already finished")
+
     rank_values = _evaluate(task, model, ranks, plan.parts(output), ranks.assign(left)[ranks.rank])
     # Not read from the files: a network file system may show files of other machines only after a
     # minute.
-    gathered = ranks.gather(rank_values)
+    for gathered in ranks.gather(rank_values):
+        values |= gathered
     if ranks.rank != 0:
         return None
-    for rank_values in gathered:
-        values |= rank_values
+
     examples = {unit.key: values[unit.key] for unit in units}
     summary = task.summarize(examples, model.info)
     return TaskResult(
@@ -189,7 +191,7 @@ def run_task(
         hardware=hardware(model.device),
         versions=versions_with_commit(),
         identity=plan.identity,
-        parts_before=len(units) - len(left),
+        parts_before=finished,
     )
 
 
@@ -199,27 +201,24 @@ def _evaluate(
     """Evaluate this rank's units, and save each value at once; return the values by unit key. Rank
     0 shows progress.
     """
-    if ranks.rank == 0 and units:
-        progress = command_line.Progress(1_000_000)
-    else:
-        progress = None
-    total = sum(unit.cost for unit in units)
+    total = round(sum(unit.cost for unit in units))
+    progress = command_line.Progress(total)
     finished = 0.0
     values = {}
     for number, unit in enumerate(units, 1):
         with ranks.rank_0_reports():
             values[unit.key] = append_part(parts, ranks.rank, unit.key, task.evaluate(unit, model))
         finished += unit.cost
-        if progress is not None:
+        if ranks.rank == 0:
             shown = f"{task.name}: {number:,} of {len(units):,} parts"
-            progress.update(round(1_000_000 * finished / total), lambda _: shown)  # noqa: B023
-    if progress is not None:
+            progress.update(round(finished), lambda _: shown)  # noqa: B023
+    if ranks.rank == 0:
         progress.end()
     return values
 
 
 def add_result(
-    output: Path, label: str, model: EvaluatedModel, plan: TaskPlan, result: TaskResult
+    output: Path, label: str, model: ModelRecord, plan: TaskPlan, result: TaskResult
 ) -> Results:
     """Add the result of a task to `results.json` in the output directory, and remove the saved
     values of its units.
@@ -227,13 +226,8 @@ def add_result(
     Raises FileError if the directory now holds results of another model.
     """
     with locked(output):
-        try:
-            previous = read_results(output)
-            _check_same_model(output, previous, plan)
-            tasks = previous.tasks
-        except FileNotFoundError:
-            tasks = {}
-        results = Results(label, model, time.time(), {**tasks, plan.task: result})
+        tasks = {**_finished_tasks(output, plan), plan.task: result}
+        results = Results(label, model, time.time(), tasks)
         write_results(output, results)
     remove(plan.parts(output))
     return results

@@ -4,11 +4,13 @@ scipy is imported inside functions, since the import takes longer than all check
 """
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+
+from megatron_tape.evaluation.results import Score
 
 Interval = tuple[float | None, float | None]
 """Low and high end of a confidence interval; None if the data does not determine them."""
@@ -27,32 +29,44 @@ def bootstrap_ratio(
     Both arguments have one number for each document. Documents are drawn with replacement `samples`
     times. Returns (None, None) if fewer than two documents have a nonzero denominator.
     """
-    pairs = np.stack(
-        [np.asarray(numerators, np.float64), np.asarray(denominators, np.float64)], axis=1
-    )
-    if np.count_nonzero(pairs[:, 1]) < 2:
+    if np.count_nonzero(denominators) < 2:
         return None, None
+    pairs = np.column_stack((numerators, denominators)).astype(np.float64)
+    count = len(pairs)
     random = np.random.default_rng(0)
-    sums = np.stack(
-        [pairs[random.integers(len(pairs), size=len(pairs))].sum(axis=0) for _ in range(samples)]
-    )
-    sums = sums[sums[:, 1] != 0]
-    return percentiles(sums[:, 0] / sums[:, 1])
+    sums = [pairs[random.integers(count, size=count)].sum(axis=0) for _ in range(samples)]
+    return percentiles(np.array([total / weight for total, weight in sums if weight != 0]))
 
 
 def percentiles(resampled: np.ndarray) -> Interval:
     """Return the interval in which 95 % of resampled values lie."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # infinite values and NaN
-        low, high = np.percentile(resampled, [TAIL, 100 - TAIL])
+    low, high = np.percentile(resampled, [TAIL, 100 - TAIL])
     return float(low), float(high)
 
 
-def bootstrap_mean(values: Sequence[float]) -> Interval:
-    """Return the bootstrap interval of the mean of `values`; (None, None) for fewer than two
-    values.
+def ratio_score(
+    metric: str,
+    numerators: Sequence[float],
+    denominators: Sequence[float],
+    better: Any,
+    **fields: Any,
+) -> Score:
+    """Return sum(`numerators`) / sum(`denominators`), with its bootstrap interval, as a score.
+
+    Both arguments have one number for each document; denominators are whole numbers. `fields` are
+    other fields of `Score`.
     """
-    return bootstrap_ratio(values, np.ones(len(values)))
+    ratio = float(sum(numerators)) / max(1, int(sum(denominators)))
+    interval = bootstrap_ratio(numerators, denominators)
+    return Score(metric, ratio, better, *interval, **fields)
+
+
+def fraction_score(metric: str, successes: float, count: int, **fields: Any) -> Score:
+    """Return `successes` / `count`, with Wilson's interval, as a score. `fields` are other fields
+    of `Score`.
+    """
+    interval = wilson(successes, count)
+    return Score(metric, successes / count, "higher", *interval, count=count, **fields)
 
 
 def wilson(successes: float, count: int) -> tuple[float, float]:
@@ -67,9 +81,15 @@ def wilson(successes: float, count: int) -> tuple[float, float]:
     z = NORMAL_QUANTILE
     center = fraction + z * z / (2 * count)
     spread = z * math.sqrt(fraction * (1 - fraction) / count + z * z / (4 * count * count))
-    low, high = ((center + sign * spread) / (1 + z * z / count) for sign in (-1, 1))
+    scale = 1 + z * z / count
+    low = (center - spread) / scale
+    high = (center + spread) / scale
     # Rounding would give tiny numbers instead of 0.
-    return 0.0 if successes == 0 else low, 1.0 if successes == count else high
+    if successes == 0:
+        low = 0.0
+    if successes == count:
+        high = 1.0
+    return low, high
 
 
 @dataclass(frozen=True)
@@ -100,9 +120,8 @@ def paired_t(differences: Sequence[float]) -> PairedTest:
         return PairedTest(count, mean)
     error = float(np.std(differences, ddof=1)) / math.sqrt(count)
     reach = t_quantile(count - 1) * error
-    return PairedTest(
-        count, mean, mean - reach, mean + reach, 2 * float(stdtr(count - 1, -abs(mean / error)))
-    )
+    p = 2 * float(stdtr(count - 1, -abs(mean / error)))
+    return PairedTest(count, mean, mean - reach, mean + reach, p)
 
 
 def holm(tests: Sequence[PairedTest]) -> list[PairedTest]:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from megatron_tape.config.values import format_value
 from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.results import Score, TaskResult
 
@@ -32,6 +33,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_tape.data.tokenizer import TokenizerRecord
+
+
+Value = dict[str, Any]
+"""What `Task.evaluate` returns for a unit: plain JSON, including the score of each example."""
+Values = dict[str, Value]
+"""The values of all units of a task, by unit key."""
+TaskResults = dict[str, TaskResult]
+"""The results of one task for one or more models, by model label."""
+LEARNED_POSITIONS = ("gpt2", "gpt_neo", "gpt_bigcode", "opt", "biogpt", "openai-gpt")
+"""Values of `model_type` in config.json for models that cannot read more tokens than their trained
+length.
+"""
 
 
 @dataclass(frozen=True)
@@ -123,7 +136,7 @@ class EvaluatedModel(Protocol):
 
 
 class HuggingFaceModel(EvaluatedModel, Protocol):
-    """A `EvaluatedModel` of transformers, for tasks that generate text or inspect the model."""
+    """An `EvaluatedModel` of transformers, for tasks that generate text or inspect the model."""
 
     model: Any
     """The `PreTrainedModel`, in evaluation mode."""
@@ -166,6 +179,38 @@ class Task:
     def key(self, setting: str) -> str:
         return f"{self.section}.{setting}"
 
+    def context_lengths(self, info: ModelInfo) -> list[int]:
+        """Return the setting `lengths` in ascending order; by default, the trained length, half of
+        it and a quarter of it. Raises ConfigError if the lengths are invalid.
+        """
+        lengths = self.settings.lengths
+        trained = info.trained_length
+        if lengths is None:
+            if trained is None or trained < 8:
+                raise ConfigError(
+                    self.key("lengths"),
+                    f"is null, but the configuration of {info.label} contains no training length of"
+                    " 8 or more tokens",
+                    "set it, such as to [1024, 2048]",
+                )
+            return [trained // 4, trained // 2, trained]
+
+        if not lengths or min(lengths) < 2 or len(set(lengths)) < len(lengths):
+            raise ConfigError(
+                self.key("lengths"),
+                f"is {format_value(lengths)}",
+                "give one or more numbers of tokens, each at least 2 and only once",
+            )
+        has_limit = trained is not None and info.config.get("model_type") in LEARNED_POSITIONS
+        if has_limit and max(lengths) > trained:
+            raise ConfigError(
+                self.key("lengths"),
+                f"has {max(lengths)}, but {info.label} has position embeddings for {trained} tokens"
+                " only",
+                f"remove lengths above {trained}",
+            )
+        return sorted(lengths)
+
     def check(self, info: ModelInfo) -> None:
         """Raise ConfigError if the settings, the data and the model do not fit together.
 
@@ -188,13 +233,13 @@ class Task:
         """Return the units of work, as the same list on every rank."""
         raise NotImplementedError
 
-    def evaluate(self, unit: Unit, model: EvaluatedModel) -> dict[str, Any]:
+    def evaluate(self, unit: Unit, model: EvaluatedModel) -> Value:
         """Evaluate one unit; return its value as plain JSON, including the score of each
         example.
         """
         raise NotImplementedError
 
-    def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
+    def summarize(self, values: Values, info: ModelInfo) -> Summary:
         """Compute the results from the values of all units, given by unit key. Called on rank 0."""
         raise NotImplementedError
 
@@ -211,10 +256,13 @@ class Task:
         """Raise ConfigError if one of `packages`, given by import name, is not installed."""
         missing = [package for package in packages if importlib.util.find_spec(package) is None]
         if missing:
-            problem = f"needs {' and '.join(missing)}, which this environment lacks"
-            raise ConfigError(self.name, problem, f"run pip install {' '.join(missing)}")
+            raise ConfigError(
+                self.name,
+                f"needs packages that are not installed: {', '.join(missing)}",
+                f"run pip install {' '.join(missing)}",
+            )
 
     @classmethod
-    def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
+    def draw(cls, results: TaskResults) -> list[Picture]:
         """Return pictures of the results of one or more models, given by model label."""
         return []

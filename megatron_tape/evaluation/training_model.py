@@ -1,17 +1,16 @@
-"""The model in training as a `LanguageModel`, and the hook that evaluates tasks on it."""
+"""The model in training as an `EvaluatedModel`, and the hook that evaluates tasks on it."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_tape.data.tokenizer import tokenizer_record
 from megatron_tape.evaluation.during_training import build_tasks
 from megatron_tape.evaluation.model_source import info_of_run
 from megatron_tape.evaluation.ranks import Ranks
@@ -27,26 +26,21 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingModel:
-    """The model in training as an `evaluation.task.LanguageModel`. Data-parallel ranks may evaluate
-    different texts.
+    """The model in training as an `EvaluatedModel`. Data-parallel ranks may evaluate different
+    texts.
 
     Under ZeRO 3, all ranks have to take part in every forward pass. Before a pass, the ranks agree
     whether any of them still has work. A rank that has none takes part with a dummy input
     (`join_other_ranks`).
     """
 
-    def __init__(self, trainer: Trainer, stage: str):
+    def __init__(self, trainer: Trainer, phase: str):
+        """Wrap the model of a run. `phase` is what the heartbeat shows during forward passes."""
         self.tokenizer = trainer.tokenizer
-        if self.tokenizer is None:
-            record = None
-        else:
-            record = tokenizer_record(self.tokenizer)
-        self.info = replace(
-            info_of_run(trainer.config), has_tokenizer=record is not None, tokenizer=record
-        )
+        self.info = info_of_run(trainer.config, self.tokenizer)
         self._engine = trainer.engine
         self._watch = trainer.watch
-        self._stage = stage
+        self._phase = phase
         self._tokens = trainer.layout.token_layout
         self._device = trainer.layout.device
 
@@ -71,21 +65,19 @@ class TrainingModel:
         return self._forward(self._engine.logits, tokens)[..., : self.info.vocab_size].float().cpu()
 
     def _forward(self, function: Any, *tokens_BS: Tensor) -> Tensor:
-        self._watch.progress(self._stage)
+        self._watch.progress(self._phase)
         self._any_rank_works(True)
         length = tokens_BS[0].shape[1]
         padding = -length % self._tokens.sequence_shards
-        padded = [
-            torch.nn.functional.pad(part, (0, padding)).to(self._device) for part in tokens_BS
-        ]
-        return function(*padded)[:, :length]
+        padded_BS = [F.pad(part, (0, padding)).to(self._device) for part in tokens_BS]
+        return function(*padded_BS)[:, :length]
 
     def join_other_ranks(self) -> None:
         """Take part in forward passes of other ranks until all have finished. Each rank calls this
         after its last pass."""
         dummy = torch.zeros(1, self._tokens.sequence_shards, dtype=torch.int64, device=self._device)
         while self._any_rank_works(False):
-            self._watch.progress(self._stage)
+            self._watch.progress(self._phase)
             self._engine.losses(dummy, dummy)
 
     def _any_rank_works(self, this_rank: bool) -> bool:
@@ -105,11 +97,11 @@ class TaskHook(Hook):
     def __init__(self, task: Task, every: int):
         self._task = task
         self._every = every
-        self._units: list[Unit] | None = None
+        self._units: list[Unit] = []
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         """Read the task's data before the first step, so that errors in the data appear at once."""
-        if self._units is None:
+        if not self._units:
             trainer.watch.progress(f"reading the data of {self._task.name}")
             self._units = self._task.units(self._model(trainer))
 
@@ -120,34 +112,40 @@ class TaskHook(Hook):
         """Return the scores by tag, `evaluation/TASK/METRIC/GROUP/LENGTH`. If the task fails, log a
         warning instead.
         """
-        group = trainer.layout.token_layout.data_group
+        name = self._task.name
         model = self._model(trainer)
-        units = self._units
+        group = trainer.layout.token_layout.data_group
+        rank = group.rank()
         values: dict[str, Any] = {}
-        failure = None
-        for unit in Ranks(group.rank(), group.size()).assign(units)[group.rank()]:
+        failures = []
+        for unit in Ranks(rank, group.size()).assign(self._units)[rank]:
             try:
                 values[unit.key] = self._task.evaluate(unit, model)
             except ValueError as error:
-                failure = failure or str(error)
+                failures.append(str(error))
         model.join_other_ranks()
+
         gathered: list[Any] = [None] * group.size()
-        dist.all_gather_object(gathered, (values, failure), group=group)
-        if failure := next((message for _, message in gathered if message), None):
+        dist.all_gather_object(gathered, (values, failures), group=group)
+        all_values = {}
+        all_failures = []
+        for rank_values, rank_failures in gathered:
+            all_values |= rank_values
+            all_failures += rank_failures
+        if all_failures:
             logger.warning(
                 "warning: the evaluation %s of step %d has no result: %s",
-                self._task.name,
+                name,
                 step,
-                failure,
+                all_failures[0],
             )
             return HookResult()
-        by_key = {key: value for of_rank, _ in gathered for key, value in of_rank.items()}
-        summary = self._task.summarize({unit.key: by_key[unit.key] for unit in units}, model.info)
-        scalars = {self._tag(score): score.value for score in summary.scores}
+
+        in_order = {unit.key: all_values[unit.key] for unit in self._units}
+        scores = self._task.summarize(in_order, model.info).scores
+        scalars = {f"evaluation/{self._tag(score)}": score.value for score in scores}
         if trainer.writer is not None:
-            shown = (
-                f"{tag.removeprefix('evaluation/')} {value:.4g}" for tag, value in scalars.items()
-            )
+            shown = [f"{self._tag(score)} {score.value:.4g}" for score in scores]
             logger.info("evaluation at step %d | %s", step, " | ".join(shown))
         return HookResult(scalars=scalars)
 
@@ -155,10 +153,8 @@ class TaskHook(Hook):
         return TrainingModel(trainer, f"evaluating {self._task.name}")
 
     def _tag(self, score: Score) -> str:
-        length = None if score.length is None else str(score.length)
-        return "/".join(
-            filter(None, ["evaluation", self._task.name, score.metric, score.group, length])
-        )
+        parts = [self._task.name, score.metric, score.group, str(score.length or "")]
+        return "/".join(filter(None, parts))
 
 
 def task_hooks(config: RunConfig) -> dict[str, Hook]:

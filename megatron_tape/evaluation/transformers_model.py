@@ -102,8 +102,8 @@ class HFModel:
         config = self.model.config.get_text_config(decoder=True)
         parameters = getattr(config, "rope_parameters", None) or {}
         # Some models have parameters for each type of layer.
-        every = [parameters, *parameters.values()]
-        return {one["rope_type"] for one in every if isinstance(one, dict) and "rope_type" in one}
+        by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
+        return {value.get("rope_type", "default") for value in (parameters, *by_layer_type)}
 
     def _supports_cache(self, length: int) -> bool:
         """Return whether the positional encoding supports a cache for a text of `length` tokens."""
@@ -131,47 +131,49 @@ class HFModel:
             raise ValueError(
                 f"first is {first}, but must be from 1 to the number of tokens, {len(tokens)}"
             )
+        self.reset_rope_frequencies()
         ids = torch.from_numpy(np.ascontiguousarray(tokens, dtype=np.int64)).to(self.device)
-        inputs = ids[None, :-1]
-        cache = None
-        losses = []
-        length = inputs.shape[1]
-        if self.supports_chunks and self._supports_cache(length):
-            chunk = self.chunk
-        else:
-            chunk = max(1, length)
-        if length > chunk:
-            from transformers import DynamicCache
+        length = len(tokens) - 1
+        if length > self.chunk and self.supports_chunks and self._supports_cache(length):
+            losses = self._losses_by_chunk(ids, first)
+            if losses is not None:
+                return losses
+            # Models with their own code may not support the cache.
+            self.supports_chunks = False
+        if first == len(tokens):
+            return np.empty(0)
+        scored = len(tokens) - first
+        output = self.model(ids[None, :-1], use_cache=False, logits_to_keep=scored)
+        return _cross_entropy(output.logits[0, -scored:], ids[first:]).cpu().numpy()
 
-            cache = DynamicCache(config=self.model.config)
+    def _losses_by_chunk(self, ids: Tensor, first: int) -> np.ndarray | None:
+        """Return the losses (N - first,) of token ids (N,), from forward passes with a cache; None
+        if the model does not use the cache.
+        """
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self.model.config)
+        cache_name = "past_key_values"
         # transformers 5.24 renamed past_key_values.
         if "cache" in inspect.signature(self.model.forward).parameters:
             cache_name = "cache"
-        else:
-            cache_name = "past_key_values"
-        self.reset_rope_frequencies()
-        for start in range(0, length, chunk):
-            stop = min(start + chunk, length)
+
+        losses = [torch.empty(0, dtype=torch.float64, device=self.device)]
+        for inputs, labels in zip(ids[:-1].split(self.chunk), ids[1:].split(self.chunk)):
+            start = cache.get_seq_length()
             # The logits at position i predict token i + 1.
-            scored = max(0, stop - max(start, first - 1))
-            options = {} if cache is None else {cache_name: cache}
+            scored = max(0, len(inputs) - max(0, first - 1 - start))
             output = self.model(
-                inputs[:, start:stop],
-                use_cache=cache is not None,
+                inputs[None],
+                use_cache=True,
                 logits_to_keep=max(1, scored),
-                **options,
+                **{cache_name: cache},
             )
-            if cache is not None and cache.get_seq_length() != stop:
-                # Models with their own code may not support this cache.
-                self.supports_chunks = False
-                return self.losses(tokens, first)
+            if cache.get_seq_length() != start + len(inputs):
+                return None
             if scored:
-                losses.append(
-                    _cross_entropy(output.logits[0, -scored:], ids[stop - scored + 1 : stop + 1])
-                )
-        if losses:
-            return torch.cat(losses).cpu().numpy()
-        return np.empty(0)
+                losses.append(_cross_entropy(output.logits[0, -scored:], labels[-scored:]))
+        return torch.cat(losses).cpu().numpy()
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor) -> Tensor:
@@ -182,25 +184,28 @@ class HFModel:
     def answer(self, prompt: Sequence[int], count: int) -> tuple[str, bool]:
         from transformers import GenerationConfig
 
-        eos = self.model.generation_config.eos_token_id
-        ids_or_none = set(eos if isinstance(eos, list) else [eos]) | {self.tokenizer.eos_token_id}
-        ends = sorted(end for end in ids_or_none if end is not None)
+        end_ids = self.model.generation_config.eos_token_id
+        if not isinstance(end_ids, list):
+            end_ids = [end_ids]
+        ends = sorted({*end_ids, self.tokenizer.eos_token_id} - {None})
         settings = GenerationConfig(
             max_new_tokens=count,
             do_sample=False,
             num_beams=1,
             repetition_penalty=1.0,
             eos_token_id=ends or None,
-            pad_token_id=ends[0] if ends else 0,
+            pad_token_id=next(iter(ends), 0),
         )
+        self.reset_rope_frequencies()
         ids = torch.tensor([prompt], device=self.device)
         output = self.model.generate(
             ids, attention_mask=torch.ones_like(ids), generation_config=settings
         )
         answer = output[0, len(prompt) :].tolist()
         ended = bool(answer) and answer[-1] in ends
-        text = self.tokenizer.decode(answer[:-1] if ended else answer, skip_special_tokens=True)
-        return text.strip(), ended
+        if ended:
+            answer.pop()
+        return self.tokenizer.decode(answer, skip_special_tokens=True).strip(), ended
 
     def harness(self, batch_size: int = 1, max_length: int | None = None) -> Any:
         from megatron_tape.evaluation.tasks.harness_model import harness_model
@@ -247,15 +252,14 @@ def load_model(
             local_files_only=True,
         )
         # Texts are generated greedily, without the model's settings for sampling or repetition.
-        config = model.generation_config
-        ids = {
-            key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")
-        }
-        model.generation_config = transformers.GenerationConfig(**ids)
+        model.generation_config = transformers.GenerationConfig(
+            bos_token_id=model.generation_config.bos_token_id,
+            eos_token_id=model.generation_config.eos_token_id,
+            pad_token_id=model.generation_config.pad_token_id,
+        )
         tokenizer = None
-        if info.has_tokenizer and (
-            saved_tokenizer is None or (Path(directory) / TOKENIZER_JSON).is_file()
-        ):
+        in_directory = saved_tokenizer is None or (Path(directory) / TOKENIZER_JSON).is_file()
+        if info.has_tokenizer and in_directory:
             tokenizer = read_tokenizer(
                 directory, trust_remote_code=trust_remote_code, local_files_only=True
             )
@@ -266,9 +270,11 @@ def load_model(
     except Exception as error:  # the libraries raise errors of any type, often with many lines
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise FileError(str(directory), f"cannot be loaded: {reason}") from None
-    config = read_settings(Path(directory) / "config.json")
+
     info = dataclasses.replace(
-        info, config=config, has_tokenizer=saved_tokenizer is not None or tokenizer is not None
+        info,
+        config=read_settings(Path(directory) / "config.json"),
+        has_tokenizer=saved_tokenizer is not None or tokenizer is not None,
     )
     return HFModel(info, model.to(device), tokenizer, saved_tokenizer=saved_tokenizer)
 
@@ -283,11 +289,13 @@ def _copy_code(directory: Path) -> None:
     from transformers.utils import HF_MODULES_CACHE
 
     classes = read_settings(directory / "config.json").get("auto_map")
+    if not isinstance(classes, dict):
+        return
     Path(HF_MODULES_CACHE).mkdir(parents=True, exist_ok=True)
     with open(Path(HF_MODULES_CACHE) / ".lock", "w") as lock:
         with suppress(OSError):  # some network file systems have no locks
             fcntl.flock(lock, fcntl.LOCK_EX)
-        for name in classes.values() if isinstance(classes, dict) else ():
+        for name in classes.values():
             if isinstance(name, str) and "--" not in name:  # -- separates another repository
                 get_class_from_dynamic_module(name, str(directory), local_files_only=True)
 
@@ -303,9 +311,10 @@ def choose_device(name: str) -> str:
     if name == "cpu":
         return "cpu"
     if rank >= count:
-        problem = (
+        raise ConfigError(
+            "--device",
             f"selects cuda, but this machine has {counted(count, 'GPU')}, none of them for local"
-            f" rank {rank}"
+            f" rank {rank}",
+            "start one process per GPU, or set --device cpu",
         )
-        raise ConfigError("--device", problem, "start one process per GPU, or set --device cpu")
     return f"cuda:{rank}"

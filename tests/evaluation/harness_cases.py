@@ -1,59 +1,39 @@
-"""Tokenizers and models whose answers are known, for tasks that run through
-lm-evaluation-harness.
-"""
+"""Tokenizers and models for tasks that generate text or run through lm-evaluation-harness."""
 
-import re
-import sys
 import sysconfig
 from pathlib import Path
 
 import torch
 from lm_eval.api.model import LM
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.evaluation.task import ModelInfo
 from megatron_tape.evaluation.tasks.passkey import FILLER, QUESTION, TASK
 from megatron_tape.evaluation.transformers_model import HFModel
-from megatron_tape.huggingface.tokenizer_files import write_tokenizer
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def sentencepiece_tokenizer(folder, rows=600):
-    """A SentencePiece tokenizer trained on source code and on the filler of pass keys."""
-    sys.path.insert(0, str(ROOT / "tools"))
-    from train_tokenizer import train
-
-    text = (Path(sysconfig.get_path("stdlib")) / "heapq.py").read_text(encoding="utf-8")
-    (folder / "tokenizer.model").write_bytes(
-        train([text, " ".join([TASK, QUESTION, *[FILLER] * 9])], rows)
-    )
-    (folder / "exported").mkdir()
-    write_tokenizer(
-        load_tokenizer(folder / "tokenizer.model"), folder / "exported", 512, "tokenizer.model"
-    )
-    return AutoTokenizer.from_pretrained(folder / "exported")
-
 
 BYTES = 258
 """Rows of a tokenizer of single bytes."""
 
 
+def training_texts():
+    """Texts to train tokenizers on: source code, and the texts of passkey prompts."""
+    code = (Path(sysconfig.get_path("stdlib")) / "heapq.py").read_text(encoding="utf-8")
+    return [code, " ".join([TASK, QUESTION, *[FILLER] * 9])]
+
+
 def bpe_tokenizer(bos, rows=900):
     """A byte-level BPE tokenizer, with or without `<s>` before each text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = ["<s>", "</s>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=rows, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=rows,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
-    text = (Path(sysconfig.get_path("stdlib")) / "heapq.py").read_text(encoding="utf-8")
-    tokenizer.train_from_iterator([text, " ".join([TASK, QUESTION, *[FILLER] * 9])], trainer)
+    tokenizer.train_from_iterator(training_texts(), trainer)
     if bos:
         tokenizer.post_processor = processors.TemplateProcessing(
             single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)]
@@ -61,7 +41,18 @@ def bpe_tokenizer(bos, rows=900):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
 
-def random_llama(tokenizer, length, label="random"):
+def word_tokenizer():
+    """A tokenizer with one token per word or punctuation mark, and a small vocabulary."""
+    words = ["<s>", "</s>", "<unk>", *"the a is of . : , ? 1 2 3 4".split()]
+    ids = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def random_llama(tokenizer, length):
     """A model of random weights that transformers runs."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -75,20 +66,18 @@ def random_llama(tokenizer, length, label="random"):
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    return HFModel(info(length, label), LlamaForCausalLM(config), tokenizer)
+    return HFModel(info(length), LlamaForCausalLM(config), tokenizer)
 
 
-def info(length=512, label="stand-in"):
-    return ModelInfo(
-        label=label, vocab_size=1000, trained_length=length, config={}, has_tokenizer=True
-    )
+def info(length):
+    return ModelInfo("model", 1000, trained_length=length, config={}, has_tokenizer=True)
 
 
 class Answering:
-    """A model whose answer is a function of the prompt, in place of one that transformers runs."""
+    """A model for the harness whose answer is a function of the prompt."""
 
-    def __init__(self, tokenizer, answer, length=512, label="stand-in"):
-        self.info = info(length, label)
+    def __init__(self, tokenizer, answer):
+        self.info = info(1024)
         self.tokenizer = tokenizer
         self.answer = answer
         self.prompts = []
@@ -102,37 +91,13 @@ class Answering:
 class _Harness(LM):
     """A model class of the harness, so that all other code is the same as for real models."""
 
+    loglikelihood = loglikelihood_rolling = None
+
     def __init__(self, owner):
         super().__init__()
         self.owner = owner
 
     def generate_until(self, requests, disable_tqdm=False):
-        self.owner.prompts += [request.args[0] for request in requests]
-        return [self.owner.answer(request.args[0]) for request in requests]
-
-    def loglikelihood(self, requests, disable_tqdm=False):
-        raise NotImplementedError
-
-    def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        raise NotImplementedError
-
-
-def finds_the_key(prompt):
-    return " " + re.search(r"The pass key is (\d+)\. Remember", prompt).group(1) + ". The grass"
-
-
-def word_tokenizer():
-    """A tokenizer with one token per word or punctuation mark, and a small vocabulary."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {
-        word: index
-        for index, word in enumerate(
-            ["<s>", "</s>", "<unk>", *"the a is of . : , ? 1 2 3 4".split()]
-        )
-    }
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
+        prompts = [request.args[0] for request in requests]
+        self.owner.prompts += prompts
+        return [self.owner.answer(prompt) for prompt in prompts]

@@ -27,11 +27,13 @@ def gains(loss, **settings):
 def test_a_copying_model_gains_only_if_the_copy_is_in_the_context(periodic):
     result = gains(copies(40), lengths=[32, 64, 128], **periodic)
     for length, gain in ((32, 0), (64, math.log(256) - SURE), (128, math.log(256) - SURE)):
-        found = score(result, "gain", length)
-        assert (found.value, found.low, found.high) == pytest.approx((gain, gain, gain), abs=1e-5)
-        # Every token becomes predictable, so all are key tokens.
-        key = score(result, "key_gain", length)
-        assert key.value == pytest.approx(gain, abs=1e-5) and key.count == found.count == 2 * 64
+        for metric in (
+            "gain",
+            "key_gain",
+        ):  # every token becomes predictable, so all are key tokens
+            found = score(result, metric, length)
+            assert [found.value, found.low, found.high] == pytest.approx([gain] * 3, abs=1e-5)
+            assert found.count == 2 * 64
     assert score(result, "key_perplexity", 32).value == pytest.approx(256, rel=1e-4)
     assert score(result, "key_perplexity", 64).value == pytest.approx(1 / 0.99, rel=1e-4)
     assert result.notes[0].endswith("128 of 128 tokens of 2 documents are key tokens.")
@@ -48,18 +50,14 @@ def test_key_tokens_are_those_that_gain_and_are_predicted_well(tmp_path):
     letters = RANDOM.integers(97, 123, 40)
     text = np.tile(letters, 8)
     text[4::4] = 33 + np.arange(len(text[4::4])) % 31
-    settings = {
-        "data": write_jsonl(tmp_path / "t.jsonl", ["".join(map(chr, text))]),
-        "short": 16,
-        "stride": 8,
-    }
-    result = gains(copies(40), windows=8, **settings)
+    data = write_jsonl(tmp_path / "t.jsonl", ["".join(map(chr, text))])
+    settings = {"data": data, "short": 16, "stride": 8}
+    result = gains(copies(40), **settings)
     first = 65 - 8
     expected = [i for i in range(64) if (first + i) % 4]
     assert result.details["key_tokens"]["t/0"] == expected
-    assert score(result, "gain").value == pytest.approx(
-        math.log(256) - (len(expected) * SURE + (64 - len(expected)) * LARGE) / 64, abs=1e-5
-    )
+    loss = (len(expected) * SURE + (64 - len(expected)) * LARGE) / 64
+    assert score(result, "gain").value == pytest.approx(math.log(256) - loss, abs=1e-5)
     assert score(result, "key_gain").value == pytest.approx(math.log(256) - SURE, abs=1e-5)
     # The model's gain is 5.5 nats and its loss 0.01.
     for changed in ({"alpha": 5.6}, {"beta": -0.005}):

@@ -75,9 +75,8 @@ class Toy(Task):
         }
 
     def summarize(self, values, info):
-        return Summary(
-            [Score("loss", float(np.mean([value["loss"] for value in values.values()])), "lower")]
-        )
+        mean = np.mean([value["loss"] for value in values.values()])
+        return Summary([Score("loss", float(mean), "lower")])
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +84,9 @@ def llama(tmp_path_factory):
     return save_llama(tmp_path_factory.mktemp("models") / "llama", seed=0)
 
 
-def save_llama(directory, seed):
+def save_llama(directory, seed, **sizes):
     torch.manual_seed(seed)
-    LlamaForCausalLM(LlamaConfig(**SMALL)).save_pretrained(directory)
+    LlamaForCausalLM(LlamaConfig(**SMALL | sizes)).save_pretrained(directory)
     return directory
 
 
@@ -110,23 +109,22 @@ def test_an_interrupted_evaluation_continues_and_equals_a_whole_one(
     monkeypatch.setenv("TOY_FAILS_AT", "2")
     assert run("--model", llama, "--output", tmp_path / "cut") == 130
     assert "run the same command to continue" in capsys.readouterr().err
-    part = next((tmp_path / "cut" / "parts").glob("toy-*/*.jsonl"))
-    part.write_bytes(part.read_bytes() + b'{"key": "unit-3", "val')  # what a killed process leaves
     monkeypatch.delenv("TOY_FAILS_AT")
     Toy.evaluated.clear()
     assert run("--model", llama, "--output", tmp_path / "cut") == 0
     assert Toy.evaluated == ["unit-2", "unit-3"]
-    whole, cut = (read_results(tmp_path / name).tasks["toy"] for name in ("whole", "cut"))
+    assert not list((tmp_path / "cut" / "parts").iterdir())
+
+    results = read_results(tmp_path / "whole")
+    whole = results.tasks["toy"]
+    cut = read_results(tmp_path / "cut").tasks["toy"]
     for key in ("examples", "scores", "settings", "identity", "details", "notes"):
         assert getattr(whole, key) == getattr(cut, key)
     assert (whole.parts_before, cut.parts_before) == (0, 2)
-    assert not list((tmp_path / "cut" / "parts").iterdir())
-    results = read_results(tmp_path / "whole")
     assert results.label == "llama" and results.model.trained_length == 32
-    assert results.model.parameters == sum(
-        p.numel() for p in LlamaForCausalLM.from_pretrained(llama).parameters()
-    )
-    assert whole.versions["torch"] == torch.__version__ and len(results.model.digest) == 64
+    parameters = LlamaForCausalLM.from_pretrained(llama).parameters()
+    assert results.model.parameters == sum(parameter.numel() for parameter in parameters)
+    assert whole.versions["torch"] == torch.__version__
 
 
 def test_a_failed_rank_writes_a_failure_marker_and_an_interrupted_one_does_not(
@@ -151,37 +149,21 @@ def test_a_failed_rank_writes_a_failure_marker_and_an_interrupted_one_does_not(
 
 
 def test_finished_tasks_run_again_only_if_something_changed(llama, tmp_path, capsys):
-    assert run("--model", llama, "--output", tmp_path) == 0
-    Toy.evaluated.clear()
-    assert run("--model", llama, "--output", tmp_path) == 0 and not Toy.evaluated
-    assert "toy is finished already" in capsys.readouterr().err
-    assert (
-        run("--model", llama, "--output", tmp_path, "--overwrite") == 0 and len(Toy.evaluated) == 4
-    )
-    assert (
-        run("--model", llama, "--output", tmp_path, "--toy.units", 2) == 0
-        and len(Toy.evaluated) == 6
-    )
+    for options, count in (([], 4), ([], 4), (["--overwrite"], 8), (["--toy.units", 2], 10)):
+        assert run("--model", llama, "--output", tmp_path, *options) == 0
+        assert len(Toy.evaluated) == count
+    assert capsys.readouterr().err.count("toy is finished already") == 1
     assert len(read_results(tmp_path).tasks["toy"].examples) == 2
 
 
 def test_only_end_tokens_of_generation_settings_are_used(tmp_path):
-    directory = save_llama(tmp_path, seed=0)
-    settings = {
-        "do_sample": True,
-        "temperature": 5.0,
-        "repetition_penalty": 3.0,
-        "eos_token_id": [5, 6],
-    }
-    (directory / "generation_config.json").write_text(json.dumps(settings))
-    found = load_model(
-        ModelInfo("own", 64, 32, {}, has_tokenizer=False), directory, "fp32", "cpu"
-    ).model
-    assert found.generation_config.eos_token_id == [5, 6]
-    assert (
-        not {"do_sample", "temperature", "repetition_penalty"}
-        & found.generation_config.to_diff_dict().keys()
-    )
+    save_llama(tmp_path, seed=0)
+    sampling = {"do_sample": True, "temperature": 5.0, "repetition_penalty": 3.0}
+    settings = json.dumps({**sampling, "eos_token_id": [5, 6]})
+    (tmp_path / "generation_config.json").write_text(settings)
+    config = load_model(INFO, tmp_path, "fp32", "cpu").model.generation_config
+    assert config.eos_token_id == [5, 6]
+    assert not sampling.keys() & config.to_diff_dict().keys()
 
 
 def test_results_of_another_model_are_not_mixed_in(llama, tmp_path, capsys):
@@ -194,61 +176,60 @@ def test_results_of_another_model_are_not_mixed_in(llama, tmp_path, capsys):
     assert (tmp_path / "out" / "results.json").read_bytes() == before
 
 
+def write_model(directory, llama, **config):
+    """A copy of the model `llama` with other settings in its config.json."""
+    directory.mkdir(exist_ok=True)
+    settings = json.loads((llama / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(settings | config))
+    (directory / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
+    return directory
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (["toy"], "--model is missing"),
-        (["--model", "{llama}"], "TASK is missing"),
-        (["passkey", "--model", "{llama}"], "save the model's tokenizer into that directory"),
-        (["toys", "--model", "{llama}"], "toys is not a task"),
-        (
-            ["perplexity", "--model", "{llama}"],
-            "perplexity.data must be set; give --perplexity.data VALUE, or",
-        ),
+        (["--model", "llama"], "TASK is missing"),
+        (["passkey", "--model", "llama"], "save the model's tokenizer into that directory"),
+        (["toys", "--model", "llama"], "toys is not a task"),
+        (["perplexity", "--model", "llama"], "perplexity.data must be set; give --perplexity.data"),
         (["toy", "--model", "meta-llama/Llama-2-7b-hf"], "hf download meta-llama/Llama-2-7b-hf"),
-        (["toy", "--model", "{tmp}"], "has no checkpoint"),
-        (["selective_copy", "--model", "{text}"], "{text} was trained on text; give a model that"),
-        (
-            ["toy", "--model", "{llama}", "--output", "{llama}/config.json"],
-            "config.json is not a writable directory",
-        ),
-        (["toy", "--model", "{llama}", "--toy.units", "many"], "toy.units is 'many'"),
-        (["toy", "--model", "{adapter}"], "is an adapter"),
-        (["toy", "--model", "{pickle}"], "no .safetensors files"),
-        (["toy", "--model", "{code}"], "pass --trust-remote-code"),
+        (["toy", "--model", "empty"], "has no checkpoint"),
+        (["selective_copy", "--model", "text"], "text was trained on text; give a model that"),
+        (["toy", "--model", "llama", "--output", "file"], "file is not a writable directory"),
+        (["toy", "--model", "llama", "--toy.units", "many"], "toy.units is 'many'"),
+        (["toy", "--model", "adapter"], "is an adapter"),
+        (["toy", "--model", "pickle"], "no .safetensors files"),
+        (["toy", "--model", "code"], "pass --trust-remote-code"),
     ],
 )
 def test_mistakes_are_one_sentence_before_anything_is_written(
-    llama, tmp_path, capsys, arguments, message
+    llama, tmp_path, monkeypatch, capsys, arguments, message
 ):
-    config = (llama / "config.json").read_text()
-    places = {name: tmp_path / name for name in ("adapter", "pickle", "code", "tmp", "text")}
-    for name, directory in places.items():
-        directory.mkdir()
-        if name in ("pickle", "code"):
-            (directory / "config.json").write_text(config)
-    for name in ("config.json", "model.safetensors"):
-        (places["text"] / name).write_bytes((llama / name).read_bytes())
-    (places["text"] / "tokenizer.json").write_text("{}")
-    (places["adapter"] / "adapter_config.json").write_text("{}")
-    (places["code"] / "config.json").write_text(
-        json.dumps(json.loads(config) | {"auto_map": {"AutoConfig": "x.Y"}})
-    )
-    (places["code"] / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
-    (places["code"] / "x.py").write_text("raise SystemExit('this must not run')")
-    filled = [argument.format(llama=llama, **places) for argument in arguments]
-    status = evaluate.main(["--device", "cpu", "--output", str(tmp_path / "out"), *filled])
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "llama", llama)
+    write_model(tmp_path / "text", llama)
+    (tmp_path / "text" / "tokenizer.json").write_text("{}")
+    write_model(tmp_path / "code", llama, auto_map={"AutoConfig": "x.Y"})
+    (tmp_path / "code" / "x.py").write_text("raise SystemExit('this must not run')")
+    (write_model(tmp_path / "pickle", llama) / "model.safetensors").unlink()
+    for name in ("empty", "adapter"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    (tmp_path / "file").touch()
+    before = set(tmp_path.rglob("*"))
+    status = evaluate.main(["--device", "cpu", *arguments])
     error = capsys.readouterr().err
-    assert status == 2 and message.format(**places) in error and error.count("\n") == 1, error
-    assert not (tmp_path / "out").exists()
+    assert status == 2 and message in error and error.count("\n") == 1, error
+    assert set(tmp_path.rglob("*")) == before
 
 
 def test_task_files_of_the_user_need_trust_remote_code(tmp_path, capsys):
-    template = "{{ cycler.__init__.__globals__.os.popen('touch %s').read() }}" % (tmp_path / "ran")
-    (tmp_path / "x.yaml").write_text(
-        f'task: x\ndataset_path: !function x.f\ndoc_to_text: "{template}"\n'
-    )
-    (tmp_path / "x.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    ran = tmp_path / "ran"
+    template = "{{ cycler.__init__.__globals__.os.popen('touch RAN').read() }}"
+    task = f'task: x\ndataset_path: !function x.f\ndoc_to_text: "{template}"\n'
+    (tmp_path / "x.yaml").write_text(task.replace("RAN", str(ran)))
+    (tmp_path / "x.py").write_text(f"open({str(ran)!r}, 'w')")
     (tmp_path / "settings").write_text(f"lm_eval: {{tasks: [arc_easy, {tmp_path / 'x.yaml'}]}}")
     for given in (
         [f"--lm_eval.tasks=[{tmp_path / 'x.yaml'}]"],
@@ -259,53 +240,50 @@ def test_task_files_of_the_user_need_trust_remote_code(tmp_path, capsys):
         command = ["lm_eval", "--model", "nowhere", *given]
         assert evaluate.main(command) == 2
         error = capsys.readouterr().err
-        assert (
-            "may run any code; read it, and pass --trust-remote-code" in error
-            and error.count("\n") == 1
-        ), error
+        assert "may run any code; read it, and pass --trust-remote-code" in error
+        assert error.count("\n") == 1
         assert evaluate.read_command([*command, "--trust-remote-code"])[1][0].name == "lm_eval"
     assert evaluate.read_command(["lm_eval", "--model", "nowhere", "--lm_eval.tasks=[arc_easy]"])
-    assert not (tmp_path / "ran").exists()
+    assert not ran.exists()
 
 
 def test_damaged_weights_are_named(llama, tmp_path, capsys):
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes(
-            (llama / name).read_bytes()[: 900 if name == "model.safetensors" else None]
-        )
-    assert run("--model", tmp_path, "--output", tmp_path / "out") == 2
-    assert f"{tmp_path} cannot be loaded" in capsys.readouterr().err
+    damaged = write_model(tmp_path / "damaged", llama)
+    with open(damaged / "model.safetensors", "r+b") as file:
+        file.truncate(900)
+    assert run("--model", damaged, "--output", tmp_path / "out") == 2
+    assert f"{damaged} cannot be loaded" in capsys.readouterr().err
 
 
 def test_only_code_of_this_project_runs_without_trust_remote_code(llama, tmp_path):
     write_code(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
-    settings = json.loads((llama / "config.json").read_text())
     own = {
         "AutoConfig": "configuration_tape.TapeConfig",
         "AutoModelForCausalLM": "modeling_tape.TapeForCausalLM",
     }
 
-    def runs_foreign_code(classes, tokenizer=None):
-        (tmp_path / "config.json").write_text(json.dumps(settings | {"auto_map": classes}))
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer or {}))
-        return find_model(str(tmp_path)).runs_foreign_code
+    def runs_foreign_code(classes=own):
+        return find_model(str(write_model(tmp_path, llama, auto_map=classes))).runs_foreign_code
 
-    assert not runs_foreign_code(own)
+    assert not runs_foreign_code()
     # transformers looks for such a class in another directory, or in a repository of the hub.
-    assert runs_foreign_code(
-        own | {"AutoModelForCausalLM": f"{tmp_path}/sub--modeling_tape.TapeForCausalLM"}
-    )
+    elsewhere = f"{tmp_path}/sub--modeling_tape.TapeForCausalLM"
+    assert runs_foreign_code(own | {"AutoModelForCausalLM": elsewhere})
     assert runs_foreign_code(["modeling_tape.TapeForCausalLM"])
-    assert runs_foreign_code(own, {"auto_map": {"AutoTokenizer": ["tokenization.Own", None]}})
+    tokenizer = tmp_path / "tokenizer_config.json"
+    tokenizer.write_text('{"auto_map": {"AutoTokenizer": ["tokenization.Own", null]}}')
+    assert runs_foreign_code()
+    tokenizer.unlink()
     # transformers replaces `generate` by that of such a file.
     (tmp_path / "custom_generate").mkdir()
-    assert runs_foreign_code(own)
-    (tmp_path / "custom_generate").rmdir()
-    assert not runs_foreign_code(own)
-    digest = find_model(str(tmp_path)).digest()
-    (tmp_path / "merges.txt").write_text("a b")
-    assert find_model(str(tmp_path)).digest() != digest
+    assert runs_foreign_code()
+
+
+def test_the_digest_of_a_model_covers_the_files_of_its_tokenizer(llama, tmp_path):
+    model = find_model(str(write_model(tmp_path / "model", llama)))
+    before = model.digest()
+    (model.path / "merges.txt").write_text("a b")
+    assert model.digest() != before
 
 
 def test_code_of_a_checkpoints_tokenizer_never_runs(tmp_path, monkeypatch):
@@ -316,13 +294,16 @@ def test_code_of_a_checkpoints_tokenizer_never_runs(tmp_path, monkeypatch):
     kept.mkdir(parents=True)
     write_tokenizer(kept / "tokenizer.json")
     (kept / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["x--y.Z", null]}}')
-    found = find_model(str(tmp_path))
-    assert (
-        not found.runs_foreign_code and found.info.has_tokenizer and found.info.trained_length == 32
-    )
+    model = find_model(str(tmp_path))
+    assert model.info.has_tokenizer and model.info.trained_length == 32
+    assert not model.runs_foreign_code
     (tmp_path / "out").mkdir()
     write_exported(load_tokenizer(kept), tmp_path / "out", 32, str(kept))
     assert "auto_map" not in (tmp_path / "out" / "tokenizer_config.json").read_text()
+
+
+INFO = ModelInfo("model", 64, 32, {}, has_tokenizer=False)
+TOKENS = np.random.default_rng(0).integers(0, 64, 97)
 
 
 def plain_losses(model, tokens):
@@ -334,17 +315,24 @@ def plain_losses(model, tokens):
 
 
 def test_losses_equal_a_plain_loop_for_every_chunk_size(llama):
-    source = find_model(str(llama))
-    model = load_model(source.info, llama, "fp32", "cpu").model.double()
-    tokens = np.random.default_rng(0).integers(0, 64, 57)
-    expected = plain_losses(model, tokens)
-    for chunk in (2048, 56, 20, 7):
-        for first in (1, 20, 21, 56, 57):
-            found = HFModel(source.info, model, None, chunk).losses(tokens, first)
-            assert found.shape == (57 - first,) and found.dtype == np.float64
-            np.testing.assert_allclose(found, expected[first - 1 :], atol=2e-6)
+    model = load_model(INFO, llama, "fp32", "cpu").model.double()
+    expected = plain_losses(model, TOKENS)
+    for chunk in (2048, 96, 20, 7):
+        for first in (1, 20, 21, 96, 97):
+            losses = HFModel(INFO, model, None, chunk).losses(TOKENS, first)
+            assert losses.shape == (97 - first,) and losses.dtype == np.float64
+            np.testing.assert_allclose(losses, expected[first - 1 :], atol=2e-6)
     with pytest.raises(ValueError, match="first is 0"):
-        HFModel(source.info, model, None).losses(tokens, 0)
+        HFModel(INFO, model, None).losses(TOKENS, 0)
+
+
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0] * 8,
+    "long_factor": [5.0] * 8,
+}
 
 
 @pytest.mark.parametrize(
@@ -355,16 +343,7 @@ def test_losses_equal_a_plain_loop_for_every_chunk_size(llama):
         LlamaConfig(
             **SMALL, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
         ),
-        LlamaConfig(
-            **SMALL,
-            rope_parameters={
-                "rope_type": "longrope",
-                "rope_theta": 10000.0,
-                "original_max_position_embeddings": 32,
-                "short_factor": [1.0] * 8,
-                "long_factor": [5.0] * 8,
-            },
-        ),
+        LlamaConfig(**SMALL, rope_parameters=LONG_ROPE),
         # A recurrent state, which the model goes on with for single tokens only.
         MambaConfig(
             vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=8, initializer_range=0.3
@@ -375,40 +354,35 @@ def test_losses_equal_a_plain_loop_for_every_chunk_size(llama):
 def test_models_without_chunk_support_use_one_pass_and_do_not_depend_on_earlier_texts(config):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
-    long = np.random.default_rng(0).integers(0, 64, 97)
-    short = np.random.default_rng(1).integers(0, 64, 50)
-    expected = [plain_losses(model, tokens) for tokens in (short, long)]
-    model = HFModel(ModelInfo("model", 64, 32, {}, False), model, None, chunk=16)
+    short = TOKENS[:50]
+    expected = {len(tokens): plain_losses(model, tokens) for tokens in (short, TOKENS)}
+    evaluated = HFModel(INFO, model, None, chunk=16)
     # The short text again after the long one.
-    for tokens, losses in ((long, expected[1]), (short, expected[0])):
-        np.testing.assert_allclose(model.losses(tokens, 5), losses[4:], atol=2e-6)
-        logits = model.logits(torch.from_numpy(tokens)[None, :-1])[0]
-        found = torch.nn.functional.cross_entropy(
-            logits, torch.from_numpy(tokens)[1:], reduction="none"
-        ).numpy()
-        np.testing.assert_allclose(found, losses, atol=2e-6)
+    for tokens in (TOKENS, short):
+        losses = expected[len(tokens)]
+        np.testing.assert_allclose(evaluated.losses(tokens, 5), losses[4:], atol=2e-6)
+        ids = torch.from_numpy(tokens)
+        logits = evaluated.logits(ids[None, :-1])[0]
+        found = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
+        np.testing.assert_allclose(found.numpy(), losses, atol=2e-6)
 
 
 def test_a_model_that_ignores_the_cache_uses_one_pass(llama, monkeypatch):
-    source = find_model(str(llama))
-    model = load_model(source.info, llama, "fp32", "cpu").model
-    tokens = np.random.default_rng(0).integers(0, 64, 57)
-    expected = plain_losses(model, tokens)
+    model = load_model(INFO, llama, "fp32", "cpu").model
+    expected = plain_losses(model, TOKENS)
     forward = model.forward
     monkeypatch.setattr(
         model, "forward", lambda *a, past_key_values=None, **more: forward(*a, **more)
     )
-    np.testing.assert_allclose(
-        HFModel(source.info, model, None, chunk=16).losses(tokens, 1), expected, atol=2e-6
-    )
+    losses = HFModel(INFO, model, None, chunk=16).losses(TOKENS, 1)
+    np.testing.assert_allclose(losses, expected, atol=2e-6)
 
 
 def test_each_unit_is_assigned_to_one_rank_and_the_load_is_balanced():
     units = [Unit(str(i), cost=1 + i % 5) for i in range(23)]
     shares = Ranks(0, 3).assign(units)
-    assert sorted(unit.key for share in shares for unit in share) == sorted(
-        unit.key for unit in units
-    )
+    keys = [unit.key for share in shares for unit in share]
+    assert sorted(keys) == sorted(unit.key for unit in units)
     loads = [sum(unit.cost for unit in share) for share in shares]
     assert max(loads) - min(loads) <= 1
 
@@ -431,7 +405,7 @@ def test_unreadable_parts_are_ignored(tmp_path):
     with pytest.raises(ValueError):
         append_part(tmp_path, 0, "other", {"loss": float("nan")})
     with open(tmp_path / "rank-00000.jsonl", "ab") as file:
-        for line in (b"[" * 100_000, b'{"key": "b", "value": 3}', b"\xff", b"[]"):
+        for line in (b"[" * 100_000, b'{"key": "b", "value": 3}', b"\xff", b"[]", b'{"key": "c", '):
             file.write(line + b"\n")
     assert read_parts(tmp_path) == {"unit": {"loss": 1.0}}
 
@@ -467,37 +441,27 @@ def test_a_checkpoint_is_evaluated_with_its_training_token_ids(tmp_path, capsys,
 
     What needs transformers' tokenizer is refused before anything is exported.
     """
-    options = dict(
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama").mkdir()
+    tokenizer = sentencepiece_model(
         model_type="word", normalization_rule_name="nmt_nfkc_cf", sentences=[f"{TURKISH} İ"] * 9
     )
-    (tmp_path / "llama").mkdir()
-    (tmp_path / "llama" / "tokenizer.model").write_bytes(sentencepiece_model(**options))
+    (tmp_path / "llama" / "tokenizer.model").write_bytes(tokenizer)
     reader = load_tokenizer(tmp_path / "llama")
-    seen = []
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SMALL | {"vocab_size": reader.vocab_size}))
-    model.save_pretrained(tmp_path / "llama")
+    save_llama(tmp_path / "llama", seed=0, vocab_size=reader.vocab_size)
     import_model(tmp_path / "llama", tmp_path / "run")
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": TURKISH}) + "\n")
+
+    read = []
     losses = HFModel.losses
-    monkeypatch.setattr(
-        HFModel, "losses", lambda *given: seen.append(list(given[1])) or losses(*given)
-    )
-    command = ["--model", tmp_path / "run", "--output", tmp_path / "out", "--device", "cpu"]
-    settings = [
-        f"--perplexity.data={tmp_path / 'text.jsonl'}",
-        "--perplexity.lengths=[8]",
-        "--perplexity.stride=4",
-    ]
-    assert evaluate.main(["perplexity", *map(str, command), *settings]) == 0
+    monkeypatch.setattr(HFModel, "losses", lambda *a: read.append(list(a[1])) or losses(*a))
+    command = ["--model=run", "--output=out", "--device=cpu"]
+    settings = ["--perplexity.data=text.jsonl", "--perplexity.lengths=[8]", "--perplexity.stride=4"]
+    assert evaluate.main(["perplexity", *command, *settings]) == 0
     ids = [*reader.prefix, *reader.encode(TURKISH)]
-    assert seen and all(
-        any(window == ids[i:][: len(window)] for i in range(len(ids))) for window in seen
-    )
-    assert evaluate.main(["passkey", *map(str, command), "--check"]) == 2
+    parts = [ids[start : start + len(read[0])] for start in range(len(ids))]
+    assert read and all(window in parts for window in read)
+    assert evaluate.main(["passkey", *command, "--check"]) == 2
     said = capsys.readouterr().err
     assert "would give different ids" in said and "--tokenizer" not in said
-    assert (
-        f"exported {tmp_path / 'run'} to a temporary directory\n" in said
-        and ".exported-" not in said
-    )
+    assert "exported run to a temporary directory\n" in said and ".exported-" not in said

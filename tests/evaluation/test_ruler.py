@@ -12,8 +12,10 @@ import pytest
 from evaluation.loss_cases import result_of, run
 from harness_cases import Answering, info, random_llama, word_tokenizer
 
+from megatron_tape.command_line import Interrupted
 from megatron_tape.errors import ConfigError
-from megatron_tape.evaluation.tasks.ruler import ESSAYS, OFFLINE, TASKS, Ruler, RulerSettings
+from megatron_tape.evaluation.tasks.ruler import ESSAYS, OFFLINE, Ruler
+from megatron_tape.evaluation.tasks.ruler_samples import make_samples
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,12 +49,16 @@ def tokenizer():
 SETTINGS = {"lengths": [1024, 2048], "samples": 2}
 
 
-def settings(**given):
-    return RulerSettings(**{**SETTINGS, **given})
+def ruler(**given):
+    return Ruler(Ruler.Settings(**{**SETTINGS, **given}))
 
 
 def evaluated(model, **given):
     return run(Ruler, model, **{**SETTINGS, **given})
+
+
+def samples(task, length, count, tokenizer, seed=0):
+    return make_samples(task, length, count, tokenizer, Ruler.Settings(seed=seed)).rows
 
 
 def solve(prompt):
@@ -86,40 +92,32 @@ def solve(prompt):
 
 
 def test_a_solver_scores_1_in_every_offline_task_and_length(tokenizer):
-    model = Answering(tokenizer, solve, length=1024)
+    model = Answering(tokenizer, solve)
     result = evaluated(model)
     values = result.examples
     assert list(values) == [f"{task}/{length}" for length in (1024, 2048) for task in OFFLINE]
     for key, value in values.items():
         assert value["scores"] == [1.0, 1.0] and value["truncated"] == 0, key
-    assert {score.value for score in result.scores if score.metric == "score"} == {1.0}
-    by_metric = {score.metric: score for score in result.scores if score.metric != "score"}
-    assert (
-        by_metric["mean of the 6 offline tasks"].count == 12
-        and by_metric["effective length"].value == 2048
-    )
-    assert (
-        by_metric["own effective length"].value == 2048
-        and by_metric["area under the curve"].value == 1
-    )
+    scores = {score.metric: score for score in result.scores}
+    assert scores["mean of the 6 offline tasks"].count == 12
+    assert scores["effective length"].value == scores["own effective length"].value == 2048
+    assert "niah_single_1, niah_multikey_2, niah_multikey_3, vt, cwe, fwe" in result.notes[0]
+
     # The answers' beginnings, which base models need, are in the prompts, and all lie within the
     # length.
-    generated = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50}
     ends = {
-        "niah": "mentioned in the provided text is",
-        "vt": "they are:",
-        "cwe": "are:",
-        "fwe": "are:",
+        "niah": (128, "mentioned in the provided text is"),
+        "vt": (30, "they are:"),
+        "cwe": (120, "are:"),
+        "fwe": (50, "are:"),
     }
-    for key, prompts in zip(values, zip(*[iter(model.prompts)] * 2)):
-        kind = key.split("/")[0].split("_")[0]
-        length = int(key.split("/")[1])
+    for key, *prompts in zip(values, model.prompts[::2], model.prompts[1::2]):
+        task, length = key.split("/")
+        generated, end = ends[task.split("_")[0]]
         for prompt, tokens in zip(prompts, values[key]["tokens"]):
-            assert prompt.endswith(ends[kind])
-            assert len(tokenizer(prompt).input_ids) == tokens <= length - generated[kind]
-            assert tokens > 0.5 * (length - generated[kind])
+            assert prompt.endswith(end) and len(tokenizer(prompt).input_ids) == tokens
+            assert 0.5 < tokens / (int(length) - generated) <= 1
     assert model.max_lengths == [int(key.split("/")[1]) for key in values]
-    assert "niah_single_1, niah_multikey_2, niah_multikey_3, vt, cwe, fwe" in result.notes[0]
 
 
 def test_a_failure_of_one_task_at_one_length_changes_only_its_score(tokenizer):
@@ -128,26 +126,20 @@ def test_a_failure_of_one_task_at_one_length_changes_only_its_score(tokenizer):
             return ""
         return solve(prompt)
 
-    result = evaluated(Answering(tokenizer, fails_at_vt_of_2048, length=1024), tasks=["vt", "cwe"])
+    result = evaluated(Answering(tokenizer, fails_at_vt_of_2048), tasks=["vt", "cwe"])
     assert result.details["tasks"] == {"vt": [1, 0], "cwe": [1, 1]}
-    scores = {(score.metric, score.length, score.group): score for score in result.scores}
-    assert scores["score", 2048, "vt"].value == 0 and scores["score", 2048, "cwe"].value == 1
-    assert scores["mean of 2 chosen tasks", 2048, ""].value == 0.5
-    assert scores["effective length", None, "mean of 2 chosen tasks"].value == 1024
+    scores = {(score.metric, score.length, score.group): score.value for score in result.scores}
+    assert scores["score", 2048, "vt"] == 0 and scores["score", 2048, "cwe"] == 1
+    assert scores["mean of 2 chosen tasks", 2048, ""] == 0.5
+    assert scores["effective length", None, "mean of 2 chosen tasks"] == 1024
     means, maps = Ruler.draw({"good": result, "other": result})
-    panels = [axes for axes in maps.figure.axes if axes.images]
-    for panel in panels:
-        assert np.array_equal(panel.images[0].get_array(), [[1, 0], [1, 1]])
-        assert [text.get_text() for text in panel.get_yticklabels()] == ["vt", "cwe"]
-        assert [text.get_text() for text in panel.get_xticklabels()] == ["1,024", "2,048"]
-    assert len(panels) == 2 and "good: from 0.00 (vt, 2,048)" in maps.alternative_text
+    panels = [axes.images[0].get_array() for axes in maps.figure.axes if axes.images]
+    assert np.array_equal(panels, [[[1, 0], [1, 1]]] * 2)
+    assert "good: from 0.00 (vt, 2,048)" in maps.alternative_text
     assert "good: 1 at 1,024 tokens, 0.5 at 2,048 tokens" in means.alternative_text
 
 
 def test_the_harness_passes_an_interruption_on(tokenizer):
-    from megatron_tape.command_line import Interrupted
-    from megatron_tape.evaluation.tasks.ruler_samples import Sources, make_samples
-
     calls = []
 
     def interrupted(*arguments, **options):
@@ -157,13 +149,11 @@ def test_the_harness_passes_an_interruption_on(tokenizer):
         return tokenizer(*arguments, **options)
 
     with pytest.raises(Interrupted):
-        make_samples("vt", 1024, 8, interrupted, 0, Sources())
+        samples("vt", 1024, 8, interrupted)
     assert len(calls) < 20, "at the end of the sample at the latest"
 
 
 def test_samples_do_not_depend_on_the_order_of_tasks_or_earlier_draws(tokenizer):
-    from megatron_tape.evaluation.tasks.ruler_samples import Sources, make_samples
-
     names = [("vt", 1024), ("cwe", 1024), ("niah_multikey_2", 1024), ("fwe", 1024), ("cwe", 2048)]
     made = {}
     for number, order in enumerate((names, names[::-1])):
@@ -171,12 +161,11 @@ def test_samples_do_not_depend_on_the_order_of_tasks_or_earlier_draws(tokenizer)
         np.random.seed(number)
         state = random.getstate()
         for task, length in order:
-            rows = make_samples(task, length, 3, tokenizer, 0, Sources()).rows
+            rows = samples(task, length, 3, tokenizer)
             assert made.setdefault((task, length), rows) == rows
         assert random.getstate() == state
-    fewer = make_samples("cwe", 1024, 1, tokenizer, 0, Sources()).rows
-    assert fewer == made["cwe", 1024][:1]
-    assert make_samples("cwe", 1024, 1, tokenizer, 1, Sources()).rows != fewer
+    fewer = samples("cwe", 1024, 1, tokenizer)
+    assert fewer == made["cwe", 1024][:1] != samples("cwe", 1024, 1, tokenizer, seed=1)
     assert len({row["input"] for row in made["vt", 1024]}) == 3
 
 
@@ -198,39 +187,35 @@ def test_needles_are_hidden_in_a_given_text(tokenizer, tmp_path):
     result = evaluated(model, **given)
     assert {score.value for score in result.scores if score.metric == "score"} == {1.0}
     assert all(prompt.count("Nobody looked") > 40 for prompt in model.prompts)
-    assert Ruler(settings(**given)).inputs() == [file]
+    assert ruler(**given).inputs() == [file]
     assert any("hay.txt, not in the essays" in note for note in result.notes)
 
 
 def test_questions_are_read_from_files(tokenizer, tmp_path):
-    def paragraph(number):
-        answers = [{"text": f"town {number}"}]
+    def squad_paragraph(number):
         question = {
             "question": f"Where is person {number}?",
             "is_impossible": False,
-            "answers": answers,
+            "answers": [{"text": f"town {number}"}],
         }
-        return {
-            "context": f"Person {number} is in town {number}. " + "It rains there. " * 9,
-            "qas": [question],
-        }
+        text = f"Person {number} is in town {number}. " + "It rains there. " * 9
+        return {"context": text, "qas": [question]}
 
-    squad = {
-        "version": "v2.0",
-        "data": [{"paragraphs": [paragraph(10 * i + j) for j in range(5)]} for i in range(8)],
-    }
-    (tmp_path / "squad.json").write_text(json.dumps(squad))
-    hotpot = [
-        {
-            "question": f"Where is person {i}?",
-            "answer": f"town {i}",
-            "context": [
-                [f"Person {j}", [f"Person {j} is in town {j}.", " It rains. " * 12]]
-                for j in range(i, i + 3)
-            ],
-        }
-        for i in range(30)
+    def hotpot_question(number):
+        context = [
+            [f"Person {i}", [f"Person {i} is in town {i}.", " It rains. " * 12]]
+            for i in range(number, number + 3)
+        ]
+        answer = f"town {number}"
+        return {"question": f"Where is person {number}?", "answer": answer, "context": context}
+
+    articles = [
+        {"paragraphs": [squad_paragraph(number) for number in range(first, first + 5)]}
+        for first in range(0, 80, 10)
     ]
+    squad = json.dumps({"version": "v2.0", "data": articles})
+    (tmp_path / "squad.json").write_text(squad)
+    hotpot = [hotpot_question(number) for number in range(30)]
     (tmp_path / "hotpot.json").write_text(json.dumps(hotpot))
 
     def knows(prompt):
@@ -243,11 +228,11 @@ def test_questions_are_read_from_files(tokenizer, tmp_path):
     given = {"tasks": ["qa_squad", "qa_hotpot"], "lengths": [1024], **files}
     values = evaluated(Answering(tokenizer, knows), **given).examples
     assert [value["scores"] for value in values.values()] == [[1.0, 1.0]] * 2
-    assert list(map(str, Ruler(settings(**given)).inputs())) == list(files.values())
-    first_version = json.dumps(squad).replace("is_impossible", "other")
-    (tmp_path / "squad.json").write_text(first_version)
+    assert list(map(str, ruler(**given).inputs())) == list(files.values())
+    # The first version of SQuAD has no such field.
+    (tmp_path / "squad.json").write_text(squad.replace("is_impossible", "other"))
     with pytest.raises(ConfigError, match="ruler.squad .* dev-v2.0.json"):
-        Ruler(settings(**given)).units(Answering(tokenizer, knows))
+        ruler(**given).units(Answering(tokenizer, knows))
 
 
 def test_missing_data_is_named_with_a_fix(tokenizer, monkeypatch):
@@ -261,59 +246,53 @@ def test_missing_data_is_named_with_a_fix(tokenizer, monkeypatch):
     monkeypatch.setattr(requests, "get", unreachable)
     for task, key in (("niah_single_2", "ruler.haystack"), ("qa_squad", "ruler.squad")):
         with pytest.raises(ConfigError, match="no network here") as error:
-            Ruler(settings(tasks=[task])).units(Answering(tokenizer, solve))
+            ruler(tasks=[task]).units(Answering(tokenizer, solve))
         assert error.value.key == key
 
 
 def test_a_model_of_transformers_sees_the_whole_prompt(tokenizer):
     model = random_llama(tokenizer, 1024)
-    seen = []
+    read = []
     model.model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        lambda module, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-    task = Ruler(settings(tasks=["fwe"], lengths=[512], samples=1))
-    (unit,) = task.units(model)
-    value = task.evaluate(unit, model)
-    assert value["truncated"] == 0 and seen[0] == value["tokens"][0] <= 512 - 50
+    (value,) = evaluated(model, tasks=["fwe"], lengths=[512], samples=1).examples.values()
+    assert value["truncated"] == 0 and read[0] == value["tokens"][0] <= 512 - 50
 
 
-def synthetic(curve, tasks):
-    return {
-        f"{task}/{length}": {"scores": [value] * 4, "truncated": 0}
+def summary_of(curve, trained_length, **given):
+    """The summary for a score in all tasks at each length of `curve`."""
+    task = ruler(lengths=list(curve), **given)
+    values = {
+        f"{name}/{length}": {"scores": [value] * 4, "truncated": 0}
         for length, value in curve.items()
-        for task in tasks
+        for name in task.tasks
     }
+    return task.summarize(values, info(trained_length))
 
 
 @pytest.mark.parametrize(
-    "curve, effective, own, area",
+    "curve, effective, own",
     [
-        ({1024: 0.95, 2048: 0.9, 4096: 0.5}, 2048, 1024, 0.8125),
-        ({1024: 0.5, 2048: 0.5, 4096: 0.2}, 0, 2048, 0.425),
-        ({1024: 0.9, 2048: 0.8, 4096: 0.9}, 4096, 4096, 0.85),
-        ({1024: 0.0, 2048: 0.0, 4096: 0.0}, 0, None, 0.0),
+        ({1024: 0.95, 2048: 0.9, 4096: 0.5}, 2048, 1024),
+        ({1024: 0.5, 2048: 0.5, 4096: 0.2}, 0, 2048),
+        ({1024: 0.9, 2048: 0.8, 4096: 0.9}, 4096, 4096),
+        ({1024: 0.0, 2048: 0.0, 4096: 0.0}, 0, None),
     ],
 )
-def test_the_effective_length_and_the_area(curve, effective, own, area):
-    task = Ruler(settings(lengths=list(curve)))
-    summary = task.summarize(synthetic(curve, OFFLINE), info(1024))
-    found = {score.metric: score.value for score in summary.scores if score.metric != "score"}
-    assert found["effective length"] == effective and found.get("own effective length") == own
-    assert found["area under the curve"] == pytest.approx(area)
+def test_the_effective_length(curve, effective, own):
+    scores = {score.metric: score.value for score in summary_of(curve, 1024).scores}
+    assert scores["effective length"] == effective and scores.get("own effective length") == own
 
 
 def test_means_of_different_tasks_have_different_names():
-    names = set()
+    names = ("mean of all 13 tasks", "mean of the 6 offline tasks", "score of vt")
     results = {}
-    for tasks in ("all", "offline", ["vt"]):
-        task = Ruler(settings(tasks=tasks, lengths=[1024]))
-        chosen = {"all": TASKS, "offline": OFFLINE}.get(str(tasks), ["vt"])
-        summary = task.summarize(synthetic({1024: 0.9}, chosen), info(4096))
-        names.add(summary.scores[0].metric)
-        results[str(tasks)] = result_of(summary)
-        assert any("not comparable with published figures" in note for note in summary.notes) == (
-            tasks != "all"
-        )
-    assert names == {"mean of all 13 tasks", "mean of the 6 offline tasks", "score of vt"}
+    for name, tasks in zip(names, ("all", "offline", ["vt"])):
+        summary = summary_of({1024: 0.9}, 4096, tasks=tasks)
+        assert summary.scores[0].metric == name
+        results[name] = result_of(summary)
+        said = any("not comparable with published figures" in note for note in summary.notes)
+        assert said == (tasks != "all")
     *means, _ = Ruler.draw(results)
-    assert {picture.figure.axes[0].get_ylabel() for picture in means} == names
+    assert {picture.figure.axes[0].get_ylabel() for picture in means} == set(names)

@@ -44,11 +44,8 @@ def next_of_sum(prefix):
         return 0
     plus = prefix.index(Sums.PLUS)
     equals = prefix.index(Sums.EQUALS)
-    total = [*add(np.array(prefix[:plus]), np.array(prefix[plus + 1 : equals])), Sums.END]
-    written = len(prefix) - equals - 1
-    if written < len(total):
-        return total[written]
-    return 0
+    total = add(np.array(prefix[:plus]), np.array(prefix[plus + 1 : equals]))
+    return [*total, Sums.END, *[0] * 20][len(prefix) - equals - 1]
 
 
 def fails_at(first, second):
@@ -58,14 +55,9 @@ def fails_at(first, second):
 
     def answer(prefix):
         right = next_of_sum(prefix)
-        if Sums.EQUALS not in prefix:
-            return right
-        plus = prefix.index(Sums.PLUS)
-        equals = prefix.index(Sums.EQUALS)
-        here = (plus, equals - plus - 1) == (first, second) and len(prefix) - equals == max(
-            first, second
-        ) - 1
-        if here:
+        equals = first + 1 + second
+        here = len(prefix) == equals + max(first, second) - 1
+        if here and prefix[first] == Sums.PLUS and prefix[equals] == Sums.EQUALS:
             return (right + 1) % 10
         return right
 
@@ -82,16 +74,13 @@ def next_with_hints(prefix, sums):
     return sums.END + 1 + (prefix[0] - sums.END - 1 + place) % sums.hints
 
 
-def next_of_copy(prefix, symbols=4):
-    task = Copies(symbols=symbols)
+def next_of_copy(prefix):
+    task = Copies(symbols=4)
     if task.mark not in prefix:
         return 0
     mark = prefix.index(task.mark)
     copied = [token for token in prefix[:mark] if token != task.blank]
-    written = len(prefix) - mark - 1
-    if written < len(copied):
-        return copied[written]
-    return 0
+    return [*copied, *[0] * 20][len(prefix) - mark - 1]
 
 
 def next_on_walk(prefix, task, width):
@@ -114,128 +103,109 @@ def by_group(results, metric):
     return {score.group: score for score in results.scores if score.metric == metric}
 
 
-def addition(model, **settings):
-    return run(Addition, model, **{"digits": 3, "samples": 8, **settings})
+def values(results, metric):
+    return {group: score.value for group, score in by_group(results, metric).items()}
+
+
+def addition(answer, **settings):
+    return run(Addition, Answering(answer), **{"digits": 3, "samples": 8, **settings})
 
 
 def test_a_model_that_adds_scores_100_percent_everywhere():
-    results = addition(Answering(next_of_sum))
+    results = addition(next_of_sum)
     assert results.details["accuracy"] == [[1.0] * 6] * 6
-    found = by_group(results, "exact match")
-    assert {group: (score.value, score.count) for group, score in found.items()} == {
-        "up to 6 digits": (1.0, 36 * 8),
-        "up to 3 digits": (1.0, 9 * 8),
-        "beyond 3 digits": (1.0, 27 * 8),
+    scores = by_group(results, "exact match")
+    assert {group: score.count for group, score in scores.items()} == {
+        "up to 6 digits": 36 * 8,
+        "up to 3 digits": 9 * 8,
+        "beyond 3 digits": 27 * 8,
     }
-    assert all(0.9 < score.low < score.high == 1 for score in found.values())
+    assert all(0.9 < score.low < score.high == score.value == 1 for score in scores.values())
 
 
 def test_a_failure_at_one_pair_of_lengths_changes_only_that_score():
-    results = addition(Answering(fails_at(5, 2)))
+    results = addition(fails_at(5, 2))
     expected = np.ones((6, 6))
     expected[4, 1] = 0
     assert results.details["accuracy"] == expected.tolist()
-    found = by_group(results, "exact match")
-    assert found["up to 3 digits"].value == 1
-    assert found["beyond 3 digits"].value == pytest.approx(26 / 27)
-    assert found["up to 6 digits"].value == pytest.approx(35 / 36)
-    (picture,) = Addition.draw(
-        {"model": results, "other": addition(Answering(next_of_sum), step=2)}
-    )
-    image = picture.figure.axes[0].images[0].get_array()
-    assert image.tolist() == expected.tolist()
+    assert values(results, "exact match") == {
+        "up to 6 digits": pytest.approx(35 / 36),
+        "up to 3 digits": 1,
+        "beyond 3 digits": pytest.approx(26 / 27),
+    }
+    (picture,) = Addition.draw({"model": results, "other": addition(next_of_sum, step=2)})
+    assert picture.figure.axes[0].images[0].get_array().tolist() == expected.tolist()
     assert "model: from 0.00 (5, 2) to 1.00" in picture.alternative_text
 
 
 def test_hints_equal_those_of_training():
     sums = Sums(digits=2, hints=3)
-    model = Answering(lambda prefix: next_with_hints(prefix, sums))
-    assert addition(model, digits=1, hints=3).details["accuracy"] == [[1.0] * 2] * 2
+    results = addition(lambda prefix: next_with_hints(prefix, sums), digits=1, hints=3)
+    assert results.details["accuracy"] == [[1.0] * 2] * 2
 
 
 def test_only_the_chosen_lengths_are_tested_and_samples_do_not_depend_on_them():
-    model = Answering(fails_at(4, 4))
-    some, every = (addition(model, samples=2, digits=4, step=step).examples for step in (4, 1))
+    some = addition(fails_at(4, 4), samples=2, digits=4, step=4).examples
+    every = addition(fails_at(4, 4), samples=2, digits=4).examples
     assert list(some) == ["4", "8"] and list(every) == [str(length) for length in range(1, 9)]
     assert some["4"]["right"] == [every["4"]["right"][at] for at in (3, 7)] == [[0, 0], [1, 1]]
 
 
-def copies(model, **settings):
-    return run(
-        SelectiveCopy,
-        model,
-        copied=6,
-        symbols=4,
-        blanks={"IID": 5, "dense": 2, "sparse": 9},
-        **settings,
-    )
+def copies(answer, samples):
+    blanks = {"IID": 5, "dense": 2, "sparse": 9}
+    model = Answering(answer)
+    return run(SelectiveCopy, model, copied=6, symbols=4, blanks=blanks, samples=samples)
 
 
 def test_a_model_that_copies_scores_100_percent():
-    results = copies(Answering(next_of_copy), samples=120)
-    for metric in ("accuracy", "exact match"):
-        found = by_group(results, metric)
-        assert list(found) == ["IID", "dense", "sparse"]
-        assert all((score.value, score.count) == (1, 120) for score in found.values())
+    results = copies(next_of_copy, 120)
+    assert values(results, "accuracy") == {"IID": 1, "dense": 1, "sparse": 1}
+    assert values(results, "exact match") == {"IID": 1, "dense": 1, "sparse": 1}
+    assert {score.count for score in results.scores} == {120}
     assert results.notes == [] and results.details == {}
 
 
 def test_a_model_that_copies_among_few_blanks_only_fails_with_more():
-    def answer(prefix):
-        if prefix.count(4) < 6:
-            return next_of_copy(prefix)
-        return 5
-
-    results = copies(Answering(answer), samples=20)
-    found = by_group(results, "accuracy")
-    assert [score.value for score in found.values()] == [1, 1, 0]
+    results = copies(lambda prefix: next_of_copy(prefix) if prefix.count(4) < 6 else 5, 20)
+    assert values(results, "accuracy") == {"IID": 1, "dense": 1, "sparse": 0}
     (picture,) = SelectiveCopy.draw({"model": results, "other": results})
     assert "0 sparse accuracy" in picture.alternative_text
-    points = picture.figure.axes[0].lines[0].get_xdata()
-    assert points.tolist() == [1, 1, 0]
+    assert picture.figure.axes[0].lines[0].get_xdata().tolist() == [1, 1, 0]
 
 
-def walks(model, **settings):
-    variants = {"IID": [20, 6, 0.5], "dense": [10, 4, 0.2], "sparse": [30, 8, 0.8]}
-    return run(GridNavigation, model, objects=7, **{"variants": variants, **settings})
+def walks(answer, **settings):
+    return run(GridNavigation, Answering(answer), objects=7, **settings)
 
 
 @pytest.mark.parametrize("dimensions", [1, 2])
 def test_a_model_that_keeps_track_of_its_place_scores_100_percent(dimensions):
-    own = Walks(dimensions=dimensions, objects=7)
-    model = Answering(lambda prefix: next_on_walk(prefix, own, 6))
-    results = walks(model, dimensions=dimensions, samples=30, variants={"IID": [20, 6, 0.5]})
+    task = Walks(dimensions=dimensions, objects=7)
+    settings = {"dimensions": dimensions, "samples": 30, "variants": {"IID": [20, 6, 0.5]}}
+    results = walks(lambda prefix: next_on_walk(prefix, task, 6), **settings)
     assert [score.value for score in results.scores] == [1, 1]
 
 
 def test_a_model_that_always_answers_blank_has_the_score_in_the_note():
-    results = walks(Answering(lambda prefix: 7), samples=200)
-    found = by_group(results, "accuracy")
-    for name, share in {"IID": 0.5, "dense": 0.2, "sparse": 0.8}.items():
-        assert (
-            found[name].value == results.details["blanks"][name] == pytest.approx(share, abs=0.06)
-        )
-    assert (
-        f"{100 * found['dense'].value:.1f} % for 10 steps on 4 × 4 cells (20 % blank);"
-        in results.notes[0]
-    )
+    variants = {"IID": [20, 6, 0.5], "dense": [10, 4, 0.2], "sparse": [30, 8, 0.8]}
+    results = walks(lambda prefix: 7, samples=200, variants=variants)
+    accuracy = values(results, "accuracy")
+    assert accuracy == results.details["blanks"]
+    assert accuracy == pytest.approx({"IID": 0.5, "dense": 0.2, "sparse": 0.8}, abs=0.06)
+    dense = f"{100 * accuracy['dense']:.1f} % for 10 steps on 4 × 4 cells (20 % blank);"
+    assert dense in results.notes[0]
 
 
 def next_of_pair(prefix):
     return dict(zip(prefix[:-1:2], prefix[1::2])).get(prefix[-1], 0)
 
 
-def test_a_model_that_recalls_all_pairs_scores_100_percent_and_a_forgetful_one_fails_with_more_pairs():
+def test_a_model_that_recalls_all_pairs_scores_100_percent_and_a_forgetful_one_less():
     settings = {"keys": 15, "tokens_per_pair": 4, "lengths": [16, 32], "samples": 30}
     results = run(Recall, Answering(next_of_pair), **settings)
-    found = by_group(results, "accuracy")
-    assert {name: (score.value, score.count) for name, score in found.items()} == {
-        "16 tokens": (1, 30),
-        "32 tokens": (1, 30),
-    }
+    assert values(results, "accuracy") == {"16 tokens": 1, "32 tokens": 1}
     forgetful = run(Recall, Answering(lambda prefix: next_of_pair(prefix[-17:])), **settings)
-    first, second = (score.value for score in by_group(forgetful, "accuracy").values())
-    assert first == 1 and second < 0.7
+    accuracy = values(forgetful, "accuracy")
+    assert accuracy["16 tokens"] == 1 and accuracy["32 tokens"] < 0.7
 
 
 def test_padding_and_batches_do_not_change_results_of_a_real_model():
@@ -250,15 +220,12 @@ def test_padding_and_batches_do_not_change_results_of_a_real_model():
     )
     model = HFModel(INFO, LlamaForCausalLM(config), None)
     sequences = [Sums(digits=9).sequence(sample_random(0, 2, i)) for i in range(7)]
-    together = correct_answers(model, sequences, 4)
-    for sequence, found in zip(sequences, together):
-        tokens, answers = sequence
-        (alone,) = correct_answers(model, [sequence], 1)
+    for (tokens, answers), mask in zip(sequences, correct_answers(model, sequences, 4)):
         greedy = [
-            int(model.logits(torch.from_numpy(tokens[None, :i]))[0, -1].argmax() == tokens[i])
+            int(model.logits(torch.from_numpy(tokens[None, :i]))[0, -1].argmax())
             for i in np.flatnonzero(answers)
         ]
-        assert found.astype(int).tolist() == alone.astype(int).tolist() == greedy
+        assert mask.tolist() == (tokens[answers] == greedy).tolist()
 
 
 def test_a_checkpoint_of_a_run_without_tokenizer_is_evaluated(tmp_path, monkeypatch, capfd):
@@ -267,32 +234,27 @@ def test_a_checkpoint_of_a_run_without_tokenizer_is_evaluated(tmp_path, monkeypa
     settings = [
         "--data.prefix=null",
         "--data.generator={task: selective_copy, copied: 5, blanks: 4, symbols: 3}",
-    ]
-    settings += [
         "--train.steps=2",
         "--schedule.warmup_steps=0",
         "--model.vocab_size=6",
         "--logging.directory=run",
     ]
     assert train.main(["--config", str(RECIPE), *settings]) == 0
-    sizes = [
-        "--selective_copy.copied=5",
-        "--selective_copy.symbols=3",
-        "--selective_copy.blanks={IID: 4, sparse: 40}",
-    ]
     command = [
         "selective_copy",
         "--model=run",
         "--output=out",
         "--device=cpu",
         "--selective_copy.samples=5",
-        *sizes,
+        "--selective_copy.copied=5",
+        "--selective_copy.symbols=3",
+        "--selective_copy.blanks={IID: 4, sparse: 40}",
     ]
     assert evaluate.main(command) == 0
     results = read_results(tmp_path / "out")
     assert results.model.run["settings"]["data"]["generator"]["copied"] == 5
-    found = by_group(results.tasks["selective_copy"], "accuracy")
-    assert [(score.group, score.count) for score in found.values()] == [("IID", 5), ("sparse", 5)]
+    scores = by_group(results.tasks["selective_copy"], "accuracy")
+    assert {name: score.count for name, score in scores.items()} == {"IID": 5, "sparse": 5}
     assert (tmp_path / "out" / "selective_copy.png").is_file()
     assert evaluate.main(["addition", "--model=run", "--device=cpu"]) == 2
     assert "was trained on selective_copy; give a model that" in capfd.readouterr().err

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from megatron_tape.evaluation.results import Score, TaskResult
+from megatron_tape.evaluation.results import TaskResult
 from megatron_tape.evaluation.task import Task
 from megatron_tape.evaluation.tasks.context_gain import ContextGain
 from megatron_tape.evaluation.tasks.lm_eval_tasks import LmEval
@@ -21,9 +21,20 @@ from megatron_tape.evaluation.tasks.synthetic_tasks import (
 )
 from megatron_tape.io.records import validator
 
-_CLASSES = (Perplexity, ContextGain, Passkey, Ruler, LmEval, Scrolls)
-_CLASSES += (Addition, SelectiveCopy, GridNavigation, Recall, PositionPictures)
-TASKS: dict[str, type[Task]] = {task.name: task for task in _CLASSES}
+_CLASSES: tuple[type[Task], ...] = (
+    Perplexity,
+    ContextGain,
+    Passkey,
+    Ruler,
+    LmEval,
+    Scrolls,
+    Addition,
+    SelectiveCopy,
+    GridNavigation,
+    Recall,
+    PositionPictures,
+)
+TASKS = {task.name: task for task in _CLASSES}
 """All tasks by name, in the order of the page. Tasks with `generates` = False can also run during
 training.
 """
@@ -33,8 +44,9 @@ def title_of(name: str) -> str:
     """Return the heading of the task `name`, which may be a task that this version does not
     have.
     """
-    known = TASKS.get(name)
-    return (known and known.title) or name.replace("_", " ").capitalize()
+    if name in TASKS and TASKS[name].title:
+        return TASKS[name].title
+    return name.replace("_", " ").capitalize()
 
 
 def group_names(name: str, settings: Mapping[str, Any]) -> dict[str, str]:
@@ -45,11 +57,9 @@ def group_names(name: str, settings: Mapping[str, Any]) -> dict[str, str]:
     if name not in TASKS or not settings:
         return {}
     task = TASKS[name]
-    known = {field.name for field in fields(task.Settings)}
+    known = {field.name for field in fields(task.Settings)} & settings.keys()
     try:
-        valid = validator(task.Settings).validate_python(
-            {key: settings[key] for key in known & settings.keys()}
-        )
+        valid = validator(task.Settings).validate_python({key: settings[key] for key in known})
         names = task(valid).group_names()
     except ValueError:
         return {}
@@ -64,15 +74,7 @@ def with_group_names(name: str, result: TaskResult) -> TaskResult:
     their order.
     """
     names = group_names(name, result.settings)
-    order = list(names)
-
-    def position(score: Score) -> int:
-        if score.group in names:
-            return order.index(score.group)
-        return len(order)
-
-    scores = [
-        replace(score, group=names.get(score.group, score.group))
-        for score in sorted(result.scores, key=position)
-    ]
+    order = {group: index for index, group in enumerate(names)}
+    ordered = sorted(result.scores, key=lambda score: order.get(score.group, len(order)))
+    scores = [replace(score, group=names.get(score.group, score.group)) for score in ordered]
     return replace(result, scores=scores)

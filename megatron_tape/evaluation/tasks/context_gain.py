@@ -9,20 +9,33 @@ is above `beta`.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
 from megatron_tape.config.evaluation import ContextGainSettings
 from megatron_tape.errors import ConfigError
-from megatron_tape.evaluation.results import Score, TaskResult
+from megatron_tape.evaluation.results import Score
 from megatron_tape.evaluation.score_pictures import by_length
-from megatron_tape.evaluation.statistics import bootstrap_ratio
-from megatron_tape.evaluation.task import EvaluatedModel, ModelInfo, Picture, Summary, Unit
-from megatron_tape.evaluation.tasks.document_task import DocumentTask, window_losses
+from megatron_tape.evaluation.statistics import ratio_score
+from megatron_tape.evaluation.task import (
+    EvaluatedModel,
+    ModelInfo,
+    Picture,
+    Summary,
+    TaskResults,
+    Unit,
+    Value,
+    Values,
+)
+from megatron_tape.evaluation.tasks.document_task import (
+    NATS,
+    WindowTask,
+    exponential,
+    window_losses,
+)
+from megatron_tape.text import counted
 
-NATS = "nats per token"
 BIAS = (
     "Key tokens are those that the measured model predicts well with the longest context, which"
     " favors this model."
@@ -31,7 +44,7 @@ DECIMALS = 5
 """Number of decimals of the losses of single tokens in `results.json`."""
 
 
-class ContextGain(DocumentTask):
+class ContextGain(WindowTask):
     """The gain from longer contexts, on all scored tokens and on key tokens.
 
     The value of a unit contains the `losses` of a document's scored tokens at one context length.
@@ -40,114 +53,101 @@ class ContextGain(DocumentTask):
     name = "context_gain"
     Settings = ContextGainSettings
 
-    def short(self, info: ModelInfo) -> int:
-        return self.settings.short or max(super().lengths(info)) // 8
-
-    def lengths(self, info: ModelInfo) -> list[int]:
-        return [self.short(info), *super().lengths(info)]
+    def context_lengths(self, info: ModelInfo) -> list[int]:
+        """Return the short length, and then the longer ones in ascending order."""
+        longer = super().context_lengths(info)
+        return [self.settings.short or max(longer) // 8, *longer]
 
     def check(self, info: ModelInfo) -> None:
-        short, *lengths = self.lengths(info)
-        if not 2 <= short < min(lengths):
+        short, *longer = self.context_lengths(info)
+        if not 2 <= short < min(longer):
             raise ConfigError(
                 (self.key("short"), self.key("lengths")),
                 f"is {short}",
-                f"set it to at least 2 and below the shortest of lengths, {min(lengths)}",
+                f"set it to at least 2 and below the shortest of lengths, {min(longer)}",
             )
         super().check(info)
 
-    def evaluate(self, unit: Unit, model: EvaluatedModel) -> dict[str, Any]:
+    def evaluate(self, unit: Unit, model: EvaluatedModel) -> Value:
         work = self.work[unit.key]
         losses = np.concatenate(
             [window_losses(model, work.document, window, model.bos) for window in work.windows]
         )
         return {"losses": np.round(losses, DECIMALS).tolist()}
 
-    def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
-        short, *lengths = self.lengths(info)
-        documents = list(dict.fromkeys(key.rpartition("/")[0] for key in values))
+    def summarize(self, values: Values, info: ModelInfo) -> Summary:
+        short, *longer = self.context_lengths(info)
         losses = {key: np.array(value["losses"]) for key, value in values.items()}
-        keys = {
-            name: self._choose(losses[f"{name}/{short}"], losses[f"{name}/{lengths[-1]}"])
-            for name in documents
-        }
+        key_tokens: dict[str, np.ndarray] = {}
+        by_source: dict[str, list[str]] = {}
+        for document in dict.fromkeys(key.rpartition("/")[0] for key in values):
+            by_source.setdefault(document.split("/")[0], []).append(document)
+            key_tokens[document] = self._key_tokens(
+                losses[f"{document}/{short}"], losses[f"{document}/{longer[-1]}"]
+            )
+
         scores = []
         notes = []
-        for source in dict.fromkeys(name.split("/")[0] for name in documents):
-            of_source = [name for name in documents if name.split("/")[0] == source]
-            before = [losses[f"{name}/{short}"] for name in of_source]
-            key = [keys[name] for name in of_source]
-            for length in lengths:
-                after = [losses[f"{name}/{length}"] for name in of_source]
-                scores += _scores(before, after, key, length, source)
-            scored = sum(map(len, before))
-            chosen = sum(map(len, key))
+        for source_name, documents in by_source.items():
+            before = [losses[f"{document}/{short}"] for document in documents]
+            chosen = [key_tokens[document] for document in documents]
+            for length in longer:
+                after = [losses[f"{document}/{length}"] for document in documents]
+                scores += _scores(before, after, chosen, length, source_name)
             notes.append(
-                f"{source}: gains are relative to a context of {short:,} tokens; {chosen:,} of"
-                f" {scored:,} tokens of {len(of_source):,}"
-                f" document{'s' if len(of_source) > 1 else ''} are key tokens."
+                f"{source_name}: gains are relative to a context of {short:,} tokens;"
+                f" {_size(chosen):,} of {_size(before):,} tokens of"
+                f" {counted(len(documents), 'document')} are key tokens."
             )
-        notes.append(BIAS)
         details = {
             "scored": self.scored(),
             "short": short,
-            "key_tokens": {name: found.tolist() for name, found in keys.items()},
+            "key_tokens": {document: chosen.tolist() for document, chosen in key_tokens.items()},
         }
-        return Summary(scores, details, notes + self.notes_on_documents())
+        return Summary(scores, details, [*notes, BIAS, *self.notes_on_documents()])
 
-    def _choose(self, short: np.ndarray, long: np.ndarray) -> np.ndarray:
+    def _key_tokens(self, short: np.ndarray, long: np.ndarray) -> np.ndarray:
+        """Return the indices of key tokens, given the losses with a short and a long context."""
         return np.flatnonzero((short - long > self.settings.alpha) & (-long > self.settings.beta))
 
     @classmethod
-    def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
+    def draw(cls, results: TaskResults) -> list[Picture]:
+        key_axis = "gain of key tokens (nats per token)"
         return [
             *by_length(results, "gain", "context-gain", "gain (nats per token)"),
-            *by_length(
-                results,
-                "key_gain",
-                "context-gain-of-key-tokens",
-                "gain of key tokens (nats per token)",
-            ),
+            *by_length(results, "key_gain", "context-gain-of-key-tokens", key_axis),
         ]
 
 
 def _scores(
     before: list[np.ndarray],
     after: list[np.ndarray],
-    keys: list[np.ndarray],
+    key_tokens: list[np.ndarray],
     length: int,
     group: str,
 ) -> list[Score]:
     """Return the scores of one source at a context length.
 
     Arguments have an array for each document: the losses `before` with the short context and
-    `after` with this context, and the indices `keys` of key tokens.
+    `after` with this context, and the indices of key tokens.
     """
-
-    def mean(parts: list[np.ndarray]) -> tuple[float, float | None, float | None]:
-        sums = [float(part.sum()) for part in parts]
-        counts = [len(part) for part in parts]
-        return sum(sums) / sum(counts), *bootstrap_ratio(sums, counts)
-
-    def score(
-        metric: str, better: str, mean: tuple[float | None, ...], count: int, unit: str = ""
-    ) -> Score:
-        value, low, high = mean
-        return Score(metric, value, better, low, high, length, group, count, unit, counted="token")
-
+    common = {"length": length, "group": group, "counted": "token"}
     gains = [b - a for b, a in zip(before, after)]
-    scores = [score("gain", "higher", mean(gains), sum(map(len, gains)), NATS)]
-    if count := sum(map(len, keys)):
-        scores.append(
-            score(
-                "key_gain",
-                "higher",
-                mean([gain[key] for gain, key in zip(gains, keys)]),
-                count,
-                NATS,
-            )
-        )
-        losses = mean([loss[key] for loss, key in zip(after, keys)])
-        perplexity = tuple(None if loss is None else math.exp(loss) for loss in losses)
-        scores.append(score("key_perplexity", "lower", perplexity, count))
+    scores = [_mean("gain", gains, "higher", **common)]
+    if _size(key_tokens):
+        key_gains = [gain[chosen] for gain, chosen in zip(gains, key_tokens)]
+        scores.append(_mean("key_gain", key_gains, "higher", **common))
+        key_losses = [losses[chosen] for losses, chosen in zip(after, key_tokens)]
+        loss = _mean("key_loss", key_losses, "lower", **common)
+        scores.append(exponential(loss, "key_perplexity"))
     return scores
+
+
+def _mean(metric: str, parts: list[np.ndarray], better: str, **fields: Any) -> Score:
+    sums = [float(part.sum()) for part in parts]
+    sizes = [len(part) for part in parts]
+    return ratio_score(metric, sums, sizes, better, count=sum(sizes), unit=NATS, **fields)
+
+
+def _size(parts: list[np.ndarray]) -> int:
+    return sum(map(len, parts))

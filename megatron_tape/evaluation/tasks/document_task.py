@@ -1,31 +1,34 @@
-"""Base class of tasks that measure losses of documents: it chooses the scored tokens and the
-windows around them.
+"""Base classes of tasks that measure losses of documents.
 
-The scored tokens of a document depend only on the longest context length, so they are the same at
-all lengths. At each length, a token is scored in exactly one window, in which at least three
-quarters of the context precede it.
+`DocumentTask` reads the documents. `WindowTask` chooses the scored tokens and the windows around
+them: the scored tokens of a document depend only on the longest context length, so they are the
+same at all lengths. At each length, a token is scored in exactly one window, in which at least
+three quarters of the context precede it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from megatron_tape.config.evaluation import DocumentSettings
+from megatron_tape.evaluation.results import Score
 from megatron_tape.evaluation.task import EvaluatedModel, ModelInfo, Task, Unit
 from megatron_tape.evaluation.tasks.text_sources import (
     Document,
     TextSource,
     check_sources,
-    chosen_lengths,
     find_sources,
     long_documents,
 )
+from megatron_tape.text import counted
+
+NATS = "nats per token"
 
 
 @dataclass(frozen=True)
@@ -55,83 +58,91 @@ class Work:
 
 
 class DocumentTask(Task):
+    """Base class of tasks with `TextSettings` and the setting `data`."""
+
+    needs_tokenizer = False
+
+    @property
+    def text_sources(self) -> list[TextSource]:
+        return find_sources(self.settings, self.section)
+
+    @property
+    def most_documents(self) -> int | None:
+        """Maximum number of documents of a source; None for all."""
+        return self.settings.documents
+
+    def needed(self, info: ModelInfo) -> int:
+        """Return the minimum number of tokens of a document."""
+        raise NotImplementedError
+
+    def check(self, info: ModelInfo) -> None:
+        check_sources(self.text_sources, info, self.needed(info), self.most_documents)
+
+    def inputs(self) -> list[Path]:
+        return [file for text_source in self.text_sources for file in text_source.files]
+
+
+class WindowTask(DocumentTask):
     """Base class. A unit is a document at a context length; `units` sets `work` to the windows of
     each unit, by key.
     """
 
-    Settings: ClassVar[type] = DocumentSettings
-    needs_tokenizer = False
     work: dict[str, Work]
     skipped: dict[str, int]
     """Number of documents that were too short, by name of the source."""
 
     @property
-    def sources(self) -> list[TextSource]:
-        settings = self.settings
-        return find_sources(settings.data, settings.split, settings.token_dtype, self.section)
-
-    @property
     def most_documents(self) -> int | None:
         return self.settings.documents or 50
 
-    def lengths(self, info: ModelInfo) -> list[int]:
-        return chosen_lengths(self.settings.lengths, info, self.key("lengths"))
-
     def needed(self, info: ModelInfo) -> int:
-        return max(self.lengths(info)) + 1
-
-    def check(self, info: ModelInfo) -> None:
-        check_sources(
-            self.sources, info, self.settings.text_key, self.needed(info), self.most_documents
-        )
-
-    def inputs(self) -> list[Path]:
-        return [file for source in self.sources for file in source.files]
+        return max(self.context_lengths(info)) + 1
 
     def units(self, model: EvaluatedModel) -> list[Unit]:
         self.work = {}
         self.skipped = {}
-        for source in self.sources:
-            text_key = self.settings.text_key
-            needed = self.needed(model.info)
-            documents, self.skipped[source.name] = long_documents(
-                source, model, text_key, needed, self.most_documents
+        for text_source in self.text_sources:
+            documents, short = long_documents(
+                text_source, model, self.needed(model.info), self.most_documents
             )
-            self.work |= self.plan(source, documents, model)
+            self.skipped[text_source.name] = short
+            self.work |= self.plan(text_source, documents, model)
         return [
             Unit(key, sum(map(len, work.windows)) * (1 + work.length / 65_536))
             for key, work in self.work.items()
         ]
 
     def plan(
-        self, source: TextSource, documents: list[Document], model: EvaluatedModel
+        self, text_source: TextSource, documents: list[Document], model: EvaluatedModel
     ) -> dict[str, Work]:
         """Return the work for a source by unit key, `SOURCE/DOCUMENT/LENGTH`: each document at each
         length.
         """
-        lengths = self.lengths(model.info)
-        return {
-            f"{document.key}/{length}": Work(
-                document, length, self.windows(document, length, model)
-            )
-            for document in documents
-            for length in lengths
-        }
+        work = {}
+        for document in documents:
+            for length in self.context_lengths(model.info):
+                windows = self.windows(document, length, model)
+                work[f"{document.key}/{length}"] = Work(document, length, windows)
+        return work
 
     def windows(self, document: Document, length: int, model: EvaluatedModel) -> list[Window]:
         """Return the windows of a document at a context length. They score the same tokens at every
         length.
         """
-        settings = self.settings
-        longest = max(self.lengths(model.info))
-        first = longest + 1 - scored_per_window(longest, settings.stride)
-        stop = min(first + (settings.windows or 8) * settings.stride, len(document.tokens))
-        step = scored_per_window(length, settings.stride)
-        ends = [(start, min(start + step, stop)) for start in range(first, stop, step)]
+        stride = self.settings.stride
+        longest = max(self.context_lengths(model.info))
+        first = longest + 1 - scored_per_window(longest, stride)
+        stop = min(first + (self.settings.windows or 8) * stride, len(document.tokens))
         # The model reads `length` tokens, including the beginning-of-text token; the last token is
         # only a label.
         size = length + 1 - len(model.bos)
-        return [Window(end - size, end, end - start) for start, end in ends]
+
+        windows = []
+        step = scored_per_window(length, stride)
+        for start in range(first, stop, step):
+            end = min(start + step, stop)
+            windows.append(Window(end - size, end, scored=end - start))
+        return windows
 
     def scored(self) -> dict[str, dict[str, Any]]:
         """Return for each source the `count` of scored tokens, and a `digest` of their ids and
@@ -139,25 +150,28 @@ class DocumentTask(Task):
 
         Models with equal digests were measured on the same tokens.
         """
-        spans: dict[str, tuple[np.ndarray, int, int]] = {}
+        by_document: dict[str, list[Work]] = {}
         for work in self.work.values():
-            start, stop = work.scored
-            _, first, last = spans.get(work.document.key, (None, start, stop))
-            spans[work.document.key] = work.document.tokens, min(start, first), max(stop, last)
-        scored: dict[str, dict[str, Any]] = {}
+            by_document.setdefault(work.document.key, []).append(work)
+
+        counts: dict[str, int] = {}
         digests: dict[str, Any] = {}
-        for key, (tokens, first, stop) in spans.items():
+        for key, works in by_document.items():
+            first = min(work.scored[0] for work in works)
+            last = max(work.scored[1] for work in works)
             name = key.split("/")[0]
+            counts[name] = counts.get(name, 0) + last - first
             digest = digests.setdefault(name, hashlib.sha256())
-            digest.update(f"{key} {first} {stop} ".encode())
-            digest.update(np.ascontiguousarray(tokens[first:stop], "<i8"))
-            count = scored.get(name, {"count": 0})["count"] + stop - first
-            scored[name] = {"count": count, "digest": digest.hexdigest()[:16]}
-        return scored
+            digest.update(f"{key} {first} {last} ".encode())
+            digest.update(np.ascontiguousarray(works[0].document.tokens[first:last], "<i8"))
+        return {
+            name: {"count": count, "digest": digests[name].hexdigest()[:16]}
+            for name, count in counts.items()
+        }
 
     def notes_on_documents(self) -> list[str]:
         return [
-            f"{name}: {short:,} document{'s were' if short > 1 else ' was'} too short and skipped."
+            f"{name}: skipped as too short: {counted(short, 'document')}."
             for name, short in self.skipped.items()
             if short
         ]
@@ -186,7 +200,8 @@ def window_losses(
     tokens = np.concatenate(
         [np.asarray(prefix, np.int64), document.tokens[window.start : window.stop]]
     )
-    losses = model.losses(tokens, 1 if whole else len(tokens) - window.scored)
+    first = 1 if whole else len(tokens) - window.scored
+    losses = model.losses(tokens, first)
     if not np.isfinite(losses).all():
         raise ValueError(
             f"{model.info.label} has an infinite or NaN loss in {document.key}, tokens"
@@ -194,3 +209,13 @@ def window_losses(
             " the model"
         )
     return losses
+
+
+def exponential(loss: Score, metric: str) -> Score:
+    """Return the perplexity for the score of a loss in nats, limited to finite values."""
+    perplexities = {
+        end: math.exp(min(getattr(loss, end), 700.0))
+        for end in ("value", "low", "high")
+        if getattr(loss, end) is not None
+    }
+    return replace(loss, metric=metric, unit="", **perplexities)

@@ -35,6 +35,11 @@ _RESAMPLINGS = 1000
 """Number of bootstrap samples for standard errors."""
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its type if it has no message."""
+    return (str(error).strip() or type(error).__name__).split("\n")[0][:300]
+
+
 def find_tasks(names: Sequence[str], include: Sequence[str] = ()) -> TaskManager:
     """Return an index of tasks that contains all `names`, which are tasks, groups, tags or paths of
     YAML files.
@@ -42,18 +47,21 @@ def find_tasks(names: Sequence[str], include: Sequence[str] = ()) -> TaskManager
     `include` are directories of task files. The harness's own 14,000 task files are slow to read,
     so they are read only if these directories lack a name. Raises ConfigError for an unknown name.
     """
+    missing: list[str] = []
     for defaults in (False, True):
         manager = index(tuple(include), defaults)
-        # Groups in `include` may contain tasks of the harness.
-        known = set(manager.all_tasks) - (set() if defaults else set(manager.all_groups))
-        unknown = [
+        known = set(manager.all_tasks)
+        if not defaults:
+            # Groups in `include` may contain tasks of the harness.
+            known -= set(manager.all_groups)
+        missing = [
             name for name in names if name not in known and not name.endswith((".yaml", ".yml"))
         ]
-        if not unknown:
+        if not missing:
             return manager
     raise ConfigError(
         "lm_eval.tasks",
-        f"has {unknown[0]}, which is not a task of lm_eval",
+        f"has {missing[0]}, which is not a task of lm_eval",
         "list all with lm_eval ls tasks",
     )
 
@@ -69,9 +77,11 @@ def index(include: tuple[str, ...], defaults: bool) -> TaskManager:
     except Exception as error:  # the harness does not validate task files
         if not include or isinstance(error, (OSError, MemoryError)):
             raise
-        reason = f"{type(error).__name__}: {str(error)[:200]}".split("\n")[0]
-        problem = f"is {', '.join(include)}, but tasks in it cannot be read ({reason})"
-        raise ConfigError("lm_eval.include_path", problem, "correct the YAML files") from error
+        raise ConfigError(
+            "lm_eval.include_path",
+            f"is {include[0]}, but tasks in it cannot be read ({first_line(error)})",
+            "correct the YAML files",
+        ) from error
 
 
 def load_tasks(manager: TaskManager, name: str, fewshot: int | None = None) -> dict[str, Any]:
@@ -82,26 +92,20 @@ def load_tasks(manager: TaskManager, name: str, fewshot: int | None = None) -> d
         with quiet(), seeded(name):
             loaded = manager.load([name])
     except Exception as error:  # from the harness, datasets, the network, or code of the task
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0][:300]
-        fix = (
-            "if its data is on the hub, allow this machine to access it, or copy it to the cache of"
-            " datasets"
-        )
         raise ConfigError(
-            "lm_eval.tasks", f"has {name}, which cannot be loaded: {reason}", fix
+            "lm_eval.tasks",
+            f"has {name}, which cannot be loaded: {first_line(error)}",
+            "if its data is on the hub, allow this machine to access it, or copy it to the cache of"
+            " datasets",
         ) from error
+
     for task in loaded["tasks"].values():
-        if getattr(task, "UNSAFE_CODE", False):
-            problem = f"has {task.config.task}, which runs code that the model generates"
-            raise ConfigError("lm_eval.tasks", problem, "remove it")
-        if getattr(task, "MULTIMODAL", False):
-            problem = f"has {task.config.task}, which requires a multimodal model"
-            raise ConfigError("lm_eval.tasks", problem, "remove it")
         # As in the harness's command, a task that sets num_fewshot to 0 keeps it.
         default = task.get_config("num_fewshot")
-        task.set_config(
-            key="num_fewshot", value=default or 0 if fewshot is None or default == 0 else fewshot
-        )
+        if fewshot is None or default == 0:
+            task.set_config(key="num_fewshot", value=default or 0)
+        else:
+            task.set_config(key="num_fewshot", value=fewshot)
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
     return loaded
 
@@ -148,61 +152,78 @@ def run(
       greedy decoding would generate the text;
     - `truncated`: the number of truncated documents.
     """
-    with quiet(), seeded(seed), without_bars(), contextlib.redirect_stdout(io.StringIO()):
+    with (
+        quiet(),
+        seeded(seed),
+        without_bars(),
+        contextlib.redirect_stdout(io.StringIO()),
         # Otherwise, the bootstrap of the harness forks this process, including the model, once per
         # core.
-        with mock.patch.dict(os.environ, DISABLE_MULTIPROC="1"):
-            found = evaluate(
-                model, tasks, limit=limit, bootstrap_iters=_RESAMPLINGS, log_samples=True
-            )
-    outcomes = []
-    for name, values in found["results"].items():
-        better = found["higher_is_better"].get(name) or {}
-        metrics = {}
-        for key, value in values.items():
-            metric, _, filter_name = key.partition(",")
-            if not filter_name or metric.endswith("_stderr") or not isinstance(value, (int, float)):
-                continue
-            error = values.get(f"{metric}_stderr,{filter_name}")
-            if isinstance(error, (int, float)) and math.isfinite(error):
-                error = float(error)
-            else:
-                error = None
-            higher = better.get(metric) is not False
-            metrics[key] = {"value": float(value), "error": error, "higher_is_better": higher}
-        outcome = {
+        mock.patch.dict(os.environ, DISABLE_MULTIPROC="1"),
+    ):
+        results = evaluate(
+            model, tasks, limit=limit, bootstrap_iters=_RESAMPLINGS, log_samples=True
+        )
+
+    truncated = getattr(model, "truncated", set())
+    return [
+        {
             "name": name,
-            "version": str(found["versions"].get(name, "")),
-            "metrics": metrics,
+            "version": str(results["versions"].get(name, "")),
+            "metrics": _metrics(values, results["higher_is_better"].get(name) or {}),
+            "fewshot": results["n-shot"].get(name),
+            **_documents(results["samples"].get(name, []), truncated),
         }
-        documents = _documents(found["samples"].get(name, []), getattr(model, "truncated", set()))
-        outcomes.append({**outcome, "fewshot": found["n-shot"].get(name), **documents})
-    return outcomes
+        for name, values in results["results"].items()
+    ]
+
+
+def _metrics(values: dict[str, Any], higher_is_better: dict[str, Any]) -> dict[str, Any]:
+    """Return the field `metrics` of an outcome, given the harness's results of a task or group."""
+    metrics = {}
+    for key, value in values.items():
+        metric, _, filter_name = key.partition(",")
+        is_metric = filter_name and not metric.endswith("_stderr")
+        if is_metric and isinstance(value, (int, float)):
+            error = values.get(f"{metric}_stderr,{filter_name}")
+            if not isinstance(error, (int, float)) or not math.isfinite(error):
+                error = None
+            metrics[key] = {
+                "value": float(value),
+                "error": error,
+                "higher_is_better": higher_is_better.get(metric) is not False,
+            }
+    return metrics
 
 
 def _documents(samples: list[dict[str, Any]], truncated: set[tuple[str, ...]]) -> dict[str, Any]:
     """Return the fields `documents` to `truncated` of an outcome. `samples` has one item per
     document and filter.
     """
-    first: dict[int, dict[str, Any]] = {}
+    by_number: dict[int, dict[str, Any]] = {}
     values: dict[str, dict[int, Any]] = {}
     for sample in samples:
-        first.setdefault(sample["doc_id"], sample)
+        by_number.setdefault(sample["doc_id"], sample)
         for metric in sample["metrics"]:
-            values.setdefault(f"{metric},{sample['filter']}", {})[sample["doc_id"]] = sample[metric]
-    numbers = sorted(first)
-    cut = [
-        any(
-            tuple(part for part in request if isinstance(part, str)) in truncated
+            column = values.setdefault(f"{metric},{sample['filter']}", {})
+            column[sample["doc_id"]] = sample[metric]
+
+    def is_truncated(sample: dict[str, Any]) -> bool:
+        texts = [
+            tuple(part for part in request if isinstance(part, str))
             for request in sample["arguments"]
-        )
-        for sample in first.values()
-    ]
+        ]
+        return any(text in truncated for text in texts)
+
+    documents = [sample for _, sample in sorted(by_number.items())]
     return {
-        "documents": [first[number]["doc_hash"][:16] for number in numbers],
-        "responses": [first[number]["resps"][0][0] for number in numbers],
-        "values": {key: [of.get(number) for number in numbers] for key, of in values.items()},
-        "truncated": sum(cut),
+        "documents": [sample["doc_hash"][:16] for sample in documents],
+        "responses": [sample["resps"][0][0] for sample in documents],
+        "values": {
+            key: [column.get(sample["doc_id"]) for sample in documents]
+            for key, column in values.items()
+        },
+        "truncated": sum(map(is_truncated, documents)),
     }
 
 
@@ -213,17 +234,19 @@ def seeded(seed: str) -> Iterator[None]:
     """
     import torch
 
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    source = random.Random(seed)  # Random hashes a text in the same way in every process
-    random.seed(source.getrandbits(64))
-    np.random.seed(source.getrandbits(32))
-    torch.manual_seed(source.getrandbits(63))
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    torch_state = torch.get_rng_state()
+    seeds = random.Random(seed)  # Random hashes a text in the same way in every process
+    random.seed(seeds.getrandbits(64))
+    np.random.seed(seeds.getrandbits(32))
+    torch.manual_seed(seeds.getrandbits(63))
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
 
 
 @contextlib.contextmanager

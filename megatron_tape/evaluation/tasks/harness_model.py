@@ -50,11 +50,12 @@ class HarnessModel(HFLM):
             prompt, options = request.args
             generated = normalize_gen_kwargs(options, self.max_gen_toks)["max_gen_toks"]
             if generated >= self.max_length:
-                limit = f"but the model reads at most {self.max_length:,}, including the prompt"
-                problem = (
-                    f"has {request.task_name}, which generates up to {generated:,} tokens, {limit}"
+                raise ConfigError(
+                    "lm_eval.tasks",
+                    f"has {request.task_name}, which generates up to {generated:,} tokens, but the"
+                    f" model reads at most {self.max_length:,}, including the prompt",
+                    "remove it",
                 )
-                raise ConfigError("lm_eval.tasks", problem, "remove it")
             if len(self.tok_encode(prompt)) > self.max_length - generated:
                 self.truncated.add((prompt,))
         return super().generate_until(requests, disable_tqdm)
@@ -70,11 +71,12 @@ class HarnessModel(HFLM):
         ]
         for texts, context, continuation in requests:
             if len(continuation) > self.max_length:
-                problem = (
+                raise ConfigError(
+                    "lm_eval.tasks",
                     f"has an answer of {len(continuation):,} tokens, but the model reads at most"
-                    f" {self.max_length:,}"
+                    f" {self.max_length:,}",
+                    "remove its task",
                 )
-                raise ConfigError("lm_eval.tasks", problem, "remove its task")
             # The last token is predicted, but the model does not read it.
             if texts and len(context) + len(continuation) > self.max_length + 1:
                 self.truncated.add(tuple(texts))
@@ -94,24 +96,26 @@ def harness_model(model: Any, batch_size: int = 1, max_length: int | None = None
     """Return a `HuggingFaceModel` as a model of the harness, which truncates prompts to
     `max_length` tokens.
     """
-    if model.tokenizer.eos_token_id is None:
-        problem = f"of {model.info.label} has no end-of-text token, which lm_eval requires"
-        raise ConfigError("the tokenizer", problem, "set eos_token in its tokenizer_config.json")
-    last = model.tokenizer("a", verbose=False)["input_ids"][-1:]
-    if last != model.tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"][-1:]:
-        problem = (
-            f"of {model.info.label} puts the token {last[0]} after each text, so also between"
-            " prompt and answer"
-        )
+    tokenizer = model.tokenizer
+    if tokenizer.eos_token_id is None:
         raise ConfigError(
-            "the tokenizer", problem, "remove it from the post_processor in its tokenizer.json"
+            "the tokenizer",
+            f"of {model.info.label} has no end-of-text token, which lm_eval requires",
+            "set eos_token in its tokenizer_config.json",
         )
-    # A copy, since the harness sets a padding token, which would affect other tasks.
-    tokenizer = copy.deepcopy(model.tokenizer)
+    last = tokenizer("a", verbose=False)["input_ids"][-1]
+    if last != tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"][-1]:
+        raise ConfigError(
+            "the tokenizer",
+            f"of {model.info.label} puts the token {last} after each text, so also between prompt"
+            " and answer",
+            "remove it from the post_processor in its tokenizer.json",
+        )
     with quiet():
         return HarnessModel(
             pretrained=model.model,
-            tokenizer=tokenizer,
+            # A copy, since the harness sets a padding token, which would affect other tasks.
+            tokenizer=copy.deepcopy(tokenizer),
             batch_size=batch_size,
             max_length=max_length,
         )

@@ -5,20 +5,35 @@ published tables.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
 from megatron_tape.config.evaluation import PerplexitySettings
 from megatron_tape.errors import FileError
-from megatron_tape.evaluation.results import Score, TaskResult
+from megatron_tape.evaluation.results import Score
 from megatron_tape.evaluation.score_pictures import by_length, by_position
-from megatron_tape.evaluation.statistics import Interval, bootstrap_ratio
-from megatron_tape.evaluation.task import EvaluatedModel, ModelInfo, Picture, Summary, Unit
-from megatron_tape.evaluation.tasks.document_task import DocumentTask, Window, Work, window_losses
+from megatron_tape.evaluation.statistics import ratio_score
+from megatron_tape.evaluation.task import (
+    EvaluatedModel,
+    ModelInfo,
+    Picture,
+    Summary,
+    TaskResults,
+    Unit,
+    Value,
+    Values,
+)
+from megatron_tape.evaluation.tasks.document_task import (
+    NATS,
+    Window,
+    WindowTask,
+    Work,
+    exponential,
+    window_losses,
+)
 from megatron_tape.evaluation.tasks.text_sources import Document, TextSource
+from megatron_tape.text import counted
 
-NATS = "nats per token"
 POSITION_BINS = 64
 """Number of ranges of positions over which losses are averaged."""
 WINDOWS_PER_UNIT = 32
@@ -32,7 +47,7 @@ LONGLORA_NOTE = (
 )
 
 
-class Perplexity(DocumentTask):
+class Perplexity(WindowTask):
     """Loss, perplexity and bits per byte by context length, with intervals over documents, and the
     loss by position.
 
@@ -61,112 +76,98 @@ class Perplexity(DocumentTask):
         return super().needed(info)
 
     def plan(
-        self, source: TextSource, documents: list[Document], model: EvaluatedModel
+        self, text_source: TextSource, documents: list[Document], model: EvaluatedModel
     ) -> dict[str, Work]:
         """Return the work for a source by unit key: documents or, with longlora, groups of windows,
         at each length.
         """
         if not self._longlora:
-            return super().plan(source, documents, model)
+            return super().plan(text_source, documents, model)
+
         tokens = np.concatenate([document.tokens for document in documents])
-        stream = Document(source.name, tokens, documents[0].is_text)
+        stream = Document(text_source.name, tokens, documents[0].is_text)
         work = {}
-        for length in self.lengths(model.info):
-            starts = range(0, len(stream.tokens) - length, self.settings.stride)[:-1][
-                : self.settings.windows
-            ]
+        for length in self.context_lengths(model.info):
+            # The published program leaves out the last window.
+            starts = range(0, len(tokens) - length, self.settings.stride)[:-1]
+            starts = starts[: self.settings.windows]
             if not starts:
-                problem = (
-                    f"has {len(stream.tokens):,} tokens, too few for windows of {length:,} with"
-                    " protocol longlora"
-                )
                 raise FileError(
-                    source.path, problem, f"give more data, or set shorter {self.key('lengths')}"
+                    text_source.path,
+                    f"has {len(tokens):,} tokens, too few for windows of {length:,} with protocol"
+                    " longlora",
+                    f"give more data, or set shorter {self.key('lengths')}",
                 )
-            for first in range(0, len(starts), WINDOWS_PER_UNIT):
-                chosen = starts[first : first + WINDOWS_PER_UNIT]
-                windows = [Window(start, start + length, length - 1) for start in chosen]
-                work[f"{source.name}/{first}/{length}"] = Work(stream, length, windows)
+            windows = [Window(start, start + length, length - 1) for start in starts]
+            for first in range(0, len(windows), WINDOWS_PER_UNIT):
+                part = windows[first : first + WINDOWS_PER_UNIT]
+                work[f"{text_source.name}/{first}/{length}"] = Work(stream, length, part)
         return work
 
-    def evaluate(self, unit: Unit, model: EvaluatedModel) -> dict[str, Any]:
+    def evaluate(self, unit: Unit, model: EvaluatedModel) -> Value:
         work = self.work[unit.key]
+        document = work.document
         if self._longlora:
-            found = (window_losses(model, work.document, window, []) for window in work.windows)
-            return {"means": [float(losses.mean()) for losses in found]}
-        value: dict[str, Any] = {
-            "nats": 0.0,
-            "tokens": sum(window.scored for window in work.windows),
-        }
+            means = [window_losses(model, document, window, []).mean() for window in work.windows]
+            return {"means": list(map(float, means))}
+
+        tokens = sum(window.scored for window in work.windows)
+        value: Value = {"nats": 0.0, "tokens": tokens}
         for number, window in enumerate(work.windows):
-            whole = number == 0 and work.length == max(self.lengths(model.info))
-            losses = window_losses(model, work.document, window, model.bos, whole=whole)
+            whole = number == 0 and work.length == max(self.context_lengths(model.info))
+            losses = window_losses(model, document, window, model.bos, whole)
             value["nats"] += float(losses[-window.scored :].sum())
             if whole:
                 value["positions"] = [float(part.sum()) for part in _by_position(losses)]
-        if work.document.is_text:
-            value["bytes"] = _text_bytes(model, work.document.tokens, *work.scored)
+        if document.is_text:
+            start, stop = work.scored
+            # Both texts are decoded from the beginning of the document, since tokenizers may decode
+            # the first token of a text differently.
+            value["bytes"] = _text_bytes(model, document.tokens[:stop])
+            value["bytes"] -= _text_bytes(model, document.tokens[:start])
         return value
 
-    def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
-        scores = []
-        positions = {}
-        notes = []
-        scored = self.scored()
-        by_source_and_length: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    def summarize(self, values: Values, info: ModelInfo) -> Summary:
+        groups: dict[tuple[str, int], list[Value]] = {}
         for key, value in values.items():
             name, _, length = key.split("/")
-            by_source_and_length.setdefault((name, int(length)), []).append(value)
-        for (name, length), found in by_source_and_length.items():
-            if self._longlora:
-                scores += _scores_of_means(found, length, f"{name} (longlora)")
+            groups.setdefault((name, int(length)), []).append(value)
+
+        scored = self.scored()
+        if self._longlora:
+            scores = []
+            for (name, length), of_group in groups.items():
+                scores += _scores_of_means(of_group, length, f"{name} (longlora)")
+            notes = [*self.notes_on_documents(), LONGLORA_NOTE]
+            return Summary(scores, {"scored": scored}, notes)
+
+        scores = []
+        notes = []
+        positions = {}
+        for (name, length), of_group in groups.items():
+            scores += _scores_of_documents(of_group, length, name)
+            if length != max(self.context_lengths(info)):
                 continue
-            scores += _scores_of_documents(found, length, name)
-            if length == max(self.lengths(info)):
-                notes.append(_note_on_scored(name, found))
-                if all("bytes" in value for value in found) and name in scored:
-                    scored[name]["bytes"] = sum(value["bytes"] for value in found)
-            if "positions" in found[0]:
-                positions[name] = _mean_by_position([value["positions"] for value in found], length)
-        notes += self.notes_on_documents()
-        notes += [LONGLORA_NOTE] if self._longlora else []
-        return Summary(
-            scores,
-            {"scored": scored} | ({"loss_by_position": positions} if positions else {}),
-            notes,
-        )
+            positions[name] = _mean_by_position([value["positions"] for value in of_group], length)
+            tokens = sum(value["tokens"] for value in of_group)
+            note = f"{name}: the same tokens are scored at every length: {tokens:,}"
+            if "bytes" in of_group[0]:
+                scored[name]["bytes"] = sum(value["bytes"] for value in of_group)
+                note += f" ({scored[name]['bytes']:,} bytes)"
+            notes.append(f"{note}, in {counted(len(of_group), 'document')}.")
+        details = {"scored": scored, "loss_by_position": positions}
+        return Summary(scores, details, notes + self.notes_on_documents())
 
     @classmethod
-    def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
+    def draw(cls, results: TaskResults) -> list[Picture]:
         return [
             *by_length(results, "perplexity", "perplexity", "perplexity", steep=10),
             *by_position(results, "perplexity-by-position"),
         ]
 
 
-def _note_on_scored(name: str, values: list[dict[str, Any]]) -> str:
-    tokens = sum(value["tokens"] for value in values)
-    documents = len(values)
-    if all("bytes" in value for value in values):
-        size = f" ({sum(value['bytes'] for value in values):,} bytes)"
-    else:
-        size = ""
-    return (
-        f"{name}: {tokens:,} tokens{size} of {documents:,} document{'s' if documents > 1 else ''}"
-        " are scored, the same at every length"
-        + ("" if documents > 1 else "; one document gives no interval")
-        + "."
-    )
-
-
-def _text_bytes(model: EvaluatedModel, tokens: np.ndarray, start: int, stop: int) -> int:
-    """Return the number of UTF-8 bytes of tokens `start` to `stop` of a document."""
-    # Decodes the document from its beginning, since tokenizers may decode the first token of a text
-    # differently.
-    before, total = (
-        len(model.decode(tokens[:end].tolist()).encode("utf-8", "replace")) for end in (start, stop)
-    )
-    return total - before
+def _text_bytes(model: EvaluatedModel, tokens: np.ndarray) -> int:
+    return len(model.decode(tokens.tolist()).encode("utf-8", "replace"))
 
 
 def _by_position(losses: np.ndarray) -> list[np.ndarray]:
@@ -185,36 +186,30 @@ def _mean_by_position(sums: list[list[float]], length: int) -> dict[str, list[fl
     }
 
 
-def _scores_of_documents(values: list[dict[str, Any]], length: int, group: str) -> list[Score]:
-    nats, tokens = ([value[key] for value in values] for key in ("nats", "tokens"))
+def _scores_of_documents(values: list[Value], length: int, group: str) -> list[Score]:
+    nats = [value["nats"] for value in values]
+    tokens = [value["tokens"] for value in values]
     place = {"length": length, "group": group, "count": len(values), "counted": "document"}
-    scores = _losses(sum(nats) / sum(tokens), bootstrap_ratio(nats, tokens), place)
-    if all("bytes" in value for value in values):
+    loss = ratio_score("loss", nats, tokens, "lower", unit=NATS, **place)
+    scores = [loss, exponential(loss, "perplexity")]
+    if "bytes" in values[0]:
         bits = [value / math.log(2) for value in nats]
         sizes = [value["bytes"] for value in values]
-        ratio = sum(bits) / max(1, sum(sizes))
-        interval = bootstrap_ratio(bits, sizes)
-        scores.append(
-            Score("bits_per_byte", ratio, "lower", *interval, unit="bits per byte", **place)
-        )
+        unit = "bits per byte"
+        scores.append(ratio_score("bits_per_byte", bits, sizes, "lower", unit=unit, **place))
     return scores
 
 
-def _scores_of_means(values: list[dict[str, Any]], length: int, group: str) -> list[Score]:
-    sums = [sum(value["means"]) for value in values]
-    counts = [len(value["means"]) for value in values]
-    place = {"length": length, "group": group, "count": sum(counts), "counted": "window"}
-    return _losses(sum(sums) / sum(counts), (None, None), place)
-
-
-def _losses(loss: float, interval: Interval, place: dict[str, Any]) -> list[Score]:
-    return [
-        Score("loss", loss, "lower", *interval, unit=NATS, **place),
-        Score("perplexity", _exp(loss), "lower", *map(_exp, interval), **place),
-    ]
-
-
-def _exp(value: float | None) -> float | None:
-    if value is None:
-        return None
-    return math.exp(min(value, 700.0))
+def _scores_of_means(values: list[Value], length: int, group: str) -> list[Score]:
+    means = [mean for value in values for mean in value["means"]]
+    loss = Score(
+        "loss",
+        sum(means) / len(means),
+        "lower",
+        length=length,
+        group=group,
+        count=len(means),
+        unit=NATS,
+        counted="window",
+    )
+    return [loss, exponential(loss, "perplexity")]

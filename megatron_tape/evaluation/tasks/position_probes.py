@@ -81,7 +81,8 @@ def watching(model: Any, on_state: Callable[[int, Tensor, Tensor], None]) -> Ite
     def hook(index: int, _: nn.Module, arguments: tuple) -> None:
         nonlocal phases
         state = arguments[1][0]
-        phases = state if index == 0 else phases
+        if index == 0:
+            phases = state
         on_state(index, state, phases)
 
     with ExitStack() as stack:
@@ -138,15 +139,15 @@ def attention_maps(
     `map` is computed with the position state, and `map_with_phases` with RoPE's phases but the same
     hidden states.
     """
+
+    def first_sequence(index: int, state_map: Tensor, phases_map: Tensor) -> None:
+        on_maps(index, state_map[0].float(), phases_map[0].float())
+
     implementation = model.config._attn_implementation
+    # Other implementations return no attention maps.
     model.set_attn_implementation("eager")
     try:
-        with with_phases(
-            model,
-            range(len(layers_of(model))),
-            lambda index, *maps: on_maps(index, *(map[0].float() for map in maps)),
-        ):
-            with torch.no_grad():
-                model.model(input_ids=tokens, use_cache=False)
+        with with_phases(model, range(len(layers_of(model))), first_sequence), torch.no_grad():
+            model.model(input_ids=tokens, use_cache=False)
     finally:
         model.set_attn_implementation(implementation)

@@ -32,9 +32,11 @@ from unittest import mock
 
 import datasets
 
+from megatron_tape.config.evaluation import RulerSettings
 from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.tasks.harness import (
     builtin_configuration,
+    first_line,
     own_task,
     quiet,
     seeded,
@@ -62,15 +64,6 @@ class TooShort(Exception):
 
 
 @dataclass(frozen=True)
-class Sources:
-    """Paths of local files to read instead of data from the hub; None to download the data."""
-
-    haystack: str | None = None
-    squad: str | None = None
-    hotpotqa: str | None = None
-
-
-@dataclass(frozen=True)
 class Samples:
     """Samples of one task and length."""
 
@@ -84,42 +77,40 @@ class Samples:
 
 
 def make_samples(
-    task: str, length: int, count: int, tokenizer: Callable[..., Any], seed: int, sources: Sources
+    task: str, length: int, count: int, tokenizer: Callable[..., Any], settings: RulerSettings
 ) -> Samples:
     """Return `count` samples whose prompts and generated tokens fit into `length` tokens.
 
-    The first samples do not depend on `count`. Raises TooShort if the task has no samples that fit,
-    and ConfigError if its data is missing.
+    The first samples do not depend on `count`. `settings` has the seed, and files to read instead
+    of downloading data. Raises TooShort if the task has no samples that fit, and ConfigError if its
+    data is missing.
     """
     config = builtin_configuration("ruler", task)
-    generated = config["generation_kwargs"]["max_gen_toks"]
+    available = length - config["generation_kwargs"]["max_gen_toks"]
     reserve = 0
     for _ in range(_ROUNDS):
-        with seeded(f"{seed} {task} {length}"):
-            rows = _generate(
-                task, config["custom_dataset"], length, count, tokenizer, reserve, sources
-            )
+        measure = _Measure(tokenizer, reserve)
+        with seeded(f"{settings.seed} {task} {length}"):
+            rows = _generate(task, config["custom_dataset"], length, count, measure, settings)
         _check(task, rows, count)
+
         data = datasets.Dataset.from_list(rows)
         tasks = own_task({**config, "custom_dataset": lambda data=data, **_: {"test": data}})
         (harness_task,) = tasks["tasks"].values()
         # Includes the beginning of the answer, `gen_prefix`, which base models need.
         prompts = [
-            harness_task.fewshot_context(
-                row, num_fewshot=0, gen_prefix=harness_task.doc_to_prefix(row)
-            )
+            harness_task.fewshot_context(row, 0, gen_prefix=harness_task.doc_to_prefix(row))
             for row in rows
         ]
         tokens = [len(tokenizer(prompt, verbose=False)["input_ids"]) for prompt in prompts]
-        over = max(tokens) + generated - length
-        if over <= 0:
-            if 2 * min(tokens) < length - generated:
+        if max(tokens) <= available:
+            if 2 * min(tokens) < available:
                 raise TooShort(
                     "its text grows in steps so large that more than half of the length stays"
                     " unused"
                 )
             return Samples(tasks, rows, tokens)
-        reserve += over
+        reserve += max(tokens) - available
     raise TooShort("its prompts do not fit")
 
 
@@ -137,9 +128,11 @@ class _Measure:
 
     def __call__(self, text: str) -> SimpleNamespace:
         # fwe tokenizes the same text forever if it has no words left and is still too long.
-        self._times = self._times + 1 if text == self._last else 0
+        if text != self._last:
+            self._times = 0
         self._last = text
-        if self._times == _SAME_TEXT:
+        self._times += 1
+        if self._times > _SAME_TEXT:
             raise TooShort("its smallest sample does not fit")
         try:
             return SimpleNamespace(input_ids=range(self.count(text)))
@@ -153,11 +146,9 @@ class _Measure:
     def each(self, samples: Iterable[Any], **_: Any) -> Iterator[Any]:
         """Replace `tqdm`: yield the samples, and end the loop after an interruption."""
         for sample in samples:
+            yield sample
             if self._interruption is not None:
                 raise self._interruption
-            yield sample
-        if self._interruption is not None:
-            raise self._interruption
 
 
 def _generate(
@@ -165,15 +156,13 @@ def _generate(
     function: Callable[..., Any],
     length: int,
     count: int,
-    tokenizer: Callable[..., Any],
-    reserve: int,
-    sources: Sources,
+    measure: _Measure,
+    settings: RulerSettings,
 ) -> list[dict[str, Any]]:
     """Call a function of the harness that makes samples, with parts of its module replaced; return
     the samples.
     """
     module = function.__globals__
-    measure = _Measure(tokenizer, reserve)
     replaced: dict[str, Any] = {"get_tokenizer": lambda *_, **__: measure, "tqdm": measure.each}
     for name in _GENERATORS:
         if name in module:
@@ -181,38 +170,45 @@ def _generate(
     if "RNG" in module:  # a random generator of the module, whose state would persist between calls
         replaced["RNG"] = random.Random(random.getrandbits(64))
     if "get_haystack" in module:
-        replaced["get_haystack"] = _haystack(module["get_haystack"], sources.haystack, length)
+        replaced["get_haystack"] = _haystack(module["get_haystack"], settings.haystack, length)
     if "download_json" in module:
-        replaced["download_json"] = _questions(module["download_json"], sources)
+        replaced["download_json"] = _questions(module["download_json"], settings)
         for name in ("read_squad", "read_hotpotqa"):  # without their caches
             replaced[name] = module[name].__wrapped__
-    splitting: dict[str, Any] = {} if has_punkt() else {"cached_sent_tokenize": _sentences}
+
+    splitting: dict[str, Any] = {}
+    if not has_punkt():
+        splitting["cached_sent_tokenize"] = _sentences
+    makers = module
     if "generate_samples" in module:
         makers = module["generate_samples"].__globals__
-    else:
-        makers = module
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(makers, splitting))
-        stack.enter_context(mock.patch.dict(module, replaced))
-        stack.enter_context(quiet())
-        stack.enter_context(without_bars())
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+
+    with (
+        mock.patch.dict(makers, splitting),
+        mock.patch.dict(module, replaced),
+        quiet(),
+        without_bars(),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
         try:
             return function(max_seq_lengths=[length], tokenizer="given")["test"].to_list()
         except ConfigError:
             raise
         except ValueError as error:
-            raise TooShort(str(error).split("\n")[0]) from error
+            raise TooShort(first_line(error)) from error
         except IndexError:
-            problem = f"is {count}, but the data of {task} has fewer questions"
-            raise ConfigError("ruler.samples", problem, "set it lower") from None
+            raise ConfigError(
+                "ruler.samples",
+                f"is {count}, but the data of {task} has fewer questions",
+                "set it lower",
+            ) from None
         except KeyError as error:
             if "download_json" not in module:
                 raise
-            key = "ruler.squad and ruler.hotpotqa"
-            fix = "give dev-v2.0.json and hotpot_dev_distractor_v1.json"
             raise ConfigError(
-                key, f"have other contents than expected: {task} finds no {error} in them", fix
+                "ruler.squad and ruler.hotpotqa",
+                f"have other contents than expected: {task} finds no {error} in them",
+                "give dev-v2.0.json and hotpot_dev_distractor_v1.json",
             ) from None
 
 
@@ -238,30 +234,27 @@ def _refuse_endless(
     If a sample is too long, the harness draws it again with fewer words; at `incremental` words, it
     does so forever.
     """
-    defaults = {
-        name: parameter.default
-        for name, parameter in inspect.signature(function).parameters.items()
-    }
-    arguments = {**defaults, **options}
-    module = function.__globals__
+    parameters = inspect.signature(function).parameters
+    arguments = {name: parameter.default for name, parameter in parameters.items()} | options
     size = arguments["incremental"]
     length = arguments["max_seq_length"]
-    draw = module["generate_input_output"]
+    available = length - arguments["tokens_to_generate"]
     example = arguments.get("icl_example")
-    room = length - arguments["tokens_to_generate"]
     if example is not None:
-        room -= measure.count(f"{example['input']} {' '.join(example['outputs'])}\n\n")
+        available -= measure.count(f"{example['input']} {' '.join(example['outputs'])}\n\n")
+
+    module = function.__globals__
+    draw = module["generate_input_output"]
     # Samples must not depend on these draws.
     replaced = {"RNG": random.Random(0)} if "RNG" in module else {}
     with seeded("the smallest samples"), mock.patch.dict(module, replaced):
         for _ in range(_DRAWS):
             if "num_chains" in arguments:  # vt
-                text, _ = draw(
-                    size, arguments["num_chains"], arguments["num_hops"], is_icl=example is None
-                )
+                chains = (arguments["num_chains"], arguments["num_hops"])
+                text, _ = draw(size, *chains, is_icl=example is None)
             else:
                 _, text, _ = draw(size, length)
-            if measure.count(text) > room:
+            if measure.count(text) > available:
                 raise TooShort("its smallest sample does not fit")
 
 
@@ -273,21 +266,14 @@ def _check(task: str, rows: list[dict[str, Any]], count: int) -> None:
         raise TooShort("not all of its samples fit")
     for row in rows:
         answers = row["outputs"]
-        text = row["input"]
-        if not answers or (
-            not task.startswith("qa_") and not all(answer in text for answer in answers)
-        ):
+        is_question = task.startswith("qa_")
+        if not answers or not (is_question or all(answer in row["input"] for answer in answers)):
             raise TooShort("its samples lack their answers")
         if task == "fwe":
-            ranks = Counter(
-                word for word in re.findall(r"\b[a-z]{6}\b", text.partition("coded words. ")[2])
-            )
-            first = ranks.most_common(4)
-            if (
-                len(first) < 4
-                or {word for word, _ in first[:3]} != set(answers)
-                or first[2][1] == first[3][1]
-            ):
+            text = row["input"].partition("coded words. ")[2]
+            ranks = Counter(re.findall(r"\b[a-z]{6}\b", text)).most_common(4)
+            unique = len(ranks) == 4 and ranks[2][1] > ranks[3][1]
+            if not unique or {word for word, _ in ranks[:3]} != set(answers):
                 raise TooShort("it has no unique set of three most frequent words")
 
 
@@ -308,37 +294,33 @@ def _haystack(
         try:
             return original(type_haystack)
         except Exception as error:
-            problem = (
-                f"is null, and RULER's essays cannot be loaded from the hub ({_reason(error)})"
-            )
             raise ConfigError(
-                "ruler.haystack", problem, "set it to the path of a long text"
+                "ruler.haystack",
+                f"is null, and RULER's essays cannot be loaded from the hub ({first_line(error)})",
+                "set it to the path of a long text",
             ) from error
 
     return get_haystack
 
 
-def _questions(original: Callable[[str], Any], sources: Sources) -> Callable[[str], Any]:
+def _questions(original: Callable[[str], Any], settings: RulerSettings) -> Callable[[str], Any]:
     """Return a replacement of `download_json` that reads questions from a file, if given."""
 
     def download_json(url: str) -> Any:
         name = "squad" if "SQuAD" in url else "hotpotqa"
-        file = getattr(sources, name)
+        file = getattr(settings, name)
         if file is not None:
             return json.loads(Path(file).read_bytes())
         try:
             return original(url)
         except Exception as error:
-            problem = f"is null, and {url} cannot be loaded ({_reason(error)})"
             raise ConfigError(
-                f"ruler.{name}", problem, "download the file, and set this to its path"
+                f"ruler.{name}",
+                f"is null, and {url} cannot be loaded ({first_line(error)})",
+                "download the file, and set this to its path",
             ) from error
 
     return download_json
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n")[0][:200]
 
 
 @lru_cache(maxsize=1)

@@ -17,21 +17,31 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any
 
 import numpy as np
-from pydantic import Field
 
-from megatron_tape.config.data import TEMPLATE, check_template
-from megatron_tape.config.values import Count, PathText, format_value
+from megatron_tape.config.data import check_template
+from megatron_tape.config.evaluation import ScrollsSettings
+from megatron_tape.config.values import format_value
 from megatron_tape.data.examples import ExampleEncoder, read_examples
 from megatron_tape.errors import ConfigError, FileError
-from megatron_tape.evaluation.results import Score, TaskResult
+from megatron_tape.evaluation.results import Score
 from megatron_tape.evaluation.score_pictures import by_group
-from megatron_tape.evaluation.statistics import bootstrap_ratio, percentiles
-from megatron_tape.evaluation.task import HuggingFaceModel, ModelInfo, Picture, Summary, Task, Unit
+from megatron_tape.evaluation.statistics import Interval, percentiles, ratio_score
+from megatron_tape.evaluation.task import (
+    HuggingFaceModel,
+    ModelInfo,
+    Picture,
+    Summary,
+    Task,
+    TaskResults,
+    Unit,
+    Value,
+    Values,
+)
 
 METRICS = {
     "qasper": "f1",
@@ -47,8 +57,6 @@ PARTS = {"f1": ("f1",), "exact_match": ("exact_match",), "rouge": ("rouge1", "ro
 """Names of the values that are computed for each example, by metric."""
 SHOWN = {"f1": "f1", "exact_match": "exact_match", "rouge": "rouge_geometric_mean"}
 """Name of the score of a dataset, by metric."""
-
-
 TARGET_TOKENS = {"f1": 200, "exact_match": 200, "rouge": 1000}
 """Maximum number of tokens of answers by metric, as in the TAPE paper's released code."""
 _SHARE_OF_TARGET = 4
@@ -57,42 +65,6 @@ _SAMPLES = 1000
 _COST_OF_TOKEN = 20.0
 """Cost of generating a token relative to reading one, used to balance ranks."""
 _CHARACTERS_PER_TOKEN = 4
-
-
-@dataclass(kw_only=True)
-class ScrollsSettings:
-    """Scores of generated answers and summaries on the datasets of SCROLLS, and the loss on their
-    targets.
-    """
-
-    data: dict[str, PathText]
-    """Paths of the datasets by name, such as {qasper: data/scrolls/qasper.zip}. A path is a zip
-    file from the hub, or a file of JSON lines with the same schema."""
-    split: str = "validation"
-    """Split to read from zip files. The test split cannot be used, since it has no targets."""
-    metrics: dict[str, Literal["f1", "exact_match", "rouge"]] = field(default_factory=dict)
-    """Metric of each dataset that is not one of the seven of SCROLLS, by name of the dataset."""
-    examples: Count | None = None
-    """Maximum number of examples of each dataset; the first ones are used. Default: all examples.
-    """
-    length: Annotated[int, Field(ge=8)] | None = None
-    """Context length in tokens, including the answer. Default: the training length."""
-    target_tokens: Count | None = None
-    """Maximum number of tokens of answers. Default: 200, or 1000 for summaries, but at most a
-    quarter of length.
-    """
-    template: str = TEMPLATE
-    """Template of prompts; use that of the fine-tuning. Inputs that are too long are truncated at
-    the end, as in SCROLLS' baselines. The text of the template after an input is never truncated.
-    """
-    bos: bool | None = None
-    """Whether prompts begin with the tokenizer's beginning-of-text token; use data.examples.bos of
-    the fine-tuning. Default: as the exported tokenizer does; exported SentencePiece tokenizers add
-    none."""
-    generate: bool = True
-    """Whether to generate answers greedily and score them."""
-    loss: bool = True
-    """Whether to compute the loss on the first target of each example, in nats per token."""
 
 
 @dataclass
@@ -110,29 +82,38 @@ class Scrolls(Task):
     name = "scrolls"
     title = "SCROLLS"
     Settings = ScrollsSettings
-    generates: ClassVar[bool] = True
+    generates = True
 
     def check(self, info: ModelInfo) -> None:
         settings = self.settings
-        disabled = not (settings.generate or settings.loss)
-        if disabled:
+        if not (settings.generate or settings.loss):
             raise ConfigError(
                 (self.key("generate"), self.key("loss")),
                 "is false, and so is loss",
                 "set at least one of them to true",
             )
         check_template(settings.template, self.key("template"))
-        length = self._length(info)
-        tokens = settings.target_tokens or 0
-        if tokens >= length:
-            raise ConfigError(
-                self.key("target_tokens"), f"is {tokens}", f"set it below the length, {length}"
-            )
-        for name in self._files():
+        self._length(info)
+        known = {**METRICS, **settings.metrics}
+        if not settings.data:
+            raise ConfigError(self.key("data"), "is empty", "give {NAME: path}")
+        for name, path in settings.data.items():
+            if name not in known:
+                raise ConfigError(
+                    self.key("data"),
+                    f"has {format_value(name)}, for which there is no metric",
+                    f"choose from {', '.join(known)}, or add a metric to {self.key('metrics')}",
+                )
+            if not Path(path).is_file():
+                raise ConfigError(
+                    self.key("data"),
+                    f"has {format_value(path)} for {name}, but there is no such file",
+                    "correct the path",
+                )
             self._read(name)
 
     def inputs(self) -> list[Path]:
-        return [Path(path) for path in self._files().values()]
+        return [Path(path) for path in self.settings.data.values()]
 
     def _length(self, info: ModelInfo) -> int:
         length = self.settings.length or info.trained_length
@@ -145,45 +126,19 @@ class Scrolls(Task):
             )
         return length
 
-    def _files(self) -> dict[str, str]:
-        """Return the path of each dataset. Raises ConfigError if a file is missing, or a dataset
-        has no metric.
-        """
-        key = self.key("data")
-        data = self.settings.data
-        known = {**METRICS, **self.settings.metrics}
-        if not data:
-            raise ConfigError(key, "is empty", "give {NAME: path}")
-        for name, path in data.items():
-            if name not in known:
-                raise ConfigError(
-                    key,
-                    f"has {format_value(name)}, for which there is no metric",
-                    f"choose from {', '.join(known)}, or add a metric to {self.key('metrics')}",
-                )
-            missing = not Path(path).is_file()
-            if missing:
-                raise ConfigError(
-                    key,
-                    f"has {format_value(path)} for {name}, but there is no such file",
-                    "correct the path",
-                )
-        return data
-
     def _metric(self, name: str) -> str:
         return self.settings.metrics.get(name) or METRICS[name]
 
     def _target_tokens(self, name: str, length: int) -> int:
-        count = self.settings.target_tokens
-        if count is None:
-            return min(TARGET_TOKENS[self._metric(name)], length // _SHARE_OF_TARGET)
-        return count
+        if self.settings.target_tokens is not None:
+            return self.settings.target_tokens
+        return min(TARGET_TOKENS[self._metric(name)], length // _SHARE_OF_TARGET)
 
     def _read(self, name: str) -> list[_Example]:
         """Return the examples of a dataset. Lines with the same id form one example with several
         targets.
         """
-        path = self._files()[name]
+        path = self.settings.data[name]
         most = self.settings.examples
         examples: dict[str, _Example] = {}
         for line in read_examples(path, self.settings.split):
@@ -197,147 +152,130 @@ class Scrolls(Task):
         return list(examples.values())
 
     def units(self, model: HuggingFaceModel) -> list[Unit]:
-        length = self._length(model.info)
         settings = self.settings
+        length = self._length(model.info)
+        bos = self._bos(model)
         self._examples: dict[str, _Example] = {}
         self._encoders: dict[str, ExampleEncoder] = {}
         units = []
-        for name in self._files():
+        for name in settings.data:
             count = self._target_tokens(name, length)
             self._encoders[name] = ExampleEncoder(
-                model.encode, self._bos(model), settings.template, length, count
+                model.encode, bos, settings.template, length, count
             )
-            generation = _COST_OF_TOKEN * count if settings.generate else 0.0
             for index, example in enumerate(self._read(name)):
                 key = f"{name}/{index}"
                 self._examples[key] = example
-                units.append(
-                    Unit(
-                        key,
-                        min(length, 1 + len(example.input) / _CHARACTERS_PER_TOKEN) + generation,
-                    )
-                )
+                cost = min(length, 1 + len(example.input) / _CHARACTERS_PER_TOKEN)
+                if settings.generate:
+                    cost += _COST_OF_TOKEN * count
+                units.append(Unit(key, cost))
         return units
 
     def _bos(self, model: HuggingFaceModel) -> list[int]:
         if self.settings.bos is None:
             return model.bos
+        if not self.settings.bos:
+            return []
         token = model.tokenizer.bos_token_id
-        missing = self.settings.bos and token is None
-        if missing:
+        if token is None:
             raise ConfigError(
                 self.key("bos"),
                 "is true, but the tokenizer has no beginning-of-text token",
                 "set it to false",
             )
-        if self.settings.bos:
-            return [token]
-        return []
+        return [token]
 
-    def evaluate(self, unit: Unit, model: HuggingFaceModel) -> dict[str, Any]:
+    def evaluate(self, unit: Unit, model: HuggingFaceModel) -> Value:
         example = self._examples[unit.key]
-        settings = self.settings
-        encoded = self._encoders[example.dataset](example.input, example.targets[0])
-        found: dict[str, Any] = {
+        name = example.dataset
+        encoded = self._encoders[name](example.input, example.targets[0])
+        prompt = encoded.prompt
+        target = encoded.target
+        value: Value = {
             "input_cut": encoded.input_truncated,
             "target_cut": encoded.target_truncated,
         }
-        if settings.loss:
-            losses = model.losses(np.array([*encoded.prompt, *encoded.target]), len(encoded.prompt))
-            found |= {"nats": float(losses.sum()), "tokens": len(encoded.target)}
-        if settings.generate:
-            count = self._target_tokens(example.dataset, self._length(model.info))
-            answer, ended = model.answer(encoded.prompt, count)
-            parts = score(self._metric(example.dataset), answer, example.targets)
-            found |= {"answer": answer, "ended": ended, "scores": parts}
-        return found
+        if self.settings.loss:
+            losses = model.losses(np.array([*prompt, *target]), len(prompt))
+            value |= {"nats": float(losses.sum()), "tokens": len(target)}
+        if self.settings.generate:
+            count = self._target_tokens(name, self._length(model.info))
+            answer, ended = model.answer(prompt, count)
+            scores = score(self._metric(name), answer, example.targets)
+            value |= {"answer": answer, "ended": ended, "scores": scores}
+        return value
 
-    def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
+    def summarize(self, values: Values, info: ModelInfo) -> Summary:
         length = self._length(info)
-        by_dataset = {name: [] for name in self._files()}
-        for key, value in values.items():
-            by_dataset[key.rpartition("/")[0]].append(value)
         scores = []
         notes = []
-        details = {"parts": {}}
+        parts: dict[str, dict[str, float]] = {}
         resampled = []
-        for name, found in by_dataset.items():
-            common = {"length": length, "count": len(found), "counted": "example", "group": name}
+        for name in self.settings.data:
+            examples = [value for key, value in values.items() if key.rpartition("/")[0] == name]
+            count = len(examples)
+            common = {"length": length, "count": count, "counted": "example", "group": name}
             if self.settings.generate:
                 metric = self._metric(name)
-                parts = np.array([one["scores"] for one in found])
-                resampled.append(_resample(parts))
-                value = float(combine(parts.mean(0)))
-                if len(found) > 1:
-                    interval = percentiles(resampled[-1])
-                else:
-                    interval = (None, None)
-                scores.append(Score(SHOWN[metric], value, "higher", *interval, unit="%", **common))
-                details["parts"][name] = dict(zip(PARTS[metric], parts.mean(0).tolist()))
-            if self.settings.loss:
-                nats, tokens = ([one[key] for one in found] for key in ("nats", "tokens"))
-                value = sum(nats) / max(1, sum(tokens))
-                interval = bootstrap_ratio(nats, tokens)
+                of_examples = np.array([value["scores"] for value in examples])
+                means = of_examples.mean(0)
+                resampled.append(_resample(of_examples))
+                interval = _interval(resampled[-1], count)
                 scores.append(
                     Score(
-                        "target_loss",
-                        value,
-                        "lower",
+                        SHOWN[metric],
+                        float(combine(means)),
+                        "higher",
                         *interval,
-                        unit="nats per target token",
+                        unit="%",
                         **common,
                     )
                 )
-            notes += self._notes(name, found)
-        if len(resampled) > 1:
-            scores.append(self._mean(scores, resampled, by_dataset, length))
-        return Summary(scores, details, notes)
+                parts[name] = dict(zip(PARTS[metric], means.tolist()))
+            if self.settings.loss:
+                nats = [value["nats"] for value in examples]
+                tokens = [value["tokens"] for value in examples]
+                unit = "nats per target token"
+                scores.append(
+                    ratio_score("target_loss", nats, tokens, "lower", unit=unit, **common)
+                )
+            notes += self._notes(name, examples)
 
-    @staticmethod
-    def _mean(
-        scores: list[Score], resampled: list[np.ndarray], by_dataset: dict[str, list], length: int
-    ) -> Score:
-        """Return the mean of the datasets' scores, named SCROLLS score only if all seven datasets
-        are evaluated.
-        """
-        whole = set(by_dataset) == set(METRICS)
-        name, group = (
-            ("scrolls_score", "") if whole else ("mean_score", f"of {', '.join(by_dataset)} only")
-        )
-        value = float(np.mean([score.value for score in scores if score.metric in SHOWN.values()]))
-        counts = list(map(len, by_dataset.values()))
-        if min(counts) > 1:
-            interval = percentiles(np.mean(resampled, axis=0))
-        else:
-            interval = (None, None)
-        return Score(name, value, "higher", *interval, length, group, sum(counts), "%")
+        if resampled and set(self.settings.data) == set(METRICS):
+            datasets = [score for score in scores if score.metric in SHOWN.values()]
+            mean = float(np.mean([score.value for score in datasets]))
+            counts = [score.count for score in datasets]
+            interval = _interval(np.mean(resampled, axis=0), min(counts))
+            scores.append(
+                Score(
+                    "scrolls_score", mean, "higher", *interval, length, count=sum(counts), unit="%"
+                )
+            )
+        return Summary(scores, {"parts": parts}, notes)
 
-    def _notes(self, name: str, found: list[dict[str, Any]]) -> list[str]:
+    def _notes(self, name: str, examples: list[Value]) -> list[str]:
         counts = {
-            "inputs were truncated at the end": sum(one["input_cut"] for one in found),
+            "inputs were truncated at the end": sum(value["input_cut"] for value in examples),
             "first targets were truncated for the loss": sum(
-                one["target_cut"] and self.settings.loss for one in found
+                value["target_cut"] and "nats" in value for value in examples
             ),
             "answers did not end within the maximum length": sum(
-                not one.get("ended", True) for one in found
+                not value.get("ended", True) for value in examples
             ),
         }
         return [
-            f"{name}: {count:,} of {len(found):,} {what}."
+            f"{name}: {count:,} of {len(examples):,} {what}."
             for what, count in counts.items()
             if count
         ]
 
     @classmethod
-    def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
+    def draw(cls, results: TaskResults) -> list[Picture]:
+        loss_axis = "loss (nats per target token)"
         return [
             *by_group(results, lambda score: score.unit == "%", "scrolls-scores", "score (%)"),
-            *by_group(
-                results,
-                lambda score: score.unit != "%",
-                "scrolls-loss",
-                "loss (nats per target token)",
-            ),
+            *by_group(results, lambda score: score.unit != "%", "scrolls-loss", loss_axis),
         ]
 
 
@@ -347,12 +285,18 @@ def _resample(parts: np.ndarray) -> np.ndarray:
     return combine(np.array(means))
 
 
+def _interval(resampled: np.ndarray, examples: int) -> Interval:
+    if examples < 2:
+        return None, None
+    return percentiles(resampled)
+
+
 def score(metric: str, prediction: str, references: Sequence[str]) -> list[float]:
     """Return the values (`PARTS`) of a metric in percent for a prediction, each the maximum over
     the references.
     """
-    every = [_FUNCTIONS[metric](prediction, reference) for reference in references]
-    return [100.0 * max(values) for values in zip(*every)]
+    by_reference = [_FUNCTIONS[metric](prediction, reference) for reference in references]
+    return [100.0 * max(values) for values in zip(*by_reference)]
 
 
 def combine(means: np.ndarray) -> np.ndarray:
@@ -373,8 +317,8 @@ def normalize(text: str) -> str:
 def _f1(prediction: str, reference: str) -> tuple[float]:
     predicted = normalize(prediction).split()
     expected = normalize(reference).split()
-    common = sum((Counter(predicted) & Counter(expected)).values())
-    return (2 * common / (len(predicted) + len(expected)) if common else 0.0,)
+    common = (Counter(predicted) & Counter(expected)).total()
+    return (2 * common / max(1, len(predicted) + len(expected)),)
 
 
 def _exact_match(prediction: str, reference: str) -> tuple[float]:

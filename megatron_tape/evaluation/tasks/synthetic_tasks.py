@@ -22,10 +22,20 @@ from megatron_tape.config.evaluation import (
     SelectiveCopySettings,
 )
 from megatron_tape.errors import ConfigError
-from megatron_tape.evaluation.results import Score, TaskResult
+from megatron_tape.evaluation.results import TaskResult
 from megatron_tape.evaluation.score_pictures import by_group, fraction_maps
-from megatron_tape.evaluation.statistics import bootstrap_ratio, wilson
-from megatron_tape.evaluation.task import EvaluatedModel, ModelInfo, Picture, Summary, Task, Unit
+from megatron_tape.evaluation.statistics import fraction_score, ratio_score
+from megatron_tape.evaluation.task import (
+    EvaluatedModel,
+    ModelInfo,
+    Picture,
+    Summary,
+    Task,
+    TaskResults,
+    Unit,
+    Value,
+    Values,
+)
 from megatron_tape.synthetic import EVALUATION, Generator, sample_random
 from megatron_tape.text import counted
 
@@ -50,14 +60,15 @@ def correct_answers(
 
     masks = []
     for start in range(0, len(sequences), batch_size):
-        part = sequences[start : start + batch_size]
-        padded = np.zeros((len(part), max(len(tokens) for tokens, _ in part)), dtype=np.int64)
-        for row, (tokens, _) in zip(padded, part):
+        batch = sequences[start : start + batch_size]
+        padded = np.zeros((len(batch), max(len(tokens) for tokens, _ in batch)), dtype=np.int64)
+        for row, (tokens, _) in zip(padded, batch):
             row[: len(tokens)] = tokens
         # Padding after a sequence does not change the logits before it.
         likeliest = model.logits(torch.from_numpy(padded[:, :-1])).argmax(-1).numpy()
-        for row, (tokens, answers) in zip(likeliest, part):
-            masks.append((row[: len(tokens) - 1] == tokens[1:])[answers[1:]])
+        for row, (tokens, answers) in zip(likeliest, batch):
+            correct = row[: len(tokens) - 1] == tokens[1:]
+            masks.append(correct[answers[1:]])
     return masks
 
 
@@ -84,6 +95,10 @@ class SyntheticTask(Task):
                 "set the same values as in its training, or evaluate a model trained on this task",
             )
 
+    def random(self, index: int) -> Any:
+        """Return the random generator of a sample."""
+        return sample_random(self.settings.seed, EVALUATION, index)
+
 
 class Addition(SyntheticTask):
     """Exact match of sums for each pair of operand lengths."""
@@ -92,11 +107,10 @@ class Addition(SyntheticTask):
     Settings = AdditionSettings
 
     def check(self, info: ModelInfo) -> None:
-        step = self.settings.step
         if not self.lengths:
             raise ConfigError(
                 self.key("step"),
-                f"is {step}, but the longest operand has {self.longest} digits",
+                f"is {self.settings.step}, but the longest operand has {self.longest} digits",
                 f"set it to at most {self.longest}",
             )
         self.check_generator(self.sums, info)
@@ -129,7 +143,7 @@ class Addition(SyntheticTask):
             for first in self.lengths
         ]
 
-    def evaluate(self, unit: Unit, model: EvaluatedModel) -> dict[str, Any]:
+    def evaluate(self, unit: Unit, model: EvaluatedModel) -> Value:
         """Return `right`: for each length of the second operand, a list with 1 for each correct
         sum, else 0.
         """
@@ -137,70 +151,55 @@ class Addition(SyntheticTask):
         sums = self.sums
         right = []
         for second in self.lengths:
-            numbers = [
-                (first * MOST + second) * MOST + sample for sample in range(self.settings.samples)
-            ]
+            offset = (first * MOST + second) * MOST
             problems = [
-                sums.problem(sample_random(self.settings.seed, EVALUATION, number), first, second)
-                for number in numbers
+                sums.problem(self.random(offset + sample), first, second)
+                for sample in range(self.settings.samples)
             ]
-            right.append(
-                [
-                    int(mask.all())
-                    for mask in correct_answers(model, problems, self.settings.batch_size)
-                ]
-            )
+            masks = correct_answers(model, problems, self.settings.batch_size)
+            right.append([int(mask.all()) for mask in masks])
         return {"right": right}
 
-    def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
-        lengths = np.array(self.lengths)
+    def summarize(self, values: Values, info: ModelInfo) -> Summary:
         trained = self.settings.digits
+        lengths = np.array(self.lengths)
         right = np.array([values[str(first)]["right"] for first in self.lengths])
         within = np.maximum(lengths[:, None], lengths) <= trained
-        groups = {
-            f"up to {self.longest} digits": np.ones_like(within),
-            f"up to {trained} digits": within,
-            f"beyond {trained} digits": ~within,
-        }
+        groups = {f"up to {self.longest} digits": np.ones_like(within)}
+        # Without both kinds of operands, there is only one group.
+        if within.any() and not within.all():
+            groups |= {f"up to {trained} digits": within, f"beyond {trained} digits": ~within}
+
         scores = []
         for group, cells in groups.items():
-            if not cells.any() or (cells.all() and scores):
-                continue
             correct = int(right[cells].sum())
-            count = right[cells].size
-            fraction = correct / count
-            scores.append(
-                Score(
-                    "exact match",
-                    fraction,
-                    "higher",
-                    *wilson(correct, count),
-                    group=group,
-                    count=count,
-                )
-            )
+            scores.append(fraction_score("exact match", correct, right[cells].size, group=group))
         accuracy = right.mean(-1).tolist()
         return Summary(scores, {"digits": trained, "lengths": self.lengths, "accuracy": accuracy})
 
     @classmethod
-    def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        def names(result: TaskResult) -> tuple[list[int], list[int]]:
-            return (result.details["lengths"],) * 2
+    def draw(cls, results: TaskResults) -> list[Picture]:
+        def accuracy(result: TaskResult) -> list[list[float]]:
+            return result.details["accuracy"]
 
-        trained = " and ".join(
-            dict.fromkeys(str(result.details["digits"]) for result in results.values())
-        )
+        def names(result: TaskResult) -> tuple[list[int], list[int]]:
+            return result.details["lengths"], result.details["lengths"]
+
+        digits = dict.fromkeys(str(result.details["digits"]) for result in results.values())
+        title = f"Sums; trained up to {' and '.join(digits)} digits"
         labels = ("digits of the first operand", "digits of the second operand")
-        title = f"Sums; trained up to {trained} digits"
-        return fraction_maps(
-            results, lambda result: result.details["accuracy"], names, cls.name, title, labels
-        )
+        return fraction_maps(results, accuracy, names, cls.name, title, labels)
 
 
 class Variants(SyntheticTask):
     """Base class of tasks with variants: accuracy with the generator settings of training, and with
     others.
     """
+
+    variants: str
+    """Name of the setting with the variants."""
+    example: str
+    """A value of this setting for error messages."""
 
     def generators(self) -> dict[str, Generator]:
         """Return the generators by name of the variant. The first one has the settings of the
@@ -209,6 +208,10 @@ class Variants(SyntheticTask):
         raise NotImplementedError
 
     def check(self, info: ModelInfo) -> None:
+        if not getattr(self.settings, self.variants):
+            raise ConfigError(
+                self.key(self.variants), "is empty", f"give a variant, such as {self.example}"
+            )
         for generator in self.generators().values():
             self.check_generator(generator, info)
 
@@ -216,38 +219,37 @@ class Variants(SyntheticTask):
         """Return units of at most `SEQUENCES_PER_UNIT` sequences of a variant; their keys are
         `VARIANT/FIRST INDEX`.
         """
-        samples = self.settings.samples
-        step = SEQUENCES_PER_UNIT
         return [
-            Unit(f"{name}/{start}", generator.length * (min(samples, start + step) - start))
+            Unit(f"{name}/{start}", generator.length * len(self._part(start)))
             for name, generator in self.generators().items()
-            for start in range(0, samples, step)
+            for start in range(0, self.settings.samples, SEQUENCES_PER_UNIT)
         ]
 
-    def evaluate(self, unit: Unit, model: EvaluatedModel) -> dict[str, Any]:
+    def _part(self, start: int) -> range:
+        """Return the indices of the sequences of a unit."""
+        return range(start, min(self.settings.samples, start + SEQUENCES_PER_UNIT))
+
+    def evaluate(self, unit: Unit, model: EvaluatedModel) -> Value:
         """Return the numbers of `right` and of all `answers` of each sequence, and of `blanks`
         among all answers.
         """
         name, _, start = unit.key.rpartition("/")
         generators = self.generators()
+        generator: Any = generators[name]
         # Variants use different sample indices, and so different random numbers.
-        numbers = range(int(start), min(self.settings.samples, int(start) + SEQUENCES_PER_UNIT))
         offset = list(generators).index(name) << 40
         sequences = [
-            generators[name].sequence(
-                sample_random(self.settings.seed, EVALUATION, offset + number)
-            )
-            for number in numbers
+            generator.sequence(self.random(offset + number)) for number in self._part(int(start))
         ]
         masks = correct_answers(model, sequences, self.settings.batch_size)
-        blank = generators[name].blank  # type: ignore[attr-defined]
+        blanks = sum((tokens[answers] == generator.blank).sum() for tokens, answers in sequences)
         return {
             "right": [int(mask.sum()) for mask in masks],
             "answers": [len(mask) for mask in masks],
-            "blanks": int(sum((tokens[answers] == blank).sum() for tokens, answers in sequences)),
+            "blanks": int(blanks),
         }
 
-    def summarize(self, values: dict[str, dict[str, Any]], info: ModelInfo) -> Summary:
+    def summarize(self, values: Values, info: ModelInfo) -> Summary:
         """Return the fractions of correct answers and of sequences with only correct answers, by
         variant.
 
@@ -260,33 +262,24 @@ class Variants(SyntheticTask):
             parts = [value for key, value in values.items() if key.rpartition("/")[0] == name]
             right = np.concatenate([part["right"] for part in parts])
             answers = np.concatenate([part["answers"] for part in parts])
-            total = max(1, int(answers.sum()))
-            whole = int((right == answers).sum())
             count = len(right)
-            blanks[name] = sum(part["blanks"] for part in parts) / total
-            fraction = int(right.sum()) / total
-            common = {"group": name, "count": count}
-            scores.append(
-                Score("accuracy", fraction, "higher", *bootstrap_ratio(right, answers), **common)
-            )
-            scores.append(
-                Score("exact match", whole / count, "higher", *wilson(whole, count), **common)
-            )
-        return Summary(
-            scores, {"blanks": blanks} if any(blanks.values()) else {}, self.notes(blanks)
-        )
+            whole = int((right == answers).sum())
+            scores += [
+                ratio_score("accuracy", right, answers, "higher", group=name, count=count),
+                fraction_score("exact match", whole, count, group=name),
+            ]
+            blanks[name] = sum(part["blanks"] for part in parts) / max(1, int(answers.sum()))
+        if any(blanks.values()):
+            return Summary(scores, {"blanks": blanks}, self.notes(blanks))
+        return Summary(scores)
 
     def notes(self, blanks: dict[str, float]) -> list[str]:
         return []
 
     @classmethod
-    def draw(cls, results: dict[str, TaskResult]) -> list[Picture]:
-        return by_group(
-            results,
-            lambda score: score.metric == "accuracy",
-            cls.name,
-            "fraction of correct answers",
-        )
+    def draw(cls, results: TaskResults) -> list[Picture]:
+        title = "fraction of correct answers"
+        return by_group(results, lambda score: score.metric == "accuracy", cls.name, title)
 
 
 class SelectiveCopy(Variants):
@@ -294,28 +287,24 @@ class SelectiveCopy(Variants):
 
     name = "selective_copy"
     Settings = SelectiveCopySettings
-
-    def check(self, info: ModelInfo) -> None:
-        if not self.settings.blanks:
-            raise ConfigError(self.key("blanks"), "is empty", "give a variant, such as {IID: 128}")
-        super().check(info)
+    variants = "blanks"
+    example = "{IID: 128}"
 
     def group_names(self) -> dict[str, str]:
         blanks = self.settings.blanks
-        trained = next(iter(blanks), "")
-        names = {
-            name: counted(blanks[name], "blank") for name in sorted(blanks, key=blanks.__getitem__)
-        }
-        return {
-            name: f"{shown} ({TRAINED})" if name == trained else shown
-            for name, shown in names.items()
-        }
+        shown = sorted(blanks, key=blanks.__getitem__)
+        names = {name: counted(blanks[name], "blank") for name in shown}
+        for trained in list(blanks)[:1]:
+            names[trained] += f" ({TRAINED})"
+        return names
 
     def generators(self) -> dict[str, Generator]:
-        sizes = {"copied": self.settings.copied, "symbols": self.settings.symbols}
+        settings = self.settings
         return {
-            name: synthetic.SelectiveCopy(blanks=blanks, **sizes)
-            for name, blanks in self.settings.blanks.items()
+            name: synthetic.SelectiveCopy(
+                copied=settings.copied, symbols=settings.symbols, blanks=blanks
+            )
+            for name, blanks in settings.blanks.items()
         }
 
 
@@ -324,13 +313,8 @@ class Recall(Variants):
 
     name = "recall"
     Settings = RecallSettings
-
-    def check(self, info: ModelInfo) -> None:
-        if not self.settings.lengths:
-            raise ConfigError(
-                self.key("lengths"), "is empty", "give at least one length, such as [256]"
-            )
-        super().check(info)
+    variants = "lengths"
+    example = "[256]"
 
     def group_names(self) -> dict[str, str]:
         return {
@@ -338,10 +322,12 @@ class Recall(Variants):
         }
 
     def generators(self) -> dict[str, Generator]:
-        sizes = {"keys": self.settings.keys, "tokens_per_pair": self.settings.tokens_per_pair}
+        settings = self.settings
         return {
-            f"{length} tokens": synthetic.Recall(tokens=length, **sizes)
-            for length in self.settings.lengths
+            f"{length} tokens": synthetic.Recall(
+                keys=settings.keys, tokens_per_pair=settings.tokens_per_pair, tokens=length
+            )
+            for length in settings.lengths
         }
 
 
@@ -352,19 +338,14 @@ class GridNavigation(Variants):
 
     name = "grid_navigation"
     Settings = GridNavigationSettings
+    variants = "variants"
+    example = "{IID: [128, 64, 0.5]}"
 
     def check(self, info: ModelInfo) -> None:
-        key = self.key("variants")
-        variants = self.settings.variants
-        if not variants:
-            raise ConfigError(
-                key, "is empty", "give at least one variant, such as {IID: [128, 64, 0.5]}"
-            )
-        for name, values in variants.items():
-            valid = len(values) == 3 and all(float(value).is_integer() for value in values[:2])
-            if not valid:
+        for name, values in self.settings.variants.items():
+            if len(values) != 3 or any(value % 1 for value in values[:2]):
                 raise ConfigError(
-                    f"{key}.{name}",
+                    self.key(f"variants.{name}"),
                     f"is {values}",
                     "give steps, width and fraction of blank cells, such as [128, 64, 0.5]",
                 )
@@ -375,27 +356,27 @@ class GridNavigation(Variants):
         trained = next(iter(variants), "")
         names = {}
         for name, (steps, width, blanks) in sorted(variants.items(), key=lambda item: item[1]):
-            if self.settings.dimensions == 2:
-                cells = f"{width:g} \N{MULTIPLICATION SIGN} {width:g}"
-            else:
-                cells = f"{width:g}"
+            cells = " \N{MULTIPLICATION SIGN} ".join([f"{width:g}"] * self.settings.dimensions)
             mark = f", {TRAINED}" if name == trained else ""
             names[name] = f"{steps:g} steps on {cells} cells ({100 * blanks:g} % blank{mark})"
         return names
 
     def generators(self) -> dict[str, Generator]:
         settings = self.settings
-        same = {key: getattr(settings, key) for key in ("dimensions", "objects", "longest_run")}
         return {
             name: synthetic.GridNavigation(
-                steps=int(steps), width=int(width), blank_probability=blanks, **same
+                steps=int(steps),
+                width=int(width),
+                blank_probability=blanks,
+                dimensions=settings.dimensions,
+                objects=settings.objects,
+                longest_run=settings.longest_run,
             )
             for name, (steps, width, blanks) in settings.variants.items()
         }
 
     def notes(self, blanks: dict[str, float]) -> list[str]:
-        names = self.group_names()
-        fractions = "; ".join(
-            f"{100 * blanks[name]:.1f} % for {shown}" for name, shown in names.items()
-        )
-        return [f"Accuracy of always answering blank: {fractions}."]
+        fractions = [
+            f"{100 * blanks[name]:.1f} % for {shown}" for name, shown in self.group_names().items()
+        ]
+        return [f"Accuracy of always answering blank: {'; '.join(fractions)}."]
