@@ -59,14 +59,6 @@ PROGRAMS = {
     "Development": ("benchmarks.gpu_trial",),
 }
 """Modules of the programs that the reference describes, by heading."""
-PYTHON = {
-    "Models and modules": ("megatron_tape.model.modules", "megatron_tape.model.reference"),
-    "Positional encodings": ("megatron_tape.position.encoding", "megatron_tape.position.registry"),
-    "Attention": ("megatron_tape.ops.attention", "megatron_tape.ops.position_inputs"),
-    "Evaluation": ("megatron_tape.evaluation.task", "megatron_tape.evaluation.results"),
-    "Hooks of a training run": ("megatron_tape.training.hooks",),
-}
-"""Modules whose docstrings the Python reference shows, by heading."""
 
 
 class _ParserFound(BaseException):
@@ -245,24 +237,9 @@ def _option_row(action: argparse.Action) -> tuple[str, str]:
     return f"`{name}`".replace("|", "\\|"), _cell(meaning)
 
 
-def python_page() -> str:
-    """Return the page of the Python API; mkdocstrings replaces each `:::` line by the docstrings of
-    a module.
-    """
-    parts = [
-        "# Python API\n",
-        "Modules, classes and functions to import, with their docstrings.\n",
-    ]
-    for heading, modules in PYTHON.items():
-        parts.append(f"## {heading}\n")
-        parts += [f"::: {module}\n" for module in modules]
-    return "\n".join(parts)
-
-
 GENERATED = {
     "reference/settings.md": settings_page,
     "reference/programs.md": programs_page,
-    "reference/python.md": python_page,
 }
 """Functions that return the pages that exist only in the site, by the path of the page in docs/."""
 

@@ -18,6 +18,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from megatron_tape import command_line
 from megatron_tape.command_line import log
@@ -27,7 +28,7 @@ from megatron_tape.io.files import write_whole
 from megatron_tape.parallel.launcher import refuse_launcher
 from megatron_tape.text import counted
 from pretrain import report
-from pretrain.comparison.jobs import Jobs, Programs, find_gpus
+from pretrain.comparison.jobs import Jobs, find_gpus, start_program
 from pretrain.comparison.planned_runs import ComparisonPlan, PlannedRun, make_plan
 
 
@@ -78,7 +79,7 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]
     add("--trust-remote-code", action="store_true", help="run lm_eval tasks from your own files")
     add(
         "--jobs",
-        type=int,
+        type=command_line.whole_number,
         metavar="N",
         help="concurrent runs (default: one per GPU or, without GPUs, per CPU core)",
     )
@@ -115,8 +116,6 @@ def main(argv: list[str] | None = None) -> int:
     """
     options, overrides = read_command(argv)
     refuse_launcher("pretrain.compare", "starts its own processes")
-    if options.jobs is not None and options.jobs < 1:
-        raise ConfigError("--jobs", f"is {options.jobs}", "give 1 or more")
     plan = make_plan(options, overrides)
     count = len(plan.runs)
     left = plan.left
@@ -168,7 +167,8 @@ def _execute(
 
     with _locked(plan, shared=in_array) as lock:
         finished = 0 if in_array else len(plan.runs) - len(left)
-        jobs = Jobs(left, min(slots, len(left)), Programs(gpus, lock), finish, finished)
+        start = partial(start_program, gpus=gpus, lock=lock)
+        jobs = Jobs(left, min(slots, len(left)), start, finish, finished)
         jobs.run()
     return jobs.stopped
 

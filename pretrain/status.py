@@ -11,7 +11,6 @@ read.
 
 import dataclasses
 import json
-import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from megatron_tape.io.files import file_system_time
 from megatron_tape.io.records import read_yaml
 from megatron_tape.run.attempts import FINISHED, INTERRUPTED, attempt_numbers
 from megatron_tape.run.curves import METRICS, SETTINGS
-from megatron_tape.run.goodput import KEPT, seconds_by_kind, shares
+from megatron_tape.run.goodput import seconds_by_kind, shares
 from megatron_tape.run.judging import AttemptRecord, last_error, queue_state, read_attempts
 from megatron_tape.run.metrics import LOSS, TOKENS_PER_SECOND, VALIDATION_LOSS, last_rows
 from megatron_tape.run.weights_and_biases import read_wandb
@@ -47,8 +46,6 @@ ATTEMPTS_SHOWN = 8
 MESSAGE_CHARACTERS = 120
 """Maximum characters shown of the message with which an attempt ended."""
 COLUMNS = ("run", "state", "step", "loss", "validation", "tokens/s", "ETA", "checkpoint")
-
-logger = logging.getLogger(__name__)
 
 
 class Row(TypedDict):
@@ -164,8 +161,8 @@ def read_status(run: Path) -> RunStatus:
     now = file_system_time(run)
     state = state_of(last, queue_state(last.facts.get("job")), now)
 
-    rows: list[Any] = last_rows(run / METRICS, Row, TAIL_BYTES)
-    row = rows[-1] if rows else {}
+    rows: list[Any] = [{}, *last_rows(run / METRICS, Row, TAIL_BYTES)]
+    row = rows[-1]
     validated = next((row for row in reversed(rows) if VALIDATION_LOSS in row), {})
     seconds_left = None
     # Rows after the step that the last attempt continued from are its own.
@@ -175,7 +172,7 @@ def read_status(run: Path) -> RunStatus:
 
     until = None
     if state.name in ("waiting", "between attempts"):
-        until = now
+        until = now  # the time since the last attempt counts, too
     error = None
     crashes = [attempt for attempt in attempts if attempt.crashed and attempt.outcome is not None]
     if crashes and last.outcome != FINISHED:
@@ -278,12 +275,8 @@ def screen(status: RunStatus) -> list[str]:
         rows["loss"] += f"; validation {loss} at step {status.validation_step:,}"
     if status.seconds_left is not None:
         rows["speed"] += f", ETA {duration(status.seconds_left)}"
-    if status.time_shares:
-        others = [
-            f"{kind} {share:.1%}" for kind, share in status.time_shares.items() if kind != KEPT
-        ]
-        kept = f"{status.time_shares.get(KEPT, 0):.1%} of the time"
-        rows["goodput"] = "; ".join(filter(None, (kept, ", ".join(others))))
+    shares = [f"{kind} {share:.1%}" for kind, share in status.time_shares.items()]
+    rows["goodput"] = ", ".join(shares)
     rows["layout"] = status.layout or ""
     rows["checkpoint"] = status.checkpoint_problem or "none yet"
     if status.checkpoint_step is not None and status.checkpoint_age is not None:
@@ -315,9 +308,9 @@ def table(statuses: list[RunStatus]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for row in rows:
-        run, state, *numbers = map(str.ljust, row, widths)
-        numbers = list(map(str.rjust, row[2:], widths[2:]))
-        lines.append("  ".join([run, state, *numbers]).rstrip())
+        words = map(str.ljust, row[:2], widths)
+        numbers = map(str.rjust, row[2:], widths[2:])
+        lines.append("  ".join([*words, *numbers]).rstrip())
     return lines
 
 
@@ -383,10 +376,7 @@ def _describe_attempt(attempt: AttemptRecord, alive: bool) -> str:
 def _total_steps(run: Path) -> int | None:
     try:
         settings = read_yaml(run / SETTINGS, dict[str, dict[str, Any]])
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        logger.warning("warning: %s", error)
+    except (FileNotFoundError, ValueError):
         return None
     return settings.get("train", {}).get("steps")
 

@@ -21,65 +21,54 @@ from pretrain.comparison.planned_runs import PlannedRun
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
-_PRINT_GPUS = (
-    "import torch\n"
-    "for index in range(torch.cuda.device_count()): print(torch.cuda.get_device_name(index))"
-)
 
 
-class Programs:
-    """Starts programs, each on one of `gpus` (as in CUDA_VISIBLE_DEVICES) or, without GPUs, with
-    one CPU thread.
+def start_program(
+    module: str, arguments: list[str], log: Path, slot: int, *, gpus: list[str], lock: int
+) -> subprocess.Popen:
+    """Start the `main` of a module, and append its output to `log`.
 
-    A program inherits the file descriptor `lock`. If this process is killed, the program is sent
-    SIGTERM.
+    A program uses one of `gpus` (as in CUDA_VISIBLE_DEVICES), a different one per slot if there are
+    enough, or without GPUs one CPU thread. It inherits the file descriptor `lock`. If this process
+    is killed, the program is sent SIGTERM.
     """
-
-    def __init__(self, gpus: list[str], lock: int):
-        self._gpus = gpus
-        self._lock = lock
-
-    def __call__(self, module: str, arguments: list[str], log: Path, slot: int) -> subprocess.Popen:
-        """Start the `main` of a module, with one GPU per slot if there are enough; append its
-        output to `log`.
-        """
-        device = {"OMP_NUM_THREADS": "1"}
-        if self._gpus:
-            device = {"CUDA_VISIBLE_DEVICES": self._gpus[slot % len(self._gpus)]}
-        code = (
-            f"import sys; sys.path = {sys.path}; from {module} import main;"
-            " sys.exit(main(sys.argv[1:]))"
+    device = {"OMP_NUM_THREADS": "1"}
+    if gpus:
+        device = {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]}
+    code = (
+        f"import sys; sys.path = {sys.path}; from {module} import main;"
+        " sys.exit(main(sys.argv[1:]))"
+    )
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-u", "-c", code, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | device,
+            pass_fds=[lock],
+            # Ctrl-C reaches only this process, which then ends the program.
+            start_new_session=True,
+            preexec_fn=lambda: ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
         )
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "ab") as output:
-            return subprocess.Popen(
-                [sys.executable, "-u", "-c", code, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=os.environ | device,
-                pass_fds=[self._lock],
-                # Ctrl-C reaches only this process, which then ends the program.
-                start_new_session=True,
-                preexec_fn=lambda: ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
-            )
 
 
 def find_gpus() -> tuple[list[str], str | None]:
     """Return the GPUs, named as in CUDA_VISIBLE_DEVICES, and the model name of the first one, or
     None without GPUs.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not Path("/dev/nvidiactl").exists() or visible == "":
-        return [], None
-    # In another process, since counting them here would initialize CUDA.
-    command = [sys.executable, "-c", _PRINT_GPUS]
-    names = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
-    if not names:
-        return [], None
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        names = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
+    except FileNotFoundError:
+        names = []
     gpus = [str(index) for index in range(len(names))]
-    if visible:
-        gpus = visible.split(",")[: len(names)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        gpus = list(filter(None, visible.split(",")))
+    if not names or not gpus:
+        return [], None
     return gpus, names[0]
 
 

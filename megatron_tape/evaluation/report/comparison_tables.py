@@ -296,25 +296,18 @@ def _outcome(comparison: Comparison) -> tuple[str, bool | None]:
         return "None of the measured metrics ranks variants.", None
 
     first = ranking[0]
-    metrics = [
-        metric for metric in ranking if (metric.task, metric.metric) == (first.task, first.metric)
-    ]
-    tests = []
-    significant: dict[str, Counter[str]] = {"better": Counter(), "worse": Counter()}
-    for metric in metrics:
-        for result in tasks[first.task][metric]:
+    p_values: dict[str, float] = {}
+    for metric, results in tasks[first.task].items():
+        for result in results:
             test = result.difference
-            if test is None or test.p is None:
-                continue
-            tests.append(test)
-            if test.p < SIGNIFICANT:
-                is_better = (test.mean > 0) == (first.better == "higher")
-                significant["better" if is_better else "worse"][result.variant] += 1
+            if metric.metric == first.metric and test is not None and test.p is not None:
+                smallest = min(test.p, p_values.get(result.variant, 1.0))
+                p_values[result.variant] = smallest
 
     name = first.metric
     if len(tasks) > 2:  # several tasks, and the training
         name += f" ({task_title(first.task)})"
-    if not tests:
+    if not p_values:
         return (
             f"No difference in {name} is tested, so any may come from the seed. A test needs at"
             " least two seeds of both variants, and differences that vary. Add seeds with --seeds.",
@@ -322,17 +315,12 @@ def _outcome(comparison: Comparison) -> tuple[str, bool | None]:
         )
     method = f"paired t tests over the seeds, p < {SIGNIFICANT}"
     baseline = comparison.baseline
-    if not any(significant.values()):
+    significant = [variant for variant, p in p_values.items() if p < SIGNIFICANT]
+    if not significant:
         return f"No difference in {name} from {baseline} is significant ({method}).", False
-    sides = []
-    for side, counts in significant.items():
-        scores = counted(len(metrics), "score")
-        variants = [f"{variant} ({count} of {scores})" for variant, count in counts.items()]
-        if variants:
-            sides.append(f"significantly {side} with {enumerated(variants, 4)}")
     return (
-        f"Compared with {baseline}, {name} is {', and '.join(sides)} ({method}); no other"
-        " difference is significant.",
+        f"In {name}, these differ significantly from {baseline} (bold in the table; {method}):"
+        f" {enumerated(significant, 8)}.",
         True,
     )
 

@@ -332,57 +332,39 @@ def runs_table(runs: Mapping[str, Run]) -> list[Table]:
 
 
 def curves(runs: Mapping[str, Run]) -> Iterator[Drawing]:
-    """Yield a drawing for each logged metric with at least two points; metrics by length have a
-    panel per length.
+    """Yield a drawing for each of `_NAMES` and each task evaluated during training that was logged
+    at least twice; a task has a panel per metric.
     """
-    keys = sorted(
-        {key for run in runs.values() for key, curve in run.curves.items() if len(curve.steps) > 1}
-    )
-    panels: dict[str, list[str]] = {_NAMES[key]: [key] for key in _NAMES if key in keys}
-    for key in keys:
+    keys = {
+        key for run in runs.values() for key, curve in run.curves.items() if len(curve.steps) > 1
+    }
+    panels = {_NAMES[key]: {key: ""} for key in _NAMES if key in keys}
+    for key in sorted(keys):
         if key.startswith(DURING):
-            name = _name_during_training(key, runs)
-            panels.setdefault(name, []).append(key)
-    for name, of_lengths in panels.items():
-        yield name, partial(_draw_curves, runs, name, of_lengths)
+            task, *parts = key.removeprefix(DURING).split("/")
+            names: dict[str, str] = {}
+            for run in runs.values():
+                names |= group_names(task, run.settings.get("evaluation", {}).get(task) or {})
+            panel = ", ".join(names.get(part, part) for part in parts)
+            panels.setdefault(title_of(task), {})[key] = panel
+    for name, titles in panels.items():
+        yield name, partial(_draw_curves, runs, name, titles)
 
 
-def _name_during_training(key: str, runs: Mapping[str, Run]) -> str:
-    """Return the name of a metric from an evaluation during training, without its length."""
-    task, *place = key.removeprefix(DURING).split("/")
-    if _length(key) is not None:
-        place.pop()
-    names: dict[str, str] = {}
-    for run in runs.values():
-        settings = run.settings.get("evaluation", {}).get(task)
-        if isinstance(settings, dict):
-            names |= group_names(task, settings)
-    return ", ".join([title_of(task), *(names.get(part, part) for part in place)])
-
-
-def _length(key: str) -> int | None:
-    """Return the context length at the end of a metric's key, such as 512 for `.../books/512`."""
-    last = key.rpartition("/")[2]
-    if last.isdecimal():
-        return int(last)
-    return None
-
-
-def _draw_curves(runs: Mapping[str, Run], name: str, keys: list[str]) -> list[Picture]:
-    figure, panels = figures.panels(len(keys), width=4.6, sharey=True)
+def _draw_curves(runs: Mapping[str, Run], name: str, titles: Mapping[str, str]) -> list[Picture]:
+    """Draw a panel for each metric; `titles` are those of the panels, by the key of the metric."""
+    figure, panels = figures.panels(len(titles), width=4.6)
     looks = figures.styles(runs)
     ends = []
-    for axes, key in zip(panels, keys):
-        length = _length(key)
-        at = "" if length is None else f"at {length:,} tokens"
+    for axes, (key, title) in zip(panels, titles.items()):
         for label, run in runs.items():
             curve = run.curve(key)
             if curve.last is not None:
                 steps = _thinned(curve.steps)
                 axes.plot(steps, _thinned(curve.values), **looks[label] | {"marker": ""})
-                ends.append(f"{label} {curve.last[1]:.4g} {at}".rstrip())
+                ends.append(f"{label} {title} {curve.last[1]:.4g}".replace("  ", " "))
         axes.set(xlabel="step", ylabel=figures.plain(name, figures.LONGEST_AXIS_LABEL))
-        axes.set_title(at, fontsize=10)
+        axes.set_title(figures.plain(title, figures.LONGEST_LABEL), fontsize=10)
     figures.legend(figure)
     description = f"{name.capitalize()} by step; at the end, {enumerated(ends)}."
     return [Picture("curve", description, figure)]
