@@ -15,49 +15,35 @@ def score(metric="perplexity", value=10.0, better="lower", **others):
     return {"metric": metric, "value": value, "better": better, **others}
 
 
-def task(scores, *, settings=None, data=None, details=None, notes=(), **others):
+def task(scores, **changes):
     return {
-        "settings": settings or {"lengths": [256, 512]},
-        "data": {"text.jsonl": "0" * 64} if data is None else data,
+        "settings": {"lengths": [256, 512]},
+        "data": {"text.jsonl": "0" * 64},
         "seconds": 12.5,
         "processes": 1,
         "scores": list(scores),
-        "details": details or {},
-        "notes": list(notes),
+        "details": {},
+        "notes": [],
         "examples": {},
         "dtype": "fp32",
         "hardware": "a CPU of 2 cores",
         "versions": {"torch": "2.13.0", "megatron_tape": "0.1.0"},
-        **others,
+        **changes,
     }
 
 
-def results(
-    label="rope",
-    tasks=None,
-    *,
-    digest=None,
-    run=None,
-    config=CONFIG,
-    created=1.0,
-    trained_length=256,
-    **others,
-):
-    return {
-        "format": 1,
-        "label": label,
-        "created": created,
-        "model": {
-            "path": f"models/{label}",
-            "digest": digest or label,
-            "parameters": 4_200_000,
-            "trained_length": trained_length,
-            "config": config,
-            "run": run,
-        },
-        "tasks": {"shiny": task([score()])} if tasks is None else tasks,
-        **others,
+def results(label="rope", tasks=None, config=CONFIG):
+    model = {
+        "path": f"models/{label}",
+        "digest": label,
+        "parameters": 4_200_000,
+        "trained_length": 256,
+        "config": config,
+        "run": None,
     }
+    if tasks is None:
+        tasks = {"shiny": task([score()])}
+    return {"format": 1, "label": label, "created": 1.0, "model": model, "tasks": tasks}
 
 
 def write_results(directory, content):
@@ -67,43 +53,34 @@ def write_results(directory, content):
     return path
 
 
-def settings(**changes):
-    """Return the settings of a run; `train__steps=5` changes train.steps."""
-    found = {
-        "model": {"position_encoding": "rope", "seq_length": 256, "hidden_size": 64},
-        "train": {"steps": 300, "global_batch_size": 8, "precision": "fp32"},
-        "optimizer": {"lr": 0.002},
-        "logging": {"directory": "runs/x"},
-    }
-    for key, value in changes.items():
-        section, _, name = key.partition("__")
-        found.setdefault(section, {})[name] = value
-    return found
-
-
-def write_run(directory, *, steps=300, offset=0.0, config=None, interval=10):
+def write_run(directory, *, steps=300, offset=0.0, interval=10, evaluation=None, **model):
     """Write a run whose loss falls from 8 to about 3, with a validation every 50 steps."""
     directory.mkdir(parents=True, exist_ok=True)
-    # JSON is YAML.
-    (directory / "config.yaml").write_text(json.dumps(settings() if config is None else config))
+    settings = {
+        "model": {"position_encoding": "rope", "seq_length": 256, **model},
+        "train": {"steps": 300},
+        "evaluation": evaluation or {},
+    }
+    (directory / "config.yaml").write_text(json.dumps(settings))  # JSON is YAML
     rows = []
     for step in range(interval, steps + 1, interval):
         loss = 3 + offset + 5 * math.exp(-step / (steps / 6)) + 0.05 * math.sin(step)
-        rate = 0.002 * (1 - step / steps) + 1e-4
         row = {
             "step": step,
             "time": float(step),
             "train/tokens": step * 2048,
             "train/loss": loss,
-            "train/learning_rate": rate,
-        }
-        row |= {
-            "train/grad_norm": 1.0,
+            "train/learning_rate": 0.002 * (1 - step / steps) + 1e-4,
             "throughput/tokens_per_second": 1000.0 + step,
             "throughput/tflops_per_second": 0.025,
         }
         if step % 50 == 0:
-            row |= {"validation/loss": loss + 0.1, "validation/perplexity": math.exp(loss + 0.1)}
-        rows.append(json.dumps(row))
-    (directory / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+            row["validation/loss"] = loss + 0.1
+        rows.append(row)
+    write_rows(directory, rows)
     return directory
+
+
+def write_rows(directory, rows):
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (directory / "metrics.jsonl").write_text("".join(lines))

@@ -144,7 +144,8 @@ def _sentence(measured: Measured, reference: str) -> str:
     if len(labels) == 1:
         return f"{labels[0]} has the {name} {measured.describe(labels)}."
     if not others:
-        return f"The {name} is about the same for all {len(labels)}: {measured.describe(labels)}."
+        names = enumerated(labels, MOST_LISTED)
+        return f"{names} have about the same {name}: {measured.describe(labels)}."
 
     setting = _common_setting(always, labels)
     if setting:
