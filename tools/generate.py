@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from megatron_tape import command_line
 from megatron_tape.errors import FileError, UserError
 from megatron_tape.evaluation.model_source import ModelSource, find_model
-from megatron_tape.huggingface.tokenizer_files import read_tokenizer
+from megatron_tape.huggingface.tokenizer_files import SPECIAL_IDS, read_tokenizer
 from megatron_tape.io.records import read_small
 
 _PROMPT_BYTES = 64 << 20
@@ -57,9 +57,7 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
     if arguments.max_new_tokens < 1:
         raise UserError("--max-new-tokens", f"is {arguments.max_new_tokens}", "give at least 1")
     if not arguments.temperature >= 0:
-        raise UserError(
-            "--temperature", f"is {arguments.temperature}", "give a number of at least 0"
-        )
+        raise UserError("--temperature", f"is {arguments.temperature}", "give at least 0")
     if not 0 < arguments.top_p <= 1:
         raise UserError("--top-p", f"is {arguments.top_p}", "give a number above 0 and at most 1")
     if arguments.top_p < 1 and arguments.temperature == 0:
@@ -73,12 +71,7 @@ def read_prompts(texts: list[str], file: Path | None) -> list[Prompt]:
     """Return the prompts `texts`, then the lines of `file`. Raises UserError if there are none, or
     if one is empty.
     """
-    prompts = [Prompt(text, "--prompt") for text in texts]
-    if len(texts) > 1:
-        prompts = [
-            Prompt(text, f"--prompt number {number}") for number, text in enumerate(texts, 1)
-        ]
-
+    prompts = [Prompt(text, f"--prompt number {number}") for number, text in enumerate(texts, 1)]
     if file is not None:
         try:
             content = read_small(file, _PROMPT_BYTES).decode("utf-8-sig")
@@ -131,16 +124,17 @@ def continuations(
         tokenizer(prompt.text, return_tensors="pt", return_token_type_ids=False)
         for prompt in prompts
     ]
-    lengths = [ids["input_ids"].shape[1] for ids in encoded]
     counts = [
-        _new_tokens(prompt, length, arguments.max_new_tokens, source.info.trained_length)
-        for prompt, length in zip(prompts, lengths, strict=True)
+        _new_tokens(
+            prompt, ids["input_ids"].shape[1], arguments.max_new_tokens, source.info.trained_length
+        )
+        for prompt, ids in zip(prompts, encoded, strict=True)
     ]
+
     with command_line.step(f"loading {arguments.model}"):
         model = load(transformers.AutoModelForCausalLM.from_pretrained)
     # The model's generation settings, and transformers' defaults, may suppress or penalize tokens.
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    ids_only = {name: getattr(model.generation_config, name) for name in names}
+    ids_only = {name: getattr(model.generation_config, name) for name in SPECIAL_IDS}
     model.generation_config = transformers.GenerationConfig(**ids_only)
     sampling: dict[str, Any] = {"do_sample": False}
     if arguments.temperature:
@@ -153,13 +147,13 @@ def continuations(
 
     # One by one, since a model with padding computes slightly different logits, and some encodings
     # count padding.
-    for number, (ids, length, count) in enumerate(zip(encoded, lengths, counts, strict=True), 1):
+    for prompt, ids, count in zip(prompts, encoded, counts, strict=True):
         transformers.set_seed(arguments.seed)
-        counter = f" {number} of {len(prompts)}" if len(prompts) > 1 else ""
-        with command_line.step(f"generating{counter}"):
+        with command_line.step(f"generating after {prompt.origin}"):
             output = model.generate(**ids, max_new_tokens=count, **sampling)
         # Decoding only the new tokens would drop the space before the first word with some
         # tokenizers.
+        length = ids["input_ids"].shape[1]
         before = tokenizer.decode(output[0, :length], skip_special_tokens=True)
         whole = tokenizer.decode(output[0], skip_special_tokens=True)
         yield whole.removeprefix(before)
@@ -189,68 +183,30 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     result = command_line.Parser(description=__doc__)
     add = result.add_argument
-    add(
-        "--model",
-        required=True,
-        metavar="MODEL",
-        help="a run, a checkpoint, or an exported model with its tokenizer",
+    model = "a run, a checkpoint, or an exported model with its tokenizer"
+    add("--model", required=True, metavar="MODEL", help=model)
+    average = "use the averaged weights of a run with train.average"
+    add("--average", action="store_true", help=average)
+    prompt = "the text to continue; may be given several times"
+    add("--prompt", type=str, action="append", default=[], metavar="TEXT", help=prompt)
+    file = "a text file with one prompt per line (UTF-8)"
+    add("--prompts-file", type=command_line.path, metavar="FILE", help=file)
+    count = "maximum of tokens to add (default: %(default)s)"
+    add("--max-new-tokens", type=int, default=64, metavar="N", help=count)
+    temperature = (
+        "0 chooses the most likely token; above 0, tokens are sampled at this temperature"
+        " (default: 0)"
     )
-    add(
-        "--average",
-        action="store_true",
-        help="use the averaged weights of a run with train.average",
+    add("--temperature", type=float, default=0.0, help=temperature)
+    top_p = (
+        "sample only from the most likely tokens whose probabilities add up to P (default: 1, all"
+        " tokens)"
     )
-    add(
-        "--prompt",
-        type=str,
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="the text to continue; may be given several times",
-    )
-    add(
-        "--prompts-file",
-        type=command_line.path,
-        metavar="FILE",
-        help="a text file with one prompt per line (UTF-8)",
-    )
-    add(
-        "--max-new-tokens",
-        type=int,
-        default=64,
-        metavar="N",
-        help="maximum of tokens to add (default: %(default)s)",
-    )
-    add(
-        "--temperature",
-        type=float,
-        default=0.0,
-        help=(
-            "0 chooses the most likely token; above 0, tokens are sampled at this temperature"
-            " (default: 0)"
-        ),
-    )
-    add(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help=(
-            "sample only from the most likely tokens whose probabilities add up to P (default: 1,"
-            " all tokens)"
-        ),
-    )
-    add(
-        "--seed",
-        type=int,
-        default=1234,
-        help="seed of sampling, the same for each prompt (default: %(default)s)",
-    )
-    add(
-        "--trust-remote-code",
-        action="store_true",
-        help="run Python files in MODEL that are not this project's",
-    )
+    add("--top-p", type=float, default=1.0, metavar="P", help=top_p)
+    seed = "seed of sampling, the same for each prompt (default: %(default)s)"
+    add("--seed", type=int, default=1234, help=seed)
+    trust = "run Python files in MODEL that are not this project's"
+    add("--trust-remote-code", action="store_true", help=trust)
     return result
 
 

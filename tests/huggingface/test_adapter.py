@@ -7,7 +7,7 @@ import warnings
 import adapter_cases
 import pytest
 import torch
-from conversions import change_config, changed_state, convert, refused
+from conversions import changed_state, convert, refused
 from datasets_for_tests import write_all
 from launch import run_group
 from models import random_tokens
@@ -96,16 +96,11 @@ def test_peft_saves_the_same_adapter(exported, tmp_path, name):
     assert {key: again[key] for key in ours} == ours
 
 
-@pytest.mark.parametrize("name", LAYOUTS[1:])
-def test_the_adapter_does_not_depend_on_the_layout(exported, name):
-    first, other = (
-        load_file(exported / case / "adapter_model.safetensors") for case in (LAYOUTS[0], name)
-    )
+def test_the_adapter_does_not_depend_on_the_layout(exported):
+    first, other = (load_file(exported / case / "adapter_model.safetensors") for case in LAYOUTS)
     assert first.keys() == other.keys()
-    for key in first:
-        difference = (other[key] - first[key]).abs()
-        allowed = 1e-5 + 1e-4 * first[key].abs()
-        assert (difference <= allowed).all(), key
+    for key, expected in first.items():
+        torch.testing.assert_close(other[key], expected, atol=1e-5, rtol=1e-4)
 
 
 def test_the_cards_list_the_trained_parameters(exported):
@@ -131,68 +126,13 @@ def test_the_cards_list_the_trained_parameters(exported):
     assert "Pre-trained on text only" not in card
 
 
-def test_an_adapter_can_use_an_existing_base(exported, trained, tmp_path, expected, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    name = "rope_biased"
-    to_hf = [
-        "to-hf",
-        "--tokenizer",
-        "none",
-        "--checkpoint",
-        trained / name,
-        "--adapter",
-        "--base",
-        "base",
-    ]
-    for output in ("first", "second"):  # the base is written first, and later compared with the run
-        assert convert(*to_hf, "--output", tmp_path / output).returncode == 0
-        assert not (tmp_path / output / "base").exists()
-        assert (
-            json.loads((tmp_path / output / "adapter_config.json").read_text())[
-                "base_model_name_or_path"
-            ]
-            == "base"
-        )
-        model = with_adapter(load(tmp_path / "base"), tmp_path / output)
-        torch.testing.assert_close(logits(model), expected[name], atol=1e-5, rtol=0)
-    refused(
-        tmp_path,
-        "is for a new base model",
-        *to_hf,
-        "--tokenizer",
-        "t.json",
-        "--output",
-        tmp_path / "third",
-    )
-    change_config(tmp_path / "base", {"rope_scaling": None, "rope_parameters": {}})
-    refused(tmp_path, "model.position.rope_scaling_factor", *to_hf, "--output", tmp_path / "third")
-    shutil.copytree(exported / f"{name}_merged", tmp_path / "merged")
-    refused(
-        tmp_path,
-        "has other values of model.layers.0.self_attn.q_proj.weight",
-        *to_hf[:-1],
-        tmp_path / "merged",
-        "--output",
-        tmp_path / "third",
-    )
-
-
 def test_an_adapter_with_its_base_can_be_replaced(exported, trained, tmp_path):
     output = tmp_path / "out"
     shutil.copytree(exported / "tape_tp2_zero3", output)
     assert (output / "base" / "config.json").is_file()
-    to_hf = [
-        "to-hf",
-        "--tokenizer",
-        "none",
-        "--checkpoint",
-        trained / "rope_biased",
-        "--output",
-        output,
-        "--adapter",
-    ]
-    refused(tmp_path, "exists; pass --overwrite", *to_hf)
-    assert convert(*to_hf, "--overwrite").returncode == 0
+    to_hf = ["to-hf", "--tokenizer", "none", "--checkpoint", trained / "rope_biased", "--adapter"]
+    refused(tmp_path, "exists; pass --overwrite", *to_hf, "--output", output)
+    assert convert(*to_hf, "--output", output, "--overwrite").returncode == 0
     names = [
         {path.relative_to(folder) for path in folder.rglob("*")}
         for folder in (exported / "rope_biased", output)
@@ -203,39 +143,12 @@ def test_an_adapter_with_its_base_can_be_replaced(exported, trained, tmp_path):
 def test_parameters_that_an_adapter_cannot_contain_are_refused(trained, tmp_path):
     to_hf = ["to-hf", "--tokenizer", "none", "--output", tmp_path / "out"]
     refused(tmp_path, "omit --adapter", *to_hf, "--checkpoint", trained / "matrices", "--adapter")
-    inside = ["--adapter", "--base", tmp_path / "out" / "b"]
-    refused(
-        tmp_path,
-        "inside the adapter's directory",
-        *to_hf,
-        "--checkpoint",
-        trained / "rope_tied",
-        *inside,
-    )
-    refused(
-        tmp_path,
-        "add --adapter",
-        *to_hf,
-        "--checkpoint",
-        trained / "rope_tied",
-        "--base",
-        tmp_path / "base",
-    )
 
 
 @pytest.mark.parametrize("key, value", [("lora_rank", 0), ("lora_rank", 2), ("lora_targets", "q")])
 def test_settings_that_do_not_match_the_lora_layers_are_refused(trained, tmp_path, key, value):
-    with changed_state(trained / "rope_biased" / "checkpoints" / "step-00000003", tmp_path) as (
-        step,
-        state,
-    ):
+    source = trained / "rope_biased" / "checkpoints" / "step-00000003"
+    with changed_state(source, tmp_path) as (step, state):
         state["config"]["extension"][key] = value
-    refused(
-        tmp_path,
-        "has another architecture",
-        "to-hf",
-        "--checkpoint",
-        step,
-        "--output",
-        tmp_path / "out",
-    )
+    to_hf = ["to-hf", "--checkpoint", step, "--output", tmp_path / "out"]
+    refused(tmp_path, "has another architecture", *to_hf)

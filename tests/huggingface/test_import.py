@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.errors import FileError
+from megatron_tape.errors import FileError, UserError
 from megatron_tape.huggingface.export.saved_weights import open_weights
 from megatron_tape.huggingface.export.to_transformers import export
 from megatron_tape.huggingface.imports import config_json, from_transformers, new_checkpoint
@@ -56,7 +56,7 @@ FAMILY = {
     "llama1": dict(num_key_value_heads=4),
     "llama2_gqa": dict(num_key_value_heads=1, rms_norm_eps=1e-5),
     "llama3_tied": dict(rope_parameters=LLAMA3, tie_word_embeddings=True),
-    "llama_linear": dict(rope_parameters=dict(rope_type="linear", factor=3.0, rope_theta=200.0)),
+    "llama_linear": dict(rope_parameters=LINEAR),
     "llama_yarn": dict(rope_parameters=YARN),
     "llama_share": dict(
         rope_parameters=dict(
@@ -218,25 +218,6 @@ def test_an_import_ends_with_commands_that_train_and_extend_the_model(
 
 
 @pytest.mark.parametrize(
-    "name, rope", [("llama_yarn", YARN), ("llama3_tied", LLAMA3), ("llama_linear", LINEAR)]
-)
-def test_scaled_positions_equal_transformers(tmp_path, name, rope):
-    write_source(tmp_path / "source", name)
-    import_model(tmp_path / "source", tmp_path / "imported", rope_scaling_factor=2)
-    export(tmp_path / "imported", tmp_path / "exported", tokenizer="none")
-    change_config(tmp_path / "source", {"rope_parameters": rope | {"factor": 2 * rope["factor"]}})
-    # In fp32, rounding is 8e-6 in either model; in fp64, only the phases are fp32.
-    ours, theirs = (loaded_logits(tmp_path / name, "float64") for name in ("exported", "source"))
-    torch.testing.assert_close(ours, theirs, atol=5e-6, rtol=0)
-    rounded = {
-        name: (loaded_logits(tmp_path / name) - theirs).abs().max()
-        for name in ("exported", "source")
-    }
-    assert rounded["exported"] <= 2 * rounded["source"]
-    assert open_weights(tmp_path / "imported").model.seq_length == 128
-
-
-@pytest.mark.parametrize(
     "changes, expected",
     [
         ({"beta_fast": 8, "beta_slow": 2.0, "truncate": False}, None),
@@ -255,24 +236,17 @@ def test_every_yarn_setting_is_read_as_in_transformers(tmp_path, changes, expect
     logits = loaded_logits(tmp_path / "source")
     torch.testing.assert_close(training_logits(tmp_path / "imported"), logits, atol=1e-5, rtol=0)
     torch.testing.assert_close(loaded_logits(tmp_path / "exported"), logits, atol=1e-5, rtol=0)
-    if expected is not None:
-        with pytest.raises(
-            ValueError, match="--rope-scaling-factor 2 cannot be combined with the attention factor"
-        ):
-            import_model(tmp_path / "source", tmp_path / "no", rope_scaling_factor=2.0)
 
 
 def test_an_exported_tape_model_can_be_reimported(tmp_path):
     write_source(tmp_path / "source", "qwen3")
-    import_model(
-        tmp_path / "source", tmp_path / "first", gate_input="attention", position_mlp_size=5
-    )
+    import_model(tmp_path / "source", tmp_path / "first")
     export(tmp_path / "first", tmp_path / "exported", tokenizer="none")
     path = tmp_path / "exported" / "model.safetensors"
     weights = load_file(path)
     for name in weights:
         if ".position." in name:
-            weights[name] = torch.randn_like(weights[name])
+            weights[name] = torch.randn_like(weights[name]) * 0.3
     save_file(weights, path)
     import_model(tmp_path / "exported", tmp_path / "second", vocab_multiple=16)
     torch.testing.assert_close(
@@ -283,13 +257,10 @@ def test_an_exported_tape_model_can_be_reimported(tmp_path):
     )
     export(tmp_path / "second", tmp_path / "again", tokenizer="none")
     again = load_file(tmp_path / "again" / "model.safetensors")
-    assert set(again) == set(weights) and all(
-        torch.equal(again[name], weights[name]) for name in weights
-    )
-    with pytest.raises(ValueError, match="TAPE model, which cannot become rope"):
+    assert set(again) == set(weights)
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+    with pytest.raises(FileError, match="cannot become rope"):
         import_model(tmp_path / "exported", tmp_path / "no", "rope")
-    with pytest.raises(ValueError, match="position_mlp_size 5, which cannot become 7"):
-        import_model(tmp_path / "exported", tmp_path / "no", position_mlp_size=7)
 
 
 @pytest.mark.parametrize("kind", ["llama3_tied", "phi3_partial"])
@@ -303,142 +274,60 @@ def test_pickles_need_permission_and_give_the_same_weights(tmp_path, kind):
     refused(tmp_path, "--allow-pickle", *arguments)
     done = convert(*arguments, "--allow-pickle")
     assert done.returncode == 0, done.stderr
-    name = "tensors-tp00-dp00000.safetensors"
-    assert (tmp_path / "imported" / name).read_bytes() == (
-        tmp_path / "expected" / name
-    ).read_bytes()
+    imported, expected = (
+        tmp_path / name / "tensors-tp00-dp00000.safetensors" for name in ("imported", "expected")
+    )
+    assert imported.read_bytes() == expected.read_bytes()
 
 
 @pytest.mark.parametrize(
-    "kind, change, refusal",
+    "kind, change, named",
     [
-        ("llama1", {"model_type": "gemma"}, "model_type is 'gemma'"),
-        ("llama1", {"model_type": "gemma3_text"}, "soft caps or sliding windows (layer_types)"),
-        ("llama1", {"model_type": "olmo2"}, "its norms follow attention and the MLP"),
-        ("llama1", {"model_type": ["olmo2"]}, "model_type is ['olmo2']"),
+        ("llama1", {"model_type": "gemma3_text"}, "model_type"),
+        ("llama1", {"model_type": ["olmo2"]}, "model_type"),
         ("llama1", {"hidden_act": "gelu"}, "hidden_act"),
-        ("llama1", {"attention_bias": True}, "cannot be imported; supported: false"),
-        (
-            "llama1",
-            {"quantization_config": {"quant_method": "gptq"}},
-            "cannot be imported; supported: null",
-        ),
-        (
-            "mistral",
-            {"sliding_window": 63},
-            "supported: null, use_sliding_window false, or at least max_position",
-        ),
+        ("llama1", {"attention_bias": True}, "attention_bias"),
+        ("llama1", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ("mistral", {"sliding_window": 63}, "sliding_window"),
         ("mistral", {"sliding_window": "63"}, "wrong type"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 16}, "sliding_window is 16"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 16}, "sliding_window"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-        ("llama1", {"layer_types": 3}, "wrong type"),
-        ("llama1", {"num_attention_heads": "four"}, "num_attention_heads is 'four'"),
-        ("llama1", {"head_dim": 8.0}, "model.kv_channels is 8.0"),
+        ("llama1", {"num_attention_heads": "four"}, "num_attention_heads"),
+        ("llama1", {"head_dim": 8.0}, "model.kv_channels"),
         ("llama1", {"num_hidden_layers": 4}, "lacks the parameter model.layers.3"),
         ("llama1", {"num_hidden_layers": 2}, "contains model.layers.2"),
-        ("llama1", {"vocab_size": 80}, "embed_tokens.weight the shape (90, 32)"),
+        ("llama1", {"vocab_size": 80}, "embed_tokens.weight"),
         ("llama1", {"tie_word_embeddings": True}, "tie_word_embeddings"),
         ("qwen2", {"model_type": "llama"}, "k_proj.bias"),
-        (
-            "llama1",
-            {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}},
-            "rope_parameters",
-        ),
-        (
-            "llama1",
-            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
-            "has no factor",
-        ),
-        (
-            "llama1",
-            {"rope_parameters": YARN | {"beta_fast": 0.5}},
-            "model.position.rope_beta_slow 1.0 is not below",
-        ),
-        (
-            "llama1",
-            {"rope_parameters": YARN | {"factor": None, ORIGINAL: 0}},
-            "an impossible number",
-        ),
-        (
-            "llama1",
-            {"rope_parameters": LINEAR | {"low_freq_factor": 1.0}},
-            "rope_parameters.low_freq_factor",
-        ),
-        (
-            "llama1",
-            {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
-            "rope_parameters.partial_rotary",
-        ),
-        ("llama1", {"rope_parameters": LINEAR | {"factor": "x"}}, "wrong type"),
+        ("llama1", {"rope_parameters": LONG}, "rope_parameters.rope_type"),
+        ("llama1", {"rope_parameters": {"rope_type": "linear"}}, "has no factor"),
+        ("llama1", {"rope_parameters": YARN | {"factor": None, ORIGINAL: 0}}, "impossible number"),
+        ("llama1", {"rope_parameters": LINEAR | {"low_freq_factor": 1.0}}, "low_freq_factor"),
+        ("llama1", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}, "partial_rotary"),
         ("llama1", {"rope_parameters": [PLAIN]}, "wrong type"),
-        (
-            "llama1",
-            {"rope_parameters": {"full_attention": LINEAR}},
-            "rope_parameters.full_attention in ",
-        ),
-        (
-            "llama1",
-            {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-            "rope_scaling and rope_parameters differ",
-        ),
-        (
-            "llama1",
-            {"rope_parameters": PLAIN, "rope_theta": 5e5},
-            "rope_theta has different values",
-        ),
-        ("phi3", {"sliding_window": 63}, "sliding_window is 63"),
-        ("phi3", {"rope_parameters": LONG}, "rope_parameters.rope_type is 'longrope'"),
-        ("phi3", {"rope_parameters": YARN}, "rope_parameters.rope_type is 'yarn'"),
-        (
-            "phi3",
-            {"rope_parameters": None, "rope_scaling": OLDER | {"type": "su"}},
-            "rope_scaling.rope_type is 'su'",
-        ),
-        (
-            "phi3",
-            {"rope_parameters": PARTIAL | {"partial_rotary_factor": 0.4}},
-            "partial_rotary_factor is 0.4",
-        ),
-        (
-            "phi3",
-            {"rope_parameters": PARTIAL | {"partial_rotary_factor": 1.5}},
-            "partial_rotary_factor is 1.5",
-        ),
-        (
-            "phi3",
-            {"num_key_value_heads": 4},
-            "qkv_proj.weight the shape (64, 32), but its settings require (96, 32)",
-        ),
-        (
-            "phi3",
-            {"num_hidden_layers": 4},
-            "lacks the parameter model.layers.3.self_attn.qkv_proj.weight",
-        ),
+        ("llama1", {"rope_parameters": {"full_attention": LINEAR}}, "full_attention"),
+        ("llama1", {"rope_scaling": LINEAR}, "rope_scaling and rope_parameters differ"),
+        ("llama1", {"rope_parameters": PLAIN, "rope_theta": 5e5}, "rope_theta"),
+        ("phi3", {"sliding_window": 63}, "sliding_window"),
+        ("phi3", {"rope_parameters": YARN}, "rope_parameters.rope_type"),
+        ("phi3", {"rope_parameters": PARTIAL | {"partial_rotary_factor": 0.4}}, "partial_rotary"),
+        ("phi3", {"rope_parameters": PARTIAL | {"partial_rotary_factor": 1.5}}, "partial_rotary"),
+        ("phi3", {"num_key_value_heads": 4}, "qkv_proj.weight the shape"),
+        ("phi3", {"num_hidden_layers": 4}, "lacks the parameter model.layers.3"),
         ("phi3", {"num_hidden_layers": 2}, "contains model.layers.2"),
-        ("phi3", {"model_type": "llama"}, "contains model.layers.0.mlp.gate_up_proj.weight"),
-        (
-            "llama1",
-            {"model_type": "phi3"},
-            "lacks the parameter model.layers.0.self_attn.qkv_proj.weight",
-        ),
-        ("smollm3", NO_LIST | {"no_rope_layer_interval": 2.5}, "layers_without_positions is 2.5"),
-        ("smollm3", NO_LIST | {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
-        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers is [1, 0]"),
-        ("smollm3", {"no_rope_layers": [0, 0, 0]}, "no_rope_layers is [0, 0, 0]"),
+        ("phi3", {"model_type": "llama"}, "gate_up_proj.weight"),
+        ("smollm3", NO_LIST | {"no_rope_layer_interval": 2.5}, "layers_without_positions"),
+        ("smollm3", NO_LIST | {"no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+        ("smollm3", {"no_rope_layers": [0, 0, 0]}, "no_rope_layers"),
     ],
 )
-def test_unsupported_settings_are_refused_by_name(tmp_path, kind, change, refusal):
+def test_unsupported_settings_are_refused_by_name(tmp_path, kind, change, named):
     write_source(tmp_path / "source", kind)
     change_config(tmp_path / "source", change)
-    refused(
-        tmp_path,
-        refusal,
-        "from-hf",
-        "--model",
-        tmp_path / "source",
-        "--output",
-        tmp_path / "imported",
-    )
+    with pytest.raises(UserError, match=named):
+        import_model(tmp_path / "source", tmp_path / "imported")
+    assert os.listdir(tmp_path) == ["source"]
 
 
 @pytest.mark.parametrize(
@@ -456,34 +345,18 @@ def test_unsupported_settings_are_refused_by_name(tmp_path, kind, change, refusa
                 ORIGINAL: 32,
             },
         ),
+        # A sliding window that holds the whole context.
+        ("mistral", {"sliding_window": 4096, "layer_types": ["sliding_attention"] * 3}),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 16}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}),
     ],
 )
-def test_rotary_settings_are_read_from_the_same_keys_as_in_transformers(tmp_path, kind, change):
+def test_settings_are_read_from_the_same_keys_as_in_transformers(tmp_path, kind, change):
     write_source(tmp_path / "source", kind)
     change_config(tmp_path / "source", change)
     import_model(tmp_path / "source", tmp_path / "imported")
     expected = loaded_logits(tmp_path / "source")
     torch.testing.assert_close(training_logits(tmp_path / "imported"), expected, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize(
-    "kind, change",
-    [
-        ("mistral", {"sliding_window": 64}),
-        ("mistral", {"sliding_window": 4096, "layer_types": ["sliding_attention"] * 3}),
-        ("mistral", {"sliding_window": 32, "max_position_embeddings": 32}),
-        ("qwen2", {"use_sliding_window": False, "sliding_window": 16}),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}),
-    ],
-)
-def test_a_sliding_window_that_holds_the_whole_context_changes_no_logit(tmp_path, kind, change):
-    write_source(tmp_path / "source", kind)
-    change_config(tmp_path / "source", change)
-    import_model(tmp_path / "source", tmp_path / "imported")
-    length = change.get("max_position_embeddings", IDS.shape[1])
-    expected = loaded_logits(tmp_path / "source")[:, :length]
-    found = training_logits(tmp_path / "imported")[:, :length]
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
 def test_defaults_equal_those_of_transformers():
@@ -500,62 +373,17 @@ def test_defaults_equal_those_of_transformers():
     [
         ("model.layers.0.self_attn.q_proj.weight", lambda x: x.to(torch.int8)),
         ("model.layers.0.self_attn.k_proj.weight", lambda x: x.repeat(2, 1)),
-        (
-            "model.layers.2.mlp.down_proj.weight",
-            lambda x: x.index_fill(0, torch.tensor([5]), float("nan")),
-        ),
+        ("model.norm.weight", lambda x: x * float("nan")),
     ],
 )
 def test_weights_of_wrong_shape_or_dtype_or_with_nan_are_named(tmp_path, name, change):
     write_source(tmp_path / "source", "llama1")
     path = tmp_path / "source" / "model.safetensors"
     weights = load_file(path)
-    save_file(weights | {name: change(weights[name]).contiguous()}, path)
-    with pytest.raises(ValueError, match=name):
+    save_file(weights | {name: change(weights[name])}, path)
+    with pytest.raises(FileError, match=name):
         import_model(tmp_path / "source", tmp_path / "imported")
     assert os.listdir(tmp_path) == ["source"]
-
-
-def save_pickled(weights, path):
-    torch.save(weights, path)
-
-
-@pytest.mark.parametrize(
-    "save, load, suffix, index",
-    [
-        (save_file, load_file, "safetensors", "model.safetensors.index.json"),
-        (save_pickled, torch.load, "bin", "pytorch_model.bin.index.json"),
-    ],
-)
-def test_a_tensor_in_two_shards_is_refused(tmp_path, save, load, suffix, index):
-    """transformers takes the copy of the last file, even if it is an older one that the index does
-    not name.
-    """
-    expected = write_source(tmp_path / "whole")
-    weights = load_file(tmp_path / "whole" / "model.safetensors")
-    source = tmp_path / "source"
-    name = "model.norm.weight"
-    source.mkdir()
-    shutil.copy(tmp_path / "whole" / "config.json", source)
-    rest = {key: value for key, value in weights.items() if key != name}
-    first, second = (source / f"part-{number}.{suffix}" for number in (1, 2))
-    save({name: weights[name]}, first)
-    save(rest, second)
-    weight_map = dict.fromkeys(rest, second.name) | {name: first.name}
-    (source / index).write_text(json.dumps({"weight_map": weight_map}))
-    import_model(source, tmp_path / "imported", allow_pickle=True)
-    torch.testing.assert_close(training_logits(tmp_path / "imported"), expected, atol=1e-5, rtol=0)
-    save(rest | {name: 2 * weights[name]}, second)
-    with pytest.raises(FileError, match=f"{first} contains {name}, and {second} contains it, too"):
-        import_model(source, tmp_path / "other", allow_pickle=True)
-    save(rest, second)
-    moved = "model.embed_tokens.weight"
-    (source / index).write_text(json.dumps({"weight_map": weight_map | {moved: first.name}}))
-    with pytest.raises(
-        FileError, match=f"{index} says that {moved} is in {first.name}, but it is in {second.name}"
-    ):
-        import_model(source, tmp_path / "other", allow_pickle=True)
-    assert not (tmp_path / "other").exists()
 
 
 def test_a_malicious_pickle_does_not_run_code(tmp_path):
@@ -566,7 +394,7 @@ def test_a_malicious_pickle_does_not_run_code(tmp_path):
     write_source(tmp_path / "source")
     (tmp_path / "source" / "model.safetensors").unlink()
     torch.save({"model.norm.weight": Trap()}, tmp_path / "source" / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="never loaded"):
+    with pytest.raises(FileError, match="never loaded"):
         import_model(tmp_path / "source", tmp_path / "imported", allow_pickle=True)
     assert os.listdir(tmp_path) == ["source"]
 
@@ -574,34 +402,31 @@ def test_a_malicious_pickle_does_not_run_code(tmp_path):
 def test_incomplete_and_damaged_models_are_refused(tmp_path):
     write_source(tmp_path / "source", max_shard_size="20KB")
     shards = sorted((tmp_path / "source").glob("*.safetensors"))
+    index = "model.safetensors.index.json"
 
     def is_refused(part, damage):
         damaged = tmp_path / "damaged"
         shutil.copytree(tmp_path / "source", damaged)
         damage(damaged)
-        with pytest.raises((ValueError, OSError), match=part):
+        with pytest.raises(FileError, match=part):
             import_model(damaged, tmp_path / "imported")
         shutil.rmtree(damaged)
         assert os.listdir(tmp_path) == ["source"]
 
+    def place(name):
+        return lambda folder: (folder / index).write_text(json.dumps({"weight_map": {"a": name}}))
+
     is_refused("is incomplete", lambda folder: (folder / shards[1].name).unlink())
-    is_refused(
-        "not a complete safetensors", lambda folder: os.truncate(folder / shards[0].name, 5000)
-    )
+    is_refused("not a complete", lambda folder: os.truncate(folder / shards[0].name, 5000))
     is_refused("not JSON", lambda folder: (folder / "config.json").write_text("{"))
     is_refused("config.json is not a file", lambda folder: (folder / "config.json").unlink())
-    index = "model.safetensors.index.json"
-    is_refused(
-        "not an index",
-        lambda folder: (folder / index).write_text('{"weight_map": {"a": "../../secret"}}'),
-    )
     is_refused("in none of its files", lambda folder: save_file({}, folder / shards[1].name))
     is_refused("contains none of", lambda folder: [path.unlink() for path in folder.glob("model*")])
+    for name in ("../../secret", "..", "a/b", "", "\0", "/etc/passwd"):
+        is_refused("not an index", place(name))
     with pytest.raises(FileError, match="hf download"):
         import_model(tmp_path / "nowhere", tmp_path / "imported")
     import_model(tmp_path / "source", tmp_path / "imported")
-    with pytest.raises(FileError):
-        import_model(tmp_path / "source", tmp_path / "imported")
 
 
 @pytest.mark.parametrize("place", ["config.json", "generation_config.json"])
@@ -638,21 +463,31 @@ def test_a_chat_model_keeps_its_tokenizer_stop_ids_settings_and_templates(tmp_pa
     )
 
 
-def test_links_out_of_a_model_directory_are_refused_before_weights_are_read(tmp_path, monkeypatch):
+@pytest.fixture
+def unread_weights(monkeypatch):
+    """Fail if the weights of the model are opened."""
+    monkeypatch.setattr(
+        from_transformers, "open_model", lambda *_: pytest.fail("the weights were opened")
+    )
+
+
+def test_links_out_of_a_model_directory_are_refused_first(tmp_path, unread_weights):
     source = tmp_path / "source"
     write_source(source)
     write_tokenizer(tmp_path / "tokenizer.json")
     (source / "tokenizer.json").symlink_to(tmp_path / "tokenizer.json")
-    monkeypatch.setattr(
-        from_transformers, "open_model", lambda *_: pytest.fail("the weights were opened")
-    )
-    with pytest.raises(
-        FileError, match="tokenizer.json is a link to a file elsewhere; replace it with a copy"
-    ):
+    with pytest.raises(FileError, match="tokenizer.json is a link to a file elsewhere"):
         import_model(source, tmp_path / "imported")
 
 
-def test_output_and_tokenizer_are_checked_before_weights_are_read(tmp_path, monkeypatch, capsys):
+def test_an_existing_output_is_refused_first(tmp_path, unread_weights):
+    write_source(tmp_path / "source")
+    (tmp_path / "imported").mkdir()
+    with pytest.raises(FileError, match="imported exists"):
+        import_model(tmp_path / "source", tmp_path / "imported")
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_not_imported(tmp_path, capsys):
     write_source(tmp_path / "source")
     write_tokenizer(path := tmp_path / "source" / "tokenizer.json")
     path.write_text(
@@ -660,35 +495,15 @@ def test_output_and_tokenizer_are_checked_before_weights_are_read(tmp_path, monk
     )
     import_model(tmp_path / "source", tmp_path / "imported")
     assert "has a tokenizer of 100 ids for only 90 embedding rows" in capsys.readouterr().err
-    monkeypatch.setattr(
-        from_transformers, "open_model", lambda *_: pytest.fail("the weights were opened")
-    )
-    with pytest.raises(FileError, match="imported exists"):
-        import_model(tmp_path / "source", tmp_path / "imported")
-
-
-@pytest.mark.parametrize("name", ["..", "a/b", "", "\0", "/etc/passwd"])
-def test_an_index_of_weights_can_only_name_files_next_to_it(tmp_path, name):
-    write_source(tmp_path / "source")
-    (tmp_path / "source" / "model.safetensors").unlink()
-    index = {"weight_map": {"model.norm.weight": name}}
-    (tmp_path / "source" / "model.safetensors.index.json").write_text(json.dumps(index))
-    command = ["from-hf", "--model", tmp_path / "source", "--output", tmp_path / "imported"]
-    refused(tmp_path, "is not an index of weights", *command)
 
 
 def test_shapes_are_checked_before_anything_is_allocated_or_written(tmp_path, monkeypatch):
     write_source(tmp_path / "source", "llama1")
-    change_config(
-        tmp_path / "source",
-        {"num_attention_heads": 2**16, "num_key_value_heads": 2**16, "head_dim": 2**16},
-    )
+    huge = 2**16
+    sizes = {"num_attention_heads": huge, "num_key_value_heads": huge, "head_dim": huge}
+    change_config(tmp_path / "source", sizes)
     monkeypatch.setattr(
-        new_checkpoint, "atomic_directory", lambda *arguments: pytest.fail("it began to write")
+        new_checkpoint, "atomic_directory", lambda *_: pytest.fail("it began to write")
     )
-    command = ["from-hf", "--model", tmp_path / "source", "--output", tmp_path / "imported"]
-    refused(
-        tmp_path,
-        "q_proj.weight the shape (32, 32), but its settings require (4294967296, 32)",
-        *command,
-    )
+    with pytest.raises(FileError, match="q_proj.weight the shape"):
+        import_model(tmp_path / "source", tmp_path / "imported")

@@ -8,7 +8,6 @@ torch.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +119,12 @@ _ROPE_SHARED = (
 
 
 _SIZES = (
-    "num_hidden_layers hidden_size intermediate_size num_attention_heads max_position_embeddings"
-    " vocab_size".split()
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "vocab_size",
 )
 
 
@@ -134,9 +137,8 @@ def errors_of_settings(path: Path) -> Iterator[None]:
         yield
     except KeyError as error:
         problem = f"has no {error.args[0]}"
-        raise FileError(
-            str(path), problem, "give the config.json that belongs to the weights"
-        ) from None
+        fix = "give the config.json that belongs to the weights"
+        raise FileError(str(path), problem, fix) from None
     except ConfigError as error:
         problem = f"describes a model that cannot be built: {error.subject} {error.problem}"
         raise FileError(str(path), problem, error.fix) from None
@@ -161,10 +163,7 @@ def read_settings(path: Path) -> dict:
     """Return the contents of a `config.json`. Raises FileError."""
     if not path.is_file():
         raise FileError(str(path), "is not a file", "give the model's config.json")
-    try:
-        return read_record(path, dict[str, Any], _CONFIG_BYTES)
-    except FileError as error:
-        raise FileError(str(path), error.problem, "give the model's config.json") from None
+    return read_record(path, dict[str, Any], _CONFIG_BYTES)
 
 
 def padded_vocabulary(rows: int, multiple: int) -> int:
@@ -193,42 +192,32 @@ def shared_settings(settings: dict[str, Any], vocab_multiple: int) -> dict[str, 
     }
 
 
-@dataclass(frozen=True)
-class Changes:
-    """Changes that an import makes to a model; see the options of `convert_checkpoint.py
-    from-hf`.
-    """
-
-    position_encoding: str | None = None
-    """The new positional encoding; None keeps the model's."""
-    rope_scaling_factor: float = 1.0
-    vocab_multiple: int = 1
-    token_mixing: str = "full"
-    gate_input: str | None = None
-    position_mlp_size: int | None = None
-
-    @property
-    def tape_settings(self) -> dict[str, Any]:
-        """The settings of TAPE that an import sets, by their keys in config.json."""
-        both = {"gate_input": self.gate_input, "position_mlp_size": self.position_mlp_size}
-        return {key: value for key, value in both.items() if value is not None}
-
-
 def model_settings(
-    settings: dict[str, Any], path: Path, changes: Changes = Changes()
+    settings: dict[str, Any],
+    path: Path,
+    position_encoding: str | None = None,
+    vocab_multiple: int = 1,
 ) -> ModelConfig:
-    """Return the ModelConfig for `settings`, the contents of the `config.json` at `path`, with
-    `changes` applied.
+    """Return the ModelConfig for `settings`, the contents of the `config.json` at `path`.
 
-    Raises UserError, KeyError, TypeError or AttributeError for unsupported settings.
+    `position_encoding` replaces RoPE by another encoding; None keeps the model's. The vocabulary
+    is padded to a multiple of `vocab_multiple`. Raises UserError, KeyError, TypeError or
+    AttributeError for unsupported settings.
     """
     kind = settings.get("model_type")
     if not isinstance(kind, str) or kind not in DEFAULTS:
         reason = _UNLIKE_LLAMA.get(str(kind), "")
         raise cannot_import(settings, path, "model_type", ", ".join(DEFAULTS), reason)
-    original = {"tape": "tape", ENCODED: settings.get("position_encoding")}.get(kind, "rope")
-    encoding = changes.position_encoding or original
-    _check_changes(settings, path, encoding, changes)
+
+    own_encoding = {"tape": "tape", ENCODED: settings.get("position_encoding")}.get(kind, "rope")
+    encoding = position_encoding or own_encoding
+    if kind in ("tape", ENCODED) and encoding != own_encoding:
+        raise FileError(
+            str(path),
+            f"has the positional encoding {own_encoding!s:.100}, which cannot become {encoding}",
+            "omit --position-encoding",
+        )
+
     # null is the same as a missing key, except that it disables a sliding window.
     given = {
         key: value
@@ -238,22 +227,15 @@ def model_settings(
     settings = DEFAULTS[kind] | given | _FIXED[kind]
     check_sizes(settings, path)
     _check_supported(settings, path)
-    convert = _encoded if kind == ENCODED else _rope
-    position = convert(settings, path, changes.rope_scaling_factor)
+
+    position = _encoded(settings, path) if kind == ENCODED else _rope(settings, path)
     if kind == "tape":
-        own_tape = {key: settings[key] for key in _TAPE_KEYS if key in settings}
-    else:
-        own_tape = {}
-    position |= {
-        _TAPE_KEYS[key]: value for key, value in (changes.tape_settings | own_tape).items()
-    }
-    if encoding == "tape":
-        position |= {"token_mixing": changes.token_mixing}
+        position |= {own: settings[key] for key, own in _TAPE_KEYS.items() if key in settings}
     model = model_config(
         {
             "position_encoding": encoding,
             "position": position,
-            **shared_settings(settings, changes.vocab_multiple),
+            **shared_settings(settings, vocab_multiple),
             "num_query_groups": settings.get(
                 "num_key_value_heads", settings["num_attention_heads"]
             ),
@@ -262,7 +244,7 @@ def model_settings(
             "qk_norm": settings["qk_norm"],
             "attention_output_gate": settings.get("attention_output_gate", False),
             "layers_without_positions": _layers_without_positions(settings, path),
-            "seq_length": int(settings["max_position_embeddings"] * changes.rope_scaling_factor),
+            "seq_length": settings["max_position_embeddings"],
         }
     )
     validate_model(model)
@@ -277,54 +259,28 @@ def cannot_import(
     """
     problem = f"is {settings.get(key)!r:.200} in {path}, which cannot be imported"
     if reason:
-        problem = f"{problem} ({reason})"
+        problem += f" ({reason})"
     return UserError(key, problem, f"supported: {accepted}")
-
-
-def _check_changes(settings: dict[str, Any], path: Path, encoding: str, changes: Changes) -> None:
-    kind = settings["model_type"]
-    if kind == "tape" and encoding != "tape":
-        problem = f"describes a TAPE model, which cannot become {encoding}"
-        raise FileError(str(path), problem, "omit --position-encoding")
-    if kind == ENCODED and encoding != settings["position_encoding"]:
-        problem = (
-            f"has the positional encoding {settings['position_encoding']!s:.100}, which cannot"
-            f" become {encoding}"
-        )
-        raise FileError(str(path), problem, "omit --position-encoding")
-    if changes.tape_settings and (encoding != "tape" or kind == ENCODED):
-        problem = f"applies only to TAPE, but the model is imported as {encoding}"
-        if encoding != "tape":
-            problem = problem
-        else:
-            problem = "cannot be changed in this export"
-        raise UserError(tuple(changes.tape_settings), problem, "omit it")
-    for key, value in changes.tape_settings.items() if kind == "tape" else ():
-        if value != settings.get(key):
-            problem = f"has {key} {settings.get(key)!r:.100}, which cannot become {value!r}"
-            raise FileError(str(path), problem, f"omit --{key.replace('_', '-')}")
 
 
 def _check_supported(settings: dict[str, Any], path: Path) -> None:
     """Raise UserError if a setting that affects the model is not supported."""
+    kind = settings["model_type"]
     for key, accepted in _SUPPORTED.items():
-        if key == "partial_rotary_factor" and settings["model_type"] == PHI3:
+        if key == "partial_rotary_factor" and kind == PHI3:
             continue  # `_rope` reads it
         if settings.get(key, accepted) != accepted:
             raise cannot_import(settings, path, key, format_value(accepted))
+
     # In these architectures, but not in Qwen2 and TAPE, attention_bias also adds a bias to the
     # output projection.
-    biased = settings["model_type"] in ("llama", "qwen3", "smollm3") and settings["attention_bias"]
-    if biased:
+    if kind in ("llama", "qwen3", "smollm3") and settings["attention_bias"]:
         raise cannot_import(settings, path, "attention_bias", "false")
+
     # Qwen's settings contain the size of a sliding window even if it is disabled.
-    if settings["use_sliding_window"]:
-        window = settings.get("sliding_window")
-    else:
-        window = None
+    window = settings.get("sliding_window") if settings["use_sliding_window"] else None
     context = settings["max_position_embeddings"]
-    is_full = window is None or window >= context
-    if not is_full:
+    if window is not None and window < context:
         raise cannot_import(
             settings,
             path,
@@ -333,128 +289,101 @@ def _check_supported(settings: dict[str, Any], path: Path) -> None:
             " import the model for contexts that fit into its window, set max_position_embeddings"
             f" to {window} in its config.json",
         )
-    layers = settings["num_hidden_layers"]
+
     types = settings.get("layer_types")
-    if types is not None:
-        # A window that holds the whole context is full attention.
-        if window is None:
-            full = {"full_attention"}
-        else:
-            full = {"full_attention", "sliding_attention"}
-        if not set(types) <= full:
-            raise cannot_import(settings, path, "layer_types", "full_attention in all layers")
-        if len(types) != layers:
-            raise cannot_import(
-                settings, path, "layer_types", f"one entry for each of {layers} layers"
-            )
+    if types is None:
+        return
+    full = {"full_attention"}
+    if window is not None:  # a window that holds the whole context is full attention
+        full.add("sliding_attention")
+    layers = settings["num_hidden_layers"]
+    if not set(types) <= full or len(types) != layers:
+        raise cannot_import(settings, path, "layer_types", f"full_attention in all {layers} layers")
 
 
 def _layers_without_positions(settings: dict[str, Any], path: Path) -> int | None:
-    """Return n if every n-th layer has no positions, None if all have. Raises UserError for other
-    patterns.
+    """Return n if every n-th layer has no positions, None if all have.
+
+    Raises UserError for other patterns.
     """
     if settings["model_type"] != "smollm3":
         return settings.get("layers_without_positions")
     layers = settings["num_hidden_layers"]
-    every = settings["no_rope_layer_interval"]
-    if settings.get("no_rope_layers"):
-        key = "no_rope_layers"
-    else:
-        key = "no_rope_layer_interval"
+    interval = settings["no_rope_layer_interval"]
+    key = "no_rope_layer_interval"
     if rotates := settings.get("no_rope_layers"):
-        every = rotates.index(0) + 1 if 0 in rotates else layers + 1
-        if len(rotates) != layers or any(
-            rotate != (layer % every > 0) for layer, rotate in enumerate(rotates, 1)
-        ):
-            every = 0
-    if every < 2:
+        key = "no_rope_layers"
+        interval = [*rotates, 0].index(0) + 1
+        if rotates != [int(layer % interval > 0) for layer in range(1, layers + 1)]:
+            interval = 0
+    if interval < 2:
         raise cannot_import(
             settings, path, key, "layers without positions at a fixed interval of at least 2"
         )
-    if every <= layers:
-        return every
+    if interval <= layers:
+        return interval
     return None
 
 
-def _encoded(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[str, Any]:
-    """Return `model.position` for an export with `model_type` ENCODED, which contains it. Raises
-    UserError.
-    """
+def _encoded(settings: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return `model.position` for an export with `model_type` ENCODED. Raises UserError."""
     name = settings["position_encoding"]
-    given = settings["position_settings"]
     if not isinstance(name, str) or name not in ENCODINGS:
         problem = f"is {name!r:.200} in {path}, which is not one of {', '.join(ENCODINGS)}"
         raise UserError("position_encoding", problem)
-    if scaling_factor != 1.0:
-        problem = (
-            f"{scaling_factor:g} cannot be applied to this export, which contains its own settings"
-            f" of {name}"
-        )
-        raise UserError("--rope-scaling-factor", problem, "omit it")
-    check_shape(given, dict[str, Any], f"position_settings in {path}")
-    return dict(given)
+    position = settings["position_settings"]
+    check_shape(position, dict[str, Any], f"position_settings in {path}")
+    return dict(position)
 
 
-def _rope(settings: dict[str, Any], path: Path, scaling_factor: float) -> dict[str, Any]:
+def _rope(settings: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return `model.position` for rotary settings. Raises UserError.
 
     transformers 5 stores them in rope_parameters; older versions use rope_scaling and the top level
     of config.json.
     """
-    if settings.get("rope_scaling"):
-        key = "rope_scaling"
-    else:
-        key = "rope_parameters"
+    is_phi3 = settings["model_type"] == PHI3
+    key = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
     rope, current = (_rotary(settings, name, path) for name in (key, "rope_parameters"))
     # transformers would use rope_scaling and silently ignore rope_parameters.
     if current and {**rope, "rope_theta": None} != {**current, "rope_theta": None}:
         raise UserError(
             "rope_scaling", f"and rope_parameters differ in {path}", "remove the wrong one"
         )
+
+    thetas = {place["rope_theta"] for place in (rope, current, settings) if "rope_theta" in place}
+    if len(thetas) > 1:
+        problem = f"has different values in {path}: {', '.join(map(str, sorted(thetas)))}"
+        raise UserError("rope_theta", problem, "remove the wrong one")
+    theta = next(iter(thetas), _THETAS.get(settings["model_type"], 10000.0))
+
     kind = rope.get("rope_type", "default")
     share = rope.get("partial_rotary_factor", 1.0)
-    if settings["model_type"] == PHI3:
+    if is_phi3:
         share = rope.get("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0))
+        theta = _theta_of_share(theta, share, settings, path)
     elif share != 1.0 and kind != "proportional":
         fix = f"with rope_type {kind}, only 1 is supported; with rope_type proportional, any share"
         raise UserError(
             f"{key}.partial_rotary_factor", f"is {share} in {path}, which cannot be imported", fix
         )
-    # transformers uses the first of these; the others must be equal.
-    default = _THETAS.get(settings["model_type"], 10000.0)
-    theta = rope.get("rope_theta", settings.get("rope_theta", default))
-    for place in (current, settings):
-        if (other := place.get("rope_theta", theta)) != theta:
-            problem = (
-                f"has different values in {path}: {other}, and {theta}, which transformers uses"
-            )
-            raise UserError("rope_theta", problem, "remove the wrong one")
-    if settings["model_type"] == PHI3:
-        theta = _theta_of_share(theta, share, settings, path)
+
     if kind in ("default", "linear", "proportional"):
-        if kind == "linear":
-            factor = rope["factor"]
-        elif kind == "default":
-            factor = 1.0
-        else:
-            factor = rope.get("factor", 1.0)
-        return {
-            "rope_theta": theta,
-            "rope_share": share,
-            "rope_scaling_factor": factor * scaling_factor,
-        }
+        factor = rope["factor"] if kind == "linear" else rope.get("factor", 1.0)
+        return {"rope_theta": theta, "rope_share": share, "rope_scaling_factor": factor}
+
     length = settings["max_position_embeddings"]
     original = "original_max_position_embeddings"
     original_length = settings.get(original, rope.get(original, length))
-    shared = {
+    position = {
         "rope_theta": theta,
         "rope_scaling_type": kind,
         "rope_original_seq_length": original_length,
     }
     if kind == "yarn":
-        return shared | _yarn(rope, length, original_length, path, scaling_factor)
-    return shared | {
-        "rope_scaling_factor": rope["factor"] * scaling_factor,
+        return position | _yarn(rope, length / original_length)
+    return position | {
+        "rope_scaling_factor": rope["factor"],
         "rope_low_freq_factor": rope["low_freq_factor"],
         "rope_high_freq_factor": rope["high_freq_factor"],
     }
@@ -475,32 +404,21 @@ def _theta_of_share(theta: float, share: float, settings: dict[str, Any], path: 
     return theta ** (dim / rotated)
 
 
-def _yarn(
-    rope: dict[str, Any], length: int, original_length: int, path: Path, scaling_factor: float
-) -> dict[str, Any]:
-    """Return `model.position` for yarn, which scales contexts from `original_length` to `length`
-    tokens.
+def _yarn(rope: dict[str, Any], length_ratio: float) -> dict[str, Any]:
+    """Return yarn's settings in `model.position`.
+
+    A factor of null stands for `length_ratio`, the context length divided by the original one.
     """
-    if rope["factor"] is None:
-        factor = length / original_length
-    else:
-        factor = rope["factor"]
-    mscales = rope.get("mscale"), rope.get("mscale_all_dim")
+    factor = length_ratio if rope["factor"] is None else rope["factor"]
     attention = rope.get("attention_factor")
-    if attention is None and all(mscales):
-        attention = yarn_attention_factor(factor, mscales[0]) / yarn_attention_factor(
-            factor, mscales[1]
-        )
+    mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    if attention is None and mscale and mscale_all_dim:
+        attention = yarn_attention_factor(factor, mscale)
+        attention /= yarn_attention_factor(factor, mscale_all_dim)
     if attention is not None and math.isclose(attention, yarn_attention_factor(factor)):
         attention = None
-    if attention is not None and scaling_factor != 1.0:
-        problem = (
-            f"{scaling_factor:g} cannot be combined with the attention factor {attention:g} in"
-            f" {path}, which is not yarn's default"
-        )
-        raise UserError("--rope-scaling-factor", problem, "omit it")
     return {
-        "rope_scaling_factor": factor * scaling_factor,
+        "rope_scaling_factor": factor,
         "rope_beta_fast": rope.get("beta_fast") or 32.0,
         "rope_beta_slow": rope.get("beta_slow") or 1.0,
         "rope_truncate": rope.get("truncate", True),
@@ -509,37 +427,28 @@ def _yarn(
 
 
 def _rotary(settings: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
-    """Return the rotary settings under `key` that are not null, with `rope_type`, or {}. Raises
-    UserError.
+    """Return the rotary settings under `key` that are not null, with `rope_type`, or {}.
+
+    Raises UserError.
     """
     rope = settings.get(key, {})
-    if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
-        problem = (
-            f"in {path} is a group of settings, which transformers does not read for"
-            f" {settings['model_type']}"
-        )
-        raise UserError(
-            f"{key}.{nested[0][:40]}",
-            problem,
-            f"give one setting for all layers, directly in {key}",
-        )
+    if not rope:
+        return {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     # In transformers, Phi-3 has no others but longrope, and reads yarn as longrope.
-    if settings["model_type"] == PHI3:
-        supported = ("default",)
-    else:
-        supported = tuple(_ROPE_KEYS)
-    if not isinstance(kind, str) or kind not in supported:
+    supported = ["default"] if settings["model_type"] == PHI3 else list(_ROPE_KEYS)
+    if kind not in supported:
         problem = f"is {kind!r:.100} in {path}, which cannot be imported"
         raise UserError(f"{key}.rope_type", problem, f"supported: {', '.join(supported)}")
+
     known = (*_ROPE_KEYS[kind], *_ROPE_SHARED)
     nullable = ("factor", "truncate") if kind == "yarn" else ()
-    found = {name: value for name, value in rope.items() if value is not None or name in nullable}
-    found = {name: value for name, value in found.items() if name not in ("type", "rope_type")}
-    for name, value in found.items():
+    result = {"rope_type": kind}
+    for name, value in rope.items():
+        if name in ("type", "rope_type") or (value is None and name not in nullable):
+            continue
         if name not in known and (name, value) != ("factor", 1):
-            problem = f"in {path} is not a setting of the rope_type {kind}"
+            problem = f"in {path} is not a setting of the rope_type {kind} for all layers"
             raise UserError(f"{key}.{name[:40]}", problem, f"supported: {', '.join(known)}")
-    if rope:
-        return found | {"rope_type": kind}
-    return {}
+        result[name] = value
+    return result

@@ -1,22 +1,14 @@
-"""Import a model of transformers or a GGUF file as a checkpoint of this project.
-
-Only GGUF files require the package `transformers`.
-"""
+"""Import a model of transformers as a checkpoint of this project, without using transformers."""
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
-from megatron_tape import command_line
 from megatron_tape.errors import FileError
 from megatron_tape.huggingface.imports.config_json import (
     ENCODED,
-    Changes,
     errors_of_settings,
     model_settings,
     read_settings,
 )
-from megatron_tape.huggingface.imports.from_gguf import SUFFIX, GgufFile
 from megatron_tape.huggingface.imports.model_weights import open_model
 from megatron_tape.huggingface.imports.new_checkpoint import (
     advise,
@@ -29,16 +21,15 @@ from megatron_tape.io.files import refuse_existing
 
 
 def import_model(
-    source: str | Path,
+    model: str | Path,
     output: str | Path,
     position_encoding: str | None = None,
     seed: int = 1234,
     allow_pickle: bool = False,
     base_model: str | None = None,
-    **changes: Any,
+    vocab_multiple: int = 1,
 ) -> None:
-    """Import the model of transformers in the directory `source`, or a GGUF file, as the new
-    checkpoint `output`.
+    """Import the model of transformers in the directory `model` as the new checkpoint `output`.
 
     Raises UserError or OSError if the model is incomplete or not supported.
 
@@ -47,42 +38,28 @@ def import_model(
             model without them. They are initialized with `seed` and do not change the logits. This
             project's exports keep their encoding; the code in an export is not read.
         base_model: the model's name on the Hub, for model cards.
-        changes: other fields of `Changes`. `rope_scaling_factor` divides positions or, if the model
-            has a scaling of its own, multiplies its factor; it extends the context by the same
-            factor.
+        vocab_multiple: pad the vocabulary to a multiple of this.
     """
-    source = Path(source)
+    source = Path(model)
     refuse_existing(output, fix="choose another output, or move it away")
-    is_gguf = source.suffix == SUFFIX and source.is_file()
-    if not is_gguf and not source.is_dir():
+    if not source.is_dir():
         fix = "download the model into a directory: hf download OWNER/NAME --local-dir DIR"
-        raise FileError(str(source), "is neither a directory nor a GGUF file", fix)
-    directory = source.parent if is_gguf else source
-    with TemporaryDirectory() as converted:
-        gguf = GgufFile(source, Path(converted)) if is_gguf else None
-        path = source if is_gguf else source / "config.json"
-        with errors_of_settings(path):
-            settings = read_settings(path) if gguf is None else gguf.settings()
-            if position_encoding is None and settings.get("model_type") != ENCODED:
-                position_encoding = "tape"
-            model = model_settings(settings, path, Changes(position_encoding, **changes))
-        exported_here = settings["model_type"] in ("tape", ENCODED)
-        card = source_card(directory, base_model, exported_here)
-        origin = (
-            f"the {settings['model_type']} model {card.get('base_model') or source.resolve().name}"
-        )
-        tokenizer = find_tokenizer(directory, model.unpadded_vocab_size)
-        if gguf is None:
-            weights = open_model(source, model, allow_pickle)
-        else:
-            origin = f"{origin} (GGUF, {gguf.quantization})"
-            command_line.log(
-                f"{source} contains {gguf.quantization} weights; the checkpoint stores them in fp32"
-            )
-            if tokenizer is None and gguf.write_tokenizer(Path(converted)):
-                tokenizer = find_tokenizer(Path(converted), model.unpadded_vocab_size)
-            weights = gguf.weights()
-        if model.position_encoding == "tape" and not exported_here:
-            weights = with_new_tape(weights, model, seed)
-        write_imported(output, model, weights, origin, tokenizer, card=card)
-    advise(output, model)
+        raise FileError(str(source), "is not a directory", fix)
+
+    path = source / "config.json"
+    settings = read_settings(path)
+    with errors_of_settings(path):
+        if position_encoding is None and settings.get("model_type") != ENCODED:
+            position_encoding = "tape"
+        config = model_settings(settings, path, position_encoding, vocab_multiple)
+
+    is_export = settings["model_type"] in ("tape", ENCODED)
+    card = source_card(source, base_model, is_export)
+    name = card.get("base_model") or source.resolve().name
+    origin = f"the {settings['model_type']} model {name}"
+    tokenizer = find_tokenizer(source, config.unpadded_vocab_size)
+    weights = open_model(source, config, allow_pickle)
+    if config.position_encoding == "tape" and not is_export:
+        weights = with_new_tape(weights, config, seed)
+    write_imported(output, config, weights, origin, tokenizer, card=card)
+    advise(output, config)

@@ -6,7 +6,6 @@ Phi-3 is Llama with fused projections. It may also rotate only the first element
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,11 +30,8 @@ _FUSED = {
 _ROTATED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
 
 
-def open_model(
-    directory: Path, model: ModelConfig, allow_pickle: bool = False
-) -> Mapping[str, Tensor]:
-    """Return the weights of the model in `directory`, which has the settings `model`, by the names
-    of Llama's weights.
+def open_model(directory: Path, model: ModelConfig, allow_pickle: bool = False) -> LazyTensors:
+    """Return the weights of a model with the settings `model`, by the names of Llama's weights.
 
     Raises FileError.
     """
@@ -45,57 +41,51 @@ def open_model(
     return weights
 
 
-def _split(weights: Mapping[str, Tensor], model: ModelConfig, origin: str) -> LazyTensors:
-    """Return Phi-3's weights by the names of Llama's weights. Raises FileError if they do not match
-    `model`.
+def _split(weights: LazyTensors, model: ModelConfig, origin: str) -> LazyTensors:
+    """Return Phi-3's weights by the names of Llama's weights.
+
+    Raises FileError if a fused weight is missing or does not match `model`.
     """
-    given = getattr(weights, "shapes", None) or {
-        name: tuple(weights[name].shape) for name in weights
-    }
+    given = weights.shapes or {name: tuple(weights[name].shape) for name in weights}
     expected = whole_shapes(model)
-    fused_names: set[str] = set()
-    shapes: dict[str, tuple[int, ...]] = {}
-    # For each of Llama's weights: the name of the fused weight, its first row there, and the row
-    # after the last.
-    places: dict[str, tuple[str, int, int]] = {}
+    shapes = dict(given)
+    # For each of Llama's weights: the name of the fused weight, and its first row there.
+    places: dict[str, tuple[str, int]] = {}
 
     for layer in range(model.num_layers):
+        prefix = f"model.layers.{layer}."
         for suffix, parts in _FUSED.items():
-            fused = f"model.layers.{layer}.{suffix}"
+            fused = f"{prefix}{suffix}"
             if fused not in given:
                 raise FileError(origin, f"lacks the parameter {fused}", MISMATCH)
-            stop = 0
+            rows = 0
             for part in parts:
-                name = f"model.layers.{layer}.{part}"
-                start = stop
-                stop = stop + expected[name][0]
+                name = f"{prefix}{part}"
+                places[name] = fused, rows
                 shapes[name] = expected[name]
-                places[name] = fused, start, stop
-            if given[fused] != (stop, model.hidden_size):
-                problem = f"gives {fused} the shape {given[fused]!s:.100}, but its settings require"
-                raise FileError(origin, f"{problem} {(stop, model.hidden_size)}", MISMATCH)
-            fused_names.add(fused)
-
-    others = {name: shape for name, shape in given.items() if name not in fused_names}
-    if both := sorted(places.keys() & others.keys()):
-        problem = f"contains {both[0]}, but its settings describe a model without this parameter"
-        raise FileError(origin, problem, MISMATCH)
+                rows += expected[name][0]
+            if given[fused] != (rows, model.hidden_size):
+                problem = (
+                    f"gives {fused} the shape {given[fused]!s:.100}, but its settings require"
+                    f" {(rows, model.hidden_size)}"
+                )
+                raise FileError(origin, problem, MISMATCH)
+            del shapes[fused]
 
     def read(name: str) -> Tensor:
         if name not in places:
             return weights[name]
-        fused, start, stop = places[name]
-        rows = weights[fused][start:stop]
+        fused, start = places[name]
+        part = weights[fused][start : start + shapes[name][0]]
         if name.endswith(_ROTATED):
-            return _in_pairs(rows, model)
-        return rows
+            return _in_pairs(part, model)
+        return part
 
-    return LazyTensors([*others, *places], read, others | shapes)
+    return LazyTensors(shapes, read, shapes)
 
 
 def _in_pairs(weight: Tensor, model: ModelConfig) -> Tensor:
-    """Return a projection (N D, C) to queries or keys with the elements of each head in the order
-    of `rope_share`.
+    """Return a projection (N D, C) to queries or keys in the order of elements of `rope_share`.
 
     Of the D elements of a head, Phi-3 rotates the first R, in pairs (i, i + R/2). With
     `rope_share`, pairs are (i, i + D/2), and the first R/2 of them rotate. Scores of queries and

@@ -1,7 +1,6 @@
 """Write imported weights as a checkpoint of this project, from which a run can start at step 0."""
 
 import json
-import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,19 +37,17 @@ from megatron_tape.model.weights import from_megatron, to_megatron
 from megatron_tape.position import encoding_of
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
-_POSITION = re.compile(r"model\.layers\.(\d+)\.position\.(\w+)\.weight")
 _VOCABULARY = ("model.embed_tokens.weight", HUGGING_FACE_OUTPUT)
 
 
-def _padded(weights: Mapping[str, Tensor], model: ModelConfig, origin: str) -> LazyTensors:
-    """Return `weights` with the padded vocabulary of `model`; each added row is the mean of all
-    rows.
+def _padded(weights: LazyTensors, model: ModelConfig, origin: str) -> LazyTensors:
+    """Return `weights` with the padded vocabulary of `model`; each added row is the mean of all.
 
     Reading a weight raises FileError if its shape or dtype is wrong, or if it contains NaN or
     infinity.
     """
     shapes = whole_shapes(model)
-    rows = model.vocab_size
+    padding = model.vocab_size - model.unpadded_vocab_size
 
     def read(name: str) -> Tensor:
         tensor = weights[name]
@@ -58,44 +55,41 @@ def _padded(weights: Mapping[str, Tensor], model: ModelConfig, origin: str) -> L
         if name in _VOCABULARY:
             shape = (model.unpadded_vocab_size, *shape[1:])
         if tuple(tensor.shape) != shape:
-            problem = (
-                f"gives {name} the shape {tuple(tensor.shape)!s:.100}, but its settings require"
-                f" {shape}"
-            )
+            given = tuple(tensor.shape)
+            problem = f"gives {name} the shape {given!s:.100}, but its settings require {shape}"
             raise FileError(origin, problem)
         if tensor.dtype not in _TYPES:
-            raise FileError(
-                origin, f"contains {name} as {tensor.dtype}", "fp32, bf16 and fp16 can be imported"
-            )
+            problem = f"contains {name} as {tensor.dtype}"
+            raise FileError(origin, problem, "fp32, bf16 and fp16 can be imported")
         if not torch.isfinite(tensor).all():
             problem = f"contains NaN or infinity in {name}, so it cannot be trained"
             raise FileError(origin, problem, "choose an earlier checkpoint of the model")
-        if name not in _VOCABULARY or len(tensor) == rows:
+
+        if name not in _VOCABULARY or padding == 0:
             return tensor
         mean = tensor.float().mean(0, keepdim=True).to(tensor.dtype)
-        return torch.cat([tensor, mean.expand(rows - len(tensor), -1)])
+        return torch.cat([tensor, mean.expand(padding, -1)])
 
     return LazyTensors(weights, read)
 
 
-def with_new_tape(weights: Mapping[str, Tensor], model: ModelConfig, seed: int) -> LazyTensors:
-    """Return the weights of a model without TAPE by Hugging Face's names, with newly initialized
-    TAPE parameters.
-    """
+def with_new_tape(weights: LazyTensors, model: ModelConfig, seed: int) -> LazyTensors:
+    """Return the weights of a model without TAPE, with newly initialized TAPE parameters."""
     initials = weight_initializations(model)
     encoding = encoding_of(model)
+    own_names = {
+        hugging_face_name(layer, f"{POSITION}{name}"): layer_name(layer, f"{POSITION}{name}")
+        for layer in range(model.num_layers)
+        for name in encoding.parameters(layer)
+    }
 
     def read(name: str) -> Tensor:
-        if (match := _POSITION.fullmatch(name)) is None:
+        if name not in own_names:
             return weights[name]
-        own = layer_name(int(match[1]), f"{POSITION}{match[2]}")
+        own = own_names[name]
         return from_megatron(own, initialized_whole(own, initials[own], seed), model)[name]
 
-    own = [
-        (layer, name) for layer in range(model.num_layers) for name in encoding.parameters(layer)
-    ]
-    new = (hugging_face_name(layer, f"{POSITION}{name}") for layer, name in own)
-    return LazyTensors([*weights, *new], read, getattr(weights, "shapes", {}))
+    return LazyTensors([*weights, *own_names], read, weights.shapes)
 
 
 def write_imported(
@@ -124,14 +118,21 @@ def write_imported(
             `card`).
     """
     output = Path(output)
-    shapes = parameter_shapes(model)
-    _check(weights, model, origin, unread)
+    if not isinstance(weights, LazyTensors):
+        weights = LazyTensors(weights, weights.__getitem__)
+    check_weights(weights, model, origin, unread)
+    embedding, head = _VOCABULARY
+    if model.tie_embeddings and head in weights:
+        if not torch.equal(weights[embedding], weights[head]):
+            problem = f"has tie_word_embeddings, but {head} differs from {embedding}"
+            raise FileError(origin, problem)
+
     padded = _padded(weights, model, origin)
+    shapes = parameter_shapes(model)
     with atomic_directory(output) as directory:
         announced = on_meta(shapes, torch.float32)
-        tensors = with_progress(
-            (to_megatron(padded, name, model) for name in shapes), announced.values()
-        )
+        converted = (to_megatron(padded, name, model) for name in shapes)
+        tensors = with_progress(converted, announced.values())
         entries = {}
         index = {}
         for number, part in enumerate(in_parts(announced, FILE_BYTES)):
@@ -142,28 +143,28 @@ def write_imported(
             )
         tensors.close()
         write_record(directory / INDEX, {"files": index})
-        progress = {"origin": origin} | progress
-        progress |= {} if tokenizer is None else {"tokenizer": tokenizer_record(tokenizer)}
+
+        progress = {"bad_steps": 0, "origin": origin} | {
+            key: value for key, value in progress.items() if value
+        }
+        names = [INDEX, checkpoint_files.STATE, "model.yaml"]
+        if tokenizer is not None:
+            progress["tokenizer"] = tokenizer_record(tokenizer)
+            names += write_tokenizer_files(tokenizer.files, directory)
         state = {
             "step": 0,
             "optimizer_steps": 0,
             "consumed_samples": 0,
-            "progress": {
-                "bad_steps": 0,
-                **{key: value for key, value in progress.items() if value},
-            },
+            "progress": progress,
             "tensor_model_parallel_size": 1,
             "data_parallel_size": 1,
             "sharded": {},
             "config": {"model": as_dict(model)},
         }
         write_record(directory / checkpoint_files.STATE, state)
-        _write_settings(directory / "model.yaml", model)
-        if tokenizer is None:
-            copied = []
-        else:
-            copied = write_tokenizer_files(tokenizer.files, directory)
-        for name in (INDEX, checkpoint_files.STATE, "model.yaml", *copied):
+        settings = dump({"model": as_dict(model)})
+        (directory / "model.yaml").write_text(settings, encoding="utf-8")
+        for name in names:
             entries[name] = digest(directory / name)
         manifest = {"format_version": checkpoint_files.FORMAT_VERSION, "step": 0, "files": entries}
         write_record(directory / checkpoint_files.MANIFEST, manifest)
@@ -174,12 +175,11 @@ def advise(output: str | Path, model: ModelConfig) -> None:
     `write_imported`.
     """
     output = Path(output)
-    copied = (output / TOKENIZER).is_dir()
-    if copied:
+    checkpoint = shlex.quote(str(output))
+    settings = shlex.quote(str(output / "model.yaml"))
+    tokenizer = "TOKENIZER"
+    if (output / TOKENIZER).is_dir():
         tokenizer = shlex.quote(str(output / TOKENIZER))
-    else:
-        tokenizer = "TOKENIZER"
-    checkpoint, settings = (shlex.quote(str(path)) for path in (output, output / "model.yaml"))
     data = f"--data.prefix DATA --data.tokenizer {tokenizer}"
     command_line.log(f"wrote {output}")
     command_line.log(
@@ -192,34 +192,15 @@ def advise(output: str | Path, model: ModelConfig) -> None:
             f" --config extend/tape --extension.from {checkpoint} --logging.directory runs/NAME"
             f" {data}"
         )
-    if not copied:
+    if tokenizer == "TOKENIZER":
         command_line.log(
             f"{output} has no tokenizer: replace TOKENIZER by the model's; exports need --tokenizer"
             " TOKENIZER"
         )
 
 
-def _check(
-    weights: Mapping[str, Tensor], model: ModelConfig, origin: str, unread: tuple[str, ...]
-) -> None:
-    """Raise FileError if names or known shapes do not match `model`, or if tied embedding and
-    output weights differ.
-    """
-    check_weights(weights, model, origin, unread)
-    embedding, head = _VOCABULARY
-    if (
-        model.tie_embeddings
-        and head in weights
-        and not torch.equal(weights[embedding], weights[head])
-    ):
-        raise FileError(
-            origin, f"has tie_word_embeddings in its settings, but {head} differs from {embedding}"
-        )
-
-
 def find_tokenizer(source: Path, rows: int) -> Tokenizer | None:
-    """Return the tokenizer in the model directory `source`, for a model with `rows` embedding rows;
-    None if missing.
+    """Return the tokenizer in a model's directory, or None. The model has `rows` embedding rows.
 
     If the tokenizer cannot be used, print a warning and return None. Older models have their
     special ids only in config.json; these are added to the tokenizer's generation settings. Raises
@@ -230,23 +211,18 @@ def find_tokenizer(source: Path, rows: int) -> Tokenizer | None:
     find_files(source)
     try:
         tokenizer = load_tokenizer(source)
-        if tokenizer.vocab_size > rows:
-            problem = (
-                f"has a tokenizer of {tokenizer.vocab_size} ids for only {rows} embedding rows"
-            )
-            raise FileError(str(source), problem)
-        if (source / "config.json").is_file():
-            settings = read_settings(source / "config.json")
-        else:
-            settings = {}
+        settings = read_settings(source / "config.json")
     except (ValueError, OSError) as error:
         command_line.log(f"warning: the model is imported without its tokenizer: {error}")
         return None
+    if tokenizer.vocab_size > rows:
+        command_line.log(
+            f"warning: the model is imported without its tokenizer: {source} has a tokenizer of"
+            f" {tokenizer.vocab_size} ids for only {rows} embedding rows"
+        )
+        return None
+
     ids = {key: settings[key] for key in SPECIAL_IDS if settings.get(key) is not None}
     if ids and GENERATION not in tokenizer.files:
         tokenizer.files[GENERATION] = (json.dumps(ids, indent=2) + "\n").encode()
     return tokenizer
-
-
-def _write_settings(path: Path, model: ModelConfig) -> None:
-    path.write_text(dump({"model": as_dict(model)}), encoding="utf-8")

@@ -3,7 +3,6 @@ exports.
 """
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,18 +48,24 @@ def source_card(
             "--base-model", f"is {base_model!r}, but names on the Hub have the form OWNER/NAME"
         )
     given = _metadata(directory / CARD)
-    name = (
-        base_model
-        or _name_in_cache(directory)
-        or (_text(given.get("base_model")) if is_export else None)
-    )
-    facts: CardFacts = {"base_model": name} if name else {}
+    name = base_model or _name_in_cache(directory)
+    if name is None and is_export:
+        name = _text(given.get("base_model"))
+    facts: CardFacts = {}
+    if name:
+        facts["base_model"] = name
     for key in ("license", "license_name", "license_link"):
         if text := _text(given.get(key)):
             facts[key] = text
     if "://" not in facts.get("license_link", "://"):
         del facts["license_link"]  # a relative link to a file that the export does not have
-    if languages := list(_languages(given.get("language"))):
+
+    languages = given.get("language")
+    if not isinstance(languages, list):
+        languages = [languages]
+    # In YAML, an unquoted `no` (Norwegian) is false.
+    languages = ["no" if item is False else _text(item) for item in languages]
+    if languages := [text for text in languages if text]:
         facts["language"] = languages
     return facts
 
@@ -72,41 +77,28 @@ def _metadata(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = _FRONT_MATTER.match(read_small(path, _BYTES).decode("utf-8"))
-        if found and len(found[1]) > _METADATA:
-            raise ValueError(
-                f"it has {len(found[1]):,} characters of metadata, more than {_METADATA:,}"
-            )
-        if found:
-            return parse_yaml(found[1], dict[str, Any] | None) or {}
-        return {}
+        match = _FRONT_MATTER.match(read_small(path, _BYTES).decode("utf-8"))
+        if match is None:
+            return {}
+        if len(match[1]) > _METADATA:
+            raise ValueError(f"its metadata has more than {_METADATA:,} characters")
+        return parse_yaml(match[1], dict[str, Any] | None) or {}
     except (ValueError, OSError) as error:
         command_line.log(f"the license and languages in {path} are not imported: {error}")
         return {}
 
 
 def _name_in_cache(directory: Path) -> str | None:
-    """Return OWNER/NAME of a directory such as `models--OWNER--NAME/snapshots/COMMIT`."""
+    """Return OWNER/NAME of a directory such as `models--OWNER--NAME/snapshots/COMMIT`, or None."""
     path = directory.absolute()
-    if path.parent.name == "snapshots":
-        found = _SNAPSHOT.fullmatch(path.parent.parent.name)
-    else:
-        found = None
-    if found:
-        return f"{found[1]}/{found[2]}"
-    return None
-
-
-def _languages(value: Any) -> Iterator[str]:
-    for item in value if isinstance(value, list) else [value]:
-        # In YAML, an unquoted `no` (Norwegian) is false.
-        if text := "no" if item is False else _text(item):
-            yield text
+    match = _SNAPSHOT.fullmatch(path.parent.parent.name)
+    if match is None or path.parent.name != "snapshots":
+        return None
+    return f"{match[1]}/{match[2]}"
 
 
 def _text(value: Any) -> str | None:
     """Return `value` if it is a short, printable text; None otherwise."""
-    is_text = isinstance(value, str) and value.isprintable() and len(value) <= _LONGEST
-    if is_text:
+    if isinstance(value, str) and value.isprintable() and len(value) <= _LONGEST:
         return value.strip() or None
     return None

@@ -10,7 +10,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 from typing_extensions import TypedDict
@@ -28,7 +28,7 @@ PICKLES = (".bin", ".pt", ".pth")
 # In the order in which transformers looks for them.
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-_FILE = re.compile(r"[\w.-]{1,200}")
+_FILE = re.compile(r"[\w-][\w.-]{0,200}")
 _INDEX_BYTES = 32 << 20
 """Maximum size of an index file, enough for about 200,000 tensors."""
 MISMATCH = "give the config.json that belongs to the weights, or download them again"
@@ -41,7 +41,7 @@ class _Index(TypedDict):
 class LazyTensors(Mapping):
     """Tensors by name, which `read` loads on access.
 
-    `shapes` has those shapes, and `files` the paths of those files, that are known before reading.
+    `shapes` has those shapes that are known before reading.
     """
 
     def __init__(
@@ -49,12 +49,10 @@ class LazyTensors(Mapping):
         names: Iterable[str],
         read: Callable[[str], Tensor],
         shapes: Mapping[str, tuple[int, ...]] | None = None,
-        files: Mapping[str, Path] | None = None,
     ):
         self._names = dict.fromkeys(names)
         self._read = read
         self.shapes = shapes or {}
-        self.files = files or {}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._read(name)
@@ -69,69 +67,44 @@ class LazyTensors(Mapping):
         return len(self._names)
 
 
-class _Safetensors(LazyTensors):
-    """Tensors of several safetensors files. A file is open only while one of its tensors is
-    read.
-    """
-
-    def __init__(self, paths: list[Path]):
-        files: dict[str, Path] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
-        for path in paths:
-            try:
-                with safe_open(path, "np") as file:  # reads names and shapes only
-                    for name in file.keys():
-                        _add_file(files, name, path)
-                        shapes[name] = tuple(file.get_slice(name).get_shape())
-            except SafetensorError as error:
-                problem = f"is not a complete safetensors file ({error!s:.200})"
-                raise FileError(str(path), problem, "download or write it again") from None
-        super().__init__(files, self._tensor, shapes, files)
-
-    def _tensor(self, name: str) -> Tensor:
+def _open_safetensors(paths: list[Path]) -> LazyTensors:
+    """Return the tensors of several files. A file is open only while one of them is read."""
+    files: dict[str, Path] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in paths:
         try:
-            with safe_open(self.files[name], "pt") as file:
-                return file.get_tensor(name)
+            with safe_open(path, "np") as file:  # reads names and shapes only
+                for name in file.keys():
+                    files[name] = path
+                    shapes[name] = tuple(file.get_slice(name).get_shape())
         except SafetensorError as error:
-            problem = f"contains {name:.100}, which cannot be read: {error!s:.200}"
-            raise FileError(str(self.files[name]), problem) from None
+            problem = f"is not a complete safetensors file ({error!s:.200})"
+            raise FileError(str(path), problem, "download or write it again") from None
+
+    def read(name: str) -> Tensor:
+        with safe_open(files[name], "pt") as file:
+            return file.get_tensor(name)
+
+    return LazyTensors(files, read, shapes)
 
 
 def open_files(paths: list[Path], allow_pickle: bool) -> LazyTensors:
-    """Return the tensors of all files by name. Raises FileError, for example if two files have the
-    same tensor.
+    """Return the tensors of all files by name. Raises FileError.
+
+    If two files have the same tensor, the last one is used, as in transformers.
     """
     for path in paths:
         if not path.is_file():
             raise FileError(str(path), "is not a file", "give a safetensors file of weights")
     if not any(path.suffix in PICKLES for path in paths):
-        return _Safetensors(paths)
+        return _open_safetensors(paths)
     if not allow_pickle:
         fix = "if you trust it, import it with tools/convert_checkpoint.py and --allow-pickle"
         raise FileError(str(paths[0]), "is a pickle, which may run code when read", fix)
     tensors: dict[str, Tensor] = {}
-    files: dict[str, Path] = {}
     for path in paths:
-        for name, tensor in _read_pickle(path).items():
-            _add_file(files, name, path)
-            tensors[name] = tensor
-    return LazyTensors(tensors, tensors.__getitem__, files=files)
-
-
-def _add_file(files: dict[str, Path], name: str, path: Path) -> None:
-    """Set `files[name]` to `path`. Raises FileError if another file has a tensor of this name.
-
-    transformers would use that of the last file, whatever the index says.
-    """
-    if name in files:
-        problem = (
-            f"contains {name:.100}, and {path} contains it, too, so it is unknown which one belongs"
-            " to the model"
-        )
-        raise FileError(
-            str(files[name]), problem, "download or save the model again, into an empty directory"
-        )
-    files[name] = path
+        tensors |= _read_pickle(path)
+    return LazyTensors(tensors, tensors.__getitem__)
 
 
 def open_directory(directory: Path, allow_pickle: bool) -> LazyTensors:
@@ -143,36 +116,28 @@ def open_directory(directory: Path, allow_pickle: bool) -> LazyTensors:
         raise FileError(str(directory), f"contains none of {', '.join(names)}", fix)
     if first.suffix != ".json":
         return open_files([first], allow_pickle)
+
     places = read_record(first, _Index, _INDEX_BYTES)["weight_map"]
     files = sorted(set(places.values()))
-    if wrong := [name for name in files if not _FILE.fullmatch(name) or name.strip(".") == ""]:
-        problem = (
-            f"is not an index of weights: {wrong[0]!r:.100} is not the name of a file next to it"
-        )
-        raise FileError(str(first), problem)
     for name in files:
+        if not _FILE.fullmatch(name):
+            problem = f"is not an index of weights: {name!r:.100} is not the name of a file"
+            raise FileError(str(first), problem)
         if not (directory / name).is_file():
-            raise FileError(
-                str(directory), f"is incomplete: the file {name} is in its index, but missing"
-            )
+            problem = f"is incomplete: the file {name} is in its index, but missing"
+            raise FileError(str(directory), problem)
+
     weights = open_files([directory / name for name in files], allow_pickle)
     if missing := sorted(set(places) - set(weights)):
         problem = f"is incomplete: {missing[0]:.100} is in its index, but in none of its files"
         raise FileError(str(directory), problem)
-    for name, place in places.items():
-        if (found := weights.files[name].name) != place:
-            problem = f"says that {name:.100} is in {place}, but it is in {found}"
-            raise FileError(
-                str(first), problem, "download or save the model again, into an empty directory"
-            )
     return weights
 
 
 def check_weights(
-    weights: Mapping[str, Any], model: ModelConfig, origin: str, unread: tuple[str, ...] = ()
+    weights: LazyTensors, model: ModelConfig, origin: str, unread: tuple[str, ...] = ()
 ) -> None:
-    """Raise FileError unless `weights` match the parameters of `model` with its vocabulary
-    unpadded.
+    """Raise FileError unless `weights` match the parameters of `model` without vocabulary padding.
 
     Compares names, and the shapes in `weights.shapes`. Additional names are allowed if they start
     with one of `unread`, or, with tied embeddings, if they name the output layer. `origin` is the
@@ -184,18 +149,15 @@ def check_weights(
         # settings.
         known = name in expected or name.startswith(unread) or name.endswith("rotary_emb.inv_freq")
         if not known and not (model.tie_embeddings and name == HUGGING_FACE_OUTPUT):
-            problem = (
-                f"contains {name:.100}, but its settings describe a model without this parameter"
-            )
+            problem = f"contains {name:.100}, which the model of its settings does not have"
             raise FileError(origin, problem, MISMATCH)
-    shapes = getattr(weights, "shapes", {})
+
     for name, shape in expected.items():
         if name not in weights:
             raise FileError(origin, f"lacks the parameter {name}", MISMATCH)
-        if shapes.get(name, shape) != shape:
-            problem = (
-                f"gives {name} the shape {shapes[name]!s:.100}, but its settings require {shape}"
-            )
+        given = weights.shapes.get(name, shape)
+        if given != shape:
+            problem = f"gives {name} the shape {given!s:.100}, but its settings require {shape}"
             raise FileError(origin, problem, MISMATCH)
 
 
@@ -204,19 +166,12 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
 
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)
-    except (
-        Exception
-    ):  # unpickling may raise anything, and torch's message recommends unsafe loading
+    except Exception:  # it may raise anything, and torch's message recommends unsafe loading
         problem = "is damaged, or contains objects other than tensors, which are never loaded"
         raise FileError(str(path), problem, "save the model again as safetensors") from None
     if not isinstance(weights, dict) or not all(
-        isinstance(name, str)
-        and isinstance(value, torch.Tensor)
-        and value.layout is torch.strided
-        and value.device.type == "cpu"
-        for name, value in weights.items()
+        isinstance(value, torch.Tensor) for value in weights.values()
     ):
-        raise FileError(
-            str(path), "is not a dictionary of tensors by name", "save only the model's state_dict"
-        )
+        problem = "is not a dictionary of tensors by name"
+        raise FileError(str(path), problem, "save only the model's state_dict")
     return weights
