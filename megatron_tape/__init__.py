@@ -1,11 +1,10 @@
 """TAPE, contextualized equivariant positional encoding (ICML 2025), for language models.
 
-Classes and functions for your own PyTorch code; `docs/python.md` has examples:
+The classes of exported models, for your own PyTorch code; `docs/python.md` has examples:
 
-    TapeModel               a small language model that also returns every layer's position states
-    TapeLayer, TapeAttention, PositionUpdate, initial_position_state
-                            the modules of its layers, and the state before the first layer
-    plot_position_states    draw how far the layers moved each token's position state
+    TapeConfig, TapeForCausalLM     a language model for transformers
+    TapePhases, TapeAttention, TapePosition
+                                    the initial position state, and the parts of a layer
 
 Importing this package does not import torch. To train on many GPUs, use programs such as `python -m
 pretrain.train`.
@@ -15,28 +14,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_tape.model.modules import (
-        PositionUpdate,
-        TapeAttention,
-        TapeLayer,
-        TapeModel,
-        initial_position_state,
-        plot_position_states,
-    )
+    from megatron_tape.huggingface.modeling.attention_tape import TapeAttention
+    from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
+    from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
+    from megatron_tape.huggingface.modeling.position_tape import TapePhases, TapePosition
 
 __version__ = "0.1.0"
-__all__ = [
-    "PositionUpdate",
-    "TapeAttention",
-    "TapeLayer",
-    "TapeModel",
-    "initial_position_state",
-    "plot_position_states",
-]
+__all__ = ["TapeAttention", "TapeConfig", "TapeForCausalLM", "TapePhases", "TapePosition"]
+
+_FILES = {
+    "TapeAttention": "attention_tape",
+    "TapeConfig": "configuration_tape",
+    "TapeForCausalLM": "modeling_tape",
+    "TapePhases": "position_tape",
+    "TapePosition": "position_tape",
+}
+"""Files of the classes in `megatron_tape/huggingface/modeling`."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name in `__all__` when it is first used; this imports torch."""
-    if name not in __all__:
+    """Import a name in `__all__` when it is first used; this imports torch and transformers."""
+    if name not in _FILES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("megatron_tape.model.modules"), name)
+    module = importlib.import_module(f"{__name__}.huggingface.modeling.{_FILES[name]}")
+    return getattr(module, name)

@@ -53,10 +53,14 @@ def attend_with_scores(
     S = query.shape[2]
     T = key.shape[2]
     q, k, v = (x.to(dtype) for x in (query, key, value))
-    bias, rescore = (
-        None if x is None else x.in_float32() for x in (positions.bias, positions.rescore)
-    )
-    prepared = () if rescore is None else rescore.prepared(q, k)
+    bias = positions.bias
+    if bias is not None:
+        bias = bias.in_float32()
+    rescore = positions.rescore
+    prepared = ()
+    if rescore is not None:
+        rescore = rescore.in_float32()
+        prepared = rescore.prepared(q, k)
     sums_BHT = None
     if positions.log_gate_TBH is not None:
         gates = positions.log_gate_TBH
@@ -69,39 +73,44 @@ def attend_with_scores(
         # tokens.
         sums_BHT = gates.double().cumsum(0).permute(1, 2, 0)
 
-    def block(q: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
-        keys = torch.arange(tokens.stop, device=q.device)
+    def block(q: Tensor, tokens: slice) -> tuple[Tensor, Tensor | None]:
+        """Return the averages and the weights of the queries `q` of these tokens."""
+        t = tokens.stop
+        keys = torch.arange(t, device=q.device)
         seen = (keys <= keys[tokens, None])[None, None]
-        added = None
+        additive = None
         if attention_mask is not None:
-            mask = attention_mask.expand(-1, -1, S, T)[
-                :, :, tokens.start - T + S : tokens.stop - T + S, : tokens.stop
-            ]
-            if mask.dtype == torch.bool:
-                seen = seen & mask
-            else:
-                seen = seen & (mask > torch.finfo(mask.dtype).min / 2)
-                added = mask
-        k_BGtD, v_BGtE = (x[:, :, : tokens.stop] for x in (k, v))
-        (B, H, r, D), (G, t) = q.shape, k_BGtD.shape[1:3]
+            rows = slice(tokens.start - T + S, t - T + S)
+            mask = attention_mask.expand(-1, -1, S, T)[:, :, rows, :t]
+            if mask.dtype != torch.bool:
+                additive = mask
+                mask = mask > torch.finfo(mask.dtype).min / 2
+            seen = seen & mask
+
+        k_BGtD = k[:, :, :t]
+        B, H, r, D = q.shape
+        G = k.shape[1]
         scores = 0.0
         if rescore is None or rescore.takes_scores:
             scores = (q.reshape(B, G, -1, D) * D**-0.5 @ k_BGtD.mT).view(B, H, r, t)
         if rescore is not None:
-            given = scores if rescore.takes_scores else None
-            scores = rescore.rows(given, q, k_BGtD, seen, tokens, *prepared)
+            scores = rescore.rows(
+                scores if rescore.takes_scores else None, q, k_BGtD, seen, tokens, *prepared
+            )
         if bias is not None:
             scores = scores + bias.of(tokens, slice(0, t))
         if sums_BHT is not None:
             since_BHt = (sums_BHT[..., :t] - sums_BHT[..., tokens.start, None].detach()).to(dtype)
             scores = scores + (since_BHt[..., tokens, None] - since_BHt[..., None, :])
-        if added is not None:
-            scores = scores + added
+        if additive is not None:
+            scores = scores + additive
         # Queries at padding attend to no key; their averages must still be finite.
         p = scores.masked_fill(~seen, torch.finfo(dtype).min).softmax(-1)
         p = F.dropout(p, dropout)
-        averages = (p.view(B, G, -1, t) @ v_BGtE).view(B, H, r, -1)
-        return averages, F.pad(p, (0, T - t)) if with_weights else None
+        averages = (p.view(B, G, -1, t) @ v[:, :, :t]).view(B, H, r, -1)
+        if not with_weights:
+            return averages, None
+        return averages, F.pad(p, (0, T - t))
 
     outputs = []
     size = S if with_weights else ROWS
@@ -115,4 +124,7 @@ def attend_with_scores(
         else:
             outputs.append(block(*inputs))
     averages = torch.cat([average for average, _ in outputs], dim=2).to(value.dtype)
-    return averages.transpose(1, 2), outputs[0][1].to(value.dtype) if with_weights else None
+    weights = outputs[0][1]
+    if weights is not None:
+        weights = weights.to(value.dtype)
+    return averages.transpose(1, 2), weights

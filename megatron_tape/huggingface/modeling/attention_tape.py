@@ -18,10 +18,11 @@ from transformers.utils.import_utils import is_tracing
 from .configuration_tape import TapeConfig
 
 ROWS = 192
+"""Maximum rows of a block in `attend_by_blocks`: queries times query heads per key/value head."""
 LONGEST = 2**21
+"""Maximum scores of one key/value head in a block."""
 SCORES = 2**19
-"""Limits of `attend_by_blocks`: rows per block (queries times query heads per key/value head),
-scores per block of one key/value head, and scores at a time per thread."""
+"""Maximum scores that a thread computes at a time."""
 SERVERS = ("vllm", "sglang")
 """Attention functions of servers, which store one key and one value per token, but no position
 state.
@@ -56,9 +57,9 @@ class TapeAttention(nn.Module):
         self,
         hidden_states,
         state,
-        attention_mask,
-        cache,
-        average_state,
+        attention_mask=None,
+        cache=None,
+        average_state=True,
         cache_position=None,
         **kwargs,
     ):
@@ -69,9 +70,7 @@ class TapeAttention(nn.Module):
         implementation. The state is averaged if `average_state` is set.
         """
         query, key, value = self.project(hidden_states, state, average_state)
-        query = query.transpose(1, 2)
-        key = key.transpose(1, 2)
-        value = value.transpose(1, 2)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if cache is not None:
             key, value = cache.update(
                 key, value, self.layer_idx, {"cache_position": cache_position}
@@ -79,8 +78,10 @@ class TapeAttention(nn.Module):
 
         kwargs["dropout"] = self.config.attention_dropout if self.training else 0.0
         kwargs["scaling"] = self.scaling
-        (output, *averaged), weights = attend(self, query, key, value, attention_mask, **kwargs)
-        return self.o_proj(output.flatten(2)), averaged[0] if averaged else None, weights
+        averages, weights = attend(self, query, key, value, attention_mask, **kwargs)
+        output = self.o_proj(averages[0].flatten(2))
+        averaged_state = averages[1] if average_state else None
+        return output, averaged_state, weights
 
     def project(
         self, hidden_states: Tensor, state: Tensor | None, average_state: bool
@@ -114,10 +115,9 @@ def rotate(x: Tensor, z: Tensor) -> Tensor:
     """Multiply x (..., D) by z (..., D) as complex numbers, both stored as [real | imaginary]."""
     x_re, x_im = x.chunk(2, dim=-1)
     z_re, z_im = z.chunk(2, dim=-1)
-    return torch.cat(
-        [torch.addcmul(x_re * z_re, x_im, z_im, value=-1), torch.addcmul(x_re * z_im, x_im, z_re)],
-        dim=-1,
-    )
+    real = torch.addcmul(x_re * z_re, x_im, z_im, value=-1)
+    imaginary = torch.addcmul(x_re * z_im, x_im, z_re)
+    return torch.cat([real, imaginary], dim=-1)
 
 
 def eager_attention_forward(
@@ -129,19 +129,19 @@ def eager_attention_forward(
     query (B, H, S, D), key (B, G, T, D), value (B, G, T, E), mask (B or 1, 1, S, T), boolean (True:
     attend) or additive. Returns the averages (B, S, H, E) and the attention weights (B, H, S, T).
     """
-    B, H, S, _ = query.shape
+    B, H, S, D = query.shape
     G = key.shape[1]
-    scores = torch.matmul(
-        query.reshape(B, G, -1, query.shape[-1]) * scaling, key.transpose(2, 3)
-    ).view(B, H, S, -1)
-    if attention_mask is not None:
-        if attention_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
-        else:
-            scores = scores + attention_mask
-    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(
-        value.dtype
-    )
+    grouped_query = query.reshape(B, G, -1, D) * scaling
+    scores = torch.matmul(grouped_query, key.transpose(2, 3)).view(B, H, S, -1)
+    if attention_mask is None:
+        pass
+    elif attention_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    else:
+        scores = scores + attention_mask
+
+    dtype = torch.promote_types(scores.dtype, torch.float32)
+    weights = scores.softmax(-1, dtype=dtype).to(value.dtype)
     weights = F.dropout(weights, dropout, training=module.training)
     averages = torch.matmul(weights.view(B, G, -1, weights.shape[-1]), value).view(B, H, S, -1)
     return averages.transpose(1, 2), weights
@@ -184,24 +184,26 @@ def attend(
             module, query, key, value, attention_mask, **kwargs
         )
         return averages.split(D, dim=-1), weights
+
+    has_state = value.shape[-1] > D
     if (
         implementation == "sdpa"
-        and value.shape[-1] > D
+        and has_state
         and _only_inference(module, query, key, value, **kwargs)
     ):
-        causal = attention_mask is None and kwargs.get("is_causal") is not False
-        if query.device.type == "cpu" and (
-            causal or (attention_mask is not None and attention_mask.shape[1] == 1)
-        ):
+        is_causal = attention_mask is None and kwargs.get("is_causal") is not False
+        has_plain_mask = attention_mask is not None and attention_mask.shape[1] == 1
+        if query.device.type == "cpu" and (is_causal or has_plain_mask):
             return attend_by_blocks(query, key, value, attention_mask, kwargs["scaling"]), None
-        if query.is_cuda and causal and (fused := fused_attention(query.device, query.dtype, D)):
-            return attend_fused(fused, query, key, value), None
+        if query.is_cuda and is_causal:
+            fused = fused_attention(query.device, query.dtype, D)
+            if fused is not None:
+                return attend_fused(fused, query, key, value), None
+
     attention = ALL_ATTENTION_FUNCTIONS[implementation]
     if implementation == "flex_attention":
-        return (
-            attention(module, query, key, value, attention_mask, **kwargs)[0].split(D, dim=-1),
-            None,
-        )
+        averages, *_ = attention(module, query, key, value, attention_mask, **kwargs)
+        return averages.split(D, dim=-1), None
     # Other kernels require values of the same size as keys, so they run once for the values and
     # once for the state.
     parts = value.split(D, dim=-1)
@@ -228,65 +230,62 @@ def attend_by_blocks(
     query of the block attends to. Uses float32 for half-precision inputs. Does not support
     gradients.
     """
-    (B, H, S, D), (G, T), E = query.shape, key.shape[1:3], value.shape[-1]
+    B, H, S, D = query.shape
+    G, T, E = key.shape[1], key.shape[2], value.shape[-1]
     R = H // G
     dtype = torch.promote_types(query.dtype, torch.float32)
-    if attention_mask is not None:
-        attention_mask = attention_mask.expand(-1, -1, S, T)
     queries = query.to(dtype).mul(scaling).unflatten(1, (G, R)).flatten(0, 1)
     keys, values = (x.flatten(0, 1).to(dtype) for x in (key, value))
-    outputs = [query.new_empty(B, S, H, D) for _ in range(E // D)]
+    output = query.new_empty(B, S, H, E)
     rows = min(S, max(16, min(ROWS, LONGEST // T) // R))
     pairs = min(B * G, max(1, SCORES * torch.get_num_threads() // (R * rows * T)))
     # Allocating memory for every block would take longer than the computation.
     scores_memory, weights_memory = queries.new_empty(2, pairs * R * rows * T)
     later = torch.ones(rows, rows, dtype=torch.bool).triu(1)
+
     for start in range(0, S, rows):
         stop = min(start + rows, S)
         n = stop - start
-        if attention_mask is None:
-            block = None
-        else:
-            block = attention_mask[:, :, start:stop]
-        low, high = (0, stop) if block is None else _columns_seen(block)
+        block = None
+        low, high = 0, stop
+        if attention_mask is not None:
+            block = attention_mask.expand(-1, -1, S, T)[:, :, start:stop]
+            low, high = _keys_seen(block)
         averages = queries.new_zeros(B * G, R * n, E)
-        for first in range(0, B * G if low < high else 0, pairs):
+        for first in range(0, B * G, pairs):
+            if low == high:
+                break
             here = slice(first, min(first + pairs, B * G))
             shape = (here.stop - first, R * n, high - low)
             scores, weights = (
                 x[: math.prod(shape)].view(shape) for x in (scores_memory, weights_memory)
             )
-            torch.bmm(
-                queries[here, :, start:stop].flatten(1, 2), keys[here, low:high].mT, out=scores
-            )
+            block_queries = queries[here, :, start:stop].flatten(1, 2)
+            torch.bmm(block_queries, keys[here, low:high].mT, out=scores)
             head_scores = scores.unflatten(1, (R, n))
             if block is None:
                 head_scores[..., start:].masked_fill_(later[:n, :n], float("-inf"))
+            elif len(block) == 1:
+                _apply_mask(head_scores, block[..., low:high])
             else:
-                if len(block) == 1:
-                    masks = block
-                else:
-                    masks = block[torch.arange(first, here.stop) // G]
-                _apply_mask(head_scores, masks[..., low:high])
+                sequences = torch.arange(first, here.stop) // G
+                _apply_mask(head_scores, block[sequences, ..., low:high])
             torch.softmax(scores, -1, out=weights)
             torch.bmm(weights, values[here, low:high], out=averages[here])
-        for output, part in zip(
-            outputs, averages.view(B, H, n, E).transpose(1, 2).split(D, dim=-1)
-        ):
-            output[:, start:stop] = part
-    return outputs
+        output[:, start:stop] = averages.view(B, H, n, E).transpose(1, 2)
+    return list(output.split(D, dim=-1))
 
 
-def _columns_seen(block: Tensor) -> tuple[int, int]:
+def _keys_seen(block: Tensor) -> tuple[int, int]:
     """Return the range of keys that any query of a block of the mask (B or 1, 1, rows, T) attends
     to.
     """
     if block.dtype != torch.bool:
         return 0, block.shape[-1]
     seen = block.flatten(0, 2).any(0).nonzero()
-    if len(seen):
-        return (int(seen[0]), int(seen[-1]) + 1)
-    return (0, 0)
+    if len(seen) == 0:
+        return 0, 0
+    return int(seen[0]), int(seen[-1]) + 1
 
 
 def _apply_mask(scores: Tensor, mask: Tensor) -> None:

@@ -27,11 +27,8 @@ class EncodedLayer(GrowingLayer):
         """The encoding's tensors by name, (B, T, ...)."""
 
     def __reduce__(self):
-        return (
-            type(self),
-            (),
-            {name: value for name, value in vars(self).items() if name != "_buffers"},
-        )
+        state = {name: value for name, value in vars(self).items() if name != "_buffers"}
+        return type(self), (), state
 
     def _apply(self, function: Callable[[Tensor], Tensor]) -> None:
         self.encoding_tensors = {
@@ -88,22 +85,21 @@ def check_cache(cache: Cache | None) -> None:
     """Raise NotImplementedError for a cache that cannot store an encoding's tensors."""
     if cache is None:
         return
-    if type(cache) is not DynamicCache or cache.offloading:
-        if type(cache) is DynamicCache:
-            kind = "offloaded caches"
-        else:
-            kind = type(cache).__name__
-        raise NotImplementedError(
-            f"this model does not support {kind}, which cannot store the positional encoding's"
-            " tensors of earlier tokens; use a DynamicCache"
-        )
-    if any(
-        type(layer) is not EncodedLayer and layer.get_seq_length() > 0 for layer in cache.layers
-    ):
-        raise NotImplementedError(
-            "this cache was filled without the positional encoding's tensors; start with an empty"
-            " DynamicCache"
-        )
+    kind = type(cache).__name__
+    if type(cache) is DynamicCache and cache.offloading:
+        kind = "offloaded caches"
+    elif type(cache) is DynamicCache:
+        for layer in cache.layers:
+            if type(layer) is not EncodedLayer and layer.get_seq_length() > 0:
+                raise NotImplementedError(
+                    "this cache was filled without the positional encoding's tensors; start with an"
+                    " empty DynamicCache"
+                )
+        return
+    raise NotImplementedError(
+        f"this model does not support {kind}, which cannot store the positional encoding's tensors"
+        " of earlier tokens; use a DynamicCache"
+    )
 
 
 def prepare_cache(cache: Cache | None, layers: int) -> None:
@@ -112,8 +108,7 @@ def prepare_cache(cache: Cache | None, layers: int) -> None:
     """
     if cache is None:
         return
+    cache.layers.extend(EncodedLayer() for _ in range(layers - len(cache.layers)))
     for i in range(layers):
-        if i == len(cache.layers):
-            cache.layers.append(EncodedLayer())
-        elif type(cache.layers[i]) is not EncodedLayer:
+        if type(cache.layers[i]) is not EncodedLayer:
             cache.layers[i] = EncodedLayer()

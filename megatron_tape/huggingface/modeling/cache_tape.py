@@ -13,10 +13,8 @@ from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import create_causal_mask
 
-if "cache" in inspect.signature(create_causal_mask).parameters:
-    CACHE = "cache"
-else:
-    CACHE = "past_key_values"
+_RENAMED = "cache" in inspect.signature(create_causal_mask).parameters
+CACHE = "cache" if _RENAMED else "past_key_values"
 """The name of the cache in transformers' arguments and outputs. transformers 5.24 renamed it."""
 CACHES = (DynamicCache, StaticCache)
 _STATE = {"keys", "values", "is_initialized", "dtype", "device"}
@@ -32,8 +30,7 @@ def check_cache(cache: Cache | None) -> None:
     if cache is not None and type(cache) not in CACHES:
         raise NotImplementedError(
             f"TAPE models do not support {type(cache).__name__}, which may be unable to store the"
-            " position state with the values; use"
-            f" {' or '.join(supported.__name__ for supported in CACHES)}"
+            " position state with the values; use DynamicCache or StaticCache"
         )
 
 
@@ -64,11 +61,8 @@ class GrowingLayer(DynamicLayer):
 
     def __reduce__(self):
         # Copies and pickles become DynamicLayers, since only one layer may write to a buffer.
-        return (
-            DynamicLayer,
-            (),
-            {name: value for name, value in vars(self).items() if name != "_buffers"},
-        )
+        state = {name: value for name, value in vars(self).items() if name != "_buffers"}
+        return DynamicLayer, (), state
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args, **kwargs

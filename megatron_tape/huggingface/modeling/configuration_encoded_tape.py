@@ -8,10 +8,13 @@ class EncodedConfig(DecoderConfig):
 
     In addition to the arguments of `DecoderConfig`:
 
-    position_encoding: name of the encoding. position_settings: settings of the encoding by name.
-    layers_without_positions: n, if every n-th layer has no positions; None if all layers have
-    positions. attention_output_gate: multiply the heads' outputs by sigmoid(W x), where x is the
-    input of attention.
+    Args:
+        position_encoding: name of the encoding.
+        position_settings: settings of the encoding by name.
+        layers_without_positions: n, if every n-th layer has no positions; None if all layers have
+            positions.
+        attention_output_gate: multiply the heads' outputs by sigmoid(W x), where x is the input of
+            attention.
     """
 
     model_type = "encoded_tape"
@@ -25,10 +28,7 @@ class EncodedConfig(DecoderConfig):
         **kwargs,
     ):
         self.position_encoding = position_encoding
-        if position_settings is None:
-            self.position_settings = {}
-        else:
-            self.position_settings = position_settings
+        self.position_settings = position_settings or {}
         self.layers_without_positions = layers_without_positions
         self.attention_output_gate = attention_output_gate
         super().__init__(**kwargs)

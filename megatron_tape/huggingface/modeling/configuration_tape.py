@@ -20,13 +20,13 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 class DecoderConfig(transformers.PreTrainedConfig):
     """Configuration of a Llama-like decoder with any positional encoding.
 
-    The arguments are those of LlamaConfig, except:
+    The arguments are those of LlamaConfig, except for these. Raises ValueError for unsupported
+    settings.
 
-    attention_bias: add biases to the q, k and v projections, but not to the output projection (as
-    in Qwen2). qk_norm: apply RMSNorm to each head's query and key before the positions (as in
-    Qwen3).
-
-    Raises ValueError for unsupported settings.
+    Args:
+        attention_bias: add biases to the q, k and v projections, but not to the output projection,
+            as in Qwen2.
+        qk_norm: apply RMSNorm to each head's query and key before the positions, as in Qwen3.
     """
 
     keys_to_ignore_at_inference = ["cache", "past_key_values"]
@@ -59,14 +59,8 @@ class DecoderConfig(transformers.PreTrainedConfig):
         self.intermediate_size = intermediate_size
         self.num_hidden_layers = num_hidden_layers
         self.num_attention_heads = num_attention_heads
-        if num_key_value_heads is None:
-            self.num_key_value_heads = num_attention_heads
-        else:
-            self.num_key_value_heads = num_key_value_heads
-        if head_dim is None:
-            self.head_dim = hidden_size // num_attention_heads
-        else:
-            self.head_dim = head_dim
+        self.num_key_value_heads = num_key_value_heads or num_attention_heads
+        self.head_dim = head_dim or hidden_size // num_attention_heads
         self.hidden_act = hidden_act
         self.max_position_embeddings = max_position_embeddings
         self.initializer_range = initializer_range
@@ -95,14 +89,14 @@ class TapeConfig(DecoderConfig):
 
     In addition to the arguments of `DecoderConfig`:
 
-    rope_parameters: `rope_theta` and `rope_type` (default, linear, llama3 or yarn) with the keys of
-    that type. position_mlp_size: hidden size of the position MLP; default 4 * num_attention_heads.
-    gate_input: input of the position MLP's gate: `mlp` (the MLP's output before its residual) or
-    `attention` (the
-        attention block's output before its residual).
-    position_state_precision: precision in which the position state accumulates: `fp32`, or `bf16`,
-    which stands for the
-        model's dtype. Default: `bf16`.
+    Args:
+        rope_parameters: `rope_theta` and `rope_type` (default, linear, llama3 or yarn) with the
+            keys of that type.
+        position_mlp_size: hidden size of the position MLP; default 4 * num_attention_heads.
+        gate_input: input of the position MLP's gate before the residual: the output of the `mlp`
+            or of `attention`.
+        position_state_precision: precision in which the position state accumulates: `fp32`, or
+            `bf16`, which stands for the model's dtype.
     """
 
     model_type = "tape"
@@ -116,17 +110,13 @@ class TapeConfig(DecoderConfig):
         position_state_precision: str = "bf16",
         **kwargs,
     ):
-        if nested := [
-            name for name, value in (rope_parameters or {}).items() if isinstance(value, dict)
-        ]:
-            raise ValueError(
-                f"rope_parameters has settings for {nested[0]}; give one setting for all layers"
-            )
+        for name, value in (rope_parameters or {}).items():
+            if isinstance(value, dict):
+                raise ValueError(
+                    f"rope_parameters has settings for {name}; give one setting for all layers"
+                )
         self.rope_parameters = rope_parameters
-        if position_mlp_size is None:
-            self.position_mlp_size = 4 * num_attention_heads
-        else:
-            self.position_mlp_size = position_mlp_size
+        self.position_mlp_size = position_mlp_size or 4 * num_attention_heads
         self.gate_input = gate_input
         self.position_state_precision = position_state_precision
         if position_state_precision not in STATE_PRECISIONS:

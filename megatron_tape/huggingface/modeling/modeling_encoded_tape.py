@@ -77,9 +77,8 @@ def make_encoding(config: EncodedConfig):
         attention_output_gate=config.attention_output_gate,
         tie_embeddings=config.tie_word_embeddings,
     )
-    if config.layers_without_positions is None:
-        encoding = Encoding
-    else:
+    encoding = Encoding
+    if config.layers_without_positions is not None:
         encoding = in_some_layers(Encoding)
     return encoding(model, SingleProcess())
 
@@ -134,43 +133,39 @@ class EncodedAttention(TapeAttention):
 
         hidden_states (B, S, C); `positions` are the encoding's inputs to attention in this layer.
         """
-        if positions.z_TBGD is None:
-            state = None
-        else:
-            state = positions.z_TBGD.transpose(0, 1)
+        state = positions.z_TBGD
+        if state is not None:
+            state = state.transpose(0, 1)
         query, key, value = self.project(hidden_states, state, positions.average_state)
         if positions.factor_TB1D is not None:
             factor = positions.factor_TB1D.transpose(0, 1)
             query = query * factor
             key = key / factor
-        query = query.transpose(1, 2)
-        key = key.transpose(1, 2)
-        value = value.transpose(1, 2)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if cache is not None:
             key, value = cache.update(
                 key, value, self.layer_idx, {"cache_position": cache_position}
             )
-        kwargs["dropout"] = self.config.attention_dropout if self.training else 0.0
-        kwargs["scaling"] = self.scaling
+
+        dropout = self.config.attention_dropout if self.training else 0.0
         if positions.bias is None and positions.log_gate_TBH is None and positions.rescore is None:
-            (output, *averaged), weights = attend(self, query, key, value, attention_mask, **kwargs)
+            kwargs |= {"dropout": dropout, "scaling": self.scaling}
+            averages, weights = attend(self, query, key, value, attention_mask, **kwargs)
         else:
-            eager = self.config._attn_implementation == "eager"
+            is_eager = self.config._attn_implementation == "eager"
             with without_autocast(query):
-                averages, weights = attend_with_scores(
-                    query,
-                    key,
-                    value,
-                    attention_mask,
-                    positions,
-                    kwargs["dropout"],
-                    with_weights=eager,
+                whole, weights = attend_with_scores(
+                    query, key, value, attention_mask, positions, dropout, with_weights=is_eager
                 )
-            output, *averaged = averages.split(self.head_dim, dim=-1)
-        output = output.flatten(2)
+            averages = whole.split(self.head_dim, dim=-1)
+
+        output = averages[0].flatten(2)
         if self.config.attention_output_gate:
             output = output * self.gate_proj(hidden_states).sigmoid()
-        return self.o_proj(output), averaged[0].transpose(0, 1) if averaged else None, weights
+        averaged_state = None
+        if positions.average_state:
+            averaged_state = averages[1].transpose(0, 1)
+        return self.o_proj(output), averaged_state, weights
 
 
 class EncodedDecoderLayer(GradientCheckpointingLayer):
@@ -202,30 +197,37 @@ class EncodedDecoderLayer(GradientCheckpointingLayer):
             token_cache = EncodingCache(cache.layers[layer], len(hidden_states))
         parameters = self.position()
         normed = self.input_layernorm(hidden_states)
-        mixed = under_autocast(hidden_states)
+        # Encodings get the dtype of the weights even under autocast.
+        dtype = hidden_states.dtype
+        if under_autocast(hidden_states):
+            dtype = self.input_layernorm.weight.dtype
 
         def for_encoding(x: Tensor) -> Tensor:
-            """Return x (B, S, C) as (S, B, C), in the dtype of the weights even under autocast."""
-            return (x.to(self.input_layernorm.weight.dtype) if mixed else x).transpose(0, 1)
+            """Return x (B, S, ...) as (S, B, ...) in the encoding's dtype."""
+            return x.to(dtype).transpose(0, 1)
 
         with without_autocast(hidden_states):
-            state = encoding.enter(layer, parameters, state, for_encoding(normed), token_cache)
-            positions = encoding.position_inputs(
-                layer, parameters, state, for_encoding(normed), token_cache
-            )
+            x = for_encoding(normed)
+            state = encoding.enter(layer, parameters, state, x, token_cache)
+            positions = encoding.position_inputs(layer, parameters, state, x, token_cache)
         attention_output, averaged, weights = self.self_attn(
             normed, positions, attention_mask, cache, **kwargs
         )
         hidden_states = hidden_states + attention_output
         mlp_output = self.mlp(self.post_attention_layernorm(hidden_states))
         if encoding.updates(layer) and not last:
-            if averaged is None:
-                averaged = None
-            else:
-                averaged = for_encoding(averaged.transpose(0, 1))
-            outputs = for_encoding(attention_output), for_encoding(mlp_output)
+            if averaged is not None:
+                averaged = averaged.to(dtype)
             with without_autocast(hidden_states):
-                state = encoding.next_state(layer, parameters, state, positions, averaged, *outputs)
+                state = encoding.next_state(
+                    layer,
+                    parameters,
+                    state,
+                    positions,
+                    averaged,
+                    for_encoding(attention_output),
+                    for_encoding(mlp_output),
+                )
         return hidden_states + mlp_output, state, weights
 
 
@@ -255,16 +257,15 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
     """The decoder without its language-model head."""
 
     def __init__(self, config: EncodedConfig):
-        if (implementation := config._attn_implementation) in SERVERS:
+        if config._attn_implementation in SERVERS:
+            encoding = config.position_encoding
             increments = config.position_settings.get("increments", "fixed")
             if increments != "fixed":
-                named = f" with model.position.increments {increments}"
-            else:
-                named = ""
+                encoding = f"{encoding} with model.position.increments {increments}"
             raise NotImplementedError(
-                f"{implementation} cannot serve models with the positional encoding"
-                f" {config.position_encoding}{named}, since its attention cannot store the"
-                " encoding's tensors of each token; use generate"
+                f"{config._attn_implementation} cannot serve models with the positional encoding"
+                f" {encoding}, since its attention cannot store the encoding's tensors of each"
+                " token; use generate"
             )
         super().__init__(config)
 
@@ -304,11 +305,10 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
         if self.encoding.token_positions(1, None) is not None:
             # The positions of a sequence depend on its own length, not on that of others in the
             # batch.
-            lengths = (position_ids.amax(1) + 1).tolist()
-            tables = {
-                n: torch.as_tensor(self.encoding.token_positions(n, None)) for n in set(lengths)
-            }
-            rows = [tables[n].to(row.device)[row] for n, row in zip(lengths, position_ids)]
+            rows = []
+            for row in position_ids:
+                table = torch.as_tensor(self.encoding.token_positions(int(row.max()) + 1, None))
+                rows.append(table.to(row.device)[row])
             position_ids = torch.stack(rows)
         positions_SB = position_ids.T
         added = self.encoding.embedding(positions_SB, hidden_states.dtype)

@@ -70,10 +70,8 @@ class TapeDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         # Nothing reads the state after the last layer.
-        if layer_idx < config.num_hidden_layers - 1:
-            self.position = TapePosition(config)
-        else:
-            self.position = None
+        is_last = layer_idx == config.num_hidden_layers - 1
+        self.position = None if is_last else TapePosition(config)
 
     def forward(self, hidden_states, state, attention_mask=None, last=False, **kwargs):
         """Return the next layer's hidden states (B, S, C) and state (B, S, G, D), and the attention
@@ -82,17 +80,15 @@ class TapeDecoderLayer(GradientCheckpointingLayer):
         The `last` layer leaves the state unchanged, since nothing reads it.
         """
         cache = kwargs.pop(CACHE, None)
-        kwargs["average_state"] = updates = self.position is not None and not last
-        normed = self.input_layernorm(hidden_states)
+        updates = self.position is not None and not last
         attention_output, averaged, weights = self.self_attn(
-            normed, state, attention_mask, cache, **kwargs
+            self.input_layernorm(hidden_states), state, attention_mask, cache, updates, **kwargs
         )
         hidden_states = hidden_states + attention_output
         mlp_output = self.mlp(self.post_attention_layernorm(hidden_states))
         if updates:
-            state = self.position(
-                state, averaged, mlp_output if self.gate_input == "mlp" else attention_output
-            )
+            gate_input = mlp_output if self.gate_input == "mlp" else attention_output
+            state = self.position(state, averaged, gate_input)
         return hidden_states + mlp_output, state, weights
 
 
@@ -119,14 +115,12 @@ class TapePreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
-        if any(
-            kwargs.get(name) is not None
-            for name in ("tp_plan", "tp_size", "distributed_config", "device_mesh")
-        ):
-            raise NotImplementedError(
-                f"{cls.__name__} does not support transformers' tensor and pipeline parallelism;"
-                " use device_map to distribute layers over devices"
-            )
+        for name in ("tp_plan", "tp_size", "distributed_config", "device_mesh"):
+            if kwargs.get(name) is not None:
+                raise NotImplementedError(
+                    f"{cls.__name__} does not support transformers' tensor and pipeline"
+                    " parallelism; use device_map to distribute layers over devices"
+                )
         return super().from_pretrained(*args, **kwargs)
 
     @torch.no_grad()
@@ -134,8 +128,8 @@ class TapePreTrainedModel(PreTrainedModel):
         """Start as RoPE: with token_mixing and down_proj at zero the position state does not
         change.
         """
-        if (std := getattr(module, "initial_std", None)) is not None:
-            nn.init.normal_(module.weight, std=std)
+        if hasattr(module, "initial_std"):
+            nn.init.normal_(module.weight, std=module.initial_std)
         elif isinstance(module, TapePhases):
             module.inv_freq.copy_(module.frequencies()[0])
         else:
@@ -181,7 +175,8 @@ class TapeModel(TapePreTrainedModel):
         """Return the first layer's hidden states and position state, given the embedded tokens (B,
         S, C).
         """
-        config, (B, S, _) = self.config, hidden_states.shape
+        config = self.config
+        B, S, _ = hidden_states.shape
         phases = self.phases(position_ids)
         if config.position_state_precision != "fp32" or hidden_states.dtype == torch.float64:
             phases = phases.to(hidden_states.dtype)
@@ -211,50 +206,52 @@ class TapeModel(TapePreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         config = self.config
-        use_cache = config.use_cache if use_cache is None else use_cache
+        if use_cache is None:
+            use_cache = config.use_cache
         if output_attentions is None:
             output_attentions = config.output_attentions
-        else:
-            output_attentions = output_attentions
         if output_hidden_states is None:
             output_hidden_states = config.output_hidden_states
-        else:
-            output_hidden_states = output_hidden_states
         if output_attentions and config._attn_implementation != "eager":
             raise ValueError(
                 f"{config._attn_implementation} attention does not return attention weights for"
                 ' output_attentions; load the model with attn_implementation="eager", or call'
                 ' model.set_attn_implementation("eager")'
             )
-        cache = past_key_values if cache is None else cache
-        self._check(cache)
         if use_cache and self.training and self.gradient_checkpointing:
             logger.warning_once(
                 "gradient checkpointing cannot be combined with a cache: setting use_cache=False"
             )
             use_cache = False
 
-        if inputs_embeds is None:
+        hidden_states = inputs_embeds
+        if hidden_states is None:
             hidden_states = self.embed_tokens(input_ids)
-        else:
-            hidden_states = inputs_embeds
+        if cache is None:
+            cache = past_key_values
+        self._check(cache)
         if use_cache and cache is None:
             cache = DynamicCache(config=config)
         self._prepare_cache(cache, hidden_states)
-        past_length = cache.get_seq_length() if cache is not None else 0
-        S = hidden_states.shape[1]
-        if (cache_position := kwargs.pop("cache_position", None)) is None:
-            cache_position = torch.arange(S, device=hidden_states.device) + past_length
+
+        cache_position = kwargs.pop("cache_position", None)
+        if cache_position is None:
+            past_length = cache.get_seq_length() if cache is not None else 0
+            new = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+            cache_position = new + past_length
         if position_ids is None:
             position_ids = self._count(cache_position, attention_mask)
         for_mask = {CACHE: cache, "position_ids": position_ids}
         if _MASK_WANTS_CACHE_POSITION:
             for_mask["cache_position"] = cache_position
-        mask = create_causal_mask(config, hidden_states, attention_mask, **for_mask)
+        for_layers = kwargs | {
+            CACHE: cache,
+            "attention_mask": create_causal_mask(config, hidden_states, attention_mask, **for_mask),
+            "position_ids": position_ids,
+            "cache_position": cache_position,
+        }
 
         hidden_states, state = self._start(hidden_states, position_ids)
-        for_layers = {**kwargs, CACHE: cache, "attention_mask": mask, "position_ids": position_ids}
-        for_layers["cache_position"] = cache_position
         all_hidden_states = []
         all_weights = []
         # Assisted generation with early exit temporarily lowers config.num_hidden_layers.
@@ -267,10 +264,11 @@ class TapeModel(TapePreTrainedModel):
             )
             all_weights.append(weights)
         hidden_states = self.norm(hidden_states)
+        all_hidden_states.append(hidden_states)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_states,
             **{CACHE: cache},
-            hidden_states=(*all_hidden_states, hidden_states) if output_hidden_states else None,
+            hidden_states=tuple(all_hidden_states) if output_hidden_states else None,
             attentions=tuple(all_weights) if output_attentions else None,
         )
 
@@ -324,10 +322,8 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
             **kwargs,
         )
         if isinstance(logits_to_keep, int):
-            indices = slice(-logits_to_keep, None)
-        else:
-            indices = logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, indices])
+            logits_to_keep = slice(-logits_to_keep, None)
+        logits = self.lm_head(outputs.last_hidden_state[:, logits_to_keep])
         loss = None
         if labels is not None:
             loss = self.loss_function(
@@ -336,7 +332,7 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            **{CACHE: outputs[CACHE] if CACHE in outputs else None},
+            **{CACHE: outputs.get(CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )

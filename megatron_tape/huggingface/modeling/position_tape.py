@@ -56,15 +56,14 @@ def matrix_of(linear: nn.Module, columns: int, like: Tensor) -> Tensor:
     LoRA layers, quantized or offloaded weights and hooks take effect only when the module is
     called, so such a module is applied to the identity in the dtype of `like`.
     """
-    hooked = linear._forward_pre_hooks or linear._forward_hooks or "forward" in vars(linear)
-    if (
-        type(linear) is nn.Linear
-        and not hooked
-        and type(weight := linear.weight) in (nn.Parameter, Tensor)
-    ):
-        return weight
+    is_hooked = linear._forward_pre_hooks or linear._forward_hooks or "forward" in vars(linear)
+    if type(linear) is nn.Linear and not is_hooked:
+        weight = linear.weight
+        if type(weight) in (nn.Parameter, Tensor):
+            return weight
     # A batch of one sequence: with one adapter per sequence, peft would reject another batch size.
-    return linear(torch.eye(columns, dtype=like.dtype, device=like.device)[None])[0].T
+    identity = torch.eye(columns, dtype=like.dtype, device=like.device)[None]
+    return linear(identity)[0].T
 
 
 class TapePosition(nn.Module):
@@ -83,8 +82,12 @@ class TapePosition(nn.Module):
         self.up_proj = nn.Linear(G, P, bias=False)
         self.down_proj = nn.Linear(P, G, bias=False)
         # transformers initializes only modules that own parameters, which this one does not.
-        self.token_mixing.initial_std = self.down_proj.initial_std = 0.0
+        self.token_mixing.initial_std = 0.0
+        self.down_proj.initial_std = 0.0
         self.up_proj.initial_std = G**-0.5
+        # Outside of a model of transformers, too, the update starts as RoPE.
+        nn.init.zeros_(self.token_mixing.weight)
+        nn.init.zeros_(self.down_proj.weight)
 
     def forward(self, state: Tensor, averaged: Tensor, gate_input: Tensor) -> Tensor:
         """Return the next layer's state, given `state` (B, S, G, D), averages (B, S, H, D) and gate
@@ -121,11 +124,10 @@ class TapePosition(nn.Module):
 def warn_if_frozen(model: nn.Module) -> None:
     """Warn if TAPE's matrices are zero and frozen, so that the model stays RoPE."""
     position = {name: weight for name, weight in model.named_parameters() if ".position." in name}
-    # Offloaded or sharded weights cannot be checked.
-    if any(
-        weight.requires_grad or weight.is_meta or not weight.numel() for weight in position.values()
-    ):
-        return
+    for weight in position.values():
+        # Offloaded or sharded weights cannot be checked.
+        if weight.requires_grad or weight.is_meta or not weight.numel():
+            return
     last = [
         weight
         for name, weight in position.items()
