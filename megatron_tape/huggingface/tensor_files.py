@@ -20,9 +20,7 @@ def on_meta(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> dict[str
     """
     for name, shape in shapes.items():
         if math.prod(shape) > _MOST_ELEMENTS:
-            problem = (
-                f"would have the shape {tuple(shape)!s:.100}, which is too large for any machine"
-            )
+            problem = f"would have the shape {tuple(shape)!s:.100}, too large for any machine"
             raise UserError(name[:100], problem, "give the settings that belong to the weights")
     return {
         name: torch.empty(tuple(shape), dtype=dtype, device="meta")

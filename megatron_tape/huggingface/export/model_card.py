@@ -10,7 +10,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from math import inf, isfinite, prod
 from pathlib import Path
@@ -23,7 +22,7 @@ from megatron_tape.checkpoint.directories import STATE
 from megatron_tape.checkpoint.locate import model_digest
 from megatron_tape.config.data import blend
 from megatron_tape.errors import CheckpointError, FileError
-from megatron_tape.evaluation.results import Results, read_results, results_file
+from megatron_tape.evaluation.results import Results, Score, read_results, results_file
 from megatron_tape.huggingface.export.markdown import plain
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.huggingface.imports.source_card import CARD, CardFacts
@@ -31,7 +30,7 @@ from megatron_tape.io.records import check_shape, parse_record
 from megatron_tape.model.names import AVERAGE, kind_of
 from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.planning.parameters import parameter_count
-from megatron_tape.position import PositionEncoding, encoding_of
+from megatron_tape.position import encoding_of
 from megatron_tape.run.metrics import LOSS, VALIDATION_LOSS, VALIDATION_LOSS_AVERAGED, read_lines
 
 CARD_SENTENCES = (
@@ -80,52 +79,52 @@ def write_card(
     `kind` is its `model_type` in transformers, `rows` the number of its embedding rows, and
     `loader` the name of the class that loads its tokenizer, or None if the export has no tokenizer.
     """
-    model, encoding = saved.model, encoding_of(saved.model)
-    tape = encoding.exports_to == "tape"
-    is_plain = encoding.exports_to == "plain"
-    results = options.results
-    pretrained = _was_pretrained_here(saved.state)
+    encoding = encoding_of(saved.model)
     tag = encoding.name if encoding.exports_to == "code" else kind
-    data = _card_data(
-        saved,
-        library_name="transformers",
-        tags=[tag, "pretrained"] if pretrained else [tag],
-        model_name=options.name if results else None,
-        eval_results=_scores_for_hub(results) or None,
-    )
+    tags = [tag]
+    pretrained = _was_pretrained_here(saved.state)
+    if pretrained:
+        tags.append("pretrained")
+    facts: dict[str, Any] = {"library_name": "transformers", "tags": tags}
+    if options.results:
+        facts |= {"model_name": options.name, "eval_results": _scores_for_hub(options.results)}
+    short_positions = {
+        "tape": "TAPE",
+        "plain": "RoPE",
+        "code": f"the positional encoding {plain(encoding.name)}",
+    }
     card = ModelCard.from_template(
-        data,
+        _card_data(saved, **facts),
         _HERE / "model_card.md",
         name=plain(options.name),
-        short_positions={"tape": "TAPE", "plain": "RoPE"}.get(
-            encoding.exports_to, f"the positional encoding {plain(encoding.name)}"
-        ),
+        short_positions=short_positions[str(encoding.exports_to)],
         facts=_facts(saved, rows, options.dtype),
         training=_training(saved) if options.with_lora else _BASE,
-        scores=_rows_of(results),
-        notes=_notes_of(results),
-        remote="" if is_plain else ", trust_remote_code=True",
+        scores=_rows_of(options.results),
+        notes=_notes_of(options.results),
+        remote=_remote(saved),
         loader=loader,
-        padding=model.vocab_size - rows,
+        padding=saved.model.vocab_size - rows,
         text_only=pretrained and saved.state["config"]["data"].get("prefix") is not None,
-        adapts=tape and options.with_lora,
+        adapts=encoding.exports_to == "tape" and options.with_lora,
     )
     _save(card, directory)
 
 
 def _facts(saved: SavedWeights, rows: int, dtype: str) -> dict[str, object]:
-    model, encoding = saved.model, encoding_of(saved.model)
+    model = saved.model
+    encoding = encoding_of(model)
+    described = (sys.modules[type(encoding).__module__].__doc__ or "").strip().partition("\n")[0]
     positions = {
         "tape": f"contextualized equivariant positional encoding ([TAPE]({_PAPER}))",
         "plain": "rotary (RoPE)",
-        "code": plain(_described(encoding)),
+        "code": plain(f"{encoding.name}: {described.rstrip('.')}"),
     }
-    parameters = parameter_count(model) - (model.vocab_size - rows) * model.hidden_size * (
-        2 - model.tie_embeddings
-    )
+    matrices = 1 if model.tie_embeddings else 2
+    padding = matrices * (model.vocab_size - rows) * model.hidden_size
     return {
-        "Parameters": f"{parameters:,}",
-        "Positions": positions[encoding.exports_to],
+        "Parameters": f"{parameter_count(model) - padding:,}",
+        "Positions": positions[str(encoding.exports_to)],
         "Layers": model.num_layers,
         "Hidden size": model.hidden_size,
         "MLP size": model.ffn_hidden_size,
@@ -136,29 +135,26 @@ def _facts(saved: SavedWeights, rows: int, dtype: str) -> dict[str, object]:
     }
 
 
-def _described(encoding: PositionEncoding) -> str:
-    """Return the name of an encoding and the first line of its file's docstring."""
-    text = sys.modules[type(encoding).__module__].__doc__ or type(encoding).__doc__ or ""
-    if text.strip():
-        return f"{encoding.name}: {text.strip().partition(chr(10))[0].rstrip('.')}"
-    return encoding.name
+def _remote(saved: SavedWeights) -> str:
+    """Return the argument that lets transformers run the code of an export, if it has any."""
+    if encoding_of(saved.model).exports_to == "plain":
+        return ""
+    return ", trust_remote_code=True"
 
 
 def write_adapter_card(
     directory: Path, name: str, saved: SavedWeights, dtype: str, base: str
 ) -> None:
     """Write README.md of an adapter in peft's format for the base model in the directory `base`."""
-    data = _card_data(
-        saved, library_name="peft", base_model=None
-    )  # the exported base model has no name on the Hub
     card = ModelCard.from_template(
-        data,
+        # The exported base model has no name on the Hub.
+        _card_data(saved, library_name="peft", base_model=None),
         _HERE / "adapter_card.md",
         name=plain(name),
         dtype=dtype,
         training=_training(saved),
         base=json.dumps(base),
-        remote="" if encoding_of(saved.model).exports_to == "plain" else ", trust_remote_code=True",
+        remote=_remote(saved),
     )
     _save(card, directory)
 
@@ -172,11 +168,8 @@ def _card_data(saved: SavedWeights, **facts: Any) -> ModelCardData:
     try:
         check_shape(imported, CardFacts, "progress.card")
     except ValueError as error:
-        raise CheckpointError(
-            str(saved.path / STATE),
-            f"cannot be used: {error}",
-            "export the checkpoint of another step",
-        ) from None
+        fix = "export the checkpoint of another step"
+        raise CheckpointError(str(saved.path / STATE), f"cannot be used: {error}", fix) from None
     return ModelCardData(**{"pipeline_tag": "text-generation"} | imported | facts)
 
 
@@ -198,21 +191,19 @@ def _training(saved: SavedWeights) -> str:
     """Return a Markdown table of the run's start, trained parameters, settings and losses. Raises
     CheckpointError.
     """
-    state, origin = saved.state, saved.state["progress"].get("origin")
+    state = saved.state
     config = state["config"]
+    origin = state["progress"].get("origin")
     if "train" not in config:
         return f"Imported from {plain(origin)}; not trained further."
-    try:
-        facts = {} if origin is None else {"Started from": origin}
-        facts |= _extension(config.get("extension", {}))
-        if saved.average:
-            facts["Weights"] = f"averaged over steps ({config['train']['average']['kind']})"
-        facts |= _trained(saved) | _settings(state, config) | _final_losses(saved)
-    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        problem = (
-            f"contains invalid settings of the run ({type(error).__name__}: {str(error):.200})"
-        )
-        raise CheckpointError(str(saved.path / STATE), problem, "choose another step") from None
+
+    facts: dict[str, object] = {}
+    if origin is not None:
+        facts["Started from"] = origin
+    facts |= _extension(config.get("extension", {}))
+    if saved.average:
+        facts["Weights"] = f"averaged over steps ({config['train']['average']['kind']})"
+    facts |= _trained(saved) | _settings(state, config) | _final_losses(saved)
     rows = [f"| {key} | {plain(value)} |" for key, value in facts.items()]
     return "\n".join(["| | |", "|---|---|", *rows])
 
@@ -221,12 +212,12 @@ def _extension(extension: dict) -> dict[str, object]:
     facts: dict[str, object] = {}
     if extended := extension.get("from"):
         path = Path(extended)
-        step = re.fullmatch(r"step-(\d+)", path.name)
-        if path.parent.name == "checkpoints":
-            run = path.parent.parent
-        else:
+        facts["Extends"] = path.name
+        if step := re.fullmatch(r"step-(\d+)", path.name):
             run = path.parent
-        facts["Extends"] = f"{run.name}, step {int(step[1]):,}" if step else path.name
+            if run.name == "checkpoints":
+                run = run.parent
+            facts["Extends"] = f"{run.name}, step {int(step[1]):,}"
     if extension.get("attention", "full") != "full":
         facts["Attention in training"] = extension["attention"]
     return facts
@@ -241,36 +232,31 @@ def _trained(saved: SavedWeights) -> dict[str, object]:
     counts: Counter[str] = Counter()
     for name in saved.trained:
         counts[kind_of(name)] += prod(shapes[name])
+    total = sum(map(prod, shapes.values()))
     facts: dict[str, object] = {
         "Trained": ", ".join(f"{kind} ({count:,})" for kind, count in counts.items())
     }
     if "lora" in counts:
-        lora = (
+        facts["LoRA layers"] = (
             f"rank {extension.lora_rank}, alpha {extension.lora_alpha:g}, for"
             f" {', '.join(extension.lora_targets)}"
         )
-        facts["LoRA layers"] = lora
-    return facts | {
-        "Trained parameters": f"{counts.total():,} of {sum(map(prod, shapes.values())):,}"
-    }
+    facts["Trained parameters"] = f"{counts.total():,} of {total:,}"
+    return facts
 
 
 def _settings(state: dict, config: dict) -> dict[str, object]:
     train = config["train"]
     optimizer = config["optimizer"]
     schedule = config["schedule"]
-    samples = state["consumed_samples"]
     length = config["model"]["seq_length"]
+    tokens = state["consumed_samples"] * length
+    batch = str(train["global_batch_size"])
     if ramp := train.get("batch_ramp"):
-        ramp_start = f"{ramp['from']} to "
-    else:
-        ramp_start = ""
+        batch = f"{ramp['from']} to {batch}"
     return {
         "Steps": f"{state['step']:,} of {train['steps']:,}",
-        "Tokens": (
-            f"{samples * length:,} ({ramp_start}{train['global_batch_size']} sequences of"
-            f" {length:,} per step)"
-        ),
+        "Tokens": f"{tokens:,} ({batch} sequences of {length:,} per step)",
         "Data": _data(config["data"]),
         "Optimizer": (
             f"{_OPTIMIZERS[optimizer['kind']]}, weight decay {optimizer['weight_decay']:g}, "
@@ -286,27 +272,24 @@ def _settings(state: dict, config: dict) -> dict[str, object]:
 
 def _data(data: dict) -> str:
     """Describe the training data by the names of datasets, without their paths."""
-    if data["prefix"] is None and data.get("examples") is not None:
+    if data.get("examples") is not None:
         return f"examples of {Path(data['examples']['path']).name}"
     if data["prefix"] is None:
-        return ", ".join(
-            f"{key} {value}" for key, value in data["generator"].items() if value is not None
-        )
-    stages = "".join(
-        f"; then, for {x['share']:.0%} of the tokens, {_names(x['prefix'])}"
-        for x in data.get("stages") or ()
-    )
-    return _names(data["prefix"]) + stages
+        settings = data["generator"].items()
+        return ", ".join(f"{key} {value}" for key, value in settings if value is not None)
+    text = _names(data["prefix"])
+    for stage in data.get("stages") or ():
+        text += f"; then, for {stage['share']:.0%} of the tokens, {_names(stage['prefix'])}"
+    return text
 
 
 def _names(prefix: dict | list | str) -> str:
     prefixes, weights = blend(prefix)
     names = [Path(prefix).name for prefix in prefixes]
-    if weights is None:
-        shares = names
-    else:
-        shares = [f"{name} ({w / sum(weights):.0%})" for name, w in zip(names, weights)]
-    return ", ".join(shares)
+    if weights is not None:
+        total = sum(weights)
+        names = [f"{name} ({w / total:.0%})" for name, w in zip(names, weights)]
+    return ", ".join(names)
 
 
 def _final_losses(saved: SavedWeights) -> dict[str, object]:
@@ -316,22 +299,18 @@ def _final_losses(saved: SavedWeights) -> dict[str, object]:
     names = {LOSS: "Training loss", VALIDATION_LOSS: "Validation loss"}
     if saved.average:
         names = {VALIDATION_LOSS_AVERAGED: "Validation loss"}
-    path = saved.path.parent.parent / _METRICS
-    found = {}
-    for line in read_lines(path):
-        with suppress(ValueError):  # a killed process may leave an incomplete line
+    losses: dict[str, object] = {}
+    for line in read_lines(saved.path.parent.parent / _METRICS):
+        try:
             row = parse_record(line, dict[str, Any])
-            losses = {
-                names[key]: row[key]
-                for key in names
-                if isinstance(row.get(key), float) and isfinite(row[key])
-            }
-            if row.get("step", inf) <= saved.state["step"]:
-                found |= {
-                    name: f"{loss:.4f} nats per token, at step {row['step']:,}"
-                    for name, loss in losses.items()
-                }
-    return found
+        except ValueError:  # a killed process may leave an incomplete line
+            continue
+        if row.get("step", inf) > saved.state["step"]:
+            continue
+        for key, name in names.items():
+            if isfinite(row.get(key, inf)):
+                losses[name] = f"{row[key]:.4f} nats per token, at step {row['step']:,}"
+    return losses
 
 
 def find_results(
@@ -347,18 +326,15 @@ def find_results(
     found = []
     for path in map(Path, given):
         if not results_file(path).is_file():
-            raise FileError(
-                str(path), "contains no results", "give the output directory of pretrain.evaluate"
-            )
+            fix = "give the output directory of pretrain.evaluate"
+            raise FileError(str(path), "contains no results", fix)
         results = read_results(path)
         if results.model.digest != digest:
             problem = f"contains results of a model other than {checkpoint}"
-            raise FileError(
-                str(path),
-                problem,
-                f"evaluate it: python -m pretrain.evaluate TASK --model {checkpoint}",
-            )
+            fix = f"evaluate it: python -m pretrain.evaluate TASK --model {checkpoint}"
+            raise FileError(str(path), problem, fix)
         found.append(results)
+
     # The default of evaluation.model_source: `evaluation/STEP` in the run's directory.
     step = f"{checkpoint.name}-{AVERAGE}" if average else checkpoint.name
     default = results_file(checkpoint.parent.parent / "evaluation" / step)
@@ -369,17 +345,13 @@ def find_results(
     except (ValueError, OSError) as error:
         command_line.log(f"the model card has no evaluation results: {error}")
         return []
-    if results.model.digest == digest:
-        return [results]
-    return []
+    return [results] if results.model.digest == digest else []
 
 
 def _rows_of(all_results: Sequence[Results]) -> list[list[str]]:
     """Return the rows of the card's table of scores; cells are Markdown."""
     rows = []
-    for score in (
-        score for results in all_results for task in results.tasks.values() for score in task.scores
-    ):
+    for score in _scores(all_results):
         length = f"{score.length:,}" if score.length else ""
         shown = (score.shown_value, score.shown_interval, score.shown_count)
         cells = [score.task, score.group, length, score.metric, *shown]
@@ -387,34 +359,43 @@ def _rows_of(all_results: Sequence[Results]) -> list[list[str]]:
     return rows
 
 
+def _scores(all_results: Sequence[Results]) -> list[Score]:
+    tasks = [task for results in all_results for task in results.tasks.values()]
+    return [score for task in tasks for score in task.scores]
+
+
 def _notes_of(all_results: Sequence[Results]) -> list[str]:
     """Return notes on the scores in Markdown, without paths of the machine that ran the
     evaluation.
     """
     notes: dict[str, None] = {}
-    for name, task in (item for results in all_results for item in results.tasks.items()):
-        versions = ", ".join(
-            f"{key} {task.versions[key]}" for key in _SHOWN_VERSIONS if key in task.versions
-        )
-        data = "".join(f", on {Path(path).name}" for path in task.data)
-        notes[f"{name}: measured in {task.dtype} on {task.hardware}{data} ({versions})."] = None
-        notes |= {f"{name}: {_FOLDERS.sub('', note)}": None for note in task.notes}
-    return [plain(note) for note in notes]
+    for results in all_results:
+        for name, task in results.tasks.items():
+            versions = ", ".join(
+                f"{key} {task.versions[key]}" for key in _SHOWN_VERSIONS if key in task.versions
+            )
+            data = "".join(f", on {Path(path).name}" for path in task.data)
+            measured = f"measured in {task.dtype} on {task.hardware}{data} ({versions})."
+            for note in (measured, *(_FOLDERS.sub("", note) for note in task.notes)):
+                notes[plain(f"{name}: {note}")] = None
+    return list(notes)
 
 
 def _scores_for_hub(all_results: Sequence[Results]) -> list[EvalResult]:
     """Return all scores in the format of the Hub's metadata."""
-    return [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=score.task,
-            dataset_name=f"{score.task}: {score.group}" if score.group else score.task,
-            dataset_config=score.group or None,
-            metric_type=score.metric.replace(" ", "_"),
-            metric_name=score.metric + (f" at {score.length:,} tokens" if score.length else ""),
-            metric_value=score.value,
+    results = []
+    for score in _scores(all_results):
+        length = f" at {score.length:,} tokens" if score.length else ""
+        group = f": {score.group}" if score.group else ""
+        results.append(
+            EvalResult(
+                task_type="text-generation",
+                dataset_type=score.task,
+                dataset_name=score.task + group,
+                dataset_config=score.group or None,
+                metric_type=score.metric.replace(" ", "_"),
+                metric_name=score.metric + length,
+                metric_value=score.value,
+            )
         )
-        for results in all_results
-        for task in results.tasks.values()
-        for score in task.scores
-    ]
+    return results

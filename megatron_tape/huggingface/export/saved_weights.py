@@ -69,7 +69,9 @@ class SavedWeights:
         With `with_lora`, LoRA layers are merged into the matrices.
         """
         parts = from_megatron(name, self.read(name), self.model)
-        for matrix in parts.keys() & self._lora.keys() if with_lora else ():
+        if not with_lora:
+            return parts
+        for matrix in parts.keys() & self._lora.keys():
             factors = {side: self.read(factor) for side, factor in self._lora[matrix].items()}
             parts[matrix] = torch.addmm(
                 parts[matrix], factors["B"], factors["A"], alpha=self.extension.lora_scale
@@ -108,61 +110,65 @@ def open_weights(path: Path, average: bool = False) -> SavedWeights:
     """
     state = checkpoint_files.read_state(path)
     size = state["tensor_model_parallel_size"]
-    settings = state["config"]["model"]
+    config = state["config"]
     try:
-        model = model_config(settings)
+        model = model_config(config["model"])
         validate_model(model)
-        extension = build(ExtensionConfig, state["config"].get("extension", {}), "config.extension")
+        extension = build(ExtensionConfig, config.get("extension", {}), "config.extension")
     except (TypeError, ValueError) as error:
         raise CheckpointError(str(path), f"has another architecture or version: {error}") from error
-    files: list[dict[str, tuple[Path, str]]] = [{} for _ in range(size)]
-    shapes: list[dict[str, list[int]]] = [{} for _ in range(size)]
+
     index = read_index(path, size)
-    entries = [
-        (key, file, place) for file, places in index.items() for key, place in places.items()
-    ]
+    prefixes = ["weight"]
     if average:
         check_average(path, index)
-    # Averages replace weights; frozen parameters have no average.
-    for wanted in ("weight", AVERAGE) if average else ("weight",):
-        for key, file, place in entries:
-            kind, _, name = current_key(key).partition("/")
-            if kind == wanted:
-                rank = shard_of(file)
-                files[rank][name] = path / file, key
-                shapes[rank][name] = place["shape"]
-    source = find_source(path, state)
-    if source is not None:
-        source = open_weights(find_checkpoint(source, lambda message: None))
+        # Averages replace weights; frozen parameters have no average.
+        prefixes.append(AVERAGE)
+    files: list[dict[str, tuple[Path, str]]] = [{} for _ in range(size)]
+    shapes: list[dict[str, list[int]]] = [{} for _ in range(size)]
+    for prefix in prefixes:
+        for file, places in index.items():
+            rank = shard_of(file)
+            for key, place in places.items():
+                kind, _, name = current_key(key).partition("/")
+                if kind == prefix:
+                    files[rank][name] = path / file, key
+                    shapes[rank][name] = place["shape"]
+
+    source = None
+    source_path = find_source(path, state)
+    if source_path is not None:
+        source = open_weights(find_checkpoint(source_path, lambda message: None))
     saved = SavedWeights(path, state, model, files, source, extension, average)
     _check_shapes(saved, shapes)
     return saved
 
 
 def _check_shapes(saved: SavedWeights, shapes: list[dict[str, list[int]]]) -> None:
+    """Raise CheckpointError unless the shards of all ranks make up the model's parameters."""
     expected = parameter_shapes(saved.model, saved.extension)
-    for rank, found in enumerate(shapes):
-        elsewhere = [] if saved.source is None else saved.state["frozen"]
-        for name in [*(name for name in expected if name not in elsewhere), *found]:
-            where = f"has another architecture than its settings: parameter {name:.100}"
-            if name not in found:
-                raise CheckpointError(
-                    str(saved.path), f"{where} is missing (tensor-parallel rank {rank})"
+    required = set(expected)
+    if saved.source is not None:
+        required -= set(saved.state["frozen"])
+    for shards in shapes:
+        for name in sorted(required.symmetric_difference(shards)):
+            if name not in expected or name in required:
+                problem = (
+                    f"has another architecture than its settings: parameter {name:.100} is missing"
+                    " or unknown"
                 )
-            if name not in expected:
-                raise CheckpointError(str(saved.path), f"{where} is not a parameter of the model")
-            shape = list(found[name])
-            cut = saved.state["sharded"].get(name)
-            if cut:
-                if (
-                    not 0 <= cut["dim"] < len(shape)
-                    or cut["stride"] < 1
-                    or shape[cut["dim"]] % cut["stride"]
-                ):
-                    raise CheckpointError(
-                        str(saved.path), f"{where} cannot be sharded as {cut!s:.100}"
-                    )
-                shape[cut["dim"]] *= len(shapes)
-            if tuple(shape) != expected[name]:
-                problem = f"{where} has shape {tuple(shape)!s:.100} instead of {expected[name]}"
                 raise CheckpointError(str(saved.path), problem)
+        for name, given in shards.items():
+            shape = list(given)
+            if cut := saved.state["sharded"].get(name):
+                dim, stride = cut["dim"], cut["stride"]
+                if not 0 <= dim < len(shape) or stride < 1 or shape[dim] % stride:
+                    problem = f"has a parameter {name:.100} that cannot be sharded as {cut!s:.100}"
+                    raise CheckpointError(str(saved.path), problem)
+                shape[dim] *= len(shapes)
+            if tuple(shape) != expected[name]:
+                raise CheckpointError(
+                    str(saved.path),
+                    f"has another architecture than its settings: parameter {name:.100} has shape"
+                    f" {tuple(shape)!s:.100} instead of {expected[name]}",
+                )

@@ -60,6 +60,10 @@ from megatron_tape.position import encoding_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NO_TOKENIZER = "none"
+_GIVE_TOKENIZER = (
+    f"give the model's tokenizer with --tokenizer, or --tokenizer {NO_TOKENIZER} to export without"
+    " one"
+)
 VOCABULARY_ROWS = ("model.embed_tokens.weight", "lm_head.weight")
 # Architecture and model_type of a model with rope, by model.qkv_bias and model.qk_norm.
 _PLAIN = {
@@ -109,9 +113,8 @@ def export(
     with new_export(output, overwrite) as directory:
         saved = open_exportable(checkpoint, average)
         found = find_results(saved.path, results, average)
-        write_model(
-            saved, directory, ExportOptions(name, dtype, tokenizer, max_shard_size, True, found)
-        )
+        options = ExportOptions(name, dtype, tokenizer, max_shard_size, True, found)
+        write_model(saved, directory, options)
     return saved.path
 
 
@@ -131,67 +134,70 @@ def check_export(directory: Path) -> None:
     """
     fix = "choose another output, or move it away"
     card = directory / CARD
-    if not card.is_file() or not any(
-        sentence in card.read_text("utf-8", "replace") for sentence in CARD_SENTENCES
-    ):
-        raise FileError(
-            str(directory), "is not an export of this project, so it is not replaced", fix
-        )
+    text = card.read_text("utf-8", "replace") if card.is_file() else ""
+    if not any(sentence in text for sentence in CARD_SENTENCES):
+        problem = "is not an export of this project, so it is not replaced"
+        raise FileError(str(directory), problem, fix)
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
         is_directory = path.is_dir() and not path.is_symlink()
         if not is_directory and not _EXPORTED_FILES.fullmatch(name):
-            raise FileError(
-                str(path), "is not a file of an export, so its directory is not replaced", fix
-            )
+            problem = "is not a file of an export, so its directory is not replaced"
+            raise FileError(str(path), problem, fix)
 
 
 def open_exportable(checkpoint: str | Path, average: bool = False) -> SavedWeights:
-    """Check and open the newest complete checkpoint. Raises UserError or OSError if it cannot be
-    exported.
+    """Check and open the newest complete checkpoint.
+
+    Raises UserError or OSError if it cannot be exported.
     """
     with command_line.step("checking the checkpoint"):
         path = find_checkpoint(checkpoint, command_line.log)
         saved = open_weights(path, average)
-    model, encoding = saved.model, encoding_of(saved.model)
-    kind = encoding.exports_to
-    if kind is None:
-        problem = (
-            f"has model.position_encoding {encoding.name}, which does not support export"
-            " (exports_to is None)"
-        )
+    model = saved.model
+    encoding = encoding_of(model)
+    if encoding.exports_to is None:
+        problem = f"has model.position_encoding {encoding.name}, which does not support export"
         raise CheckpointError(str(path), problem)
-    if kind == "code":
+    if encoding.exports_to == "code":
         code_files(type(encoding))
-    if kind == "plain" and model.qkv_bias and model.qk_norm:
-        problem = (
-            "has model.qkv_bias and model.qk_norm, which no architecture of transformers combines"
-            " with rope"
-        )
+    if encoding.exports_to == "plain" and model.qkv_bias and model.qk_norm:
         raise CheckpointError(
-            str(path), problem, "only models with model.position_encoding tape can have both"
+            str(path),
+            "has model.qkv_bias and model.qk_norm, which no architecture of transformers combines"
+            " with rope",
+            "only models with model.position_encoding tape can have both",
         )
     return saved
 
 
 def write_model(saved: SavedWeights, directory: Path, options: ExportOptions) -> None:
     """Write a whole model to an empty directory, and flush it to disk; see `export`."""
-    model, encoding = saved.model, encoding_of(saved.model)
+    model = saved.model
+    encoding = encoding_of(model)
     tokenizer = _write_tokenizer(saved, options.tokenizer, directory)
     rows = vocabulary_rows(model, tokenizer)
-    ids = _NO_IDS if tokenizer is None else tokenizer.special_ids
     config = huggingface_config(model, rows, options.dtype)
-    loader = None if tokenizer is None else "AutoTokenizer"
-    if tokenizer is not None and config["model_type"] == "qwen2":
-        loader = FROM_THE_FILE
-        command_line.log(
-            "with model.qkv_bias, this export is a Qwen2 model; AutoTokenizer would replace its"
-            f" tokenizer by Qwen's; load the tokenizer with {FROM_THE_FILE}.from_pretrained"
-        )
+    ids = _NO_IDS
+    generation: dict = {}
+    loader = None
+    if tokenizer is not None:
+        ids = tokenizer.special_ids
+        generation = tokenizer.generation
+        loader = "AutoTokenizer"
+        if config["model_type"] == "qwen2":
+            loader = FROM_THE_FILE
+            command_line.log(
+                "with model.qkv_bias, this export is a Qwen2 model; AutoTokenizer would replace its"
+                f" tokenizer by Qwen's; load the tokenizer with {FROM_THE_FILE}.from_pretrained"
+            )
+
     write_json(directory / "config.json", config | ids)
-    write_json(directory / GENERATION, {} if tokenizer is None else tokenizer.generation)
-    if encoding.exports_to != "plain":
-        write_code(directory, None if encoding.exports_to == "tape" else type(encoding))
+    write_json(directory / GENERATION, generation)
+    if encoding.exports_to == "tape":
+        write_code(directory)
+    elif encoding.exports_to == "code":
+        write_code(directory, type(encoding))
     write_card(directory, config["model_type"], saved, options, rows, loader)
     _write_weights(saved, directory, rows, options)
     for file in directory.iterdir():
@@ -203,7 +209,6 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
     token ids.
     """
     encoding = encoding_of(model)
-    tape = encoding.exports_to == "tape"
     if encoding.exports_to == "code":
         return _shape("Encoded", "encoded_tape", model, rows, dtype) | {
             "auto_map": dict(ENCODED_AUTO_MAP),
@@ -213,46 +218,44 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
             "position_encoding": encoding.name,
             "position_settings": _position_settings(model),
         }
-    name, kind = ("Tape", "tape") if tape else _PLAIN[model.qkv_bias, model.qk_norm]
+    rope = _rope_parameters(model.position)
+    if encoding.exports_to == "tape":
+        return _shape("Tape", "tape", model, rows, dtype) | {
+            "rope_parameters": rope,
+            "auto_map": dict(AUTO_MAP),
+            "qk_norm": model.qk_norm,
+            "position_mlp_size": encoding.mlp_width,  # type: ignore[attr-defined]
+            "gate_input": model.position.gate_input,
+            "position_state_precision": model.position.state_precision,
+        }
+
+    name, kind = _PLAIN[model.qkv_bias, model.qk_norm]
     if model.layers_without_positions is not None:
-        name = "SmolLM3"
-        kind = "smollm3"
-    if kind == "llama" and model.hidden_size % model.num_attention_heads:
+        name, kind = "SmolLM3", "smollm3"
+    elif kind == "llama" and model.hidden_size % model.num_attention_heads:
         # Mistral is the same model, but does not require that the number of heads divides the
         # hidden size.
-        name = "Mistral"
-        kind = "mistral"
-    rope = _rope_parameters(model.position)
-    config = _shape(name, kind, model, rows, dtype) | {"rope_parameters": rope}
-    if not tape:
-        config["max_position_embeddings"] = _rotary_context(model)
-        # transformers 4 reads rotary settings only outside rope_parameters; transformers 5 reads
-        # both.
-        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-        older = {
-            "rope_theta": model.position.rope_theta,
-            "rope_scaling": scaling if "factor" in rope else None,
-        }
-        if kind == "mistral":
-            window = {"sliding_window": None}
-        else:
-            window = {"use_sliding_window": False}
-        if model.layers_without_positions is not None:
-            every = model.layers_without_positions
-            layers = range(1, model.num_layers + 1)
-            rotates = {
-                "no_rope_layer_interval": every,
-                "no_rope_layers": [int(layer % every > 0) for layer in layers],
-            }
-            return config | older | window | rotates | {"mlp_bias": False}
-        return config | older | ({"mlp_bias": False} if kind == "llama" else window)
-    return config | {
-        "auto_map": dict(AUTO_MAP),
-        "qk_norm": model.qk_norm,
-        "position_mlp_size": encoding.mlp_width,  # type: ignore[attr-defined]
-        "gate_input": model.position.gate_input,
-        "position_state_precision": model.position.state_precision,
+        name, kind = "Mistral", "mistral"
+    # transformers 4 reads rotary settings only outside rope_parameters; transformers 5 reads both.
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    config = _shape(name, kind, model, rows, dtype) | {
+        "max_position_embeddings": _rotary_context(model),
+        "rope_parameters": rope,
+        "rope_theta": model.position.rope_theta,
+        "rope_scaling": scaling if "factor" in rope else None,
     }
+    if kind == "mistral":
+        return config | {"sliding_window": None}
+    if kind != "llama":
+        config["use_sliding_window"] = False
+    if kind == "smollm3":
+        interval = model.layers_without_positions
+        layers = range(1, model.num_layers + 1)
+        config["no_rope_layer_interval"] = interval
+        config["no_rope_layers"] = [int(layer % interval > 0) for layer in layers]
+    if kind in ("llama", "smollm3"):
+        config["mlp_bias"] = False
+    return config
 
 
 def _rope_parameters(position: Any) -> dict:
@@ -323,8 +326,9 @@ def _shape(name: str, kind: str, model: ModelConfig, rows: int, dtype: str) -> d
 
 def _position_settings(model: ModelConfig) -> dict:
     settings = dict(sorted(dataclasses.asdict(model.position).items()))
-    # Exported weights store the scales of heads as a matrix.
-    return settings | ({"token_mixing": "full"} if "token_mixing" in settings else {})
+    if "token_mixing" in settings:
+        settings["token_mixing"] = "full"  # exported weights store the scales of heads as a matrix
+    return settings
 
 
 def vocabulary_rows(model: ModelConfig, tokenizer: ExportedTokenizer | None) -> int:
@@ -336,11 +340,7 @@ def vocabulary_rows(model: ModelConfig, tokenizer: ExportedTokenizer | None) -> 
     rows = model.unpadded_vocab_size or model.vocab_size
     if tokenizer is not None and tokenizer.vocab_size > rows:
         problem = f"has {tokenizer.vocab_size} ids, but the model has only {rows} embedding rows"
-        fix = (
-            f"give the model's tokenizer with --tokenizer, or --tokenizer {NO_TOKENIZER} to export"
-            " without one"
-        )
-        raise UserError("the tokenizer", problem, fix)
+        raise UserError("the tokenizer", problem, _GIVE_TOKENIZER)
     if tokenizer is None or model.unpadded_vocab_size:
         return rows
     return tokenizer.vocab_size
@@ -353,31 +353,29 @@ def _write_weights(saved: SavedWeights, directory: Path, rows: int, options: Exp
     Peak memory is at most three times the unsharded fp32 size of the largest parameter.
     """
     names = parameter_shapes(saved.model)
-    shapes = {
-        key: shape
-        for name in names
-        for key, shape in part_shapes(saved.model, name, names[name], rows).items()
-    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in names.items():
+        shapes |= part_shapes(saved.model, name, shape, rows)
     announced = on_meta(shapes, DTYPES[options.dtype])
     shards = in_parts(announced, options.max_shard_size)
     count = len(shards)
-    file_names = [f"model-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
-    file_names = file_names if count > 1 else ["model.safetensors"]
+    file_names = ["model.safetensors"]
+    if count > 1:
+        file_names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
     parts = (part for name in names for part in saved.parts(name, options.with_lora).items())
     tensors = with_progress((part[: shapes[key][0]] for key, part in parts), announced.values())
+    places = {}
     for file_name, shard in zip(file_names, shards, strict=True):
         write_safetensors(directory / file_name, shard, tensors, {"format": "pt"})
+        places |= dict.fromkeys(shard, file_name)
     tensors.close()
     if count > 1:
-        index = {
-            "metadata": {
-                "total_parameters": sum(math.prod(shape) for shape in shapes.values()),
-                "total_size": sum(tensor.nbytes for tensor in announced.values()),
-            },
-            "weight_map": {
-                key: name for name, shard in zip(file_names, shards, strict=True) for key in shard
-            },
+        metadata = {
+            "total_parameters": sum(math.prod(shape) for shape in shapes.values()),
+            "total_size": sum(tensor.nbytes for tensor in announced.values()),
         }
+        index = {"metadata": metadata, "weight_map": places}
         write_json(directory / "model.safetensors.index.json", index)
 
 
@@ -389,48 +387,44 @@ def part_shapes(
     The unsharded parameter `name` has the shape `shape`. Embeddings and output layer are exported
     with `rows` rows.
     """
-    parts = from_megatron(name, torch.empty(shape, device="meta"), model)
-    shapes = {key: tuple(part.shape) for key, part in parts.items()}
-    return {
-        key: (rows, *shape[1:]) if key in VOCABULARY_ROWS else shape
-        for key, shape in shapes.items()
-    }
+    shapes = {}
+    for key, part in from_megatron(name, torch.empty(shape, device="meta"), model).items():
+        if key in VOCABULARY_ROWS:
+            part = part[:rows]
+        shapes[key] = tuple(part.shape)
+    return shapes
 
 
 def _write_tokenizer(
     saved: SavedWeights, given: str | None, directory: Path
 ) -> ExportedTokenizer | None:
+    """Write the tokenizer of the run, or the `given` one if it is the same. Raises FileError."""
     if given == NO_TOKENIZER:
         return None
-    source = str(saved.path / TOKENIZER)
-    tokenizer = load_saved_tokenizer(saved.path)
-    if given is not None:
-        original = tokenizer
-        source = given
-        tokenizer = load_tokenizer(given)
-        if original is not None and TOKENIZER_MODEL in original.files:
+    own = load_saved_tokenizer(saved.path)
+    length = saved.model.seq_length
+    if given is None:
+        if own is None:
+            raise CheckpointError(str(saved.path), "has no tokenizer", _GIVE_TOKENIZER)
+        return write_tokenizer(own, directory, length, str(saved.path / TOKENIZER))
+
+    tokenizer = load_tokenizer(given)
+    recorded = saved.state["progress"].get("tokenizer")
+    if own is not None:
+        recorded = tokenizer_record(own)
+        if TOKENIZER_MODEL in own.files:
             # `difference` compares a tokenizer.json with the SentencePiece model it was made from
             # by the ids of texts.
-            tokenizer.files.setdefault(TOKENIZER_MODEL, original.files[TOKENIZER_MODEL])
-        if original is None:
-            recorded = saved.state["progress"].get("tokenizer")
-        else:
-            recorded = tokenizer_record(original)
-        chosen = tokenizer_record(tokenizer)
-        name = "the one that trained the model"
-        if recorded and (different := difference(chosen, recorded, name)):
+            tokenizer.files.setdefault(TOKENIZER_MODEL, own.files[TOKENIZER_MODEL])
+    if recorded:
+        record = tokenizer_record(tokenizer)
+        if different := difference(record, recorded, "the one that trained the model"):
             fix = (
                 f"omit --tokenizer, or give --tokenizer {NO_TOKENIZER} and copy the files into the"
                 " export yourself"
             )
             raise FileError(given, different, fix)
-    if tokenizer is None:
-        fix = (
-            f"give the model's tokenizer with --tokenizer, or --tokenizer {NO_TOKENIZER} to export"
-            " without one"
-        )
-        raise CheckpointError(str(saved.path), "has no tokenizer", fix)
-    return write_tokenizer(tokenizer, directory, saved.model.seq_length, source)
+    return write_tokenizer(tokenizer, directory, length, given)
 
 
 def write_json(path: Path, value: dict) -> None:
