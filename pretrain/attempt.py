@@ -151,7 +151,7 @@ def check_job(arguments: list[str], module: str | None) -> None:
 
     base = None
     if extends and starts_from_base(config):
-        base = find_base(config.extension.from_, config.logging.directory)
+        base = find_base(config.extension.from_)
     check(config, Level.FILES, extends=extends, base=base)
 
 

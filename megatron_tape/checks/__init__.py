@@ -84,7 +84,7 @@ def check(
         check_same_data(config, progress.get("data", {}), start)
         config = with_saved_tokenizer(config, start)
         if starts_from_base(config):
-            base = find_base(config.extension.from_, config.logging.directory)
+            base = find_base(config.extension.from_)
             check_base(config, base)
             config, saved = with_base_tokenizer(config, base)
         check_datasets(config, saved)

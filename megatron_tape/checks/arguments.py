@@ -54,7 +54,7 @@ def parse_run_config(
         fix = "give --config RECIPE, such as --config tape_demo"
     with parsed.add_places_to_errors():
         name = Path(parsed.files[-1]).stem if parsed.files else "unnamed"
-        config = build(RunConfig, with_base_settings(parsed.values, base, f"runs/{name}"), fix=fix)
+        config = build(RunConfig, with_base_settings(parsed.values, base), fix=fix)
         _ = config.data.source
         config = with_directories(resolve_datasets(config), name)
         validate(config, world_size=config.parallel.ranks_per_sequence)

@@ -16,7 +16,7 @@ from megatron_tape.checkpoint.directories import (
     list_checkpoints,
     read_state,
 )
-from megatron_tape.checkpoint.locate import IMPORTED, NoCheckpoint, find_checkpoint, find_source
+from megatron_tape.checkpoint.locate import NoCheckpoint, find_checkpoint, find_source
 from megatron_tape.checkpoint.saved_settings import CHANGEABLE_MODEL_KEYS, model_differences
 from megatron_tape.checkpoint.saved_tokenizer import (
     TOKENIZER,
@@ -26,7 +26,6 @@ from megatron_tape.checkpoint.saved_tokenizer import (
 )
 from megatron_tape.config.schema import (
     ExtensionConfig,
-    LoggingConfig,
     ModelConfig,
     ParallelConfig,
     RunConfig,
@@ -42,7 +41,6 @@ from megatron_tape.huggingface.imports.config_json import (
 )
 from megatron_tape.huggingface.imports.model_weights import open_model
 from megatron_tape.huggingface.imports.weight_files import check_weights
-from megatron_tape.io.records import read_yaml
 from megatron_tape.model.names import kind_of
 from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.model.validation import validate_model
@@ -71,10 +69,6 @@ class Base:
     model: ModelConfig
     state: CheckpointState | None
     """The contents of the checkpoint's state.json; None for a Hugging Face model."""
-    is_import_of_run: bool = False
-    """Whether this is the run's own import of a Hugging Face model whose directory no longer
-    exists.
-    """
 
     @classmethod
     def made_by(cls, config: RunConfig) -> "Base":
@@ -89,14 +83,10 @@ class Base:
         """The path of the model's tokenizer, or None if there is none."""
         if self.state is None:
             return self.path
-        if self.path.is_dir():
-            if (self.path / TOKENIZER).is_dir():
-                return self.path / TOKENIZER
-            return None
-        named = self.state["config"]["data"]["tokenizer"]  # of a run that has not started
-        if named is not None and Path(named).exists():
-            return Path(named)
-        return None
+        path = self.path / TOKENIZER
+        if not self.path.is_dir():  # a run that has not started
+            path = Path(self.state["config"]["data"]["tokenizer"] or "")
+        return path if path.is_dir() or path.is_file() else None
 
     @property
     def identity(self) -> str:
@@ -110,18 +100,14 @@ class Base:
         return digest.hexdigest()
 
 
-def with_base_settings(
-    values: dict[str, Any], base: Base | None = None, run: str | None = None
-) -> dict[str, Any]:
-    """Return the settings `values`, with the settings of the model that the run extends as defaults
-    of `model`.
+def with_base_settings(values: dict[str, Any], base: Base | None = None) -> dict[str, Any]:
+    """Return the settings `values`, with those of the model that the run extends as defaults.
 
     The model is `base`, by default that of `extension.from`; if both are given, they must agree. If
     it is a run, the returned `extension.from` is the run's newest complete checkpoint, so that the
-    configuration names exact weights. `run` is the default of `logging.directory`.
-    `extension.context_factor` becomes `model.seq_length` and `model.position.rope_scaling_factor`,
-    and is null in the result, so that a run that continues does not multiply them again. Raises
-    ConfigError.
+    configuration names exact weights. `extension.context_factor` becomes `model.seq_length` and
+    `model.position.rope_scaling_factor`, and is null in the result, so that a run that continues
+    does not multiply them again. Raises ConfigError.
     """
     extension = values.get("extension", {})
     section = build(ExtensionConfig, extension, "extension")
@@ -135,61 +121,58 @@ def with_base_settings(
             )
         given = str(base.path)
     model = values.get("model", {})
-    if not isinstance(model, dict) or not isinstance(position := model.get("position", {}), dict):
+    position = model.get("position", {}) if isinstance(model, dict) else None
+    if not isinstance(position, dict):
         return values  # an error follows when the sections are built
-    encoding = str(model.get("position_encoding") or "")
-    complete = model.keys() >= _REQUIRED
-    if given is None and not complete and bool(extension):
-        raise ConfigError(
-            KEY,
-            "is not set",
-            "set it to the model to extend: a run, a checkpoint, or the directory of a Hugging Face"
-            " model",
-        )
-    if given is None and section.context_factor is not None:
-        raise ConfigError(
-            (_FACTOR_KEY, KEY),
-            f"is {section.context_factor}, but {KEY} names no model to extend",
-            f"set {KEY}, or remove {_FACTOR_KEY}",
-        )
+
+    is_complete = model.keys() >= _REQUIRED
     if given is None:
+        if section.context_factor is not None:
+            raise ConfigError(
+                (_FACTOR_KEY, KEY),
+                f"is {section.context_factor}, but {KEY} names no model to extend",
+                f"set {KEY}, or remove {_FACTOR_KEY}",
+            )
+        if extension and not is_complete:
+            raise ConfigError(
+                KEY,
+                "is not set",
+                "set it to the model to extend: a run, a checkpoint, or the directory of a Hugging"
+                " Face model",
+            )
         return values
+
     if section.context_factor is not None:
         _check_determined(model, position)
     try:
-        directory = build(LoggingConfig, values.get("logging", {}), "logging").directory
-        base = base or find_base(given, directory or run)
+        base = base or find_base(given)
     except ConfigError:
-        if (
-            complete
-        ):  # a run that has started may no longer need the model; a new one is refused later
-            return values
+        if is_complete:
+            return values  # a run that has started may no longer need the model; check_base checks
         raise
-    inherited = _inherited(base.model, encoding or base.model.position_encoding)
-    scales_positions = "rope_scaling_factor" in inherited["position"]
+
+    encoding = str(model.get("position_encoding") or base.model.position_encoding)
+    inherited = _inherited(base.model, encoding)
     scaling = _scaling_of(base.model)
-    if (
-        scales_positions
-        and scaling in (None, "linear")
-        and position.get("rope_scaling_type", "linear") != "linear"
-    ):
-        unscaled_length = base.model.seq_length / base.model.position.rope_scaling_factor
-        inherited["position"]["rope_original_seq_length"] = round(unscaled_length)
-    if section.context_factor is not None:
-        inherited["seq_length"] = _longer_context(section.context_factor, base)
-        if scales_positions:
+    if "rope_scaling_factor" in inherited["position"]:
+        kind = position.get("rope_scaling_type", "linear")
+        if scaling in (None, "linear") and kind != "linear":
+            unscaled_length = base.model.seq_length / base.model.position.rope_scaling_factor
+            inherited["position"]["rope_original_seq_length"] = round(unscaled_length)
+        if section.context_factor is not None:
             _check_kept_scaling(position, base)
             inherited["position"]["rope_scaling_factor"] *= section.context_factor
+    if section.context_factor is not None:
+        inherited["seq_length"] = _longer_context(section.context_factor, base)
         extension = extension | {"context_factor": None}
     if base.state is None:
-        tensor_size = build(
-            ParallelConfig, values.get("parallel", {}), "parallel"
-        ).tensor_model_parallel_size
-        inherited["vocab_size"] = padded_vocabulary(base.model.vocab_size, tensor_size)
-    named = given if base.is_import_of_run else str(base.path)
+        parallel = build(ParallelConfig, values.get("parallel", {}), "parallel")
+        inherited["vocab_size"] = padded_vocabulary(
+            base.model.vocab_size, parallel.tensor_model_parallel_size
+        )
     return values | {
         "model": merge(ModelConfig, inherited, model),
-        "extension": extension | {"from": named},
+        "extension": extension | {"from": str(base.path)},
     }
 
 
@@ -216,8 +199,7 @@ def _longer_context(factor: float, base: Base) -> int:
     product = factor * base.model.seq_length
     length = round(product)
     # Rounding errors, as in 1.1 x 2,570, do not count.
-    is_whole = math.isclose(product, length, rel_tol=1e-12)
-    if not is_whole:
+    if not math.isclose(product, length, rel_tol=1e-12):
         raise ConfigError(
             (_FACTOR_KEY, KEY),
             f"is {factor:g}, but {KEY} {base.path} has contexts of {base.model.seq_length} tokens",
@@ -256,10 +238,9 @@ def _check_kept_scaling(given: dict[str, Any], base: Base) -> None:
 
 def _scaling_of(model: ModelConfig) -> str | None:
     """Return the type of the scaling of a model's positions, or None if they are not scaled."""
-    is_scaled = getattr(model.position, "rope_scaling_factor", 1.0) != 1.0
-    if is_scaled:
-        return model.position.rope_scaling_type
-    return None
+    if getattr(model.position, "rope_scaling_factor", 1.0) == 1.0:
+        return None
+    return model.position.rope_scaling_type
 
 
 def _keys_of_position(encoding: str) -> set[str]:
@@ -269,64 +250,40 @@ def _keys_of_position(encoding: str) -> set[str]:
     return set()
 
 
-def find_base(given: str, run: str | None = None) -> Base:
+def find_base(given: str) -> Base:
     """Return the model to extend: a run's newest checkpoint, one checkpoint, or a Hugging Face
     model.
 
-    If the directory of a Hugging Face model is gone, but the run in the directory `run` has
-    imported it before, return this import. Checks the sizes of a checkpoint's files, but not their
-    digests. Raises ConfigError if the model is damaged, incomplete or cannot be extended.
+    Checks the sizes of a checkpoint's files, but not their digests. Raises ConfigError if the model
+    is damaged, incomplete or cannot be extended.
     """
     path = Path(given)
-    if not path.is_dir() and run is not None and (imported := _imported_by(Path(run), path)):
-        return imported
-    fix = (
-        "give a run, one of its checkpoints, or the directory of a Hugging Face model; to continue"
-        " a run that has started, give --config RUN/config.yaml instead"
-    )
-    if _HUB_NAME.fullmatch(given) and not path.parent.exists():
-        fix += (
-            f"; to download this model from the Hugging Face Hub: hf download {given}"
-            " --local-dir DIR"
-        )
     if not path.is_dir():
+        fix = (
+            "give a run, one of its checkpoints, or the directory of a Hugging Face model; to"
+            " continue a run that has started, give --config RUN/config.yaml instead"
+        )
+        if _HUB_NAME.fullmatch(given) and not path.parent.exists():
+            fix += (
+                "; to download this model from the Hugging Face Hub:"
+                f" hf download {given} --local-dir DIR"
+            )
         raise ConfigError(KEY, f"is {given}, which is not a directory", fix)
+
     try:
         if (path / "config.json").is_file() and not (path / MANIFEST).exists():
             return _from_transformers(path)
         return _from_checkpoint(find_checkpoint(path, deep=False))
     except NoCheckpoint:
-        fix = (
-            "give a run, one of its checkpoints, or the complete directory of a Hugging Face model"
-        )
-        raise ConfigError(
-            KEY, f"is {given}, which contains neither a checkpoint nor a config.json", fix
-        ) from None
+        problem = f"is {given}, which contains neither a checkpoint nor a config.json"
+        fix = "give a run, one of its checkpoints, or the directory of a Hugging Face model"
+        raise ConfigError(KEY, problem, fix) from None
     except UserError as error:
         problem = f"is {given}, which cannot be extended: {error.subject} {error.problem}"
         raise ConfigError(KEY, problem, error.fix) from None
-    except (ValueError, FileNotFoundError, PermissionError) as error:
-        raise ConfigError(
-            KEY, f"is {given}, which cannot be extended: {error}", "repair it, or give another"
-        ) from None
-
-
-def _imported_by(run: Path, source: Path) -> Base | None:
-    """Return the model that a run imported from `source`, or None if it extends another model or
-    has not started.
-    """
-    try:
-        extended = read_yaml(run / "config.yaml", dict[str, dict[str, Any]])["extension"]["from"]
-    except (OSError, ValueError, KeyError):
-        return None
-    imported = run / IMPORTED
-    if (
-        not isinstance(extended, str)
-        or Path(extended) != source
-        or not (imported / MANIFEST).is_file()
-    ):
-        return None
-    return replace(_from_checkpoint(find_checkpoint(imported, deep=False)), is_import_of_run=True)
+    except (ValueError, OSError) as error:
+        problem = f"is {given}, which cannot be extended: {error}"
+        raise ConfigError(KEY, problem, "repair it, or give another") from None
 
 
 def _from_transformers(path: Path) -> Base:
@@ -346,8 +303,8 @@ def _from_checkpoint(path: Path) -> Base:
         validate_model(model)
     except (TypeError, ValueError) as error:
         raise CheckpointError(str(path), f"has another architecture or version ({error})") from None
-    trained = state["config"].get("extension", {}).get("trains")
-    if isinstance(trained, list) and "lora" in trained:
+    trained = state["config"].get("extension", {}).get("trains", ())
+    if "lora" in trained:
         fix = (
             f"merge them first: tools/convert_checkpoint.py to-hf --checkpoint {path} --output NEW,"
             " and extend NEW"
@@ -360,26 +317,29 @@ def _inherited(base: ModelConfig, encoding: str) -> dict[str, Any]:
     """Return the settings that a run with the positional encoding `encoding` inherits from its base
     model.
     """
+    inherited = as_dict(base)
+    del inherited["attention_backend"]
+    if encoding != base.position_encoding:
+        del inherited["position_encoding"]
+    if encoding in ENCODINGS and base.position_encoding in ENCODINGS[encoding].replaces:
+        # The new encoding has no positions in any layer.
+        del inherited["layers_without_positions"]
     keys = _keys_of_position(encoding)
-    before = base.position_encoding
-    excluded = {"attention_backend", *(["position_encoding"] if encoding != before else [])}
-    if encoding in ENCODINGS and before in ENCODINGS[encoding].replaces:
-        excluded.add("layers_without_positions")  # the new encoding has no positions in any layer
-    inherited = {key: value for key, value in as_dict(base).items() if key not in excluded}
-    return inherited | {
-        "position": {key: value for key, value in inherited["position"].items() if key in keys}
-    }
+    position = inherited["position"].items()
+    inherited["position"] = {key: value for key, value in position if key in keys}
+    return inherited
 
 
 def starts_from_base(config: RunConfig) -> bool:
     """Return whether a run starts from the model that it extends, rather than from a checkpoint of
     its own.
     """
+    if config.extension.from_ is None:
+        return False
     resume = config.checkpoint.resume
-    own = list_checkpoints(config.checkpoint.directory)
-    return config.extension.from_ is not None and (
-        resume == "none" or (resume == "auto" and not own)
-    )
+    if resume == "auto":
+        return not list_checkpoints(config.checkpoint.directory)
+    return resume == "none"
 
 
 def check_base(config: RunConfig, base: Base | None = None) -> None:
@@ -389,65 +349,61 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
     `base` is by default the model of `extension.from`. A shorter context and another scaling must
     be allowed by `extension`. Warns if positions are scaled by less than the context grows.
     """
-    base = base or find_base(config.extension.from_, config.logging.directory)
+    base = base or find_base(config.extension.from_)
+    _check_same_model(config.model, base)
+    _check_length(config, base)
+    _check_scaling(config, base)
+    new = _encoding_parameters(config.model) - _encoding_parameters(base.model)
+    if new and not {"position", "all"} & set(config.extension.trains):
+        raise ConfigError(
+            ("extension.trains", KEY),
+            f"does not include position, but {KEY} {base.path} does not have the parameter"
+            f" {min(new)}, so new parameters would not be trained",
+            "add position, or keep the base model's setting",
+        )
+    _check_tokenizer(config, base)
+
+
+def _check_same_model(model: ModelConfig, base: Base) -> None:
+    """Raise ConfigError if `model` differs from the base model in what must stay the same."""
     was = base.model.position_encoding
-    now = config.model.position_encoding
-    added = was != now and ENCODINGS[now].starts_as == was
-    extended = {f"position.{key}" for key in ENCODINGS[now].extended_by}
-    free = {
-        *CHANGEABLE_MODEL_KEYS,
-        *(f"position.{key}" for key in _keys_of_position("rope")),
-        *extended,
-    }
-    dropped = was in ENCODINGS[now].replaces
-    if added or dropped:
-        free |= {"position_encoding", *(f"position.{key}" for key in _keys_of_position(now))}
-    if dropped:
-        free.add("layers_without_positions")
+    now = model.position_encoding
+    encodings = [
+        name
+        for name, encoding in ENCODINGS.items()
+        if name != was and (encoding.starts_as == was or was in encoding.replaces)
+    ]
+    changeable = {*CHANGEABLE_MODEL_KEYS}
+    changeable |= {f"position.{key}" for key in _keys_of_position("rope")}
+    changeable |= {f"position.{key}" for key in ENCODINGS[now].extended_by}
     if getattr(base.model.position, "increments", "fixed") != "fixed":
-        free.remove("position.increments")
-    if base.state is None and config.model.vocab_size >= base.model.vocab_size:
+        changeable.remove("position.increments")
+    free = set(changeable)
+    if now in encodings:
+        free |= {"position_encoding", *(f"position.{key}" for key in _keys_of_position(now))}
+    if was in ENCODINGS[now].replaces:
+        free.add("layers_without_positions")
+    if base.state is None and model.vocab_size >= base.model.vocab_size:
         free.add("vocab_size")  # an import adds the missing rows
-    differences = model_differences(as_dict(base.model), as_dict(config.model), free)
-    if bool(differences):
+
+    differences = model_differences(as_dict(base.model), as_dict(model), free)
+    if differences:
+        keys = ", ".join(f"model.{key}" for key in sorted(changeable))
         raise ConfigError(
             KEY,
             f"{base.path} is another model than these settings describe ({'; '.join(differences)})",
             "remove these settings from the recipe or the command line: an extension changes only"
-            " model.seq_length, model.attention_backend, model.position.rope_*,"
-            " model.position.randpe_range, model.position.state_precision, model.position_encoding"
-            " from rope to tape or nope, and model.position.increments from fixed to learned or"
-            " signed",
+            f" {keys}, and model.position_encoding from {was} to one of: {', '.join(encodings)}",
         )
-    base_shapes = parameter_shapes(base.model)
-    shapes = parameter_shapes(config.model)
-    unfit = [
-        name
-        for name, shape in base_shapes.items()
-        if kind_of(name) == "position" and shapes.get(name) != shape
-    ]
-    if bool(unfit):
-        raise ConfigError(
-            (KEY, "model.position_encoding"),
-            f"{base.path} has the parameters {', '.join(unfit)}, which {now} does not have or has"
-            " in another shape",
-            f"keep model.position_encoding {was}, or extend a model without them",
-        )
-    _check_length(config, base)
-    _check_scaling(config, base)
-    trains = config.extension.trains
-    new = f"model.position_encoding is {now}"
-    if not added and _encoding_parameters(config.model) > _encoding_parameters(base.model):
-        added = True
-        new = f"model.position.increments is {config.model.position.increments}"
-    if added and not {"position", "all"} & set(trains):
-        raise ConfigError(
-            ("extension.trains", KEY),
-            f"does not include position, but {new}, unlike in {KEY} {base.path}: the new parameters"
-            " would not be trained",
-            "add position, or keep the base model's setting",
-        )
-    _check_tokenizer(config, base)
+    shapes = parameter_shapes(model)
+    for name, shape in parameter_shapes(base.model).items():
+        if kind_of(name) == "position" and shapes.get(name) != shape:
+            raise ConfigError(
+                (KEY, "model.position_encoding"),
+                f"{base.path} has the parameter {name}, which {now} does not have or has in another"
+                " shape",
+                f"keep model.position_encoding {was}, or extend a model without it",
+            )
 
 
 def _check_length(config: RunConfig, base: Base) -> None:
@@ -476,33 +432,37 @@ def _check_scaling(config: RunConfig, base: Base) -> None:
     trained range.
     """
     position = config.model.position
-    keys = _keys_of_position(config.model.position_encoding)
-    if "rope_theta" not in keys:
+    if "rope_theta" not in _keys_of_position(config.model.position_encoding):
         return
     if not config.extension.allow_other_scaling:
         _check_not_replaced(position, base)
+    was = base.model.position
     scaling = _scaling_of(base.model)
     kind = position.rope_scaling_type
-    is_scaled = position.rope_scaling_factor != 1.0
-    if not is_scaled and kind not in ("linear", base.model.position.rope_scaling_type):
+    factor = position.rope_scaling_factor
+    if factor == 1.0 and kind not in ("linear", was.rope_scaling_type):
         raise ConfigError(
             ("model.position.rope_scaling_factor", "model.position.rope_scaling_type"),
             f"is 1, so model.position.rope_scaling_type {kind} has no effect",
             "set it to the new context length divided by the old one",
         )
-    if scaling in (None, kind):
-        _warn_of_untrained_positions(config.model, base)
-    if is_scaled and kind != "linear":
-        is_original_known = scaling in ("llama3", "yarn")
-        if is_original_known:
-            trained = base.model.position.rope_original_seq_length
-        else:
-            trained = base.model.seq_length
-        given = position.rope_original_seq_length
-        if given > trained:
+
+    needed = was.rope_scaling_factor * config.model.seq_length / base.model.seq_length
+    if scaling in (None, kind) and factor < needed and position.rope_theta <= was.rope_theta:
+        command_line.log(
+            f"warning: model.position.rope_scaling_factor is {factor:g}, but contexts of {KEY}"
+            f" {base.path} grow from {base.model.seq_length} to {config.model.seq_length} tokens;"
+            f" set it to {needed:g} unless this is intended"
+        )
+    if factor != 1.0 and kind != "linear":
+        trained = base.model.seq_length
+        if scaling in ("llama3", "yarn"):
+            trained = was.rope_original_seq_length
+        if position.rope_original_seq_length > trained:
             raise ConfigError(
                 ("model.position.rope_original_seq_length", KEY),
-                f"is {given}, but contexts of {KEY} {base.path} have {trained} tokens",
+                f"is {position.rope_original_seq_length}, but contexts of {KEY} {base.path} have"
+                f" {trained} tokens",
                 f"set it to {trained}",
             )
 
@@ -513,55 +473,28 @@ def _check_not_replaced(position: Any, base: Base) -> None:
     """
     was = base.model.position
     scaling = _scaling_of(base.model)
-    if position.rope_share == was.rope_share:
-        replaced = []
-    else:
-        replaced = ["rope_share"]
+    replaced = []
+    if position.rope_share != was.rope_share:
+        replaced.append("rope_share")
     if position.rope_theta < was.rope_theta:
         replaced.append("rope_theta")
-    if scaling is not None:
-        if position.rope_scaling_type != scaling:
-            replaced.append("rope_scaling_type")
-        if position.rope_scaling_factor < was.rope_scaling_factor:
-            replaced.append("rope_scaling_factor")
-        # An unused setting of another type may have any value.
-        used = [
-            key for key in _SCALING_KEYS[scaling] if getattr(position, key) != getattr(was, key)
-        ]
-        replaced += used if position.rope_scaling_type == scaling else []
+    if scaling is not None and position.rope_scaling_type != scaling:
+        replaced.append("rope_scaling_type")
+    if scaling is not None and position.rope_scaling_factor < was.rope_scaling_factor:
+        replaced.append("rope_scaling_factor")
+    if position.rope_scaling_type == scaling:  # others may have any value in these settings
+        keys = _SCALING_KEYS[scaling]
+        replaced += [key for key in keys if getattr(position, key) != getattr(was, key)]
     if not replaced:
         return
     key = replaced[0]
-    if scaling is None:
-        trained = ""
-    else:
-        trained = f" (its scaling is {scaling} x{was.rope_scaling_factor:g})"
     raise ConfigError(
         (*(f"model.position.{one}" for one in replaced), "extension.allow_other_scaling", KEY),
-        f"is {getattr(position, key)}, but {KEY} {base.path} has {getattr(was, key)}{trained}",
+        f"is {getattr(position, key)}, but {KEY} {base.path} has {getattr(was, key)}",
         f"to keep its scaling, remove model.position.rope_*, and set {_FACTOR_KEY}: 2 instead of"
         " model.seq_length for contexts twice as long; to replace it, set"
         " extension.allow_other_scaling: true",
     )
-
-
-def _warn_of_untrained_positions(model: ModelConfig, base: Base) -> None:
-    """Print a warning if contexts grow more than the factor of a scaling, and no larger theta makes
-    up for it.
-    """
-    position = model.position
-    was = base.model.position
-    keys = _keys_of_position(model.position_encoding)
-    if "rope_scaling_factor" not in keys or position.rope_theta > was.rope_theta:
-        return
-    factor = position.rope_scaling_factor
-    needed = was.rope_scaling_factor * model.seq_length / base.model.seq_length
-    if factor < needed:
-        command_line.log(
-            f"warning: model.position.rope_scaling_factor is {factor:g}, but contexts of {KEY}"
-            f" {base.path} grow from {base.model.seq_length} to {model.seq_length} tokens; set it"
-            f" to {needed:g} unless this is intended"
-        )
 
 
 def _encoding_parameters(model: ModelConfig) -> set[str]:
@@ -574,17 +507,18 @@ def _check_tokenizer(config: RunConfig, base: Base) -> None:
     differ.
     """
     given = config.data.tokenizer
-    if given is None or not Path(given).exists():
-        return
     directory = base.tokenizer
-    name = f"that of {KEY} {base.path}"
-    tokenizer = None
-    if base.state is not None and base.path.is_dir():
-        tokenizer = load_saved_tokenizer(base.path)
-    elif directory is not None:
-        with suppress(ValueError, OSError):
+    if given is None or directory is None or not Path(given).exists():
+        return
+    try:
+        if base.state is not None and base.path.is_dir():
+            tokenizer = load_saved_tokenizer(base.path)
+        else:
             tokenizer = load_tokenizer(directory)
+    except (ValueError, OSError):
+        return
     if tokenizer is not None:
+        name = f"that of {KEY} {base.path}"
         check_same_tokenizer(given, tokenizer, name, f"give {directory}")
 
 
@@ -600,12 +534,7 @@ def with_base_tokenizer(config: RunConfig, base: Base) -> tuple[RunConfig, Token
     if config.data.tokenizer is None and config.data.generator is None:
         with suppress(ValueError, OSError):
             record = tokenizer_record(load_tokenizer(base.path))
-            return (
-                dataclasses.replace(
-                    config, data=dataclasses.replace(config.data, tokenizer=str(base.path))
-                ),
-                record,
-            )
+            return replace(config, data=replace(config.data, tokenizer=str(base.path))), record
     return config, None
 
 

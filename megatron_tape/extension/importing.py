@@ -38,7 +38,7 @@ def base_of_run(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Path
 
 
 def _checkpoint(config: RunConfig, advance: Callable[[], None]) -> Path:
-    base = find_base(config.extension.from_, config.logging.directory)
+    base = find_base(config.extension.from_)
     if base.state is not None:
         return base.path
     target = Path(config.logging.directory) / IMPORTED
@@ -54,27 +54,29 @@ def _checkpoint(config: RunConfig, advance: Callable[[], None]) -> Path:
         advance()
         return weights[name]
 
-    origin = f"the model {base.path.resolve().name}"
-    card = source_card(base.path)
-    tokenizer = find_tokenizer(base.path, model.unpadded_vocab_size)
-    identity = base.identity
     write_imported(
-        target, model, LazyTensors(weights, read), origin, tokenizer, identity=identity, card=card
+        target,
+        model,
+        LazyTensors(weights, read, weights.shapes),
+        f"the model {base.path.resolve().name}",
+        find_tokenizer(base.path, model.unpadded_vocab_size),
+        identity=base.identity,
+        card=source_card(base.path),
     )
     return target
 
 
 def _check_imported(target: Path, base: Base, config: RunConfig) -> None:
+    """Raise CheckpointError if `target` is an import of other files, or has another vocabulary."""
     fix = f"move {target} away to import the model again, or {config.to_start_another_run}"
     state = read_state(target)
     if state["progress"].get("identity") != base.identity:
-        raise CheckpointError(
-            str(target), f"was not imported from the files that {base.path} has now", fix
-        )
-    if state["config"]["model"].get("vocab_size") != config.model.vocab_size:
+        problem = f"was not imported from the files that {base.path} has now"
+        raise CheckpointError(str(target), problem, fix)
+    rows = state["config"]["model"].get("vocab_size")
+    if rows != config.model.vocab_size:
         problem = (
-            f"was imported with model.vocab_size {state['config']['model'].get('vocab_size')}, but"
-            f" the run has model.vocab_size {config.model.vocab_size}"
+            f"was imported with model.vocab_size {rows}, but the run has {config.model.vocab_size}"
         )
         raise CheckpointError(
             str(target), problem, f"set the run's model.vocab_size back, or {fix}"
@@ -89,27 +91,24 @@ def import_on_rank_0(
     `work` receives a function that it must call after each tensor, so that the watchdog does not
     mistake a long import for a hang.
     """
-    status = {"steps": 0, "path": None, "error": None}
+    status: dict = {"tensors": 0, "path": None, "error": None}
 
     def advance() -> None:
-        status["steps"] += 1
+        status["tensors"] += 1
 
     def run() -> None:
         try:
-            status["path"] = str(work(advance))
+            status["path"] = work(advance)
         except UserError as error:
             status["error"] = CheckpointError(error.subjects, error.problem, error.fix)
         except Exception as error:
-            if isinstance(error, (ValueError, OSError)):
-                reason = str(error)
-            else:
-                reason = f"{type(error).__name__}: {error}"
-            status["error"] = CheckpointError(KEY, f"cannot be imported: {reason}")
+            problem = f"cannot be imported: {type(error).__name__}: {error}"
+            status["error"] = CheckpointError(KEY, problem)
 
     thread = threading.Thread(target=run, name="import", daemon=True)
     if layout.rank == 0:
         thread.start()
-    reported_steps = -1
+    reported = -1
     while True:
         if layout.rank == 0:
             thread.join(POLL_SECONDS)
@@ -119,7 +118,7 @@ def import_on_rank_0(
         if current["error"] is not None:
             raise current["error"]
         if current["path"] is not None:
-            return Path(current["path"])
-        if current["steps"] > reported_steps:
-            reported_steps = current["steps"]
+            return current["path"]
+        if current["tensors"] > reported:
+            reported = current["tensors"]
             watch.progress("importing the model to extend")

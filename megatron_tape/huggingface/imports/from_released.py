@@ -1,6 +1,5 @@
 """Import checkpoints of the TAPE authors' code (https://github.com/VITA-Group/TAPE)."""
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_tape.config.schema import ModelConfig
+from megatron_tape.config.sections import keys_of
 from megatron_tape.errors import FileError
 from megatron_tape.huggingface.imports.config_json import (
     cannot_import,
@@ -62,24 +62,21 @@ def import_released(
     with errors_of_settings(Path(config)):
         model = _model(settings, Path(config), vocab_multiple, token_mixing)
     released = open_files([Path(weights)], allow_pickle)
-    for key in (key for key in released if key.endswith(_THRESHOLD)):
-        found = released[key].flatten()[:10].tolist()
-        if found != [FireSettings.fire_threshold]:
-            problem = (
-                f"has FIRE's init_L {', '.join(f'{value:g}' for value in found)}, which cannot be"
-                " imported"
-            )
-            raise FileError(str(weights), problem, f"supported: {FireSettings.fire_threshold:g}")
-    source = _renamed(released)
-    # Nothing reads the position state after the last layer, so the last layer has no update.
-    unread = f"model.layers.{model.num_layers - 1}.position."
-    write_imported(
-        output,
-        model,
-        source,
-        f"a checkpoint of the TAPE authors' code, {Path(weights).name}",
-        unread=(unread,) if model.position_encoding == "tape" else (),
-    )
+    threshold = FireSettings.fire_threshold
+    for key in released:
+        if key.endswith(_THRESHOLD):
+            found = released[key].flatten()[:10].tolist()
+            if found != [threshold]:
+                values = ", ".join(f"{value:g}" for value in found)
+                problem = f"has FIRE's init_L {values}, which cannot be imported"
+                raise FileError(str(weights), problem, f"supported: {threshold:g}")
+
+    unread = ()
+    if model.position_encoding == "tape":
+        # Nothing reads the position state after the last layer, so the last layer has no update.
+        unread = (f"model.layers.{model.num_layers - 1}.position.",)
+    origin = f"a checkpoint of the TAPE authors' code, {Path(weights).name}"
+    write_imported(output, model, _renamed(released), origin, unread=unread)
     advise(output, model)
 
 
@@ -95,16 +92,13 @@ def _renamed(released: Mapping[str, Tensor]) -> LazyTensors:
 
     def read(name: str) -> Tensor:
         key = sources[name]
-        tensor = released[sources[name]]
+        tensor = released[key]
         try:
             return from_released({key: tensor})[name]
         except (IndexError, RuntimeError):
-            problem = (
-                f"has the shape {tuple(tensor.shape)!s:.100}, which this parameter cannot have"
-            )
-            raise FileError(
-                key[:100], problem, "give the config.json that belongs to the weights"
-            ) from None
+            problem = f"has the shape {tuple(tensor.shape)!s:.100}, which it cannot have"
+            fix = "give the config.json that belongs to the weights"
+            raise FileError(key[:100], problem, fix) from None
 
     return LazyTensors(sources, read)
 
@@ -112,7 +106,8 @@ def _renamed(released: Mapping[str, Tensor]) -> LazyTensors:
 def _model(
     settings: dict[str, Any], path: Path, vocab_multiple: int, token_mixing: str
 ) -> ModelConfig:
-    if settings.get("rpe_type") not in tuple(_ENCODINGS):
+    kind = settings.get("rpe_type")
+    if kind not in tuple(_ENCODINGS):
         raise cannot_import(settings, path, "rpe_type", ", ".join(_ENCODINGS))
     check_sizes(settings, path)
     if settings.get("hidden_act", "silu") != "silu":
@@ -120,19 +115,19 @@ def _model(
     for key in ("attention_bias", "mlp_bias", "quantization_config", "sliding_window"):
         if settings.get(key):
             raise cannot_import(settings, path, key, "false or null")
-    encoding = _ENCODINGS[settings["rpe_type"]]
+
+    encoding = _ENCODINGS[kind]
     position = {"rope_theta": settings.get("rope_theta", 10000.0), **_own_settings(settings, path)}
     if encoding == "tape":
         position |= {"mlp_size": settings["position_size"], "token_mixing": token_mixing}
-    names = {item.name for item in dataclasses.fields(ENCODINGS[encoding].Settings)}
+    keys = keys_of(ENCODINGS[encoding].Settings)
+    groups = settings.get("num_key_value_heads") or settings["num_attention_heads"]
     model = model_config(
         {
             "position_encoding": encoding,
-            "position": {key: value for key, value in position.items() if key in names},
+            "position": {key: value for key, value in position.items() if key in keys},
             **shared_settings(settings, vocab_multiple),
-            "num_query_groups": (
-                settings.get("num_key_value_heads") or settings["num_attention_heads"]
-            ),
+            "num_query_groups": groups,
             "seq_length": settings["max_position_embeddings"],
         }
     )
@@ -144,31 +139,26 @@ def _own_settings(settings: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return the settings of the encoding and of its scaling, with this project's keys. Raises
     UserError.
     """
+    kind = settings["rpe_type"]
+    for key in _OWN_SETTINGS.get(kind, ()):
+        if type(settings.get(key)) is not int or settings[key] < 1:
+            raise cannot_import(settings, path, key, "a positive integer")
     scaling = settings.get("rope_scaling") or {"type": "linear", "factor": 1.0}
-    kind = "yarn" if settings["rpe_type"] == "yarn" else "linear"
-    if not isinstance(scaling, dict) or scaling.get("type", scaling.get("rope_type")) != kind:
-        raise cannot_import(
-            settings, path, "rope_scaling", kind if kind == "yarn" else "null or linear"
-        )
-    own: dict[str, Any] = {"rope_scaling_factor": scaling["factor"]}
-    needed = _OWN_SETTINGS.get(settings["rpe_type"], ())
-    if missing := [
-        key for key in needed if type(settings.get(key)) is not int or settings[key] < 1
-    ]:
-        raise cannot_import(settings, path, missing[0], "a positive integer")
+    expected = "yarn" if kind == "yarn" else "linear"
+    if scaling.get("type", scaling.get("rope_type")) != expected:
+        raise cannot_import(settings, path, "rope_scaling", expected)
+
     if kind == "yarn":
         # The released code ignores the factor. It divides the context length by the original one
         # and rounds up.
         original = settings["original_max_position_embeddings"]
-        factor = -(-settings["max_position_embeddings"] // original)
-        own = {
+        return {
             "rope_scaling_type": "yarn",
-            "rope_scaling_factor": factor,
+            "rope_scaling_factor": -(-settings["max_position_embeddings"] // original),
             "rope_original_seq_length": original,
         }
-    if settings["rpe_type"] == "t5rb":
-        own |= {
-            f"t5_{key}": settings[f"relative_attention_{key}"]
-            for key in ("num_buckets", "max_distance")
-        }
+    own: dict[str, Any] = {"rope_scaling_factor": scaling["factor"]}
+    if kind == "t5rb":
+        own["t5_num_buckets"] = settings["relative_attention_num_buckets"]
+        own["t5_max_distance"] = settings["relative_attention_max_distance"]
     return own
