@@ -7,7 +7,7 @@ transformers, and both must give the same ids for sample texts.
 import json
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,17 +57,64 @@ class ExportedTokenizer:
 
 
 def write_tokenizer(
-    tokenizer: Tokenizer, output: Path, context: int, source: str
+    tokenizer: Tokenizer,
+    output: Path,
+    context: int,
+    source: str,
+    warn: Callable[[str], None] = command_line.log,
 ) -> ExportedTokenizer:
     """Write the files of a tokenizer to the directory `output`, for a model with a context of
     `context` tokens.
 
-    `source` names the tokenizer in messages. Raises FileError if it cannot be converted exactly.
+    `source` names the tokenizer in messages, and `warn` prints warnings. Raises FileError if it
+    cannot be converted exactly.
     """
-    exported, warnings = _write(tokenizer, output, context, source)
-    for warning in warnings:
-        command_line.log(f"warning: {warning}")
-    return exported
+    files = {name: content for name, content in tokenizer.files.items() if _is_exported(name)}
+    with library_errors(source, "cannot be converted", _GIVE):
+        if TOKENIZER_JSON in files:
+            library, special, settings = _of_hugging_face(tokenizer, context)
+        else:
+            library, special, settings = _of_sentencepiece(tokenizer, source, context)
+            files[TOKENIZER_JSON] = library.to_str(pretty=True).encode()
+        named, missing = tokenizer.names.existing(library.token_to_id)
+    if missing:
+        tokens = ", ".join(missing)[:_SHOWN]
+        warn(
+            f"warning: the export omits special tokens that {source} names but does not have:"
+            f" {tokens}"
+        )
+    for key, token in named.items():
+        if key not in ("eos_token", "bos_token"):
+            settings[key] = token
+    if "pad_token" in named:
+        special["pad"] = library.token_to_id(named["pad_token"])
+    added = sorted(library.get_added_tokens_decoder().items())
+    settings["added_tokens_decoder"] = {
+        str(i): {key: getattr(token, key) for key in _FLAGS} for i, token in added
+    }
+    has_template = "chat_template" in settings or any(
+        name.startswith(("chat_template.jinja", CHAT_TEMPLATES)) for name in files
+    )
+    if not has_template:
+        # In training, no text was encoded as a special token. Only chat templates contain special
+        # tokens as text.
+        settings["split_special_tokens"] = True
+    files[CONFIG] = (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode()
+    write_files(files, output)
+    if TOKENIZER_JSON not in tokenizer.files:
+        converted = load_tokenizer(output)
+        # With the settings that keep text from becoming special tokens.
+        write_files(converted.files, output)
+        _check_same_ids(converted, tokenizer, source)
+
+    generation = _generation(tokenizer, source, warn)
+    ids: dict[str, Any] = {}
+    for key, role in zip(SPECIAL_IDS, ("bos", "eos", "pad"), strict=True):
+        ids[key] = generation.get(key)
+        if ids[key] is None:
+            ids[key] = special.get(role)
+    generation |= {key: value for key, value in ids.items() if value is not None}
+    return ExportedTokenizer(tokenizer.vocab_size, ids, generation)
 
 
 def export_problem(tokenizer: Tokenizer, context: int) -> str | None:
@@ -77,7 +124,7 @@ def export_problem(tokenizer: Tokenizer, context: int) -> str | None:
     source = "the tokenizer"
     try:
         with tempfile.TemporaryDirectory() as directory:
-            _write(tokenizer, Path(directory), context, source)
+            write_tokenizer(tokenizer, Path(directory), context, source, lambda warning: None)
     except FileError as error:
         if error.subject == source:
             return error.problem
@@ -85,103 +132,37 @@ def export_problem(tokenizer: Tokenizer, context: int) -> str | None:
     return None
 
 
-def _write(
-    tokenizer: Tokenizer, output: Path, context: int, source: str
-) -> tuple[ExportedTokenizer, list[str]]:
-    """Do the work of `write_tokenizer`, and return its result with warnings for the user."""
-    warnings: list[str] = []
-    files = {name: content for name, content in tokenizer.files.items() if _is_exported(name)}
-    own = tokenizer.names.config
-    with library_errors(source, "cannot be converted", _GIVE):
-        if TOKENIZER_JSON in files:
-            library, special, settings = _of_hugging_face(tokenizer, own, context)
-        else:
-            library, special, settings = _of_sentencepiece(tokenizer, own, source, context)
-            files[TOKENIZER_JSON] = library.to_str(pretty=True).encode()
-        named, missing = tokenizer.names.existing(library.token_to_id)
-    if missing:
-        tokens = ", ".join(missing)[:_SHOWN]
-        warnings.append(
-            f"the export omits special tokens that {source} names but does not have: {tokens}"
-        )
-    settings |= {
-        key: value for key, value in named.items() if key not in ("eos_token", "bos_token")
-    }
-    special["pad"] = (
-        library.token_to_id(named["pad_token"]) if "pad_token" in named else special.get("pad")
-    )
-    added = sorted(library.get_added_tokens_decoder().items())
-    settings["added_tokens_decoder"] = {
-        str(i): {key: getattr(token, key) for key in _FLAGS} for i, token in added
-    }
-    templates = "chat_template.jinja" in files or any(
-        name.startswith(CHAT_TEMPLATES) for name in files
-    )
-    if not (templates or settings.get("chat_template")):
-        # In training, no text was encoded as a special token. Only chat templates contain special
-        # tokens as text.
-        settings["split_special_tokens"] = True
-    files[CONFIG] = _json(settings)
-    write_files(files, output)
-    if TOKENIZER_JSON not in tokenizer.files:
-        converted = load_tokenizer(output)
-        write_files(
-            converted.files, output
-        )  # with the settings that keep text from becoming special tokens
-        _check_same_ids(converted, tokenizer, source)
-    ids = {f"{role}_token_id": special.get(role) for role in ("bos", "eos", "pad")}
-    generation = _generation(tokenizer, source, warnings)
-    ids |= {key: generation[key] for key in ids if generation.get(key) is not None}
-    generation |= {key: value for key, value in ids.items() if value is not None}
-    return ExportedTokenizer(tokenizer.vocab_size, ids, generation), warnings
-
-
 def _is_exported(name: str) -> bool:
     """Return whether an export includes the file `name`. Other files could add tokens in
     transformers.
     """
-    return name in (TOKENIZER_JSON, TOKENIZER_MODEL, "chat_template.jinja") or name.startswith(
-        CHAT_TEMPLATES
-    )
+    return name.startswith((TOKENIZER_JSON, TOKENIZER_MODEL, "chat_template.jinja", CHAT_TEMPLATES))
 
 
-def _generation(tokenizer: Tokenizer, source: str, warnings: list[str]) -> dict[str, Any]:
-    """Return the contents of `generation_config.json` without ids that the tokenizer lacks. Adds to
-    `warnings`.
-    """
+def _generation(tokenizer: Tokenizer, source: str, warn: Callable[[str], None]) -> dict[str, Any]:
+    """Return the contents of `generation_config.json` without ids that the tokenizer lacks."""
     try:
         settings = parse_record(tokenizer.files.get(GENERATION, b"{}"), dict[str, Any])
     except ValueError as error:
         problem = f"cannot be used: {error}"
-        raise FileError(
-            f"{GENERATION} of {source}", problem, "save it again, or remove it"
-        ) from None
+        fix = "save it again, or remove it"
+        raise FileError(f"{GENERATION} of {source}", problem, fix) from None
     dropped = []
-    end = tokenizer.vocab_size
-    for key, value in list(settings.items()):
-        if not key.endswith("_token_id") or value is None:
-            continue
-        ids = value if isinstance(value, list) else [value]
-        good = [index for index in ids if type(index) is int and index in range(end)]
-        dropped += [
-            f"{key} {index!r:.40}"
-            for index in ids
-            if type(index) is not int or index not in range(end)
-        ]
-        if not good:
+    for key in [key for key in settings if key.endswith("_token_id")]:
+        value = settings[key]
+        several = value if isinstance(value, list) else [value]
+        valid = [i for i in several if i is None or i in range(tokenizer.vocab_size)]
+        dropped += [f"{key} {i!r:.40}" for i in several if i not in valid]
+        if not valid:
             del settings[key]
         elif isinstance(value, list):
-            settings[key] = good
+            settings[key] = valid
     if dropped:
-        ids = ", ".join(dropped)[:_SHOWN]
-        warnings.append(
-            f"the export omits ids in {GENERATION} of {source} that do not exist: {ids}"
+        warn(
+            f"warning: the export omits ids in {GENERATION} of {source} that do not exist:"
+            f" {', '.join(dropped)[:_SHOWN]}"
         )
     return settings
-
-
-def _json(settings: dict[str, Any]) -> bytes:
-    return (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def read_tokenizer(directory: str | Path, **options: Any) -> Any:
@@ -193,25 +174,20 @@ def read_tokenizer(directory: str | Path, **options: Any) -> Any:
     """
     import transformers
 
-    kind = transformers.AutoTokenizer
     file = Path(directory) / CONFIG
-    if (Path(directory) / TOKENIZER_JSON).is_file():
-        settings = read_record(file, dict[str, Any]) if file.is_file() else {}
-        if "auto_map" in settings:
-            kind = kind
-        else:
-            kind = transformers.PreTrainedTokenizerFast
-    return kind.from_pretrained(directory, **options)
+    settings = read_record(file, dict[str, Any]) if file.is_file() else {}
+    if "auto_map" in settings or not (Path(directory) / TOKENIZER_JSON).is_file():
+        return transformers.AutoTokenizer.from_pretrained(directory, **options)
+    return transformers.PreTrainedTokenizerFast.from_pretrained(directory, **options)
 
 
 def _of_hugging_face(
-    tokenizer: Tokenizer, own: dict[str, Any], context: int
+    tokenizer: Tokenizer, context: int
 ) -> tuple[Any, dict[str, int | None], dict[str, Any]]:
     """Return a tokenizer of the `tokenizers` library, the ids of special tokens and a new
     tokenizer_config.json.
 
-    `tokenizer` has a tokenizer.json. `own` has the contents of its tokenizer_config.json; empty if
-    there is none.
+    `tokenizer` has a tokenizer.json.
     """
     import tokenizers
 
@@ -222,27 +198,23 @@ def _of_hugging_face(
         for role, index in special.items()
         if index is not None
     }
+    own = tokenizer.names.config
     if not own:
-        unknown = getattr(library.model, "unk_token", None)
-        return (
-            library,
-            special,
-            _new_settings(context, named | ({"unk_token": unknown} if unknown else {})),
-        )
+        if unknown := getattr(library.model, "unk_token", None):
+            named["unk_token"] = unknown
+        return library, special, _new_settings(context, named)
+
+    settings = {key: value for key, value in own.items() if not names_tokens(key, value)}
+    settings.pop("auto_map", None)  # the code is not copied
     # Classes such as GPT2Tokenizer build another tokenizer from the vocabulary and ignore the
     # file's other steps.
     if str(own.get("tokenizer_class")).startswith("Llama"):
-        padding = {"padding_side": "left"}
-    else:
-        padding = {}
-    others = {key: value for key, value in own.items() if not names_tokens(key, value)}
-    settings = padding | others | named | {"tokenizer_class": FROM_THE_FILE}
-    settings.pop("auto_map", None)  # the code is not copied
-    return library, special, settings
+        settings.setdefault("padding_side", "left")
+    return library, special, settings | named | {"tokenizer_class": FROM_THE_FILE}
 
 
 def _of_sentencepiece(
-    tokenizer: Tokenizer, own: dict[str, Any], source: str, context: int
+    tokenizer: Tokenizer, source: str, context: int
 ) -> tuple[Any, dict[str, int | None], dict[str, Any]]:
     """Convert a SentencePiece model; return the same as `_of_hugging_face`."""
     from sentencepiece import sentencepiece_model_pb2
@@ -254,22 +226,29 @@ def _of_sentencepiece(
     except ImportError:
         problem = "is a SentencePiece model, and converting it requires the package transformers"
         raise FileError(source, problem, f"run: pip install transformers; or {_WITHOUT}") from None
-    ids = {"unk": model.trainer_spec.unk_id, "pad": model.trainer_spec.pad_id}
     special = {"bos": tokenizer.bos, "eos": tokenizer.eod}
-    special |= {role: index for role, index in ids.items() if 0 <= index < tokenizer.vocab_size}
-    names = {
-        role: converted.id_to_token(index) for role, index in special.items() if index is not None
+    optional = {"unk": model.trainer_spec.unk_id, "pad": model.trainer_spec.pad_id}
+    for role, index in optional.items():
+        if index in range(tokenizer.vocab_size):
+            special[role] = index
+    named = {
+        f"{role}_token": converted.id_to_token(index)
+        for role, index in special.items()
+        if index is not None
     }
     if tokenizer.prefix:
-        begin = names["bos"]
+        begin = named["bos_token"]
         converted.post_processor = processors.TemplateProcessing(
             single=f"{begin} $A",
             pair=f"{begin} $A {begin} $B",
             special_tokens=[(begin, tokenizer.bos)],
         )
-    settings = _new_settings(context, {f"{role}_token": token for role, token in names.items()})
-    copied = ("chat_template", "model_max_length", "padding_side", "split_special_tokens")
-    return converted, special, settings | {key: own[key] for key in copied if key in own}
+    settings = _new_settings(context, named)
+    own = tokenizer.names.config
+    for key in ("chat_template", "model_max_length", "padding_side", "split_special_tokens"):
+        if key in own:
+            settings[key] = own[key]
+    return converted, special, settings
 
 
 def _converted(model: Any) -> Any:
@@ -277,30 +256,29 @@ def _converted(model: Any) -> Any:
     converter.
 
     Unlike in transformers' own conversion, text such as `<0x41>` does not become the token of that
-    name.
+    name, and a space is prepended to every text or to none, as in SentencePiece.
     """
-    from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
+    from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
     from transformers.convert_slow_tokenizer import SpmConverter, generate_merges
 
-    never = [
-        piece.piece for piece in model.pieces if piece.type != _NORMAL and len(piece.piece) > 1
-    ]
+    pieces = model.pieces
+    never = [piece.piece for piece in pieces if piece.type != _NORMAL and len(piece.piece) > 1]
     if model.trainer_spec.model_type == model.trainer_spec.UNIGRAM:
         scores = [
-            (piece.piece, piece.score if piece.type == _NORMAL else _NEVER)
-            for piece in model.pieces
+            (piece.piece, piece.score if piece.type == _NORMAL else _NEVER) for piece in pieces
         ]
         result = SpmConverter.build_tokenizer_from_spm_proto(model, scores)
         # A low score does not suffice: next to characters that no piece contains, such a piece
         # would still match.
         cuts = "|".join(f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in never)
-        split = pre_tokenizers.Split(Regex(cuts), "merged_with_previous")
+        result.pre_tokenizer = pre_tokenizers.Split(Regex(cuts), "merged_with_previous")
     else:
-        ids = {piece.piece: index for index, piece in enumerate(model.pieces)}
-        scores = [(piece.piece, piece.score) for piece in model.pieces]
+        ids = {piece.piece: index for index, piece in enumerate(pieces)}
+        scores = [(piece.piece, piece.score) for piece in pieces]
         merges = generate_merges(ids, scores, skip_tokens=never)
         result = SpmConverter.build_tokenizer_from_spm_proto(model, ids, merges)
-        split = None
+        result.pre_tokenizer = None
+
     rules = model.normalizer_spec
     steps = []
     if rules.precompiled_charsmap:  # SentencePiece's rules for character sequences are all NFKC
@@ -309,32 +287,17 @@ def _converted(model: Any) -> Any:
         # SentencePiece removes its space symbol at the end, but not at the beginning.
         steps.append(normalizers.Replace(Regex(r"\A +|[ ▁]+\z"), ""))
         steps.append(normalizers.Replace(Regex(" {2,}"), " "))
-    set_spaces(result, rules.add_dummy_prefix, steps)
-    result.pre_tokenizer = split
-    special = [piece.piece for piece in model.pieces if piece.type in (_UNKNOWN, _CONTROL)]
+    back = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if rules.add_dummy_prefix:
+        steps.append(normalizers.Prepend("▁"))
+        back.append(decoders.Strip(" ", 1, 0))
+    result.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    result.decoder = decoders.Sequence(back)
+    special = [piece.piece for piece in pieces if piece.type in (_UNKNOWN, _CONTROL)]
     result.add_special_tokens(
         [AddedToken(name, normalized=False, special=True) for name in special]
     )
     return result
-
-
-def set_spaces(library: Any, prefix: bool, rules: Sequence[Any] = ()) -> None:
-    """Make a tokenizer of the `tokenizers` library handle spaces as SentencePiece does, after
-    normalization by `rules`.
-
-    transformers prepends a space to texts without one. SentencePiece prepends one to every text if
-    `prefix` is set, and to no text otherwise.
-    """
-    from tokenizers import decoders, normalizers
-
-    before = [normalizers.Prepend("▁")] if prefix else []
-    back = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if prefix:
-        back.append(decoders.Strip(" ", 1, 0))
-    steps = [*rules, *before, normalizers.Replace(" ", "▁")]
-    library.normalizer = normalizers.Sequence(steps)
-    library.pre_tokenizer = None
-    library.decoder = decoders.Sequence(back)
 
 
 def _check_same_ids(converted: Tokenizer, tokenizer: Any, source: str) -> None:
@@ -346,9 +309,8 @@ def _check_same_ids(converted: Tokenizer, tokenizer: Any, source: str) -> None:
     model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.files[TOKENIZER_MODEL])
     symbols = [piece.piece for piece in model.pieces if piece.type == _USER_DEFINED]
     texts = [*trial_texts(), "a <0x41> b", *(f"a{symbol}b" for symbol in symbols)]
-    if (
-        text := find_difference(tokenizer.encode, converted.encode, texts, tokenizer.scores)
-    ) is not None:
+    text = find_difference(tokenizer.encode, converted.encode, texts, tokenizer.scores)
+    if text is not None:
         problem = (
             "cannot be converted: its tokenizer.json would give different ids for the text"
             f" {ascii(text):.100}"
