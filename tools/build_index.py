@@ -1,5 +1,4 @@
-"""Build the index of a run's data, which defines the order of its sequences, before a job occupies
-GPUs.
+"""Build the index of a run's data, which defines the order of its sequences, before the job.
 
     python tools/build_index.py --config pretrain/recipes/tape_demo.yaml [--section.key value ...]
 
@@ -34,16 +33,16 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     for noisy in ("DeepSpeed", "megatron", "torch"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    warnings.filterwarnings(
-        "ignore", module="megatron"
-    )  # it warns that Transformer Engine and Apex are missing
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}  # even if there is a GPU
+    # It warns that Transformer Engine and Apex are missing.
+    warnings.filterwarnings("ignore", module="megatron")
+    # Use the CPU even if there is a GPU.
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     command_line.log("loading torch and megatron-core")
     from megatron_tape.data.batches import build_batches
     from megatron_tape.parallel.layout import initialize_distributed
 
     tokenizer = load_run_tokenizer(config)
-    build_batches(config, initialize_distributed(), None if tokenizer is None else tokenizer.eod)
+    build_batches(config, initialize_distributed(), tokenizer and tokenizer.eod)
     command_line.log(f"the index is in {config.data.resolved_cache_directory}")
 
 

@@ -20,17 +20,16 @@ from megatron_tape.text import counted
 def main() -> None:
     """Parse the command line, check the dataset and describe it."""
     arguments = parser().parse_args()
+    tokenizer = None
     if arguments.tokenizer:
         tokenizer = load_tokenizer(arguments.tokenizer)
-    else:
-        tokenizer = None
     dataset = IndexedDatasetReader(arguments.prefix)
     origin = read_origin(arguments.prefix)
     if tokenizer is not None:
-        origins = check_tokenizer(
-            [arguments.prefix], tokenizer_record(tokenizer), arguments.tokenizer
-        )
-        if warning := unknown_tokenizers(origins, arguments.tokenizer):
+        record = tokenizer_record(tokenizer)
+        origins = check_tokenizer([arguments.prefix], record, arguments.tokenizer)
+        warning = unknown_tokenizers(origins, arguments.tokenizer)
+        if warning is not None:
             command_line.log(warning)
     describe(arguments.prefix, dataset, tokenizer, origin)
     print("\n" + histogram(dataset.document_lengths()), end="")
@@ -45,24 +44,23 @@ def describe(
 
     Negative token ids count as damage and, with `tokenizer`, ids outside its vocabulary.
     """
-    vocab_size = None if tokenizer is None else tokenizer.vocab_size
-    with command_line.step(
-        f"checking {counted(len(dataset), 'document')}, {dataset.bin_size / 1e6:,.1f} MB"
-    ):
-        problems = list(dataset.problems())
+    vocab_size = tokenizer and tokenizer.vocab_size
+    size = f"{counted(len(dataset), 'document')}, {dataset.bin_size / 1e6:,.1f} MB"
+    with command_line.step(f"checking {size}"):
         # Documents are found by the index, which must be intact.
-        if not problems and (invalid := dataset.invalid_id(vocab_size)):
-            problems.append(invalid)
-    if problems:
-        fix = "write the dataset again with tools/preprocess_data.py" + (
-            ", or check --tokenizer" if tokenizer else ""
-        )
-        raise FileError(prefix, f"is damaged: {'; '.join(problems)}", fix)
+        problem = dataset.damage() or dataset.invalid_id(vocab_size)
+    if problem is not None:
+        fix = "write the dataset again with tools/preprocess_data.py, or check --tokenizer"
+        raise FileError(prefix, f"is damaged: {problem}", fix)
+
+    made_with = "unknown"
+    if origin is not None:
+        made_with = describe_tokenizer(origin)
     lengths = dataset.document_lengths()
     print(f"documents  {len(dataset):,}")
     print(f"tokens     {len(dataset.tokens):,}")
     print(f"dtype      {dataset.dtype.name}")
-    print(f"tokenizer  {'unknown' if origin is None else describe_tokenizer(origin)}")
+    print(f"tokenizer  {made_with}")
     if len(lengths):
         print(
             f"length     min {lengths.min():,}, median {np.median(lengths):,.0f}, mean"
@@ -71,14 +69,11 @@ def describe(
 
 
 def describe_tokenizer(origin: Origin) -> str:
-    """Return a line about the tokenizer recorded in a dataset's origin: its size, digest, and end
-    of documents.
-    """
+    """Return a line about a dataset's tokenizer: its size, its digest, and how documents end."""
     tokenizer = origin["tokenizer"]
+    ends = "no token ends documents"
     if origin["append_eod"]:
         ends = f"documents end in token {tokenizer['eod']}"
-    else:
-        ends = "no token ends documents"
     return f"{tokenizer['vocab_size']:,} ids, digest {tokenizer['digest'][:12]}; {ends}"
 
 
@@ -90,13 +85,12 @@ def text_of(
     """
     ids = dataset.document(index)
     shown = ids[:tokens].tolist()
-    if tokenizer:
+    text = " ".join(map(str, shown))
+    if tokenizer is not None:
         text = tokenizer.decode(shown)
-    else:
-        text = " ".join(map(str, shown))
-    return (
-        f"document {index}, {len(ids):,} tokens:\n{text}{' ...' if len(shown) < len(ids) else ''}"
-    )
+    if len(shown) < len(ids):
+        text += " ..."
+    return f"document {index}, {len(ids):,} tokens:\n{text}"
 
 
 def histogram(lengths: np.ndarray) -> str:
@@ -105,27 +99,21 @@ def histogram(lengths: np.ndarray) -> str:
     """
     if not len(lengths):
         return "no documents\n"
-    bins = np.frexp(lengths)[
-        1
-    ]  # 0 for an empty document, else k for lengths from 2 ** (k - 1) to below 2 ** k
+    # 0 for an empty document, else k for lengths from 2 ** (k - 1) to below 2 ** k
+    _, bins = np.frexp(lengths)
     documents = np.bincount(bins)
     tokens = np.bincount(bins, weights=lengths)
     lines = [f"{'tokens in a document':>24}  {'documents':>18}  {'tokens':>23}"]
     for k in range(int(bins.min()), len(documents)):
-        bounds = f"{2**k // 2:,} to {2**k - 1:,}" if k else "0"
+        bounds = f"{2**k // 2:,} to {2**k - 1:,}"
+        if k == 0:
+            bounds = "0"
         share = 100 * tokens[k] / max(1, tokens.sum())
         lines.append(
             f"{bounds:>24}  {documents[k]:>10,} {100 * documents[k] / len(lengths):5.1f} %  "
             f"{tokens[k]:>15,.0f} {share:5.1f} %  {'#' * round(share / 2)}"
         )
     return "\n".join(line.rstrip() for line in lines) + "\n"
-
-
-def whole_number_or_0(text: str) -> int:
-    """Parse an option that is a whole number of at least 0."""
-    if text == "0":
-        return 0
-    return command_line.whole_number(text)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -139,14 +127,14 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--documents",
-        type=whole_number_or_0,
+        type=int,
         default=1,
         metavar="N",
         help="show the first N documents (default: %(default)s)",
     )
     add(
         "--tokens",
-        type=whole_number_or_0,
+        type=int,
         default=200,
         metavar="N",
         help="show at most N tokens of each document (default: %(default)s)",

@@ -37,7 +37,8 @@ def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool) -> None:
     are empty.
     """
     origins = check_tokenizer(prefixes, None, "")
-    if warning := unknown_tokenizers(origins, "the same as for the others"):
+    warning = unknown_tokenizers(origins, "the same as for the others")
+    if warning is not None:
         command_line.log(warning)
     raise_file_limit()
     datasets = [IndexedDatasetReader(prefix) for prefix in prefixes]
@@ -47,40 +48,23 @@ def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool) -> None:
             problem = f"has {dataset.dtype.name} tokens, but {prefixes[0]} has {dtype.name}"
             raise FileError(prefix, problem, "merge only datasets made with the same tokenizer")
         if dataset.multimodal:
-            raise FileError(
-                prefix, "is a multimodal dataset, which cannot be merged", "remove it from --input"
-            )
-    size = sum(dataset.bin_size for dataset in datasets)
+            problem = "is a multimodal dataset, which cannot be merged"
+            raise FileError(prefix, problem, "remove it from --input")
+    if not any(map(len, datasets)):
+        fix = "check --input and --text-key of the preprocessing"
+        raise FileError(prefixes[0], "and all others have no documents", fix)
+
     with IndexedDatasetWriter(output_prefix, dtype, overwrite=overwrite) as writer:
-        with command_line.step(f"checking {len(datasets):,} datasets, {size / 1e6:,.1f} MB"):
-            for prefix, dataset in zip(prefixes, datasets):
-                if problem := next(dataset.problems(), None):
-                    raise FileError(prefix, f"is damaged: {problem}", "write it again")
-        if not any(map(len, datasets)):
-            raise FileError(
-                prefixes[0],
-                "and all others have no documents",
-                "check --input and --text-key of the preprocessing",
-            )
-        progress = command_line.Progress(size)
-
-        def on_progress() -> None:
-            done = writer.tokens * dtype.itemsize
-            progress.update(
-                done, lambda seconds: f"{done / 1e6:,.1f} MB, {done / 1e6 / seconds:,.1f} MB/s"
-            )
-
-        try:
-            for dataset in datasets:
-                writer.add_dataset(dataset, on_progress)
-        finally:
-            progress.end()
+        for prefix, dataset in zip(prefixes, datasets):
+            with command_line.step(f"copying {prefix}, {dataset.bin_size / 1e6:,.1f} MB"):
+                damage = dataset.damage()
+                if damage is not None:
+                    raise FileError(prefix, f"is damaged: {damage}", "write it again")
+                writer.add_dataset(dataset)
         with command_line.step("writing the index"):
             writer.finish(common_origin(origins.values()))
-    command_line.log(
-        f"{output_prefix}: {counted(writer.documents, 'document')}, {writer.tokens:,} tokens,"
-        f" {progress.seconds:.1f} s"
-    )
+    documents = counted(writer.documents, "document")
+    command_line.log(f"{output_prefix}: {documents}, {writer.tokens:,} tokens")
 
 
 def parser() -> argparse.ArgumentParser:

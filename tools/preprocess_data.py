@@ -24,7 +24,6 @@ import contextlib
 import glob
 import os
 import re
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -34,16 +33,14 @@ from megatron_tape.data import hub
 from megatron_tape.data.documents import (
     FORMATS,
     Problems,
+    add_text_options,
     check_text_keys,
-    document_bytes_option,
     find_inputs,
 )
 from megatron_tape.data.indexed_dataset import (
     IndexedDatasetWriter,
-    Mark,
     check_output_prefix,
     dataset_paths,
-    read_progress,
 )
 from megatron_tape.data.inputs import check_writable
 from megatron_tape.data.origins import DatasetSource, read_origin
@@ -76,21 +73,17 @@ def main() -> None:
     )
     origin = {**encoding.origin, "source": source}
     if not overwrite:
-        check_revisions(arguments.output_prefix, prefix, paths)
-    if arguments.part is not None:
-        if dataset_paths(prefix)[1].exists() and not overwrite:
+        check_revisions(arguments.output_prefix, paths)
+
+    if arguments.part is not None and not overwrite:
+        if dataset_paths(prefix)[1].exists():
             existing: Any = read_origin(prefix) or {}
-            if {key: value for key, value in existing.items() if key != "files"} != origin:
-                fix = "remove it, or pass --overwrite for all parts"
-                raise FileError(
-                    prefix,
-                    "was made from other files, or with another tokenizer or other options",
-                    fix,
-                )
+            if {**existing, "files": None} != {**origin, "files": None}:
+                problem = "was made from other files, or with another tokenizer or other options"
+                raise FileError(prefix, problem, "remove it, or pass --overwrite for all parts")
             command_line.log(f"{prefix} is complete already; nothing to do")
             return
         overwrite = True  # replaces the files of a killed process
-
     if not overwrite:
         refuse_existing(*dataset_paths(prefix))  # before the download
     if not arguments.streaming and not arguments.check:
@@ -102,22 +95,22 @@ def main() -> None:
 
     # A local file may be replaced under its name before an interrupted run continues.
     versions = [version(path) for path in paths]
+    # A run with another --on-error would not continue this one.
+    writer_source = {**origin, "on_error": arguments.on_error}
     with IndexedDatasetWriter(
-        prefix, encoding.dtype, overwrite=overwrite, source=origin, inputs=versions
+        prefix, encoding.dtype, overwrite=overwrite, source=writer_source, inputs=versions
     ) as writer:
         summary = write(writer, paths, versions, encoding, arguments)
         if not writer.documents:
             raise ConfigError("--input", "has no documents", "check it and --text-key")
         if not arguments.overwrite:  # parts that started at the same time did not see each other
-            check_revisions(arguments.output_prefix, prefix, paths)
+            check_revisions(arguments.output_prefix, paths)
         writer.finish(origin)
     command_line.log(f"{prefix}: {summary}")
 
 
 def make_encoding(arguments: argparse.Namespace) -> Encoding:
-    """Return how to tokenize. Raises FileError if the tokenizer has no end-of-document token but
-    should append it.
-    """
+    """Return how to tokenize. Raises FileError if the tokenizer lacks a required token."""
     tokenizer = load_tokenizer(arguments.tokenizer)
     if arguments.append_eod and tokenizer.eod is None:
         fix = "choose another tokenizer, or pass --no-append-eod"
@@ -128,9 +121,7 @@ def make_encoding(arguments: argparse.Namespace) -> Encoding:
 
 
 def version(path: str) -> tuple[int, int] | None:
-    """Return what changes when a file is replaced or a pipe is written: size and time. None for
-    files of the Hub.
-    """
+    """Return the size and time of a file, which change when it is replaced; None on the Hub."""
     if hub.is_remote(path):
         return None
     status = os.stat(path)
@@ -138,20 +129,20 @@ def version(path: str) -> tuple[int, int] | None:
 
 
 def prefix_of_part(prefix: str, index: int, count: int) -> str:
-    """Return the prefix of part `index` of `count`. Raises FileError if parts with another count
-    exist.
+    """Return the prefix of part `index` of `count`.
+
+    Raises FileError if parts with another count exist.
     """
-    for path in existing_parts(prefix):
+    for path in parts_of(prefix):
         other = re.fullmatch(r"-[0-9]+-of-([0-9]+)\.idx", path[len(prefix) :])
         if other and int(other[1]) != count:
+            problem = f"is one of {int(other[1])} parts, but --part writes one of {count}"
             fix = "remove the parts of the other count, or choose another --output-prefix"
-            raise FileError(
-                path, f"is one of {int(other[1])} parts, but --part writes one of {count}", fix
-            )
+            raise FileError(path, problem, fix)
     return f"{prefix}-{index:05}-of-{count:05}"
 
 
-def existing_parts(prefix: str) -> list[str]:
+def parts_of(prefix: str) -> list[str]:
     """Return the index files of the parts that exist."""
     return sorted(glob.glob(f"{glob.escape(prefix)}-*-of-*.idx"))
 
@@ -159,39 +150,27 @@ def existing_parts(prefix: str) -> list[str]:
 def files_of_part(paths: list[str], index: int, count: int) -> list[str]:
     """Return every `count`-th file, from number `index` on."""
     if count > len(paths):
-        raise ConfigError(
-            "--part",
-            f"is {index}/{count}, but --input names only {len(paths):,} files",
-            "use fewer parts: a file is never split",
-        )
+        problem = f"is {index}/{count}, but --input names only {len(paths):,} files"
+        raise ConfigError("--part", problem, "use fewer parts: a file is never split")
     return paths[index::count]
 
 
-def check_revisions(output_prefix: str, prefix: str, paths: list[str]) -> None:
-    """Raise FileError if an unfinished run or another part has read another revision of a dataset
-    of the Hub.
-    """
+def check_revisions(prefix: str, paths: list[str]) -> None:
+    """Raise FileError if a part has read another revision of a dataset of the Hub."""
     commits = hub.revisions(paths)
     if not commits:
         return
-    recorded: dict[str, Any] = {}
-    unfinished = glob.glob(f"{glob.escape(output_prefix)}-*-of-*.progress")
-    for other in (prefix, *(path.removesuffix(".progress") for path in sorted(unfinished))):
-        if progress := read_progress(other):
-            recorded[other] = progress["source"].get("source")
-    for path in existing_parts(output_prefix):
-        other = path.removesuffix(".idx")
-        origin = read_origin(other)
-        recorded[other] = origin.get("source") if origin else None
-    for other, source in recorded.items():
-        for name, commit in hub.revisions(source["inputs"] if source else []).items():
+    for path in parts_of(prefix):
+        origin = read_origin(path.removesuffix(".idx"))
+        if origin is None or "source" not in origin:
+            continue
+        for name, commit in hub.revisions(origin["source"]["inputs"]).items():
             if commits.get(name, commit) != commit:
-                problem = (
-                    f"was made from revision {commit} of {name}, and --input is revision"
-                    f" {commits[name]}"
-                )
                 raise FileError(
-                    other, problem, f"pass --revision {commit}, or --overwrite to begin again"
+                    path,
+                    f"was made from revision {commit} of {name}, and --input is revision"
+                    f" {commits[name]}",
+                    f"pass --revision {commit}, or --overwrite to begin again",
                 )
 
 
@@ -202,70 +181,51 @@ def write(
     encoding: Encoding,
     arguments: argparse.Namespace,
 ) -> str:
-    """Tokenize the files, append their documents to the writer, and return a summary. Log the
-    progress.
+    """Tokenize the files, append their documents to the writer, and return a summary.
 
-    `versions` are the results of `version` for the files, from before they are read. Continue after
-    the files that an interrupted run has completed. Raises FileError at a bad document, unless
-    `--on-error skip` is given.
+    Logs the progress. `versions` are the results of `version` for the files, from before they are
+    read. Continues after the files that an interrupted run has completed. Raises FileError at a bad
+    document, unless `--on-error skip` is given.
     """
-    problems = Problems()
-    done = 0
-    earlier_bytes = 0  # of text, in the files that an interrupted run has completed
-    earlier_tokens = writer.tokens
-    if writer.restored is not None:
-        done = len(writer.restored["inputs"])
-        earlier_bytes = writer.restored["text_bytes"]
-        problems = Problems(Counter(writer.restored["problems"]), writer.restored["places"])
+    complete = writer.restored  # number of files
+    if complete:
         command_line.log(
-            f"continuing after {done:,} of {len(paths):,} files, which an interrupted run has"
+            f"continuing after {complete:,} of {len(paths):,} files, which an interrupted run has"
             " completed"
         )
-        stop_at_problem(problems, arguments)
-
-    remaining = paths[done:]
+    remaining = paths[complete:]
     size = sum(map(hub.file_size, remaining))
     end = "no token marks the ends of documents"
     if encoding.append_eod:
         end = f"every document ends in the end-of-document token {encoding.tokenizer.eod}"
-    files = counted(len(remaining), "file")
     workers = counted(arguments.workers, "worker")
-    command_line.log(f"{files}, {size / 1e6:,.1f} MB, {workers}; {end}")
-    earlier_size = sum(map(hub.file_size, paths[:done]))
-    progress = command_line.Progress(earlier_size + size, start=earlier_size)
-    numbers = {path: number for number, path in enumerate(paths)}
+    command_line.log(f"{counted(len(remaining), 'file')}, {size / 1e6:,.1f} MB, {workers}; {end}")
+    problems = Problems()
     text_bytes = 0
 
     def mark_files_before(path: str) -> None:
         """Record that all files before `path` are complete."""
-        nonlocal done
-        if numbers[path] <= done:
-            return
-        done = numbers[path]
-        counts = dict(problems.counts)
-        places = {reason: list(examples) for reason, examples in problems.examples.items()}
-        all_bytes = earlier_bytes + text_bytes
-        writer.mark(
-            Mark(inputs=versions[:done], text_bytes=all_bytes, problems=counts, places=places)
-        )
+        nonlocal complete
+        number = paths.index(path, complete)
+        if number > complete:
+            complete = number
+            writer.mark(versions[:complete])
 
     def speed(seconds: float) -> str:
-        all_bytes = earlier_bytes + text_bytes
-        new_tokens = writer.tokens - earlier_tokens
         return (
             f"{counted(writer.documents, 'document')}, {writer.tokens:,} tokens,"
-            f" {all_bytes / 1e6:,.1f} MB of text, {text_bytes / 1e6 / seconds:.1f} MB/s,"
-            f" {new_tokens / seconds:,.0f} tokens/s"
+            f" {text_bytes / 1e6:,.1f} MB of text, {text_bytes / 1e6 / seconds:.1f} MB/s"
         )
 
+    progress = command_line.Progress(size)
+    chunks = encode_files(remaining, encoding, arguments.workers, arguments.chunk_bytes)
     try:
-        with contextlib.closing(
-            encode_files(remaining, encoding, arguments.workers, arguments.chunk_bytes)
-        ) as chunks:
+        with contextlib.closing(chunks):
             for chunk in chunks:
                 mark_files_before(chunk.path)
                 problems.merge(chunk.problems)
-                stop_at_problem(problems, arguments)
+                if arguments.on_error == "stop":
+                    refuse_problem(problems, arguments.max_document_bytes)
                 lengths = chunk.lengths
                 if arguments.max_documents is not None:
                     lengths = lengths[: arguments.max_documents - writer.documents]
@@ -274,43 +234,44 @@ def write(
                 text_bytes += chunk.text_bytes
                 if writer.documents == arguments.max_documents:
                     break
-                progress.update(earlier_size + chunk.position, speed)
+                progress.update(chunk.position, speed)
     except hub.NetworkError as error:
         mark_files_before(error.subject)
         raise
     finally:
         progress.end()
-    for line in problems.report():
-        command_line.log(line)
+        # The run that continues an interrupted one reports only its own.
+        for line in problems.report():
+            command_line.log(line)
     return f"{speed(progress.seconds)}, {progress.seconds:.1f} s"
 
 
-def stop_at_problem(problems: Problems, arguments: argparse.Namespace) -> None:
-    """Raise FileError about the first bad document, unless `--on-error skip` is given."""
+def refuse_problem(problems: Problems, max_document_bytes: int) -> None:
+    """Raise FileError about the first bad document, if there is one."""
     bad = problems.first()
-    if bad is not None and arguments.on_error == "stop":
-        fix = "repair it, or pass --on-error skip to leave it out"
-        if bad[1] == str(TooLarge(arguments.max_document_bytes)):
-            fix = "split it, raise --max-document-bytes, or pass --on-error skip to leave it out"
-        raise FileError(bad[0], f"cannot be used: {bad[1]}", fix)
+    if bad is None:
+        return
+    place, reason = bad
+    fix = "repair it, or pass --on-error skip to leave it out"
+    if reason == str(TooLarge(max_document_bytes)):
+        fix = "split it, raise --max-document-bytes, or pass --on-error skip to leave it out"
+    raise FileError(place, f"cannot be used: {reason}", fix)
 
 
 def part(text: str) -> tuple[int, int]:
     """Parse the option I/N, such as 3/8, into (I, N)."""
     match = re.fullmatch("([0-9]{1,5})/([0-9]{1,5})", text)
     if not match or int(match[1]) >= int(match[2]):
-        raise argparse.ArgumentTypeError(
-            f"{text[:40]!r} is not I/N with I from 0 to N - 1, such as 0/8"
-        )
+        problem = f"{text[:40]!r} is not I/N with I from 0 to N - 1, such as 0/8"
+        raise argparse.ArgumentTypeError(problem)
     return int(match[1]), int(match[2])
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     result = command_line.Parser(description=__doc__, epilog=FORMATS)
+    add_text_options(result)
     add = result.add_argument
-    files = "files, quoted patterns (** matches any depth), or hub:NAME"
-    add("--input", nargs="+", required=True, metavar="GLOB", help=files)
     add(
         "--tokenizer",
         required=True,
@@ -324,31 +285,16 @@ def parser() -> argparse.ArgumentParser:
         help="number of processes (default: %(default)s, the number of cores)",
     )
     add(
-        "--text-key",
-        type=str,
-        default="text",
-        help="key or column of a document's text (default: %(default)s)",
-    )
-    add(
         "--append-eod",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="end every document with the tokenizer's end-of-document token (the default)",
     )
     add(
-        "--max-documents",
-        type=command_line.whole_number,
-        metavar="N",
-        help="stop after N documents (of each part)",
-    )
-    add(
         "--on-error",
         choices=("stop", "skip"),
         default="stop",
-        help=(
-            "at a bad document or unreadable file: stop and write no dataset, or skip and report"
-            " (default: stop)"
-        ),
+        help="at a bad document or unreadable file: write no dataset (the default), or report it",
     )
     add(
         "--overwrite",
@@ -368,8 +314,6 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="validate the command, its input and the tokenizer, and exit",
     )
-    document_bytes_option(result)
-    hub.add_options(result)
     return result
 
 

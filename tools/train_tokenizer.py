@@ -1,5 +1,4 @@
-"""Train a SentencePiece tokenizer that reproduces every text exactly, including the spaces and
-newlines of source code.
+"""Train a SentencePiece tokenizer that reproduces every text exactly, including source code.
 
     python tools/train_tokenizer.py --input data/stdlib.jsonl --vocab-size 4096 \\
         --output data/tokenizer.model
@@ -21,7 +20,7 @@ from collections.abc import Iterable, Iterator
 
 from megatron_tape import command_line
 from megatron_tape.data import hub
-from megatron_tape.data.documents import FORMATS, document_bytes_option, find_inputs, read_texts
+from megatron_tape.data.documents import FORMATS, add_text_options, find_inputs, read_texts
 from megatron_tape.errors import ConfigError
 from megatron_tape.io.files import atomic_output
 from megatron_tape.text import counted
@@ -57,8 +56,7 @@ def main() -> None:
 
 
 def sample_texts(documents: Iterable[tuple[str, int]], max_bytes: int, seed: int) -> list[str]:
-    """Return a random sample of the documents, in order, of at most `max_bytes` UTF-8 bytes in
-    total.
+    """Return a random sample of the documents, in order, of at most `max_bytes` UTF-8 bytes.
 
     `documents` yields texts and the input bytes read so far, for the progress. Each document is
     given a random number, and those with the smallest numbers are kept. This takes one pass over
@@ -69,21 +67,21 @@ def sample_texts(documents: Iterable[tuple[str, int]], max_bytes: int, seed: int
     progress = command_line.Progress(None)
     sample: list[tuple[float, int, int, str]] = []
     size = 0
-    # A document whose number exceeds that of one already dropped cannot be among the smallest
-    # `max_bytes`.
+    # A document whose number exceeds that of one already dropped cannot be among the smallest.
     limit = 1.0
     for order, (text, position) in enumerate(documents):
-        if len(text.encode("utf-8")) > max_bytes:
-            text = text[: max_bytes // 4]
-        key = draw.random()
         length = len(text.encode("utf-8"))
-        if key < limit:
-            heapq.heappush(sample, (-key, order, length, text))
+        if length > max_bytes:
+            text = text[: max_bytes // 4]
+            length = len(text.encode("utf-8"))
+        number = draw.random()
+        if number < limit:
+            heapq.heappush(sample, (-number, order, length, text))
             size += length
         while size > max_bytes:
-            worst = heapq.heappop(sample)
-            limit = -worst[0]
-            size = size - worst[2]
+            negative_number, _, dropped_length, _ = heapq.heappop(sample)
+            limit = -negative_number
+            size -= dropped_length
         progress.update(position, lambda _: f"reading: {position / 1e6:,.1f} MB")  # noqa: B023
     progress.end()
     return [text for _, _, _, text in sorted(sample, key=lambda entry: entry[1])]
@@ -99,8 +97,9 @@ def sentences(texts: list[str]) -> Iterator[str]:
 
 
 def train(texts: list[str], vocab_size: int, model_type: str = "bpe") -> bytes:
-    """Return a SentencePiece model of `vocab_size` pieces as bytes. Raises ConfigError if
-    SentencePiece refuses.
+    """Return a SentencePiece model of `vocab_size` pieces as bytes.
+
+    Raises ConfigError if SentencePiece refuses.
     """
     import sentencepiece
 
@@ -124,31 +123,24 @@ def train(texts: list[str], vocab_size: int, model_type: str = "bpe") -> bytes:
             eos_id=3,
             minloglevel=2,
         )
-    except (
-        RuntimeError,
-        OSError,
-        ValueError,
-    ) as error:  # ValueError for numbers that it cannot hold
+    # ValueError for numbers that it cannot hold
+    except (RuntimeError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         maximum = re.search("set it to a value <= ([0-9]+)", reason)
+        problem = f"is {vocab_size}, which SentencePiece refuses: {reason}"
+        fix = "choose another size"
         if maximum:
             problem = f"is {vocab_size}, too many for this text"
-            raise ConfigError(
-                "--vocab-size", problem, f"choose at most {maximum[1]}, or give more text"
-            ) from error
-        problem = f"is {vocab_size}, which SentencePiece refuses: {reason}"
-        raise ConfigError("--vocab-size", problem, "choose another size") from error
+            fix = f"choose at most {maximum[1]}, or give more text"
+        raise ConfigError("--vocab-size", problem, fix) from error
     return model.getvalue()
 
 
 @contextlib.contextmanager
 def default_signal_handlers() -> Iterator[None]:
-    """Let signals end the process at once in the context, since SentencePiece returns to Python
-    only after training.
-    """
-    handlers = {
-        number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    """Let signals end the process at once, since SentencePiece returns only after training."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
     try:
         yield
     finally:
@@ -159,9 +151,8 @@ def default_signal_handlers() -> Iterator[None]:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     result = command_line.Parser(description=__doc__, epilog=FORMATS)
+    add_text_options(result)
     add = result.add_argument
-    files = "files, quoted patterns (** matches any depth), or hub:NAME"
-    add("--input", nargs="+", required=True, metavar="GLOB", help=files)
     add(
         "--vocab-size",
         type=command_line.whole_number,
@@ -175,22 +166,12 @@ def parser() -> argparse.ArgumentParser:
         default="bpe",
         help="default: %(default)s; unigram trains slower",
     )
-    add(
-        "--text-key",
-        type=str,
-        default="text",
-        help="key or column of a document's text (default: %(default)s)",
-    )
     size = "train on a random sample of documents of this size (default: %(default)s)"
     add("--max-bytes", type=command_line.whole_number, default=10_000_000, help=size)
-    documents = "read only the first N documents (default: all)"
-    add("--max-documents", type=command_line.whole_number, metavar="N", help=documents)
     add(
         "--seed", type=int, default=0, help="seed for choosing the documents (default: %(default)s)"
     )
     add("--overwrite", action="store_true", help="replace an existing output")
-    document_bytes_option(result)
-    hub.add_options(result)
     return result
 
 

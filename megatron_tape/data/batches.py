@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
@@ -26,8 +27,8 @@ from megatron_tape.config.stages import Stage, stage_at, stages_of
 from megatron_tape.data.index_cache import build_on_rank_0, digest_of
 from megatron_tape.data.indexed_dataset import raise_file_limit
 from megatron_tape.data.inputs import missing_validation
-from megatron_tape.data.long_documents import log_epochs
-from megatron_tape.data.megatron_datasets import open_datasets, plan_for_all, training_epochs
+from megatron_tape.data.long_documents import DatasetBlend, epochs_by_dataset, log_epochs
+from megatron_tape.data.megatron_datasets import open_datasets, plan_for_all
 from megatron_tape.data.samples import ExampleSamples, SampleSource, sample_source
 from megatron_tape.errors import ConfigError, UserError
 from megatron_tape.parallel.layout import ParallelLayout
@@ -88,15 +89,14 @@ class Batches:
         `sizes` are the sizes of consecutive global batches, over which the loss of a `SampleSource`
         is averaged.
         """
-        train = self.config.train
-        tokens = self.layout.token_layout
-        masked = isinstance(dataset, SampleSource)
-        if not masked:
+        has_masks = isinstance(dataset, SampleSource)
+        if not has_masks:
             dataset = _Samples(dataset, self.eod if self.config.data.reset_attention_mask else None)
+        size = self.config.train.micro_batch_size
         loader = DataLoader(
             _MicroBatches(dataset),
             batch_size=None,
-            sampler=tokens.micro_batches(samples.start, samples.stop, train.micro_batch_size),
+            sampler=self.layout.token_layout.micro_batches(samples.start, samples.stop, size),
             num_workers=num_workers,
             pin_memory=self.layout.device.type == "cuda",
             worker_init_fn=functools.partial(_obey_only_the_parent, os.getpid()),
@@ -104,28 +104,25 @@ class Batches:
             generator=torch.Generator(),
         )
         batches = self._on_device(_start_workers(loader))
-        if masked:
+        if has_masks:
             return self._weighted(batches, sizes)
         return batches
 
     def _weighted(
         self, batches: Iterator[dict[str, Tensor]], sizes: Iterator[int]
     ) -> Iterator[dict[str, Tensor]]:
-        """Replace the `loss_mask` of each micro-batch by `loss_weights`; `sizes` are the sizes of
-        the global batches.
+        """Replace the `loss_mask` of each micro-batch by `loss_weights`.
 
-        The loss of a micro-batch is the weighted sum of its tokens' losses. Averaged over all
-        micro-batches of a global batch, it is the mean loss of the tokens that the masks select.
+        `sizes` are the sizes of the global batches. The loss of a micro-batch is the weighted sum
+        of its tokens' losses. Averaged over all micro-batches of a global batch, it is the mean
+        loss of the tokens that the masks select.
         """
+        shards = self.layout.token_layout.data_shards
         for size in sizes:
-            count = size // (
-                self.config.train.micro_batch_size * self.layout.token_layout.data_shards
-            )
+            count = size // (self.config.train.micro_batch_size * shards)
             group = list(itertools.islice(batches, count))
-            in_loss = self.layout.token_layout.total(
-                torch.stack([batch["loss_mask"].sum() for batch in group]).sum()
-            )
-            weight = count * self.layout.token_layout.data_shards / in_loss.clamp(min=1)
+            in_loss = torch.stack([batch["loss_mask"].sum() for batch in group]).sum()
+            weight = count * shards / self.layout.token_layout.total(in_loss).clamp(min=1)
             for batch in group:
                 mask = batch.pop("loss_mask")
                 yield batch | {"loss_weights": mask * weight.float()}
@@ -138,15 +135,12 @@ class Batches:
                     raise batch
                 yield {key: value.to(device, non_blocking=True) for key, value in batch.items()}
         finally:
-            del (
-                batches
-            )  # stops the loader processes at once, even if this frame is still referenced
+            # Stops the loader processes at once, even if this frame is still referenced.
+            del batches
 
 
 class _InStages(Dataset):
-    """The training samples of a run with stages: sample `stages[n].start + i` is sample i of
-    `datasets[n]`.
-    """
+    """The samples of a run with stages: `stages[n].start + i` is sample i of `datasets[n]`."""
 
     def __init__(self, datasets: list[Dataset], stages: list[Stage]):
         self._datasets = datasets
@@ -158,8 +152,9 @@ class _InStages(Dataset):
 
 
 class _MicroBatches(Dataset):
-    """A dataset of micro-batches. A UserError is returned, not raised, because `DataLoader` would
-    change its type.
+    """A dataset of micro-batches.
+
+    A UserError is returned, not raised, because `DataLoader` would change its type.
     """
 
     def __init__(self, samples: Dataset):
@@ -173,9 +168,7 @@ class _MicroBatches(Dataset):
 
 
 class _Samples(Dataset):
-    """Reduce the samples of a `GPTDataset` to `tokens` and `labels`; add `documents` unless `eod`
-    is None.
-    """
+    """Samples of a `GPTDataset` with `tokens`, `labels` and, unless `eod` is None, `documents`."""
 
     def __init__(self, samples: Dataset, eod: int | None):
         self._samples = samples
@@ -190,10 +183,10 @@ class _Samples(Dataset):
 
 
 def documents_from_tokens(tokens: Tensor, eod: int) -> Tensor:
-    """Return the number of each token's document within its sequence: token ids (..., S) -> (...,
-    S), int64, from 0.
+    """Return the number of each token's document within its sequence, from 0.
 
-    The token `eod` is the last token of its document.
+    The token ids (..., S) give numbers (..., S), int64. The token `eod` is the last token of its
+    document.
     """
     ends = tokens == eod
     return ends.cumsum(-1) - ends.long()
@@ -201,9 +194,8 @@ def documents_from_tokens(tokens: Tensor, eod: int) -> Tensor:
 
 def _start_workers(loader: DataLoader) -> Iterator[dict[str, Tensor]]:
     """Return an iterator over `loader`, whose workers are started with NOT_FOR_WORKERS blocked."""
-    before = signal.pthread_sigmask(
-        signal.SIG_BLOCK, NOT_FOR_WORKERS
-    )  # inherited by the workers forked here
+    # The workers that are forked here inherit the mask.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_WORKERS)
     try:
         return iter(loader)
     finally:
@@ -211,8 +203,7 @@ def _start_workers(loader: DataLoader) -> Iterator[dict[str, Tensor]]:
 
 
 def _obey_only_the_parent(parent: int, worker: int) -> None:
-    """Exit this loader process when `parent` sends a signal of NOT_FOR_WORKERS; ignore those from
-    other processes.
+    """Exit this loader process if `parent` sends a signal of NOT_FOR_WORKERS; ignore others.
 
     `parent` is the training process. `os.getppid()` would be another one if a fork server starts
     the workers.
@@ -258,53 +249,66 @@ def build_batches(
         ConfigError: a required split does not contain a whole sequence, or the index cannot be
             stored.
     """
-    assert eod is not None or not config.data.reset_attention_mask, (
-        "data.reset_attention_mask requires eod"
-    )
-    train = config.train
-    remaining = train.steps - step
-    samples = range(consumed, train.samples_after(remaining, consumed))
-    evaluates = train.validates
+    assert eod is not None or not config.data.reset_attention_mask, "eod is required"
+    steps = config.train.steps - step
+    samples = range(consumed, config.train.samples_after(steps, consumed))
     if config.data.source in SAMPLE_SOURCES:
-        if missing_validation(config):
-            validation = None
-        else:
+        training: Dataset = sample_source(config, validation=False)
+        validation: Dataset | None = None
+        if missing_validation(config) is None:
             validation = sample_source(config, validation=True)
-        training = sample_source(config, validation=False)
         if isinstance(training, ExampleSamples) and layout.rank == 0:
             log_epochs(samples.stop / len(training.lines), config.data.examples.path)
-        return Batches(training, validation, config, layout, eod, samples, remaining)
-    raise_file_limit()
-    evaluates = evaluates and split_shares(config.data.split)[1] > 0
-    is_rank_0 = layout.rank == 0
+    else:
+        stages = stages_of(config)
+        if stages[-1].start >= samples.stop:
+            raise ConfigError(
+                ("data.stages", "train.steps"),
+                f"starts its last stage after {stages[-1].start:,} sequences, but this run ends"
+                f" after {samples.stop:,}, because its batch size has changed",
+                "raise the share of that stage, or train.steps",
+            )
+        raise_file_limit()
+        training, validation = _open_indexed(config, stages, samples.stop, on_progress)
+        if layout.rank == 0:
+            for stage in stages[max(1, stage_at(stages, consumed)) :]:
+                steps_before = bisect.bisect_left(
+                    range(steps),
+                    stage.start,
+                    key=lambda n: config.train.samples_after(n, consumed),
+                )
+                logger.info(
+                    "from step %s on, the training data is %s",
+                    f"{step + steps_before + 1:,}",
+                    stage.config.data.prefix,
+                )
+    return Batches(training, validation, config, layout, eod, samples, steps)
+
+
+def _open_indexed(
+    config: RunConfig, stages: list[Stage], end: int, on_progress: Callable[[], None]
+) -> tuple[Dataset, Dataset | None]:
+    """Return the training data of all stages, up to sample `end`, and the validation data."""
+    is_rank_0 = dist.get_rank() == 0
     if is_rank_0:
-        logger.info("building the index of %s training sequences", f"{samples.stop:,}")
+        logger.info("building the index of %s training sequences", f"{end:,}")
     started = time.monotonic()
-    stages = stages_of(config)
+    train = config.train
+    evaluates = train.validates and split_shares(config.data.split)[1] > 0
     plans = []
-    cache = config.data.resolved_cache_directory
-    if stages[-1].start >= samples.stop:
-        raise ConfigError(
-            ("data.stages", "train.steps"),
-            f"starts its last stage after {stages[-1].start:,} sequences, but this run ends after"
-            f" {samples.stop:,}, because its batch size has changed",
-            "raise the share of that stage, or train.steps",
-        )
     for stage in stages:
         with stage.rename_error_subjects():
             plans.append(plan_for_all(stage.config, evaluates and stage.number == 0))
     evaluates = len(plans[0].splits) > 1
 
-    sizes = [
-        end - stage.start
-        for stage, end in zip(stages, [*(stage.start for stage in stages[1:]), samples.stop])
-    ]
+    ends = [*(stage.start for stage in stages[1:]), end]
+    sizes = [stage_end - stage.start for stage, stage_end in zip(stages, ends)]
+    validation_size = 0
     if evaluates:
         validation_size = train.eval_steps * train.global_batch_size
-    else:
-        validation_size = 0
-    order = config.model.seq_length, config.data.split, config.data.long_documents, train.seed
-    directory = os.path.join(cache, digest_of(*order, sizes, validation_size, plans))
+    order = (config.model.seq_length, config.data.split, config.data.long_documents, train.seed)
+    digest = digest_of(*order, sizes, validation_size, plans)
+    directory = os.path.join(config.data.resolved_cache_directory, digest)
 
     def open_all(directory: str, build: bool) -> list[list[Dataset]]:
         opened: dict = {}
@@ -314,35 +318,26 @@ def build_batches(
         ]
 
     build_on_rank_0(directory, lambda temporary: open_all(temporary, build=True), on_progress)
-    (first, *validation), *later = open_all(directory, build=False)
+    splits_by_stage = open_all(directory, build=False)
     if is_rank_0:
-        epochs: Counter = Counter()
-        for stage, plan, size in zip(stages, plans, sizes):
-            epochs.update(training_epochs(stage.config, plan, size))
-        if epochs:
-            prefix, most = max(epochs.items(), key=lambda item: item[1])
-            log_epochs(
-                most,
-                (
-                    prefix
-                    if len(epochs) == 1
-                    else f"{prefix}, the most repeated of {len(epochs)} datasets"
-                ),
-            )
+        _log_epochs([plan.splits[0] for plan in plans], sizes, config.model.seq_length)
         logger.info("index ready after %.1f s", time.monotonic() - started)
-        for stage in stages[max(1, stage_at(stages, consumed)) :]:
-            after = bisect.bisect_left(
-                range(remaining), stage.start, key=lambda n: train.samples_after(n, consumed)
-            )
-            logger.info(
-                "from step %s on, the training data is %s",
-                f"{step + after + 1:,}",
-                stage.config.data.prefix,
-            )
-    if later:
-        train_data = _InStages([first, *(datasets[0] for datasets in later)], stages)
-    else:
-        train_data = first
-    return Batches(
-        train_data, validation[0] if evaluates else None, config, layout, eod, samples, remaining
-    )
+
+    validation = splits_by_stage[0][1] if evaluates else None
+    training = [splits[0] for splits in splits_by_stage]
+    if len(stages) == 1:
+        return training[0], validation
+    return _InStages(training, stages), validation
+
+
+def _log_epochs(blends: list[DatasetBlend | None], sizes: list[int], seq_length: int) -> None:
+    """Log how often the run repeats the most repeated dataset of the stages' blends."""
+    epochs: Counter = Counter()
+    for datasets, size in zip(blends, sizes):
+        if datasets is not None:  # those with long documents are logged when they are opened
+            epochs.update(epochs_by_dataset(datasets, size * seq_length))
+    for prefix, most in epochs.most_common(1):
+        name = prefix
+        if len(epochs) > 1:
+            name = f"{prefix}, the most repeated of {len(epochs)} datasets"
+        log_epochs(most, name)

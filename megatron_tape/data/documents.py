@@ -24,23 +24,22 @@ from megatron_tape.data.raw_chunks import (
     UnreadableFile,
     is_text_file,
     read_chunks,
-    text_format,
 )
 from megatron_tape.errors import FileError
 
 FORMATS = """input formats, by the ending of the file's name:
-  .jsonl .json   JSON lines: one object per line, its text under --text-key; blank lines are skipped
+  .jsonl .json   JSON lines: one object per line, its text under --text-key; blank lines are
+                 skipped
   .parquet       one document per row, its text in the column --text-key
   .txt           plain UTF-8 text: the whole file is one document
-.jsonl, .json and .txt may be compressed, with .gz or .zst appended. A file that is given twice, even through a link,
-is read once.
-  hub:NAME       a dataset of the Hugging Face Hub, or a local directory in its layout: the .parquet or .jsonl files of
-                 its --split"""
+.jsonl, .json and .txt may be compressed, with .gz or .zst appended. A file that is given twice,
+even through a link, is read once.
+  hub:NAME       a dataset of the Hugging Face Hub, or a local directory in its layout: the .parquet
+                 or .jsonl files of its --split"""
 
 _EXAMPLES = 3
 _KEYS_SHOWN = 10
 _CHAT_KEYS = ("messages", "conversations", "conversation")
-_EMPTY = "empty text"
 LONE_SURROGATE = "a lone surrogate, which UTF-8 cannot encode"
 
 
@@ -67,21 +66,20 @@ class Problems:
         return next(((places[0], reason) for reason, places in self.examples.items()), None)
 
     def report(self) -> Iterator[str]:
-        """Yield one sentence per reason: how many documents were skipped for it, and where the
-        first of them are.
-        """
+        """Yield one sentence per reason: the number of documents and the places of the first."""
         for reason, count in self.counts.most_common():
-            more = ", ..." if count > len(self.examples[reason]) else ""
-            yield f"skipped {count:,}: {reason} ({', '.join(self.examples[reason])}{more})"
+            places = ", ".join(self.examples[reason])
+            if count > len(self.examples[reason]):
+                places += ", ..."
+            yield f"skipped {count:,}: {reason} ({places})"
 
 
 def find_inputs(patterns: list[str], hub_options: argparse.Namespace) -> list[str]:
-    """Return the files that match paths and glob patterns: in the order of `patterns`, and sorted
-    by name within each.
+    """Return the files that match paths and glob patterns, in the order of `patterns`.
 
-    A pattern `hub:NAME` stands for the files of a dataset of the Hub, chosen by the options of
-    `hub.add_options`. Duplicates are skipped. Raises FileError if a pattern matches no file or a
-    file has an unknown format.
+    The files of a pattern are sorted by name. A pattern `hub:NAME` stands for the files of a
+    dataset of the Hub, chosen by the options of `hub.add_options`. Duplicates are skipped. Raises
+    FileError if a pattern matches no file or a file has an unknown format.
     """
     if not any(pattern.startswith(hub.PREFIX) for pattern in patterns):
         hub.refuse_options(hub_options)
@@ -97,8 +95,7 @@ def find_inputs(patterns: list[str], hub_options: argparse.Namespace) -> list[st
     for path in files.values():
         if not is_text_file(path):
             fix = (
-                "convert it to JSON lines (.jsonl), parquet or text (.txt); if it is one of these,"
-                " rename it"
+                "convert it to .jsonl, .parquet or .txt; if it has one of these formats, rename it"
             )
             raise FileError(path, "has an unknown format", fix)
     return list(files.values())
@@ -108,40 +105,41 @@ def _matching_files(pattern: str) -> list[str]:
     """Return the files that match a path or glob pattern, sorted by name. Raises FileError if there
     are none.
     """
-    if os.path.exists(pattern):
-        matches = [pattern]
-    else:
+    matches = [pattern]
+    if not os.path.exists(pattern):
         matches = sorted(glob.glob(pattern, recursive=True))
     matches = [match for match in matches if not os.path.isdir(match)]
-    if matches:
-        return matches
-    advice = "check the path"
-    if os.path.isdir(pattern):
-        example = next(
-            (name for name in sorted(os.listdir(pattern)) if is_text_file(name)), "a.jsonl"
-        )
-        ending = example[example.rindex(text_format(example)) :]
-        advice = (
-            f"try '{os.path.join(pattern, '*')}{ending}', or {hub.PREFIX}{pattern} if it is a"
-            " dataset of the Hub"
-        )
-    raise FileError(pattern, "matches no file (--input)", advice)
+    if not matches:
+        fix = "check the path"
+        if os.path.isdir(pattern):
+            fix = f"try '{pattern}/*.jsonl', or {hub.PREFIX}{pattern} if it is a dataset of the Hub"
+        raise FileError(pattern, "matches no file (--input)", fix)
+    return matches
+
+
+def add_text_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose the input and its documents."""
+    add = parser.add_argument
+    files = "files, quoted patterns (** matches any depth), or hub:NAME"
+    add("--input", nargs="+", required=True, metavar="GLOB", help=files)
+    key = "key or column of a document's text (default: %(default)s)"
+    add("--text-key", type=str, default="text", help=key)
+    number = "use only the first N documents (default: all)"
+    add("--max-documents", type=command_line.whole_number, metavar="N", help=number)
+    document_bytes_option(parser)
+    hub.add_options(parser)
 
 
 def document_bytes_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option --max-document-bytes, which limits the size of a document and thus the memory
-    to tokenize it.
-    """
+    """Add --max-document-bytes, which limits the memory to tokenize a document."""
     parser.add_argument(
         "--max-document-bytes",
         type=command_line.whole_number,
         default=DOCUMENT_BYTES,
         metavar="N",
-        help=(
-            "maximum size of a document (a decompressed JSON line, row or .txt file) in bytes; a"
-            " larger one is an error or is skipped, like one that cannot be read. Tokenizing a"
-            " document takes up to 150 times its size in memory (default: %(default)s)"
-        ),
+        help="maximum size of a document (a decompressed JSON line, row or .txt file) in bytes; a"
+        " larger one is an error or is skipped, like one that cannot be read. Tokenizing a document"
+        " takes up to 150 times its size in memory (default: %(default)s)",
     )
 
 
@@ -156,17 +154,16 @@ def parse_chunk(
     problems = Problems()
     texts = []
     numbers = []
-    is_json = isinstance(chunk.payload, bytes)
-    documents: Any = _split_lines(chunk.payload) if is_json else chunk.payload
-    for number, raw in enumerate(documents, start=chunk.first):
-        if is_json and not raw.strip():
-            continue
-        text, reason = _parse_line(raw, text_key) if is_json else _parse_text(raw)
-        if reason is None or (keep_empty and reason == _EMPTY):
+    for number, raw in _documents(chunk):
+        try:
+            text = _parse(raw, text_key, isinstance(chunk.payload, bytes))
+            if not text and not keep_empty:
+                raise ValueError("empty text")
+        except ValueError as error:
+            problems.add(str(error), chunk.place(number))
+        else:
             texts.append(text)
             numbers.append(number)
-        else:
-            problems.add(reason, chunk.place(number))
     return texts, numbers, problems
 
 
@@ -198,8 +195,8 @@ def check_text_key(path: str, text_key: str, option: str = "--text-key") -> None
         raise FileError(first.subject, first.problem, _how_to_choose_text(first.columns, option))
     if not isinstance(first, Chunk) or not isinstance(first.payload, bytes):
         return
-    lines = enumerate(_split_lines(first.payload), start=first.first)
-    number, line = next(((number, line) for number, line in lines if line.strip()), (0, b""))
+
+    number, line = next(_documents(first), (0, b""))
     record = None
     with contextlib.suppress(ValueError):
         record = parse_json(line)
@@ -208,13 +205,13 @@ def check_text_key(path: str, text_key: str, option: str = "--text-key") -> None
         raise FileError(first.place(number), "begins a JSON array instead of JSON lines", fix)
     if not isinstance(record, dict):
         return
-    problem = None
+    fix = _how_to_choose_text(list(record), option)
     if text_key not in record:
         problem = f"has no key {text_key!r}, only {list(record)[:_KEYS_SHOWN]}"
-    elif text_key in _CHAT_KEYS and isinstance(record[text_key], list):
+        raise FileError(first.place(number), problem, fix)
+    if text_key in _CHAT_KEYS and isinstance(record[text_key], list):
         problem = f"has a list under {text_key!r} instead of text"
-    if problem is not None:
-        raise FileError(first.place(number), problem, _how_to_choose_text(list(record), option))
+        raise FileError(first.place(number), problem, fix)
 
 
 def _how_to_choose_text(keys: Sequence[str], option: str) -> str:
@@ -222,13 +219,13 @@ def _how_to_choose_text(keys: Sequence[str], option: str) -> str:
     text.
     """
     fix = f"choose another text key with {option}"
-    chat = next((key for key in _CHAT_KEYS if key in keys), None)
-    if chat is None:
-        return fix
-    return (
-        f"turn the chats in {chat!r} into text first, with a chat template (see Chats in"
-        f" docs/data.md), or {fix}"
-    )
+    for key in _CHAT_KEYS:
+        if key in keys:
+            return (
+                f"turn the chats in {key!r} into text first, with a chat template (see Chats in"
+                f" docs/data.md), or {fix}"
+            )
+    return fix
 
 
 def read_texts(
@@ -249,18 +246,22 @@ def read_texts(
         if isinstance(chunk, UnreadableFile):
             raise chunk
         texts, _, problems = parse_chunk(chunk, text_key, keep_empty)
-        if bad := problems.first():
+        bad = problems.first()
+        if bad is not None:
             fix = f"repair, split or remove it, or choose another text key with {option}"
             raise FileError(bad[0], f"cannot be used: {bad[1]}", fix)
         for text in texts:
             yield text, chunk.position
 
 
-def _split_lines(payload: bytes) -> list[bytes]:
-    lines = payload.split(b"\n")
-    if not lines[-1]:
-        lines.pop()
-    return lines
+def _documents(chunk: Chunk) -> Iterator[tuple[int, bytes | None | TooLarge]]:
+    """Yield the numbers and raw contents of a chunk's lines that are not blank, or of its rows."""
+    if not isinstance(chunk.payload, bytes):
+        yield from enumerate(chunk.payload, start=chunk.first)
+        return
+    for number, line in enumerate(chunk.payload.split(b"\n"), start=chunk.first):
+        if line.strip():
+            yield number, line
 
 
 def parse_json(line: bytes) -> Any:
@@ -276,40 +277,31 @@ def parse_json(line: bytes) -> Any:
     raise ValueError(reason)
 
 
-def _parse_line(line: bytes, text_key: str) -> tuple[str, str | None]:
-    """Return the text of a JSON line and None, or an empty text and the reason why the line is
-    bad.
+def _parse(raw: bytes | None | TooLarge, text_key: str, is_json: bool) -> str:
+    """Return the text of a JSON line, or of the raw text of a parquet row or a text file.
+
+    Raises ValueError with the reason why the document is bad.
     """
-    try:
-        record = parse_json(line)
-    except ValueError as error:
-        return "", str(error)
+    if raw is None:
+        raise ValueError("no text (null)")
+    if isinstance(raw, TooLarge):
+        raise ValueError(str(raw))
+    if not is_json:
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            raise ValueError("invalid UTF-8") from None
+
+    record = parse_json(raw)
     if not isinstance(record, dict):
-        return "", "not a JSON object"
+        raise ValueError("not a JSON object")
     if text_key not in record:
-        return "", f"no key {text_key!r}"
+        raise ValueError(f"no key {text_key!r}")
     text = record[text_key]
     if not isinstance(text, str):
-        return "", f"the value of {text_key!r} is not a string"
+        raise ValueError(f"the value of {text_key!r} is not a string")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        return "", LONE_SURROGATE
-    if text:
-        return (text, None)
-    return ("", _EMPTY)
-
-
-def _parse_text(raw: bytes | None | TooLarge) -> tuple[str, str | None]:
-    """Like `_parse_line`, for the raw text of a parquet row or a text file."""
-    if raw is None:
-        return "", "no text (null)"
-    if isinstance(raw, TooLarge):
-        return "", str(raw)
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError:
-        return "", "invalid UTF-8"
-    if text:
-        return (text, None)
-    return ("", _EMPTY)
+        raise ValueError(LONE_SURROGATE) from None
+    return text

@@ -1,5 +1,4 @@
-"""Read examples, pairs of an input and a target text, from JSON lines as in SCROLLS, and encode
-them as token ids.
+"""Read examples, pairs of an input and a target text, from JSON lines, and encode them as ids.
 
 Training and evaluation truncate them in the same way to fit a model's context. Does not import
 torch.
@@ -7,6 +6,7 @@ torch.
 
 from __future__ import annotations
 
+import functools
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,12 +16,19 @@ from typing import Any
 from megatron_tape.config.data import INPUT
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.documents import parse_json
-from megatron_tape.data.raw_chunks import DOCUMENT_BYTES, TooLarge, UnreadableFile, read_chunks
+from megatron_tape.data.raw_chunks import (
+    DOCUMENT_BYTES,
+    TooLarge,
+    UnreadableFile,
+    read_chunks,
+    text_format,
+)
 from megatron_tape.data.tokenizer import Tokenizer
 from megatron_tape.errors import ConfigError, FileError, UserError
 
 _CHUNK = 1 << 22
 _CHARACTERS_PER_TOKEN = 8
+_SHORTEN = "shorten or remove it"
 
 
 @dataclass(frozen=True)
@@ -44,32 +51,28 @@ def read_examples(path: str, split: str) -> Iterator[Example]:
     skipped. Raises FileError with the file and the line.
     """
     try:
-        for place, line in _zipped_lines(path, split) if zipfile.is_zipfile(path) else _lines(path):
+        lines = _zipped_lines(path, split) if zipfile.is_zipfile(path) else _lines(path)
+        for place, line in lines:
             if line.strip():
                 yield parse_example(place, line)
     except (UserError, MemoryError):
         raise
-    except (
-        Exception
-    ) as error:  # zipfile and its decompressors raise a dozen kinds for damaged archives
-        raise FileError(
-            path, f"cannot be read ({error})", "download it again, or choose another file"
-        ) from None
+    # zipfile and its decompressors raise a dozen kinds of errors for damaged archives.
+    except Exception as error:
+        fix = "download it again, or choose another file"
+        raise FileError(path, f"cannot be read ({error})", fix) from None
 
 
 def _lines(path: str) -> Iterator[tuple[str, bytes]]:
-    if not path.removesuffix(".gz").removesuffix(".zst").endswith((".jsonl", ".json")):
-        fix = (
-            "choose a .jsonl or .json file (optionally with .gz or .zst appended), or a zip of"
-            " SCROLLS"
-        )
+    if text_format(path) not in (".jsonl", ".json"):
+        fix = "choose a .jsonl or .json file, which may be compressed, or a zip of SCROLLS"
         raise UnreadableFile(path, "has an unknown format", fix)
     for chunk in read_chunks([path], "", _CHUNK, DOCUMENT_BYTES):
         if isinstance(chunk, UnreadableFile):
             raise chunk
         payload: Any = chunk.payload
         if chunk.is_too_large:
-            raise FileError(chunk.place(chunk.first), f"has {payload[0]}", "shorten or remove it")
+            raise FileError(chunk.place(chunk.first), f"has {payload[0]}", _SHORTEN)
         for number, line in enumerate(payload.split(b"\n"), start=chunk.first):
             yield chunk.place(number), line
 
@@ -85,14 +88,11 @@ def _zipped_lines(path: str, split: str) -> Iterator[tuple[str, bytes]]:
             problem = f"is a zip with {len(names)} files called {split}.jsonl instead of one"
             raise UnreadableFile(path, problem, "choose another split")
         with archive.open(names[0]) as file:
-            number = 0
-            while line := file.readline(DOCUMENT_BYTES + 2):
-                number += 1
+            read_line = functools.partial(file.readline, DOCUMENT_BYTES + 2)
+            for number, line in enumerate(iter(read_line, b""), start=1):
                 place = f"{path}/{names[0]}:{number}"
                 if len(line.removesuffix(b"\n")) > DOCUMENT_BYTES:
-                    raise FileError(
-                        place, f"has {TooLarge(DOCUMENT_BYTES)}", "shorten or remove it"
-                    )
+                    raise FileError(place, f"has {TooLarge(DOCUMENT_BYTES)}", _SHORTEN)
                 yield place, line
 
 
@@ -107,21 +107,25 @@ def parse_example(place: str, line: bytes) -> Example:
         raise FileError(place, f"cannot be used: {error}", fix) from None
     if not isinstance(record, dict):
         raise FileError(place, "is not a JSON object", fix)
+
     target_key = "target" if "target" in record else "output"
     for key in ("input", target_key):
-        value: Any = record.get(key)
-        if not isinstance(value, str):
-            keys = (
+        text: Any = record.get(key)
+        if not isinstance(text, str):
+            raise FileError(
+                place,
+                f"has no text under the key {key}",
                 "choose a file with input, and output or target, in every line (SCROLLS' test split"
-                " has no targets)"
+                " has no targets)",
             )
-            raise FileError(place, f"has no text under the key {key}", keys)
         try:
-            value.encode()
+            text.encode()
         except UnicodeEncodeError:
             raise FileError(place, f"has a lone surrogate in its {key}", fix) from None
-    key = record.get("id")
-    return Example(place, None if key is None else str(key), record["input"], record[target_key])
+    identity = record.get("id")
+    if identity is not None:
+        identity = str(identity)
+    return Example(place, identity, record["input"], record[target_key])
 
 
 @dataclass(frozen=True)
@@ -160,14 +164,15 @@ class ExampleEncoder:
         before, _, self._after_text = template.partition(INPUT)
         self._encode = encode
         self._target_tokens = target_tokens
-        self._before, self._after = [*bos, *encode(before)], list(encode(self._after_text))
-        self._room = length - target_tokens - len(self._before) - len(self._after)
+        self._before = [*bos, *encode(before)]
+        self._after = list(encode(self._after_text))
+        template_tokens = len(self._before) + len(self._after)
+        self._room = length - target_tokens - template_tokens
         if self._room < 1:
             raise ConfigError(
                 ("target_tokens", "template"),
-                f"is {target_tokens}; together with {len(self._before) + len(self._after)} tokens"
-                f" of the template, this leaves no room for an input in the context of {length}"
-                " tokens",
+                f"is {target_tokens}; together with {template_tokens} tokens of the template, this"
+                f" leaves no room for an input in the context of {length} tokens",
                 "lower target_tokens, shorten the template, or use a longer context",
             )
 
@@ -176,16 +181,12 @@ class ExampleEncoder:
         shown, input_truncated = first_tokens(self._encode, input, self._room)
         # Encode the target together with the template's end, because tokens depend on the text
         # before them.
-        if self._after_text:
-            answer_text = f"{self._after_text} {target.strip()}"
-        else:
-            answer_text = target.strip()
-        whole = self._encode(answer_text)
+        separator = " " if self._after_text else ""
+        whole = self._encode(f"{self._after_text}{separator}{target.strip()}")
         answer = list(whole[len(self._after) :])
         kept = answer[: self._target_tokens]
-        return EncodedExample(
-            [*self._before, *shown, *self._after], kept, input_truncated, len(kept) < len(answer)
-        )
+        prompt = [*self._before, *shown, *self._after]
+        return EncodedExample(prompt, kept, input_truncated, len(kept) < len(answer))
 
 
 def example_encoder(config: RunConfig, tokenizer: Tokenizer) -> ExampleEncoder:

@@ -7,12 +7,15 @@ is read from the Hub's local cache if it is there, and over the network if not.
 """
 
 import argparse
+import contextlib
 import functools
 import glob
+import io
 import os
 import re
-from collections.abc import Callable, Sequence
-from typing import IO, Any
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
 
 from megatron_tape import command_line
 from megatron_tape.errors import ConfigError, FileError
@@ -22,7 +25,6 @@ PREFIX = "hub:"
 """Begins the name of a dataset among paths of files."""
 _REMOTE = re.compile("hf://datasets/([^@]+)@([^/]+)/(.+)", re.DOTALL)
 _FORMATS = (".parquet", ".jsonl", ".json")
-_COMPRESSIONS = ("", ".gz", ".zst")
 _BLOCK = 16 << 20
 """Bytes per request when a file is streamed."""
 
@@ -38,20 +40,12 @@ class NetworkError(ConnectionError):
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose the files of a dataset: see `find_files`."""
     add = parser.add_argument
-    add(
-        "--config-name",
-        type=str,
-        metavar="NAME",
-        help="configuration of a Hub dataset, such as sample-10BT",
-    )
+    name = "configuration of a Hub dataset, such as sample-10BT"
+    add("--config-name", type=str, metavar="NAME", help=name)
     add("--split", type=str, help="split of a Hub dataset (default: train)")
     add("--revision", type=str, help="branch, tag or commit of a Hub dataset (default: main)")
-    add(
-        "--data-files",
-        nargs="+",
-        metavar="GLOB",
-        help="use these files of a Hub dataset or local directory",
-    )
+    files = "use these files of a Hub dataset or local directory"
+    add("--data-files", nargs="+", metavar="GLOB", help=files)
     streaming = (
         "read a Hub dataset over the network (default: download its files to the Hub's local cache"
         " first)"
@@ -60,15 +54,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_options(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError if an option of `add_options` is given, since no input is a dataset of the
-    Hub.
-    """
-    for name in ("config_name", "split", "revision", "data_files", "streaming"):
-        if getattr(arguments, name):
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                option, f"is only for datasets of the Hub ({PREFIX}NAME)", "remove it"
-            )
+    """Raise ConfigError if an option of `add_options` is given."""
+    for option in ("--config-name", "--split", "--revision", "--data-files", "--streaming"):
+        if getattr(arguments, option[2:].replace("-", "_")):
+            problem = f"is only for datasets of the Hub ({PREFIX}NAME)"
+            raise ConfigError(option, problem, "remove it")
+
+
+def text_format(path: str) -> str:
+    """Return the extension of a file, ignoring that of its compression: ".txt" for "a.txt.gz"."""
+    return Path(path.removesuffix(".gz").removesuffix(".zst")).suffix
 
 
 def is_remote(path: str) -> bool:
@@ -94,50 +89,42 @@ def find_files(name: str, arguments: argparse.Namespace) -> list[str]:
     name = expand_home(name)
     is_directory = os.path.isdir(name)
     if not is_directory and (name.startswith((".", "/")) or name.count("/") > 1):
-        raise FileError(
-            name,
-            "is no directory",
-            "check the path; a dataset of the Hub is named NAME or OWNER/NAME",
-        )
+        fix = "check the path; a dataset of the Hub is named NAME or OWNER/NAME"
+        raise FileError(name, "is no directory", fix)
     if is_directory and arguments.revision:
-        raise ConfigError(
-            "--revision", f"is only for datasets of the Hub, but {name} is a directory", "remove it"
-        )
+        problem = f"is only for datasets of the Hub, but {name} is a directory"
+        raise ConfigError("--revision", problem, "remove it")
 
     place = "a local directory" if is_directory else "a dataset of the Hub"
     command_line.log(f"finding the files of {name}, {place}")
-    builder = _open(name, arguments)
-    if builder.config.data_files is None:
-        problem = (
-            "is known only from the cache of the datasets library, which does not say where its"
-            " files are"
-        )
+    config = _open(name, arguments).config
+    if config.data_files is None:
         raise FileError(
-            name, problem, "start where the Hub can be reached, or give the files themselves"
+            name,
+            "is known only from the cache of the datasets library, which does not say where its"
+            " files are",
+            "start where the Hub can be reached, or give the files themselves",
         )
-    splits = {
-        str(split): [str(file) for file in files]
-        for split, files in builder.config.data_files.items()
-    }
+    splits = {str(split): [*map(str, files)] for split, files in config.data_files.items()}
     split = arguments.split or "train"
     if split not in splits:
-        problem = f"is {split!r}, but {name} ({builder.config.name}) has only {sorted(splits)}"
+        problem = f"is {split!r}, but {name} ({config.name}) has only {sorted(splits)}"
         raise ConfigError("--split", problem, "choose one of them")
     files = splits[split]
     if not files:
         raise FileError(name, f"has no files in the split {split!r}", "check --data-files")
 
-    # Only with --data-files is a text file known to be one document; the library reads one document
-    # per line.
-    formats = (*_FORMATS, ".txt") if arguments.data_files else _FORMATS
-    endings = tuple(ending + compression for ending in formats for compression in _COMPRESSIONS)
     for file in files:
-        if not file.endswith(endings):
-            copy = "--revision refs/convert/parquet --data-files 'default/train/*.parquet'"
-            fix = f"try the Hub's own parquet copy, such as {copy}"
-            if is_directory or not is_remote(file):
-                fix = "convert it to JSON lines or parquet"
-            raise FileError(file, "is neither parquet nor JSON lines", fix)
+        extension = text_format(file)
+        # Only with --data-files is a text file known to be one document; the library reads one
+        # document per line.
+        if extension not in _FORMATS and (extension != ".txt" or not arguments.data_files):
+            raise FileError(
+                file,
+                "is neither parquet nor JSON lines",
+                "convert it, or try the Hub's own parquet copy, such as --revision"
+                " refs/convert/parquet --data-files 'default/train/*.parquet'",
+            )
     return files
 
 
@@ -159,15 +146,13 @@ def _open(name: str, arguments: argparse.Namespace) -> Any:
         raise
     except Exception as error:
         reason = " ".join(str(error).split())[:500] or type(error).__name__
-        if "onfig name" in reason or "BuilderConfig" in reason:
-            fix = "choose one with --config-name"
-        elif isinstance(error, datasets.exceptions.DatasetNotFoundError):
-            fix = "check the name and --revision; a private or gated dataset also needs HF_TOKEN"
-        elif isinstance(error, ConnectionError):
-            reason = f"there is no such directory, and {reason[0].lower()}{reason[1:]}"
+        fix = (
+            "check the name, --config-name, --revision and --data-files; a private or gated dataset"
+            " also needs HF_TOKEN"
+        )
+        if isinstance(error, ConnectionError):
+            reason = f"there is no such directory, and {reason}"
             fix = "check the name, then the network"
-        else:
-            fix = "check the name, --config-name and --data-files"
         raise FileError(name, f"cannot be opened: {reason}", fix) from error
 
 
@@ -179,22 +164,20 @@ def download(paths: Sequence[str]) -> None:
     """
     import huggingface_hub
 
+    matches = [match for match in map(_REMOTE.fullmatch, paths) if match]
     for name, commit in revisions(paths).items():
-        files = [
-            match[3] for path in paths if (match := _REMOTE.fullmatch(path)) and match[1] == name
-        ]
+        files = [match[3] for match in matches if match[1] == name]
         command_line.log(
             f"downloading {len(files):,} files of {name} (--streaming reads them without storing"
             " them)"
         )
-        fetch = functools.partial(
-            huggingface_hub.snapshot_download,
-            name,
-            repo_type="dataset",
-            revision=commit,
-            allow_patterns=[glob.escape(file) for file in files],
-        )
-        _convert_errors(name, fetch)
+        with _network_errors(name):
+            huggingface_hub.snapshot_download(
+                name,
+                repo_type="dataset",
+                revision=commit,
+                allow_patterns=[glob.escape(file) for file in files],
+            )
 
 
 def local_path(path: str) -> str | None:
@@ -207,17 +190,16 @@ def local_path(path: str) -> str | None:
     import huggingface_hub
 
     name, commit, file = match.groups()
-    cached = huggingface_hub.try_to_load_from_cache(
-        name, file, revision=commit, repo_type="dataset"
-    )
-    if isinstance(cached, str):
-        return cached
+    copy = huggingface_hub.try_to_load_from_cache(name, file, revision=commit, repo_type="dataset")
+    if isinstance(copy, str):
+        return copy
     return None
 
 
-def open_file(path: str) -> IO[bytes]:
-    """Open a file of the Hub or a local file for reading. Reading raises NetworkError if the
-    network fails.
+def open_file(path: str) -> BinaryIO:
+    """Open a file of the Hub or a local file for reading.
+
+    Reading raises NetworkError if the network fails.
     """
     local = local_path(path)
     if local is None:
@@ -237,7 +219,8 @@ def file_size(path: str) -> int:
 def _remote_size(path: str) -> int:
     # The file system keeps the listing of a directory, so that this is one request for each
     # directory.
-    return int(_convert_errors(path, lambda: _file_system().info(path)["size"]))
+    with _network_errors(path):
+        return int(_file_system().info(path)["size"])
 
 
 def _file_system() -> Any:
@@ -246,12 +229,11 @@ def _file_system() -> Any:
     return huggingface_hub.HfFileSystem()
 
 
-def _convert_errors(subject: str, call: Callable[[], Any]) -> Any:
-    """Return the result of a call of the Hub's library, whose errors become NetworkError about
-    `subject`.
-    """
+@contextlib.contextmanager
+def _network_errors(subject: str) -> Iterator[None]:
+    """Convert errors of the Hub's library in the context into NetworkError about `subject`."""
     try:
-        return call()
+        yield
     except MemoryError:
         raise
     # The library raises errors of its own, of its HTTP client, and of Python.
@@ -260,17 +242,19 @@ def _convert_errors(subject: str, call: Callable[[], Any]) -> Any:
         raise NetworkError(subject, reason) from error
 
 
-class _RemoteFile:
+class _RemoteFile(io.RawIOBase):
     """A file of the Hub that is read over the network in blocks, with retries."""
-
-    closed = False
 
     def __init__(self, path: str):
         self._path = path
-        self._file = _convert_errors(path, lambda: _file_system().open(path, block_size=_BLOCK))
+        with _network_errors(path):
+            self._file = _file_system().open(path, block_size=_BLOCK)
 
-    def read(self, size: int = -1) -> bytes:
-        return _convert_errors(self._path, lambda: self._file.read(size))
+    def readinto(self, buffer: Any) -> int:
+        with _network_errors(self._path):
+            data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         return self._file.seek(offset, whence)
@@ -284,15 +268,6 @@ class _RemoteFile:
     def seekable(self) -> bool:
         return True
 
-    def writable(self) -> bool:
-        return False
-
     def close(self) -> None:
-        self.closed = True
         self._file.close()
-
-    def __enter__(self) -> "_RemoteFile":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+        super().close()

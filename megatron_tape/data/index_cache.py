@@ -39,9 +39,7 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 10.0
 _STAGING = ".building-"
 _SIZES = "sizes.json"
-"""The record in the directory of an index that contains the sizes of its arrays in bytes, by file
-name.
-"""
+"""The record of an index that contains the sizes of its arrays in bytes, by file name."""
 _ABANDONED_SECONDS = 86_400.0
 _BUSY_SECONDS = 1.0
 """Minimum CPU time of rank 0 between two heartbeats that counts as progress."""
@@ -49,15 +47,11 @@ _LOADING = Lock()
 """Lock for parsing the header of an array. Megatron loads arrays in several threads, and Python
 3.11 may raise SystemError if they parse headers at the same time."""
 _PERMANENT = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
-"""`errno` of errors that a retry does not fix: the cache has no space, no permissions or no
-directory for the index.
-"""
+"""`errno` of errors that a retry does not fix: no space, no permissions or no directory."""
 
 
 def digest_of(*parts: Any) -> str:
-    """Return a digest (32 hexadecimal digits) of dataclasses and JSON values: everything that an
-    index depends on.
-    """
+    """Return a digest (32 hexadecimal digits) of what an index depends on: dataclasses and JSON."""
     return hashlib.sha256(json.dumps(parts, default=dataclasses.asdict).encode()).hexdigest()[:32]
 
 
@@ -90,26 +84,22 @@ def load_array(path: str | Path, allow_pickle: bool = False, mmap_mode: str = "r
     Raises FileError if the file is missing or does not contain integers, OSError if the file system
     fails.
     """
-    problem = None
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
-            problem = "it is not a regular file"
-        else:
-            with _LOADING, warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                array = np.load(path, mmap_mode="r", allow_pickle=False)
-            if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":
-                problem = "it does not contain integers"
-    except FileNotFoundError as error:
-        problem = error.strerror
-    except (OSError, MemoryError):
-        raise
+            raise ValueError("it is not a regular file")
+        with _LOADING, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+        if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":
+            raise ValueError("it does not contain integers")
+        return array
     except Exception as error:  # damaged headers raise errors of many types
-        problem = " ".join(str(error).split())[:200] or type(error).__name__
-    if problem is not None:
+        is_missing = isinstance(error, FileNotFoundError)
+        if isinstance(error, (OSError, MemoryError)) and not is_missing:
+            raise
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
         fix = f"start the run again, which rebuilds the index in {os.path.dirname(path)}"
-        raise FileError(str(path), f"cannot be used ({problem})", fix)
-    return array
+        raise FileError(str(path), f"cannot be used ({reason})", fix) from None
 
 
 def build_on_rank_0(
@@ -125,14 +115,15 @@ def build_on_rank_0(
     Raises the same error on all ranks: ConfigError if the cache cannot store the index; a UserError
     of `build`; or MemoryError or RuntimeError if the index cannot be built for another reason.
     """
-    future = Future()
-    staging = []
-    if is_rank_0 := dist.get_rank() == 0:
-        arguments = future, staging, Path(directory), build
+    future: Future = Future()
+    staging: list[Path] = []
+    is_rank_0 = dist.get_rank() == 0
+    if is_rank_0:
+        arguments = (future, staging, Path(directory), build)
         Thread(target=_finish, args=arguments, name="index", daemon=True).start()
     # The state of rank 0: whether it has finished, bytes written, CPU time in seconds, and the
     # error to raise.
-    state = (False, 0, math.inf, None)
+    state: tuple = (False, 0, math.inf, None)
     logged = time.monotonic()
     error = None
     try:
@@ -140,9 +131,11 @@ def build_on_rank_0(
             sent: list[tuple | None] = [None]
             if is_rank_0:
                 wait([future], HEARTBEAT_SECONDS)
-                error = future.exception() if future.done() else None
+                refusal = None
+                if future.done():
+                    error = future.exception()
+                    refusal = error and _refusal(error, os.path.dirname(directory))
                 size = _bytes_in(staging)
-                refusal = error and _refusal(error, os.path.dirname(directory))
                 sent = [(future.done(), size, time.process_time(), refusal)]
                 if time.monotonic() - logged > 2 * HEARTBEAT_SECONDS:
                     logged = time.monotonic()
@@ -187,9 +180,9 @@ def _build_in_staging(staging: list[Path], directory: Path, build: Callable[[str
         state = "damaged"
         logger.warning("warning: the index of the data is damaged and will be rebuilt: %s", damage)
     if not os.access(cache, os.W_OK):
-        raise PermissionError(
-            errno.EACCES, f"the index is {state}, and the directory is not writable", str(cache)
-        )
+        problem = f"the index is {state}, and the directory is not writable"
+        raise PermissionError(errno.EACCES, problem, str(cache))
+
     now = file_system_time(cache)
     for other in cache.glob(f"{_STAGING}*"):
         with contextlib.suppress(OSError):
@@ -201,11 +194,8 @@ def _build_in_staging(staging: list[Path], directory: Path, build: Callable[[str
         new = temporary / "new"
         new.mkdir()
         build(str(new))
-        write_record(
-            new / _SIZES,
-            {path.name: path.stat().st_size for path in new.glob("*.npy")},
-            durable=False,
-        )
+        sizes = {path.name: path.stat().st_size for path in new.glob("*.npy")}
+        write_record(new / _SIZES, sizes, durable=False)
         for path in (*new.iterdir(), new):
             sync_directory(path)
         if state == "damaged":
@@ -214,10 +204,8 @@ def _build_in_staging(staging: list[Path], directory: Path, build: Callable[[str
         try:
             os.rename(new, directory)
         except OSError as error:
-            if error.errno not in (
-                errno.EEXIST,
-                errno.ENOTEMPTY,
-            ):  # another job has built the same index
+            # Another job may have built the same index.
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
         sync_directory(cache)
     finally:
@@ -225,25 +213,18 @@ def _build_in_staging(staging: list[Path], directory: Path, build: Callable[[str
 
 
 def _damage(directory: Path) -> str | None:
-    """Return a sentence about an array of an index that is missing, truncated or unreadable, or
-    None.
-    """
-    arrays = {path.name: path for path in directory.glob("*.npy")}
-    if not arrays:
-        return f"{directory} contains no arrays"
-    sizes = {}
+    """Return a sentence about an array that is missing, truncated or unreadable, or None."""
     try:
-        with contextlib.suppress(FileNotFoundError):  # an index of an earlier version
-            sizes = read_record(directory / _SIZES, dict[str, int])
-        for path in arrays.values():
+        sizes = read_record(directory / _SIZES, dict[str, int])
+        for name, size in sizes.items():
+            path = directory / name
             load_array(path)
+            if path.stat().st_size != size:
+                return f"{path} has {path.stat().st_size} bytes instead of {size}"
+    except FileNotFoundError:
+        return f"{directory} has no record of its arrays"
     except FileError as error:
         return f"{error.subject} {error.problem}"
-    for name, size in sizes.items():
-        if name not in arrays:
-            return f"{directory / name} does not exist"
-        if arrays[name].stat().st_size != size:
-            return f"{directory / name} has {arrays[name].stat().st_size} bytes instead of {size}"
     return None
 
 
@@ -257,19 +238,18 @@ def _bytes_in(directories: list[Path]) -> int:
 
 def _refusal(error: BaseException, cache: str) -> Exception:
     """Return the error to raise on all ranks: a ConfigError if a retry cannot help."""
+    cause = error
     if isinstance(error.__cause__, OSError):
         cause = error.__cause__
-    else:
-        cause = error
     if isinstance(cause, OSError) and cause.errno in _PERMANENT:
-        problem = f"is {cache}, where the index of the data cannot be stored ({cause.strerror})"
         return ConfigError(
             "data.cache_directory",
-            problem,
+            f"is {cache}, where the index of the data cannot be stored ({cause.strerror})",
             "free space there, make it writable, or choose another one",
         )
     if isinstance(error, UserError):
         return error
-    lacks_memory = isinstance(cause, MemoryError)
     problem = f"rank 0 could not index the data ({type(cause).__name__}: {cause})"
-    return (MemoryError if lacks_memory else RuntimeError)(problem)
+    if isinstance(cause, MemoryError):
+        return MemoryError(problem)
+    return RuntimeError(problem)

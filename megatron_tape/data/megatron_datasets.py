@@ -1,5 +1,4 @@
-"""Open a run's training and validation datasets: Megatron's `GPTDataset`, and mixes with long
-documents.
+"""Open a run's training and validation datasets: Megatron's `GPTDataset`, and long documents.
 
 Rank 0 reads the datasets' .idx files and plans which datasets each split draws from
 (`plan_for_all`). If the cache lacks the run's index, which defines the order of its samples, rank 0
@@ -35,7 +34,7 @@ from megatron_tape.data.index_cache import cached, load_array
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, dataset_paths, first_invalid_id
 from megatron_tape.data.inputs import check_token_ids, large_enough, missing_validation
 from megatron_tape.data.long_documents import (
-    DatasetPart,
+    DatasetBlend,
     DocumentPools,
     epochs_by_dataset,
     find_pools,
@@ -47,8 +46,6 @@ from megatron_tape.parallel import megatron_patches
 
 logger = logging.getLogger(__name__)
 
-Blend = tuple[list[str], list[float] | None]
-"""Prefixes of datasets and, if there are several, their weights."""
 _THREADS = 8
 """Maximum number of datasets of a blend that are opened at the same time."""
 
@@ -64,9 +61,7 @@ class DatasetPlan:
     """Size in bytes and modification time in ns of each dataset file, by path. Changed files
     require a new index.
     """
-    whole: Blend
-    """All datasets of `data.prefix`."""
-    splits: list[Blend | None]
+    splits: list[DatasetBlend | None]
     """The blend of each required split, training first; None if `pools` replace it."""
     pools: DocumentPools | None
     """The long and the other training documents with `data.long_documents`, otherwise None."""
@@ -88,9 +83,8 @@ def plan_for_all(config: RunConfig, evaluates: bool) -> DatasetPlan:
         except ConfigError as error:
             plan[0] = error
         except (OSError, ValueError) as error:
-            plan[0] = ConfigError(
-                "data.prefix", f"contains a dataset that can no longer be read: {error}"
-            )
+            problem = f"contains a dataset that can no longer be read: {error}"
+            plan[0] = ConfigError("data.prefix", problem)
     dist.broadcast_object_list(plan, src=0)
     if isinstance(plan[0], ConfigError):
         raise plan[0]
@@ -101,46 +95,41 @@ def _plan(config: RunConfig, evaluates: bool, log: bool = True) -> DatasetPlan:
     prefixes, weights = blend(config.data.prefix)
     if weights is None and len(prefixes) > 1:
         # Without weights, Megatron would stop after one epoch over the list.
-        weights = [
-            float(IndexedDatasetReader(prefix).lengths.sum(dtype=np.int64)) for prefix in prefixes
-        ]
-    splits: list[Blend | None] = []
+        sequences = [IndexedDatasetReader(prefix).lengths for prefix in prefixes]
+        weights = [float(lengths.sum(dtype=np.int64)) for lengths in sequences]
+
+    splits: list[DatasetBlend | None] = []
+    pools = None
     names = ["training"]
+    if config.data.long_documents is not None:
+        pools = find_pools(config)
+        splits.append(None)
+        names = []
     if evaluates and (config.train.eval_interval or missing_validation(config) is None):
         names.append("validation")
     for name in names:
-        if name == "training" and config.data.long_documents is not None:
-            splits.append(None)
-        else:
-            kept, problems = large_enough(config, name)
-            for problem in problems if log else ():
+        tokens, problems = large_enough(config, name)
+        if log:
+            for problem in problems:
                 logger.warning(
                     "warning: data.split %s; the dataset is excluded from the %s data",
                     problem,
                     name,
                 )
-            splits.append(
-                (
-                    [prefixes[i] for i in kept],
-                    None if weights is None else [weights[i] for i in kept],
-                )
-            )
-    if config.data.long_documents is None:
-        pools = None
-    else:
-        pools = find_pools(config)
-    return DatasetPlan(_identify(prefixes), (prefixes, weights), splits, pools)
+        split_weights = None
+        if weights is not None:
+            split_weights = [weights[i] for i in tokens]
+        split_prefixes = [prefixes[i] for i in tokens]
+        splits.append(DatasetBlend(split_prefixes, split_weights, [*tokens.values()]))
 
-
-def _identify(prefixes: list[str]) -> dict[str, list[int]]:
-    status = {str(path): path.stat() for prefix in prefixes for path in dataset_paths(prefix)}
-    return {path: [stat.st_size, stat.st_mtime_ns] for path, stat in status.items()}
+    paths = [path for prefix in prefixes for path in dataset_paths(prefix)]
+    status = {str(path): path.stat() for path in paths}
+    identity = {path: [stat.st_size, stat.st_mtime_ns] for path, stat in status.items()}
+    return DatasetPlan(identity, splits, pools)
 
 
 class NoTokenizer:
-    """A stand-in for the tokenizer that `GPTDataset` requires, although it only reads token ids
-    here.
-    """
+    """Stands in for the tokenizer that `GPTDataset` requires, although it only reads ids here."""
 
     unique_identifiers: dict = {}
     eod = -2
@@ -272,19 +261,30 @@ class Mixed(Dataset):
 
 
 def open_split(
-    kind: type[AllDocuments], settings: DatasetSettings, split: int, size: int, build: bool
+    kind: type[AllDocuments],
+    settings: DatasetSettings,
+    datasets: DatasetBlend,
+    split: int,
+    size: int,
+    build: bool,
 ) -> Dataset:
     """Return a dataset with at least `size` samples of one split: 0 for training, 1 for validation.
 
     With `build`, rank 0 calls this alone, and missing indices are built. Otherwise all ranks call
     it together, and indices are mapped into memory when they are first used.
     """
-    threads = min(_THREADS, len(settings.blend[0]), len(os.sched_getaffinity(0)))
-    one_split = replace(settings, num_dataset_builder_threads=threads)  # type: ignore[call-arg]
-    one_split.split_matrix = [
-        bounds if i == split else None for i, bounds in enumerate(settings.split_matrix)
-    ]
-    sizes = [size if i == split else 0 for i in range(len(one_split.split_matrix))]
+    threads = min(_THREADS, len(datasets.prefixes), len(os.sched_getaffinity(0)))
+    one_split = replace(  # type: ignore[call-arg]
+        settings,
+        blend=(datasets.prefixes, datasets.weights),
+        mock=False,
+        num_dataset_builder_threads=threads,
+    )
+    count = len(settings.split_matrix)
+    sizes = [0] * count
+    sizes[split] = size
+    one_split.split_matrix = [None] * count
+    one_split.split_matrix[split] = settings.split_matrix[split]
     # Set after construction: Megatron's constructor rejects these options together with `split`,
     # even though the cached indices follow it.
     one_split.fast_cache_load = one_split.defer_npy_index_mmap = not build
@@ -305,34 +305,41 @@ def mix_with_long_documents(
     share = config.data.long_documents.share
     cache = settings.path_to_cache
     seq_length = config.model.seq_length
-    mix = Mixed(cache, [share, 1 - share] if pools.others else [1.0], size)
-    long = Mixed(cache, [part.weight for part in pools.long], mix.counts[0])
-    for part in pools.long:
+    has_others = bool(pools.others.prefixes)
+    mix = Mixed(cache, [share, 1 - share] if has_others else [1.0], size)
 
-        def make(prefix: str = part.prefix) -> dict[str, np.ndarray]:
-            lengths = training_lengths(prefix, config.data.split)
-            return cut_documents(lengths, np.flatnonzero(lengths >= minimum), seq_length)
-
-        cut = cached(
-            cache, "DocumentWindows", ("documents", "ends_of_whole", "left"), part.prefix, make
-        )
-        long.datasets.append(
-            DocumentWindows(settings.open(part.prefix), cut, seq_length, config.train.seed)
-        )
+    long = Mixed(cache, pools.long.weights, mix.counts[0])
     mix.datasets.append(long)
-    if pools.others and mix.counts[1]:
-        if len(pools.others) > 1:
-            weights = [part.weight for part in pools.others]
-        else:
-            weights = None
-        other_blend = ([part.prefix for part in pools.others], weights)
-        shorter = replace(settings, blend=other_blend, documents_below=minimum)  # type: ignore[call-arg]
-        mix.datasets.append(open_split(ShorterDocuments, shorter, 0, mix.counts[1], build))
+    for prefix in pools.long.prefixes:
+
+        def make(prefix: str = prefix) -> dict[str, np.ndarray]:
+            lengths = training_lengths(prefix, config.data.split)
+            return divide_documents(lengths, np.flatnonzero(lengths >= minimum), seq_length)
+
+        names = ("documents", "ends_of_whole", "left")
+        divided = cached(cache, "DocumentWindows", names, prefix, make)
+        dataset = settings.open(prefix)
+        long.datasets.append(DocumentWindows(dataset, divided, seq_length, config.train.seed))
+
+    if has_others and mix.counts[1]:
+        shorter = replace(settings, documents_below=minimum)  # type: ignore[call-arg]
+        others = _without_single_weight(pools.others)
+        mix.datasets.append(open_split(ShorterDocuments, shorter, others, 0, mix.counts[1], build))
     if not build and dist.get_rank() == 0:
-        for kind, parts, count in zip(("long", "other"), (pools.long, pools.others), mix.counts):
-            for prefix, epochs in epochs_by_dataset(parts, count * seq_length).items():
+        for kind, pool, count in zip(("long", "other"), (pools.long, pools.others), mix.counts):
+            for prefix, epochs in epochs_by_dataset(pool, count * seq_length).items():
                 log_epochs(epochs, f"the {kind} documents of {prefix}")
     return mix
+
+
+def _without_single_weight(datasets: DatasetBlend) -> DatasetBlend:
+    """Return the blend without weights if it has one dataset, which Megatron reads directly then.
+
+    Megatron would draw more samples than necessary from a single dataset with a weight.
+    """
+    if len(datasets.prefixes) > 1:
+        return datasets
+    return replace(datasets, weights=None)
 
 
 def open_datasets(
@@ -346,7 +353,6 @@ def open_datasets(
     settings = DatasetSettings(
         random_seed=config.train.seed,
         sequence_length=config.model.seq_length,
-        blend=plan.whole,
         split=config.data.split,
         path_to_cache=cache,
         tokenizer=NoTokenizer(),
@@ -357,34 +363,16 @@ def open_datasets(
         model_vocab_size=config.model.vocab_size,
         opened=opened,
     )
-    datasets = []
+    sizes = [size, config.train.eval_steps * config.train.global_batch_size]
+    datasets: list[Dataset] = []
     # Open each split separately, since the plan may exclude different datasets from each. Megatron
     # would loop forever while indexing a split without documents.
     for i, split_blend in enumerate(plan.splits):
         if split_blend is None:
             datasets.append(mix_with_long_documents(config, settings, plan.pools, size, build))
-            continue
-        if i == 0:
-            samples = size
         else:
-            samples = config.train.eval_steps * config.train.global_batch_size
-        split_settings = replace(settings, blend=split_blend)  # type: ignore[call-arg]
-        datasets.append(open_split(AllDocuments, split_settings, i, samples, build))
+            datasets.append(open_split(AllDocuments, settings, split_blend, i, sizes[i], build))
     return datasets
-
-
-def training_epochs(config: RunConfig, plan: DatasetPlan, size: int) -> dict[str, float]:
-    """Return the epochs over each dataset, by prefix, for `size` samples; empty with
-    `data.long_documents`.
-    """
-    if plan.splits[0] is None:
-        return {}
-    prefixes, weights = plan.splits[0]
-    tokens = [
-        int(training_lengths(prefix, config.data.split).sum(dtype=np.int64)) for prefix in prefixes
-    ]
-    parts = map(DatasetPart, prefixes, weights or tokens, tokens)
-    return epochs_by_dataset(list(parts), size * config.model.seq_length)
 
 
 def sample_order(config: RunConfig, samples: int, consumed: int) -> list:
@@ -409,31 +397,19 @@ def _shuffled_epochs(config: RunConfig, size: int) -> list[tuple[int, bool]]:
     samples.
     """
     plan = _plan(config, False, log=False)
-    if plan.pools is None:
-        prefixes, weights = plan.splits[0]
-        tokens = [
-            int(training_lengths(prefix, config.data.split).sum(dtype=np.int64))
-            for prefix in prefixes
-        ]
-    else:  # the order of `DocumentWindows` does not depend on the number of samples
+    datasets = plan.splits[0]
+    if datasets is None:  # the order of `DocumentWindows` does not depend on the number of samples
         share = config.data.long_documents.share
-        tokens = [part.tokens for part in plan.pools.others]
-        if len(tokens) > 1:
-            weights = [part.weight for part in plan.pools.others]
-        else:
-            weights = None
-        if tokens:
-            size = int(np.count_nonzero(interleave([share, 1 - share], size)[0]))
-        else:
-            size = 0
+        datasets = _without_single_weight(plan.pools.others)
+        size = int(np.count_nonzero(interleave([share, 1 - share], size)[0]))
     sizes = [size]
-    if weights is not None:
+    if datasets.weights is not None:
         surplus = GPTDatasetConfig.mid_level_dataset_surplus
-        sizes = [
-            sizes[0]
-            for sizes in _get_size_per_split_per_dataset(normalize(weights), [size], surplus)
-        ]
-    return [shuffled_epochs(*counts, config.model.seq_length) for counts in zip(tokens, sizes)]
+        weights = normalize(datasets.weights)
+        per_dataset = _get_size_per_split_per_dataset(weights, [size], surplus)
+        sizes = [split_sizes[0] for split_sizes in per_dataset]
+    seq_length = config.model.seq_length
+    return [shuffled_epochs(*counts, seq_length) for counts in zip(datasets.tokens, sizes)]
 
 
 def shuffled_epochs(tokens: int, samples: int, seq_length: int) -> tuple[int, bool]:
@@ -452,7 +428,7 @@ def shuffled_epochs(tokens: int, samples: int, seq_length: int) -> tuple[int, bo
     return epochs, samples - before_last < int(0.8 * per_epoch)
 
 
-def cut_documents(
+def divide_documents(
     lengths: np.ndarray, documents: np.ndarray, seq_length: int
 ) -> dict[str, np.ndarray]:
     """Divide D documents into windows of S tokens. Return arrays (D,), int64, by name.
@@ -478,8 +454,8 @@ class DocumentWindows(Dataset):
     stream of documents at arbitrary positions, so a document of one and a half windows rarely fills
     a window. Here, each document provides as many whole windows as possible, from its start. The
     remainders of all documents are shuffled, concatenated and split into windows as in
-    `GPTDataset`. An epoch contains each token once, except for the last incomplete window. `cut` is
-    the result of `cut_documents` for documents with more than S tokens in total.
+    `GPTDataset`. An epoch contains each token once, except for the last incomplete window.
+    `divided` is the result of `divide_documents` for documents with more than S tokens in total.
 
     The label of a remainder's last token is the first token of the next remainder's document, as if
     this followed as a whole. The first token of the remainder itself can come from the middle of
@@ -487,30 +463,32 @@ class DocumentWindows(Dataset):
     """
 
     def __init__(
-        self, dataset: IndexedDataset, cut: dict[str, np.ndarray], seq_length: int, seed: int
+        self, dataset: IndexedDataset, divided: dict[str, np.ndarray], seq_length: int, seed: int
     ):
         self._dataset = dataset
         self._seq_length = seq_length
         self._seed = seed
-        self._documents = cut["documents"]
-        self._ends_of_whole = cut["ends_of_whole"]
-        self._left = cut["left"]
-        self.samples_per_epoch = (
-            int(self._ends_of_whole[-1]) + max(0, int(self._left.sum()) - 1) // seq_length
-        )
+        self._documents = divided["documents"]
+        self._ends_of_whole = divided["ends_of_whole"]
+        self._left = divided["left"]
+        self._whole_windows = int(self._ends_of_whole[-1])
+        remainder_windows = max(0, int(self._left.sum()) - 1) // seq_length
+        self.samples_per_epoch = self._whole_windows + remainder_windows
         self._epoch = None
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         epoch, index = divmod(int(index), self.samples_per_epoch)
         if epoch != self._epoch:
             self._begin(epoch)
-        index = int(self._samples[index])
-        if index < self._ends_of_whole[-1]:
-            text = self._whole_window(index)
+        window = int(self._samples[index])
+        if window < self._whole_windows:
+            document = int(np.searchsorted(self._ends_of_whole, window, side="right"))
+            offset = (window - self._first_whole(document)) * self._seq_length
+            text = self._read(document, offset, self._seq_length + 1)
             tokens = text[:-1]
             labels = text[1:]
         else:
-            tokens, labels = self._remainder_window(index - int(self._ends_of_whole[-1]))
+            tokens, labels = self._remainder_window(window - self._whole_windows)
         return {
             "tokens": torch.from_numpy(tokens.astype(np.int64)),
             "labels": torch.from_numpy(labels.astype(np.int64)),
@@ -530,12 +508,8 @@ class DocumentWindows(Dataset):
             return int(self._ends_of_whole[document - 1])
         return 0
 
-    def _whole_window(self, index: int) -> np.ndarray:
-        document = int(np.searchsorted(self._ends_of_whole, index, side="right"))
-        offset = (index - self._first_whole(document)) * self._seq_length
-        return self._dataset.get(
-            int(self._documents[document]), offset=offset, length=self._seq_length + 1
-        )
+    def _read(self, document: int, offset: int, length: int) -> np.ndarray:
+        return self._dataset.get(int(self._documents[document]), offset=offset, length=length)
 
     def _remainder_window(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         start = index * self._seq_length
@@ -548,12 +522,10 @@ class DocumentWindows(Dataset):
             left = int(self._left[document])
             skipped = max(0, start - (int(self._ends_of_remainders[number]) - left))
             length = min(missing, left - skipped)
-            offset = (
-                int(self._ends_of_whole[document]) - self._first_whole(document)
-            ) * self._seq_length + skipped
-            part = self._dataset.get(int(self._documents[document]), offset=offset, length=length)
+            whole = int(self._ends_of_whole[document]) - self._first_whole(document)
+            part = self._read(document, whole * self._seq_length + skipped, length)
             if parts:
-                labels.append(self._dataset.get(int(self._documents[document]), length=1))
+                labels.append(self._read(document, 0, 1))
             labels.append(part[1:])
             parts.append(part)
             missing -= length

@@ -1,5 +1,4 @@
-"""The origin of an indexed dataset: `P.origin` records its tokenizer and whether documents end in a
-special token.
+"""The origin of an indexed dataset: its tokenizer, input files and how documents end.
 
 Datasets from other tools have no such file. The file is ignored if the dataset's files have changed
 since, for example because another tool has replaced them.
@@ -67,22 +66,23 @@ def fingerprints_of(prefix: str | Path) -> dict[str, str]:
 def check_tokenizer(
     prefixes: Iterable[str], tokenizer: TokenizerRecord | None, name: str
 ) -> dict[str, Origin | None]:
-    """Return the datasets' origins by prefix. Raises FileError if one was made with a tokenizer
-    other than `tokenizer`.
+    """Return the datasets' origins by prefix.
 
-    `name` describes `tokenizer` in messages. If `tokenizer` is None, the datasets are compared with
-    each other. The end-of-document token is compared only for datasets whose documents end in it.
+    Raises FileError if a dataset was made with a tokenizer other than `tokenizer`. `name` describes
+    `tokenizer` in messages. If it is None, the datasets are compared with each other. The
+    end-of-document token is compared only for datasets whose documents end in it.
     """
     origins = {prefix: read_origin(prefix) for prefix in prefixes}
-    known = [(prefix, origin) for prefix, origin in origins.items() if origin is not None]
-    ends = [(prefix, origin) for prefix, origin in known if origin["append_eod"]]
-    for found, with_eod in ((known, False), (ends, True)):
-        for prefix, origin in found:
-            if tokenizer is None:
-                other = (found[0][1]["tokenizer"], f"that of {found[0][0]}")
-            else:
-                other = (tokenizer, name)
-            if different := difference(origin["tokenizer"], *other, with_eod):
+    known = {prefix: origin for prefix, origin in origins.items() if origin is not None}
+    ended = {prefix: origin for prefix, origin in known.items() if origin["append_eod"]}
+    for compared, with_eod in ((known, False), (ended, True)):
+        expected = tokenizer
+        for prefix, origin in compared.items():
+            if expected is None:
+                expected = origin["tokenizer"]
+                name = f"that of {prefix}"
+            different = difference(origin["tokenizer"], expected, name, with_eod)
+            if different is not None:
                 problem = f"was made with a tokenizer that {different}"
                 fix = "preprocess the dataset again, or use the tokenizer that it was made with"
                 raise FileError(prefix, problem, fix)
@@ -90,32 +90,27 @@ def check_tokenizer(
 
 
 def unknown_tokenizers(origins: Mapping[str, Origin | None], name: str) -> str | None:
-    """Return a warning about the datasets without an origin, or None; `name` describes the expected
-    tokenizer.
+    """Return a warning about the datasets without an origin, or None.
+
+    `name` describes the expected tokenizer.
     """
     unknown = [prefix for prefix, origin in origins.items() if origin is None]
     if not unknown:
         return None
-    if len(unknown) == 1:
-        more = ""
-    else:
-        more = f" and {len(unknown) - 1} other datasets"
-    does, it = ("does", "it") if len(unknown) == 1 else ("do", "them")
     return (
-        f"warning: {unknown[0]}{more} {does} not record which tokenizer made {it}; make sure that"
-        f" it was {name}"
+        f"warning: {unknown[0]} does not record which tokenizer made it ({len(unknown)} of"
+        f" {len(origins)} datasets do not); make sure that it was {name}"
     )
 
 
 def common_origin(origins: Iterable[Origin | None]) -> dict[str, Any] | None:
-    """Return the origin of the merge of datasets with the same tokenizer, or None if one has no
-    origin.
+    """Return the origin of the merge of datasets with the same tokenizer.
+
+    Returns None if there are no datasets, or if one has no origin.
     """
     known = list(origins)
     if not known or None in known:
         return None
     first = next((origin for origin in known if origin["append_eod"]), known[0])
-    return {
-        "tokenizer": first["tokenizer"],
-        "append_eod": all(origin["append_eod"] for origin in known),
-    }
+    append_eod = all(origin["append_eod"] for origin in known)
+    return {"tokenizer": first["tokenizer"], "append_eod": append_eod}

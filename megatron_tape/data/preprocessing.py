@@ -24,11 +24,9 @@ from megatron_tape.data.documents import Problems, parse_chunk
 from megatron_tape.data.indexed_dataset import raise_file_limit, token_dtype
 from megatron_tape.data.raw_chunks import DOCUMENT_BYTES, Chunk, UnreadableFile, read_chunks
 from megatron_tape.data.tokenizer import Tokenizer, tokenizer_record
-from megatron_tape.errors import ConfigError
 
 CHUNKS_IN_FLIGHT = 3
 """Maximum number of chunks per worker that are queued, being encoded, or finished."""
-MAX_WORKERS = 1024
 
 
 @dataclass(frozen=True)
@@ -104,8 +102,6 @@ def encode_files(
     hub.NetworkError, after the last chunk that could be read, if the network fails while a file of
     the Hub is streamed.
     """
-    if workers > MAX_WORKERS:
-        raise ConfigError("--workers", f"is {workers:,}", f"use at most {MAX_WORKERS:,}")
     raise_file_limit()
     executor = ProcessPoolExecutor(
         workers,

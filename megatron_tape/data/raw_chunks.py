@@ -4,22 +4,20 @@ Splitting is cheap. Parsing (`documents.parse_chunk`) is expensive, and may run 
 """
 
 import codecs
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from megatron_tape.data import hub
+from megatron_tape.data.hub import text_format
 from megatron_tape.errors import FileError
 
 DOCUMENT_BYTES = 12_000_000
 """Default maximum size of a document in bytes. Tokenizing takes up to 150 times as much memory."""
-_COMPRESSED_BLOCK = {".gz": 1 << 16, ".zst": 1 << 14}
-"""Compressed bytes per call of the decompressor. A call returns at most 1 MiB for gzip, and 512 MiB
-for zstd.
-"""
-_BLOCK = 1 << 20
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_BLOCK = 1 << 16
+"""Bytes that are decompressed together. Up to that many are lost before damaged data."""
 _ROWS = 64
 """Rows of a parquet file that are decoded together."""
 
@@ -76,14 +74,7 @@ class Chunk:
 
 def is_text_file(path: str) -> bool:
     """Return whether the file has the extension of a known format."""
-    return text_format(path) in (".jsonl", ".json", ".txt") or path.endswith(".parquet")
-
-
-def text_format(path: str) -> str:
-    """Return the extension of a file, ignoring that of its compression: ".txt" for "a.txt.gz"."""
-    for compression in (".gz", ".zst"):
-        path = path.removesuffix(compression)
-    return Path(path).suffix
+    return text_format(path) in (".jsonl", ".json", ".txt", ".parquet")
 
 
 def read_chunks(
@@ -115,6 +106,8 @@ def read_chunks(
 class _Counted:
     """Count the bytes read from a file, since a pipe cannot report its position."""
 
+    closed = False
+
     def __init__(self, file: IO[bytes]):
         self._file = file
         self.count = 0
@@ -140,62 +133,38 @@ def _read_file(
             yield Chunk(path, "", 1, [text], position + file.count)
             return
         number = 1
-        for payload in _whole_lines(blocks, chunk_bytes, document_bytes):
-            if isinstance(payload, TooLarge):
-                yield Chunk(path, "line", number, [payload], position + file.count)
+        for lines in _whole_lines(blocks, chunk_bytes, document_bytes):
+            if isinstance(lines, TooLarge):
+                yield Chunk(path, "line", number, [lines], position + file.count)
                 number += 1
                 continue
             if number == 1:
-                payload = payload.removeprefix(codecs.BOM_UTF8)
-            yield Chunk(path, "line", number, payload, position + file.count)
-            number += payload.count(b"\n")
+                lines = lines.removeprefix(codecs.BOM_UTF8)
+            yield Chunk(path, "line", number, lines, position + file.count)
+            number += lines.count(b"\n")
 
 
 def _decompress(file: _Counted, path: str, block_bytes: int) -> Iterator[bytes]:
-    """Yield the decompressed content of a file in blocks. Raises UnreadableFile after the last good
-    block.
+    """Yield the decompressed content of a file in blocks.
+
+    Raises UnreadableFile after the last good block.
     """
-    if not path.endswith((".gz", ".zst")):
-        while block := file.read(block_bytes):
+    compression = _COMPRESSIONS.get(Path(path).suffix)
+    stream: Any = file
+    if compression is not None:
+        import pyarrow
+
+        block_bytes = _BLOCK
+        stream = pyarrow.CompressedInputStream(file, compression)
+    try:
+        while block := stream.read(block_bytes):
             yield block
-        return
-    new_stream, decompression_error, *max_output = _decompressor(path)
-    stream = new_stream()
-    unfinished = True  # an empty file counts as cut off
-    while data := file.read(_COMPRESSED_BLOCK[Path(path).suffix]):
-        while data:
-            # Files may consist of several compressed streams, as `cat a.gz b.gz` makes them.
-            if stream.eof:
-                data = data.lstrip(b"\0") if path.endswith(".gz") else data
-                if not data:
-                    break
-                stream = new_stream()
-            try:
-                block = stream.decompress(data, *max_output)
-            except decompression_error as error:
-                # zlib's messages begin with a number and the operation.
-                raise UnreadableFile(
-                    path, f"has damaged compressed data ({str(error).rpartition(': ')[2]})"
-                ) from error
-            for start in range(0, len(block), _BLOCK):
-                yield block[start : start + _BLOCK]
-            del block  # before the next one is made
-            unfinished = not stream.eof
-            data = stream.unused_data if stream.eof else stream.unconsumed_tail
-    if unfinished:
-        raise UnreadableFile(path, "ends early: its compressed data is truncated")
-
-
-def _decompressor(path: str) -> tuple:
-    """Return the constructor of decompressors, their error type, and, for gzip, the maximum output
-    per call.
-    """
-    if path.endswith(".gz"):
-        return lambda: zlib.decompressobj(wbits=31), zlib.error, _BLOCK
-    import zstandard
-
-    # zstd --long=31 writes windows of up to 2 GiB.
-    return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj, zstandard.ZstdError
+    except hub.NetworkError:
+        raise
+    except OSError as error:
+        if compression is None:
+            raise
+        raise UnreadableFile(path, f"has damaged or truncated data ({error})") from error
 
 
 def _whole_text(blocks: Iterator[bytes], document_bytes: int) -> bytes | TooLarge:
@@ -244,13 +213,12 @@ def _whole_lines(
 
 
 def _bounded(lines: bytes, document_bytes: int) -> Iterator[bytes | TooLarge]:
-    """Yield `lines` unchanged, except that TooLarge replaces each line of more than
-    `document_bytes`.
-    """
+    """Yield `lines`, except that TooLarge replaces each line of more than `document_bytes`."""
     start = position = 0
     while len(lines) - position > document_bytes:
         end = lines.find(b"\n", position)
-        end = len(lines) if end < 0 else end
+        if end < 0:
+            end = len(lines)
         if end - position > document_bytes:
             if start < position:
                 yield lines[start:position]
@@ -270,7 +238,7 @@ def _read_parquet(
     try:
         source = hub.local_path(path) or hub.open_file(path)
         size_in_bytes = hub.file_size(path)
-        with pyarrow.parquet.ParquetFile(source, buffer_size=_BLOCK) as file:
+        with pyarrow.parquet.ParquetFile(source, buffer_size=1 << 20) as file:
             _check_column(path, file.schema_arrow, text_key)
             row = 1
             rows = max(file.metadata.num_rows, 1)
@@ -278,21 +246,14 @@ def _read_parquet(
             size = 0
             for batch in file.iter_batches(_ROWS, columns=[text_key], use_threads=False):
                 # Read bytes, so that invalid UTF-8 in a row makes only that row bad.
-                for value in batch.column(text_key).cast(pyarrow.large_binary()):
-                    raw = value.as_buffer()
-                    large = raw is not None and raw.size > document_bytes
-                    texts.append(
-                        TooLarge(document_bytes)
-                        if large
-                        else None
-                        if raw is None
-                        else raw.to_pybytes()
-                    )
-                    size += 0 if raw is None else raw.size
+                for text in batch.column(text_key).cast(pyarrow.large_binary()).to_pylist():
+                    length = len(text or b"")
+                    texts.append(text if length <= document_bytes else TooLarge(document_bytes))
+                    size += length
                 if size >= chunk_bytes or len(texts) >= chunk_bytes:
                     reached = position + size_in_bytes * (row + len(texts)) // rows
                     yield Chunk(path, "row", row, texts, reached)
-                    row = row + len(texts)
+                    row += len(texts)
                     texts = []
                     size = 0
             if texts:
@@ -301,30 +262,21 @@ def _read_parquet(
         raise
     # pyarrow raises plain ValueError and TypeError for names and types that it cannot represent.
     except (pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
-        raise UnreadableFile(
-            path, f"cannot be read as parquet ({' '.join(str(error).split())[:200]})"
-        ) from error
+        reason = " ".join(str(error).split())[:200]
+        raise UnreadableFile(path, f"cannot be read as parquet ({reason})") from error
 
 
 def _check_column(path: str, schema: Any, text_key: str) -> None:
     """Raise NoTextColumn unless a parquet file has one column of strings with this name."""
-    problem = _column_problem(schema, text_key)
-    if problem is not None:
-        error = NoTextColumn(path, problem)
-        error.columns = tuple(schema.names)
-        raise error
+    import pyarrow.types
 
-
-def _column_problem(schema: Any, text_key: str) -> str | None:
-    import pyarrow
-
-    if text_key not in schema.names:
-        return f"has no column {text_key!r}, only {schema.names[:10]}"
-    column = schema.field(text_key).type
-    if pyarrow.types.is_dictionary(column):
-        values = column.value_type
-    else:
-        values = column
-    if values in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
-        return None
-    return f"has a column {text_key!r} of type {column} instead of string"
+    problem = f"has no column {text_key!r}, only {schema.names[:10]}"
+    if text_key in schema.names:
+        column = schema.field(text_key).type
+        values = column.value_type if pyarrow.types.is_dictionary(column) else column
+        if str(values) in ("string", "large_string", "string_view"):
+            return
+        problem = f"has a column {text_key!r} of type {column} instead of string"
+    error = NoTextColumn(path, problem)
+    error.columns = schema.names
+    raise error

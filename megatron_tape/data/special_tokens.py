@@ -1,14 +1,12 @@
-"""Find the special tokens named in a tokenizer's settings files, and check that text does not
-encode to one.
-"""
+"""Special tokens of a tokenizer: their names in settings files, and that no text becomes one."""
 
-import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
 import numpy as np
+from pydantic import Field, NonNegativeInt
+from typing_extensions import TypedDict
 
 from megatron_tape.config.values import format_value
 from megatron_tape.errors import FileError
@@ -24,13 +22,28 @@ _CONTEXTS = (
     ('"', '",'),
     ("1", "2"),
     ("\n", "\n"),
+    ("\U0010fffd", "\U0010fffd"),  # a character that no vocabulary contains
 )
-"""Texts before and after a special token, for the check that text does not encode to a special
-token.
-"""
-_TOKENS_AT_ONCE = 64
+"""Texts before and after a special token, for the check that text does not encode to one."""
 CONFIG = "tokenizer_config.json"
 MAP = "special_tokens_map.json"
+ADDED = "added_tokens.json"
+
+
+class _AddedToken(TypedDict):
+    content: str
+    special: NotRequired[bool]
+
+
+class _Config(TypedDict):
+    added_tokens_decoder: NotRequired[dict[Annotated[str, Field(pattern="^[0-9]+$")], _AddedToken]]
+
+
+_SHAPES: dict[str, Any] = {
+    CONFIG: _Config,
+    MAP: dict[str, Any],
+    ADDED: dict[str, NonNegativeInt],
+}
 
 
 class SpecialTokens:
@@ -41,170 +54,98 @@ class SpecialTokens:
     """
 
     def __init__(self, files: Mapping[str, bytes], path: Path):
-        self._settings = {}
-        for name in (CONFIG, MAP, "added_tokens.json"):
-            if name not in files:
-                continue
+        self._path = path
+        settings = {}
+        for name, shape in _SHAPES.items():
             try:
-                self._settings[name] = parse_record(files[name], dict[str, Any])
-                json.dumps(self._settings[name], ensure_ascii=False).encode()
+                settings[name] = parse_record(files.get(name, b"{}"), shape)
             except ValueError as error:
                 fix = "save the tokenizer again or remove the file"
-                raise FileError(
-                    str(path.with_name(name)), f"cannot be used: {error}", fix
-                ) from None
-        self._path = path
-
-    @property
-    def config(self) -> dict[str, Any]:
+                raise self._error(name, f"cannot be used: {error}", fix) from None
+        self.config: dict[str, Any] = settings[CONFIG]
         """The content of `tokenizer_config.json`."""
-        return self._settings.get(CONFIG, {})
+        self._decoder = self.config.get("added_tokens_decoder", {})
+        self._added = settings[ADDED]
+        self._added |= {token["content"]: int(index) for index, token in self._decoder.items()}
+        named = settings[MAP] | self.config
+        self._named = {key: value for key, value in named.items() if names_tokens(key, value)}
 
-    def added(self) -> dict[str, tuple[int, bool]]:
-        """Return the id of each added token, and whether it is special. Raises FileError for an
-        invalid token.
-        """
-        tokens = [
-            (token, index, False)
-            for token, index in self._settings.get("added_tokens.json", {}).items()
-        ]
-        decoder = self.config.get("added_tokens_decoder")
-        for key, token in decoder.items() if isinstance(decoder, dict) else ():
-            index = int(key) if re.fullmatch("[0-9]{1,9}", key) else key
-            content, special = (
-                token.get(name) if isinstance(token, dict) else None
-                for name in ("content", "special")
-            )
-            tokens.append((content, index, bool(special)))
-        for token, index, _ in tokens:
-            if not isinstance(token, str) or type(index) is not int or not 0 <= index < 2**31:
-                shown = format_value(token), format_value(index)
-                problem = "or added_tokens.json has the added token {} with id {}".format(*shown)
-                fix = (
-                    "save the tokenizer again: tokens must be strings, and ids whole numbers from 0"
-                    " below 2**31"
-                )
-                raise FileError(str(self._path.with_name(CONFIG)), problem, fix)
-        return {token: (index, special) for token, index, special in tokens}
+    def _error(self, name: str, problem: str, fix: str) -> FileError:
+        return FileError(str(self._path.with_name(name)), problem, fix)
 
     def check_added(self, token_to_id: Callable[[str], int | None]) -> None:
-        """Raise FileError if an added token has another id in the tokenizer, or does not exist
-        there.
-        """
-        for token, (index, _) in self.added().items():
-            if (model_id := token_to_id(token)) != index:
-                if model_id is None:
-                    has = "does not have it"
-                else:
-                    has = f"has it with id {model_id}"
-                problem = (
-                    f"has the added token {format_value(token)} with id {index}, but"
-                    f" {self._path.name} {has}"
+        """Raise FileError if an added token does not exist in the tokenizer, or has another id."""
+        for token, index in self._added.items():
+            model_id = token_to_id(token)
+            if model_id != index:
+                raise self._error(
+                    CONFIG,
+                    f"has the added token {format_value(token)} with id {index}, but its id in"
+                    f" {self._path.name} is {model_id}",
+                    "save the tokenizer with transformers, which writes a tokenizer.json",
                 )
-                fix = "save the tokenizer with transformers, which writes a tokenizer.json"
-                raise FileError(str(self._path.with_name(CONFIG)), problem, fix)
 
     def special(self) -> set[str]:
-        """Return the special tokens that the files name, including those that the tokenizer
-        lacks.
-        """
-        tokens = [token for token, (_, special) in self.added().items() if special]
-        for _, value in self._naming():
-            if isinstance(value, dict) and "content" not in value:
-                several = value.values()
-            else:
-                several = value
-            tokens += (
-                [_content(token) for token in several]
-                if isinstance(value, list | dict)
-                else [value]
-            )
-        return {token for token in tokens if isinstance(token, str) and token}
+        """Return the special tokens that the files name, even if the tokenizer lacks them."""
+        tokens = {token["content"] for token in self._decoder.values() if token.get("special")}
+        for value in self._named.values():
+            tokens |= {token for token in _contents(value).values() if isinstance(token, str)}
+        return tokens - {""}
 
     def existing(
         self, token_to_id: Callable[[str], int | None]
     ) -> tuple[dict[str, Any], list[str]]:
-        """Return the settings that name special tokens, and a list of the named tokens that the
-        tokenizer lacks.
+        """Return the settings that name special tokens, without the tokens that the tokenizer
+        lacks, and a list of these.
 
-        The settings omit these tokens. `tokenizer_config.json` has priority over
-        `special_tokens_map.json`.
+        `tokenizer_config.json` has priority over `special_tokens_map.json`.
         """
         missing: list[str] = []
-
-        def exists(token: Any) -> bool:
-            known = isinstance(token, str) and token_to_id(token) is not None
-            if not known:
-                missing.append(f"{token!r:.100}")
-            return known
-
         settings: dict[str, Any] = {}
-        for key, value in dict(reversed(self._naming())).items():
+        for key, value in self._named.items():
+            tokens = {}
+            for name, token in _contents(value).items():
+                if isinstance(token, str) and token_to_id(token) is not None:
+                    tokens[name] = token
+                elif token is not None:
+                    missing.append(f"{token!r:.100}")
             if isinstance(value, list):
-                settings[key] = [token for token in map(_content, value) if exists(token)]
+                settings[key] = [*tokens.values()]
             elif isinstance(value, dict) and "content" not in value:
-                settings[key] = {
-                    name: _content(token)
-                    for name, token in value.items()
-                    if exists(_content(token))
-                }
-            elif value is not None and exists(_content(value)):
-                settings[key] = _content(value)
+                settings[key] = tokens
+            elif tokens:
+                settings[key] = tokens[""]
         return settings, list(dict.fromkeys(missing))
 
-    def _naming(self) -> list[tuple[str, Any]]:
-        """Return the settings that name special tokens as pairs (key, value), those of
-        tokenizer_config.json first.
-        """
-        pairs = (pair for name in (CONFIG, MAP) for pair in self._settings.get(name, {}).items())
-        return [(key, value) for key, value in pairs if names_tokens(key, value)]
-
     def id_of(
-        self,
-        key: str,
-        token_to_id: Callable[[str], int | None],
-        default: Sequence[str] | int | None,
+        self, key: str, token_to_id: Callable[[str], int | None], default: Sequence[str]
     ) -> int | None:
         """Return the id of the token that the setting `key`, such as eos_token, names; None if the
         setting is null.
 
-        If no file has this setting, `default` is used: an id, None, or a list of tokens, at most
-        one of which may exist in the tokenizer. Raises FileError if the named token does not exist,
-        if the files name different tokens, or if several tokens of `default` exist.
+        If no file has this setting, `default` is used: tokens, at most one of which may exist in
+        the tokenizer. Raises FileError if the named token does not exist, or if several tokens of
+        `default` exist.
         """
-        naming = [
-            (name, self._settings[name][key])
-            for name in (CONFIG, MAP)
-            if key in self._settings.get(name, {})
-        ]
-        if len({str(_content(value)) for _, value in naming}) > 1:
-            one, other = (_content(value) for _, value in naming)
-            problem = f"names {format_value(one)} as {key}, but {MAP} names {format_value(other)}"
-            raise FileError(
-                str(self._path.with_name(CONFIG)), problem, "name the same token in both"
-            )
-        for file, value in naming:
-            if value is None:
+        if key in self._named:
+            token = _contents(self._named[key]).get("")
+            if token is None:
                 return None
-            token = _content(value)
             index = token_to_id(token) if isinstance(token, str) else None
             if index is None:
-                problem = (
-                    f"names {format_value(token)} as {key}, but {self._path.name} has no such token"
+                raise self._error(
+                    CONFIG if key in self.config else MAP,
+                    f"names {format_value(token)} as {key}, but {self._path.name} has no such"
+                    " token",
+                    "name an existing token, or add this one to the tokenizer and save it again",
                 )
-                fix = "name an existing token, or add this one to the tokenizer and save it again"
-                raise FileError(str(self._path.with_name(file)), problem, fix)
             return index
-        if default is None or isinstance(default, int):
-            return default
         candidates = [token for token in default if token_to_id(token) is not None]
         if len(candidates) > 1:
             problem = f"has several tokens that could be its {key}: {', '.join(candidates)}"
             fix = f'name one in {CONFIG} next to it: {{"{key}": "{candidates[0]}"}}'
             raise FileError(str(self._path), problem, fix)
-        if candidates:
-            return token_to_id(candidates[0])
-        return None
+        return token_to_id(candidates[0]) if candidates else None
 
 
 def names_tokens(key: str, value: Any) -> bool:
@@ -214,47 +155,38 @@ def names_tokens(key: str, value: Any) -> bool:
     return key.endswith(("_token", "_special_tokens")) and not isinstance(value, int | float)
 
 
-def specials_in_text(
-    encode_batch: Callable[[list[str]], Sequence[np.ndarray]], special: Mapping[str, int]
-) -> list[str]:
-    """Return the tokens of `special` (ids by token) that, when they occur in a text, are encoded as
-    special tokens.
-    """
-    tokens = list(special)
-    ids = set(special.values())
-    found = []
-    for start in range(0, len(tokens), _TOKENS_AT_ONCE):
-        some = tokens[start : start + _TOKENS_AT_ONCE]
-        encoded = encode_batch(
-            [f"{before}{token}{after}" for token in some for before, after in _CONTEXTS]
-        )
-        of_token = (
-            encoded[at : at + len(_CONTEXTS)] for at in range(0, len(encoded), len(_CONTEXTS))
-        )
-        found += [
-            token
-            for token, texts in zip(some, of_token)
-            if not all(ids.isdisjoint(text.tolist()) for text in texts)
-        ]
-    return found
-
-
 def refuse_specials_in_text(
-    path: Path, special: Mapping[str, int], tokens: list[str], why: str
+    path: Path,
+    encode_batch: Callable[[list[str]], Sequence[np.ndarray]],
+    special: Mapping[str, int],
 ) -> None:
-    """Raise FileError if `tokens`, the result of `specials_in_text`, is not empty. `why` is the
-    reason, in brackets.
+    """Raise FileError if a text that mentions a token of `special` (ids by token) encodes to one.
+
+    A tokenizer does so if its vocabulary for text contains the token. The SentencePiece library
+    treats control tokens separately, but not a `tokenizer.json` that was made from such a model.
     """
-    if tokens:
-        token = tokens[0]
-        problem = f"encodes text that mentions {token} to the special token {special[token]} {why}"
-        raise FileError(
-            str(path), problem, "use a tokenizer that never encodes text to special tokens"
-        )
+    texts = [f"{before}{token}{after}" for token in special for before, after in _CONTEXTS]
+    for text, ids in zip(texts, encode_batch(texts)):
+        index = next((index for index in special.values() if index in ids), None)
+        if index is not None:
+            raise FileError(
+                str(path),
+                f"encodes the text {ascii(text)} to the special token {index}",
+                "use the SentencePiece model (.model) that it was made from, or a tokenizer that"
+                " never encodes text to special tokens",
+            )
 
 
-def _content(token: Any) -> Any:
-    """Return the text of a token, which may be an object with further settings."""
-    if isinstance(token, dict):
-        return token.get("content")
-    return token
+def _contents(value: Any) -> dict[str, Any]:
+    """Return the texts of the tokens in a setting: one, a list of them, or a dictionary by name.
+
+    A token is its text, or an object with its text and further settings.
+    """
+    if isinstance(value, list):
+        value = {str(index): token for index, token in enumerate(value)}
+    elif not isinstance(value, dict) or "content" in value:
+        value = {"": value}
+    return {
+        name: token.get("content") if isinstance(token, dict) else token
+        for name, token in value.items()
+    }

@@ -16,7 +16,7 @@ from megatron_tape.config.schema import RunConfig, replace_settings
 from megatron_tape.config.train import TrainConfig
 from megatron_tape.data.batches import build_batches
 from megatron_tape.data.inputs import check_datasets
-from megatron_tape.data.megatron_datasets import DocumentWindows, cut_documents
+from megatron_tape.data.megatron_datasets import DocumentWindows, divide_documents
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.layout import initialize_distributed
 
@@ -150,8 +150,8 @@ def test_the_order_depends_on_the_seed_alone_and_is_exact_on_resume(configure):
 def test_an_epoch_has_every_token_once_and_windows_begin_with_their_documents(folder, lengths):
     dataset = IndexedDataset(str(folder / "books"))
     documents = np.flatnonzero(np.array(lengths["books"]) >= 30)
-    cut = cut_documents(np.array(lengths["books"]), documents, LENGTH)
-    windows = DocumentWindows(dataset, cut, LENGTH, seed=5)
+    divided = divide_documents(np.array(lengths["books"]), documents, LENGTH)
+    windows = DocumentWindows(dataset, divided, LENGTH, seed=5)
     starts = np.cumsum(lengths["books"]) - lengths["books"] + 1
     used = np.concatenate(
         [np.arange(starts[d], starts[d] + lengths["books"][d] - 1) for d in documents]
@@ -187,7 +187,7 @@ def test_an_epoch_has_every_token_once_and_windows_begin_with_their_documents(fo
         assert full <= {int(tokens[0]) for tokens in whole}
         orders.append([int(sample["tokens"][0]) for sample in samples])
     assert orders[0] != orders[1]
-    again = DocumentWindows(dataset, cut, LENGTH, seed=5)
+    again = DocumentWindows(dataset, divided, LENGTH, seed=5)
     assert torch.equal(
         again[windows.samples_per_epoch + 3]["labels"],
         windows[windows.samples_per_epoch + 3]["labels"],
@@ -199,8 +199,8 @@ def test_an_epoch_has_every_token_once_and_windows_begin_with_their_documents(fo
 )
 def test_documents_of_borderline_lengths_fill_windows(tmp_path, sizes, expected):
     write(tmp_path / "data", sizes, 1)
-    cut = cut_documents(np.array(sizes), np.arange(len(sizes)), LENGTH)
-    windows = DocumentWindows(IndexedDataset(str(tmp_path / "data")), cut, LENGTH, seed=0)
+    divided = divide_documents(np.array(sizes), np.arange(len(sizes)), LENGTH)
+    windows = DocumentWindows(IndexedDataset(str(tmp_path / "data")), divided, LENGTH, seed=0)
     assert windows.samples_per_epoch == expected
     for index in range(2 * expected):
         assert len(windows[index]["tokens"]) == LENGTH
@@ -238,7 +238,7 @@ def test_passes_are_those_of_the_batches(configure, lengths, caplog):
 @pytest.mark.parametrize(
     "names, minimum, share, key, said",
     [
-        (["web"], 64, 0.6, "minimum", "have 0 tokens"),
+        (["web"], 64, 0.6, "minimum", "at least 64 tokens"),
         (["books"], 20, 0.6, "share", "less than 20 tokens"),
     ],
 )

@@ -276,9 +276,7 @@ FIRST = "tensors-tp00-dp00000.safetensors"
 MATRIX = "layers.0.mlp.linear_fc2.weight"
 LIES = {
     ": Error while deserializing": lambda step, _: (step / FIRST).write_bytes(b"x" * 300_000),
-    "cannot be sharded as": lambda _, sharded: sharded.update(
-        {MATRIX: {"dim": 1, "stride": 7}}
-    ),
+    "cannot be sharded as": lambda _, sharded: sharded.update({MATRIX: {"dim": 1, "stride": 7}}),
 }
 
 

@@ -233,7 +233,7 @@ def _token_documents(text_source: TextSource, info: ModelInfo) -> Iterator[np.nd
     path = text_source.path
     try:
         dataset = IndexedDatasetReader(path)
-        problem = next(dataset.problems(), None)
+        problem = dataset.damage()
     except (ValueError, OSError) as error:
         raise FileError(path, f"cannot be read: {error}") from None
     if problem is not None:
