@@ -25,7 +25,7 @@ from pathlib import Path
 
 from megatron_tape import command_line
 from megatron_tape.data.documents import LONE_SURROGATE, Problems, document_bytes_option
-from megatron_tape.data.raw_chunks import TooLarge
+from megatron_tape.data.raw_chunks import too_large
 from megatron_tape.errors import FileError
 from megatron_tape.io.files import atomic_output
 from megatron_tape.text import counted
@@ -53,7 +53,7 @@ def main() -> None:
                 problems.add(LONE_SURROGATE, record["path"])
                 continue
             if len(line) > limit:
-                problems.add(str(TooLarge(limit)), record["path"])
+                problems.add(too_large(limit), record["path"])
                 continue
             size += file.write(line + b"\n")
             count += 1

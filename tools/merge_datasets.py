@@ -33,7 +33,7 @@ def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool) -> None:
     """Write the datasets, one after the other, to `output_prefix`.
 
     The origin of the result records their common tokenizer. Raises FileError if a dataset is
-    damaged or multimodal, if its tokenizer or dtype differs from that of the first one, or if all
+    damaged, if its tokenizer or dtype differs from that of the first one, or if all
     are empty.
     """
     origins = check_tokenizer(prefixes, None, "")
@@ -47,9 +47,6 @@ def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool) -> None:
         if dataset.dtype != dtype:
             problem = f"has {dataset.dtype.name} tokens, but {prefixes[0]} has {dtype.name}"
             raise FileError(prefix, problem, "merge only datasets made with the same tokenizer")
-        if dataset.multimodal:
-            problem = "is a multimodal dataset, which cannot be merged"
-            raise FileError(prefix, problem, "remove it from --input")
     if not any(map(len, datasets)):
         fix = "check --input and --text-key of the preprocessing"
         raise FileError(prefixes[0], "and all others have no documents", fix)

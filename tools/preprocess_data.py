@@ -6,17 +6,15 @@
         --config-name sample-10BT --streaming \\
         --tokenizer tokenizer.model --output-prefix data/fineweb-edu
 
-The result does not depend on --workers, and appears under its name only when it is complete. The
-same command continues an interrupted run after the last complete input file. Until then, the
-unfinished files are P.bin.partial, P.idx.partial and P.progress.
+The result does not depend on --workers, and appears under its name only when it is complete.
 
-Several machines can share the work: `--part I/N` reads every N-th file, starting with number I
-(from 0), and writes the dataset P-I-of-N. `slurm/preprocess.sh` does so in every task of a Slurm
-job array. Training reads all parts with `--data.prefix 'P-*'`; `tools/merge_datasets.py` merges
-them into one. A complete part is kept if it was made from the same files with the same options;
-otherwise it is an error. --overwrite replaces it. P.origin records the tokenizer, which training
-and evaluation compare with the model's, and the input files. Of a dataset of the Hub, these names
-contain the commit, so that no dataset mixes two revisions.
+Several machines, or runs that may be interrupted, can share the work: `--part I/N` reads every N-th
+file, starting with number I (from 0), and writes the dataset P-I-of-N. `slurm/preprocess.sh` does
+so in every task of a Slurm job array. Training reads all parts with `--data.prefix 'P-*'`;
+`tools/merge_datasets.py` merges them into one. A complete part is kept if it was made from the same
+files with the same options; otherwise it is an error. --overwrite replaces it. P.origin records the
+tokenizer, which training and evaluation compare with the model's, and the input files. Of a dataset
+of the Hub, these names contain the commit, so that no dataset mixes two revisions.
 """
 
 import argparse
@@ -45,7 +43,7 @@ from megatron_tape.data.indexed_dataset import (
 from megatron_tape.data.inputs import check_writable
 from megatron_tape.data.origins import DatasetSource, read_origin
 from megatron_tape.data.preprocessing import Encoding, encode_files
-from megatron_tape.data.raw_chunks import TooLarge
+from megatron_tape.data.raw_chunks import too_large
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.io.files import refuse_existing
@@ -93,17 +91,11 @@ def main() -> None:
     if arguments.check:
         return
 
-    # A local file may be replaced under its name before an interrupted run continues.
-    versions = [version(path) for path in paths]
-    # A run with another --on-error would not continue this one.
-    writer_source = {**origin, "on_error": arguments.on_error}
-    with IndexedDatasetWriter(
-        prefix, encoding.dtype, overwrite=overwrite, source=writer_source, inputs=versions
-    ) as writer:
-        summary = write(writer, paths, versions, encoding, arguments)
+    with IndexedDatasetWriter(prefix, encoding.dtype, overwrite=overwrite) as writer:
+        summary = write(writer, paths, encoding, arguments)
         if not writer.documents:
             raise ConfigError("--input", "has no documents", "check it and --text-key")
-        if not arguments.overwrite:  # parts that started at the same time did not see each other
+        if not arguments.overwrite:  # parts that ran at the same time did not see each other
             check_revisions(arguments.output_prefix, paths)
         writer.finish(origin)
     command_line.log(f"{prefix}: {summary}")
@@ -120,25 +112,15 @@ def make_encoding(arguments: argparse.Namespace) -> Encoding:
     )
 
 
-def version(path: str) -> tuple[int, int] | None:
-    """Return the size and time of a file, which change when it is replaced; None on the Hub."""
-    if hub.is_remote(path):
-        return None
-    status = os.stat(path)
-    return status.st_size, status.st_mtime_ns
-
-
 def prefix_of_part(prefix: str, index: int, count: int) -> str:
     """Return the prefix of part `index` of `count`.
 
     Raises FileError if parts with another count exist.
     """
     for path in parts_of(prefix):
-        other = re.fullmatch(r"-[0-9]+-of-([0-9]+)\.idx", path[len(prefix) :])
-        if other and int(other[1]) != count:
-            problem = f"is one of {int(other[1])} parts, but --part writes one of {count}"
+        if not path.endswith(f"-of-{count:05}.idx"):
             fix = "remove the parts of the other count, or choose another --output-prefix"
-            raise FileError(path, problem, fix)
+            raise FileError(path, f"is not one of {count} parts", fix)
     return f"{prefix}-{index:05}-of-{count:05}"
 
 
@@ -177,39 +159,21 @@ def check_revisions(prefix: str, paths: list[str]) -> None:
 def write(
     writer: IndexedDatasetWriter,
     paths: list[str],
-    versions: list[tuple[int, int] | None],
     encoding: Encoding,
     arguments: argparse.Namespace,
 ) -> str:
     """Tokenize the files, append their documents to the writer, and return a summary.
 
-    Logs the progress. `versions` are the results of `version` for the files, from before they are
-    read. Continues after the files that an interrupted run has completed. Raises FileError at a bad
-    document, unless `--on-error skip` is given.
+    Logs the progress. Raises FileError at a bad document, unless `--on-error skip` is given.
     """
-    complete = writer.restored  # number of files
-    if complete:
-        command_line.log(
-            f"continuing after {complete:,} of {len(paths):,} files, which an interrupted run has"
-            " completed"
-        )
-    remaining = paths[complete:]
-    size = sum(map(hub.file_size, remaining))
+    size = sum(map(hub.file_size, paths))
     end = "no token marks the ends of documents"
     if encoding.append_eod:
         end = f"every document ends in the end-of-document token {encoding.tokenizer.eod}"
     workers = counted(arguments.workers, "worker")
-    command_line.log(f"{counted(len(remaining), 'file')}, {size / 1e6:,.1f} MB, {workers}; {end}")
+    command_line.log(f"{counted(len(paths), 'file')}, {size / 1e6:,.1f} MB, {workers}; {end}")
     problems = Problems()
     text_bytes = 0
-
-    def mark_files_before(path: str) -> None:
-        """Record that all files before `path` are complete."""
-        nonlocal complete
-        number = paths.index(path, complete)
-        if number > complete:
-            complete = number
-            writer.mark(versions[:complete])
 
     def speed(seconds: float) -> str:
         return (
@@ -218,11 +182,10 @@ def write(
         )
 
     progress = command_line.Progress(size)
-    chunks = encode_files(remaining, encoding, arguments.workers, arguments.chunk_bytes)
+    chunks = encode_files(paths, encoding, arguments.workers, arguments.chunk_bytes)
     try:
         with contextlib.closing(chunks):
             for chunk in chunks:
-                mark_files_before(chunk.path)
                 problems.merge(chunk.problems)
                 if arguments.on_error == "stop":
                     refuse_problem(problems, arguments.max_document_bytes)
@@ -235,14 +198,10 @@ def write(
                 if writer.documents == arguments.max_documents:
                     break
                 progress.update(chunk.position, speed)
-    except hub.NetworkError as error:
-        mark_files_before(error.subject)
-        raise
     finally:
         progress.end()
-        # The run that continues an interrupted one reports only its own.
-        for line in problems.report():
-            command_line.log(line)
+    for line in problems.report():
+        command_line.log(line)
     return f"{speed(progress.seconds)}, {progress.seconds:.1f} s"
 
 
@@ -253,7 +212,7 @@ def refuse_problem(problems: Problems, max_document_bytes: int) -> None:
         return
     place, reason = bad
     fix = "repair it, or pass --on-error skip to leave it out"
-    if reason == str(TooLarge(max_document_bytes)):
+    if reason == too_large(max_document_bytes):
         fix = "split it, raise --max-document-bytes, or pass --on-error skip to leave it out"
     raise FileError(place, f"cannot be used: {reason}", fix)
 
@@ -318,6 +277,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    command_line.run(
-        main, interrupted="the same command continues after the last complete input file"
-    )
+    command_line.run(main)

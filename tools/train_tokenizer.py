@@ -32,8 +32,6 @@ _SENTENCE_CHARACTERS = 1000
 def main() -> None:
     """Parse the command line, train a tokenizer and write its model."""
     arguments = parser().parse_args()
-    if arguments.max_bytes < 1000:
-        raise ConfigError("--max-bytes", f"is {arguments.max_bytes}", "give 1000 or more")
     paths = find_inputs(arguments.input, arguments)
     with atomic_output(arguments.output, overwrite=arguments.overwrite) as file:
         if not arguments.streaming:

@@ -89,12 +89,10 @@ class Batches:
         `sizes` are the sizes of consecutive global batches, over which the loss of a `SampleSource`
         is averaged.
         """
-        has_masks = isinstance(dataset, SampleSource)
-        if not has_masks:
-            dataset = _Samples(dataset, self.eod if self.config.data.reset_attention_mask else None)
+        eod = self.eod if self.config.data.reset_attention_mask else None
         size = self.config.train.micro_batch_size
         loader = DataLoader(
-            _MicroBatches(dataset),
+            _MicroBatches(dataset, eod),
             batch_size=None,
             sampler=self.layout.token_layout.micro_batches(samples.start, samples.stop, size),
             num_workers=num_workers,
@@ -104,7 +102,7 @@ class Batches:
             generator=torch.Generator(),
         )
         batches = self._on_device(_start_workers(loader))
-        if has_masks:
+        if isinstance(dataset, SampleSource):
             return self._weighted(batches, sizes)
         return batches
 
@@ -152,33 +150,26 @@ class _InStages(Dataset):
 
 
 class _MicroBatches(Dataset):
-    """A dataset of micro-batches.
+    """Micro-batches of samples.
 
-    A UserError is returned, not raised, because `DataLoader` would change its type.
+    Those of a `GPTDataset` are reduced to `tokens`, `labels` and, unless `eod` is None,
+    `documents`. A UserError is returned, not raised, because `DataLoader` would change its type.
     """
-
-    def __init__(self, samples: Dataset):
-        self._samples = samples
-
-    def __getitem__(self, indices: list[int]) -> dict[str, Tensor] | UserError:
-        try:
-            return default_collate([self._samples[index] for index in indices])
-        except UserError as error:
-            return error
-
-
-class _Samples(Dataset):
-    """Samples of a `GPTDataset` with `tokens`, `labels` and, unless `eod` is None, `documents`."""
 
     def __init__(self, samples: Dataset, eod: int | None):
         self._samples = samples
         self._eod = eod
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        sample = self._samples[index]
-        result = {"tokens": sample["tokens"], "labels": sample["labels"]}
+    def __getitem__(self, indices: list[int]) -> dict[str, Tensor] | UserError:
+        try:
+            batch = default_collate([self._samples[index] for index in indices])
+        except UserError as error:
+            return error
+        if isinstance(self._samples, SampleSource):
+            return batch
+        result = {"tokens": batch["tokens"], "labels": batch["labels"]}
         if self._eod is not None:
-            result["documents"] = documents_from_tokens(sample["tokens"], self._eod)
+            result["documents"] = documents_from_tokens(batch["tokens"], self._eod)
         return result
 
 

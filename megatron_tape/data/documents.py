@@ -19,11 +19,10 @@ from megatron_tape.data import hub
 from megatron_tape.data.raw_chunks import (
     DOCUMENT_BYTES,
     Chunk,
-    NoTextColumn,
-    TooLarge,
     UnreadableFile,
     is_text_file,
     read_chunks,
+    too_large,
 )
 from megatron_tape.errors import FileError
 
@@ -156,7 +155,7 @@ def parse_chunk(
     numbers = []
     for number, raw in _documents(chunk):
         try:
-            text = _parse(raw, text_key, isinstance(chunk.payload, bytes))
+            text = _parse(raw, text_key, chunk)
             if not text and not keep_empty:
                 raise ValueError("empty text")
         except ValueError as error:
@@ -168,48 +167,36 @@ def parse_chunk(
 
 
 def check_text_keys(paths: list[str], text_key: str, option: str = "--text-key") -> None:
-    """Raise FileError if a file has no text under `text_key`. Of files that would be streamed,
-    check only the first.
+    """Raise FileError if a file has no text under `text_key`.
 
-    Opening each of thousands of files over the network takes minutes.
+    Checks the first line of a JSON file, and the columns of a parquet file. The message lists the
+    existing keys, and names `option`, which sets the key. Of files that would be streamed, only the
+    first is checked, since opening thousands of them over the network takes minutes. Files that can
+    be read only once, such as pipes, are not checked.
     """
     streamed = [path for path in paths if hub.local_path(path) is None]
     for path in paths:
-        if path not in streamed[1:]:
-            check_text_key(path, text_key, option)
+        if path in streamed[:1] or (path not in streamed and os.path.isfile(hub.local_path(path))):
+            _check_text_key(path, text_key, option)
 
 
-def check_text_key(path: str, text_key: str, option: str = "--text-key") -> None:
-    """Raise FileError if the first line of a JSON file lacks the key `text_key`, or a parquet file
-    such a column.
-
-    Also raise it if a JSON file holds an array instead of lines.
-
-    The message lists the existing keys, and names `option`, which sets the key. Files that can be
-    read only once, such as pipes, are not checked.
-    """
-    if not hub.is_remote(path) and not os.path.isfile(path):
-        return
+def _check_text_key(path: str, text_key: str, option: str) -> None:
     first = next(iter(read_chunks([path], text_key, 1 << 16)), None)
-    if isinstance(first, NoTextColumn):
+    if isinstance(first, UnreadableFile) and first.columns:
         raise FileError(first.subject, first.problem, _how_to_choose_text(first.columns, option))
-    if not isinstance(first, Chunk) or not isinstance(first.payload, bytes):
+    if not isinstance(first, Chunk) or first.unit != "line":
         return
-
     number, line = next(_documents(first), (0, b""))
     record = None
     with contextlib.suppress(ValueError):
         record = parse_json(line)
-    if isinstance(record, list) or line.strip() == b"[":
-        fix = f"write one object a line, as `jq -c '.[]' {path}` does"
-        raise FileError(first.place(number), "begins a JSON array instead of JSON lines", fix)
     if not isinstance(record, dict):
         return
     fix = _how_to_choose_text(list(record), option)
     if text_key not in record:
         problem = f"has no key {text_key!r}, only {list(record)[:_KEYS_SHOWN]}"
         raise FileError(first.place(number), problem, fix)
-    if text_key in _CHAT_KEYS and isinstance(record[text_key], list):
+    if isinstance(record[text_key], list):
         problem = f"has a list under {text_key!r} instead of text"
         raise FileError(first.place(number), problem, fix)
 
@@ -254,14 +241,11 @@ def read_texts(
             yield text, chunk.position
 
 
-def _documents(chunk: Chunk) -> Iterator[tuple[int, bytes | None | TooLarge]]:
+def _documents(chunk: Chunk) -> Iterator[tuple[int, bytes | None]]:
     """Yield the numbers and raw contents of a chunk's lines that are not blank, or of its rows."""
-    if not isinstance(chunk.payload, bytes):
-        yield from enumerate(chunk.payload, start=chunk.first)
-        return
-    for number, line in enumerate(chunk.payload.split(b"\n"), start=chunk.first):
-        if line.strip():
-            yield number, line
+    for number, raw in enumerate(chunk.documents, start=chunk.first):
+        if chunk.unit != "line" or raw.strip():
+            yield number, raw
 
 
 def parse_json(line: bytes) -> Any:
@@ -277,16 +261,16 @@ def parse_json(line: bytes) -> Any:
     raise ValueError(reason)
 
 
-def _parse(raw: bytes | None | TooLarge, text_key: str, is_json: bool) -> str:
+def _parse(raw: bytes | None, text_key: str, chunk: Chunk) -> str:
     """Return the text of a JSON line, or of the raw text of a parquet row or a text file.
 
     Raises ValueError with the reason why the document is bad.
     """
     if raw is None:
         raise ValueError("no text (null)")
-    if isinstance(raw, TooLarge):
-        raise ValueError(str(raw))
-    if not is_json:
+    if len(raw) > chunk.document_bytes:
+        raise ValueError(too_large(chunk.document_bytes))
+    if chunk.unit != "line":
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError:
@@ -294,7 +278,7 @@ def _parse(raw: bytes | None | TooLarge, text_key: str, is_json: bool) -> str:
 
     record = parse_json(raw)
     if not isinstance(record, dict):
-        raise ValueError("not a JSON object")
+        raise ValueError("not a JSON object, of which there must be one a line")
     if text_key not in record:
         raise ValueError(f"no key {text_key!r}")
     text = record[text_key]

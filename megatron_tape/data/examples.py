@@ -16,19 +16,19 @@ from typing import Any
 from megatron_tape.config.data import INPUT
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.documents import parse_json
+from megatron_tape.data.hub import text_format
 from megatron_tape.data.raw_chunks import (
     DOCUMENT_BYTES,
-    TooLarge,
     UnreadableFile,
     read_chunks,
-    text_format,
+    split_lines,
+    too_large,
 )
 from megatron_tape.data.tokenizer import Tokenizer
 from megatron_tape.errors import ConfigError, FileError, UserError
 
 _CHUNK = 1 << 22
 _CHARACTERS_PER_TOKEN = 8
-_SHORTEN = "shorten or remove it"
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ def read_examples(path: str, split: str) -> Iterator[Example]:
     try:
         lines = _zipped_lines(path, split) if zipfile.is_zipfile(path) else _lines(path)
         for place, line in lines:
+            if len(line) > DOCUMENT_BYTES:
+                raise FileError(place, f"has {too_large(DOCUMENT_BYTES)}", "shorten or remove it")
             if line.strip():
                 yield parse_example(place, line)
     except (UserError, MemoryError):
@@ -70,10 +72,7 @@ def _lines(path: str) -> Iterator[tuple[str, bytes]]:
     for chunk in read_chunks([path], "", _CHUNK, DOCUMENT_BYTES):
         if isinstance(chunk, UnreadableFile):
             raise chunk
-        payload: Any = chunk.payload
-        if chunk.is_too_large:
-            raise FileError(chunk.place(chunk.first), f"has {payload[0]}", _SHORTEN)
-        for number, line in enumerate(payload.split(b"\n"), start=chunk.first):
+        for number, line in enumerate(chunk.documents, start=chunk.first):
             yield chunk.place(number), line
 
 
@@ -88,12 +87,9 @@ def _zipped_lines(path: str, split: str) -> Iterator[tuple[str, bytes]]:
             problem = f"is a zip with {len(names)} files called {split}.jsonl instead of one"
             raise UnreadableFile(path, problem, "choose another split")
         with archive.open(names[0]) as file:
-            read_line = functools.partial(file.readline, DOCUMENT_BYTES + 2)
-            for number, line in enumerate(iter(read_line, b""), start=1):
-                place = f"{path}/{names[0]}:{number}"
-                if len(line.removesuffix(b"\n")) > DOCUMENT_BYTES:
-                    raise FileError(place, f"has {TooLarge(DOCUMENT_BYTES)}", _SHORTEN)
-                yield place, line
+            blocks = iter(functools.partial(file.read, _CHUNK), b"")
+            for number, line in enumerate(split_lines(blocks, DOCUMENT_BYTES), start=1):
+                yield f"{path}/{names[0]}:{number}", line
 
 
 def parse_example(place: str, line: bytes) -> Example:

@@ -91,12 +91,8 @@ def find_files(name: str, arguments: argparse.Namespace) -> list[str]:
     if not is_directory and (name.startswith((".", "/")) or name.count("/") > 1):
         fix = "check the path; a dataset of the Hub is named NAME or OWNER/NAME"
         raise FileError(name, "is no directory", fix)
-    if is_directory and arguments.revision:
-        problem = f"is only for datasets of the Hub, but {name} is a directory"
-        raise ConfigError("--revision", problem, "remove it")
 
-    place = "a local directory" if is_directory else "a dataset of the Hub"
-    command_line.log(f"finding the files of {name}, {place}")
+    command_line.log(f"finding the files of {name}")
     config = _open(name, arguments).config
     if config.data_files is None:
         raise FileError(

@@ -3,9 +3,8 @@
 Rank 0 builds the arrays once, and all ranks map them into memory. They are in one subdirectory of
 `data.cache_directory`, named by a digest of everything that the index depends on. Megatron's
 datasets would write them directly to this subdirectory, and a killed job would leave truncated
-arrays. Here, they write to a temporary directory, which is renamed when it is complete. If arrays
-are later damaged or removed, the next start rebuilds the index. Pickles are never loaded, so write
-access to the cache does not allow code execution.
+arrays. Here, they write to a temporary directory, which is renamed when it is complete. Pickles are
+never loaded, so write access to the cache does not allow code execution.
 """
 
 import contextlib
@@ -32,14 +31,11 @@ import torch.distributed as dist
 
 from megatron_tape.errors import ConfigError, FileError, UserError
 from megatron_tape.io.files import file_system_time, sync_directory
-from megatron_tape.io.records import read_record, write_record
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 10.0
 _STAGING = ".building-"
-_SIZES = "sizes.json"
-"""The record of an index that contains the sizes of its arrays in bytes, by file name."""
 _ABANDONED_SECONDS = 86_400.0
 _BUSY_SECONDS = 1.0
 """Minimum CPU time of rank 0 between two heartbeats that counts as progress."""
@@ -93,24 +89,24 @@ def load_array(path: str | Path, allow_pickle: bool = False, mmap_mode: str = "r
         if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":
             raise ValueError("it does not contain integers")
         return array
+    except MemoryError:
+        raise
     except Exception as error:  # damaged headers raise errors of many types
-        is_missing = isinstance(error, FileNotFoundError)
-        if isinstance(error, (OSError, MemoryError)) and not is_missing:
+        if isinstance(error, OSError) and error.errno != errno.ENOENT:
             raise
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        fix = f"start the run again, which rebuilds the index in {os.path.dirname(path)}"
+        fix = f"remove {os.path.dirname(path)} and start the run again, which builds the index anew"
         raise FileError(str(path), f"cannot be used ({reason})", fix) from None
 
 
 def build_on_rank_0(
     directory: str, build: Callable[[str], None], on_progress: Callable[[], None]
 ) -> None:
-    """Build the index on rank 0 unless its directory in the cache, `directory`, is intact. All
-    ranks call it together.
+    """Build the index on rank 0 unless its directory in the cache exists.
 
-    Rank 0 calls `build(temporary)` and renames the temporary directory to `directory`. While the
-    files grow or rank 0 uses CPU time, every rank calls `on_progress`, so that an index that takes
-    hours does not count as a hang.
+    All ranks call it together. Rank 0 calls `build(temporary)` and renames the temporary directory
+    to `directory`. While the files grow or rank 0 uses CPU time, every rank calls `on_progress`, so
+    that an index that takes hours does not count as a hang.
 
     Raises the same error on all ranks: ConfigError if the cache cannot store the index; a UserError
     of `build`; or MemoryError or RuntimeError if the index cannot be built for another reason.
@@ -165,24 +161,14 @@ def _finish(
 
 
 def _build_in_staging(staging: list[Path], directory: Path, build: Callable[[str], None]) -> None:
-    """Build the index in a temporary directory and rename it to `directory`, unless `directory` is
-    intact.
+    """Build the index in a temporary directory and rename it to `directory`, unless this exists.
 
     The temporary directory's path is appended to `staging`.
     """
+    if directory.exists():
+        return
     cache = directory.parent
     cache.mkdir(parents=True, exist_ok=True)
-    state = "missing"
-    if directory.exists():
-        damage = _damage(directory)
-        if damage is None:
-            return
-        state = "damaged"
-        logger.warning("warning: the index of the data is damaged and will be rebuilt: %s", damage)
-    if not os.access(cache, os.W_OK):
-        problem = f"the index is {state}, and the directory is not writable"
-        raise PermissionError(errno.EACCES, problem, str(cache))
-
     now = file_system_time(cache)
     for other in cache.glob(f"{_STAGING}*"):
         with contextlib.suppress(OSError):
@@ -194,13 +180,8 @@ def _build_in_staging(staging: list[Path], directory: Path, build: Callable[[str
         new = temporary / "new"
         new.mkdir()
         build(str(new))
-        sizes = {path.name: path.stat().st_size for path in new.glob("*.npy")}
-        write_record(new / _SIZES, sizes, durable=False)
         for path in (*new.iterdir(), new):
             sync_directory(path)
-        if state == "damaged":
-            with contextlib.suppress(FileNotFoundError):  # another job has replaced it
-                os.rename(directory, temporary / "damaged")
         try:
             os.rename(new, directory)
         except OSError as error:
@@ -210,22 +191,6 @@ def _build_in_staging(staging: list[Path], directory: Path, build: Callable[[str
         sync_directory(cache)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _damage(directory: Path) -> str | None:
-    """Return a sentence about an array that is missing, truncated or unreadable, or None."""
-    try:
-        sizes = read_record(directory / _SIZES, dict[str, int])
-        for name, size in sizes.items():
-            path = directory / name
-            load_array(path)
-            if path.stat().st_size != size:
-                return f"{path} has {path.stat().st_size} bytes instead of {size}"
-    except FileNotFoundError:
-        return f"{directory} has no record of its arrays"
-    except FileError as error:
-        return f"{error.subject} {error.problem}"
-    return None
 
 
 def _bytes_in(directories: list[Path]) -> int:

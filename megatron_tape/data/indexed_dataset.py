@@ -10,7 +10,8 @@
     int32[n]  sequence lengths in tokens
     int64[n]  sequence pointers: byte offsets into P.bin
     int64[m]  document indices: document d is the sequences from [d] up to [d + 1]
-    int8[n]   sequence modes, in multimodal datasets only
+
+Multimodal datasets, whose indices have further entries, are not supported.
 
 Like Megatron-LM's own preprocessing, the writer makes every document one sequence, so document
 indices are 0..n. A dataset that is appended as a whole keeps its document indices. `P.origin`, if
@@ -24,15 +25,12 @@ import re
 import resource
 import shlex
 import struct
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import NonNegativeInt
-from typing_extensions import TypedDict
 
 from megatron_tape.data.raw_chunks import is_text_file
 from megatron_tape.errors import ConfigError, FileError
@@ -43,7 +41,6 @@ from megatron_tape.io.files import (
     refuse_existing,
     sync_directory,
 )
-from megatron_tape.io.records import read_record, write_record
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -53,19 +50,6 @@ _CODES = {np.dtype(name): code for code, name in _DTYPES.items()}
 BLOCK = 1 << 18
 """Number of index entries that are processed at a time."""
 _COPIED_TOKENS = 1 << 23
-_SAVE_SECONDS = 60.0
-"""Seconds between two writes of P.progress."""
-
-
-class Progress(TypedDict):
-    """The contents of P.progress: what the documents in the unfinished files are made from."""
-
-    source: dict[str, Any]
-    dtype: str
-    inputs: list[Any]
-    """The versions of the complete input files, such as size and time."""
-    documents: NonNegativeInt
-    tokens: NonNegativeInt
 
 
 def raise_file_limit() -> None:
@@ -181,131 +165,32 @@ class IndexedDatasetWriter:
     until `finish`.
 
     `documents` and `tokens` are the numbers of documents and tokens that have been appended.
-
-    With `source`, which describes as JSON what the documents are made from, an interrupted writer
-    can be continued. It keeps the documents up to the last `mark` in the unfinished files, and
-    P.progress says how many these are. The next writer with the same `source` begins with them if
-    `inputs`, the versions of all input files, begins with those of the mark. `restored` is their
-    number, otherwise 0.
     """
 
-    def __init__(
-        self,
-        prefix: str | Path,
-        dtype: np.dtype,
-        *,
-        overwrite: bool = False,
-        source: Mapping[str, Any] | None = None,
-        inputs: Sequence[Any] = (),
-    ):
+    def __init__(self, prefix: str | Path, dtype: np.dtype, *, overwrite: bool = False):
         self.dtype = np.dtype(dtype)
         self.documents = 0
         self.tokens = 0
-        self.restored = 0
-        self._source = source
-        self._progress: Progress | None = None
-        self._progress_path = Path(f"{prefix}.progress")
-        self._saved = time.monotonic()
         self._sequences = 0
         self._datasets: list[IndexedDatasetReader] = []
         self._origin_path = origin_path(prefix)
         bin_path, idx_path = dataset_paths(prefix)
         if not overwrite:
             refuse_existing(idx_path, bin_path)
-
         with contextlib.ExitStack() as stack:
-            self._bin = PartialFile(bin_path, continues=source is not None)
+            self._bin = PartialFile(bin_path)
             stack.callback(self._bin.discard)
-            self._idx = PartialFile(idx_path, continues=source is not None)
+            self._idx = PartialFile(idx_path)
             stack.callback(self._idx.discard)
             self._partial_files = stack.pop_all()
-        if source is not None:
-            self._restore(inputs)
-        if not self.restored:
-            self._remove_progress()
-        self._truncate()
+        # The header is zeros until everything else is written.
+        self._idx.file.write(bytes(_HEADER.size))
 
     def __enter__(self) -> "IndexedDatasetWriter":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if not self._bin.file.closed:  # not published
-            self._keep_marked()
         self._partial_files.close()
-
-    def _keep_marked(self) -> None:
-        """Save the documents up to the last `mark` for the next writer, or remove P.progress."""
-        if self._progress is None:
-            self._remove_progress()
-            return
-        try:
-            self._save_progress()
-            self._truncate()
-        except OSError:
-            # If the disk is full, keep the documents up to the last mark that is saved.
-            if not self._progress_path.exists():
-                return
-        # The next writer opens the token file first.
-        self._idx.leave()
-        self._bin.leave()
-
-    def mark(self, inputs: Sequence[Any]) -> None:
-        """Keep the documents so far if the writer is interrupted from now on.
-
-        `inputs` are the versions of the complete input files. A killed process cannot save
-        anything, so they are also saved now if the last time is a minute ago.
-        """
-        self._progress = {
-            "source": dict(self._source),
-            "dtype": self.dtype.str,
-            "inputs": list(inputs),
-            "documents": self.documents,
-            "tokens": self.tokens,
-        }
-        if time.monotonic() - self._saved > _SAVE_SECONDS:
-            self._save_progress()
-
-    def _save_progress(self) -> None:
-        self._bin.sync()
-        self._idx.sync()
-        write_record(self._progress_path, self._progress)
-        self._saved = time.monotonic()
-
-    def _remove_progress(self) -> None:
-        """Remove P.progress before the unfinished files get other documents than it describes."""
-        if os.path.lexists(self._progress_path):
-            self._progress_path.unlink(missing_ok=True)
-            sync_directory(self._progress_path.parent)
-
-    def _restore(self, inputs: Sequence[Any]) -> None:
-        """Read P.progress, if it fits the unfinished files, `source` and `inputs`."""
-        try:
-            progress = read_record(self._progress_path, Progress)
-        except (OSError, FileError):
-            return
-        complete = len(progress["inputs"])
-        expected = {"source": self._source, "dtype": self.dtype.str, "inputs": inputs[:complete]}
-        # JSON has no tuples, so compare what would be written.
-        if progress | json.loads(json.dumps(expected)) != progress:
-            return
-        bin_size = os.fstat(self._bin.file.fileno()).st_size
-        idx_size = os.fstat(self._idx.file.fileno()).st_size
-        is_whole = bin_size >= progress["tokens"] * self.dtype.itemsize
-        if is_whole and idx_size >= _HEADER.size + 4 * progress["documents"]:
-            self._progress = progress
-            self.restored = complete
-
-    def _truncate(self) -> None:
-        """Cut the unfinished files to the documents of the last `mark`, and go to their ends."""
-        if self._progress is not None:
-            self.documents = self._progress["documents"]
-            self.tokens = self._progress["tokens"]
-        self._sequences = self.documents
-        # The header is zeros until everything else is written.
-        self._idx.file.truncate(_HEADER.size + 4 * self.documents)
-        self._idx.file.seek(0, os.SEEK_END)
-        self._bin.file.truncate(self.tokens * self.dtype.itemsize)
-        self._bin.file.seek(0, os.SEEK_END)
 
     def add(self, tokens: bytes, lengths: np.ndarray) -> None:
         """Append documents.
@@ -365,7 +250,6 @@ class IndexedDatasetWriter:
             self._origin_path.unlink(missing_ok=True)
             for file in files:
                 file.publish()
-            self._progress_path.unlink(missing_ok=True)
         sync_directory(self._bin.path.parent)
 
     def _document_indices(self) -> Iterator[np.ndarray]:
@@ -400,8 +284,8 @@ class IndexedDatasetReader:
     """A memory-mapped dataset. `len()` returns its number of documents.
 
     `lengths`, `pointers` and `document_indices` are the arrays of the index (see the module's
-    docstring). `multimodal` is true if the index also has sequence modes. Raises FileError if a
-    file is missing or the index cannot be read; `damage` finds all other damage.
+    docstring). Raises FileError if a file is missing or the index cannot be read; `damage` finds
+    all other damage.
     """
 
     def __init__(self, prefix: str | Path):
@@ -417,12 +301,11 @@ class IndexedDatasetReader:
             problem = f"has a damaged header, or one of another format (dtype code {code})"
             raise FileError(str(self.idx_path), problem, fix)
         size = _HEADER.size + 12 * sequences + 8 * entries
-        if idx_size not in (size, size + sequences):
+        if idx_size != size:
             problem = f"has {idx_size} bytes instead of {size}: it is truncated or damaged"
             raise FileError(str(self.idx_path), problem, fix)
 
         self.dtype = np.dtype(_DTYPES[code])
-        self.multimodal = idx_size != size
         index = np.memmap(self.idx_path, mode="r")
         ends = np.cumsum([_HEADER.size, 4 * sequences, 8 * sequences, 8 * entries])
         self.lengths = index[ends[0] : ends[1]].view("<i4")
@@ -499,11 +382,7 @@ class IndexedDatasetReader:
             invalid = first_invalid_id(block, vocab_size)
             if invalid is None:
                 continue
-            token = start + invalid
-            pointer = token * self.dtype.itemsize
-            sequence = np.searchsorted(self.pointers, pointer, side="right") - 1
-            document = np.searchsorted(self.document_indices, sequence, side="right") - 1
-            sentence = f"token {token}, in document {document}, has the id {block[invalid]}"
+            sentence = f"token {start + invalid} of the dataset has the id {block[invalid]}"
             if block[invalid] < 0:
                 return f"{sentence}, but ids cannot be negative"
             return f"{sentence}, but the tokenizer has {vocab_size} ids"

@@ -22,7 +22,7 @@ from megatron_tape.data.indexed_dataset import (
     raise_file_limit,
     with_current_directory,
 )
-from megatron_tape.data.long_documents import find_pools
+from megatron_tape.data.long_documents import find_pools, split_lengths
 from megatron_tape.data.origins import (
     Origin,
     check_tokenizer,
@@ -298,21 +298,18 @@ def large_enough(config: RunConfig, split: str) -> tuple[dict[int, int], list[st
     """
     prefixes = blend(config.data.prefix)[0]
     seq_length = config.model.seq_length
-    train, validation, _ = split_shares(config.data.split)
-    bounds = {"training": (0.0, train), "validation": (train, train + validation)}[split]
     tokens_by_dataset = {}
     problems = []
     for number, prefix in enumerate(prefixes):
-        lengths = IndexedDatasetReader(prefix).lengths
-        first, last = (round(bound * len(lengths)) for bound in bounds)
-        tokens = int(lengths[first:last].sum(dtype=np.int64))
+        lengths = split_lengths(prefix, config.data.split, split)
+        tokens = int(lengths.sum(dtype=np.int64))
         if tokens > seq_length:
             tokens_by_dataset[number] = tokens
         else:
             problems.append(
                 f"is {config.data.split}, so the {split} split has {tokens:,} tokens of {prefix},"
-                f" in {last - first:,} of its {counted(len(lengths), 'document')}, too few for one"
-                f" sequence of model.seq_length {seq_length}"
+                f" in {counted(len(lengths), 'document')}, too few for one sequence of"
+                f" model.seq_length {seq_length}"
             )
     if not tokens_by_dataset:
         others = ", and no other dataset has enough"

@@ -56,7 +56,7 @@ def find_pools(config: RunConfig) -> DocumentPools:
     long = DatasetBlend([], [], [])
     others = DatasetBlend([], [], [])
     for index, prefix in enumerate(prefixes):
-        lengths = training_lengths(prefix, config.data.split)
+        lengths = split_lengths(prefix, config.data.split, "training")
         for pool, is_in_pool in ((long, lengths >= minimum), (others, lengths < minimum)):
             tokens = int(lengths.sum(where=is_in_pool, dtype=np.int64))
             if tokens > seq_length:
@@ -101,7 +101,12 @@ def log_epochs(times: float, data: str) -> None:
     logger.warning("warning: %s; lower train.steps or train.global_batch_size, or add data", line)
 
 
-def training_lengths(prefix: str, split: str) -> np.ndarray:
-    """Return the lengths (int32), in tokens, of the documents in the training split."""
+def split_lengths(prefix: str, split: str, name: str) -> np.ndarray:
+    """Return the lengths (int32), in tokens, of the documents in the split training or validation.
+
+    `split` is the value of `data.split`. Raises FileError if the dataset cannot be read.
+    """
+    train, validation, _ = split_shares(split)
+    first, last = {"training": (0.0, train), "validation": (train, train + validation)}[name]
     lengths = IndexedDatasetReader(prefix).lengths
-    return lengths[: round(split_shares(split)[0] * len(lengths))]
+    return lengths[round(first * len(lengths)) : round(last * len(lengths))]

@@ -39,7 +39,7 @@ from megatron_tape.data.long_documents import (
     epochs_by_dataset,
     find_pools,
     log_epochs,
-    training_lengths,
+    split_lengths,
 )
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel import megatron_patches
@@ -253,9 +253,6 @@ class Mixed(Dataset):
         self._dataset = index["dataset"]
         self._sample = index["sample"]
 
-    def __len__(self) -> int:
-        return len(self._dataset)
-
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return self.datasets[self._dataset[index]][int(self._sample[index])]
 
@@ -313,7 +310,7 @@ def mix_with_long_documents(
     for prefix in pools.long.prefixes:
 
         def make(prefix: str = prefix) -> dict[str, np.ndarray]:
-            lengths = training_lengths(prefix, config.data.split)
+            lengths = split_lengths(prefix, config.data.split, "training")
             return divide_documents(lengths, np.flatnonzero(lengths >= minimum), seq_length)
 
         names = ("documents", "ends_of_whole", "left")

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_tape.data import hub
 from megatron_tape.data.documents import Problems, parse_chunk
 from megatron_tape.data.indexed_dataset import raise_file_limit, token_dtype
 from megatron_tape.data.raw_chunks import DOCUMENT_BYTES, Chunk, UnreadableFile, read_chunks
@@ -31,9 +30,7 @@ CHUNKS_IN_FLIGHT = 3
 
 @dataclass(frozen=True)
 class Encoding:
-    """How to tokenize texts. `append_eod` appends the tokenizer's end-of-document token to each
-    document.
-    """
+    """How to tokenize texts. `append_eod` ends each document with the end-of-document token."""
 
     tokenizer: Tokenizer
     text_key: str
@@ -58,11 +55,9 @@ class EncodedChunk:
 
     `tokens` are the token ids of its good documents, as bytes of the dataset's dtype, and `lengths`
     (int32) their lengths in tokens; `problems` are those of its bad documents. `text_bytes` is the
-    number of UTF-8 bytes of text, `position` the number of input bytes read so far, and `path` the
-    input file.
+    number of UTF-8 bytes of text, and `position` the number of input bytes read so far.
     """
 
-    path: str
     tokens: bytes
     lengths: np.ndarray
     text_bytes: int
@@ -83,7 +78,6 @@ def encode_chunk(chunk: Chunk, encoding: Encoding) -> EncodedChunk:
         else:
             problems.add("text without a token", chunk.place(number))
     return EncodedChunk(
-        path=chunk.path,
         tokens=np.concatenate(parts).astype(encoding.dtype).tobytes(),
         lengths=np.array(lengths, dtype=np.int32),
         text_bytes=sum(len(text.encode("utf-8")) for text in texts),
@@ -98,9 +92,7 @@ def encode_files(
     """Tokenize the documents of files in `workers` processes, and yield the chunks in order.
 
     If a file cannot be read to its end, a chunk without documents reports the problem. Raises
-    ChildProcessError if a worker dies, ConfigError if there are too many workers, and
-    hub.NetworkError, after the last chunk that could be read, if the network fails while a file of
-    the Hub is streamed.
+    ChildProcessError if a worker dies, and hub.NetworkError if a streamed file cannot be read.
     """
     raise_file_limit()
     executor = ProcessPoolExecutor(
@@ -113,34 +105,24 @@ def encode_files(
         # Fork the workers before this process starts any thread.
         executor.submit(os.getpid).result()
         pending: deque[Future | UnreadableFile] = deque()
-        failure: hub.NetworkError | None = None
-        try:
-            for chunk in read_chunks(
-                paths, encoding.text_key, chunk_bytes, encoding.document_bytes
-            ):
-                is_unreadable = isinstance(chunk, UnreadableFile)
-                pending.append(
-                    chunk if is_unreadable else executor.submit(_encode_in_worker, chunk)
-                )
+        for chunk in read_chunks(paths, encoding.text_key, chunk_bytes, encoding.document_bytes):
+            allowed = CHUNKS_IN_FLIGHT * workers - 1
+            if isinstance(chunk, UnreadableFile):
+                pending.append(chunk)
+            else:
+                pending.append(executor.submit(_encode_in_worker, chunk))
                 # Report a document that is too large at once: its end may be far away, or never
                 # come, as in a pipe.
-                if isinstance(chunk, Chunk) and chunk.is_too_large:
+                if len(chunk.documents[-1] or b"") > encoding.document_bytes:
                     allowed = 0
-                else:
-                    allowed = CHUNKS_IN_FLIGHT * workers - 1
-                while len(pending) > allowed:
-                    yield _result(pending.popleft())
-        except hub.NetworkError as error:
-            failure = error
-        # After a failure of the network, the next run continues with what was read before.
+            while len(pending) > allowed:
+                yield _result(pending.popleft())
         while pending:
             yield _result(pending.popleft())
-        if failure is not None:
-            raise failure
     except BrokenProcessPool:
-        problem = "a worker process died; the kernel may have killed it for lack of memory"
         raise ChildProcessError(
-            f"{problem}; use fewer --workers, or lower --max-document-bytes"
+            "a worker process died; the kernel may have killed it for lack of memory; use fewer"
+            " --workers, or lower --max-document-bytes"
         ) from None
     finally:
         executor.shutdown(cancel_futures=True)
@@ -151,7 +133,7 @@ def _result(pending: Future | UnreadableFile) -> EncodedChunk:
         return pending.result()
     problems = Problems()
     problems.add(f"the file {pending.problem}, so the rest was not read", pending.subject)
-    return EncodedChunk(pending.subject, b"", np.empty(0, np.int32), 0, 0, problems)
+    return EncodedChunk(b"", np.empty(0, np.int32), 0, 0, problems)
 
 
 _encoding: Encoding

@@ -33,12 +33,11 @@ class SampleSource(Dataset):
 
 
 def padded_sample(tokens: np.ndarray, in_loss: np.ndarray, seq_length: int) -> dict[str, Tensor]:
-    """Return a sample of the token ids (N,), N <= S + 1; `in_loss` (N,), bool, selects the ids that
-    enter the loss.
+    """Return a sample of the token ids (N,), N <= S + 1.
 
-    The first token is never predicted. The sequence is padded with zeros to S + 1 tokens. The
-    padding does not enter the loss, and because of causal attention, the sequence does not attend
-    to it.
+    `in_loss` (N,), bool, selects the ids that enter the loss. The first token is never predicted.
+    The sequence is padded with zeros to S + 1 tokens. The padding does not enter the loss, and
+    because of causal attention, the sequence does not attend to it.
     """
     sequence = torch.zeros(seq_length + 1, dtype=torch.int64)
     mask = torch.zeros(seq_length + 1, dtype=torch.bool)
@@ -80,36 +79,38 @@ class ExampleSamples(SampleSource):
         self._seq_length = config.model.seq_length
         self._all = config.data.loss_on == "all"
         self._seed = None if validation else config.train.seed
-        starts = [0]
         lines = []
+        start = 0
         with open(self._path, "rb") as file:
             for number, line in enumerate(file, start=1):
-                starts.append(starts[-1] + len(line))
                 if line.strip():
-                    lines.append(number)
+                    lines.append((number, start, len(line)))
+                start += len(line)
         if not lines:
-            raise FileError(
-                self._path, "contains no examples", "choose another file for data.examples"
-            )
-        self._starts = np.array(starts)
+            fix = "choose another file for data.examples"
+            raise FileError(self._path, "contains no examples", fix)
         self.lines = np.array(lines)
+        """The number, offset and length of each line that is not blank."""
         self._epoch = -1
         self._order = np.empty(0, int)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         epoch, place = divmod(index, len(self.lines))
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, self._order_of(epoch)
-        number = int(self.lines[self._order[place]])
+            self._epoch = epoch
+            self._order = self._order_of(epoch)
+        number, start, length = self.lines[self._order[place]].tolist()
         with open(self._path, "rb") as file:
-            file.seek(self._starts[number - 1])
-            line = file.read(int(self._starts[number] - self._starts[number - 1]))
+            file.seek(start)
+            line = file.read(length)
         example = parse_example(f"{self._path}:{number}", line)
         encoded = self._encode(example.input, example.target)
+        sequence = [*encoded.prompt, *encoded.target]
         # After a truncated target, the end-of-document token would teach the model to end in the
         # middle of an answer.
-        end = [] if encoded.target_truncated else [self._end]
-        tokens = np.array([*encoded.prompt, *encoded.target, *end], dtype=np.int64)
+        if not encoded.target_truncated:
+            sequence.append(self._end)
+        tokens = np.array(sequence, dtype=np.int64)
         in_loss = np.arange(len(tokens)) >= len(encoded.prompt)
         return padded_sample(tokens, in_loss | self._all, self._seq_length)
 

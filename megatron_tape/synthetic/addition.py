@@ -38,11 +38,9 @@ class Addition(Generator):
     END: ClassVar[int] = 12
 
     def check(self) -> None:
-        if self.digits < 1:
-            raise ConfigError("digits", f"is {self.digits}", "set it to at least 1")
+        self._require_at_least(digits=1)
         longest = self.digits + 1
-        too_few = self.hints != 0 and self.hints < longest
-        if too_few:
+        if 0 != self.hints < longest:
             raise ConfigError(
                 "hints",
                 f"is {self.hints}, but sums have up to {longest} digits",
@@ -56,7 +54,9 @@ class Addition(Generator):
     @property
     def length(self) -> int:
         digits = 3 * self.digits + 1
-        return (2 * digits if self.hints else digits) + 3
+        if self.hints:
+            digits *= 2
+        return digits + 3
 
     def sequence(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Draw a sum; every pair of operand lengths is equally likely."""
@@ -66,15 +66,15 @@ class Addition(Generator):
     def problem(
         self, random: np.random.Generator, first: int, second: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Draw a sum of numbers with `first` and `second` digits; return ids and mask as `sequence`
-        does.
-        """
+        """Draw a sum of numbers with `first` and `second` digits; see `sequence`."""
         a = _number(random, first)
         b = _number(random, second)
-        start = int(random.integers(self.hints)) if self.hints else 0
-        a_tokens, b_tokens, sum_tokens = [
-            self._with_hints(number, start) for number in (a, b, add(a, b))
-        ]
+        start = 0
+        if self.hints:
+            start = int(random.integers(self.hints))
+        operands = (a, b, add(a, b))
+        a_tokens, b_tokens, sum_tokens = (self._with_hints(number, start) for number in operands)
+
         prompt = np.concatenate([a_tokens, [self.PLUS], b_tokens, [self.EQUALS]])
         tokens = np.concatenate([prompt, sum_tokens, [self.END]])
         return tokens, np.arange(len(tokens)) >= len(prompt)

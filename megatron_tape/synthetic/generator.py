@@ -1,5 +1,4 @@
-"""The interface of generators of synthetic data: random token sequences in which some tokens are
-answers.
+"""The interface of generators of synthetic data: random sequences with tokens that are answers.
 
 A generator is a subclass of `Generator` in a file of its own, listed in `GENERATORS`. With
 `data.generator`, a model is trained on its sequences, and the evaluation task of the same name
@@ -9,34 +8,37 @@ settings and on the random numbers of its sample (see `sample_random`).
 
 import numpy as np
 
+from megatron_tape.errors import ConfigError
+
 TRAINING, VALIDATION, EVALUATION = range(3)
-"""What a sample is used for. Samples of different purposes have independent random numbers, even
-with equal seeds.
-"""
+"""What a sample is used for. Different purposes have independent random numbers."""
 
 
 def sample_random(seed: int, purpose: int, index: int) -> np.random.Generator:
-    """Return the random generator of sample `index` (from 0); `purpose` is TRAINING, VALIDATION or
-    EVALUATION.
-    """
+    """Return the random generator of sample `index`, from 0, for a purpose such as TRAINING."""
     return np.random.Generator(np.random.Philox(counter=[0, 0, index, 0], key=[seed, purpose]))
 
 
 class Generator:
-    """Base class: draws token sequences of one task. A subclass is a dataclass whose fields are the
-    task's settings.
+    """Base class: draws token sequences of one task.
 
-    Token ids are below `vocab_size`. Sequences have at most `length` tokens.
+    A subclass is a dataclass whose fields are the task's settings. Token ids are below `vocab_size`.
+    Sequences have at most `length` tokens.
     """
 
     task: str
     """The name of the task in `data.generator`."""
 
     def check(self) -> None:
-        """Raise ConfigError if a setting is invalid; the subject of the error is the name of the
-        setting.
-        """
+        """Raise ConfigError, with the name of the setting, if a setting is invalid."""
         raise NotImplementedError
+
+    def _require_at_least(self, **bounds: int) -> None:
+        """Raise ConfigError if a setting is below its bound. Settings that are None are skipped."""
+        for key, least in bounds.items():
+            value = getattr(self, key)
+            if value is not None and value < least:
+                raise ConfigError(key, f"is {value}", f"set it to at least {least}")
 
     @property
     def vocab_size(self) -> int:
@@ -49,8 +51,7 @@ class Generator:
         raise NotImplementedError
 
     def sequence(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Draw a sequence of N tokens; return their ids (N,), int64, and a mask (N,), bool, of
-        those that are answers.
+        """Draw a sequence. Return its ids (N,), int64, and the mask (N,), bool, of the answers.
 
         An answer is determined by the tokens before it. Models are scored on the answers only.
         """

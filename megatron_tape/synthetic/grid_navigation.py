@@ -44,15 +44,11 @@ class GridNavigation(Generator):
     def check(self) -> None:
         if self.dimensions not in (1, 2):
             raise ConfigError("dimensions", f"is {self.dimensions}", "set it to 1 or 2")
-        for key, least in (("steps", 1), ("width", 2), ("objects", 1), ("longest_run", 1)):
-            value = getattr(self, key)
-            if value is not None and value < least:
-                raise ConfigError(key, f"is {value}", f"set it to at least {least}")
+        self._require_at_least(steps=1, width=2, objects=1, longest_run=1)
         probability = self.blank_probability
         if not 0 <= probability <= 1:
-            raise ConfigError(
-                "blank_probability", f"is {probability}", "set it to a number from 0 to 1"
-            )
+            fix = "set it to a number from 0 to 1"
+            raise ConfigError("blank_probability", f"is {probability}", fix)
 
     @property
     def vocab_size(self) -> int:
@@ -72,30 +68,26 @@ class GridNavigation(Generator):
         actions, cells = self.walk(random)
         contents = random.integers(self.objects, size=self.width**self.dimensions)
         contents[random.random(len(contents)) < self.blank_probability] = self.blank
-        answers = np.zeros(self.length, dtype=bool)
-        answers[1::2] = visited_before(cells)
-        return np.stack([self.blank + 1 + actions, contents[cells]], axis=1).reshape(-1), answers
+        tokens = np.stack([self.blank + 1 + actions, contents[cells]], axis=1)
+        answers = np.zeros(tokens.shape, dtype=bool)
+        answers[:, 1] = visited_before(cells)
+        return tokens.reshape(-1), answers.reshape(-1)
 
     def walk(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Draw a walk of T = `steps` steps; return the actions (T,) and the indices (T,) of the
-        cells entered.
-        """
+        """Draw a walk of T = `steps` steps; return the actions (T,) and the cells entered (T,)."""
         longest = self.longest_run or {1: 10, 2: 3}[self.dimensions]
         runs = random.integers(1, longest + 1, size=self.steps)
         directions = random.integers(2 * self.dimensions, size=self.steps)
         actions = np.repeat(directions, runs)[: self.steps]
         moves = np.zeros((self.steps, self.dimensions), dtype=np.int64)
         moves[np.arange(self.steps), actions // 2] = 1 - 2 * (actions % 2)
-        coordinates = (
-            random.integers(self.width, size=self.dimensions) + moves.cumsum(0)
-        ) % self.width
+        start = random.integers(self.width, size=self.dimensions)
+        coordinates = (start + moves.cumsum(0)) % self.width
         return actions, coordinates @ self.width ** np.arange(self.dimensions)
 
 
 def visited_before(cells: np.ndarray) -> np.ndarray:
-    """Return a mask (T,): whether each of the `cells` (T,) that a walk enters was entered
-    before.
-    """
+    """Return a mask (T,): whether each of the `cells` (T,) of a walk was entered before."""
     visited = np.ones(len(cells), dtype=bool)
     visited[np.unique(cells, return_index=True)[1]] = False
     return visited

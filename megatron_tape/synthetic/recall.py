@@ -40,15 +40,9 @@ class Recall(Generator):
     """Number of distinct keys, and of distinct values."""
 
     def check(self) -> None:
-        if self.tokens_per_pair < 4:
-            raise ConfigError(
-                "tokens_per_pair", f"is {self.tokens_per_pair}", "set it to at least 4"
-            )
+        self._require_at_least(tokens_per_pair=4)
         least = self.tokens_per_pair
-        if self.tokens < least:
-            raise ConfigError(
-                "tokens", f"is {self.tokens}", f"set it to at least {least} (tokens_per_pair)"
-            )
+        self._require_at_least(tokens=least)
         shortest = self.shortest
         if shortest is not None and not least <= shortest <= self.tokens:
             raise ConfigError(
@@ -85,16 +79,13 @@ class Recall(Generator):
             doublings = (self.tokens // self.shortest).bit_length()
             length = self.shortest << int(random.integers(doublings))
         pairs = length // self.tokens_per_pair
-        keys, values = (
-            random.permutation(self.keys)[:pairs],
-            self.keys + random.integers(self.keys, size=pairs),
-        )
+        keys = random.permutation(self.keys)[:pairs]
+        values = self.keys + random.integers(self.keys, size=pairs)
         slots = np.full((length // 2, 2), self.blank)
         slots[:pairs] = key_values = np.stack([keys, values], 1)
         weights = np.arange(1, len(slots) - pairs + 1) ** (_GAP_POWER - 1)
-        queries = pairs + random.choice(
-            len(weights), pairs, replace=False, p=weights / weights.sum()
-        )
+        weights /= weights.sum()
+        queries = pairs + random.choice(len(weights), pairs, replace=False, p=weights)
         slots[queries] = key_values
         answers = np.zeros(slots.shape, dtype=bool)
         answers[queries, 1] = True

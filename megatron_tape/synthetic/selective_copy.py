@@ -1,20 +1,16 @@
-"""Selective copying (Gu and Dao, 2023, section 4.1): symbols among blanks, then the symbols in the
-same order.
-"""
+"""Selective copying (Gu and Dao, 2023, section 4.1): symbols among blanks, then the symbols."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from megatron_tape.errors import ConfigError
 from megatron_tape.synthetic.generator import Generator
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectiveCopy(Generator):
-    """Sequences of `copied` symbols at random positions among blanks, a separator, and the symbols
-    again as answers.
+    """Sequences of `copied` symbols among blanks, a separator, and the symbols again as answers.
 
     Token ids: the symbols from 0 on, then the blank, then the separator.
     """
@@ -29,11 +25,7 @@ class SelectiveCopy(Generator):
     """Number of distinct symbols."""
 
     def check(self) -> None:
-        for key in ("copied", "symbols"):
-            if getattr(self, key) < 1:
-                raise ConfigError(key, f"is {getattr(self, key)}", "set it to at least 1")
-        if self.blanks < 0:
-            raise ConfigError("blanks", f"is {self.blanks}", "set it to at least 0")
+        self._require_at_least(copied=1, symbols=1, blanks=0)
 
     @property
     def vocab_size(self) -> int:
