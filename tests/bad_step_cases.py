@@ -5,12 +5,11 @@ import os
 
 import torch
 import torch.distributed as dist
+from configurations import make_alone
 from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
-from models import build, random_tokens, small_model
+from models import build, random_batch, small_model
 
-from megatron_tape.config.data import DataConfig
-from megatron_tape.config.schema import DeepSpeedConfig, OptimizerConfig, ParallelConfig, RunConfig
-from megatron_tape.config.train import AverageSettings, TrainConfig
+from megatron_tape.config.train import AverageSettings
 from megatron_tape.parallel.deepspeed_patches import average_and_scatter
 from megatron_tape.training.engine import Engine
 
@@ -25,36 +24,27 @@ def name_of(tp, stage, what, precision):
     return f"tp{tp}_zero{stage}_{what}_{precision}"
 
 
-def engine(tp, stage, precision, clip_grad=1.0, average=None, kind="adamw", state=None, **zero):
-    """Return an engine with new weights, or with those of a training state."""
-    sizes = {"micro_batch_size": 1, "global_batch_size": 4 // tp}
-    config = RunConfig(
-        model=small_model(),
-        data=DataConfig(prefix="unused"),
-        optimizer=OptimizerConfig(kind=kind, lr=1e-2, clip_grad=clip_grad),
-        parallel=ParallelConfig(tensor_model_parallel_size=tp),
-        deepspeed=DeepSpeedConfig(zero_stage=stage, **zero),
-        train=TrainConfig(steps=10, precision=precision, average=average, **sizes),
+def engine(tp, stage, precision, clip_grad=1.0, **zero):
+    changes = {f"deepspeed__{key}": value for key, value in zero.items()}
+    config = make_alone(
+        small_model(),
+        optimizer__clip_grad=clip_grad,
+        parallel__tensor_model_parallel_size=tp,
+        deepspeed__zero_stage=stage,
+        train__global_batch_size=4 // tp,
+        train__precision=precision,
+        train__average=AverageSettings(kind="ema", decay=0.5),
+        **changes,
     )
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     model, layout = build(config.model, tp=tp, dtype=dtype)
-    if state is not None:
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(state[f"weight/{name}"])
     return Engine(model, config, layout)
 
 
 def batches(engine, seed, mask=1.0):
     for i in range(engine.micro_batches):
-        tokens = random_tokens(
-            batch=1, length=17, seed=seed + i + 100 * engine.layout.data_parallel_rank
-        )
-        yield {
-            "tokens": tokens[:, :-1],
-            "labels": tokens[:, 1:],
-            "loss_weights": torch.full((1, 16), mask / 16),
-        }
+        batch = random_batch(seed + i + 100 * engine.layout.data_parallel_rank)
+        yield batch | {"loss_weights": torch.full((1, 16), mask / 16)}
 
 
 def weights(engine):
@@ -100,54 +90,6 @@ def trial(tp, stage, what, precision):
     ).int()
     dist.all_reduce(outcome, op=dist.ReduceOp.MIN)
     return outcome.tolist() + [int(math.isfinite(result.grad_norm)), e.optimizer_steps]
-
-
-MOVING = AverageSettings(kind="ema", decay=0.5)
-LEFT_OUT = [
-    (1, "fp32", "adamw", "loss"),
-    (2, "fp32", "muon", "spike"),
-    (2, "bf16", "adamw", "loss"),
-    (3, "bf16", "adamw", "spike"),
-]
-"""ZeRO stage, precision, optimizer, and why a step is skipped."""
-
-
-def left_out(stage, precision, kind, what):
-    """Return, on every rank, whether a skipped step has no effect, also in a run resumed after it.
-
-    Compared are the weights, moments and averages at the end, and how many updates there were.
-    """
-
-    def new(state=None):
-        return engine(1, stage, precision, average=MOVING, kind=kind, state=state)
-
-    def end(e, *steps):
-        for step, seed in steps:
-            e.train_step(batches(e, seed), 1e-2, step)
-        return weights(e), e.optimizer_steps
-
-    ends = [end(new(), (1, 0), (2, 20), (3, 30), (4, 40))]
-    e = new()
-    end(e, (1, 0), (2, 20))  # after a single update, the average would equal the weights
-    if what == "spike":
-        answers = iter([True])
-        e.set_skip_predicate(lambda loss, norm: next(answers, False))
-    skipped = e.train_step(batches(e, 10, math.nan if what == "loss" else 1.0), 1e-2, 3).skipped
-    saved = weights(e)
-    updates = e.optimizer_steps
-    ends.append(end(e, (4, 30), (5, 40)))
-    again = new(saved)
-    again.load_training_state(saved.get, updates)
-    ends.append(end(again, (4, 30), (5, 40)))
-    (expected, count), *others = ends
-    averaged = any(key.startswith("average/") for key in expected)
-    same = all(count == other and expected.keys() == state.keys() for state, other in others)
-    same = same and all(
-        torch.equal(value, state[key]) for state, _ in others for key, value in expected.items()
-    )
-    outcome = torch.tensor(skipped and averaged and same).int()
-    dist.all_reduce(outcome, op=dist.ReduceOp.MIN)
-    return bool(outcome)
 
 
 FINE = 2.0**-9
@@ -248,5 +190,4 @@ def main(folder):
     outcome = torch.tensor(scattered()).int()
     dist.all_reduce(outcome, op=dist.ReduceOp.MIN)
     results["scattered"] = bool(outcome)
-    results |= {"left_out_" + "_".join(map(str, case)): left_out(*case) for case in LEFT_OUT}
     return results

@@ -99,36 +99,32 @@ def build(
 def begin(built, model, layout, seed=0, lora=None):
     """Allocate and initialize a newly built model."""
     allocate(built, "cpu")
-    initialize_weights(
-        built,
-        weight_initializations(model, lora),
-        seed,
-        layout.tensor_parallel_rank,
-        layout.tensor_parallel_size,
-    )
+    ranks = layout.tensor_parallel_rank, layout.tensor_parallel_size
+    initialize_weights(built, weight_initializations(model, lora), seed, *ranks)
     return built
 
 
 @torch.no_grad()
 def randomize_tape(built):
-    generator = torch.Generator().manual_seed(99)
+    generators = {seed: torch.Generator().manual_seed(seed) for seed in (98, 99)}
+
+    def draw(parameter, std, seed=99):
+        return torch.randn(parameter.shape, generator=generators[seed]) * std
+
     for name, parameter in built.named_parameters():
         if name.endswith("position.increments"):
-            parameter.copy_(
-                torch.randn(parameter.shape, generator=torch.Generator().manual_seed(98)) * 0.5
-            )
+            generators[98].manual_seed(98)
+            parameter.copy_(draw(parameter, 0.5, seed=98))
     for update in built.updating_encodings():
         for parameter in update.parameters():
-            parameter.copy_(
-                torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5
-            )
+            parameter.copy_(draw(parameter, parameter.shape[-1] ** -0.5))
     for name, parameter in built.named_parameters():
         if name.endswith(("linear_qkv.bias", "q_layernorm.weight", "k_layernorm.weight")):
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+            parameter.add_(draw(parameter, 0.3))
         if ".position." in name and not parameter.any():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+            parameter.copy_(draw(parameter, 0.1))
         if kind_of(name) == "lora" and name.endswith("_B"):
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+            parameter.copy_(draw(parameter, 0.3))
 
 
 @torch.no_grad()
@@ -150,17 +146,18 @@ def whole_weights(built, model):
 
 
 def reference_config(model):
+    position = vars(model.position)
+    own = {
+        key: value
+        for key, value in position.items()
+        if key.startswith("rope_") or key in ("gate_input", "state_norm", "increments")
+    }
     return ReferenceConfig(
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.query_groups,
-        **{key: value for key, value in vars(model.position).items() if key.startswith("rope_")},
         norm_epsilon=model.norm_epsilon,
         layers_without_positions=model.layers_without_positions,
-        **{
-            key: getattr(model.position, key)
-            for key in ("gate_input", "state_norm", "increments")
-            if hasattr(model.position, key)
-        },
+        **own,
     )
 
 
@@ -207,6 +204,12 @@ def released_model(name, dtype=torch.float32, **changes):
 
 def load_whole(built, weights, model, layout):
     load_weights(built, weights, model, layout.tensor_parallel_rank, layout.tensor_parallel_size)
+
+
+def random_batch(seed, batch=1):
+    """Return tokens and the labels that follow them, as arguments of the model."""
+    tokens = random_tokens(batch, 17, seed=seed)
+    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
 def random_tokens(batch=2, length=16, vocabulary=64, seed=3):

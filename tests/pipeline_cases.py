@@ -8,12 +8,12 @@ from pathlib import Path
 from unittest import mock
 
 import torch.distributed as dist
-from extension_cases import WITH_LORA, continued, extended, pretrained
-from training_cases import RECIPE, evaluated, generated, option, packed, rows, whole_state
+from extension_cases import WITH_LORA, extended, pretrained
+from training_cases import evaluated, generated, option, packed, whole_state, without_speed
+from training_cases import run as train
 
 from megatron_tape.checkpoint.directories import list_checkpoints, read_state
 from megatron_tape.training import engine
-from pretrain import train
 
 FOUR_LAYERS = [
     option("model.num_layers", 4),
@@ -76,25 +76,10 @@ def run_under(layout):
     }.get(layout, ("tape", "tied"))
 
 
-def run(folder, name, *overrides, expect=0, trains=None):
+def run(folder, name, *overrides, trains=None):
     """Train in `folder`/`name`, and return the rows of its metrics."""
-    steps = [
-        option("train.steps", STEPS),
-        option("train.eval_steps", 1),
-        option("train.eval_interval", STEPS),
-    ]
-    arguments = [
-        "--config",
-        str(RECIPE),
-        "--logging.directory",
-        f"{folder}/{name}",
-        *FOUR_LAYERS,
-        *steps,
-    ]
-    status = train.main([*arguments, *map(str, overrides)], trains)
-    assert status == expect, f"{name} ended with {status} instead of {expect}"
-    dist.barrier()
-    return rows(Path(folder, name))
+    steps = [option("train.steps", STEPS), option("train.eval_interval", STEPS)]
+    return without_speed(train(folder, name, *FOUR_LAYERS, *steps, *overrides, trains=trains))
 
 
 def moments(folder, name, step):
@@ -185,12 +170,6 @@ def more(folder, data):
     rows["extended"] = extended(folder, data, base, "extended", *WITH_LORA, four, *stages)
     for name in ("evaluated", "frozen", "not_finite", "extended"):
         states[name] = whole_state(folder, name, STEPS)
-    if stages:
-        # From a checkpoint with stages, in another layout, saving no frozen weights.
-        base = pretrained(folder, data, "base-of-stages", "tape", four, TWO)
-        lean = [option("checkpoint.frozen", "false"), *WITH_LORA, four, TWO]
-        found = continued(folder, data, base, "lean", *lean)
-        rows |= {f"extended_{key}": found[key] for key in ("whole", "continued")}
     tied = [prefix, option("model.tie_embeddings", "true"), *SEVERAL]
     for name, (before, after) in MOVES.items() if stages else [("alone", ([], []))]:
         in_background = [option("checkpoint.asynchronous", "true"), option("checkpoint.writers", 4)]

@@ -5,7 +5,7 @@ training/test_recompute.py.
 import torch
 import torch.distributed as dist
 from configurations import make_alone
-from models import build, random_tokens, small_model
+from models import build, random_batch, small_model
 from toy_encodings import TOYS, registered
 
 from megatron_tape.config.schema import ExtensionConfig
@@ -29,22 +29,17 @@ FROZEN = {"position": ("t5", "fire", "cope"), "others": ("t5", "fire"), "lora": 
 
 def cases():
     """Return encoding, ZeRO stage, precision, trained kinds and kinds of recomputation by case."""
+    both = "tape", "path_fox", *TOYS
     for name in NAMES:
-        yield (
-            name,
-            1,
-            "fp32",
-            "all",
-            ("selective", "full") if name in ("tape", "path_fox", *TOYS) else ("selective",),
-        )
-    for name in ("tape", "t5", "path_fox", "repo", *TOYS):
+        yield name, 1, "fp32", "all", ("selective", "full") if name in both else ("selective",)
+    for name in ("t5", "repo", *both):
         yield name, 3, "fp32", "all", ("selective",)
     for name in ("fire", "path_fox"):
         yield name, 1, "bf16", "all", ("selective",)
     for trained, names in FROZEN.items():
-        yield from (
-            (name, stage, "fp32", trained, ("selective",)) for name in names for stage in (1, 3)
-        )
+        for name in names:
+            yield name, 1, "fp32", trained, ("selective",)
+            yield name, 3, "fp32", trained, ("selective",)
 
 
 def step(name, stage, precision, trained, recompute):
@@ -68,8 +63,8 @@ def step(name, stage, precision, trained, recompute):
             gradients[name] = None if part is None else part.detach().clone()
 
     engine.before_update = look
-    tokens = [random_tokens(2, 17, seed=2 * i + layout.data_parallel_rank) for i in range(2)]
-    result = engine.train_step([{"tokens": x[:, :-1], "labels": x[:, 1:]} for x in tokens], 0.0)
+    batches = [random_batch(2 * i + layout.data_parallel_rank, batch=2) for i in range(2)]
+    result = engine.train_step(batches, 0.0)
     engine.close()
     return result.loss, gradients
 

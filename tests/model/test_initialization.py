@@ -41,7 +41,7 @@ class ShardedParameter(torch.nn.Parameter):
         return self
 
 
-def uninitialized_shard(name, declared, axis, stride, rank, size):
+def uninitialized_shard(declared, axis, stride, rank, size):
     """Return an uninitialized shard of a parameter, or the whole parameter if `axis` is None."""
     whole = torch.full(declared.shape, torch.nan)
     if axis is None:
@@ -80,20 +80,16 @@ def test_shards_and_partitions_equal_slices_of_the_whole_parameter(
     for chunk, size, partitions in ((10**6, 1, 1), (45, 2, 3), (1, 4, 7), (10**6, 4, 100)):
         monkeypatch.setitem(initialization.CHUNKS, "cpu", chunk)
         for rank in {0, size - 1}:
-            parameter = uninitialized_shard("x", declared, axis, stride, rank, size)
+            parameter = uninitialized_shard(declared, axis, stride, rank, size)
             expected = shard(whole, parameter, rank, size)
             assert torch.equal(initialized(parameter, declared, rank, size), expected.flatten())
             parts = []
             for part in range(partitions):
-                parameter = uninitialized_shard(
-                    "x", declared, axis, stride, rank, size
-                ).partitioned(part, partitions)
-                parts.append(initialized(parameter, declared, rank, size))
-                again = uninitialized_shard("x", declared, axis, stride, rank, size).partitioned(
-                    part, partitions
-                )
-                write_shard(again, expected)
-                assert torch.equal(local_storage(again)[0], parts[-1])
+                empty = [uninitialized_shard(declared, axis, stride, rank, size) for _ in range(2)]
+                drawn, written = (x.partitioned(part, partitions) for x in empty)
+                parts.append(initialized(drawn, declared, rank, size))
+                write_shard(written, expected)
+                assert torch.equal(local_storage(written)[0], parts[-1])
             assert torch.equal(torch.cat(parts), expected.flatten())
 
 
@@ -102,15 +98,12 @@ def test_initial_values_follow_megatron_and_peft():
         qkv_bias=True, qk_norm=True, attention_output_gate=True, hidden_size=64, ffn_hidden_size=128
     )
     initials = weight_initializations(model, LORA)
-    assert {name: declared.shape for name, declared in initials.items()} == parameter_shapes(
-        model, LORA
-    )
-    assert parameter_shapes(
-        model, ExtensionConfig(trains=["norms"], lora_rank=4)
-    ) == parameter_shapes(model)
     built, _ = build(model, randomize=False, lora=LORA)
     shapes = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
-    assert shapes == parameter_shapes(model, LORA)
+    declared = {name: initial.shape for name, initial in initials.items()}
+    assert shapes == declared == parameter_shapes(model, LORA)
+    without_lora = ExtensionConfig(trains=["norms"], lora_rank=4)
+    assert parameter_shapes(model, without_lora) == parameter_shapes(model)
     deviations = {
         "embedding.weight": 0.1,
         "output.weight": 0.1,

@@ -49,29 +49,9 @@ def test_two_processes_equal_one(results, layout, case):
     assert result["collectives"] == summed
 
 
-def test_shifting_positions_changes_no_logit(results):
-    assert all(0 < change < 1e-4 for change in results["shifted"])
-
-
 def test_tensors_that_are_not_contiguous_are_summed_over_the_ranks(results):
     summed, gradient = results["strided"]
     assert summed == gradient == [[1.0] * 3] * 2
-
-
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_tape_adds_at_most_two_small_all_to_alls_per_layer(results, direction):
-    """Per layer and direction, TAPE may send at most 2 * S*B*C / 2 elements more than RoPE on two
-    processes.
-    """
-    shape = results["shape"]
-    for layout in ("tp2_cp1", "tp1_cp2"):
-        tape, rope = (
-            sum(results["numbers"][f"{name}_{layout}"][direction].values())
-            for name in ("tape", "rope")
-        )
-        assert rope > 0
-        added = tape - rope
-        assert 0 < added <= shape["layers"] * 2 * shape["S"] * shape["B"] * shape["C"] // 2
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,15 @@ evaluated.
 
 import pytest
 import torch
-from configurations import make
+from configurations import make, make_alone
 from datasets_for_tests import write_all
-from models import build, random_tokens, small_model
+from models import build, random_batch, small_model
 from safetensors.torch import load_file
 from training_cases import AVERAGE, RECIPE, option
 
 from megatron_tape.checkpoint.locate import find_checkpoint
 from megatron_tape.checks.combinations import validate
-from megatron_tape.config.data import DataConfig
-from megatron_tape.config.schema import DeepSpeedConfig, OptimizerConfig, RunConfig
-from megatron_tape.config.train import AverageSettings, TrainConfig
+from megatron_tape.config.train import AverageSettings
 from megatron_tape.errors import CheckpointError, ConfigError
 from megatron_tape.evaluation.model_source import find_model
 from megatron_tape.huggingface.export.saved_weights import open_weights
@@ -42,46 +40,36 @@ def test_kind_last_is_the_mean_of_the_last_weights():
 
 
 @pytest.mark.parametrize(
-    "setting, subject",
-    [
-        ({"kind": "last", "count": 4, "every": 10}, "train.average.count"),
-        ({"kind": "ema", "count": 3}, "train.average.count"),
-    ],
+    "setting", [{"kind": "last", "count": 4, "every": 10}, {"kind": "ema", "count": 3}]
 )
-def test_inconsistent_settings_of_an_average_are_refused(setting, subject):
-    with pytest.raises(ConfigError, match=subject):
+def test_inconsistent_settings_of_an_average_are_refused(setting):
+    with pytest.raises(ConfigError, match="train.average.count"):
         validate(make(train__average=setting, train__steps=30), 1)
 
 
 def batches(seed):
-    tokens = random_tokens(batch=1, length=17, seed=seed)
-    return [{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}]
+    return [random_batch(seed)]
 
 
 @pytest.mark.parametrize("stage, precision", [(1, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")])
 def test_the_average_is_that_of_the_fp32_weights_and_evaluating_it_changes_no_bit(stage, precision):
     setting = AverageSettings(kind="ema", decay=0.5)
-    config = RunConfig(
-        model=small_model(),
-        data=DataConfig(prefix="unused"),
-        optimizer=OptimizerConfig(),
-        deepspeed=DeepSpeedConfig(zero_stage=stage, reduce_bucket_size=3000),
-        train=TrainConfig(steps=STEPS, global_batch_size=1, precision=precision, average=setting),
+    config = make_alone(
+        small_model(),
+        deepspeed__zero_stage=stage,
+        deepspeed__reduce_bucket_size=3000,
+        train__steps=STEPS,
+        train__precision=precision,
+        train__average=setting,
     )
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    engine = Engine(*build(config.model, dtype=dtype)[:1], config, build(config.model)[1])
-    assert not engine.averages and not any(
-        key.startswith("average/") for key in engine.training_state()
-    )
+    engine = Engine(build(config.model, dtype=dtype)[0], config, build(config.model)[1])
+    assert not engine.averages
     expected = None
     for step in range(1, STEPS + 1):
         engine.train_step(batches(step), 1e-2, step)
         state = engine.training_state()
-        weights = {
-            key.partition("/")[2]: value
-            for key, value in state.items()
-            if key.startswith("weight/")
-        }
+        weights = {name: state[f"weight/{name}"] for name in engine.names}
         fraction = setting.share(step, STEPS, step)
         expected = expected or weights
         expected = {
@@ -104,7 +92,7 @@ def test_the_average_is_that_of_the_fp32_weights_and_evaluating_it_changes_no_bi
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
             parameter.copy_(state[f"average/{name}"])
-        assert plain(**batches(9)[0]).item() == pytest.approx(averaged_loss, rel=1e-6)
+        assert plain(**random_batch(9)).item() == pytest.approx(averaged_loss, rel=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -114,30 +102,22 @@ def runs(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("runs")
     data = write_all(folder)
+    shorter = [option("data.prefix", f"{data}/a"), "--train.steps=3", "--train.eval_interval=3"]
     for name, more in {"averaged": [AVERAGE], "plain": []}.items():
-        shorter = [
-            option("data.prefix", f"{data}/a"),
-            "--train.steps=3",
-            "--train.eval_interval=3",
-            *more,
-        ]
-        assert (
-            train.main(["--config", str(RECIPE), f"--logging.directory={folder / name}", *shorter])
-            == 0
-        )
+        run = ["--config", str(RECIPE), f"--logging.directory={folder / name}"]
+        assert train.main([*run, *shorter, *more]) == 0
     return folder
 
 
 def test_the_averaged_weights_are_exported(runs, tmp_path):
+    digests = set()
     for average in (False, True):
         export(runs / "averaged", tmp_path / str(average), tokenizer="none", average=average)
         exported = load_file(tmp_path / str(average) / "model.safetensors")["model.norm.weight"]
         saved = open_weights(find_checkpoint(runs / "averaged"), average)
         assert torch.equal(exported, saved.read("norm.weight"))
-    raw, averaged = (load_file(tmp_path / name / "model.safetensors") for name in ("False", "True"))
-    assert raw.keys() == averaged.keys() and not any(
-        torch.equal(raw[name], averaged[name]) for name in raw
-    )
+        digests.add(exported.sum().item())
+    assert len(digests) == 2
 
 
 def test_the_averaged_weights_are_evaluated_under_a_name_of_their_own(runs):

@@ -3,7 +3,7 @@ process.
 """
 
 import pytest
-from bad_step_cases import CASES, FINE, LEFT_OUT, name_of
+from bad_step_cases import CASES, FINE, name_of
 from launch import run_group
 
 
@@ -14,18 +14,11 @@ def results():
 
 @pytest.mark.parametrize("case", [name_of(*case) for case in CASES])
 def test_a_bad_step_is_skipped_on_every_rank_and_changes_nothing(results, case):
-    skipped, unchanged, next_step_taken, next_step_moved, next_loss_finite, norm_finite, updates = (
-        results[case]
-    )
+    skipped, unchanged, next_taken, next_moved, next_finite, norm_finite, updates = results[case]
     assert skipped and norm_finite == ("spike" in case)
     assert unchanged
-    assert next_step_taken and next_step_moved and next_loss_finite
+    assert next_taken and next_moved and next_finite
     assert updates == 2
-
-
-@pytest.mark.parametrize("case", LEFT_OUT, ids=lambda case: "_".join(map(str, case)))
-def test_a_run_with_a_skipped_step_ends_as_one_without_it_also_if_it_is_continued(results, case):
-    assert results["left_out_" + "_".join(map(str, case))]
 
 
 @pytest.mark.parametrize("case", ["zero1", "zero2", "zero3"])

@@ -26,7 +26,6 @@ class Toy(Hook):
     tokens = 0
 
     def on_micro_batch(self, trainer, step, batch):
-        assert trainer.step == step - 1
         self.tokens += batch["tokens"].numel()
 
     def after_step(self, trainer, step, result):
@@ -64,29 +63,21 @@ def test_results_of_a_registered_evaluation_reach_metrics_and_tensorboard(run):
     logged = rows(run.folder)
     assert [row["step"] for row in logged] == [1, 2, 3, 4, 5]
     assert [row["toy/seen"] for row in logged] == [1, 2, 3, 4, 5]
+    assert {row["toy/tokens"] for row in logged} == {4 * 16}
     assert [row.get("toy/step") for row in logged] == [None, None, 3, None, 5]
     assert not any("validation/loss" in row for row in logged)
     assert all("position/state_norm/layer_01" in row for row in logged)
 
-    events = EventAccumulator(
-        str(run.folder / "tensorboard"), size_guidance={"tensors": 0}
-    ).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("toy/step")] == [
-        (3, 3.0),
-        (5, 5.0),
-    ]
-    texts = [
-        (event.step, event.tensor_proto.string_val[0])
-        for event in events.Tensors("toy/text_summary")
-    ]
-    assert [(step, text.decode().strip()) for step, text in texts] == [
-        (3, "text of 3"),
-        (5, "text of 5"),
-    ]
+    events = EventAccumulator(str(run.folder / "tensorboard"), size_guidance={"tensors": 0})
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("toy/step")] == [(3, 3.0), (5, 5.0)]
+    first, last = events.Tensors("toy/text_summary")
+    assert b"text of 3" in first.tensor_proto.string_val[0] and last.step == 5
 
 
 def test_hooks_see_the_micro_batches_that_the_rank_trains_on(run, monkeypatch):
     forward = LanguageModel.forward
+    seen = []
     trained = []
 
     def recorded(model, tokens, *arguments, **keywords):
@@ -94,28 +85,21 @@ def test_hooks_see_the_micro_batches_that_the_rank_trains_on(run, monkeypatch):
             trained.append(tokens)
         return forward(model, tokens, *arguments, **keywords)
 
-    seen = []
-    monkeypatch.setattr(LanguageModel, "forward", recorded)
-    monkeypatch.setattr(Toy, "before_step", lambda toy, trainer, step: seen.append([]))
-    count = Toy.on_micro_batch
-
     def on_micro_batch(toy, trainer, step, batch):
-        seen[-1].append(batch["tokens"])
-        count(toy, trainer, step, batch)
+        assert trainer.step == step - 1 == len(seen) // 2
+        seen.append(batch["tokens"])
 
+    monkeypatch.setattr(LanguageModel, "forward", recorded)
     monkeypatch.setattr(Toy, "on_micro_batch", on_micro_batch)
     assert run("--train.evaluations=[toy]", "--train.micro_batch_size=2") == 0
-    assert [len(of_step) for of_step in seen] == [2] * 5
-    assert all(map(torch.equal, sum(seen, []), trained)) and len(trained) == 10
-    assert {row["toy/tokens"] for row in rows(run.folder)} == {4 * 16}
+    assert len(seen) == len(trained) == 5 * 2 and all(map(torch.equal, seen, trained))
 
 
 def test_only_named_evaluations_run(run):
     assert run("--train.evaluations=[]", "--train.eval_interval=3", "--logging.interval=2") == 0
     assert [row["step"] for row in rows(run.folder)] == [1, 2, 4, 5]
     assert not any(
-        "validation/loss" in row or "position/state_norm/layer_00" in row
-        for row in rows(run.folder)
+        {"validation/loss", "position/state_norm"} & row.keys() for row in rows(run.folder)
     )
 
 
@@ -158,8 +142,4 @@ def test_an_unknown_evaluation_is_refused_with_the_known_ones(run, capfd):
     with pytest.raises(SystemExit):
         run("--train.evaluations=[validation_loss,perplexity]")
     error = capfd.readouterr().err
-    assert (
-        "perplexity" in error
-        and "validation_loss, sample, position_norms, gradient_norms, toy" in error
-        and error.count("\n") == 1
-    )
+    assert "perplexity" in error and "gradient_norms, toy" in error and error.count("\n") == 1

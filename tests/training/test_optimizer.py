@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from models import build, random_tokens, small_model
+from configurations import make_alone
+from models import build, random_batch, small_model
 
-from megatron_tape.config.data import DataConfig
-from megatron_tape.config.schema import DeepSpeedConfig, ExtensionConfig, OptimizerConfig, RunConfig
-from megatron_tape.config.train import TrainConfig
+from megatron_tape.config.schema import ExtensionConfig, OptimizerConfig
 from megatron_tape.model.names import KINDS, MATRICES, kind_of
 from megatron_tape.training.engine import Engine
 from megatron_tape.training.optimizer import parameter_groups
@@ -34,35 +33,26 @@ def test_every_parameter_has_one_of_the_kinds():
         assert kinds[name] == kind
 
 
-def decay_by_name(built, **settings):
+def values_by_name(built, **settings):
+    """Return weight decay and the scale of the learning rate of each parameter."""
     names = {parameter: name for name, parameter in built.named_parameters()}
     groups = parameter_groups(built, OptimizerConfig(weight_decay=0.1, **settings))
     return {
-        names[parameter]: group["weight_decay"] for group in groups for parameter in group["params"]
+        names[parameter]: (group["weight_decay"], group["lr_scale"])
+        for group in groups
+        for parameter in group["params"]
     }
 
 
 def test_one_parameter_of_the_encoding_may_have_values_of_its_own():
     built, _ = build(small_model(increments="learned"))
-    names = {
-        parameter: name.rpartition(".")[2]
-        for name, parameter in built.named_parameters()
-        if ".position." in name
-    }
-    settings = dict(
+    values = values_by_name(
+        built,
         weight_decay_of={"position.increments": 0.0},
         lr_scale_of={"position.increments": 0.1, "position": 2},
     )
-    values = {
-        names[parameter]: (group["weight_decay"], group["lr_scale"])
-        for group in parameter_groups(built, OptimizerConfig(weight_decay=0.3, **settings))
-        for parameter in group["params"]
-        if parameter in names
-    }
-    assert values.pop("increments") == (0.0, 0.1)
-    assert set(values) == {"token_mixing", "x_proj", "up_proj", "down_proj"} and set(
-        values.values()
-    ) == {(0.3, 2)}
+    assert values["layers.0.position.increments"] == (0.0, 0.1)
+    assert values["layers.0.position.up_proj"] == (0.1, 2)
 
 
 @pytest.mark.parametrize("token_mixing", ["full", "per_head"])
@@ -83,21 +73,20 @@ def test_the_attribute_decay_of_a_parameter_overrides_the_default():
     moving = "norm.weight"
     parameters[still].decay = False
     parameters[moving].decay = True
-    plain = decay_by_name(built)
-    configured = decay_by_name(built, weight_decay_of={"position": 0.3})
-    assert (plain[still], plain[moving]) == (configured[still], configured[moving]) == (0.0, 0.1)
-    assert configured["layers.1.position.up_proj"] == 0.3
-    assert decay_by_name(built, weight_decay_of={"position.up_proj": 0.2})[still] == 0.2
+    for settings in ({}, {"weight_decay_of": {"position": 0.3}}):
+        values = values_by_name(built, **settings)
+        assert (values[still][0], values[moving][0]) == (0.0, 0.1)
+    assert values["layers.1.position.up_proj"][0] == 0.3
+    assert values_by_name(built, weight_decay_of={"position.up_proj": 0.2})[still][0] == 0.2
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_updates_equal_torchs_adamw_with_clipped_gradients(stage):
-    config = RunConfig(
-        model=small_model(),
-        data=DataConfig(prefix="unused"),
-        optimizer=OptimizerConfig(clip_grad=0.3, weight_decay=0.1),
-        deepspeed=DeepSpeedConfig(zero_stage=stage),
-        train=TrainConfig(steps=3, global_batch_size=2, precision="fp32"),
+    config = make_alone(
+        small_model(),
+        optimizer__clip_grad=0.3,
+        deepspeed__zero_stage=stage,
+        train__global_batch_size=2,
     )
     (plain, layout), (model, _) = build(config.model), build(config.model)
     engine = Engine(model, config, layout)
@@ -108,8 +97,7 @@ def test_updates_equal_torchs_adamw_with_clipped_gradients(stage):
     ]
     adamw = torch.optim.AdamW(groups, 0.01, (settings.beta1, settings.beta2), settings.eps)
     for step in range(1, 4):
-        tokens = [random_tokens(batch=1, length=17, seed=10 * step + number) for number in range(2)]
-        batches = [{"tokens": one[:, :-1], "labels": one[:, 1:]} for one in tokens]
+        batches = [random_batch(10 * step + number) for number in range(2)]
         loss = sum(plain(**batch) for batch in batches) / 2
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), settings.clip_grad)
@@ -131,20 +119,19 @@ def test_updates_equal_torchs_adamw_with_clipped_gradients(stage):
 def test_each_kind_decays_at_its_own_rate(stage):
     decay = {"position": 0.0, "norms": 0.2, "embeddings": 0.3}
     scale = {"embeddings": 2.0, "norms": 0.5}
-    config = RunConfig(
-        model=small_model(),
-        data=DataConfig(prefix="unused"),
-        optimizer=OptimizerConfig(weight_decay=0.1, weight_decay_of=decay, lr_scale_of=scale),
-        deepspeed=DeepSpeedConfig(zero_stage=stage),
-        train=TrainConfig(steps=1, global_batch_size=1, precision="fp32"),
+    config = make_alone(
+        small_model(),
+        optimizer__weight_decay=0.1,
+        optimizer__weight_decay_of=decay,
+        optimizer__lr_scale_of=scale,
+        deepspeed__zero_stage=stage,
     )
     model, layout = build(config.model)
     engine = Engine(model, config, layout)
     before = engine.training_state()
-    tokens = random_tokens(batch=1, length=17)
     # All tokens have the loss weight 0, so gradients are zero and only weight decay changes the
     # weights.
-    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_weights": torch.zeros(1, 16)}
+    batch = random_batch(3) | {"loss_weights": torch.zeros(1, 16)}
     assert not engine.train_step([batch], lr=0.5).skipped
     after = engine.training_state()
     factors = {"embeddings": 1 - 1.0 * 0.3, "norms": 1 - 0.25 * 0.2, "position": 1.0}

@@ -14,14 +14,11 @@ def resumed(tmp_path_factory):
 
 
 STEERED = ["spike_skip", "spike_rewind", "muon", "stages"]
-FROZEN = ["frozen", "adapters"]
-
-
 LAYOUTS = [f"tp{tensor_size}_zero{stage}" for tensor_size, stage in RESUMED]
 
 
 @pytest.mark.parametrize(
-    "case", [*LAYOUTS, "context_parallel", "gathered", "bf16", "workers", *FROZEN, *STEERED]
+    "case", [*LAYOUTS, "context_parallel", "gathered", "bf16", "workers", "frozen", *STEERED]
 )
 def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(resumed, case):
     assert without_speed(resumed[case]["continued"]) == without_speed(resumed[case]["whole"])
@@ -33,21 +30,6 @@ def test_a_stage_of_the_data_begins_at_its_step_and_is_logged(resumed):
     assert [row["train/data_stage"] for row in rows] == [0, 0, 0, 1]
     assert [row["train/loss"] for row in rows[:3]] == [row["train/loss"] for row in without[:3]]
     assert rows[3]["train/loss"] != without[3]["train/loss"]
-
-
-def test_a_slow_rank_is_logged_once_and_a_stalling_loader_is_measured(resumed):
-    slow = resumed["slow"]
-    of_rank_0 = {"data": 0.0, "forward": 2.0}
-    of_ranks = {"compute_median": 2.0, "compute_slowest": 6.0}
-    expected = of_rank_0 | of_ranks | {"data_slowest": 1.0}  # two micro-batches
-    for row in slow["rows"]:
-        assert {key: row[f"seconds/{key}"] for key in expected} == expected
-        assert row["slowest_rank"] == f"1 on {slow['node']}"
-    (warning,) = slow["warnings"]
-    assert (
-        f"rank 1 on {slow['node']} computes 3.00 times as long as the median rank (6 s per step)"
-        in warning
-    )
 
 
 def test_the_update_of_a_spike_is_skipped(resumed):

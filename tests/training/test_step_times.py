@@ -1,8 +1,12 @@
 """Tests of seconds by phase, with clocks that only the tests move."""
 
+from types import SimpleNamespace
+
 import torch
 
+from megatron_tape.training import step_times
 from megatron_tape.training.step_clock import StepClock
+from megatron_tape.training.step_times import StepTimes
 
 
 def clock_and_move():
@@ -24,14 +28,9 @@ def test_a_nested_phase_is_counted_once_and_what_is_outside_of_phases_is_not():
             move(2)
         move(100)
     assert clock.read() == {"backward": 6.0, "communication": 20.0}
-    assert clock.read() == {}
-
-
-def test_waiting_outside_of_a_step_is_not_counted():
-    clock, move = clock_and_move()
     with clock.waiting():
         move(1)
-    assert clock.read() == {}
+    assert clock.read() == {}, "waiting outside of a step is not counted"
 
 
 def test_only_the_waiting_for_items_is_counted_and_an_error_ends_its_phase():
@@ -66,3 +65,27 @@ def test_marks_are_added_up_before_they_are_too_many_but_never_within_a_phase():
     assert len(clock._marks) == 8
     clock.add_up(8)
     assert clock._marks == [] and clock.read() == {"forward": 4.0}
+
+
+def gathered(value):
+    """Return the values of two ranks, of which the second takes three times as long."""
+    if isinstance(value, str):
+        return ["a", "b"]
+    return [value, (3 * value[0], 0.5)]
+
+
+def test_a_slow_rank_is_logged_in_each_row_and_warned_about_once(monkeypatch, caplog):
+    layout = SimpleNamespace(device=torch.device("cpu"), world_size=2, rank=0, gather=gathered)
+    clock = SimpleNamespace(read=lambda: {"forward": 2.0})
+    trainer = SimpleNamespace(
+        layout=layout, engine=SimpleNamespace(clock=clock), logs=lambda step: True
+    )
+    monkeypatch.setattr(step_times, "CPU_RANKS", 2)
+    hook = StepTimes()
+    for step in range(25):
+        result = hook.after_step(trainer, step, None)
+    expected = {"forward": 2.0, "compute_median": 2.0, "compute_slowest": 6.0, "data_slowest": 0.5}
+    assert result.scalars == {f"seconds/{name}": value for name, value in expected.items()}
+    assert result.words == {"slowest_rank": "1 on b"}
+    (record,) = caplog.records
+    assert "rank 1 on b computes 3.00 times as long" in record.getMessage()

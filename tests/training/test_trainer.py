@@ -12,7 +12,7 @@ import pytest
 import torch
 from datasets_for_tests import write_all
 from safetensors.torch import load_file
-from training_cases import RECIPE, option
+from training_cases import RECIPE, generated, option, rows
 
 from megatron_tape.checkpoint.directories import list_checkpoints
 from megatron_tape.data.samples import GeneratedSamples
@@ -79,15 +79,13 @@ def test_frozen_parameters_are_saved_and_stay_as_they_are(run):
     assert run("part", resume, trains=only("position", "norms"), steps=3) == 0
     before = tensors(begin)
     after = tensors(newest(run.folder / "part"))
-    names = [key.removeprefix("weight/") for key in before if key.startswith("weight/")]
-    for name in names:
-        trained = kind_of(name) in ("position", "norms")
-        assert torch.equal(before[f"weight/{name}"], after[f"weight/{name}"]) != trained
-        assert (f"exp_avg/{name}" in after) == (f"exp_avg_sq/{name}" in after) == trained
-    state = json.loads((newest(run.folder / "part") / "state.json").read_text())
-    assert set(state["frozen"]) == {
-        name for name in names if kind_of(name) not in ("position", "norms")
-    }
+    frozen = json.loads((newest(run.folder / "part") / "state.json").read_text())["frozen"]
+    for key, weight in before.items():
+        kind, _, name = key.partition("/")
+        if kind == "weight":
+            trained = kind_of(name) in ("position", "norms")
+            assert torch.equal(weight, after[key]) != trained
+            assert (f"exp_avg/{name}" in after) == (name not in frozen) == trained
 
 
 @pytest.fixture
@@ -129,10 +127,9 @@ def test_only_trained_parameters_are_saved_and_an_export_merges_them_with_the_fr
     merged = open_weights(newest(lean_run.part))
     saved = tensors(newest(lean_run.part))
     for name in begin.files[0]:
+        expected = begin.read(name)
         if kind_of(name) == "position":
             expected = saved[f"weight/{name}"]
-        else:
-            expected = begin.read(name)
         assert torch.equal(merged.read(name), expected)
 
 
@@ -187,18 +184,13 @@ def test_a_run_that_continues_with_another_batch_size_neither_skips_nor_repeats_
         return take(source, index)
 
     monkeypatch.setattr(GeneratedSamples, "__getitem__", watched)
-    generated = [
-        option("data.prefix", "null"),
-        option("data.generator", "{task: addition, digits: 4}"),
-    ]
-    assert run("batches", *generated, steps=2) == 0
+    assert run("batches", *generated(), steps=2) == 0
     smaller = option("train.global_batch_size", 2)
-    assert run("batches", *generated, smaller, steps=5) == 0
+    assert run("batches", *generated(), smaller, steps=5) == 0
     assert indices == list(range(2 * 4 + 3 * 2))
     state = json.loads((newest(run.folder / "batches") / "state.json").read_text())
     assert state["consumed_samples"] == 14
-    rows = [
-        json.loads(line)
-        for line in (run.folder / "batches" / "metrics.jsonl").read_text().splitlines()
+    logged = rows(run.folder / "batches")
+    assert [row["train/tokens"] for row in logged] == [
+        16 * samples for samples in (4, 8, 10, 12, 14)
     ]
-    assert [row["train/tokens"] for row in rows] == [16 * samples for samples in (4, 8, 10, 12, 14)]
