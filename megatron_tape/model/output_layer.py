@@ -75,13 +75,8 @@ class OutputLayer(ColumnParallelLinear):
             logits_SBV, _ = super().forward(hidden_states, tied_weight)
             return logits_SBV.transpose(0, 1).contiguous()
 
-        weight = tied_weight
-        if weight is None:
-            weight = self.weight
-        z_loss = 0.0
-        if torch.is_grad_enabled():
-            z_loss = self.z_loss
-
+        weight = self.weight if tied_weight is None else tied_weight
+        z_loss = self.z_loss if torch.is_grad_enabled() else 0.0
         loss, losses_BS, z_loss_sum = linear_cross_entropy(
             hidden_states, weight, labels, loss_weights, self.tp_group, self.fused, z_loss=z_loss
         )

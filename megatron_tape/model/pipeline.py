@@ -50,24 +50,21 @@ class Pipeline(nn.Module):
         self._config = copy.copy(config)
         self._config.hidden_size = first.sent_width(1)
         self._config.pipeline_model_parallel_size = groups.pp.size()
-        if len(model_chunks) > 1:
-            self._config.virtual_pipeline_model_parallel_size = len(model_chunks)
-        else:
-            self._config.virtual_pipeline_model_parallel_size = None
         self._config.microbatch_group_size_per_vp_stage = groups.pp.size()
+        is_virtual = len(model_chunks) > 1
+        virtual_size = len(model_chunks) if is_virtual else None
+        self._config.virtual_pipeline_model_parallel_size = virtual_size
         # Two stages can be neighbours in both directions; batched sends would then mix up their
         # tensors.
-        self._config.overlap_p2p_comm = len(model_chunks) > 1
-        self._config.batch_p2p_comm = len(model_chunks) == 1
+        self._config.overlap_p2p_comm = is_virtual
+        self._config.batch_p2p_comm = not is_virtual
         self._config.batch_p2p_sync = False
-        self._config.deallocate_pipeline_outputs = len(model_chunks) == 1
+        self._config.deallocate_pipeline_outputs = not is_virtual
         for chunk in model_chunks:
             chunk.config = self._config
             chunk.model_type = ModelType.encoder_or_decoder
         self._communicator = P2PCommunicator(groups.pp, self._config)
-        self._run = get_forward_backward_func(
-            groups.pp.size(), self._config.virtual_pipeline_model_parallel_size
-        )
+        self._run = get_forward_backward_func(groups.pp.size(), virtual_size)
         self.tied = TiedWeight(self) if self.model_config.tie_embeddings else None
 
     def named_parameters(self, *args, **kwargs) -> Iterator[tuple[str, nn.Parameter]]:
@@ -81,11 +78,9 @@ class Pipeline(nn.Module):
         and return it.
         """
         like = next(self.model_chunks.parameters())
-        name = f"empty_{len(self._parameters)}"
-        self.register_parameter(
-            name, nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))
-        )
-        return self.get_parameter(name)
+        empty = nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))
+        self.register_parameter(f"empty_{len(self._parameters)}", empty)
+        return empty
 
     @property
     def is_first(self) -> bool:
@@ -152,11 +147,13 @@ class Pipeline(nn.Module):
             self._communicator.send_forward(result, chunk.is_last)
         if self.is_last:
             return result
+        shape = ()
         if labels is None:
-            return torch.empty(
-                *tokens.shape, self.model_config.vocab_size, dtype=self.dtype, device=tokens.device
-            )
-        return torch.empty(tokens.shape if settings.get("by_token") else (), device=tokens.device)
+            shape = *tokens.shape, self.model_config.vocab_size
+        elif settings.get("by_token"):
+            shape = tokens.shape
+        dtype = self.dtype if labels is None else torch.float32
+        return torch.empty(shape, dtype=dtype, device=tokens.device)
 
     def token_positions(self, tokens: Tensor, random: np.random.Generator | None = None) -> Tensor:
         """See `LanguageModel.token_positions`."""

@@ -28,8 +28,11 @@ def replicated_parameters(model: torch.nn.Module) -> list[Parameter]:
     """Return the trained parameters whose gradients depend only on the tensor-parallel rank's own
     tokens.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [parameter for parameter in trained if getattr(parameter, "sequence_parallel", False)]
+    return [
+        parameter
+        for parameter in model.parameters()
+        if parameter.requires_grad and getattr(parameter, "sequence_parallel", False)
+    ]
 
 
 def local_gradient(parameter: Parameter, zero_stage: int) -> Tensor | None:
@@ -54,9 +57,8 @@ def sum_over_group(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
     flat = torch.cat([gradient.reshape(-1).float() for gradient in gradients])
     dist.all_reduce(flat, group=group)
     totals = flat.split([gradient.numel() for gradient in gradients])
-    torch._foreach_copy_(
-        gradients, [total.view_as(gradient) for gradient, total in zip(gradients, totals)]
-    )
+    for gradient, total in zip(gradients, totals):
+        gradient.copy_(total.view_as(gradient))
 
 
 @torch.no_grad()
@@ -125,32 +127,33 @@ class ScatteredGradients:
         """Accumulate a parameter's gradient of one micro-batch. DeepSpeed calls this during the
         backward pass.
         """
-        first = self._zero.round_robin_bit16_offsets[group][parameter.param_idx_in_group]
-        self._sum_of(group)[first : first + parameter.numel()].add_(parameter.grad.reshape(-1))
+        self._accumulate(parameter, parameter.grad, group)
         parameter.grad = None
         averages = self._zero.partition_gradients or self._zero.is_gradient_accumulation_boundary()
         if averages and parameter is not self._deferred:
-            self._missing[group].discard(parameter.param_idx_in_group)
-            if not self._missing[group]:
+            missing = self._missing[group]
+            missing.discard(parameter.param_idx_in_group)
+            if not missing:
                 self._scatter(group)
 
     def add_to_deferred(self, gradient: Tensor) -> None:
         """Add a gradient of `deferred` from another pipeline stage, before its group is
         averaged.
         """
-        groups = enumerate(self._zero.bit16_groups)
-        group = next(
-            number for number, parameters in groups if any(p is self._deferred for p in parameters)
-        )
-        first = self._zero.round_robin_bit16_offsets[group][self._deferred.param_idx_in_group]
-        self._sum_of(group)[first : first + self._deferred.numel()].add_(gradient.reshape(-1))
+        for number, parameters in enumerate(self._zero.bit16_groups):
+            if any(parameter is self._deferred for parameter in parameters):
+                self._accumulate(self._deferred, gradient, number)
+
+    def _accumulate(self, parameter: Parameter, gradient: Tensor, group: int) -> None:
+        first = self._zero.round_robin_bit16_offsets[group][parameter.param_idx_in_group]
+        flat = self._sum_of(group)
+        flat[first : first + parameter.numel()].add_(gradient.reshape(-1))
 
     def _sum_of(self, group: int) -> Tensor:
         if group not in self._sums:
+            dtype = torch.float32
             if self._zero.partition_gradients:
                 dtype = self._zero.communication_data_type
-            else:
-                dtype = torch.float32
             self._sums[group] = torch.zeros_like(self._zero.bit16_groups_flat[group], dtype=dtype)
         return self._sums[group]
 

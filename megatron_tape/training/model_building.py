@@ -14,6 +14,7 @@ from megatron_tape.model.lora import add_lora
 from megatron_tape.model.names import EMBEDDING, kind_of
 from megatron_tape.model.pipeline import Pipeline
 from megatron_tape.parallel.layout import ParallelLayout
+from megatron_tape.parallel.partitions import is_sharded
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.run.watch import Watch
 from megatron_tape.text import counted
@@ -41,9 +42,9 @@ def build_model(
     """
     _log_settings(config, layout)
     dtype = dtype_of(config)
-    size = layout.tensor_parallel_size
-    sequence_parallel = config.parallel.uses_sequence_parallel
-    translated = transformer_config(config.model, size, sequence_parallel, dtype)
+    megatron_config = transformer_config(
+        config.model, layout.tensor_parallel_size, config.parallel.uses_sequence_parallel, dtype
+    )
     watch.progress("choosing the attention backend")
     shifted_sparse = config.extension.attention == "shifted_sparse"
     allow_slow = config.train.allow_slow_attention
@@ -51,13 +52,13 @@ def build_model(
     backend = verified_backend(config.model, layout, dtype, shifted_sparse, allow_slow, packed)
     model_config = dataclasses.replace(config.model, attention_backend=backend)
     fused = verified_kernels(config.model, layout, dtype, allow_slow)
+
     model_chunks = []
-    for layers in config.parallel.model_chunks(config.model.num_layers)[
-        layout.pipeline_rank :: layout.pipeline_size
-    ]:
+    every_chunk = config.parallel.model_chunks(config.model.num_layers)
+    for layers in every_chunk[layout.pipeline_rank :: layout.pipeline_size]:
         model = LanguageModel(
             model_config,
-            translated,
+            megatron_config,
             layout.groups,
             layout.device,
             shifted_sparse,
@@ -71,34 +72,32 @@ def build_model(
         model_chunks.append(model)
     if layout.pipeline_size == 1:
         return model_chunks[0]
-    return Pipeline(model_chunks, translated, layout.groups)
+    return Pipeline(model_chunks, megatron_config, layout.groups)
 
 
 def _log_settings(config: RunConfig, layout: ParallelLayout) -> None:
-    ranks = (
-        f"{counted(layout.world_size, 'process', 'processes')}:"
-        f" {config.parallel.describe(layout.world_size)}"
-    )
-    parameters = f"{parameter_count(config.model, config.extension):,}"
-    encoding = config.model.position_encoding
-    logger.info(
-        "building a model of %s parameters, position encoding %s, on %s",
-        parameters,
-        encoding,
-        ranks,
-    )
-    stage = config.deepspeed.zero_stage
     train = config.train
     logger.info(
-        "training with ZeRO %d in %s, recomputation: %s", stage, train.precision, train.recompute
+        "building a model of %s parameters, position encoding %s, on %s: %s",
+        f"{parameter_count(config.model, config.extension):,}",
+        config.model.position_encoding,
+        counted(layout.world_size, "process", "processes"),
+        config.parallel.describe(layout.world_size),
     )
-    if train.precision != "bf16" or layout.device.type != "cpu":
-        return
-    if not any(
-        torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16", "bf16")
-    ):
-        problem = "this CPU has no bf16 instructions, so fp32 is faster"
-        logger.warning("warning: train.precision is bf16, but %s: --train.precision fp32", problem)
+    logger.info(
+        "training with ZeRO %d in %s, recomputation: %s",
+        config.deepspeed.zero_stage,
+        train.precision,
+        train.recompute,
+    )
+    bf16_instructions = {"avx512_bf16", "amx_bf16", "bf16"}
+    supported = {name for name, has in torch.cpu.get_capabilities().items() if has}
+    if train.precision == "bf16" and layout.device.type == "cpu":
+        if not bf16_instructions & supported:
+            logger.warning(
+                "warning: train.precision is bf16, but this CPU has no bf16 instructions, so fp32"
+                " is faster: --train.precision fp32"
+            )
 
 
 def parameter_filter(extension: ExtensionConfig) -> ParameterFilter:
@@ -134,17 +133,17 @@ def parameter_table(model: LanguageModel | Pipeline, layout: ParallelLayout) -> 
     trained: Counter[str] = Counter()
     total: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
-        sharded = getattr(parameter, "tensor_model_parallel", False)
+        numel = parameter.numel()
+        if is_sharded(parameter):
+            numel *= layout.tensor_parallel_size
         for kind in (kind_of(name), "total"):
-            numel = parameter.numel() * (layout.tensor_parallel_size if sharded else 1)
             total[kind] += numel
             trained[kind] += numel * parameter.requires_grad
-    none: Counter[str] = Counter()
-    trained, total = (
-        sum(layout.gather_pipeline_stages(counts), none) for counts in (trained, total)
-    )
+
+    trained = sum(layout.gather_pipeline_stages(trained), Counter())
+    total = sum(layout.gather_pipeline_stages(total), Counter())
     total["total"] = total.pop("total")  # the last row
-    width = max(len(f"{number:,}") for number in total.values())
+    width = len(f"{total['total']:,}")
     lines = [f"{'parameters':<12}{'trained':>{width}}  {'of':>{width}}"]
     lines += [f"{kind:<12}{trained[kind]:>{width},}  {total[kind]:>{width},}" for kind in total]
     return "\n".join(lines)

@@ -26,6 +26,7 @@ from megatron_tape.config.schema import ModelConfig
 from megatron_tape.model.names import MATRICES, kind_of
 from megatron_tape.model.weights import from_megatron, shard, to_megatron, unshard
 from megatron_tape.parallel.layout import ParallelLayout
+from megatron_tape.parallel.partitions import is_sharded
 
 MOMENTUM = 0.95
 """Decay of the momentum in each step."""
@@ -42,14 +43,14 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     Uses Jordan's quintic Newton-Schulz iteration, in the dtype of the matrix.
     """
     a, b, c = COEFFICIENTS
-    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(STEPS):
         gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    if matrix.shape[0] > matrix.shape[1]:
-        return x.T
-    return x
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    return x.T if is_tall else x
 
 
 def is_matrix(name: str) -> bool:
@@ -88,14 +89,16 @@ class Matrices:
         self._layout = layout
         self._dtype = dtype
         self._ranks = zero.dp_process_group
-        of_parameters = {parameter: name for name, parameter in names.items() if is_matrix(name)}
+        matrix_names = {parameter: name for name, parameter in names.items() if is_matrix(name)}
         self._matrices: dict[Tensor, list[Matrix]] = {}
         for flat, group in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups):
-            self._matrices[flat], first = [], 0
+            matrices = []
+            first = 0
             for parameter in group:
-                if parameter in of_parameters:
-                    self._matrices[flat].append(Matrix(of_parameters[parameter], parameter, first))
+                if parameter in matrix_names:
+                    matrices.append(Matrix(matrix_names[parameter], parameter, first))
                 first += parameter.numel()
+            self._matrices[flat] = matrices
 
     def update(self, tensor: Tensor, direction: Tensor) -> Tensor:
         """Return the update of `tensor`, before the learning rate, for its momentum `direction`.
@@ -113,12 +116,10 @@ class Matrices:
             low = max(matrix.first, begin)
             high = min(end, begin + numel)
             if low < high:
-                update = self._orthogonal(
-                    matrix, whole[matrix.first : end].view(matrix.parameter.shape)
-                ).reshape(-1)
-                result[low - begin : high - begin] = update[
-                    low - matrix.first : high - matrix.first
-                ]
+                momentum = whole[matrix.first : end].view(matrix.parameter.shape)
+                update = self._orthogonal(matrix, momentum).reshape(-1)
+                own = update[low - matrix.first : high - matrix.first]
+                result[low - begin : high - begin] = own
         return result.view_as(direction)
 
     def _orthogonal(self, matrix: Matrix, momentum: Tensor) -> Tensor:
@@ -130,19 +131,16 @@ class Matrices:
         size = layout.tensor_parallel_size
         name = matrix.name
         shards = [momentum]
-        if size > 1 and getattr(parameter, "tensor_model_parallel", False):
+        if size > 1 and is_sharded(parameter):
             shards = [torch.empty_like(momentum) for _ in range(size)]
             dist.all_gather(shards, momentum.contiguous(), group=layout.groups.tp)
+
+        updates = {}
         momenta = from_megatron(name, unshard(shards, parameter), self._model_config)
-        updates = {
-            key: 0.2 * math.sqrt(max(x.shape)) * orthogonalize(x) for key, x in momenta.items()
-        }
-        return shard(
-            to_megatron(updates, name, self._model_config),
-            parameter,
-            layout.tensor_parallel_rank,
-            size,
-        )
+        for key, x in momenta.items():
+            updates[key] = 0.2 * math.sqrt(max(x.shape)) * orthogonalize(x)
+        whole = to_megatron(updates, name, self._model_config)
+        return shard(whole, parameter, layout.tensor_parallel_rank, size)
 
 
 class AdamWAndMuon(torch.optim.AdamW):
@@ -155,15 +153,19 @@ class AdamWAndMuon(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure=None):
         groups = self.param_groups
+        of_adamw = []
         for group in groups:
-            for tensor in group["params"] if group.get("muon") else ():
+            if not group.get("muon"):
+                of_adamw.append(group)
+                continue
+            for tensor in group["params"]:
                 if tensor.grad is not None:
                     self._step_of(tensor, group["lr"], group["weight_decay"])
-        self.param_groups = [group for group in groups if not group.get("muon")]
+
+        self.param_groups = of_adamw
         try:
-            if self.param_groups:
-                return super().step()
-            return None
+            if of_adamw:
+                super().step()
         finally:
             self.param_groups = groups
 
@@ -172,7 +174,6 @@ class AdamWAndMuon(torch.optim.AdamW):
         if MOMENTUM_BUFFER not in state:
             state[MOMENTUM_BUFFER] = torch.zeros_like(tensor)
         momentum = state[MOMENTUM_BUFFER].lerp_(tensor.grad, 1 - MOMENTUM)
-        update = self.matrices.update(
-            tensor, tensor.grad.lerp(momentum, MOMENTUM)
-        )  # Nesterov momentum
+        nesterov = tensor.grad.lerp(momentum, MOMENTUM)
+        update = self.matrices.update(tensor, nesterov)
         tensor.mul_(1 - lr * weight_decay).add_(update, alpha=-lr)

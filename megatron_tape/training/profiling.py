@@ -37,27 +37,21 @@ class Profiling(Hook):
     def before_step(self, trainer: Trainer, step: int) -> None:
         if trainer.watch.take_profile_request() and self._active is None:
             self._requested = [step, step + ON_SIGNAL - 1]
-        if (
-            self._requested is None
-            or self._active is not None
-            or trainer.layout.rank not in self._settings.ranks
-        ):
+        if self._requested is None or self._active is not None:
             return
-        if self._requested[0] <= step <= self._requested[1]:
-            self._begin(trainer, step)
+        first, last = self._requested
+        if first <= step <= last and trainer.layout.rank in self._settings.ranks:
+            activities = [ProfilerActivity.CPU]
+            if trainer.layout.device.type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
+            self._active = profile(activities=activities)
+            self._first = step
+            self._active.start()
 
     def after_step(self, trainer: Trainer, step: int, result: StepResult) -> HookResult:
         if self._active is not None and step in (self._requested[1], trainer.config.train.steps):
             self._end(trainer, step)
         return HookResult()
-
-    def _begin(self, trainer: Trainer, step: int) -> None:
-        activities = [ProfilerActivity.CPU]
-        if trainer.layout.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        self._active = profile(activities=activities)
-        self._first = step
-        self._active.start()
 
     def _end(self, trainer: Trainer, step: int) -> None:
         finished = self._active
@@ -70,11 +64,6 @@ class Profiling(Hook):
             directory.mkdir(parents=True, exist_ok=True)
             finished.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:  # a full disk must not end the run
-            logger.warning(
-                "warning: the profile of steps %d to %d cannot be written: %s",
-                self._first,
-                step,
-                error,
-            )
+            logger.warning("warning: the profile %s cannot be written: %s", path, error)
         else:
-            logger.info("wrote the profile of steps %d to %d: %s", self._first, step, path)
+            logger.info("wrote the profile %s", path)
