@@ -17,37 +17,36 @@ from training_cases import run as train
 STEPS = 3
 
 
-def encoding(name):
-    return option("model.position_encoding", name)
-
-
-def recompute(kind):
-    return option("train.recompute", kind)
-
-
 def stages(virtual=1):
     """Two pipeline stages of `virtual` model chunks each, for four layers."""
-    sizes = [
+    return [
+        option("model.num_layers", 4),
+        option("train.micro_batch_size", 1),
         option("parallel.pipeline_model_parallel_size", 2),
         option("parallel.virtual_pipeline_size", virtual),
     ]
-    return [option("model.num_layers", 4), option("train.micro_batch_size", 1), *sizes]
 
 
 def cases(data):
     """Return the settings of each case; ranks left over are data parallel."""
+    full = option("train.recompute", "full")
+    selective = option("train.recompute", "selective")
     bf16 = option("train.precision", "bf16")
     tied = option("model.tie_embeddings", "true")
     without_sequence_parallel = option("parallel.sequence_parallel", "false")
     return {
         "tensor_zero3": [tp(2), zero(3)],
-        "tensor_without_sequence_parallel": [tp(2), without_sequence_parallel, encoding("alibi")],
+        "tensor_without_sequence_parallel": [
+            tp(2),
+            without_sequence_parallel,
+            option("model.position_encoding", "alibi"),
+        ],
         "context_packed_zero2": [cp(2), zero(2), *packed(data)],
-        "tensor_context_recomputed": [tp(2), cp(2), recompute("full")],
-        "stages": [*stages(), cp(2), recompute("full")],
+        "tensor_context_recomputed": [tp(2), cp(2), full],
+        "stages": [*stages(), cp(2), full],
         "virtual_stages_tied": [*stages(virtual=2), tp(2), tied, bf16],
-        "data_bf16_selective": [tp(1), zero(2), bf16, recompute("selective")],
-        "path_selective": [tp(2), zero(1), encoding("path"), recompute("selective")],
+        "data_bf16_selective": [tp(1), zero(2), bf16, selective],
+        "path_selective": [tp(2), zero(1), option("model.position_encoding", "path"), selective],
     }
 
 

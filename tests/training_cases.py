@@ -19,7 +19,7 @@ from megatron_tape.checkpoint.reading import Checkpoint
 from megatron_tape.errors import EXIT_RESTART
 from megatron_tape.model.names import kind_of
 from megatron_tape.model.weights import unshard
-from megatron_tape.training import engine, trainer
+from megatron_tape.training import engine
 from pretrain import train
 
 RECIPE = Path(__file__).parent / "recipes" / "tiny.yaml"
@@ -297,18 +297,6 @@ def spike_runs(folder, prefix):
         until_spike = [option("train.steps", 8), option("checkpoint.interval", 2)]
         run(folder, "spike-rewind", *rewinds, *until_spike, expect=EXIT_RESTART)
         results["spike_rewind"] = resumed_run(folder, "spike-rewind", *rewinds, at=6, **eight)
-    # A rewind done by hand: from the fourth step on, with the data after the sixth.
-    checkpoint = option("checkpoint.resume", f"{folder}/spike-rewind/checkpoints/step-00000004")
-    build = trainer.Trainer._build
-
-    def elsewhere(self):
-        self.samples = 6 * 4
-        build(self)
-
-    with mock.patch.object(trainer.Trainer, "_build", elsewhere):
-        results["rewound"] = run(
-            folder, "rewound", prefix, zero(3), checkpoint, option("train.steps", 8)
-        )
     records = Path(folder, "spike-rewind", "attempts").glob("*/spikes.jsonl")
     results["spike_records"] = [
         json.loads(line) for path in records for line in path.read_text().splitlines()

@@ -18,7 +18,7 @@ from models import (
     whole_weights,
 )
 
-from megatron_tape.model import layers, reference
+from megatron_tape.model import reference
 from megatron_tape.model.shapes import parameter_shapes, whole_shapes
 from megatron_tape.model.weights import from_megatron, load_weights
 from megatron_tape.ops import packing
@@ -215,20 +215,3 @@ def test_frequencies_and_masks_are_computed_once_for_all_layers(monkeypatch):
     for _ in range(2):
         built(random_tokens(), documents=DOCUMENTS)
     assert sorted(made) == ["angles", "mask", "mask"]
-
-
-def test_fixed_phases_need_no_gradient_under_activation_checkpointing(monkeypatch):
-    requires_grad = []
-    enter = layers.LayerEncoding.enter
-
-    def looked_at(self, state, hidden_states):
-        state, positions = enter(self, state, hidden_states)
-        requires_grad.append(positions.z_TBGD.requires_grad)
-        return state, positions
-
-    monkeypatch.setattr(layers.LayerEncoding, "enter", looked_at)
-    for encoding, learned in (("rope", False), ("tape", True)):
-        built, _ = build(small_model(position_encoding=encoding), recompute="full")
-        requires_grad.clear()
-        built(random_tokens(), random_tokens(seed=2)).backward()
-        assert any(requires_grad) is learned and len(requires_grad) == 6

@@ -65,13 +65,16 @@ def test_an_encoding_sends_the_estimated_bytes(results, encoding):
     for layout, sizes in (("tp2_cp1", (2, 1)), ("tp1_cp2", (1, 2))):
         batch = MicroBatchSizes(tokens, tokens // 2, 4, *sizes)
         costs = [declared.costs(i, batch) for i in range(shape["layers"])]
-        of_layers = [(found.sent_forward, found.sent_backward) for found in costs]
-        for direction, counted in zip(("forward", "backward"), zip(*of_layers)):
-            numbers = (
-                results["numbers"][f"{name}_{layout}"][direction] for name in (encoding, "rope")
+        estimates = {
+            "forward": sum(cost.sent_forward for cost in costs),
+            "backward": sum(cost.sent_backward for cost in costs),
+        }
+        for direction, estimate in estimates.items():
+            sent, by_rope = (
+                sum(results["numbers"][f"{name}_{layout}"][direction].values())
+                for name in (encoding, "rope")
             )
-            sent, by_rope = (sum(collectives.values()) for collectives in numbers)
-            assert 4 * (sent - by_rope) == sum(counted) > 0
+            assert 4 * (sent - by_rope) == estimate > 0
 
 
 @pytest.mark.parametrize("encoding", tensor_parallel_cases.COUNTED)
@@ -81,13 +84,6 @@ def test_context_ranks_send_the_estimated_bytes(results, encoding):
     numbers = results["numbers"][f"{encoding}_tp1_cp2"]
     sent = sum(numbers[direction]["alltoall_base_"] for direction in ("forward", "backward"))
     assert communication(plan)[CONTEXT, ALL_TO_ALL] == 4 * sent
-
-
-@pytest.mark.parametrize("cp", [1, 2])
-def test_under_zero_3_each_rank_initializes_its_partition_of_the_same_weights(results, cp):
-    result = results["partitions"][cp]
-    assert len(result["names"]) > 50 and result["fraction"] == pytest.approx(1 / 2, abs=0.01)
-    assert not result["wrong"] and not result["whole"] and not result["wrong_in_engine"]
 
 
 @pytest.mark.parametrize("name", (*TOYS, *BUILT_IN))

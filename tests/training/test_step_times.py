@@ -52,21 +52,6 @@ def test_only_the_waiting_for_items_is_counted_and_an_error_ends_its_phase():
     assert received == [0, 1, 2] and clock.read() == {"data": 3.0}
 
 
-def test_marks_are_added_up_before_they_are_too_many_but_never_within_a_phase():
-    clock, move = clock_and_move()
-    for _ in range(3):
-        with clock.phase("forward"):
-            move(1)
-    with clock.phase("forward"):
-        clock.add_up()
-        assert len(clock._marks) == 7
-        move(1)
-    clock.add_up(9)
-    assert len(clock._marks) == 8
-    clock.add_up(8)
-    assert clock._marks == [] and clock.read() == {"forward": 4.0}
-
-
 def gathered(value):
     """Return the values of two ranks, of which the second takes three times as long."""
     if isinstance(value, str):

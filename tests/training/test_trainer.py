@@ -2,11 +2,8 @@
 layouts.
 """
 
-import errno
 import json
-import os
 import shutil
-import stat
 
 import pytest
 import torch
@@ -47,20 +44,6 @@ def only(*kinds):
 
 
 POSITION = only("position")
-
-
-def test_a_run_saves_and_resumes_on_a_file_system_that_cannot_sync_directories(run, monkeypatch):
-    fsync = os.fsync
-
-    def fails(descriptor):
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "Invalid argument")
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fails)
-    assert run("run", "--checkpoint.interval=1", "--checkpoint.keep=1") == 0
-    assert run("run", "--checkpoint.interval=1", "--checkpoint.keep=1", steps=3) == 0
-    assert [step for step, _ in list_checkpoints(run.folder / "run" / "checkpoints")] == [3]
 
 
 def tensors(checkpoint):

@@ -87,12 +87,6 @@ def test_evaluation_tasks_agree_under_every_layout_and_do_not_change_training(eq
     by_task = [{name.split("/")[1] for name in found} for found in alone]
     every = {"perplexity", "context_gain", "addition"}
     assert by_task == [set(), every, set(), every]
-    losses = [
-        found[f"evaluation/perplexity/loss/b/{length}"]
-        for length in (5, 12)
-        for found in (alone[1], alone[3])
-    ]
-    assert losses[1] < losses[0] and losses[3] < losses[2], "the model learns"
 
 
 def of_tasks(row):
