@@ -13,24 +13,24 @@ from megatron_tape.config.train import AverageSettings
 from megatron_tape.parallel.deepspeed_patches import average_and_scatter
 from megatron_tape.training.engine import Engine
 
-CASES = [(1, stage, what, "fp32") for stage in (1, 2, 3) for what in ("loss", "spike")]
-CASES += [(1, stage, "gradient", "bf16") for stage in (1, 2, 3)]
+CASES = [(1, zero_stage, what, "fp32") for zero_stage in (1, 2, 3) for what in ("loss", "spike")]
+CASES += [(1, zero_stage, "gradient", "bf16") for zero_stage in (1, 2, 3)]
 CASES += [(2, 1, "loss", "fp32"), (2, 3, "spike", "fp32")]
-CASES += [(2, stage, "replicated", "fp32") for stage in (1, 3)]
+CASES += [(2, zero_stage, "replicated", "fp32") for zero_stage in (1, 3)]
 """Tensor-parallel size, ZeRO stage, what is bad, and precision."""
 
 
-def name_of(tp, stage, what, precision):
-    return f"tp{tp}_zero{stage}_{what}_{precision}"
+def name_of(tp, zero_stage, what, precision):
+    return f"tp{tp}_zero{zero_stage}_{what}_{precision}"
 
 
-def engine(tp, stage, precision, clip_grad=1.0, **zero):
+def engine(tp, zero_stage, precision, clip_grad=1.0, **zero):
     changes = {f"deepspeed__{key}": value for key, value in zero.items()}
     config = make_alone(
         small_model(),
         optimizer__clip_grad=clip_grad,
         parallel__tensor_model_parallel_size=tp,
-        deepspeed__zero_stage=stage,
+        deepspeed__zero_stage=zero_stage,
         train__global_batch_size=4 // tp,
         train__precision=precision,
         train__average=AverageSettings(kind="ema", decay=0.5),
@@ -60,8 +60,8 @@ REPLICATED = "layers.1.input_layernorm.weight"
 """A parameter that every tensor-parallel rank holds whole."""
 
 
-def trial(tp, stage, what, precision):
-    e = engine(tp, stage, precision)
+def trial(tp, zero_stage, what, precision):
+    e = engine(tp, zero_stage, precision)
     e.train_step(batches(e, 0), 1e-2)
     before = weights(e)
     rank = dist.get_rank()
@@ -101,11 +101,11 @@ GRADIENTS = {
 """By parameter, the value of its gradient on each rank in each of two micro-batches."""
 
 
-def averaged(stage, **zero):
+def averaged(zero_stage, **zero):
     """Return ZeRO's reduction of GRADIENTS, times 2: the sum over both ranks and micro-batches if
     nothing is lost.
     """
-    e = engine(1, stage, "bf16", clip_grad=0.0, **zero)
+    e = engine(1, zero_stage, "bf16", clip_grad=0.0, **zero)
     names = [f"layers.0.{name}" for name in GRADIENTS]
     for name, of_ranks in zip(names, GRADIENTS.values()):
         left = iter(of_ranks[dist.get_rank()])
@@ -122,11 +122,11 @@ SHARES = {
 """The same for replicated parameters, for which each rank processes half of the tokens."""
 
 
-def summed(stage):
+def summed(zero_stage):
     """Return two tensor-parallel ranks' reduction of SHARES, and the norm of a step's gradient
     before it.
     """
-    e = engine(2, stage, "bf16", clip_grad=0.0)
+    e = engine(2, zero_stage, "bf16", clip_grad=0.0)
     norm = e.train_step(batches(e, 1), 0.0).grad_norm
     before = weights(e)
     for name, of_ranks in SHARES.items():
@@ -141,11 +141,11 @@ def summed(stage):
     return {"norm": norm, "sums": [moment[[0, -1]].tolist() for moment in moments]}
 
 
-def overlapped(stage):
+def overlapped(zero_stage):
     """Return whether two steps with and without `overlap_comm` give the same weights."""
     states = []
     for overlap in (False, True):
-        e = engine(1, stage, "bf16", overlap_comm=overlap, reduce_bucket_size=3000)
+        e = engine(1, zero_stage, "bf16", overlap_comm=overlap, reduce_bucket_size=3000)
         for seed in (0, 1):
             e.train_step(batches(e, seed), 1e-2)
         assert e.deepspeed_engine.zero_overlap_comm() == overlap
@@ -170,11 +170,13 @@ def scattered():
 def main(folder):
     assert os.environ["WORLD_SIZE"] == "2"
     results = {name_of(*case): trial(*case) for case in CASES}
-    for stage in (1, 2, 3):
-        results[f"summed_zero{stage}"] = summed(stage)
-        results[f"averaged_zero{stage}"] = averaged(stage)
-        results[f"averaged_zero{stage}_bf16"] = averaged(stage, communication_precision="bf16")
-        results[f"overlapped_zero{stage}"] = overlapped(stage)
+    for zero_stage in (1, 2, 3):
+        results[f"summed_zero{zero_stage}"] = summed(zero_stage)
+        results[f"averaged_zero{zero_stage}"] = averaged(zero_stage)
+        results[f"averaged_zero{zero_stage}_bf16"] = averaged(
+            zero_stage, communication_precision="bf16"
+        )
+        results[f"overlapped_zero{zero_stage}"] = overlapped(zero_stage)
     outcome = torch.tensor(scattered()).int()
     dist.all_reduce(outcome, op=dist.ReduceOp.MIN)
     results["scattered"] = bool(outcome)

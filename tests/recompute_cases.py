@@ -42,7 +42,7 @@ def cases():
             yield name, 3, "fp32", trained, ("selective",)
 
 
-def step(name, stage, precision, trained, recompute):
+def step(name, zero_stage, precision, trained, recompute):
     """Return the loss of a step of two micro-batches, and this rank's shard of each trained
     parameter's gradient.
     """
@@ -52,14 +52,14 @@ def step(name, stage, precision, trained, recompute):
         settings, recompute=recompute, dtype=dtype, lora=LORA if trained == "lora" else None
     )
     freeze_parameters(model, TRAINED[trained])
-    changes = {"deepspeed__zero_stage": stage, "train__precision": precision}
+    changes = {"deepspeed__zero_stage": zero_stage, "train__precision": precision}
     sizes = {"train__global_batch_size": 8, "train__micro_batch_size": 2}
     engine = Engine(model, make_alone(settings, **changes, **sizes), layout)
     gradients = {}
 
     def look():
         for name, parameter in engine.trained.items():
-            part = local_gradient(parameter, stage)
+            part = local_gradient(parameter, zero_stage)
             gradients[name] = None if part is None else part.detach().clone()
 
     engine.before_update = look
@@ -108,6 +108,6 @@ def main(folder):
     with registered():
         for *case, kinds in cases():
             for recompute, of_ranks in differences(*case, kinds=kinds).items():
-                name, stage, precision, trained = case
-                found[f"{name}_zero{stage}_{precision}_{trained}_{recompute}"] = of_ranks
+                name, zero_stage, precision, trained = case
+                found[f"{name}_zero{zero_stage}_{precision}_{trained}_{recompute}"] = of_ranks
     return found

@@ -137,8 +137,8 @@ def cp(size):
     return option("parallel.context_parallel_size", size)
 
 
-def zero(stage):
-    return option("deepspeed.zero_stage", stage)
+def zero(zero_stage):
+    return option("deepspeed.zero_stage", zero_stage)
 
 
 @contextlib.contextmanager
@@ -322,9 +322,9 @@ def checksums(folder, name, step):
 def resumed_runs(folder, data):
     prefix = option("data.prefix", f"{data}/a")
     results = {}
-    for tensor_size, stage in RESUMED:
-        name = f"tp{tensor_size}_zero{stage}"
-        results[name] = resumed_run(folder, name, prefix, tp(tensor_size), zero(stage))
+    for tensor_size, zero_stage in RESUMED:
+        name = f"tp{tensor_size}_zero{zero_stage}"
+        results[name] = resumed_run(folder, name, prefix, tp(tensor_size), zero(zero_stage))
     bf16 = [prefix, zero(2), option("train.precision", "bf16"), AVERAGE]
     in_background = [option("checkpoint.asynchronous", "true"), option("checkpoint.writers", 2)]
     results["bf16"] = resumed_run(folder, "bf16", *bf16, *in_background)

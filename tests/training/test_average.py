@@ -51,12 +51,16 @@ def batches(seed):
     return [random_batch(seed)]
 
 
-@pytest.mark.parametrize("stage, precision", [(1, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")])
-def test_the_average_is_that_of_the_fp32_weights_and_evaluating_it_changes_no_bit(stage, precision):
+@pytest.mark.parametrize(
+    "zero_stage, precision", [(1, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")]
+)
+def test_the_average_is_that_of_the_fp32_weights_and_evaluating_it_changes_no_bit(
+    zero_stage, precision
+):
     setting = AverageSettings(kind="ema", decay=0.5)
     config = make_alone(
         small_model(),
-        deepspeed__zero_stage=stage,
+        deepspeed__zero_stage=zero_stage,
         deepspeed__reduce_bucket_size=3000,
         train__steps=STEPS,
         train__precision=precision,

@@ -37,9 +37,9 @@ def test_gradients_of_replicated_parameters_are_summed_in_fp32_over_the_ranks_th
     assert summed["norm"] == pytest.approx(results["summed_zero1"]["norm"], rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_gradients_are_averaged_in_bf16_on_request(results, stage):
-    over_ranks, _ = results[f"averaged_zero{stage}_bf16"]
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_gradients_are_averaged_in_bf16_on_request(results, zero_stage):
+    over_ranks, _ = results[f"averaged_zero{zero_stage}_bf16"]
     assert over_ranks == pytest.approx([1, 1], rel=1e-6)
 
 
@@ -47,6 +47,6 @@ def test_zero_3_averages_and_partitions_gradients_as_deepspeed_does(results):
     assert results["scattered"]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_overlapping_communication_changes_no_weight(results, stage):
-    assert results[f"overlapped_zero{stage}"]
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_overlapping_communication_changes_no_weight(results, zero_stage):
+    assert results[f"overlapped_zero{zero_stage}"]

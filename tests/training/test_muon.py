@@ -37,13 +37,13 @@ def test_orthogonalization_in_bf16_equals_torchs():
     torch.testing.assert_close(orthogonalize(matrix.bfloat16()), theirs, rtol=0.02, atol=0.01)
 
 
-def of_run(stage, kind="muon"):
+def of_run(zero_stage, kind="muon"):
     config = make_alone(
         MODEL,
         optimizer__kind=kind,
         optimizer__weight_decay=DECAY,
         optimizer__clip_grad=0.0,
-        deepspeed__zero_stage=stage,
+        deepspeed__zero_stage=zero_stage,
         deepspeed__reduce_bucket_size=3000,
     )
     model, layout = build(MODEL)
@@ -58,9 +58,9 @@ def unsharded_weights(state, names):
     return parts
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_matrices_get_the_updates_of_torchs_muon(stage, monkeypatch):
-    engine = of_run(stage)
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_matrices_get_the_updates_of_torchs_muon(zero_stage, monkeypatch):
+    engine = of_run(zero_stage)
     names = [name for name in engine.names if kind_of(name) in MATRICES]
     start = unsharded_weights(engine.training_state(), names)
     theirs = {name: weight.clone().requires_grad_() for name, weight in start.items()}

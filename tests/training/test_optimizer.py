@@ -80,12 +80,12 @@ def test_the_attribute_decay_of_a_parameter_overrides_the_default():
     assert values_by_name(built, weight_decay_of={"position.up_proj": 0.2})[still][0] == 0.2
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_updates_equal_torchs_adamw_with_clipped_gradients(stage):
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_updates_equal_torchs_adamw_with_clipped_gradients(zero_stage):
     config = make_alone(
         small_model(),
         optimizer__clip_grad=0.3,
-        deepspeed__zero_stage=stage,
+        deepspeed__zero_stage=zero_stage,
         train__global_batch_size=2,
     )
     (plain, layout), (model, _) = build(config.model), build(config.model)
@@ -115,8 +115,8 @@ def test_updates_equal_torchs_adamw_with_clipped_gradients(stage):
         )
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_each_kind_decays_at_its_own_rate(stage):
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_each_kind_decays_at_its_own_rate(zero_stage):
     decay = {"position": 0.0, "norms": 0.2, "embeddings": 0.3}
     scale = {"embeddings": 2.0, "norms": 0.5}
     config = make_alone(
@@ -124,7 +124,7 @@ def test_each_kind_decays_at_its_own_rate(stage):
         optimizer__weight_decay=0.1,
         optimizer__weight_decay_of=decay,
         optimizer__lr_scale_of=scale,
-        deepspeed__zero_stage=stage,
+        deepspeed__zero_stage=zero_stage,
     )
     model, layout = build(config.model)
     engine = Engine(model, config, layout)

@@ -59,9 +59,9 @@ def test_models_on_four_processes_that_share_sequences_equal_one_process(equal):
         assert_equal(result)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_every_zero_stage_is_the_same_on_one_process(equal, stage):
-    assert_equals_one_process(equal, 1, f"tp1_cp1_zero{stage}")
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_every_zero_stage_is_the_same_on_one_process(equal, zero_stage):
+    assert_equals_one_process(equal, 1, f"tp1_cp1_zero{zero_stage}")
 
 
 @pytest.mark.parametrize(
