@@ -39,15 +39,9 @@ class Partitioning:
     """Offset of the parameter's first element."""
     numel: int
     per_rank: int
-    padded: bool = False
-    """Whether the flat tensor contains only this parameter, and padding up to a multiple of the
-    number of ranks.
-    """
 
     def numel_on(self, rank: int) -> int:
-        """Return the number of elements that a rank sends, padding included."""
-        if self.padded:
-            return self.per_rank
+        """Return the number of elements on a rank, without padding."""
         begin = max(self.first, rank * self.per_rank)
         end = min(self.first + self.numel, (rank + 1) * self.per_rank)
         return max(0, end - begin)
@@ -69,8 +63,7 @@ def partitionings(zero_optimizer, parameters: dict[str, Parameter]) -> dict[str,
     """Return how DeepSpeed's optimizer has partitioned each of `parameters`, by name."""
     if not isinstance(zero_optimizer, DeepSpeedZeroOptimizer):  # ZeRO 3
         return {
-            name: Partitioning(0, p.ds_numel, p.partition_numel(), True)
-            for name, p in parameters.items()
+            name: Partitioning(0, p.ds_numel, p.partition_numel()) for name, p in parameters.items()
         }
     names = {parameter: name for name, parameter in parameters.items()}
     by_name = {}
@@ -133,8 +126,8 @@ def gather_to_owners(
         for shard in batch:
             count = shard.partitioning.numel_on(group.rank())
             if count:
-                local = shard.local().flatten().to(device, torch.float32)
-                to_send[shard.owner].append(F.pad(local, (0, count - len(local))))
+                local = shard.local().flatten()[:count]
+                to_send[shard.owner].append(local.to(device, torch.float32))
         sent = torch.cat([torch.empty(0, device=device), *itertools.chain(*to_send)])
         sizes = [sum(map(len, tensors)) for tensors in to_send]
 
@@ -146,8 +139,7 @@ def gather_to_owners(
 
         by_rank = [part.split(row) for part, row in zip(received.split(received_sizes), counts)]
         for shard, pieces in zip(owned, zip(*by_rank)):
-            whole = torch.cat(pieces)[: shard.partitioning.numel]
-            yield shard.key, whole.view(shard.shape)
+            yield shard.key, torch.cat(pieces).view(shard.shape)
 
 
 def _batches(shards: list[Shard]) -> list[list[Shard]]:
