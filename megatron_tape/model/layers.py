@@ -285,10 +285,10 @@ class LayerEncoding(torch.nn.Module):
         if self.record_norms:
             with torch.no_grad():
                 after = new.float()
-                before = state.float()
-                squares = [x.square().sum((0, 1, 3)) for x in (after, after - before)]
-                count = squares[0].new_full(squares[0].shape, after.numel() / 2 / after.shape[2])
-                self.norms = torch.stack([*squares, count])
+                squares = after.square().sum((0, 1, 3))
+                update_squares = (after - state.float()).square().sum((0, 1, 3))
+                count = torch.full_like(squares, after.numel() / 2 / after.shape[2])
+                self.norms = torch.stack([squares, update_squares, count])
         return new
 
 

@@ -75,24 +75,19 @@ def skip_updates(
     DeepSpeed has a hook between the computation of the norm and the update.
     """
     zero.loss_scaler.update_scale = lambda overflow: None
-    has_group_norms = isinstance(
-        zero, stage3.DeepSpeedZeroOptimizer_Stage3
-    )  # one norm per parameter group
+    # ZeRO 3 computes one norm per parameter group.
+    has_group_norms = isinstance(zero, stage3.DeepSpeedZeroOptimizer_Stage3)
     name = "_get_norm_groups" if has_group_norms else "scaled_global_norm"
     compute_norm = getattr(zero, name)
 
     def norm_or_infinity() -> Tensor | list[Tensor]:
         computed = compute_norm()
-        if has_group_norms:
-            norm = combine_grad_norm_groups(computed)
-        else:
-            norm = computed
+        norm = combine_grad_norm_groups(computed) if has_group_norms else computed
         if not should_skip(float(norm)):
             return computed
+
         infinite = torch.full_like(norm, math.inf)
-        if has_group_norms:
-            return [*computed, infinite]
-        return infinite
+        return [*computed, infinite] if has_group_norms else infinite
 
     setattr(zero, name, norm_or_infinity)
 
@@ -148,22 +143,25 @@ def average_and_scatter(
     partitions of the last ranks may be shorter or empty.
     """
     ranks = group.size()
-    rank = group.rank()
     sizes = [-(-tensor.numel() // ranks) for tensor in tensors]
     # Row r holds the partitions of all tensors that rank r receives.
     rows = tensors[0].new_empty(ranks, sum(sizes))
-    lengths = []
     for tensor, size, columns in zip(tensors, sizes, rows.split(sizes, dim=1)):
-        full_rows, remainder = divmod(tensor.numel(), size)
         flat = tensor.view(-1)
+        full_rows, remainder = divmod(tensor.numel(), size)
         columns[:full_rows] = flat[: full_rows * size].view(full_rows, size)
         if remainder:
             columns[full_rows, :remainder] = flat[full_rows * size :]
-        lengths.append(min(size, max(0, tensor.numel() - rank * size)))
     rows.div_(ranks)
+
+    own = rows[group.rank()]
     with waiting():
-        dist.reduce_scatter_tensor(rows[rank], rows.view(-1), group=group)
-    return [partition[:length] for partition, length in zip(rows[rank].split(sizes), lengths)]
+        dist.reduce_scatter_tensor(own, rows.view(-1), group=group)
+    averages = []
+    for tensor, size, partition in zip(tensors, sizes, own.split(sizes)):
+        length = tensor.numel() - group.rank() * size
+        averages.append(partition[: max(0, length)])
+    return averages
 
 
 def _wait(
@@ -174,9 +172,8 @@ def _wait(
         return
     with waiting():
         handle.allgather_handle.wait()
-    gathered = handle.partitions[
-        0
-    ]._base  # the whole buffer: for each rank, its partitions of all parameters
+    # The whole buffer: for each rank, its partitions of all parameters.
+    gathered = handle.partitions[0]._base
     rows = gathered.view(handle.world_size, -1)
     first = 0
     for parameter in handle.params:

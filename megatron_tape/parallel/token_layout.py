@@ -141,7 +141,8 @@ class TokenLayout:
         """
         if self.sequence_shards == 1:
             return x_sBN
-        by_tensor_rank = self._divisible(x_sBN.unflatten(2, (self.model_group.size(), -1)), 3)
+        by_tensor_rank = x_sBN.unflatten(2, (self.model_group.size(), -1))
+        by_tensor_rank = self._divisible(by_tensor_rank, 3)
         by_rank = by_tensor_rank.unflatten(3, (self.context_shards, -1)).movedim((3, 2), (0, 1))
         return all_to_all(self.sequence_group, by_rank.flatten(0, 1).contiguous()).flatten(0, 1)
 
@@ -153,10 +154,10 @@ class TokenLayout:
         """
         if self.sequence_shards == 1:
             return x_SBn
-        by_rank = all_to_all(
-            self.sequence_group, x_SBn.unflatten(0, (self.sequence_shards, -1)).contiguous()
-        )
-        return by_rank.unflatten(0, (self.context_shards, -1)).movedim((1, 0), (2, 3)).flatten(2, 4)
+        by_rank = x_SBn.unflatten(0, (self.sequence_shards, -1)).contiguous()
+        received = all_to_all(self.sequence_group, by_rank)
+        by_group = received.unflatten(0, (self.context_shards, -1)).movedim((1, 0), (2, 3))
+        return by_group.flatten(2, 4)
 
     def enter_attention(self, *tensors_cBm: Tensor) -> tuple[Tensor, ...]:
         """Convert queries, keys and values from (c, B, m, D) to (S, B, n, D) in one all-to-all over
@@ -164,12 +165,12 @@ class TokenLayout:
         """
         if self.context_shards == 1:
             return tensors_cBm
-        by_rank = [
-            self._divisible(x, 2).unflatten(2, (self.context_shards, -1)).movedim(2, 0)
-            for x in tensors_cBm
-        ]
-        together = all_to_all(self.context_group, torch.cat(by_rank, dim=3)).flatten(0, 1)
-        return together.split([x.shape[3] for x in by_rank], dim=2)
+        by_rank = []
+        for x in tensors_cBm:
+            divisible = self._divisible(x, 2)
+            by_rank.append(divisible.unflatten(2, (self.context_shards, -1)).movedim(2, 0))
+        received = all_to_all(self.context_group, torch.cat(by_rank, dim=3)).flatten(0, 1)
+        return received.split([x.shape[3] for x in by_rank], dim=2)
 
     def leave_attention(self, x_SBn: Tensor) -> Tensor:
         """Convert the output of attention from (S, B, n, D) to (c, B, m, D) in an all-to-all over
@@ -177,10 +178,9 @@ class TokenLayout:
         """
         if self.context_shards == 1:
             return x_SBn
-        by_rank = all_to_all(
-            self.context_group, x_SBn.unflatten(0, (self.context_shards, -1)).contiguous()
-        )
-        return by_rank.movedim(0, 2).flatten(2, 3)
+        by_rank = x_SBn.unflatten(0, (self.context_shards, -1)).contiguous()
+        received = all_to_all(self.context_group, by_rank)
+        return received.movedim(0, 2).flatten(2, 3)
 
     @property
     def data_shards(self) -> int:

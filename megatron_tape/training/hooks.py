@@ -227,11 +227,11 @@ class GradientNorms(Hook):
                 gradients[kind_of(name)].append(gradient)
 
         sums = torch.zeros(2, len(KINDS), dtype=torch.float64, device=layout.device)
-        for number, of_kind in enumerate(gradients.values()):
+        for column, of_kind in enumerate(gradients.values()):
             if of_kind:
-                norms = torch.stack(torch._foreach_norm(of_kind)).to(layout.device, torch.float64)
-                sums[0, number] = norms.square().sum()
-                sums[1, number] = len(of_kind)
+                norms = torch.stack(torch._foreach_norm(of_kind))
+                sums[0, column] = norms.to(layout.device, torch.float64).square().sum()
+                sums[1, column] = len(of_kind)
         self._squares = sums
 
 
@@ -256,12 +256,12 @@ class PositionNorms(Hook):
             return HookResult()
 
         scalars = {}
-        by_layer = _position_norms(trainer.model)
+        norms = _position_norms(trainer.model)
         for column, name in enumerate(("state_norm", "update_norm")):
-            values = {layer: norms[column] for layer, norms in by_layer.items()}
+            values = [of_layer[column] for of_layer in norms.values()]
             if values:
-                scalars[f"position/{name}"] = math.hypot(*values.values()) / math.sqrt(len(values))
-            for layer, value in values.items():
+                scalars[f"position/{name}"] = math.hypot(*values) / math.sqrt(len(values))
+            for layer, value in zip(norms, values):
                 scalars[f"position/{name}/layer_{layer:02d}"] = value
         return HookResult(scalars)
 
@@ -287,8 +287,9 @@ def _position_norms(model: LanguageModel | Pipeline) -> dict[int, list[float]]:
     zeros = torch.zeros(3, model.model_config.query_groups, device=next(model.parameters()).device)
     totals = torch.stack([local.get(layer, zeros) for layer in layers])
     dist.all_reduce(totals)
-    squares, updates, counts = totals.sum(-1).T
-    return dict(zip(layers, torch.stack([squares / counts, updates / counts], 1).sqrt().tolist()))
+    squares, update_squares, counts = totals.sum(-1).T
+    norms = torch.stack([squares / counts, update_squares / counts], dim=1).sqrt()
+    return dict(zip(layers, norms.tolist()))
 
 
 HOOKS: dict[str, Callable[[], Hook]] = {
