@@ -28,7 +28,7 @@ from typing_extensions import TypedDict
 from megatron_tape.checkpoint.directories import checkpointed_step
 from megatron_tape.errors import StaleAttempt, UserError
 from megatron_tape.io.files import remove, sync_directory, write_whole
-from megatron_tape.io.records import read_record, read_small, write_record
+from megatron_tape.io.records import read_record, write_record
 from megatron_tape.parallel.launcher import environment_number
 
 ATTEMPT_VARIABLE = "TAPE_ATTEMPT"
@@ -38,8 +38,8 @@ RECORDS = 32
 """Maximum number of ranks, in addition to rank 0, that record how they ended. Most others would
 repeat the error.
 """
-STOP_BYTES = 1000
-"""Maximum number of bytes of a reason to stop that are read."""
+STOP_CHARACTERS = 1000
+"""Maximum number of characters of a reason to stop that are shown."""
 
 FINISHED = "finished"
 INTERRUPTED = "interrupted"
@@ -175,6 +175,7 @@ class Attempt:
         attempts = Path(run_directory) / "attempts"
         root = Path(checkpoint_directory)
         checkpointed_step(root)
+
         attempts.mkdir(parents=True, exist_ok=True)
         root.mkdir(parents=True, exist_ok=True)
         while True:
@@ -186,13 +187,15 @@ class Attempt:
                 break
             except FileExistsError:
                 time.sleep(0.05)
-        for earlier in sorted(set(_numbers(root, ".attempt-"))):
+
+        for earlier in sorted(_numbers(root, ".attempt-")):
             if earlier < number:
                 _revoke(root / f".attempt-{earlier:06d}")
         sync_directory(root)
         for revoked in root.glob(".revoked-*"):
             with contextlib.suppress(OSError):
                 remove(revoked)
+
         started = {
             "attempt": number,
             "started": time.time(),
@@ -220,13 +223,11 @@ class Attempt:
 
         Raises UserError if the run has no such attempt, or if it cannot be read.
         """
-        fix = (
-            "unset it, so that the run starts an attempt itself, or start the program with a script"
-            " in slurm/"
-        )
+        fix = "unset it, so that the run starts an attempt itself, or use a script in slurm/"
         number = environment_number(ATTEMPT_VARIABLE, 0, least=1, most=999_999, fix=fix)
         if number == 0:
             return None
+
         attempt = cls.open(run_directory, checkpoint_directory, number)
         if not os.path.isdir(attempt.directory):  # also false if the file system fails
             problem = f"is {number}, but {attempt.directory} is not a directory or cannot be read"
@@ -244,11 +245,10 @@ class Attempt:
 
     def lost_ownership(self) -> StaleAttempt:
         """Return the error that says that this attempt no longer owns the run."""
-        why = (
-            f"a newer attempt has taken over this run, or {self.home} was removed or is no longer"
-            " mounted"
+        return StaleAttempt(
+            f"attempt {self.number} ends: a newer attempt has taken over this run, or {self.home}"
+            " was removed or is no longer mounted"
         )
-        return StaleAttempt(f"attempt {self.number} ends: {why}")
 
     def leave(self) -> None:
         """Remove the staging directory. Call it when all ranks have finished writing."""
@@ -292,17 +292,19 @@ class Attempt:
         RECORDS ranks write a record.
         """
         path = self.directory / f"rank-{rank:05d}.json"
-        if not path.exists() and (
-            rank == 0 or len(list(self.directory.glob("rank-*.json"))) < RECORDS
-        ):
-            end = {
-                "rank": rank,
-                "outcome": outcome,
-                "message": message,
-                "detail": detail,
-                "time": time.time(),
-            }
-            write_record(path, end | {"bad_nodes": list(bad_nodes)})
+        recorded = len(list(self.directory.glob("rank-*.json")))
+        if path.exists() or (rank != 0 and recorded >= RECORDS):
+            return
+
+        end = {
+            "rank": rank,
+            "outcome": outcome,
+            "message": message,
+            "detail": detail,
+            "time": time.time(),
+            "bad_nodes": list(bad_nodes),
+        }
+        write_record(path, end)
 
 
 def stop_reason(directory: Path) -> str | None:
@@ -310,12 +312,10 @@ def stop_reason(directory: Path) -> str | None:
     not asked.
     """
     try:
-        reason = read_small(directory / "stop", STOP_BYTES).decode(errors="replace")
+        reason = (directory / "stop").read_text(errors="replace")
     except FileNotFoundError:
         return None
-    except ValueError:  # The file cannot be read, but its existence is a request to stop.
-        reason = ""
-    return " ".join(reason.split()) or "a request to stop"
+    return " ".join(reason.split())[:STOP_CHARACTERS] or "a request to stop"
 
 
 def read_skipped_data(checkpoint_directory: Path) -> SkippedData | None:

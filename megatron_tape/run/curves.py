@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from array import array
+import statistics
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from typing_extensions import TypedDict
 
 from megatron_tape.errors import FileError
@@ -37,41 +35,35 @@ class _Row(TypedDict):
     step: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class Curve:
     """The logged values of a metric by step; for long runs, an evenly spaced subset of them."""
 
-    steps: array = field(default_factory=lambda: array("d"))
-    values: array = field(default_factory=lambda: array("d"))
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
     last: tuple[int, float] | None = None
     """The last logged step and its value, even if the subset does not contain it."""
-    _count: int = 0
-    _every: int = 1
 
-    def add(self, step: int, value: float) -> None:
-        """Add the value of the next logged step."""
-        if self._count % self._every == 0:
-            self.steps.append(step)
-            self.values.append(value)
-        self._count = self._count + 1
-        self.last = (step, value)
-        if len(self.steps) > MOST_POINTS:
-            self._every = 2 * self._every
-            self.steps = self.steps[::2]
-            self.values = self.values[::2]
+    @classmethod
+    def thinned(cls, points: list[tuple[int, float]]) -> Curve:
+        """Return the curve of the points (step, value), of which at most MOST_POINTS are kept."""
+        last = points[-1]
+        while len(points) > MOST_POINTS:
+            points = points[::2]
+        return cls([step for step, _ in points], [value for _, value in points], last)
 
     @property
     def median(self) -> float | None:
-        if self.values:
-            return float(np.median(self.values))
-        return None
+        if not self.values:
+            return None
+        return statistics.median(self.values)
 
     @property
     def recent(self) -> float | None:
         """Mean of the last twentieth of the points."""
-        if self.values:
-            return float(np.mean(self.values[-max(1, len(self.values) // 20) :]))
-        return None
+        if not self.values:
+            return None
+        return statistics.fmean(self.values[-max(1, len(self.values) // 20) :])
 
 
 @dataclass(frozen=True)
@@ -94,26 +86,24 @@ def read_run(path: Path) -> Run:
     """Read the settings and metrics of the run in the directory `path`. Raises FileError or
     OSError.
     """
+    settings: dict[str, dict[str, Any]] = {}
     if (path / SETTINGS).exists():
         settings = read_yaml(path / SETTINGS, dict[str, dict[str, Any]])
-    else:
-        settings = {}
+
     file = path / METRICS
-    curves = defaultdict(Curve)
-    row = {}
+    points = defaultdict(list)
+    row: dict[str, float] = {}
     for number, line in enumerate(read_lines(file), 1):
         if not line.endswith(b"\n"):
             break  # The run is still writing this line.
         try:
-            row = parse_record(line, _Row)
+            values = parse_record(line, _Row)
         except ValueError as error:
             raise FileError(str(file), f"cannot be used: line {number}: {error}") from None
-        row = {
-            key: value
-            for key, value in row.items()
-            if type(value) in (int, float) and math.isfinite(value)
-        }
+        row = {key: value for key, value in values.items() if type(value) in (int, float)}
         for key, value in row.items():
             if key in METRICS_READ or key.startswith(DURING):
-                curves[key].add(row["step"], value)
-    return Run(settings, dict(curves), row)
+                points[key].append((row["step"], value))
+
+    curves = {key: Curve.thinned(logged) for key, logged in points.items()}
+    return Run(settings, curves, row)

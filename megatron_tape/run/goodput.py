@@ -19,6 +19,8 @@ BETWEEN = "between attempts"
 OTHER = "other"
 KINDS = (KEPT, REPEATED, SAVES, EVALUATION, START, STALLS, BETWEEN, OTHER)
 """Uses of a run's time, in the order in which programs show them."""
+_USES = {TRAINING: KEPT, "saving": SAVES, "waiting to save": SAVES}
+"""The uses of phases in the heartbeat; all others are evaluations."""
 
 
 def seconds_by_kind(
@@ -31,68 +33,67 @@ def seconds_by_kind(
     assumed to take equally long.
     """
     totals = dict.fromkeys(KINDS, 0.0)
-    next_start = oldest = float("inf")
-    """Start of the next attempt, and the earliest step that a later attempt continued from."""
-    for attempt in reversed([attempt for attempt in attempts if "started" in attempt.facts]):
+    # The start of the next attempt, and the earliest step that a later attempt continued from.
+    next_start = float("inf")
+    oldest_step = float("inf")
+    for attempt in reversed(attempts):
+        if "started" not in attempt.facts:
+            continue
         started = attempt.facts["started"]
-        if attempt.ended is not None:
-            ended = attempt.ended
-        else:
-            ended = attempt.heartbeat.get("time", started)
+        beat = attempt.heartbeat
+        ended = attempt.ended
+        if ended is None:
+            ended = beat.get("time", started)
         ended = max(started, min(ended, next_start))
-        for kind, seconds in _of_attempt(attempt, ended, oldest).items():
+
+        for kind, seconds in _of_attempt(attempt, ended, oldest_step).items():
             totals[kind] += seconds
         totals[BETWEEN] += max(0.0, min(next_start, until or ended) - ended)
-        oldest = min(oldest, attempt.heartbeat.get("from_step", oldest))
+
+        oldest_step = min(oldest_step, beat.get("from_step", oldest_step))
         next_start = started
         until = started
     return totals
 
 
-def _of_attempt(attempt: AttemptRecord, ended: float, oldest: float) -> dict[str, float]:
+def _of_attempt(attempt: AttemptRecord, ended: float, oldest_step: float) -> dict[str, float]:
     """Return the seconds by use of an attempt that ended at the time `ended`.
 
-    Later attempts continued from step `oldest`, and repeated the steps after it.
+    Later attempts continued from `oldest_step`, and repeated the steps after it.
     """
     started = attempt.facts["started"]
     beat = attempt.heartbeat
     seconds = dict.fromkeys(KINDS, 0.0)
     idle = max(0.0, ended - max(started, beat.get("since", ended)))
-    limit = beat.get("hang_timeout")
-    stalled = attempt.outcome == HUNG or (limit is not None and idle > limit)
+    limit = beat.get("hang_timeout") or float("inf")
+    stalled = attempt.outcome == HUNG or idle > limit
     if stalled:
         seconds[STALLS] = idle
+
+    busy = ended - started - seconds[STALLS]
     if "began" not in beat:
-        seconds[START] = ended - started - seconds[STALLS]
+        seconds[START] = busy
         return seconds
-    seconds[START] = min(max(0.0, beat["began"] - started), ended - started - seconds[STALLS])
+
+    seconds[START] = min(max(0.0, beat["began"] - started), busy)
     phases = dict(beat.get("phases", {}))
     if not stalled:
         phases[beat["phase"]] = phases.get(beat["phase"], 0.0) + idle
     for phase, duration in phases.items():
-        seconds[_kind(phase)] += max(0.0, duration)
+        seconds[_USES.get(phase, EVALUATION)] += max(0.0, duration)
+
     first = beat.get("from_step", 0)
     last = beat.get("step") or 0
+    kept = 0.0
     if last > first:
-        kept = max(0, min(last, oldest) - first) / (last - first)
-    else:
-        kept = 0
-    seconds |= {KEPT: kept * seconds[KEPT], REPEATED: (1 - kept) * seconds[KEPT]}
+        kept = max(0, min(last, oldest_step) - first) / (last - first)
+    seconds[REPEATED] = (1 - kept) * seconds[KEPT]
+    seconds[KEPT] *= kept
     seconds[OTHER] = max(0.0, ended - started - sum(seconds.values()))
     return seconds
-
-
-def _kind(phase: str) -> str:
-    if phase == TRAINING:
-        return KEPT
-    if phase in ("saving", "waiting to save"):
-        return SAVES
-    return EVALUATION
 
 
 def shares(seconds: dict[str, float]) -> dict[str, float]:
     """Return each use's fraction of the total time. Uses below 0.05 % are left out."""
     total = sum(seconds.values())
-    return {
-        kind: part / total for kind, part in seconds.items() if total > 0 and part / total >= 0.0005
-    }
+    return {kind: part / total for kind, part in seconds.items() if part > 0.0005 * total}

@@ -4,6 +4,7 @@ start another.
 
 import contextlib
 import logging
+import signal
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,7 +13,6 @@ from typing import Any
 
 from megatron_tape.checkpoint.directories import checkpointed_step
 from megatron_tape.errors import CheckpointError, FileError
-from megatron_tape.io.files import written_at
 from megatron_tape.io.records import RECORD_BYTES, parse_record, read_record, read_small
 from megatron_tape.run.attempts import (
     FAILED,
@@ -76,11 +76,6 @@ class AttemptRecord:
     """Unix time at which the last rank recorded its end."""
 
     @property
-    def lost_peer(self) -> bool:
-        """Whether ranks only failed because they lost another rank, which recorded no error."""
-        return self.outcome == FAILED and _is_lost_peer(self.message)
-
-    @property
     def crashed(self) -> bool:
         """Whether the attempt failed or disappeared, except after a warning from the scheduler.
 
@@ -106,22 +101,24 @@ def crash_loop(attempts: list[AttemptRecord], step: int, job: str | None) -> str
     of_job = [attempt for attempt in attempts if attempt.facts.get("job") == job]
     for limit, verb in ((CRASH_LIMIT, "crashed"), (IDLE_LIMIT, "ended")):
         last = of_job[-limit:]
-        counts = len(last) == limit and (
-            limit == IDLE_LIMIT or all(attempt.crashed for attempt in last)
-        )
-        if counts and step <= last[0].facts.get("checkpoint_step", 0):
+        if len(last) < limit or step > last[0].facts.get("checkpoint_step", 0):
+            continue
+        if limit == IDLE_LIMIT or all(attempt.crashed for attempt in last):
             return f"{limit} attempts in a row {verb} without a checkpoint beyond step {step}"
     return None
 
 
 def decide(
-    run_directory: str | Path, checkpoint_directory: str | Path, number: int
+    run_directory: str | Path,
+    checkpoint_directory: str | Path,
+    number: int,
+    exit_status: int = 0,
 ) -> tuple[str, str]:
     """Return the verdict on attempt `number`, which has ended, and its reason in one sentence; see
     `Verdict`.
 
-    The verdict depends on the records of the run, since launchers' exit codes are unreliable after
-    signals.
+    The verdict depends on the records of the run. `exit_status` is that of the launcher, which is
+    above 128 if a signal ended a process. It appears in the reason.
     """
     attempts = read_attempts(run_directory)
     attempt = next((record for record in attempts if record.number == number), None)
@@ -132,32 +129,29 @@ def decide(
         return "done", attempt.message
     if attempt.outcome == REFUSED:
         return "stop", attempt.message
+
     try:
         step = checkpointed_step(checkpoint_directory)
     except CheckpointError as error:
         return "stop", str(error)
+
     if attempts[-1].number > number:
         return "stop", f"attempt {attempts[-1].number} has taken over this run"
+
     ended = last_error(attempt)
+    if attempt.crashed and exit_status > 128:
+        with contextlib.suppress(ValueError):
+            ended += f" (a process was ended by {signal.Signals(exit_status - 128).name})"
     if loop := crash_loop(attempts, step, attempt.facts.get("job")):
         return "stop", f"{loop}; the last: {ended}"
-    if not attempt.crashed:
-        return "again", f"{ended}; the newest checkpoint is of step {step}"
     return "again", f"{ended}; continuing from the checkpoint of step {step}"
 
 
 def last_error(attempt: AttemptRecord) -> str:
     """Return one sentence about how an attempt ended that did not finish the run."""
     if not attempt.crashed:
-        return (
-            attempt.message
-            or f"{attempt.stop_reason} came before the first step, or left no time to save"
-        )
-    if attempt.lost_peer:
-        return (
-            f"a rank was killed or its node was lost, without an error; rank {attempt.rank} lost"
-            " its connection"
-        )
+        too_early = f"{attempt.stop_reason} came before the first step, or left no time to save"
+        return attempt.message or too_early
     if attempt.outcome is None:
         return f"attempt {attempt.number} was killed or its node was lost, without an error"
     if attempt.outcome == UNREADY:
@@ -172,24 +166,18 @@ def queue_state(job: str | None) -> str | None:
     """
     if job is None:
         return None
+
+    command = ["squeue", "--noheader", "--jobs", job, "--format", "%T"]
     try:
-        answer = subprocess.run(
-            ["squeue", "--noheader", "--jobs", job, "--format", "%T"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-        )
-    except (
-        OSError,
-        ValueError,
-        subprocess.TimeoutExpired,
-    ):  # ValueError: the job's id contains a null byte
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, ValueError, subprocess.TimeoutExpired):  # ValueError: a null byte in the id
         return None
-    if answer.returncode != 0:
-        if "Invalid job id" in answer.stderr:
-            return ""
-        return None
-    return answer.stdout.strip()
+
+    if answer.returncode == 0:
+        return answer.stdout.strip()
+    if "Invalid job id" in answer.stderr:
+        return ""
+    return None
 
 
 def nodes_to_exclude(attempt: AttemptRecord) -> list[str]:
@@ -203,19 +191,21 @@ def nodes_to_exclude(attempt: AttemptRecord) -> list[str]:
     return bad
 
 
+_URGENCY = {FINISHED: 0, REFUSED: 1, UNREADY: 2, HUNG: 3, FAILED: 3, STALE: 4, INTERRUPTED: 5}
+"""The end of a rank with the lowest number decides. Among equals, the first one caused the others:
+a rank records its error before it exits, and only then the others lose their connection to it.
+"""
+
+
 def _read(directory: Path, number: int) -> AttemptRecord:
-    paths = sorted(directory.glob("rank-*.json"))
-    dated_ends = [(end, _written_at(path)) for path in paths if (end := _read_advisory(path, End))]
-    order = {FINISHED: 0, REFUSED: 1, UNREADY: 2, HUNG: 3, FAILED: 3, STALE: 4, INTERRUPTED: 5}
+    ends: list[tuple[End, float]] = []
+    for path in directory.glob("rank-*.json"):
+        if end := _read_advisory(path, End):
+            ends.append((end, _written_at(path)))
+    # The clocks of two nodes differ, so the file system's clock comes before the recorded time.
+    ends.sort(key=lambda item: (_URGENCY[item[0]["outcome"]], item[1], item[0]["time"]))
+    first: Any = ends[0][0] if ends else {}
 
-    def urgency(dated_end: tuple[End, float]) -> tuple:
-        end, written = dated_end
-        # The clocks of two nodes differ, so the file system's clock comes first.
-        return order[end["outcome"]], _is_lost_peer(end["message"]), written, end["time"]
-
-    # The first record after sorting is the cause; other ranks failed as a consequence.
-    ends = [end for end, _ in sorted(dated_ends, key=urgency)]
-    first = ends[0] if ends else {}
     return AttemptRecord(
         number=number,
         facts=_read_advisory(directory / "attempt.json", Facts),
@@ -229,7 +219,7 @@ def _read(directory: Path, number: int) -> AttemptRecord:
         heartbeat=_read_advisory(directory / "heartbeat.json", Heartbeat),
         claimed_at=_written_at(directory / "attempt.json"),
         beaten_at=_written_at(directory / "heartbeat.json"),
-        ended=max((end["time"] for end in ends), default=None),
+        ended=max((end["time"] for end, _ in ends), default=None),
         spikes=tuple(_read_spikes(directory / SPIKES)),
     )
 
@@ -237,7 +227,9 @@ def _read(directory: Path, number: int) -> AttemptRecord:
 def _written_at(path: Path) -> float:
     """Return when a file was written, by the file system's clock, or 0 if it is missing."""
     try:
-        return written_at(path)
+        # Opened, since a network file system may return old attributes otherwise.
+        with open(path, "rb"):
+            return path.stat().st_mtime
     except FileNotFoundError:
         return 0.0
 
@@ -246,45 +238,16 @@ def _read_spikes(path: Path) -> Iterator[Spike]:
     """Yield the spikes in `spikes.jsonl`. Skips invalid lines, since a run may still be writing the
     file.
     """
-    try:
-        lines = read_small(path, RECORD_BYTES >> 6).splitlines()
-    except FileNotFoundError:
-        return
-    except ValueError as error:
-        logger.warning("warning: %s: %s", path, error)
-        return
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            yield parse_record(line, Spike)
+    if path.exists():
+        for line in read_small(path, RECORD_BYTES).splitlines():
+            with contextlib.suppress(ValueError):
+                yield parse_record(line, Spike)
 
 
-LOST_PEER_PHRASES = (
-    # gloo and sockets; NCCL also quotes errors of sockets
-    "Connection closed by",
-    "Connection reset by peer",
-    "Broken pipe",
-    # NCCL: another process has ended, or this communicator was aborted for this reason
-    "remote process exited or there was a network error",
-    "ncclRemoteError",
-    "NCCL communicator was aborted",
-    "Watchdog caught collective operation timeout",
-    # torch's store, which rank 0 hosts
-    "Connection was likely closed",
-    "recvValue failed",
-    "sendBytes failed",
-)
-"""Phrases in errors that are caused by the loss of another rank. ncclSystemError is not one of
-them, since this rank itself may have caused it."""
-
-
-def _is_lost_peer(message: str) -> bool:
-    return any(phrase in message for phrase in LOST_PEER_PHRASES)
-
-
-def _read_advisory(path: Path, shape: Any) -> dict[str, Any]:
+def _read_advisory(path: Path, shape: Any) -> Any:
     """Read a record, or return {} if it is missing. An invalid record is ignored with a warning."""
     try:
-        return read_record(path, shape, RECORD_BYTES >> 6)
+        return read_record(path, shape, RECORD_BYTES)
     except FileNotFoundError:
         return {}
     except ValueError as error:

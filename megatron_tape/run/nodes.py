@@ -17,7 +17,6 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.stages import prefixes_of, stages_of
 from megatron_tape.io.files import BLOCKS, fingerprint, write_whole
 from megatron_tape.io.versions import toolchain, versions
-from megatron_tape.parallel.launcher import restart_count
 from megatron_tape.text import byte_size
 
 PACKAGES = ("torch", "megatron-core", "deepspeed", "triton")
@@ -46,19 +45,18 @@ def inputs(config: RunConfig) -> list[str]:
     files = [
         prefix + suffix for prefix in prefixes_of(stages_of(config)) for suffix in (".idx", ".bin")
     ]
-    if config.data.examples is not None:
-        examples = config.data.examples
+    if (examples := config.data.examples) is not None:
         files += [path for path in (examples.path, examples.validation) if path is not None]
+
     # A continued run reads the tokenizer of its checkpoint, which has checksums and is shared by
     # all nodes.
-    if saved_tokenizer_directory(config):
-        tokenizer = None
-    else:
-        tokenizer = config.data.tokenizer
-    if tokenizer is not None and Path(tokenizer).is_dir():
-        files += sorted(str(path) for path in Path(tokenizer).iterdir() if path.is_file())
-    elif tokenizer is not None:
-        files.append(tokenizer)
+    tokenizer = config.data.tokenizer
+    if tokenizer is not None and saved_tokenizer_directory(config) is None:
+        directory = Path(tokenizer)
+        if directory.is_dir():
+            files += sorted(str(path) for path in directory.iterdir() if path.is_file())
+        else:
+            files.append(tokenizer)
     return files
 
 
@@ -72,21 +70,18 @@ def node_facts(config: RunConfig, home: Path | None, code: str) -> dict[str, Any
             directory.
         code: a digest of the code that this node runs.
     """
-    facts: dict[str, Any] = {
-        "versions": versions(PACKAGES) | toolchain() | {"code": code},
-        "data": {},
-        "directory": None,
-    }
     files = inputs(config)
     blocks = min(BLOCKS, max(2, BLOCKS_OF_ALL // max(1, len(files))))
+    data = {}
     for path in files:
         try:
-            facts["data"][path] = fingerprint(path, blocks)
+            data[path] = fingerprint(path, blocks)
         except OSError as error:
-            facts["data"][path] = f"not readable ({error.strerror})"
-    if home is not None:
-        facts["directory"] = _directory_facts(home)
-    return facts
+            data[path] = f"not readable ({error.strerror})"
+
+    directory = None if home is None else _directory_facts(home)
+    all_versions = versions(PACKAGES) | toolchain() | {"code": code}
+    return {"versions": all_versions, "data": data, "directory": directory}
 
 
 def _directory_facts(home: Path) -> dict[str, Any]:
@@ -95,47 +90,35 @@ def _directory_facts(home: Path) -> dict[str, Any]:
     Returns `token`, the name of the file as `wrote`, and `error`; each may be None.
     """
     name = f"preflight-{os.uname().nodename}-{os.getpid()}"
-    facts = {"token": None, "error": None, "wrote": None}
     try:
-        facts["token"] = (home / "preflight").read_text(encoding="utf-8")
+        token = (home / "preflight").read_text(encoding="utf-8")
         write_whole(home / name, [b"here\n"], durable=False)
-        facts["wrote"] = name
     except OSError as error:
-        facts["error"] = f"{error.strerror}: {error.filename}"
-    return facts
+        return {"token": None, "error": f"{error.strerror}: {error.filename}", "wrote": None}
+    return {"token": token, "error": None, "wrote": name}
 
 
 def differences(nodes: dict[str, dict[str, Any]]) -> list[Problem]:
     """Return a problem for each version or input file that differs from that of most nodes, or
-    cannot be read.
-
-    `nodes` are the facts of all nodes by name. Without a majority, the node to exclude changes with
-    every restart.
+    cannot be read. `nodes` are the facts of all nodes by name.
     """
     problems = []
     for kind in ("versions", "data"):
         for key in {key: None for facts in nodes.values() for key in facts[kind]}:
             values = {node: facts[kind].get(key, "absent") for node, facts in nodes.items()}
-            counts = Counter(values.values())
-            tied = [value for value, count in counts.items() if count == max(counts.values())]
-            expected = tied[restart_count() % len(tied)]
-            unreadable = [
-                node for node, value in values.items() if value.startswith("not readable")
-            ]
-            if kind == "data" and unreadable:
-                problem = f"{', '.join(unreadable)}: {key} is {values[unreadable[0]]}"
-                problems.append(Problem(problem, tuple(unreadable)))
+            unreadable = [node for node in nodes if values[node].startswith("not readable")]
+            if unreadable:
+                sentence = f"{', '.join(unreadable)}: {key} is {values[unreadable[0]]}"
+                problems.append(Problem(sentence, tuple(unreadable)))
                 continue
-            different = [node for node, value in values.items() if value != expected]
+
+            expected = Counter(values.values()).most_common(1)[0][0]
+            different = [node for node in nodes if values[node] != expected]
             if different:
-                other = next(node for node, value in values.items() if value == expected)
-                if kind == "data":
-                    fix = f"copy the file from {other}"
-                else:
-                    fix = "install the same version on all nodes"
+                like_most = next(node for node in nodes if values[node] == expected)
                 sentence = (
                     f"{', '.join(different)}: {key} is {values[different[0]]}, but {expected} on"
-                    f" {other}; {fix}"
+                    f" {like_most}; make them the same on all nodes"
                 )
                 problems.append(Problem(sentence, tuple(different)))
     return problems
@@ -164,25 +147,24 @@ def directory_problems(
     without_token = [node for node, facts in nodes.items() if facts["directory"]["token"] != token]
     # If no other node shares the directory, it is on a local disk, which is a mistake in the
     # settings.
-    local = len(without_token) > 1 and len(without_token) == len(nodes) - 1
+    is_local = len(without_token) > 1 and len(without_token) == len(nodes) - 1
     for node, facts in nodes.items():
         directory = facts["directory"]
         if directory["error"] is not None:
+            sentence = f"cannot be read and written ({directory['error']})"
+        elif node in without_token or not (home / directory["wrote"]).is_file():
             sentence = (
-                f"{node}: checkpoint.directory {root} cannot be read and written"
-                f" ({directory['error']})"
+                "is not the directory of this name on rank 0's node; set it to a directory on a"
+                " shared file system"
             )
-            problems.append(Problem(sentence, (node,), local))
-        elif directory["token"] != token or not (home / directory["wrote"]).is_file():
-            fix = "set it to a directory on a shared file system"
-            sentence = (
-                f"{node}: checkpoint.directory {root} is not the directory of this name on rank 0's"
-                f" node; {fix}"
-            )
-            problems.append(Problem(sentence, (node,), local))
-    needed = (1 if len(list_checkpoints(root)) >= keep else 2) * checkpoint_bytes
+        else:
+            continue
+        where = f"{node}: checkpoint.directory {root}"
+        problems.append(Problem(f"{where} {sentence}", (node,), is_local))
+
+    has_all = len(list_checkpoints(root)) >= keep
     free = shutil.disk_usage(root).free
-    if free < needed:
+    if free < checkpoint_bytes or (free < 2 * checkpoint_bytes and not has_all):
         sentence = (
             f"checkpoint.directory {root} has {byte_size(free)} of free space, but two checkpoints"
             f" need {byte_size(2 * checkpoint_bytes)}; free some space, or set another directory"
@@ -201,20 +183,20 @@ def gpu_problems(
     about `needed` bytes. If every GPU is too small, the settings are a mistake.
     """
     problems = []
-    too_small = all(device["total"] < needed for devices in gpus.values() for device in devices)
-    for node, devices in gpus.items():
-        if len(devices) < expected:
+    all_too_small = all(gpu["total"] < needed for of_node in gpus.values() for gpu in of_node)
+    for node, of_node in gpus.items():
+        if len(of_node) < expected:
             sentence = (
-                f"{node}: torch finds {len(devices)} of the {expected} GPUs that the job has on"
+                f"{node}: torch finds {len(of_node)} of the {expected} GPUs that the job has on"
                 " this node"
             )
             problems.append(Problem(sentence, (node,)))
-        for index, device in enumerate(devices):
-            if device["total"] < needed:
+        for index, gpu in enumerate(of_node):
+            if gpu["total"] < needed:
                 sentence = (
-                    f"{node}: GPU {index} ({device['name']}) has {byte_size(device['total'])}, and"
-                    f" the run needs about {byte_size(needed)}; `python -m pretrain.estimate` shows"
+                    f"{node}: GPU {index} ({gpu['name']}) has {byte_size(gpu['total'])}, and the"
+                    f" run needs about {byte_size(needed)}; `python -m pretrain.estimate` shows"
                     " what uses the memory"
                 )
-                problems.append(Problem(sentence, (node,), too_small))
+                problems.append(Problem(sentence, (node,), all_too_small))
     return problems

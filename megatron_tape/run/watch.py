@@ -18,16 +18,9 @@ import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from megatron_tape.errors import FileError
 from megatron_tape.io.files import write_whole
 from megatron_tape.parallel.launcher import local_rank
-from megatron_tape.run.attempts import (
-    HUNG,
-    STALE,
-    TRAINING,
-    Attempt,
-    stop_reason,
-)
+from megatron_tape.run.attempts import HUNG, STALE, TRAINING, Attempt, stop_reason
 
 POLL_SECONDS = 1.0
 OWNER_SECONDS = 5.0
@@ -53,6 +46,9 @@ STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 PROFILE_SIGNAL = signal.SIGUSR2
 CTRL_C = "Ctrl-C"
 """The reason to stop after SIGINT."""
+CTRL_C_MESSAGE = (
+    b"\nCtrl-C: saving a checkpoint after this step; press Ctrl-C again to end at once\n"
+)
 
 
 def longest_wait(hang_timeout: float | None) -> float | None:
@@ -89,27 +85,27 @@ class Watch:
         """
         self.done = False
         """Whether all ranks have finished writing. The run may then lose its directory."""
+        self.attempt: Attempt | None = None
+        """The attempt that is watched, or None before `attach`."""
+        self._rank = 0
         self._hang_timeout = longest_wait(hang_timeout)
         self._training_hang_timeout = hang_timeout
-        self._attempt: Attempt | None = None
-        self._rank = 0
-        self._facts: dict[str, Any] = {"phase": "starting", "step": None}
+        self._phase = "starting"
+        self._step: int | None = None
+        self._since = time.monotonic()
         self._begun: dict[str, float] = {}
         self._phases: dict[str, float] | None = None
         """Seconds by phase since training began."""
-        self._since = time.monotonic()
         self._ended = threading.Event()
         self._profile_requested = False
-        self._handlers = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
-        self._handlers[PROFILE_SIGNAL] = signal.signal(PROFILE_SIGNAL, self._on_profile_signal)
-        if (
-            signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
-        ):  # ignored by background jobs of a script
-            self._handlers[signal.SIGINT] = signal.signal(signal.SIGINT, self._on_interrupt)
 
-    @property
-    def attempt(self) -> Attempt | None:
-        return self._attempt
+        handlers = dict.fromkeys(STOP_SIGNALS, self._on_signal)
+        handlers[PROFILE_SIGNAL] = self._on_profile_signal
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in a script's background
+            handlers[signal.SIGINT] = self._on_interrupt
+        self._previous = {
+            number: signal.signal(number, handler) for number, handler in handlers.items()
+        }
 
     def _on_signal(self, number: int, frame: object) -> None:
         self.stop = self.stop or signal.Signals(number).name
@@ -122,11 +118,7 @@ class Watch:
             # The signal may have interrupted a print, so do not call print. Ctrl-C may have ended a
             # `tee` of stderr.
             with contextlib.suppress(OSError):
-                os.write(
-                    2,
-                    b"\nCtrl-C: saving a checkpoint after this step; press Ctrl-C again to end at"
-                    b" once\n",
-                )
+                os.write(2, CTRL_C_MESSAGE)
 
     def _on_profile_signal(self, number: int, frame: object) -> None:
         self._profile_requested = True
@@ -139,7 +131,7 @@ class Watch:
 
     def attach(self, attempt: Attempt, rank: int) -> None:
         """Start the thread that watches the attempt and, on rank 0, writes its heartbeat."""
-        self._attempt = attempt
+        self.attempt = attempt
         self._rank = rank
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
@@ -147,13 +139,16 @@ class Watch:
         """Report progress: the process begins `phase`, such as `saving`, in step `step` (None: the
         previous one).
         """
-        previous = self._facts["phase"]
         now = time.monotonic()
         if self._phases is not None:
-            self._phases[previous] = self._phases.get(previous, 0.0) + now - self._since
-        self._facts = {"phase": phase, "step": self._facts["step"] if step is None else step}
+            seconds = self._phases.get(self._phase, 0.0)
+            self._phases[self._phase] = seconds + now - self._since
+        self._phase = phase
+        if step is not None:
+            self._step = step
         self._since = now
-        if self._attempt is not None and self._hang_timeout is not None:
+
+        if self.attempt is not None and self._hang_timeout is not None:
             # The watchdog thread cannot run if a hung thread holds the GIL. This timer does not
             # need the GIL.
             faulthandler.dump_traceback_later(self._hang_timeout + 4 * GRACE_SECONDS, exit=True)
@@ -175,7 +170,7 @@ class Watch:
         """Stop watching, and restore the previous signal handlers."""
         self._ended.set()
         faulthandler.cancel_dump_traceback_later()
-        for number, handler in self._handlers.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def record_end(
@@ -186,80 +181,82 @@ class Watch:
         bad_nodes: Iterable[str] = (),
     ) -> None:
         """Record how this rank ended, with the traceback of `error`; see `Attempt.record_end`."""
-        if error is None:
-            detail = ""
-        else:
+        if self.attempt is None:
+            return
+
+        detail = ""
+        if error is not None:
             detail = "".join(traceback.format_exception(error))
-        if self._attempt is not None:
-            with contextlib.suppress(OSError):
-                self._attempt.record_end(self._rank, outcome, message, detail, bad_nodes)
-                if self._rank == 0:
-                    self._beat()
+        with contextlib.suppress(OSError):
+            self.attempt.record_end(self._rank, outcome, message, detail, bad_nodes)
+            if self._rank == 0:
+                self._beat()
 
     def _watch(self) -> None:
-        owner_seen = beaten = float("-inf")
-        first = local_rank() == 0
-        owner_seconds = OWNER_SECONDS if first else OWNER_SECONDS_OF_OTHERS
+        owner_seconds = OWNER_SECONDS if local_rank() == 0 else OWNER_SECONDS_OF_OTHERS
+        checked_owner = float("-inf")
+        beaten = float("-inf")
         while not self._ended.wait(POLL_SECONDS):
             now = time.monotonic()
             # A full disk or a temporary error of the file system must not end the run.
             with contextlib.suppress(OSError):
-                if now - owner_seen >= owner_seconds:
-                    if not self._attempt.is_owner() and not self.done:
-                        self._leave(STALE, EXIT_STALE, str(self._attempt.lost_ownership()))
-                    owner_seen = now
+                if now - checked_owner >= owner_seconds:
+                    if not self.attempt.is_owner() and not self.done:
+                        self._leave(STALE, EXIT_STALE, str(self.attempt.lost_ownership()))
+                    checked_owner = now
+
+                # Only rank 0 reads requests to stop, since all ranks exchange `stop` after every
+                # step.
                 if self._rank == 0:
-                    # Only rank 0 reads requests to stop, since all ranks exchange `stop` after
-                    # every step. Do not assign None: a signal may have set `stop` in the meantime.
-                    if reason := stop_reason(self._attempt.directory):
-                        self.stop = self.stop or reason
-                    elif (
-                        not self._attempt.directory.is_dir()
-                    ):  # The run may still be able to save a checkpoint.
-                        self.stop = self.stop or f"the loss of {self._attempt.directory}"
+                    self._read_stop_request()
                     if now - beaten >= OWNER_SECONDS:
                         beaten = now
                         self._beat()
+
             if self._hang_timeout is not None and now - self._since > self._hang_timeout:
                 self._hang()
 
+    def _read_stop_request(self) -> None:
+        reason = stop_reason(self.attempt.directory)
+        if reason is None and not self.attempt.directory.is_dir():
+            # The run may still be able to save a checkpoint.
+            reason = f"the loss of {self.attempt.directory}"
+        if reason is not None:
+            self.stop = self.stop or reason
+
     def _beat(self) -> None:
-        since = time.time() - (time.monotonic() - self._since)
-        facts = {**self._facts, **self._begun}
+        facts: dict[str, Any] = {"phase": self._phase, "step": self._step, **self._begun}
         if self._phases is not None:
-            facts["phases"] = {
-                phase: round(seconds, 3) for phase, seconds in self._phases.copy().items()
-            }
-        self._attempt.heartbeat(since=since, hang_timeout=self._hang_timeout, **facts)
+            # Copied, since the main thread may add a phase meanwhile.
+            phases = self._phases.copy()
+            facts["phases"] = {phase: round(seconds, 3) for phase, seconds in phases.items()}
+        since = time.time() - (time.monotonic() - self._since)
+        self.attempt.heartbeat(since=since, hang_timeout=self._hang_timeout, **facts)
 
     def _hang(self) -> None:
-        where = f"{self._facts['phase']} (step {self._facts['step']})"
-        with (
-            contextlib.suppress(OSError, FileError),
-            tempfile.TemporaryFile("w+", encoding="utf-8") as file,
-        ):
-            file.write(
-                f"rank {self._rank} on {os.uname().nodename}, pid {os.getpid()}, while {where}\n"
-            )
+        node = os.uname().nodename
+        where = f"{self._phase} (step {self._step})"
+        with contextlib.suppress(OSError), tempfile.TemporaryFile("w+", encoding="utf-8") as file:
+            file.write(f"rank {self._rank} on {node}, pid {os.getpid()}, while {where}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
             # All ranks of a node append to the same file, each with a single write.
-            path = self._attempt.directory / f"stacks-{os.uname().nodename}.txt"
-            with open(path, "ab", buffering=0) as stacks:
+            with open(self.attempt.directory / f"stacks-{node}.txt", "ab", buffering=0) as stacks:
                 stacks.write(f"{file.read()}\n".encode())
                 os.fsync(stacks.fileno())
+
         with contextlib.suppress(Exception):  # the rank must exit in any case
             self._dump_collectives()
+
         # When this rank exits, the launcher ends the others, which must have written their stacks
         # by then.
         time.sleep(GRACE_SECONDS)
-        self._leave(
-            HUNG,
-            EXIT_HUNG,
+        message = (
             f"no progress for {self._hang_timeout:g} s (train.hang_timeout) while {where}; the"
-            f" Python stacks and last collectives of all ranks are in {self._attempt.directory}",
+            f" Python stacks and last collectives of all ranks are in {self.attempt.directory}"
         )
+        self._leave(HUNG, EXIT_HUNG, message)
 
     def _dump_collectives(self) -> None:
         """Write this rank's last collectives, from PyTorch's flight recorder, to the attempt's
@@ -277,12 +274,12 @@ class Watch:
 
             trace = dump()
             if trace and json.loads(trace).get("entries"):
-                path = self._attempt.directory / f"collectives-{self._rank:05d}.json"
+                path = self.attempt.directory / f"collectives-{self._rank:05d}.json"
                 write_whole(path, [trace], durable=False)
                 return
 
     def _leave(self, outcome: str, status: int, message: str) -> None:
         with contextlib.suppress(OSError):
-            self._attempt.record_end(self._rank, outcome, message)
+            self.attempt.record_end(self._rank, outcome, message)
         print(f"error (rank {self._rank}): {message}", file=sys.stderr, flush=True)
         os._exit(status)

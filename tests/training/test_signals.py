@@ -353,7 +353,7 @@ def test_the_collectives_of_the_recorder_that_was_used_are_written(tmp_path, mon
     attempt = Attempt.claim(tmp_path, tmp_path / "checkpoints", {"job": None})
     watchdog = watch.Watch(None)
     watchdog.close()
-    watchdog._attempt = attempt
+    watchdog.attempt = attempt
     recorders = torch._C._distributed_c10d
     empty = b'{"version":"2.10"}'
     used = b'{"entries":[{"profiling_name":"gloo:all_reduce"}],"version":"2.10"}'
