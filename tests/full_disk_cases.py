@@ -16,7 +16,7 @@ from configurations import make
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from megatron_tape.checkpoint import directories as checkpoint_files
-from megatron_tape.checkpoint.index import readers, shard_of
+from megatron_tape.checkpoint.index import shard_of
 from megatron_tape.checkpoint.opening import open_to_resume
 from megatron_tape.checkpoint.reading import Checkpoint
 from megatron_tape.checkpoint.restoring import load_training_state, load_weights
@@ -32,35 +32,26 @@ def resumed(e, config):
     Returns whether its state is the saved one again, the tensor files that each rank has opened,
     and those that it should have opened according to the plan.
     """
-    layout = e.layout
-    opened = []
+    opened = set()
 
     def watch(event, arguments):
         if event == "open" and shard_of(Path(str(arguments[0])).name) is not None:
-            opened.append(Path(arguments[0]).name)
+            opened.add(Path(arguments[0]).name)
 
     saved = weights(e)
     e.train_step(batches(e, 7), 1e-2)
     changed = weights(e)
     sys.addaudithook(watch)
-    checkpoint = open_to_resume(config, layout)
-    load_weights(checkpoint, e.module, layout)
+    checkpoint = open_to_resume(config, e.layout)
+    load_weights(checkpoint, e.module, e.layout)
     load_training_state(checkpoint, e)
-    found = list(opened)
     state = weights(e)
-    plan = readers(
-        {name: entry["bytes"] for name, entry in checkpoint.files.items()},
-        1,
-        1,
-        layout.replica_size,
-    )
-    planned = [
-        name for name, rank in plan.items() if rank == layout.rank and shard_of(name) is not None
-    ]
+    plan = checkpoint.readers(e.layout)
+    planned = [name for name in plan if plan[name] == e.layout.rank and shard_of(name) is not None]
     return {
-        "same": all(torch.equal(saved[key], state[key]) for key in saved) and not checkpoint.cached,
+        "same": all(torch.equal(saved[key], state[key]) for key in saved),
         "changed": not any(torch.equal(saved[key], changed[key]) for key in saved),
-        "opened": of_both_ranks(sorted(found)),
+        "opened": of_both_ranks(sorted(opened)),
         "planned": of_both_ranks(sorted(planned)),
     }
 
@@ -86,7 +77,6 @@ def unreadable(e, config):
         raise OSError(errno.EIO, "Input/output error")
 
     checkpoint = open_to_resume(config, e.layout)
-    checkpoint.release()
     if e.layout.rank == 1:
         Checkpoint.read = fail
     return of_both_ranks(refusal(lambda: load_weights(checkpoint, e.module, e.layout)))

@@ -22,16 +22,7 @@ NAMES = ("model", "run.json")
 SCENARIOS = {
     "the first checkpoint": ([], 100, 1),
     "one more": ([100, 200], 300, 2),
-    "the same step again": ([100, 200], 200, 1),
-    "the only step again": ([200], 200, 1),
-    "the same step after a replacement was killed": ([100, 200, "200 replaced"], 200, 1),
-    "the same step while only the replaced one is there": ([100, "200 replaced"], 200, 2),
-    "one more while only the replaced one is there": ([100, "200 replaced"], 300, 2),
-    "the same step, broken, while the replaced one is whole": (
-        [100, "200 broken", "200 replaced"],
-        200,
-        1,
-    ),
+    "the same step, broken": ([100, "200 broken"], 200, 1),
     "one more among leftovers": ([100, 200, "partial"], 300, 1),
 }
 
@@ -86,11 +77,7 @@ def kill_at_every_operation(directory, before, step, keep):
             assert value_of(survivor) == 1 + step
         assert value_of(save(root, step + 100, keep=keep)) == step + 100
         assert len(files.list_checkpoints(root)) <= keep
-        assert not [
-            name
-            for name in os.listdir(root)
-            if name.startswith(".step") or name.endswith(".replaced")
-        ]
+        assert not list(root.glob(".step*"))
         if not killed:
             return operation - 1
     raise AssertionError("the save never ends")
@@ -112,10 +99,6 @@ def build(root, before):
     for item in before:
         if isinstance(item, int):
             save(root, item)
-        elif item == "200 replaced":
-            other = root.with_name("other")
-            save(other, 200)
-            (other / "step-00000200").rename(root / "step-00000200.replaced")
         elif item == "200 broken":
             os.truncate(save(root, 200) / "run.json", 3)
         else:

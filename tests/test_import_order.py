@@ -1,8 +1,8 @@
 """The order of the packages, defined only here: everything that a module imports is in its own row
 or above.
 
-Imports for type checkers, imports inside functions, and strings that name a module count like any
-other.
+Imports inside functions and strings that name a module count like any other; imports for type
+checkers do not count.
 """
 
 import ast
@@ -38,9 +38,17 @@ ORDER = (
 )
 
 
+def run_time_nodes(node):
+    """Yield the nodes below `node`, except those of `if TYPE_CHECKING`."""
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and getattr(child.test, "id", "") == "TYPE_CHECKING"):
+            yield child
+            yield from run_time_nodes(child)
+
+
 def imported_names(tree, package):
     """Yield the line and dotted name of everything that a module of `package` may import."""
-    for node in ast.walk(tree):
+    for node in run_time_nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

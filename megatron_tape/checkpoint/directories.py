@@ -5,10 +5,10 @@ The directory `step-00000100` contains files, and a `manifest.json` that lists t
 sha256. A checkpoint is written into a staging directory, flushed to disk, and then renamed; a
 checkpoint is renamed before it is deleted. A process may therefore be killed at any moment.
 
-If a checkpoint of the same step exists, it is renamed to `step-00000100.replaced` until the new one
-is in place. Readers accept both names, so that one of the two always exists.
-`step-00000100.abandoned` is a damaged checkpoint after which the run continued from an earlier one
-(see `prune`). Names that start with a dot and end in `.partial` are leftovers of killed processes.
+A checkpoint of the same step is renamed before the new one, and then removed. It is damaged: the
+run would have continued from it otherwise. `step-00000100.abandoned` is a damaged checkpoint after
+which the run continued from an earlier one (see `prune`). Names that start with a dot and end in
+`.partial` are leftovers of killed processes.
 
 If a checkpoint is a symbolic link, only the link is removed. Files that are not in the manifest are
 ignored. Only one process at a time may call these functions, but several may write files into one
@@ -40,8 +40,7 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 ABANDONED = ".abandoned"
 START_AGAIN = "start the run again, or move this checkpoint away to continue from the previous one"
-_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})(\.replaced)?")
-
+_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")
 
 Steps = Annotated[int, Field(ge=0, le=10**8)]
 """A number of steps. The upper bound limits the memory that a program allocates for numbers in a
@@ -116,6 +115,20 @@ class CheckpointState(TypedDict):
     config: dict[str, dict[str, Any]]
 
 
+class _Paths(TypedDict, total=False):
+    tokenizer: str | None
+    directory: str | None
+
+
+class _Config(TypedDict):
+    """The settings in `state.json` that are read without the parser of settings."""
+
+    model: dict[str, Any]
+    data: NotRequired[_Paths]
+    logging: NotRequired[_Paths]
+    checkpoint: NotRequired[_Paths]
+
+
 class OtherFormat(CheckpointError):
     """A checkpoint that another version of this project wrote. It may be complete, but this version
     cannot read it.
@@ -140,45 +153,34 @@ def publish(staging: Path, root: str | Path, step: int, files: Mapping[str, File
     returns, the checkpoint is on disk. Raises CheckpointError if a file is missing or has another
     size, as seen by this process.
     """
-    entries = {
-        name: {"bytes": entry["bytes"], "sha256": entry["sha256"]}
-        for name, entry in sorted(files.items())
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "files": dict(sorted(files.items())),
     }
-    write_record(
-        staging / MANIFEST, {"format_version": FORMAT_VERSION, "step": step, "files": entries}
-    )
+    write_record(staging / MANIFEST, manifest)
     sync_directory(staging)
     for name, entry in files.items():
         if problem := _file_problem(staging / name, name, entry, deep=False):
             fix = "set checkpoint.directory to a directory that all nodes share"
             raise CheckpointError(str(staging), f"is not complete: {problem}", fix)
+
     root = Path(root)
     final = root / _name(step)
-    replaced = root / f"{_name(step)}.replaced"
-    if os.path.lexists(final):
-        if replaced.exists() and problems(final, deep=False):
-            _discard(final)
-        else:
-            _discard(replaced)
-            os.rename(final, replaced)
+    discarded = _discard(final)
     os.rename(staging, final)
     sync_directory(root)
-    _discard(replaced)
+    remove(discarded)
     return final
 
 
 def list_checkpoints(root: str | Path) -> list[tuple[int, Path]]:
-    """Return steps and paths of all checkpoints in `root`, newest first, complete or not.
-
-    `step-N.replaced` follows `step-N`.
-    """
+    """Return steps and paths of all checkpoints in `root`, newest first, complete or not."""
     root = Path(root)
-    if root.is_dir():
-        names = [_NAME.fullmatch(path.name) for path in root.iterdir() if path.is_dir()]
-    else:
-        names = []
-    newest_first = sorted((-int(name[1]), name[2] or "", name[0]) for name in names if name)
-    return [(-negative_step, root / name) for negative_step, _, name in newest_first]
+    if not root.is_dir():
+        return []
+    names = [_NAME.fullmatch(path.name) for path in root.iterdir() if path.is_dir()]
+    return sorted(((int(name[1]), root / name[0]) for name in names if name), reverse=True)
 
 
 def read_manifest(path: str | Path) -> Manifest:
@@ -191,24 +193,23 @@ def read_manifest(path: str | Path) -> Manifest:
     version = read_record(path / MANIFEST, dict[str, Any]).get("format_version")
     if isinstance(version, int) and version not in READABLE_VERSIONS:
         age = "a newer" if version > FORMAT_VERSION else "an earlier"
-        readable = " and ".join(map(str, READABLE_VERSIONS))
         raise OtherFormat(
             str(path),
             f"was written by {age} version of this project (checkpoint format {version}; this"
-            f" version reads formats {readable})",
+            f" version reads formats {' and '.join(map(str, READABLE_VERSIONS))})",
             "use that version, or move the checkpoint away",
         )
+
     manifest = read_record(path / MANIFEST, Manifest)
     name = _NAME.fullmatch(path.name)
     if name and manifest["step"] != int(name[1]):
-        raise CheckpointError(
-            MANIFEST, f"says step {manifest['step']}, but the directory is named {path.name}"
-        )
+        problem = f"says step {manifest['step']}, but the directory is named {path.name}"
+        raise CheckpointError(MANIFEST, problem)
     if not manifest["files"]:
         raise CheckpointError(MANIFEST, "lists no files")
-    for name in manifest["files"]:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise CheckpointError(MANIFEST, f"lists {name}, which is outside of the checkpoint")
+    for file in manifest["files"]:
+        if Path(file).is_absolute() or ".." in Path(file).parts:
+            raise CheckpointError(MANIFEST, f"lists {file}, which is outside of the checkpoint")
     return manifest
 
 
@@ -226,15 +227,8 @@ def read_state(path: str | Path) -> CheckpointState:
             f"is damaged: optimizer_steps {state['optimizer_steps']} exceeds step {state['step']}"
         )
         raise CheckpointError(str(Path(path) / STATE), problem)
-    for section, key in (
-        ("data", "tokenizer"),
-        ("logging", "directory"),
-        ("checkpoint", "directory"),
-    ):
-        settings = state["config"].get(section, {})
-        check_shape(settings, dict[str, Any], f"config.{section}")
-        check_shape(settings.get(key), str | None, f"config.{section}.{key}")
-    check_shape(state["config"].get("model"), dict[str, Any], "config.model")
+
+    check_shape(state["config"], _Config, "config")
     return state
 
 
@@ -284,9 +278,7 @@ def checkpointed_step(root: str | Path) -> int:
     is none.
     """
     path = newest_complete(root, deep=False)
-    if path is None:
-        return 0
-    return read_manifest(path)["step"]
+    return 0 if path is None else read_manifest(path)["step"]
 
 
 def prune(
@@ -297,8 +289,7 @@ def prune(
 
     A checkpoint is complete if its files have the expected sizes. Steps that are a multiple of
     `keep_every` are never removed. Broken checkpoints do not count towards `keep`, and are removed
-    once `keep` newer ones are complete. If a new checkpoint is missing or broken, the one that it
-    replaced is renamed back.
+    once `keep` newer ones are complete.
 
     `published` is the step of the checkpoint that the run has just saved. Later checkpoints are
     damaged ones that the run skipped when it started. They are renamed to
@@ -308,19 +299,16 @@ def prune(
     root = Path(root)
     if published is not None:
         _set_aside_later(root, published)
-    kept: list[int] = []
-    checkpoints = list_checkpoints(root)
-    maybe_broken = {step for step, path in checkpoints if path != root / _name(step)}
-    for step, path in checkpoints:
-        enough = len(kept) >= keep
+
+    complete = 0
+    for step, path in list_checkpoints(root):
         permanent = keep_every is not None and step % keep_every == 0
-        if step in kept or (enough and not permanent):
-            _discard(path)
-        elif (not enough or step in maybe_broken) and not problems(path, deep=False):
-            kept.append(step)
-            if path != root / _name(step):
-                _discard(root / _name(step))
-                os.rename(path, root / _name(step))
+        if complete < keep:
+            complete += not problems(path, deep=False)
+        elif not permanent:
+            discarded = _discard(path)
+            sync_directory(root)
+            remove(discarded)
     for path in root.glob(".step-*.partial"):
         remove(path)
 
@@ -349,22 +337,19 @@ def _problems(path: Path, deep: bool) -> list[str]:
         return [f"{MANIFEST} is missing"]
     try:
         manifest = read_manifest(path)
-        of_files = (
-            _file_problem(path / name, name, entry, deep)
-            for name, entry in manifest["files"].items()
-        )
-        damage = [problem for problem in of_files if problem]
-        if (
-            not damage
-            and STATE in manifest["files"]
-            and (step := read_state(path)["step"]) != manifest["step"]
-        ):
-            damage.append(f"{STATE} says step {step}, but {MANIFEST} says {manifest['step']}")
+        damage = []
+        for name, entry in manifest["files"].items():
+            if problem := _file_problem(path / name, name, entry, deep):
+                damage.append(problem)
+        if not damage and STATE in manifest["files"]:
+            step = read_state(path)["step"]
+            if step != manifest["step"]:
+                damage.append(f"{STATE} says step {step}, but {MANIFEST} says {manifest['step']}")
+        return damage
     except OtherFormat:
         raise
     except (ValueError, FileNotFoundError) as error:
         return [str(error)]
-    return damage
 
 
 def _file_problem(path: Path, name: str, entry: FileDigest, deep: bool) -> str | None:
@@ -383,12 +368,10 @@ def _file_problem(path: Path, name: str, entry: FileDigest, deep: bool) -> str |
     return f"{name} has sha256 {sha256} instead of {entry['sha256']}"
 
 
-def _discard(path: Path) -> None:
-    """Delete a checkpoint if it exists, after renaming it to a name that no reader accepts."""
-    if not os.path.lexists(path):
-        return
+def _discard(path: Path) -> Path:
+    """Rename a checkpoint, if it exists, to a name that no reader accepts, and return that."""
     discarded = path.with_name(f".{path.name}.discarded.partial")
     remove(discarded)
-    os.rename(path, discarded)
-    sync_directory(path.parent)
-    remove(discarded)
+    if os.path.lexists(path):
+        os.rename(path, discarded)
+    return discarded

@@ -2,7 +2,7 @@
 them.
 
 Each file has tensors of one tensor-parallel rank. One rank reads the whole file, checks its sha256,
-and sends the tensors to the other ranks, so that no byte is read twice. Imports no torch.
+and sends the tensors to the other ranks. Imports no torch.
 """
 
 import heapq
@@ -45,44 +45,37 @@ def tensor_file(rank: int, number: int) -> str:
 def shard_of(name: str) -> int | None:
     """Return the tensor-parallel rank in the name of a tensor file, or None for any other file."""
     match = _TENSORS.fullmatch(name)
-    if match:
-        return int(match[1])
-    return None
+    return int(match[1]) if match else None
 
 
 def read_index(checkpoint: Path, tensor_size: int) -> dict[str, dict[str, Place]]:
     """Read `index.json` of a checkpoint that was saved with tensor-parallel size `tensor_size`.
 
-    The keys are those in the files, which contain other names in format 3 (see `current_key`).
+    The keys are those in the files, which contain other names in format 3 (see `split_key`).
     Raises ValueError if it is malformed, or a tensor extends beyond the end of its file.
     """
-    files = read_record(checkpoint / INDEX, Index)["files"]
+    path = checkpoint / INDEX
+    files = read_record(path, Index)["files"]
     for name, places in files.items():
         shard = shard_of(name)
         if shard is None or shard >= tensor_size or not (checkpoint / name).is_file():
-            raise CheckpointError(
-                str(checkpoint / INDEX),
-                f"lists {name}, which is not a file of this checkpoint",
-                CHOOSE_ANOTHER,
-            )
+            problem = f"lists {name}, which is not a file of this checkpoint"
+            raise CheckpointError(str(path), problem, CHOOSE_ANOTHER)
+
         size = (checkpoint / name).stat().st_size
         for key, place in places.items():
-            start = place["offset"]
-            shape = place["shape"]
-            if start + 4 * math.prod(shape) > size:
-                problem = (
-                    f"says that {key} of shape {shape} begins at byte {start} of {name}, which has"
-                    f" only {size:,} "
-                )
-                problem += "bytes"
-                raise CheckpointError(str(checkpoint / INDEX), problem, CHOOSE_ANOTHER)
+            if place["offset"] + 4 * math.prod(place["shape"]) > size:
+                problem = f"places {key} ({place}) beyond the {size:,} bytes of {name}"
+                raise CheckpointError(str(path), problem, CHOOSE_ANOTHER)
     return files
 
 
-def current_key(key: str) -> str:
-    """Return a tensor's key, such as `exp_avg/NAME`, with the current name of the parameter."""
+def split_key(key: str) -> tuple[str, str]:
+    """Return the kind of a tensor and the current name of its parameter: of `exp_avg/NAME`,
+    `exp_avg` and NAME.
+    """
     kind, _, name = key.partition("/")
-    return f"{kind}/{current_name(name)}"
+    return kind, current_name(name)
 
 
 def check_average(checkpoint: Path, index: Mapping[str, Mapping[str, Place]]) -> None:
@@ -98,7 +91,7 @@ def balance(sizes: Mapping[str, int], ranks: int, limit: int | None = None) -> d
     The total sizes of two ranks differ by at most the largest item. With `limit`, at most `limit`
     ranks have items. These ranks are spaced evenly, so that they are spread over the nodes.
     """
-    count = min(len(sizes), ranks if limit is None else min(ranks, limit))
+    count = min(len(sizes), ranks, limit or ranks)
     loads = [(0, number) for number in range(count)]
     assigned = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -108,14 +101,17 @@ def balance(sizes: Mapping[str, int], ranks: int, limit: int | None = None) -> d
     return assigned
 
 
-def writers(sizes: Mapping[str, int], shards: int, ranks: int, limit: int | None) -> dict[str, int]:
-    """Return which of the `ranks` ranks that hold the same shard of the model writes each of its
-    tensors.
+def writers(
+    sizes: Mapping[str, int], shards: int, data_context_size: int, limit: int | None
+) -> dict[str, int]:
+    """Return which of the `data_context_size` ranks that hold the same shard of the model writes
+    each of its tensors.
 
     `sizes` are the tensors' sizes in bytes. `shards` is the number of shards: the tensor-parallel
     size times the number of pipeline stages. `limit` is `checkpoint.writers`.
     """
-    return balance(sizes, ranks, writer_count(sum(sizes.values()), shards, limit))
+    count = writer_count(sum(sizes.values()), shards, limit)
+    return balance(sizes, data_context_size, count)
 
 
 def writer_count(size: int, shards: int, limit: int | None) -> int:
@@ -128,30 +124,29 @@ def writer_count(size: int, shards: int, limit: int | None) -> int:
 
 
 def readers(
-    sizes: Mapping[str, int], saved_size: int, tensor_size: int, replicas: int, stages: int = 1
+    sizes: Mapping[str, int],
+    saved_size: int,
+    tensor_size: int,
+    data_context_size: int,
+    pipeline_size: int = 1,
 ) -> dict[str, int]:
-    """Return the rank that reads each file, among the `tensor_size` * `replicas` * `stages` ranks
-    of a run.
+    """Return the rank that reads each file, among the `tensor_size` * `data_context_size` *
+    `pipeline_size` ranks of a run.
 
     `sizes` are the files' sizes in bytes, and `saved_size` is the tensor-parallel size with which
     the checkpoint was saved. If that equals `tensor_size` and there is one pipeline stage, each
     file is read by a rank that needs its tensors. That rank sends them to the ranks with the same
     weights. Otherwise any rank may read a file; it sends the tensors to all ranks.
     """
-    groups: dict[int | None, dict[str, int]] = {}
+    if saved_size != tensor_size or pipeline_size > 1:
+        return balance(sizes, tensor_size * data_context_size * pipeline_size)
+
+    shards: dict[int | None, dict[str, int]] = {}
     for name, size in sizes.items():
-        shard = shard_of(name)
-        groups.setdefault(shard if (saved_size, stages) == (tensor_size, 1) else None, {})[name] = (
-            size
-        )
-    assigned = {}
-    for shard, files in groups.items():
-        if shard is None:
-            assigned |= balance(files, tensor_size * replicas * stages)
-        else:
+        shards.setdefault(shard_of(name), {})[name] = size
+    assigned = balance(shards.pop(None, {}), tensor_size * data_context_size)
+    for shard, files in shards.items():
+        for name, replica in balance(files, data_context_size).items():
             # Consecutive ranks differ in their tensor-parallel rank.
-            assigned |= {
-                name: replica * tensor_size + shard
-                for name, replica in balance(files, replicas).items()
-            }
+            assigned[name] = replica * tensor_size + shard
     return assigned

@@ -6,7 +6,6 @@ compare file sizes.
 """
 
 import hashlib
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from megatron_tape.checkpoint import directories as files
 from megatron_tape.checkpoint.directories import MANIFEST, CheckpointState, FrozenWeightsSource
+from megatron_tape.checkpoint.index import CHOOSE_ANOTHER
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.inputs import check_writable, convert_path_errors
 from megatron_tape.errors import CheckpointError, ConfigError
@@ -47,34 +47,22 @@ def find_checkpoint(
     if (path / MANIFEST).exists() or (path / files.STATE).exists():
         if damage := files.problems(path, deep):
             problem = f"is not complete: {'; '.join(damage)}"
-            raise CheckpointError(f"checkpoint {path}", problem, "choose another checkpoint")
+            raise CheckpointError(f"checkpoint {path}", problem, CHOOSE_ANOTHER)
         return path
-    root = path
-    if not files.list_checkpoints(root):
-        if (path / "checkpoints").is_dir():
-            root = path / "checkpoints"
-        else:
-            root = _configured(path) or path
-    if not files.list_checkpoints(root):
+
+    roots = [path, path / "checkpoints"]
+    # The run may save elsewhere.
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        settings = read_yaml(path / "config.yaml", dict[str, dict[str, Any]])
+        roots.append(Path(settings["checkpoint"]["directory"]))
+    root = next((root for root in roots if files.list_checkpoints(root)), None)
+    if root is None:
         raise NoCheckpoint(str(path), "has no checkpoint", fix)
     newest = files.newest_complete(root, warn, deep)
     if newest is None:
-        raise CheckpointError(
-            str(root), "has no complete checkpoint", "train or download the model again"
-        )
+        fix = "train or download the model again"
+        raise CheckpointError(str(root), "has no complete checkpoint", fix)
     return newest
-
-
-def _configured(run: Path) -> Path | None:
-    """Return `checkpoint.directory` from the `config.yaml` of a run, or None if it cannot be
-    read.
-    """
-    try:
-        return Path(
-            read_yaml(run / "config.yaml", dict[str, dict[str, Any]])["checkpoint"]["directory"]
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def resolve_resume(resume: str, root: str | Path) -> str:
@@ -84,11 +72,10 @@ def resolve_resume(resume: str, root: str | Path) -> str:
     `resume` is `checkpoint.resume`, and `root` is `checkpoint.directory`. A run starts from a
     checkpoint outside of `root` only once; after that it continues its own checkpoints.
     """
-    elsewhere = (
-        resume not in ("auto", "none")
-        and Path(root).resolve() not in Path(resume).resolve().parents
-    )
-    if elsewhere and files.list_checkpoints(root):
+    if resume in ("auto", "none"):
+        return resume
+    in_run = Path(root).resolve() in Path(resume).resolve().parents
+    if not in_run and files.list_checkpoints(root):
         return "auto"
     return resume
 
@@ -110,25 +97,21 @@ def check_complete(path: Path, deep: bool = True) -> None:
     """Raise CheckpointError if `path`, the value of `checkpoint.resume`, is not a complete
     checkpoint.
     """
-    if path.is_dir():
-        damage = files.problems(path, deep)
-    else:
-        damage = ["it is not a directory"]
+    subject = f"checkpoint.resume {path}"
+    if not path.is_dir():
+        raise CheckpointError(subject, "is not a directory", CHOOSE_ANOTHER)
+    damage = files.problems(path, deep)
     if not damage:
         return
-    inside = [
-        path
-        for folder in (path, path / "checkpoints")
-        for _, path in files.list_checkpoints(folder)
-    ]
-    problem = f"is not a complete checkpoint: {'; '.join(damage)}"
-    fix = "choose another checkpoint"
+
+    inside = files.list_checkpoints(path) or files.list_checkpoints(path / "checkpoints")
     if inside:
         problem = "is a directory of checkpoints, not a checkpoint"
-        fix = f"choose one of them, such as {inside[0]}"
-    elif (path / "config.json").is_file():
+        raise CheckpointError(subject, problem, f"choose one of them, such as {inside[0][1]}")
+    fix = CHOOSE_ANOTHER
+    if (path / "config.json").is_file():
         fix = "to start from a Hugging Face model, first run tools/convert_checkpoint.py from-hf"
-    raise CheckpointError(f"checkpoint.resume {path}", problem, fix)
+    raise CheckpointError(subject, f"is not a complete checkpoint: {'; '.join(damage)}", fix)
 
 
 def model_digest(checkpoint: Path, average: bool = False) -> str:
@@ -145,10 +128,7 @@ def source_record(checkpoint: Path) -> FrozenWeightsSource:
     """Return the reference to a complete checkpoint with frozen weights, for `state.json` of
     another checkpoint.
     """
-    return {
-        "path": str(checkpoint.resolve()),
-        "manifest_sha256": digest(checkpoint / MANIFEST)["sha256"],
-    }
+    return {"path": str(checkpoint.resolve()), "manifest_sha256": model_digest(checkpoint)}
 
 
 def find_source(checkpoint: Path, state: CheckpointState) -> Path | None:
@@ -162,15 +142,15 @@ def find_source(checkpoint: Path, state: CheckpointState) -> Path | None:
     record = state.get("frozen_from")
     if record is None:
         return None
+    expected = record["manifest_sha256"]
     source = Path(record["path"])
     for path in (source, checkpoint.resolve().parent.parent / IMPORTED):
-        if (path / MANIFEST).is_file() and digest(path / MANIFEST)["sha256"] == record[
-            "manifest_sha256"
-        ]:
+        if (path / MANIFEST).is_file() and model_digest(path) == expected:
             return path
-    missing = not (source / MANIFEST).is_file()
-    problem = f"omits the frozen parameters, which are in checkpoint {source}, but that "
-    problem += "does not exist" if missing else "has changed since then"
+    problem = (
+        f"omits the frozen parameters, which are in checkpoint {source}, but that does not exist"
+        " or has changed since then"
+    )
     raise CheckpointError(str(checkpoint), problem, f"restore the original {source}")
 
 
@@ -186,13 +166,10 @@ def check_directories(config: RunConfig) -> None:
     _refuse_checkpoints_of_another_run(config)
     resume = config.checkpoint.resume
     with convert_path_errors("checkpoint.resume", resume):
-        missing = resume not in ("auto", "none") and not Path(resume).is_dir()
-    if missing:
-        raise ConfigError(
-            "checkpoint.resume",
-            f"is {resume}, which is not a directory",
-            "set it to auto, none or a checkpoint's path",
-        )
+        if resume not in ("auto", "none") and not Path(resume).is_dir():
+            problem = f"is {resume}, which is not a directory"
+            fix = "set it to auto, none or a checkpoint's path"
+            raise ConfigError("checkpoint.resume", problem, fix)
 
 
 def _refuse_checkpoints_of_another_run(config: RunConfig) -> None:
@@ -203,18 +180,14 @@ def _refuse_checkpoints_of_another_run(config: RunConfig) -> None:
     """
     run = config.logging.directory
     directory = config.checkpoint.directory
-    if (
-        not run
-        or not directory
-        or Path(os.path.abspath(run)) in Path(os.path.abspath(directory)).parents
-    ):
+    if not run or not directory or Path(run).absolute() in Path(directory).absolute().parents:
         return
+
     owners = [Path(directory).parent]
     for _, newest in files.list_checkpoints(directory)[:1]:
         with suppress(ValueError, FileNotFoundError):
-            owners.append(
-                Path(files.read_state(newest)["config"].get("logging", {}).get("directory") or run)
-            )
+            saved = files.read_state(newest)["config"].get("logging", {})
+            owners.append(Path(saved.get("directory") or run))
     for owner in owners:
         if (owner / "attempts").is_dir() and owner.resolve() != Path(run).resolve():
             raise ConfigError(

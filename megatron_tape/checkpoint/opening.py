@@ -10,10 +10,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_tape.checkpoint import directories as files
-from megatron_tape.checkpoint.index import readers
 from megatron_tape.checkpoint.locate import check_complete, find_source, resolve_resume
 from megatron_tape.checkpoint.rank_errors import RankErrors, on_rank_0
-from megatron_tape.checkpoint.reading import Checkpoint, check_files
+from megatron_tape.checkpoint.reading import Checkpoint
 from megatron_tape.checkpoint.saved_settings import check_same_model
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import CheckpointError
@@ -21,6 +20,8 @@ from megatron_tape.io.versions import node_name
 from megatron_tape.parallel.layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
+
+_READING = "cannot read a checkpoint"
 
 
 def open_to_resume(config: RunConfig, layout: ParallelLayout) -> Checkpoint | None:
@@ -35,15 +36,13 @@ def open_to_resume(config: RunConfig, layout: ParallelLayout) -> Checkpoint | No
     directory = Path(config.checkpoint.directory)
     resume = resolve_resume(config.checkpoint.resume, directory)
     broken: set[Path] = set()
-    warned: set[str] = set()
     while True:
-        path = on_rank_0(
-            layout, directory, "cannot start", lambda: _choose(resume, config, broken, warned)
-        )
+        choose = functools.partial(_choose, resume, config, broken)
+        path = on_rank_0(layout, directory, "cannot start", choose)
         if path is None:
             return None
         checkpoint, damage = _open(path, layout)
-        if not damage:
+        if checkpoint is not None:
             break
         if resume != "auto":
             problem = f"is not a complete checkpoint: {'; '.join(damage)}"
@@ -51,6 +50,7 @@ def open_to_resume(config: RunConfig, layout: ParallelLayout) -> Checkpoint | No
         broken.add(path)
         if layout.rank == 0:
             logger.warning("checkpoint %s is skipped: %s", path, "; ".join(damage))
+
     _open_source(checkpoint, layout)
     on_rank_0(layout, path, "cannot continue", lambda: check_same_model(path, config))
     return checkpoint
@@ -62,13 +62,29 @@ def open_base(path: Path, layout: ParallelLayout) -> Checkpoint:
 
     Raises CheckpointError if it is not complete.
     """
-    checkpoint, damage = _open(path, layout)
-    if damage:
-        problem = f"has the initial weights of the run, but is not complete: {'; '.join(damage)}"
-        raise CheckpointError(
-            str(path), problem, "download or write it again, or change extension.from"
-        )
+    fix = "download or write it again, or change extension.from"
+    checkpoint = _open_complete(path, layout, "has the initial weights of the run", fix)
     _open_source(checkpoint, layout)
+    return checkpoint
+
+
+def _open_source(checkpoint: Checkpoint, layout: ParallelLayout) -> None:
+    """Open the checkpoint with the frozen weights as `checkpoint.source`, if `checkpoint` omits
+    them.
+    """
+    find = functools.partial(find_source, checkpoint.path, checkpoint.state)
+    source = on_rank_0(layout, checkpoint.path, "cannot continue", find)
+    if source is not None:
+        role = f"has the frozen parameters of {checkpoint.path}"
+        checkpoint.source = _open_complete(source, layout, role, "restore the original checkpoint")
+        _open_source(checkpoint.source, layout)
+
+
+def _open_complete(path: Path, layout: ParallelLayout, role: str, fix: str) -> Checkpoint:
+    checkpoint, damage = _open(path, layout)
+    if checkpoint is None:
+        problem = f"{role}, but is not complete: {'; '.join(damage)}"
+        raise CheckpointError(str(path), problem, fix)
     return checkpoint
 
 
@@ -83,28 +99,27 @@ def _open(path: Path, layout: ParallelLayout) -> tuple[Checkpoint | None, list[s
         if not path.is_dir():
             fix = "set checkpoint.directory to a directory that all nodes share"
             raise CheckpointError(str(path), f"does not exist on node {node_name()}", fix)
-    errors.check(path, "cannot read a checkpoint")
-    checkpoint, damage = on_rank_0(layout, path, "cannot read a checkpoint", lambda: _records(path))
-    if damage:
+    errors.check(path, _READING)
+
+    checkpoint, damage = on_rank_0(layout, path, _READING, lambda: _read_records(path))
+    if checkpoint is None:
         return None, damage
-    sizes = {name: entry["bytes"] for name, entry in checkpoint.files.items()}
-    saved_size = checkpoint.state["tensor_model_parallel_size"]
-    reader_of = readers(
-        sizes, saved_size, layout.tensor_parallel_size, layout.replica_size, layout.pipeline_size
-    )
-    local_files = [name for name, rank in reader_of.items() if rank == layout.rank]
-    problems: list[str] = []
+
+    own_files = [name for name, rank in checkpoint.readers(layout).items() if rank == layout.rank]
+    own_damage: list[str] = []
     with RankErrors(layout) as errors:
-        checkpoint.cached, problems = check_files(path, checkpoint.files, local_files)
-    errors.check(path, "cannot read a checkpoint")
-    all_problems: list[list[str]] = [[]] * layout.world_size
-    dist.all_gather_object(all_problems, problems)
-    if damage := list(itertools.chain(*all_problems)):
+        own_damage = checkpoint.damage(own_files)
+    errors.check(path, _READING)
+
+    all_damage: list[list[str]] = [[]] * layout.world_size
+    dist.all_gather_object(all_damage, own_damage)
+    damage = list(itertools.chain(*all_damage))
+    if damage:
         return None, damage
     return checkpoint, []
 
 
-def _records(path: Path) -> tuple[Checkpoint | None, list[str]]:
+def _read_records(path: Path) -> tuple[Checkpoint | None, list[str]]:
     """Do the same as `_open` without the checksums: read the manifest, state and index, and compare
     file sizes.
     """
@@ -118,48 +133,23 @@ def _records(path: Path) -> tuple[Checkpoint | None, list[str]]:
     return checkpoint, []
 
 
-def _open_source(checkpoint: Checkpoint, layout: ParallelLayout) -> None:
-    """Open the checkpoint with the frozen weights as `checkpoint.source`, if `checkpoint` omits
-    them.
-    """
-    find = functools.partial(find_source, checkpoint.path, checkpoint.state)
-    source = on_rank_0(layout, checkpoint.path, "cannot continue", find)
-    if source is None:
-        return
-    checkpoint.source, damage = _open(source, layout)
-    if damage:
-        problem = (
-            f"has the frozen parameters of {checkpoint.path}, but is not complete:"
-            f" {'; '.join(damage)}"
-        )
-        raise CheckpointError(str(source), problem, "restore the original checkpoint")
-    _open_source(checkpoint.source, layout)
-
-
-def _choose(resume: str, config: RunConfig, broken: set[Path], warned: set[str]) -> Path | None:
+def _choose(resume: str, config: RunConfig, broken: set[Path]) -> Path | None:
     """Return the checkpoint to continue, or None. Compares only file sizes, and skips the `broken`
     checkpoints.
 
-    Messages in `warned` are not logged again. Raises CheckpointError if the run has checkpoints of
-    later steps than the one where it would start: its new checkpoints would be older than these,
-    and be removed.
+    Raises CheckpointError if the run has checkpoints of later steps than the one where it would
+    start: its new checkpoints would be older than these, and be removed.
     """
-
-    def warn(message: str) -> None:
-        if message not in warned:
-            logger.warning("%s", message)
-        warned.add(message)
-
     directory = Path(config.checkpoint.directory)
     if resume == "auto":
-        path = files.newest_complete(directory, warn, deep=False, excluding=broken, strict=True)
+        path = files.newest_complete(
+            directory, logger.warning, deep=False, excluding=broken, strict=True
+        )
         if path is None and files.list_checkpoints(directory):
-            raise CheckpointError(
-                str(directory),
-                "has no complete checkpoint",
-                "to start from step 0, move its checkpoints away",
-            )
+            fix = "to start from step 0, move its checkpoints away"
+            raise CheckpointError(str(directory), "has no complete checkpoint", fix)
         return path
+
     path = None
     start = 0
     if resume != "none":

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
+from megatron_tape.checkpoint.index import CHOOSE_ANOTHER
 from megatron_tape.errors import CheckpointError
 from megatron_tape.io.records import parse_record
 
@@ -23,23 +24,18 @@ def random_state() -> bytes:
     tensors = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state()
-    version, words, gauss = random.getstate()
     state: Any = np.random.get_state()
     kind, keys, *rest = state
     tensors["numpy"] = torch.from_numpy(keys.astype(np.int64))
-    text = json.dumps(
-        {"python": json.dumps([version, words, gauss]), "numpy": json.dumps([kind, *rest])}
-    )
-    return safetensors.torch.save(
-        tensors | {"text": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
-    )
+    texts = {"python": json.dumps(random.getstate()), "numpy": json.dumps([kind, *rest])}
+    tensors["text"] = torch.frombuffer(bytearray(json.dumps(texts).encode()), dtype=torch.uint8)
+    return safetensors.torch.save(tensors)
 
 
 def set_random_state(packed: bytes) -> None:
     """Restore the states that `random_state` returned.
 
-    Without CUDA, the state of a GPU's generator is ignored. For an invalid state, each generator
-    raises its own type of error.
+    Without CUDA, the state of a GPU's generator is ignored.
     """
     tensors = safetensors.torch.load(packed)
     text = parse_record(tensors["text"].numpy().tobytes(), dict[str, str])
@@ -80,15 +76,7 @@ def restore_random_state(checkpoint: Path, rank: int) -> None:
                 return
             state = rows[rank, : int(lengths[rank])].numpy().tobytes()
         set_random_state(state)
-    except (
-        SafetensorError,
-        KeyError,
-        IndexError,
-        TypeError,
-        ValueError,
-        RuntimeError,
-        OSError,
-    ) as error:
+    except Exception as error:  # each generator raises its own type of error
         reason = " ".join(str(error).split())
         problem = f"has random states that cannot be restored ({type(error).__name__}: {reason})"
-        raise CheckpointError(str(path), problem, "choose another checkpoint") from None
+        raise CheckpointError(str(path), problem, CHOOSE_ANOTHER) from None

@@ -63,17 +63,16 @@ class RankErrors:
         failed, which names `path` unless it has its own subject.
         """
         failures: list[StaleAttempt | CheckpointError | None] = [None] * self._layout.world_size
-        dist.all_gather_object(failures, None if self._error is None else self._failure(path))
-        raised = [(rank, error) for rank, error in enumerate(failures) if error is not None]
+        own_failure = None if self._error is None else self._failure(path)
+        dist.all_gather_object(failures, own_failure)
+
         # An unexpected error is the one to act on, even if another rank's disk is full.
-        importance = (StaleAttempt, UnexpectedCheckpointError, CheckpointError)
-        for kind in importance:
-            for rank, error in raised:
-                if isinstance(error, kind):
-                    where = f" (rank {rank})" if self._layout.world_size > 1 else ""
-                    raise (
-                        error if isinstance(error, StaleAttempt) else error.at(f"{failure}{where}")
-                    )
+        for kind in (StaleAttempt, UnexpectedCheckpointError, CheckpointError):
+            for rank, error in enumerate(failures):
+                if isinstance(error, StaleAttempt) and kind is StaleAttempt:
+                    raise error
+                if isinstance(error, CheckpointError) and isinstance(error, kind):
+                    raise error.at(f"{failure} (rank {rank})")
 
     def _failure(self, path: Path) -> StaleAttempt | CheckpointError:
         """Return this rank's error, to be sent to the other ranks."""

@@ -7,14 +7,15 @@ parameters have no moments. With `checkpoint.frozen: false` their weights are no
 `state.json` names the checkpoint that contains them.
 """
 
-import itertools
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_tape.checkpoint import directories as files
-from megatron_tape.checkpoint.interfaces import EngineState
 from megatron_tape.checkpoint.locate import source_record
 from megatron_tape.checkpoint.random_state import restore_random_state
 from megatron_tape.checkpoint.rank_errors import RankErrors
@@ -26,6 +27,9 @@ from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.parallel.partitions import write_shard
 from megatron_tape.position import model_config
+
+if TYPE_CHECKING:
+    from megatron_tape.training.engine import Engine
 
 
 def load_weights(checkpoint: Checkpoint, model: torch.nn.Module, layout: ParallelLayout) -> None:
@@ -58,35 +62,26 @@ def load_base_weights(
     parameter is missing in `base`, or if `base` has a parameter that the model does not have.
     """
     parameters = dict(model.named_parameters())
-    saved = base.weight_names()
-    settings = model_config(base.state["config"]["model"])
-    base_parameters = parameter_shapes(settings)
-    all_names = list(itertools.chain(*layout.gather_pipeline_stages(list(parameters))))
-    new = [name for name in all_names if name not in saved]
-    may_be_new = {
-        name
-        for name in new
-        if kind_of(name) == "lora" or (kind_of(name) == "position" and name not in base_parameters)
-    }
-    fix = "set extension.from to another model"
-    if missing := [name for name in new if name not in may_be_new]:
-        raise CheckpointError(
-            str(base.path), f"has no {missing[0]}, which the model of this run requires", fix
-        )
-    if extra := sorted(saved.difference(all_names)):
-        raise CheckpointError(
-            str(base.path),
-            f"contains the parameter {extra[0]}, which the model of this run does not have",
-            fix,
-        )
     read = Reader(base, parameters, layout)
+    saved = base.weight_names()
+    base_parameters = parameter_shapes(model_config(base.state["config"]["model"]))
+    new = [name for name in read.names if name not in saved]
+    fix = "set extension.from to another model"
+    for name in new:
+        kind = kind_of(name)
+        if kind != "lora" and (kind != "position" or name in base_parameters):
+            problem = f"has no {name}, which the model of this run requires"
+            raise CheckpointError(str(base.path), problem, fix)
+    if extra := sorted(saved.difference(read.names)):
+        problem = f"contains the parameter {extra[0]}, which the model of this run does not have"
+        raise CheckpointError(str(base.path), problem, fix)
+
     _write_weights(read, parameters, (name for name in read.names if name in saved))
     read.check()
-    base.release()
     return new
 
 
-def load_training_state(checkpoint: Checkpoint, engine: EngineState) -> None:
+def load_training_state(checkpoint: Checkpoint, engine: Engine) -> None:
     """Restore the optimizer's state and the random number generators.
 
     The engine must be new, and its model must already have the weights. Raises CheckpointError if
@@ -97,15 +92,14 @@ def load_training_state(checkpoint: Checkpoint, engine: EngineState) -> None:
     were_frozen = [name for name in read.names if name in checkpoint.state.get("frozen", ())]
     if updates and were_frozen:
         problem = f"has no moments of {were_frozen[0]}, which was frozen in it, but is trained now"
-        raise CheckpointError(
-            str(checkpoint.path), problem, f"train the same parameters, or {CHOOSE_ANOTHER}"
-        )
+        fix = f"train the same parameters, or {CHOOSE_ANOTHER}"
+        raise CheckpointError(str(checkpoint.path), problem, fix)
+
     engine.load_training_state(read, updates, read.names)
     read.check()
     with RankErrors(engine.layout) as errors:
         restore_random_state(checkpoint.path, engine.layout.rank)
     errors.check(checkpoint.path, "cannot continue")
-    checkpoint.release()
 
 
 def source_of_frozen(
@@ -121,23 +115,24 @@ def source_of_frozen(
     """
     if config.checkpoint.frozen or not frozen:
         return None
+
     directory = Path(config.checkpoint.directory)
     of_run = checkpoint is not None and directory.resolve() in checkpoint.path.resolve().parents
-    if of_run and checkpoint.state.get("frozen_from") is not None:
+    if checkpoint is not None and not of_run:
+        return source_record(checkpoint.path)
+    if of_run and checkpoint.source is not None:
         if changed := set(frozen) ^ set(checkpoint.state["frozen"]):
-            problem = (
-                "was saved with checkpoint.frozen: false and other frozen parameters (such as"
-                f" {min(changed)})"
+            raise CheckpointError(
+                str(checkpoint.path),
+                "was saved with checkpoint.frozen: false and other frozen parameters, such as"
+                f" {min(changed)}",
+                "train the same parameters, or set checkpoint.frozen: true",
             )
-            fix = "train the same parameters, or set checkpoint.frozen: true"
-            raise CheckpointError(str(checkpoint.path), problem, fix)
         return source_record(checkpoint.source.path)
-    if of_run or checkpoint is None:
-        raise ConfigError(
-            "checkpoint.frozen",
-            "is false, but the frozen weights would be lost: the run did not start from a"
-            f" checkpoint outside of checkpoint.directory {directory} that contains them",
-            "set checkpoint.frozen: true, or start the run from a checkpoint with checkpoint.resume"
-            " or extension.from",
-        )
-    return source_record(checkpoint.path)
+    raise ConfigError(
+        "checkpoint.frozen",
+        "is false, but the frozen weights would be lost: the run did not start from a checkpoint"
+        f" outside of checkpoint.directory {directory} that contains them",
+        "set checkpoint.frozen: true, or start the run from a checkpoint with checkpoint.resume or"
+        " extension.from",
+    )

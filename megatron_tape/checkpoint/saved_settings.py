@@ -102,18 +102,15 @@ def check_same_model(path: Path, config: RunConfig) -> None:
     if extends:
         _check_same_extension(path, sections["extension"], config)
     saved = sections["model"]
-    with suppress(
-        ValueError
-    ):  # settings of another version of this project may be invalid in this one
-        saved = as_dict(
-            model_config(saved)
-        )  # adds the defaults of settings that are newer than the checkpoint
+    # Settings of another version of this project may be invalid in this one. `model_config` adds
+    # the defaults of settings that are newer than the checkpoint.
+    with suppress(ValueError):
+        saved = as_dict(model_config(saved))
     differences = model_differences(saved, as_dict(config.model), CHANGEABLE_MODEL_KEYS)
-    if (path / "model.yaml").is_file():
-        fix = f"add --config {path / 'model.yaml'}"
-    else:
+    if differences:
         fix = "restore these settings"
-    if bool(differences):
+        if (path / "model.yaml").is_file():
+            fix = f"add --config {path / 'model.yaml'}"
         raise ConfigError(
             ("checkpoint.resume", "model"),
             f"selects {path}, which contains another model: {'; '.join(differences)}",
@@ -122,44 +119,42 @@ def check_same_model(path: Path, config: RunConfig) -> None:
 
 
 def _check_same_extension(path: Path, saved: dict[str, Any], config: RunConfig) -> None:
-    current = json.loads(json.dumps(config_dict(config)["extension"]))
+    current = _as_json(config)["extension"]
+    keys = ["trains"]
     if "lora" in saved["trains"] and "lora" in current["trains"]:
-        keys = ["trains", *LORA_KEYS]
-    else:
-        keys = ["trains"]
-    changed = [key for key in keys if _sorted_if_list(saved[key]) != _sorted_if_list(current[key])]
+        keys += LORA_KEYS
+    changed = [key for key in keys if _unordered(saved[key]) != _unordered(current[key])]
+
     # If extension.from is a run, its newest checkpoint was extended, and there may be a newer one
     # now. The saved value is the run's directory if all settings of the model were given, otherwise
     # the checkpoint.
-    before, now = (Path(value).resolve() for value in (saved["from"], current["from"]))
-    same_run = (
-        before.parent == now.parent
-        and before.name.startswith("step-")
-        and now.name.startswith("step-")
-    )
-    if not same_run and not now.is_relative_to(before):
+    before = Path(saved["from"]).resolve()
+    now = Path(current["from"]).resolve()
+    if before.name.startswith("step-"):
+        before = before.parent
+    if not now.is_relative_to(before):
         changed.insert(0, "from")
-    listed = "; ".join(
-        f"extension.{key}: was {format_value(saved[key])}, is now {format_value(current[key])}"
-        for key in changed
-    )
-    if config.checkpoint.resume in ("auto", "none"):
-        without = ""
-    else:
-        without = " and without checkpoint.resume"
-    if bool(changed):
+
+    if changed:
+        values = "; ".join(
+            f"extension.{key}: was {format_value(saved[key])}, is now {format_value(current[key])}"
+            for key in changed
+        )
         raise ConfigError(
             ("checkpoint.resume", *(f"extension.{key}" for key in changed)),
-            f"selects {path}, which was trained with other settings ({listed})",
+            f"selects {path}, which was trained with other settings ({values})",
             "restore the settings from config.yaml in its run's directory, or"
-            f" {config.to_start_another_run}{without}",
+            f" {config.to_start_another_run}",
         )
 
 
-def _sorted_if_list(value: Any) -> Any:
-    if isinstance(value, list):
-        return sorted(value)
-    return value
+def _unordered(value: Any) -> Any:
+    return sorted(value) if isinstance(value, list) else value
+
+
+def _as_json(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Return the settings by section, as a checkpoint's `state.json` contains them."""
+    return json.loads(json.dumps(config_dict(config)))
 
 
 def check_start(config: RunConfig) -> Path | None:
@@ -188,11 +183,9 @@ def changes(saved: dict[str, dict[str, Any]], config: RunConfig) -> list[str]:
     Settings that were not saved or do not affect the computation are skipped.
     """
     sentences = []
-    for key, was, now in changed_values(saved, json.loads(json.dumps(config_dict(config)))):
-        same_model = (
-            key.startswith("model.") and key.removeprefix("model.") not in CHANGEABLE_MODEL_KEYS
-        )
-        if not same_model and not key.startswith(WITHOUT_EFFECT):
+    for key, was, now in changed_values(saved, _as_json(config)):
+        changeable = key.removeprefix("model.") in CHANGEABLE_MODEL_KEYS
+        if not key.startswith(WITHOUT_EFFECT) and (changeable or not key.startswith("model.")):
             sentences.append(f"{key}: was {format_value(was)}, is now {format_value(now)}")
     return sentences
 
@@ -201,12 +194,11 @@ def changed_order_keys(saved: dict[str, dict[str, Any]], config: RunConfig) -> l
     """Return those of ORDER_KEYS that differ from the `saved` settings of a checkpoint and affect
     the run's data.
     """
-    if config.data.prefix is not None:
-        irrelevant = ()
-    else:
-        irrelevant = ORDER_KEYS_OF_DATASETS
-    changed = changed_values(saved, json.loads(json.dumps(config_dict(config))))
-    return [key for key, *_ in changed if _is_in(key, ORDER_KEYS) and not _is_in(key, irrelevant)]
+    keys = set(ORDER_KEYS)
+    if config.data.prefix is None:
+        keys -= set(ORDER_KEYS_OF_DATASETS)
+    changed = changed_values(saved, _as_json(config))
+    return [key for key, *_ in changed if _is_in(key, keys)]
 
 
 def only_size_changed(keys: Collection[str]) -> bool:
@@ -226,7 +218,7 @@ def with_saved_size(saved: dict[str, dict[str, Any]], config: RunConfig) -> RunC
 
 def _is_in(key: str, keys: Collection[str]) -> bool:
     """Return whether `keys` contains the setting `key`, or a section that contains it."""
-    return any(f"{key}.".startswith(f"{other}.") for other in keys)
+    return any(f"{key}.".startswith(f"{section}.") for section in keys)
 
 
 def changed_values(
@@ -239,17 +231,14 @@ def changed_values(
     yielded as a whole.
     """
     for setting, value in now.items():
-        key = f"{name}.{setting}" if name else setting
+        key = f"{name}.{setting}".removeprefix(".")
         if setting not in before or before[setting] == value:
             continue
-        if (
-            key in _sections()
-            and isinstance(before[setting], Mapping)
-            and isinstance(value, Mapping)
-        ):
+        both = (before[setting], value)
+        if key in _sections() and all(isinstance(one, Mapping) for one in both):
             yield from changed_values(before[setting], value, key)
         else:
-            yield key, before[setting], value
+            yield key, *both
 
 
 @functools.cache
@@ -269,14 +258,13 @@ def model_differences(
     `names` are what the descriptions call `a` and `b`. Keys that are in only one of them or in
     `free` are skipped. A null equals the value that is derived from other settings.
     """
-    differing = {
-        key for key, *_ in changed_values(a, b, "model") if key.removeprefix("model.") not in free
-    }
+    differing = {key for key, *_ in changed_values(a, b, "model")}
+    free_keys = {f"model.{key}" for key in free}
     changed = changed_values(_derived(a), _derived(b), "model")
     return [
         f"{key}: {names[0]} {was}, {names[1]} {now}"
         for key, was, now in changed
-        if key in differing
+        if key in differing - free_keys
     ]
 
 
@@ -287,17 +275,12 @@ def _derived(model: Mapping[str, Any]) -> dict[str, Any]:
     heads = model.get("num_attention_heads")
     hidden = model.get("hidden_size")
     position = model.get("position")
-    if (
-        type(heads) is not int
-        or type(hidden) is not int
-        or heads < 1
-        or not isinstance(position, Mapping)
-    ):
+    valid = type(heads) is type(hidden) is int and heads > 0 and isinstance(position, Mapping)
+    if not valid:
         return dict(model)
-    defaults = {"num_query_groups": heads, "kv_channels": hidden // heads}
-    position = dict(position) | (
-        {"mlp_size": 4 * heads} if position.get("mlp_size", 0) is None else {}
-    )
-    return {key: defaults.get(key) if value is None else value for key, value in model.items()} | {
-        "position": position
-    }
+
+    derived = {"num_query_groups": heads, "kv_channels": hidden // heads}
+    settings = {key: derived.get(key) if value is None else value for key, value in model.items()}
+    if position.get("mlp_size", 0) is None:
+        settings["position"] = {**position, "mlp_size": 4 * heads}
+    return settings

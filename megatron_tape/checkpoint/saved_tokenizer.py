@@ -4,14 +4,13 @@ no torch.
 A checkpoint has a copy since the files at `data.tokenizer` may change later.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from megatron_tape.checkpoint.directories import read_manifest
 from megatron_tape.checkpoint.locate import checkpoint_to_continue
-from megatron_tape.config.schema import RunConfig
+from megatron_tape.config.schema import RunConfig, replace_settings
 from megatron_tape.data.inputs import convert_path_errors
 from megatron_tape.data.tokenizer import (
     Tokenizer,
@@ -63,15 +62,10 @@ def with_saved_tokenizer(config: RunConfig, start: Path | None) -> RunConfig:
     saved = start / TOKENIZER
     configured = config.data.tokenizer
     tokenizer = load_saved_tokenizer(start)
-    if (
-        configured is not None
-        and Path(configured).exists()
-        and Path(configured).resolve() != saved.resolve()
-    ):
-        check_same_tokenizer(
-            configured, tokenizer, f"that of checkpoint {start}", f"set data.tokenizer: {saved}"
-        )
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(saved)))
+    if configured is not None and Path(configured).exists() and not saved.samefile(configured):
+        name = f"that of checkpoint {start}"
+        check_same_tokenizer(configured, tokenizer, name, f"set data.tokenizer: {saved}")
+    return replace_settings(config, {"data.tokenizer": str(saved)})
 
 
 def check_same_tokenizer(path: str, expected: Tokenizer, name: str, fix: str) -> Tokenizer:
@@ -100,13 +94,10 @@ def check_tokenizer_exists(config: RunConfig) -> None:
     """
     path = config.data.tokenizer
     with convert_path_errors(_KEY, path):
-        missing = path is not None and not Path(path).exists()
-    if missing and saved_tokenizer_directory(config) is None:
-        raise ConfigError(
-            _KEY,
-            f"is {path}, which does not exist",
-            "train or download a tokenizer, or correct the path",
-        )
+        exists = path is None or Path(path).exists()
+    if not exists and saved_tokenizer_directory(config) is None:
+        fix = "train or download a tokenizer, or correct the path"
+        raise ConfigError(_KEY, f"is {path}, which does not exist", fix)
 
 
 def saved_tokenizer_directory(config: RunConfig) -> Path | None:

@@ -4,18 +4,20 @@ The state is first copied to host memory, so that a thread can write it while tr
 The checkpoint's directory is renamed to its final name when all files are written.
 """
 
+from __future__ import annotations
+
+import itertools
 import shutil
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from megatron_tape.checkpoint import directories as files
 from megatron_tape.checkpoint.index import INDEX, tensor_file, writers
-from megatron_tape.checkpoint.interfaces import Claim, EngineState
 from megatron_tape.checkpoint.random_state import RANDOM, pack_states, random_state
 from megatron_tape.checkpoint.rank_errors import RankErrors
 from megatron_tape.checkpoint.saved_tokenizer import write_tokenizer_files
@@ -24,20 +26,25 @@ from megatron_tape.errors import CheckpointError
 from megatron_tape.io.files import FileDigest, digest
 from megatron_tape.io.records import write_record
 from megatron_tape.io.safetensors import write_safetensors
+from megatron_tape.parallel.layout import ParallelLayout
+
+if TYPE_CHECKING:
+    from megatron_tape.run.attempts import Attempt
+    from megatron_tape.training.engine import Engine
 
 
 @dataclass(frozen=True)
 class Writer:
     """Saves an engine's state as checkpoints of a run.
 
-    `claim` is the right of the current attempt to write. Frozen parameters are omitted if
-    `frozen_from` refers to a checkpoint that contains them. `tokenizer_files` maps the names of the
-    tokenizer's files to their contents.
+    Only the newest `attempt` of the run may write. Frozen parameters are omitted if `frozen_from`
+    refers to a checkpoint that contains them. `tokenizer_files` maps the names of the tokenizer's
+    files to their contents.
     """
 
-    engine: EngineState
+    engine: Engine
     config: RunConfig
-    claim: Claim
+    attempt: Attempt
     frozen_from: files.FrozenWeightsSource | None = None
     tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
 
@@ -65,24 +72,24 @@ class Save:
     """
 
     def __init__(self, writer: Writer, step: int, samples: int, progress: dict, *, in_thread: bool):
+        self._writer = writer
         self._layout = writer.engine.layout
-        self._config = writer.config
+        self._attempt = writer.attempt
         self._step = step
-        self._claim = writer.claim
-        self._root = Path(self._config.checkpoint.directory)
-        self._staging = self._claim.home / f"step-{step:08d}"
+        self._root = Path(writer.config.checkpoint.directory)
+        self._staging = self._attempt.home / f"step-{step:08d}"
         self._in_thread = in_thread
-        self._thread = None
-        self._tokenizer_files = writer.tokenizer_files
+        self._thread: threading.Thread | None = None
+        self._published = False
         self._entries: dict[str, FileDigest] = {}
         self._index: dict[str, dict] = {}
+
         self._begin(f"could not prepare checkpoint {step}", self._prepare, in_thread=False)
         self._end()
-        self._copy(writer, samples, progress)
+        self._state = _state(writer, step, samples, progress)
+        self._copy_tensors()
+        self._random = _gather(random_state(), self._layout)
         self._begin(f"could not write checkpoint {step}", self._write, in_thread)
-        self._remaining: list[tuple[str, Callable[[], None]]] = [
-            (f"could not finish checkpoint {step}", self._publish)
-        ]
 
     @property
     def busy(self) -> bool:
@@ -90,42 +97,45 @@ class Save:
         return self._thread is not None and self._thread.is_alive()
 
     def advance(self) -> Path | None:
-        """Wait for the current stage of the save, then start the next one. Return the directory
-        after the last stage.
+        """Wait for the current part of the save, then start the next one. Return the directory
+        after the last part.
 
         All ranks call this together. It does not block if no rank is `busy`.
         """
         self._end()
-        if not self._remaining:
+        if self._published:
             return self._root / self._staging.name
-        self._gather_entries()
-        self._begin(*self._remaining.pop(), self._in_thread)
+
+        # Rank 0 needs the digests and index entries of all ranks' files.
+        for entries, index in _gather((self._entries, self._index), self._layout):
+            self._entries |= entries
+            self._index |= index
+        self._published = True
+        self._begin(f"could not finish checkpoint {self._step}", self._publish, self._in_thread)
         return None
 
     def _begin(self, failure: str, action: Callable[[], None], in_thread: bool) -> None:
         """Start an action that may fail on this rank. `_end` raises its error on all ranks,
         introduced by `failure`.
         """
-        self._failure, self._agreement = failure, RankErrors(self._layout, self._claim.check_owner)
+        self._failure = failure
+        self._errors = errors = RankErrors(self._layout, self._attempt.check_owner)
 
-        def run(errors: RankErrors = self._agreement) -> None:
+        def run() -> None:
             with errors:
                 action()
 
         if in_thread:
             self._thread = threading.Thread(target=run, name="save", daemon=True)
-        else:
-            self._thread = None
-        if self._thread is None:
-            run()
-        else:
             self._thread.start()
+        else:
+            run()
 
     def _end(self) -> None:
         if self._thread is not None:
             self._thread.join()
         try:
-            self._agreement.check(self._root, self._failure)
+            self._errors.check(self._root, self._failure)
         except CheckpointError:
             if self._layout.rank == 0:
                 shutil.rmtree(self._staging, ignore_errors=True)
@@ -133,100 +143,98 @@ class Save:
 
     def _prepare(self) -> None:
         if self._layout.rank == 0:
-            files.staging_directory(self._claim.home, self._step)
+            files.staging_directory(self._attempt.home, self._step)
 
-    def _copy(self, writer: Writer, samples: int, progress: dict) -> None:
+    def _copy_tensors(self) -> None:
+        """Copy the tensors that this rank writes, and choose the file's number, if it writes one.
+        Files are numbered by pipeline stage, then by rank.
+        """
         layout = self._layout
-        engine = writer.engine
-        frozen = writer.frozen_from is None
-        sizes = engine.state_sizes(frozen)
-        limit = self._config.checkpoint.writers
+        engine = self._writer.engine
+        with_frozen = self._writer.frozen_from is None
         writer_of = writers(
-            sizes, layout.tensor_parallel_size * layout.pipeline_size, layout.replica_size, limit
+            engine.state_sizes(with_frozen),
+            layout.tensor_parallel_size * layout.pipeline_size,
+            layout.replica_size,
+            self._writer.config.checkpoint.writers,
         )
-        self._tensors = engine.training_state(writer_of.__getitem__, frozen)
-        # Number the files by pipeline stage, then by rank.
-        ranks = layout.gather_pipeline_stages(sorted(set(writer_of.values())))
+        self._tensors = engine.training_state(writer_of.__getitem__, with_frozen)
+
+        ranks_of_stages = layout.gather_pipeline_stages(sorted(set(writer_of.values())))
         writing_ranks = [
-            (stage, rank) for stage, stage_ranks in enumerate(ranks) for rank in stage_ranks
+            (pipeline_rank, rank)
+            for pipeline_rank, ranks in enumerate(ranks_of_stages)
+            for rank in ranks
         ]
         this_rank = layout.pipeline_rank, layout.replica_rank
+        self._number = None
         if this_rank in writing_ranks:
             self._number = writing_ranks.index(this_rank)
-        else:
-            self._number = None
-        self._state = _state(writer, self._step, samples, progress)
-        is_rank_0 = layout.rank == 0
-        random_states: list[Any] | None = [None] * layout.world_size if is_rank_0 else None
-        dist.gather_object(random_state(), random_states)
-        self._random = pack_states(random_states) if is_rank_0 else None
 
     def _write(self) -> None:
         if self._number is not None:
             name = tensor_file(self._layout.tensor_parallel_rank, self._number)
+            tensors = dict(sorted(self._tensors.items()))
             self._entries[name], self._index[name] = write_safetensors(
-                self._staging / name, dict(sorted(self._tensors.items()))
+                self._staging / name, tensors
             )
-        if self._random is not None:
-            self._entries[RANDOM], _ = write_safetensors(self._staging / RANDOM, self._random)
+        if self._random:
+            states = pack_states(self._random)
+            self._entries[RANDOM], _ = write_safetensors(self._staging / RANDOM, states)
         self._tensors = self._random = None
-
-    def _gather_entries(self) -> None:
-        """Gather the digests and index entries of all ranks' files on rank 0."""
-        of_ranks: list[Any] | None = (
-            [None] * self._layout.world_size if self._layout.rank == 0 else None
-        )
-        dist.gather_object((self._entries, self._index), of_ranks)
-        for entries, index in of_ranks or ():
-            self._entries |= entries
-            self._index |= index
 
     def _publish(self) -> None:
         if self._layout.rank != 0:
             return
-        for name, record in ((INDEX, {"files": self._index}), (files.STATE, self._state)):
-            write_record(self._staging / name, record)
+
+        write_record(self._staging / INDEX, {"files": self._index})
+        write_record(self._staging / files.STATE, self._state)
+        names = [INDEX, files.STATE]
+        if self._writer.tokenizer_files:
+            names += write_tokenizer_files(self._writer.tokenizer_files, self._staging)
+        for name in names:
             self._entries[name] = digest(self._staging / name)
-        for name in (
-            write_tokenizer_files(self._tokenizer_files, self._staging)
-            if self._tokenizer_files
-            else ()
-        ):
-            self._entries[name] = digest(self._staging / name)
-        self._claim.check_owner()
+
+        self._attempt.check_owner()
         files.publish(self._staging, self._root, self._step, self._entries)
-        checkpoint = self._config.checkpoint
+
         # A newer attempt may have started meanwhile, and its checkpoints must not be removed.
-        self._claim.check_owner()
+        self._attempt.check_owner()
+        checkpoint = self._writer.config.checkpoint
         files.prune(self._root, checkpoint.keep, checkpoint.keep_every, self._step)
+
+
+def _gather(value: Any, layout: ParallelLayout) -> list[Any]:
+    """Return the values of all ranks on rank 0, and an empty list on the others."""
+    values: list[Any] = []
+    if layout.rank == 0:
+        values = [None] * layout.world_size
+    dist.gather_object(value, values or None)
+    return values
 
 
 def _state(writer: Writer, step: int, samples: int, progress: dict) -> dict:
     """Return the contents of `state.json`. All ranks call this together."""
     engine = writer.engine
-    config = writer.config
-    local_sharded = {
+    layout = engine.layout
+    own_sharded = {
         name: {"dim": parameter.partition_dim, "stride": parameter.partition_stride}
         for name, parameter in engine.names.items()
         if getattr(parameter, "tensor_model_parallel", False)
     }
-    local_frozen = [name for name in engine.names if name not in engine.trained]
-    sharded = {}
-    frozen = []
-    for stage_sharded, stage_frozen in engine.layout.gather_pipeline_stages(
-        (local_sharded, local_frozen)
-    ):
-        sharded = sharded | stage_sharded
-        frozen = frozen + stage_frozen
+    own_frozen = [name for name in engine.names if name not in engine.trained]
+    sharded: dict[str, dict] = {}
+    for of_stage in layout.gather_pipeline_stages(own_sharded):
+        sharded |= of_stage
     return {
         "step": step,
         "optimizer_steps": engine.optimizer_steps,
         "consumed_samples": samples,
         "progress": progress,
-        "tensor_model_parallel_size": engine.layout.tensor_parallel_size,
-        "data_parallel_size": engine.layout.replica_size,
+        "tensor_model_parallel_size": layout.tensor_parallel_size,
+        "data_parallel_size": layout.replica_size,
         "sharded": sharded,
-        "frozen": frozen,
+        "frozen": list(itertools.chain(*layout.gather_pipeline_stages(own_frozen))),
         "frozen_from": writer.frozen_from,
-        "config": config_dict(config),
+        "config": config_dict(writer.config),
     }

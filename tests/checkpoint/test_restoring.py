@@ -18,7 +18,7 @@ from megatron_tape.checkpoint import directories, reading, writing
 from megatron_tape.checkpoint import random_state as random_states
 from megatron_tape.checkpoint.index import INDEX, read_index
 from megatron_tape.checkpoint.opening import open_to_resume
-from megatron_tape.checkpoint.reading import Checkpoint, Reader
+from megatron_tape.checkpoint.reading import Checkpoint
 from megatron_tape.checkpoint.restoring import load_training_state, load_weights
 from megatron_tape.checkpoint.writing import Writer
 from megatron_tape.errors import CheckpointError, FileError
@@ -110,27 +110,7 @@ def damaged(saved, tmp_path):
     return rewrite
 
 
-@pytest.mark.parametrize("limit, holds", [(reading.CACHED_BYTES, [TENSORS]), (1000, [])])
-def test_checked_tensors_are_cached_up_to_a_limit(saved, damaged, monkeypatch, limit, holds):
-    monkeypatch.setattr(reading, "CACHED_BYTES", limit)
-    monkeypatch.setattr(reading, "_BLOCK", 10_000)
-    checkpoint = damaged(TENSORS)
-    cached, problems = reading.check_files(checkpoint.path, checkpoint.files, checkpoint.files)
-    assert list(cached) == holds and problems == []
-    checkpoint.cached.update(cached)
-    expected = saved[0].training_state()
-    read = Reader(checkpoint, saved[0].names, saved[0].layout)
-    assert all(torch.equal(read(key), expected[key]) for key in expected)
-    content = bytearray((checkpoint.path / TENSORS).read_bytes())
-    content[-1] ^= 1
-    (checkpoint.path / TENSORS).write_bytes(content)
-    _, (problem,) = reading.check_files(checkpoint.path, checkpoint.files, checkpoint.files)
-    assert problem.startswith(f"{TENSORS} has sha256 ")
-
-
-@pytest.mark.parametrize(
-    "module, function", [(reading, "_read_whole"), (directories, "read_record")]
-)
+@pytest.mark.parametrize("module, function", [(reading, "digest"), (directories, "read_record")])
 def test_a_disk_error_at_the_start_is_an_error_and_skips_no_checkpoint(
     saved, tmp_path, monkeypatch, module, function
 ):
@@ -155,7 +135,7 @@ def test_a_checkpoint_with_a_wrong_checksum_is_skipped_and_set_aside_by_the_next
     content[-1] ^= 1
     (paths[1] / TENSORS).write_bytes(content)
     checkpoint = open_to_resume(config_in(tmp_path), engine.layout)
-    assert checkpoint.path == paths[0] and list(checkpoint.cached) == [TENSORS]
+    assert checkpoint.path == paths[0]
     assert f"checkpoint {paths[1]} is skipped: {TENSORS} has sha256 " in caplog.text
     save(engine, tmp_path, 2)
     assert [step for step, _ in directories.list_checkpoints(tmp_path / "checkpoints")] == [2, 1]
@@ -201,12 +181,8 @@ def test_a_background_save_contains_the_step_at_which_it_started(saved, tmp_path
     "change, problem",
     [
         (lambda places: places[NAME].update(shape=[32, 64]), f"has {NAME} of shape [32, 64]"),
-        (lambda places: places[NAME].update(offset=10**9), "begins at byte 1000000000 of"),
+        (lambda places: places[NAME].update(offset=10**9), "beyond the"),
         (lambda places: places[NAME].update(offset=-4), "offset is -4"),
-        (
-            lambda places: places[NAME].update(shape=[2**40, 2**40]),
-            f"says that {NAME} of shape [1099511627776, ",
-        ),
         (lambda places: places.pop(NAME), f"has no {NAME}"),
         (lambda places: places.pop(NAME.replace("weight/", "exp_avg/", 1)), "has no exp_avg/"),
     ],

@@ -99,17 +99,6 @@ def test_there_must_be_space_for_two_checkpoints_or_one_if_others_exist(home, mo
     assert directory_problems(home, keep=1, a=node()) == []
 
 
-def test_there_must_be_space_for_two_checkpoints_or_one_if_others_exist(home, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1500})())
-    (problem,) = nodes.directory_problems({"a": node()}, home, "t", 1000, 1)
-    assert (
-        "two checkpoints need" in problem.sentence and not problem.mistake and problem.nodes == ()
-    )
-    assert nodes.directory_problems({"a": node()}, home, "t", 700, 1) == []
-    (home.parent / "step-00000010").mkdir()
-    assert nodes.directory_problems({"a": node()}, home, "t", 1000, 1) == []
-
-
 def test_missing_and_small_gpus_are_named():
     gib = 2**30
     large = {"name": "H100", "total": 80 * gib}

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_tape.checkpoint import directories as checkpoint_files
-from megatron_tape.checkpoint.index import check_average, current_key, read_index, shard_of
+from megatron_tape.checkpoint.index import check_average, read_index, shard_of, split_key
 from megatron_tape.checkpoint.locate import find_checkpoint, find_source
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig
 from megatron_tape.config.sections import build
@@ -130,7 +130,7 @@ def open_weights(path: Path, average: bool = False) -> SavedWeights:
         for file, places in index.items():
             rank = shard_of(file)
             for key, place in places.items():
-                kind, _, name = current_key(key).partition("/")
+                kind, name = split_key(key)
                 if kind == prefix:
                     files[rank][name] = path / file, key
                     shapes[rank][name] = place["shape"]
