@@ -15,11 +15,9 @@ attention, keeps a second copy of its outputs in layers that are not recomputed.
 from dataclasses import dataclass
 from itertools import accumulate
 
-from megatron_tape.config.schema import ModelConfig
-from megatron_tape.ops.backends import AVERAGE, BIAS, GATE, POINTWISE, REFLECTIONS, ROTATION, SCORES
+from megatron_tape.ops.backends import BIAS, GATE, POINTWISE, REFLECTIONS, ROTATION, SCORES
 from megatron_tape.ops.chunks import chunk_size
 from megatron_tape.planning.plan import CALLED_TWICE, Plan
-from megatron_tape.position import encoding_of
 
 
 @dataclass(frozen=True)
@@ -57,94 +55,90 @@ def activations(plan: Plan, fused_norms: bool = True) -> Activations:
     and, for its weight gradient, a normalized copy in fp32. The input of a frozen matrix is kept
     only if the matrix has LoRA layers.
     """
-    model = plan.model
-    width = plan.width
-    layers = [_layer(plan, layer, fused_norms) for layer in plan.contents.layers]
+    contents = plan.contents
+    layers = [_layer(plan, layer, fused_norms) for layer in contents.layers]
     inputs = _inputs(plan)
-    backward = sum(layers)
-    if plan.recomputes:
-        recomputed = layers
-        keeps = plan.config.train.recompute == "selective" and keeps_attention(model)
-        outputs = [
-            _attention_outputs(plan, layer) if keeps else 0 for layer in plan.contents.layers
-        ]
-        layers = [
-            _layer_input(plan, layer) + kept for layer, kept in zip(plan.contents.layers, outputs)
-        ]
-        # Each layer is recomputed after the layers above it have freed their activations.
-        backward = max(
-            below + layer - kept
-            for below, layer, kept in zip(accumulate(layers), recomputed, outputs)
-        )
+
     # The backward pass of a layer needs about as much memory as its MLP keeps; the logits are freed
     # by then.
-    backward += inputs + plan.matrix_tokens * 5 * model.ffn_hidden_size // plan.tensor_size * width
-    # The loss keeps the gradient of the last norm's output.
-    kept = sum(layers) + inputs + (_norm(plan, fused_norms) if plan.contents.last else 0)
-    if plan.contents.last:
-        output = model.vocab_size // plan.tensor_size * model.hidden_size * width
+    backward = inputs + plan.mlp_width * plan.matrix_tokens * 5 * plan.width
+    if plan.recomputes:
+        recomputed = layers
+        outputs = [0 for _ in layers]
+        if plan.keeps_attention:
+            outputs = [_attention_outputs(plan, layer) for layer in contents.layers]
+        entering = [_layer_input(plan, layer) for layer in contents.layers]
+        layers = [sum(kept) for kept in zip(entering, outputs)]
+        # Each layer is recomputed after the layers above it have freed their activations.
+        present = zip(accumulate(layers), recomputed, outputs)
+        backward += max(below + layer - output for below, layer, output in present)
     else:
-        output = 0
-    gradient = output if plan.trains_output else 0
-    loss = _loss(plan, gradient) if plan.contents.last else 0
+        backward += sum(layers)
+
+    kept = sum(layers) + inputs
+    gradient = 0
+    loss = 0
+    if contents.last:
+        # The loss keeps the gradient of the last norm's output.
+        kept += _norm(plan, fused_norms)
+        if plan.trains_output:
+            gradient = plan.vocabulary * plan.model.hidden_size * plan.width
+        loss = _loss(plan, gradient)
     backward -= kept + gradient
     if plan.pipeline_size > 1:
-        # A stage keeps the tensor that it receives, and copies of the hidden states and the
-        # position state in it. With virtual stages, it also keeps the tensors that it sends.
-        received = sum(chunk.start > 0 for chunk in plan.model_chunks) * plan.encoding.sends_state(
-            1
-        )
-        returned = sum(chunk.stop < model.num_layers for chunk in plan.model_chunks) * (
-            len(plan.model_chunks) > 1
-        )
-        kept = int(plan.in_flight * (kept + (received + returned) * plan.sent_bytes)) + _in_transit(
-            plan
-        )
+        kept += _between_chunks(plan)
+        kept = int(plan.in_flight * kept) + _in_transit(plan)
     return Activations(kept, gradient, loss, backward)
+
+
+def _between_chunks(plan: Plan) -> int:
+    """Return the bytes of tensors between model chunks that a pipeline stage keeps.
+
+    A stage keeps the tensor that it receives, and copies of the hidden states and the position
+    state in it. With several chunks, it also keeps the tensors that it sends.
+    """
+    tensors = 0
+    for chunk in plan.model_chunks:
+        if chunk.start > 0 and plan.encoding.sends_state(1):
+            tensors += 1
+        if chunk.stop < plan.model.num_layers and len(plan.model_chunks) > 1:
+            tensors += 1
+    return tensors * plan.sent_bytes
 
 
 def _in_transit(plan: Plan) -> int:
     """Return the bytes of a pipeline stage's latest output and of the latest gradients that it
     received and sent.
     """
-    between = (not plan.contents.last) + (not plan.contents.first)
-    gradients = between if plan.micro_batches > plan.in_flight else 0
-    return plan.sent_bytes * ((not plan.contents.last) + gradients)
-
-
-def keeps_attention(model: ModelConfig) -> bool:
-    """Return whether selective recomputation keeps the outputs of attention instead of recomputing
-    them.
-    """
-    return not _computes_whole_rows(model) and model.attention_backend != "naive"
+    outputs = int(not plan.contents.last)
+    gradients = 0
+    if plan.micro_batches > plan.in_flight:
+        gradients = outputs + (not plan.contents.first)
+    return plan.sent_bytes * (outputs + gradients)
 
 
 def _inputs(plan: Plan) -> int:
     """Return the bytes kept once for all layers: token ids, initial position state and mask of
     packed documents.
     """
-    model = plan.model
-    encoding = plan.encoding
-    width = plan.width
-    entering = plan.costs[0]
     packed = plan.config.data.reset_attention_mask
-    # All sequences have the same initial state, unless positions restart in each document of a
-    # packed sequence.
-    if packed and encoding.restarts_in_documents:
-        states = plan.batch.tokens
-    else:
-        states = model.seq_length
+    costs = plan.costs[0]
+
+    token_ids = plan.matrix_tokens * 8
     # A recomputed layer keeps its input state in the state's precision; otherwise attention keeps
     # it in the run's.
+    state = costs.state * plan.width
     if plan.recomputes:
-        state = entering.state_bytes(width)
-    else:
-        state = entering.state * width
+        state = costs.state_bytes(plan.width)
+    # All sequences have the same initial state, unless positions restart in each document of a
+    # packed sequence.
+    states = plan.model.seq_length
+    if packed and plan.encoding.restarts_in_documents:
+        states = plan.batch.tokens
+    mask = 0
     if packed and _needs_mask(plan):
-        mask = plan.batch.tokens * model.seq_length * width
-    else:
-        mask = 0
-    return plan.matrix_tokens * 8 + states * state + mask
+        mask = plan.batch.tokens * plan.model.seq_length * plan.width
+    return token_ids + states * state + mask
 
 
 def _layer_input(plan: Plan, layer: int) -> int:
@@ -152,47 +146,48 @@ def _layer_input(plan: Plan, layer: int) -> int:
     layer changed.
     """
     encoding = plan.encoding
-    changed = layer > 0 and (encoding.updates(layer - 1) or encoding.learns_on_entry(layer - 1))
-    state = plan.costs[layer].state_bytes(plan.width) if changed else 0
-    return plan.batch.local_tokens * (plan.model.hidden_size * plan.width + state)
+    before = layer - 1
+    element = plan.model.hidden_size * plan.width
+    if layer > 0 and (encoding.updates(before) or encoding.learns_on_entry(before)):
+        element += plan.costs[layer].state_bytes(plan.width)
+    return plan.batch.local_tokens * element
 
 
 def _layer(plan: Plan, layer: int, fused_norms: bool) -> int:
     """Return the bytes that a layer keeps if it is not recomputed."""
-    model = plan.model
     encoding = plan.encoding
-    batch = plan.batch
-    trained = plan.trained_kinds
     costs = plan.costs[layer]
-    only_encoding = not trained - {"position", "output"}
+    only_encoding = not plan.trained_kinds - {"position", "output"}
     after_attention = encoding.updates(0) or not encoding.parameters(0)
     if layer == 0 and only_encoding and after_attention and not encoding.learns_on_entry(0):
         return costs.saved  # operations before the encoding's update need no gradient
-    trains_matrices = plan.trains_matrices
-    mlp = (
-        plan.matrix_tokens
-        * (3 if trains_matrices else 2)
-        * model.ffn_hidden_size
-        // plan.tensor_size
-        * plan.width
-    )
+
+    norms = 2 * _norm(plan, fused_norms)
     attention = _attention(plan, layer, fused_norms) + _attention_outputs(plan, layer)
-    kept = 2 * _norm(plan, fused_norms) + attention + mlp + costs.saved
-    if not trains_matrices:
-        reads = encoding.learns_on_entry(layer) or costs.reads_hidden_states
-        inputs_not_kept = 1 if plan.lora_targets & {*"qkv"} or reads else 2
-        kept -= inputs_not_kept * batch.local_tokens * model.hidden_size * plan.width
-    return (
-        kept + plan.matrix_tokens * len(plan.lora_targets) * plan.extension.lora_rank * plan.width
-    )
+    mlp_tensors = 2  # gate and up projection
+    inputs_of_frozen_matrices = 0
+    if plan.trains_matrices:
+        mlp_tensors += 1  # input of the down projection
+    else:
+        reads_input = encoding.learns_on_entry(layer) or costs.reads_hidden_states
+        inputs_of_frozen_matrices = 2
+        if reads_input or plan.lora_targets & {*"qkv"}:
+            inputs_of_frozen_matrices = 1
+    mlp = plan.matrix_tokens * mlp_tensors * plan.mlp_width * plan.width
+    lora = plan.matrix_tokens * len(plan.lora_targets) * plan.extension.lora_rank * plan.width
+    hidden_states = plan.batch.local_tokens * plan.model.hidden_size * plan.width
+    return norms + attention + mlp + lora + costs.saved - inputs_of_frozen_matrices * hidden_states
 
 
 def _norm(plan: Plan, fused: bool) -> int:
     """Return the bytes that one RMSNorm over the hidden states keeps, including its output."""
-    unfused = (8 if "norms" in plan.trained_kinds else 4) + plan.width
-    return plan.batch.local_tokens * (
-        plan.model.hidden_size * (2 * plan.width if fused else unfused) + 4
-    )
+    element = 2 * plan.width
+    if not fused:
+        element = plan.width + 4
+        if "norms" in plan.trained_kinds:
+            element += 4
+    scale = 4
+    return plan.batch.local_tokens * (plan.model.hidden_size * element + scale)
 
 
 def _attention(plan: Plan, layer: int, fused_norms: bool) -> int:
@@ -206,137 +201,144 @@ def _attention(plan: Plan, layer: int, fused_norms: bool) -> int:
     heads = model.num_attention_heads // batch.head_shards
     grouped = heads > groups
     exchanged = batch.context_size > 1
-    # A rotation that depends on parameters keeps its inputs.
-    learned = plan.costs[layer].learns_rotation or encoding.state_is_learned(layer)
-    learns_rotation = ROTATION in encoding.needs_in(layer) and learned
-    averages_state = AVERAGE in encoding.needs and encoding.updates(layer)
-    # The position state is counted here unless an earlier layer or the encoding already keeps it.
-    before = next(
-        (earlier for earlier in reversed(range(layer)) if encoding.needs_in(earlier)), None
-    )
-    kept_elsewhere = encoding.state_is_learned(layer) and (
-        before is None or not encoding.updates(before)
-    )
-    states = groups if learns_rotation and not kept_elsewhere else 0
+    rotates = ROTATION in encoding.needs_in(layer)
     # The Triton kernel keeps its inputs and repeats the rotation in the backward pass.
     rotates_again = plan.attention.backend == "triton"
+    # A rotation that depends on parameters keeps its inputs.
+    learned = plan.costs[layer].learns_rotation or encoding.state_is_learned(layer)
+    learns_rotation = rotates and learned
     keeps_projection = learns_rotation or rotates_again
-    normed = 0
+
+    # The heads that each tensor has per token.
     projected = heads + 2 * groups
-    # Megatron copies queries when it separates them from keys and values.
+    copied = 0
+    normed = 0
+    queries = 0
+    keys = 0
+    values = 0
+    returned = 0
+    gate = 0
     if grouped and groups > 1 and (model.qk_norm or not exchanged):
-        copied = heads
-    else:
-        copied = 0
+        copied = heads  # Megatron copies queries when it separates them from keys and values
     if model.qk_norm:
-        # Context-parallel ranks exchange queries, keys and values as one tensor.
         if exchanged:
-            normed = projected
+            normed = projected  # context-parallel ranks exchange all as one tensor
         elif keeps_projection:
             normed = heads + groups
-        else:
-            normed = 0
         keeps_projection = fused_norms or width == 4
     # The rotation's input (or attention's, if there is no rotation) is kept only if the rotation
     # needs a gradient.
-    if rotates_again or (ROTATION not in encoding.needs_in(layer) and not model.qk_norm):
-        queries = copied if keeps_projection or not model.qk_norm else 0
-        keys = 0
-    else:
-        queries = heads + (copied if keeps_projection else 0)
+    if keeps_projection or not model.qk_norm and (rotates_again or not rotates):
+        queries = copied
+    if not rotates_again and (rotates or model.qk_norm):
+        queries += heads
         keys = groups
-    values = states
+    if learns_rotation and not _keeps_state_elsewhere(plan, layer):
+        values += groups
     widened = 0
     if plan.config.data.reset_attention_mask and grouped and _needs_mask(plan):
         # Keys and values are repeated for every head. The projection's output is kept only if kept
         # tensors view it.
+        if queries and not keeps_projection:
+            projected = 0
         keys = heads
-        values = heads + (heads if averages_state else 0) + states
-        projected = projected if keeps_projection or not queries else 0
-    if _computes_whole_rows(model) and width == 2:
+        values += heads
+        if encoding.averages_state(layer):
+            values += heads
+    if plan.computes_whole_rows and width == 2:
         # Attention by whole rows of scores converts its inputs to fp32.
-        projected, queries, keys = (projected, copied, 0) if keeps_projection else (0, 0, 0)
-        widened = 4 * (heads + (3 if averages_state else 2) * groups) * dim
-    # The output gate keeps its sigmoid and the product.
-    gate = 2 * heads if model.attention_output_gate else 0
-    # The output projection or gate keeps the heads' outputs that the other context-parallel ranks
-    # return.
-    returned = heads if exchanged else 0
+        widened = 4 * (heads + 2 * groups) * dim
+        queries = copied
+        keys = 0
+        if not keeps_projection:
+            queries = 0
+            projected = 0
+    if model.attention_output_gate:
+        gate = 2 * heads  # its sigmoid and the product
+    if exchanged:
+        returned = heads  # the outputs that the other context-parallel ranks return
     # FlashAttention-4 is assumed where it accepts values and state in one tensor; versions 2 and 3
     # keep less.
-    called_once = {"torch_wide": True, "flash_attn": dim in (64, 128) and not grouped}
-    if averages_state and called_once.get(plan.attention.backend, False):
+    flash = plan.attention.backend == "flash_attn" and dim in (64, 128) and not grouped
+    if encoding.averages_state(layer) and (flash or plan.attention.backend == "torch_wide"):
         # Values and states are one tensor, and so are their averages; the output projection keeps a
         # copy.
-        values = values + 2 * groups
+        values += 2 * groups
         returned = heads
         if not learns_rotation:
             # The original values, and queries and keys before their rotation, are not kept.
-            projected = projected if keeps_projection else 0
             normed = 0
+            if not keeps_projection:
+                projected = 0
     norms = 0
     if model.qk_norm:
-        # Without a fused kernel: a normalized fp32 copy, and an fp32 copy of a bf16 input.
-        norms = (heads + groups) * (4 + (0 if fused_norms else dim * (4 if width == 4 else 8)))
-    kept_heads = projected + queries + keys + values + normed + returned + gate
+        norms = (heads + groups) * 4
+        if not fused_norms:
+            # A normalized fp32 copy, and an fp32 copy of a bf16 input.
+            copies = 4 // width
+            norms += (heads + groups) * dim * 4 * copies
+
+    kept_heads = projected + normed + queries + keys + values + returned + gate
     return batch.tokens * (kept_heads * dim * width + widened + norms)
+
+
+def _keeps_state_elsewhere(plan: Plan, layer: int) -> bool:
+    """Return whether the encoding or an earlier layer already keeps the position state."""
+    encoding = plan.encoding
+    if not encoding.state_is_learned(layer):
+        return False
+    for earlier in reversed(range(layer)):
+        if encoding.needs_in(earlier):
+            return not encoding.updates(earlier)
+    return True
 
 
 def _attention_outputs(plan: Plan, layer: int) -> int:
     """Return the bytes of the outputs of one layer's attention: averages of values and state, and
     log-sum-exp.
     """
-    encoding = plan.encoding
-    model = plan.model
-    if AVERAGE in encoding.needs and encoding.updates(layer):
-        averages = 2
-    else:
-        averages = 1
-    heads = model.num_attention_heads // plan.batch.head_shards
-    if _computes_whole_rows(model):
+    heads = plan.model.num_attention_heads // plan.batch.head_shards
+    averages = 1 + plan.encoding.averages_state(layer)
+    log_sums = 1
+    if plan.computes_whole_rows:
         log_sums = 0
     elif plan.attention.backend in CALLED_TWICE:
         log_sums = averages
-    else:
-        log_sums = 1
-    return plan.batch.tokens * heads * (averages * model.head_dim * plan.width + 4 * log_sums)
+    return plan.batch.tokens * heads * (averages * plan.model.head_dim * plan.width + 4 * log_sums)
 
 
 def _loss(plan: Plan, gradient: int) -> int:
     """Return the additional bytes while the loss is computed, given the bytes of the output
     weight's `gradient`.
     """
-    width = plan.width
     tokens = plan.matrix_tokens
-    vocabulary = plan.model.vocab_size // plan.tensor_size
-    chunk = min(tokens, chunk_size(vocabulary))
-    logits = chunk * vocabulary * 4
-    rounded = chunk * vocabulary * width if width == 2 else 0
+    chunk = min(tokens, chunk_size(plan.vocabulary))
+
+    hidden_states = tokens * plan.model.hidden_size * plan.width
+    if plan.batch.local_tokens < tokens:
+        # Sequence parallelism gathers the hidden states of all tokens; otherwise only their
+        # gradient is additional.
+        hidden_states *= 2
+    logits = chunk * plan.vocabulary * 4
+    rounded = 0
+    if plan.width == 2:
+        rounded = chunk * plan.vocabulary * 2
     # The weight gradient is summed over chunks in fp32; each chunk's gradient has the run's
     # precision.
-    total = 0 if chunk == tokens else 4 * gradient // width
-    product = gradient if chunk == tokens or width == 2 else 0
-    # Sequence parallelism gathers the hidden states of all tokens; otherwise only their gradient is
-    # additional.
-    states = (
-        (2 if plan.batch.local_tokens < tokens else 1) * tokens * plan.model.hidden_size * width
-    )
-    return states + total + max(logits + rounded, (rounded or logits) + product) - gradient
+    total = 0
+    if chunk < tokens:
+        total = 4 * gradient // plan.width
+    product = 0
+    if chunk == tokens or plan.width == 2:
+        product = gradient
+    largest = max(logits + rounded, (rounded or logits) + product)
+    return hidden_states + total + largest - gradient
 
 
 def _needs_mask(plan: Plan) -> bool:
     """Return whether attention needs a mask tensor for packed documents, rather than masking block
     by block.
     """
-    parts = {BIAS, POINTWISE, GATE, SCORES, REFLECTIONS}
-    return (
-        plan.attention.backend in ("torch", "torch_wide", "naive")
-        and not parts & plan.encoding.needs
-    )
-
-
-def _computes_whole_rows(model: ModelConfig) -> bool:
-    """Return whether attention computes blocks of whole rows of scores, recomputed in the backward
-    pass.
-    """
-    return bool({SCORES, REFLECTIONS} & encoding_of(model).needs)
+    if plan.attention.backend not in ("torch", "torch_wide", "naive"):
+        return False
+    return not {BIAS, POINTWISE, GATE, SCORES, REFLECTIONS} & plan.encoding.needs

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig
 from megatron_tape.model.names import MATRICES
-from megatron_tape.ops.backends import AVERAGE
-from megatron_tape.planning.activations import keeps_attention
 from megatron_tape.planning.parameters import (
     PipelineStageContents,
     parameter_count,
@@ -37,24 +35,23 @@ def layer_works(model: ModelConfig) -> tuple[LayerWork, ...]:
     layout.
     """
     hidden = model.hidden_size
-    heads = model.num_attention_heads
-    groups = model.query_groups
-    dim = model.head_dim
+    heads = model.num_attention_heads * model.head_dim
+    groups = model.query_groups * model.head_dim
     encoding = encoding_of(model)
-    works = []
     sequence = MicroBatchSizes(model.seq_length, model.seq_length, 2, 1)
-    scores = heads * dim * model.seq_length // 2
-    projections = hidden * (heads + 2 * groups) * dim + heads * dim * hidden * (
-        1 + model.attention_output_gate
-    )
-    projections += 3 * hidden * model.ffn_hidden_size
+
+    qkv = hidden * (heads + 2 * groups)
+    output = hidden * heads
+    gate = output * model.attention_output_gate
+    mlp = 3 * hidden * model.ffn_hidden_size
+    scores = heads * model.seq_length // 2
+    works = []
     for layer in range(model.num_layers):
-        if AVERAGE in encoding.needs and encoding.updates(layer):
-            averages = 2
-        else:
-            averages = 1
-        # The encoding's costs include the average of its state.
-        total = projections + 2 * scores + encoding.costs(layer, sequence).multiply_adds
+        position = encoding.costs(layer, sequence).multiply_adds
+        averages = 1
+        if encoding.averages_state(layer):
+            averages = 2  # `position` includes the average of the state
+        total = qkv + output + gate + mlp + 2 * scores + position
         works.append(LayerWork(total, (1 + averages) * scores))
     return tuple(works)
 
@@ -72,21 +69,19 @@ def flops_per_token(
     pipeline stage.
     """
     works = layer_works(model)
-    layers = sum(
-        work.total
-        for work in (works if contents is None else (works[layer] for layer in contents.layers))
-    )
-    output = model.hidden_size * model.vocab_size * (contents is None or contents.last)
-    if trains_matrices(extension):
-        frozen = 0
-    else:
-        frozen = parameter_count(model, None, MATRICES, contents=contents)
-    frozen += 0 if trains_output(model, extension) else output
-    return (
-        6 * (layers + output)
-        - 2 * frozen
-        + 6 * parameter_count(model, extension, {"lora"}, contents=contents)
-    )
+    output = model.hidden_size * model.vocab_size
+    if contents is not None:
+        works = tuple(works[layer] for layer in contents.layers)
+        output *= contents.last
+
+    forward = sum(work.total for work in works) + output
+    forward += parameter_count(model, extension, {"lora"}, contents=contents)
+    frozen = 0
+    if not trains_matrices(extension):
+        frozen += parameter_count(model, None, MATRICES, contents=contents)
+    if not trains_output(model, extension):
+        frozen += output
+    return 6 * forward - 2 * frozen
 
 
 def flops_per_step(plan: Plan) -> int:
@@ -98,7 +93,9 @@ def recomputed_flops_per_token(plan: Plan) -> int:
     """Return the FLOPs per token that the plan's pipeline stage recomputes in the backward pass."""
     if not plan.recomputes:
         return 0
-    kept = plan.config.train.recompute == "selective" and keeps_attention(plan.model)
     works = [layer_works(plan.model)[layer] for layer in plan.contents.layers]
-    lora = parameter_count(plan.model, plan.extension, {"lora"}, contents=plan.contents)
-    return 2 * (sum(work.total - kept * work.attention for work in works) + lora)
+    recomputed = sum(work.total for work in works)
+    recomputed += parameter_count(plan.model, plan.extension, {"lora"}, contents=plan.contents)
+    if plan.keeps_attention:
+        recomputed -= sum(work.attention for work in works)
+    return 2 * recomputed

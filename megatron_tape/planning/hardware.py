@@ -69,28 +69,22 @@ def peak_flops(gpu: str) -> float | None:
     # A part of a GPU, or a slower variant with the same name.
     if re.search(r"MIG|PCIe|NVL|Laptop|4090 D\b", gpu):
         return None
-    # Whole words, so that a GB200 is not taken for a B200.
-    return next((peak for kind, peak in PEAKS.items() if re.search(rf"\b{kind}\b", gpu)), None)
+    for kind, peak in PEAKS.items():
+        # Whole words, so that a GB200 is not taken for a B200.
+        if re.search(rf"\b{kind}\b", gpu):
+            return peak
+    return None
 
 
 def host_memory() -> int:
-    """Return the bytes of memory that this process may use: the lower of its cgroup's limit and the
-    node's memory.
+    """Return the bytes of memory that this process may use: the lower of the limits of its cgroups
+    (version 2) and the node's memory.
     """
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, group = line.split(":", 2)
-            if controllers not in ("", "memory"):
-                continue
-            # Version 2 names no controller. A container may hide the path of its group, but has its
-            # limit at the top.
-            mount, name = ("memory", "memory.limit_in_bytes") if controllers else ("", "memory.max")
-            for folder in (Path(group), *Path(group).parents):
-                with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-                    limits.append(
-                        int(
-                            Path("/sys/fs/cgroup", mount, str(folder).lstrip("/"), name).read_text()
-                        )
-                    )
+    with contextlib.suppress(OSError):
+        group = Path("/proc/self/cgroup").read_text().rpartition(":")[2].strip()
+        # A container may hide the path of its group, but has its limit at the top.
+        for folder in (Path(group), *Path(group).parents):
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                limits.append(int(Path(f"/sys/fs/cgroup{folder}", "memory.max").read_text()))
     return min(limits)

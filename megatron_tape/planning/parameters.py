@@ -68,22 +68,21 @@ def parameters(
 
     `contents` restricts the count to a pipeline stage.
     """
-    factors = lora_factors(model, extension).values()
-    lora = [
-        Parameter("lora", ParameterShape(factor.shape, factor.partition_dim)) for factor in factors
-    ]
-    return _without_lora(model, contents) + Counter(
-        lora * (model.num_layers if contents is None else len(contents.layers))
-    )
+    counts = Counter(_without_lora(model, contents))
+    layers = model.num_layers
+    if contents is not None:
+        layers = len(contents.layers)
+    for factor in lora_factors(model, extension).values():
+        counts[Parameter("lora", ParameterShape(factor.shape, factor.partition_dim))] += layers
+    return counts
 
 
 @functools.lru_cache(maxsize=64)
 def _without_lora(model: ModelConfig, contents: PipelineStageContents | None) -> Counter[Parameter]:
     # Cached because a search for layouts calls it thousands of times.
-    shapes = cut_shapes(model).items()
     return Counter(
         Parameter(kind_of(name), shape)
-        for name, shape in shapes
+        for name, shape in cut_shapes(model).items()
         if contents is None or contents.includes(name)
     )
 
@@ -100,11 +99,10 @@ def parameter_count(
 
     `contents` restricts the count to a pipeline stage.
     """
-    counts = parameters(model, extension, contents).items()
     return sum(
-        count * parameter.shape.elements(tensor_size)
-        for parameter, count in counts
-        if parameter.kind in kinds
+        count * shape.elements(tensor_size)
+        for (kind, shape), count in parameters(model, extension, contents).items()
+        if kind in kinds
     )
 
 
@@ -116,10 +114,9 @@ def replicated_count(
     """Return the number of trained elements that are replicated over the tensor-parallel ranks,
     such as norms.
     """
-    counts = parameters(model, extension, contents).items()
     trained = trained_kinds(extension)
     return sum(
-        n * p.shape.elements()
-        for p, n in counts
-        if p.kind in trained and p.shape.partition_dim is None
+        count * shape.elements()
+        for (kind, shape), count in parameters(model, extension, contents).items()
+        if kind in trained and shape.partition_dim is None
     )

@@ -1,12 +1,13 @@
 """The input of all estimates: a run's settings and its number of GPUs. Imports no torch."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig, RunConfig
 from megatron_tape.errors import ConfigError
-from megatron_tape.model.names import MATRICES
-from megatron_tape.ops.backends import BACKENDS, unsupported_heads
+from megatron_tape.model.names import KINDS, MATRICES
+from megatron_tape.ops.backends import BACKENDS, REFLECTIONS, SCORES, unsupported_heads
 from megatron_tape.ops.backends.table import HOPPER, Case, Row, rows
 from megatron_tape.planning.parameters import (
     PipelineStageContents,
@@ -78,27 +79,30 @@ class Plan:
             grouped=model.query_groups < model.num_attention_heads,
         )
         if model.attention_backend != "auto":
-            named = frozenset({self.generation})
-            return Row(
-                case.kind, named, model.attention_backend, "as set by model.attention_backend"
-            )
+            generations = frozenset({self.generation})
+            reason = "as set by model.attention_backend"
+            return Row(case.kind, generations, model.attention_backend, reason)
         for row in rows(case):
             if self._runs(row.backend):
                 return row
-        problem = "is {}, which gives heads of {} elements; no attention backend supports them"
+
+        key = "model.num_attention_heads"
+        fix = "raise it"
         if model.kv_channels is not None:
-            raise ConfigError(
-                "model.kv_channels", problem.format(model.kv_channels, model.head_dim), "lower it"
-            )
-        problem = problem.format(model.num_attention_heads, model.head_dim)
-        raise ConfigError("model.num_attention_heads", problem, "raise it")
+            key = "model.kv_channels"
+            fix = "lower it"
+        raise ConfigError(
+            key,
+            f"gives heads of {model.head_dim} elements, which no attention backend supports",
+            fix,
+        )
 
     def _runs(self, backend: str) -> bool:
         """Return whether a backend has kernels for the run's precision and head dimension."""
+        if backend in NOT_ASSUMED:
+            return False
         precisions = BACKENDS[backend].precisions
-        if backend in NOT_ASSUMED or (
-            precisions is not None and self.config.train.precision not in precisions
-        ):
+        if precisions is not None and self.config.train.precision not in precisions:
             return False
         return unsupported_heads(backend, self.model.head_dim) is None
 
@@ -149,16 +153,12 @@ class Plan:
 
         With V virtual stages, a micro-batch in one of this stage's V model chunks counts as 1/V.
         """
-        if self.pipeline_size == 1:
-            return 1
         behind = self.pipeline_size - 1 - self.pipeline_stage
         virtual = len(self.model_chunks)
         if virtual == 1:
             return min(behind + 1, self.micro_batches)
-        return (
-            min(2 * behind + (virtual - 1) * self.pipeline_size + 1, virtual * self.micro_batches)
-            / virtual
-        )
+        chunks = 2 * behind + (virtual - 1) * self.pipeline_size + 1
+        return min(chunks, virtual * self.micro_batches) / virtual
 
     @property
     def sent_bytes(self) -> int:
@@ -167,11 +167,10 @@ class Plan:
         """
         if self.pipeline_size == 1:
             return 0
+        element = self.model.hidden_size * self.width
         if self.encoding.sends_state(1):
-            state = self.costs[1].state_bytes(self.width)
-        else:
-            state = 0
-        return self.batch.local_tokens * (self.model.hidden_size * self.width + state)
+            element += self.costs[1].state_bytes(self.width)
+        return self.batch.local_tokens * element
 
     @property
     def copies_embedding(self) -> bool:
@@ -182,7 +181,7 @@ class Plan:
 
     def pipeline_stages(self) -> "list[Plan]":
         """Return a copy of this plan for each pipeline stage."""
-        return [replace(self, pipeline_stage=stage) for stage in range(self.pipeline_size)]
+        return [replace(self, pipeline_stage=rank) for rank in range(self.pipeline_size)]
 
     @property
     def data_context_size(self) -> int:
@@ -214,6 +213,22 @@ class Plan:
         return self.config.train.recompute != "none"
 
     @property
+    def keeps_attention(self) -> bool:
+        """Whether selective recomputation keeps the outputs of attention instead of recomputing
+        them.
+        """
+        selective = self.config.train.recompute == "selective"
+        fused = not self.computes_whole_rows and self.model.attention_backend != "naive"
+        return selective and fused
+
+    @property
+    def computes_whole_rows(self) -> bool:
+        """Whether attention computes blocks of whole rows of scores, recomputed in the backward
+        pass.
+        """
+        return bool({SCORES, REFLECTIONS} & self.encoding.needs)
+
+    @property
     def forward_passes(self) -> int:
         """Forward passes of a layer per micro-batch, recomputation included."""
         return 1 + self.recomputes
@@ -234,20 +249,29 @@ class Plan:
 
     @cached_property
     def batch(self) -> MicroBatchSizes:
-        whole = self.config.train.micro_batch_size * self.model.seq_length
         parallel = self.config.parallel
+        tokens = self.config.train.micro_batch_size * self.model.seq_length
+        local_tokens = tokens // self.context_size
         if parallel.uses_sequence_parallel:
-            shards = parallel.ranks_per_pipeline_stage
-        else:
-            shards = self.context_size
+            local_tokens = tokens // parallel.ranks_per_pipeline_stage
         return MicroBatchSizes(
-            whole, whole // shards, self.width, self.tensor_size, self.context_size
+            tokens, local_tokens, self.width, self.tensor_size, self.context_size
         )
 
     @property
     def matrix_tokens(self) -> int:
         """Tokens of a micro-batch that a rank multiplies by its shard of the matrices."""
         return self.batch.tokens // self.context_size
+
+    @property
+    def mlp_width(self) -> int:
+        """Inner width of a tensor-parallel rank's shard of the MLP."""
+        return self.model.ffn_hidden_size // self.tensor_size
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of a tensor-parallel rank's shard of the embedding and the output layer."""
+        return self.model.vocab_size // self.tensor_size
 
     @cached_property
     def trained_kinds(self) -> frozenset[str]:
@@ -264,32 +288,37 @@ class Plan:
     @property
     def lora_targets(self) -> frozenset[str]:
         """The projections with LoRA layers."""
-        return frozenset(self.extension.lora_targets if self.extension.adds_lora else ())
+        if self.extension.adds_lora:
+            return frozenset(self.extension.lora_targets)
+        return frozenset()
 
     @cached_property
     def elements(self) -> int:
-        """Elements of a tensor-parallel rank's parameters on this stage, before ZeRO 3 partitions
-        them.
+        """Elements of a tensor-parallel rank's parameters on this pipeline stage, before ZeRO 3
+        partitions them.
         """
-        return parameter_count(
-            self.model, self.extension, tensor_size=self.tensor_size, contents=self.contents
-        )
+        return self.elements_of(KINDS)
 
     @cached_property
     def trained_elements(self) -> int:
-        """Elements of a tensor-parallel rank's trained parameters on this stage, before ZeRO
-        partitions them.
+        """Elements of a tensor-parallel rank's trained parameters on this pipeline stage, before
+        ZeRO partitions them.
         """
-        return parameter_count(
-            self.model, self.extension, self.trained_kinds, self.tensor_size, self.contents
-        )
+        return self.elements_of(self.trained_kinds)
 
     @cached_property
     def muon_elements(self) -> int:
-        """Elements of a tensor-parallel rank's matrices on this stage that Muon updates, with one
-        moment, not two.
+        """Elements of a tensor-parallel rank's matrices on this pipeline stage that Muon updates,
+        with one moment, not two.
         """
-        kinds = MATRICES if self.config.optimizer.kind == "muon" else ()
+        if self.config.optimizer.kind == "muon":
+            return self.elements_of(MATRICES)
+        return 0
+
+    def elements_of(self, kinds: Collection[str]) -> int:
+        """Return the elements of a tensor-parallel rank's parameters of these kinds on this
+        pipeline stage.
+        """
         return parameter_count(self.model, self.extension, kinds, self.tensor_size, self.contents)
 
 

@@ -367,8 +367,8 @@ class Tracker(MemTracker):
         """Whether this is the measured step, where waiting for the GPU in a forward or backward
         pass is a fault.
         """
-        self.names: dict[object, str] = {}
-        """Labels of process groups, by the name and by the ranks of the group."""
+        self.names: dict[tuple[int, ...], str] = {}
+        """Labels of process groups by their ranks."""
         self._in_opt = True
         # MemTracker's hooks for per-module figures support one micro-batch only, and would keep a
         # pipeline's tensors.
@@ -389,11 +389,8 @@ class Tracker(MemTracker):
             (groups.dp_cp, sent.DATA),
         )
         for group, name in named:
-            if group is None:  # inner stages have no group for the embedding
-                continue
-            self.names[tuple(dist.get_process_group_ranks(group))] = name
-            if group is not dist.group.WORLD:
-                self.names[group.group_name] = name
+            if group is not None:  # inner stages have no group for the embedding
+                self.names[tuple(dist.get_process_group_ranks(group))] = name
 
     def observe_forward(self, model: LanguageModel | Pipeline) -> None:
         """Record the activations at the end of every forward pass of `model`."""
@@ -481,7 +478,7 @@ class Tracker(MemTracker):
         if not self.steady or name.startswith("recv") or all(x.numel() <= 1 for x in inputs):
             return
         ranks = tuple(dist.get_process_group_ranks(group))
-        label = self.names.get(group.group_name) or self.names.get(ranks, f"{len(ranks)} ranks")
+        label = self.names.get(ranks, f"{len(ranks)} ranks")
         if kind == sent.SEND:
             label = sent.PIPELINE  # some are sent in the group of all ranks
         self.outcome.traffic[label, kind] += max(x.nbytes for x in inputs)

@@ -233,6 +233,10 @@ class PositionEncoding:
         """
         return self.sends_state(layer) or self.learns_on_entry(layer)
 
+    def averages_state(self, layer: int) -> bool:
+        """Return whether attention in layer `layer` (from 0) also averages the state."""
+        return AVERAGE in self.needs and self.updates(layer)
+
     def constant(self, name: str, make: Callable[[], Tensor], device: torch.device) -> Tensor:
         """Return `make()` on `device`, cached by `name`, since copying it in every layer would
         block the host.
@@ -356,7 +360,7 @@ class PositionEncoding:
         later tokens need. The returned state and factors then also cover only the new tokens, but
         bias, gates and `rescore` cover all.
         """
-        return PositionInputs(state, average_state=AVERAGE in self.needs and self.updates(layer))
+        return PositionInputs(state, average_state=self.averages_state(layer))
 
     def next_state(
         self,
