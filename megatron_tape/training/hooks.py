@@ -266,7 +266,7 @@ class PositionNorms(Hook):
         return HookResult(scalars)
 
     def _record(self, trainer: Trainer, record: bool) -> None:
-        for update in trainer.model.position_updates():
+        for update in trainer.model.updating_encodings():
             update.record_norms = record
 
 
@@ -282,7 +282,7 @@ def _position_norms(model: LanguageModel | Pipeline) -> dict[int, list[float]]:
     if not layers:
         return {}
 
-    local = {update.layer: update.norms for update in model.position_updates()}
+    local = {update.layer: update.norms for update in model.updating_encodings()}
     # Other pipeline stages have the norms of the other layers.
     zeros = torch.zeros(3, model.model_config.query_groups, device=next(model.parameters()).device)
     totals = torch.stack([local.get(layer, zeros) for layer in layers])
