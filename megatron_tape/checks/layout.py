@@ -16,10 +16,6 @@ VIRTUAL = "parallel.virtual_pipeline_size"
 LAYERS = "parallel.pipeline_layers"
 SEQUENCE = "parallel.sequence_parallel"
 ENCODING = "model.position_encoding"
-LARGEST_RUN = 10**11
-"""Maximum number of training sequences of a run. Megatron could not build the index of more in a
-reasonable time.
-"""
 
 
 def check_processes(config: RunConfig, processes: int) -> None:
@@ -94,13 +90,6 @@ def validate_processes(config: RunConfig, processes: int) -> None:
 def _validate_batches(config: RunConfig) -> None:
     train = config.train
 
-    if train.steps * train.global_batch_size > LARGEST_RUN:
-        raise ConfigError(
-            ("train.steps", "train.global_batch_size"),
-            f"is {train.steps}, but train.global_batch_size is {train.global_batch_size}, and a run"
-            f" can have at most {LARGEST_RUN:,} sequences (steps times batch size)",
-            "lower one of them",
-        )
     if train.batch_ramp is not None and train.global_batch_size % train.batch_ramp.from_ != 0:
         raise ConfigError(
             ("train.batch_ramp.from", "train.global_batch_size"),

@@ -148,14 +148,9 @@ def _from_text(text: str, settings: list[Setting]) -> Any:
     if isinstance(value, str):
         return text  # YAML would truncate it at a #, and strip quotes and spaces
 
-    kinds = [setting.kind for setting in settings]
-    if any(is_valid(value, kind) for kind in kinds):
-        return value
-    # If it is no list or mapping where one is possible, text would be used as a path.
-    is_collection = text.lstrip().startswith(("{", "["))
-    collections = any(is_valid(empty, kind) for empty in ({"a": 1}, ["a"]) for kind in kinds)
-    if any(is_valid(text, kind) for kind in kinds) and not (is_collection and collections):
-        return text
+    for candidate in (value, text):
+        if any(is_valid(candidate, setting.kind) for setting in settings):
+            return candidate
     return value
 
 

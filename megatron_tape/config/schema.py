@@ -26,6 +26,7 @@ from megatron_tape.config.values import (
     NotNegativeInt,
     PathText,
     Positive,
+    Size,
 )
 from megatron_tape.errors import UserError
 from megatron_tape.io.strict_yaml import dump
@@ -78,15 +79,15 @@ class ModelConfig:
     """Settings of the positional encoding. Each encoding has its own."""
     num_layers: Annotated[int, Field(ge=1, le=10_000)]
     """Number of transformer layers."""
-    hidden_size: Annotated[int, Field(ge=1, le=2**20)]
+    hidden_size: Size
     """Width of the hidden states (C)."""
-    ffn_hidden_size: Annotated[int, Field(ge=1, le=2**24)]
+    ffn_hidden_size: Size
     """Inner width of the SwiGLU MLP."""
-    num_attention_heads: Annotated[int, Field(ge=1, le=2**16)]
+    num_attention_heads: Size
     """Number of query heads (H)."""
     num_query_groups: Count | None = None
     """Number of key/value heads (G) of grouped-query attention. Default: num_attention_heads."""
-    kv_channels: Annotated[int, Field(ge=1, le=2**16)] | None = None
+    kv_channels: Size | None = None
     """Width of one head (D). Default: hidden_size / num_attention_heads."""
     qkv_bias: bool = False
     """Add biases to the query, key and value projections, as Qwen2 does."""
@@ -99,9 +100,9 @@ class ModelConfig:
     layers_without_positions: Annotated[int, Field(ge=2, le=10_000)] | None = None
     """Use no positional encoding in every n-th layer, as SmolLM3 does: 4 selects layers 4, 8, 12,
     ..., counted from 1. Default: all layers use the positional encoding."""
-    seq_length: Annotated[int, Field(ge=1, le=2**30)]
+    seq_length: Size
     """Tokens per training sequence (S)."""
-    vocab_size: Annotated[int, Field(ge=1, le=2**28)]
+    vocab_size: Size
     """Number of rows of the embedding matrix: the tokenizer's vocabulary size, padded to a multiple
     of tensor_model_parallel_size."""
     unpadded_vocab_size: Count | None = None
@@ -200,7 +201,7 @@ class ParallelConfig:
     """Model parallelism: how each model replica is divided over GPUs. The data-parallel size is the
     number of GPUs divided by the number of GPUs of one replica."""
 
-    tensor_model_parallel_size: Annotated[int, Field(ge=1, le=2**16)] = 1
+    tensor_model_parallel_size: Size = 1
     """Number of GPUs over which each layer's matrices are sharded."""
     sequence_parallel: bool | None = None
     """Shard the activations outside attention and the MLP by token over the tensor-parallel GPUs.

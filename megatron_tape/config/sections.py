@@ -17,7 +17,6 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from megatron_tape.config.other_names import OTHER_NAMES, WITHOUT_COUNTERPART
 from megatron_tape.config.values import UNIONS, format_value
 from megatron_tape.errors import ConfigError, UserError
 from megatron_tape.io.records import path_of_error
@@ -267,12 +266,11 @@ def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
-    """Return the error for an unknown key. It suggests one of the `known` keys, or what to do
-    instead.
+    """Return the error for an unknown key. It suggests one of the `known` keys.
 
-    The suggestion is the counterpart of another training stack's setting, a similar key of the same
-    section, or a key with the same last part, in this order. Keys of nested sections have only
-    suggestions of the second kind. Without a suggestion, the keys of the section are listed.
+    The suggestion is a similar key of the same section, a key with the same last part, or a similar
+    key, in this order. Keys of nested sections have only suggestions of the first kind. Without a
+    suggestion, the keys of the section are listed.
     """
     known = list(dict.fromkeys(known))
     section, _, name = key.rpartition(".")
@@ -289,22 +287,14 @@ def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
             key, "is an unknown key", f"give {section} a mapping, such as {{{name}: ...}}"
         )
 
-    suggestions = [siblings[other] for other in difflib.get_close_matches(name, siblings, n=1)]
+    suggestions = [siblings[other] for other in difflib.get_close_matches(name, siblings)]
     if "." not in section:
-        usual_name = name.lower().replace("-", "_")
-        if usual_name in WITHOUT_COUNTERPART and "train.steps" in known:
-            return ConfigError(key, "is an unknown key", WITHOUT_COUNTERPART[usual_name])
-        counterparts = [other for other in OTHER_NAMES.get(usual_name, ()) if other in known]
-        same_name = [other for other in known if other.rpartition(".")[2] == name]
-        suggestions = counterparts or suggestions or same_name[:1]
-        # The section may be missing or misspelled.
-        if not section or not siblings:
-            suggestions = suggestions or difflib.get_close_matches(key, known, n=1)
-
+        suggestions += [other for other in known if other.rpartition(".")[2] == name]
+        suggestions += difflib.get_close_matches(key, known)
     fix = "correct or remove it"
     if suggestions:
-        fix = f"did you mean {' or '.join(suggestions)}?"
-    elif section and siblings:
+        fix = f"did you mean {suggestions[0]}?"
+    elif siblings:
         fix = f"choose from the keys of {section}: {', '.join(siblings)}"
     return ConfigError(key, "is an unknown key", fix)
 

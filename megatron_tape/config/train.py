@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_tape.config.values import Count, Decay, NotNegativeInt, Positive
+from megatron_tape.config.values import Count, Decay, NotNegativeInt, Positive, Size
 
 EVALUATIONS = ("validation_loss", "sample", "position_norms", "gradient_norms")
 """Default of `train.evaluations`."""
@@ -110,11 +110,11 @@ class ProfileSettings:
 class TrainConfig:
     """Length, batch sizes, precision and evaluations of training, and its reactions to failures."""
 
-    steps: Annotated[int, Field(ge=1, le=10**8)]
+    steps: Size
     """Number of optimizer steps of the whole run."""
-    micro_batch_size: Annotated[int, Field(ge=1, le=10**6)] = 1
+    micro_batch_size: Size = 1
     """Number of sequences in one forward pass of a model replica."""
-    global_batch_size: Annotated[int, Field(ge=1, le=10**6)]
+    global_batch_size: Size
     """Number of sequences per optimizer step, over all GPUs. It must be a multiple of
     micro_batch_size times the data-parallel size; the quotient is the number of accumulated
     micro-batches."""
@@ -148,7 +148,7 @@ class TrainConfig:
     text that continues logging.sample_prompt. At every logged step: position_norms, the distance of
     TAPE from RoPE by layer, and gradient_norms of the embeddings, attention, MLPs, the positional
     encoding and norms."""
-    eval_steps: Annotated[int, Field(ge=1, le=10**6)] = 10
+    eval_steps: Size = 10
     """Number of global batches per evaluation of validation_loss."""
     max_bad_steps: Count = 5
     """Stop the run after this many consecutive steps with a non-finite loss or gradient. Their

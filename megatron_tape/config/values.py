@@ -11,6 +11,7 @@ from megatron_tape.errors import UserError
 from megatron_tape.home import expand_home, refuse_address
 
 Count = Annotated[int, Field(ge=1)]
+Size = Annotated[int, Field(ge=1, le=2**30)]
 NotNegativeInt = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]

@@ -36,61 +36,57 @@ def communication(plan: Plan, replicated_share: int | None = None) -> Counter[tu
     that are replicated over tensor-parallel ranks. It differs between GPUs, because ZeRO 1 and 2
     partition at arbitrary elements; None stands for the mean.
     """
-    found = Counter()
+    sent: Counter[tuple[str, str]] = Counter()
     if plan.tensor_size > 1:
-        found.update({(TENSOR, kind): size for kind, size in _of_layers(plan).items()})
-    found.update(_between_tokens_and_heads(plan))
+        sent.update(_of_layers(plan))
+    sent.update(_between_tokens_and_heads(plan))
     if plan.tensor_size > 1 and plan.config.parallel.uses_sequence_parallel:
         if replicated_share is None:
-            replicated_share = -(
-                -replicated_count(plan.model, plan.extension, plan.contents)
-                // plan.data_context_size
-            )
-        found[TENSOR, ALL_REDUCE] += 4 * replicated_share  # sums their gradients in fp32
-    found.update(_between_stages(plan))
+            replicated = replicated_count(plan.model, plan.extension, plan.contents)
+            replicated_share = -(-replicated // plan.data_context_size)
+        sent[TENSOR, ALL_REDUCE] += 4 * replicated_share  # sums their gradients in fp32
+    if plan.pipeline_size > 1:
+        sent.update(_between_stages(plan))
     if plan.data_context_size > 1:
-        found.update(_of_zero(plan))
-    return found
+        sent.update(_of_zero(plan))
+    return sent
 
 
-def _of_layers(plan: Plan) -> dict[str, int]:
+def _of_layers(plan: Plan) -> dict[tuple[str, str], int]:
     """Return the bytes that Megatron's layers exchange among the tensor-parallel ranks."""
-    model = plan.model
     layers = len(plan.contents.layers)
-    recomputes = plan.recomputes
     tokens = plan.matrix_tokens * plan.micro_batches
-    hidden_states = tokens * model.hidden_size * plan.width
+    hidden_states = tokens * plan.model.hidden_size * plan.width
+
     # Attention and MLP each reduce their output and, in the backward pass, the gradient of their
     # input. The embedding reduces only its output, the output layer only the gradient of its input.
     # The gate of attention's output has its own gradient of attention's input.
-    gate = layers * model.attention_output_gate
-    summed = hidden_states * (
-        layers * (4 + 2 * recomputes) + gate + plan.contents.first + plan.contents.last
-    )
+    of_layers = layers * (4 + 2 * plan.recomputes)
+    gates = layers * plan.model.attention_output_gate
+    sums = of_layers + gates + plan.contents.first + plan.contents.last
     # The loss reduces the maximum over the vocabulary, the sum of exponentials and the label's
     # logit, in fp32.
     softmax = tokens * plan.contents.last * 3 * 4
     if not plan.config.parallel.uses_sequence_parallel:
-        return {ALL_REDUCE: summed + softmax}
+        return {(TENSOR, ALL_REDUCE): hidden_states * sums + softmax}
+
     # Sequence parallelism reduce-scatters these sums and gathers inputs, twice if trained weights
     # need a gradient.
-    for_weights = (layers * 2 + gate) * plan.trains_matrices
-    embedding = plan.contents.first and "embeddings" in plan.trained_kinds
-    gathered = hidden_states * (
-        layers * (4 + 2 * recomputes)
-        + gate * plan.forward_passes
-        + plan.contents.last
-        + embedding
-        + for_weights
-    )
+    gathers = of_layers + gates * plan.forward_passes + plan.contents.last
+    if plan.trains_matrices:
+        gathers += layers * 2 + gates
+    if plan.contents.first and "embeddings" in plan.trained_kinds:
+        gathers += 1
     # LoRA gathers the low-rank tensors of q, k and v and reduce-scatters that of o; the backward
     # pass does the reverse.
-    of_qkv = len(plan.lora_targets & {*"qkv"})
-    of_o = len(plan.lora_targets & {"o"})
     narrow = tokens * plan.extension.lora_rank * plan.width * layers
-    gathered += narrow * (of_qkv * plan.forward_passes + of_o)
-    summed += narrow * (of_qkv + of_o * plan.forward_passes)
-    return {ALL_GATHER: gathered, REDUCE_SCATTER: summed, ALL_REDUCE: softmax}
+    qkv = len(plan.lora_targets - {"o"})
+    o = len(plan.lora_targets) - qkv
+    return {
+        (TENSOR, ALL_GATHER): hidden_states * gathers + narrow * (qkv * plan.forward_passes + o),
+        (TENSOR, REDUCE_SCATTER): hidden_states * sums + narrow * (qkv + o * plan.forward_passes),
+        (TENSOR, ALL_REDUCE): softmax,
+    }
 
 
 def _between_tokens_and_heads(plan: Plan) -> dict[tuple[str, str], int]:
@@ -101,19 +97,20 @@ def _between_tokens_and_heads(plan: Plan) -> dict[tuple[str, str], int]:
     """
     model = plan.model
     batch = plan.batch
-    if plan.context_size == 1 and not plan.config.parallel.uses_sequence_parallel:
+    if batch.head_shards == 1 or batch.local_tokens == batch.tokens:
         return {}
     exchanged = 0
     for layer in plan.contents.layers:
         costs = plan.costs[layer]
-        exchanged += plan.micro_batches * (
-            costs.sent_forward * plan.forward_passes + costs.sent_backward
-        )
+        exchanged += costs.sent_forward * plan.forward_passes + costs.sent_backward
+    exchanged *= plan.micro_batches
     if plan.context_size == 1:
         return {(TENSOR, ALL_TO_ALL): exchanged}
-    heads = 2 * (model.num_attention_heads // batch.head_shards + batch.groups(model.query_groups))
+
+    heads = model.num_attention_heads // batch.head_shards
+    tensors = 2 * heads + 2 * batch.groups(model.query_groups)
     passes = plan.micro_batches * len(plan.contents.layers) * (plan.forward_passes + 1)
-    of_attention = passes * batch.tokens * heads * model.head_dim * plan.width
+    of_attention = passes * batch.tokens * tensors * model.head_dim * plan.width
     if plan.tensor_size > 1:
         return {(CONTEXT, ALL_TO_ALL): of_attention, (SEQUENCE, ALL_TO_ALL): exchanged}
     return {(CONTEXT, ALL_TO_ALL): of_attention + exchanged}
@@ -123,50 +120,31 @@ def _between_stages(plan: Plan) -> dict[tuple[str, str], int]:
     """Return the bytes that a pipeline stage sends: outputs of its model chunks, gradients, and a
     tied embedding.
     """
-    if plan.pipeline_size == 1:
-        return {}
-    last = plan.model.num_layers
-    sends = (
-        sum((chunk.stop < last) + (chunk.start > 0) for chunk in plan.model_chunks)
-        * plan.micro_batches
-    )
-    found = {(PIPELINE, SEND): sends * plan.sent_bytes}
-    if (
-        plan.model.tie_embeddings
-        and (plan.contents.first or plan.contents.last)
-        and plan.trains_output
-    ):
-        elements = plan.model.vocab_size // plan.tensor_size * plan.model.hidden_size
-        found[PIPELINE, BROADCAST] = (4 + plan.width) * elements
-    return found
+    sends = 0
+    for chunk in plan.model_chunks:
+        sends += (chunk.stop < plan.model.num_layers) + (chunk.start > 0)
+    sent = {(PIPELINE, SEND): sends * plan.micro_batches * plan.sent_bytes}
+    has_embedding = plan.contents.first or plan.contents.last
+    if plan.model.tie_embeddings and has_embedding and plan.trains_output:
+        elements = plan.vocabulary * plan.model.hidden_size
+        sent[PIPELINE, BROADCAST] = (4 + plan.width) * elements
+    return sent
 
 
-def _of_zero(plan: Plan) -> Counter[tuple[str, str]]:
+def _of_zero(plan: Plan) -> dict[tuple[str, str], int]:
     """Return the bytes that ZeRO exchanges among the ranks with the same weights."""
-    trained = plan.trained_elements
-    stage = plan.zero_stage
-    if stage == 3:
+    gradients = plan.gradient_width * plan.trained_elements
+    if plan.zero_stage > 1:
+        gradients *= plan.micro_batches
+    gathered = plan.trained_elements
+    if plan.zero_stage == 3:
         # Parameters above the threshold are gathered for each forward pass, and for the backward
         # pass if they were released in between. All others are gathered once, after the step.
-        sizes = (
-            (parameter.shape.elements(plan.tensor_size), count)
-            for parameter, count in parameters(plan.model, plan.extension, plan.contents).items()
-        )
-        large = sum(size * count for size, count in sizes if size > PERSISTENCE_THRESHOLD)
-        again = (plan.micro_batches - 1) * large + plan.micro_batches * max(
-            0, large - REUSE_DISTANCE // 2
-        )
-        found = Counter(
-            {(DATA, REDUCE_SCATTER): plan.gradient_width * trained * plan.micro_batches}
-        )
-        found[DATA, ALL_GATHER] = plan.width * (plan.elements + again)
-        return found
-    found = Counter(
-        {
-            (DATA, REDUCE_SCATTER): plan.gradient_width
-            * trained
-            * (plan.micro_batches if stage == 2 else 1)
-        }
-    )
-    found[DATA, ALL_GATHER] = plan.width * trained
-    return found
+        large = 0
+        for parameter, count in parameters(plan.model, plan.extension, plan.contents).items():
+            size = parameter.shape.elements(plan.tensor_size)
+            if size > PERSISTENCE_THRESHOLD:
+                large += size * count
+        released = max(0, large - REUSE_DISTANCE // 2)
+        gathered = plan.elements + (plan.micro_batches - 1) * large + plan.micro_batches * released
+    return {(DATA, REDUCE_SCATTER): gradients, (DATA, ALL_GATHER): plan.width * gathered}

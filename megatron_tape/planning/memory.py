@@ -6,8 +6,8 @@ NCCL's buffers and fragmentation take a few per cent more, which are not include
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from operator import attrgetter, itemgetter
+from dataclasses import dataclass
+from operator import attrgetter
 
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import ConfigError
@@ -15,7 +15,7 @@ from megatron_tape.ops.backends.table import CPU
 from megatron_tape.parallel.launcher import local_world_size
 from megatron_tape.planning.activations import Activations, activations
 from megatron_tape.planning.hardware import host_memory
-from megatron_tape.planning.parameters import parameter_count, parameters
+from megatron_tape.planning.parameters import parameters
 from megatron_tape.planning.plan import Plan
 from megatron_tape.text import byte_size, counted
 
@@ -67,57 +67,58 @@ def memory(plan: Plan) -> Memory:
     """Return the memory of a GPU on the pipeline stage that needs most, usually the first or the
     last.
     """
-    return max(
-        (memory_of_pipeline_stage(stage) for stage in plan.pipeline_stages()),
-        key=lambda needed: needed.peak,
-    )
+    return max(map(memory_of_pipeline_stage, plan.pipeline_stages()), key=attrgetter("peak"))
 
 
 def memory_of_pipeline_stage(plan: Plan) -> Memory:
     """Return the memory of a GPU on the plan's pipeline stage."""
     state = zero_state(plan)
     kept = activations(plan)
-    buffers = 0
+    weights = state.weights
+    gradients = state.gradients
+    buffers = state.buffers
     if plan.copies_embedding:
-        copied = plan.model.vocab_size // plan.tensor_size * plan.model.hidden_size
-        gradients = state.gradients + 4 * copied * plan.trains_output
-        state = replace(state, weights=state.weights + plan.width * copied, gradients=gradients)
-    if plan.config.parallel.uses_sequence_parallel and (
-        plan.trains_matrices or "output" in plan.trained_kinds
-    ):
+        copied = plan.vocabulary * plan.model.hidden_size
+        weights += plan.width * copied
+        gradients += 4 * copied * plan.trains_output
+    trains_matrices = plan.trains_matrices or "output" in plan.trained_kinds
+    if trains_matrices and plan.config.parallel.uses_sequence_parallel:
         # Megatron gathers the input of trained matrices into one permanent buffer.
-        buffers = plan.matrix_tokens * plan.model.hidden_size * plan.width
-    buffers += state.buffers
-    # ZeRO 2 allocates its buckets at the first gradient, after the logits are freed.
-    loss = kept.loss - (state.buffers if plan.zero_stage == 2 else 0)
+        buffers += plan.matrix_tokens * plan.model.hidden_size * plan.width
+
+    # Additional memory at the moments of a step when the memory may peak.
+    micro_batch = kept.layers / plan.in_flight
+    loss = kept.loss
+    if plan.zero_stage == 2:
+        loss -= state.buffers  # allocated at the first gradient, after the logits are freed
     # When the first bucket is full, activations of the last layers and of other micro-batches are
     # already freed.
-    left = 1 - min(1, plan.config.deepspeed.reduce_bucket_size / max(1, plan.trained_elements))
-    reducing = (
-        state.bucket_copy
-        + int(left * (kept.layers / plan.in_flight + max(0, kept.backward)))
-        - kept.saved
-    )
+    reduced = min(1, plan.config.deepspeed.reduce_bucket_size / max(1, plan.trained_elements))
+    layers_left = int((1 - reduced) * (micro_batch + max(0, kept.backward)))
+    reducing = state.bucket_copy + layers_left - kept.saved
     # The update begins after all activations and most buffers are freed.
     updating = state.update - kept.saved - buffers
 
-    # Pairs of the gradients and the additional memory at each moment of a step when the memory may
-    # peak.
+    # Pairs of the gradients and the additional memory at these moments.
+    moments = [(gradients, extra) for extra in (loss, kept.backward, reducing, updating)]
     if plan.zero_stage < 3 and plan.micro_batches <= plan.in_flight:
-        moments = [(0, loss), *_first_backward(plan, state, kept), (state.gradients, updating)]
+        of_copy = gradients - state.gradients
+        first = _first_backward(plan, state, kept, of_copy)
+        moments = [(0, loss), *first, (gradients, updating)]
         if plan.micro_batches > 1:
-            later = kept.backward - int(kept.layers / plan.in_flight)
-            moments += [(state.gradients, later), (state.gradients, reducing)]
-    else:
-        moments = [(state.gradients, extra) for extra in (loss, kept.backward, reducing, updating)]
+            later = kept.backward - int(micro_batch)
+            moments += [(gradients, later), (gradients, reducing)]
     gradients, additional = max(moments, key=sum)
     # If the memory peaks in the update, the gradients take the place of activations that are freed
     # before it.
     working = max(0, additional)
-    gradients += additional - working
-
     return Memory(
-        **asdict(state) | {"buffers": buffers, "gradients": gradients},
+        weights=weights,
+        gradients=gradients + additional - working,
+        optimizer=state.optimizer,
+        buffers=buffers,
+        bucket_copy=state.bucket_copy,
+        update=state.update,
         layer_activations=kept.layers,
         output_gradient=kept.output_gradient,
         working=working,
@@ -125,7 +126,7 @@ def memory_of_pipeline_stage(plan: Plan) -> Memory:
 
 
 def _first_backward(
-    plan: Plan, state: ModelStateMemory, kept: Activations
+    plan: Plan, state: ModelStateMemory, kept: Activations, of_copied_embedding: int
 ) -> Iterator[tuple[int, int]]:
     """Yield the gradients and the additional memory during the first backward pass of a step, under
     ZeRO 1 and 2.
@@ -135,43 +136,37 @@ def _first_backward(
     elements are contiguous, in the order of the model: embedding, layers, output layer.
     """
     trained = plan.trained_elements
-    if not trained:
-        return
-
     is_last = plan.micro_batches == 1  # so that each group is averaged as soon as it is complete
-    allocated = 4 if plan.zero_stage == 1 else 0  # ZeRO 2's bucket is counted as a buffer
-    averaged = 4 / plan.data_context_size
-    if plan.zero_stage == 1 and not is_last:
-        averaged = 4
-    elif plan.zero_stage == 1 and plan.config.deepspeed.overlap_comm:
-        averaged = plan.gradient_width
-
-    layers_begin = _trained_elements(plan, "embeddings")
-    layers_end = trained - _trained_elements(plan, "output")
-    of_copied_embedding = state.gradients - zero_state(plan).gradients
     micro_batch = kept.layers / plan.in_flight
+
+    # Bytes per element of a group's gradients, before and after they are averaged.
+    allocated = 0  # ZeRO 2's bucket is counted as a buffer
+    averaged = 4 / plan.data_context_size
+    if plan.zero_stage == 1:
+        allocated = 4
+        if not is_last:
+            averaged = 4
+        elif plan.config.deepspeed.overlap_comm:
+            averaged = plan.gradient_width
+
+    layers_begin = plan.elements_of({"embeddings"} & plan.trained_kinds)
+    layers_end = trained - plan.elements_of({"output"} & plan.trained_kinds)
+
+    def left(place: int) -> float:
+        """Return the fraction of the layers before an element."""
+        layers = max(1, layers_end - layers_begin)
+        return min(1, max(0, (place - layers_begin) / layers))
 
     # More than 256 groups hardly change the result.
     size = max(plan.config.deepspeed.reduce_bucket_size, trained // 256)
     for begin in range(0, trained, size):
         end = min(begin + size, trained)
-        gradients = (
-            int(allocated * (end - begin) + averaged * (trained - end)) + of_copied_embedding
-        )
-        left, left_after = (
-            min(1, max(0, (place - layers_begin) / max(1, layers_end - layers_begin)))
-            for place in (end, begin)
-        )
-        yield gradients, kept.backward - int((1 - left) * micro_batch)
+        gradients = int(allocated * (end - begin) + averaged * (trained - end))
+        gradients += of_copied_embedding
+        yield gradients, kept.backward - int((1 - left(end)) * micro_batch)
         if is_last:
-            layers_left = int(left_after * (micro_batch + max(0, kept.backward)))
+            layers_left = int(left(begin) * (micro_batch + max(0, kept.backward)))
             yield gradients, state.bucket_copy + layers_left - kept.saved
-
-
-def _trained_elements(plan: Plan, kind: str) -> int:
-    """Return the trained elements of one kind on the plan's pipeline stage."""
-    kinds = {kind} & plan.trained_kinds
-    return parameter_count(plan.model, plan.extension, kinds, plan.tensor_size, plan.contents)
 
 
 def check_host_memory(config: RunConfig, processes: int) -> None:
@@ -181,74 +176,73 @@ def check_host_memory(config: RunConfig, processes: int) -> None:
     tensors on CPUs, and pages of the buffers that are never written take no memory. Of several
     pipeline stages, that with the lowest counts.
     """
-    stages = map(
-        memory_of_pipeline_stage, Plan(config, processes, generation=CPU).pipeline_stages()
-    )
-    least, needed = min(
-        ((stage.peak - stage.buffers, stage) for stage in stages), key=itemgetter(0)
-    )
-    state = needed.weights + needed.gradients + needed.optimizer
+    stages = Plan(config, processes, generation=CPU).pipeline_stages()
+    needed = min(map(memory_of_pipeline_stage, stages), key=_without_buffers)
+    least = _without_buffers(needed)
     sharing = local_world_size()
     available = host_memory() // sharing
+    if least <= available:
+        return
+
     key = "train.micro_batch_size"
     fix = "lower it"
-    if state > available:
+    if needed.weights + needed.gradients + needed.optimizer > available:
         key = "model.hidden_size"
         fix = "lower it or model.num_layers, or train on a node with more memory"
     elif config.train.micro_batch_size == 1:
-        if config.train.recompute == "full":
-            recompute = ""
-        else:
-            recompute = ", or set train.recompute to full"
         key = "model.seq_length"
-        fix = f"lower it{recompute}"
-    problem = (
+        if config.train.recompute != "full":
+            fix = "lower it, or set train.recompute to full"
+    raise ConfigError(
+        key,
         f"is {attrgetter(key)(config)}, with which a step needs at least {byte_size(least)} per"
-        " process, "
+        f" process, but {byte_size(available)} are available to each of"
+        f" {counted(sharing, 'process', 'processes')} here",
+        fix,
     )
-    problem += (
-        f"but {byte_size(available)} are available to each of"
-        f" {counted(sharing, 'process', 'processes')} here"
-    )
-    if least > available:
-        raise ConfigError(key, problem, fix)
+
+
+def _without_buffers(needed: Memory) -> int:
+    return needed.peak - needed.buffers
 
 
 def zero_state(plan: Plan) -> ModelStateMemory:
     """Return the bytes of weights, gradients, optimizer state and buffers in DeepSpeed."""
-    settings = plan.config.deepspeed
-    stage = plan.zero_stage
-    width = plan.width
+    ranks = plan.data_context_size
     trained = plan.trained_elements
-    weights = width * (-(-plan.elements // plan.data_context_size) if stage == 3 else plan.elements)
-    partition = -(-trained // plan.data_context_size)
-    state = (
-        _moments(plan, plan.data_context_size) + 4 * partition
-    )  # ZeRO has master weights even in fp32 runs
-    gradients = 4 * (
-        trained if stage == 1 else partition
-    )  # accumulated in fp32 even if the run is in bf16
-    if stage < 3:
-        # The norm of each matrix is computed in float64.
-        counts = parameters(plan.model, plan.extension, plan.contents)
-        sizes = (x.shape.elements(plan.tensor_size) for x in counts if x.kind in plan.trained_kinds)
-        largest = min(partition, max(sizes, default=0))
-        return ModelStateMemory(
-            weights,
-            gradients,
-            state,
-            *_buckets(plan),
-            update=4 * partition - gradients + 8 * largest,
-        )
-    # A bucket is in the communication precision. The optimizer step makes an fp32 copy of the
-    # gradients.
-    bucket = plan.gradient_width * settings.reduce_bucket_size
-    if plan.data_context_size > 1:
-        gathered = width * min(plan.elements, LIVE_PARAMETERS)
-    else:
+    partition = -(-trained // ranks)
+    # ZeRO has master weights even in fp32 runs.
+    optimizer = _moments(plan, ranks) + 4 * partition
+    if plan.zero_stage == 3:
+        # A bucket is in the communication precision. The optimizer step makes an fp32 copy of the
+        # gradients.
+        bucket = plan.gradient_width * plan.config.deepspeed.reduce_bucket_size
         gathered = 0
+        if ranks > 1:
+            gathered = plan.width * min(plan.elements, LIVE_PARAMETERS)
+        return ModelStateMemory(
+            weights=plan.width * -(-plan.elements // ranks),
+            gradients=4 * partition,
+            optimizer=optimizer,
+            buffers=bucket + gathered,
+            update=4 * partition + bucket,
+        )
+
+    gradients = 4 * partition  # accumulated in fp32 even if the run is in bf16
+    if plan.zero_stage == 1:
+        gradients = 4 * trained
+    counts = parameters(plan.model, plan.extension, plan.contents)
+    sizes = [x.shape.elements(plan.tensor_size) for x in counts if x.kind in plan.trained_kinds]
+    largest = min(partition, max(sizes, default=0))
+    norm = 8 * largest  # of each matrix, computed in float64
+    buffers, bucket_copy = _buckets(plan)
     return ModelStateMemory(
-        weights, gradients, state, bucket + gathered, update=4 * partition + bucket
+        weights=plan.width * plan.elements,
+        gradients=gradients,
+        optimizer=optimizer,
+        buffers=buffers,
+        bucket_copy=bucket_copy,
+        update=4 * partition - gradients + norm,
     )
 
 
@@ -256,10 +250,10 @@ def _moments(plan: Plan, ranks: int) -> int:
     """Return the bytes per rank of the optimizer's moments and the averaged weights, partitioned
     over `ranks`.
     """
-    bytes_per_element = 8 if plan.config.train.average is None else 12
-    return bytes_per_element * -(-plan.trained_elements // ranks) - 4 * -(
-        -plan.muon_elements // ranks
-    )
+    moments = 8 * -(-plan.trained_elements // ranks)
+    if plan.config.train.average is not None:
+        moments += moments // 2
+    return moments - 4 * -(-plan.muon_elements // ranks)
 
 
 def _buckets(plan: Plan) -> tuple[int, int]:
@@ -269,22 +263,27 @@ def _buckets(plan: Plan) -> tuple[int, int]:
     trained = plan.trained_elements
     width = plan.gradient_width
     bucket = min(plan.config.deepspeed.reduce_bucket_size, trained)
-    if plan.zero_stage == 1:
-        # Buckets are views of the gradients. Averaging needs a copy if gradients are sent in bf16,
-        # and a tensor for this rank's partition.
-        return 0, (width if width != 4 else 0) * bucket + 4 * -(-bucket // plan.data_context_size)
-    # The next bucket is filled at the same time.
-    return width * bucket, width * min(bucket, trained - bucket)
+    if plan.zero_stage == 2:
+        # The next bucket is filled at the same time.
+        return width * bucket, width * min(bucket, trained - bucket)
+    # Buckets are views of the gradients. Averaging needs a tensor for this rank's partition, and a
+    # copy if gradients are sent in bf16.
+    copied = 4 * -(-bucket // plan.data_context_size)
+    if width < 4:
+        copied += width * bucket
+    return 0, copied
 
 
 def checkpoint_bytes(plan: Plan) -> int:
     """Return the bytes of the fp32 weights and the optimizer state in one checkpoint (see
     `checkpoint.frozen`).
     """
-    stages = plan.pipeline_stages()
-    trained = sum(stage.trained_elements for stage in stages)
-    frozen = 4 * (sum(stage.elements for stage in stages) - trained) * plan.config.checkpoint.frozen
-    return plan.tensor_size * (sum(_moments(stage, 1) for stage in stages) + 4 * trained + frozen)
+    total = 0
+    for stage in plan.pipeline_stages():
+        total += _moments(stage, 1) + 4 * stage.trained_elements
+        if plan.config.checkpoint.frozen:
+            total += 4 * (stage.elements - stage.trained_elements)
+    return plan.tensor_size * total
 
 
 def checkpoints_bytes(plan: Plan) -> int:
@@ -294,6 +293,5 @@ def checkpoints_bytes(plan: Plan) -> int:
     One more is counted, because the oldest is deleted only after the next save.
     """
     settings = plan.config.checkpoint
-    return checkpoint_bytes(plan) * (
-        settings.keep + 1 + settings.milestones(plan.config.train.steps)
-    )
+    permanent = settings.milestones(plan.config.train.steps)
+    return checkpoint_bytes(plan) * (settings.keep + 1 + permanent)

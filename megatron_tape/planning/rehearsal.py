@@ -35,7 +35,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import Dataset
 
 from megatron_tape.config.schema import RunConfig, replace_settings
 from megatron_tape.data.batches import Batches
@@ -188,9 +187,10 @@ def _train(config: RunConfig, tracker: "Tracker") -> None:
     allocate(model, layout.device, zero_partition(config, layout))
     engine = Engine(model, config, layout)
     tracker.observe_forward(model)
-    tokens = _RandomTokens(config)
+    tokens = torch.zeros(config.model.seq_length, dtype=torch.int64)
     samples = range(STEPS * config.train.global_batch_size)
-    batches = Batches(tokens, tokens, config, layout, 0, samples, STEPS).training()
+    dataset: Any = [{"tokens": tokens, "labels": tokens} for _ in samples]
+    batches = Batches(dataset, None, config, layout, 0, samples, STEPS).training()
     for step in range(1, STEPS):
         engine.train_step(batches, config.optimizer.lr, step)
 
@@ -336,22 +336,6 @@ def _shortened(config: RunConfig) -> RunConfig:
         "data.stages": None,
     }
     return replace_settings(config, changes)
-
-
-class _RandomTokens(Dataset):
-    """A practically unlimited dataset of random tokens."""
-
-    def __init__(self, config: RunConfig):
-        self._model = config.model
-
-    def __len__(self) -> int:
-        return 2**62
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {
-            key: torch.randint(self._model.vocab_size, (self._model.seq_length,))
-            for key in ("tokens", "labels")
-        }
 
 
 class Tracker(MemTracker):

@@ -1,6 +1,7 @@
 """Search for the fastest parallel layouts of a run that fit on the GPUs. Imports no torch."""
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,8 +18,7 @@ from megatron_tape.planning.step_time import StepTime, step_time
 HEADROOM = 0.10
 """Fraction of GPU memory reserved for the CUDA context, NCCL and fragmentation."""
 GIB = 2**30
-STAGES = (1, 2, 3)
-"""ZeRO stages."""
+ZERO_STAGES = (1, 2, 3)
 MOST_VIRTUAL = 8
 """Largest number of virtual stages. With more, the additional messages cost more than the smaller
 bubble saves.
@@ -88,14 +88,15 @@ def search(
     cannot be estimated.
     """
     result = SearchResult()
-    timed = [
-        (step_time(changed, hardware), changed)
-        for changed in candidates(plan, validate, result.refused)
-    ]
+    layouts = list(candidates(plan, validate, result.refused))
+    timed = [(step_time(changed, hardware), changed) for changed in layouts]
     # The sort is stable: among equally fast layouts, the one that needs less memory comes first.
     for time, changed in sorted(timed, key=lambda pair: pair[0].total):
         candidate = Candidate(changed, time, memory(changed))
-        (result.fitting if fits(candidate.memory, gib) else result.too_large).append(candidate)
+        if fits(candidate.memory, gib):
+            result.fitting.append(candidate)
+        else:
+            result.too_large.append(candidate)
         if len(result.fitting) == limit:
             break
     return result
@@ -105,35 +106,34 @@ def candidates(plan: Plan, validate: Validate, refused: Counter[str]) -> Iterato
     """Yield a copy of `plan` for every layout that `validate` accepts; count all others in
     `refused` by message.
     """
-    processes = plan.processes
-    train = plan.config.train
-    for tensor_size, context_size, stages, virtual, layers in _layouts(plan):
-        samples = (
-            train.global_batch_size * tensor_size * context_size * stages // processes
-        )  # per rank and step
-        for micro_batch_size in (2**i for i in range(max(1, samples.bit_length()))):
+    batch_size = plan.config.train.global_batch_size
+    for layout in _layouts(plan):
+        tensor_size, context_size, pipeline_size, virtual_size, layers = layout
+        zero_stages = ZERO_STAGES
+        if pipeline_size > 1:
+            zero_stages = ZERO_STAGES[:1]
+        sequences = batch_size * tensor_size * context_size * pipeline_size // plan.processes
+        exponents = range(max(1, sequences.bit_length()))
+        for exponent, zero_stage in itertools.product(exponents, zero_stages):
             changes = {
                 "parallel.tensor_model_parallel_size": tensor_size,
                 "parallel.context_parallel_size": context_size,
-                "parallel.pipeline_model_parallel_size": stages,
-                "parallel.virtual_pipeline_size": virtual,
+                "parallel.pipeline_model_parallel_size": pipeline_size,
+                "parallel.virtual_pipeline_size": virtual_size,
                 "parallel.pipeline_layers": layers,
                 "parallel.sequence_parallel": None,
-                "train.micro_batch_size": micro_batch_size,
+                "train.micro_batch_size": 2**exponent,
+                "deepspeed.zero_stage": zero_stage,
             }
-            for zero_stage in STAGES if stages == 1 else STAGES[:1]:
-                config = replace_settings(
-                    plan.config, changes | {"deepspeed.zero_stage": zero_stage}
-                )
-                try:
-                    validate(config, processes)
-                except ConfigError as error:
-                    refused[str(error)] += 1
-                    continue
-                for recompute in RECOMPUTATION:
-                    yield dataclasses.replace(
-                        plan, config=replace_settings(config, {"train.recompute": recompute})
-                    )
+            config = replace_settings(plan.config, changes)
+            try:
+                validate(config, plan.processes)
+            except ConfigError as error:
+                refused[str(error)] += 1
+                continue
+            for recompute in RECOMPUTATION:
+                recomputing = replace_settings(config, {"train.recompute": recompute})
+                yield dataclasses.replace(plan, config=recomputing)
 
 
 def _layouts(plan: Plan) -> Iterator[tuple[int, int, int, int, list[int] | None]]:
@@ -142,27 +142,19 @@ def _layouts(plan: Plan) -> Iterator[tuple[int, int, int, int, list[int] | None]
     """
     layers = plan.model.num_layers
     for tensor_size in _divisors(plan.processes, NODE_SIZE):
-        for context_size in _divisors(
-            plan.processes // tensor_size, plan.model.num_attention_heads
-        ):
-            yield tensor_size, context_size, 1, 1, None
-            for stages in _divisors(plan.processes // (tensor_size * context_size), layers // 2)[
-                1:
-            ]:
-                for virtual in (
-                    _divisors(layers // stages, MOST_VIRTUAL) if layers % stages == 0 else ()
-                ):
-                    yield tensor_size, context_size, stages, virtual, None
+        others = plan.processes // tensor_size
+        for context_size in _divisors(others, plan.model.num_attention_heads):
+            sizes = (tensor_size, context_size)
+            yield *sizes, 1, 1, None
+            for pipeline_size in _divisors(others // context_size, layers // 2)[1:]:
+                if layers % pipeline_size == 0:
+                    for virtual_size in _divisors(layers // pipeline_size, MOST_VIRTUAL):
+                        yield *sizes, pipeline_size, virtual_size, None
                 # The embedding and the loss each take about as long as a layer.
-                inner, remainder = divmod(layers + 2, stages)
-                if remainder == 0 and (stages > 2 or layers % stages):
-                    yield (
-                        tensor_size,
-                        context_size,
-                        stages,
-                        1,
-                        [inner - 1, *[inner] * (stages - 2), inner - 1],
-                    )
+                inner, remainder = divmod(layers + 2, pipeline_size)
+                if remainder == 0 and (pipeline_size > 2 or layers % pipeline_size):
+                    unequal = [inner - 1, *[inner] * (pipeline_size - 2), inner - 1]
+                    yield *sizes, pipeline_size, 1, unequal
 
 
 def _divisors(number: int, largest: int) -> list[int]:

@@ -54,28 +54,26 @@ def step_time(plan: Plan, hardware: Hardware) -> StepTime:
             "train.precision", "is fp32, but step times can be estimated only for bf16"
         )
     stages = plan.pipeline_stages()
-    # Inner stages differ only in their number of layers.
-    if plan.config.parallel.pipeline_layers:
-        stages = stages
-    else:
+    if not plan.config.parallel.pipeline_layers:
+        # Inner stages are alike.
         stages = [*stages[:2], *stages[2:][-1:]]
-    return max((_of_stage(stage, hardware) for stage in stages), key=lambda time: time.total)
+    times = (_of_pipeline_stage(stage, hardware) for stage in stages)
+    return max(times, key=lambda time: time.total)
 
 
-def _of_stage(plan: Plan, hardware: Hardware) -> StepTime:
+def _of_pipeline_stage(plan: Plan, hardware: Hardware) -> StepTime:
     """Return the step time of the plan's pipeline stage."""
-    flops = flops_per_token(plan.model, plan.extension, plan.contents) + recomputed_flops_per_token(
-        plan
-    )
+    flops = flops_per_token(plan.model, plan.extension, plan.contents)
+    flops += recomputed_flops_per_token(plan)
     tokens = plan.tokens_per_step * plan.pipeline_size / plan.processes
     computation = flops * tokens / (EFFICIENCY * hardware.peak)
+
     sent = communication(plan).items()
     seconds = {key: _seconds(plan, *key, size, hardware) for key, size in sent}
-    of_micro_batches = computation + sum(
-        time for (group, _), time in seconds.items() if group != DATA
-    )
+    in_micro_batches = sum(time for (group, _), time in seconds.items() if group != DATA)
     waiting = (plan.pipeline_size - 1) / len(plan.model_chunks) / plan.micro_batches
-    return StepTime(computation, sum(seconds.values()), waiting * of_micro_batches)
+    bubble = waiting * (computation + in_micro_batches)
+    return StepTime(computation, sum(seconds.values()), bubble)
 
 
 def _seconds(plan: Plan, group: str, kind: str, size: int, hardware: Hardware) -> float:
@@ -84,29 +82,33 @@ def _seconds(plan: Plan, group: str, kind: str, size: int, hardware: Hardware) -
     """
     tensor = plan.tensor_size
     context = plan.context_size
-    stages = plan.pipeline_size
-    stride = {CONTEXT: tensor, PIPELINE: tensor * context}.get(group, 1)
-    ranks = {
-        TENSOR: tensor,
-        CONTEXT: context,
-        SEQUENCE: tensor * context,
-        PIPELINE: stages,
-        DATA: plan.data_context_size,
+    pipeline = plan.pipeline_size
+    # The ranks of each group, and the distance between neighbors.
+    ranks, stride = {
+        TENSOR: (tensor, 1),
+        CONTEXT: (context, tensor),
+        SEQUENCE: (tensor * context, 1),
+        PIPELINE: (pipeline, tensor * context),
+        DATA: (plan.data_context_size, tensor),
     }[group]
     on_node = min(ranks, max(1, NODE_SIZE // stride))
-    if (
-        group == DATA
-        # context-parallel ranks are adjacent; data-parallel ranks are separated by all pipeline
-        # stages
-    ):
-        context_on_node = min(context, max(1, NODE_SIZE // tensor))
-        on_node = min(ranks, context_on_node * max(1, NODE_SIZE // (tensor * context * stages)))
+    if group == DATA:
+        # Context-parallel ranks are adjacent; data-parallel ranks are separated by all pipeline
+        # stages.
+        replicas = max(1, NODE_SIZE // (tensor * context * pipeline))
+        on_node = min(ranks, min(context, on_node) * replicas)
+
     intra = hardware.intra_node_bandwidth
     inter = hardware.inter_node_bandwidth
-    if kind in (SEND, BROADCAST):
-        # Some neighbors are on different nodes, and all others wait for them.
-        return size / (intra if on_node == ranks else inter)
     if kind == ALL_TO_ALL:
         return size / ranks * max((on_node - 1) / intra, (ranks - on_node) / inter)
-    bandwidth = intra if on_node == ranks else min(intra, on_node * inter)
-    return size * (ranks - 1) / ranks / bandwidth * (2 if kind == ALL_REDUCE else 1)
+    bandwidth = intra
+    if kind in (SEND, BROADCAST):
+        if on_node < ranks:
+            bandwidth = inter  # some neighbors are on different nodes, and all others wait for them
+        return size / bandwidth
+    if on_node < ranks:
+        bandwidth = min(intra, on_node * inter)
+    if kind == ALL_REDUCE:
+        size *= 2
+    return size * (ranks - 1) / ranks / bandwidth

@@ -8,12 +8,15 @@ before parsing a configuration that selects it.
 from megatron_tape.position.alibi import AlibiPosition
 from megatron_tape.position.cope import CopePosition
 from megatron_tape.position.encoding import (
+    Bounds,
     Costs,
+    Count,
     EncodingSettings,
     MicroBatchSizes,
     Parameter,
     PositionEncoding,
     PositionInputs,
+    Positive,
     TokenCache,
 )
 from megatron_tape.position.fire import FirePosition
@@ -54,13 +57,16 @@ for _encoding in BUILT_IN:
 __all__ = [
     "BUILT_IN",
     "ENCODINGS",
+    "Bounds",
     "Costs",
+    "Count",
     "EncodingSettings",
     "TokenCache",
     "MicroBatchSizes",
     "Parameter",
     "PositionEncoding",
     "PositionInputs",
+    "Positive",
     "encoding_of",
     "model_config",
     "register",

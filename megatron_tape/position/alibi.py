@@ -18,10 +18,10 @@ class AlibiPosition(PositionEncoding):
     name = "alibi"
     needs = frozenset({POINTWISE})
 
-    def costs(self, layer, batch) -> Costs:
+    def costs(self, layer, batch):
         return Costs(multiply_adds=self.model.num_attention_heads * self.model.seq_length // 2)
 
-    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
+    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache):
         """Return the bias -m_h (s - t). It depends only on distances, so packed documents need no
         special handling.
         """
@@ -31,14 +31,13 @@ class AlibiPosition(PositionEncoding):
 
         slopes = self.constant("slopes", self._slopes, hidden_states_sBC.device)
 
-        def tile(rows: slice, columns: slice, slopes: "Tensor") -> "Tensor":
-            queries, keys = (
-                torch.arange(x.start, x.stop, device=slopes.device) for x in (rows, columns)
-            )
+        def tile(rows, columns, slopes):
+            queries = torch.arange(rows.start, rows.stop, device=slopes.device)
+            keys = torch.arange(columns.start, columns.stop, device=slopes.device)
             return slopes[None, :, None, None] * (keys - queries[:, None])
 
-        def score(b: "Tensor", h: "Tensor", q: "Tensor", k: "Tensor", slopes: "Tensor") -> "Tensor":
-            return slopes[h] * (k - q)
+        def score(batch, head, query, key, slopes):
+            return slopes[head] * (key - query)
 
         return PositionInputs(bias=Bias(tile, (self.token_layout.local_heads(slopes),), score))
 

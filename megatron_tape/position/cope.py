@@ -1,13 +1,12 @@
 """CoPE: contextual position encoding (Golovneva et al., 2024)."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_tape.errors import ConfigError
 from megatron_tape.ops.backends import SCORES
 from megatron_tape.position.encoding import (
     Costs,
+    Count,
     EncodingSettings,
     Parameter,
     PositionEncoding,
@@ -15,14 +14,14 @@ from megatron_tape.position.encoding import (
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopeSettings(EncodingSettings):
     """The number of CoPE's position embeddings."""
 
-    cope_max_position: int = 64
+    cope_max_position: Count = 64
     """cope: largest position (p_max in the paper). Larger positions are clipped to this value. Each
     integer position from 0 to this value has an embedding."""
 
@@ -41,27 +40,21 @@ class CopePosition(PositionEncoding):
     Settings = CopeSettings
     needs = frozenset({SCORES})
 
-    def check(self) -> None:
-        largest = self.settings.cope_max_position
-        if largest < 1:
-            raise ConfigError(
-                "model.position.cope_max_position",
-                f"is {largest}",
-                "set it to at least 1, such as 64",
-            )
-
-    def parameters(self, layer: int) -> Mapping[str, Parameter]:
+    def parameters(self, layer):
         return {"table": Parameter((self.settings.cope_max_position + 1, self.model.head_dim))}
 
-    def costs(self, layer, batch) -> Costs:
+    def costs(self, layer, batch):
         """Return the costs. In bf16 or fp16, an fp32 copy of the embeddings is saved for the
         backward pass.
         """
         elements = (self.settings.cope_max_position + 1) * self.model.head_dim
         products = self.model.num_attention_heads * (elements + self.model.seq_length)
-        return Costs(multiply_adds=products, saved=4 * elements if batch.width < 4 else 0)
+        saved = 0
+        if batch.width < 4:
+            saved = 4 * elements
+        return Costs(multiply_adds=products, saved=saved)
 
-    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
+    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache):
         """Return the function that rescores. Masked keys do not count, so packed documents need no
         special handling.
         """
@@ -70,19 +63,11 @@ class CopePosition(PositionEncoding):
         return PositionInputs(rescore=Rescore(_rows, (parameters["table"],)))
 
 
-def _rows(
-    scores_BHrt: "Tensor",
-    q_BHrD: "Tensor",
-    k: "Tensor",
-    seen: "Tensor",
-    tokens: slice,
-    table: "Tensor",
-) -> "Tensor":
+def _rows(scores_BHrt, q_BHrD, k, seen, tokens, table):
     """Return each score plus the product of the query and the embedding of the key's position, (B,
     H, r, t).
     """
     from megatron_tape.ops.contextual import add_contextual_positions
 
-    return add_contextual_positions(
-        scores_BHrt.to(table.dtype), q_BHrD.to(table.dtype) @ table.T, seen
-    )
+    products_BHrp = q_BHrD.to(table.dtype) @ table.T
+    return add_contextual_positions(scores_BHrt.to(table.dtype), products_BHrp, seen)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from megatron_tape.ops.backends import AVERAGE
 from megatron_tape.ops.position_inputs import PositionInputs
@@ -31,6 +31,23 @@ if TYPE_CHECKING:
 
     from megatron_tape.config.schema import ModelConfig
     from megatron_tape.parallel.token_layout import TokenLayout
+
+
+class Bounds:
+    """Bounds of a setting, such as `ge=1`, which pydantic checks.
+
+    Exports contain this class, but do not need pydantic.
+    """
+
+    def __init__(self, **bounds: float):
+        self.bounds = bounds
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: Callable[[Any], dict]) -> dict:
+        return handler(kind) | self.bounds
+
+
+Count = Annotated[int, Bounds(ge=1)]
+Positive = Annotated[float, Bounds(gt=0)]
 
 
 @dataclass(frozen=True)
@@ -245,9 +262,8 @@ class PositionEncoding:
 
         constant = self._constants.get(name)
         if constant is None or constant.device != device:
-            with torch.inference_mode(
-                False
-            ):  # autograd cannot use inference tensors if training follows
+            # Autograd cannot use inference tensors if training follows.
+            with torch.inference_mode(False):
                 constant = make().to(device)
             # Tensors created during torch.export are invalid afterwards.
             if not getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)():
@@ -367,14 +383,14 @@ class PositionEncoding:
         layer: int,
         parameters: Mapping[str, Tensor],
         state: Tensor | None,
-        positions: PositionInputs,
+        inputs: PositionInputs,
         averaged_SBhD: Tensor | None,
         attention_output_sBC: Tensor,
         mlp_output_sBC: Tensor,
     ) -> Tensor | None:
         """Return the next layer's state. The model calls this if `updates(layer)`.
 
-        `positions` is the result of the method `positions`, and `averaged_SBhD` the average of the
+        `inputs` is the result of `position_inputs`, and `averaged_SBhD` the average of the
         state under the attention weights. `attention_output_sBC` and `mlp_output_sBC` exclude the
         residual stream.
         """

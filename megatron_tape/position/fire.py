@@ -1,22 +1,21 @@
 """FIRE: functional interpolation for relative positional encoding (Li et al., 2024)."""
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_tape.errors import ConfigError
 from megatron_tape.ops.backends import BIAS
 from megatron_tape.position.encoding import (
     Costs,
+    Count,
     EncodingSettings,
     Parameter,
     PositionEncoding,
     PositionInputs,
+    Positive,
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 _EPSILON = 1e-6
 
@@ -25,9 +24,9 @@ _EPSILON = 1e-6
 class FireSettings(EncodingSettings):
     """Settings of the MLP that maps normalized distances to biases."""
 
-    fire_mlp_size: int = 32
+    fire_mlp_size: Count = 32
     """fire: hidden size of the MLP that maps a normalized distance to the biases of all heads."""
-    fire_threshold: float = 512.0
+    fire_threshold: Positive = 512.0
     """fire: initial threshold L in tokens. For queries at positions below L, distances are
     normalized by L instead of the query's position. The model learns a factor of L."""
 
@@ -46,19 +45,7 @@ class FirePosition(PositionEncoding):
     needs = frozenset({BIAS})
     restarts_in_documents = True
 
-    def check(self) -> None:
-        size = self.settings.fire_mlp_size
-        threshold = self.settings.fire_threshold
-        if size < 1:
-            raise ConfigError(
-                "model.position.fire_mlp_size", f"is {size}", "set it to at least 1, such as 32"
-            )
-        if not 0 < threshold < math.inf:
-            raise ConfigError(
-                "model.position.fire_threshold", f"is {threshold}", "set it above 0, such as 512"
-            )
-
-    def parameters(self, layer: int) -> Mapping[str, Parameter]:
+    def parameters(self, layer):
         """Return the parameters. As in the released code, weights start normally distributed and
         the bias at zero.
         """
@@ -73,36 +60,33 @@ class FirePosition(PositionEncoding):
             "down_weight": Parameter((heads, width), std=std, partition_dim=0),
         }
 
-    def costs(self, layer, batch) -> Costs:
-        products = (
-            self.settings.fire_mlp_size
-            * (1 + self.model.num_attention_heads)
-            * self.model.seq_length
-            // 2
-        )
-        return Costs(multiply_adds=products, state=1, state_width=4)
+    def costs(self, layer, batch):
+        mlp = self.settings.fire_mlp_size * (1 + self.model.num_attention_heads)
+        return Costs(multiply_adds=mlp * self.model.seq_length // 2, state=1, state_width=4)
 
-    def initial_state(self, positions_SB, dtype) -> "Tensor":
+    def initial_state(self, positions_SB, dtype):
         """Return the positions (S, B or 1) in float32, which represents them exactly."""
         return positions_SB.float()
 
-    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
+    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache):
         import torch
 
         from megatron_tape.ops.bias import Bias
 
-        def tile(rows: slice, columns: slice, positions_BS: "Tensor", *learned: "Tensor"):
-            c, scale, up, up_bias, down = learned
-            queries, keys = (positions_BS[:, x].to(c.dtype) for x in (rows, columns))
+        def tile(rows, columns, positions_BT, c, scale, up, up_bias, down):
+            queries = positions_BT[:, rows].to(c.dtype)
+            keys = positions_BT[:, columns].to(c.dtype)
             normalizer = torch.maximum(queries, (scale * self.settings.fire_threshold).abs())
             distances = (queries[:, :, None] - keys[:, None]).abs()
-            normalized = (c * distances).abs().log1p() / (
-                (c * normalizer).abs().log1p() + _EPSILON
-            )[:, :, None]
+            largest = (c * normalizer).abs().log1p() + _EPSILON
+            normalized = (c * distances).abs().log1p() / largest[:, :, None]
+
             # Batched matrix products: the gradients of broadcast factors would be as large as
             # `inner` before summation.
-            matrices = (x[:, None].expand(len(normalized), -1, -1) for x in (up_bias, up))
-            inner = torch.relu(torch.baddbmm(*matrices, normalized.flatten(1)[:, None]))
+            batch = len(normalized)
+            up = up[:, None].expand(batch, -1, -1)
+            up_bias = up_bias[:, None].expand(batch, -1, -1)
+            inner = torch.relu(torch.baddbmm(up_bias, up, normalized.flatten(1)[:, None]))
             return (down @ inner).unflatten(2, normalized.shape[1:])
 
         positions_TB = cache.append("positions", state)

@@ -2,11 +2,8 @@
 et al., 2025).
 """
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_tape.errors import ConfigError
 from megatron_tape.ops.backends import GATE
 from megatron_tape.position.encoding import (
     Costs,
@@ -39,14 +36,7 @@ class FoxPosition(PositionEncoding):
     Settings = FoxSettings
     needs = frozenset({GATE})
 
-    def check(self) -> None:
-        start = self.settings.fox_bias_start
-        if not math.isfinite(start):
-            raise ConfigError(
-                "model.position.fox_bias_start", f"is {start}", "set it to a finite number"
-            )
-
-    def parameters(self, layer: int) -> Mapping[str, Parameter]:
+    def parameters(self, layer):
         """Return the gates' projection. Each rank holds all of it to compute the gates of all heads
         for its tokens.
         """
@@ -57,7 +47,7 @@ class FoxPosition(PositionEncoding):
             "gate_bias": Parameter((heads,), value=self.settings.fox_bias_start, decay=False),
         }
 
-    def costs(self, layer, batch) -> Costs:
+    def costs(self, layer, batch):
         """Return the costs of the gates: their projection, and one addition per head, query and
         key.
 
@@ -76,7 +66,7 @@ class FoxPosition(PositionEncoding):
             reads_hidden_states=True,
         )
 
-    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
+    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache):
         """Return the logarithms of the gates (S, B, h), at least in float32."""
         import torch
         from torch.nn.functional import linear, logsigmoid

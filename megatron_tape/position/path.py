@@ -2,14 +2,14 @@
 transformations.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from megatron_tape.errors import ConfigError
 from megatron_tape.ops.backends import REFLECTIONS
 from megatron_tape.position.encoding import (
+    Bounds,
     Costs,
+    Count,
     EncodingSettings,
     Parameter,
     PositionEncoding,
@@ -27,11 +27,11 @@ _EPSILON = 1e-6
 class PathSettings(EncodingSettings):
     """Settings of the projections that produce the vectors w of the transformations H."""
 
-    path_rank: int = 32
+    path_rank: Count = 32
     """path: rank of the low-rank projection from hidden states to the vectors w of the
     transformations.
     """
-    path_conv_size: int = 3
+    path_conv_size: Annotated[int, Bounds(ge=0)] = 3
     """path: kernel size in tokens of the causal convolution of the vectors w, which SiLU follows. 0
     disables both.
     """
@@ -52,21 +52,7 @@ class PathPosition(PositionEncoding):
     needs = frozenset({REFLECTIONS})
     restarts_in_documents = True
 
-    def check(self) -> None:
-        rank = self.settings.path_rank
-        size = self.settings.path_conv_size
-        if rank < 1:
-            raise ConfigError(
-                "model.position.path_rank", f"is {rank}", "set it to at least 1, such as 32"
-            )
-        if size < 0:
-            raise ConfigError(
-                "model.position.path_conv_size",
-                f"is {size}",
-                "set it to 3, or to 0 for no convolution",
-            )
-
-    def parameters(self, layer: int) -> Mapping[str, Parameter]:
+    def parameters(self, layer):
         """Return the parameters. As in the authors' code, weights start normally distributed and
         the bias at zero.
         """
@@ -74,20 +60,20 @@ class PathPosition(PositionEncoding):
         groups = model.query_groups
         dim = model.head_dim
         hidden = model.hidden_size
+        rank = self.settings.path_rank
+        size = self.settings.path_conv_size
         std = model.init_std
         parameters = {
-            "w_down": Parameter((self.settings.path_rank, hidden), std=std),
-            "w_up": Parameter((groups * dim, self.settings.path_rank), std=std),
+            "w_down": Parameter((rank, hidden), std=std),
+            "w_up": Parameter((groups * dim, rank), std=std),
             "beta_weight": Parameter((groups, hidden), std=std),
             "beta_bias": Parameter((groups,)),
         }
-        if self.settings.path_conv_size:
-            parameters["conv"] = Parameter(
-                (groups, dim, self.settings.path_conv_size), std=std, partition_dim=0
-            )
+        if size > 0:
+            parameters["conv"] = Parameter((groups, dim, size), std=std, partition_dim=0)
         return parameters
 
-    def costs(self, layer, batch) -> Costs:
+    def costs(self, layer, batch):
         """Return the costs: projections, convolution, each block's closed form, and the loop over
         blocks of keys.
 
@@ -104,24 +90,25 @@ class PathPosition(PositionEncoding):
         dim = model.head_dim
         hidden = model.hidden_size
         wide = BLOCK + dim
-        projections = rank * (hidden + groups * dim) + groups * (
-            hidden + dim * self.settings.path_conv_size
-        )
+        w = rank * (hidden + groups * dim) + groups * dim * self.settings.path_conv_size
+        beta = groups * hidden
         # Per key: the products of w with w and with keys, the triangular solve (half of its matrix
-        # is zero), and the product of w with its result. Per query: its own block, and half of all
-        # blocks on average.
-        key_products = groups * (2 * BLOCK * dim + BLOCK * wide // 2 + dim * wide)
-        query_products = heads * (
-            BLOCK * dim + BLOCK * wide + dim * dim * model.seq_length // (2 * BLOCK)
-        )
+        # is zero), and the product of w with its result.
+        keys = groups * (2 * BLOCK * dim + BLOCK * wide // 2 + dim * wide)
+        # Per query: its own block, and half of all blocks on average.
+        other_blocks = dim * dim * model.seq_length // (2 * BLOCK)
+        queries = heads * (BLOCK * dim + BLOCK * wide + other_blocks)
+
         local_groups = batch.groups(groups)
-        blocks = batch.tokens // model.seq_length * -(-model.seq_length // BLOCK) * local_groups
-        inputs = batch.tokens * local_groups * (dim + 1)
+        sequences = batch.tokens // model.seq_length
+        blocks = sequences * -(-model.seq_length // BLOCK) * local_groups
+        narrow = batch.local_tokens * rank * batch.width
+        inputs = 4 * batch.tokens * local_groups * (dim + 1)
+        closed_forms = 4 * blocks * (2 * BLOCK * dim + wide * wide)
         sent = batch.local_tokens * batch.sent_groups(groups) * (dim + 1) * batch.width
         return Costs(
-            multiply_adds=projections + key_products + query_products,
-            saved=batch.local_tokens * rank * batch.width
-            + 4 * (inputs + blocks * (2 * BLOCK * dim + wide * wide)),
+            multiply_adds=w + beta + keys + queries,
+            saved=narrow + inputs + closed_forms,
             sent_forward=sent,
             sent_backward=sent,
             state=1,
@@ -129,11 +116,11 @@ class PathPosition(PositionEncoding):
             reads_hidden_states=True,
         )
 
-    def initial_state(self, positions_SB, dtype) -> "Tensor":
+    def initial_state(self, positions_SB, dtype):
         """Return the positions (S, B or 1) in float32, which represents them exactly."""
         return positions_SB.float()
 
-    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
+    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache):
         from torch.nn.functional import linear
 
         from megatron_tape.ops.householder import through_reflections
@@ -148,14 +135,11 @@ class PathPosition(PositionEncoding):
         return PositionInputs(rescore=through_reflections(_unit_w_and_beta, tensors))
 
 
-def _unit_w_and_beta(
-    w_TBGD: "Tensor", betas_TBG: "Tensor", positions_TB: "Tensor", *conv_GDK: "Tensor"
-):
-    if conv_GDK:
-        w_TBGD = short_convolution(w_TBGD, positions_TB, *conv_GDK)
-    return w_TBGD * (
-        w_TBGD.square().sum(-1, keepdim=True) + _EPSILON
-    ).rsqrt(), 2 * betas_TBG.sigmoid()
+def _unit_w_and_beta(w_TBGD, betas_TBG, positions_TB, conv_GDK=None):
+    if conv_GDK is not None:
+        w_TBGD = short_convolution(w_TBGD, positions_TB, conv_GDK)
+    squares = w_TBGD.square().sum(-1, keepdim=True)
+    return w_TBGD * (squares + _EPSILON).rsqrt(), 2 * betas_TBG.sigmoid()
 
 
 def short_convolution(x_TBGD: "Tensor", positions_TB: "Tensor", weight_GDK: "Tensor") -> "Tensor":

@@ -1,9 +1,7 @@
 """PaTH-FoX: PaTH with the forget gates of the Forgetting Transformer (Yang et al., 2025)."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megatron_tape.position.encoding import Costs, Parameter, PositionInputs
 from megatron_tape.position.fox import FoxPosition, FoxSettings
 from megatron_tape.position.path import PathPosition, PathSettings
 
@@ -20,19 +18,21 @@ class PathFoxPosition(PathPosition, FoxPosition):
     Settings = PathFoxSettings
     needs = PathPosition.needs | FoxPosition.needs
 
-    def check(self) -> None:
-        PathPosition.check(self)
-        FoxPosition.check(self)
-
-    def parameters(self, layer: int) -> Mapping[str, Parameter]:
+    def parameters(self, layer):
         return {**PathPosition.parameters(self, layer), **FoxPosition.parameters(self, layer)}
 
-    def costs(self, layer, batch) -> Costs:
-        path, fox = (encoding.costs(self, layer, batch) for encoding in (PathPosition, FoxPosition))
-        names = ("multiply_adds", "saved", "sent_forward", "sent_backward")
-        return replace(path, **{name: getattr(path, name) + getattr(fox, name) for name in names})
+    def costs(self, layer, batch):
+        path = PathPosition.costs(self, layer, batch)
+        fox = FoxPosition.costs(self, layer, batch)
+        return replace(
+            path,
+            multiply_adds=path.multiply_adds + fox.multiply_adds,
+            saved=path.saved + fox.saved,
+            sent_forward=path.sent_forward + fox.sent_forward,
+            sent_backward=path.sent_backward + fox.sent_backward,
+        )
 
-    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
-        inputs = (layer, parameters, state, hidden_states_sBC, cache)
-        gates = FoxPosition.position_inputs(self, *inputs).log_gate_TBH
-        return replace(PathPosition.position_inputs(self, *inputs), log_gate_TBH=gates)
+    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache):
+        arguments = (layer, parameters, state, hidden_states_sBC, cache)
+        gates = FoxPosition.position_inputs(self, *arguments).log_gate_TBH
+        return replace(PathPosition.position_inputs(self, *arguments), log_gate_TBH=gates)

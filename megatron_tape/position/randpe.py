@@ -6,13 +6,10 @@ positions.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megatron_tape.errors import ConfigError
+from megatron_tape.position.encoding import Count
 from megatron_tape.position.rope import FrequencySettings, RotaryPosition
-
-if TYPE_CHECKING:
-    import numpy as np
 
 _LARGEST_RANGE = 2**24
 """Angles are computed from float32 positions, which are not exact beyond this."""
@@ -22,7 +19,7 @@ _LARGEST_RANGE = 2**24
 class RandomizedSettings(FrequencySettings):
     """The range from which positions are drawn."""
 
-    randpe_range: int | None = None
+    randpe_range: Count | None = None
     """randpe: number of positions R; training draws the positions of a sequence from 0 to R - 1.
     Set it to at least the length of the longest sequence that the model will process. Default: 4 *
     seq_length."""
@@ -43,7 +40,7 @@ class RandomizedPosition(RotaryPosition):
     extended_by = frozenset({"randpe_range"})
     restarts_in_documents = True
 
-    def check(self) -> None:
+    def check(self):
         super().check()
         length = self.model.seq_length
         if self.position_range < length:
@@ -63,12 +60,9 @@ class RandomizedPosition(RotaryPosition):
     @property
     def position_range(self) -> int:
         """Number of positions from which a training sequence's positions are drawn (R)."""
-        size = self.settings.randpe_range
-        if size is None:
-            return 4 * self.model.seq_length
-        return size
+        return self.settings.randpe_range or 4 * self.model.seq_length
 
-    def token_positions(self, length: int, random: "np.random.Generator | None") -> "np.ndarray":
+    def token_positions(self, length, random):
         import numpy as np
 
         whole = max(self.position_range, length)
@@ -76,7 +70,7 @@ class RandomizedPosition(RotaryPosition):
             return np.arange(length) * whole // max(length, self.model.seq_length)
         return np.sort(random.choice(whole, length, replace=False, shuffle=False))
 
-    def check_cached(self, length: int) -> None:
+    def check_cached(self, length):
         """Raise NotImplementedError beyond `seq_length` tokens, where each new token changes all
         cached positions.
         """

@@ -8,23 +8,22 @@ Queries and keys are rotated by exp(i z_g theta_f), not by RoPE's exp(i s theta_
 use RoPE.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron_tape.errors import ConfigError
-from megatron_tape.position.encoding import Costs, Parameter, PositionInputs
+from megatron_tape.position.encoding import Count, Parameter, PositionInputs
 from megatron_tape.position.rope import RotaryPosition, ScaledSettings
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class RepositionSettings(ScaledSettings):
     """Settings of the MLP that predicts positions."""
 
-    repo_width: int | None = None
+    repo_width: Count | None = None
     """repo: hidden size of the MLP that predicts a token's positions. Default: hidden_size // 8, as
     in the paper.
     """
@@ -44,31 +43,20 @@ class Reposition(RotaryPosition):
     Settings = RepositionSettings
     exports_to = "code"
 
-    def check(self) -> None:
+    def check(self):
         super().check()
-        width = self.settings.repo_width
-        first = self.settings.repo_first_layer
         last = self.model.num_layers - 1
-        if self.inner_width < 1:
-            raise ConfigError(
-                "model.position.repo_width",
-                f"is {width}",
-                "set it to at least 1, such as hidden_size // 8",
-            )
         if not 0 <= self.predicts_from <= last:
             raise ConfigError(
                 ("model.position.repo_first_layer", "model.num_layers"),
-                f"is {first}, but layers are numbered from 0 to {last}",
+                f"is {self.predicts_from}, but layers are numbered from 0 to {last}",
                 "choose one of these layers",
             )
 
     @property
     def inner_width(self) -> int:
         """Hidden size of the MLP that predicts a token's positions (W)."""
-        width = self.settings.repo_width
-        if width is None:
-            return max(1, self.model.hidden_size // 8)
-        return width
+        return self.settings.repo_width or max(1, self.model.hidden_size // 8)
 
     @property
     def predicts_from(self) -> int:
@@ -83,17 +71,19 @@ class Reposition(RotaryPosition):
         """Return whether layer `layer` (from 0) predicts positions."""
         return layer >= self.predicts_from
 
-    def parameters(self, layer: int) -> Mapping[str, Parameter]:
+    def parameters(self, layer):
         if not self.predicts(layer):
             return {}
-        model, width, std = self.model, self.inner_width, self.model.init_std
+        model = self.model
+        inner = (self.inner_width, model.hidden_size)
+        outer = (model.query_groups, self.inner_width)
         return {
-            "gate_proj": Parameter((width, model.hidden_size), std=std),
-            "content_proj": Parameter((width, model.hidden_size), std=std),
-            "position_proj": Parameter((model.query_groups, width), std=std),
+            "gate_proj": Parameter(inner, std=model.init_std),
+            "content_proj": Parameter(inner, std=model.init_std),
+            "position_proj": Parameter(outer, std=model.init_std),
         }
 
-    def costs(self, layer, batch) -> Costs:
+    def costs(self, layer, batch):
         """Return the costs: the MLP, and the all-to-alls of positions and their gradients.
 
         The gate before and after silu, the content, their product, and the angles are saved in fp32
@@ -116,22 +106,19 @@ class Reposition(RotaryPosition):
             reads_hidden_states=True,
         )
 
-    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
+    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache):
         if not self.predicts(layer):
             return PositionInputs(state)
         positions_SBg = self.token_layout.to_heads(self.predicted(parameters, hidden_states_sBC))
         return PositionInputs(self.phases(positions_SBg).to(hidden_states_sBC.dtype))
 
-    def predicted(
-        self, parameters: Mapping[str, "Tensor"], hidden_states_sBC: "Tensor"
-    ) -> "Tensor":
+    def predicted(self, parameters, hidden_states_sBC):
         """Return the predicted positions of this rank's tokens, (s, B, G), at least in float32."""
         import torch
         from torch.nn.functional import linear, silu
 
-        gate, content = (
-            linear(hidden_states_sBC, parameters[name]) for name in ("gate_proj", "content_proj")
-        )
+        gate = linear(hidden_states_sBC, parameters["gate_proj"])
+        content = linear(hidden_states_sBC, parameters["content_proj"])
         precision = torch.promote_types(gate.dtype, torch.float32)
         inner = silu(gate.to(precision)) * content.to(precision)
         return linear(inner, parameters["position_proj"].to(precision))

@@ -11,14 +11,15 @@ document, or padding.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from megatron_tape.errors import ConfigError
 from megatron_tape.ops.backends import ROTATION
 from megatron_tape.position.encoding import (
+    Bounds,
     Costs,
+    Count,
     EncodingSettings,
     Parameter,
     PositionEncoding,
@@ -28,6 +29,10 @@ from megatron_tape.position.encoding import (
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+
+Bounded = Annotated[float, Bounds(ge=1e-9, le=1e12)]
+"""A positive number for which yarn's logarithms are finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +45,11 @@ class FrequencySettings(EncodingSettings):
     rope_scaling_factor = 1.0
     increments = "fixed"
 
-    rope_theta: float = 10000.0
+    rope_theta: Bounded = 10000.0
     """Base of the rotary frequencies. A larger base slows the rotation, which suits longer
     contexts.
     """
-    rope_share: float = 1.0
+    rope_share: Annotated[float, Bounds(gt=0, le=1)] = 1.0
     """Fraction of the frequencies that rotate, starting with the fastest; the others are set to 0
     (p-RoPE, Barbero et al., 2025)."""
 
@@ -56,25 +61,25 @@ class ScaledSettings(FrequencySettings):
     rope_scaling_type: Literal["linear", "llama3", "yarn"] = "linear"
     """Scaling for longer contexts by rope_scaling_factor. linear divides all frequencies by it.
     llama3 (Llama 3.1) and yarn divide only slow frequencies; yarn also sharpens attention."""
-    rope_scaling_factor: float = 1.0
+    rope_scaling_factor: Annotated[float, Bounds(ge=1, le=1e12)] = 1.0
     """Divisor of the scaled frequencies; 2 doubles the context of a trained model. The context of a
     model that was trained with a factor doubles with twice that factor, whatever the type of the
     scaling."""
-    rope_original_seq_length: int = 8192
+    rope_original_seq_length: Count = 8192
     """llama3 and yarn: context length in tokens before the extension."""
-    rope_low_freq_factor: float = 1.0
+    rope_low_freq_factor: Bounded = 1.0
     """llama3: frequencies with fewer full turns than this in rope_original_seq_length tokens are
     fully scaled.
     """
-    rope_high_freq_factor: float = 4.0
+    rope_high_freq_factor: Bounded = 4.0
     """llama3: frequencies with more full turns than this are not scaled; in between, scaling is
     interpolated.
     """
-    rope_beta_slow: float = 1.0
+    rope_beta_slow: Bounded = 1.0
     """yarn: frequencies with fewer full turns than this in rope_original_seq_length tokens are
     fully scaled.
     """
-    rope_beta_fast: float = 32.0
+    rope_beta_fast: Bounded = 32.0
     """yarn: frequencies with more full turns than this are not scaled; in between, scaling is
     interpolated.
     """
@@ -82,7 +87,7 @@ class ScaledSettings(FrequencySettings):
     """yarn: round the ends of the interpolated range to whole frequency indices, as most models
     with yarn do.
     """
-    rope_attention_factor: float | None = None
+    rope_attention_factor: Bounded | None = None
     """yarn: factor by which rotated queries and keys are multiplied. Default: 0.1
     ln(rope_scaling_factor) + 1.
     """
@@ -117,8 +122,8 @@ class RotaryPosition(PositionEncoding):
         file.
         """
         settings = self.settings
-        partial_scaling = settings.rope_share < 1 and settings.rope_scaling_type != "linear"
-        if self.learns_increments or self.model.attention_output_gate or partial_scaling:
+        scales_some = settings.rope_share < 1 and settings.rope_scaling_type != "linear"
+        if scales_some or self.learns_increments or self.model.attention_output_gate:
             return "code"
         return "plain"
 
@@ -127,45 +132,28 @@ class RotaryPosition(PositionEncoding):
         """Whether position increments depend on the tokens' content."""
         return self.settings.increments != "fixed"
 
-    def check(self) -> None:
+    def check(self):
         settings = self.settings
-        for key, value in vars(settings).items():
-            if (
-                key.startswith("rope_")
-                and isinstance(value, (int, float))
-                and not isinstance(value, bool)
-            ):
-                fix = "set it to a number from 1e-9 to 1e12"  # outside, yarn's logarithms may fail
-                if not 1e-9 <= value <= 1e12:
-                    raise ConfigError(f"model.position.{key}", f"is {value}", fix)
-        if settings.rope_scaling_factor < 1:
-            raise ConfigError(
-                "model.position.rope_scaling_factor",
-                f"is {settings.rope_scaling_factor}, which would shorten the context",
-                "set it to the new context length divided by the old one, at least 1",
-            )
-        share = settings.rope_share
         dim = self.model.head_dim
-        if share < 1:
-            problem = f"is {share}, which keeps none of the {dim // 2} frequencies"
-        else:
-            problem = f"is {share}"
-        if share > 1 or share * dim // 2 < 1:
+        if settings.rope_share * dim // 2 < 1:
             raise ConfigError(
-                "model.position.rope_share", problem, f"set it to a number from {2 / dim:.4g} to 1"
+                "model.position.rope_share",
+                f"is {settings.rope_share}, which keeps none of the {dim // 2} frequencies",
+                f"set it to a number from {2 / dim:.4g} to 1",
             )
-        pairs = (
-            ("rope_low_freq_factor", "rope_high_freq_factor"),
-            ("rope_beta_slow", "rope_beta_fast"),
-        )
-        for lower, upper in pairs if isinstance(settings, ScaledSettings) else ():
-            low = getattr(settings, lower)
-            high = getattr(settings, upper)
-            keys = f"model.position.{lower}", f"model.position.{upper}"
-            if low >= high:
-                raise ConfigError(
-                    keys, f"{low} is not below {keys[1]} {high}", f"set it below {keys[1]}"
-                )
+        if settings.rope_scaling_type == "llama3":
+            lower, upper = "rope_low_freq_factor", "rope_high_freq_factor"
+        elif settings.rope_scaling_type == "yarn":
+            lower, upper = "rope_beta_slow", "rope_beta_fast"
+        else:
+            return
+        if getattr(settings, lower) >= getattr(settings, upper):
+            raise ConfigError(
+                (f"model.position.{lower}", f"model.position.{upper}"),
+                f"{getattr(settings, lower)} is not below model.position.{upper}"
+                f" {getattr(settings, upper)}",
+                f"set it below model.position.{upper}",
+            )
         if settings.rope_scaling_type == "yarn" and settings.rope_theta <= 1:
             raise ConfigError(
                 ("model.position.rope_theta", "model.position.rope_scaling_type"),
@@ -174,15 +162,15 @@ class RotaryPosition(PositionEncoding):
                 "raise model.position.rope_theta",
             )
 
-    def learns_on_entry(self, layer: int) -> bool:
+    def learns_on_entry(self, layer):
         return layer == 0 and self.learns_increments
 
-    def parameters(self, layer: int) -> Mapping[str, Parameter]:
+    def parameters(self, layer):
         if not self.learns_on_entry(layer):
             return {}
         return {"increments": Parameter((self.model.query_groups, self.model.hidden_size))}
 
-    def costs(self, layer, batch) -> Costs:
+    def costs(self, layer, batch):
         """Return the costs. Without learned increments, the state is one set of phases for all
         heads.
 
@@ -191,8 +179,9 @@ class RotaryPosition(PositionEncoding):
         all-to-all exchanges the logits of the increments.
         """
         model = self.model
-        every_group = model.query_groups * model.head_dim if layer > 0 else 0
-        state = every_group if self.learns_increments else model.head_dim
+        state = model.head_dim
+        if self.learns_increments:
+            state *= model.query_groups * (layer > 0)
         if not self.learns_on_entry(layer):
             return Costs(state=state)
         sent = batch.sent_groups(model.query_groups) * batch.width * batch.local_tokens
@@ -212,7 +201,7 @@ class RotaryPosition(PositionEncoding):
         """
         return {"fixed": 0, "learned": 16, "signed": 8}[self.settings.increments]
 
-    def initial_state(self, positions_SB, dtype) -> "Tensor | None":
+    def initial_state(self, positions_SB, dtype):
         """Return the phases times the attention factor, (S, B or 1, 1, D), computed in float32.
 
         With learned increments this returns None, and `enter` computes the phases in the first
@@ -242,12 +231,11 @@ class RotaryPosition(PositionEncoding):
         """
         import torch
 
-        angles = positions[..., None] * self.constant(
-            "frequencies", self.frequencies, positions.device
-        )
+        frequencies = self.constant("frequencies", self.frequencies, positions.device)
+        angles = positions[..., None] * frequencies
         return torch.cat([angles.cos(), angles.sin()], dim=-1) * self.attention_factor
 
-    def enter(self, layer, parameters, state, hidden_states_sBC, cache) -> "Tensor | None":
+    def enter(self, layer, parameters, state, hidden_states_sBC, cache):
         """Return the state; in the first layer with learned increments, the phases of all tokens
         (S, B, g, D).
         """
@@ -264,8 +252,10 @@ class RotaryPosition(PositionEncoding):
         In float32, positions near 100,000 would be rounded to multiples of 1/128.
         """
         logits_SBN = logits_SBN.double()
-        signed = self.settings.increments == "signed"
-        increments_SBN = 1 + logits_SBN if signed else 2 * logits_SBN.sigmoid()
+        if self.settings.increments == "signed":
+            increments_SBN = 1 + logits_SBN
+        else:
+            increments_SBN = 2 * logits_SBN.sigmoid()
         # Cache the increments, not their sum, so that a cache can be cropped.
         return cache.append("increments", increments_SBN).cumsum(0)[-len(increments_SBN) :]
 
@@ -307,26 +297,22 @@ class RotaryPosition(PositionEncoding):
     def _scaled_frequencies(self) -> "Tensor":
         import torch
 
-        model = self.model
         settings = self.settings
-        inverse = settings.rope_theta ** (
-            torch.arange(0, model.head_dim, 2).float() / model.head_dim
-        )
+        factor = settings.rope_scaling_factor
+        dim = self.model.head_dim
+        inverse = settings.rope_theta ** (torch.arange(0, dim, 2).float() / dim)
         frequencies = 1.0 / inverse
         if settings.rope_scaling_type == "linear":
-            return frequencies / settings.rope_scaling_factor
+            return frequencies / factor
         if settings.rope_scaling_type == "yarn":
             # In transformers' order of operations, so that results are bitwise equal.
             unscaled = self._unscaled_by_yarn()
-            return (
-                1.0 / (settings.rope_scaling_factor * inverse) * (1 - unscaled)
-                + frequencies * unscaled
-            )
+            return 1.0 / (factor * inverse) * (1 - unscaled) + frequencies * unscaled
         low = settings.rope_low_freq_factor
         high = settings.rope_high_freq_factor
         turns = settings.rope_original_seq_length / (2 * torch.pi / frequencies)
         unscaled = ((turns - low) / (high - low)).clamp(0, 1)
-        return (1 - unscaled) * frequencies / settings.rope_scaling_factor + unscaled * frequencies
+        return (1 - unscaled) * frequencies / factor + unscaled * frequencies
 
     def _unscaled_by_yarn(self) -> "Tensor":
         """Return the weight of each unscaled frequency in yarn's interpolation, (D/2,), falling
@@ -334,15 +320,15 @@ class RotaryPosition(PositionEncoding):
         """
         import torch
 
-        model = self.model
         settings = self.settings
+        dim = self.model.head_dim
 
         def index(turns: float) -> float:
             """Return the (fractional) index of the frequency with `turns` full turns in the
             original context.
             """
             wavelength = settings.rope_original_seq_length / (turns * 2 * math.pi)
-            return model.head_dim * math.log(wavelength) / (2 * math.log(settings.rope_theta))
+            return dim * math.log(wavelength) / (2 * math.log(settings.rope_theta))
 
         first = index(settings.rope_beta_fast)
         last = index(settings.rope_beta_slow)
@@ -351,11 +337,10 @@ class RotaryPosition(PositionEncoding):
             last = math.ceil(last)
         # transformers has the same upper bound, D - 1, although there are only D/2 frequencies.
         first = max(first, 0)
-        last = min(last, model.head_dim - 1)
-        last = last + 0.001 if first == last else last
-        return 1 - ((torch.arange(model.head_dim // 2).float() - first) / (last - first)).clamp(
-            0, 1
-        )
+        last = min(last, dim - 1)
+        if first == last:
+            last += 0.001
+        return 1 - ((torch.arange(dim // 2).float() - first) / (last - first)).clamp(0, 1)
 
 
 def yarn_attention_factor(scaling_factor: float, mscale: float = 1.0) -> float:

@@ -6,7 +6,7 @@ from megatron_tape.errors import ConfigError
 from megatron_tape.position.encoding import PositionEncoding
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 _BASE = 10000.0
 
@@ -19,14 +19,14 @@ class SinusoidalPosition(PositionEncoding):
     name = "sincos"
     restarts_in_documents = True
 
-    def check(self) -> None:
+    def check(self):
         size = self.model.hidden_size
         if size % 2 == 1:
             raise ConfigError(
                 "model.hidden_size", f"is {size}, which is odd", "choose an even size for sincos"
             )
 
-    def embedding(self, positions_sB, dtype) -> "Tensor":
+    def embedding(self, positions_sB, dtype):
         """Return the sines and cosines of each token, (s, B or 1, C), computed in float32."""
         import torch
 

@@ -16,10 +16,9 @@ class _SomeLayers:
     @property
     def exports_to(self):
         """SmolLM3's architecture if it supports the settings, otherwise the encoding's file."""
-        biased_or_normed = self.model.qkv_bias or self.model.qk_norm
-        if super().exports_to == "plain" and not biased_or_normed:
-            return "plain"
-        return "code"
+        if self.model.qkv_bias or self.model.qk_norm or super().exports_to != "plain":
+            return "code"
+        return "plain"
 
     def without_positions(self, layer: int) -> bool:
         return (layer + 1) % self.model.layers_without_positions == 0  # type: ignore[attr-defined]
@@ -35,10 +34,10 @@ class _SomeLayers:
         return super().needs_in(layer)
 
     def updates(self, layer):
-        read = not all(
-            self.without_positions(later) for later in range(layer + 1, self.model.num_layers)
-        )
-        return read and not self.without_positions(layer) and super().updates(layer)
+        if self.without_positions(layer):
+            return False
+        later = range(layer + 1, self.model.num_layers)
+        return not all(map(self.without_positions, later)) and super().updates(layer)
 
     def costs(self, layer, batch):
         costs = super().costs(layer, batch)

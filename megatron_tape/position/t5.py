@@ -3,13 +3,13 @@ authors' training.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from megatron_tape.errors import ConfigError
 from megatron_tape.ops.backends import POINTWISE
 from megatron_tape.position.encoding import (
+    Bounds,
     Costs,
     EncodingSettings,
     Parameter,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class T5Settings(EncodingSettings):
     """The buckets of distances between query and key."""
 
-    t5_num_buckets: int = 32
+    t5_num_buckets: Annotated[int, Bounds(ge=2)] = 32
     """t5: number of distance buckets, each with a learned bias per head. Half of them hold one
     distance each.
     """
@@ -42,15 +42,9 @@ class T5Position(PositionEncoding):
     Settings = T5Settings
     needs = frozenset({POINTWISE})
 
-    def check(self) -> None:
+    def check(self):
         buckets = self.settings.t5_num_buckets
         distance = self.settings.t5_max_distance
-        if buckets < 2:
-            raise ConfigError(
-                "model.position.t5_num_buckets",
-                f"is {buckets}",
-                "set it to at least 2, such as 32 as in T5",
-            )
         if distance <= buckets // 2:
             raise ConfigError(
                 ("model.position.t5_max_distance", "model.position.t5_num_buckets"),
@@ -59,15 +53,15 @@ class T5Position(PositionEncoding):
                 "raise model.position.t5_max_distance",
             )
 
-    def parameters(self, layer: int) -> Mapping[str, Parameter]:
+    def parameters(self, layer):
         """Return the table, sharded by heads under tensor parallelism."""
         shape = (self.settings.t5_num_buckets, self.model.num_attention_heads)
         return {"table": Parameter(shape, std=self.model.init_std, partition_dim=1)}
 
-    def costs(self, layer, batch) -> Costs:
+    def costs(self, layer, batch):
         return Costs(multiply_adds=self.model.num_attention_heads * self.model.seq_length // 2)
 
-    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
+    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache):
         """Return the bias. It depends only on distances, so packed documents need no special
         handling.
         """
@@ -75,7 +69,7 @@ class T5Position(PositionEncoding):
 
         from megatron_tape.ops.bias import Bias
 
-        def tile(rows: slice, columns: slice, table: "Tensor") -> "Tensor":
+        def tile(rows, columns, table):
             # A tile has few distinct distances: look up each once, from the largest to the
             # smallest, then unfold.
             nearest = rows.start - columns.stop + 1
@@ -84,8 +78,8 @@ class T5Position(PositionEncoding):
             by_distance = table[self.buckets(distances)].T.contiguous()
             return by_distance.unfold(1, columns.stop - columns.start, 1).flip(1)[None]
 
-        def score(b: "Tensor", h: "Tensor", q: "Tensor", k: "Tensor", table: "Tensor") -> "Tensor":
-            return table[self.buckets((q - k).clamp(min=0)), h]
+        def score(batch, head, query, key, table):
+            return table[self.buckets((query - key).clamp(min=0)), head]
 
         return PositionInputs(bias=Bias(tile, (parameters["table"],), score))
 
@@ -96,10 +90,9 @@ class T5Position(PositionEncoding):
         import torch
 
         buckets = self.settings.t5_num_buckets
-        exact = self.settings.t5_num_buckets // 2
+        exact = buckets // 2
         # In T5's order of operations, since rounding decides at bucket boundaries.
-        scaled = torch.log(distances.clamp(min=1).float() / exact) / math.log(
-            self.settings.t5_max_distance / exact
-        )
+        logarithms = torch.log(distances.clamp(min=1).float() / exact)
+        scaled = logarithms / math.log(self.settings.t5_max_distance / exact)
         logarithmic = exact + (scaled * (buckets - exact)).long()
         return torch.where(distances < exact, distances, logarithmic.clamp(max=buckets - 1))

@@ -13,13 +13,12 @@ increments are therefore the same for all groups.
 """
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from megatron_tape.errors import ConfigError
 from megatron_tape.ops.backends import AVERAGE, ROTATION
-from megatron_tape.position.encoding import Costs, Parameter, PositionInputs
+from megatron_tape.position.encoding import Bounds, Costs, Parameter, PositionInputs
 from megatron_tape.position.rope import RotaryPosition, RotarySettings
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ logger = logging.getLogger(__name__)
 class TapeSettings(RotarySettings):
     """Settings of TAPE's position update."""
 
-    mlp_size: int | None = None
+    mlp_size: Annotated[int, Bounds(ge=1, le=2**20)] | None = None
     """Hidden size of TAPE's position MLP (P). Default: 4 * num_attention_heads, as in the paper."""
     gate_input: Literal["mlp", "attention"] = "mlp"
     """Input of the gate of TAPE's position MLP. mlp: the output of the token MLP (released code);
@@ -80,39 +79,31 @@ class TapePosition(RotaryPosition):
         encoding's file.
         """
         settings = self.settings
-        plain = (
-            not self.learns_increments
-            and settings.state_norm == "none"
-            and settings.rope_share == 1
-        )
-        if plain and not self.model.attention_output_gate:
-            return "tape"
-        return "code"
+        rescales_or_skips = settings.state_norm == "unit" or settings.rope_share < 1
+        if rescales_or_skips or self.learns_increments or self.model.attention_output_gate:
+            return "code"
+        return "tape"
 
     @property
     def mlp_width(self) -> int:
         """Hidden size of the position MLP (P)."""
-        size = self.settings.mlp_size
-        if size is None:
-            return 4 * self.model.num_attention_heads
-        return size
+        return self.settings.mlp_size or 4 * self.model.num_attention_heads
 
     @property
-    def fused_update(self) -> Mapping[str, Any]:
-        full = self.settings.token_mixing == "full"
-        fp32 = self.settings.state_precision == "fp32"
-        return {"inner": self.mlp_width, "full_mixing": full, "fp32_state": fp32}
+    def mixes_fully(self) -> bool:
+        """Whether token mixing is a matrix, not one scale per head."""
+        return self.settings.token_mixing == "full"
 
-    def check(self) -> None:
+    @property
+    def fused_update(self):
+        fp32 = self.settings.state_precision == "fp32"
+        return {"inner": self.mlp_width, "full_mixing": self.mixes_fully, "fp32_state": fp32}
+
+    def check(self):
         super().check()
-        width = self.mlp_width
-        if not 1 <= width <= 2**20:
-            raise ConfigError(
-                "model.position.mlp_size", f"is {width}", "set it to 1 or more, up to 2^20"
-            )
         heads = self.model.num_attention_heads
         groups = self.model.query_groups
-        if self.settings.token_mixing == "per_head" and groups != heads:
+        if not self.mixes_fully and groups != heads:
             raise ConfigError(
                 (
                     "model.position.token_mixing",
@@ -124,35 +115,37 @@ class TapePosition(RotaryPosition):
                 "use token_mixing full",
             )
 
-    def updates(self, layer: int) -> bool:
+    def updates(self, layer):
         return layer < self.model.num_layers - 1
 
-    def parameters(self, layer: int) -> Mapping[str, Parameter]:
+    def parameters(self, layer):
         model = self.model
-        if self.learns_on_entry(layer):
-            increments = {"increments": Parameter((1, model.hidden_size))}
-        else:
-            increments = {}
-        if not self.updates(layer):
-            return increments
         heads = model.num_attention_heads
         groups = model.query_groups
         inner = self.mlp_width
-        full = self.settings.token_mixing == "full"
-        up_std, down_std = (
-            (groups**-0.5, 0.0) if self.settings.mlp_zero == "down" else (0.0, model.init_std)
-        )
+        parameters = {}
+        if self.learns_on_entry(layer):
+            parameters["increments"] = Parameter((1, model.hidden_size))
+        if not self.updates(layer):
+            return parameters
+
+        mixing = Parameter((heads,), diagonal=True)
+        if self.mixes_fully:
+            mixing = Parameter((groups, heads))
+        up_std = 0.0
+        down_std = model.init_std
+        if self.settings.mlp_zero == "down":
+            up_std = groups**-0.5
+            down_std = 0.0
         return {
-            **increments,
-            "token_mixing": (
-                Parameter((groups, heads)) if full else Parameter((heads,), diagonal=True)
-            ),
+            **parameters,
+            "token_mixing": mixing,
             "x_proj": Parameter((inner, model.hidden_size), std=model.init_std),
             "up_proj": Parameter((inner, groups), std=up_std),
             "down_proj": Parameter((groups, inner), std=down_std),
         }
 
-    def costs(self, layer, batch) -> Costs:
+    def costs(self, layer, batch):
         """Return the costs: averaging the state, token mixing, and the position MLP (gate, forming
         M, applying M).
 
@@ -167,60 +160,76 @@ class TapePosition(RotaryPosition):
         also sends all logits to every rank, and positions in float64 back.
         """
         model = self.model
-        learned = self.state_is_learned(layer)
         width = batch.width
-        heads = model.num_attention_heads
-        groups = model.query_groups
-        dim = model.head_dim
+        heads = model.num_attention_heads * model.head_dim
+        groups = model.query_groups * model.head_dim
         inner = self.mlp_width
-        # The state that enters the first layer is RoPE's, which all groups share.
-        size = groups * dim if layer > 0 else super().costs(0, batch).state
-        state_width = 4 if self.settings.state_precision == "fp32" else width
-        products = saved = 0
-        if learned:
-            sent_tokens = batch.local_tokens
+        tokens = batch.local_tokens
+        sharded = batch.head_shards > 1
+        products = saved = sent = 0
+
+        sent_state = batch.sent_groups(model.query_groups) * model.head_dim * width
+        if self.state_is_learned(layer):
+            sent_state *= tokens
         else:
-            sent_tokens = model.seq_length // batch.head_shards
-        state_sent = batch.sent_groups(groups) * dim * width * sent_tokens
-        sent = 0
+            sent_state *= model.seq_length // batch.head_shards
         if self.learns_on_entry(layer):
+            phases = model.head_dim
+            if sharded:
+                phases = groups
             products += model.hidden_size
-            phases = (1 if batch.head_shards == 1 else groups) * dim * width
-            saved += batch.local_tokens * (self.position_bytes + phases)
-            sent += batch.head_shards * (width + 8) * batch.local_tokens
+            saved += tokens * (self.position_bytes + phases * width)
+            sent += batch.head_shards * (width + 8) * tokens
         if self.updates(layer):
-            averages = heads * dim * model.seq_length // 2
-            mixing = (heads * groups if self.settings.token_mixing == "full" else heads) * dim
-            products += (
-                averages + mixing + inner * model.hidden_size + groups * groups * (inner + dim)
-            )
-            received = heads * dim if batch.head_shards > 1 else 0
-            shared = batch.head_shards == 1 and (layer > 0 or self.learns_on_entry(0))
-            per_token = received + model.hidden_size + inner + (0 if shared else groups * dim)
+            averages = heads * model.seq_length // 2
+            mixing = heads
+            if self.mixes_fully:
+                mixing *= model.query_groups
+            gate = inner * model.hidden_size
+            matrix = model.query_groups**2 * inner
+            update = model.query_groups * groups
+            products += averages + mixing + gate + matrix + update
+
+            elements = model.hidden_size + inner
+            if sharded:
+                elements += heads  # the averages
+            if sharded or not (layer > 0 or self.learns_on_entry(0)):
+                elements += groups  # the state
+            saved += tokens * elements * width
             if self.settings.state_norm == "unit":
-                normalized = groups * dim * state_width
-            else:
-                normalized = 0
-            saved += batch.local_tokens * (per_token * width + normalized)
-            sent += heads * dim * width * batch.local_tokens
+                saved += tokens * groups * self._state_bytes(width)
+            sent += heads * width * tokens
+
+        # The state that enters the first layer is RoPE's, which all groups share.
+        state = groups
+        if layer == 0:
+            state = super().costs(0, batch).state
+        sent_backward = sent
+        if self.state_is_learned(layer):
+            sent_backward += sent_state
         return Costs(
             multiply_adds=products,
             saved=saved,
-            sent_forward=state_sent + sent,
-            sent_backward=(state_sent if learned else 0) + sent,
-            state=size,
-            state_width=state_width,
+            sent_forward=sent_state + sent,
+            sent_backward=sent_backward,
+            state=state,
+            state_width=self._state_bytes(width),
         )
 
-    def initial_state(self, positions_SB, dtype) -> "Tensor | None":
+    def _state_bytes(self, width: int) -> int:
+        if self.settings.state_precision == "fp32":
+            return 4
+        return width
+
+    def initial_state(self, positions_SB, dtype):
         """Return the phases of this rank's tokens, shared by all groups, (s, B or 1, 1, D)."""
-        return super().initial_state(
-            self.token_layout.local_tokens(positions_SB), self._state_dtype(dtype)
-        )
+        local = self.token_layout.local_tokens(positions_SB)
+        return super().initial_state(local, self._state_dtype(dtype))
 
     def sent_state(self, layer, tokens, batch, dtype):
-        rewritten = any(self.updates(earlier) for earlier in range(layer))
-        groups = self.model.query_groups if rewritten else 1
+        groups = 1
+        if any(self.updates(earlier) for earlier in range(layer)):
+            groups = self.model.query_groups
         return (tokens, batch, groups, self.model.head_dim), self._state_dtype(dtype)
 
     def _state_dtype(self, dtype: "torch.dtype") -> "torch.dtype":
@@ -230,7 +239,7 @@ class TapePosition(RotaryPosition):
             return torch.float32
         return dtype
 
-    def enter(self, layer, parameters, state, hidden_states_sBC, cache) -> "Tensor | None":
+    def enter(self, layer, parameters, state, hidden_states_sBC, cache):
         """Return the state; in the first layer with learned increments, the phases of local tokens
         (s, B, 1, D).
         """
@@ -240,14 +249,13 @@ class TapePosition(RotaryPosition):
 
         # Every rank sums over all tokens: the all-to-all sends each rank one copy of the logits, as
         # if it were a group.
-        logits = linear(hidden_states_sBC, parameters["increments"]).expand(
-            -1, -1, self.token_layout.sequence_shards
-        )
-        positions = self.running_sum(self.token_layout.to_heads(logits), cache)
+        logits = linear(hidden_states_sBC, parameters["increments"])
+        copies = logits.expand(-1, -1, self.token_layout.sequence_shards)
+        positions = self.running_sum(self.token_layout.to_heads(copies), cache)
         local = self.token_layout.to_tokens(positions)[..., :1]
         return self._exact_phases(local, self._state_dtype(hidden_states_sBC.dtype))
 
-    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
+    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache):
         """Return the state of all tokens for this rank's groups, rounded to the precision of the
         hidden states.
         """
@@ -261,31 +269,33 @@ class TapePosition(RotaryPosition):
         layer,
         parameters,
         state,
-        positions,
+        inputs,
         averaged_SBhD,
         attention_output_sBC,
         mlp_output_sBC,
-    ) -> "Tensor":
+    ):
         """Return the updated state z'' (s, B, G, D)."""
         from torch.nn.functional import linear
 
         u = self.token_layout.to_tokens(averaged_SBhD)
         S, B, _, D = u.shape
+
+        def of_tokens(x: "Tensor") -> "Tensor":
+            return x.expand(S, B, self.model.query_groups, D).reshape(S * B, -1, D)
+
         # Reuse attention's rounded copy of the state, unless an all-to-all moved it, so that
         # autograd saves one tensor.
-        rounded = positions.z_TBGD if self.token_layout.sequence_shards == 1 else None
-        z, rounded = (
-            None if x is None else x.expand(S, B, self.model.query_groups, D).reshape(S * B, -1, D)
-            for x in (state, rounded)
-        )
+        rounded = None
+        if self.token_layout.sequence_shards == 1:
+            rounded = of_tokens(inputs.z_TBGD)
+        gate_input = attention_output_sBC
         if self.settings.gate_input == "mlp":
             gate_input = mlp_output_sBC
-        else:
-            gate_input = attention_output_sBC
         gate = linear(gate_input, parameters["x_proj"]).flatten(0, 1)
         matrices = (parameters[name] for name in ("token_mixing", "up_proj", "down_proj"))
-        update = self.update_function()
-        new = update(z, u, gate, *matrices, rounded).view(S, B, -1, D)
+        new = self.update_function()(of_tokens(state), u, gate, *matrices, rounded).view(
+            S, B, -1, D
+        )
         if self.settings.state_norm == "none":
             return new
         from megatron_tape.ops.rotation import with_modulus
@@ -299,13 +309,16 @@ class TapePosition(RotaryPosition):
         from megatron_tape.ops.position_update import compact_update, fits_fused, fused_update
 
         if self._update is None:
-            sizes = self.model.query_groups, self.model.num_attention_heads
-            fits = fits_fused(*sizes)
-            if self.fused and not fits:
+            groups = self.model.query_groups
+            heads = self.model.num_attention_heads
+            self._update = compact_update
+            if self.fused and fits_fused(groups, heads):
+                self._update = fused_update
+            elif self.fused:
                 logger.warning(
                     "the fused position update does not support %d groups and %d heads; plain torch"
                     " is used",
-                    *sizes,
+                    groups,
+                    heads,
                 )
-            self._update = fused_update if self.fused and fits else compact_update
         return self._update

@@ -11,7 +11,7 @@ from megatron_tape.position.encoding import Costs, PositionInputs
 from megatron_tape.position.rope import FrequencySettings, RotaryPosition
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 _GAMMA = 0.4
 _LARGEST_LOGARITHM = 40.0
@@ -44,7 +44,7 @@ class XposPosition(RotaryPosition):
     exports_to = "code"
     restarts_in_documents = False
 
-    def check(self) -> None:
+    def check(self):
         super().check()
         length = self.model.seq_length
         base = self.settings.xpos_scale_base
@@ -58,10 +58,10 @@ class XposPosition(RotaryPosition):
                 f"set it to at least {math.ceil(least)}",
             )
 
-    def costs(self, layer, batch) -> Costs:
+    def costs(self, layer, batch):
         return Costs(state=2 * self.model.head_dim)
 
-    def initial_state(self, positions_SB, dtype) -> "Tensor":
+    def initial_state(self, positions_SB, dtype):
         """Return the phases and the query factors, (S, B or 1, 1, 2 D), computed in float32.
 
         Factors use positions relative to the middle of a sequence: they stay small, and scores do
@@ -71,14 +71,13 @@ class XposPosition(RotaryPosition):
 
         model = self.model
         phases = super().initial_state(positions_SB, dtype)
-        zeta = (
-            torch.arange(0, model.head_dim, 2, device=positions_SB.device) / model.head_dim + _GAMMA
-        ) / (1 + _GAMMA)
-        exponents = (positions_SB.float() - model.seq_length // 2)[
-            ..., None, None
-        ] / self.settings.xpos_scale_base
-        return torch.cat([phases, *[(zeta**exponents).to(dtype)] * 2], dim=-1)
+        ratios = torch.arange(0, model.head_dim, 2, device=positions_SB.device) / model.head_dim
+        zeta = (ratios + _GAMMA) / (1 + _GAMMA)
+        centered = positions_SB.float() - model.seq_length // 2
+        exponents = centered[..., None, None] / self.settings.xpos_scale_base
+        factors = (zeta**exponents).to(dtype)
+        return torch.cat([phases, factors, factors], dim=-1)
 
-    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache) -> PositionInputs:
+    def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache):
         phases, factors = state.chunk(2, dim=-1)
         return PositionInputs(phases, factor_TB1D=factors)
