@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import deepspeed
@@ -403,7 +402,7 @@ class Engine:
 
         Args:
             owner: maps a key to the rank, among those with the same weights, that returns the
-                tensor. The others send it their shards.
+                tensor.
             frozen: whether to include frozen weights, which are rounded to the precision of
                 training.
 
@@ -413,27 +412,11 @@ class Engine:
         """
         self._link_moments()
         state = {}
-        shards = []
-        # ZeRO 3 partitions all parameters, ZeRO 1 and 2 only trained ones.
-        partitioned = self.names if self.zero_stage == 3 else self.trained
-        partitionings = zero_partitions.partitionings(self._zero, partitioned)
         for key, parameter in self._state_keys(frozen):
-            kind, _, name = key.partition("/")
-            if name in partitionings:
-                local = partial(zero_partitions.local_elements, parameter, kind)
-                if not parameter.requires_grad:
-                    local = partial(getattr, parameter, "ds_tensor")
-                shape = shard_shape(parameter)
-                shards.append(
-                    zero_partitions.Shard(key, shape, partitionings[name], owner(key), local)
-                )
-            elif owner(key) == self.layout.replica_rank:
-                state[key] = parameter.detach().to("cpu", torch.float32).clone().contiguous()
-
-        for key, tensor in zero_partitions.gather_to_owners(
-            shards, self.layout.groups.dp_cp, self.layout.device
-        ):
-            state[key] = tensor.to("cpu").contiguous()
+            kind, _, _ = key.partition("/")
+            whole = zero_partitions.whole_tensor(parameter, kind)
+            if owner(key) == self.layout.replica_rank:
+                state[key] = whole.to("cpu").contiguous()
         return state
 
     def state_sizes(self, frozen: bool = True) -> dict[str, int]:
