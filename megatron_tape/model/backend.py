@@ -43,7 +43,7 @@ class _Failure(NamedTuple):
     """A predicate with the subject `model.attention_backend`, such as "is flex, which does not work
     here (...)".
     """
-    inexact: str | None
+    inexact: str | None = None
     """The backend or kernel whose results on this rank differ from plain torch, or that raises an
     error here.
     """
@@ -163,16 +163,13 @@ def verified_backend(
                         backend, shapes, dtype, device, packed or shifted_sparse
                     )
 
-        failure = None
-        # All backends that follow a slow one in the table are even slower.
-        replaceable = auto and is_library and not chosen.slow
-        slow = _why_slow(model_config, chosen, dtype, device)
+        problem = _why_slow(model_config, chosen, dtype, device)
         if mismatch is not None:
             problem = f"is {backend}, which {mismatch}"
-            failure = _Failure(node_name(), layout.rank, problem, backend, replaceable)
-        elif slow is not None:
-            failure = _Failure(node_name(), layout.rank, slow, None, replaceable)
-        failures = list(filter(None, layout.gather(failure)))
+        # All backends that follow a slow one in the table are even slower.
+        replaceable = auto and is_library and not chosen.slow
+        inexact = mismatch and backend
+        failures = _gather_failures(layout, problem, inexact, replaceable)
         failed |= {failure.inexact for failure in failures if failure.inexact}
         if not failures:
             break
@@ -206,6 +203,18 @@ def verified_backend(
     return chosen.backend
 
 
+def _gather_failures(
+    layout, problem: str | None, inexact: str | None, replaceable: bool = False
+) -> list[_Failure]:
+    """Return the failures of all ranks, given the problem of this one. All ranks call this
+    together.
+    """
+    failure = None
+    if problem is not None:
+        failure = _Failure(node_name(), layout.rank, problem, inexact, replaceable)
+    return [failure for failure in layout.gather(failure) if failure is not None]
+
+
 def _why_slow(
     model_config: ModelConfig, chosen: Choice, dtype: torch.dtype, device: torch.device
 ) -> str | None:
@@ -216,11 +225,15 @@ def _why_slow(
     supporting = [name for name in _COMPILED if not lacks(name, needs)]
     if device.type != "cuda" or not chosen.slow or not supporting:
         return None
-    reasons = {
-        name: unsupported(name, device, dtype, model_config.head_dim, needs) for name in supporting
-    }
-    listed = "; ".join(f"{name} {why}" for name, why in reasons.items() if why)
-    return f"is auto, but no attention kernel for this model runs on this GPU ({listed})"
+
+    reasons = []
+    for name in supporting:
+        reason = unsupported(name, device, dtype, model_config.head_dim, needs)
+        if reason:
+            reasons.append(f"{name} {reason}")
+    return (
+        f"is auto, but no attention kernel for this model runs on this GPU ({'; '.join(reasons)})"
+    )
 
 
 def _error_of(failures: list[_Failure], world_size: int, auto: bool) -> UserError:
@@ -280,24 +293,24 @@ def verified_kernels(
 
     usable = {}
     for name, check in checks.items():
-        failure = None
-        with layout.first_on_node():
-            if without_triton:
-                failure = _Failure(node_name(), layout.rank, f"triton {without_triton}", None)
-            elif problem := first_failure(check(), dtype, device):
-                failure = _Failure(node_name(), layout.rank, problem, name)
+        problem = f"triton {without_triton}"
+        inexact = None
+        if not without_triton:
+            with layout.first_on_node():
+                problem = first_failure(check(), dtype, device)
+            inexact = problem and name
         # Decide from the failures of all ranks, so that all ranks decide the same.
-        failures = list(filter(None, layout.gather(failure)))
+        failures = _gather_failures(layout, problem, inexact)
         usable[name] = not failures
         if not failures:
             logger.info("the fused %s agrees with plain torch here", name.replace("_", " "))
             continue
 
-        inexact = [failure for failure in failures if failure.inexact]
-        if inexact and name == "position_update" and required:
-            problem = f"requires the fused position update, which {inexact[0].problem}"
-            inexact[0] = inexact[0]._replace(problem=problem)
-            raise _error_of(inexact, layout.world_size, auto=True)
+        wrong = [failure for failure in failures if failure.inexact]
+        if wrong and name == "position_update" and required:
+            problem = f"requires the fused position update, which {wrong[0].problem}"
+            wrong[0] = wrong[0]._replace(problem=problem)
+            raise _error_of(wrong, layout.world_size, auto=True)
         node, rank, problem, *_ = failures[0]
         logger.info(
             "the %s runs in plain torch (rank %d, %s: %s)",
