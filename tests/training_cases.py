@@ -348,7 +348,6 @@ def resumed_runs(folder, data):
     )
     with gathering_all():
         results["gathered"] = resumed_run(folder, "gathered", prefix, AVERAGE, zero(3))
-    results["context_parallel"] = resumed_run(folder, "context", prefix, cp(2), zero(1))
     frozen = {"steps": 3, "at": 2, "trains": lambda name, _: kind_of(name) == "position"}
     results["frozen"] = resumed_run(folder, "frozen", prefix, tp(2), zero(3), **frozen)
     results |= spike_runs(folder, prefix)

@@ -21,7 +21,6 @@ from models import (
 from megatron_tape.model import reference
 from megatron_tape.model.shapes import parameter_shapes, whole_shapes
 from megatron_tape.model.weights import from_megatron, load_weights
-from megatron_tape.ops import packing
 from megatron_tape.planning.parameters import parameter_count
 
 VARIANTS = {
@@ -201,17 +200,3 @@ def test_position_norms_equal_rope_at_first_and_include_updates_later(variant, f
     assert states.shape == (2, 2) and not updates.any()
     torch.testing.assert_close(states, torch.full_like(states, factor), atol=1e-5, rtol=0)
     assert (norms_of(build(model)[0])[1] > 0).all()
-
-
-def test_frequencies_and_masks_are_computed_once_for_all_layers(monkeypatch):
-    built, _ = build(small_model(attention_backend="torch"))
-    made = []
-    frequencies = type(built.encoding).frequencies
-    mask = packing.additive_mask
-    monkeypatch.setattr(
-        type(built.encoding), "frequencies", lambda self: made.append("angles") or frequencies(self)
-    )
-    monkeypatch.setattr(packing, "additive_mask", lambda *x: made.append("mask") or mask(*x))
-    for _ in range(2):
-        built(random_tokens(), documents=DOCUMENTS)
-    assert sorted(made) == ["angles", "mask", "mask"]
