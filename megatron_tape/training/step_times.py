@@ -99,7 +99,7 @@ class StepTimes(Hook):
         if self._warm and layout.rank == 0 and warns:
             self._compared += [computing_times] * steps
             if len(self._compared) >= WINDOW:
-                self._report_slow([statistics.mean(times) for times in zip(*self._compared)])
+                self._report_slow([statistics.fmean(times) for times in zip(*self._compared)])
                 self._compared = []
         self._warm = True
 
