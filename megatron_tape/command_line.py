@@ -3,7 +3,6 @@ lines.
 """
 
 import argparse
-import codecs
 import errno
 import functools
 import io
@@ -39,23 +38,19 @@ class Parser(argparse.ArgumentParser):
         # A subcommand's `prog` already begins with the command.
         if self.command and not (arguments.get("prog") or "").startswith(self.command):
             arguments["prog"] = self.command
-        super().__init__(
-            **{"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-            | arguments
-        )
+        arguments.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **arguments)
         version = f"megatron-tape {__version__}"
         self.add_argument(
             "--version", action="version", version=version, help="show the version and exit"
         )
-        self.register("type", None, lambda text: _expanded(text))
+        self.register("type", None, _expanded)
         self.register("type", Path, path)
 
     def add_subparsers(self, **arguments: Any):
         """Add subcommands as argparse does; each expands `~` in its own arguments."""
         subparsers = super().add_subparsers(**arguments)
-        subparsers.type = (
-            str  # its values include the subcommand's arguments, which the subcommand expands
-        )
+        subparsers.type = str  # its values include the arguments, which the subcommand expands
         return subparsers
 
     def error(self, message: str) -> NoReturn:
@@ -152,11 +147,9 @@ def status_of(
     except BrokenPipeError:  # the reader, such as `head`, has closed stdout
         return 1
     except OSError as error:
-        named = error.strerror and error.filename
-        if named:
+        sentence = error.strerror or str(error)
+        if error.strerror and error.filename:
             sentence = f"{error.strerror}: {error.filename}"
-        else:
-            sentence = error.strerror or " ".join(str(error).split())
         status = 1 if error.errno in LASTING_ERRORS else unavailable
     except UserError as error:
         sentence = str(error)
@@ -165,7 +158,8 @@ def status_of(
         sentence = " ".join(str(error).split())
         status = EXIT_REFUSED
     except BaseException as error:
-        if (sentence := describe_fatal_error(error)) is None:
+        sentence = describe_fatal_error(error) or ""
+        if not sentence:
             raise
         status = 1
     with suppress(OSError):
@@ -178,23 +172,15 @@ def describe_fatal_error(error: BaseException) -> str | None:
     other error.
     """
     reason = " ".join(str(error).split())[:300]
-    name = type(error).__name__
+    kind = type(error).__name__
     # torch's own error is recognized by its name, since torch may not be imported.
-    if (
-        isinstance(error, MemoryError)
-        or name == "OutOfMemoryError"
-        or "can't allocate memory" in reason
-    ):
-        reason = f" ({reason})" if reason else ""
-        return (
-            f"memory ran out{reason}; use smaller inputs or settings, or give the program more"
-            " memory"
-        )
-    if name == "PanicException":  # a BaseException
-        return (
-            f"a library failed ({reason}); one of the input files is damaged, or the library has"
-            " a bug"
-        )
+    out_of_memory = isinstance(error, MemoryError) or kind == "OutOfMemoryError"
+    if out_of_memory or "can't allocate memory" in reason:
+        fix = "use smaller inputs or settings, or give the program more memory"
+        return f"memory ran out ({reason or kind}); {fix}"
+    if kind == "PanicException":  # a BaseException
+        cause = "one of the input files is damaged, or the library has a bug"
+        return f"a library failed ({reason}); {cause}"
     return None
 
 
@@ -223,10 +209,12 @@ def print_error(error: UserError | str) -> None:
     occur on every rank.
     """
     rank = os.environ.get("RANK", "0")
-    if rank != "0":
-        # A launcher ends all ranks as soon as one exits, so rank 0 must print first.
-        time.sleep(REPORT_TIMEOUT)
-    log(f"error{'' if rank == '0' else f' (rank {rank})'}: {error}")
+    if rank == "0":
+        log(f"error: {error}")
+        return
+    # A launcher ends all ranks as soon as one exits, so rank 0 must print first.
+    time.sleep(REPORT_TIMEOUT)
+    log(f"error (rank {rank}): {error}")
 
 
 def escape_unprintable() -> None:
@@ -237,12 +225,9 @@ def escape_unprintable() -> None:
     an error at the end of a long run if PYTHONIOENCODING is ascii.
     """
     for stream in (sys.stdout, sys.stderr):
-        if not isinstance(stream, io.TextIOWrapper):
-            continue
-        if stream.errors in ("strict", "surrogateescape"):
-            strict = stream.errors == "strict"
-            stream.reconfigure(errors="backslashreplace" if strict else _ESCAPE_OR_RESTORE)
-        stream.write = functools.partial(_write_printable, stream)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+            stream.write = functools.partial(_write_printable, stream)
 
 
 _MOVES = re.compile(r"(\n|\x1b\[A)*")
@@ -257,20 +242,6 @@ def _write_printable(stream: io.TextIOWrapper, text: str) -> int:
     without_colors = _COLORS.sub("", text) if stream is sys.stderr else text
     type(stream).write(stream, text if _MOVES.fullmatch(text) else printable(without_colors))
     return len(text)
-
-
-def _escape_or_restore(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Restore bytes that Python decoded as surrogates, such as those of file names, and escape
-    other characters.
-    """
-    try:
-        return codecs.lookup_error("surrogateescape")(error)
-    except UnicodeError:
-        return codecs.backslashreplace_errors(error)
-
-
-_ESCAPE_OR_RESTORE = "megatron_tape.escape_or_restore"
-codecs.register_error(_ESCAPE_OR_RESTORE, _escape_or_restore)
 
 
 def _flush_output() -> None:
@@ -343,10 +314,9 @@ class Progress:
         line = message(elapsed)
         if self._total and done > self._start:
             line += f", {min(done / self._total, 1.0):.1%}"
-            share = min(
-                (done - self._start) / (self._total - self._start), 1.0
-            )  # of the work since the start
-            if share >= 0.01 or elapsed > 60:  # before that, startup dominates
+            share = min((done - self._start) / (self._total - self._start), 1.0)
+            # Startup dominates at first.
+            if share >= 0.01 or elapsed > 60:
                 line += f", {duration(elapsed * (1 - share) / share)} left"
         if self._terminal:
             self._rewrite(line)

@@ -33,10 +33,7 @@ class UserError(ValueError):
             place: where the subject was set, such as `recipe.yaml:12`.
         """
         super().__init__(subject, problem, fix, place)
-        if isinstance(subject, str):
-            self.subjects = (subject,)
-        else:
-            self.subjects = tuple(subject)
+        self.subjects = (subject,) if isinstance(subject, str) else tuple(subject)
         self.problem = problem
         self.fix = fix
         self.place = place
@@ -51,15 +48,14 @@ class UserError(ValueError):
         return type(self)(self.subjects, self.problem, self.fix, place)
 
     def __str__(self) -> str:
-        sentence = " ".join(filter(None, (self.subject, self.problem)))
-        message = (
-            (f"{self.place}: " if self.place else "")
-            + sentence
-            + (f"; {self.fix}" if self.fix else "")
-        )
-        return printable(
-            message if len(message) <= _LONGEST else f"{message[:_LONGEST]} ...", one_line=True
-        )
+        message = " ".join(filter(None, (self.subject, self.problem)))
+        if self.place:
+            message = f"{self.place}: {message}"
+        if self.fix:
+            message = f"{message}; {self.fix}"
+        if len(message) > _LONGEST:
+            message = f"{message[:_LONGEST]} ..."
+        return printable(message, one_line=True)
 
 
 class ConfigError(UserError):

@@ -54,11 +54,8 @@ def private_directory(name: str) -> str:
     with suppress(OSError):
         path.mkdir(mode=0o700, exist_ok=True)
         status = path.lstat()
-        if (
-            stat.S_ISDIR(status.st_mode)
-            and status.st_uid == os.getuid()
-            and not status.st_mode & 0o022
-        ):
+        is_private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o022
+        if is_private and status.st_uid == os.getuid():
             return str(path)
     return tempfile.mkdtemp(prefix=f"{name}-")
 
@@ -76,38 +73,32 @@ def provide_caches() -> None:
         os.environ["USER"] = str(os.getuid())  # torch's compiler asks for a name
     home = os.path.expanduser("~")
     models = os.environ.get("HF_HOME") or os.path.join(home, ".cache", "huggingface")
-    if _is_writable(home):
-        names = []
-    else:
-        names = ["MPLCONFIGDIR", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR"]
+    names = []
+    if not _is_writable(home):
+        names += ["MPLCONFIGDIR", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR"]
     if not _is_writable(models):
+        names.append("HF_MODULES_CACHE")
         # HF_HOME may be a read-only directory of models that many users share.
-        names += (
-            ["HF_MODULES_CACHE"]
-            if os.access(models, os.R_OK | os.X_OK)
-            else ["HF_MODULES_CACHE", "HF_HOME"]
-        )
+        if not os.access(models, os.R_OK | os.X_OK):
+            names.append("HF_HOME")
     names = [name for name in names if name not in os.environ]
     if not names:
         return
+
     directory = private_directory(f"megatron-tape-caches-{os.getuid()}")
-    os.environ.update({name: os.path.join(directory, name.lower()) for name in names})
+    for name in names:
+        os.environ[name] = os.path.join(directory, name.lower())
     if names != ["HF_MODULES_CACHE"] and os.environ.get("RANK", "0") == "0":
-        unwritable = models if _is_writable(home) else home
-        message = f"{unwritable} is not writable; the caches {', '.join(names)} are in {directory}"
+        message = f"{home} is not writable; the caches {', '.join(names)} are in {directory}"
         print(message, file=sys.stderr, flush=True)
 
 
 def _is_writable(path: str) -> bool:
     """Return whether a directory is writable, or can be created if it does not exist."""
-    absolute = os.path.abspath(path)
-    # Unlike Path's methods, os.path.lexists returns False for paths in directories that cannot be
-    # searched.
-    existing = next(
-        each for each in (absolute, *map(str, Path(absolute).parents)) if os.path.lexists(each)
-    )
-    return (
-        not path.startswith("~")
-        and os.path.isdir(existing)
-        and os.access(existing, os.W_OK | os.X_OK)
-    )
+    if path.startswith("~"):  # no home directory was found
+        return False
+    # Unlike Path's methods, os.path.lexists returns False in directories that cannot be searched.
+    existing = os.path.abspath(path)
+    while not os.path.lexists(existing):
+        existing = os.path.dirname(existing)
+    return os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK)

@@ -39,13 +39,13 @@ def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
     while power + 1 < len(units) and round(abs(value)) >= base:
         value = value / base
         power = power + 1
+
+    digits = 2
     # The digits of the rounded value: 9.996 is 10.0.
     if power == 0 or round(value, 1) >= 100:
         digits = 0
     elif round(value, 2) >= 10:
         digits = 1
-    else:
-        digits = 2
     return f"{value:.{digits}f} {units[power]}"
 
 
@@ -53,7 +53,9 @@ def counted(number: int, noun: str, several: str | None = None) -> str:
     """Format a number with its noun: `1 step`, `1,000 steps`. `several` is the plural of a noun
     that takes no s.
     """
-    return f"{number:,} {noun if number == 1 else several or f'{noun}s'}"
+    if number != 1:
+        noun = several or f"{noun}s"
+    return f"{number:,} {noun}"
 
 
 def duration(seconds: float) -> str:
@@ -63,4 +65,5 @@ def duration(seconds: float) -> str:
     minutes, seconds = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
-    return (f"{days}d " if days else "") + f"{hours}:{minutes:02}:{seconds:02}"
+    clock = f"{hours}:{minutes:02}:{seconds:02}"
+    return f"{days}d {clock}" if days else clock

@@ -44,10 +44,10 @@ from megatron_tape.evaluation.model_source import model_of_run
 from megatron_tape.extension.base_model import Base, find_base, starts_from_base
 from megatron_tape.io.files import SUFFIX, atomic_directory, remove
 from megatron_tape.io.records import write_record
-from megatron_tape.io.versions import commit
 from megatron_tape.parallel.launcher import restart_count
 from megatron_tape.run.attempts import UNREADY, Attempt
 from megatron_tape.run.judging import (
+    AttemptRecord,
     crash_loop,
     decide,
     last_error,
@@ -69,71 +69,53 @@ CODE = (
     "pyproject.toml",
 )
 """Files and directories of the repository that are copied for a job."""
+NOT_STARTED = (119, 126, 127, 255)
+"""Exit statuses of srun if the processes did not start: SLURM_EXIT_ERROR in slurm/common.sh, Python
+was not found, an unknown option of srun, or an error of the container.
+"""
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the subcommand `check`, `chain`, `begin` or `decide`."""
     parser = command_line.Parser(prog="python -m pretrain.attempt", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
+    arguments = {"nargs": "*", "type": str, "help": "after --: RECIPE --section.key value ..."}
+
+    check_parser = verbs.add_parser("check", help="validate settings before a job is submitted")
+    check_parser.add_argument("--module", help="module that each process will run")
+    check_parser.add_argument("arguments", **arguments)
+
+    chain = verbs.add_parser("chain", help="validate a run, and its extension and evaluation")
+    chain.add_argument("--scratch", default="", help="as for begin")
+    chain.add_argument("arguments", **arguments)
+
     add = verbs.add_parser(
         "begin", help="create the next attempt of a run, and print shell variables"
     ).add_argument
-    add(
-        "--module",
-        default="pretrain.train",
-        help="module that each process runs (default: %(default)s)",
-    )
+    add("--module", default="pretrain.train", help="module of each process (default: %(default)s)")
     add("--job", required=True, help="Slurm's ID of the job")
     add("--source", required=True, help="directory of the code to copy")
-    add(
-        "--job-link",
-        required=True,
-        help="link to RUN/jobs/ID, created at the first start and read after a requeue",
-    )
-    add(
-        "--requeued",
-        action="store_true",
-        help="the job was requeued: use the configuration behind --job-link",
-    )
+    add("--job-link", required=True, type=Path, help="link to RUN/jobs/ID, for a requeued job")
+    add("--requeued", action="store_true", help="use the configuration behind --job-link")
     add("--nodes", required=True, help="comma-separated names of the nodes")
     add("--processes", type=int, required=True, help="number of ranks of the job")
-    add(
-        "--scratch", default="", help="write to SCRATCH/runs/RECIPE unless logging.directory is set"
-    )
+    add("--scratch", default="", help="directory of runs/RECIPE unless logging.directory is set")
     add("--log", default="", help="path of the job's output, to be recorded")
-    add("arguments", nargs="*", type=str, help="after --: RECIPE --section.key value ...")
-    add = verbs.add_parser("check", help="validate settings before a job is submitted").add_argument
-    add(
-        "--module",
-        help=(
-            "module that each process will run (default: skip the check that the recipe is for it)"
-        ),
-    )
-    add("arguments", nargs="*", type=str, help="after --: RECIPE --section.key value ...")
-    add = verbs.add_parser(
-        "chain", help="validate a run, and its extension and evaluation"
-    ).add_argument
-    add("--scratch", default="", help="as for begin")
-    add(
-        "arguments",
-        nargs="*",
-        type=str,
-        help="after --: RECIPE ... [--extend RECIPE ...] [--evaluate TASK ...]",
-    )
-    add = verbs.add_parser(
-        "decide", help="print what to do after an attempt: done, again or stop"
-    ).add_argument
-    add("--run", required=True, help="the run's directory")
+    add("arguments", **arguments)
+
+    add = verbs.add_parser("decide", help="print what to do: done, again or stop").add_argument
+    add("--run", required=True, type=Path, help="the run's directory")
     add("--checkpoints", required=True, help="the run's checkpoint directory")
     add("--attempt", type=int, required=True, help="number of the attempt")
-    add("--not-started", action="store_true", help="the processes of the attempt did not start")
+    add("--exit-status", type=int, default=0, help="exit status of srun (default: %(default)s)")
+
     options = parser.parse_args(argv)
     if options.verb == "check":
         check_job(_arguments(options.arguments, ""), options.module)
     elif options.verb == "chain":
         print(*check_chain(options.arguments, options.scratch), sep="\n")
     elif options.verb == "decide":
-        judge(Path(options.run), options.checkpoints, options.attempt, options.not_started)
+        judge(options.run, options.checkpoints, options.attempt, options.exit_status)
     else:
         begin(options)
 
@@ -145,10 +127,7 @@ def check_job(arguments: list[str], module: str | None) -> None:
     Raises ConfigError for invalid settings, also if they do not fit the model that the run extends.
     """
     config = parse_run_config(arguments)
-    extends = None
-    if module is not None:
-        extends = module == EXTENDING
-
+    extends = None if module is None else module == EXTENDING
     base = None
     if extends and starts_from_base(config):
         base = find_base(config.extension.from_)
@@ -165,26 +144,23 @@ def check_chain(arguments: list[str], scratch: str) -> list[str]:
     training, evaluation = _split(arguments, "--evaluate")
     pretraining, extension = _split(training, "--extend")
 
-    first = parse_run_config(_arguments(pretraining, scratch))
-    runs = [first]
-    base = None
+    first = last = parse_run_config(_arguments(pretraining, scratch))
+    check(first, Level.FILES, extends=False)
+    directories = [first.logging.directory]
     if extension:
         base = Base.made_by(first)
-        runs.append(parse_run_config(_arguments(extension, scratch), base=base))
-
-    check(first, Level.FILES, extends=False)
-    for second in runs[1:]:
-        check(second, Level.FILES, extends=True, base=base)
-        same = Path(first.logging.directory).resolve() == Path(second.logging.directory).resolve()
-        if same:
+        last = parse_run_config(_arguments(extension, scratch), base=base)
+        check(last, Level.FILES, extends=True, base=base)
+        directories.append(last.logging.directory)
+        if Path(directories[0]).resolve() == Path(directories[1]).resolve():
             raise ConfigError(
                 "logging.directory",
-                f"is {first.logging.directory} for both pretraining and extension",
+                f"is {directories[0]} for both pretraining and extension",
                 "give one of them --logging.directory NEW, after its recipe",
             )
     if evaluation:
-        check_evaluation(evaluation, model_of_run(runs[-1]))
-    return [config.logging.directory for config in runs]
+        check_evaluation(evaluation, model_of_run(last))
+    return directories
 
 
 def _split(arguments: list[str], option: str) -> tuple[list[str], list[str]]:
@@ -199,38 +175,37 @@ def begin(options: argparse.Namespace) -> None:
     """Create the next attempt for a job and print its shell variables. Raises ConfigError if it
     must not start.
     """
-    link = Path(options.job_link)
-    requeued = options.requeued and (link / "config.yaml").is_file()
-    from_copy = ["--config", str(link.resolve() / "config.yaml")]
-    config = parse_run_config(
-        from_copy if requeued else _arguments(options.arguments, options.scratch)
-    )
+    copied_config = options.job_link.resolve() / "config.yaml"
+    requeued = options.requeued and copied_config.is_file()
+    if requeued:
+        config = parse_run_config(["--config", str(copied_config)])
+    else:
+        config = parse_run_config(_arguments(options.arguments, options.scratch))
     run = Path(config.logging.directory)
     checkpoints = config.checkpoint.directory
+    step = checkpointed_step(checkpoints)
+
     attempts = read_attempts(run)
-    # Only a requeued job can be in a crash loop. A new job may always start, since a user has
-    # submitted it.
-    if requeued:
-        job_attempts = [attempt for attempt in attempts if attempt.facts.get("job") == options.job]
-    else:
-        job_attempts = []
+    earlier = [attempt for attempt in attempts if attempt.facts.get("job") == options.job]
     resume = resolve_resume(config.checkpoint.resume, checkpoints)
-    if job_attempts and checkpointed_step(checkpoints) > job_attempts[0].facts.get(
-        "checkpoint_step", 0
-    ):
+    if requeued and earlier and step > earlier[0].facts.get("checkpoint_step", 0):
         resume = "auto"  # the job has newer checkpoints than the one it started from
     config = replace_settings(config, {"checkpoint.resume": resume})
     check(config, Level.START, options.processes, extends=options.module == EXTENDING)
+
     for path in (run, checkpoints, config.data.cache_directory):
         if path is not None:
             Path(path).mkdir(parents=True, exist_ok=True)
     _refuse_other_job(run, attempts, options.job)
-    if job_attempts:
-        _refuse_crash_loop(run, job_attempts, checkpointed_step(checkpoints), options.job)
+    # Only a requeued job can be in a crash loop. A new job may always start, since a user has
+    # submitted it.
+    if requeued and earlier:
+        _refuse_crash_loop(run, earlier, step, options.job)
+
     directory = run / "jobs" / options.job
     if not requeued:
         _copy(Path(options.source), directory, config)
-        _point(link, directory)
+        _point(options.job_link, directory)
     facts = {
         "job": options.job,
         "restart": restart_count(),
@@ -240,9 +215,11 @@ def begin(options: argparse.Namespace) -> None:
         "log": options.log,
     }
     attempt = Attempt.claim(run, checkpoints, facts)
+    # An earlier attempt may have saved a checkpoint meanwhile.
     step = checkpointed_step(checkpoints)
     _tell(f"attempt {attempt.number} of {run}, from step {step} of {config.train.steps}")
-    ports = _free_ports(2)
+
+    preflight_port, training_port = _free_ports(2)
     variables = {
         "RUN_DIRECTORY": run,
         "CHECKPOINT_DIRECTORY": checkpoints,
@@ -251,22 +228,22 @@ def begin(options: argparse.Namespace) -> None:
         "ROOT": (directory / "code").resolve(),
         "CONFIG": (directory / "config.yaml").resolve(),
         "RESUME": resume,
-        "PREFLIGHT_PORT": ports[0],
-        "TRAINING_PORT": ports[1],
+        "PREFLIGHT_PORT": preflight_port,
+        "TRAINING_PORT": training_port,
     }
     for name, value in variables.items():
         print(f"{name}={shlex.quote(str(value))}")
 
 
-def judge(run: Path, checkpoints: str, number: int, not_started: bool = False) -> None:
+def judge(run: Path, checkpoints: str, number: int, exit_status: int = 0) -> None:
     """Print and record the verdict on an ended attempt (see `decide`), and the traceback if it is
     `stop`.
 
-    `not_started`: the processes of the attempt did not start, so none of them has recorded its end.
+    `exit_status` is that of srun. Some show that the processes of the attempt did not start.
     """
-    if not_started:
+    if exit_status in NOT_STARTED:
         _record_missing_start(run, checkpoints, number)
-    verdict, reason = decide(run, checkpoints, number)
+    verdict, reason = decide(run, checkpoints, number, exit_status)
     attempt = next(record for record in read_attempts(run) if record.number == number)
     print(f"{verdict} {' '.join(reason.split())}")
     if verdict == "again" and (bad := nodes_to_exclude(attempt)):
@@ -295,13 +272,11 @@ def _record_missing_start(run: Path, checkpoints: str, number: int) -> None:
 
     A process that runs may also end with a status of those that show a missing start, such as 255.
     """
-    attempt = next((record for record in read_attempts(run) if record.number == number), None)
-    if attempt is None or attempt.outcome is not None or attempt.heartbeat:
-        return
-
-    log = attempt.facts.get("log") or "the output of the job"
-    message = f"the processes did not start on the nodes; see the errors in {log}"
-    Attempt.open(run, checkpoints, number).record_end(0, UNREADY, message)
+    for attempt in read_attempts(run):
+        if attempt.number == number and attempt.outcome is None and not attempt.heartbeat:
+            log = attempt.facts.get("log") or "the output of the job"
+            message = f"the processes did not start on the nodes; see the errors in {log}"
+            Attempt.open(run, checkpoints, number).record_end(0, UNREADY, message)
 
 
 def _arguments(arguments: list[str], scratch: str) -> list[str]:
@@ -319,29 +294,30 @@ def _arguments(arguments: list[str], scratch: str) -> list[str]:
     return arguments
 
 
-def _refuse_other_job(run: Path, attempts: list, job: str) -> None:
+def _refuse_other_job(run: Path, attempts: list[AttemptRecord], job: str) -> None:
     """Raise ConfigError if Slurm still lists another job that uses the run's directory."""
-    other = attempts[-1].facts.get("job") if attempts else None
-    if other in (None, job) or attempts[-1].verdict is not None:
+    if not attempts or attempts[-1].verdict is not None:
         return
-    state = (queue_state(other) or "").lower()
+    owner = attempts[-1].facts.get("job")
+    if owner in (None, job):
+        return
+    state = queue_state(owner)
     if state != "":
         raise ConfigError(
             "logging.directory",
-            f"is {run}, which belongs to job {other} ({state})",
+            f"is {run}, which belongs to job {owner} ({(state or 'unknown').lower()})",
             "cancel that job, or give --logging.directory NEW",
         )
 
 
-def _refuse_crash_loop(run: Path, job_attempts: list, step: int, job: str) -> None:
+def _refuse_crash_loop(run: Path, earlier: list[AttemptRecord], step: int, job: str) -> None:
     """Raise ConfigError if a job is in a crash loop. Otherwise, print how an attempt without a
     verdict ended.
     """
-    last = job_attempts[-1]
-    if loop := crash_loop(job_attempts, step, job):
-        raise ConfigError(
-            "logging.directory", f"is {run}, where {loop}; the last attempt: {last_error(last)}"
-        )
+    last = earlier[-1]
+    if loop := crash_loop(earlier, step, job):
+        problem = f"is {run}, where {loop}; the last attempt: {last_error(last)}"
+        raise ConfigError("logging.directory", problem)
     if last.verdict is None:
         _tell(f"attempt {last.number}: {last_error(last)}")
 
@@ -355,34 +331,32 @@ def _point(link: Path, directory: Path) -> None:
 
 
 def _copy(source: Path, directory: Path, config: RunConfig) -> None:
+    """Copy the code in `source` and the complete configuration to RUN/jobs/ID."""
     remove(directory)
     ignored = shutil.ignore_patterns("__pycache__", "*.pyc", "*.partial")
     with atomic_directory(directory) as partial:
-        (partial / "code").mkdir()
+        code = partial / "code"
+        code.mkdir()
         for name in CODE:
             path = source / name
             if path.is_dir():
-                shutil.copytree(
-                    path, partial / "code" / name, ignore=ignored, copy_function=_copy_file
-                )
+                shutil.copytree(path, code / name, ignore=ignored, copy_function=_copy_file)
             elif path.is_file():
-                shutil.copy2(path, partial / "code" / name)
+                _copy_file(path, code / name)
         if (source / ".venv").exists():
-            (partial / "code" / ".venv").symlink_to((source / ".venv").resolve())
+            (code / ".venv").symlink_to((source / ".venv").resolve())
         (partial / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-        write_record(partial / "job.json", {"commit": commit(source)})
 
 
-def _copy_file(source: str, target: str) -> None:
+def _copy_file(source: str | Path, target: str | Path) -> None:
     try:
         shutil.copy2(source, target)
     except OSError as error:
         if error.errno not in command_line.LASTING_ERRORS:
             raise
         # Otherwise, copytree would try all other files, and report each of them.
-        raise FileError(
-            target, f"cannot be written: {error.strerror}", "free space, or correct the rights"
-        ) from None
+        problem = f"cannot be written: {error.strerror}"
+        raise FileError(str(target), problem, "free space, or correct the rights") from None
 
 
 def _free_ports(count: int) -> list[int]:

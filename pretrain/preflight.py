@@ -16,15 +16,15 @@ installation are wrong. Otherwise it is requeued without the nodes that have pro
 
 import argparse
 import contextlib
-import functools
 import json
 import os
-import secrets
 import signal
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from megatron_tape import command_line
@@ -32,7 +32,6 @@ from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import EXIT_RESTART, ConfigError, NodeError
-from megatron_tape.io.files import write_whole
 from megatron_tape.io.versions import code_digest, cuda_build_fix, node_name, versions
 from megatron_tape.parallel.launcher import (
     check_launcher_environment,
@@ -54,6 +53,8 @@ from megatron_tape.text import byte_size, counted, flop_count
 MIB = 2**20
 SHOWN = 20
 """Maximum number of problems in the message; the nodes of all problems are recorded."""
+READING_SECONDS = 3.0
+"""Seconds that rank 0 waits for the other ranks to read which problems it has found."""
 
 
 class Unready(Exception):
@@ -81,53 +82,47 @@ def main(argv: list[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--nodes", default="", help="comma-separated names of the job's nodes, in order")
-    add(
-        "--gpus",
-        type=int,
-        default=0,
-        help="number of GPUs that each node must have (default: %(default)s)",
-    )
-    timeout = (
-        "seconds to wait for all ranks after rank 0 has imported torch, and again for the"
-        " all-reduce"
-    )
-    add("--timeout", type=float, default=300, help=f"{timeout} (default: %(default)s)")
-    add(
-        "--no-memory-check",
-        action="store_true",
-        help="pass even if the estimated memory of the run exceeds a GPU's",
-    )
+    add("--gpus", type=int, default=0, help="number of GPUs per node (default: %(default)s)")
+    timeout = "seconds to wait for all ranks, and again for the all-reduce (default: %(default)s)"
+    add("--timeout", type=float, default=300, help=timeout)
+    memory_help = "pass even if the estimated memory of the run exceeds a GPU's"
+    add("--no-memory-check", action="store_true", help=memory_help)
+
     with command_line.exit_on_user_error():
         check_launcher_environment()
         options, rest = parser.parse_known_args(argv)
         config = parse_run_config(rest)
         rank, size = rank_and_size()
         attempt = Attempt.launched(config.logging.directory, config.checkpoint.directory)
+
+    def on_warning(number: int, frame: object) -> None:
+        if attempt is not None:
+            attempt.request_stop(signal.Signals(number).name)
+        os._exit(EXIT_RESTART)
+
     # USR1 warns of preemption or the time limit. SIGTERM does not: srun also sends it when another
     # rank has failed.
-    signal.signal(signal.SIGUSR1, lambda number, frame: _interrupted(attempt, number))
+    signal.signal(signal.SIGUSR1, on_warning)
+
+    bad_nodes: list[str] = []
+    outcome = UNREADY
     try:
         check(config, Level.SETTINGS, size)
-        verdict = _check(config, options, rank, size, attempt)
+        verdict = Preflight(config, options, rank, size, attempt).run()
+        if verdict and rank == 0:
+            print(f"error: preflight: {verdict}", file=sys.stderr, flush=True)
+        return int(verdict != "")
+    except ConfigError as error:
+        message = str(error)
+        outcome = REFUSED
+    except Unready as error:
+        message = str(error)
+        bad_nodes = error.bad_nodes
     except Exception as error:
-        foreseen = isinstance(error, (Unready, ConfigError))
-        if foreseen:
-            message = str(error)
-        else:
-            message = f"{node_name()}: {type(error).__name__}: {error}"
-        bad_nodes = error.bad_nodes if isinstance(error, Unready) else []
-        _record(
-            attempt,
-            rank,
-            REFUSED if isinstance(error, ConfigError) else UNREADY,
-            message,
-            bad_nodes,
-        )
-        print(f"error: preflight: {message}", file=sys.stderr, flush=True)
-        return 1
-    if verdict and rank == 0:
-        print(f"error: preflight: {verdict}", file=sys.stderr, flush=True)
-    return int(verdict != "")
+        message = f"{node_name()}: {type(error).__name__}: {error}"
+    _record(attempt, rank, outcome, message, bad_nodes)
+    print(f"error: preflight: {message}", file=sys.stderr, flush=True)
+    return 1
 
 
 def _record(
@@ -138,165 +133,214 @@ def _record(
             attempt.record_end(rank, outcome, f"preflight: {message}", bad_nodes=bad_nodes)
 
 
-def _interrupted(attempt: Attempt | None, number: int) -> None:
-    if attempt is not None:
-        attempt.request_stop(signal.Signals(number).name)
-    os._exit(EXIT_RESTART)
+@dataclass
+class Preflight:
+    """The checks of one rank. The ranks exchange facts through a TCPStore, which rank 0 hosts."""
 
+    config: RunConfig
+    options: argparse.Namespace
+    rank: int
+    size: int
+    attempt: Attempt | None
 
-def _check(
-    config: RunConfig, options: argparse.Namespace, rank: int, size: int, attempt: Attempt | None
-) -> str:
-    """Return the problems that rank 0 has found on all nodes, as text on every rank, or "" without
-    problems.
+    def run(self) -> str:
+        """Return the problems that rank 0 has found on all nodes, as text on every rank, or ""
+        without problems.
 
-    Raises Unready if rank 0 does not answer or the all-reduce fails.
-    """
-    started = time.monotonic()
-    if rank == 0:
-        log = functools.partial(print, "preflight:", flush=True)
-    else:
+        Raises Unready if rank 0 does not answer or the all-reduce fails.
+        """
+        started = time.monotonic()
+        layout = self.config.parallel.describe(self.size)
+        self._log(f"{counted(self.size, 'rank')} ({layout}), importing torch")
+        import torch
 
-        def log(_: str) -> None:
-            pass
+        store = self._connect()
+        home = None if self.attempt is None else self.attempt.home
+        facts: dict[str, Any] = {
+            "node": node_name(),
+            "gpu": _gpu(torch),
+            "cuda": torch.backends.cuda.is_built(),
+        }
+        if local_rank() == 0:
+            facts |= {"host": os.uname().nodename, "gloo": gloo_address()}
+            facts |= nodes.node_facts(self.config, home, code_digest(("megatron_tape", "pretrain")))
+        store.set(f"facts/{self.rank}", json.dumps(facts))
+        if self.rank == 0:
+            store.set("verdict", self._verdict(store, home))
 
-    log(f"{counted(size, 'rank')} ({config.parallel.describe(size)}), importing torch")
-    import torch
-    from torch.distributed import TCPStore
+        verdict = self._read_verdict(store)
+        if verdict:
+            return verdict
+        if self.rank == 0:
+            self._describe_run(facts["versions"])
+        if self.size > 1:
+            self._measure(torch, store)
+        self._log(f"passed in {time.monotonic() - started:.1f} s")
+        return ""
 
-    imported = time.monotonic()
-    timeout = timedelta(seconds=options.timeout)
-    try:
-        check_master_address()
-    except NodeError as error:
-        raise Unready(str(error), error.subjects) from None
-    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    port = master_port()
-    try:
-        store = TCPStore(
-            address, port, size, is_master=rank == 0, timeout=timeout, wait_for_workers=False
-        )
-    except (RuntimeError, ConnectionError) as error:
-        raise Unready(
-            f"{node_name()}: rank 0 at {address}:{port} does not answer ({_first_line(error)})"
-        ) from None
-    home = None if attempt is None else attempt.home
-    token = secrets.token_hex(8)
-    if rank == 0:
-        if home is not None:
-            write_whole(home / "preflight", [token.encode()], durable=False)
-        store.set("ready", "yes")
-    store.wait(["ready"])
-    facts: dict[str, Any] = {
-        "node": node_name(),
-        "gpu": _gpu(torch),
-        "cuda": torch.backends.cuda.is_built(),
-    }
-    if local_rank() == 0:
-        facts |= {"host": os.uname().nodename, "gloo": gloo_address()}
-        facts |= nodes.node_facts(config, home, code_digest(("megatron_tape", "pretrain")))
-    store.set(f"facts/{rank}", json.dumps(facts))
-    if rank == 0:
-        problems = _problems(store, config, options, size, home, token, imported)
-        verdict = _describe(problems)
-        if problems:
-            # Recorded before the other ranks read the verdict and exit, because srun then ends this
-            # rank, too.
-            if any(problem.mistake for problem in problems):
-                outcome = REFUSED
-            else:
-                outcome = UNREADY
-            _record(
-                attempt,
-                rank,
-                outcome,
-                verdict,
-                [node for problem in problems for node in problem.nodes],
+    def _log(self, message: str) -> None:
+        if self.rank == 0:
+            print("preflight:", message, flush=True)
+
+    def _connect(self):
+        from torch.distributed import TCPStore
+
+        try:
+            check_master_address()
+        except NodeError as error:
+            raise Unready(str(error), error.subjects) from None
+
+        address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        port = master_port()
+        timeout = timedelta(seconds=self.options.timeout)
+        try:
+            return TCPStore(
+                address,
+                port,
+                self.size,
+                is_master=self.rank == 0,
+                timeout=timeout,
+                wait_for_workers=False,
             )
-        store.set("verdict", verdict)
-    try:
-        store.wait(["verdict"], 2 * timeout)
-    except RuntimeError:
-        raise Unready(
-            f"{node_name()}: rank 0 did not report a result within {2 * options.timeout:g} s"
-        ) from None
-    verdict = store.get("verdict").decode()
-    store.set(f"heard/{rank}", "yes")
-    if verdict:
-        if rank == 0:
-            # The store ends with this rank, so wait until the other ranks have read the verdict.
-            with contextlib.suppress(RuntimeError):
-                store.wait([f"heard/{other}" for other in range(size)], timedelta(seconds=5))
+        except (RuntimeError, ConnectionError) as error:
+            problem = f"rank 0 at {address}:{port} does not answer ({_first_line(error)})"
+            raise Unready(f"{node_name()}: {problem}") from None
+
+    def _verdict(self, store, home: Path | None) -> str:
+        """Record the problems of all nodes on rank 0, and return their description."""
+        problems = self._silent_ranks(store) or self._problems(store, home)
+        if not problems:
+            return ""
+
+        verdict = "; ".join(problem.sentence for problem in problems[:SHOWN])
+        outcome = UNREADY
+        if any(problem.mistake for problem in problems):
+            outcome = REFUSED
+        # Recorded before the other ranks read the verdict and exit, because srun then ends this
+        # rank, too.
+        bad_nodes = [node for problem in problems for node in problem.nodes]
+        _record(self.attempt, 0, outcome, verdict, bad_nodes)
         return verdict
-    if rank == 0:
-        plan = Plan(config, size)
-        parameters = parameter_count(config.model, config.extension)
-        log(", ".join(f"{name} {value}" for name, value in facts["versions"].items()))
-        log(f"{len(nodes.inputs(config))} input files are the same on every node")
-        log(
+
+    def _read_verdict(self, store) -> str:
+        seconds = 2 * self.options.timeout
+        try:
+            store.wait(["verdict"], timedelta(seconds=seconds))
+        except RuntimeError:
+            problem = f"rank 0 did not report a result within {seconds:g} s"
+            raise Unready(f"{node_name()}: {problem}") from None
+        verdict = store.get("verdict").decode()
+        if verdict and self.rank == 0:
+            # The store ends with this rank, so let the other ranks read the verdict before.
+            time.sleep(READING_SECONDS)
+        return verdict
+
+    def _silent_ranks(self, store) -> list[nodes.Problem]:
+        """Wait for the facts of all ranks, and return a problem if some do not answer."""
+        keys = [f"facts/{rank}" for rank in range(self.size)]
+        with contextlib.suppress(RuntimeError):
+            store.wait(keys, timedelta(seconds=self.options.timeout))
+            return []
+
+        silent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        names = self.options.nodes.split(",")
+        silent_nodes = list(dict.fromkeys(names[rank * len(names) // self.size] for rank in silent))
+        ranks = ", ".join(map(str, silent[:SHOWN]))
+        where = ", ".join(silent_nodes[:SHOWN])
+        sentence = f"rank {ranks} on {where} did not answer within {self.options.timeout:g} s"
+        return [nodes.Problem(sentence, tuple(silent_nodes))]
+
+    def _problems(self, store, home: Path | None) -> list[nodes.Problem]:
+        """Return the problems that the facts of all ranks show."""
+        facts_of_ranks = [
+            json.loads(facts)
+            for facts in store.multi_get([f"facts/{rank}" for rank in range(self.size)])
+        ]
+        by_node = {facts["node"]: facts for facts in facts_of_ranks if "versions" in facts}
+        plan = Plan(self.config, self.size)
+        problems = nodes.differences(by_node)
+        if home is not None:
+            keep = self.config.checkpoint.keep
+            problems += nodes.directory_problems(by_node, home, checkpoint_bytes(plan), keep)
+            for path in home.glob("preflight*"):
+                path.unlink(missing_ok=True)
+
+        on_cpu = self.config.train.device == "cpu"
+        finds_gpus = any(facts["gpu"] for facts in facts_of_ranks)
+        if on_cpu or not finds_gpus:
+            problems += _unreachable(by_node)
+
+        with_driver = [node for node, facts in by_node.items() if "driver" in facts["versions"]]
+        if with_driver and not (self.options.gpus or finds_gpus or on_cpu):
+            sentence = (
+                f"{', '.join(with_driver)}: the node has GPUs, but none are allocated to the job;"
+                " submit with --gpus-per-node, or set train.device to cpu"
+            )
+            problems.append(nodes.Problem(sentence, mistake=True))
+        if self.options.gpus:
+            if not any(facts["cuda"] for facts in facts_of_ranks):
+                torch_version = versions(["torch"])["torch"]
+                sentence = (
+                    f"torch {torch_version} is built without CUDA, but the job has GPUs;"
+                    f" {cuda_build_fix()}"
+                )
+                problems.append(nodes.Problem(sentence, mistake=True))
+            gpus: dict[str, list[dict]] = {node: [] for node in by_node}
+            for facts in facts_of_ranks:
+                if facts["gpu"]:
+                    gpus[facts["node"]].append(facts["gpu"])
+            needed = 0 if self.options.no_memory_check else memory(plan).peak
+            problems += nodes.gpu_problems(gpus, self.options.gpus, needed)
+        return problems
+
+    def _describe_run(self, node_versions: dict[str, str]) -> None:
+        plan = Plan(self.config, self.size)
+        parameters = parameter_count(self.config.model, self.config.extension)
+        self._log(", ".join(f"{name} {value}" for name, value in node_versions.items()))
+        self._log(f"{len(nodes.inputs(self.config))} input files are the same on every node")
+        self._log(
             f"{parameters:,} parameters, about {byte_size(memory(plan).peak)} per rank, "
             f"{flop_count(flops_per_step(plan))} per step, "
             f"{byte_size(checkpoint_bytes(plan))} per checkpoint"
         )
-    if size > 1:
-        _measure(torch, store, rank, size, options, log)
-    log(f"passed in {time.monotonic() - started:.1f} s")
-    return ""
 
+    def _measure(self, torch, store) -> None:
+        """Print the bus bandwidth of an all-reduce over all n ranks: 2 (n - 1) / n times the bytes,
+        divided by the time.
 
-def _problems(store, config, options, size, home, token, imported) -> list[nodes.Problem]:
-    """Gather the facts that all ranks wrote to `store` on rank 0, and return the problems that they
-    show.
+        Raises Unready if the all-reduce fails.
+        """
+        import torch.distributed as dist
 
-    `imported` is the monotonic time at which rank 0 had imported torch, when the timeout for the
-    other ranks begins.
-    """
-    keys = [f"facts/{rank}" for rank in range(size)]
-    try:
-        store.wait(
-            keys, timedelta(seconds=max(0.1, options.timeout - (time.monotonic() - imported)))
-        )
-    except RuntimeError:
-        if silent := [rank for rank, key in enumerate(keys) if not store.check([key])]:
-            silent_nodes = _nodes_of(silent, options, size)
-            where = f" on {', '.join(silent_nodes[:SHOWN])}" if silent_nodes else ""
-            which = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent[:SHOWN]))}"
-            return [
-                nodes.Problem(
-                    f"{which}{where} did not answer within {options.timeout:g} s",
-                    tuple(silent_nodes),
-                )
-            ]
-    gathered = [json.loads(facts) for facts in store.multi_get(keys)]
-    by_node = {facts["node"]: facts for facts in gathered if "versions" in facts}
-    plan = Plan(config, size)
-    needed = memory(plan).peak
-    problems = nodes.differences(by_node)
-    if home is not None:
-        problems += nodes.directory_problems(
-            by_node, home, token, checkpoint_bytes(plan), config.checkpoint.keep
-        )
-        for path in home.glob("preflight*"):
-            path.unlink(missing_ok=True)
-    with_driver = [node for node, facts in by_node.items() if "driver" in facts["versions"]]
-    finds_gpus = any(facts["gpu"] for facts in gathered)
-    if not finds_gpus or config.train.device == "cpu":
-        problems += _unreachable(by_node)
-    if not options.gpus and with_driver and not finds_gpus and config.train.device != "cpu":
-        sentence = f"{', '.join(with_driver)}: the node has GPUs, but none are allocated to the job"
-        fix = "submit with --gpus-per-node, or set train.device to cpu"
-        problems.append(nodes.Problem(f"{sentence}; {fix}", mistake=True))
-    if options.gpus:
-        if not any(facts["cuda"] for facts in gathered):
-            problem = (
-                f"torch {versions(['torch'])['torch']} is built without CUDA, but the job has GPUs"
+        size = self.size
+        backend, device, mebibytes = "gloo", "cpu", 16
+        if torch.cuda.is_available():
+            torch.cuda.set_device(local_rank())
+            backend, device, mebibytes = "nccl", "cuda", 256
+        try:
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore("preflight", store),
+                rank=self.rank,
+                world_size=size,
+                timeout=timedelta(seconds=self.options.timeout),
             )
-            problems.append(nodes.Problem(f"{problem}; {cuda_build_fix()}", mistake=True))
-        gpus = {
-            node: [f["gpu"] for f in gathered if f["node"] == node and f["gpu"]] for node in by_node
-        }
-        problems += nodes.gpu_problems(gpus, options.gpus, 0 if options.no_memory_check else needed)
-    return problems
+            numbers = torch.empty(mebibytes * MIB // 4, device=device)
+            seconds = []
+            for _ in range(4):  # the first is a warm-up
+                numbers.fill_(1)
+                dist.barrier()
+                began = time.perf_counter()
+                dist.all_reduce(numbers)
+                numbers[0].item()  # waits for the GPU
+                seconds.append(time.perf_counter() - began)
+            dist.destroy_process_group()
+        except RuntimeError as error:
+            problem = f"the all-reduce over all ranks failed: {_first_line(error)}"
+            raise Unready(f"{node_name()}: {problem}") from None
+
+        bandwidth = 2 * (size - 1) / size * mebibytes * MIB / sorted(seconds[1:])[1]
+        self._log(f"all-reduce of {mebibytes} MiB over {size} ranks: {bandwidth / 1e9:.2f} GB/s")
 
 
 def _unreachable(by_node: dict[str, dict[str, Any]]) -> list[nodes.Problem]:
@@ -306,32 +350,12 @@ def _unreachable(by_node: dict[str, dict[str, Any]]) -> list[nodes.Problem]:
     unreachable = tuple(unreachable_nodes({node: facts["gloo"] for node, facts in by_node.items()}))
     if not unreachable or len({facts["host"] for facts in by_node.values()}) == 1:
         return []
-    problem = (
+    sentence = (
         f"{', '.join(unreachable)}: other nodes cannot reach the address that the node resolves its"
-        " own name to"
+        " own name to; set TAPE_NETWORK_INTERFACE in slurm/site.env, or correct /etc/hosts on the"
+        " node"
     )
-    fix = "set TAPE_NETWORK_INTERFACE in slurm/site.env, or correct /etc/hosts on the node"
-    return [
-        nodes.Problem(f"{problem}; {fix}", unreachable, mistake=len(unreachable) == len(by_node))
-    ]
-
-
-def _describe(problems: list[nodes.Problem]) -> str:
-    if len(problems) > SHOWN:
-        more = f"; and {counted(len(problems) - SHOWN, 'more problem')}"
-    else:
-        more = ""
-    return "; ".join(problem.sentence for problem in problems[:SHOWN]) + more
-
-
-def _nodes_of(ranks: list[int], options: argparse.Namespace, size: int) -> list[str]:
-    """Return the nodes on which the ranks run, without repetitions; an empty list without
-    --nodes.
-    """
-    names = [name for name in options.nodes.split(",") if name]
-    if names:
-        return list(dict.fromkeys(names[rank * len(names) // size] for rank in ranks))
-    return []
+    return [nodes.Problem(sentence, unreachable, mistake=len(unreachable) == len(by_node))]
 
 
 def _first_line(error: BaseException) -> str:
@@ -344,53 +368,6 @@ def _gpu(torch) -> dict[str, Any] | None:
         return None
     properties = torch.cuda.get_device_properties(index)
     return {"name": properties.name, "total": properties.total_memory}
-
-
-def _measure(torch, store, rank: int, size: int, options: argparse.Namespace, log) -> None:
-    """Print the bus bandwidth of an all-reduce over all n ranks: 2 (n - 1) / n times the bytes,
-    divided by the time.
-
-    Raises Unready if the all-reduce fails or its sums are wrong.
-    """
-    import torch.distributed as dist
-
-    if on_gpu := torch.cuda.is_available():
-        torch.cuda.set_device(local_rank())
-    device, megabytes = ("cuda", 256) if on_gpu else ("cpu", 16)
-    store.set(f"joining/{rank}", "yes")
-    try:
-        backend = "nccl" if on_gpu else "gloo"
-        timeout = timedelta(seconds=options.timeout)
-        group_store = dist.PrefixStore("preflight", store)
-        dist.init_process_group(
-            backend, store=group_store, rank=rank, world_size=size, timeout=timeout
-        )
-        numbers = torch.empty(megabytes * MIB // 4, device=device)
-        seconds = []
-        for _ in range(4):  # the first is a warm-up
-            numbers.fill_(1)
-            dist.barrier()
-            began = time.perf_counter()
-            dist.all_reduce(numbers)
-            if on_gpu:
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - began)
-        sums_correct = bool((numbers == size).all())
-        dist.destroy_process_group()
-    except RuntimeError as error:
-        absent = []
-        with contextlib.suppress(RuntimeError):  # the store ends with rank 0
-            absent = [other for other in range(size) if not store.check([f"joining/{other}"])]
-        bad_nodes = _nodes_of(absent, options, size)
-        where = f" without {', '.join(bad_nodes)}" if bad_nodes else ""
-        problem = (
-            f"{node_name()}: the all-reduce over all ranks failed{where}: {_first_line(error)}"
-        )
-        raise Unready(problem, bad_nodes) from None
-    if not sums_correct:
-        raise Unready(f"{node_name()}: the all-reduce over all ranks returned wrong sums")
-    bandwidth = 2 * (size - 1) / size * megabytes * MIB / sorted(seconds[1:])[1]
-    log(f"all-reduce of {megabytes} MiB over {size} ranks: {bandwidth / 1e9:.2f} GB/s")
 
 
 if __name__ == "__main__":

@@ -523,10 +523,9 @@ job_log() { scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/^ *StdOut=
 
 # finish_attempt: end or requeue the job, depending on the records of the run (see pretrain.attempt decide).
 finish_attempt() {
-  local answer verdict reason not_started=()
-  if [ "$STEP_STARTED" = no ]; then not_started=(--not-started); fi
+  local answer verdict reason
   retry_on_75 answer run_module pretrain.attempt decide --run="$RUN_DIRECTORY" --checkpoints="$CHECKPOINT_DIRECTORY" \
-    --attempt "$ATTEMPT" "${not_started[@]}"
+    --attempt "$ATTEMPT" --exit-status "${STEP_STATUS:-0}"
   read -r verdict reason <<<"$answer"
   log "attempt $ATTEMPT: $reason"
   case $verdict in

@@ -39,9 +39,7 @@ def main():
         requirements = os.path.join(ROOT, "requirements.txt")
         fix = f"install the packages with {sys.executable} -m pip install -r {requirements}"
         if os.environ.get("TAPE_CONTAINER"):
-            fix = (
-                f"install the packages of {requirements} in the image, as slurm/apptainer.def does"
-            )
+            fix = f"install {requirements} in the image, as slurm/apptainer.def does"
         refuse(f"lacks the package {error.name}", fix)
 
 
@@ -51,9 +49,8 @@ def refuse(problem, fix):
     container = os.environ.get("TAPE_CONTAINER")
     if container:
         python = f"{python} in TAPE_CONTAINER ({container})"
-    sys.exit(
-        f"error: TAPE_PYTHON is {python}, which {problem}; {fix}, or set another TAPE_PYTHON in slurm/site.env"
-    )
+    fix += ", or set another TAPE_PYTHON in slurm/site.env"
+    sys.exit(f"error: TAPE_PYTHON is {python}, which {problem}; {fix}")
 
 
 if __name__ == "__main__":

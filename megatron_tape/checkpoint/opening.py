@@ -142,9 +142,7 @@ def _choose(resume: str, config: RunConfig, broken: set[Path]) -> Path | None:
     """
     directory = Path(config.checkpoint.directory)
     if resume == "auto":
-        path = files.newest_complete(
-            directory, logger.warning, deep=False, excluding=broken, strict=True
-        )
+        path = files.newest_complete(directory, logger.warning, deep=False, excluding=broken)
         if path is None and files.list_checkpoints(directory):
             fix = "to start from step 0, move its checkpoints away"
             raise CheckpointError(str(directory), "has no complete checkpoint", fix)

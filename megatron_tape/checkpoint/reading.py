@@ -17,7 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_tape.checkpoint.directories import START_AGAIN, CheckpointState, read_manifest
+from megatron_tape.checkpoint.directories import (
+    START_AGAIN,
+    CheckpointState,
+    file_problem,
+    read_manifest,
+)
 from megatron_tape.checkpoint.index import (
     CHOOSE_ANOTHER,
     INDEX,
@@ -28,7 +33,7 @@ from megatron_tape.checkpoint.index import (
 )
 from megatron_tape.checkpoint.rank_errors import RankErrors
 from megatron_tape.errors import CheckpointError
-from megatron_tape.io.files import FileDigest, digest
+from megatron_tape.io.files import FileDigest
 from megatron_tape.io.safetensors import Place
 from megatron_tape.model.names import AVERAGE
 from megatron_tape.model.weights import shard, unshard
@@ -96,14 +101,13 @@ class Checkpoint:
         problems = []
         for name in names:
             path = self.path / name
-            expected = self.files[name]["sha256"]
             try:
-                sha256 = digest(path)["sha256"]
+                problem = file_problem(path, name, self.files[name], deep=True)
             except OSError as error:
-                problem = f"cannot be read ({error})"
-                raise CheckpointError(str(path), problem, START_AGAIN) from None
-            if sha256 != expected:
-                problems.append(f"{name} has sha256 {sha256} instead of {expected}")
+                failure = f"cannot be read ({error})"
+                raise CheckpointError(str(path), failure, START_AGAIN) from None
+            if problem is not None:
+                problems.append(problem)
         return problems
 
     def weight_names(self) -> set[str]:

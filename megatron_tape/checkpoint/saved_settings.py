@@ -84,21 +84,14 @@ def check_same_model(path: Path, config: RunConfig) -> None:
         )
     base = sections.get("extension", {}).get("from")
     extends = config.extension.from_ is not None
-    if base is not None and not extends:
-        raise ConfigError(
-            "checkpoint.resume",
-            f"selects {path}, a checkpoint of pretrain.extend_context, which extends the context of"
-            f" {base}",
-            "continue it with pretrain.extend_context, or export it to Hugging Face's format and"
-            " import the export",
-        )
-    if base is None and extends:
-        raise ConfigError(
-            ("checkpoint.resume", "extension.from"),
-            f"selects {path}, which is not a checkpoint of pretrain.extend_context",
-            "to extend its context, set extension.from to it instead of checkpoint.resume;"
-            f" otherwise {config.to_start_another_run}",
-        )
+    if extends != (base is not None):
+        problem = "a checkpoint of pretrain.extend_context"
+        fix = "continue it with pretrain.extend_context, or export and import it"
+        if extends:
+            problem = "not a checkpoint of pretrain.extend_context"
+            fix = f"set extension.from to it instead, or {config.to_start_another_run}"
+        keys = ("checkpoint.resume", "extension.from")
+        raise ConfigError(keys, f"selects {path}, which is {problem}", fix)
     if extends:
         _check_same_extension(path, sections["extension"], config)
     saved = sections["model"]
@@ -123,7 +116,7 @@ def _check_same_extension(path: Path, saved: dict[str, Any], config: RunConfig) 
     keys = ["trains"]
     if "lora" in saved["trains"] and "lora" in current["trains"]:
         keys += LORA_KEYS
-    changed = [key for key in keys if _unordered(saved[key]) != _unordered(current[key])]
+    changed = [key for key in keys if saved[key] != current[key]]
 
     # If extension.from is a run, its newest checkpoint was extended, and there may be a newer one
     # now. The saved value is the run's directory if all settings of the model were given, otherwise
@@ -146,10 +139,6 @@ def _check_same_extension(path: Path, saved: dict[str, Any], config: RunConfig) 
             "restore the settings from config.yaml in its run's directory, or"
             f" {config.to_start_another_run}",
         )
-
-
-def _unordered(value: Any) -> Any:
-    return sorted(value) if isinstance(value, list) else value
 
 
 def _as_json(config: RunConfig) -> dict[str, dict[str, Any]]:

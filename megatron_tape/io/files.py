@@ -8,7 +8,6 @@ the last one wins (`write_whole`).
 
 import errno
 import fcntl
-import functools
 import hashlib
 import os
 import secrets
@@ -342,26 +341,19 @@ BLOCKS = 15
 BLOCK_BYTES = 64 << 10
 
 
-def fingerprint(path: str | Path, blocks: int = BLOCKS) -> str:
+def fingerprint(path: str | Path) -> str:
     """Return the size and a short sha256 of a file, as in "12 bytes, sha256 0123456789ab".
 
-    Of a file of more than `blocks` * 256 KiB, only `blocks` + 1 evenly spaced blocks of 64 KiB are
-    read. The result is cached in this process as long as the file's times, size and inode stay the
-    same.
+    Of a file of more than `BLOCKS` * 256 KiB, only `BLOCKS` + 1 evenly spaced blocks of 64 KiB are
+    read.
     """
-    status = os.stat(path)
-    identity = status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
-    return _fingerprint(str(path), blocks, status.st_size, identity)
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _fingerprint(path: str, blocks: int, size: int, identity: tuple[int, ...]) -> str:
+    size = os.path.getsize(path)
     hasher = hashlib.sha256()
     with open(path, "rb") as file:
-        if size <= blocks << 18:
+        if size <= BLOCKS << 18:
             hasher.update(file.read())
         else:
-            for block in range(blocks + 1):
-                file.seek((size - BLOCK_BYTES) * block // blocks)
+            for block in range(BLOCKS + 1):
+                file.seek((size - BLOCK_BYTES) * block // BLOCKS)
                 hasher.update(file.read(BLOCK_BYTES))
     return f"{size} bytes, sha256 {hasher.hexdigest()[:12]}"

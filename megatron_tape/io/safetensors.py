@@ -13,9 +13,8 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
 from typing_extensions import TypedDict
 
 from megatron_tape.errors import UserError
@@ -31,8 +30,8 @@ _DTYPES |= {"int64": "I64", "int32": "I32", "uint8": "U8", "bool": "BOOL"}
 class Place(TypedDict):
     """Where a tensor is in a file: its byte offset from the beginning, and its shape."""
 
-    offset: Annotated[int, Field(ge=0)]
-    shape: list[Annotated[int, Field(ge=0)]]
+    offset: int
+    shape: list[int]
 
 
 def write_safetensors(

@@ -4,7 +4,6 @@ Each node collects facts about itself with `node_facts`. Rank 0 finds problems i
 nodes.
 """
 
-import os
 import shutil
 from collections import Counter
 from dataclasses import dataclass
@@ -15,15 +14,11 @@ from megatron_tape.checkpoint.directories import list_checkpoints
 from megatron_tape.checkpoint.saved_tokenizer import saved_tokenizer_directory
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.stages import prefixes_of, stages_of
-from megatron_tape.io.files import BLOCKS, fingerprint, write_whole
-from megatron_tape.io.versions import toolchain, versions
+from megatron_tape.io.files import fingerprint, write_whole
+from megatron_tape.io.versions import node_name, toolchain, versions
 from megatron_tape.text import byte_size
 
 PACKAGES = ("torch", "megatron-core", "deepspeed", "triton")
-BLOCKS_OF_ALL = 4096
-"""Approximate number of 64 KiB blocks of input files that each node reads for fingerprints, at
-least three per file.
-"""
 
 
 @dataclass(frozen=True)
@@ -61,41 +56,31 @@ def inputs(config: RunConfig) -> list[str]:
 
 
 def node_facts(config: RunConfig, home: Path | None, code: str) -> dict[str, Any]:
-    """Return facts about this node: `versions`, `data` (fingerprints of the input files by path)
-    and `directory`.
+    """Return facts about this node: `versions`, `data` (fingerprints of the input files by path),
+    and, if it cannot write to the checkpoint directory, `error`.
 
     Args:
         config: the settings of the run.
-        home: the staging directory of the attempt's checkpoints; None skips the check of the
-            directory.
+        home: the staging directory of the attempt's checkpoints, into which the node writes a file
+            whose existence rank 0 checks; None skips this check.
         code: a digest of the code that this node runs.
     """
-    files = inputs(config)
-    blocks = min(BLOCKS, max(2, BLOCKS_OF_ALL // max(1, len(files))))
-    data = {}
-    for path in files:
+    facts: dict[str, Any] = {
+        "versions": versions(PACKAGES) | toolchain() | {"code": code},
+        "data": {},
+        "error": None,
+    }
+    for path in inputs(config):
         try:
-            data[path] = fingerprint(path, blocks)
+            facts["data"][path] = fingerprint(path)
         except OSError as error:
-            data[path] = f"not readable ({error.strerror})"
-
-    directory = None if home is None else _directory_facts(home)
-    all_versions = versions(PACKAGES) | toolchain() | {"code": code}
-    return {"versions": all_versions, "data": data, "directory": directory}
-
-
-def _directory_facts(home: Path) -> dict[str, Any]:
-    """Read the token that rank 0 wrote to `home`, and write a file whose existence rank 0 checks.
-
-    Returns `token`, the name of the file as `wrote`, and `error`; each may be None.
-    """
-    name = f"preflight-{os.uname().nodename}-{os.getpid()}"
-    try:
-        token = (home / "preflight").read_text(encoding="utf-8")
-        write_whole(home / name, [b"here\n"], durable=False)
-    except OSError as error:
-        return {"token": None, "error": f"{error.strerror}: {error.filename}", "wrote": None}
-    return {"token": token, "error": None, "wrote": name}
+            facts["data"][path] = f"not readable ({error.strerror})"
+    if home is not None:
+        try:
+            write_whole(home / f"preflight-{node_name()}", [b"here\n"], durable=False)
+        except OSError as error:
+            facts["error"] = f"{error.strerror}: {error.filename}"
+    return facts
 
 
 def differences(nodes: dict[str, dict[str, Any]]) -> list[Problem]:
@@ -125,11 +110,7 @@ def differences(nodes: dict[str, dict[str, Any]]) -> list[Problem]:
 
 
 def directory_problems(
-    nodes: dict[str, dict[str, Any]],
-    home: Path,
-    token: str,
-    checkpoint_bytes: int,
-    keep: int,
+    nodes: dict[str, dict[str, Any]], home: Path, checkpoint_bytes: int, keep: int
 ) -> list[Problem]:
     """Return a problem for each node on which the checkpoint directory is not shared or not
     writable, or if it is full.
@@ -137,30 +118,23 @@ def directory_problems(
     Args:
         nodes: the facts of all nodes by name.
         home: the staging directory of the attempt, in the checkpoint directory.
-        token: the text that rank 0 wrote to `home`, which all nodes must have read.
         checkpoint_bytes: the size of a checkpoint. There must be space for two, or for one if
             `keep` checkpoints exist, since the next save then deletes one.
         keep: `checkpoint.keep`.
     """
     root = home.parent
-    problems = []
-    without_token = [node for node, facts in nodes.items() if facts["directory"]["token"] != token]
+    absent = [node for node in nodes if not (home / f"preflight-{node}").is_file()]
     # If no other node shares the directory, it is on a local disk, which is a mistake in the
     # settings.
-    is_local = len(without_token) > 1 and len(without_token) == len(nodes) - 1
-    for node, facts in nodes.items():
-        directory = facts["directory"]
-        if directory["error"] is not None:
-            sentence = f"cannot be read and written ({directory['error']})"
-        elif node in without_token or not (home / directory["wrote"]).is_file():
-            sentence = (
-                "is not the directory of this name on rank 0's node; set it to a directory on a"
-                " shared file system"
-            )
-        else:
-            continue
-        where = f"{node}: checkpoint.directory {root}"
-        problems.append(Problem(f"{where} {sentence}", (node,), is_local))
+    is_local = 1 < len(absent) == len(nodes) - 1
+    problems = []
+    for node in absent:
+        reason = nodes[node]["error"] or f"rank 0's node does not see what {node} has written"
+        sentence = (
+            f"{node}: checkpoint.directory {root} is not shared or not writable ({reason}); set it"
+            " to a directory on a shared file system"
+        )
+        problems.append(Problem(sentence, (node,), is_local))
 
     has_all = len(list_checkpoints(root)) >= keep
     free = shutil.disk_usage(root).free

@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -73,8 +72,8 @@ class Watch:
     - SIGUSR2 requests a profile of the next steps.
 
     After `hang_timeout` seconds without a call of `progress` (None disables the timeout), the
-    process appends the Python stacks of its threads to `stacks-NODE.txt` in the attempt's
-    directory, writes its last collectives to `collectives-RANK.json`, and exits. Before
+    process writes the Python stacks of its threads to `stacks-RANK.txt` in the attempt's directory,
+    its last collectives to `collectives-RANK.json`, and exits. Before
     `begin_training`, the timeout is at least an hour.
     """
 
@@ -234,17 +233,13 @@ class Watch:
         self.attempt.heartbeat(since=since, hang_timeout=self._hang_timeout, **facts)
 
     def _hang(self) -> None:
-        node = os.uname().nodename
         where = f"{self._phase} (step {self._step})"
-        with contextlib.suppress(OSError), tempfile.TemporaryFile("w+", encoding="utf-8") as file:
+        path = self.attempt.directory / f"stacks-{self._rank:05d}.txt"
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            node = os.uname().nodename
             file.write(f"rank {self._rank} on {node}, pid {os.getpid()}, while {where}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
-            file.seek(0)
-            # All ranks of a node append to the same file, each with a single write.
-            with open(self.attempt.directory / f"stacks-{node}.txt", "ab", buffering=0) as stacks:
-                stacks.write(f"{file.read()}\n".encode())
-                os.fsync(stacks.fileno())
 
         with contextlib.suppress(Exception):  # the rank must exit in any case
             self._dump_collectives()

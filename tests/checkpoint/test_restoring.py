@@ -14,7 +14,7 @@ from models import build, random_tokens, small_model
 from safetensors.torch import load, load_file, save_file
 from safetensors.torch import save as safetensors_bytes
 
-from megatron_tape.checkpoint import directories, reading, writing
+from megatron_tape.checkpoint import directories, writing
 from megatron_tape.checkpoint import random_state as random_states
 from megatron_tape.checkpoint.index import INDEX, read_index
 from megatron_tape.checkpoint.opening import open_to_resume
@@ -110,7 +110,9 @@ def damaged(saved, tmp_path):
     return rewrite
 
 
-@pytest.mark.parametrize("module, function", [(reading, "digest"), (directories, "read_record")])
+@pytest.mark.parametrize(
+    "module, function", [(directories, "digest"), (directories, "read_record")]
+)
 def test_a_disk_error_at_the_start_is_an_error_and_skips_no_checkpoint(
     saved, tmp_path, monkeypatch, module, function
 ):

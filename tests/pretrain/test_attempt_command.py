@@ -25,6 +25,7 @@ from megatron_tape.run.judging import read_attempts
 from pretrain import attempt
 
 REPOSITORY = Path(__file__).parents[2]
+DECIDE = ["decide", "--run", "run", "--checkpoints", "run/checkpoints"]
 
 
 @pytest.fixture
@@ -240,10 +241,11 @@ def test_a_verdict_is_printed_even_if_the_disk_is_full(job, capfd, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", fsync)
-    arguments = ["decide", "--run", "run", "--checkpoints", "run/checkpoints", "--attempt", "1"]
-    assert status_of(lambda: attempt.main(arguments), unavailable=EXIT_RESTART) == 0
+    assert (
+        status_of(lambda: attempt.main([*DECIDE, "--attempt", "1"]), unavailable=EXIT_RESTART) == 0
+    )
     output = capfd.readouterr()
-    assert output.out == "again USR1; the newest checkpoint is of step 0\n"
+    assert output.out == "again USR1; continuing from the checkpoint of step 0\n"
     path = "run/attempts/000001/verdict.json"
     assert output.err == f"warning: {path} cannot be written: No space left on device\n"
     assert read_attempts("run")[0].verdict is None
@@ -299,30 +301,20 @@ def test_a_verdict_and_the_bad_nodes_are_printed_and_the_verdict_is_kept(
 ):
     job()
     Attempt.open("run", "run/checkpoints", 1).record_end(*end, bad_nodes=bad_nodes)
-    attempt.main(["decide", "--run", "run", "--checkpoints", "run/checkpoints", "--attempt", "1"])
+    attempt.main([*DECIDE, "--attempt", "1"])
     output = capfd.readouterr()
     assert len(output.out.splitlines()) == len(printed) and detail in output.err
     assert all(line.startswith(start) for line, start in zip(output.out.splitlines(), printed))
     assert read_attempts("run")[0].verdict["verdict"] == printed[0].split()[0]
     for number in ("2", "9" * 30):
         with pytest.raises(UserError, match=f"run/attempts contains no attempt {number}"):
-            attempt.main(
-                ["decide", "--run", "run", "--checkpoints", "run/checkpoints", "--attempt", number]
-            )
+            attempt.main([*DECIDE, "--attempt", number])
 
 
 def test_an_attempt_whose_processes_did_not_start_is_recorded_as_such_unless_one_has_left_a_record(
     job, capfd
 ):
-    decide = [
-        "decide",
-        "--run",
-        "run",
-        "--checkpoints",
-        "run/checkpoints",
-        "--not-started",
-        "--attempt",
-    ]
+    decide = [*DECIDE, "--exit-status", "127", "--attempt"]
     job()
     attempt.main([*decide, "1"])
     assert capfd.readouterr().out.startswith(

@@ -14,7 +14,7 @@ def node(**versions):
     return {
         "versions": {"python": "3.11.7", "torch": "2.13.0", "code": "abc"} | versions,
         "data": {"a.bin": "10 bytes, sha256 1"},
-        "directory": {"token": "t", "error": None, "wrote": "own-file"},
+        "error": None,
     }
 
 
@@ -30,8 +30,8 @@ def test_nodes_with_different_code_or_data_or_unreadable_data_are_named():
     different["data"] = {"a.bin": "10 bytes, sha256 2"}
     unreadable = node()
     unreadable["data"] = {"a.bin": "not readable (No such file or directory)"}
-    problems = nodes.differences({"a": node(), "b": different, "c": node()})
-    assert [problem.sentence[:12] for problem in problems] == ["b: code is x", "b: a.bin is "]
+    found = nodes.differences({"a": node(), "b": different, "c": node()})
+    assert [problem.sentence[:12] for problem in found] == ["b: code is x", "b: a.bin is "]
     (problem,) = nodes.differences({"a": node(), "b": unreadable})
     assert problem == nodes.Problem("b: a.bin is not readable (No such file or directory)", ("b",))
 
@@ -50,53 +50,34 @@ def test_the_files_of_every_data_source_are_compared():
 def home(tmp_path):
     home = tmp_path / "checkpoints" / ".attempt-000001"
     home.mkdir(parents=True)
-    (home / "own-file").write_text("here")
     return home
 
 
-def directory_problems(home, keep=2, size=1000, **nodes_by_name):
-    return nodes.directory_problems(nodes_by_name, home, "t", size, keep)
-
-
-def test_a_node_whose_directory_is_not_shared_or_not_writable_is_named(home):
-    assert directory_problems(home, a=node()) == []
-    elsewhere = node()
-    elsewhere["directory"]["token"] = "another"
-    unseen = node()
-    unseen["directory"]["wrote"] = "not-seen-here"
-    failing = node()
-    failing["directory"] = {"token": None, "error": "Permission denied: x", "wrote": None}
-    problems = directory_problems(home, a=elsewhere, b=unseen, c=failing)
-    assert [problem.nodes for problem in problems] == [("a",), ("b",), ("c",)]
-    assert "shared" in problems[0].sentence and "shared" in problems[1].sentence
-    assert "Permission denied" in problems[2].sentence
+def problems(home, names, absent="", keep=2, size=1000):
+    for name in set(names) - set(absent):
+        (home / f"preflight-{name}").touch()
+    return nodes.directory_problems({name: node() for name in names}, home, size, keep)
 
 
 @pytest.mark.parametrize(
-    "tokens, expected",
-    [
-        ("txx", [(("b",), True), (("c",), True)]),
-        ("ttx", [(("c",), False)]),
-        ("tx", [(("b",), False)]),
-    ],
+    "names, absent, is_mistake",
+    [("ab", "", None), ("abc", "bc", True), ("abc", "c", False), ("ab", "b", False)],
 )
-def test_a_directory_that_no_other_node_shares_is_a_mistake(home, tokens, expected):
-    facts = {}
-    for name, token in zip("abc", tokens):
-        facts[name] = node()
-        facts[name]["directory"]["token"] = token
-    problems = directory_problems(home, **facts)
-    assert [(problem.nodes, problem.mistake) for problem in problems] == expected
+def test_nodes_that_do_not_share_the_directory_are_named(home, names, absent, is_mistake):
+    """If no other node shares it, the setting is wrong."""
+    expected = [((name,), is_mistake) for name in absent]
+    found = problems(home, names, absent)
+    assert [(problem.nodes, problem.mistake) for problem in found] == expected
 
 
 def test_there_must_be_space_for_two_checkpoints_or_one_if_others_exist(home, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1500})())
-    (problem,) = directory_problems(home, keep=1, a=node())
+    (problem,) = problems(home, "a", keep=1)
     assert "two checkpoints need" in problem.sentence
     assert not problem.mistake and problem.nodes == ()
-    assert directory_problems(home, keep=1, size=700, a=node()) == []
+    assert problems(home, "a", keep=1, size=700) == []
     (home.parent / "step-00000010").mkdir()
-    assert directory_problems(home, keep=1, a=node()) == []
+    assert problems(home, "a", keep=1) == []
 
 
 def test_missing_and_small_gpus_are_named():
@@ -108,5 +89,5 @@ def test_missing_and_small_gpus_are_named():
     assert missing.nodes == ("a",) and "finds 1 of the 2 GPUs" in missing.sentence
     assert too_small.nodes == ("b",) and "GPU 1 (T4) has 15.0 GiB" in too_small.sentence
     assert not too_small.mistake
-    problems = nodes.gpu_problems({"a": [small], "b": [small]}, 1, 20 * gib)
-    assert all(problem.mistake for problem in problems)
+    all_small = nodes.gpu_problems({"a": [small], "b": [small]}, 1, 20 * gib)
+    assert all(problem.mistake for problem in all_small)
