@@ -148,6 +148,10 @@ def _from_text(text: str, settings: list[Setting]) -> Any:
     if isinstance(value, str):
         return text  # YAML would truncate it at a #, and strip quotes and spaces
 
+    schemas = [setting.schema for setting in settings]
+    types = [option.get("type") for schema in schemas for option in schema.get("anyOf", [schema])]
+    if {"{": "object", "[": "array"}.get(text[:1]) in types:
+        return value  # even if it is invalid: as text, it would be used as a path
     for candidate in (value, text):
         if any(is_valid(candidate, setting.kind) for setting in settings):
             return candidate

@@ -61,7 +61,7 @@ def _settings_of_encoding(value: Any, info: ValidationInfo) -> Any:
     """Validate `model.position` as settings of the encoding `model.position_encoding`; do nothing
     if it is unknown.
     """
-    encoding = ENCODINGS.get(info.data.get("position_encoding"))
+    encoding = ENCODINGS.get((info.data or {}).get("position_encoding"))
     if encoding is None:
         return value
     return validate_as(encoding.Settings, value)

@@ -2,7 +2,6 @@ import os
 import re
 import shutil
 import threading
-import tokenize
 
 import pytest
 import yaml
@@ -13,14 +12,12 @@ from megatron_tape.checks.combinations import validate
 from megatron_tape.command_line import status_of
 from megatron_tape.config import schema
 from megatron_tape.config.data import blend
-from megatron_tape.config.other_names import OTHER_NAMES, WITHOUT_COUNTERPART
 from megatron_tape.config.recipes import find_recipe
 from megatron_tape.config.schema import OptimizerConfig, RunConfig, config_dict, to_yaml
 from megatron_tape.config.sections import as_dict, settings_of
 from megatron_tape.config.train import SpikeSettings, TrainConfig
 from megatron_tape.position import ENCODINGS
 from megatron_tape.synthetic import Recall
-from pretrain import estimate
 
 
 @pytest.fixture
@@ -63,20 +60,16 @@ def test_later_recipes_and_options_override_earlier_recipes(parse, tmp_path):
 
 def test_default_directories_contain_the_name_of_the_recipe(parse):
     config = parse()
-    assert (config.logging.directory, config.checkpoint.directory) == (
-        "runs/recipe",
-        "runs/recipe/checkpoints",
-    )
+    assert config.logging.directory == "runs/recipe"
+    assert config.checkpoint.directory == "runs/recipe/checkpoints"
     assert config.data.cache_directory == "somewhere/index_cache"
-    config = parse("--logging.directory", "here", "--data.cache_directory", "there")
-    assert (config.logging.directory, config.checkpoint.directory) == ("here", "here/checkpoints")
-    assert config.data.cache_directory == config.data.resolved_cache_directory == "there"
     assert config.to_start_another_run == "start another run with --logging.directory NEW"
-    config = parse("--checkpoint.directory", "there")
+    config = parse("--logging.directory=here", "--data.cache_directory=there")
+    assert config.checkpoint.directory == "here/checkpoints"
+    assert config.data.cache_directory == "there"
+    config = parse("--checkpoint.directory=there")
     assert config.checkpoint.directory == "there"
-    assert config.to_start_another_run.endswith(
-        " --logging.directory NEW --checkpoint.directory NEW"
-    )
+    assert config.to_start_another_run.endswith(" --checkpoint.directory NEW")
 
 
 def test_the_output_of_print_config_is_a_recipe_for_the_same_run(parse, tmp_path, capsys):
@@ -85,25 +78,18 @@ def test_the_output_of_print_config_is_a_recipe_for_the_same_run(parse, tmp_path
     assert ended.value.code == 0
     shown = tmp_path / "shown.yaml"
     shown.write_text(capsys.readouterr().out)
-    config = parse_run_config(["--config", str(shown)])
-    assert config == parse("--optimizer.lr", "3e-4")
-    assert config.logging.directory == "runs/recipe"
-    other = parse_run_config(["--config", str(shown), "--logging.directory", "runs/other"])
+    assert parse_run_config([str(shown)]) == parse("--optimizer.lr", "3e-4")
+    other = parse_run_config([str(shown), "--logging.directory=runs/other"])
     assert other.checkpoint.directory == "runs/other/checkpoints"
 
 
-@pytest.mark.parametrize("options", [["--print_config"], []])
-def test_an_error_about_incompatible_settings_names_file_and_line(parse, tmp_path, capsys, options):
-    error = refusal(capsys, parse, *options, model=MODEL | {"hidden_size": 65})
+def test_an_error_about_incompatible_settings_names_file_and_line(parse, tmp_path, capsys):
     place = rf"{tmp_path}/recipe.yaml:\d+"
+    error = refusal(capsys, parse, model=MODEL | {"hidden_size": 65})
     assert re.match(rf"error: {place} and {place}: model.hidden_size 65 is not divisible", error)
-    for key, fixed in (
-        ("num_attention_heads", "hidden_size"),
-        ("hidden_size", "num_attention_heads"),
-    ):
-        error = refusal(capsys, parse, *options, f"--model.{key}", "7")
-        assert re.match(rf"error: .*--model.{key}.*: model.hidden_size \d+ is not divisible", error)
-        assert re.match(rf"error: .*{place}.*: ", error) and fixed in error
+    error = refusal(capsys, parse, "--model.num_attention_heads=7")
+    both = rf"{place} and --model.num_attention_heads"
+    assert re.match(rf"error: {both}: model.hidden_size 64 is not divisible", error)
 
 
 @pytest.mark.parametrize(
@@ -123,23 +109,15 @@ def test_help_shows_every_setting_with_its_description(capsys):
     with pytest.raises(SystemExit):
         parse_run_config(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    with open(schema.__file__, "rb") as file:
-        strings = [
-            token.string
-            for token in tokenize.tokenize(file.readline)
-            if token.type == tokenize.STRING
-        ]
     for setting in settings_of(RunConfig):
-        assert f"--{setting.key} " in shown or "." not in setting.key
-        assert setting.schema.get("description") or "." not in setting.key, setting.key
-    assert {
-        "--train.spikes.action",
-        "--model.position.increments",
-        "--data.generator.digits",
-    } <= set(shown.split())
+        if "." in setting.key:
+            assert f"--{setting.key} " in shown
+            assert setting.schema.get("description"), setting.key
+    assert "Sections of settings: model, data, optimizer, " in shown
     assert "MISSING" not in shown and "(a list; default: ['validation_loss', " in shown
-    explanation = '"""Width of the hidden states (C)."""'
-    assert explanation in strings and explanation.strip('"') in shown
+    with open(schema.__file__) as file:
+        assert '"""Width of the hidden states (C)."""' in file.read()
+    assert "Width of the hidden states (C)." in shown
 
 
 @pytest.mark.parametrize(
@@ -161,128 +139,50 @@ def test_help_of_a_section_shows_only_its_settings(capsys, section, text, first,
     assert " ".join(text.split()) in " ".join(shown.split())
 
 
-def test_help_lists_the_sections_and_refuses_unknown_ones(capsys):
-    with pytest.raises(SystemExit):
-        parse_run_config(["--help"])
-    assert "Sections of settings: model, data, optimizer, " in capsys.readouterr().out
-    assert "optimiser is an unknown key; did you mean optimizer?" in refusal(
-        capsys, parse_run_config, ["--help", "optimiser"]
-    )
+def test_help_of_an_unknown_section_is_refused(capsys):
+    error = refusal(capsys, parse_run_config, ["--help", "optimiser"])
+    assert "optimiser is an unknown key; did you mean optimizer?" in error
 
 
 @pytest.mark.parametrize(
-    "argv, words",
+    "argument, words",
     [
-        (
-            ["--model.hiden_size=3"],
-            "model.hiden_size is an unknown key; did you mean model.hidden_size?",
-        ),
-        (["--hidden_size", "3"], "hidden_size is an unknown key; did you mean model.hidden_size?"),
-        (["--train.lr=3"], "train.lr is an unknown key; did you mean optimizer.lr?"),
-        (
-            ["--optimizer.learning_rate=1e-3"],
-            "learning_rate is an unknown key; did you mean optimizer.lr?",
-        ),
-        (
-            ["--model.num_heads=8"],
-            "model.num_heads is an unknown key; did you mean model.num_attention_heads?",
-        ),
-        (["--optimizer.betas=[0.9, 0.95]"], "; did you mean optimizer.beta1 or optimizer.beta2?"),
-        (["--max-steps=9"], "max-steps is an unknown key; did you mean train.steps?"),
-        (
-            ["--train.batch_size=9"],
-            "; did you mean train.global_batch_size or train.micro_batch_size?",
-        ),
-        (
-            ["--gradient_accumulation_steps=2"],
-            "; set train.global_batch_size and train.micro_batch_size: ",
-        ),
-        (["--model.position.batch_size=2"], "model.position.batch_size is an unknown key; "),
-        (["--train.spikes.actoin=skip"], "is an unknown key; did you mean train.spikes.action?"),
-        (
-            ["--train.action=skip"],
-            "train.action is an unknown key; did you mean train.spikes.action?",
-        ),
-        (
-            ["--data.generator.name=recall"],
-            "name is an unknown key; choose from the keys of data.generator: task, ",
-        ),
-        (
-            ["--data.stages=[{prefix: a, shar: 1}]"],
-            "data.stages[0].shar is an unknown key; correct ",
-        ),
-        (
-            ["--optimizer.weight_decay_of.position=0"],
-            "; give optimizer.weight_decay_of a mapping, such as {position: ",
-        ),
-        (
-            ["stray"],
-            (
-                "stray is not an option; give settings as --section.key value, and files after"
-                " --config"
-            ),
-        ),
-        (["--train=3"], "train is a section of settings; give its settings as --train.key value"),
-        (["--train.spikes=skip"], "train.spikes is 'skip'"),
-        (
-            ["--train.spikes.action=stop"],
-            "train.spikes.action is 'stop'; it should be 'warn', 'skip' or 'rewind'",
-        ),
-        (["--train.average.decay=0.9"], "train.average.kind must be set"),
-        (["--train.evaluations=[1]"], "train.evaluations[0] is 1"),
-        (["--data.stages=[{prefix: a, share: 0.1}, 3]"], "data.stages[1] is 3"),
-        (
-            ["--data.generator={task: subtraction}"],
-            "data.generator.task is 'subtraction'; choose one of addition, ",
-        ),
-        (["--model.position=3"], "model.position is 3; it should be a mapping"),
-        (["--data.prefix={a: 1, b}"], "data.prefix.b is null; it should be a valid number"),
-        (["--data.prefix={}"], "data.prefix is {}; it should have at least 1 item"),
-        (
-            ["--evaluation.ruler={}"],
-            "evaluation.ruler is an unknown key; choose from the keys of evaluation: every, ",
-        ),
-        (["--optimizer.lr_scale_of={position: x}"], "optimizer.lr_scale_of.position is 'x'"),
-        (
-            ["--checkpoint.keep_every=0"],
-            "than or equal to 1; remove it, or set it to null, to disable it",
-        ),
-        (["--train.hang_timeout=0"], "it should be greater than 0; set it to null to disable it"),
-        (
-            ["--checkpoint.interval=0"],
-            "; it cannot be disabled; to use the longest interval, set it to train.steps",
-        ),
-        (["--data.tokenizer=\udcff"], "a setting is not UTF-8 text"),
-        (["--train.steps"], "--train.steps: expected one argument"),
-        (["--train.steps=5.0"], "train.steps is 5.0; it should be a valid integer"),
-        (["--train.steps=true"], "train.steps is true"),
-        (["--optimizer.lr=1" + 400 * "0"], "0...; it should be a finite number"),
-        (["--model.num_query_groups=two"], "num_query_groups is 'two'"),
-        (
-            ["--model.position_encoding=sine"],
-            (
-                "model.position_encoding is 'sine', which is not a positional encoding; did you"
-                " mean sin"
-            ),
-        ),
-        (["--deepspeed.zero_stage", "0"], "deepspeed.zero_stage is 0"),
-        (["--data.prefix", "null"], "data.prefix must be set; "),
-        (["--config", "nowhere.yaml"], "nowhere.yaml does not exist; give the path of a YAML file"),
-        (["--config", "tape_155M"], "or the name of a recipe, such as tape_155m"),
+        ("--model.hiden_size=3", "model.hiden_size is an unknown key; did you mean model.hidden_s"),
+        ("--hidden_size=3", "hidden_size is an unknown key; did you mean model.hidden_size?"),
+        ("--train.lr=3", "train.lr is an unknown key; did you mean optimizer.lr?"),
+        ("--train.spikes.actoin=skip", "did you mean train.spikes.action?"),
+        ("--train.action=skip", "did you mean train.spikes.action?"),
+        ("--data.generator.name=recall", "; choose from the keys of data.generator: task, "),
+        ("--data.stages=[{prefix: a, shar: 1}]", "data.stages[0].shar is an unknown key; correct"),
+        ("--optimizer.weight_decay_of.position=0", " a mapping, such as {position: "),
+        ("stray", "stray is not an option; give settings as --section.key value"),
+        ("--train=3", "train is a section of settings; give its settings as --train.key value"),
+        ("--train.spikes=skip", "train.spikes is 'skip'; give a mapping or null"),
+        ("--train.spikes.action=stop", "action is 'stop'; give 'warn', 'skip' or 'rewind'"),
+        ("--train.average.decay=0.9", "train.average.kind must be set"),
+        ("--train.evaluations=[1]", "train.evaluations[0] is 1"),
+        ("--data.stages=[{prefix: a, share: 0.1}, 3]", "data.stages[1] is 3"),
+        ("--data.generator={digits: 3}", "data.generator.task must be set"),
+        ("--data.generator={task: subtraction}", "'subtraction'; choose from 'addition', "),
+        ("--model.position=3", "model.position is 3; give a mapping"),
+        ("--data.prefix={a: 1, b: null}", "data.prefix.b is null; give a number"),
+        ("--data.prefix={}", "data.prefix is {}; give at least 1 items"),
+        ("--optimizer.lr_scale_of={position: x}", "optimizer.lr_scale_of.position is 'x'"),
+        ("--checkpoint.keep_every=0", "is 0; give a number of at least 1 or null"),
+        ("--train.hang_timeout=0", "is 0; give a number above 0 or null"),
+        ("--data.tokenizer=\udcff", "a setting is not UTF-8 text"),
+        ("--train.steps", "--train.steps: expected one argument"),
+        ("--train.steps=5.0", "train.steps is 5.0; give a whole number"),
+        ("--train.steps=true", "train.steps is true"),
+        ("--optimizer.lr=1" + 400 * "0", "0...; give a finite number"),
+        ("--model.position_encoding=sine", "'sine', which is not a positional encoding; choose"),
+        ("--data.prefix=null", "data.prefix must be set; "),
+        ("--config=nowhere.yaml", "nowhere.yaml does not exist; give the path of a YAML file"),
+        ("--config=tape_155M", "or the name of a recipe, such as tape_155m"),
     ],
 )
-def test_an_error_about_an_invalid_argument_is_one_line(parse, capsys, argv, words):
-    assert words in refusal(capsys, parse, *argv)
-
-
-def test_suggestions_for_names_of_other_stacks_are_existing_settings():
-    known = {setting.key for setting in settings_of(RunConfig)}
-    for name, keys in OTHER_NAMES.items():
-        assert set(keys) <= known, name
-        assert name not in WITHOUT_COUNTERPART, name
-    assert not known & (OTHER_NAMES.keys() | WITHOUT_COUNTERPART.keys())
-    for fix in WITHOUT_COUNTERPART.values():
-        assert set(re.findall(r"[a-z]+\.[a-z_]+", fix)) <= known, fix
+def test_an_error_about_an_invalid_argument_is_one_line(parse, capsys, argument, words):
+    assert words in refusal(capsys, parse, argument)
 
 
 NESTED_ALIASES = "".join(
@@ -295,50 +195,21 @@ NESTED_ALIASES = "".join(
     [
         (b"\nmodel: {num_layers: wide}", ":2: model.num_layers is 'wide'"),
         (b"model: {num_layers: 0x10}", ":1: model.num_layers is '0x10'"),
-        (
-            b"model: {seq_len: 3}",
-            ":1: model.seq_len is an unknown key; did you mean model.seq_length?",
-        ),
-        (
-            b"model: {\n n_head: 3}",
-            ":2: model.n_head is an unknown key; did you mean model.num_attention_heads?",
-        ),
-        (b"learning_rate: 3", ":1: learning_rate is an unknown key; did you mean optimizer.lr?"),
+        (b"model: {\n layers: 3}", ":2: model.layers is an unknown key; did you mean model.num_l"),
         (b"model:\n  position:\n    mlp_size: wide", ":3: model.position.mlp_size is 'wide'"),
         (b"train:\n  profile:\n    ranks: [x]", ":3: train.profile.ranks[0] is 'x'"),
-        (
-            b"train:\n  spikes:\n    windows: 9",
-            ":3: train.spikes.windows is an unknown key; did you mean train.spikes.w",
-        ),
         (b"data: {prefix: {a: b}}", ":1: data.prefix.a is 'b'"),
         (b"data: {prefix: []}", ":1: data.prefix is []"),
         (b"model.num_layers: 3", ":1: model.num_layers is not a section"),
-        (b"model:", ":1: model is null; it should be a mapping"),
-        (b"model: {position: 3}", ":1: model.position is 3; it should be a mapping"),
+        (b"model:", ":1: model is null; give a mapping"),
         (b"model: {position_encoding: [rope]}", ":1: model.position_encoding is ['rope']"),
-        (b"extension: 3", ":1: extension is 3; it should be a mapping"),
-        (b"modell:", ":1: modell is an unknown key"),
-        (
-            b"train:\n  steps: 3\n  steps: 4",
-            ":3 cannot be read: steps is given twice, first in line 2",
-        ),
-        (
-            b"train: {steps: 1" + 5000 * b"0" + b"}",
-            " cannot be read: Exceeds the limit (4300 digits)",
-        ),
-        (
-            b"train: {steps: !!python/object:os.system {}}",
-            ":1 cannot be read: anchors, aliases and tags",
-        ),
+        (b"train:\n  steps: 3\n  steps: 4", ":3 cannot be read: steps is given twice, first in"),
+        (b"train: {steps: 1" + 5000 * b"0" + b"}", " cannot be read: Exceeds the limit (4300 dig"),
+        (b"train: {steps: !!python/object:os.system {}}", ":1 cannot be read: anchors, aliases"),
         (NESTED_ALIASES, ":1 cannot be read: anchors, aliases and tags"),
-        (b"train: 0", ":1: train is 0; it should be a mapping"),
         (b"model: " + 1500 * b"[", " is nested too deeply to be read"),
         (b"#" * 1_000_001, " is larger than 1,000,000 bytes"),
         (b"model: {", ":1 cannot be read: it is not valid YAML; check the indentation"),
-        (
-            b"train:\n    steps: 3\n  lr: 4",
-            ":3 cannot be read: it is not valid YAML; check the indentation",
-        ),
         (b"\nmodel: {num_layers: \xff}", ":2 is not UTF-8 text"),
         (b"model: {1: 2}", ":1: model.1 is an unknown key"),
         (b"? [a]\n: 3", ":1 cannot be read: "),
@@ -356,92 +227,48 @@ def test_an_error_in_one_of_two_recipes_names_file_and_line(tmp_path, capsys, co
 
 
 def test_an_error_on_the_command_line_names_no_file(parse, capsys):
-    assert refusal(capsys, parse, "--train.steps=wide").startswith("error: train.steps is 'wide'; ")
-    refused = refusal(
-        capsys,
-        parse,
-        "--train.profile.ranks=[]",
-        train=MINIMAL["train"] | {"profile": {"ranks": [1]}},
-    )
-    assert refused.startswith("error: train.profile.ranks is []; ")
+    train = MINIMAL["train"] | {"profile": {"ranks": [1]}}
+    error = refusal(capsys, parse, "--train.profile.ranks=[]", train=train)
+    assert error.startswith("error: train.profile.ranks is []; ")
 
 
 VERBATIM = ["runs/tape #2", " The ", '"Hi"', "'x'", "a\nb", "--- a", "[unclosed", "a: b"]
 
 
 def test_numbers_are_decimal_and_text_needs_no_quotes_on_the_command_line(parse):
-    config = parse(
-        "--optimizer.lr",
-        "1e-3",
-        "--train.seed=010",
-        "--train.steps",
-        "1_000",
-        "--optimizer.eps",
-        ".5",
-    )
-    assert (config.optimizer.lr, config.train.seed, config.train.steps, config.optimizer.eps) == (
-        1e-3,
-        10,
-        1000,
-        0.5,
-    )
-    config = parse(
-        "--logging.sample_prompt",
-        "*a: [",
-        "--data.tokenizer",
-        "null",
-        "--train.hang_timeout",
-        "null",
-    )
-    assert (config.logging.sample_prompt, config.data.tokenizer, config.train.hang_timeout) == (
-        "*a: [",
-        None,
-        None,
-    )
+    config = parse("--optimizer.lr=1e-3", "--train.seed=010", "--train.steps=1_000")
+    assert (config.optimizer.lr, config.train.seed, config.train.steps) == (1e-3, 10, 1000)
+    config = parse("--data.tokenizer=null", "--train.hang_timeout=null")
+    assert config.data.tokenizer is None and config.train.hang_timeout is None
     for text in ("3", "null", "yes", "2024-01-01", "", "1:30", *VERBATIM):
         assert parse("--logging.sample_prompt", text).logging.sample_prompt == text
         path = f"/d/{text}".replace("\n", "")  # paths contain no line breaks
         assert parse(f"--data.prefix={path}").data.prefix == path
-    config = parse(
-        logging={"tensorboard": False, "interval": 5, "sample_prompt": "3"}, optimizer={"lr": 1}
-    )
-    assert (config.logging.tensorboard, config.logging.interval, config.optimizer.lr) == (
-        False,
-        5,
-        1.0,
-    )
+    config = parse(logging={"sample_prompt": "3"}, optimizer={"lr": 1})
     assert isinstance(config.optimizer.lr, float) and config.logging.sample_prompt == "3"
 
 
 def test_settings_of_a_section_are_merged_with_earlier_ones(parse):
     train = MINIMAL["train"] | {"spikes": {"window": 50, "limit": 3}}
-    spikes = parse("--train.spikes.action", "skip", train=train).train.spikes
-    assert (spikes.action, spikes.window, spikes.limit) == ("skip", 50, 3)
+    spikes = parse("--train.spikes.action=skip", train=train).train.spikes
+    assert spikes == SpikeSettings(action="skip", window=50, limit=3)
     assert parse("--train.spikes={window: 9}", train=train).train.spikes.limit == 3
-    assert parse("--train.spikes", "null", train=train).train.spikes is None
-    assert parse("--train.spikes", "null", "--train.spikes.window=7").train.spikes == SpikeSettings(
-        window=7
-    )
-    assert parse("--train.spikes={}").train.spikes == SpikeSettings()
+    assert parse("--train.spikes=null", train=train).train.spikes is None
+    changed = parse("--train.spikes=null", "--train.spikes.window=7").train.spikes
+    assert changed == SpikeSettings(window=7)
 
 
 def test_a_later_encoding_keeps_the_earlier_settings_that_it_has(parse):
     model = MODEL | {"position": {"rope_theta": 5e5, "token_mixing": "per_head"}}
-    position = parse("--model.position_encoding", "rope", model=model).model.position
-    assert type(position) is ENCODINGS["rope"].Settings and position.rope_theta == 5e5
-    assert (
-        parse("--model.position_encoding", "nope", model=model).model.position
-        == ENCODINGS["nope"].Settings()
-    )
+    position = parse("--model.position_encoding=rope", model=model).model.position
+    assert position == ENCODINGS["rope"].Settings(rope_theta=5e5)
 
 
 def test_a_setting_of_another_encoding_is_refused(parse, capsys):
     model = MODEL | {"position_encoding": "nope", "position": {"increments": "signed"}}
-    assert "recipe.yaml:" in (error := refusal(capsys, parse, model=model))
-    assert (
-        "model.position.increments does not apply to the selected task or positional encoding"
-        in error
-    )
+    error = refusal(capsys, parse, model=model)
+    assert "recipe.yaml:" in error
+    assert "model.position.increments does not apply to the selected task" in error
 
 
 def test_a_later_task_of_a_generator_keeps_no_earlier_settings(parse):
@@ -471,24 +298,13 @@ def test_without_a_recipe_the_error_says_where_to_find_one(capsys):
 
 def test_a_first_argument_without_dashes_is_the_recipe(tmp_path, capsys):
     recipe = "tape_demo"
-    other = ["--train.steps", "3", "--config", "rope_demo"]
-    for arguments in ([], other):
-        assert parse_run_config([recipe, *arguments]) == parse_run_config(
-            ["--config", recipe, *arguments]
-        )
-    assert "train.steps is not an option" in refusal(
-        capsys, parse_run_config, ["train.steps=3", recipe]
-    )
+    assert parse_run_config([recipe]) == parse_run_config(["--config", recipe])
+    error = refusal(capsys, parse_run_config, ["train.steps=3", recipe])
+    assert "train.steps is not an option" in error
     copy = tmp_path / "lr=0.1" / "config.yaml"
     copy.parent.mkdir()
     shutil.copy(find_recipe(recipe), copy)
     assert parse_run_config([str(copy)]) == parse_run_config(["--config", str(copy)])
-
-    outputs = []
-    for given in ([recipe], ["--config", recipe]):
-        assert estimate.main([*given, "--processes=1"]) == 0
-        outputs.append(capsys.readouterr().out)
-    assert outputs[0] == outputs[1] != ""
 
 
 def test_a_recipe_is_found_by_name_unless_a_file_has_this_name(tmp_path, monkeypatch, capsys):
@@ -500,17 +316,12 @@ def test_a_recipe_is_found_by_name_unless_a_file_has_this_name(tmp_path, monkeyp
     (tmp_path / "rope_demo").write_text(yaml.safe_dump(MINIMAL))
     assert parse_run_config(["--config", "rope_demo"]).train.steps == MINIMAL["train"]["steps"]
     error = refusal(capsys, parse_run_config, ["--config", "nowhere"])
-    assert (
-        "recipe nowhere does not exist; " in error
-        and " tape_demo, " in error
-        and " extend/tiny_tape, " in error
-    )
+    assert " tape_demo, " in error and " extend/tiny_tape, " in error
 
 
 def test_an_error_names_all_missing_settings(parse, capsys):
     sentence = "error: train.steps must be set (also missing: train.global_batch_size); "
     assert sentence in refusal(capsys, parse, train={"seed": 1})
-    assert "data.prefix must be set; " in refusal(capsys, parse, data={})
 
 
 @pytest.mark.parametrize(
