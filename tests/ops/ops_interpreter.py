@@ -164,7 +164,7 @@ def binaries(run, capability):
         attributes = {}
         for place, name in enumerate(kernel.arg_names):
             value = arguments[name]
-            if name in constant or (isinstance(value, int) and value == 1):
+            if name in constant or value is None or (isinstance(value, int) and value == 1):
                 signature[name], constants[(place,)] = "constexpr", value
             elif isinstance(value, torch.Tensor):
                 signature[name], attributes[(place,)] = (

@@ -1,11 +1,15 @@
-"""Triton kernels that prepare the inputs of attention: rotated queries and keys, and the value [v |
-z].
+"""Triton kernels that prepare the inputs of attention: rotated queries and keys, and [v | z].
 
 Inside attention, each tile of keys would be rotated again for every tile of queries. Instead, one
 launch reads q, k, v and the state z once, and writes the inputs of attention. The value has 2D
 elements per token and group, so that one product multiplies the weights with v and z. Axes: S
 queries, T keys, B batch, H query heads, G key/value groups, D head dimension, F = D/2 complex
 numbers. The reference is in `ops/rotation.py`.
+
+In training, q, k and v are views of one projection and z may be broadcast. The kernels take the
+strides of these tensors, since contiguous copies would cost as much as the rotation itself.
+Gradients also have strides, because libraries return them in layouts of their own. All other
+tensors are contiguous.
 """
 
 import torch
@@ -17,24 +21,32 @@ from torch.autograd.function import once_differentiable
 
 @triton.jit
 def load_rows(
-    pointer, base, rows, row_stride, columns, limit, D: tl.constexpr, CHECKED: tl.constexpr = True
+    pointer,
+    rows,
+    stride,
+    limit,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHECKED: tl.constexpr = True,
 ):
-    """Load (rows, columns) of a matrix, with zeros where row >= `limit` or column >= D.
+    """Load rows of D numbers, padded to BLOCK_D with zeros; a row is zero from `limit` on.
 
     Without CHECKED, all rows must be below `limit`.
     """
-    places = pointer + base + rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
+    columns = tl.arange(0, BLOCK_D)
+    places = pointer + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+
     if CHECKED:
         return tl.load(places, mask=(rows[:, None] < limit) & (columns[None, :] < D), other=0.0)
-    if columns.shape[0] == D:
+    if BLOCK_D == D:
         return tl.load(places)
     return tl.load(places, mask=columns[None, :] < D, other=0.0)
 
 
 @triton.jit
 def load_numbers(pointer, rows, limit, other, CHECKED: tl.constexpr):
-    """Load one number per row, or `other` where row >= `limit`; without CHECKED, all rows must be
-    below `limit`.
+    """Load one number per row, or `other` from row `limit` on; without CHECKED, all rows must be
+    below it.
     """
     if CHECKED:
         return tl.load(pointer + rows, mask=rows < limit, other=other)
@@ -42,95 +54,125 @@ def load_numbers(pointer, rows, limit, other, CHECKED: tl.constexpr):
 
 
 @triton.jit
-def store_rows(pointer, base, rows, row_stride, columns, limit, value, D: tl.constexpr):
-    """Store (rows, columns) of a matrix where row < `limit` and column < D."""
+def store_rows(pointer, rows, stride, limit, values, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store the first D columns of `values` (rows, BLOCK_D) in the rows below `limit`."""
+    columns = tl.arange(0, BLOCK_D)
+    places = pointer + rows.to(tl.int64)[:, None] * stride + columns[None, :]
     inside = (rows[:, None] < limit) & (columns[None, :] < D)
-    target = pointer + base + rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
-    tl.store(target, value.to(pointer.dtype.element_ty), mask=inside)
+    tl.store(places, values.to(pointer.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _rotate(X, Y, x_base, y_base, rows, x_row, y_row, columns, S, z_re, z_im, F: tl.constexpr):
-    """Multiply rows of X by the state as complex numbers, stored as [real | imaginary]; write the
-    result to Y.
-    """
-    x_re = load_rows(X, x_base, rows, x_row, columns, S, F).to(tl.float32)
-    x_im = load_rows(X, x_base + F, rows, x_row, columns, S, F).to(tl.float32)
-    store_rows(Y, y_base, rows, y_row, columns, S, x_re * z_re - x_im * z_im, F)
-    store_rows(Y, y_base + F, rows, y_row, columns, S, x_re * z_im + x_im * z_re, F)
+def _load_complex(pointer, rows, stride, limit, F: tl.constexpr, BLOCK_F: tl.constexpr):
+    """Load rows of F complex numbers, stored as [real | imaginary], as two fp32 matrices."""
+    real = load_rows(pointer, rows, stride, limit, F, BLOCK_F)
+    imaginary = load_rows(pointer + F, rows, stride, limit, F, BLOCK_F)
+    return real.to(tl.float32), imaginary.to(tl.float32)
+
+
+@triton.jit
+def _store_complex(
+    pointer, rows, stride, limit, real, imaginary, F: tl.constexpr, BLOCK_F: tl.constexpr
+):
+    store_rows(pointer, rows, stride, limit, real, F, BLOCK_F)
+    store_rows(pointer + F, rows, stride, limit, imaginary, F, BLOCK_F)
+
+
+@triton.jit
+def _rotate(X, Y, rows, x_row, y_row, limit, z_re, z_im, F: tl.constexpr, BLOCK_F: tl.constexpr):
+    """Multiply rows of X by the state as complex numbers; write the products to Y."""
+    re, im = _load_complex(X, rows, x_row, limit, F, BLOCK_F)
+    new_re = re * z_re - im * z_im
+    new_im = re * z_im + im * z_re
+    _store_complex(Y, rows, y_row, limit, new_re, new_im, F, BLOCK_F)
 
 
 @triton.jit
 def _prepare(
-    Q, K, V, Z, Q_OUT, K_OUT, VALUE, q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head,
-    z_row, z_batch, z_head, B, T, G,
-    PER_GROUP: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_S: tl.constexpr,
-    ROTATE: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """With ROTATE, rotate the queries and keys of one group; with WIDE, store the group's value [v
-    | z].
-    """
-    batch = (tl.program_id(0) // G).to(tl.int64)
-    group = (tl.program_id(0) % G).to(tl.int64)
-    rows = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
-    columns = tl.arange(0, BLOCK_F)
-    z_base = batch * z_batch + group * z_head
-    z_re = load_rows(Z, z_base, rows, z_row, columns, T, F)
-    z_im = load_rows(Z, z_base + F, rows, z_row, columns, T, F)
+    Q,
+    K,
+    V,
+    Z,
+    Q_OUT,
+    K_OUT,
+    VALUE,
+    q_row,
+    q_batch,
+    q_head,
+    k_row,
+    k_batch,
+    k_head,
+    v_row,
+    v_batch,
+    v_head,
+    z_row,
+    z_batch,
+    z_head,
+    T,
+    G,
+    PER_GROUP: tl.constexpr,
+    F: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    ROTATE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """With ROTATE, rotate the queries and keys of one group; with WIDE, store its [v | z]."""
     D: tl.constexpr = 2 * F
-    # Outputs are contiguous.
-    line = batch * G + group
+    lines = tl.num_programs(0)
+    line = tl.program_id(0).to(tl.int64)  # counts the groups of all sequences
+    batch = line // G
+    group = line % G
+    rows = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+
+    Z += batch * z_batch + group * z_head
+    z_re, z_im = _load_complex(Z, rows, z_row, T, F, BLOCK_F)
+
     if ROTATE:
-        w_re = z_re.to(tl.float32)
-        w_im = z_im.to(tl.float32)
-        for member in range(PER_GROUP):
-            head = group * PER_GROUP + member
-            _rotate(
-                Q, Q_OUT, batch * q_batch + head * q_head, (line * PER_GROUP + member) * D, rows, q_row,
-                B * G * PER_GROUP * D, columns, T, w_re, w_im, F,
-            )  # fmt: skip
-        k_base = batch * k_batch + group * k_head
-        _rotate(K, K_OUT, k_base, line * D, rows, k_row, B * G * D, columns, T, w_re, w_im, F)
+        Q += batch * q_batch + group * PER_GROUP * q_head
+        Q_OUT += line * PER_GROUP * D
+        out_row = lines * PER_GROUP * D
+        for head in range(PER_GROUP):
+            q = Q + head * q_head
+            _rotate(q, Q_OUT + head * D, rows, q_row, out_row, T, z_re, z_im, F, BLOCK_F)
+
+        K += batch * k_batch + group * k_head
+        _rotate(K, K_OUT + line * D, rows, k_row, lines * D, T, z_re, z_im, F, BLOCK_F)
+
     if WIDE:
-        base = line * 2 * D
-        stride = B * G * 2 * D
-        v_base = batch * v_batch + group * v_head
-        store_rows(
-            VALUE,
-            base,
-            rows,
-            stride,
-            columns,
-            T,
-            load_rows(V, v_base, rows, v_row, columns, T, F),
-            F,
-        )
-        store_rows(
-            VALUE,
-            base + F,
-            rows,
-            stride,
-            columns,
-            T,
-            load_rows(V, v_base + F, rows, v_row, columns, T, F),
-            F,
-        )
-        store_rows(VALUE, base + D, rows, stride, columns, T, z_re, F)
-        store_rows(VALUE, base + D + F, rows, stride, columns, T, z_im, F)
+        V += batch * v_batch + group * v_head
+        VALUE += line * 2 * D
+        v = load_rows(V, rows, v_row, T, D, 2 * BLOCK_F)
+        store_rows(VALUE, rows, lines * 2 * D, T, v, D, 2 * BLOCK_F)
+        _store_complex(VALUE + D, rows, lines * 2 * D, T, z_re, z_im, F, BLOCK_F)
 
 
 @triton.jit
-def _backward_one(
-    X, DY, DX, x_base, y_base, base, rows, x_row, y_row, row, columns, S, z_re, z_im, dz_re, dz_im,
-    F: tl.constexpr, NEEDED: tl.constexpr,
-):  # fmt: skip
-    dy_re = load_rows(DY, y_base, rows, y_row, columns, S, F).to(tl.float32)
-    dy_im = load_rows(DY, y_base + F, rows, y_row, columns, S, F).to(tl.float32)
-    store_rows(DX, base, rows, row, columns, S, dy_re * z_re + dy_im * z_im, F)
-    store_rows(DX, base + F, rows, row, columns, S, dy_im * z_re - dy_re * z_im, F)
+def _rotate_backward(
+    X,
+    DY,
+    DX,
+    rows,
+    x_row,
+    dy_row,
+    dx_row,
+    limit,
+    z_re,
+    z_im,
+    dz_re,
+    dz_im,
+    F: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    NEEDED: tl.constexpr,
+):
+    """Write the gradient of X; return the gradient of the state, increased if NEEDED."""
+    dy_re, dy_im = _load_complex(DY, rows, dy_row, limit, F, BLOCK_F)
+    dx_re = dy_re * z_re + dy_im * z_im
+    dx_im = dy_im * z_re - dy_re * z_im
+    _store_complex(DX, rows, dx_row, limit, dx_re, dx_im, F, BLOCK_F)
+
     if NEEDED:
-        x_re = load_rows(X, x_base, rows, x_row, columns, S, F).to(tl.float32)
-        x_im = load_rows(X, x_base + F, rows, x_row, columns, S, F).to(tl.float32)
+        x_re, x_im = _load_complex(X, rows, x_row, limit, F, BLOCK_F)
         dz_re = dz_re + dy_re * x_re + dy_im * x_im
         dz_im = dz_im + dy_im * x_re - dy_re * x_im
     return dz_re, dz_im
@@ -138,62 +180,118 @@ def _backward_one(
 
 @triton.jit
 def _prepare_backward(
-    Q, K, Z, DQ, DQ_OUT, DK, DK_OUT, DVALUE, DV_OUT, DZ_OUT,
-    q_row, q_batch, q_head, k_row, k_batch, k_head, z_row, z_batch, z_head,
-    dq_row, dq_batch, dq_head, dk_row, dk_batch, dk_head, dvalue_row, dvalue_batch, dvalue_head, B, S, G,
-    PER_GROUP: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_S: tl.constexpr,
-    WIDE: tl.constexpr, NEEDED: tl.constexpr,
-):  # fmt: skip
-    """Compute the gradients of queries, keys and the state z from those of rotated queries and
-    keys.
+    Q,
+    K,
+    Z,
+    DQ,
+    DK,
+    DVALUE,
+    DQ_OUT,
+    DK_OUT,
+    DV_OUT,
+    DZ_OUT,
+    q_row,
+    q_batch,
+    q_head,
+    k_row,
+    k_batch,
+    k_head,
+    z_row,
+    z_batch,
+    z_head,
+    dq_row,
+    dq_batch,
+    dq_head,
+    dk_row,
+    dk_batch,
+    dk_head,
+    dvalue_row,
+    dvalue_batch,
+    dvalue_head,
+    S,
+    G,
+    PER_GROUP: tl.constexpr,
+    F: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    WIDE: tl.constexpr,
+    NEEDED: tl.constexpr,
+):
+    """Compute the gradients of queries, keys and the state from those of rotated queries and keys.
 
     With WIDE, split the gradient of the value [v | z]: store that of v, and add that of z to the
     state's gradient.
     """
-    batch = (tl.program_id(0) // G).to(tl.int64)
-    group = (tl.program_id(0) % G).to(tl.int64)
+    D: tl.constexpr = 2 * F
+    lines = tl.num_programs(0)
+    line = tl.program_id(0).to(tl.int64)  # counts the groups of all sequences
+    batch = line // G
+    group = line % G
     rows = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
-    columns = tl.arange(0, BLOCK_F)
-    z_base = batch * z_batch + group * z_head
-    z_re = load_rows(Z, z_base, rows, z_row, columns, S, F).to(tl.float32)
-    z_im = load_rows(Z, z_base + F, rows, z_row, columns, S, F).to(tl.float32)
+
+    Z += batch * z_batch + group * z_head
+    z_re, z_im = _load_complex(Z, rows, z_row, S, F, BLOCK_F)
     dz_re = tl.zeros((BLOCK_S, BLOCK_F), tl.float32)
     dz_im = tl.zeros((BLOCK_S, BLOCK_F), tl.float32)
-    # Outputs are contiguous.
-    line = (batch * G + group) * 2 * F
-    stride = B * G * 2 * F
+
     if WIDE:
-        base = batch * dvalue_batch + group * dvalue_head
-        for half in tl.static_range(2):
-            dv = load_rows(DVALUE, base + half * F, rows, dvalue_row, columns, S, F)
-            store_rows(DV_OUT, line + half * F, rows, stride, columns, S, dv, F)
+        DVALUE += batch * dvalue_batch + group * dvalue_head
+        dv = load_rows(DVALUE, rows, dvalue_row, S, D, 2 * BLOCK_F)
+        store_rows(DV_OUT + line * D, rows, lines * D, S, dv, D, 2 * BLOCK_F)
         if NEEDED:
-            dz_re = load_rows(DVALUE, base + 2 * F, rows, dvalue_row, columns, S, F).to(tl.float32)
-            dz_im = load_rows(DVALUE, base + 3 * F, rows, dvalue_row, columns, S, F).to(tl.float32)
-    for member in range(PER_GROUP):
-        head = group * PER_GROUP + member
-        dz_re, dz_im = _backward_one(
-            Q, DQ, DQ_OUT, batch * q_batch + head * q_head, batch * dq_batch + head * dq_head,
-            line * PER_GROUP + member * 2 * F, rows, q_row, dq_row, stride * PER_GROUP, columns, S,
-            z_re, z_im, dz_re, dz_im, F, NEEDED,
-        )  # fmt: skip
-    dz_re, dz_im = _backward_one(
-        K, DK, DK_OUT, batch * k_batch + group * k_head, batch * dk_batch + group * dk_head,
-        line, rows, k_row, dk_row, stride, columns, S, z_re, z_im, dz_re, dz_im, F, NEEDED,
-    )  # fmt: skip
+            dz_re, dz_im = _load_complex(DVALUE + D, rows, dvalue_row, S, F, BLOCK_F)
+
+    Q += batch * q_batch + group * PER_GROUP * q_head
+    DQ += batch * dq_batch + group * PER_GROUP * dq_head
+    DQ_OUT += line * PER_GROUP * D
+    for head in range(PER_GROUP):
+        dz_re, dz_im = _rotate_backward(
+            Q + head * q_head,
+            DQ + head * dq_head,
+            DQ_OUT + head * D,
+            rows,
+            q_row,
+            dq_row,
+            lines * PER_GROUP * D,
+            S,
+            z_re,
+            z_im,
+            dz_re,
+            dz_im,
+            F,
+            BLOCK_F,
+            NEEDED,
+        )
+
+    dz_re, dz_im = _rotate_backward(
+        K + batch * k_batch + group * k_head,
+        DK + batch * dk_batch + group * dk_head,
+        DK_OUT + line * D,
+        rows,
+        k_row,
+        dk_row,
+        lines * D,
+        S,
+        z_re,
+        z_im,
+        dz_re,
+        dz_im,
+        F,
+        BLOCK_F,
+        NEEDED,
+    )
     if NEEDED:
-        store_rows(DZ_OUT, line, rows, stride, columns, S, dz_re, F)
-        store_rows(DZ_OUT, line + F, rows, stride, columns, S, dz_im, F)
-
-
-def strides(x: Tensor) -> tuple[int, int, int]:
-    """Return the strides of all axes but the last."""
-    return x.stride(0), x.stride(1), x.stride(2)
+        _store_complex(DZ_OUT + line * D, rows, lines * D, S, dz_re, dz_im, F, BLOCK_F)
 
 
 def last_contiguous(x: Tensor) -> Tensor:
     """Return x if its last axis is contiguous, otherwise a contiguous copy."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    """Return the strides of the tensors' first three axes."""
+    return [stride for x in tensors for stride in x.stride()[:3]]
 
 
 def prepare(
@@ -207,22 +305,37 @@ def prepare(
     """
     if not (rotate or wide):
         return q, k, v
-    (T, B, G, D), H = k.shape, q.shape[2]
+    T, B, G, D = k.shape
+
     rotated_q = q
     rotated_k = k
     value = v
     if rotate:
-        rotated_q, rotated_k = (
-            torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)
-        )
+        rotated_q = q.new_empty(q.shape)
+        rotated_k = k.new_empty(k.shape)
     if wide:
-        value = torch.empty(T, B, G, 2 * D, dtype=v.dtype, device=v.device)
+        value = v.new_empty(T, B, G, 2 * D)
+
     block_f = triton.next_power_of_2(D // 2)
-    block_s = max(1, 2048 // block_f)
-    _prepare[(B * G, triton.cdiv(T, block_s))](
-        q, k, v, z, rotated_q, rotated_k, value, *strides(q), *strides(k), *strides(v), *strides(z), B, T, G,
-        H // G, D // 2, block_f, block_s, rotate, wide,
-    )  # fmt: skip
+    block_t = max(1, 2048 // block_f)
+    _prepare[(B * G, triton.cdiv(T, block_t))](
+        q,
+        k,
+        v,
+        z,
+        rotated_q,
+        rotated_k,
+        value,
+        *_strides(q, k, v, z),
+        T,
+        G,
+        q.shape[2] // G,
+        D // 2,
+        block_f,
+        block_t,
+        rotate,
+        wide,
+    )
     return rotated_q, rotated_k, value
 
 
@@ -235,21 +348,37 @@ def prepare_backward(
     2D). If `dvalue` is None, the gradient of v is None, and that of z comes from the rotation
     alone.
     """
-    (S, B, G, D), H = k.shape, q.shape[2]
-    dq_out = torch.empty(S, B, H, D, dtype=q.dtype, device=q.device)
-    dk_out = torch.empty(S, B, G, D, dtype=k.dtype, device=k.device)
-    dv_out = (
-        None if dvalue is None else torch.empty(S, B, G, D, dtype=dvalue.dtype, device=k.device)
-    )
-    dz_out = torch.empty(S, B, G, D, dtype=z.dtype, device=z.device) if needed else None
+    S, B, G, D = k.shape
     wide = dvalue is not None
+    dq_out = q.new_empty(q.shape)
+    dk_out = k.new_empty(k.shape)
+    dv_out = k.new_empty(k.shape) if wide else None
+    dz_out = z.new_empty(k.shape) if needed else None
+
     block_f = triton.next_power_of_2(D // 2)
-    block_s = max(1, 2048 // block_f // 2)
+    block_s = max(1, 1024 // block_f)
     _prepare_backward[(B * G, triton.cdiv(S, block_s))](
-        q, k, z, dq, dq_out, dk, dk_out, *((dvalue, dv_out) if wide else (dk, dk_out)), dz_out if needed else dk_out,
-        *strides(q), *strides(k), *strides(z), *strides(dq), *strides(dk), *strides(dvalue if wide else dk),
-        B, S, G, H // G, D // 2, block_f, block_s, wide, needed,
-    )  # fmt: skip
+        q,
+        k,
+        z,
+        dq,
+        dk,
+        dvalue,
+        dq_out,
+        dk_out,
+        dv_out,
+        dz_out,
+        # Without a value, the kernel does not use its strides.
+        *_strides(q, k, z, dq, dk, dvalue if wide else dk),
+        S,
+        G,
+        q.shape[2] // G,
+        D // 2,
+        block_f,
+        block_s,
+        wide,
+        needed,
+    )
     return dq_out, dk_out, dv_out, dz_out
 
 
@@ -258,38 +387,64 @@ class _Prepared(torch.autograd.Function):
     def forward(ctx, q, k, v, z, wide):
         q, k, v, z = (last_contiguous(x) for x in (q, k, v, z))
         rotated_q, rotated_k, value = prepare(q, k, v, z, True, wide)
-        # The gradients of q and k need only z.
-        ctx.save_for_backward(*((q, k) if ctx.needs_input_grad[3] else (None, None)), z)
+
         ctx.wide = wide
+        if ctx.needs_input_grad[3]:
+            ctx.save_for_backward(q, k, z)
+        else:
+            # The gradients of q and k need only z.
+            ctx.save_for_backward(None, None, z)
         return (rotated_q, rotated_k, value) if wide else (rotated_q, rotated_k)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk, dvalue=None):
         q, k, z = ctx.saved_tensors
-        dq, dk = (last_contiguous(x) for x in (dq, dk))
-        dvalue = None if dvalue is None else last_contiguous(dvalue)
-        q = dq if q is None else q
-        k = dk if k is None else k
+        dq = last_contiguous(dq)
+        dk = last_contiguous(dk)
+        if ctx.wide:
+            dvalue = last_contiguous(dvalue)
+        if q is None:
+            # Only the shapes and dtypes matter.
+            q = dq
+            k = dk
         return *prepare_backward(q, k, z, dq, dk, dvalue, ctx.needs_input_grad[3]), None
+
+
+def prepared(q: Tensor, k: Tensor, v: Tensor, z: Tensor, wide: bool) -> tuple[Tensor, ...]:
+    """Return q (S, B, H, D) and k (S, B, G, D) rotated by z (S, B or 1, G or 1, D) and, if `wide`,
+    [v | z].
+
+    This is the differentiable form of `prepare`.
+    """
+    with torch.cuda.device_of(q):
+        return _Prepared.apply(q, k, v, z.expand(k.shape), wide)
 
 
 @triton.jit
 def _join(
-    LEFT, RIGHT, OUT, left_row, left_batch, left_head, right_row, right_batch, right_head,
-    out_row, out_batch, out_head, S, H, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    batch = (tl.program_id(0) // H).to(tl.int64)
-    head = (tl.program_id(0) % H).to(tl.int64)
+    LEFT,
+    RIGHT,
+    OUT,
+    out_row,
+    out_batch,
+    out_head,
+    S,
+    H,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Store [left | right] of one head of a sequence."""
+    lines = tl.num_programs(0)
+    line = tl.program_id(0).to(tl.int64)  # counts the heads of all sequences
     rows = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
-    columns = tl.arange(0, BLOCK_D)
-    base = batch * out_batch + head * out_head
-    left = load_rows(LEFT, batch * left_batch + head * left_head, rows, left_row, columns, S, D)
-    right = load_rows(
-        RIGHT, batch * right_batch + head * right_head, rows, right_row, columns, S, D
-    )
-    store_rows(OUT, base, rows, out_row, columns, S, left, D)
-    store_rows(OUT, base + D, rows, out_row, columns, S, right, D)
+    OUT += line // H * out_batch + line % H * out_head
+
+    left = load_rows(LEFT + line * D, rows, lines * D, S, D, BLOCK_D)
+    right = load_rows(RIGHT + line * D, rows, lines * D, S, D, BLOCK_D)
+    store_rows(OUT, rows, out_row, S, left, D, BLOCK_D)
+    store_rows(OUT + D, rows, out_row, S, right, D, BLOCK_D)
 
 
 class _Halves(torch.autograd.Function):
@@ -301,18 +456,16 @@ class _Halves(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, left, right):
-        left = last_contiguous(left)
-        right = last_contiguous(right)
-        (S, B, H, D), out = left.shape, torch.empty_like(ctx.like, device=left.device)
+        S, B, H, D = left.shape
+        out = torch.empty_like(ctx.like, device=left.device)
         block_d = triton.next_power_of_2(D)
         block_s = max(1, 2048 // block_d)
+        # In training, both gradients are contiguous already.
         _join[(B * H, triton.cdiv(S, block_s))](
-            left,
-            right,
+            left.contiguous(),
+            right.contiguous(),
             out,
-            *strides(left),
-            *strides(right),
-            *strides(out),
+            *_strides(out),
             S,
             H,
             D,
@@ -331,13 +484,3 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     with torch.cuda.device_of(x):
         return _Halves.apply(x)
-
-
-def prepared(q: Tensor, k: Tensor, v: Tensor, z: Tensor, wide: bool) -> tuple[Tensor, ...]:
-    """Return q (S, B, H, D) and k (S, B, G, D) rotated by z (S, B or 1, G or 1, D) and, if `wide`,
-    [v | z].
-
-    This is the differentiable form of `prepare`.
-    """
-    with torch.cuda.device_of(q):
-        return _Prepared.apply(q, k, v, z.expand(k.shape), wide)
