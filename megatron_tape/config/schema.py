@@ -112,7 +112,7 @@ class ModelConfig:
     """Implementation of attention. auto chooses by device and model. triton: this project's GPU
     kernels. tiled: PyTorch code optimized for CPUs. torch: SDPA, one call for the values and one
     for the position state. torch_wide: one call of SDPA for both, with cuDNN. flash_attn:
-    FlashAttention 2, 3 or 4. flex (FlexAttention) and fla (flash-linear-attention): biases and
+    FlashAttention 2 or 4. flex (FlexAttention) and fla (flash-linear-attention): biases and
     forget gates on GPUs. naive: the definition in plain PyTorch."""
     norm_epsilon: Positive = 1e-5
     """Epsilon of every RMSNorm."""

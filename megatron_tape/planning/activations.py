@@ -257,8 +257,8 @@ def _attention(plan: Plan, layer: int, fused_norms: bool) -> int:
         gate = 2 * heads  # its sigmoid and the product
     if exchanged:
         returned = heads  # the outputs that the other context-parallel ranks return
-    # FlashAttention-4 is assumed where it accepts values and state in one tensor; versions 2 and 3
-    # keep less.
+    # FlashAttention-4 is assumed where it accepts values and state in one tensor; version 2
+    # keeps less.
     flash = plan.attention.backend == "flash_attn" and dim in (64, 128) and not grouped
     if encoding.averages_state(layer) and (flash or plan.attention.backend == "torch_wide"):
         # Values and states are one tensor, and so are their averages; the output projection keeps a

@@ -19,10 +19,8 @@ logger = logging.getLogger(__name__)
 
 REFLECTED_DIMS = (16, 32, 64, 128)
 """Head dimensions of flash-linear-attention 0.6.0's kernels for PaTH."""
-FLASH_ATTN = {4: "flash_attn.cute.interface", 3: "flash_attn_interface", 2: "flash_attn"}
-"""Module to import for each version of flash-attn; the packages are flash-attn-4, flash-attn-3 and
-flash-attn.
-"""
+FLASH_ATTN = {4: "flash_attn.cute.interface", 2: "flash_attn"}
+"""Module to import for each version of flash-attn; the packages are flash-attn-4 and flash-attn."""
 _PACKAGES = {
     "triton": "triton",
     "torch_wide": "torch",
@@ -164,7 +162,7 @@ def flash_attn_version(device: torch.device) -> int | None:
 
 @functools.cache
 def _flash_attn_version(major: int, amd: bool) -> int | None:
-    runs = {4: major in (9, 10) and not amd, 3: major == 9 and not amd, 2: major >= 8}
+    runs = {4: major in (9, 10) and not amd, 2: major >= 8}
     for version, module in FLASH_ATTN.items():
         if runs[version] and why_not_importable(module) is None:
             # Version 4 also installs a package flash_attn, without functions.
@@ -230,8 +228,7 @@ def why_not_interpreted(dtype: torch.dtype) -> str | None:
     """Return why Triton's interpreter cannot compute in `dtype`, as text that follows "triton";
     None if it can.
     """
-    # The interpreter truncates to bf16 and multiplies the raw bits.
-    wrong = dtype is torch.bfloat16
-    if wrong:
+    if dtype is torch.bfloat16:
+        # It truncates to bf16 and multiplies the raw bits.
         return "computes bfloat16 incorrectly in Triton's interpreter, unlike float32"
     return None
