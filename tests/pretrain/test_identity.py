@@ -1,5 +1,6 @@
 """A run keeps its tokenizer and recognizes its data even if the files in its settings change."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -21,27 +22,26 @@ SIZE = 300
 PERPLEXITY = ["--perplexity.lengths=[12]", "--perplexity.stride=8"]
 
 
+def preprocess(tokenizer, prefix, *others):
+    arguments = ["--input", "text.jsonl", "--tokenizer", tokenizer, "--workers", "1", *others]
+    assert run_here("preprocess_data", *arguments, "--output-prefix", prefix).returncode == 0
+
+
 @pytest.fixture(scope="module")
 def source_folder(tmp_path_factory, texts):
     """A folder with two tokenizers of the same size, `a` and `b`, and the dataset `data`, tokenized
     with `a`.
     """
     folder = tmp_path_factory.mktemp("source_folder")
-    for name, part in (("a", texts), ("b", [text.swapcase() for text in texts])):
+    for name, sample in (("a", texts), ("b", [text.swapcase() for text in texts])):
         (folder / name).mkdir()
-        KINDS["unigram"](part).save(str(folder / name / "tokenizer.json"))
-    assert (
-        load_tokenizer(folder / "a").vocab_size == load_tokenizer(folder / "b").vocab_size == SIZE
-    )
-    write_lines(
-        folder / "text.jsonl",
-        [text[i : i + 400] for text in texts for i in range(0, len(text), 400)][:100],
-    )
-    arguments = ["--input", folder / "text.jsonl", "--tokenizer", folder / "a", "--workers", "1"]
-    assert (
-        run_here("preprocess_data", *arguments, "--output-prefix", folder / "data").returncode == 0
-    )
+        KINDS["unigram"](sample).save(str(folder / name / "tokenizer.json"))
+        assert load_tokenizer(folder / name).vocab_size == SIZE
+    parts = [text[i : i + 400] for text in texts for i in range(0, len(text), 400)]
+    write_lines(folder / "text.jsonl", parts[:100])
     write_jsonl(folder / "held_out.jsonl", [" ".join(MENTIONS) + texts[3][:60], texts[4][:90]])
+    with contextlib.chdir(folder):
+        preprocess("a", "data")
     return folder
 
 
@@ -57,33 +57,56 @@ def work(source_folder, tmp_path, monkeypatch):
 
 
 def start(*overrides, steps=2):
-    given = [
+    settings = [
         f"--model.vocab_size={SIZE}",
         "--data.prefix=data",
         "--data.tokenizer=a",
-        "--logging.directory=run",
-    ]
-    given += [
         "--data.reset_attention_mask=true",
+        "--logging.directory=run",
         f"--train.steps={steps}",
         "--train.evaluations=[]",
         "--schedule.warmup_steps=1",
     ]
-    return train.main(["--config", str(RECIPE), *given, *overrides])
+    return train.main(["--config", str(RECIPE), *settings, *overrides])
+
+
+WITHOUT_TOKENIZER = ("--data.tokenizer=null", "--data.reset_attention_mask=false")
+
+
+def extend(base, data, *overrides):
+    settings = [
+        f"--extension.from={base}",
+        f"--data.prefix={data}",
+        "--logging.directory=extended",
+        "--train.steps=2",
+        "--model.seq_length=32",
+        "--train.eval_interval=0",
+    ]
+    recipe = RECIPE.with_name("extend.yaml")
+    return extend_context.main(["--config", str(recipe), *settings, *overrides])
+
+
+def export(checkpoint, output, *others, exits=0):
+    """Export a checkpoint; return the output on stderr."""
+    done = convert("to-hf", "--checkpoint", checkpoint, "--output", output, *others)
+    assert done.returncode == exits, done.stderr
+    return done.stderr
 
 
 def perplexity(model, output, text="held_out.jsonl"):
     command = ["perplexity", "--model", str(model), "--output", str(output), "--device=cpu"]
     assert evaluate.main([*command, f"--perplexity.data={text}", *PERPLEXITY]) == 0
-    return {
-        (score.metric, score.group): score.value
-        for score in read_results(output).tasks["perplexity"].scores
-    }
+    scores = read_results(output).tasks["perplexity"].scores
+    return {(score.metric, score.group): score.value for score in scores}
 
 
 def replaced_by(path, other):
     shutil.rmtree(path)
     shutil.copytree(other, path)
+
+
+def digest_in(checkpoint):
+    return load_tokenizer(f"{checkpoint}/tokenizer").digest
 
 
 def test_later_programs_use_the_tokenizer_from_the_start_of_the_run(work, capfd):
@@ -98,33 +121,21 @@ def test_later_programs_use_the_tokenizer_from_the_start_of_the_run(work, capfd)
     before = perplexity("run", "before")
     # Text that contains special tokens is tokenized in the same way during and after training.
     assert during == pytest.approx(before, rel=1e-5)
+
     replaced_by("a", "b")
     os.rename("run", "moved")
     os.chdir(work.parent)
     assert perplexity("work/moved", "after", "work/held_out.jsonl") == before
     step = work / "moved" / "checkpoints" / "step-00000002"
-    for name, model in (
-        ("run", "work/moved"),
-        ("step", shutil.copytree(step, work.parent / step.name)),
-    ):
-        done = convert("to-hf", "--checkpoint", model, "--output", name)
-        assert done.returncode == 0, done.stderr
-        assert load_tokenizer(name).digest == original.digest
+    copied = shutil.copytree(step, work.parent / step.name)
+    for output, model in (("run", "work/moved"), ("step", copied)):
+        export(model, output)
+        assert load_tokenizer(output).digest == original.digest
     assert perplexity("run", "exported", "work/held_out.jsonl") == pytest.approx(before, rel=1e-6)
     # A tokenizer on the command line is compared with the run's.
-    done = convert(
-        "to-hf", "--checkpoint", "work/moved", "--output", "bad", "--tokenizer", "work/b"
-    )
-    assert (
-        done.returncode == 2
-        and "encodes text in another way than the one that trained the model" in done.stderr
-    )
-    assert (
-        convert(
-            "to-hf", "--checkpoint", "work/moved", "--output", "good", "--tokenizer", "run"
-        ).returncode
-        == 0
-    )
+    error = export("work/moved", "bad", "--tokenizer", "work/b", exits=2)
+    assert "encodes text in another way than the one that trained the model" in error
+    export("work/moved", "good", "--tokenizer", "run")
 
 
 def test_a_run_continues_without_its_tokenizer_files_but_not_with_another_tokenizer(work, capfd):
@@ -132,41 +143,35 @@ def test_a_run_continues_without_its_tokenizer_files_but_not_with_another_tokeni
     replaced_by("a", "b")
     capfd.readouterr()
     assert start(steps=3) == 2
-    assert (
-        "data.tokenizer a encodes text in another way than that of checkpoint"
-        in capfd.readouterr().err
-    )
+    refusal = "data.tokenizer a encodes text in another way than that of checkpoint"
+    assert refusal in capfd.readouterr().err
     shutil.rmtree("a")
     assert start(steps=3) == 0
     shutil.copytree("b", "a")
-    extend = ["--config", "run/config.yaml", "--checkpoint.resume=run/checkpoints/step-00000003"]
-    extend += ["--logging.directory=other", "--checkpoint.directory=null", "--train.steps=4"]
+    continued = [
+        "--config=run/config.yaml",
+        "--checkpoint.resume=run/checkpoints/step-00000003",
+        "--logging.directory=other",
+        "--checkpoint.directory=null",
+        "--train.steps=4",
+    ]
     capfd.readouterr()
-    assert train.main(extend) == 2
-    error = capfd.readouterr().err
-    assert (
-        "another way than that of checkpoint run/checkpoints/step-00000003; set data.tokenizer: "
-        in error
-    )
-    assert train.main([*extend, "--data.tokenizer=null", "--data.reset_attention_mask=false"]) == 0
-    kept = "other/checkpoints/step-00000004/tokenizer"
-    assert (
-        load_tokenizer(kept).digest
-        == load_tokenizer("run/checkpoints/step-00000003/tokenizer").digest
-    )
+    assert train.main(continued) == 2
+    refusal = "another way than that of checkpoint run/checkpoints/step-00000003; set data.tokenize"
+    assert refusal in capfd.readouterr().err
+    assert train.main([*continued, *WITHOUT_TOKENIZER]) == 0
+    kept = digest_in("other/checkpoints/step-00000004")
+    assert kept == digest_in("run/checkpoints/step-00000003")
 
 
 def test_a_continued_run_refuses_data_that_was_preprocessed_again(work, capfd):
     assert start() == 0
     write_lines(Path("text.jsonl"), ["other text " * 200] * 70)
-    arguments = ["--input", "text.jsonl", "--tokenizer", "a", "--workers", "1", "--overwrite"]
-    assert run_here("preprocess_data", *arguments, "--output-prefix", "data").returncode == 0
+    preprocess("a", "data", "--overwrite")
     capfd.readouterr()
     assert start(steps=3) == 2
-    assert (
-        "data.prefix has changed since" in (error := capfd.readouterr().err)
-        and "--data.allow_changed true" in error
-    )
+    error = capfd.readouterr().err
+    assert "data.prefix has changed since" in error and "--data.allow_changed true" in error
     assert start("--data.allow_changed=true", steps=3) == 0
     assert "warning: the data has changed since" in capfd.readouterr().err
     assert start(steps=4) == 0  # the run now uses the new data
@@ -174,87 +179,61 @@ def test_a_continued_run_refuses_data_that_was_preprocessed_again(work, capfd):
 
 def test_evaluation_refuses_a_dataset_of_another_tokenizer(work, capfd):
     assert start() == 0
-    arguments = ["--input", "text.jsonl", "--tokenizer", "b", "--workers", "1"]
-    assert run_here("preprocess_data", *arguments, "--output-prefix", "others").returncode == 0
+    preprocess("b", "others")
     write_dataset("foreign")
     command = ["perplexity", "--model", "run", "--output", "out", "--device=cpu", *PERPLEXITY]
     assert evaluate.main([*command, "--perplexity.data=others"]) == 2
-    error = capfd.readouterr().err
-    assert (
-        "others was made with a tokenizer that encodes text in another way than that of run"
-        in error
-    )
+    refusal = "others was made with a tokenizer that encodes text in another way than that of run"
+    assert refusal in capfd.readouterr().err
     assert perplexity("run", "own", "data")
     perplexity("run", "foreign-results", "foreign")
     assert "foreign does not record which tokenizer made it" in capfd.readouterr().err
-
-
-def extend(base, data, *overrides):
-    given = [
-        f"--extension.from={base}",
-        f"--data.prefix={data}",
-        "--logging.directory=extended",
-        "--train.steps=2",
-    ]
-    given += ["--model.seq_length=32", "--train.eval_interval=0", *overrides]
-    return extend_context.main(["--config", str(RECIPE.with_name("extend.yaml")), *given])
 
 
 @pytest.mark.parametrize("base", ["run", "exported"])
 def test_an_extension_compares_its_data_with_the_tokenizer_of_its_base(work, capfd, base):
     assert start() == 0
     if base == "exported":
-        assert convert("to-hf", "--checkpoint", "run", "--output", "exported").returncode == 0
-    arguments = ["--input", "text.jsonl", "--tokenizer", "b", "--workers", "1"]
-    assert run_here("preprocess_data", *arguments, "--output-prefix", "others").returncode == 0
+        export("run", "exported")
+    preprocess("b", "others")
     capfd.readouterr()
     assert extend(base, "others") == 2
-    assert (
-        "others, which was made with a tokenizer that encodes text in another way"
-        in capfd.readouterr().err
-    )
+    refusal = "others, which was made with a tokenizer that encodes text in another way"
+    assert refusal in capfd.readouterr().err
     assert extend(base, "others", "--data.tokenizer=b") == 2
     assert "data.tokenizer b encodes text in another way than that of" in capfd.readouterr().err
     assert extend(base, "data") == 0
-    kept = load_tokenizer("extended/checkpoints/step-00000002/tokenizer")
-    assert kept.digest == load_tokenizer("run/checkpoints/step-00000002/tokenizer").digest
+    kept = digest_in("extended/checkpoints/step-00000002")
+    assert kept == digest_in("run/checkpoints/step-00000002")
 
 
 def test_a_base_without_a_tokenizer_uses_the_record_of_its_data(work, capfd):
-    assert start("--data.tokenizer=null", "--data.reset_attention_mask=false") == 0
-    arguments = ["--input", "text.jsonl", "--tokenizer", "b", "--workers", "1"]
-    assert run_here("preprocess_data", *arguments, "--output-prefix", "others").returncode == 0
+    assert start(*WITHOUT_TOKENIZER) == 0
+    preprocess("b", "others")
     for tokenizer in ([], ["--data.tokenizer=b"]):
         capfd.readouterr()
         assert extend("run", "others", *tokenizer) == 2
         assert "encodes text in another way" in capfd.readouterr().err
-    done = convert("to-hf", "--checkpoint", "run", "--output", "bad", "--tokenizer", "b")
-    assert done.returncode == 2 and "encodes text in another way" in done.stderr
-    assert (
-        convert("to-hf", "--checkpoint", "run", "--output", "good", "--tokenizer", "a").returncode
-        == 0
-    )
+    error = export("run", "bad", "--tokenizer", "b", exits=2)
+    assert "encodes text in another way" in error
+    export("run", "good", "--tokenizer", "a")
 
 
 def test_files_added_to_a_checkpoint_are_refused_by_name(work, capfd):
     assert start() == 0
     (work / "a" / "chat_template.jinja").write_text("{{ new }}")
-    kept = work / "run" / "checkpoints" / "step-00000002" / "tokenizer"
     assert start("--data.allow_changed=true", steps=3) == 0
-    (kept.parents[1] / "step-00000003" / "tokenizer" / "chat_template.jinja").write_text("{{ x }}")
+    checkpoints = work / "run" / "checkpoints"
+    added = checkpoints / "step-00000003" / "tokenizer" / "chat_template.jinja"
+    added.write_text("{{ x }}")
     capfd.readouterr()
     assert start(steps=4) == 2
-    assert (
-        "chat_template.jinja is not listed in the checkpoint's manifest; remove it"
-        in capfd.readouterr().err
-    )
-    (kept.parents[1] / "step-00000003" / "tokenizer" / "chat_template.jinja").unlink()
-    (kept / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
-    done = convert("to-hf", "--checkpoint", kept.parent, "--output", "out")
-    assert (
-        done.returncode == 2
-        and "tokenizer_config.json is not listed in the checkpoint's manifest" in done.stderr
-    )
+    refusal = "is not listed in the checkpoint's manifest"
+    assert f"chat_template.jinja {refusal}; remove it" in capfd.readouterr().err
+    added.unlink()
+    first = checkpoints / "step-00000002"
+    (first / "tokenizer" / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
+    assert f"tokenizer_config.json {refusal}" in export(first, "out", exits=2)
     assert "allow_changed: false" in (work / "run" / "config.yaml").read_text()
 
 
@@ -271,20 +250,10 @@ def test_a_tokenizer_that_cannot_be_exported_is_reported_before_training(work, t
             minloglevel=2,
         )
     write_dataset("words", vocabulary=63)
-    unpacked = [
-        "--data.prefix=words",
-        "--data.tokenizer=word.model",
-        "--data.reset_attention_mask=false",
-    ]
-    assert start(*unpacked) == 0
-    lines = capfd.readouterr().err.splitlines()
-    warnings = [
-        line for line in lines if "exports to Hugging Face will not include a tokenizer" in line
-    ]
-    assert len(warnings) == 1 and warnings[0].startswith("warning: data.tokenizer word.model ")
-    done = convert("to-hf", "--checkpoint", "run", "--output", "out")
-    assert done.returncode == 2 and "--tokenizer none" in done.stderr
-    assert (
-        convert("to-hf", "--checkpoint", "run", "--output", "out", "--tokenizer", "none").returncode
-        == 0
-    )
+    settings = ("--data.tokenizer=word.model", "--data.reset_attention_mask=false")
+    assert start("--data.prefix=words", *settings) == 0
+    warning = "exports to Hugging Face will not include a tokenizer"
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if warning in line]
+    assert line.startswith("warning: data.tokenizer word.model ")
+    assert "--tokenizer none" in export("run", "out", exits=2)
+    export("run", "out", "--tokenizer", "none")
