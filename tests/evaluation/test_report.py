@@ -226,12 +226,6 @@ def test_the_first_sentences_name_the_best_model_or_say_that_none_leads(tmp_path
     assert finding in paragraphs
 
 
-def test_scores_that_count_other_things_share_a_row(tmp_path):
-    x, y = ({"shiny": task([score(count=2, counted=noun)])} for noun in ("document", "window"))
-    _, row = evaluated(tmp_path, x=x, y=y).tables["Shiny"]
-    assert row[1:] == ["10|2 documents", "10|2 windows"]
-
-
 def test_groups_of_a_synthetic_task_are_named_by_their_sizes(tmp_path):
     """In tables, in pictures, and in curves of evaluations during training."""
     settings = {"blanks": {"IID": 16, "dense": 8}}

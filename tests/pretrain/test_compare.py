@@ -113,26 +113,6 @@ def test_check_does_not_import_torch_and_counts_the_runs(recipe, tmp_path):
     assert second == "0 False" and not (tmp_path / "out").exists()
 
 
-def test_an_array_has_a_task_for_each_of_many_runs(tmp_path):
-    lines = {
-        "python": "echo 1,200 runs, 0 finished, output in out",
-        "sbatch": 'echo "$@" >&2; echo 7',
-    }
-    for name, line in lines.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
-        (tmp_path / name).chmod(0o755)
-    environment = {
-        **os.environ,
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "TAPE_PYTHON": str(tmp_path / "python"),
-    }
-    environment.pop("SLURM_JOB_ID", None)
-    command = ["bash", str(ROOT / "slurm" / "compare.sh"), "--at-once", "5", "--recipe", "x.yaml"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert "--array=0-1199%5 " in done.stderr, done.stdout + done.stderr
-    assert "--dependency=afterany:7 " in done.stderr and "report  job 7, after 7" in done.stdout
-
-
 def test_directory_names_of_variants_are_safe_and_unique():
     variants = parse_variants(
         "tape+token_mixing=per_head,rope+rope_scaling_type=a/b,rope+rope_scaling_type=a b,alibi"

@@ -25,8 +25,8 @@ BEAT = {
 }
 
 
-def record(claimed_at=NOW - 600, beaten_at=NOW - 3, job="5", **known):
-    facts = {"started": claimed_at + FAST, "job": job}
+def record(claimed_at=NOW - 600, beaten_at=NOW - 3, **known):
+    facts = {"started": claimed_at + FAST, "job": "5"}
     return AttemptRecord(1, facts, claimed_at=claimed_at, beaten_at=beaten_at, **known)
 
 
@@ -64,14 +64,6 @@ def record(claimed_at=NOW - 600, beaten_at=NOW - 3, job="5", **known):
 def test_each_situation_has_one_state(last, queue, name, well):
     state = status.state_of(last, queue, NOW)
     assert (state.name, state.well) == (name, well)
-
-
-@pytest.mark.parametrize(
-    "job, queue, advice", [(None, None, "run the same"), ("5", "", "its job has ended; submit")]
-)
-def test_a_job_is_named_only_where_there_was_one(job, queue, advice):
-    failed = record(job=job, outcome="failed", message="x")
-    assert status.state_of(failed, queue, NOW).explanation.startswith(advice)
 
 
 def claim(run, **facts):
