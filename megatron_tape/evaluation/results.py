@@ -72,13 +72,6 @@ class Score:
         return f"{self.value:.4g} {self.unit}".rstrip()
 
     @property
-    def error_bar(self) -> tuple[float, float]:
-        """Distances from the value down to `low` and up to `high`; 0 if unknown."""
-        low = self.value if self.low is None else self.low
-        high = self.value if self.high is None else self.high
-        return max(0.0, self.value - low), max(0.0, high - self.value)
-
-    @property
     def shown_count(self) -> str:
         """The number of samples as text, such as `32 documents`; empty if unknown."""
         if self.count is None:

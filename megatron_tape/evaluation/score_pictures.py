@@ -137,41 +137,37 @@ def by_group(
     results: Results, keep: Callable[[Score], bool], name: str, title: str
 ) -> list[Picture]:
     """Return a picture of the scores that `keep` selects, a row per group and metric; no picture
-    without scores.
+    without scores. At most the first `_MOST_ROWS` rows are shown.
     """
-    by_row: dict[str, dict[str, Score]] = {}
+    by_label: dict[str, dict[str, Score]] = {}
     for label, result in results.items():
-        for score in filter(keep, result.scores):
-            by_row.setdefault(f"{score.group} {score.metric}".strip(), {})[label] = score
-    if not by_row:
+        kept = filter(keep, result.scores)
+        by_label[label] = {f"{score.group} {score.metric}".strip(): score for score in kept}
+    all_rows = dict.fromkeys(row for scores in by_label.values() for row in scores)
+    if not all_rows:
         return []
 
-    rows = list(by_row)[:_MOST_ROWS]
+    rows = list(all_rows)[:_MOST_ROWS]
     height = 1.2 + (0.24 + 0.09 * len(results)) * len(rows)
     figure, (axes,) = new_figure(width=7.0, height=height)
     sentences = []
-    if len(by_row) > len(rows):
-        sentences.append(f"The first {len(rows)} of {len(by_row):,} rows.")
-        axes.set_title(sentences[0], fontsize=10)
-
-    looks = styles(results)
-    for number, (label, look) in enumerate(looks.items()):
-        offset = (number - (len(looks) - 1) / 2) * 0.7 / max(2, len(looks))
-        scores = {row: by_row[row][label] for row in rows if label in by_row[row]}
-        y = [rows.index(row) + offset for row in scores]
+    for number, (label, look) in enumerate(styles(results).items()):
+        offset = (number - (len(results) - 1) / 2) * 0.7 / max(2, len(results))
+        scores = {row: score for row, score in by_label[label].items() if row in rows}
         values = [score.value for score in scores.values()]
+        y = [rows.index(row) + offset for row in scores]
         axes.plot(values, y, **look | {"linestyle": "none"})
-        if scores:
-            spreads = np.transpose([score.error_bar for score in scores.values()])
-            bars = {"ecolor": look["color"], "elinewidth": 1}
-            axes.errorbar(values, y, xerr=spreads, fmt="none", **bars)
+        for score, height in zip(scores.values(), y):
+            if score.low is not None and score.high is not None:
+                ends = [score.low, score.high]
+                axes.plot(ends, [height, height], color=look["color"], linewidth=1)
         shown = [f"{score.value:.4g} {row}" for row, score in scores.items()]
         sentences.append(f"{label}: {', '.join(shown)}.")
 
     axes.set_yticks(range(len(rows)), [plain(row) for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlabel(plain(title, LONGEST_AXIS_LABEL))
-    if all(score.is_fraction for scores in by_row.values() for score in scores.values()):
+    if all(score.is_fraction for scores in by_label.values() for score in scores.values()):
         axes.set_xlim(*limits((), fraction=True))
     legend(figure)
     return [Picture(name, f"{title}. {' '.join(sentences)}", figure)]

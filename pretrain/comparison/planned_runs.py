@@ -21,11 +21,10 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.sections import as_dict
 from megatron_tape.data.indexed_dataset import dataset_paths
 from megatron_tape.data.inputs import missing_validation
-from megatron_tape.errors import ConfigError, FileError
+from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation import comparison_file
 from megatron_tape.evaluation.comparison_file import NAME, Comparison, FinishedRun
 from megatron_tape.evaluation.model_source import model_of_run
-from megatron_tape.evaluation.results import NAME as RESULTS
 from megatron_tape.evaluation.results import read_results
 from megatron_tape.evaluation.runner import hardware
 from megatron_tape.evaluation.task import Task
@@ -153,18 +152,13 @@ class ComparisonPlan:
         """Write the results of a run whose phases took `seconds` to `run.result`, and add them to
         `known`.
 
-        `device` is the model name of the GPU; None stands for the CPU. Raises FileError if a task
-        has no results.
+        `device` is the model name of the GPU; None stands for the CPU.
         """
         scores = []
         if run.evaluation is not None:
-            newest = max((run.directory / "evaluation").glob("step-*"), default=run.directory)
+            newest = max((run.directory / "evaluation").glob("step-*"))
             results = read_results(newest).tasks
             for task in self.tasks:
-                if task.name not in results:
-                    raise FileError(
-                        str(newest / RESULTS), f"has no results of {task.name}", "evaluate it again"
-                    )
                 scores += results[task.name].scores
 
         trained = read_run(run.directory)

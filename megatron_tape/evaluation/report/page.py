@@ -142,6 +142,7 @@ def page(
     `missing` names runs of the comparisons that are not finished.
     """
     sections = []
+    comparable = []
     titles = []
     sentences = []
     for comparison in comparisons:
@@ -156,7 +157,10 @@ def page(
     with model_encodings({label: encoding_of(config) for label, config in encodings.items()}):
         evaluated = dict.fromkeys(name for result in results.values() for name in result.tasks)
         for name in sorted(evaluated, key=[*TASKS, *sorted(evaluated)].index):
-            sections.append(_task_section(results, name))
+            section = _task_section(results, name)
+            sections.append(section)
+            if not section.warnings:
+                comparable.append(name)
         if runs:
             pictures = draw(curves(runs))
             warnings = training_warnings(runs)
@@ -164,7 +168,7 @@ def page(
 
     if results:
         titles.append(f"evaluation of {enumerated(list(results), 4)}")
-        sentences += _outcome(results)
+        sentences += _outcome(results, comparable)
     elif runs:
         titles.append(f"training of {enumerated(list(runs), 4)}")
         sentences.append(_ONE_RUN_EACH)
@@ -183,29 +187,28 @@ def page(
     )
 
 
-def _outcome(results: Mapping[str, Results]) -> list[str]:
+def _outcome(results: Mapping[str, Results], comparable: Sequence[str]) -> list[str]:
     """Return paragraphs: the best models by the first metric of each task, in how many scores a
-    model leads (see `leader`), and which models were evaluated."""
+    model leads (see `leader`), and which models were evaluated.
+
+    `comparable` names the tasks whose scores can be compared.
+    """
     findings = []
     compared = 0
     led = 0
-    for name in dict.fromkeys(name for result in results.values() for name in result.tasks):
-        evaluated = {label: result for label, result in results.items() if name in result.tasks}
-        if comparison_warnings(list(evaluated.values()), name):
-            continue
-        subjects = by_subject({label: result.tasks[name] for label, result in evaluated.items()})
-        ranking = {
-            subject: scores for subject, scores in subjects.items() if subject.better != "neither"
+    for name in comparable:
+        tasks = {
+            label: result.tasks[name] for label, result in results.items() if name in result.tasks
         }
-        values = {
-            subject: {label: score.value for label, score in scores.items()}
-            for subject, scores in ranking.items()
-        }
+        values = {}
+        for subject, scores in by_subject(tasks).items():
+            if subject.better != "neither":
+                values[subject] = {label: score.value for label, score in scores.items()}
+                compared += len(scores) > 1
+                led += leader(scores) is not None
         best = measured(values)
         if best is not None:
             findings.append(f"{title_of(name)}: {finding(best)}")
-        compared += sum(len(scores) > 1 for scores in ranking.values())
-        led += sum(leader(scores) is not None for scores in ranking.values())
 
     models = f"{counted(len(results), 'model')} evaluated: {enumerated(list(results), 6)}."
     if not compared:
