@@ -114,7 +114,13 @@ def plot_copying(axes: Axes, directory: Path) -> None:
     for number, (variant, label) in enumerate(COPYING.items()):
         centers = np.arange(len(blanks)) + (number - (len(COPYING) - 1) / 2) * width
         heights = [accuracies[variant, group] for group in blanks]
-        axes.bar(centers, heights, width, color=styles[variant]["color"], label=label)
+        axes.bar(
+            centers,
+            heights,
+            width,
+            color=styles[variant]["color"],
+            label=label,
+        )
     axes.axhline(CHANCE, color="gray", linestyle=":")
     axes.set_xticks(range(len(blanks)), blanks.values())
     axes.set(

@@ -131,7 +131,12 @@ def _parser() -> argparse.ArgumentParser:
         help="memory of one GPU in GiB (default: that of --gpu)",
     )
     gpu_help = "model of the GPUs, which determines memory and step time (default: %(default)s)"
-    add("--gpu", choices=KINDS, default="H100", help=gpu_help)
+    add(
+        "--gpu",
+        choices=KINDS,
+        default="H100",
+        help=gpu_help,
+    )
     search_help = (
         "list the ten fastest layouts that fit on --processes GPUs; a layout is a choice of"
         " tensor-, context- and pipeline-parallel sizes, virtual stages, ZeRO stage, micro-batch"

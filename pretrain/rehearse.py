@@ -34,7 +34,12 @@ def main(argv: list[str] | None = None) -> int:
         ),
     )
     processes_help = "number of GPUs (default: as many as one model replica needs)"
-    parser.add_argument("--processes", type=int, metavar="N", help=processes_help)
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help=processes_help,
+    )
     parser.add_argument(
         "--rank", type=int, metavar="R", default=0, help="rank to rehearse (default: 0)"
     )
@@ -48,7 +53,12 @@ def main(argv: list[str] | None = None) -> int:
     if not 0 <= rank < processes:
         raise ConfigError("--rank", f"is {rank}", f"give a number from 0 to {processes - 1}")
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(message)s",
+        stream=sys.stderr,
+        force=True,
+    )
     for noisy in ("DeepSpeed", "megatron", "torch"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")

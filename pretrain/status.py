@@ -243,14 +243,14 @@ def _state_after_end(last: AttemptRecord, queue: str | None) -> RunState:
 def _state_before_end(last: AttemptRecord, queue: str | None, now: float) -> RunState:
     # The clocks of the run's nodes may differ from those of this node and of the file system.
     beat = last.heartbeat
+    written_at = last.beaten_at if beat else last.claimed_at
+    silent = max(0.0, now - written_at)
+    allowed = STARTING_SECONDS
     if beat:
-        silent = now - last.beaten_at
-        limit = SILENT_SECONDS
-    else:
-        silent = now - last.claimed_at
-        limit = STARTING_SECONDS_OF_JOBS if queue == "RUNNING" else STARTING_SECONDS
-    silent = max(0.0, silent)
-    if silent > limit or queue == "":
+        allowed = SILENT_SECONDS
+    elif queue == "RUNNING":
+        allowed = STARTING_SECONDS_OF_JOBS
+    if silent > allowed or queue == "":
         explanation = f"no heartbeat from its processes for {duration(silent)}"
         if queue == "RUNNING":
             return RunState("stuck", False, f"{explanation}, although its job runs")
@@ -259,7 +259,8 @@ def _state_before_end(last: AttemptRecord, queue: str | None, now: float) -> Run
         return RunState("starting", True)
 
     idle = silent + beat["time"] - beat["since"]
-    if idle > beat.get("hang_timeout", idle):
+    limit = beat.get("hang_timeout")
+    if limit is not None and idle > limit:
         return RunState("stuck", False, f"no progress for {duration(idle)} while {beat['phase']}")
     return RunState("running", True, f"{beat['phase']}, for {duration(idle)}")
 

@@ -188,7 +188,12 @@ def _abort_process_groups() -> None:
 def load_libraries(config: RunConfig, is_rank_0: bool) -> None:
     """Set the environment variables and log levels of the libraries, and import torch."""
     level = logging.INFO if is_rank_0 else logging.ERROR
-    logging.basicConfig(level=level, format="%(asctime)s %(message)s", datefmt=LOG_TIME, force=True)
+    logging.basicConfig(
+        level=level,
+        format="%(asctime)s %(message)s",
+        datefmt=LOG_TIME,
+        force=True,
+    )
     for noisy in ("DeepSpeed", "megatron", "torch", "numba", "matplotlib"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     # Megatron warns that Transformer Engine and Apex are missing.

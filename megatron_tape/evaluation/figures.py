@@ -205,7 +205,8 @@ def new_figure(
     matplotlib.rcParams["text.parse_math"] = False
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, columns, squeeze=False, **subplots).ravel().tolist()
+    grid = figure.subplots(rows, columns, squeeze=False, **subplots)
+    axes = grid.ravel().tolist()
     for one in axes:
         one.spines[["top", "right"]].set_visible(False)
         one.grid(True, linewidth=0.6, alpha=0.6)
@@ -249,7 +250,13 @@ def curve(
     if low is not None and high is not None:
         distances = np.clip([values - _numbers(low), _numbers(high) - values], 0, None)
         bars = {"ecolor": style["color"], "elinewidth": 1, "capsize": 2.5, "alpha": 0.8}
-        axes.errorbar(x, values, distances, fmt="none", **bars)
+        axes.errorbar(
+            x,
+            values,
+            distances,
+            fmt="none",
+            **bars,
+        )
 
 
 def length_axis(axes: Axes, lengths: Iterable[int]) -> None:
@@ -321,7 +328,13 @@ def legend(figure: Figure) -> None:
     rows = math.ceil(len(handles) / columns)
     figure.set_figheight(figure.get_figheight() + 0.2 * rows + 0.1)
     look = {"frameon": False, "fontsize": 9, "handlelength": 2.4}
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=columns, **look)
+    figure.legend(
+        handles.values(),
+        handles,
+        loc="outside lower center",
+        ncols=columns,
+        **look,
+    )
 
 
 def heat_map(
@@ -360,9 +373,22 @@ def heat_map(
             text = "\N{MULTIPLICATION SIGN}" if np.isnan(value) else f"{value:.2f}"
             luminance = np.dot(image.to_rgba(value)[:3], (0.299, 0.587, 0.114))
             color = ON_LIGHT if luminance > 0.5 or np.isnan(value) else ON_DARK
-            axes.text(column, row, text, ha="center", va="center", fontsize=8, color=color)
+            axes.text(
+                column,
+                row,
+                text,
+                ha="center",
+                va="center",
+                fontsize=8,
+                color=color,
+            )
     if bar is not None:
-        drawn: Any = axes.figure.colorbar(image, ax=[axes], label=bar, pad=0.02)
+        drawn: Any = axes.figure.colorbar(
+            image,
+            ax=[axes],
+            label=bar,
+            pad=0.02,
+        )
         drawn.outline.set_visible(False)
         drawn.ax.tick_params(labelsize=8)
 
@@ -372,7 +398,12 @@ def png(picture: Picture) -> bytes:
     content = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such as for characters missing in the font
-        picture.figure.savefig(content, format="png", dpi=DOTS_PER_INCH, facecolor="white")
+        picture.figure.savefig(
+            content,
+            format="png",
+            dpi=DOTS_PER_INCH,
+            facecolor="white",
+        )
     return content.getvalue()
 
 

@@ -160,7 +160,12 @@ def by_group(
         for score, height in zip(scores.values(), y):
             if score.low is not None and score.high is not None:
                 ends = [score.low, score.high]
-                axes.plot(ends, [height, height], color=look["color"], linewidth=1)
+                axes.plot(
+                    ends,
+                    [height, height],
+                    color=look["color"],
+                    linewidth=1,
+                )
         shown = [f"{score.value:.4g} {row}" for row, score in scores.items()]
         sentences.append(f"{label}: {', '.join(shown)}.")
 

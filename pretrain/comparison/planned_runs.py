@@ -214,7 +214,12 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> ComparisonPl
             "remove this setting",
         )
     evaluation = _evaluation(options, base)
-    check(base, Level.START, processes=1, extends=False)
+    check(
+        base,
+        Level.START,
+        processes=1,
+        extends=False,
+    )
     tasks = []
     if evaluation is not None:
         tasks = evaluate.read_command([*evaluation, "--model", str(output)])[1]
@@ -350,7 +355,12 @@ def _check_model(run: PlannedRun) -> None:
     it.
     """
     config = run.config
-    check(config, Level.SETTINGS, processes=1, extends=False)
+    check(
+        config,
+        Level.SETTINGS,
+        processes=1,
+        extends=False,
+    )
     if run.evaluation is None:
         return
     if encoding_of(config.model).exports_to is None:

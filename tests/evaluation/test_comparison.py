@@ -42,7 +42,14 @@ ONE_SEED = {"rope": {1: 0.5}, "tape": {1: 0.6}}
 
 
 def score(value, metric="accuracy", better="higher", group="IID", task="selective_copy", **others):
-    return Score(metric, value, better, group=group, task=task, **others)
+    return Score(
+        metric,
+        value,
+        better,
+        group=group,
+        task=task,
+        **others,
+    )
 
 
 def run(variant, seed, *scores):
@@ -149,7 +156,15 @@ def test_a_task_has_one_table_with_a_column_for_each_condition_as_the_task_names
 
 def test_lengths_are_columns_and_so_are_metrics_of_the_training():
     lengths = [
-        score(1.0, "loss", "lower", "books", "perplexity", length=length) for length in (64, 128)
+        score(
+            1.0,
+            "loss",
+            "lower",
+            "books",
+            "perplexity",
+            length=length,
+        )
+        for length in (64, 128)
     ]
     training = [
         score(2.0, name, "lower", "", "training") for name in ("validation loss", "seconds")
@@ -213,7 +228,15 @@ def finding_of(values):
     for number, length in enumerate((64, 128, 256, 512, 1024)):
         losses = {label: of[number] for label, of in values.items() if number < len(of)}
         if losses:
-            scores[score(0.0, "loss", "lower", "", length=length)] = losses
+            scores[
+                score(
+                    0.0,
+                    "loss",
+                    "lower",
+                    "",
+                    length=length,
+                )
+            ] = losses
     return finding(measured(scores))
 
 
@@ -347,7 +370,14 @@ def test_text_from_files_is_escaped_in_markdown_and_on_the_page(metrics):
         " https://h.org"
     )
     scores = [
-        score(0.5, f"{odd} {number}", group=odd, unit=odd, task=odd) for number in range(metrics)
+        score(
+            0.5,
+            f"{odd} {number}",
+            group=odd,
+            unit=odd,
+            task=odd,
+        )
+        for number in range(metrics)
     ]
     runs = [
         replace(run(odd, seed, *scores), hardware=odd, data={odd: str(seed)}) for seed in (1, 2)

@@ -139,7 +139,15 @@ def test_sections_have_scores_curves_pictures_and_notes(compared):
 
 def losses(value, *, vocab_size=9, digest=None, key_tokens=None):
     """Return results of a loss task, with the record of the scored tokens if `digest` is given."""
-    scores = [score("gain", value, "higher", unit="nats per token", length=512)]
+    scores = [
+        score(
+            "gain",
+            value,
+            "higher",
+            unit="nats per token",
+            length=512,
+        )
+    ]
     details = {}
     if digest is not None:
         details["scored"] = {"books": {"count": 512, "digest": digest}}
@@ -173,7 +181,14 @@ def test_scores_over_different_tokens_have_a_warning(tmp_path, first, second, wa
 def test_settings_without_effect_on_scores_have_no_warning(tmp_path):
     def shiny(path, digest, **changes):
         settings = {"samples": 1, "data": path, "batch_size": len(path)}
-        return {"shiny": task([score()], settings=settings, data={path: digest}, **changes)}
+        return {
+            "shiny": task(
+                [score()],
+                settings=settings,
+                data={path: digest},
+                **changes,
+            )
+        }
 
     page = evaluated(tmp_path, x=shiny("a/x", "0"), y=shiny("b", "0"))
     assert "comparable" not in page.sections["Shiny"]
@@ -212,7 +227,13 @@ def test_lengths_of_a_metric_follow_each_other(tmp_path):
 def test_the_first_sentences_name_the_best_model_or_say_that_none_leads(tmp_path, spread, first):
     def perplexity(*values):
         scores = [
-            score("loss", value, length=length, low=value - spread, high=value + spread)
+            score(
+                "loss",
+                value,
+                length=length,
+                low=value - spread,
+                high=value + spread,
+            )
             for length, value in zip((64, 128), values)
         ]
         return {"perplexity": task(scores)}
@@ -326,7 +347,13 @@ class _Drawn(Task):
         for label in results:
             figures.curve(left, looks[label], LENGTHS, [1, 2, None], [0.5, 2.5, None], [2, 3, None])
         figures.length_axis(left, LENGTHS)
-        figures.heat_map(right, [[0.0, 1.0], [None, 0.25]], ["0 %", "100 %"], LENGTHS[:2], bar="x")
+        figures.heat_map(
+            right,
+            [[0.0, 1.0], [None, 0.25]],
+            ["0 %", "100 %"],
+            LENGTHS[:2],
+            bar="x",
+        )
         figures.legend(figure)
         colors = [looks[label]["color"] for label in results]
         return [Picture("drawn", f"{', '.join(results)} in {', '.join(colors)}.", figure)]

@@ -94,7 +94,12 @@ def test_a_run_that_does_not_exist_cannot_be_chosen(recipe, tmp_path):
 
 def test_variants_may_differ_in_how_they_learn_and_seeds_begin_anywhere(recipe, tmp_path):
     encodings = "rope,rope+optimizer.lr=0.1+schedule.kind=constant"
-    plan = plan_of(recipe, tmp_path / "out", encodings=encodings, seeds="7-8")
+    plan = plan_of(
+        recipe,
+        tmp_path / "out",
+        encodings=encodings,
+        seeds="7-8",
+    )
     assert [run.seed for run in plan.runs] == [7, 7, 8, 8]
     assert [run.config.train.seed for run in plan.runs] == [7, 7, 8, 8]
     learning = [(run.config.optimizer.lr, run.config.schedule.kind) for run in plan.runs[:2]]
@@ -107,7 +112,12 @@ def test_check_does_not_import_torch_and_counts_the_runs(recipe, tmp_path):
         " sys.modules)"
     )
     command = [sys.executable, "-c", program, *arguments(recipe, tmp_path / "out", "--check")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     first, second = done.stdout.splitlines()
     assert first.startswith("4 runs, 0 finished, output in ")
     assert second == "0 False" and not (tmp_path / "out").exists()
@@ -169,7 +179,14 @@ class FakePrograms:
 def run_jobs(runs, programs, slots=2, **options):
     """Execute runs with simulated programs; return the jobs and the names of the finished runs."""
     names = []
-    jobs = Jobs(runs, slots, programs, lambda run, _: names.append(run.name), pause=0, **options)
+    jobs = Jobs(
+        runs,
+        slots,
+        programs,
+        lambda run, _: names.append(run.name),
+        pause=0,
+        **options,
+    )
     jobs.run()
     return jobs, names
 
@@ -472,7 +489,14 @@ def test_each_program_uses_one_gpu_and_its_own_process(tmp_path, monkeypatch):
     log = tmp_path / "x" / "log.txt"
     for slot, (arguments, status) in enumerate(([["--x", "1"], 2], [[], 0])):
         gpus = ["GPU-a", "GPU-b"]
-        process = start_program("shown", arguments, log, slot, gpus=gpus, lock=0)
+        process = start_program(
+            "shown",
+            arguments,
+            log,
+            slot,
+            gpus=gpus,
+            lock=0,
+        )
         assert process.wait(120) == status
     assert log.read_text() == "['--x', '1'] GPU-a\n[] GPU-b\n"
 
@@ -491,7 +515,12 @@ def test_a_recipe_can_run_and_its_evaluation_fits_the_model(name, tmp_path):
             settings = evaluate.read_command(command)[1][0].settings
         assert (settings.data, settings.split) == (config.data.prefix, config.data.split)
         return
-    plan = plan_of(file, tmp_path, encodings="rope,tape", seeds=3)
+    plan = plan_of(
+        file,
+        tmp_path,
+        encodings="rope,tape",
+        seeds=3,
+    )
     assert len(plan.runs) == 6
     (task,) = plan.tasks
     generator = config.data.generator

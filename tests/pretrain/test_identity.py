@@ -133,7 +133,13 @@ def test_later_programs_use_the_tokenizer_from_the_start_of_the_run(work, capfd)
         assert load_tokenizer(output).digest == original.digest
     assert perplexity("run", "exported", "work/held_out.jsonl") == pytest.approx(before, rel=1e-6)
     # A tokenizer on the command line is compared with the run's.
-    error = export("work/moved", "bad", "--tokenizer", "work/b", exits=2)
+    error = export(
+        "work/moved",
+        "bad",
+        "--tokenizer",
+        "work/b",
+        exits=2,
+    )
     assert "encodes text in another way than the one that trained the model" in error
     export("work/moved", "good", "--tokenizer", "run")
 
@@ -214,7 +220,13 @@ def test_a_base_without_a_tokenizer_uses_the_record_of_its_data(work, capfd):
         capfd.readouterr()
         assert extend("run", "others", *tokenizer) == 2
         assert "encodes text in another way" in capfd.readouterr().err
-    error = export("run", "bad", "--tokenizer", "b", exits=2)
+    error = export(
+        "run",
+        "bad",
+        "--tokenizer",
+        "b",
+        exits=2,
+    )
     assert "encodes text in another way" in error
     export("run", "good", "--tokenizer", "a")
 

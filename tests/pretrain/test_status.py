@@ -27,7 +27,13 @@ BEAT = {
 
 def record(claimed_at=NOW - 600, beaten_at=NOW - 3, **known):
     facts = {"started": claimed_at + FAST, "job": "5"}
-    return AttemptRecord(1, facts, claimed_at=claimed_at, beaten_at=beaten_at, **known)
+    return AttemptRecord(
+        1,
+        facts,
+        claimed_at=claimed_at,
+        beaten_at=beaten_at,
+        **known,
+    )
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,12 @@ for given in sys.argv[2:]:
 
 def test_mistakes_end_in_one_sentence_before_torch_is_imported(data):
     command = [sys.executable, "-c", EACH, f"--config {RECIPE} --data.prefix {data}/a", *MISTAKES]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    done = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout.splitlines() == ["2 False"] * len(MISTAKES)
     for error, reported in zip(done.stderr.splitlines(), MISTAKES.values(), strict=True):
         assert error.startswith("error: ") and reported in error

@@ -187,7 +187,13 @@ def picture(by_metric: ByMetric, variants: Sequence[str]) -> list[Picture]:
     labels = list(variants)
     looks = figures.variant_styles(labels)
     height = 0.9 + 0.28 * len(labels)
-    figure, panels = figures.panels(len(shown), 2, width=5.4, height=height, sharey=True)
+    figure, panels = figures.panels(
+        len(shown),
+        2,
+        width=5.4,
+        height=height,
+        sharey=True,
+    )
     kind = "One run of each variant"
     descriptions = []
     for axes, metric in zip(panels, shown):
@@ -199,7 +205,12 @@ def picture(by_metric: ByMetric, variants: Sequence[str]) -> list[Picture]:
             axes.plot(values, [y] * len(values), **look | {"linestyle": "none", "alpha": 0.7})
             if len(values) > 1:
                 kind = "Each point is a seed, and each line a mean"
-                axes.plot([result.mean] * 2, [y - 0.35, y + 0.35], color=look["color"], linewidth=2)
+                axes.plot(
+                    [result.mean] * 2,
+                    [y - 0.35, y + 0.35],
+                    color=look["color"],
+                    linewidth=2,
+                )
             means.append(f"{result.variant} {result.mean:.4g}")
 
         title = tables.subject_name(metric)
