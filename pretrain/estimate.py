@@ -64,8 +64,8 @@ def main(argv: list[str] | None = None) -> int:
             "--gpu-memory", f"is {options.gpu_memory}", "give a number of GiB above 0"
         )
     if options.search:
-        given = {setting.partition("=")[0] for setting in settings}
-        searched = [name for name in CHOSEN if f"--{name}" in given]
+        options_given = {setting.partition("=")[0] for setting in settings}
+        searched = [name for name in CHOSEN if f"--{name}" in options_given]
         if searched:
             raise ConfigError(
                 "--search", f"chooses {', '.join(searched)} itself", "remove these settings"

@@ -207,11 +207,11 @@ def new_figure(
     FigureCanvasAgg(figure)
     grid = figure.subplots(rows, columns, squeeze=False, **subplots)
     axes = grid.ravel().tolist()
-    for one in axes:
-        one.spines[["top", "right"]].set_visible(False)
-        one.grid(True, linewidth=0.6, alpha=0.6)
-        one.set_axisbelow(True)
-        one.tick_params(labelsize=9)
+    for panel in axes:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(True, linewidth=0.6, alpha=0.6)
+        panel.set_axisbelow(True)
+        panel.tick_params(labelsize=9)
     return figure, axes
 
 
@@ -219,8 +219,8 @@ def panels(count: int, columns: int = 3, **options: Any) -> tuple[Figure, list[A
     """Return a figure with `count` axes in rows of at most `columns`."""
     columns = max(1, min(count, columns))
     figure, axes = new_figure(math.ceil(count / columns), columns, **options)
-    for one in axes[count:]:
-        one.remove()
+    for unused in axes[count:]:
+        unused.remove()
     return figure, axes[:count]
 
 
@@ -228,8 +228,8 @@ def model_panels(labels: Iterable[str], **options: Any) -> tuple[Figure, list[Ax
     """Return a figure with one titled panel for each model."""
     labels = list(labels)
     figure, axes = panels(len(labels), **options)
-    for one, label in zip(axes, labels):
-        one.set_title(plain(label, LONGEST_LABEL), fontsize=10)
+    for panel, label in zip(axes, labels):
+        panel.set_title(plain(label, LONGEST_LABEL), fontsize=10)
     return figure, axes
 
 

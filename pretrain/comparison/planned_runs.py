@@ -233,11 +233,11 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> ComparisonPl
     runs = []
     for variant in variants:
         try:
-            of_variant = [_plan_run(variant, seed, recipe, base, evaluation) for seed in seeds]
-            _check_model(of_variant[0])
+            variant_runs = [_plan_run(variant, seed, recipe, base, evaluation) for seed in seeds]
+            _check_model(variant_runs[0])
         except ConfigError as error:
             raise error.at(variant.label) from None
-        runs += of_variant
+        runs += variant_runs
     # All variants with the first seed come first, so that they can be compared early.
     runs.sort(key=lambda run: run.seed)
 

@@ -91,13 +91,6 @@ def test_means_spreads_and_differences_are_over_the_seeds():
     assert nope.difference.count == 2 and nope.difference.mean == pytest.approx(-0.25)
 
 
-@pytest.mark.parametrize("baseline", ["tape", "fox"])
-def test_a_baseline_is_chosen_and_may_be_missing(baseline):
-    (results,) = results_by_metric(comparison(baseline=baseline)).values()
-    compared = [result.variant for result in results if result.difference is not None]
-    assert compared == (["rope", "nope<b>"] if baseline == "tape" else [])
-
-
 def test_a_table_has_a_row_for_each_variant_and_marks_missing_values():
     values = {"rope": {1: 1.0, 2: 1.0}, "tape": {1: 1.0, 2: 1.0}, "nope": {1: 0.5}}
     (table,) = tables_of(comparison(values))

@@ -306,7 +306,6 @@ def test_long_curves_are_thinned_evenly(tmp_path, monkeypatch):
     "content, problem",
     [
         ("{", "it is not JSON"),
-        (json.dumps({**results(), "format": 2}), "format: "),
         (json.dumps(results(tasks={"x": {"settings": {}}})), "tasks.x.data: "),
         (json.dumps(results()).replace("10.0", "NaN"), "NaN is not a finite number"),
     ],

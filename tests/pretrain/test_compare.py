@@ -69,7 +69,6 @@ def plan_of(recipe, output, *others, **changes):
         ("rope+token_mixing=full", (), "model.token_mixing"),
         ("rope,tape+gate_input=mpl", (), "model.position.gate_input"),
         ("rope+train.steps=3", (), "model.train.steps"),
-        ("rope+optimizer.lr=-1", (), "optimizer.lr"),
         ("rope,tape+seq_length=8", (), "data.generator"),
         *((VARIANTS, (f"--seeds={text}",), "--seeds") for text in ("0", "3-2", "x", "1-")),
         (VARIANTS, ("--checkpoint.directory=x",), "checkpoint.directory"),

@@ -90,7 +90,7 @@ def task_tables(by_metric: ByMetric, baseline: str) -> list[Table]:
     shared: dict[tuple[str, ...], dict[str, dict[str, Score]]] = {}
     for row, by_column in rows.items():
         shared.setdefault(tuple(by_column), {})[row] = by_column
-    return [_task_table(by_metric, of_columns, baseline) for of_columns in shared.values()]
+    return [_task_table(by_metric, same_columns, baseline) for same_columns in shared.values()]
 
 
 def _task_table(
@@ -109,7 +109,8 @@ def _task_table(
             label = tables.text(variant)
             if len(set(seeds.values())) > 1:
                 label = replace(label, detail=counted(count, "seed"))
-            cells.append([label, *(_cell(by_metric, of, variant) for of in by_column.values())])
+            values = [_cell(by_metric, metric, variant) for metric in by_column.values()]
+            cells.append([label, *values])
             row_groups.append(row)
 
     caption = f"Below each value: the difference from {baseline}."

@@ -86,7 +86,7 @@ class Measured:
         by_range: dict[str, list[str]] = {}
         for condition in conditions:
             by_range.setdefault(self._range(labels, [condition]), []).append(condition)
-        return enumerated([shown + at(those) for shown, those in by_range.items()])
+        return enumerated([shown + at(conditions) for shown, conditions in by_range.items()])
 
     def _range(self, labels: Sequence[str], conditions: Sequence[str]) -> str:
         values = [self.values[condition][label] for condition in conditions for label in labels]
@@ -114,9 +114,9 @@ def measured(scores: Mapping[Score, Mapping[str, float]], prefix: str = "") -> M
     else:
         values = {location(subject): scores[subject] for subject in subjects}
 
-    found = Measured(f"{prefix} {first.metric}".strip(), first.better, values)
-    if found.labels:
-        return found
+    result = Measured(f"{prefix} {first.metric}".strip(), first.better, values)
+    if result.labels:
+        return result
     return None
 
 

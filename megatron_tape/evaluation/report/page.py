@@ -297,9 +297,9 @@ def _task_section(results: Mapping[str, Results], name: str) -> Section:
         for note in task.notes:
             labels.setdefault(note, []).append(label)
     notes = []
-    for note, those in labels.items():
-        if len(those) < len(tasks):
-            note = f"{enumerated(those)}: {note}"
+    for note, noted in labels.items():
+        if len(noted) < len(tasks):
+            note = f"{enumerated(noted)}: {note}"
         notes.append(note)
     return Section(title_of(name), score_table(tasks, not warnings), pictures, warnings, notes)
 
