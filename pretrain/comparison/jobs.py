@@ -21,6 +21,10 @@ from pretrain.comparison.planned_runs import PlannedRun
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
+_PRINT_GPUS = (
+    "import torch\n"
+    "for index in range(torch.cuda.device_count()): print(torch.cuda.get_device_name(index))"
+)
 
 
 def start_program(
@@ -58,18 +62,16 @@ def find_gpus() -> tuple[list[str], str | None]:
     """Return the GPUs, named as in CUDA_VISIBLE_DEVICES, and the model name of the first one, or
     None without GPUs.
     """
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        names = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
-    except FileNotFoundError:
-        names = []
-    gpus = [str(index) for index in range(len(names))]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        gpus = list(filter(None, visible.split(",")))
-    if not names or not gpus:
+    if not Path("/dev/nvidiactl").exists() or visible == "":
         return [], None
-    return gpus, names[0]
+    # In another process, since counting them here would initialize CUDA.
+    command = [sys.executable, "-c", _PRINT_GPUS]
+    names = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    gpus = [str(index) for index in range(len(names))]
+    if visible:
+        gpus = visible.split(",")[: len(names)]
+    return gpus, next(iter(names), None)
 
 
 @dataclass

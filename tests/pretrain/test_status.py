@@ -40,7 +40,6 @@ def record(claimed_at=NOW - 600, beaten_at=NOW - 3, **known):
     "last, queue, name, well",
     [
         (record(heartbeat=BEAT), "RUNNING", "running", True),
-        (record(heartbeat=BEAT), None, "running", True),
         (record(heartbeat=BEAT | {"since": NOW - 101 + FAST}), "RUNNING", "stuck", False),
         (record(heartbeat=BEAT, beaten_at=NOW - 61), "RUNNING", "stuck", False),
         (record(heartbeat=BEAT, beaten_at=NOW - 61), None, "gone", False),
@@ -54,7 +53,6 @@ def record(claimed_at=NOW - 600, beaten_at=NOW - 3, **known):
         (record(outcome="interrupted", message="USR1"), "", "stopped", False),
         (record(outcome="interrupted", message="USR1"), None, "interrupted", True),
         (record(outcome="failed", message="x"), "", "failed", False),
-        (record(outcome="failed", message="x"), "PENDING", "waiting", True),
         (record(outcome="unready", message="x"), "", "failed", False),
         (
             record(outcome="refused", verdict={"verdict": "stop", "reason": "bad"}),
