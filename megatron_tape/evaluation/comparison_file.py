@@ -27,6 +27,10 @@ from megatron_tape.evaluation.results import Number, Score, Whole, read_dataclas
 from megatron_tape.evaluation.statistics import PairedTest, holm, paired_t
 from megatron_tape.evaluation.task import Task
 from megatron_tape.io.records import write_record
+from megatron_tape.planning.flops import flops_per_token
+from megatron_tape.planning.parameters import parameter_count
+from megatron_tape.run.curves import Run
+from megatron_tape.run.metrics import TOKENS_PER_SECOND, VALIDATION_LOSS
 
 NAME = "comparison.json"
 TRAINING = "training"
@@ -211,31 +215,24 @@ def _variant_results(by_variant: dict[str, dict[int, float]], baseline: str) -> 
     ]
 
 
-def training_scores(
-    config: RunConfig,
-    speed: float | None,
-    validation_loss: float | None,
-    parameters: int,
-    flops_per_token: int,
-) -> list[Score]:
-    """Return scores of the training itself: validation loss, time per step, parameters and
-    floating-point operations.
-
-    `speed` is the median of tokens per second, and `validation_loss` that after the last step; None
-    if not measured.
+def training_scores(config: RunConfig, run: Run) -> list[Score]:
+    """Return scores of the training itself: the validation loss after the last step, time per step,
+    parameters and floating-point operations.
     """
     train = config.train
-    length = config.model.seq_length
-    teraflops = flops_per_token * train.samples_after(train.steps) * length / 1e12
-    scores = []
-    if validation_loss is not None:
-        unit = "nats per token"
-        scores.append(Score("validation loss", validation_loss, "lower", unit=unit, task=TRAINING))
-    if speed:
-        seconds = train.global_batch_size * length / speed
-        scores.append(Score("seconds per step", seconds, "lower", unit="s", task=TRAINING))
-    return [
-        *scores,
-        Score("parameters", float(parameters), "neither", task=TRAINING),
+    tokens = train.samples_after(train.steps) * config.model.seq_length
+    teraflops = flops_per_token(config.model) * tokens / 1e12
+    parameters = float(parameter_count(config.model))
+    scores = [
+        Score("parameters", parameters, "neither", task=TRAINING),
         Score("arithmetic", teraflops, "neither", unit="TFLOP", task=TRAINING),
     ]
+    speed = run.curve(TOKENS_PER_SECOND).median
+    if speed:
+        seconds = train.global_batch_size * config.model.seq_length / speed
+        scores.insert(0, Score("seconds per step", seconds, "lower", unit="s", task=TRAINING))
+    step, loss = run.curve(VALIDATION_LOSS).last or (0, None)
+    if loss is not None and step == train.steps:
+        score = Score("validation loss", loss, "lower", unit="nats per token", task=TRAINING)
+        scores.insert(0, score)
+    return scores

@@ -31,11 +31,8 @@ from megatron_tape.evaluation.task import Task
 from megatron_tape.io.files import fingerprint
 from megatron_tape.io.records import read_yaml
 from megatron_tape.io.versions import versions_with_commit
-from megatron_tape.planning.flops import flops_per_token
-from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import ENCODINGS, encoding_of
 from megatron_tape.run.curves import SETTINGS, read_run
-from megatron_tape.run.metrics import TOKENS_PER_SECOND, VALIDATION_LOSS
 from pretrain import evaluate
 
 OPTION = "--encodings"
@@ -161,16 +158,7 @@ class ComparisonPlan:
             for task in self.tasks:
                 scores += results[task.name].scores
 
-        trained = read_run(run.directory)
-        model = run.config.model
-        step, loss = trained.curve(VALIDATION_LOSS).last or (0, None)
-        scores += comparison_file.training_scores(
-            run.config,
-            speed=trained.curve(TOKENS_PER_SECOND).median,
-            validation_loss=loss if step == run.config.train.steps else None,
-            parameters=parameter_count(model),
-            flops_per_token=flops_per_token(model),
-        )
+        scores += comparison_file.training_scores(run.config, read_run(run.directory))
 
         files = [file for task in self.tasks for file in task.inputs()]
         for prefix in blend(run.config.data.prefix)[0]:
