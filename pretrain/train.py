@@ -92,7 +92,13 @@ def supervised(config: RunConfig, extends: bool, trains: "ParameterFilter | None
         return EXIT_RESTART
 
 
-def _check(config: RunConfig, watch: Watch, extends: bool, rank: int, size: int) -> int | None:
+def _check(
+    config: RunConfig,
+    watch: Watch,
+    extends: bool,
+    rank: int,
+    size: int,
+) -> int | None:
     """Check the run; return the exit status if it cannot start, otherwise None."""
     try:
         level = Level.SETTINGS
@@ -115,7 +121,11 @@ def _check(config: RunConfig, watch: Watch, extends: bool, rank: int, size: int)
 
 
 def _train(
-    config: RunConfig, watch: Watch, extends: bool, trains: "ParameterFilter | None", rank: int
+    config: RunConfig,
+    watch: Watch,
+    extends: bool,
+    trains: "ParameterFilter | None",
+    rank: int,
 ) -> str | None:
     """Train; return why the run stopped before its end, or None if it is finished."""
     load_libraries(config, is_rank_0=rank == 0)

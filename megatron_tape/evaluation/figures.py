@@ -57,7 +57,8 @@ readers.
 """
 SHADES = ("#2a78c8", "#8a6fc0", "#c8588e", "#d97a20")
 """Colors of an ordered series, such as layers, from first to last."""
-ON_DARK, ON_LIGHT = "#fdfdfd", "#050505"
+ON_DARK = "#fdfdfd"
+ON_LIGHT = "#050505"
 """Text colors on dark and light cells of a heat map."""
 CELLS_WITH_TEXT = 144
 """Maximum number of cells of a heat map that shows the values."""
@@ -249,7 +250,12 @@ def curve(
     axes.plot(x, values, **style)
     if low is not None and high is not None:
         distances = np.clip([values - _numbers(low), _numbers(high) - values], 0, None)
-        bars = {"ecolor": style["color"], "elinewidth": 1, "capsize": 2.5, "alpha": 0.8}
+        bars = {
+            "ecolor": style["color"],
+            "elinewidth": 1,
+            "capsize": 2.5,
+            "alpha": 0.8,
+        }
         axes.errorbar(
             x,
             values,
@@ -265,8 +271,8 @@ def length_axis(axes: Axes, lengths: Iterable[int]) -> None:
     """
     from matplotlib.ticker import NullLocator
 
-    shown = sorted(set(lengths))
-    shown = shown[:: math.ceil(len(shown) / 10) or 1]
+    known = sorted(set(lengths))
+    shown = known[:: math.ceil(len(known) / 10) or 1]
     axes.set_xscale("log", base=2)
     axes.set_xticks(shown, [length_name(length) for length in shown])
     axes.xaxis.set_minor_locator(NullLocator())

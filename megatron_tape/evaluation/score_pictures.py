@@ -39,7 +39,11 @@ _MOST_ROWS = 60
 
 
 def by_length(
-    results: Results, metric: str, name: str, axis: str, steep: float = math.inf
+    results: Results,
+    metric: str,
+    name: str,
+    axis: str,
+    steep: float = math.inf,
 ) -> list[Picture]:
     """Return a picture of a metric by context length, with intervals; an empty list if no model has
     the metric.
@@ -113,7 +117,11 @@ def by_position(results: Results, name: str) -> list[Picture]:
 
 
 def _panels(
-    groups: list[str], name: str, title: str, axis: str, draw: Callable[[Axes, str], list[str]]
+    groups: list[str],
+    name: str,
+    title: str,
+    axis: str,
+    draw: Callable[[Axes, str], list[str]],
 ) -> list[Picture]:
     if not groups:
         return []
@@ -134,7 +142,10 @@ def _panels(
 
 
 def by_group(
-    results: Results, keep: Callable[[Score], bool], name: str, title: str
+    results: Results,
+    keep: Callable[[Score], bool],
+    name: str,
+    title: str,
 ) -> list[Picture]:
     """Return a picture of the scores that `keep` selects, a row per group and metric; no picture
     without scores. At most the first `_MOST_ROWS` rows are shown.

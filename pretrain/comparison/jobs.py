@@ -28,7 +28,13 @@ _PRINT_GPUS = (
 
 
 def start_program(
-    module: str, arguments: list[str], log: Path, slot: int, *, gpus: list[str], lock: int
+    module: str,
+    arguments: list[str],
+    log: Path,
+    slot: int,
+    *,
+    gpus: list[str],
+    lock: int,
 ) -> subprocess.Popen:
     """Start the `main` of a module, and append its output to `log`.
 
@@ -155,7 +161,12 @@ class Jobs:
                 run = self._waiting.pop(0)
                 self._active[slot] = _Active(run, self._start_phase(run, 0, slot))
 
-    def _start_phase(self, run: PlannedRun, phase: int, slot: int) -> subprocess.Popen:
+    def _start_phase(
+        self,
+        run: PlannedRun,
+        phase: int,
+        slot: int,
+    ) -> subprocess.Popen:
         _, module, arguments = run.phases[phase]
         return self._start(module, arguments, run.log, slot)
 

@@ -145,7 +145,12 @@ class ComparisonPlan:
         finished = {run.name for run in self.known.runs}
         return [run for run in self.runs if (run.variant.label, run.seed) not in finished]
 
-    def record(self, run: PlannedRun, seconds: float, device: str | None) -> None:
+    def record(
+        self,
+        run: PlannedRun,
+        seconds: float,
+        device: str | None,
+    ) -> None:
         """Write the results of a run whose phases took `seconds` to `run.result`, and add them to
         `known`.
 
@@ -285,7 +290,11 @@ def parse_seeds(text: str) -> range:
 
 
 def _plan_run(
-    variant: Variant, seed: int, recipe: list[str], base: RunConfig, evaluation: list[str] | None
+    variant: Variant,
+    seed: int,
+    recipe: list[str],
+    base: RunConfig,
+    evaluation: list[str] | None,
 ) -> PlannedRun:
     """Return the run of a variant with one seed. `recipe` are the arguments of all runs.
 

@@ -84,7 +84,8 @@ def task_tables(by_metric: ByMetric, baseline: str) -> list[Table]:
             row = ", ".join(filter(None, (row, metric.group)))
             column = f"{metric.length:,} tokens"
         elif not column:
-            row, column = "", row
+            column = row
+            row = ""
         rows.setdefault(row, {})[column] = metric
 
     shared: dict[tuple[str, ...], dict[str, dict[str, Score]]] = {}
