@@ -14,7 +14,6 @@ import argparse
 from collections.abc import Callable
 
 from megatron_tape import command_line
-from megatron_tape.errors import UserError
 
 
 def main() -> None:
@@ -23,19 +22,17 @@ def main() -> None:
     arguments.pop("convert")(**arguments)
 
 
-def to_hf(output: str, adapter: bool, results: list[str], **options) -> None:
+def to_hf(output: str, adapter: bool, **options) -> None:
     """Export a checkpoint of this project as a Hugging Face model, or as an adapter for peft."""
-    if not adapter:
+    if adapter:
+        from megatron_tape.huggingface.export.to_peft import export_adapter
+
+        checkpoint = export_adapter(output=output, **options)
+    else:
         from megatron_tape.huggingface.export.to_transformers import export
 
-        checkpoint = export(output=output, results=results, **options)
-        command_line.log(f"exported {checkpoint} to {output}")
-        return
-    if results:
-        raise UserError("--results", "cannot be combined with --adapter", "remove one of them")
-    from megatron_tape.huggingface.export.to_peft import export_adapter
-
-    export_adapter(output=output, **options)
+        checkpoint = export(output=output, **options)
+    command_line.log(f"exported {checkpoint} to {output}")
 
 
 def from_hf(**options) -> None:
@@ -93,11 +90,6 @@ def add_export(add: Callable) -> None:
         " default, LoRA layers are merged into the model"
     )
     add("--adapter", action="store_true", help=trained)
-    results = (
-        "results of pretrain.evaluate for the model card (default: those in evaluation/STEP of the"
-        " run, if any)"
-    )
-    add("--results", nargs="+", default=[], metavar="DIR", help=results)
 
 
 def add_import(add: Callable) -> None:

@@ -12,7 +12,7 @@ import contextlib
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_tape import command_line
 from megatron_tape.errors import FileError, UserError
@@ -24,13 +24,6 @@ _PROMPT_BYTES = 64 << 20
 """Maximum size of a file of prompts."""
 
 
-class Prompt(NamedTuple):
-    """A text to continue, and where it was given, for error messages."""
-
-    text: str
-    origin: str
-
-
 def main() -> None:
     """Parse the command line, generate continuations, and print each after its prompt."""
     arguments = parser().parse_args()
@@ -40,22 +33,20 @@ def main() -> None:
     if not source.info.has_tokenizer:
         fix = "export the model with a tokenizer: tools/convert_checkpoint.py to-hf --tokenizer T"
         raise FileError(arguments.model, "does not contain a tokenizer", fix)
-    if problem := source.tokenizer_problem():
-        raise FileError(
-            arguments.model, f"needs a tokenizer that transformers can read, but its own {problem}"
-        )
+    if reason := source.tokenizer_problem():
+        problem = f"needs a tokenizer that transformers can read, but its own {reason}"
+        raise FileError(arguments.model, problem)
     prompts = read_prompts(arguments.prompt, arguments.prompts_file)
 
     with _in_transformers_format(source) as directory:
-        for number, continuation in enumerate(continuations(arguments, prompts, source, directory)):
+        texts = continuations(arguments, prompts, source, directory)
+        for number, (prompt, text) in enumerate(zip(prompts, texts), 1):
             if len(prompts) > 1:
-                print(f"==> prompt {number + 1} of {len(prompts)} <==")
-            print(prompts[number].text + continuation, flush=True)
+                print(f"==> prompt {number} of {len(prompts)} <==")
+            print(prompt + text, flush=True)
 
 
 def _check_numbers(arguments: argparse.Namespace) -> None:
-    if arguments.max_new_tokens < 1:
-        raise UserError("--max-new-tokens", f"is {arguments.max_new_tokens}", "give at least 1")
     if not arguments.temperature >= 0:
         raise UserError("--temperature", f"is {arguments.temperature}", "give at least 0")
     if not 0 < arguments.top_p <= 1:
@@ -67,25 +58,23 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
         raise UserError("--seed", f"is {arguments.seed}", "give a whole number from 0 to 2**32 - 1")
 
 
-def read_prompts(texts: list[str], file: Path | None) -> list[Prompt]:
+def read_prompts(texts: list[str], file: Path | None) -> list[str]:
     """Return the prompts `texts`, then the lines of `file`. Raises UserError if there are none, or
     if one is empty.
     """
-    prompts = [Prompt(text, f"--prompt number {number}") for number, text in enumerate(texts, 1)]
+    prompts = list(texts)
     if file is not None:
         try:
             content = read_small(file, _PROMPT_BYTES).decode("utf-8-sig")
         except (OSError, ValueError) as error:
             fix = "give a text file in UTF-8 with one prompt per line"
             raise FileError(str(file), f"cannot be read: {error}", fix) from None
-        lines = content.replace("\r\n", "\n").removesuffix("\n").split("\n")
-        prompts += [Prompt(line, f"{file}:{number}") for number, line in enumerate(lines, 1)]
-
+        prompts += content.replace("\r\n", "\n").removesuffix("\n").split("\n")
     if not prompts:
         raise UserError("--prompt", "is missing", "give --prompt TEXT or --prompts-file FILE")
-    for prompt in prompts:
-        if not prompt.text:
-            raise UserError(prompt.origin, "is empty", "give some text to continue")
+    if "" in prompts:
+        number = prompts.index("") + 1
+        raise UserError(f"prompt {number}", "is empty", "give some text to continue")
     return prompts
 
 
@@ -103,7 +92,7 @@ def _in_transformers_format(source: ModelSource) -> Iterator[Path]:
 
 
 def continuations(
-    arguments: argparse.Namespace, prompts: list[Prompt], source: ModelSource, directory: Path
+    arguments: argparse.Namespace, prompts: list[str], source: ModelSource, directory: Path
 ) -> Iterator[str]:
     """Yield the text that the model in `directory` adds to each prompt. Checks all prompts before
     it loads weights.
@@ -114,43 +103,41 @@ def continuations(
         try:
             return read(str(directory), trust_remote_code=source.needs_trust)
         except Exception as error:  # any error of the libraries below, often with many lines
-            reason = str(error).strip().split("\n")[0]
-            raise FileError(
-                arguments.model, f"cannot be loaded: {reason or type(error).__name__}"
-            ) from None
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise FileError(arguments.model, f"cannot be loaded: {reason}") from None
 
     tokenizer = load(read_tokenizer)
-    encoded = [
-        tokenizer(prompt.text, return_tensors="pt", return_token_type_ids=False)
-        for prompt in prompts
-    ]
-    counts = [
-        _new_tokens(
-            prompt, ids["input_ids"].shape[1], arguments.max_new_tokens, source.info.trained_length
+    encoded = []
+    counts = []
+    for number, prompt in enumerate(prompts, 1):
+        ids = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        length = ids["input_ids"].shape[1]
+        encoded.append(ids)
+        counts.append(
+            _new_tokens(number, length, arguments.max_new_tokens, source.info.trained_length)
         )
-        for prompt, ids in zip(prompts, encoded, strict=True)
-    ]
 
     with command_line.step(f"loading {arguments.model}"):
         model = load(transformers.AutoModelForCausalLM.from_pretrained)
     # The model's generation settings, and transformers' defaults, may suppress or penalize tokens.
-    ids_only = {name: getattr(model.generation_config, name) for name in SPECIAL_IDS}
-    model.generation_config = transformers.GenerationConfig(**ids_only)
-    sampling: dict[str, Any] = {"do_sample": False}
+    settings: dict[str, Any] = {"do_sample": False}
     if arguments.temperature:
-        sampling = {
+        settings = {
             "do_sample": True,
             "temperature": arguments.temperature,
             "top_k": 0,
             "top_p": arguments.top_p,
         }
+    for name in SPECIAL_IDS:
+        settings[name] = getattr(model.generation_config, name)
+    model.generation_config = transformers.GenerationConfig(**settings)
 
     # One by one, since a model with padding computes slightly different logits, and some encodings
     # count padding.
-    for prompt, ids, count in zip(prompts, encoded, counts, strict=True):
+    for number, (ids, count) in enumerate(zip(encoded, counts), 1):
         transformers.set_seed(arguments.seed)
-        with command_line.step(f"generating after {prompt.origin}"):
-            output = model.generate(**ids, max_new_tokens=count, **sampling)
+        with command_line.step(f"continuing prompt {number}"):
+            output = model.generate(**ids, max_new_tokens=count)
         # Decoding only the new tokens would drop the space before the first word with some
         # tokenizers.
         length = ids["input_ids"].shape[1]
@@ -159,21 +146,21 @@ def continuations(
         yield whole.removeprefix(before)
 
 
-def _new_tokens(prompt: Prompt, length: int, most: int, context: int | None) -> int:
-    """Return how many tokens to add to a prompt of `length` tokens: `most`, or fewer if they exceed
-    the context.
+def _new_tokens(number: int, length: int, most: int, context: int | None) -> int:
+    """Return how many tokens to add to prompt `number` of `length` tokens: `most`, or fewer if they
+    exceed the context.
     """
     if length == 0:
         problem = "encodes to no tokens with the model's tokenizer"
-        raise UserError(prompt.origin, problem, "give some text to continue")
+        raise UserError(f"prompt {number}", problem, "give some text to continue")
     if context is None or length + most <= context:
         return most
-    if length >= context:
-        problem = f"has {length} tokens, but the model was trained on contexts of {context}"
-        raise UserError(prompt.origin, problem, "shorten it")
     room = context - length
+    if room <= 0:
+        problem = f"has {length} tokens, but the model was trained on contexts of {context}"
+        raise UserError(f"prompt {number}", problem, "shorten it")
     command_line.log(
-        f"{prompt.origin}: the model's context of {context} tokens leaves room for {room} new"
+        f"prompt {number}: the model's context of {context} tokens leaves room for {room} new"
         " tokens"
     )
     return room
@@ -192,7 +179,7 @@ def parser() -> argparse.ArgumentParser:
     file = "a text file with one prompt per line (UTF-8)"
     add("--prompts-file", type=command_line.path, metavar="FILE", help=file)
     count = "maximum of tokens to add (default: %(default)s)"
-    add("--max-new-tokens", type=int, default=64, metavar="N", help=count)
+    add("--max-new-tokens", type=command_line.whole_number, default=64, metavar="N", help=count)
     temperature = (
         "0 chooses the most likely token; above 0, tokens are sampled at this temperature"
         " (default: 0)"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import math
 import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from megatron_tape.checkpoint.directories import (
     list_checkpoints,
     read_state,
 )
-from megatron_tape.checkpoint.locate import NoCheckpoint, find_checkpoint, find_source
+from megatron_tape.checkpoint.locate import find_checkpoint, find_source
 from megatron_tape.checkpoint.saved_settings import CHANGEABLE_MODEL_KEYS, model_differences
 from megatron_tape.checkpoint.saved_tokenizer import (
     TOKENIZER,
@@ -163,7 +162,7 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None) -> dict
             _check_kept_scaling(position, base)
             inherited["position"]["rope_scaling_factor"] *= section.context_factor
     if section.context_factor is not None:
-        inherited["seq_length"] = _longer_context(section.context_factor, base)
+        inherited["seq_length"] = round(section.context_factor * base.model.seq_length)
         extension = extension | {"context_factor": None}
     if base.state is None:
         parallel = build(ParallelConfig, values.get("parallel", {}), "parallel")
@@ -190,22 +189,6 @@ def _check_determined(model: dict[str, Any], position: dict[str, Any]) -> None:
                 f"is given, but {_FACTOR_KEY} determines it",
                 f"remove one of them; {_FACTOR_KEY} null disables it",
             )
-
-
-def _longer_context(factor: float, base: Base) -> int:
-    """Return `factor` times the context length of `base`. Raises ConfigError if it is not a whole
-    number.
-    """
-    product = factor * base.model.seq_length
-    length = round(product)
-    # Rounding errors, as in 1.1 x 2,570, do not count.
-    if not math.isclose(product, length, rel_tol=1e-12):
-        raise ConfigError(
-            (_FACTOR_KEY, KEY),
-            f"is {factor:g}, but {KEY} {base.path} has contexts of {base.model.seq_length} tokens",
-            "set it so that the product is a whole number",
-        )
-    return length
 
 
 def _check_kept_scaling(given: dict[str, Any], base: Base) -> None:
@@ -274,10 +257,6 @@ def find_base(given: str) -> Base:
         if (path / "config.json").is_file() and not (path / MANIFEST).exists():
             return _from_transformers(path)
         return _from_checkpoint(find_checkpoint(path, deep=False))
-    except NoCheckpoint:
-        problem = f"is {given}, which contains neither a checkpoint nor a config.json"
-        fix = "give a run, one of its checkpoints, or the directory of a Hugging Face model"
-        raise ConfigError(KEY, problem, fix) from None
     except UserError as error:
         problem = f"is {given}, which cannot be extended: {error.subject} {error.problem}"
         raise ConfigError(KEY, problem, error.fix) from None
@@ -440,13 +419,6 @@ def _check_scaling(config: RunConfig, base: Base) -> None:
     scaling = _scaling_of(base.model)
     kind = position.rope_scaling_type
     factor = position.rope_scaling_factor
-    if factor == 1.0 and kind not in ("linear", was.rope_scaling_type):
-        raise ConfigError(
-            ("model.position.rope_scaling_factor", "model.position.rope_scaling_type"),
-            f"is 1, so model.position.rope_scaling_type {kind} has no effect",
-            "set it to the new context length divided by the old one",
-        )
-
     needed = was.rope_scaling_factor * config.model.seq_length / base.model.seq_length
     if scaling in (None, kind) and factor < needed and position.rope_theta <= was.rope_theta:
         command_line.log(
@@ -544,15 +516,8 @@ def check_command(config: RunConfig, extends: bool) -> None:
     With `extends` (`pretrain.extend_context`), `extension.from` must be set. Otherwise
     (`pretrain.train`), the section `extension` must have its defaults.
     """
-    given = config.extension.from_
-    if extends and given is None:
+    if extends and config.extension.from_ is None:
         raise ConfigError(KEY, "is not set", "set it to the model to extend, or run pretrain.train")
-    if not extends and given is not None:
-        raise ConfigError(
-            KEY,
-            f"is {given}, but pretrain.train does not extend models",
-            "run pretrain.extend_context",
-        )
     if not extends and config.extension != ExtensionConfig():
         raise ConfigError(
             "extension",

@@ -1,31 +1,18 @@
 """Helpers to write weights one at a time, so that at most one is in memory."""
 
-import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_tape import command_line
-from megatron_tape.errors import UserError
-
-_MOST_ELEMENTS = 1 << 45
 
 
 def on_meta(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return tensors on the meta device that describe the contents of a file to
     `write_safetensors`.
-
-    Raises UserError for a tensor that is too large for any machine.
     """
-    for name, shape in shapes.items():
-        if math.prod(shape) > _MOST_ELEMENTS:
-            problem = f"would have the shape {tuple(shape)!s:.100}, too large for any machine"
-            raise UserError(name[:100], problem, "give the settings that belong to the weights")
-    return {
-        name: torch.empty(tuple(shape), dtype=dtype, device="meta")
-        for name, shape in shapes.items()
-    }
+    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
 
 
 def in_parts(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:

@@ -99,9 +99,7 @@ def rope_phases(positions: Tensor, frequencies: Tensor) -> Tensor:
 
     The result has the dtype of floating-point positions, and is float32 for integers.
     """
-    if positions.is_floating_point():
-        positions = positions
-    else:
+    if not positions.is_floating_point():
         positions = positions.float()
     angles = positions[..., None] * frequencies.to(positions.device)
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
@@ -131,9 +129,8 @@ def attend(
     if documents_BT is not None:
         visible = visible & (documents_BT[:, None, :, None] == documents_BT[:, None, None, :])
     hidden = ~visible[:, :, T - S :]
-    return torch.einsum(
-        "bhst,bthe->bshe", scores_BHST.masked_fill(hidden, float("-inf")).softmax(-1), v_BTHE
-    )
+    weights_BHST = scores_BHST.masked_fill(hidden, float("-inf")).softmax(-1)
+    return torch.einsum("bhst,bthe->bshe", weights_BHST, v_BTHE)
 
 
 def forward(
@@ -169,9 +166,9 @@ def forward(
     D = weights["model.layers.0.self_attn.q_proj.weight"].shape[0] // H
     if positions is None:
         positions = torch.arange(S, device=x.device)
-    else:
-        positions = positions
-    phases = attention_factor(config) * rope_phases(positions, rope_frequencies(config, D))
+    frequencies = rope_frequencies(config, D)
+    factor = attention_factor(config)
+    phases = factor * rope_phases(positions, frequencies)
     z = phases.to(x.dtype)[..., None, :].expand(B, S, G, D)
     hidden_states = []
     position_states = []
@@ -185,26 +182,26 @@ def forward(
         y = F.rms_norm(x, x.shape[-1:], w["input_layernorm.weight"], config.norm_epsilon)
         if "position.increments.weight" in w:
             a_BSG = (y @ w["position.increments.weight"].T).double()
-            p_BSG = (1 + a_BSG if config.increments == "signed" else 2 * a_BSG.sigmoid()).cumsum(1)
-            z = (attention_factor(config) * rope_phases(p_BSG, rope_frequencies(config, D))).to(
-                x.dtype
-            )
-            z = z.expand(B, S, G, D)
+            steps_BSG = 2 * a_BSG.sigmoid()
+            if config.increments == "signed":
+                steps_BSG = 1 + a_BSG
+            z = factor * rope_phases(steps_BSG.cumsum(1), frequencies)
+            z = z.to(x.dtype).expand(B, S, G, D)
         q, k, v = (
-            F.linear(y, w[f"self_attn.{p}_proj.weight"], w.get(f"self_attn.{p}_proj.bias")).view(
-                B, S, n, D
-            )
-            for p, n in (("q", H), ("k", G), ("v", G))
+            F.linear(y, w[f"self_attn.{p}_proj.weight"], w.get(f"self_attn.{p}_proj.bias"))
+            for p in "qkv"
         )
+        q = q.view(B, S, H, D)
+        k = k.view(B, S, G, D)
+        v = v.view(B, S, G, D)
         if "self_attn.q_norm.weight" in w:
             q = F.rms_norm(q, (D,), w["self_attn.q_norm.weight"], config.norm_epsilon)
             k = F.rms_norm(k, (D,), w["self_attn.k_norm.weight"], config.norm_epsilon)
-        z_per_head = z.repeat_interleave(H // G, dim=2)
-        if not config.layers_without_positions or (layer + 1) % config.layers_without_positions:
-            q = rotate(q, z_per_head)
+        every = config.layers_without_positions
+        if not every or (layer + 1) % every:
+            q = rotate(q, z.repeat_interleave(H // G, dim=2))
             k = rotate(k, z)
-        averaged = attend(q, k, torch.cat([v, z], dim=-1), documents)
-        o, u = averaged.split(D, dim=-1)
+        o, u = attend(q, k, torch.cat([v, z], dim=-1), documents).split(D, dim=-1)
         o = o.reshape(B, S, H * D)
         if "self_attn.gate_proj.weight" in w:
             o = o * torch.sigmoid(y @ w["self_attn.gate_proj.weight"].T)
@@ -212,28 +209,21 @@ def forward(
         x = x + attention_output
 
         y = F.rms_norm(x, x.shape[-1:], w["post_attention_layernorm.weight"], config.norm_epsilon)
-        m = (
-            F.silu(y @ w["mlp.gate_proj.weight"].T)
-            * (y @ w["mlp.up_proj.weight"].T)
-            @ w["mlp.down_proj.weight"].T
-        )
+        gated = F.silu(y @ w["mlp.gate_proj.weight"].T) * (y @ w["mlp.up_proj.weight"].T)
+        m = gated @ w["mlp.down_proj.weight"].T
         x = x + m
 
         if "position.token_mixing.weight" in w:
             z = z + torch.einsum("gh,bshd->bsgd", w["position.token_mixing.weight"], u)
-            gate = F.silu(
-                (m if config.gate_input == "mlp" else attention_output)
-                @ w["position.x_proj.weight"].T
-            )
+            gate_input = m if config.gate_input == "mlp" else attention_output
+            gate = F.silu(gate_input @ w["position.x_proj.weight"].T)
             up = torch.einsum("pg,bsgd->bspd", w["position.up_proj.weight"], z)
             z = z + torch.einsum(
                 "gp,bspd->bsgd", w["position.down_proj.weight"], gate[..., None] * up
             )
             if config.state_norm == "unit":
-                moduli = torch.linalg.vector_norm(z.unflatten(-1, (2, -1)), dim=-2).repeat(
-                    1, 1, 1, 2
-                )
-                z = attention_factor(config) * z / moduli.clamp(min=1e-3)
+                moduli = torch.linalg.vector_norm(z.unflatten(-1, (2, -1)), dim=-2)
+                z = factor * z / moduli.repeat(1, 1, 1, 2).clamp(min=1e-3)
 
         hidden_states.append(x)
         position_states.append(z)
@@ -267,14 +257,14 @@ def from_released(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         if name.endswith(("rotary_emb.inv_freq", "rotary_emb.init_L", "rotary_emb.mlp.2.bias")):
             continue
         if name.endswith("post_attention_linear.weight"):
-            renamed[
-                name.replace("post_attention_linear.weight", "position.token_mixing.weight")
-            ] = value.sum(1).diag()
+            name = name.replace("post_attention_linear", "position.token_mixing")
+            renamed[name] = value.sum(1).diag()
         elif ".pe." in name:
             renamed[name.replace(".pe.", ".position.")] = value
         elif ".rotary_emb." in name:
             prefix, fire_name = name.split("self_attn.rotary_emb.")
-            value = value if fire_name == "mlp.2.weight" else value.reshape(-1)
+            if fire_name != "mlp.2.weight":
+                value = value.reshape(-1)
             renamed[f"{prefix}position.{_RELEASED_FIRE[fire_name]}.weight"] = value
         else:
             renamed[name.replace("self_attn.relative_attention_bias.", "position.table.")] = value

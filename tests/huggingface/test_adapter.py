@@ -114,7 +114,6 @@ def test_the_cards_list_the_trained_parameters(exported):
         card = (exported / name / "README.md").read_text()
         assert all(f"{part} ({number:,})" in card for part, number in numbers.items())
         assert "| LoRA layers | rank 3, alpha 7.5, for q, k, v, o |" in card
-    assert "| Training loss |" in card
     card = (exported / "tape_tp2_zero3" / "base" / "README.md").read_text()
     assert "This is the base model of an adapter" in card and "| Trained |" not in card
     card = (exported / "extended_merged" / "README.md").read_text()
@@ -145,10 +144,9 @@ def test_parameters_that_an_adapter_cannot_contain_are_refused(trained, tmp_path
     refused(tmp_path, "omit --adapter", *to_hf, "--checkpoint", trained / "matrices", "--adapter")
 
 
-@pytest.mark.parametrize("key, value", [("lora_rank", 0), ("lora_rank", 2), ("lora_targets", "q")])
-def test_settings_that_do_not_match_the_lora_layers_are_refused(trained, tmp_path, key, value):
+def test_settings_that_do_not_match_the_lora_layers_are_refused(trained, tmp_path):
     source = trained / "rope_biased" / "checkpoints" / "step-00000003"
     with changed_state(source, tmp_path) as (step, state):
-        state["config"]["extension"][key] = value
+        state["config"]["extension"]["lora_targets"] = ["k"]
     to_hf = ["to-hf", "--checkpoint", step, "--output", tmp_path / "out"]
     refused(tmp_path, "has another architecture", *to_hf)

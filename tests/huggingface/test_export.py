@@ -23,7 +23,6 @@ from megatron_tape.huggingface.export.to_transformers import export
 from megatron_tape.io.records import write_record
 from megatron_tape.io.safetensors import write_safetensors
 from megatron_tape.model.names import seed_name
-from megatron_tape.run.metrics import LOSS, VALIDATION_LOSS
 
 CASES = list(export_cases.cases())
 
@@ -138,15 +137,8 @@ def test_rope_exports_no_code(exported, loaded):
 
 def test_the_card_describes_the_training(exported, trained):
     card = (exported / "tp2_zero3" / "README.md").read_text()
-    rows = [
-        json.loads(line)
-        for line in (trained / "tp2_zero3" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert f"| Training loss | {rows[-1][LOSS]:.4f} nats per token, at step 3 |" in card
-    assert f"| Validation loss | {rows[-1][VALIDATION_LOSS]:.4f} nats" in card
-    batch = yaml.safe_load((trained / "tp2_zero3" / "config.yaml").read_text())["train"][
-        "global_batch_size"
-    ]
+    config = yaml.safe_load((trained / "tp2_zero3" / "config.yaml").read_text())
+    batch = config["train"]["global_batch_size"]
     assert "3 of 3" in card and f"{3 * batch * 48:,} ({batch} sequences of 48 per step)" in card
     assert "16 rows" in card and str(trained) not in card
     assert "tags:\n- tape\n- pretrained\n" in card
@@ -270,27 +262,6 @@ def test_damaged_or_incompatible_checkpoints_are_refused_in_one_sentence(
     with changed_state(source, tmp_path) as (step, state):
         DAMAGES[refusal](next(step.glob("tensors-tp01-*")), state["config"])
     refused(tmp_path, refusal, "to-hf", "--checkpoint", step, "--output", tmp_path / "out")
-
-
-FIRST = "tensors-tp00-dp00000.safetensors"
-MATRIX = "layers.0.mlp.linear_fc2.weight"
-LIES = {
-    ": Error while deserializing": lambda step, _: (step / FIRST).write_bytes(b"x" * 300_000),
-    "cannot be sharded as": lambda _, sharded: sharded.update({MATRIX: {"dim": 1, "stride": 7}}),
-}
-
-
-@pytest.mark.parametrize("refusal", LIES)
-def test_inconsistent_checkpoints_are_refused(exports, tmp_path, refusal):
-    with changed_state(exports["rope"].checkpoint, tmp_path) as (step, state):
-        LIES[refusal](step, state["sharded"])
-    manifest = json.loads((step / "manifest.json").read_text())
-    manifest["files"] = {
-        path.name: digest(path) for path in step.iterdir() if path.name != "manifest.json"
-    }
-    (step / "manifest.json").write_text(json.dumps(manifest))
-    command = ["to-hf", "--checkpoint", step, "--output", tmp_path / "out", "--tokenizer", "none"]
-    refused(tmp_path, refusal, *command)
 
 
 def as_format_3(step, target):

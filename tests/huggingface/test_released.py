@@ -114,18 +114,9 @@ def test_unsupported_released_checkpoints_are_refused(tmp_path, change, refusal)
     assert sorted(os.listdir(tmp_path)) == before
 
 
-@pytest.mark.parametrize(
-    "name, named",
-    [
-        ("self_attn.rotary_emb.init_L", "init_L 1, 1, 1"),
-        ("self_attn.rotary_emb.other", "rotary_emb.other"),
-        ("post_attention_linear.weight", "post_attention_linear.weight has the shape"),
-    ],
-)
-def test_invalid_released_weights_are_refused_by_name(tmp_path, name, named):
+def test_an_unknown_weight_of_the_released_code_is_refused_by_name(tmp_path):
     _, weights, _ = write_released(tmp_path, "adape")
-    keys = [key for key in weights if key.startswith("model.layers.0.") and key.endswith(name)]
-    key = keys[0] if keys else f"model.layers.0.{name}"
-    save_file(weights | {key: torch.ones(3)}, tmp_path / "model.safetensors")
-    with pytest.raises(FileError, match=named):
+    unknown = {"model.layers.0.self_attn.rotary_emb.other": torch.ones(3)}
+    save_file(weights | unknown, tmp_path / "model.safetensors")
+    with pytest.raises(FileError, match="rotary_emb.other"):
         import_released(tmp_path / "model.safetensors", tmp_path / "config.json", tmp_path / "out")

@@ -11,27 +11,23 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, isfinite, prod
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 from megatron_tape import command_line
-from megatron_tape.checkpoint.directories import STATE
 from megatron_tape.checkpoint.locate import model_digest
 from megatron_tape.config.data import blend
-from megatron_tape.errors import CheckpointError, FileError
-from megatron_tape.evaluation.results import Results, Score, read_results, results_file
+from megatron_tape.evaluation.results import Results, read_results, results_file
 from megatron_tape.huggingface.export.markdown import plain
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.huggingface.imports.source_card import CARD, CardFacts
-from megatron_tape.io.records import check_shape, parse_record
 from megatron_tape.model.names import AVERAGE, kind_of
 from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import encoding_of
-from megatron_tape.run.metrics import LOSS, VALIDATION_LOSS, VALIDATION_LOSS_AVERAGED, read_lines
 
 CARD_SENTENCES = (
     "A decoder-only language model with ",
@@ -40,7 +36,6 @@ CARD_SENTENCES = (
 """The beginnings of the cards of models and adapters."""
 _HERE = Path(__file__).parent
 _PAPER = "https://arxiv.org/abs/2501.00712"
-_METRICS = "metrics.jsonl"
 _OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon for matrices, AdamW for the rest"}
 _BASE = (
     "This is the base model of an adapter, without LoRA layers. The adapter's card describes the"
@@ -85,16 +80,13 @@ def write_card(
     pretrained = _was_pretrained_here(saved.state)
     if pretrained:
         tags.append("pretrained")
-    facts: dict[str, Any] = {"library_name": "transformers", "tags": tags}
-    if options.results:
-        facts |= {"model_name": options.name, "eval_results": _scores_for_hub(options.results)}
     short_positions = {
         "tape": "TAPE",
         "plain": "RoPE",
         "code": f"the positional encoding {plain(encoding.name)}",
     }
     card = ModelCard.from_template(
-        _card_data(saved, **facts),
+        _card_data(saved, library_name="transformers", tags=tags),
         _HERE / "model_card.md",
         name=plain(options.name),
         short_positions=short_positions[str(encoding.exports_to)],
@@ -165,11 +157,6 @@ def _card_data(saved: SavedWeights, **facts: Any) -> ModelCardData:
     """
     known = saved.state["progress"].get("card", {})
     imported = {key: known[key] for key in CardFacts.__annotations__ if key in known}
-    try:
-        check_shape(imported, CardFacts, "progress.card")
-    except ValueError as error:
-        fix = "export the checkpoint of another step"
-        raise CheckpointError(str(saved.path / STATE), f"cannot be used: {error}", fix) from None
     return ModelCardData(**{"pipeline_tag": "text-generation"} | imported | facts)
 
 
@@ -188,9 +175,7 @@ def _was_pretrained_here(state: dict) -> bool:
 
 
 def _training(saved: SavedWeights) -> str:
-    """Return a Markdown table of the run's start, trained parameters, settings and losses. Raises
-    CheckpointError.
-    """
+    """Return a Markdown table of the run's start, trained parameters and settings."""
     state = saved.state
     config = state["config"]
     origin = state["progress"].get("origin")
@@ -203,7 +188,7 @@ def _training(saved: SavedWeights) -> str:
     facts |= _extension(config.get("extension", {}))
     if saved.average:
         facts["Weights"] = f"averaged over steps ({config['train']['average']['kind']})"
-    facts |= _trained(saved) | _settings(state, config) | _final_losses(saved)
+    facts |= _trained(saved) | _settings(state, config)
     rows = [f"| {key} | {plain(value)} |" for key, value in facts.items()]
     return "\n".join(["| | |", "|---|---|", *rows])
 
@@ -292,76 +277,36 @@ def _names(prefix: dict | list | str) -> str:
     return ", ".join(names)
 
 
-def _final_losses(saved: SavedWeights) -> dict[str, object]:
-    """Return the last finite losses that the run logged up to this checkpoint, for the weights that
-    are exported.
+def find_results(checkpoint: Path, average: bool = False) -> list[Results]:
+    """Return the results that `pretrain.evaluate` wrote to the run's directory for a checkpoint
+    or, with `average`, for its averaged weights.
     """
-    names = {LOSS: "Training loss", VALIDATION_LOSS: "Validation loss"}
-    if saved.average:
-        names = {VALIDATION_LOSS_AVERAGED: "Validation loss"}
-    losses: dict[str, object] = {}
-    for line in read_lines(saved.path.parent.parent / _METRICS):
-        try:
-            row = parse_record(line, dict[str, Any])
-        except ValueError:  # a killed process may leave an incomplete line
-            continue
-        if row.get("step", inf) > saved.state["step"]:
-            continue
-        for key, name in names.items():
-            if isfinite(row.get(key, inf)):
-                losses[name] = f"{row[key]:.4f} nats per token, at step {row['step']:,}"
-    return losses
-
-
-def find_results(
-    checkpoint: Path, given: Sequence[str | Path] = (), average: bool = False
-) -> list[Results]:
-    """Return the evaluation results of a checkpoint or, with `average`, of its averaged weights.
-
-    Reads the directories or files `given`; by default, the directory to which `pretrain.evaluate`
-    writes the results of this checkpoint. Raises FileError if given results cannot be read or
-    belong to another model.
-    """
-    digest = model_digest(checkpoint, average)
-    found = []
-    for path in map(Path, given):
-        if not results_file(path).is_file():
-            fix = "give the output directory of pretrain.evaluate"
-            raise FileError(str(path), "contains no results", fix)
-        results = read_results(path)
-        if results.model.digest != digest:
-            problem = f"contains results of a model other than {checkpoint}"
-            fix = f"evaluate it: python -m pretrain.evaluate TASK --model {checkpoint}"
-            raise FileError(str(path), problem, fix)
-        found.append(results)
-
     # The default of evaluation.model_source: `evaluation/STEP` in the run's directory.
     step = f"{checkpoint.name}-{AVERAGE}" if average else checkpoint.name
-    default = results_file(checkpoint.parent.parent / "evaluation" / step)
-    if given or not default.is_file():
-        return found
+    path = results_file(checkpoint.parent.parent / "evaluation" / step)
+    if not path.is_file():
+        return []
     try:
-        results = read_results(default)
+        results = read_results(path)
     except (ValueError, OSError) as error:
         command_line.log(f"the model card has no evaluation results: {error}")
         return []
-    return [results] if results.model.digest == digest else []
+    if results.model.digest != model_digest(checkpoint, average):
+        return []
+    return [results]
 
 
 def _rows_of(all_results: Sequence[Results]) -> list[list[str]]:
     """Return the rows of the card's table of scores; cells are Markdown."""
     rows = []
-    for score in _scores(all_results):
-        length = f"{score.length:,}" if score.length else ""
-        shown = (score.shown_value, score.shown_interval, score.shown_count)
-        cells = [score.task, score.group, length, score.metric, *shown]
-        rows.append([plain(cell) for cell in cells])
+    for results in all_results:
+        for task in results.tasks.values():
+            for score in task.scores:
+                length = f"{score.length:,}" if score.length else ""
+                shown = (score.shown_value, score.shown_interval, score.shown_count)
+                cells = [score.task, score.group, length, score.metric, *shown]
+                rows.append([plain(cell) for cell in cells])
     return rows
-
-
-def _scores(all_results: Sequence[Results]) -> list[Score]:
-    tasks = [task for results in all_results for task in results.tasks.values()]
-    return [score for task in tasks for score in task.scores]
 
 
 def _notes_of(all_results: Sequence[Results]) -> list[str]:
@@ -379,23 +324,3 @@ def _notes_of(all_results: Sequence[Results]) -> list[str]:
             for note in (measured, *(_FOLDERS.sub("", note) for note in task.notes)):
                 notes[plain(f"{name}: {note}")] = None
     return list(notes)
-
-
-def _scores_for_hub(all_results: Sequence[Results]) -> list[EvalResult]:
-    """Return all scores in the format of the Hub's metadata."""
-    results = []
-    for score in _scores(all_results):
-        length = f" at {score.length:,} tokens" if score.length else ""
-        group = f": {score.group}" if score.group else ""
-        results.append(
-            EvalResult(
-                task_type="text-generation",
-                dataset_type=score.task,
-                dataset_name=score.task + group,
-                dataset_config=score.group or None,
-                metric_type=score.metric.replace(" ", "_"),
-                metric_name=score.metric + length,
-                metric_value=score.value,
-            )
-        )
-    return results

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from megatron_tape import command_line
 from megatron_tape.errors import CheckpointError
 from megatron_tape.huggingface.export.model_card import ExportOptions, write_adapter_card
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
@@ -48,9 +47,9 @@ def export_adapter(
     tokenizer: str | None = None,
     average: bool = False,
     overwrite: bool = False,
-) -> None:
+) -> Path:
     """Export the trained parameters of a run to the directory `output`, for
-    `PeftModel.from_pretrained`.
+    `PeftModel.from_pretrained`; return the checkpoint's path.
 
     The base model is written to `output`/base, to which the adapter refers as given here. The
     arguments are those of `to_transformers.export`. Raises UserError or OSError, for example if an
@@ -78,7 +77,7 @@ def export_adapter(
         write_adapter_card(directory, name, saved, dtype, BASE)
         for file in directory.iterdir():
             sync_directory(file)
-    command_line.log(f"exported the trained parameters of {saved.path} to {output}")
+    return saved.path
 
 
 def _write_tensors(saved: SavedWeights, path: Path, rows: int, dtype: torch.dtype) -> None:

@@ -10,7 +10,6 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -88,7 +87,6 @@ def export(
     dtype: str = "fp32",
     max_shard_size: int = 5_000_000_000,
     tokenizer: str | None = None,
-    results: Sequence[str | Path] = (),
     average: bool = False,
     overwrite: bool = False,
 ) -> Path:
@@ -103,8 +101,6 @@ def export(
         dtype: of the exported weights, a key of DTYPES.
         max_shard_size: maximum bytes of a file of weights.
         tokenizer: replaces the run's tokenizer; `none` exports without a tokenizer.
-        results: directories of evaluation results for the model card (default: those of the
-            checkpoint in the run).
         average: export the averaged weights.
         overwrite: replace `output` when the new export is complete, if it is an export of this
             project.
@@ -112,8 +108,8 @@ def export(
     name = Path(output).resolve().name
     with new_export(output, overwrite) as directory:
         saved = open_exportable(checkpoint, average)
-        found = find_results(saved.path, results, average)
-        options = ExportOptions(name, dtype, tokenizer, max_shard_size, True, found)
+        results = find_results(saved.path, average)
+        options = ExportOptions(name, dtype, tokenizer, max_shard_size, results=results)
         write_model(saved, directory, options)
     return saved.path
 

@@ -21,8 +21,6 @@ from megatron_tape.position.rope import yarn_attention_factor
 
 _CONFIG_BYTES = 8 << 20
 """Maximum size of a config.json in bytes. Usual ones have a few kilobytes."""
-_LARGEST_MULTIPLE = 1 << 16
-"""Largest multiple to which a vocabulary can be padded; a larger one could take gigabytes."""
 ENCODED = "encoded_tape"
 """`model_type` of this project's exports that contain the code of their positional encoding."""
 PHI3 = "phi3"
@@ -118,16 +116,6 @@ _ROPE_SHARED = (
 )
 
 
-_SIZES = (
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "max_position_embeddings",
-    "vocab_size",
-)
-
-
 @contextmanager
 def errors_of_settings(path: Path) -> Iterator[None]:
     """Within the context, convert errors in the settings of the file `path` to a FileError about
@@ -148,17 +136,6 @@ def errors_of_settings(path: Path) -> Iterator[None]:
         raise FileError(str(path), f"contains an impossible number: {error}") from None
 
 
-def check_sizes(settings: dict, path: Path) -> None:
-    """Raise UserError if one of _SIZES in `settings`, read from `path`, is not a positive
-    integer.
-    """
-    for key in _SIZES:
-        if type(settings.get(key)) is not int or settings[key] < 1:
-            raise UserError(
-                key, f"is {settings.get(key)!r:.200} in {path}, but must be a positive integer"
-            )
-
-
 def read_settings(path: Path) -> dict:
     """Return the contents of a `config.json`. Raises FileError."""
     if not path.is_file():
@@ -167,11 +144,7 @@ def read_settings(path: Path) -> dict:
 
 
 def padded_vocabulary(rows: int, multiple: int) -> int:
-    """Return `rows` rounded up to a multiple of `multiple`. Raises UserError if `multiple` is out
-    of range.
-    """
-    if not 1 <= multiple <= _LARGEST_MULTIPLE:
-        raise UserError("--vocab-multiple", f"is {multiple}", f"give 1 to {_LARGEST_MULTIPLE:,}")
+    """Return `rows` rounded up to a multiple of `multiple`."""
     return -(-rows // multiple) * multiple
 
 
@@ -225,7 +198,6 @@ def model_settings(
         if value is not None or key == "sliding_window"
     }
     settings = DEFAULTS[kind] | given | _FIXED[kind]
-    check_sizes(settings, path)
     _check_supported(settings, path)
 
     position = _encoded(settings, path) if kind == ENCODED else _rope(settings, path)

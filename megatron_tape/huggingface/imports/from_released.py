@@ -12,7 +12,6 @@ from megatron_tape.config.sections import keys_of
 from megatron_tape.errors import FileError
 from megatron_tape.huggingface.imports.config_json import (
     cannot_import,
-    check_sizes,
     errors_of_settings,
     read_settings,
     shared_settings,
@@ -76,29 +75,26 @@ def import_released(
         # Nothing reads the position state after the last layer, so the last layer has no update.
         unread = (f"model.layers.{model.num_layers - 1}.position.",)
     origin = f"a checkpoint of the TAPE authors' code, {Path(weights).name}"
-    write_imported(output, model, _renamed(released), origin, unread=unread)
+    write_imported(output, model, _renamed(released, unread), origin)
     advise(output, model)
 
 
-def _renamed(released: Mapping[str, Tensor]) -> LazyTensors:
-    """Return the weights of the released code under the names of this project's exports."""
+def _renamed(released: Mapping[str, Tensor], unread: tuple[str, ...]) -> LazyTensors:
+    """Return the weights of the released code under the names of this project's exports.
+
+    Names that start with one of `unread` are left out.
+    """
     sources = {}
     for key in released:
         try:
             names = from_released({key: torch.empty(1, 1, device="meta")})
         except (KeyError, ValueError):  # not a name of the released code
             names = [key]
-        sources |= dict.fromkeys(names, key)
+        sources |= {name: key for name in names if not name.startswith(unread)}
 
     def read(name: str) -> Tensor:
         key = sources[name]
-        tensor = released[key]
-        try:
-            return from_released({key: tensor})[name]
-        except (IndexError, RuntimeError):
-            problem = f"has the shape {tuple(tensor.shape)!s:.100}, which it cannot have"
-            fix = "give the config.json that belongs to the weights"
-            raise FileError(key[:100], problem, fix) from None
+        return from_released({key: released[key]})[name]
 
     return LazyTensors(sources, read)
 
@@ -109,7 +105,6 @@ def _model(
     kind = settings.get("rpe_type")
     if kind not in tuple(_ENCODINGS):
         raise cannot_import(settings, path, "rpe_type", ", ".join(_ENCODINGS))
-    check_sizes(settings, path)
     if settings.get("hidden_act", "silu") != "silu":
         raise cannot_import(settings, path, "hidden_act", "silu")
     for key in ("attention_bias", "mlp_bias", "quantization_config", "sliding_window"):

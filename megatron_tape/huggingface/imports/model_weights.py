@@ -44,44 +44,38 @@ def open_model(directory: Path, model: ModelConfig, allow_pickle: bool = False) 
 def _split(weights: LazyTensors, model: ModelConfig, origin: str) -> LazyTensors:
     """Return Phi-3's weights by the names of Llama's weights.
 
-    Raises FileError if a fused weight is missing or does not match `model`.
+    Raises FileError if a fused weight is missing or has another number of rows.
     """
-    given = weights.shapes or {name: tuple(weights[name].shape) for name in weights}
     expected = whole_shapes(model)
-    shapes = dict(given)
-    # For each of Llama's weights: the name of the fused weight, and its first row there.
-    places: dict[str, tuple[str, int]] = {}
-
+    shapes = dict(weights.shapes)
+    names = dict.fromkeys(weights)
+    # For each of Llama's weights: the name of the fused weight, and its rows there.
+    places: dict[str, tuple[str, slice]] = {}
     for layer in range(model.num_layers):
         prefix = f"model.layers.{layer}."
         for suffix, parts in _FUSED.items():
             fused = f"{prefix}{suffix}"
-            if fused not in given:
+            if fused not in weights:
                 raise FileError(origin, f"lacks the parameter {fused}", MISMATCH)
-            rows = 0
+            del names[fused]
+            start = 0
             for part in parts:
-                name = f"{prefix}{part}"
-                places[name] = fused, rows
-                shapes[name] = expected[name]
-                rows += expected[name][0]
-            if given[fused] != (rows, model.hidden_size):
-                problem = (
-                    f"gives {fused} the shape {given[fused]!s:.100}, but its settings require"
-                    f" {(rows, model.hidden_size)}"
-                )
-                raise FileError(origin, problem, MISMATCH)
-            del shapes[fused]
+                stop = start + expected[prefix + part][0]
+                places[prefix + part] = fused, slice(start, stop)
+                start = stop
+            if shapes.pop(fused, (stop,))[0] != stop:
+                raise FileError(origin, f"gives {fused} another shape than {stop} rows", MISMATCH)
 
     def read(name: str) -> Tensor:
         if name not in places:
             return weights[name]
-        fused, start = places[name]
-        part = weights[fused][start : start + shapes[name][0]]
+        fused, rows = places[name]
+        part = weights[fused][rows]
         if name.endswith(_ROTATED):
             return _in_pairs(part, model)
         return part
 
-    return LazyTensors(shapes, read, shapes)
+    return LazyTensors([*names, *places], read, shapes)
 
 
 def _in_pairs(weight: Tensor, model: ModelConfig) -> Tensor:

@@ -98,7 +98,6 @@ def write_imported(
     weights: Mapping[str, Tensor],
     origin: str,
     tokenizer: Tokenizer | None = None,
-    unread: tuple[str, ...] = (),
     **progress: object,
 ) -> None:
     """Write unsharded weights by Hugging Face's names (see `model.weights`) as the new checkpoint
@@ -113,14 +112,13 @@ def write_imported(
             added here, and exports remove them again. Weights are read one at a time.
         origin: description of the source.
         tokenizer: its files are written to `OUTPUT/tokenizer`.
-        unread: prefixes of names to ignore in `weights`.
         progress: additional entries of `progress` in the checkpoint's state.json (`identity`,
             `card`).
     """
     output = Path(output)
     if not isinstance(weights, LazyTensors):
         weights = LazyTensors(weights, weights.__getitem__)
-    check_weights(weights, model, origin, unread)
+    check_weights(weights, model, origin)
     embedding, head = _VOCABULARY
     if model.tie_embeddings and head in weights:
         if not torch.equal(weights[embedding], weights[head]):
@@ -212,16 +210,12 @@ def find_tokenizer(source: Path, rows: int) -> Tokenizer | None:
     try:
         tokenizer = load_tokenizer(source)
         settings = read_settings(source / "config.json")
+        if tokenizer.vocab_size > rows:
+            problem = f"has a tokenizer of {tokenizer.vocab_size} ids for only {rows} rows"
+            raise FileError(str(source), problem)
     except (ValueError, OSError) as error:
         command_line.log(f"warning: the model is imported without its tokenizer: {error}")
         return None
-    if tokenizer.vocab_size > rows:
-        command_line.log(
-            f"warning: the model is imported without its tokenizer: {source} has a tokenizer of"
-            f" {tokenizer.vocab_size} ids for only {rows} embedding rows"
-        )
-        return None
-
     ids = {key: settings[key] for key in SPECIAL_IDS if settings.get(key) is not None}
     if ids and GENERATION not in tokenizer.files:
         tokenizer.files[GENERATION] = (json.dumps(ids, indent=2) + "\n").encode()

@@ -17,7 +17,6 @@ _BYTES = 4 << 20
 _METADATA = 100_000
 """Maximum number of characters of a card's metadata; parsing more YAML would take seconds."""
 _FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
-_SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _LONGEST = 200
 
@@ -39,16 +38,16 @@ def source_card(
 ) -> CardFacts:
     """Return license, languages and Hub name of the model in `directory`, as far as they are known.
 
-    License and languages come from the metadata of its README.md. The Hub name is `base_model`, or
-    that of `directory` in the Hub's cache. For an export of this project (`is_export`), it may also
-    come from the README.md. Raises UserError if `base_model` is not a valid Hub name.
+    License and languages come from the metadata of its README.md. The Hub name is `base_model`; for
+    an export of this project (`is_export`), it may also come from the README.md. Raises UserError
+    if `base_model` is not a valid Hub name.
     """
     if base_model is not None and not _NAME.fullmatch(base_model):
         raise UserError(
             "--base-model", f"is {base_model!r}, but names on the Hub have the form OWNER/NAME"
         )
     given = _metadata(directory / CARD)
-    name = base_model or _name_in_cache(directory)
+    name = base_model
     if name is None and is_export:
         name = _text(given.get("base_model"))
     facts: CardFacts = {}
@@ -86,15 +85,6 @@ def _metadata(path: Path) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         command_line.log(f"the license and languages in {path} are not imported: {error}")
         return {}
-
-
-def _name_in_cache(directory: Path) -> str | None:
-    """Return OWNER/NAME of a directory such as `models--OWNER--NAME/snapshots/COMMIT`, or None."""
-    path = directory.absolute()
-    match = _SNAPSHOT.fullmatch(path.parent.parent.name)
-    if match is None or path.parent.name != "snapshots":
-        return None
-    return f"{match[1]}/{match[2]}"
 
 
 def _text(value: Any) -> str | None:

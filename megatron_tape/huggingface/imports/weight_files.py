@@ -134,20 +134,17 @@ def open_directory(directory: Path, allow_pickle: bool) -> LazyTensors:
     return weights
 
 
-def check_weights(
-    weights: LazyTensors, model: ModelConfig, origin: str, unread: tuple[str, ...] = ()
-) -> None:
+def check_weights(weights: LazyTensors, model: ModelConfig, origin: str) -> None:
     """Raise FileError unless `weights` match the parameters of `model` without vocabulary padding.
 
-    Compares names, and the shapes in `weights.shapes`. Additional names are allowed if they start
-    with one of `unread`, or, with tied embeddings, if they name the output layer. `origin` is the
-    subject of messages.
+    Compares names, and the shapes in `weights.shapes`. With tied embeddings, the output layer's
+    name is allowed. `origin` is the subject of messages.
     """
     expected = whole_shapes(dataclasses.replace(model, vocab_size=model.unpadded_vocab_size))
     for name in sorted(weights):
         # Older versions of transformers also saved rotary frequencies, which follow from the
         # settings.
-        known = name in expected or name.startswith(unread) or name.endswith("rotary_emb.inv_freq")
+        known = name in expected or name.endswith("rotary_emb.inv_freq")
         if not known and not (model.tie_embeddings and name == HUGGING_FACE_OUTPUT):
             problem = f"contains {name:.100}, which the model of its settings does not have"
             raise FileError(origin, problem, MISMATCH)

@@ -63,15 +63,9 @@ def attend_with_scores(
         prepared = rescore.prepared(q, k)
     sums_BHT = None
     if positions.log_gate_TBH is not None:
-        gates = positions.log_gate_TBH
-        if len(gates) != T:
-            raise ValueError(
-                f"the positional encoding returned gates of {len(gates)} tokens instead of {T}; its"
-                " file must cache those of earlier tokens with cache.append"
-            )
         # In float64: in long sequences, float32 would lose the differences between neighboring
         # tokens.
-        sums_BHT = gates.double().cumsum(0).permute(1, 2, 0)
+        sums_BHT = positions.log_gate_TBH.double().cumsum(0).permute(1, 2, 0)
 
     def block(q: Tensor, tokens: slice) -> tuple[Tensor, Tensor | None]:
         """Return the averages and the weights of the queries `q` of these tokens."""

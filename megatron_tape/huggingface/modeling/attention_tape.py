@@ -4,10 +4,7 @@ Axes: B batch, S new tokens, T all tokens, C hidden size, H query heads, G key/v
 dimension, E size of the values.
 """
 
-import functools
-import importlib
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -154,9 +151,8 @@ def refuse_servers(implementation: str | None) -> None:
     if implementation in SERVERS:
         raise NotImplementedError(
             f"{implementation}'s attention for models of transformers stores one key and one value"
-            " per token, but no position state; to serve TAPE models with vLLM, install the"
-            " package transformers_tape, a vLLM plug-in; otherwise use transformers serve or"
-            " model.generate"
+            " per token, but no position state; use transformers serve or model.generate, or serve"
+            " a model of the type tape with vLLM and its plug-in, the package transformers_tape"
         )
 
 
@@ -186,19 +182,16 @@ def attend(
         return averages.split(D, dim=-1), weights
 
     has_state = value.shape[-1] > D
+    has_plain_mask = attention_mask is not None and attention_mask.shape[1] == 1
+    is_causal = attention_mask is None and kwargs.get("is_causal") is not False
     if (
         implementation == "sdpa"
+        and query.device.type == "cpu"
         and has_state
+        and (has_plain_mask or is_causal)
         and _only_inference(module, query, key, value, **kwargs)
     ):
-        is_causal = attention_mask is None and kwargs.get("is_causal") is not False
-        has_plain_mask = attention_mask is not None and attention_mask.shape[1] == 1
-        if query.device.type == "cpu" and (is_causal or has_plain_mask):
-            return attend_by_blocks(query, key, value, attention_mask, kwargs["scaling"]), None
-        if query.is_cuda and is_causal:
-            fused = fused_attention(query.device, query.dtype, D)
-            if fused is not None:
-                return attend_fused(fused, query, key, value), None
+        return attend_by_blocks(query, key, value, attention_mask, kwargs["scaling"]), None
 
     attention = ALL_ATTENTION_FUNCTIONS[implementation]
     if implementation == "flex_attention":
@@ -296,27 +289,3 @@ def _apply_mask(scores: Tensor, mask: Tensor) -> None:
         scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
     else:
         scores.add_(mask).clamp_(min=torch.finfo(scores.dtype).min)
-
-
-@functools.cache
-def fused_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> Callable | None:
-    """Return megatron_tape's attention function, or None if it is not installed or has no kernel
-    for these tensors.
-    """
-    try:
-        # transformers would report a plain import as a missing requirement of the model.
-        ops = importlib.import_module("megatron_tape.ops.attention")
-    except ImportError:
-        return None
-    if ops.unsupported("triton", device, dtype, head_dim):
-        return None
-    return functools.partial(ops.attention, backend="triton")
-
-
-def attend_fused(fused: Callable, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """Compute unmasked attention with `megatron_tape.ops.attention`, which averages values and
-    state in one pass.
-    """
-    S, D = query.shape[2:]
-    q, k, v, z = (x[:, :, :S].permute(2, 0, 1, 3) for x in (query, key, *value.split(D, dim=-1)))
-    return [x.transpose(0, 1) for x in fused(q, k, v, z, average_state=True, rotate=False)]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention_encoded_tape import attend_with_scores, under_autocast, without_autocast
-from .attention_tape import SERVERS, TapeAttention, attend
+from .attention_tape import TapeAttention, attend
 from .cache_encoded_tape import EncodingCache, check_cache, prepare_cache
 from .cache_tape import CACHE
 from .configuration_encoded_tape import EncodedConfig
@@ -52,10 +52,7 @@ def make_encoding(config: EncodedConfig):
             f"position_encoding is {config.position_encoding!r}, but the code in this model's"
             f" directory implements {Encoding.name}; do not mix files of different exports"
         )
-    try:
-        settings = Encoding.Settings(**config.position_settings)
-    except TypeError as error:
-        raise ValueError(f"position_settings do not match {Encoding.name}: {error}") from None
+    settings = Encoding.Settings(**config.position_settings)
     model = types.SimpleNamespace(
         position=settings,
         position_encoding=config.position_encoding,
@@ -255,19 +252,6 @@ class EncodedPreTrainedModel(TapePreTrainedModel):
 
 class EncodedModel(EncodedPreTrainedModel, TapeModel):
     """The decoder without its language-model head."""
-
-    def __init__(self, config: EncodedConfig):
-        if config._attn_implementation in SERVERS:
-            encoding = config.position_encoding
-            increments = config.position_settings.get("increments", "fixed")
-            if increments != "fixed":
-                encoding = f"{encoding} with model.position.increments {increments}"
-            raise NotImplementedError(
-                f"{config._attn_implementation} cannot serve models with the positional encoding"
-                f" {encoding}, since its attention cannot store the encoding's tensors of each"
-                " token; use generate"
-            )
-        super().__init__(config)
 
     def _add_layers(self, config: EncodedConfig) -> None:
         self.encoding = make_encoding(config)

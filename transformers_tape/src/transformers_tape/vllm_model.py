@@ -55,10 +55,11 @@ class VllmTapeAttention(nn.Module):
         self.o_proj = RowParallelLinear(
             heads * D, C, bias=False, quant_config=quant_config, prefix=f"{prefix}.o_proj"
         )
+        self.q_norm = nn.Identity()
+        self.k_norm = nn.Identity()
         if config.qk_norm:
-            self.q_norm, self.k_norm = (RMSNorm(D, eps=config.rms_norm_eps) for _ in "qk")
-        else:
-            self.q_norm = self.k_norm = nn.Identity()
+            self.q_norm = RMSNorm(D, eps=config.rms_norm_eps)
+            self.k_norm = RMSNorm(D, eps=config.rms_norm_eps)
         H = self.qkv_proj.num_heads
         G = self.qkv_proj.num_kv_heads
         self.sizes = H, G, D
@@ -85,8 +86,10 @@ class VllmTapeAttention(nn.Module):
         key = self.k_norm(key)
         z = state[:, self.first_group : self.first_group + G].to(query.dtype)
         query = rotate(query.unflatten(1, (G, -1)), z.unsqueeze(2)).flatten(1, 2)
-        query, key = (F.pad(x, (0, D)).flatten(1) for x in (query, rotate(key, z)))
-        averages = self.attn(query, key, torch.cat([value, z], dim=-1).flatten(1)).view(N, H, 2 * D)
+        key = rotate(key, z)
+        query, key = (F.pad(x, (0, D)).flatten(1) for x in (query, key))
+        value = torch.cat([value, z], dim=-1).flatten(1)
+        averages = self.attn(query, key, value).view(N, H, 2 * D)
         output, _ = self.o_proj(averages[..., :D].flatten(1))
         return output, averages[..., D:]
 
@@ -133,12 +136,14 @@ class VllmTapeDecoderLayer(nn.Module):
         else:
             hidden_states, residual = self.input_layernorm(hidden_states, residual)
         attention_output, averaged = self.self_attn(hidden_states, state)
-        # The fused norm may overwrite its input.
-        gate_input = None if self.gate_by_mlp else attention_output.clone()
+        gate_input = None
+        if not self.gate_by_mlp:
+            gate_input = attention_output.clone()  # the fused norm may overwrite its input
         hidden_states, residual = self.post_attention_layernorm(attention_output, residual)
         mlp_output = self.mlp(hidden_states)
         if self.position is not None:
-            gate_input = mlp_output if gate_input is None else gate_input
+            if self.gate_by_mlp:
+                gate_input = mlp_output
             state = self.position(state[None], averaged[None], gate_input[None])[0]
         return mlp_output, residual, state
 
@@ -177,10 +182,9 @@ class VllmTapeModel(nn.Module):
         """Return the hidden states (N, C) of tokens or embeddings (N, C) at positions (N,) within
         their requests.
         """
-        if inputs_embeds is None:
+        hidden_states = inputs_embeds
+        if hidden_states is None:
             hidden_states = self.embed_tokens(input_ids)
-        else:
-            hidden_states = inputs_embeds
         state = self.phases(positions)
         if self.config.position_state_precision != "fp32":
             state = state.to(hidden_states.dtype)

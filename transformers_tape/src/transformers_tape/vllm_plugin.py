@@ -46,25 +46,21 @@ def prepare(vllm_config) -> None:
     """
     model = vllm_config.model_config
     speculative = vllm_config.speculative_config
-    problem = fix = None
+    cache_dtype = vllm_config.cache_config.cache_dtype
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        problem = "pipeline parallelism, since stages do not send the position state"
-        fix = "set pipeline_parallel_size to 1; tensor parallelism works"
-    elif (kind := vllm_config.cache_config.cache_dtype) not in (
-        "auto",
-        str(model.dtype).removeprefix("torch."),
-    ):
-        problem = (
-            f"kv_cache_dtype {kind} with weights in {model.dtype}, since it would round the"
-            " position state"
+        raise NotImplementedError(
+            "TAPE models in vLLM do not support pipeline parallelism, since its stages do not send"
+            " the position state; set pipeline_parallel_size to 1; tensor parallelism works"
         )
-        fix = "set kv_cache_dtype to auto"
-    elif speculative is not None and speculative.method not in SPECULATIVE_METHODS:
-        problem = (
-            f"the speculative method {speculative.method}, which uses hidden states without the"
-            " position state"
+    if cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
+        raise NotImplementedError(
+            f"TAPE models in vLLM do not support kv_cache_dtype {cache_dtype} with weights in"
+            f" {model.dtype}, since it would round the position state; set kv_cache_dtype to auto"
         )
-        fix = f"choose one of {', '.join(SPECULATIVE_METHODS)}"
-    if problem:
-        raise NotImplementedError(f"TAPE models in vLLM do not support {problem}; {fix}")
+    if speculative is not None and speculative.method not in SPECULATIVE_METHODS:
+        raise NotImplementedError(
+            f"TAPE models in vLLM do not support the speculative method {speculative.method}, which"
+            " uses hidden states without the position state; choose one of"
+            f" {', '.join(SPECULATIVE_METHODS)}"
+        )
     model.model_arch_config.head_size = 2 * model.hf_config.head_dim
