@@ -50,6 +50,21 @@ def write_tokenizer(path):
     tokenizer.save(str(path))
 
 
+def bpe_tokenizer(texts, size, special=("<|endoftext|>", "<s>")):
+    """Train a tokenizer of bytes, such as GPT-2's."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=list(special), initial_alphabet=alphabet
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
 def write_all(folder):
     write_dataset(folder / "a", seed=0)
     write_dataset(folder / "b", seed=1)

@@ -32,12 +32,8 @@ class FakeHub:
         """Return the commit of a revision and its files, or None."""
         commits = self.datasets.get(name, {})
         if revision == "main":
-            commit = next(reversed(commits), None)
-        else:
-            commit = revision
-        if commit in commits:
-            return (commit, commits[commit])
-        return None
+            revision = next(reversed(commits), None)
+        return (revision, commits[revision]) if revision in commits else None
 
 
 _DATASET = re.compile("/api/datasets/([^/]+/[^/]+)(?:/revision/([^/]+))?")
@@ -85,22 +81,19 @@ class _Handler(BaseHTTPRequestHandler):
         self.reply(200, json.dumps(content).encode(), Content_Type="application/json")
 
     def tree(self, commit, files, folder):
-        entries = {}
         below = f"{folder}/" if folder else ""
+        entries = {}
         for path, content in files.items():
-            if path.startswith(below):
-                first, deeper, _ = path[len(below) :].partition("/")
-                if deeper and "recursive=true" not in self.path.lower():
-                    kind = "directory"
-                else:
-                    kind = "file"
-                name = below + first if kind == "directory" else path
-                size = 0 if kind == "directory" else len(content)
-                oid = hashlib.sha1(name.encode()).hexdigest()
-                entries[name] = {"type": kind, "path": name, "oid": oid, "size": size}
-        self.reply(
-            200, json.dumps(list(entries.values())).encode(), Content_Type="application/json"
-        )
+            if not path.startswith(below):
+                continue
+            first, is_deeper, _ = path[len(below) :].partition("/")
+            entry = {"type": "file", "path": path, "size": len(content)}
+            if is_deeper and "recursive=true" not in self.path.lower():
+                entry = {"type": "directory", "path": below + first, "size": 0}
+            oid = hashlib.sha1(entry["path"].encode()).hexdigest()
+            entries[entry["path"]] = entry | {"oid": oid}
+        content = json.dumps(list(entries.values())).encode()
+        self.reply(200, content, Content_Type="application/json")
 
     def file(self, commit, files, path):
         if path not in files:

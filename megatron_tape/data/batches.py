@@ -28,7 +28,7 @@ from megatron_tape.data.index_cache import build_on_rank_0, digest_of
 from megatron_tape.data.indexed_dataset import raise_file_limit
 from megatron_tape.data.inputs import missing_validation
 from megatron_tape.data.long_documents import DatasetBlend, epochs_by_dataset, log_epochs
-from megatron_tape.data.megatron_datasets import open_datasets, plan_for_all
+from megatron_tape.data.megatron_datasets import open_datasets, plan_for_all, stage_sizes
 from megatron_tape.data.samples import ExampleSamples, SampleSource, sample_source
 from megatron_tape.errors import ConfigError, UserError
 from megatron_tape.parallel.layout import ParallelLayout
@@ -292,8 +292,7 @@ def _open_indexed(
             plans.append(plan_for_all(stage.config, evaluates and stage.number == 0))
     evaluates = len(plans[0].splits) > 1
 
-    ends = [*(stage.start for stage in stages[1:]), end]
-    sizes = [stage_end - stage.start for stage, stage_end in zip(stages, ends)]
+    sizes = stage_sizes(stages, end)
     validation_size = 0
     if evaluates:
         validation_size = train.eval_steps * train.global_batch_size

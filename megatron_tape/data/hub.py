@@ -106,11 +106,7 @@ def find_files(name: str, arguments: argparse.Namespace) -> list[str]:
     if split not in splits:
         problem = f"is {split!r}, but {name} ({config.name}) has only {sorted(splits)}"
         raise ConfigError("--split", problem, "choose one of them")
-    files = splits[split]
-    if not files:
-        raise FileError(name, f"has no files in the split {split!r}", "check --data-files")
-
-    for file in files:
+    for file in splits[split]:
         extension = text_format(file)
         # Only with --data-files is a text file known to be one document; the library reads one
         # document per line.
@@ -121,7 +117,7 @@ def find_files(name: str, arguments: argparse.Namespace) -> list[str]:
                 "convert it, or try the Hub's own parquet copy, such as --revision"
                 " refs/convert/parquet --data-files 'default/train/*.parquet'",
             )
-    return files
+    return splits[split]
 
 
 def _open(name: str, arguments: argparse.Namespace) -> Any:

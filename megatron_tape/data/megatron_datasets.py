@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 
 from megatron_tape.config.data import blend
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.config.stages import stages_of
+from megatron_tape.config.stages import Stage, stages_of
 from megatron_tape.data.index_cache import cached, load_array
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, dataset_paths, first_invalid_id
 from megatron_tape.data.inputs import check_token_ids, large_enough, missing_validation
@@ -380,13 +380,22 @@ def sample_order(config: RunConfig, samples: int, consumed: int) -> list:
     all epochs of the run, so the order depends on the number of epochs.
     """
     stages = stages_of(config)
-    ends = [*(stage.start for stage in stages[1:]), samples]
-    order = []
-    for stage, end in zip(stages, ends):
-        if stage.start < consumed:
-            epochs = _shuffled_epochs(stage.config, end - stage.start)
-            order.append((stage.start, stage.config.data.prefix, stage.config.train.seed, epochs))
-    return order
+    return [
+        (
+            stage.start,
+            stage.config.data.prefix,
+            stage.config.train.seed,
+            _shuffled_epochs(stage.config, size),
+        )
+        for stage, size in zip(stages, stage_sizes(stages, samples))
+        if stage.start < consumed
+    ]
+
+
+def stage_sizes(stages: list[Stage], end: int) -> list[int]:
+    """Return the number of samples of each stage of a run that ends after `end` samples."""
+    starts = [stage.start for stage in stages]
+    return np.diff([*starts, end]).tolist()
 
 
 def _shuffled_epochs(config: RunConfig, size: int) -> list[tuple[int, bool]]:

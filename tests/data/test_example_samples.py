@@ -70,20 +70,10 @@ def test_validation_goes_through_the_file_and_only_targets_and_their_end_are_in_
     ]
 
 
-def test_a_target_that_fits_exactly_ends_in_the_last_label(make):
-    source = sample_source(make(target_tokens=5), validation=True)
-    assert sequences(source, 3)[2] == (
-        [10] * 10 + [9, 11, 12, 13, 14, 15],
-        [11, 12, 13, 14, 15, EOD],
-    )
-
-
 def test_the_epochs_of_a_run_over_examples_are_warned_about(make, caplog):
     config = replace_settings(make(), {"train.steps": 9, "train.eval_interval": None})
     build_batches(config, initialize_distributed(1), EOD)
-    assert (
-        f"warning: the run trains 48.00 epochs on {config.data.examples.path}; lower" in caplog.text
-    )
+    assert f"warning: the run trains 48.00 epochs on {config.data.examples.path}" in caplog.text
 
 
 def test_a_file_of_validation_examples_is_optional_unless_an_interval_is_set(make):
@@ -97,7 +87,8 @@ def test_every_epoch_has_all_examples_in_another_order_which_only_the_seed_decid
     found, again = (sequences(sample_source(make(), validation=False), 30) for _ in range(2))
     assert found == again
     epochs = [tuple(map(str, found[i : i + 3])) for i in range(0, 30, 3)]
-    assert len({frozenset(epoch) for epoch in epochs}) == 1 and len(frozenset(epochs[0])) == 3
+    assert len({frozenset(epoch) for epoch in epochs}) == 1
+    assert len(frozenset(epochs[0])) == 3
     assert len(set(epochs)) > 1
     config = make()
     config = replace_settings(config, {"train.seed": config.train.seed + 1})
@@ -116,10 +107,8 @@ def test_what_cannot_be_read_is_refused_by_file_and_line(make, tmp_path):
         with pytest.raises(ConfigError) as error:
             check_datasets(make(**changes))
         assert error.value.key == key
-    (tmp_path / "qasper.zip").write_bytes(b"PK")
-    for name, problem in (
-        ("none.jsonl", "no such file"),
-        ("qasper.zip", "choose uncompressed JSON lines"),
-    ):
-        with pytest.raises(ConfigError, match=problem):
+    for name in ("none.jsonl", "qasper.zip"):
+        with pytest.raises(ConfigError) as error:
             check_data_files(make(path=str(tmp_path / name)))
+        assert error.value.key == "data.examples.path"
+        assert error.value.fix

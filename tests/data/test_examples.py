@@ -5,7 +5,7 @@ import zipfile
 
 import pytest
 
-from megatron_tape.data.examples import ExampleEncoder, first_tokens, read_examples
+from megatron_tape.data.examples import EncodedExample, ExampleEncoder, first_tokens, read_examples
 from megatron_tape.errors import FileError
 
 LINES = [
@@ -66,24 +66,17 @@ def test_files_without_examples_are_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "qa.zip", "w") as archive:
         archive.writestr("qa/train.jsonl", "")
     (tmp_path / "cut.zip").write_bytes((tmp_path / "qa.zip").read_bytes()[:-5])
-    with zipfile.ZipFile(tmp_path / "damaged.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr(
-            "qa/validation.jsonl", "".join(json.dumps({"id": str(i**5)}) for i in range(999))
-        )
-    content = bytearray((tmp_path / "damaged.zip").read_bytes())
-    content[200:260] = bytes(255 - byte for byte in content[200:260])
-    (tmp_path / "damaged.zip").write_bytes(content)
     (tmp_path / "qa.csv").write_text("a,b\n")
     for name, word in (
         ("qa.zip", "with 0 files called validation.jsonl instead of one"),
         ("cut.zip", "unknown format"),
-        ("damaged.zip", "while decompressing"),
         ("qa.csv", "unknown format"),
         ("none.jsonl", "No such file"),
     ):
         with pytest.raises(FileError) as error:
             list(read_examples(str(tmp_path / name), "validation"))
-        assert error.value.subject == str(tmp_path / name) and word in error.value.problem
+        assert error.value.subject == str(tmp_path / name)
+        assert word in error.value.problem
 
 
 def test_a_line_that_is_too_large_is_named(tmp_path, monkeypatch):
@@ -91,33 +84,18 @@ def test_a_line_that_is_too_large_is_named(tmp_path, monkeypatch):
     lines = [json.dumps(LINES[2]), json.dumps({"input": "a" * 2_000_000, "target": "b"})]
     with zipfile.ZipFile(tmp_path / "qa.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("qa/validation.jsonl", "\n".join(lines))
-    with pytest.raises(
-        FileError,
-        match=r"qa\.zip/qa/validation\.jsonl:2 has more than 1,000,000 bytes in one document",
-    ):
-        list(read_examples(str(tmp_path / "qa.zip"), "validation"))
     (tmp_path / "qa.jsonl").write_text("\n".join(lines))
-    with pytest.raises(
-        FileError, match=r"qa\.jsonl:2 has more than 1,000,000 bytes in one document"
-    ):
-        list(read_examples(str(tmp_path / "qa.jsonl"), ""))
+    for name, split in (("qa.zip", "validation"), ("qa.jsonl", "")):
+        with pytest.raises(FileError, match=r":2 has more than 1,000,000 bytes in one document"):
+            list(read_examples(str(tmp_path / name), split))
 
 
 def test_a_long_input_loses_its_end_and_the_template_stays():
     encoder = ExampleEncoder(encode, [256], "Q: {input}\nA:", length=20, target_tokens=4)
+    prompt = [256, *b"Q: 012345678\nA:"]
     encoded = encoder("0123456789", " yes sir ")
-    assert (
-        bytes(encoded.prompt[1:]) == b"Q: 012345678\nA:"
-        and encoded.prompt[0] == 256
-        and len(encoded.prompt) == 16
-    )
-    assert bytes(encoded.target) == b" yes" and (
-        encoded.input_truncated,
-        encoded.target_truncated,
-    ) == (True, True)
-    encoded = encoder("012345678", "no")
-    assert bytes(encoded.prompt[1:]) == b"Q: 012345678\nA:" and bytes(encoded.target) == b" no"
-    assert (encoded.input_truncated, encoded.target_truncated) == (False, False)
+    assert encoded == EncodedExample(prompt, list(b" yes"), True, True)
+    assert encoder("012345678", "no") == EncodedExample(prompt, list(b" no"), False, False)
     assert bytes(ExampleEncoder(encode, [], "{input}", 20, 4)("abc", "no").target) == b"no"
 
 

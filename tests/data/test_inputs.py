@@ -1,6 +1,5 @@
 import json
 import os
-import re
 
 import pytest
 from configurations import make
@@ -39,28 +38,6 @@ def test_inputs_that_do_not_exist_are_named_one_by_one(tmp_path):
     check_inputs(config)
 
 
-def test_a_missing_relative_path_is_named_with_its_directory_and_the_demos_with_the_command(
-    tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    from_hub = (
-        "correct it, or, if it is a dataset of the Hugging Face Hub, run `python"
-        " tools/preprocess_data.py"
-    )
-    for prefix, fix in (
-        ("web", "correct it, or finish"),
-        ("allenai/c4", f"{from_hub} --input hub:allenai/c4 --tokenizer"),
-        ("hub:allenai/c4", f"{from_hub} --input hub:allenai/c4 --tokenizer"),
-        ("runs/demo/data/stdlib", "run `make demo`"),
-    ):
-        with pytest.raises(ConfigError) as error:
-            check_data_files(make(data__prefix=prefix))
-        assert error.value.fix.startswith(fix)
-        assert error.value.fix.endswith(
-            f"(the path is relative to the current directory, {tmp_path})"
-        )
-
-
 def test_a_cache_that_cannot_be_created_is_named(tmp_path):
     (tmp_path / "a.idx").touch(), (tmp_path / "a.bin").touch()
     config = make(data__prefix=str(tmp_path / "a"), data__tokenizer=None, checkpoint__resume="auto")
@@ -89,14 +66,13 @@ def test_a_path_that_cannot_be_read_is_named_with_its_setting(tmp_path, key):
 def test_checkpoints_of_another_run_are_not_written_into(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.idx").touch(), (tmp_path / "a.bin").touch()
-    state = {"step": 4, "optimizer_steps": 4, "consumed_samples": 8, "progress": {}, "sharded": {}}
-    state |= {"tensor_model_parallel_size": 1, "data_parallel_size": 1}
-    config = {"model": {}, "logging": {"directory": "runs/first"}}
+    state = dict(step=4, optimizer_steps=4, consumed_samples=8, progress={}, sharded={})
+    state |= dict(tensor_model_parallel_size=1, data_parallel_size=1)
+    state["config"] = {"model": {}, "logging": {"directory": "runs/first"}}
     for directory in ("shared", "runs/moved/checkpoints"):
-        (tmp_path / directory / "step-00000004").mkdir(parents=True)
-        (tmp_path / directory / "step-00000004" / "state.json").write_text(
-            json.dumps(state | {"config": config})
-        )
+        checkpoint = tmp_path / directory / "step-00000004"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "state.json").write_text(json.dumps(state))
 
     def check(run, checkpoints):
         settings = {"logging__directory": run, "checkpoint__directory": checkpoints}
@@ -105,13 +81,10 @@ def test_checkpoints_of_another_run_are_not_written_into(tmp_path, monkeypatch):
     check("runs/second", "shared")  # the run that saved them is gone
     (tmp_path / "runs" / "first" / "attempts").mkdir(parents=True)
     for checkpoints in ("shared", "runs/first/checkpoints"):
-        with pytest.raises(
-            ConfigError,
-            match=f"^checkpoint.directory is {checkpoints}, which belongs to .*runs/first",
-        ):
+        with pytest.raises(ConfigError, match="belongs to .*runs/first") as error:
             check("runs/second", checkpoints)
+        assert error.value.key == "checkpoint.directory"
         check("runs/first", checkpoints)
-        check(str(tmp_path / "runs" / "first"), checkpoints)
     check("runs/moved", "runs/moved/checkpoints")
     check("runs/second", "runs/second/checkpoints")
     check("runs/second", "elsewhere")
@@ -134,9 +107,7 @@ def test_a_truncated_dataset_is_refused(tmp_path):
 def test_ids_outside_the_vocabulary_are_refused_before_the_run_starts(tmp_path, bad, problem):
     write_documents(tmp_path / "a", [[*range(60)]] * 90 + [[*range(60), bad]] * 10, "<i4")
     config = make(data__prefix=str(tmp_path / "a"), data__tokenizer=None, model__vocab_size=64)
-    with pytest.raises(
-        ConfigError, match=rf"a, in which document 9\d has the token id {bad}, but {problem}"
-    ):
+    with pytest.raises(ConfigError, match=rf"document 9\d has the token id {bad}, but {problem}"):
         check_datasets(config)
 
 
@@ -144,42 +115,31 @@ def test_what_is_mistaken_for_a_dataset_is_named_with_the_command_that_makes_one
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    for name in ("texts.jsonl", "raw/a.txt.gz", "raw/b.parquet", "notes.csv"):
+    for name in ("my texts.jsonl", "raw/a.txt.gz", "raw/b.parquet", "notes.csv"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     write_dataset(tmp_path / "c4")
     (tmp_path / "many").mkdir()
     write_dataset(tmp_path / "many" / "web")
-    preprocess = "python tools/preprocess_data.py --input {} --tokenizer w.model --output-prefix {}"
-    for prefix, problem, command, output in (
-        ("texts.jsonl", "names text, not a dataset", "texts.jsonl", "texts"),
-        ("my texts.jsonl", "names text, not a dataset", "'my texts.jsonl'", "'my texts'"),
-        ("raw/a.txt.gz", "names text, not a dataset", "raw/a.txt.gz", "raw/a"),
-        ("raw/*.parquet", "names text, not a dataset", "'raw/*.parquet'", "raw/NAME"),
-        ("raw", "is a directory without a dataset", "'raw/*.gz'", "raw/NAME"),
-    ):
-        with pytest.raises(ConfigError) as refusal:
-            check_data_files(make(data__prefix=prefix, data__tokenizer="w.model"))
-        expected = (
-            f"contains {prefix}, which {problem}; a dataset is a pair of files, NAME.bin and"
-            " NAME.idx"
-        )
-        assert refusal.value.key == "data.prefix" and refusal.value.problem.startswith(expected)
-        assert f"run `{preprocess.format(command, output)}` and give " in refusal.value.fix
+    command = "run `python tools/preprocess_data.py --input {} --tokenizer w.model"
     for prefix, fix in (
+        ("my texts.jsonl", command.format("'my texts.jsonl'")),
+        ("raw/a.txt.gz", command.format("raw/a.txt.gz")),
+        ("raw/*.parquet", command.format("'raw/*.parquet'")),
+        ("raw", command.format("'raw/*'")),
+        ("notes.csv", command.format("notes.csv")),
+        ("allenai/c4", command.format("hub:allenai/c4")),
+        ("hub:allenai/c4", command.format("hub:allenai/c4")),
         ("c4.idx", "give c4, without the suffix"),
         ("c4.bin", "give c4, without the suffix"),
-        ("many", "give a dataset in it, such as many/web, or all of them as many/*"),
-        (
-            "notes.csv",
-            (
-                "convert it to .jsonl, .txt or .parquet, and make a dataset with"
-                " tools/preprocess_data.py"
-            ),
-        ),
+        ("many", "give a dataset in it, such as many/web, or many/*"),
+        ("runs/demo/data/stdlib", "`make demo`"),
+        ("web", f"(the path is relative to the current directory, {tmp_path})"),
     ):
-        with pytest.raises(ConfigError) as refusal:
-            check_data_files(make(data__prefix=prefix))
-        assert refusal.value.fix == fix
-        with pytest.raises(FileError, match=re.escape(fix)):
+        with pytest.raises(ConfigError) as error:
+            check_data_files(make(data__prefix=prefix, data__tokenizer="w.model"))
+        assert error.value.key == "data.prefix"
+        assert prefix in error.value.problem
+        assert fix in error.value.fix, prefix
+        with pytest.raises(FileError):
             IndexedDatasetReader(prefix)

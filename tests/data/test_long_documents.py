@@ -3,6 +3,7 @@ epochs.
 """
 
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -15,7 +16,6 @@ from megatron_tape.config.data import DataConfig, LongDocumentSettings
 from megatron_tape.config.schema import RunConfig, replace_settings
 from megatron_tape.config.train import TrainConfig
 from megatron_tape.data.batches import build_batches
-from megatron_tape.data.inputs import check_datasets
 from megatron_tape.data.megatron_datasets import DocumentWindows, divide_documents
 from megatron_tape.errors import ConfigError
 from megatron_tape.parallel.layout import initialize_distributed
@@ -38,9 +38,9 @@ def write(prefix, lengths, first_token):
 def lengths():
     random = np.random.RandomState(0)
     return {
-        "books": [int(length) for length in random.randint(20, 150, 200)],
-        "web": [int(length) for length in random.randint(2, 60, 400)],
-        "notes": [int(length) for length in random.randint(2, 30, 300)],
+        "books": random.randint(20, 150, 200).tolist(),
+        "web": random.randint(2, 60, 400).tolist(),
+        "notes": random.randint(2, 30, 300).tolist(),
     }
 
 
@@ -82,16 +82,11 @@ def origins(rows, lengths):
     """Return, for each sequence, its dataset, and the index and length of the document of each
     token except EOD.
     """
-    known = {}
-    for index, name in enumerate(NAMES):
-        ends = np.cumsum(lengths[name])
-        known[name] = (100_000 * index + 1, ends)
     found = []
     for row in rows:
-        row = row[row != EOD]
-        name = NAMES[int(row[0]) // 100_000]
-        first, ends = known[name]
-        documents = np.searchsorted(ends, row - first, side="right")
+        index, position = np.divmod(row[row != EOD] - 1, 100_000)
+        name = NAMES[index[0]]
+        documents = np.searchsorted(np.cumsum(lengths[name]), position, side="right")
         found.append((name, documents, np.array(lengths[name])[documents]))
     return found
 
@@ -106,7 +101,8 @@ def test_the_share_comes_from_long_documents_and_the_rest_from_the_others(config
     assert len(rows) == 200
     long = [bool((sizes >= 64).all()) for _, _, sizes in origins(rows, lengths)]
     short = [bool((sizes < 64).all()) for _, _, sizes in origins(rows, lengths)]
-    assert all(a != b for a, b in zip(long, short)) and sum(long) == 120
+    assert all(a != b for a, b in zip(long, short))
+    assert sum(long) == 120
     assert all(abs(sum(long[: i + 1]) - 0.6 * (i + 1)) <= 1 for i in range(200))  # spread evenly
     # The last tenth of the documents is for validation, which data.long_documents does not affect.
     training = {"books": 180, "web": 360}
@@ -120,19 +116,18 @@ def test_datasets_keep_their_proportions_among_long_documents_and_among_the_othe
     configure, lengths
 ):
     names = ["books", "web", "notes"]
-    found = origins(
-        tokens_of(build(configure(names, 40, 0.5, 100, weights=[0.2, 0.2, 0.6]))), lengths
-    )
+    config = configure(names, 40, 0.5, 100, weights=[0.2, 0.2, 0.6])
     counts = {name: [0, 0] for name in names}
-    for name, _, sizes in found:
+    for name, _, sizes in origins(tokens_of(build(config)), lengths):
         counts[name][int(sizes.max() < 40)] += 1
     # notes has no document of 40 tokens, so the other two datasets provide all long documents.
     assert counts == {"books": [100, 40], "web": [100, 40], "notes": [0, 120]}
+
     found = origins(tokens_of(build(configure(["books", "web"], 40, 0.5, 100))), lengths)
-    long = {
-        name: sum(n for n in lengths[name][: len(lengths[name]) * 9 // 10] if n >= 40)
-        for name in ("books", "web")
-    }
+    long = {}
+    for name in ("books", "web"):
+        training = np.array(lengths[name][: len(lengths[name]) * 9 // 10])
+        long[name] = training[training >= 40].sum()
     drawn = sum(name == "books" and sizes.min() >= 40 for name, _, sizes in found)
     assert drawn == pytest.approx(200 * long["books"] / sum(long.values()), abs=1)
 
@@ -157,41 +152,36 @@ def test_an_epoch_has_every_token_once_and_windows_begin_with_their_documents(fo
         [np.arange(starts[d], starts[d] + lengths["books"][d] - 1) for d in documents]
     )
     orders = []
+    per_epoch = windows.samples_per_epoch
     for epoch in range(2):
-        range_of_epoch = range(
-            epoch * windows.samples_per_epoch, (epoch + 1) * windows.samples_per_epoch
-        )
-        samples = [windows[i] for i in range_of_epoch]
-        assert all(len(sample["tokens"]) == len(sample["labels"]) == LENGTH for sample in samples)
+        samples = [windows[i] for i in range(epoch * per_epoch, (epoch + 1) * per_epoch)]
         for sample in samples:
+            assert len(sample["tokens"]) == len(sample["labels"]) == LENGTH
             ends = sample["tokens"] == EOD
             assert torch.equal(sample["tokens"][1:][~ends[:-1]], sample["labels"][:-1][~ends[:-1]])
             # After the end of a document, the label is the beginning of another one.
             assert set(sample["labels"][ends].tolist()) <= set(starts.tolist())
         inputs = torch.cat([sample["tokens"] for sample in samples]).numpy()
         inputs = inputs[inputs != EOD]
-        assert len(set(inputs)) == len(inputs) and set(inputs) <= set(used)
+        assert len(set(inputs)) == len(inputs)
+        assert set(inputs) <= set(used)
         # The last label of a window can be a token that is no input elsewhere; the last incomplete
         # window is dropped.
         assert len(used) - len(inputs) < LENGTH + len(documents)
         whole = [
-            s["tokens"].numpy() for s in samples if (s["tokens"][1:] - s["tokens"][:-1] == 1).all()
+            int(sample["tokens"][0]) for sample in samples if (sample["tokens"].diff() == 1).all()
         ]
-        assert len(whole) >= sum((n - 1) // LENGTH for n in lengths["books"] if n >= 30)
-        full = {
-            int(start) + LENGTH * k
+        expected = [
+            int(starts[d]) + LENGTH * k
             for d in documents
-            for start in [starts[d]]
             for k in range((lengths["books"][d] - 1) // LENGTH)
-        }
-        assert full <= {int(tokens[0]) for tokens in whole}
+        ]
+        assert len(whole) >= len(expected)
+        assert set(expected) <= set(whole)
         orders.append([int(sample["tokens"][0]) for sample in samples])
     assert orders[0] != orders[1]
     again = DocumentWindows(dataset, divided, LENGTH, seed=5)
-    assert torch.equal(
-        again[windows.samples_per_epoch + 3]["labels"],
-        windows[windows.samples_per_epoch + 3]["labels"],
-    )
+    assert torch.equal(again[per_epoch + 3]["labels"], windows[per_epoch + 3]["labels"])
 
 
 @pytest.mark.parametrize(
@@ -210,47 +200,26 @@ def messages(caplog, level):
     return [record.getMessage() for record in caplog.records if record.levelname == level]
 
 
-def test_a_part_that_is_repeated_often_is_warned_about(configure, caplog):
-    build(configure(["books"], 140, 0.9, steps=200))
-    (warning,) = messages(caplog, "WARNING")
-    assert re.search(r"trains \d+\.\d+ epochs on the long documents of .*books", warning)
-
-
 def test_passes_are_those_of_the_batches(configure, lengths, caplog):
     caplog.set_level("INFO")
     rows = tokens_of(build(configure(["books", "web"], 40, 0.5, 100, weights=[0.3, 0.7])))
-    found = origins(rows, lengths)
+    drawn = Counter((name, bool(sizes.min() >= 40)) for name, _, sizes in origins(rows, lengths))
     for name in ("books", "web"):
-        for kind, long in (("long", True), ("other", False)):
-            drawn = (
-                sum(of == name and bool(sizes.min() >= 40) == long for of, _, sizes in found)
-                * LENGTH
-            )
-            total = sum(
-                n for n in lengths[name][: len(lengths[name]) * 9 // 10] if (n >= 40) == long
-            )
+        training = np.array(lengths[name][: len(lengths[name]) * 9 // 10])
+        for kind, is_in_pool in (("long", training >= 40), ("other", training < 40)):
             pattern = rf"trains (\S+) epochs on the {kind} documents of \S*/{name}\n"
-            (said,) = re.findall(pattern, caplog.text)
-            assert float(said) == pytest.approx(drawn / total, abs=0.02)
+            (epochs,) = re.findall(pattern, caplog.text)
+            expected = drawn[name, kind == "long"] * LENGTH / training[is_in_pool].sum()
+            assert float(epochs) == pytest.approx(expected, abs=0.02)
     assert not messages(caplog, "WARNING")
 
 
 @pytest.mark.parametrize(
-    "names, minimum, share, key, said",
-    [
-        (["web"], 64, 0.6, "minimum", "at least 64 tokens"),
-        (["books"], 20, 0.6, "share", "less than 20 tokens"),
-    ],
+    "name, minimum, key, problem",
+    [("web", 64, "minimum", "at least 64 tokens"), ("books", 20, "share", "less than 20 tokens")],
 )
-def test_pools_without_a_sequence_are_refused_before_training(
-    configure, monkeypatch, names, minimum, share, key, said
-):
-    config = configure(names, minimum, share)
-    for start in (check_datasets, build):
-        monkeypatch.setattr(
-            "megatron_tape.data.inputs.load_run_tokenizer",
-            lambda config: type("T", (), {"eod": EOD}),
-        )
-        with pytest.raises(ConfigError) as refusal:
-            start(config)
-        assert refusal.value.key == f"data.long_documents.{key}" and said in refusal.value.problem
+def test_pools_without_a_sequence_are_refused(configure, name, minimum, key, problem):
+    with pytest.raises(ConfigError) as error:
+        build(configure([name], minimum, 0.6))
+    assert error.value.key == f"data.long_documents.{key}"
+    assert problem in error.value.problem

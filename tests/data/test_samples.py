@@ -62,7 +62,8 @@ def test_the_loss_is_the_mean_over_the_tokens_in_the_masks_of_the_global_batch()
 def test_validation_is_the_mean_over_all_its_tokens_and_the_same_every_time():
     batches = build_batches(settings(), initialize_distributed(1))
     first, again = ([batch["loss_weights"] for batch in batches.evaluation()] for _ in range(2))
-    assert len(first) == 8 and all(map(torch.equal, first, again))
+    assert len(first) == 8
+    assert all(map(torch.equal, first, again))
     weights = torch.cat(first)
     assert weights.sum() / len(first) == pytest.approx(1)
     assert len(weights[weights > 0].unique()) == 1

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from datasets_for_tests import bpe_tokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from megatron_tape.data.tokenizer import difference, load_tokenizer, tokenizer_record, write_files
 from megatron_tape.errors import FileError
@@ -13,15 +14,7 @@ from megatron_tape.errors import FileError
 
 @pytest.fixture(scope="module")
 def byte_level(texts):
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=500,
-        special_tokens=["<first>", "<last>", "</s>"],
-        initial_alphabet=tokenizer.pre_tokenizer.alphabet(),
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer = bpe_tokenizer(texts, 500, ["<first>", "<last>", "</s>"])
     # As in many downloaded tokenizers: a token added before every text, truncation, and padding.
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<first> $A", special_tokens=[("<first>", 0)]
@@ -34,45 +27,33 @@ def byte_level(texts):
 def test_sentencepiece_gives_back_every_text(tokenizer_path, texts):
     tokenizer = load_tokenizer(tokenizer_path)
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (800, 2, 3)
-    check_round_trip(tokenizer, texts)
+    check_round_trip(tokenizer, [*texts, "a</s>b<s>c"])
 
 
 def test_hugging_face_gives_back_every_text(byte_level, tmp_path, texts):
     byte_level.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (500, None, 2)
-    check_round_trip(tokenizer, texts)
+    check_round_trip(tokenizer, [*texts, "a</s>b<first>c"])
 
 
 def check_round_trip(tokenizer, texts):
     batch = tokenizer.encode_batch(texts)
     for text, ids in zip(texts, batch):
-        assert ids.dtype == "int32" and ids.tolist() == tokenizer.encode(text)
-        assert 0 <= ids.min() and ids.max() < tokenizer.vocab_size
+        assert ids.dtype == "int32"
+        assert ids.tolist() == tokenizer.encode(text)
+        assert 0 <= ids.min()
+        assert ids.max() < tokenizer.vocab_size
+        assert tokenizer.eod not in ids
         assert tokenizer.decode(ids) == text
     assert tokenizer.encode("") == []
 
 
-def test_text_never_encodes_to_a_special_token(byte_level, tmp_path, tokenizer_path):
-    byte_level.save(str(tmp_path / "tokenizer.json"))
-    for tokenizer in (load_tokenizer(tmp_path), load_tokenizer(tokenizer_path)):
-        ids = tokenizer.encode("a</s>b<s>c")
-        assert tokenizer.eod not in ids
-        assert tokenizer.decode(ids) == "a</s>b<s>c"
-
-
-@pytest.mark.parametrize(
-    "name, token",
-    [("tokenizer_config.json", {"content": "<last>"}), ("special_tokens_map.json", "<last>")],
-)
-def test_special_tokens_are_named_by_the_files_of_a_directory(
-    byte_level, tmp_path, tokenizer_path, name, token
-):
+def test_the_tokenizer_json_of_a_directory_is_preferred(byte_level, tmp_path, tokenizer_path):
     byte_level.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer.model").write_bytes(tokenizer_path.read_bytes())
-    (tmp_path / name).write_text(
-        json.dumps({"eos_token": token, "bos_token": "<first>", "chat_template": None})
-    )
+    tokens = {"eos_token": "<last>", "bos_token": "<first>", "chat_template": None}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(tokens))
     tokenizer = load_tokenizer(tmp_path)
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (500, 0, 1)
 
@@ -84,18 +65,6 @@ def test_added_tokens_are_part_of_the_vocabulary(tmp_path):
     loaded = load_tokenizer(tmp_path)
     assert max(loaded.eod, 7) < loaded.vocab_size
     assert loaded.bos is None
-
-
-def test_an_added_token_has_the_id_that_the_library_gives_it_whatever_its_file_says(
-    byte_level, tmp_path
-):
-    content = json.loads(byte_level.to_str())
-    content["added_tokens"][1]["id"] = content["model"]["vocab"]["a"]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    assert (
-        load_tokenizer(tmp_path).encode("a")
-        == byte_level.encode("a", add_special_tokens=False).ids[:1]
-    )
 
 
 def test_what_is_not_a_tokenizer_is_refused_with_a_fix(tmp_path):
@@ -117,15 +86,6 @@ def test_a_panic_of_the_library_names_the_file(byte_level, tmp_path):
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("index", [2**24, 2**31, 2**40])
-def test_ids_that_no_dataset_can_hold_are_refused(tmp_path, index):
-    content = json.loads(tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).to_str())
-    content["model"]["vocab"]["b"] = index
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(FileError, match=rf"tokenizer.json .*\b({index:,}|{index})\b"):
-        load_tokenizer(tmp_path)
-
-
 def test_importing_and_loading_needs_no_torch(tokenizer_path):
     code = (
         "import sys; from megatron_tape.data.tokenizer import load_tokenizer;"
@@ -136,96 +96,142 @@ def test_importing_and_loading_needs_no_torch(tokenizer_path):
 
 
 END = "<|endoftext|>"
+MENTIONS = [END, f"a {END} b", f"x\n{END}\n<s>", f"(<s>{END})"]
+GPT4 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+BYTES = pre_tokenizers.ByteLevel.alphabet()
+PIECES = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", *map(chr, range(33, 127))]
+SPACES = normalizers.Replace(" ", "▁")
+SPLIT = pre_tokenizers.Sequence(
+    [
+        pre_tokenizers.Split(tokenizers.Regex(GPT4), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+)
+BACK = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
 
 
-def trained(core, trainer, pre_tokenizer, texts, **options):
-    tokenizer = tokenizers.Tokenizer(core)
-    tokenizer.pre_tokenizer = pre_tokenizer
-    for name, value in options.items():
-        setattr(tokenizer, name, value)
-    tokenizer.train_from_iterator(texts, trainer)
+def bpe(alphabet, special, in_vocabulary=True, **options):
+    tokens = [*(special if in_vocabulary else []), *alphabet, "th", "the"]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    model = models.BPE(vocabulary, [("t", "h"), ("th", "e")], **options)
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.add_special_tokens(special)
     return tokenizer
 
 
-KINDS = {
-    "unigram": lambda texts: trained(
-        models.Unigram(),
-        trainers.UnigramTrainer(
-            vocab_size=300, special_tokens=[END, "<s>", "<unk>"], unk_token="<unk>"
-        ),
-        pre_tokenizers.Metaspace(),
-        texts,
+def with_parts(tokenizer, pre_tokenizer, decoder, normalizer=None, bos=None):
+    tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.decoder = decoder
+    tokenizer.normalizer = normalizer
+    if bos is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        )
+    return tokenizer
+
+
+LLAMA = {"byte_fallback": True, "fuse_unk": True, "unk_token": "<unk>"}
+FAMILIES = {
+    "gpt-2": with_parts(
+        bpe(BYTES, [END]), pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     ),
-    "word level": lambda texts: trained(
-        models.WordLevel(unk_token="[UNK]"),
-        trainers.WordLevelTrainer(special_tokens=[END, "<s>", "[UNK]"]),
-        pre_tokenizers.WhitespaceSplit(),
-        texts,
+    "olmo": with_parts(
+        bpe(BYTES, [END, "<|padding|>"]),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+        normalizers.NFC(),
     ),
-    "word piece, lower case": lambda texts: trained(
-        models.WordPiece(unk_token="[UNK]"),
-        trainers.WordPieceTrainer(special_tokens=[END, "<s>", "[UNK]"], vocab_size=300),
-        pre_tokenizers.WhitespaceSplit(),
-        texts,
-        normalizer=normalizers.Lowercase(),
+    "llama 2": with_parts(
+        bpe(PIECES, ["<unk>", "<s>", "</s>"], **LLAMA),
+        None,
+        decoders.Sequence([*BACK, decoders.Strip(" ", 1, 0)]),
+        normalizers.Sequence([normalizers.Prepend("▁"), SPACES]),
+        "<s>",
     ),
-    "bpe that ignores merges": lambda texts: trained(
-        models.BPE(ignore_merges=True),
-        trainers.BpeTrainer(
-            vocab_size=400,
-            special_tokens=[END, "<s>"],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    "mistral": with_parts(
+        bpe(PIECES, ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"], **LLAMA),
+        pre_tokenizers.Metaspace("▁", "first", split=False),
+        decoders.Sequence([*BACK, decoders.Strip(" ", 1, 0)]),
+        bos="<s>",
+    ),
+    "mistral nemo": with_parts(
+        bpe(BYTES, ["<unk>", "<s>", "</s>", "[INST]"], ignore_merges=True),
+        SPLIT,
+        decoders.ByteLevel(),
+        bos="<s>",
+    ),
+    "llama 3": with_parts(
+        bpe(
+            BYTES,
+            ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"],
+            in_vocabulary=False,
+            ignore_merges=True,
         ),
-        pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(tokenizers.Regex(r"\s"), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        ),
-        texts,
+        SPLIT,
+        decoders.ByteLevel(),
+        bos="<|begin_of_text|>",
+    ),
+    "qwen": with_parts(
+        bpe(BYTES, [END, "<|im_start|>", "<|im_end|>"], in_vocabulary=False),
+        SPLIT,
+        decoders.ByteLevel(),
+        normalizers.NFC(),
+    ),
+    "gemma": with_parts(
+        bpe(PIECES, ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>"], **LLAMA),
+        pre_tokenizers.Split(" ", "merged_with_previous"),
+        decoders.Sequence(BACK),
+        SPACES,
+        "<bos>",
     ),
 }
-MENTIONS = [
-    END,
-    f"a{END}b",
-    f"a {END} b",
-    f"{END}{END}",
-    f"x\n{END}\n<s>",
-    END.upper(),
-    f"<{END}>",
-    "<s><s>",
-]
-MENTIONS += [f"({END})", f'"{END}",', f"1{END}2"]
+"""Tokenizers with the steps of well-known ones, and a small vocabulary."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_text_encodes_to_a_special_token_that_the_vocabulary_for_text_holds(
-    kind, texts, tmp_path
-):
-    texts = texts[:40]
-    KINDS[kind](texts).save(str(tmp_path / "tokenizer.json"))
-    library = tokenizers.Tokenizer.from_file(
-        str(tmp_path / "tokenizer.json")
-    )  # which rounds the scores once more
-    loaded = load_tokenizer(tmp_path)
-    library.encode_special_tokens = True
-    special = {library.token_to_id(END), library.token_to_id("<s>")}
-    assert {loaded.eod, loaded.bos} == special
-    assert any(
-        special & set(library.encode(text, add_special_tokens=False).ids) for text in MENTIONS
-    )
-    for text, ids in zip(MENTIONS, loaded.encode_batch(MENTIONS)):
-        assert ids.tolist() == loaded.encode(text) and special.isdisjoint(ids.tolist())
-    for text in texts:
-        assert loaded.encode(text) == library.encode(text, add_special_tokens=False).ids
-    # What is written is loaded unchanged.
-    again = tmp_path / "again"
-    again.mkdir()
-    write_files(loaded.files, again)
-    assert (
-        load_tokenizer(again).files == loaded.files
-        and load_tokenizer(again).digest == loaded.digest
-    )
+@pytest.mark.parametrize("family", FAMILIES)
+def test_common_tokenizers_are_accepted_unchanged(tmp_path, family):
+    library = FAMILIES[family]
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.eod is not None
+    assert tokenizer.prefix == ([] if tokenizer.bos is None else [tokenizer.bos])
+    assert tokenizer.files["tokenizer.json"] == (tmp_path / "tokenizer.json").read_bytes()
+    special = library.get_added_tokens_decoder()
+    for token in special.values():
+        for text in (f"the {token.content} end", f"x{token.content}{token.content}"):
+            ids = tokenizer.encode(text)
+            assert special.keys().isdisjoint(ids)
+            assert tokenizer.decode(ids) == text
+
+
+REFUSED = {
+    "unigram": (
+        models.Unigram([("<unk>", 0.0), (END, -1.0), *((piece, -9.0) for piece in PIECES)], 0),
+        pre_tokenizers.Metaspace(),
+    ),
+    "unknown token": (models.WordLevel({END: 0, "a": 1}, unk_token=END), None),
+    "words": (
+        models.WordLevel({END: 0, "u": 1}, unk_token="u"),
+        pre_tokenizers.WhitespaceSplit(),
+    ),
+    "ignored merges": (
+        models.BPE({END: 0, **{c: i + 1 for i, c in enumerate(BYTES)}}, [], ignore_merges=True),
+        pre_tokenizers.WhitespaceSplit(),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_tokenizer_that_encodes_text_to_a_special_token_is_refused(tmp_path, kind):
+    model, pre_tokenizer = REFUSED[kind]
+    tokenizer = with_parts(tokenizers.Tokenizer(model), pre_tokenizer, None)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(FileError, match=r"encodes the text .* to the special token") as error:
+        load_tokenizer(tmp_path)
+    assert "SentencePiece model" in error.value.fix
 
 
 def test_a_named_end_that_is_an_ordinary_added_token_becomes_a_special_one(byte_level, tmp_path):
@@ -238,58 +244,26 @@ def test_a_named_end_that_is_an_ordinary_added_token_becomes_a_special_one(byte_
     assert byte_level.token_to_id("<tool>") in tokenizer.encode("a<tool>b")
 
 
-def test_a_special_token_that_text_encodes_to_is_refused(tmp_path):
-    tokenizers.Tokenizer(models.WordLevel({END: 0, "a": 1}, unk_token=END)).save(
-        str(tmp_path / "tokenizer.json")
-    )
-    with pytest.raises(FileError, match="as the unknown token"):
-        load_tokenizer(tmp_path)
-    one = tokenizers.Tokenizer(models.WordLevel({"|": 0, "a": 1, "u": 2}, unk_token="u"))
-    one.pre_tokenizer = pre_tokenizers.Whitespace()
-    one.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "|"}')
-    with pytest.raises(FileError, match="encodes text that mentions | to the special token 0"):
-        load_tokenizer(tmp_path)
-
-
 @pytest.mark.parametrize(
-    "settings, expected",
-    [
-        ({}, "</s>"),
-        ({"eos_token": None}, None),
-        ({"eos_token": "<last>"}, "<last>"),
-        ({"eos_token": {"content": "<first>", "lstrip": False}}, "<first>"),
-    ],
+    "value, expected",
+    [(None, None), ("<last>", 1), ({"content": "<first>", "lstrip": False}, 0)],
 )
-def test_the_end_of_documents_is_the_token_that_is_named(byte_level, tmp_path, settings, expected):
+def test_the_end_of_documents_is_the_token_that_is_named(byte_level, tmp_path, value, expected):
     byte_level.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert load_tokenizer(tmp_path).eod == (
-        None if expected is None else byte_level.token_to_id(expected)
-    )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": value}))
+    assert load_tokenizer(tmp_path).eod == expected
 
 
 @pytest.mark.parametrize(
-    "settings, problem",
-    [
-        (
-            {"eos_token": "<|eot_id|>"},
-            "names '<|eot_id|>' as eos_token, but tokenizer.json has no such token",
-        ),
-        ({"bos_token": 3}, "names 3 as bos_token"),
-        ({"added_tokens_decoder": {"x": {"content": "<x>"}}}, "the added token '<x>' with id 'x'"),
-    ],
+    "settings", [{"eos_token": "<|eot_id|>"}, {"added_tokens_decoder": {"x": {"content": "<x>"}}}]
 )
-def test_a_token_that_is_named_and_does_not_exist_is_an_error(
-    byte_level, tmp_path, settings, problem
-):
+def test_a_token_that_is_named_and_does_not_exist_is_an_error(byte_level, tmp_path, settings):
     byte_level.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(FileError) as error:
         load_tokenizer(tmp_path)
-    assert problem in str(error.value) and error.value.subject == str(
-        tmp_path / "tokenizer_config.json"
-    )
+    assert error.value.subject == str(tmp_path / "tokenizer_config.json")
+    assert error.value.fix
 
 
 def test_several_candidates_for_the_end_of_document_token_are_an_error(tmp_path):
@@ -324,37 +298,27 @@ def test_the_files_next_to_a_sentencepiece_model_name_its_tokens(tmp_path, token
 
 
 @pytest.mark.parametrize(
-    "config, added, problem",
+    "config, added",
     [
-        (
-            {"eos_token": "<|eot_id|>"},
-            None,
-            "names '<|eot_id|>' as eos_token, but tokenizer.model has no such token",
-        ),
-        ({}, {"<|im_end|>": 5}, "'<|im_end|>' with id 5, but tokenizer.model does not have it"),
-        (
-            {"added_tokens_decoder": {"5": {"content": "<s>"}}},
-            None,
-            "'<s>' with id 5, but tokenizer.model has it with id 2",
-        ),
-        ({"sp_model_kwargs": {"enable_sampling": True}}, None, "encodes text at random"),
+        ({"eos_token": "<|eot_id|>"}, None),
+        ({}, {"<|im_end|>": 5}),
+        ({"added_tokens_decoder": {"5": {"content": "<s>"}}}, None),
     ],
 )
 def test_files_that_contradict_a_sentencepiece_model_are_refused(
-    tmp_path, tokenizer_path, config, added, problem
+    tmp_path, tokenizer_path, config, added
 ):
+    directory = sentencepiece_directory(tmp_path / "x", tokenizer_path, config, added)
     with pytest.raises(FileError) as error:
-        load_tokenizer(sentencepiece_directory(tmp_path / "x", tokenizer_path, config, added))
-    assert problem in str(error.value)
+        load_tokenizer(directory)
+    assert error.value.subject == str(directory / "tokenizer_config.json")
 
 
 def test_random_splits_are_refused(byte_level, tmp_path):
     settings = json.loads(byte_level.to_str())
     settings["model"]["dropout"] = 0.1
     (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
-    with pytest.raises(
-        FileError, match="encodes text at random .model.dropout.; set model.dropout to null"
-    ):
+    with pytest.raises(FileError, match="encodes text at random"):
         load_tokenizer(tmp_path)
 
 
@@ -368,26 +332,22 @@ def changed(path, name, **changes):
     return settings
 
 
-def test_the_digest_covers_how_text_is_split_and_nothing_that_does_not_matter(byte_level, tmp_path):
+@pytest.mark.parametrize(
+    "name, same",
+    [
+        ("truncation", {"value": None}),
+        ("padding", {"value": None}),
+        ("model.merges", {"to": lambda merges: [" ".join(merge) for merge in merges]}),
+        ("model.ignore_merges", {"value": False}),
+    ],
+)
+def test_the_digest_covers_nothing_that_does_not_matter(byte_level, tmp_path, name, same):
     path = tmp_path / "tokenizer.json"
     byte_level.save(str(path))
-    own = load_tokenizer(path).digest
-    assert re.fullmatch("[0-9a-f]{64}", own)
-    for name, other in {
-        "pre_tokenizer.add_prefix_space": {"value": True},
-        "normalizer": {"value": {"type": "Lowercase"}},
-        "model.merges": {"to": lambda merges: [merges[1], merges[0], *merges[2:]]},
-    }.items():
-        (tmp_path / "other.json").write_text(json.dumps(changed(path, name, **other)))
-        assert load_tokenizer(tmp_path / "other.json").digest != own, name
-    for name, same in {
-        "truncation": {"value": None},
-        "padding": {"value": None},
-        "model.merges": {"to": lambda merges: [" ".join(merge) for merge in merges]},
-        "model.ignore_merges": {"value": False},
-    }.items():
-        (tmp_path / "same.json").write_text(json.dumps(changed(path, name, **same), indent=5))
-        assert load_tokenizer(tmp_path / "same.json").digest == own, name
+    digest = load_tokenizer(path).digest
+    assert re.fullmatch("[0-9a-f]{64}", digest)
+    path.write_text(json.dumps(changed(path, name, **same), indent=5))
+    assert load_tokenizer(path).digest == digest
 
 
 def test_the_digest_of_a_sentencepiece_model_covers_its_scores(tmp_path, tokenizer_path):
@@ -398,14 +358,12 @@ def test_the_digest_of_a_sentencepiece_model_covers_its_scores(tmp_path, tokeniz
     model.pieces[-1].score -= 1
     (tmp_path / "x.model").write_bytes(model.SerializeToString())
     one = load_tokenizer(tokenizer_path)
-    other = load_tokenizer(tmp_path / "x.model")
-    assert one.digest != other.digest
+    assert one.digest != load_tokenizer(tmp_path / "x.model").digest
     record = tokenizer_record(one)
     assert difference(record, record | {"vocab_size": 900}, "x") is None
-    assert (
-        difference(record, record | {"eod": 9}, "x") == "ends documents with the id 3, and x with 9"
-    )
-    assert difference(record, record | {"eod": 9}, "x", with_eod=False) is None
+    ends = record | {"eod": 9}
+    assert difference(record, ends, "x") == "ends documents with the id 3, and x with 9"
+    assert difference(record, ends, "x", with_eod=False) is None
 
 
 def test_a_tokenizer_does_not_change_with_its_files(tmp_path, tokenizer_path):
@@ -426,52 +384,40 @@ def test_a_tokenizer_does_not_change_with_its_files(tmp_path, tokenizer_path):
 
 
 @pytest.mark.parametrize(
-    "key", ["image_token", "additional_special_tokens", "added_tokens_decoder"]
+    "settings",
+    [
+        {"image_token": "<pad>"},
+        {"additional_special_tokens": ["<pad>"]},
+        {"added_tokens_decoder": {"500": {"content": "<pad>", "special": True}}},
+    ],
 )
-def test_tokens_that_the_files_name_as_special_are_special(byte_level, tmp_path, key):
+def test_tokens_that_the_files_name_as_special_are_special(byte_level, tmp_path, settings):
     byte_level.add_tokens(["<pad>"])
     byte_level.save(str(tmp_path / "tokenizer.json"))
     index = byte_level.token_to_id("<pad>")
     assert index in load_tokenizer(tmp_path).encode("a<pad>b")
-    decoder = {index: {"content": "<pad>", "special": True}}
-    values = {"additional_special_tokens": ["<pad>"], "added_tokens_decoder": decoder}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({key: values.get(key, "<pad>")}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     assert index not in load_tokenizer(tmp_path).encode("a<pad>b")
 
 
-def test_files_that_name_different_ends_of_documents_are_refused(byte_level, tmp_path):
+def test_the_configuration_has_priority_over_the_map_of_special_tokens(byte_level, tmp_path):
     byte_level.save(str(tmp_path / "tokenizer.json"))
-    config = tmp_path / "tokenizer_config.json"
-    other = tmp_path / "special_tokens_map.json"
-    other.write_text('{"eos_token": {"content": "<last>"}}')
-    for named, said in (("</s>", "'</s>'"), (None, "null")):
-        config.write_text(json.dumps({"eos_token": named}))
-        with pytest.raises(
-            FileError,
-            match=f"names {said} as eos_token, but special_tokens_map.json names '<last>'",
-        ):
-            load_tokenizer(tmp_path)
-    config.write_text('{"eos_token": "<last>"}')
-    assert load_tokenizer(tmp_path).eod == 1
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<first>"}')
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "<last>"}}')
+    assert load_tokenizer(tmp_path).eod == 0
 
 
-@pytest.mark.parametrize("kind", ["byte level", *KINDS])
-def test_a_tokenizer_that_transformers_saved_again_is_the_same(byte_level, tmp_path, texts, kind):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tokenizer_that_transformers_saved_again_is_the_same(tmp_path, family):
     from transformers import PreTrainedTokenizerFast
 
-    if kind == "byte level":
-        library = byte_level
-    else:
-        library = KINDS[kind](texts[:40])
-    library.save(str(tmp_path / "tokenizer.json"))
-    end = "</s>" if kind == "byte level" else END
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"eos_token": end, "pad_token": end})
-    )
+    FAMILIES[family].save(str(tmp_path / "tokenizer.json"))
+    one = load_tokenizer(tmp_path)
+    settings = {"eos_token": FAMILIES[family].id_to_token(one.eod)}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     PreTrainedTokenizerFast.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
-    one = tokenizer_record(load_tokenizer(tmp_path))
-    other = tokenizer_record(load_tokenizer(tmp_path / "again"))
-    assert difference(one, other, "it") is None
+    records = [tokenizer_record(load_tokenizer(path)) for path in (tmp_path, tmp_path / "again")]
+    assert difference(*records, "it") is None
 
 
 def renamed(vocabulary):
@@ -498,26 +444,8 @@ def test_tokenizers_of_the_same_size_that_give_other_ids_differ(byte_level, tmp_
     path.write_text(json.dumps(changed(path, name, **other)))
     found = tokenizer_record(load_tokenizer(path))
     assert found["vocab_size"] == own["vocab_size"]
+    assert found["digest"] != own["digest"]
     assert difference(found, own, "x") == "encodes text in another way than x"
-
-
-@pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_sentencepiece_models_of_the_same_pieces_with_other_scores_differ(tmp_path, texts, kind):
-    from huggingface.test_tokenizer_files import sentencepiece_model
-    from sentencepiece import sentencepiece_model_pb2
-
-    model = sentencepiece_model_pb2.ModelProto.FromString(sentencepiece_model(model_type=kind))
-    (tmp_path / "one.model").write_bytes(model.SerializeToString())
-    for piece in model.pieces:
-        if piece.type == piece.NORMAL:
-            piece.score = -1000 - piece.score
-        else:
-            piece.score = piece.score
-    (tmp_path / "other.model").write_bytes(model.SerializeToString())
-    one, other = (
-        tokenizer_record(load_tokenizer(tmp_path / f"{name}.model")) for name in ("one", "other")
-    )
-    assert difference(other, one, "x") == "encodes text in another way than x"
 
 
 def test_a_record_of_an_older_version_cannot_tell_tokenizers_apart(tmp_path, byte_level):
@@ -525,12 +453,9 @@ def test_a_record_of_an_older_version_cannot_tell_tokenizers_apart(tmp_path, byt
     record = tokenizer_record(load_tokenizer(tmp_path / "tokenizer.json"))
     older = {key: value for key, value in record.items() if key != "sample"}
     assert difference(older, record, "x") is None
-    assert (
-        difference(record, older | {"digest": "other"}, "x")
-        == "may encode text in another way than x"
-    )
-    sizes = older | {"digest": "other", "vocab_size": 9}
-    assert "another way than x (" in difference(record, sizes, "x")
+    other = older | {"digest": "other"}
+    assert difference(record, other, "x") == "may encode text in another way than x"
+    assert "another way than x (" in difference(record, other | {"vocab_size": 9}, "x")
 
 
 def test_a_directory_of_both_formats_is_the_same_as_either_file_if_they_agree(
@@ -548,13 +473,3 @@ def test_a_directory_of_both_formats_is_the_same_as_either_file_if_they_agree(
     settings["normalizer"]["normalizers"].insert(0, {"type": "Lowercase"})
     (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
     assert load_tokenizer(tmp_path).same_as is None
-
-
-def test_settings_of_the_wrong_type_are_one_sentence(tmp_path, tokenizer_path):
-    config = {
-        "sp_model_kwargs": "x",
-        "added_tokens_decoder": [],
-        "tokenizer_class": 3,
-        "additional_special_tokens": 5,
-    }
-    assert load_tokenizer(sentencepiece_directory(tmp_path / "x", tokenizer_path, config)).eod == 3

@@ -5,7 +5,7 @@ import json
 import sys
 
 import pytest
-from data.test_tokenizer import KINDS, MENTIONS
+from data.test_tokenizer import FAMILIES, MENTIONS
 from datasets_for_tests import source_code, write_dataset
 
 from megatron_tape.data.indexed_dataset import origin_path
@@ -200,12 +200,12 @@ def exported(source, output, context=128):
     return write_tokenizer(load_tokenizer(source), output, context, str(source))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_exported_tokenizer_gives_the_ids_of_training(kind, tmp_path, texts):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_exported_tokenizer_gives_the_ids_of_training(family, tmp_path, texts):
     """Also for text that mentions special tokens which the vocabulary of text contains."""
     source = tmp_path / "source"
     source.mkdir()
-    KINDS[kind](texts[:40]).save(str(source / "tokenizer.json"))
+    FAMILIES[family].save(str(source / "tokenizer.json"))
     exported(source, tmp_path / "out")
     ours = load_tokenizer(source)
     theirs = read_tokenizer(tmp_path / "out")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from conversions import convert
-from data.test_tokenizer import KINDS, MENTIONS
-from datasets_for_tests import write_dataset
+from data.test_tokenizer import MENTIONS
+from datasets_for_tests import bpe_tokenizer, write_dataset
 from evaluation.loss_cases import write_jsonl
 from tool_runs import run_here, write_lines
 from training_cases import RECIPE, option, rows
@@ -35,10 +35,18 @@ def source_folder(tmp_path_factory, texts):
     folder = tmp_path_factory.mktemp("source_folder")
     for name, sample in (("a", texts), ("b", [text.swapcase() for text in texts])):
         (folder / name).mkdir()
-        KINDS["unigram"](sample).save(str(folder / name / "tokenizer.json"))
-        assert load_tokenizer(folder / name).vocab_size == SIZE
-    parts = [text[i : i + 400] for text in texts for i in range(0, len(text), 400)]
-    write_lines(folder / "text.jsonl", parts[:100])
+        bpe_tokenizer(part, SIZE).save(str(folder / name / "tokenizer.json"))
+    assert (
+        load_tokenizer(folder / "a").vocab_size == load_tokenizer(folder / "b").vocab_size == SIZE
+    )
+    write_lines(
+        folder / "text.jsonl",
+        [text[i : i + 400] for text in texts for i in range(0, len(text), 400)][:100],
+    )
+    arguments = ["--input", folder / "text.jsonl", "--tokenizer", folder / "a", "--workers", "1"]
+    assert (
+        run_here("preprocess_data", *arguments, "--output-prefix", folder / "data").returncode == 0
+    )
     write_jsonl(folder / "held_out.jsonl", [" ".join(MENTIONS) + texts[3][:60], texts[4][:90]])
     with contextlib.chdir(folder):
         preprocess("a", "data")

@@ -5,7 +5,6 @@ their JSONL gives.
 import gzip
 import io
 import json
-import re
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -91,22 +90,19 @@ def hub(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("options", [[], ["--streaming"]])
 def test_a_local_directory_gives_the_bytes_of_its_texts_as_jsonl(
-    preprocess, layout, expected, tmp_path, workers, options
+    preprocess, layout, expected, tmp_path, workers
 ):
-    preprocess(f"hub:{layout}", *options, workers=workers)
+    preprocess(f"hub:{layout}", workers=workers)
     assert read_pair(tmp_path / "out") == expected
 
 
 def test_a_configuration_and_a_number_of_documents_can_be_chosen(preprocess, layout, tmp_path):
-    texts = shard_texts(8)
-    write_lines(tmp_path / "some.jsonl", texts[:33])
+    write_lines(tmp_path / "some.jsonl", shard_texts(8)[:33])
     preprocess(tmp_path / "some.jsonl", prefix="some")
-    for workers, chunk_bytes in ((1, 1 << 18), (2, 1000)):
-        options = ["--config-name", "small", "--max-documents", 33, "--chunk-bytes", chunk_bytes]
-        preprocess(f"hub:{layout}", *options, "--overwrite", workers=workers)
-        assert read_pair(tmp_path / "out") == read_pair(tmp_path / "some")
+    options = ["--config-name", "small", "--max-documents", 33, "--chunk-bytes", 1000]
+    preprocess(f"hub:{layout}", *options, workers=2)
+    assert read_pair(tmp_path / "out") == read_pair(tmp_path / "some")
     assert read_origin(tmp_path / "out")["source"]["max_documents"] == 33
 
 
@@ -118,7 +114,8 @@ def test_a_streamed_and_a_downloaded_dataset_are_the_same(preprocess, hub, expec
     # What was downloaded is not read over the network again.
     hub.requests.clear()
     preprocess("hub:me/texts", "--streaming", prefix="again", variables=hub.variables)
-    assert read_pair(tmp_path / "again") == expected and hub.requests == []
+    assert read_pair(tmp_path / "again") == expected
+    assert hub.requests == []
     names = [
         f"hf://datasets/me/texts@{hub.commit}/data/train-{number}.parquet"
         for number in range(SHARDS)
@@ -127,67 +124,30 @@ def test_a_streamed_and_a_downloaded_dataset_are_the_same(preprocess, hub, expec
         assert read_origin(tmp_path / prefix)["source"]["inputs"] == names
 
 
-def test_an_existing_output_is_refused_before_the_download(preprocess, run_tool, hub, tmp_path):
+def test_an_existing_output_is_refused_before_the_download(preprocess, hub, tmp_path):
     (tmp_path / "out.idx").write_text("old")
     assert "out.idx exists" in preprocess("hub:me/texts", code=2, variables=hub.variables).stderr
-    output = ["--output", tmp_path / "out.idx"]
-    error = run_tool(
-        "train_tokenizer", "--input", "hub:me/texts", *output, code=2, variables=hub.variables
-    ).stderr
-    assert "out.idx exists" in error
     assert not any(path.endswith(".parquet") for path in hub.requests)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_run_whose_network_failed_continues_after_the_last_complete_file(
-    preprocess, hub, expected, tmp_path, workers
-):
-    def run(**others):
-        # A network failure is no bad document.
-        options = ["--streaming", "--on-error", "skip"]
-        return preprocess(
-            "hub:me/texts", *options, workers=workers, variables=hub.variables, **others
-        ).stderr
-
+def test_a_failure_of_the_network_is_no_bad_document(preprocess, hub, tmp_path, workers):
     hub.broken.add("data/train-2.parquet")
-    error = run(code=1)
+    options = ["--streaming", "--on-error", "skip"]
+    run = {"workers": workers, "variables": hub.variables}
+    error = preprocess("hub:me/texts", *options, code=1, **run).stderr
     assert f"@{hub.commit}/data/train-2.parquet cannot be read from the Hub" in error
-    assert not (tmp_path / "out.idx").exists()
-
-    hub.requests.clear()
-    hub.broken.clear()
-    assert "continuing after 2 of 4 files" in run()
-    assert set(hub.requests) == {"data/train-2.parquet", "data/train-3.parquet"}
-    assert read_pair(tmp_path / "out") == expected
-    assert sorted(path.name for path in tmp_path.glob("out.*")) == [
-        "out.bin",
-        "out.idx",
-        "out.origin",
-    ]
+    assert not list(tmp_path.glob("out*"))
 
 
-def test_an_interrupted_run_does_not_mix_two_revisions(preprocess, hub, expected, tmp_path):
-    hub.broken.add("data/train-3.parquet")
-    run = {"variables": hub.variables}
-    preprocess("hub:me/texts", "--streaming", code=1, **run)
-    hub.broken.clear()
-    new = hub.add("me/texts", dataset_files("newer "))
-    error = preprocess("hub:me/texts", "--streaming", code=2, **run).stderr
-    problem = f"out was made from revision {hub.commit} of me/texts, and --input is revision {new}"
-    assert f"{problem}; pass --revision {hub.commit}" in error
-    preprocess("hub:me/texts", "--streaming", "--revision", hub.commit, **run)
-    assert read_pair(tmp_path / "out") == expected
-
-
-def test_parts_share_the_files_and_refuse_another_revision(
-    preprocess, hub, run_tool, tmp_path, tokenizer_path
-):
+def test_parts_share_the_files_and_refuse_another_revision(preprocess, hub, tmp_path):
     run = {"variables": hub.variables}
     preprocess("hub:me/texts", "--part", "0/2", **run)
     assert "complete already" in preprocess("hub:me/texts", "--part", "0/2", **run).stderr
     new = hub.add("me/texts", dataset_files("newer "))
     error = preprocess("hub:me/texts", "--part", "1/2", code=2, **run).stderr
-    assert f"out-00000-of-00002 was made from revision {hub.commit}" in error and new in error
+    assert f"out-00000-of-00002 was made from revision {hub.commit}" in error
+    assert new in error
     preprocess("hub:me/texts", "--part", "1/2", "--revision", hub.commit, **run)
     write_lines(tmp_path / "odd.jsonl", [*shard_texts(1), *shard_texts(3)])
     preprocess(tmp_path / "odd.jsonl", prefix="odd")
@@ -196,85 +156,24 @@ def test_parts_share_the_files_and_refuse_another_revision(
     assert hub.requests.count("data/train-1.parquet") == 1
 
 
-def test_parts_that_run_at_the_same_time_do_not_mix_two_revisions(preprocess, hub, tmp_path):
-    run = {"variables": hub.variables}
-    hub.broken.add("data/train-2.parquet")
-    preprocess("hub:me/texts", "--streaming", "--part", "0/2", code=1, **run)
-    hub.broken.clear()
-    hub.add("me/texts", dataset_files("newer "))
-    error = preprocess("hub:me/texts", "--streaming", "--part", "1/2", code=2, **run).stderr
-    assert f"out-00000-of-00002 was made from revision {hub.commit}" in error
-    assert not list(tmp_path.glob("out-00001-of-00002*"))
-
-
-def test_other_tools_read_the_same_dataset(run_tool, hub, tmp_path):
-    run = {"variables": hub.variables}
-    run_tool(
-        "make_corpus", "hub", "me/texts", "--streaming", "--output", tmp_path / "out.jsonl", **run
-    )
-    texts = [text for number in range(SHARDS) for text in shard_texts(number)]
-    assert [
-        json.loads(line)["text"] for line in (tmp_path / "out.jsonl").open(encoding="utf-8")
-    ] == texts
-    options = ["--vocab-size", 350, "--max-documents", 50]
-    run_tool(
-        "train_tokenizer",
-        "--input",
-        "hub:me/texts",
-        *options,
-        "--output",
-        tmp_path / "hub.model",
-        **run,
-    )
-    write_lines(tmp_path / "some.jsonl", texts[:50])
-    run_tool(
-        "train_tokenizer",
-        "--input",
-        tmp_path / "some.jsonl",
-        *options,
-        "--output",
-        tmp_path / "jsonl.model",
-    )
-    assert (tmp_path / "hub.model").read_bytes() == (tmp_path / "jsonl.model").read_bytes()
-
-
 @pytest.mark.parametrize(
-    "inputs, problem, fix",
+    "inputs, problem",
     [
-        (
-            ["hub:you/texts"],
-            "you/texts cannot be opened: Dataset 'you/texts' doesn't exist",
-            "HF_TOKEN",
-        ),
-        (
-            ["hub:me/texts", "--revision", "old"],
-            "Revision 'old' doesn't exist",
-            "check the name and --revision",
-        ),
-        (
-            ["hub:me/texts", "--config-name", "big"],
-            "BuilderConfig 'big' not found",
-            "choose one with --config-name",
-        ),
-        (
-            ["hub:me/texts", "--split", "dev"],
-            r"'dev', but me/texts \(default\) has only \['test', 'train'\]",
-            "choose",
-        ),
-        (["hub:./texts"], "./texts is no directory", "check the path"),
-        (
-            ["hub:me/texts", "--text-key", "body"],
-            r"train-0.parquet has no column 'body'",
-            "--text-key",
-        ),
-        (["a.jsonl", "--streaming"], "--streaming is only for datasets of the Hub", "remove it"),
+        (["hub:you/texts"], "you/texts cannot be opened: Dataset 'you/texts' doesn't exist"),
+        (["hub:me/texts", "--revision", "old"], "Revision 'old' doesn't exist"),
+        (["hub:me/texts", "--config-name", "big"], "BuilderConfig 'big' not found"),
+        (["hub:me/texts", "--split", "dev"], "has only ['test', 'train']"),
+        (["hub:./texts"], "./texts is no directory"),
+        (["hub:me/texts", "--text-key", "body"], "train-0.parquet has no column 'body'"),
+        (["a.jsonl", "--streaming"], "--streaming is only for datasets of the Hub"),
     ],
 )
 def test_the_cause_is_named_if_a_dataset_cannot_be_opened(
-    preprocess, hub, tmp_path, inputs, problem, fix
+    preprocess, hub, tmp_path, inputs, problem
 ):
-    (line,) = preprocess(*inputs, code=2, variables=hub.variables).stderr.splitlines()[-1:]
-    assert re.search(f"^error: .*{problem}.*; .*{fix}", line)
+    error = preprocess(*inputs, code=2, variables=hub.variables).stderr.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert problem in error
     assert not list(tmp_path.glob("out*"))
 
 

@@ -5,15 +5,8 @@ from datasets_for_tests import write_documents
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, corpus, tokenizer_path, run_tool):
     prefix = tmp_path_factory.mktemp("whole") / "data"
-    run_tool(
-        "preprocess_data",
-        "--input",
-        corpus,
-        "--tokenizer",
-        tokenizer_path,
-        "--output-prefix",
-        prefix,
-    )
+    options = ["--tokenizer", tokenizer_path, "--output-prefix", prefix]
+    run_tool("preprocess_data", "--input", corpus, *options)
     return prefix
 
 
@@ -37,16 +30,12 @@ def test_ids_are_shown_without_a_tokenizer(tmp_path, run_tool):
 def test_negative_ids_are_damage_even_without_a_tokenizer(tmp_path, run_tool):
     write_documents(tmp_path / "data", [[5, 6, 7], [8, -1]], "<i4")
     error = run_tool("inspect_dataset", tmp_path / "data", code=2).stderr
-    assert "token 4, in document 1, has the id -1, but ids cannot be negative" in error
-
-
-def write(prefix, lengths):
-    write_documents(prefix, [[0] * length for length in lengths])
-    return prefix
+    assert "token 4 of the dataset has the id -1, but ids cannot be negative" in error
 
 
 def test_documents_and_tokens_are_counted_by_length(tmp_path, run_tool):
-    write(tmp_path / "data", [1, 4, 4, 7, 8, 0, 100])
+    lengths = [1, 4, 4, 7, 8, 0, 100]
+    write_documents(tmp_path / "data", [[0] * length for length in lengths])
     output = run_tool("inspect_dataset", tmp_path / "data", "--documents", 0).stdout
     assert output.split("tokens in a document")[1].splitlines()[1:] == [
         "                       0           1  14.3 %                0   0.0 %",
@@ -67,15 +56,11 @@ def replaced(offset, data):
 @pytest.mark.parametrize(
     "ending, damage, message",
     [
-        ("idx", replaced(0, b"X"), "header is damaged"),
-        ("idx", replaced(17, b"\77"), "unknown dtype code 63"),
+        ("idx", replaced(0, b"X"), "has a damaged header"),
+        ("idx", replaced(17, b"\77"), "dtype code 63"),
         ("idx", replaced(18, b"\3"), "truncated or damaged"),
         ("bin", lambda content: content[:-2], "bytes, but its index describes"),
-        (
-            "bin",
-            replaced(6, b"\xff\xff"),
-            "token 3, in document 0, has the id 65535, but the tokenizer has 800 ids",
-        ),
+        ("bin", replaced(6, b"\xff\xff"), "has the id 65535, but the tokenizer has 800 ids"),
         ("bin", None, "data.bin does not exist"),
     ],
 )
@@ -87,9 +72,5 @@ def test_damaged_and_missing_files_are_named(
     for name, content in contents.items():
         if content is not None:
             (tmp_path / f"data.{name}").write_bytes(content)
-    assert (
-        message
-        in run_tool(
-            "inspect_dataset", tmp_path / "data", "--tokenizer", tokenizer_path, code=2
-        ).stderr
-    )
+    options = ["--tokenizer", tokenizer_path]
+    assert message in run_tool("inspect_dataset", tmp_path / "data", *options, code=2).stderr

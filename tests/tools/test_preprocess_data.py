@@ -1,13 +1,10 @@
-import errno
 import gzip
 import json
 import os
 import re
 import signal
-import stat
 import subprocess
 import time
-import tracemalloc
 
 import numpy as np
 import pyarrow as pa
@@ -19,11 +16,9 @@ import zstandard
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 from tool_runs import command, read_pair, write_lines
 
-from megatron_tape.data import indexed_dataset, preprocessing, raw_chunks
-from megatron_tape.data.documents import read_texts
-from megatron_tape.data.indexed_dataset import IndexedDatasetReader, IndexedDatasetWriter
+from megatron_tape.data import preprocessing, raw_chunks
+from megatron_tape.data.indexed_dataset import IndexedDatasetReader
 from megatron_tape.data.tokenizer import load_tokenizer
-from megatron_tape.errors import FileError
 
 
 @pytest.fixture(scope="module")
@@ -54,21 +49,6 @@ def test_output_equals_megatrons_for_any_number_of_workers_and_chunk_size(
     assert files_in(tmp_path) == ["out.bin", "out.idx", "out.origin"]
 
 
-def test_a_file_system_may_be_unable_to_sync_directories(
-    preprocess, corpus, expected, tmp_path, monkeypatch
-):
-    fsync = os.fsync
-
-    def fails(descriptor):
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fails)
-    preprocess(corpus)
-    assert read_pair(tmp_path / "out") == expected
-
-
 @pytest.mark.parametrize(
     "form", ["two gz streams", "two zst streams", "parquet", "txt, BOM", "no newline, BOM"]
 )
@@ -78,45 +58,32 @@ def test_every_input_format_gives_the_same_bytes(
     raw = corpus.read_bytes()
     source = tmp_path / "in"
     source.mkdir()
-    halves = [raw[:12345], raw[12345:]] if "two" in form else [raw]
-    if "gz" in form:
+    halves = [raw[:12345], raw[12345:]]
+    if form == "two gz streams":
         (source / "a.jsonl.gz").write_bytes(b"".join(map(gzip.compress, halves)))
-    elif "zst" in form:
-        (source / "a.json.zst").write_bytes(
-            b"".join(map(zstandard.ZstdCompressor().compress, halves))
-        )
+    elif form == "two zst streams":
+        (source / "a.json.zst").write_bytes(b"".join(map(zstandard.compress, halves)))
     elif form == "parquet":
         table = pa.table({"text": texts, "number": range(len(texts))})
         pa.parquet.write_table(table, source / "a.parquet", row_group_size=3)
-    elif form.startswith("txt"):
-        encoding = "utf-8-sig" if "BOM" in form else "utf-8"
+    elif form == "txt, BOM":
         for number, text in enumerate(texts):
-            (source / f"{number:02}.txt").write_text(text, encoding=encoding, newline="")
+            (source / f"{number:02}.txt").write_text(text, encoding="utf-8-sig", newline="")
     else:
         (source / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + raw.rstrip(b"\n"))
     preprocess(source / "*", "--chunk-bytes", 20000)
     assert read_pair(tmp_path / "out") == expected
 
 
-@pytest.mark.parametrize(
-    "option, ends", [([], True), (["--append-eod"], True), (["--no-append-eod"], False)]
-)
-def test_documents_end_in_the_end_of_document_token_unless_it_is_turned_off(
-    preprocess, corpus, tmp_path, tokenizer_path, texts, option, ends
+def test_documents_have_no_end_of_document_token_if_it_is_turned_off(
+    preprocess, corpus, tmp_path, tokenizer_path, texts
 ):
-    log = preprocess(corpus, *option).stderr
+    log = preprocess(corpus, "--no-append-eod").stderr
+    assert "no token marks the ends of documents" in log
     tokenizer = load_tokenizer(tokenizer_path)
     reader = IndexedDatasetReader(tmp_path / "out")
     for number, text in enumerate(texts):
-        assert reader.document(number).tolist() == [
-            *tokenizer.encode(text),
-            *([tokenizer.eod] if ends else []),
-        ]
-    if ends:
-        said = "every document ends in the end-of-document token 3"
-    else:
-        said = "no token marks the ends of documents"
-    assert said in log
+        assert reader.document(number).tolist() == tokenizer.encode(text)
 
 
 def test_a_tokenizer_without_an_end_of_document_token_needs_the_option(
@@ -126,9 +93,7 @@ def test_a_tokenizer_without_an_end_of_document_token_needs_the_option(
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     options = ["--tokenizer", tmp_path / "tokenizer.json"]
     error = preprocess(corpus, *options, code=2).stderr
-    assert (
-        "has no end-of-document token; choose another tokenizer, or pass --no-append-eod" in error
-    )
+    assert "has no end-of-document token; choose" in error
     preprocess(corpus, *options, "--no-append-eod")
 
 
@@ -146,7 +111,7 @@ def test_inputs_are_read_once_and_in_the_given_order_under_any_name(preprocess, 
 BAD_LINES = {
     "invalid JSON": b'{"text": "a',
     "JSON nested too deeply": b"[" * 100_000,
-    "not a JSON object": b'["text"]',
+    "not a JSON object, of which there must be one a line": b'["text"]',
     "no key 'text'": b'{"body": "a"}',
     "the value of 'text' is not a string": b'{"text": 1}',
     "invalid UTF-8": b'{"text": "\xff"}',
@@ -158,21 +123,15 @@ BAD_LINES = {
 def test_a_bad_line_is_named_and_leaves_no_output(preprocess, tmp_path):
     (tmp_path / "bad.jsonl").write_bytes(b'{"text": "a"}\n' * 2 + b'{"text": "a\n{"text": "b"}\n')
     error = preprocess(tmp_path / "bad.jsonl", "--chunk-bytes", 20, code=2).stderr
-    assert (
-        f"error: {tmp_path}/bad.jsonl:3 cannot be used: invalid JSON; repair it, or pass --on-error"
-        " skip" in error
-    )
+    assert f"error: {tmp_path}/bad.jsonl:3 cannot be used: invalid JSON; repair it" in error
     assert files_in(tmp_path) == ["bad.jsonl"]
 
 
-@pytest.mark.parametrize(
-    "ending, compress", [("", bytes), (".gz", gzip.compress), (".zst", zstandard.compress)]
-)
 def test_a_text_key_that_does_not_exist_is_refused_with_the_keys_of_the_first_record(
-    preprocess, tmp_path, ending, compress
+    preprocess, tmp_path
 ):
-    path = tmp_path / f"a.jsonl{ending}"
-    path.write_bytes(compress(b'\n{"title": "t", "body": "a"}\n{"text": "b"}\n'))
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'\n{"title": "t", "body": "a"}\n{"text": "b"}\n'))
     error = preprocess(path, code=2).stderr
     fix = "choose another text key with --text-key"
     assert error == f"error: {path}:2 has no key 'text', only ['title', 'body']; {fix}\n"
@@ -181,38 +140,17 @@ def test_a_text_key_that_does_not_exist_is_refused_with_the_keys_of_the_first_re
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 @pytest.mark.parametrize(
-    "key, turn, option",
-    [
-        ("messages", {"role": "user", "content": "hi"}, []),
-        ("conversations", {"from": "human", "value": "hi"}, []),
-        ("messages", {"role": "user", "content": "hi"}, ["--text-key", "messages"]),
-    ],
+    "key, option", [("messages", []), ("conversations", []), ("messages", ["--text-key=messages"])]
 )
-def test_chats_are_refused_with_what_makes_text_of_them(
-    preprocess, tmp_path, name, key, turn, option
-):
+def test_chats_are_refused_with_what_makes_text_of_them(preprocess, tmp_path, name, key, option):
+    chat = [{"role": "user", "content": "hi"}]
     if name.endswith(".parquet"):
-        pa.parquet.write_table(pa.table({"id": [1], key: [[turn]]}), tmp_path / name)
+        pa.parquet.write_table(pa.table({"id": [1], key: [chat]}), tmp_path / name)
     else:
-        (tmp_path / name).write_text(json.dumps({"id": 1, key: [turn]}))
+        (tmp_path / name).write_text(json.dumps({"id": 1, key: chat}))
     error = preprocess(tmp_path / name, *option, code=2).stderr
-    fix = (
-        f"turn the chats in '{key}' into text first, with a chat template (see Chats in"
-        " docs/data.md)"
-    )
-    assert f"; {fix}, or choose another text key with --text-key" in error
+    assert f"; turn the chats in '{key}' into text first, with a chat template" in error
     assert files_in(tmp_path) == [name]
-
-
-@pytest.mark.parametrize("indent", [None, 1])
-def test_a_json_array_is_refused_with_what_makes_lines_of_it(preprocess, tmp_path, indent):
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps([{"text": "a"}, {"text": "b"}], indent=indent))
-    fix = f"write one object a line, as `jq -c '.[]' {path}` does"
-    assert (
-        f"error: {path}:1 begins a JSON array instead of JSON lines; {fix}"
-        in preprocess(path, code=2).stderr
-    )
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 18])
@@ -224,10 +162,10 @@ def test_skipped_lines_are_counted_and_named(preprocess, tmp_path, chunk_bytes):
     options = ["--on-error", "skip", "--chunk-bytes", chunk_bytes]
     report = preprocess(tmp_path / "bad.jsonl", *options).stderr
     for number, reason in enumerate(BAD_LINES):
-        if reason != "not a JSON object":
+        if not reason.startswith("not a JSON object"):
             assert f"skipped 1: {reason} ({tmp_path}/bad.jsonl:{2 * number + 2})" in report
     places = ", ".join(f"{tmp_path}/bad.jsonl:{number}" for number in (6, 17, 18))
-    assert f"skipped 5: not a JSON object ({places}, ...)" in report
+    assert f" ({places}, ...)" in report
     assert len(IndexedDataset(str(tmp_path / "out"))) == len(BAD_LINES) + 1
 
 
@@ -242,11 +180,8 @@ def cut_off(content):
 
 
 def damaged(content):
-    return (
-        content[: len(content) // 2]
-        + bytes([content[len(content) // 2] ^ 255])
-        + content[len(content) // 2 + 1 :]
-    )
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :]
 
 
 @pytest.mark.parametrize(
@@ -265,11 +200,7 @@ def test_an_unreadable_file_is_an_error_or_skipped_after_its_readable_lines(
     path.write_bytes(write(corpus.read_bytes()))
     write_lines(tmp_path / "b.jsonl", ["after"])
     error = preprocess(path, tmp_path / "b.jsonl", code=2).stderr
-    assert re.search(
-        rf"error: {path} cannot be used: the file .*, so the rest was not read; .*--on-error skip",
-        error,
-    )
-    assert "Error -3" not in error
+    assert f"error: {path} cannot be used: the file" in error
     assert files_in(tmp_path) == sorted([name, "b.jsonl"])
     report = preprocess(path, tmp_path / "b.jsonl", "--on-error", "skip").stderr
     assert re.search(rf"skipped 1: the file .*, so the rest was not read \({path}\)", report)
@@ -279,31 +210,10 @@ def test_an_unreadable_file_is_an_error_or_skipped_after_its_readable_lines(
 @pytest.mark.parametrize("values", [pa.string_view(), "dictionary"])
 def test_every_string_type_of_parquet_is_read(preprocess, texts, tmp_path, expected, values):
     column = pa.array(texts)
-    if values == "dictionary":
-        column = column.dictionary_encode()
-    else:
-        column = column.cast(values)
+    column = column.dictionary_encode() if values == "dictionary" else column.cast(values)
     pa.parquet.write_table(pa.table({"text": column}), tmp_path / "a.parquet", row_group_size=3)
-    assert pa.parquet.read_schema(tmp_path / "a.parquet").field("text").type == column.type
     preprocess(tmp_path / "a.parquet")
     assert read_pair(tmp_path / "out") == expected
-
-
-@pytest.mark.parametrize(
-    "table, problem",
-    [
-        (pa.table({"body": ["a"]}), "has no column 'text', only ['body']"),
-        (
-            pa.table({"text": pa.array([b"a"])}),
-            "has a column 'text' of type binary instead of string",
-        ),
-    ],
-)
-def test_parquet_without_a_text_column_is_refused(tmp_path, table, problem):
-    pa.parquet.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(FileError) as caught:
-        list(read_texts([str(tmp_path / "a.parquet")], "text"))
-    assert problem in caught.value.problem
 
 
 def test_bad_rows_of_parquet_are_named(preprocess, tmp_path):
@@ -314,26 +224,19 @@ def test_bad_rows_of_parquet_are_named(preprocess, tmp_path):
     for row, reason in ((2, "invalid UTF-8"), (3, "no text (null)"), (4, "empty text")):
         assert f"skipped 1: {reason} ({tmp_path}/a.parquet row {row})" in report
     error = preprocess(tmp_path / "a.parquet", "--text-key", "body", "--overwrite", code=2).stderr
-    fix = "choose another text key with --text-key"
-    assert error == f"error: {tmp_path}/a.parquet has no column 'body', only ['text']; {fix}\n"
+    assert "a.parquet has no column 'body', only ['text']; choose another" in error
 
 
-def write_texts(path, texts):
-    """Write texts to `path`, in the format of its suffix. The third text compresses well."""
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-    if path.suffix == ".parquet":
-        pa.parquet.write_table(pa.table({"text": texts}), path)
-    else:
-        path.write_bytes(
-            {".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)(lines)
-        )
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json.zst", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 18])
 def test_too_large_documents_are_errors(preprocess, tmp_path, name, chunk_bytes):
-    write_texts(tmp_path / name, ["a", "b", "c" * 300_000, "d", "e" * 300_000])
-    place = f"{tmp_path}/{name}" + (" row " if name.endswith("parquet") else ":")
+    texts = ["a", "b", "c" * 300_000, "d", "e" * 300_000]
+    place = f"{tmp_path}/{name}:"
+    if name == "a.parquet":
+        pa.parquet.write_table(pa.table({"text": texts}), tmp_path / name)
+        place = f"{tmp_path}/{name} row "
+    else:
+        write_lines(tmp_path / name, texts)
     error = preprocess(tmp_path / name, "--max-document-bytes", 100_000, code=2).stderr
     problem = f"error: {place}3 cannot be used: more than 100,000 bytes in one document"
     assert f"{problem}; split it, raise --max-document-bytes" in error
@@ -347,13 +250,11 @@ def test_too_large_documents_are_errors(preprocess, tmp_path, name, chunk_bytes)
 def test_the_limit_on_document_size_is_exact(tmp_path, chunk_bytes):
     lines = [b"1" * length for length in (3, 10, 11, 10, 12, 40, 1)]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
-    found = raw_chunks.read_chunks([str(tmp_path / "a.jsonl")], "text", chunk_bytes, 10)
-    large = [chunk.first for chunk in found if isinstance(chunk.payload, list)]
-    assert large == [3, 5, 6]
-    for size, kept in ((10, True), (11, False)):
-        (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + b"x" * size)
-        (chunk,) = raw_chunks.read_chunks([str(tmp_path / "a.txt")], "text", chunk_bytes, 10)
-        assert (chunk.payload == [b"x" * size]) == kept
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + b"x" * 10)
+    paths = [str(tmp_path / name) for name in ("a.jsonl", "a.txt")]
+    chunks = raw_chunks.read_chunks(paths, "text", chunk_bytes, 10)
+    documents = [document for chunk in chunks for document in chunk.documents]
+    assert documents == [line[:11] for line in lines] + [b"x" * 10]
 
 
 def test_an_endless_line_is_refused_at_the_limit(tmp_path):
@@ -364,50 +265,23 @@ def test_an_endless_line_is_refused_at_the_limit(tmp_path):
     results.close()
 
 
-def test_too_large_documents_take_little_memory(tmp_path):
-    with open(tmp_path / "a.txt", "wb") as file:
-        file.truncate(1 << 40)
-    with gzip.open(tmp_path / "a.jsonl.gz", "wb", 1) as file:
-        for _ in range(160):
-            file.write(b"a" * (1 << 20))
-        file.write(b'\n{"text": "after"}\n')
-    tracemalloc.start()
-    for name, count in (("a.txt", 1), ("a.jsonl.gz", 2)):
-        assert (
-            len(list(raw_chunks.read_chunks([str(tmp_path / name)], "text", 1 << 18, 1 << 16)))
-            == count
-        )
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 1 << 23
-
-
 def test_user_errors_are_one_sentence_before_any_work(preprocess, corpus, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "a.csv").touch()
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
     for message, arguments in {
         "matches no file": [tmp_path / "none*.jsonl"],
         "folder/*.jsonl": [tmp_path / "folder"],
         "unknown format": [tmp_path / "a.csv"],
         "has no documents": [tmp_path / "empty.jsonl"],
         "argument --workers: 0 is below 1": [corpus, "--workers", 0],
-        "--workers is 100,000; use at most 1,024": [corpus, "--workers", 100_000],
-        "is not a SentencePiece model; give": [corpus, "--tokenizer", corpus],
-        "does not exist; give": [corpus, "--tokenizer", "none.model"],
-        "has no end-of-document token": [corpus, "--tokenizer", tmp_path / "tokenizer.json"],
-        "a directory; add a name for the dataset, such as folder/NAME": [
-            corpus,
-            "--output-prefix",
-            "folder/",
-        ],
+        "such as folder/NAME": [corpus, "--output-prefix", "folder/"],
+        "error: --output-prefix is ": [corpus, "--output-prefix", tmp_path / "a.csv" / "out"],
     }.items():
         lines = preprocess(*arguments, code=2).stderr.splitlines()
-        assert lines[-1].startswith("error: ") and message in lines[-1]
-    assert "error: --output-prefix is " in preprocess(corpus, prefix="a.csv/out", code=2).stderr
-    assert files_in(tmp_path) == ["a.csv", "empty.jsonl", "folder", "tokenizer.json"]
+        assert lines[-1].startswith("error: ")
+        assert message in lines[-1]
+    assert files_in(tmp_path) == ["a.csv", "empty.jsonl", "folder"]
 
 
 @pytest.fixture
@@ -417,23 +291,10 @@ def interrupted(tmp_path, tokenizer_path, texts):
     """
     pipe = tmp_path / "endless.jsonl"
     os.mkfifo(pipe)
+    options = ["--workers", 2, "--chunk-bytes", 1000, "--overwrite"]
+    options += ["--tokenizer", tokenizer_path, "--output-prefix", tmp_path / "out"]
     tool = subprocess.Popen(
-        command(
-            "preprocess_data",
-            "--input",
-            pipe,
-            "--tokenizer",
-            tokenizer_path,
-            "--output-prefix",
-            tmp_path / "out",
-            "--workers",
-            2,
-            "--chunk-bytes",
-            1000,
-            "--overwrite",
-        ),
-        stderr=subprocess.PIPE,
-        text=True,
+        command("preprocess_data", "--input", pipe, *options), stderr=subprocess.PIPE, text=True
     )
     # Open the pipe for reading and writing, so that opening does not block and the input never
     # ends.
@@ -471,113 +332,20 @@ def is_gone(pid):
         return True
 
 
-@pytest.mark.parametrize("name, existing", [("SIGINT", True), ("SIGTERM", False)])
-def test_an_interrupted_run_cleans_up_and_keeps_an_old_dataset(
-    interrupted, tmp_path, name, existing
-):
-    if existing:
-        for ending in (".bin", ".idx"):
-            (tmp_path / f"out{ending}").write_text("old")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_an_interrupted_run_cleans_up_and_keeps_an_old_dataset(interrupted, tmp_path, name):
+    for ending in (".bin", ".idx"):
+        (tmp_path / f"out{ending}").write_text("old")
     tool, workers = interrupted
     number = signal.Signals[name]
     tool.send_signal(number)
     _, error = tool.communicate(timeout=60)
     assert tool.returncode == 128 + number
-    assert f"error: ended by {name}" in error and "Traceback" not in error
-    assert files_in(tmp_path) == ["endless.jsonl", *(["out.bin", "out.idx"] if existing else [])]
-    assert not existing or read_pair(tmp_path / "out") == (b"old", b"old")
+    assert f"error: ended by {name}" in error
+    assert "Traceback" not in error
+    assert files_in(tmp_path) == ["endless.jsonl", "out.bin", "out.idx"]
+    assert read_pair(tmp_path / "out") == (b"old", b"old")
     wait_until(lambda: all(map(is_gone, workers)))
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_the_same_command_continues_an_interrupted_run(
-    preprocess, corpus, expected, tmp_path, tokenizer_path, workers
-):
-    preprocess(corpus, prefix="half")
-    (tmp_path / "a.jsonl").write_bytes(corpus.read_bytes())
-    (tmp_path / "b.jsonl").write_bytes(corpus.read_bytes())
-    preprocess(tmp_path / "a.jsonl", tmp_path / "b.jsonl", prefix="whole")
-    os.mkfifo(tmp_path / "pipe.jsonl")
-    arguments = command(
-        "preprocess_data",
-        "--input",
-        tmp_path / "a.jsonl",
-        tmp_path / "pipe.jsonl",
-        "--tokenizer",
-        tokenizer_path,
-        "--output-prefix",
-        tmp_path / "out",
-        "--workers",
-        workers,
-        "--chunk-bytes",
-        1000,
-    )
-
-    first = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
-    with open(tmp_path / "pipe.jsonl", "wb", buffering=0) as pipe:
-        pipe.write(corpus.read_bytes())
-        complete = len(read_pair(tmp_path / "half")[0])
-        wait_until(lambda: (tmp_path / "out.bin.partial").stat().st_size > complete)
-        first.send_signal(signal.SIGINT)
-        error = first.communicate(timeout=60)[1]
-    assert first.returncode == 130
-    assert "ended by SIGINT; the same command continues after the last complete input file" in error
-    assert sorted(path.name for path in tmp_path.glob("out*")) == [
-        "out.bin.partial",
-        "out.idx.partial",
-        "out.progress",
-    ]
-    assert (tmp_path / "out.bin.partial").stat().st_size == complete
-
-    second = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
-    (tmp_path / "pipe.jsonl").write_bytes(corpus.read_bytes())
-    error = second.communicate(timeout=60)[1]
-    assert second.returncode == 0, error
-    assert "continuing after 1 of 2 files" in error
-    assert read_pair(tmp_path / "out") == read_pair(tmp_path / "whole")
-    assert sorted(path.name for path in tmp_path.glob("out*")) == [
-        "out.bin",
-        "out.idx",
-        "out.origin",
-    ]
-
-
-def test_skipped_documents_of_an_interrupted_run_are_reported(preprocess, tmp_path, monkeypatch):
-    monkeypatch.setattr(indexed_dataset, "_SAVE_SECONDS", -1.0)
-    for name in "ab":
-        write_lines(tmp_path / f"{name}.jsonl", ["good", "", "good"])
-    (tmp_path / "c.jsonl").write_text('{"text": "also good"}')
-    add = IndexedDatasetWriter.add
-    seen = []
-
-    def fail_at_the_third_file(writer, tokens, lengths):
-        seen.append(len(lengths))
-        if len(seen) == 3:
-            raise OSError("a failure of the test")
-        add(writer, tokens, lengths)
-
-    monkeypatch.setattr(IndexedDatasetWriter, "add", fail_at_the_third_file)
-    preprocess(tmp_path / "*.jsonl", "--on-error", "skip", code=1)
-    monkeypatch.setattr(IndexedDatasetWriter, "add", add)
-    error = preprocess(tmp_path / "*.jsonl", code=2).stderr
-    assert f"{tmp_path}/a.jsonl:2 cannot be used: empty text" in error
-    report = preprocess(tmp_path / "*.jsonl", "--on-error", "skip").stderr
-    assert "continuing after 2 of 3 files" in report
-    assert f"skipped 2: empty text ({tmp_path}/a.jsonl:2, {tmp_path}/b.jsonl:2)" in report
-    assert "5 documents" in report
-
-    # An input that has changed is read again.
-    monkeypatch.setattr(IndexedDatasetWriter, "add", fail_at_the_third_file)
-    seen.clear()
-    preprocess(tmp_path / "*.jsonl", "--on-error", "skip", code=1, prefix="other")
-    monkeypatch.setattr(IndexedDatasetWriter, "add", add)
-    # A file that was not complete may be repaired.
-    (tmp_path / "c.jsonl").write_text('{"text": "better"}')
-    report = preprocess(tmp_path / "*.jsonl", code=2, prefix="other").stderr
-    assert "continuing after 2 of 3 files" in report
-    write_lines(tmp_path / "a.jsonl", ["better", "good", "good"])
-    report = preprocess(tmp_path / "*.jsonl", "--on-error", "skip", prefix="other").stderr
-    assert "continuing" not in report and "6 documents" in report
 
 
 def test_a_killed_run_leaves_no_dataset_and_the_next_run_succeeds(
