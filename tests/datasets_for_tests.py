@@ -17,9 +17,7 @@ def source_code(module):
 
 
 def write_dataset(prefix, documents=120, seed=0, vocabulary=63):
-    """Write documents that a tiny model can learn: each counts upward with its own step and ends in
-    EOD.
-    """
+    """Write documents that a tiny model can learn: each counts upward and ends in EOD."""
     generator = torch.Generator().manual_seed(seed)
     written = []
     for _ in range(documents):

@@ -1,6 +1,4 @@
-"""A server on this machine that stands in for the Hugging Face Hub: datasets of plain files in two
-revisions.
-"""
+"""A server on this machine that stands in for the Hugging Face Hub."""
 
 import hashlib
 import json
@@ -12,8 +10,9 @@ from urllib.parse import unquote, urlsplit
 
 
 class FakeHub:
-    """The datasets by name: files by path, of each commit. `requests` are the paths of file
-    contents asked for.
+    """The datasets by name: files by path, of each commit.
+
+    `requests` are the paths of file contents asked for.
     """
 
     def __init__(self):

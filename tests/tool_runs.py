@@ -36,9 +36,7 @@ class InThisProcess:
 
 @mock.patch.object(preprocessing, "ProcessPoolExecutor", InThisProcess)
 def run_here(tool, *arguments):
-    """Run a tool in this process, which has imported its libraries already; it must not start
-    processes.
-    """
+    """Run a tool in this process, which has imported its libraries already."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = {number: signal.getsignal(number) for number in numbers}
     output = io.StringIO()

@@ -80,9 +80,7 @@ def describe_tokenizer(origin: Origin) -> str:
 def text_of(
     dataset: IndexedDatasetReader, index: int, tokenizer: Tokenizer | None, tokens: int
 ) -> str:
-    """Return a heading and the first `tokens` tokens of a document, as text or, without a
-    tokenizer, as ids.
-    """
+    """Return a heading and the first `tokens` tokens of a document, as text or as ids."""
     ids = dataset.document(index)
     shown = ids[:tokens].tolist()
     text = " ".join(map(str, shown))
@@ -94,9 +92,7 @@ def text_of(
 
 
 def histogram(lengths: np.ndarray) -> str:
-    """Return a table of the numbers of documents and tokens by document length, in bins between
-    powers of two.
-    """
+    """Return a table of the numbers of documents and tokens by document length."""
     if not len(lengths):
         return "no documents\n"
     # 0 for an empty document, else k for lengths from 2 ** (k - 1) to below 2 ** k

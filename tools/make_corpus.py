@@ -82,8 +82,7 @@ def standard_library(seed: int | None = None) -> Iterator[dict[str, str]]:
 def folders(
     root: Path, suffixes: Sequence[str], seed: int | None = None
 ) -> Iterator[dict[str, str]]:
-    """Yield {"text", "path"} of `root` and each folder below it; the text joins its files with one
-    of the suffixes.
+    """Yield {"text", "path"} of `root` and each folder below it; the text joins its files.
 
     The files are sorted by name, and each follows a line with its path. Hidden folders, installed
     packages, and files that are not text are skipped. The folders are sorted by path, or shuffled

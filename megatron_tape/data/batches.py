@@ -72,8 +72,9 @@ class Batches:
         return self._load(self.train, self.samples, self.config.data.num_workers, sizes)
 
     def evaluation(self) -> Iterator[dict[str, Tensor]]:
-        """Return this rank's micro-batches of the validation data. They are the same at every
-        evaluation.
+        """Return this rank's micro-batches of the validation data.
+
+        They are the same at every evaluation.
         """
         # Load in the training process: the same few sequences are used every time and remain in the
         # page cache. Workers would either be forked while NCCL threads are running, or be idle

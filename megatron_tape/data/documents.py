@@ -101,8 +101,9 @@ def find_inputs(patterns: list[str], hub_options: argparse.Namespace) -> list[st
 
 
 def _matching_files(pattern: str) -> list[str]:
-    """Return the files that match a path or glob pattern, sorted by name. Raises FileError if there
-    are none.
+    """Return the files that match a path or glob pattern, sorted by name.
+
+    Raises FileError if there are none.
     """
     matches = [pattern]
     if not os.path.exists(pattern):
@@ -145,8 +146,7 @@ def document_bytes_option(parser: argparse.ArgumentParser) -> None:
 def parse_chunk(
     chunk: Chunk, text_key: str, keep_empty: bool = False
 ) -> tuple[list[str], list[int], Problems]:
-    """Return the texts of a chunk, their line or row numbers, and the problems of its bad
-    documents.
+    """Return the texts of a chunk, their line or row numbers, and the bad documents.
 
     An empty text is bad unless `keep_empty` is true. Blank lines are skipped.
     """
@@ -202,9 +202,7 @@ def _check_text_key(path: str, text_key: str, option: str) -> None:
 
 
 def _how_to_choose_text(keys: Sequence[str], option: str) -> str:
-    """Return the advice for a record with these keys, or a table with these columns, which has no
-    text.
-    """
+    """Return the advice for a record or a table with these keys, which has no text."""
     fix = f"choose another text key with {option}"
     for key in _CHAT_KEYS:
         if key in keys:

@@ -44,8 +44,7 @@ class Example:
 
 
 def read_examples(path: str, split: str) -> Iterator[Example]:
-    """Yield the examples of a JSON-lines file, or of the split `split` of a SCROLLS zip from the
-    Hugging Face Hub.
+    """Yield the examples of a JSON-lines file, or of the split `split` of a SCROLLS zip.
 
     Each line has `input`, either `output` or `target`, and optionally `id`. Blank lines are
     skipped. Raises FileError with the file and the line.
@@ -93,8 +92,9 @@ def _zipped_lines(path: str, split: str) -> Iterator[tuple[str, bytes]]:
 
 
 def parse_example(place: str, line: bytes) -> Example:
-    """Parse a JSON line as an example. Raises FileError with `place`, its file and line, if it is
-    invalid.
+    """Parse a JSON line as an example.
+
+    Raises FileError with `place`, its file and line, if it is invalid.
     """
     fix = "repair or remove it"
     try:
@@ -136,8 +136,9 @@ class EncodedExample:
 
 
 class ExampleEncoder:
-    """Encode examples: a prompt of at most `length` - `target_tokens` tokens and a target of at
-    most `target_tokens`.
+    """Encode examples as a prompt and a target.
+
+    A target has at most `target_tokens` tokens, and a prompt at most `length` - `target_tokens`.
 
     The prompt is the template, with the input in place of `{input}`. An input that is too long is
     cut off at the end, as in SCROLLS' own baselines, because its question comes first.
@@ -151,11 +152,11 @@ class ExampleEncoder:
         length: int,
         target_tokens: int,
     ):
-        """Encode the template. `encode` must add no special tokens; `bos` are the ids that precede
-        every prompt.
+        """Encode the template.
 
-        `length` is the context in tokens. Raises ConfigError if the template and a target leave no
-        room for an input.
+        `encode` must add no special tokens; `bos` are the ids that precede every prompt. `length`
+        is the context in tokens. Raises ConfigError if the template and a target leave no room for
+        an input.
         """
         before, _, self._after_text = template.partition(INPUT)
         self._encode = encode
@@ -186,11 +187,10 @@ class ExampleEncoder:
 
 
 def example_encoder(config: RunConfig, tokenizer: Tokenizer) -> ExampleEncoder:
-    """Return the encoder for `data.examples`. The caller must append the end-of-document token to
-    whole targets.
+    """Return the encoder for `data.examples`.
 
-    Raises ConfigError if the tokenizer lacks a required token, or the context has no room for an
-    input.
+    The caller must append the end-of-document token to whole targets. Raises ConfigError if the
+    tokenizer lacks a required token, or the context has no room for an input.
     """
     settings = config.data.examples
     path = config.data.tokenizer
@@ -216,8 +216,9 @@ def example_encoder(config: RunConfig, tokenizer: Tokenizer) -> ExampleEncoder:
 def first_tokens(
     encode: Callable[[str], Sequence[int]], text: str, count: int
 ) -> tuple[list[int], bool]:
-    """Return the first `count` token ids of a text and whether it has more, without encoding all of
-    a long text.
+    """Return the first `count` token ids of a text, and whether it has more.
+
+    Does not encode all of a long text.
     """
     characters = count * _CHARACTERS_PER_TOKEN
     while True:

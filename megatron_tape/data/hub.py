@@ -78,8 +78,7 @@ def revisions(paths: Sequence[str]) -> dict[str, str]:
 
 
 def find_files(name: str, arguments: argparse.Namespace) -> list[str]:
-    """Return the files of a dataset's split, in order: paths, or names that include the commit of
-    the Hub's revision.
+    """Return the files of a dataset's split, in order: paths, or names with the commit on the Hub.
 
     `name` is a dataset of the Hub, a local directory in the Hub's layout, or a format (json,
     parquet, text) with --data-files. Raises FileError, with the reason of the `datasets` library,
@@ -149,8 +148,7 @@ def _open(name: str, arguments: argparse.Namespace) -> Any:
 
 
 def download(paths: Sequence[str]) -> None:
-    """Download the files of the Hub among `paths` to its local cache, unless they are there
-    already.
+    """Download the files of the Hub among `paths` to its local cache, unless they are there.
 
     Raises NetworkError if that fails.
     """
@@ -173,9 +171,7 @@ def download(paths: Sequence[str]) -> None:
 
 
 def local_path(path: str) -> str | None:
-    """Return where a file can be opened: `path` itself, or its copy in the Hub's local cache; None
-    if it has none.
-    """
+    """Return `path` itself, or the copy of a file of the Hub in the local cache, or None."""
     match = _REMOTE.fullmatch(path)
     if match is None:
         return path

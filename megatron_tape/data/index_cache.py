@@ -58,11 +58,11 @@ def cached(
     key: Any,
     make: Callable[[], dict[str, np.ndarray]],
 ) -> dict[str, np.ndarray]:
-    """Return the arrays `names` of an index, mapped into memory. If `directory` lacks them, `make`
-    computes them.
+    """Return the arrays `names` of an index, mapped into memory.
 
-    `key` must contain everything that the arrays depend on. Each array is in a file
-    DIGEST-KIND-NAME.npy, where DIGEST is that of `key`, and KIND is `kind`, such as Mixed.
+    If `directory` lacks them, `make` computes them. `key` must contain everything that the arrays
+    depend on. Each array is in a file DIGEST-KIND-NAME.npy, where DIGEST is that of `key`, and KIND
+    is `kind`, such as Mixed.
     """
     paths = {name: Path(directory, f"{digest_of(key)}-{kind}-{name}.npy") for name in names}
     if not any(path.exists() for path in paths.values()):

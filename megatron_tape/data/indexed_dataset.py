@@ -253,9 +253,7 @@ class IndexedDatasetWriter:
         sync_directory(self._bin.path.parent)
 
     def _document_indices(self) -> Iterator[np.ndarray]:
-        """Yield blocks of the document indices: 0..n, or those of the appended datasets plus their
-        offsets.
-        """
+        """Yield blocks of the document indices: 0..n, or those of the appended datasets."""
         if not self._datasets:
             for start in range(0, self.documents + 1, BLOCK):
                 yield np.arange(start, min(start + BLOCK, self.documents + 1))

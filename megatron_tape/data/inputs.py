@@ -225,9 +225,7 @@ def _check_tokenizers(
 
 
 def check_token_ids(ids: np.ndarray, vocab_size: int, prefix: str, document: int) -> None:
-    """Raise ConfigError if `ids`, of a document of the dataset `prefix`, are not all below
-    `vocab_size` and at least 0.
-    """
+    """Raise ConfigError if token ids of a document are negative or not below `vocab_size`."""
     invalid = first_invalid_id(ids, vocab_size)
     if invalid is None:
         return
@@ -289,8 +287,7 @@ def check_same_data(config: RunConfig, saved: Mapping[str, str], checkpoint: Pat
 
 
 def large_enough(config: RunConfig, split: str) -> tuple[dict[int, int], list[str]]:
-    """Return the tokens of the datasets with at least one sequence in a split, and the problems of
-    the others.
+    """Return the tokens of the datasets with a sequence in a split, and the others' problems.
 
     The tokens are by the dataset's index in `data.prefix`. `split` is training or validation. A
     message shows a problem after "data.split", as in "data.split is 9,1,0, so ...". Raises
@@ -350,9 +347,7 @@ def missing_validation(config: RunConfig) -> ConfigError | None:
 
 
 def _check_examples(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError if a file of examples is empty or has an invalid line, or if the context is
-    too short.
-    """
+    """Raise ConfigError if a file of examples is empty or invalid, or the context too short."""
     example_encoder(config, tokenizer)
     for key, path in _example_files(config).items():
         try:

@@ -68,13 +68,13 @@ class DatasetPlan:
 
 
 def plan_for_all(config: RunConfig, evaluates: bool) -> DatasetPlan:
-    """Return rank 0's plan on all ranks, which call this together. Only rank 0 reads the .idx
-    files.
+    """Return rank 0's plan on all ranks, which call this together.
 
-    The plan includes the validation split if `evaluates` is true. If it does not contain a whole
-    sequence, it is only required with `train.eval_interval`. A dataset of a blend that is too small
-    for a split is excluded from it, with a warning. Raises ConfigError, on all ranks, if a required
-    split does not contain a whole sequence, or a dataset cannot be read.
+    Only rank 0 reads the .idx files. The plan includes the validation split if `evaluates` is true.
+    If it does not contain a whole sequence, it is only required with `train.eval_interval`. A
+    dataset of a blend that is too small for a split is excluded from it, with a warning. Raises
+    ConfigError, on all ranks, if a required split does not contain a whole sequence, or a dataset
+    cannot be read.
     """
     plan: list[DatasetPlan | ConfigError | None] = [None]
     if dist.get_rank() == 0:
@@ -155,8 +155,9 @@ class CheckedDataset(IndexedDataset):
         return CheckedDataset, (self.path_prefix, self._vocab_size)
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return `length` token ids of sequence `idx` from `offset` on. Raises ConfigError for an
-        invalid id.
+        """Return `length` token ids of sequence `idx` from `offset` on.
+
+        Raises ConfigError for an invalid id.
         """
         ids = super().get(idx, offset, length)
         if first_invalid_id(ids, self._vocab_size) is not None:
@@ -167,10 +168,10 @@ class CheckedDataset(IndexedDataset):
 
 @dataclass
 class DatasetSettings(GPTDatasetConfig):
-    """Settings of Megatron's datasets. `documents_below` is the length limit of `ShorterDocuments`
-    in tokens.
+    """Settings of Megatron's datasets.
 
-    `opened` holds the opened indexed datasets by prefix. All splits and stages of a run share it.
+    `documents_below` is the length limit of `ShorterDocuments` in tokens. `opened` holds the opened
+    indexed datasets by prefix. All splits and stages of a run share it.
     """
 
     documents_below: int | None = None
@@ -218,9 +219,7 @@ class ShorterDocuments(AllDocuments):
 
 
 def interleave(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the dataset (size,), int16, and the index in it (size,), int64, of each sample of a
-    mixture.
-    """
+    """Return each sample's dataset (size,), int16, and its index in it (size,), int64."""
     dataset = np.zeros(size, np.int16)
     sample = np.zeros(size, np.int64)
     helpers.build_blending_indices(dataset, sample, shares, len(shares), size, False)
@@ -228,8 +227,7 @@ def interleave(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Mixed(Dataset):
-    """`size` samples of several datasets in the proportions `weights`, interleaved evenly by
-    Megatron's blending rule.
+    """`size` samples of several datasets, interleaved evenly in the proportions `weights`.
 
     The caller must append the datasets to `datasets` in the order of `weights`. `counts` is the
     number of samples drawn from each. The dataset and the index of each sample are arrays in the
@@ -292,8 +290,7 @@ def open_split(
 def mix_with_long_documents(
     config: RunConfig, settings: DatasetSettings, pools: DocumentPools, size: int, build: bool
 ) -> Mixed:
-    """Return `size` training samples, the fraction `data.long_documents.share` of them from long
-    documents.
+    """Return `size` training samples, of which a fixed share comes from long documents.
 
     All ranks pass the same `pools`. `build` is an argument of `open_split`. If it is false, rank 0
     logs the number of epochs over the long and the other documents of each dataset.
@@ -373,8 +370,7 @@ def open_datasets(
 
 
 def sample_order(config: RunConfig, samples: int, consumed: int) -> list:
-    """Return a value that is equal for two runs on the same datasets if their first `consumed`
-    samples are equal.
+    """Return a value that is equal for two runs if their first `consumed` samples are equal.
 
     `samples` is the number of training samples of the whole run. Megatron shuffles a dataset over
     all epochs of the run, so the order depends on the number of epochs.
@@ -399,9 +395,7 @@ def stage_sizes(stages: list[Stage], end: int) -> list[int]:
 
 
 def _shuffled_epochs(config: RunConfig, size: int) -> list[tuple[int, bool]]:
-    """Return `shuffled_epochs` of each dataset that a `GPTDataset` reads, for `size` training
-    samples.
-    """
+    """Return `shuffled_epochs` of each dataset, for `size` training samples in total."""
     plan = _plan(config, False, log=False)
     datasets = plan.splits[0]
     if datasets is None:  # the order of `DocumentWindows` does not depend on the number of samples
@@ -419,8 +413,7 @@ def _shuffled_epochs(config: RunConfig, size: int) -> list[tuple[int, bool]]:
 
 
 def shuffled_epochs(tokens: int, samples: int, seq_length: int) -> tuple[int, bool]:
-    """Return the number of epochs of a `GPTDataset`, and whether it shuffles the last one
-    separately from the others.
+    """Return the epochs of a `GPTDataset`, and whether it shuffles the last one separately.
 
     `tokens` is the size of the dataset, and `samples` the number of requested samples of
     `seq_length` tokens. Two datasets for which both values are equal have the same order. Follows
@@ -453,8 +446,7 @@ def divide_documents(
 
 
 class DocumentWindows(Dataset):
-    """Training samples from the documents of a dataset, in endless epochs that are shuffled
-    differently.
+    """Training samples from the documents of a dataset, shuffled again in every epoch.
 
     A sample is a window: `tokens` and `labels` (S,), int64. Megatron's `GPTDataset` splits its
     stream of documents at arbitrary positions, so a document of one and a half windows rarely fills

@@ -1,10 +1,9 @@
-"""Training samples with a loss mask, from sources other than indexed datasets. S is
-`model.seq_length`.
+"""Training samples with a loss mask, from sources other than indexed datasets.
 
-To add a source, subclass `SampleSource`, add a setting to `config.data.DataConfig` and its name to
-`SAMPLE_SOURCES`, validate it in `checks.combinations`, and create the source in `sample_source`.
-`Batches` distributes samples in the same order under every parallel layout. It converts loss masks
-to weights for the mean loss over a global batch.
+S is `model.seq_length`. To add a source, subclass `SampleSource`, add a setting to
+`config.data.DataConfig` and its name to `SAMPLE_SOURCES`, validate it in `checks.combinations`, and
+create the source in `sample_source`. `Batches` distributes samples in the same order under every
+parallel layout. It converts loss masks to weights for the mean loss over a global batch.
 """
 
 import numpy as np
@@ -23,8 +22,7 @@ class SampleSource(Dataset):
     """An endless sequence of samples. Sample i depends only on the settings, the seed and i."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return sample `index` >= 0: `tokens` and `labels` (S,), int64, and `loss_mask` (S,),
-        bool.
+        """Return a sample: `tokens` and `labels` (S,), int64, and `loss_mask` (S,), bool.
 
         The mask selects the labels that enter the loss. `padded_sample` makes a sample from token
         ids.
@@ -47,8 +45,9 @@ def padded_sample(tokens: np.ndarray, in_loss: np.ndarray, seq_length: int) -> d
 
 
 class GeneratedSamples(SampleSource):
-    """Sequences of the synthetic task `data.generator`. Training and validation use independent
-    random streams.
+    """Sequences of the synthetic task `data.generator`.
+
+    Training and validation use independent random streams.
     """
 
     def __init__(self, config: RunConfig, purpose: int):
@@ -65,8 +64,9 @@ class GeneratedSamples(SampleSource):
 
 
 class ExampleSamples(SampleSource):
-    """One sample per line of the file in `data.examples`. Training examples are shuffled anew in
-    every epoch.
+    """One sample per line of the file in `data.examples`.
+
+    Training examples are shuffled anew in every epoch.
     """
 
     def __init__(self, config: RunConfig, validation: bool):
@@ -122,9 +122,7 @@ class ExampleSamples(SampleSource):
 
 
 def sample_source(config: RunConfig, validation: bool) -> SampleSource:
-    """Return the source of a run with `data.generator` or `data.examples`, for training or
-    validation.
-    """
+    """Return the source of a run with `data.generator` or `data.examples`."""
     if config.data.source == "examples":
         return ExampleSamples(config, validation)
     return GeneratedSamples(config, VALIDATION if validation else TRAINING)

@@ -95,8 +95,7 @@ class SpecialTokens:
     def existing(
         self, token_to_id: Callable[[str], int | None]
     ) -> tuple[dict[str, Any], list[str]]:
-        """Return the settings that name special tokens, without the tokens that the tokenizer
-        lacks, and a list of these.
+        """Return the settings that name existing special tokens, and a list of the other tokens.
 
         `tokenizer_config.json` has priority over `special_tokens_map.json`.
         """
@@ -120,8 +119,7 @@ class SpecialTokens:
     def id_of(
         self, key: str, token_to_id: Callable[[str], int | None], default: Sequence[str]
     ) -> int | None:
-        """Return the id of the token that the setting `key`, such as eos_token, names; None if the
-        setting is null.
+        """Return the id of the token that the setting `key` names; None if the setting is null.
 
         If no file has this setting, `default` is used: tokens, at most one of which may exist in
         the tokenizer. Raises FileError if the named token does not exist, or if several tokens of
@@ -149,9 +147,7 @@ class SpecialTokens:
 
 
 def names_tokens(key: str, value: Any) -> bool:
-    """Return whether a setting names special tokens, unlike `add_bos_token: true` and
-    `split_special_tokens: false`.
-    """
+    """Return whether a setting names special tokens, unlike `add_bos_token: true`."""
     return key.endswith(("_token", "_special_tokens")) and not isinstance(value, int | float)
 
 

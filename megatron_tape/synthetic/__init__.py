@@ -1,5 +1,6 @@
-"""Generators of synthetic data, one file each. `data.generator` and the evaluation tasks select
-them by name.
+"""Generators of synthetic data, one file each.
+
+`data.generator` and the evaluation tasks select them by name.
 """
 
 from megatron_tape.synthetic.addition import Addition

@@ -22,8 +22,8 @@ def sample_random(seed: int, purpose: int, index: int) -> np.random.Generator:
 class Generator:
     """Base class: draws token sequences of one task.
 
-    A subclass is a dataclass whose fields are the task's settings. Token ids are below `vocab_size`.
-    Sequences have at most `length` tokens.
+    A subclass is a dataclass whose fields are the task's settings. Token ids are below
+    `vocab_size`. Sequences have at most `length` tokens.
     """
 
     task: str

@@ -1,5 +1,4 @@
-"""Grid navigation ("MapFormer", Rambaud et al., 2025): a walk over a torus whose cells hold
-objects.
+"""Grid navigation ("MapFormer", Rambaud et al., 2025): a walk over cells that hold objects.
 
 Each step is an action, followed by the content of the cell that it leads to. A model that tracks
 its position can predict the content of a cell that it has visited before. Every sequence has a new

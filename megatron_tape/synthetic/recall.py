@@ -20,8 +20,7 @@ most queries come soon after the pairs."""
 
 @dataclass(frozen=True, kw_only=True)
 class Recall(Generator):
-    """Sequences of key-value pairs, then one query for each pair, in random order and separated by
-    blanks.
+    """Sequences of key-value pairs, then queries in random order, separated by blanks.
 
     The values in the queries are the answers. Token ids: the keys from 0 on, then as many values,
     then the blank.

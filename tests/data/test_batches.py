@@ -1,6 +1,4 @@
-"""Batches: the datasets of a blend that they are drawn from, their order, and the signals of loader
-processes.
-"""
+"""Batches: their datasets, their order, and the signals of loader processes."""
 
 import dataclasses
 import itertools
@@ -140,9 +138,7 @@ def test_the_epochs_of_a_run_are_logged_once_and_many_are_a_warning(folder, buil
 def test_stages_follow_each_other_at_whole_steps_and_keep_their_place_on_resume(
     folder, build, caplog
 ):
-    """Of 160 sequences in steps of 4, the second stage begins at 99, rounded down to 96, and the
-    third at 144.
-    """
+    """In steps of 4 sequences, the second stage begins at 99, rounded down to 96."""
     caplog.set_level("INFO", "megatron_tape")
     mix = {f"{folder}/a": 1.0, f"{folder}/b": 2.0}
     stages = [StageSettings(prefix=f"{folder}/b", share=0.28), StageSettings(prefix=mix, share=0.1)]
@@ -206,9 +202,7 @@ def test_a_stage_that_begins_later_does_not_change_the_order_so_far(folder, buil
 
 
 def test_a_stage_begins_with_a_step_while_the_batch_grows():
-    """Steps of 2, 2, 4, 6 and then 8 end after 2, 4, 8, 14, 22, ..., 70 sequences; the last 30 %
-    begin at 49.
-    """
+    """Steps of 2, 2, 4, 6 and then 8 end after 2, 4, 8, 14, 22, ..., 46, ... sequences."""
     ramp = BatchRampSettings(from_=2, over_samples=10)
     train = TrainConfig(steps=11, global_batch_size=8, batch_ramp=ramp)
     data = DataConfig(prefix="a", stages=[StageSettings(prefix="b", share=0.3)])
@@ -344,9 +338,7 @@ def start_method(request):
 
 
 def test_loader_processes_end_when_their_parent_signals_them(folder, build, start_method):
-    """When Python exits, multiprocessing sends SIGTERM to remaining processes and waits for them
-    without limit.
-    """
+    """When Python exits, multiprocessing sends SIGTERM to its processes and waits without limit."""
     batches = build(f"{folder}/a", num_workers=2).training()
     # The first two batches come from different processes, so both have started.
     next(batches)

@@ -1,6 +1,4 @@
-"""Training on examples of inputs and targets: the loss is on the targets, and every epoch has
-another order.
-"""
+"""Training on examples: the loss is on the targets, and every epoch has another order."""
 
 import json
 
@@ -46,9 +44,7 @@ def make(tmp_path):
 
 
 def sequences(source, count):
-    """Return, for each of the first samples, its tokens and those of its labels that enter the
-    loss.
-    """
+    """Return the first samples' tokens, and the labels that enter the loss."""
     samples = [source[i] for i in range(count)]
     return [
         (sample["tokens"].tolist(), sample["labels"][sample["loss_mask"]].tolist())

@@ -1,6 +1,4 @@
-"""The cached index of the data is either complete or absent, even if the job that builds it
-fails.
-"""
+"""The cached index of the data is complete or absent, even if the job that builds it fails."""
 
 import errno
 import os

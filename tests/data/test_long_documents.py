@@ -1,6 +1,4 @@
-"""`data.long_documents`: the documents of the samples, their position and order, and the number of
-epochs.
-"""
+"""`data.long_documents`: the documents of the samples, their order, and the epochs."""
 
 import re
 from collections import Counter
@@ -26,9 +24,7 @@ NAMES = ("books", "web", "notes")
 
 
 def write(prefix, lengths, first_token):
-    """Write documents of the unique tokens `first_token`, `first_token` + 1, ..., with EOD at the
-    end of each.
-    """
+    """Write documents that count upwards from `first_token`, with EOD at the end of each."""
     tokens = np.arange(first_token, first_token + sum(lengths), dtype="<i4")
     tokens[np.cumsum(lengths) - 1] = EOD
     write_documents(prefix, np.split(tokens, np.cumsum(lengths)[:-1]), "<i4")
@@ -79,9 +75,7 @@ def build(config, *place):
 
 
 def origins(rows, lengths):
-    """Return, for each sequence, its dataset, and the index and length of the document of each
-    token except EOD.
-    """
+    """Return each sequence's dataset, and the index and length of each token's document."""
     found = []
     for row in rows:
         index, position = np.divmod(row[row != EOD] - 1, 100_000)

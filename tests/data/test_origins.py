@@ -17,9 +17,7 @@ from megatron_tape.errors import ConfigError, FileError
 
 @pytest.fixture
 def tokenizers(tmp_path):
-    """Return the paths of three tokenizers: `other` has another word than `own`, and `ends` another
-    `eod`.
-    """
+    """Return the paths of tokenizers: `other` has another word than `own`, `ends` another `eod`."""
     write_tokenizer(tmp_path / "own.json")
     settings = json.loads((tmp_path / "own.json").read_text().replace('"w62"', '"<|stop|>"'))
     settings["added_tokens"].insert(

@@ -1,6 +1,4 @@
-"""Sources of samples other than indexed datasets: the tokens that enter the loss, and their
-mean.
-"""
+"""Sources of samples other than indexed datasets: the tokens that enter the loss."""
 
 import dataclasses
 

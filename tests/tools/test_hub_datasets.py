@@ -1,6 +1,4 @@
-"""Datasets of the Hugging Face Hub, and local directories in its layout, become the bytes that
-their JSONL gives.
-"""
+"""Datasets of the Hugging Face Hub give the bytes that their texts as JSONL give."""
 
 import gzip
 import io

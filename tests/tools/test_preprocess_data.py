@@ -286,9 +286,7 @@ def test_user_errors_are_one_sentence_before_any_work(preprocess, corpus, tmp_pa
 
 @pytest.fixture
 def interrupted(tmp_path, tokenizer_path, texts):
-    """Start the tool on an endless input; yield its process and workers once it has written some
-    tokens.
-    """
+    """Start the tool on an endless input; yield its process and workers when it has written."""
     pipe = tmp_path / "endless.jsonl"
     os.mkfifo(pipe)
     options = ["--workers", 2, "--chunk-bytes", 1000, "--overwrite"]
