@@ -272,7 +272,6 @@ def open_split(
     one_split = replace(  # type: ignore[call-arg]
         settings,
         blend=(datasets.prefixes, datasets.weights),
-        mock=False,
         num_dataset_builder_threads=threads,
     )
     count = len(settings.split_matrix)
@@ -347,6 +346,7 @@ def open_datasets(
     settings = DatasetSettings(
         random_seed=config.train.seed,
         sequence_length=config.model.seq_length,
+        blend=blend(config.data.prefix),  # replaced by `open_split`; without one, data is mocked
         split=config.data.split,
         path_to_cache=cache,
         tokenizer=NoTokenizer(),
