@@ -297,8 +297,15 @@ def _open_indexed(
     validation_size = 0
     if evaluates:
         validation_size = train.eval_steps * train.global_batch_size
-    order = (config.model.seq_length, config.data.split, config.data.long_documents, train.seed)
-    digest = digest_of(*order, sizes, validation_size, plans)
+    digest = digest_of(
+        config.model.seq_length,
+        config.data.split,
+        config.data.long_documents,
+        train.seed,
+        sizes,
+        validation_size,
+        plans,
+    )
     directory = os.path.join(config.data.resolved_cache_directory, digest)
 
     def open_all(directory: str, build: bool) -> list[list[Dataset]]:

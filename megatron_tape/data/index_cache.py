@@ -115,8 +115,12 @@ def build_on_rank_0(
     staging: list[Path] = []
     is_rank_0 = dist.get_rank() == 0
     if is_rank_0:
-        arguments = (future, staging, Path(directory), build)
-        Thread(target=_finish, args=arguments, name="index", daemon=True).start()
+        Thread(
+            target=_finish,
+            args=(future, staging, Path(directory), build),
+            name="index",
+            daemon=True,
+        ).start()
     # The state of rank 0: whether it has finished, bytes written, CPU time in seconds, and the
     # error to raise.
     state: tuple = (False, 0, math.inf, None)

@@ -39,7 +39,6 @@ from megatron_tape.data.tokenizer import (
 )
 from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.io.files import fingerprint
-from megatron_tape.text import counted
 
 _SAMPLED = 256
 """Number of documents of a dataset whose last tokens are checked."""
@@ -305,7 +304,7 @@ def large_enough(config: RunConfig, split: str) -> tuple[dict[int, int], list[st
         else:
             problems.append(
                 f"is {config.data.split}, so the {split} split has {tokens:,} tokens of {prefix},"
-                f" in {counted(len(lengths), 'document')}, too few for one sequence of"
+                f" in {len(lengths):,} of its documents, too few for one sequence of"
                 f" model.seq_length {seq_length}"
             )
     if not tokens_by_dataset:

@@ -80,7 +80,7 @@ def test_a_dataset_too_small_for_a_split_is_left_out_of_only_that_split(folder, 
     built = build({f"{folder}/a": 0.3, f"{folder}/small": 0.6, f"{folder}/b": 0.1})
     warning, epochs = warnings_in(caplog)
     assert f"epochs on {folder}/small" in epochs
-    assert f"0 tokens of {folder}/small, in 0 documents" in warning
+    assert f"0 tokens of {folder}/small, in 0 of its documents" in warning
     assert "excluded from the validation data" in warning
     assert [len(built.train.datasets), len(built.validation.datasets)] == [3, 2]
     assert built.train.weights == pytest.approx([0.3, 0.6, 0.1])
