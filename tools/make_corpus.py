@@ -61,9 +61,6 @@ def main() -> None:
         progress.end()
         for sentence in problems.report():
             command_line.log(sentence)
-        if not count:
-            problem = "gives no document that can be written"
-            raise FileError(arguments.source, problem, "give another source")
     command_line.log(f"{arguments.output}: {counted(count, 'document')}, {size / 1e6:,.1f} MB")
 
 

@@ -60,8 +60,9 @@ def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool) -> None:
                 writer.add_dataset(dataset)
         with command_line.step("writing the index"):
             writer.finish(common_origin(origins.values()))
-    documents = counted(writer.documents, "document")
-    command_line.log(f"{output_prefix}: {documents}, {writer.tokens:,} tokens")
+    command_line.log(
+        f"{output_prefix}: {counted(writer.documents, 'document')}, {writer.tokens:,} tokens"
+    )
 
 
 def parser() -> argparse.ArgumentParser:

@@ -170,8 +170,10 @@ def write(
     end = "no token marks the ends of documents"
     if encoding.append_eod:
         end = f"every document ends in the end-of-document token {encoding.tokenizer.eod}"
-    workers = counted(arguments.workers, "worker")
-    command_line.log(f"{counted(len(paths), 'file')}, {size / 1e6:,.1f} MB, {workers}; {end}")
+    command_line.log(
+        f"{counted(len(paths), 'file')}, {size / 1e6:,.1f} MB,"
+        f" {counted(arguments.workers, 'worker')}; {end}"
+    )
     problems = Problems()
     text_bytes = 0
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from megatron_tape.config.data import SAMPLE_SOURCES, split_shares
 from megatron_tape.config.schema import RunConfig
@@ -90,10 +90,15 @@ class Batches:
         `sizes` are the sizes of consecutive global batches, over which the loss of a `SampleSource`
         is averaged.
         """
-        eod = self.eod if self.config.data.reset_attention_mask else None
+        keys = ["tokens", "labels"]
+        eod = None
+        if isinstance(dataset, SampleSource):
+            keys.append("loss_mask")
+        elif self.config.data.reset_attention_mask:
+            eod = self.eod
         size = self.config.train.micro_batch_size
         loader = DataLoader(
-            _MicroBatches(dataset, eod),
+            _MicroBatches(dataset, keys, eod),
             batch_size=None,
             sampler=self.layout.token_layout.micro_batches(samples.start, samples.stop, size),
             num_workers=num_workers,
@@ -103,7 +108,7 @@ class Batches:
             generator=torch.Generator(),
         )
         batches = self._on_device(_start_workers(loader))
-        if isinstance(dataset, SampleSource):
+        if "loss_mask" in keys:
             return self._weighted(batches, sizes)
         return batches
 
@@ -153,25 +158,24 @@ class _InStages(Dataset):
 class _MicroBatches(Dataset):
     """Micro-batches of samples.
 
-    Those of a `GPTDataset` are reduced to `tokens`, `labels` and, unless `eod` is None,
-    `documents`. A UserError is returned, not raised, because `DataLoader` would change its type.
+    They contain the tensors `keys` of each sample and, unless `eod` is None, `documents`. A
+    UserError is returned, not raised, because `DataLoader` would change its type.
     """
 
-    def __init__(self, samples: Dataset, eod: int | None):
+    def __init__(self, samples: Dataset, keys: list[str], eod: int | None):
         self._samples = samples
+        self._keys = keys
         self._eod = eod
 
     def __getitem__(self, indices: list[int]) -> dict[str, Tensor] | UserError:
         try:
-            batch = default_collate([self._samples[index] for index in indices])
+            samples = [self._samples[index] for index in indices]
         except UserError as error:
             return error
-        if isinstance(self._samples, SampleSource):
-            return batch
-        result = {"tokens": batch["tokens"], "labels": batch["labels"]}
+        batch = {key: torch.stack([sample[key] for sample in samples]) for key in self._keys}
         if self._eod is not None:
-            result["documents"] = documents_from_tokens(batch["tokens"], self._eod)
-        return result
+            batch["documents"] = documents_from_tokens(batch["tokens"], self._eod)
+        return batch
 
 
 def documents_from_tokens(tokens: Tensor, eod: int) -> Tensor:

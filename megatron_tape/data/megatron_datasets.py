@@ -7,6 +7,7 @@ without `build`, and map the index from the cache into memory. S is `model.seq_l
 """
 
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -390,8 +391,8 @@ def sample_order(config: RunConfig, samples: int, consumed: int) -> list:
 
 def stage_sizes(stages: list[Stage], end: int) -> list[int]:
     """Return the number of samples of each stage of a run that ends after `end` samples."""
-    starts = [stage.start for stage in stages]
-    return np.diff([*starts, end]).tolist()
+    bounds = [*(stage.start for stage in stages), end]
+    return [last - first for first, last in itertools.pairwise(bounds)]
 
 
 def _shuffled_epochs(config: RunConfig, size: int) -> list[tuple[int, bool]]:

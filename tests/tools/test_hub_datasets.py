@@ -144,7 +144,7 @@ def test_parts_share_the_files_and_refuse_another_revision(preprocess, hub, tmp_
     assert "complete already" in preprocess("hub:me/texts", "--part", "0/2", **run).stderr
     new = hub.add("me/texts", dataset_files("newer "))
     error = preprocess("hub:me/texts", "--part", "1/2", code=2, **run).stderr
-    assert f"out-00000-of-00002 was made from revision {hub.commit}" in error
+    assert f"out-00000-of-00002.idx was made from revision {hub.commit}" in error
     assert new in error
     preprocess("hub:me/texts", "--part", "1/2", "--revision", hub.commit, **run)
     write_lines(tmp_path / "odd.jsonl", [*shard_texts(1), *shard_texts(3)])
