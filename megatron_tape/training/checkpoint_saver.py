@@ -23,6 +23,7 @@ LAST_SAVE_TRIES = 20
 """Maximum number of times to try to save the last step."""
 LAST_SAVE_WAIT = 30.0
 """Seconds between two tries."""
+NEXT_INTERVAL = "at the next checkpoint.interval"
 POLL_SECONDS = 1.0
 """Seconds between two checks, while waiting for the next try, of whether the process was asked to
 stop.
@@ -66,7 +67,7 @@ class CheckpointSaver:
             return self._save_last(step, samples, progress)
         self._watch.progress("saving")
         in_thread = self._config.checkpoint.asynchronous and not wait
-        with self._failure_reported():
+        with self._failure_reported(NEXT_INTERVAL):
             self._current = Save(self._writer, step, samples, progress, in_thread=in_thread)
         if in_thread:
             return False
@@ -89,7 +90,7 @@ class CheckpointSaver:
 
     def _advance(self) -> bool:
         path = None
-        with self._failure_reported():
+        with self._failure_reported(NEXT_INTERVAL):
             path = self._current.advance()
         if path is not None:
             self._current = None
@@ -97,28 +98,35 @@ class CheckpointSaver:
         return path is not None
 
     @contextlib.contextmanager
-    def _failure_reported(self) -> Iterator[None]:
+    def _failure_reported(self, next_try: str | None) -> Iterator[None]:
+        """Warn if a save fails; raise its error if `next_try` is None: there is no other try."""
         try:
             yield
         except UnexpectedCheckpointError as error:
             self._current = None
-            raise _training_stopped(error) from None
+            raise TrainingStopped(
+                f"{error}; every later save would fail too, so the run ends; earlier checkpoints"
+                " are intact; the log has the traceback: report it, and try another"
+                " deepspeed.zero_stage or layout"
+            ) from None
         except CheckpointError as error:
             self._current = None
-            _warn(error, "at the next checkpoint.interval")
+            if next_try is None:
+                raise
+            logger.warning(
+                "warning: %s; earlier checkpoints are intact, and saving is tried again %s",
+                error,
+                next_try,
+            )
 
     def _save_last(self, step: int, samples: int, progress: dict) -> bool:
         for tries_left in reversed(range(LAST_SAVE_TRIES)):
             self._watch.progress("saving")
-            try:
+            next_try = None
+            if tries_left:
+                next_try = f"in {LAST_SAVE_WAIT:g} s, at most {counted(tries_left, 'time')}"
+            with self._failure_reported(next_try):
                 path = self._writer.save(step, samples, progress)
-            except UnexpectedCheckpointError as error:
-                raise _training_stopped(error) from None
-            except CheckpointError as error:
-                if tries_left == 0:
-                    raise
-                _warn(error, f"in {LAST_SAVE_WAIT:g} s, at most {counted(tries_left, 'time')}")
-            else:
                 logger.info("saved %s", path)
                 return True
 
@@ -128,17 +136,3 @@ class CheckpointSaver:
                 self._watch.progress("waiting to save")
                 time.sleep(min(LAST_SAVE_WAIT, POLL_SECONDS))
         return False
-
-
-def _warn(error: CheckpointError, next_try: str) -> None:
-    logger.warning(
-        "warning: %s; earlier checkpoints are intact, and saving is tried again %s", error, next_try
-    )
-
-
-def _training_stopped(error: UnexpectedCheckpointError) -> TrainingStopped:
-    return TrainingStopped(
-        f"{error}; every later save would fail too, so the run ends; earlier checkpoints are"
-        " intact; the log has the traceback: report it, and try another deepspeed.zero_stage or"
-        " layout"
-    )

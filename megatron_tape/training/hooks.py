@@ -20,11 +20,14 @@ from megatron_tape.run import metrics
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_tape.data.tokenizer import Tokenizer
+    from megatron_tape.config.schema import LoggingConfig
     from megatron_tape.model.language_model import LanguageModel
     from megatron_tape.model.pipeline import Pipeline
     from megatron_tape.training.engine import Batch, Engine, StepResult
     from megatron_tape.training.trainer import Trainer
+
+TEMPERATURE = 0.8
+"""Temperature of sampled text."""
 
 
 @dataclass(frozen=True)
@@ -132,47 +135,42 @@ class Sample(Hook):
             return HookResult()
 
         trainer.watch.progress("sampling text")
-        text = sample_text(
-            trainer.engine,
-            trainer.tokenizer,
-            settings.sample_prompt,
-            settings.sample_tokens,
-            trainer.config.model.seq_length,
-        )
-        return HookResult(texts={"sample": text})
+        max_length = trainer.config.model.seq_length
+        return HookResult(texts={"sample": self._text(trainer, settings, max_length)})
 
+    def _text(self, trainer: Trainer, settings: LoggingConfig, max_length: int) -> str:
+        """Sample up to `logging.sample_tokens` tokens that continue the prompt, and return both as
+        text.
 
-def sample_text(
-    engine: Engine, tokenizer: Tokenizer, prompt: str, length: int, max_length: int
-) -> str:
-    """Sample up to `length` tokens that continue `prompt`, and return both as text.
+        All ranks call this together and return the same text. It uses a generator with a fixed
+        seed, so that training's random numbers do not change. Each token costs a full forward pass
+        over the last `max_length` tokens. Sampling ends early at the end of a document, or if
+        logits are not finite.
+        """
+        import torch
+        import torch.distributed as dist
 
-    All ranks call this together and return the same text. It uses a generator with a fixed seed, so
-    that training's random numbers do not change. Each token costs a full forward pass over the last
-    `max_length` tokens. Sampling ends early at the end of a document, or if logits are not finite.
-    """
-    import torch
-    import torch.distributed as dist
+        layout = trainer.layout
+        tokenizer = trainer.tokenizer
+        generator = torch.Generator().manual_seed(0)
+        ids = tokenizer.encode(settings.sample_prompt) or [tokenizer.eod or 0]
+        for _ in range(settings.sample_tokens):
+            context = ids[-max_length:]
+            padding = -len(context) % layout.token_layout.sequence_shards
+            tokens = torch.tensor([context + [0] * padding], device=layout.device)
+            logits = trainer.engine.logits(tokens)[0, len(context) - 1, : tokenizer.vocab_size]
+            logits = logits.float().cpu()
 
-    layout = engine.layout
-    ids = tokenizer.encode(prompt) or [tokenizer.eod or 0]
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(length):
-        context = ids[-max_length:]
-        padding = -len(context) % layout.token_layout.sequence_shards
-        tokens = torch.tensor([context + [0] * padding], device=layout.device)
-        logits = engine.logits(tokens)[0, len(context) - 1, : tokenizer.vocab_size].float().cpu()
-
-        token = torch.tensor([-1])
-        if torch.isfinite(logits).all():
-            probabilities = torch.softmax(logits / 0.8, -1)
-            token = torch.multinomial(probabilities, 1, generator=generator)
-        token = token.to(layout.device)
-        dist.broadcast(token, src=0)
-        if int(token) in (-1, tokenizer.eod):
-            break
-        ids.append(int(token))
-    return tokenizer.decode(ids)
+            token = torch.tensor([-1])
+            if torch.isfinite(logits).all():
+                probabilities = torch.softmax(logits / TEMPERATURE, -1)
+                token = torch.multinomial(probabilities, 1, generator=generator)
+            token = token.to(layout.device)
+            dist.broadcast(token, src=0)
+            if int(token) in (-1, tokenizer.eod):
+                break
+            ids.append(int(token))
+        return tokenizer.decode(ids)
 
 
 class GradientNorms(Hook):

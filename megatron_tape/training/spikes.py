@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_tape.checkpoint.rank_errors import RankErrors
-from megatron_tape.config.stages import Stage, stage_at
 from megatron_tape.config.train import SpikeSettings
 from megatron_tape.errors import FileError, TrainingStopped
 from megatron_tape.run.attempts import Spike
@@ -77,19 +75,6 @@ class Spikes:
         losses, norms = self.values
         first = 1 - self._settings.window
         self.values = [[*losses[first:], loss], [*norms[first:], norm]]
-
-
-def drop_history_if_stage_changed(
-    progress: Mapping[str, Any], stages: Sequence[Stage], seen: int, samples: int
-) -> dict[str, Any]:
-    """Return a run's `progress`, without the recent losses if the run continues in another stage of
-    the data.
-
-    The checkpoint was saved after `seen` sequences, and the run continues after `samples` because
-    it skips data. Losses on the data of different stages are not comparable.
-    """
-    same = samples == seen or stage_at(stages, samples) == stage_at(stages, seen - 1)
-    return {key: value for key, value in progress.items() if same or key != VALUES}
 
 
 class SpikeHook(Hook):

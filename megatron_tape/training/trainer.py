@@ -63,7 +63,7 @@ from megatron_tape.training.model_building import (
 )
 from megatron_tape.training.profiling import Profiling
 from megatron_tape.training.schedule import learning_rate
-from megatron_tape.training.spikes import FOUND, Rewind, SpikeHook, drop_history_if_stage_changed
+from megatron_tape.training.spikes import FOUND, Rewind, SpikeHook
 from megatron_tape.training.step_clock import SAVE
 from megatron_tape.training.step_times import StepTimes, utilization
 
@@ -293,11 +293,7 @@ class Trainer:
         if self.checkpoint is not None:
             self.watch.progress("loading the training state")
             restoring.load_training_state(self.checkpoint, self.engine)
-            saved = self.checkpoint.state
-            # `self.samples` is larger if data is skipped.
-            self.progress |= drop_history_if_stage_changed(
-                saved["progress"], self.stages, saved["consumed_samples"], self.samples
-            )
+            self.progress |= self.checkpoint.state["progress"]
             logger.info(
                 "continuing from %s at step %d of %d",
                 self.checkpoint.path,

@@ -3,19 +3,9 @@
 import json
 from types import SimpleNamespace
 
-import pytest
-from configurations import make
-
-from megatron_tape.config.stages import Stage
 from megatron_tape.config.train import SpikeSettings
 from megatron_tape.training.engine import StepResult
-from megatron_tape.training.spikes import (
-    FOUND,
-    VALUES,
-    SpikeHook,
-    Spikes,
-    drop_history_if_stage_changed,
-)
+from megatron_tape.training.spikes import SpikeHook, Spikes
 
 
 def after(values, values_so_far=None):
@@ -52,17 +42,6 @@ def test_a_plateau_has_no_spikes():
 def test_values_restored_from_a_checkpoint_give_the_same_decisions():
     again = after([], json.loads(json.dumps(after([(9.0, 9.0), *USUAL]).values)))
     assert again.is_spike(3.5, 1.0) and not again.is_spike(3.2, 1.5)
-
-
-@pytest.mark.parametrize(
-    "seen, samples, kept", [(90, 90, True), (90, 95, True), (90, 110, False), (110, 120, True)]
-)
-def test_recent_losses_are_dropped_if_skipped_data_ends_in_another_stage(seen, samples, kept):
-    stages = [Stage(make(), number, start) for number, start in enumerate((0, 100))]
-    progress = {VALUES: [[1.0], [2.0]], FOUND: 1}
-    assert drop_history_if_stage_changed(progress, stages, seen, samples) == (
-        progress if kept else {FOUND: 1}
-    )
 
 
 def test_a_new_stage_of_the_data_resets_the_recent_losses():
