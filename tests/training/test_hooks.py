@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,6 +52,7 @@ def run(tmp_path):
     start.folder = tmp_path / "run"
     yield start
     del HOOKS["toy"]
+    HOOKS.pop("end_of_document", None)
 
 
 def test_results_of_a_registered_evaluation_reach_metrics_and_tensorboard(run):
@@ -93,6 +95,15 @@ def test_hooks_see_the_micro_batches_that_the_rank_trains_on(run, monkeypatch):
     monkeypatch.setattr(Toy, "on_micro_batch", on_micro_batch)
     assert run("--train.evaluations=[toy]", "--train.micro_batch_size=2") == 0
     assert len(seen) == len(trained) == 5 * 2 and all(map(torch.equal, seen, trained))
+
+
+def test_the_hook_in_the_documentation_counts_tokens_of_each_batch(run):
+    page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+    (code,) = [part.split("```")[0] for part in page.split("```python") if "class EndOf" in part]
+    exec(code, {})
+    tokenizer = option("data.tokenizer", run.folder.with_name("tokenizer.json"))
+    assert run("--train.evaluations=[end_of_document]", tokenizer) == 0
+    assert all(0 < row["data/end_of_document"] < 1 for row in rows(run.folder))
 
 
 def test_only_named_evaluations_run(run):
