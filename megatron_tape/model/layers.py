@@ -125,6 +125,7 @@ class PositionSelfAttention(SelfAttention):
         model_config: ModelConfig,
         config: TransformerConfig,
         groups: ProcessGroupCollection,
+        token_layout: TokenLayout,
         layer: int,
         backend: str,
     ):
@@ -138,7 +139,7 @@ class PositionSelfAttention(SelfAttention):
         )
         # Megatron counts layers from 1.
         super().__init__(config, parts, layer_number=layer + 1, pg_collection=groups)
-        self.token_layout = TokenLayout.of(groups, config.sequence_parallel)
+        self.token_layout = token_layout
         self.linear_gate = None
         if model_config.attention_output_gate:
             self.linear_gate = ColumnParallelLinear(
@@ -319,7 +320,9 @@ class PositionTransformerLayer(torch.nn.Module):
             linear_fc2=RowParallelLinear,
         )
         self.input_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
-        self.self_attention = PositionSelfAttention(model_config, config, groups, layer, backend)
+        self.self_attention = PositionSelfAttention(
+            model_config, config, groups, encoding.token_layout, layer, backend
+        )
         self.pre_mlp_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
         self.mlp = MLP(config, parts, ffn_hidden_size=config.ffn_hidden_size, tp_group=groups.tp)
         self.position = LayerEncoding(encoding, layer, config)

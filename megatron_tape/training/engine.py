@@ -379,6 +379,7 @@ class Engine:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Return the mean loss of all batches of all data-parallel ranks."""
         losses = torch.stack([self._forward(**batch) for batch in batches])
+        # Other pipeline stages return uninitialized losses.
         loss = self.layout.broadcast_from_last_pipeline_stage(losses.mean())
         return self.layout.token_layout.average(loss).item()
 

@@ -194,6 +194,7 @@ class GradientNorms(Hook):
         if not trainer.logs(step):
             return HookResult()
 
+        # Other steps need no norms.
         trainer.engine.before_update = lambda: None
         dist.all_reduce(self._squares)
         squares, counts = self._squares.tolist()

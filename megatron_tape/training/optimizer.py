@@ -47,6 +47,7 @@ def parameter_groups(
             weight_decay = config.weight_decay if configured is None else configured
         lr_scale = _value_of(config.lr_scale_of, name)
         by_muon = config.kind == "muon" and is_matrix(name)
+        # Sorted by these keys, groups with weight decay come first.
         key = not decays, weight_decay, 1.0 if lr_scale is None else lr_scale, by_muon
         groups.setdefault(key, []).append(parameter)
 

@@ -35,6 +35,7 @@ class Profiling(Hook):
         self._first = 0
 
     def before_step(self, trainer: Trainer, step: int) -> None:
+        # A signal during a trace starts no second one.
         if trainer.watch.take_profile_request() and self._active is None:
             self._requested = [step, step + ON_SIGNAL - 1]
         if self._requested is None or self._active is not None:

@@ -283,6 +283,7 @@ class Trainer:
         names = [name for name, p in self.model.named_parameters() if not p.requires_grad]
         frozen = list(itertools.chain(*layout.gather_pipeline_stages(names)))
         frozen_from = restoring.source_of_frozen(self.checkpoint or self.base, frozen, config)
+        # Before ZeRO 3 partitions the parameters, whose shapes are then empty.
         self.parameters = parameter_table(self.model, layout)
         self._fill_weights()
         if frozen or config.extension.from_ is not None:
@@ -456,6 +457,7 @@ class Trainer:
             seconds += time.perf_counter() - started
             timed_samples += size
             self.step = step
+            # Skipped steps count, too: their data is not used again.
             self.samples += size
             watch.progress(TRAINING, step)
             self._count_bad_steps(result)
@@ -480,6 +482,7 @@ class Trainer:
                 with self.engine.clock.phase(SAVE):
                     wait = last or stopping
                     saved = self.saves.save(step, self.samples, self.progress, wait)
+                # A signal may have come during the save.
                 stopping = layout.any_rank(watch.stop is not None)
                 if stopping and not saved:
                     saved = self.saves.finish()
