@@ -3,7 +3,6 @@ not start.
 """
 
 import os
-import venv
 
 import pytest
 from runs import settings, wait_for_step
@@ -58,12 +57,6 @@ def test_a_job_submitted_in_another_job_uses_its_own_cpus_and_options(cluster, s
     assert "start 1: 1 task(s) on each of nodeA,nodeB" in cluster.log(job)
 
 
-@pytest.mark.parametrize("cluster", [{"cpus": "4 2"}], indirect=True)
-def test_nodes_with_unequal_cpus_train(cluster, start):
-    job = start(overrides={"train.steps": 6})
-    assert cluster.wait(job) == "COMPLETED", cluster.story(job)
-
-
 @pytest.mark.parametrize("cluster", [{"gpus": "2 1"}], indirect=True)
 def test_the_node_with_the_fewest_gpus_decides_how_many_are_used(cluster, start):
     job = start(options=["--no-requeue"])
@@ -73,35 +66,18 @@ def test_the_node_with_the_fewest_gpus_decides_how_many_are_used(cluster, start)
     assert "nodeA: torch finds 0 of the 1 GPU" in log and "nodeB: torch finds 0 of the 1 GPU" in log
 
 
-@pytest.mark.parametrize("cluster", [{"gpus": "2 0"}], indirect=True)
-def test_nodes_with_and_without_gpus_are_refused(cluster, start):
-    job = start()
-    assert cluster.wait(job) == "FAILED"
-    assert "error: some nodes of this job have no GPU, and others have up to 2; " in cluster.log(
-        job
-    )
-
-
 def test_a_step_that_srun_cannot_start_is_reported_as_such(cluster, start):
     job = start(options=["--no-requeue"], site=("TAPE_SRUN_OPTIONS=--mpi=missing",))
     assert cluster.wait(job) == "FAILED", cluster.story(job)
     (attempt,) = read_attempts(start.run)
     assert attempt.outcome == "unready"
-    assert (
-        attempt.message == "the processes did not start on the nodes; see the errors in"
-        f" {cluster.field(job, 'StdOut')}"
-    )
+    assert cluster.field(job, "StdOut") in attempt.message
     log = cluster.log(job)
     assert f"attempt 1: {attempt.message}" in log and "Invalid MPI type 'missing'" in log
 
 
-@pytest.mark.parametrize(
-    "options", [[], ["--gpus-per-task=1", "--gpu-bind=single:1"]], ids=["default", "per task"]
-)
 @pytest.mark.parametrize("cluster", [{"gpus": 2}], indirect=True)
-def test_every_task_sees_the_gpus_that_the_job_has_on_its_node_and_no_others(
-    cluster, start, options
-):
+def test_every_task_sees_the_gpus_that_the_job_has_on_its_node_and_no_others(cluster, start):
     show = cluster.work / "show"
     show.write_text(
         '#!/bin/sh\n[ -z "$RANK" ] || echo "rank $RANK: ${CUDA_VISIBLE_DEVICES-unset}"\nexec "$@"\n'
@@ -113,61 +89,31 @@ def test_every_task_sees_the_gpus_that_the_job_has_on_its_node_and_no_others(
         cluster.wait(job)
         return sorted(line for line in cluster.log(job).splitlines() if line.startswith("rank "))
 
-    job = start(
-        ["--no-requeue", "--nodes=2", "--gpus-per-node=2", "--ntasks-per-node=2", *options],
-        site=site,
-    )
+    whole = ["--no-requeue", "--nodes=2", "--gpus-per-node=2", "--ntasks-per-node=2"]
+    job = start(whole, site=site)
     assert seen(job) == [f"rank {rank}: 0,1" for rank in range(4)], cluster.log(job)
-    if options:
-        return
-    part = [
-        "--no-requeue",
-        "--oversubscribe",
-        "--nodes=1",
-        "--nodelist=nodeA",
-        "--gpus-per-node=1",
-        "--mem=0",
-    ]
+
+    part = ["--no-requeue", "--oversubscribe", "--nodelist=nodeA", "--nodes=1"]
+    part += ["--gpus-per-node=1", "--mem=0"]
     other = cluster.run("sbatch", "--parsable", *part, "--wrap", "sleep 3600")
     cluster.until(lambda: cluster.field(other, "JobState") == "RUNNING", other)
     assert seen(start([*part, "--cpus-per-task=1"], site=site)) == ["rank 0: 1"]
 
 
-def test_a_job_whose_python_lacks_the_packages_says_how_to_install_them(cluster, start):
-    bare = cluster.work / "bare"
-    venv.create(bare, symlinks=True)
-    job = start(site=(f"TAPE_PYTHON={bare}/bin/python",))
-    assert cluster.wait(job) == "FAILED"
-    started, error = cluster.log(job).splitlines()
-    assert "start 1: 1 task(s) on each" in started
-    assert error.startswith(f"error: TAPE_PYTHON is {bare}/bin/python, which lacks the package ")
-
-
 SCRIPTS = ["pretrain_tape.sh", "extend_tape.sh", "evaluate_tape.sh", "compare.sh", "preprocess.sh"]
 
 
-def test_heterogeneous_jobs_are_refused(cluster, prepare):
+def test_jobs_that_a_script_cannot_run_are_refused(cluster, prepare):
     prepare()
-    components = ["--nodes=1", ":", "--nodes=1"]
-    jobs = [
-        cluster.submit(script, "tiny.yaml", *settings(), options=components) for script in SCRIPTS
-    ]
-    for job in jobs:
+    heterogeneous = ["--nodes=1", ":", "--nodes=1"]
+    for script in SCRIPTS:
+        job = cluster.submit(script, "tiny.yaml", *settings(), options=heterogeneous)
         leader = job.partition("+")[0]
         assert cluster.wait(leader) != "COMPLETED"
-        error = (
-            "error: this job is heterogeneous (sbatch ... : ...), and the nodes after the colon"
-            " would be idle; "
-        )
-        assert error in cluster.log(leader)
+        assert "error: this job is heterogeneous (sbatch ... : ...)" in cluster.log(leader)
 
-
-def test_options_of_submission_after_the_script_are_refused_in_the_job(cluster, prepare):
-    prepare()
     nodes = cluster.submit("pretrain_tape.sh", "tiny.yaml", "--nodes=2")
     dry_run = cluster.submit("evaluate_tape.sh", "perplexity", "--dry-run")
     assert cluster.wait(nodes) == cluster.wait(dry_run) == "FAILED"
     assert "run  sbatch --nodes=2 SCRIPT ...  or  SCRIPT --sbatch" in cluster.log(nodes)
-    assert "error: --dry-run and --sbatch work only if you run the script directly" in cluster.log(
-        dry_run
-    )
+    assert "error: --dry-run and --sbatch work only if" in cluster.log(dry_run)

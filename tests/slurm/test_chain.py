@@ -3,7 +3,6 @@
 import re
 import shutil
 
-import pytest
 from cluster import REPOSITORY
 from runs import rows, settings, wait_for_step
 
@@ -12,37 +11,21 @@ from megatron_tape.run.judging import read_attempts
 
 STEPS = 12
 EVALUATION = ["perplexity", "--perplexity.data", "data/a", "--perplexity.lengths", "[4, 8]"]
-EVALUATION += [
-    "--perplexity.stride",
-    "4",
-    "--perplexity.windows",
-    "1",
-    "--perplexity.documents",
-    "20",
-]
+EVALUATION += ["--perplexity.stride=4", "--perplexity.windows=1", "--perplexity.documents", "20"]
 
 
-@pytest.fixture
-def chain(cluster, prepare):
-    """Submit a chain of short jobs on two nodes; return the IDs of its jobs."""
+def test_a_chain_completes_after_its_extension_and_evaluation_are_preempted(cluster, prepare):
     prepare(sleep=0.4)
     shutil.copy(REPOSITORY / "tests" / "recipes" / "extend.yaml", cluster.work)
-    arguments = [
-        "tiny.yaml",
-        *settings("runs/first", **{"train.steps": 4, "model.position_encoding": "rope"}),
-    ]
-    arguments += ["--extend", "extend.yaml", "--data.prefix=data/a", f"--train.steps={STEPS}"]
-    script = f"{cluster.work}/repo/slurm/run_all.sh"
-    evaluation = ["--checkpoint.interval=100", "--evaluate", *EVALUATION]
-    output = cluster.run("bash", script, "--sbatch", "--nodes=2", *arguments, *evaluation)
+    first = settings("runs/first", **{"train.steps": 4, "model.position_encoding": "rope"})
+    extend = ["--data.prefix=data/a", f"--train.steps={STEPS}", "--checkpoint.interval=100"]
+    output = cluster.run(
+        *("bash", f"{cluster.work}/repo/slurm/run_all.sh", "--sbatch", "--nodes=2"),
+        *("tiny.yaml", *first, "--extend", "extend.yaml", *extend, "--evaluate", *EVALUATION),
+    )
     assert "in runs/first\n" in output and output.endswith("in runs/extend/evaluation")
-    return re.findall(r"^\w+ +job (\d+)", output, re.M)
+    pretraining, extension, evaluation = re.findall(r"^\w+ +job (\d+)", output, re.M)
 
-
-def test_a_chain_completes_after_its_extension_and_evaluation_are_preempted(
-    cluster, chain, prepare
-):
-    pretraining, extension, evaluation = chain
     run = cluster.work / "runs" / "extend"
     wait_for_step(cluster, extension, run, 3)
     cluster.run("scancel", "--batch", "--signal=USR1", extension)
@@ -79,11 +62,3 @@ def test_a_chain_completes_after_its_extension_and_evaluation_are_preempted(
     failing = cluster.submit("evaluate_tape.sh", *command, options=["--nodes=2"])
     assert cluster.wait(failing) == "FAILED", cluster.story(failing)
     assert int(cluster.field(failing, "Restarts")) <= 2 and "made to fail" in cluster.log(failing)
-
-
-@pytest.mark.slow
-def test_a_failed_job_cancels_the_later_ones(cluster, chain):
-    _, extension, evaluation = chain
-    (cluster.work / "data" / "a.bin").rename(cluster.work / "data" / "b.gone")
-    assert cluster.wait(extension) in ("FAILED", "CANCELLED")
-    assert cluster.wait(evaluation) == "CANCELLED"

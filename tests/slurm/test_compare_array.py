@@ -5,10 +5,18 @@ import pytest
 from megatron_tape.evaluation.comparison_file import read_comparison
 
 RECIPE = """
-model: {num_layers: 2, hidden_size: 16, num_attention_heads: 2, ffn_hidden_size: 16, seq_length: 12, vocab_size: 6}
-data: {generator: {task: selective_copy, copied: 4, blanks: 4, symbols: 4}, loss_on: answers}
-train: {steps: 150, micro_batch_size: 2, global_batch_size: 4, precision: fp32, eval_interval: 150, eval_steps: 1}
-evaluation: {every: 150, selective_copy: {copied: 4, symbols: 4, blanks: {IID: 4}, samples: 20}}
+model:
+  {num_layers: 2, hidden_size: 16, num_attention_heads: 2, ffn_hidden_size: 16, seq_length: 12,
+   vocab_size: 6}
+data:
+  generator: {task: selective_copy, copied: 4, blanks: 4, symbols: 4}
+  loss_on: answers
+train:
+  {steps: 150, micro_batch_size: 2, global_batch_size: 4, precision: fp32, eval_interval: 150,
+   eval_steps: 1}
+evaluation:
+  every: 150
+  selective_copy: {copied: 4, symbols: 4, blanks: {IID: 4}, samples: 20}
 logging: {interval: 1, sample_tokens: 0, tensorboard: false}
 """
 

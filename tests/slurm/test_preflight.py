@@ -69,28 +69,8 @@ def test_a_node_with_broken_kernels_is_named_with_rank_and_cause_and_excluded(cl
     job = start(inject={"no_kernels": "nodeB"})
     wait_for_attempt(cluster, job, start.run, 2)
     log = cluster.log(job)
-    named = (
-        "error: nodeB (rank 1 of 2) cannot train with the other nodes: model.attention_backend is"
-        " triton, whose "
-    )
-    named += "kernel"
-    assert named in log and "requeueing without nodeB" in log
+    named = "error: nodeB (rank 1 of 2) cannot train with the other nodes: model.attention_backend"
+    assert f"{named} is triton, whose kernel" in log and "requeueing without nodeB" in log
     first, second = read_attempts(start.run)
     assert (first.outcome, first.facts["nodes"]) == ("failed", ["nodeA", "nodeB"])
     assert second.facts["nodes"] == ["nodeA", "nodeC"]
-
-
-@pytest.mark.parametrize("cluster", [{"gpus": 2}], indirect=True)
-def test_gpus_that_slurm_allocated_but_torch_does_not_find_are_named(cluster, start):
-    job = start(options=("--gpus-per-node=2",))
-    # A torch built without CUDA stops the job at once. With CUDA, missing GPUs may return, so the
-    # job retries.
-    assert cluster.wait(job) == "FAILED", cluster.story(job)
-    log = cluster.log(job)
-    named = next(line for line in log.splitlines() if line.startswith("error: preflight: "))
-    assert (
-        "nodeA: torch finds 0 of the 2 GPUs" in named
-        and "nodeB: torch finds 0 of the 2 GPUs" in named
-    )
-    assert "2 task(s) on each of nodeA,nodeB" in log and "building a model" not in log
-    assert len(read_attempts(start.run)) == (1 if "built without CUDA" in named else 3)

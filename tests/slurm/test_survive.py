@@ -1,11 +1,7 @@
-"""Jobs that are interrupted, lose nodes or fill the disk have the same result as an uninterrupted
-run.
-"""
+"""Jobs that are interrupted or lose nodes have the same result as an uninterrupted run."""
 
-import os
 import random
 import re
-import subprocess
 import sys
 import time
 
@@ -22,27 +18,19 @@ IN_BACKGROUND = {"checkpoint.asynchronous": "true"}
 """For the tests with the most kinds of interruption; the others save synchronously, the default."""
 
 
-def check_equal(run, whole, attempts=None, gap=False):
+def check_equal(run, whole, attempts=None):
     """Check that a run has the same metrics and last checkpoint as the uninterrupted one, and all
     TensorBoard steps.
-
-    With `gap`, steps may be missing from TensorBoard.
     """
     assert rows(run) == rows(whole / "runs/tiny")
-    assert (
-        checkpoint_files.newest_complete(run / "checkpoints", pytest.fail).name
-        == f"step-{STEPS:08d}"
-    )
+    newest = checkpoint_files.newest_complete(run / "checkpoints", pytest.fail)
+    assert newest.name == f"step-{STEPS:08d}"
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     shown = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
     shown.Reload()
     steps = [event.step for event in shown.Scalars("train/loss")]
-    assert (
-        (steps[0], steps[-1]) == (1, STEPS)
-        and steps == sorted(set(steps))
-        and (gap or len(steps) == STEPS)
-    )
+    assert steps == list(range(1, STEPS + 1))
     records = read_attempts(run)
     if attempts is not None:
         assert len(records) == attempts, [(record.outcome, record.message) for record in records]
@@ -215,42 +203,13 @@ def test_after_a_hang_all_stacks_are_written_and_the_run_continues(cluster, star
 
 
 @slow
-def test_a_full_disk_costs_one_checkpoint_but_not_the_run(cluster, start, whole):
-    disk = cluster.work / "runs"
-    disk.mkdir()
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount the small disk of this test")
-    cluster.control("stop")
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", disk], check=True)
-    try:
-        cluster.control("start")
-        job = start(overrides=IN_BACKGROUND)
-        wait_for_step(cluster, job, start.run, 11)
-        filler = disk / "filler"
-        with open(filler, "wb", buffering=0) as file, pytest.raises(OSError):
-            while True:
-                file.write(bytes(1 << 12))
-        cluster.until(lambda: "warning: could not" in cluster.log(job), job)
-        whole_before = checkpoint_files.newest_complete(disk / "tiny" / "checkpoints", pytest.fail)
-        assert whole_before is not None
-        filler.unlink()
-        finish(cluster, job)
-        check_equal(start.run, whole, attempts=1, gap=True)
-        assert "saving is tried again at the next checkpoint.interval" in cluster.log(job)
-    finally:
-        cluster.control("stop", check=False)
-        subprocess.run(["umount", "--lazy", disk], check=True)
-
-
-@slow
 def test_a_crash_loop_stops_after_three_attempts_and_shows_the_error_first(cluster, start):
     job = start(inject={"crash": [1, 3]})
     assert cluster.wait(job) == "FAILED"
     records = read_attempts(start.run)
     assert [record.outcome for record in records] == ["failed"] * 3
-    assert "a step that was made to fail" in next(
-        line for line in cluster.log(job).splitlines()[::-1] if "error: 3" in line
-    )
+    error = next(line for line in cluster.log(job).splitlines()[::-1] if "error: 3" in line)
+    assert "a step that was made to fail" in error
     verdict = records[-1].verdict
     assert verdict["verdict"] == "stop" and "3 attempts in a row" in verdict["reason"]
     assert "rank 1: RuntimeError: a step that was made to fail" in verdict["reason"]
@@ -258,10 +217,3 @@ def test_a_crash_loop_stops_after_three_attempts_and_shows_the_error_first(clust
         sys.executable, "-m", "pretrain.status", str(start.run), check=False, cwd=REPOSITORY
     )
     assert "failed" in shown.splitlines()[0] and "made to fail" in shown.splitlines()[0]
-
-
-def test_an_invalid_configuration_ends_the_job_with_one_error_line(cluster, start):
-    job = start(overrides={"model.num_attention_heads": 5})
-    assert cluster.wait(job) == "FAILED"
-    (error,) = [line for line in cluster.log(job).splitlines() if line.startswith("error: ")]
-    assert "model.num_attention_heads 5" in error and not (start.run / "attempts").exists()
