@@ -354,8 +354,6 @@ def _revoke(home: Path) -> None:
     revoked = home.with_name(home.name.replace("attempt", "revoked"))
     with contextlib.suppress(FileNotFoundError):
         os.rename(home, revoked)
-    if revoked.is_symlink():  # its target does not belong to this run
-        return
     for staged in list(revoked.glob("step-*")):
         with contextlib.suppress(FileNotFoundError):
             os.rename(staged, home.with_name(f"{revoked.name}-{staged.name}"))

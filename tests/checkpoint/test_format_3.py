@@ -23,7 +23,8 @@ from pretrain import train
 
 SAVED = Path(__file__).with_name("format_3")
 SETTINGS = """
---model.position_encoding=tape --model.num_layers=2 --model.hidden_size=16 --model.ffn_hidden_size=24
+--model.position_encoding=tape --model.num_layers=2 --model.hidden_size=16
+--model.ffn_hidden_size=24
 --model.num_attention_heads=2 --model.num_query_groups=1 --model.seq_length=24 --model.vocab_size=16
 --model.qk_norm=true --train.precision=fp32 --train.micro_batch_size=2 --train.global_batch_size=2
 --train.eval_interval=0 --train.steps=4 --train.average.kind=ema --train.average.decay=0.9

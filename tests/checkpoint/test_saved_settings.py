@@ -31,27 +31,19 @@ def test_settings_that_change_the_order_of_the_data_are_named():
     assert changed_order_keys(config_dict(make()), make(train__seed=5)) == ["train.seed"]
     assert not only_size_changed(["train.seed"])
     assert changes(config_dict(make()), make(train__hang_timeout=5.0)) == []
-    saved = config_dict(
-        make(train__spikes={}, train__batch_ramp={"from": 1, "over_samples": 9}, train__steps=20)
-    )
+    ramp = {"from": 1, "over_samples": 9}
+    saved = config_dict(make(train__spikes={}, train__batch_ramp=ramp, train__steps=20))
     now = make(
-        train__batch_ramp={"from": 2, "over_samples": 9},
+        train__batch_ramp=ramp | {"from": 2},
         train__spikes={"action": "skip"},
         train__steps=30,
     )
-    assert [sentence.partition(":")[0] for sentence in changes(saved, now)] == [
-        "train.steps",
-        "train.batch_ramp.from",
-        "train.spikes.action",
-    ]
+    changed = [sentence.partition(":")[0] for sentence in changes(saved, now)]
+    assert changed == ["train.steps", "train.batch_ramp.from", "train.spikes.action"]
     keys = changed_order_keys(saved, now)
-    assert keys == ["train.steps", "train.batch_ramp.from"] and only_size_changed(keys)
-    before = with_saved_size(saved, now)
-    assert (before.train.steps, before.train.batch_ramp.from_, before.train.spikes.action) == (
-        20,
-        1,
-        "skip",
-    )
+    assert keys == changed[:2] and only_size_changed(keys)
+    before = with_saved_size(saved, now).train
+    assert (before.steps, before.batch_ramp.from_, before.spikes.action) == (20, 1, "skip")
     generated = make(data__prefix=None, data__generator={"task": "addition"}, train__steps=30)
     assert changed_order_keys(saved, generated) == ["data.prefix", "data.generator"]
 
@@ -59,20 +51,14 @@ def test_settings_that_change_the_order_of_the_data_are_named():
 def test_differences_between_models_are_named_with_both_values():
     saved = as_dict(model_config(**MODEL))
     assert model_differences(saved, dict(saved)) == []
-    assert set(
-        model_differences(
-            saved,
-            saved
-            | {"hidden_size": 512, "position": saved["position"] | {"token_mixing": "per_head"}},
-        )
-    ) == {
+    per_head = saved["position"] | {"token_mixing": "per_head"}
+    changed = saved | {"hidden_size": 512, "position": per_head}
+    assert set(model_differences(saved, changed)) == {
         "model.hidden_size: checkpoint 64, configuration 512",
         "model.position.token_mixing: checkpoint full, configuration per_head",
     }
-    other = saved["position"] | {"t5_num_buckets": 3}
-    assert (
-        model_differences(saved | {"position": other}, saved) == []
-    )  # a setting of another encoding
+    t5 = saved["position"] | {"t5_num_buckets": 3}  # a setting of another encoding
+    assert model_differences(saved | {"position": t5}, saved) == []
     assert model_differences(saved, saved | {"hidden_size": 512}, free=["hidden_size"]) == []
 
 

@@ -4,8 +4,6 @@ attempts.
 
 import contextlib
 import os
-import signal
-import threading
 import time
 
 import pytest
@@ -90,16 +88,6 @@ def test_a_checkpoint_published_during_a_takeover_is_complete_or_absent(run, mon
     newest = checkpoint_files.newest_complete(checkpoints, pytest.fail)
     assert newest.name == f"step-{step:08d}"
     assert not list(checkpoints.glob(".revoked*"))
-
-
-def test_a_takeover_does_not_follow_symbolic_links(run, tmp_path):
-    other = save(claim(tmp_path / "other"), 7).parent
-    (run / "checkpoints").mkdir(parents=True)
-    (run / "checkpoints" / ".attempt-000001").symlink_to(other)
-    assert claim(run).number == 2
-    assert (other / "step-00000007").is_dir() and os.listdir(run / "checkpoints") == [
-        ".attempt-000002"
-    ]
 
 
 def test_a_run_stops_if_the_directory_of_its_records_vanishes(run, monkeypatch):
@@ -273,22 +261,3 @@ def test_a_run_with_a_checkpoint_of_a_newer_version_is_not_taken_over(run):
     assert first.is_owner() and len(read_attempts(run)) == 1
     word, reason = verdict(run)
     assert word == "stop" and "newer version" in reason
-
-
-def test_a_signal_during_a_slow_file_operation_is_not_lost(run, monkeypatch):
-    polled = threading.Event()
-    signaled = threading.Event()
-
-    def slow(directory):
-        polled.set()
-        signaled.wait(10)
-
-    monkeypatch.setattr(watching, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(watching, "stop_reason", slow)
-    with contextlib.closing(watching.Watch(None)) as watch:
-        watch.attach(claim(run), 0)
-        assert polled.wait(10)
-        signal.raise_signal(signal.SIGTERM)
-        signaled.set()
-        time.sleep(0.1)
-        assert watch.stop == "SIGTERM"

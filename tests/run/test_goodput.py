@@ -43,63 +43,34 @@ def totals(run, until=None):
 
 
 def test_the_time_of_an_uninterrupted_run_is_divided_by_phase(tmp_path):
-    phases = {
-        "training": 70.0,
-        "saving": 6.0,
-        "waiting to save": 1.0,
-        "evaluating": 9.0,
-        "sampling text": 1.0,
-    }
-    record(
-        tmp_path,
-        1,
-        1000,
-        1100,
-        "finished",
-        since=1098,
-        began=1011,
-        from_step=0,
-        step=50,
-        phases=phases,
-    )
+    phases = {"training": 70.0, "saving": 6.0, "waiting to save": 1.0}
+    phases |= {"evaluating": 9.0, "sampling text": 1.0}
+    beat = {"since": 1098, "began": 1011, "from_step": 0, "step": 50, "phases": phases}
+    record(tmp_path, 1, 1000, 1100, "finished", **beat)
     found = totals(tmp_path)
     assert found == {KEPT: 72.0, SAVES: 7.0, EVALUATION: 10.0, START: 11.0}
     assert sum(found.values()) == 100 and shares(found)[KEPT] == 0.72
 
 
 def test_steps_that_a_later_attempt_runs_again_count_as_repeated(tmp_path):
-    record(
-        tmp_path, 1, 0, 110, since=110, began=10, from_step=0, step=10, phases={"training": 100.0}
-    )
-    record(
-        tmp_path, 2, 120, 180, since=180, began=130, from_step=8, step=13, phases={"training": 50.0}
-    )
     # The third attempt continues from a checkpoint of the first one, since those of the second are
     # damaged.
-    record(
-        tmp_path, 3, 180, 250, since=250, began=190, from_step=6, step=12, phases={"training": 60.0}
-    )
-    assert totals(tmp_path) == {
-        KEPT: 60.0 + 60,
-        REPEATED: 40.0 + 50,
-        START: 10.0 + 10 + 10,
-        BETWEEN: 10.0,
-    }
+    for number, (start, end, first, last) in enumerate(
+        [(0, 110, 0, 10), (120, 180, 8, 13), (180, 250, 6, 12)], 1
+    ):
+        phases = {"training": end - start - 10.0}
+        beat = {"since": end, "began": start + 10, "phases": phases}
+        record(tmp_path, number, start, end, from_step=first, step=last, **beat)
+    kept = 60.0 + 60
+    repeated = 40.0 + 50
+    assert totals(tmp_path) == {KEPT: kept, REPEATED: repeated, START: 30.0, BETWEEN: 10.0}
     assert totals(tmp_path, until=300)[BETWEEN] == 10 + 50
 
 
 @pytest.mark.parametrize("outcome, limit", [("hung", 1000.0), ("failed", 29.0)])
 def test_the_time_without_progress_before_a_hang_is_a_stall(tmp_path, outcome, limit):
-    phases = {"training": 40.0}
-    beat = {
-        "since": 50,
-        "time": 80,
-        "began": 10,
-        "from_step": 0,
-        "step": 4,
-        "phases": phases,
-        "hang_timeout": limit,
-    }
+    beat = {"since": 50, "time": 80, "began": 10, "from_step": 0, "step": 4}
+    beat |= {"phases": {"training": 40.0}, "hang_timeout": limit}
     record(tmp_path, 1, 0, 80, outcome, **beat)
     assert totals(tmp_path) == {KEPT: 40.0, START: 10.0, STALLS: 30.0}
 

@@ -19,8 +19,11 @@ Settings = dict
 
 class Run:
     def __init__(self, id, dir, project, **settings):
-        self.id, self.url, self.file = id, f"https://wandb.example/{project}/{id}", os.path.join(dir, "logged.jsonl")
-        self.write({"init": id, **{key: settings[key] for key in ("name", "mode", "resume", "entity")}})
+        self.id = id
+        self.url = f"https://wandb.example/{project}/{id}"
+        self.file = os.path.join(dir, "logged.jsonl")
+        shown = ("name", "mode", "resume", "entity")
+        self.write({"init": id, **{key: settings[key] for key in shown}})
 
     def write(self, entry):
         if os.path.exists(os.path.join(os.path.dirname(self.file), "fails")):
@@ -59,18 +62,9 @@ def logged(folder):
 
 def test_a_continued_run_logs_to_the_same_wandb_run_and_trains_as_without_wandb(tmp_path, capfd):
     def start(name, *overrides):
-        given = [
-            "--config",
-            str(RECIPE),
-            option("data.prefix", f"{write_all(tmp_path / name)}/a"),
-            *overrides,
-        ]
-        assert (
-            train.main(
-                [*given, f"--logging.directory={tmp_path / name}", "--train.eval_interval=0"]
-            )
-            == 0
-        )
+        given = ["--config", str(RECIPE), option("data.prefix", f"{write_all(tmp_path / name)}/a")]
+        given += [f"--logging.directory={tmp_path / name}", "--train.eval_interval=0"]
+        assert train.main([*given, *overrides]) == 0
         return tmp_path / name
 
     wandb = ["--logging.wandb={project: tape, entity: us}", "--schedule.kind=constant"]
@@ -78,19 +72,11 @@ def test_a_continued_run_logs_to_the_same_wandb_run_and_trains_as_without_wandb(
     run = start("run", *wandb, "--train.steps=4")
     alone = start("alone", "--train.steps=4", "--schedule.kind=constant")
     assert [row["train/loss"] for row in rows(run)] == [row["train/loss"] for row in rows(alone)]
-    init = {
-        "init": read_wandb(run)["id"],
-        "name": "run",
-        "mode": "online",
-        "resume": "allow",
-        "entity": "us",
-    }
+    init = {"init": read_wandb(run)["id"], "name": "run", "mode": "online"}
+    init |= {"resume": "allow", "entity": "us"}
     entries = logged(run)
-    assert [entry for entry in entries if "step" not in entry] == [
-        init,
-        {"by": "step"},
-        "finished",
-    ] * 2
+    without_steps = [entry for entry in entries if "step" not in entry]
+    assert without_steps == [init, {"by": "step"}, "finished"] * 2
     losses = [(entry["step"], entry["train/loss"]) for entry in entries if "step" in entry]
     assert losses == [(row["step"], row["train/loss"]) for row in rows(run)]
     assert status.main([str(run)]) == 0

@@ -175,25 +175,7 @@ class Cluster:
         return ""
 
     def story(self, job):
-        processes = subprocess.run(
-            ["ps", "-eo", "pid,ppid,stat,etimes,wchan:24,args"],
-            capture_output=True,
-            text=True,
-            check=False,
-        ).stdout
-        running = [
-            line[:200]
-            for line in processes.splitlines()
-            if re.search("srun|slurmstepd|preflight|train", line)
-        ]
-        return "\n".join(
-            [
-                f"job {job} is {self.field(job, 'JobState')}; its log:",
-                self.log(job),
-                "processes:",
-                *running,
-            ]
-        )
+        return f"job {job} is {self.field(job, 'JobState')}; its log:\n{self.log(job)}"
 
     def programs(self):
         """Yield the process id and the environment of each of the jobs' Python processes."""
