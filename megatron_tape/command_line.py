@@ -238,9 +238,13 @@ stderr.
 
 
 def _write_printable(stream: io.TextIOWrapper, text: str) -> int:
+    shown = text
     # Stdout carries data, so color codes in it are escaped instead of removed.
-    without_colors = _COLORS.sub("", text) if stream is sys.stderr else text
-    type(stream).write(stream, text if _MOVES.fullmatch(text) else printable(without_colors))
+    if stream is sys.stderr:
+        shown = _COLORS.sub("", text)
+    if not _MOVES.fullmatch(text):
+        shown = printable(shown)
+    type(stream).write(stream, shown)
     return len(text)
 
 

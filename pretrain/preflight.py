@@ -42,13 +42,11 @@ from megatron_tape.parallel.launcher import (
     rank_and_size,
     unreachable_nodes,
 )
-from megatron_tape.planning.flops import flops_per_step
 from megatron_tape.planning.memory import checkpoint_bytes, memory
-from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.planning.plan import Plan
 from megatron_tape.run import nodes
 from megatron_tape.run.attempts import REFUSED, UNREADY, Attempt
-from megatron_tape.text import byte_size, counted, flop_count
+from megatron_tape.text import byte_size, counted
 
 MIB = 2**20
 SHOWN = 20
@@ -295,14 +293,10 @@ class Preflight:
 
     def _describe_run(self, node_versions: dict[str, str]) -> None:
         plan = Plan(self.config, self.size)
-        parameters = parameter_count(self.config.model, self.config.extension)
         self._log(", ".join(f"{name} {value}" for name, value in node_versions.items()))
         self._log(f"{len(nodes.inputs(self.config))} input files are the same on every node")
-        self._log(
-            f"{parameters:,} parameters, about {byte_size(memory(plan).peak)} per rank, "
-            f"{flop_count(flops_per_step(plan))} per step, "
-            f"{byte_size(checkpoint_bytes(plan))} per checkpoint"
-        )
+        per_rank = byte_size(memory(plan).peak)
+        self._log(f"about {per_rank} per rank, {byte_size(checkpoint_bytes(plan))} per checkpoint")
 
     def _measure(self, torch, store) -> None:
         """Print the bus bandwidth of an all-reduce over all n ranks: 2 (n - 1) / n times the bytes,

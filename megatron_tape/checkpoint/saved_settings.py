@@ -268,8 +268,10 @@ def _derived(model: Mapping[str, Any]) -> dict[str, Any]:
     if not valid:
         return dict(model)
 
-    derived = {"num_query_groups": heads, "kv_channels": hidden // heads}
-    settings = {key: derived.get(key) if value is None else value for key, value in model.items()}
+    settings = dict(model)
+    for key, value in (("num_query_groups", heads), ("kv_channels", hidden // heads)):
+        if key in model and model[key] is None:
+            settings[key] = value
     if position.get("mlp_size", 0) is None:
         settings["position"] = {**position, "mlp_size": 4 * heads}
     return settings

@@ -140,15 +140,14 @@ def read_recipe(path: str) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _read(path: str) -> bytes:
-    fix = "give the path of a YAML file"
     try:
         with open(path, "rb") as file:
             content = file.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        raise ConfigError(f"--config {path}", "does not exist", fix) from None
     except OSError as error:
         problem = f"cannot be read ({error.strerror})"
-        raise ConfigError(f"--config {path}", problem, fix) from None
+        if isinstance(error, FileNotFoundError):
+            problem = "does not exist"
+        raise ConfigError(f"--config {path}", problem, "give the path of a YAML file") from None
 
     if len(content) > MAX_BYTES:
         problem = f"is larger than {MAX_BYTES:,} bytes, so it is not a recipe"

@@ -66,8 +66,7 @@ def toolchain() -> dict[str, str]:
 def cpu_name() -> str:
     """Return the model name of the CPU."""
     cpus = Path("/proc/cpuinfo")
-    model = re.search("model name.*: (.+)", cpus.read_text() if cpus.exists() else "")
-    if model:
+    if cpus.exists() and (model := re.search("model name.*: (.+)", cpus.read_text())):
         return model[1]
     return platform.processor() or platform.machine()
 

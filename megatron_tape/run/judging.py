@@ -170,7 +170,7 @@ def queue_state(job: str | None) -> str | None:
     command = ["squeue", "--noheader", "--jobs", job, "--format", "%T"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, ValueError, subprocess.TimeoutExpired):  # ValueError: a null byte in the id
+    except (OSError, subprocess.TimeoutExpired):
         return None
 
     if answer.returncode == 0:
@@ -226,12 +226,8 @@ def _read(directory: Path, number: int) -> AttemptRecord:
 
 def _written_at(path: Path) -> float:
     """Return when a file was written, by the file system's clock, or 0 if it is missing."""
-    try:
-        # Opened, since a network file system may return old attributes otherwise.
-        with open(path, "rb"):
-            return path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
+    # Reading the record has refreshed the attributes that a network file system caches.
+    return path.stat().st_mtime if path.exists() else 0.0
 
 
 def _read_spikes(path: Path) -> Iterator[Spike]:

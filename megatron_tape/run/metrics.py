@@ -107,7 +107,8 @@ class MetricsWriter:
         self._events: SummaryWriter | None = None
         self._tensorboard = directory / "tensorboard" if tensorboard else None
         # A new run also drops step 0, with which the configuration is shown.
-        self._open_events(resume_step + 1 if resume_step > 0 else 0)
+        first_step = resume_step + 1 if resume_step else 0
+        self._open_events(first_step)
 
     def log(
         self, step: int, scalars: Mapping[str, float], words: Mapping[str, str] | None = None
@@ -121,9 +122,11 @@ class MetricsWriter:
         self._last_step = step
         self._recent.append((step, self._clock()))
         values = {name: float(value) for name, value in scalars.items()}
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         seconds_left = self._seconds_left()
-        row = {"step": step, "time": time.time(), **finite, **(words or {})}
+        row: dict[str, Any] = {"step": step, "time": time.time()}
+        for name, value in values.items():
+            row[name] = value if math.isfinite(value) else None
+        row |= words or {}
         row["seconds_left"] = round(seconds_left, 1)
         self._rows.append(json.dumps(row, allow_nan=False).encode() + b"\n")
 

@@ -62,11 +62,12 @@ class WandbRun:
         import wandb
 
         record = read_wandb(directory)
+        run_id = record["id"] if record else secrets.token_hex(4)
         self._run = wandb.init(
             project=settings.project,
             entity=settings.entity,
             name=settings.name or directory.resolve().name,
-            id=secrets.token_hex(4) if record is None else record["id"],
+            id=run_id,
             resume="allow",
             mode=settings.mode,
             dir=str(directory),

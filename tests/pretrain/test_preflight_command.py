@@ -46,7 +46,7 @@ def start(tmp_path, monkeypatch, capfd):
 def test_a_healthy_node_passes_and_is_described(start):
     status, output, record = start()
     assert status == 0, output.err
-    assert f"torch {versions()['torch']}" in output.out and "28,528 parameters" in output.out
+    assert f"torch {versions()['torch']}" in output.out
     assert output.out.splitlines()[-1].startswith("preflight: passed in")
     assert list(start.attempt.home.iterdir()) == []
     assert record.outcome is None
