@@ -136,8 +136,7 @@ def status_of(
     - `unavailable` after an OSError that may pass within minutes, and 1 after others
       (`LASTING_ERRORS`);
     - 128 + N after signal N, with a message that ends with `interrupted`;
-    - 1 after a broken pipe, an out-of-memory error or a panic of Rust code. Other errors are
-      raised.
+    - 1 after a broken pipe or an out-of-memory error. Other errors are raised.
     """
     try:
         return main() or 0
@@ -157,7 +156,7 @@ def status_of(
     except ValueError as error:  # a library's message, possibly of several lines
         sentence = " ".join(str(error).split())
         status = EXIT_REFUSED
-    except BaseException as error:
+    except Exception as error:
         sentence = describe_fatal_error(error) or ""
         if not sentence:
             raise
@@ -167,10 +166,8 @@ def status_of(
     return status
 
 
-def describe_fatal_error(error: BaseException) -> str | None:
-    """Return one sentence about an out-of-memory error or a panic of Rust code, and None for any
-    other error.
-    """
+def describe_fatal_error(error: Exception) -> str | None:
+    """Return one sentence about an out-of-memory error, and None for any other error."""
     reason = " ".join(str(error).split())[:300]
     kind = type(error).__name__
     # torch's own error is recognized by its name, since torch may not be imported.
@@ -178,16 +175,13 @@ def describe_fatal_error(error: BaseException) -> str | None:
     if out_of_memory or "can't allocate memory" in reason:
         fix = "use smaller inputs or settings, or give the program more memory"
         return f"memory ran out ({reason or kind}); {fix}"
-    if kind == "PanicException":  # a BaseException
-        cause = "one of the input files is damaged, or the library has a bug"
-        return f"a library failed ({reason}); {cause}"
     return None
 
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Report a UserError, out-of-memory error or panic in the block as `run` does, and exit; raise
-    other errors.
+    """Report a UserError or out-of-memory error in the block as `run` does, and exit; raise other
+    errors.
 
     For programs that run on many ranks and install their own signal handlers.
     """
@@ -197,7 +191,7 @@ def exit_on_user_error() -> Iterator[None]:
     except UserError as error:
         print_error(error)
         raise SystemExit(EXIT_REFUSED) from None
-    except BaseException as error:
+    except Exception as error:
         if (sentence := describe_fatal_error(error)) is None:
             raise
         print_error(sentence)

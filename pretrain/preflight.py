@@ -32,7 +32,7 @@ from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import EXIT_RESTART, ConfigError, NodeError
-from megatron_tape.io.versions import code_digest, cuda_build_fix, node_name, versions
+from megatron_tape.io.versions import code_digest, node_name
 from megatron_tape.parallel.launcher import (
     check_launcher_environment,
     check_master_address,
@@ -51,20 +51,8 @@ from megatron_tape.text import byte_size, counted
 MIB = 2**20
 SHOWN = 20
 """Maximum number of problems in the message; the nodes of all problems are recorded."""
-READING_SECONDS = 3.0
+READING_SECONDS = 2.0
 """Seconds that rank 0 waits for the other ranks to read which problems it has found."""
-
-
-class Unready(Exception):
-    """The nodes cannot train together now, but a new attempt may succeed. The message names nodes
-    and reason.
-
-    `bad_nodes` are the nodes that the next attempt should exclude.
-    """
-
-    def __init__(self, message: str, bad_nodes: Iterable[str] = ()):
-        super().__init__(message)
-        self.bad_nodes = list(bad_nodes)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -113,9 +101,9 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         message = str(error)
         outcome = REFUSED
-    except Unready as error:
+    except NodeError as error:
         message = str(error)
-        bad_nodes = error.bad_nodes
+        bad_nodes = list(error.subjects)
     except Exception as error:
         message = f"{node_name()}: {type(error).__name__}: {error}"
     _record(attempt, rank, outcome, message, bad_nodes)
@@ -145,7 +133,7 @@ class Preflight:
         """Return the problems that rank 0 has found on all nodes, as text on every rank, or ""
         without problems.
 
-        Raises Unready if rank 0 does not answer or the all-reduce fails.
+        Raises NodeError or RuntimeError if rank 0 does not answer or the all-reduce fails.
         """
         started = time.monotonic()
         layout = self.config.parallel.describe(self.size)
@@ -154,11 +142,7 @@ class Preflight:
 
         store = self._connect()
         home = None if self.attempt is None else self.attempt.home
-        facts: dict[str, Any] = {
-            "node": node_name(),
-            "gpu": _gpu(torch),
-            "cuda": torch.backends.cuda.is_built(),
-        }
+        facts: dict[str, Any] = {"node": node_name(), "gpu": _gpu(torch)}
         if local_rank() == 0:
             facts |= {"host": os.uname().nodename, "gloo": gloo_address()}
             facts |= nodes.node_facts(self.config, home, code_digest(("megatron_tape", "pretrain")))
@@ -183,11 +167,7 @@ class Preflight:
     def _connect(self):
         from torch.distributed import TCPStore
 
-        try:
-            check_master_address()
-        except NodeError as error:
-            raise Unready(str(error), error.subjects) from None
-
+        check_master_address()
         address = os.environ.get("MASTER_ADDR", "127.0.0.1")
         port = master_port()
         timeout = timedelta(seconds=self.options.timeout)
@@ -202,7 +182,7 @@ class Preflight:
             )
         except (RuntimeError, ConnectionError) as error:
             problem = f"rank 0 at {address}:{port} does not answer ({_first_line(error)})"
-            raise Unready(f"{node_name()}: {problem}") from None
+            raise RuntimeError(problem) from None
 
     def _verdict(self, store, home: Path | None) -> str:
         """Record the problems of all nodes on rank 0, and return their description."""
@@ -225,10 +205,9 @@ class Preflight:
         try:
             store.wait(["verdict"], timedelta(seconds=seconds))
         except RuntimeError:
-            problem = f"rank 0 did not report a result within {seconds:g} s"
-            raise Unready(f"{node_name()}: {problem}") from None
+            raise RuntimeError(f"rank 0 did not report a result within {seconds:g} s") from None
         verdict = store.get("verdict").decode()
-        if verdict and self.rank == 0:
+        if verdict and self.rank == 0 and self.size > 1:
             # The store ends with this rank, so let the other ranks read the verdict before.
             time.sleep(READING_SECONDS)
         return verdict
@@ -276,13 +255,6 @@ class Preflight:
             )
             problems.append(nodes.Problem(sentence, mistake=True))
         if self.options.gpus:
-            if not any(facts["cuda"] for facts in facts_of_ranks):
-                torch_version = versions(["torch"])["torch"]
-                sentence = (
-                    f"torch {torch_version} is built without CUDA, but the job has GPUs;"
-                    f" {cuda_build_fix()}"
-                )
-                problems.append(nodes.Problem(sentence, mistake=True))
             gpus: dict[str, list[dict]] = {node: [] for node in by_node}
             for facts in facts_of_ranks:
                 if facts["gpu"]:
@@ -302,7 +274,7 @@ class Preflight:
         """Print the bus bandwidth of an all-reduce over all n ranks: 2 (n - 1) / n times the bytes,
         divided by the time.
 
-        Raises Unready if the all-reduce fails.
+        Raises RuntimeError if the all-reduce fails.
         """
         import torch.distributed as dist
 
@@ -331,7 +303,7 @@ class Preflight:
             dist.destroy_process_group()
         except RuntimeError as error:
             problem = f"the all-reduce over all ranks failed: {_first_line(error)}"
-            raise Unready(f"{node_name()}: {problem}") from None
+            raise RuntimeError(problem) from None
 
         bandwidth = 2 * (size - 1) / size * mebibytes * MIB / sorted(seconds[1:])[1]
         self._log(f"all-reduce of {mebibytes} MiB over {size} ranks: {bandwidth / 1e9:.2f} GB/s")

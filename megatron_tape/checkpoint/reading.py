@@ -17,12 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_tape.checkpoint.directories import (
-    START_AGAIN,
-    CheckpointState,
-    file_problem,
-    read_manifest,
-)
+from megatron_tape.checkpoint.directories import CheckpointState, file_problem, read_manifest
 from megatron_tape.checkpoint.index import (
     CHOOSE_ANOTHER,
     INDEX,
@@ -96,17 +91,11 @@ class Checkpoint:
 
     def damage(self, names: Iterable[str]) -> list[str]:
         """Compare the checksums of the files `names` with the manifest, and return a sentence for
-        each damaged file. Raises CheckpointError if a file cannot be read.
+        each damaged file. Raises OSError if a file cannot be read.
         """
         problems = []
         for name in names:
-            path = self.path / name
-            try:
-                problem = file_problem(path, name, self.files[name], deep=True)
-            except OSError as error:
-                failure = f"cannot be read ({error})"
-                raise CheckpointError(str(path), failure, START_AGAIN) from None
-            if problem is not None:
+            if problem := file_problem(self.path / name, name, self.files[name], deep=True):
                 problems.append(problem)
         return problems
 
@@ -236,10 +225,7 @@ class Reader:
     def _read(self, file: str, place: Place) -> Tensor:
         try:
             return self._checkpoint.read(file, place)
-        except OSError as error:
-            path = str(self._checkpoint.path / file)
-            self._error = CheckpointError(path, f"cannot be read ({error})", START_AGAIN)
-        except CheckpointError as error:
+        except (OSError, CheckpointError) as error:
             self._error = error
         return torch.full(place["shape"], math.nan)
 
