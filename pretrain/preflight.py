@@ -220,6 +220,8 @@ class Preflight:
             return []
 
         silent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        if not silent:  # the last one has just answered
+            return []
         names = self.options.nodes.split(",")
         silent_nodes = list(dict.fromkeys(names[rank * len(names) // self.size] for rank in silent))
         ranks = ", ".join(map(str, silent[:SHOWN]))

@@ -51,15 +51,19 @@ def test_a_healthy_node_passes_and_is_described(start):
     assert record.outcome is None
 
 
-def test_unexpected_errors_are_recorded_with_the_node_and_the_job_continues(start):
+def test_unexpected_errors_are_recorded_with_the_node_and_the_job_continues(start, monkeypatch):
+    monkeypatch.delattr(preflight, "code_digest")
+    status, output, record = start()
+    assert status == 1 and "NameError" in output.err
+    assert record.outcome == "unready" and "NameError" in record.message
+    assert record.bad_nodes == ()
+
+
+def test_a_node_that_cannot_write_to_the_checkpoint_directory_is_named(start):
     shutil.rmtree(start.attempt.home)
     status, output, record = start()
-    assert status == 1 and "FileNotFoundError" in output.err
-    assert (
-        record.outcome == "unready"
-        and "FileNotFoundError" in record.message
-        and record.bad_nodes == ()
-    )
+    assert status == 1 and "checkpoint.directory run/checkpoints is not shared" in output.err
+    assert record.outcome == "unready" and len(record.bad_nodes) == 1
 
 
 def test_missing_gpus_are_recorded_before_any_rank_ends(start):
@@ -110,8 +114,5 @@ def test_nodes_that_gloo_cannot_reach_are_named(hosts, found, bad):
 
 def test_a_mistake_in_the_configuration_stops_the_job(start):
     status, _, record = start("--train.global_batch_size=3", size=2)
-    assert (
-        status == 1
-        and record.outcome == "refused"
-        and "train.global_batch_size 3" in record.message
-    )
+    assert status == 1 and record.outcome == "refused"
+    assert "train.global_batch_size 3" in record.message
