@@ -89,7 +89,6 @@ def mistakes():
     """
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-    from megatron_tape.data.batches import Batches
     from megatron_tape.model.layers import RMSNorm
     from megatron_tape.parallel.token_layout import TokenLayout
     from megatron_tape.position.rope import RotaryPosition
@@ -97,13 +96,6 @@ def mistakes():
 
     norm = RMSNorm.forward
     summed = gradients.sum_over_group
-
-    def labels_stay(self, batches):
-        for batch in batches:
-            yield {
-                key: value if key == "labels" else value.to(self.layout.device)
-                for key, value in batch.items()
-            }
 
     def reads(self, hidden_states):
         hidden_states.abs().max().item()
@@ -128,7 +120,6 @@ def mistakes():
         "frequencies_on_the_cpu": [
             (RotaryPosition, constant, lambda self, name, make, device: make())
         ],
-        "labels_on_the_cpu": [(Batches, "_on_device", labels_stay)],
         "an_item_and_a_copy_in_a_layer": [
             (RMSNorm, "forward", reads),
             (RotaryPosition, constant, copied),

@@ -35,28 +35,19 @@ def test_there_are_programs():
 
 def test_the_map_lists_all_packages_and_only_existing_paths():
     text = (ROOT / "docs" / "code-map.md").read_text(encoding="utf-8")
-    table, tree = text.split("## The tree")
-    folder = ROOT
+    table, _, tree = text.partition("## The tree")
     named = []
-    for line in re.findall(r"^    ( *)(\S.*)$", tree.partition("## ")[0], re.M):
-        indent = len(line[0])
-        rest = line[1]
-        places = re.split(r"\s{2,}", rest)[0].split()
-        folder = ROOT if indent == 0 else ROOT / "megatron_tape"
-        named += [folder / place for place in places]
-    assert len(named) > 15
+    for indent, rest in re.findall(r"^    ( *)(\S.*)$", tree, re.M):
+        folder = ROOT / "megatron_tape" if indent else ROOT
+        named += [folder / place for place in re.split(r"\s{2,}", rest)[0].split()]
     assert [place for place in named if not place.exists()] == []
-    packages = {path.parent.name for path in (ROOT / "megatron_tape").glob("*/__init__.py")}
-    assert packages == {
-        place.name for place in named if place.parent.name == "megatron_tape" and place.is_dir()
-    }
+    packages = {path.parent for path in (ROOT / "megatron_tape").glob("*/__init__.py")}
+    assert packages <= set(named)
+
     paths = re.findall(r"`([\w/]+(?:/|\.\w+))`", table)
+    folders = (ROOT, ROOT / "megatron_tape")
     assert len(paths) > 50
-    assert [
-        path
-        for path in paths
-        if not any((ROOT / above / path).exists() for above in ("", "megatron_tape"))
-    ] == []
+    assert [path for path in paths if not any((above / path).exists() for above in folders)] == []
 
 
 def test_every_recipe_of_an_extension_is_listed():
@@ -70,13 +61,9 @@ def test_links_and_paths_exist(page):
     text = page.read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if not link.startswith("http")]
     paths = re.findall(r"`((?:megatron_tape|pretrain|slurm|tests|benchmarks|docs)/[\w./-]+)`", text)
-    generated = {(ROOT / "docs" / path) for path in hooks.GENERATED}
-    targets = {link: (page.parent / link).resolve() for link in links}
-    missing = [
-        link for link, target in targets.items() if not target.exists() and target not in generated
-    ]
-    missing += [path for path in paths if not (ROOT / path).exists()]
-    assert missing == []
+    targets = [(page.parent / link).resolve() for link in links] + [ROOT / path for path in paths]
+    generated = {ROOT / "docs" / path for path in hooks.GENERATED}
+    assert [path for path in targets if not path.exists() and path not in generated] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -96,25 +83,3 @@ def test_the_documentation_stays_short():
     assert words(ROOT / "README.md") <= 1200
     assert {page.name: words(page) for page in docs if words(page) > 1500} == {}
     assert sum(map(words, docs)) <= 24_000
-
-
-def prose(page):
-    """Return the words of a page without its code and tables."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    return " ".join(
-        line for line in text.splitlines() if not line.startswith(("    ", "|", "#"))
-    ).split()
-
-
-def test_no_passage_is_repeated():
-    """Thirty words in a row stand in one place only; another page links to it."""
-    places = {}
-    repeated = []
-    for page in PAGES:
-        words = prose(page)
-        for start in range(len(words) - 29):
-            passage = " ".join(words[start : start + 30])
-            first = places.setdefault(passage, (page.name, start))
-            if first != (page.name, start) and (not repeated or start > repeated[-1][2] + 30):
-                repeated.append((first[0], page.name, start, passage))
-    assert repeated == []

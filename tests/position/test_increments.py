@@ -1,7 +1,6 @@
 """Learned position increments, and position states with normalized modulus."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -60,25 +59,14 @@ def test_the_start_of_the_cumulative_sum_changes_nothing(case):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_position_differences_are_exact_over_128k_tokens(dtype):
-    tokens = 2**17
-    built, _ = build(small_model(**INCREMENTS["rope_learned"], seq_length=tokens), dtype=dtype)
-    weight = built.layers["0"].position.increments
-    hidden = torch.randn(tokens, 1, 32, generator=torch.Generator().manual_seed(5)).to(dtype)
-    with torch.no_grad():
-        logits = torch.nn.functional.linear(hidden, weight)
-        p = built.encoding.running_sum(logits, NO_CACHE)
-        steps = 2 * logits.double().sigmoid()
-        last = slice(tokens - 200, tokens)
-        distances = (p[last] - p[tokens - 201])[:, 0]
-        expected = steps[last, 0].cumsum(0)
-        assert p[-1].min() > 100_000 and (distances - expected).abs().max() < 1e-9
-        rounded = p.float()
-        assert ((rounded[last] - rounded[tokens - 201])[:, 0] - expected).abs().max() > 1e-3
-        z = phases(p, built.encoding.frequencies(), 1.0, torch.float32)[:, 0].unflatten(-1, (2, -1))
-        z = torch.complex(z[:, :, 0], z[:, :, 1])
-        turned = z[last] / z[tokens - 201]
-        angles = expected[..., None] * built.encoding.frequencies().double()
-        assert (turned - torch.polar(torch.ones_like(angles), angles)).abs().max() < 2e-6
+    encoding = build(small_model(**INCREMENTS["rope_learned"]))[0].encoding
+    logits = torch.randn(2**17, 1, 2, generator=torch.Generator().manual_seed(5)).to(dtype)
+    p = encoding.running_sum(logits, NO_CACHE)
+    expected = (2 * logits.double().sigmoid())[-200:].cumsum(0)
+    assert p[-1].min() > 100_000
+    assert ((p[-200:] - p[-201]) - expected).abs().max() < 1e-9
+    rounded = p.float()
+    assert ((rounded[-200:] - rounded[-201]) - expected).abs().max() > 1e-3
 
 
 def test_phases_and_their_gradients_equal_the_definition():
@@ -115,15 +103,11 @@ def test_every_update_preserves_the_modulus(case, monkeypatch):
 def test_gradients_of_the_modulus_are_finite_at_zero_and_exact_elsewhere():
     z = torch.randn(4, 3, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     z[0, 0, 0, [2, 6]] = torch.tensor([4e-4, -3e-4], dtype=torch.float64)  # shorter than SHORTEST
-    assert torch.autograd.gradcheck(
-        lambda z: with_modulus(z, 1.3), (z.requires_grad_(),), eps=1e-7, atol=1e-3
-    )
+    z.requires_grad_()
+    assert torch.autograd.gradcheck(lambda z: with_modulus(z, 1.3), (z,), eps=1e-7, atol=1e-3)
     z = torch.zeros(1, 1, 1, 4, requires_grad=True)
     with_modulus(z, 1.0).sum().backward()
     assert z.grad.unique().tolist() == pytest.approx([1000.0])
-    rounded = with_modulus(torch.randn(9, 2, 2, 8).bfloat16(), 1.0)
-    assert rounded.dtype is torch.bfloat16
-    assert (rounded.float().unflatten(-1, (2, -1)).norm(dim=-2) - 1).abs().max() < 2**-7
 
 
 def test_signed_increments_can_decrease_positions():
@@ -140,19 +124,13 @@ def test_skipped_layers_equal_those_of_a_model_without_positions(name):
     nope.load_state_dict(
         {key: value for key, value in some.state_dict().items() if ".position." not in key}
     )
-    inputs = {}
-    outputs = {}
-
-    def record(index, layer, given, kwargs, made):
-        inputs[index] = given[0], kwargs, made[0]
-
-    for index, layer in some.layers.items():
-        layer.register_forward_hook(partial(record, int(index)), with_kwargs=True)
+    inputs = []
+    for layer in some.layers.values():
+        record = lambda *arguments: inputs.append(arguments[1:])  # noqa: E731
+        layer.register_forward_hook(record, with_kwargs=True)
     some(random_tokens())
-    for index, layer in nope.layers.items():
-        hidden_states, kwargs, expected = inputs[int(index)]
-        found, _ = layer(hidden_states, None, **kwargs)
-        outputs[int(index)] = (found - expected).abs().max()
-    assert max(outputs[1], outputs[3]) < 1e-6 < min(outputs[0], outputs[2])
-    moved = {int(key.split(".")[1]) for key in some.state_dict() if ".position." in key}
-    assert moved <= {0, 2}
+    differences = []
+    for layer, (given, kwargs, made) in zip(nope.layers.values(), inputs):
+        found, _ = layer(given[0], None, **kwargs)
+        differences.append((found - made[0]).abs().max())
+    assert max(differences[1::2]) < 1e-6 < min(differences[::2])

@@ -45,16 +45,9 @@ def read(*arguments):
 
 def test_recipes_and_the_command_line_set_them(capsys):
     model = read("--model.position.steep_slope=2", "--model.position_encoding=steep")
-    assert (
-        model.position == SteepSettings(steep_slope=2.0)
-        and encoding_of(model).settings.steep_slope == 2
-    )
-    assert (
-        as_dict(model)["position"] == {"steep_slope": 2.0} and model_config(as_dict(model)) == model
-    )
-    with pytest.raises(ConfigError) as refused:
-        read("--model.position.steep_slope=much")
-    assert refused.value.key == "model.position.steep_slope"
+    assert model.position == SteepSettings(steep_slope=2.0)
+    assert encoding_of(model).settings.steep_slope == 2
+    assert model_config(as_dict(model)) == model
     with pytest.raises(SystemExit):
         parse_run_config(["--help"])
     assert "steep: slope of the decay with distance." in " ".join(capsys.readouterr().out.split())
@@ -66,12 +59,8 @@ def test_other_encodings_reject_them():
     assert refused.value.key == "model.position.steep_slope"
 
 
-@pytest.mark.parametrize("name, default", [("bad_size", dataclasses.MISSING)])
-def test_every_setting_needs_a_default(name, default):
-    item = (name, float, dataclasses.field(default=default))
-    settings = dataclasses.make_dataclass(
-        "Settings", [item], bases=(EncodingSettings,), frozen=True
-    )
-    with pytest.raises(ValueError, match=name):
+def test_every_setting_needs_a_default():
+    settings = dataclasses.make_dataclass("Settings", [("bad_size", float)], frozen=True)
+    with pytest.raises(ValueError, match="bad_size"):
         register(type("Bad", (PositionEncoding,), {"name": "bad", "Settings": settings}))
     assert "bad" not in ENCODINGS

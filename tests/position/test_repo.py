@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from comparing import assert_same, draw
 from models import build, move_positions, random_tokens, small_model
-from torch.nn.functional import linear, silu
 
 from megatron_tape.ops.attention import attention
+from megatron_tape.position import encoding_of
 from megatron_tape.position.encoding import NO_CACHE
 
 B = 2
@@ -50,47 +51,25 @@ def by_the_equations(h, gate, content, position, q, k, v, theta):
 @pytest.mark.parametrize("backend", ["naive", "tiled", "torch"])
 def test_outputs_and_gradients_equal_the_equations(backend):
     encoding = build(model_of())[0].encoding
-    generator = torch.Generator().manual_seed(0)
-    shapes = [
-        (S, B, C),
-        (W, C),
-        (W, C),
-        (G, W),
-        (S, B, H, D),
-        (S, B, G, D),
-        (S, B, G, D),
-        (S, B, H, D),
-    ]
-    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    weight = drawn.pop()
-    leaves = []
-
-    def ours(h, gate, content, position, q, k, v, theta):
-        parameters = {"gate_proj": gate, "content_proj": content, "position_proj": position}
-        found = encoding.position_inputs(1, parameters, None, h, NO_CACHE)
-        assert found.z_TBGD.shape == (S, B, G, D)
-        return attention(q, k, v, **vars(found), backend=backend)[0]
-
-    for function in (ours, by_the_equations):
-        inputs = [x.clone().requires_grad_() for x in drawn]
-        out = function(*inputs, encoding.frequencies().double())
-        (out * weight).sum().backward()
-        leaves.append([out.detach(), *(x.grad for x in inputs)])
-    for found, expected in zip(*leaves, strict=True):
-        assert expected.norm() > 1e-2 and (found - expected).norm() <= 1e-10 * expected.norm()
+    shapes = [(S, B, C), (W, C), (W, C), (G, W), (S, B, H, D), (S, B, G, D), (S, B, G, D)]
+    leaves = [draw(*shape, seed=seed) for seed, shape in enumerate(shapes)]
+    h, gate, content, position, q, k, v = leaves
+    parameters = {"gate_proj": gate, "content_proj": content, "position_proj": position}
+    inputs = encoding.position_inputs(1, parameters, None, h, NO_CACHE)
+    found, _ = attention(q, k, v, **vars(inputs), backend=backend)
+    expected = by_the_equations(*leaves, encoding.frequencies().double())
+    assert_same(found, expected, leaves, atol=1e-9, rtol=1e-9)
 
 
-def test_layers_predict_positions_from_repo_first_layer_on():
+@pytest.mark.parametrize("first, layers, expected", [(None, 6, 2), (None, 1, 0), (2, 3, 2)])
+def test_layers_predict_positions_from_repo_first_layer_on(first, layers, expected):
+    encoding = encoding_of(model_of(repo_first_layer=first, num_layers=layers))
+    predicting = [layer for layer in range(layers) if encoding.parameters(layer)]
+    assert predicting == list(range(expected, layers))
+
+
+def test_predicted_positions_do_not_depend_on_the_tokens_places():
     ids = random_tokens()
-    for first, layers in ((None, 3), (None, 6), (None, 1), (None, 2), (0, 3), (2, 3)):
-        expected = {(None, 3): 1, (None, 6): 2, (None, 1): 0, (None, 2): 1}.get(
-            (first, layers), first
-        )
-        built, _ = build(model_of(repo_first_layer=first, num_layers=layers))
-        with_parameters = [
-            any(True for _ in layer.position.parameters()) for layer in built.layers.values()
-        ]
-        assert with_parameters == [layer >= expected for layer in range(layers)]
     shift = torch.arange(16) + 500
     some = built_and_moved()
     everywhere = built_and_moved(repo_first_layer=0)
@@ -103,14 +82,9 @@ def test_positions_are_fp32_in_a_bf16_model():
     built = built_and_moved(torch.bfloat16)
     parameters = dict(built.layers["1"].position.named_parameters())
     h = torch.randn(S, B, C, generator=torch.Generator().manual_seed(1)).bfloat16()
+    exact = {name: weight.double() for name, weight in parameters.items()}
     with torch.no_grad():
         found = built.encoding.predicted(parameters, h)
-        exact = built.encoding.predicted(
-            {name: x.double() for name, x in parameters.items()}, h.double()
-        )
-        gate, content, position = parameters.values()
-        in_bf16 = linear(silu(linear(h, gate)) * linear(h, content), position)
-    assert found.dtype == torch.float32 and exact.dtype == torch.float64
-    assert in_bf16.dtype == torch.bfloat16 and exact.abs().max() > 8
-    assert (found - exact).norm() < (in_bf16 - exact).norm()
-    assert built(random_tokens()).isfinite().all()
+        expected = built.encoding.predicted(exact, h.double())
+    assert found.dtype == torch.float32 and expected.abs().max() > 8
+    torch.testing.assert_close(found.double(), expected, atol=0.1, rtol=2**-7)

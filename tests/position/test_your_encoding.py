@@ -10,11 +10,6 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-import torch
-from models import build, random_tokens, small_model
-from toy_encodings.jitter import JitterPosition
-
-from megatron_tape.position import ENCODINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "your-encoding.md").read_text(encoding="utf-8")
@@ -65,32 +60,6 @@ def run(clone, command):
         capture_output=True,
         text=True,
         timeout=600,
-    )
-
-
-def test_an_example_moves_positions_by_content(monkeypatch):
-    monkeypatch.setitem(ENCODINGS, "jitter", JitterPosition)
-    built, _ = build(small_model(position_encoding="jitter"))
-    rope, _ = build(small_model(position_encoding="rope"))
-    ids = random_tokens()
-    moves = {}
-    with torch.no_grad():
-        for name, parameter in built.named_parameters():
-            if ".position.shift" in name:
-                moves[name] = parameter.clone()
-                parameter.zero_()
-        torch.testing.assert_close(built(ids), rope(ids))
-        for name, parameter in built.named_parameters():
-            if name in moves:
-                parameter.copy_(50 * moves[name])
-    moved = built(ids)
-    assert (moved - rope(ids)).abs().max() > 1e-3 and len(moves) == built.encoding.model.num_layers
-    torch.testing.assert_close(
-        built(ids, positions=torch.arange(ids.shape[1]) + 7), moved, atol=1e-4, rtol=1e-4
-    )
-    documents = torch.arange(ids.shape[1]).expand(len(ids), -1) // 9
-    torch.testing.assert_close(
-        built(ids, documents=documents)[:, 9:], built(ids[:, 9:], documents=documents[:, 9:])
     )
 
 

@@ -2,8 +2,6 @@
 layer.
 """
 
-from dataclasses import replace
-
 from megatron_tape.ops.backends import ROTATION
 from megatron_tape.position import Costs, Parameter, PositionInputs, register
 from megatron_tape.position.rope import RotaryPosition
@@ -26,35 +24,27 @@ class ToyStretch(RotaryPosition):
         return {}
 
     def costs(self, layer, batch):
-        model, groups = self.model, self.model.query_groups
-        found = Costs(state=model.head_dim * (groups if layer > 0 else 1))
+        dim = self.model.head_dim
+        groups = self.model.query_groups
         if not self.updates(layer):
-            return found
-        # The state that the all-to-all sends is not the one that is saved.
-        state = groups * model.head_dim if batch.tensor_size > 1 else 0
-        saved = batch.local_tokens * (model.hidden_size + 2 * groups + state) * batch.width
-        return replace(
-            found, multiply_adds=groups * (model.hidden_size + model.head_dim), saved=saved
+            return Costs(state=groups * dim)
+        elements = self.model.hidden_size + 2 * groups
+        if batch.tensor_size > 1:
+            elements += groups * dim  # the state that the all-to-all sends is not the saved one
+        return Costs(
+            multiply_adds=groups * (self.model.hidden_size + dim),
+            saved=batch.local_tokens * elements * batch.width,
+            state=dim if layer == 0 else groups * dim,
         )
 
     def initial_state(self, positions_SB, dtype):
         return self.token_layout.local_tokens(super().initial_state(positions_SB, dtype))
 
     def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache):
-        return PositionInputs(
-            self.token_layout.to_heads(state.expand(-1, -1, self.model.query_groups, -1))
-        )
+        of_groups = state.expand(-1, -1, self.model.query_groups, -1)
+        return PositionInputs(self.token_layout.to_heads(of_groups))
 
-    def next_state(
-        self,
-        layer,
-        parameters,
-        state,
-        positions,
-        averaged_SBhD,
-        attention_output_sBC,
-        mlp_output_sBC,
-    ):
+    def next_state(self, layer, parameters, state, inputs, averaged, attention_output, mlp_output):
         from torch.nn.functional import linear
 
-        return state * (1 + linear(mlp_output_sBC, parameters["stretch"]).tanh())[..., None]
+        return state * (1 + linear(mlp_output, parameters["stretch"]).tanh())[..., None]
