@@ -71,32 +71,37 @@ def check(
         check_tokenizer_exists(config)
     if base is not None:
         check_base(config, base)
-    if level >= Level.START:
-        start = check_start(config)
-        if start is None or not (start / STATE).is_file():
-            state = None
-        else:
-            state = read_state(start)
-        if state is not None and state["step"] >= config.train.steps:
+    if level < Level.START:
+        return
+
+    start = check_start(config)
+    state = None
+    progress = {}
+    if start is not None and (start / STATE).is_file():
+        state = read_state(start)
+        progress = state["progress"]
+        if state["step"] >= config.train.steps:
             return
-        progress = {} if state is None else state["progress"]
-        saved = progress.get("tokenizer")
-        check_same_data(config, progress.get("data", {}), start)
-        config = with_saved_tokenizer(config, start)
-        if starts_from_base(config):
-            base = find_base(config.extension.from_)
-            check_base(config, base)
-            config, saved = with_base_tokenizer(config, base)
-        check_datasets(config, saved)
-        check_tasks(config)
-        if state is None:
-            _warn_of_export(config)
+    check_same_data(config, progress.get("data", {}), start)
+    config = with_saved_tokenizer(config, start)
+    saved = progress.get("tokenizer")
+    if starts_from_base(config):
+        base = find_base(config.extension.from_)
+        check_base(config, base)
+        config, saved = with_base_tokenizer(config, base)
+    check_datasets(config, saved)
+    check_tasks(config)
+    if state is None:
+        _warn_of_export(config)
 
 
 def _warn_of_export(config: RunConfig) -> None:
     """Print a warning if Hugging Face exports of the run cannot include its tokenizer."""
     tokenizer = load_run_tokenizer(config)
-    if tokenizer is not None and (problem := export_problem(tokenizer, config.model.seq_length)):
+    if tokenizer is None:
+        return
+    problem = export_problem(tokenizer, config.model.seq_length)
+    if problem is not None:
         command_line.log(
             f"warning: data.tokenizer {config.data.tokenizer} {problem}; training and evaluation"
             " work, but exports to Hugging Face will not include a tokenizer"

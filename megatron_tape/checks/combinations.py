@@ -191,9 +191,7 @@ def _validate_data(config: RunConfig) -> None:
     data = config.data
     train = config.train
 
-    if data.source == "prefix":
-        split_shares(data.split)
-    else:
+    if data.source != "prefix":
         _validate_samples(config)
     stages_of(config)
     if data.reset_attention_mask and data.tokenizer is None:

@@ -44,6 +44,8 @@ _ALLOWED = {
     "less_than": "a number below {lt:g}",
     "less_than_equal": "a number up to {le:g}",
     "literal_error": "{expected}",
+    "union_tag_invalid": "a task: {expected_tags}",
+    "union_tag_not_found": "a task",
     "too_short": "at least {min_length} items",
     "too_long": "at most {max_length} items",
     "string_too_short": "at least {min_length} characters",
@@ -193,18 +195,12 @@ def _refusal(
     errors = [item for path, item in invalid if path == key]
     errors = [item for item in errors if not item["type"].endswith("_type")] or errors
     first = errors[0]
-    context = first.get("ctx", {})
     shown = format_value(first["input"])
 
     if first["type"] == "unexpected_keyword_argument":
         return unknown_key(key, (setting.key for setting in settings))
-    if first["type"] == "union_tag_not_found":
-        return ConfigError(f"{key}.task", "must be set", fix.replace("{key}", f"{key}.task"))
-    if first["type"] == "union_tag_invalid":
-        task = format_value(first["input"]["task"])
-        return ConfigError(f"{key}.task", f"is {task}", f"choose from {context['expected_tags']}")
-    if isinstance(context.get("error"), UserError):
-        reason = context["error"]
+    reason = first.get("ctx", {}).get("error")
+    if isinstance(reason, UserError):
         return ConfigError(key, f"is {shown}, which {reason.problem}", reason.fix)
 
     allowed = [

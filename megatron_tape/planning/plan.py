@@ -86,15 +86,10 @@ class Plan:
             if self._runs(row.backend):
                 return row
 
-        key = "model.num_attention_heads"
-        fix = "raise it"
-        if model.kv_channels is not None:
-            key = "model.kv_channels"
-            fix = "lower it"
         raise ConfigError(
-            key,
+            ("model.num_attention_heads", "model.kv_channels"),
             f"gives heads of {model.head_dim} elements, which no attention backend supports",
-            fix,
+            "raise it, or lower model.kv_channels",
         )
 
     def _runs(self, backend: str) -> bool:

@@ -1,13 +1,9 @@
 """ALiBi: attention with linear biases (Press et al., 2022)."""
 
 import math
-from typing import TYPE_CHECKING
 
 from megatron_tape.ops.backends import POINTWISE
 from megatron_tape.position.encoding import Costs, PositionEncoding, PositionInputs
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class AlibiPosition(PositionEncoding):
@@ -41,7 +37,7 @@ class AlibiPosition(PositionEncoding):
 
         return PositionInputs(bias=Bias(tile, (self.token_layout.local_heads(slopes),), score))
 
-    def _slopes(self) -> "Tensor":
+    def _slopes(self):
         import torch
 
         return torch.tensor(alibi_slopes(self.model.num_attention_heads))

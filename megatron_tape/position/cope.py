@@ -1,7 +1,6 @@
 """CoPE: contextual position encoding (Golovneva et al., 2024)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megatron_tape.ops.backends import SCORES
 from megatron_tape.position.encoding import (
@@ -12,9 +11,6 @@ from megatron_tape.position.encoding import (
     PositionEncoding,
     PositionInputs,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, kw_only=True)

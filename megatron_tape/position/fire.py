@@ -1,7 +1,6 @@
 """FIRE: functional interpolation for relative positional encoding (Li et al., 2024)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megatron_tape.ops.backends import BIAS
 from megatron_tape.position.encoding import (
@@ -13,9 +12,6 @@ from megatron_tape.position.encoding import (
     PositionInputs,
     Positive,
 )
-
-if TYPE_CHECKING:
-    pass
 
 _EPSILON = 1e-6
 

@@ -3,7 +3,7 @@ transformations.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from megatron_tape.ops.backends import REFLECTIONS
 from megatron_tape.position.encoding import (
@@ -15,9 +15,6 @@ from megatron_tape.position.encoding import (
     PositionEncoding,
     PositionInputs,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _EPSILON = 1e-6
 """Added to |w|^2 when w is normalized, as in the authors' code."""
@@ -142,7 +139,7 @@ def _unit_w_and_beta(w_TBGD, betas_TBG, positions_TB, conv_GDK=None):
     return w_TBGD * (squares + _EPSILON).rsqrt(), 2 * betas_TBG.sigmoid()
 
 
-def short_convolution(x_TBGD: "Tensor", positions_TB: "Tensor", weight_GDK: "Tensor") -> "Tensor":
+def short_convolution(x_TBGD, positions_TB, weight_GDK):
     """Return SiLU of a causal depthwise convolution of `x_TBGD` over tokens, (T, B, G, D).
 
     `weight_GDK` has K weights per channel; the last one applies to the token itself. If a token's

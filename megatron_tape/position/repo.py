@@ -9,14 +9,10 @@ use RoPE.
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from megatron_tape.errors import ConfigError
 from megatron_tape.position.encoding import Count, Parameter, PositionInputs
 from megatron_tape.position.rope import RotaryPosition, ScaledSettings
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, kw_only=True)

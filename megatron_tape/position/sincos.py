@@ -1,12 +1,7 @@
 """Sinusoidal positional encoding (Vaswani et al., 2017), added to the token embeddings."""
 
-from typing import TYPE_CHECKING
-
 from megatron_tape.errors import ConfigError
 from megatron_tape.position.encoding import PositionEncoding
-
-if TYPE_CHECKING:
-    pass
 
 _BASE = 10000.0
 

@@ -4,7 +4,7 @@ authors' training.
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from megatron_tape.errors import ConfigError
 from megatron_tape.ops.backends import POINTWISE
@@ -16,9 +16,6 @@ from megatron_tape.position.encoding import (
     PositionEncoding,
     PositionInputs,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +80,7 @@ class T5Position(PositionEncoding):
 
         return PositionInputs(bias=Bias(tile, (parameters["table"],), score))
 
-    def buckets(self, distances: "Tensor") -> "Tensor":
+    def buckets(self, distances):
         """Return the bucket of each distance >= 0: the distance itself in the lower half,
         logarithmic in the upper.
         """

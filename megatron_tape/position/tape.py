@@ -14,16 +14,12 @@ increments are therefore the same for all groups.
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from megatron_tape.errors import ConfigError
 from megatron_tape.ops.backends import AVERAGE, ROTATION
 from megatron_tape.position.encoding import Bounds, Costs, Parameter, PositionInputs
 from megatron_tape.position.rope import RotaryPosition, RotarySettings
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +212,7 @@ class TapePosition(RotaryPosition):
             state_width=self._state_bytes(width),
         )
 
-    def _state_bytes(self, width: int) -> int:
+    def _state_bytes(self, width):
         if self.settings.state_precision == "fp32":
             return 4
         return width
@@ -232,7 +228,7 @@ class TapePosition(RotaryPosition):
             groups = self.model.query_groups
         return (tokens, batch, groups, self.model.head_dim), self._state_dtype(dtype)
 
-    def _state_dtype(self, dtype: "torch.dtype") -> "torch.dtype":
+    def _state_dtype(self, dtype):
         import torch
 
         if self.settings.state_precision == "fp32" and dtype.itemsize < 4:
@@ -280,7 +276,7 @@ class TapePosition(RotaryPosition):
         u = self.token_layout.to_tokens(averaged_SBhD)
         S, B, _, D = u.shape
 
-        def of_tokens(x: "Tensor") -> "Tensor":
+        def of_tokens(x):
             return x.expand(S, B, self.model.query_groups, D).reshape(S * B, -1, D)
 
         # Reuse attention's rounded copy of the state, unless an all-to-all moved it, so that

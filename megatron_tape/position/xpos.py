@@ -4,14 +4,10 @@ frequencies.
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megatron_tape.errors import ConfigError
 from megatron_tape.position.encoding import Costs, PositionInputs
 from megatron_tape.position.rope import FrequencySettings, RotaryPosition
-
-if TYPE_CHECKING:
-    pass
 
 _GAMMA = 0.4
 _LARGEST_LOGARITHM = 40.0

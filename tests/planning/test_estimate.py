@@ -121,7 +121,7 @@ def test_fitting_into_the_gpu_memory_gives_no_warning(run):
         (["--processes", "0"], "--processes is 0; give 1 or more"),
         (["--gpu-memory", "-1"], "--gpu-memory is -1.0"),
         (["--model.num_layers", "1000000000"], "model.num_layers"),
-        (["--model.kv_channels=2048"], "model.kv_channels gives heads of 2048 elements"),
+        (["--model.kv_channels=2048"], "gives heads of 2048 elements"),
         (["--search"], "--search needs --processes"),
         (["--search", "--processes=16", *RECOMPUTED], "--search chooses train."),
         (["--search", "--processes=8", "--train.precision=fp32"], "train.precision is fp32"),
