@@ -166,7 +166,7 @@ def status_of(
     return status
 
 
-def describe_fatal_error(error: Exception) -> str | None:
+def describe_fatal_error(error: BaseException) -> str | None:
     """Return one sentence about an out-of-memory error, and None for any other error."""
     reason = " ".join(str(error).split())[:300]
     kind = type(error).__name__

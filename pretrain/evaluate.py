@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_tape import command_line
 from megatron_tape.config.parse import read_settings, settings_parser
@@ -39,7 +39,6 @@ from megatron_tape.text import duration
 if TYPE_CHECKING:
     from megatron_tape.evaluation.ranks import Ranks
     from megatron_tape.evaluation.runner import TaskPlan
-    from megatron_tape.evaluation.transformers_model import HFModel
 
 EXAMPLE = (
     "python -m pretrain.evaluate perplexity --model runs/tape --output results/tape "
@@ -287,7 +286,7 @@ def evaluate(
 
 def _run(
     task: Task,
-    model: HFModel,
+    model: Any,
     ranks: Ranks,
     output: Path,
     plan: TaskPlan,

@@ -142,7 +142,9 @@ def _train(
         return reason
     find_base = None
     if extends:
-        from megatron_tape.extension.importing import base_of_run as find_base
+        from megatron_tape.extension.importing import base_of_run
+
+        find_base = base_of_run
     with deterministic_kernels(config.train.deterministic):
         return Trainer(config, watch, trains, find_base, task_hooks).run()
 

@@ -5,6 +5,7 @@ import torch.
 """
 
 from enum import IntEnum
+from typing import Any
 
 from megatron_tape import command_line
 from megatron_tape.checkpoint.directories import STATE, read_state
@@ -76,7 +77,7 @@ def check(
 
     start = check_start(config)
     state = None
-    progress = {}
+    progress: Any = {}
     if start is not None and (start / STATE).is_file():
         state = read_state(start)
         progress = state["progress"]

@@ -240,7 +240,8 @@ def merge(section: type, values: Mapping[str, Any], later: Mapping[str, Any]) ->
 
 def as_dict(section: Any) -> dict[str, Any]:
     """Return a section as nested dictionaries, with the keys of recipes."""
-    return _adapter(type(section)).dump_python((section,), by_alias=True, warnings=False)[0]
+    kind: Any = type(section)
+    return _adapter(kind).dump_python((section,), by_alias=True, warnings=False)[0]
 
 
 def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:

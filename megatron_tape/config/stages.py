@@ -4,7 +4,7 @@ import torch.
 
 import bisect
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_tape.config.data import blend
@@ -85,7 +85,7 @@ def prefixes_of(stages: list[Stage]) -> list[str]:
     return list(dict.fromkeys(prefixes))
 
 
-def stage_at(stages: list[Stage], sample: int) -> int:
+def stage_at(stages: Sequence[Stage], sample: int) -> int:
     """Return the `Stage.number` of the stage that contains the training sample with index
     `sample`.
     """

@@ -100,7 +100,7 @@ def load_array(path: str | Path, allow_pickle: bool = False, mmap_mode: str = "r
 
 
 def build_on_rank_0(
-    directory: str, build: Callable[[str], None], on_progress: Callable[[], None]
+    directory: str, build: Callable[[str], object], on_progress: Callable[[], None]
 ) -> None:
     """Build the index on rank 0 unless its directory in the cache exists.
 

@@ -5,7 +5,6 @@ This module does not import torch.
 """
 
 import logging
-from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,10 +85,10 @@ def find_pools(config: RunConfig) -> DocumentPools:
 def epochs_by_dataset(datasets: DatasetBlend, tokens: int) -> dict[str, float]:
     """Return the epochs over each dataset, by prefix, for a run that draws `tokens` tokens."""
     weights = datasets.weights or datasets.tokens
-    epochs: Counter = Counter()
+    epochs = dict.fromkeys(datasets.prefixes, 0.0)
     for prefix, weight, size in zip(datasets.prefixes, weights, datasets.tokens):
         epochs[prefix] += tokens * weight / sum(weights) / size  # a blend may repeat a prefix
-    return dict(epochs)
+    return epochs
 
 
 def log_epochs(times: float, data: str) -> None:

@@ -473,7 +473,7 @@ class DocumentWindows(Dataset):
         self._whole_windows = int(self._ends_of_whole[-1])
         remainder_windows = max(0, int(self._left.sum()) - 1) // seq_length
         self.samples_per_epoch = self._whole_windows + remainder_windows
-        self._epoch = None
+        self._epoch: int | None = None
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         epoch, index = divmod(int(index), self.samples_per_epoch)

@@ -288,7 +288,7 @@ def difference(
 
 def _read_files(main: Path) -> dict[str, bytes]:
     """Return the contents of a tokenizer's main file and those next to it, by standard name."""
-    names = SIBLINGS
+    names: tuple[str, ...] = SIBLINGS
     if main.name == TOKENIZER_JSON:
         names += (TOKENIZER_MODEL,)
     paths = {name: main.parent / name for name in find_files(main.parent, names)}

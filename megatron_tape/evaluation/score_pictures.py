@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -192,7 +192,7 @@ def by_group(
 def fraction_maps(
     results: Results,
     fractions: Callable[[TaskResult], Sequence[Sequence[float | None]]],
-    names: Callable[[TaskResult], tuple[Sequence[str], Sequence[str]]],
+    names: Callable[[TaskResult], tuple[Sequence[Any], Sequence[Any]]],
     name: str,
     title: str,
     axes_labels: tuple[str, str] = ("", "context length (tokens)"),

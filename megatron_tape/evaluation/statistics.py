@@ -21,7 +21,9 @@ NORMAL_QUANTILE = 1.959963984540054
 
 
 def bootstrap_ratio(
-    numerators: Sequence[float], denominators: Sequence[float], samples: int = 1000
+    numerators: Sequence[float] | np.ndarray,
+    denominators: Sequence[float] | np.ndarray,
+    samples: int = 1000,
 ) -> Interval:
     """Return the bootstrap interval of sum(`numerators`) / sum(`denominators`), such as of nats per
     token.
@@ -46,8 +48,8 @@ def percentiles(resampled: np.ndarray) -> Interval:
 
 def ratio_score(
     metric: str,
-    numerators: Sequence[float],
-    denominators: Sequence[float],
+    numerators: Sequence[float] | np.ndarray,
+    denominators: Sequence[float] | np.ndarray,
     better: Any,
     **fields: Any,
 ) -> Score:

@@ -239,8 +239,8 @@ def hold_signals() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)
-        for number in received:
-            signal.raise_signal(number)
+        for received_number in received:
+            signal.raise_signal(received_number)
 
 
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}

@@ -147,13 +147,13 @@ class Pipeline(nn.Module):
             self._communicator.send_forward(result, chunk.is_last)
         if self.is_last:
             return result
-        shape = ()
+        result_shape: tuple[int, ...] = ()
         if labels is None:
-            shape = *tokens.shape, self.model_config.vocab_size
+            result_shape = *tokens.shape, self.model_config.vocab_size
         elif settings.get("by_token"):
-            shape = tokens.shape
+            result_shape = tokens.shape
         dtype = self.dtype if labels is None else torch.float32
-        return torch.empty(shape, dtype=dtype, device=tokens.device)
+        return torch.empty(result_shape, dtype=dtype, device=tokens.device)
 
     def token_positions(self, tokens: Tensor, random: np.random.Generator | None = None) -> Tensor:
         """See `LanguageModel.token_positions`."""

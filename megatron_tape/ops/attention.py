@@ -90,7 +90,11 @@ def _prepared(x: AttentionInputs) -> AttentionInputs:
         k = k / x.factor_TB1D
     if x.log_gate_TBH is not None:
         bias = gates_as_bias(x.log_gate_TBH, bias)
-    bias, rescore = (None if y is None else y.in_float32() for y in (bias, x.rescore))
+    if bias is not None:
+        bias = bias.in_float32()
+    rescore = x.rescore
+    if rescore is not None:
+        rescore = rescore.in_float32()
     return replace(x, q_SBHD=q, k_TBGD=k, factor_TB1D=None, bias=bias, rescore=rescore)
 
 

@@ -244,7 +244,8 @@ def install_fake_world(world_size: int, rank: int) -> None:
     )
     choice.unsupported = nothing
     F.scaled_dot_product_attention = _attention
-    F.rms_norm = lambda x, shape, weight, eps=None: _FusedRMSNorm.apply(x, weight)
+    functional: Any = F
+    functional.rms_norm = lambda x, shape, weight, eps=None: _FusedRMSNorm.apply(x, weight)
     torch.nn.Module._apply = _apply
     optimizers: Any = sys.modules["torch.optim.optimizer"]
     optimizers._get_fused_kernels_supported_devices = lambda: ["meta"]

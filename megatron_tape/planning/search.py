@@ -18,7 +18,7 @@ from megatron_tape.planning.step_time import StepTime, step_time
 HEADROOM = 0.10
 """Fraction of GPU memory reserved for the CUDA context, NCCL and fragmentation."""
 GIB = 2**30
-ZERO_STAGES = (1, 2, 3)
+ZERO_STAGES: tuple[int, ...] = (1, 2, 3)
 MOST_VIRTUAL = 8
 """Largest number of virtual stages. With more, the additional messages cost more than the smaller
 bubble saves.

@@ -12,7 +12,7 @@ document, or padding.
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from megatron_tape.errors import ConfigError
 from megatron_tape.ops.backends import ROTATION
@@ -112,7 +112,7 @@ class RotaryPosition(PositionEncoding):
     """
 
     name = "rope"
-    Settings = RotarySettings
+    Settings: ClassVar[type] = RotarySettings
     needs = frozenset({ROTATION})
     restarts_in_documents = False
 

@@ -91,7 +91,7 @@ def read_run(path: Path) -> Run:
         settings = read_yaml(path / SETTINGS, dict[str, dict[str, Any]])
 
     file = path / METRICS
-    points = defaultdict(list)
+    points: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
     row: dict[str, float] = {}
     for number, line in enumerate(read_lines(file), 1):
         if not line.endswith(b"\n"):
@@ -103,7 +103,7 @@ def read_run(path: Path) -> Run:
         row = {key: value for key, value in values.items() if type(value) in (int, float)}
         for key, value in row.items():
             if key in METRICS_READ or key.startswith(DURING):
-                points[key].append((row["step"], value))
+                points[key].append((int(row["step"]), value))
 
     curves = {key: Curve.thinned(logged) for key, logged in points.items()}
     return Run(settings, curves, row)

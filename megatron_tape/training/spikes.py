@@ -142,7 +142,8 @@ class SpikeHook(Hook):
             attempt = trainer.watch.attempt
             with RankErrors(trainer.layout, attempt.check_owner) as errors:
                 if trainer.layout.rank == 0:
-                    skipped = {"step": step, "samples": trainer.samples, "spikes": number}
-                    attempt.record_skipped_data(skipped)
+                    attempt.record_skipped_data(
+                        {"step": step, "samples": trainer.samples, "spikes": number}
+                    )
             errors.check(attempt.home, "cannot record which data is skipped")
             raise Rewind(f"spike at step {step}: the run returns to its newest checkpoint")

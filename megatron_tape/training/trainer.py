@@ -165,7 +165,7 @@ class Trainer:
         contains one.
         """
         start = self.checkpoint or self.base
-        return with_saved_tokenizer(self.config, start and start.path)
+        return with_saved_tokenizer(self.config, None if start is None else start.path)
 
     def run(self) -> str | None:
         """Train to the last step.
@@ -262,7 +262,7 @@ class Trainer:
         # Before the data is indexed, since files may change meanwhile.
         data_fingerprints = fingerprints(config) if layout.rank == 0 else {}
         self.watch.progress("indexing the data", self.step)
-        eod = self.tokenizer and self.tokenizer.eod
+        eod = None if self.tokenizer is None else self.tokenizer.eod
         on_progress = partial(self.watch.progress, "indexing the data")
         self.batches = build_batches(
             self._with_tokenizer(), layout, eod, self.step, self.samples, on_progress

@@ -340,10 +340,10 @@ def _evaluation(options: argparse.Namespace, base: RunConfig) -> list[str] | Non
             f"add evaluation: {{{task}: {{...}}}} to the recipe, or give --evaluation FILE.yaml",
         )
     arguments = list(tasks)
-    for task, settings in tasks.items():
+    for name, settings in tasks.items():
         for key, value in as_dict(settings).items():
             shown = value if isinstance(value, str) else json.dumps(value)
-            arguments += [f"--{task}.{key}", shown]
+            arguments += [f"--{name}.{key}", shown]
     return arguments or None
 
 

@@ -326,9 +326,7 @@ def test_kernels_are_checked_before_training(monkeypatch):
     monkeypatch.setattr(triton_position_update, "update", lambda z, *_: z)
     checks = update_checks(kernel_shapes(model_config(**SMALL), 2), FP32, DEVICE)
     assert "off by" in first_failure(checks, FP32, DEVICE)
-    monkeypatch.setattr(
-        triton_swiglu, "backward", partial(scaled_by_two, triton_swiglu.backward)
-    )
+    monkeypatch.setattr(triton_swiglu, "backward", partial(scaled_by_two, triton_swiglu.backward))
     assert "tensor 1" in first_failure({"swiglu": swiglu_check(48, FP32, DEVICE)}, FP32, DEVICE)
 
 
@@ -338,9 +336,7 @@ def test_the_check_of_a_library_detects_a_wrong_rotation(monkeypatch):
     monkeypatch.setattr(parity, "LENGTHS", (17,))
     shapes = parity.Shapes(2, 2, 32, averages=True, inner=4)
     assert backend_fails("torch", shapes, FP32, DEVICE) is None
-    monkeypatch.setattr(
-        triton_rotation, "prepare", partial(scaled_by_two, triton_rotation.prepare)
-    )
+    monkeypatch.setattr(triton_rotation, "prepare", partial(scaled_by_two, triton_rotation.prepare))
     assert "is off by" in backend_fails("torch", shapes, FP32, DEVICE)
 
 

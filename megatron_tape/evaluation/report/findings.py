@@ -25,7 +25,7 @@ class Measured:
 
     name: str
     """Name of the metric in a sentence, such as `mean accuracy`."""
-    better: Literal["lower", "higher"]
+    better: Literal["lower", "higher", "neither"]
     values: Mapping[str, Mapping[str, float]]
     """Values by condition and label. A score without group and length has the condition ""."""
 
@@ -158,8 +158,8 @@ def _sentence(measured: Measured, reference: str) -> str:
     if always:
         compared = _compared(measured, others, reference)
         verb = "has" if len(always) == 1 else "have"
-        leaders = f"{enumerated(always, MOST_LISTED)} {verb} the {extreme} {name}"
-        return f"{leaders}: {measured.describe(always)}{compared}."
+        subject = f"{enumerated(always, MOST_LISTED)} {verb} the {extreme} {name}"
+        return f"{subject}: {measured.describe(always)}{compared}."
 
     led: dict[tuple[str, ...], list[str]] = {}
     for condition, leaders in best.items():

@@ -217,13 +217,13 @@ def _outcome(results: Mapping[str, Results], comparable: Sequence[str]) -> list[
             f"No two models have comparable scores, so these results rank no model. {models}",
         ]
     scope = "Intervals reflect the choice of test samples, but not that of the training seed."
-    scores = counted(compared, "score")
+    compared_scores = counted(compared, "score")
     if led:
-        clear = f"In {led} of {scores}, 95 % intervals separate the best model from the others."
+        clear = f"In {led} of {compared_scores}, 95 % intervals separate the best model from the others."
         return [*findings, f"{clear} {scope} {models}"]
     # Differences that are within the intervals are not the first thing to read.
     caveat = (
-        f"No model leads clearly: in none of {scores} do 95 % intervals separate the best model"
+        f"No model leads clearly: in none of {compared_scores} do 95 % intervals separate the best model"
         " from the others."
     )
     return [caveat, *findings, f"{scope} {models}"]

@@ -130,8 +130,8 @@ class Perplexity(WindowTask):
     def summarize(self, values: Values, info: ModelInfo) -> Summary:
         groups: dict[tuple[str, int], list[Value]] = {}
         for key, value in values.items():
-            name, _, length = key.split("/")
-            groups.setdefault((name, int(length)), []).append(value)
+            name, _, tokens_of_window = key.split("/")
+            groups.setdefault((name, int(tokens_of_window)), []).append(value)
 
         scored = self.scored()
         if self._longlora:

@@ -168,6 +168,7 @@ def long_documents(
     `most` = None returns all. Raises UserError if no document is long enough, or if the data is
     invalid.
     """
+    documents: Iterator[np.ndarray]
     if text_source.kind == "text":
         documents = (np.asarray(model.encode(text), np.int64) for text in _texts(text_source))
     else:

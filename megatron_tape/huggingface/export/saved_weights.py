@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -33,7 +34,7 @@ class SavedWeights:
     """
 
     path: Path
-    state: dict
+    state: Any
     model: ModelConfig
     files: list[dict[str, tuple[Path, str]]]
     """For each tensor-parallel rank: by parameter name, the file of the shard and its key in the
@@ -131,7 +132,7 @@ def open_weights(path: Path, average: bool = False) -> SavedWeights:
     if source_path is not None:
         source = open_weights(find_checkpoint(source_path, lambda message: None))
     saved = SavedWeights(path, state, model, files, source, extension, average)
-    required = parameter_shapes(model, extension).keys()
+    required = set(parameter_shapes(model, extension))
     if source is not None:
         required -= set(state["frozen"])
     for shards in files:

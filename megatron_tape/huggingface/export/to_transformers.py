@@ -174,7 +174,7 @@ def write_model(saved: SavedWeights, directory: Path, options: ExportOptions) ->
     tokenizer = _write_tokenizer(saved, options.tokenizer, directory)
     rows = vocabulary_rows(model, tokenizer)
     config = huggingface_config(model, rows, options.dtype)
-    ids = _NO_IDS
+    ids: dict[str, Any] = _NO_IDS
     generation: dict = {}
     loader = None
     if tokenizer is not None:

@@ -1,6 +1,6 @@
 """Import checkpoints of the TAPE authors' code (https://github.com/VITA-Group/TAPE)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def import_released(
                 problem = f"has FIRE's init_L {values}, which cannot be imported"
                 raise FileError(str(weights), problem, f"supported: {threshold:g}")
 
-    unread = ()
+    unread: tuple[str, ...] = ()
     if model.position_encoding == "tape":
         # Nothing reads the position state after the last layer, so the last layer has no update.
         unread = (f"model.layers.{model.num_layers - 1}.position.",)
@@ -86,6 +86,7 @@ def _renamed(released: Mapping[str, Tensor], unread: tuple[str, ...]) -> LazyTen
     """
     sources = {}
     for key in released:
+        names: Iterable[str]
         try:
             names = from_released({key: torch.empty(1, 1, device="meta")})
         except (KeyError, ValueError):  # not a name of the released code

@@ -56,7 +56,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
 
     outputs = x.run(averages, *tensors)
     if x.packing is not None:
-        outputs = [output.unflatten(0, (B, S)) for output in outputs]
+        outputs = tuple(output.unflatten(0, (B, S)) for output in outputs)
     return tuple(part for output in outputs for part in parts(output.transpose(0, 1), D))
 
 
@@ -76,8 +76,7 @@ def _choose_tiles(functions: Any) -> None:
 def _with_tiles(
     ours: dict[tuple[int, int], object], theirs: Callable[..., object]
 ) -> Callable[..., object]:
-    """Return a function that selects tile sizes by (key width, value width): `ours`, else `theirs`.
-    """
+    """Return a function that selects tile sizes by (key width, value width): `ours`, else `theirs`."""
 
     def select(head_dim: int, head_dim_v: int, *arguments: object, **named: object) -> object:
         if (head_dim, head_dim_v) in ours:

@@ -34,9 +34,10 @@ def attend_to(x: AttentionInputs, q: Tensor, k: Tensor, *values: Tensor) -> tupl
     if mask is not None and heads_per_group > 1:
         # SDPA's kernels with a mask do not support groups; its fallback would materialize all S x S
         # scores.
-        k, *values = (y.repeat_interleave(heads_per_group, dim=2) for y in (k, *values))
+        k = k.repeat_interleave(heads_per_group, dim=2)
+        values = tuple(value.repeat_interleave(heads_per_group, dim=2) for value in values)
     q, k = (y.permute(1, 2, 0, 3) for y in (q, k))
-    values = [value.permute(1, 2, 0, 3) for value in values]
+    values = tuple(value.permute(1, 2, 0, 3) for value in values)
     with _without_cudnn(q, mask):
         # Without a bias, the mask is not passed to `run`, which may request its gradient; no fast
         # kernel computes that.
