@@ -180,6 +180,7 @@ def _train(config: RunConfig, tracker: "Tracker") -> None:
         parallel.pipeline_model_parallel_size,
     )
     tracker.name_groups(layout)
+
     watch = Watch(None)
     model = build_model(config, layout, watch)
     watch.close()
@@ -187,6 +188,7 @@ def _train(config: RunConfig, tracker: "Tracker") -> None:
     allocate(model, layout.device, zero_partition(config, layout))
     engine = Engine(model, config, layout)
     tracker.observe_forward(model)
+
     tokens = torch.zeros(config.model.seq_length, dtype=torch.int64)
     samples = range(STEPS * config.train.global_batch_size)
     dataset: Any = [{"tokens": tokens, "labels": tokens} for _ in samples]
@@ -201,6 +203,7 @@ def _train(config: RunConfig, tracker: "Tracker") -> None:
     optimizer = [*engine.adam.state, *tree_leaves([*engine.adam.state.values()])]
     outcome.weights = _bytes_of(weights)
     outcome.optimizer = _bytes_of([*weights, *optimizer]) - outcome.weights
+
     for parameter in replicated_parameters(engine.module):
         if hasattr(parameter, "ds_id"):  # under ZeRO 3
             outcome.replicated_share += parameter.partition_numel()
@@ -231,10 +234,12 @@ def install_fake_world(world_size: int, rank: int) -> None:
         gathered[:] = [own] * len(gathered)
 
     nothing = lambda *_, **__: None  # noqa: E731
-    prepare_cpu()  # before DeepSpeed compiles its operators for CPUs
+    # The order matters: before DeepSpeed compiles its operators for CPUs.
+    prepare_cpu()
     parallel_layout._own_device = own_device
     zeros = lambda *sizes, device=None, **others: torch.zeros(*sizes, device=GPU, **others)  # noqa: E731
     megatron_patches._TorchOnCpu.zeros = staticmethod(zeros)
+
     # These would exchange objects with other ranks.
     coordinator.assert_ints_same_as_other_ranks = dist.broadcast_object_list = nothing
     dist.all_gather_object = all_gather_own_object
@@ -242,6 +247,8 @@ def install_fake_world(world_size: int, rank: int) -> None:
     parallel_state.create_group = lambda ranks=None, **others: create_group(
         ranks, **others | {"backend": FAKE}
     )
+
+    # Code for a GPU, on the fake one.
     choice.unsupported = nothing
     F.scaled_dot_product_attention = _attention
     functional: Any = F
@@ -252,6 +259,7 @@ def install_fake_world(world_size: int, rank: int) -> None:
     deepspeed.accelerator.set_accelerator(_Accelerator())
     # Autocast does not support meta.
     linear.get_accelerator = torch_autocast.get_accelerator = CPU_Accelerator
+
     os.environ |= {
         "WORLD_SIZE": str(world_size),
         "RANK": str(rank),
@@ -425,10 +433,12 @@ class Tracker(MemTracker):
             if args[0].is_floating_point():
                 return 1.0
             return 0
+
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if func.namespace == "c10d":
             self._note_collective(func, args, inputs)
         result = super().__torch_dispatch__(func, types, args, kwargs)
+
         copies = func in (aten._to_copy.default, aten.copy_.default)
         if copies and inputs[-1].device != result.device:
             target = "host" if inputs[-1].device == GPU else "GPU"
@@ -454,12 +464,14 @@ class Tracker(MemTracker):
         objects = (x for x in args if isinstance(x, torch.ScriptObject))
         boxed = next(x for x in objects if "ProcessGroup" in str(x._type()))
         group = dist.ProcessGroup.unbox(boxed)
+
         if group.size() == 1 or kind == "barrier":
             return
         if not all(x.device == GPU and x.is_contiguous() for x in inputs):
             line = _code_line(traceback.walk_stack(None))
             fault = f"{kind} of a tensor on the CPU or not contiguous fails with NCCL, at {line}"
             self.outcome.faults[fault] += 1
+
         if not self.steady or name.startswith("recv") or all(x.numel() <= 1 for x in inputs):
             return
         ranks = tuple(dist.get_process_group_ranks(group))

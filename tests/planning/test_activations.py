@@ -24,8 +24,6 @@ SHAPES = {
     "tape_biased_wide_heads": {"qkv_bias": True, "kv_channels": 12},
     "tape_qk_norm": {"qk_norm": True},
     "tape_gated_output": {"attention_output_gate": True},
-    "randpe": {"position_encoding": "randpe"},
-    "repo": {"position_encoding": "repo", "repo_width": 5},
     "repo_in_all_layers_qk_norm": {
         "position_encoding": "repo",
         "repo_first_layer": 0,

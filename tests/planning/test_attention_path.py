@@ -29,9 +29,7 @@ def path(generation, *overrides, name="tape_1b"):
         (HOPPER, [DETERMINISTIC], "triton"),
         (HOPPER, ["--extension.attention=shifted_sparse"], "triton"),
         (HOPPER, ["--train.precision=fp32"], "triton"),
-        (OTHER_GPU, ["--model.kv_channels=48"], "torch"),
         (HOPPER, ["--model.position_encoding=rope"], "torch"),
-        (HOPPER, ["--model.position_encoding=rope", PACKED], "triton"),
         (OTHER_GPU, ["--model.attention_backend=flash_attn"], "flash_attn"),
     ],
 )

@@ -53,17 +53,11 @@ def refused(capsys):
 def test_the_command_prints_the_numbers(run):
     output, error = run("--processes", "4", name="tape_155m")
     plan = of_recipe(4, name="tape_155m")
-    peak = memory(plan).peak
     assert re.search(rf"^parameters +{plan.elements:,}$", output, re.M)
-    assert re.search(rf"^memory per GPU +{byte_size(peak)}$", output, re.M)
+    assert re.search(rf"^memory per GPU +{byte_size(memory(plan).peak)}$", output, re.M)
     assert re.search(r"^tokens per step +524,288$", output, re.M)
     assert re.search(r"^tokens of the run +5,242,880,000 ", output, re.M)
     assert f"{flops_per_step(plan):.3e}" in output and byte_size(checkpoint_bytes(plan)) in output
-    parts = re.findall(r"^  .* ([\d.]+) (bytes|[KMG]iB)$", output, re.M)
-    units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
-    assert sum(float(number) * units[unit] for number, unit in parts) == pytest.approx(
-        peak, rel=0.02
-    )
     assert error == ""
 
 

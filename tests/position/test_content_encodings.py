@@ -96,21 +96,17 @@ def test_cope_and_its_gradients_equal_the_papers_equations():
 @pytest.mark.parametrize("queries", [1, TOKENS])
 def test_cope_skips_masked_keys_between_visible_ones(queries):
     """As in generation after right padding; the masked range may be wider than a tile."""
-    q, k, _ = heads()
-    q = q[-queries:].detach().permute(1, 2, 0, 3)
-    k = k.detach().repeat_interleave(2, 2).permute(1, 2, 0, 3)
-    scores = q @ k.mT
-    of_positions = q @ draw(9, DIM).detach().mT
-    hidden = torch.zeros(TOKENS, dtype=torch.bool)
-    hidden[8:14] = True
-    seen = (torch.arange(TOKENS) <= torch.arange(TOKENS)[-queries:, None]) & ~hidden
+    scores = draw(2, HEADS, queries, TOKENS).detach()
+    of_positions = draw(2, HEADS, queries, 9).detach()
+    shown = torch.ones(TOKENS, dtype=torch.bool)
+    shown[8:14] = False
+    seen = (torch.arange(TOKENS) <= torch.arange(TOKENS)[-queries:, None]) & shown
     found = contextual.add_contextual_positions(scores, of_positions, seen[None, None])
-    kept = ~hidden[-queries:]
-    scores = scores[:, :, kept][..., ~hidden]
-    of_positions = of_positions[:, :, kept]
-    seen = seen[kept][:, ~hidden]
-    expected = contextual.add_contextual_positions(scores, of_positions, seen[None, None])
-    torch.testing.assert_close(found[:, :, kept][..., ~hidden] * seen, expected * seen)
+    seen = seen[:, shown]
+    expected = contextual.add_contextual_positions(
+        scores[..., shown], of_positions, seen[None, None]
+    )
+    torch.testing.assert_close(found[..., shown] * seen, expected * seen)
 
 
 @pytest.mark.parametrize("backend", ["naive", "tiled", "torch"])

@@ -57,10 +57,3 @@ def test_other_encodings_reject_them():
     with pytest.raises(ConfigError) as refused:
         read("--model.position.steep_slope=2")
     assert refused.value.key == "model.position.steep_slope"
-
-
-def test_every_setting_needs_a_default():
-    settings = dataclasses.make_dataclass("Settings", [("bad_size", float)], frozen=True)
-    with pytest.raises(ValueError, match="bad_size"):
-        register(type("Bad", (PositionEncoding,), {"name": "bad", "Settings": settings}))
-    assert "bad" not in ENCODINGS

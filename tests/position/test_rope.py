@@ -13,18 +13,15 @@ from megatron_tape.position import encoding_of
 YARN = {
     "defaults": dict(rope_scaling_factor=8.0),
     "llama2_to_128k": dict(rope_scaling_factor=32.0, rope_original_seq_length=4096),
-    "not_truncated": dict(rope_scaling_factor=8.0, rope_truncate=False),
     "bounds": dict(
         rope_scaling_factor=3.0, rope_beta_fast=20.0, rope_beta_slow=0.7, rope_truncate=False
     ),
     "attention_factor": dict(rope_scaling_factor=16.0, rope_attention_factor=1.25),
-    "large_theta": dict(rope_scaling_factor=4.0, rope_theta=8e6, rope_original_seq_length=8192),
     "a_short_context": dict(rope_scaling_factor=4.0, rope_original_seq_length=16),
     "a_long_context": dict(
         rope_scaling_factor=4.0, rope_original_seq_length=10**9, rope_theta=10.0
     ),
     "one_index": dict(rope_original_seq_length=5, rope_beta_fast=30.0, rope_beta_slow=29.0),
-    "no_extension": dict(rope_scaling_factor=1.0),
 }
 
 
