@@ -177,10 +177,12 @@ def _refusal(
     invalid (see `build`).
     """
     settings = list(settings_of(section, name))
-    by_key = [
-        (path_of_error(values, item["loc"][1:], name, item["type"] == "missing"), item)
-        for item in error.errors(include_url=False)
-    ]
+    by_key = []
+    for item in error.errors(include_url=False):
+        # The first part of the location is the index in the tuple of `_adapter`.
+        place = item["loc"][1:]
+        by_key.append((path_of_error(values, place, name, item["type"] == "missing"), item))
+
     invalid = [(key, item) for key, item in by_key if item["type"] != "missing"]
     if not invalid:
         missing = tuple(key for key, _ in by_key)
@@ -203,11 +205,13 @@ def _refusal(
     if isinstance(reason, UserError):
         return ConfigError(key, f"is {shown}, which {reason.problem}", reason.fix)
 
-    allowed = [
-        _ALLOWED.get(item["type"], item["msg"]).format(**item.get("ctx", {})) for item in errors
-    ]
-    null = {"type": "null"}
-    if any(setting.key == key and null in setting.schema.get("anyOf", ()) for setting in settings):
+    allowed = []
+    for item in errors:
+        words = _ALLOWED.get(item["type"], item["msg"])
+        allowed.append(words.format(**item.get("ctx", {})))
+    # pydantic reports no error for the null of an optional value.
+    schemas = [setting.schema for setting in settings if setting.key == key]
+    if any({"type": "null"} in schema.get("anyOf", ()) for schema in schemas):
         allowed.append("null")
     return ConfigError(key, f"is {shown}", f"give {' or '.join(dict.fromkeys(allowed))}")
 
@@ -265,9 +269,9 @@ def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
 def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
     """Return the error for an unknown key. It suggests one of the `known` keys.
 
-    The suggestion is a similar key of the same section, a key with the same last part, or a similar
-    key, in this order. Keys of nested sections have only suggestions of the first kind. Without a
-    suggestion, the keys of the section are listed.
+    The suggestion is a similar key of the same section, a key with the same last part (not for
+    nested sections), or a similar key of another section, in this order. Without a suggestion, the
+    keys of the section are listed.
     """
     known = list(dict.fromkeys(known))
     section, _, name = key.rpartition(".")
@@ -287,6 +291,8 @@ def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
     suggestions = [siblings[other] for other in difflib.get_close_matches(name, siblings)]
     if "." not in section:
         suggestions += [other for other in known if other.rpartition(".")[2] == name]
+    if not section or not siblings:
+        # The section may be missing or misspelled.
         suggestions += difflib.get_close_matches(key, known)
     fix = "correct or remove it"
     if suggestions:

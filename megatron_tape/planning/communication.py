@@ -82,9 +82,11 @@ def _of_layers(plan: Plan) -> dict[tuple[str, str], int]:
     narrow = tokens * plan.extension.lora_rank * plan.width * layers
     qkv = len(plan.lora_targets - {"o"})
     o = len(plan.lora_targets) - qkv
+    gathered_by_lora = narrow * (qkv * plan.forward_passes + o)
+    summed_by_lora = narrow * (qkv + o * plan.forward_passes)
     return {
-        (TENSOR, ALL_GATHER): hidden_states * gathers + narrow * (qkv * plan.forward_passes + o),
-        (TENSOR, REDUCE_SCATTER): hidden_states * sums + narrow * (qkv + o * plan.forward_passes),
+        (TENSOR, ALL_GATHER): hidden_states * gathers + gathered_by_lora,
+        (TENSOR, REDUCE_SCATTER): hidden_states * sums + summed_by_lora,
         (TENSOR, ALL_REDUCE): softmax,
     }
 
@@ -146,5 +148,7 @@ def _of_zero(plan: Plan) -> dict[tuple[str, str], int]:
             if size > PERSISTENCE_THRESHOLD:
                 large += size * count
         released = max(0, large - REUSE_DISTANCE // 2)
-        gathered = plan.elements + (plan.micro_batches - 1) * large + plan.micro_batches * released
+        gathered = plan.elements
+        gathered += (plan.micro_batches - 1) * large
+        gathered += plan.micro_batches * released
     return {(DATA, REDUCE_SCATTER): gradients, (DATA, ALL_GATHER): plan.width * gathered}
