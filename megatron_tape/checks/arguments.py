@@ -2,14 +2,13 @@
 processes.
 """
 
-import dataclasses
 import sys
 from pathlib import Path
 
 from megatron_tape.checks.combinations import validate
 from megatron_tape.config.datasets import resolve_datasets
 from megatron_tape.config.parse import read_settings, settings_parser
-from megatron_tape.config.schema import RunConfig, to_yaml
+from megatron_tape.config.schema import RunConfig, replace_settings, to_yaml
 from megatron_tape.config.sections import build
 from megatron_tape.extension.base_model import Base, with_base_settings
 from megatron_tape.planning.flops import flops_per_token
@@ -52,18 +51,17 @@ def parse_run_config(
     fix = f"add the missing settings to {' or '.join(parsed.files)}, or give --section.key value"
     if not parsed.files:
         fix = "give --config RECIPE, such as --config tape_demo"
+    name = Path(parsed.files[-1]).stem if parsed.files else "unnamed"
+
     with parsed.add_places_to_errors():
-        name = Path(parsed.files[-1]).stem if parsed.files else "unnamed"
         config = build(RunConfig, with_base_settings(parsed.values, base), fix=fix)
         _ = config.data.source
         config = with_directories(resolve_datasets(config), name)
         validate(config, world_size=config.parallel.ranks_per_sequence)
     if parsed.options.print_config:
-        sizes = (
-            parameter_count(config.model, config.extension),
-            flops_per_token(config.model, config.extension),
-        )
-        print("# {:,} parameters, {:,} FLOPs per token".format(*sizes))
+        parameters = parameter_count(config.model, config.extension)
+        flops = flops_per_token(config.model, config.extension)
+        print(f"# {parameters:,} parameters, {flops:,} FLOPs per token")
         print(to_yaml(config), end="")
         raise SystemExit(0)
     return config
@@ -87,13 +85,10 @@ def with_directories(config: RunConfig, name: str) -> RunConfig:
     """Return `config` with all directories set. The default of `logging.directory` is
     `runs/<name>`.
     """
-    logging = dataclasses.replace(
-        config.logging, directory=config.logging.directory or f"runs/{name}"
-    )
-    config = dataclasses.replace(config, logging=logging)
-    directory = config.checkpoint.directory or config.default_checkpoint_directory
-    return dataclasses.replace(
-        config,
-        checkpoint=dataclasses.replace(config.checkpoint, directory=directory),
-        data=dataclasses.replace(config.data, cache_directory=config.data.resolved_cache_directory),
-    )
+    directory = config.logging.directory or f"runs/{name}"
+    config = replace_settings(config, {"logging.directory": directory})
+    changes = {
+        "checkpoint.directory": config.checkpoint.directory or config.default_checkpoint_directory,
+        "data.cache_directory": config.data.resolved_cache_directory,
+    }
+    return replace_settings(config, changes)

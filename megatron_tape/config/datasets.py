@@ -12,7 +12,7 @@ import re
 from dataclasses import replace
 
 from megatron_tape.config.data import blend
-from megatron_tape.config.schema import RunConfig
+from megatron_tape.config.schema import RunConfig, replace_settings
 
 _ENDINGS = (".bin", ".idx", ".bin.partial", ".idx.partial")
 """Endings of the files of complete and of unfinished datasets. A pattern also matches unfinished
@@ -90,5 +90,5 @@ def resolve_datasets(config: RunConfig) -> RunConfig:
     stages = config.data.stages
     if stages:
         stages = [replace(stage, prefix=resolve_patterns(stage.prefix)) for stage in stages]
-    data = replace(config.data, prefix=resolve_patterns(config.data.prefix), stages=stages)
-    return replace(config, data=data)
+    prefix = resolve_patterns(config.data.prefix)
+    return replace_settings(config, {"data.prefix": prefix, "data.stages": stages})
