@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from unittest import mock
 
 import configurations
 import torch
@@ -42,8 +43,8 @@ def of_model(model, batch=1, precision="bf16", recompute="none", extension=None,
 
 
 def on_cpu(*arguments, **settings):
-    """Return the estimated bytes that a forward pass saves on a CPU, which has no fused norms."""
-    return activations(of_model(*arguments, **settings), fused_norms=False).saved
+    """Return the estimated bytes that a forward pass saves, to compare with `saved_bytes`."""
+    return activations(of_model(*arguments, **settings)).saved
 
 
 def middle_model(encoding):
@@ -55,12 +56,18 @@ def middle_model(encoding):
 
 
 def saved_bytes(built, model, batch=2, packed=False):
-    """Return the bytes that a forward pass saves for the backward pass, without weights."""
+    """Return the bytes that a forward pass with a GPU's norms saves for the backward pass, without
+    weights.
+    """
+    from megatron_tape.planning.rehearsal import FusedRMSNorm
+
     tokens = random_tokens(batch, model.seq_length + 1, model.vocab_size)
     if packed:
         documents = torch.zeros(batch, model.seq_length, dtype=torch.long)
     else:
         documents = None
-    return activation_bytes(
-        built, lambda: built(tokens[:, :-1], tokens[:, 1:], documents=documents)
-    )
+    norm = lambda x, shape, weight, eps=None: FusedRMSNorm.apply(x, weight)  # noqa: E731
+    with mock.patch.object(torch.nn.functional, "rms_norm", norm):
+        return activation_bytes(
+            built, lambda: built(tokens[:, :-1], tokens[:, 1:], documents=documents)
+        )

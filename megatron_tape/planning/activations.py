@@ -47,16 +47,14 @@ class Activations:
         return self.layers + self.output_gradient
 
 
-def activations(plan: Plan, fused_norms: bool = True) -> Activations:
+def activations(plan: Plan) -> Activations:
     """Return the activation memory of one GPU on the plan's pipeline stage.
 
-    Attention's log-sum-exp and the norms' scales are in fp32 even in bf16 runs. `fused_norms`:
-    whether RMSNorm uses a fused kernel, as on GPUs. Otherwise, as on CPUs, RMSNorm keeps its input
-    and, for its weight gradient, a normalized copy in fp32. The input of a frozen matrix is kept
-    only if the matrix has LoRA layers.
+    Attention's log-sum-exp and the norms' scales are in fp32 even in bf16 runs. RMSNorm uses a fused
+    kernel. The input of a frozen matrix is kept only if the matrix has LoRA layers.
     """
     contents = plan.contents
-    layers = [_layer(plan, layer, fused_norms) for layer in contents.layers]
+    layers = [_layer(plan, layer) for layer in contents.layers]
     inputs = _inputs(plan)
 
     # The backward pass of a layer needs about as much memory as its MLP keeps; the logits are freed
@@ -80,7 +78,7 @@ def activations(plan: Plan, fused_norms: bool = True) -> Activations:
     loss = 0
     if contents.last:
         # The loss keeps the gradient of the last norm's output.
-        kept += _norm(plan, fused_norms)
+        kept += _norm(plan)
         if plan.trains_output:
             gradient = plan.vocabulary * plan.model.hidden_size * plan.width
         loss = _loss(plan, gradient)
@@ -153,7 +151,7 @@ def _layer_input(plan: Plan, layer: int) -> int:
     return plan.batch.local_tokens * element
 
 
-def _layer(plan: Plan, layer: int, fused_norms: bool) -> int:
+def _layer(plan: Plan, layer: int) -> int:
     """Return the bytes that a layer keeps if it is not recomputed."""
     encoding = plan.encoding
     costs = plan.costs[layer]
@@ -162,8 +160,8 @@ def _layer(plan: Plan, layer: int, fused_norms: bool) -> int:
     if layer == 0 and only_encoding and after_attention and not encoding.learns_on_entry(0):
         return costs.saved  # operations before the encoding's update need no gradient
 
-    norms = 2 * _norm(plan, fused_norms)
-    attention = _attention(plan, layer, fused_norms) + _attention_outputs(plan, layer)
+    norms = 2 * _norm(plan)
+    attention = _attention(plan, layer) + _attention_outputs(plan, layer)
     mlp_tensors = 2  # gate and up projection
     inputs_of_frozen_matrices = 0
     if plan.trains_matrices:
@@ -179,18 +177,13 @@ def _layer(plan: Plan, layer: int, fused_norms: bool) -> int:
     return norms + attention + mlp + lora + costs.saved - inputs_of_frozen_matrices * hidden_states
 
 
-def _norm(plan: Plan, fused: bool) -> int:
+def _norm(plan: Plan) -> int:
     """Return the bytes that one RMSNorm over the hidden states keeps, including its output."""
-    element = 2 * plan.width
-    if not fused:
-        element = plan.width + 4
-        if "norms" in plan.trained_kinds:
-            element += 4
     scale = 4
-    return plan.batch.local_tokens * (plan.model.hidden_size * element + scale)
+    return plan.batch.local_tokens * (plan.model.hidden_size * 2 * plan.width + scale)
 
 
-def _attention(plan: Plan, layer: int, fused_norms: bool) -> int:
+def _attention(plan: Plan, layer: int) -> int:
     """Return the bytes that one layer's attention keeps, except those of `_attention_outputs`."""
     model = plan.model
     encoding = plan.encoding
@@ -225,7 +218,7 @@ def _attention(plan: Plan, layer: int, fused_norms: bool) -> int:
             normed = projected  # context-parallel ranks exchange all as one tensor
         elif keeps_projection:
             normed = heads + groups
-        keeps_projection = fused_norms or width == 4
+        keeps_projection = True
     # The rotation's input (or attention's, if there is no rotation) is kept only if the rotation
     # needs a gradient.
     if keeps_projection or not model.qk_norm and (rotates_again or not rotates):
@@ -272,11 +265,7 @@ def _attention(plan: Plan, layer: int, fused_norms: bool) -> int:
                 projected = 0
     norms = 0
     if model.qk_norm:
-        norms = (heads + groups) * 4
-        if not fused_norms:
-            # A normalized fp32 copy, and an fp32 copy of a bf16 input.
-            copies = 4 // width
-            norms += (heads + groups) * dim * 4 * copies
+        norms = (heads + groups) * 4  # their scales
 
     kept_heads = projected + normed + queries + keys + values + returned + gate
     return batch.tokens * (kept_heads * dim * width + widened + norms)

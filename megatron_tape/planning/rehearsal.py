@@ -252,7 +252,7 @@ def install_fake_world(world_size: int, rank: int) -> None:
     choice.unsupported = nothing
     F.scaled_dot_product_attention = _attention
     functional: Any = F
-    functional.rms_norm = lambda x, shape, weight, eps=None: _FusedRMSNorm.apply(x, weight)
+    functional.rms_norm = lambda x, shape, weight, eps=None: FusedRMSNorm.apply(x, weight)
     torch.nn.Module._apply = _apply
     optimizers: Any = sys.modules["torch.optim.optimizer"]
     optimizers._get_fused_kernels_supported_devices = lambda: ["meta"]
@@ -281,7 +281,7 @@ class _Accelerator(CPU_Accelerator):
     current_device_name = device_name
 
 
-class _FusedRMSNorm(torch.autograd.Function):
+class FusedRMSNorm(torch.autograd.Function):
     """RMSNorm that saves the tensors of a GPU's fused kernel; torch's fallback for meta saves fp32
     copies instead.
     """

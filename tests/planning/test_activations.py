@@ -3,11 +3,10 @@
 import pytest
 import torch
 from models import build, small_model
-from plans import middle_model, of_model, on_cpu, saved_bytes
+from plans import middle_model, on_cpu, saved_bytes
 
 from megatron_tape.config.schema import ExtensionConfig
 from megatron_tape.model.weights import shard
-from megatron_tape.planning.activations import activations
 from megatron_tape.planning.parameters import parameter_count, trained_kinds
 from megatron_tape.training.model_building import freeze_parameters, parameter_filter
 
@@ -76,10 +75,6 @@ def test_saved_activations_of_a_larger_model_equal_the_estimate_and_tape_adds_li
         model = middle_model(encoding)
         saved[encoding] = saved_bytes(build(model)[0], model)
         assert on_cpu(model, 2, "fp32") == pytest.approx(saved[encoding], rel=0.01)
-        # On a GPU, no normalized copy is saved.
-        assert activations(of_model(model, 2, "fp32")).saved == pytest.approx(
-            saved[encoding], rel=0.15
-        )
     assert saved["rope"] < saved["tape"] <= 1.25 * saved["rope"]
 
 
