@@ -50,7 +50,7 @@ class Activations:
 def activations(plan: Plan) -> Activations:
     """Return the activation memory of one GPU on the plan's pipeline stage.
 
-    Attention's log-sum-exp and the norms' scales are in fp32 even in bf16 runs. RMSNorm uses a fused
+    Attention's log-sum-exp and the norms' scales are in fp32 even in bf16 runs. RMSNorm is a fused
     kernel. The input of a frozen matrix is kept only if the matrix has LoRA layers.
     """
     contents = plan.contents
@@ -202,33 +202,40 @@ def _attention(plan: Plan, layer: int) -> int:
     learns_rotation = rotates and learned
     keeps_projection = learns_rotation or rotates_again
 
-    # The heads that each tensor has per token.
+    # The heads that each kept tensor has per token.
     projected = heads + 2 * groups
-    copied = 0
     normed = 0
     queries = 0
     keys = 0
     values = 0
     returned = 0
     gate = 0
-    if grouped and groups > 1 and (model.qk_norm or not exchanged):
-        copied = heads  # Megatron copies queries when it separates them from keys and values
+    # Bytes per token of other tensors.
+    scales_of_norms = 0
+    widened = 0
+
     if model.qk_norm:
+        scales_of_norms = 4 * (heads + groups)
         if exchanged:
             normed = projected  # context-parallel ranks exchange all as one tensor
         elif keeps_projection:
             normed = heads + groups
         keeps_projection = True
+
+    # Megatron copies queries when it separates them from keys and values.
+    copied = 0
+    if grouped and groups > 1 and (model.qk_norm or not exchanged):
+        copied = heads
     # The rotation's input (or attention's, if there is no rotation) is kept only if the rotation
     # needs a gradient.
-    if keeps_projection or not model.qk_norm and (rotates_again or not rotates):
+    if keeps_projection or not rotates:
         queries = copied
     if not rotates_again and (rotates or model.qk_norm):
         queries += heads
         keys = groups
     if learns_rotation and not _keeps_state_elsewhere(plan, layer):
-        values += groups
-    widened = 0
+        values = groups
+
     if plan.config.data.reset_attention_mask and grouped and _needs_mask(plan):
         # Keys and values are repeated for every head. The projection's output is kept only if kept
         # tensors view it.
@@ -238,6 +245,7 @@ def _attention(plan: Plan, layer: int) -> int:
         values += heads
         if encoding.averages_state(layer):
             values += heads
+
     if plan.computes_whole_rows and width == 2:
         # Attention by whole rows of scores converts its inputs to fp32.
         widened = 4 * (heads + 2 * groups) * dim
@@ -246,10 +254,12 @@ def _attention(plan: Plan, layer: int) -> int:
         if not keeps_projection:
             queries = 0
             projected = 0
+
     if model.attention_output_gate:
         gate = 2 * heads  # its sigmoid and the product
     if exchanged:
         returned = heads  # the outputs that the other context-parallel ranks return
+
     # FlashAttention-4 is assumed where it accepts values and state in one tensor; version 2
     # keeps less.
     flash = plan.attention.backend == "flash_attn" and dim in (64, 128) and not grouped
@@ -263,12 +273,9 @@ def _attention(plan: Plan, layer: int) -> int:
             normed = 0
             if not keeps_projection:
                 projected = 0
-    norms = 0
-    if model.qk_norm:
-        norms = (heads + groups) * 4  # their scales
 
     kept_heads = projected + normed + queries + keys + values + returned + gate
-    return batch.tokens * (kept_heads * dim * width + widened + norms)
+    return batch.tokens * (kept_heads * dim * width + widened + scales_of_norms)
 
 
 def _keeps_state_elsewhere(plan: Plan, layer: int) -> bool:
