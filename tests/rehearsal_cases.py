@@ -173,7 +173,8 @@ def main(which, recipe):
                 planted.enter_context(mock.patch.object(*patch))
             return described(rehearse(config))
 
-    for name, settings in (QUICK_CASES if which == "quick" else MANY).items():
+    cases = QUICK_CASES if which == "quick" else MANY
+    for name, settings in cases.items():
         found[name] = run(settings)
     if which == "quick":
         for name, patches in mistakes().items():

@@ -91,7 +91,7 @@ def settings_of(section: type, name: str = "") -> Iterator[Setting]:
     yielded for each.
     """
     for item in dataclasses.fields(section):
-        key = f"{name}.{_key(item)}" if name else _key(item)
+        key = ".".join(filter(None, (name, _key(item))))
         default = item.default
         if item.default_factory is not MISSING:
             default = item.default_factory()

@@ -37,7 +37,8 @@ def trains_output(model: ModelConfig, extension: ExtensionConfig | None) -> bool
     """Return whether the output layer's matrix is trained; with tied embeddings, it is the
     embedding's matrix.
     """
-    return ("embeddings" if model.tie_embeddings else "output") in trained_kinds(extension)
+    kind = "embeddings" if model.tie_embeddings else "output"
+    return kind in trained_kinds(extension)
 
 
 class PipelineStageContents(NamedTuple):

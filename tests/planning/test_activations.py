@@ -92,7 +92,8 @@ def test_trainable_parameters_and_activations_of_an_extension_equal_the_estimate
 ):
     model = middle_model(encoding)
     extension = ExtensionConfig(trains=trains, lora_rank=4)
-    built, _ = build(model, recompute=recompute, lora=extension if extension.adds_lora else None)
+    lora = extension if extension.adds_lora else None
+    built, _ = build(model, recompute=recompute, lora=lora)
     freeze_parameters(built, parameter_filter(extension))
     parameters = list(built.parameters())
     sizes = [

@@ -65,7 +65,8 @@ def test_a_step_synchronizes_with_the_gpu_only_at_known_places(quick, name, item
 @pytest.mark.parametrize("name", MANY)
 def test_memory_and_collectives_of_many_configurations_equal_the_estimate(many, name):
     assert not many[name]["faults"]
-    assert many[name]["backend"] == ("torch_wide" if name.startswith("chosen") else "torch")
+    backend = "torch_wide" if name.startswith("chosen") else "torch"
+    assert many[name]["backend"] == backend
     assert not differing(many[name]), many[name]["rows"]
 
 

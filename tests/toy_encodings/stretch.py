@@ -31,10 +31,13 @@ class ToyStretch(RotaryPosition):
         elements = self.model.hidden_size + 2 * groups
         if batch.tensor_size > 1:
             elements += groups * dim  # the state that the all-to-all sends is not the saved one
+        state = groups * dim
+        if layer == 0:
+            state = dim
         return Costs(
             multiply_adds=groups * (self.model.hidden_size + dim),
             saved=batch.local_tokens * elements * batch.width,
-            state=dim if layer == 0 else groups * dim,
+            state=state,
         )
 
     def initial_state(self, positions_SB, dtype):
