@@ -1,8 +1,7 @@
-"""Attention in blocks of whole rows of scores, for encodings with a `Rescore`: CoPE, PaTH and
-PaTH-FoX.
+"""Attention in blocks of whole rows of scores, for encodings that change the scores.
 
-A row holds the scores of one query and all its keys. These encodings compute a score from several
-keys of the row. Blocks are recomputed in the backward pass, so no S x T matrix is saved. The
+A row holds the scores of one query and all its keys, from several of which CoPE and PaTH compute a
+score. Blocks are recomputed in the backward pass, so no S x T matrix is saved. The
 reference is `naive.py`. Axes: S queries, T keys (the last S of them are the queries' own tokens), B
 batch, H query heads, G key/value groups, r queries of a block, t keys up to the last of them, D
 head dimension, E width of all values together.
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_tape.ops.attention_inputs import AttentionInputs
+from megatron_tape.ops.packing import causal_mask
 
 
 def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
@@ -26,7 +26,7 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
     dtype = torch.promote_types(q.dtype, torch.float32)
     value = torch.cat([y.expand_as(k) for y in x.values()], dim=-1)
     q_BHSD, k_BGTD, v_BGTE = (y.permute(1, 2, 0, 3).to(dtype) for y in (q, k, value))
-    tensors = x.rescore.prepared(q_BHSD, k_BGTD)
+    tensors = () if x.rescore is None else x.rescore.prepared(q_BHSD, k_BGTD)
     offset = len(k) - len(q)
 
     def attend_block(first: int) -> Tensor:
@@ -34,12 +34,14 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
         queries = q_BHSD[:, :, first : first + rows]
         tokens = slice(offset + first, offset + first + queries.shape[2])
         keys = k_BGTD[:, :, : tokens.stop]
-        seen = _seen(x, tokens)
+        bounds = None if x.packing is None else x.packing.bounds_2BT[..., : tokens.stop]
+        seen = causal_mask(queries.shape[2], tokens.stop, bounds, q.device)
 
         scores = None
-        if x.rescore.takes_scores:
+        if x.rescore is None or x.rescore.takes_scores:
             scores = _times(queries * D**-0.5, keys.mT)
-        scores = x.rescore.rows(scores, queries, keys, seen, tokens, *tensors)
+        if x.rescore is not None:
+            scores = x.rescore.rows(scores, queries, keys, seen, tokens, *tensors)
         if x.bias is not None:
             scores = scores + x.bias.of(tokens, slice(0, tokens.stop))
 
@@ -51,15 +53,6 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
         for first in range(0, len(q), rows)
     ]
     return torch.cat(blocks).split(D, dim=-1)
-
-
-def _seen(x: AttentionInputs, tokens: slice) -> Tensor:
-    """Return the mask (B or 1, 1, r, t), True where a query at `tokens` attends to a key."""
-    keys = torch.arange(tokens.stop, device=x.k_TBGD.device)
-    seen = (keys <= keys[tokens, None])[None, None]
-    if x.packing is not None:
-        seen = seen & (keys >= x.packing.bounds_2BT[0, :, None, tokens, None])
-    return seen
 
 
 def _times(x_BHrm: Tensor, y_BGmn: Tensor) -> Tensor:
