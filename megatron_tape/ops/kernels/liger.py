@@ -29,15 +29,26 @@ def exponentials(
     `largest_n` is the largest logit of each token. `labels_n` are indices into the whole
     vocabulary; this shard starts at `first`. The last tensor is 0 for labels of other shards.
     """
-    (n, V), options = logits_nV.shape, {"dtype": torch.float32, "device": logits_nV.device}
-    results = torch.empty(n, V, **options)
-    sums = torch.empty(n, **options)
-    of_label = torch.empty(n, **options)
+    n, V = logits_nV.shape
+    results = logits_nV.new_empty(n, V, dtype=torch.float32)
+    sums = results.new_empty(n)
+    of_label = results.new_empty(n)
     with torch.cuda.device_of(logits_nV):
         liger_vocab_parallel_ce_forward_kernel[(n,)](
-            logits_nV, logits_nV.stride(0), results, results.stride(0), largest_n, labels_n, of_label, sums,
-            first, V, NOTHING_IGNORED, BLOCK_SIZE=_block(V), num_warps=32,
-        )  # fmt: skip
+            logits_nV,
+            logits_nV.stride(0),
+            results,
+            results.stride(0),
+            largest_n,
+            labels_n,
+            of_label,
+            sums,
+            first,
+            V,
+            NOTHING_IGNORED,
+            BLOCK_SIZE=_block(V),
+            num_warps=32,
+        )
     return results, sums, of_label
 
 
@@ -50,9 +61,20 @@ def to_gradients(
     n, V = exponentials_nV.shape
     with torch.cuda.device_of(exponentials_nV):
         liger_vocab_parallel_ce_backward_kernel[(n,)](
-            exponentials_nV, exponentials_nV.stride(0), sums_n, labels_n, factors_n,
-            first, V, NOTHING_IGNORED, 0.0, 0.0, HAS_LABEL_SMOOTHING=False, BLOCK_SIZE=_block(V), num_warps=32,
-        )  # fmt: skip
+            exponentials_nV,
+            exponentials_nV.stride(0),
+            sums_n,
+            labels_n,
+            factors_n,
+            first,
+            V,
+            NOTHING_IGNORED,
+            0.0,
+            0.0,
+            HAS_LABEL_SMOOTHING=False,
+            BLOCK_SIZE=_block(V),
+            num_warps=32,
+        )
     return exponentials_nV
 
 

@@ -18,7 +18,6 @@ All tensors are contiguous, so that strides follow from sizes. A line is a head 
 of B * H; rows of a line are B * H * D numbers apart. Group lines are those of keys and values.
 """
 
-import logging
 import math
 from typing import Any
 
@@ -27,7 +26,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from triton.runtime.errors import OutOfResources
 
 from megatron_tape.ops.kernels.triton_rotation import (
     last_contiguous,
@@ -37,8 +35,6 @@ from megatron_tape.ops.kernels.triton_rotation import (
     prepare_backward,
     store_rows,
 )
-
-logger = logging.getLogger(__name__)
 
 MAX_HEADS = 65535
 """Maximum of batch size times heads, the limit of a CUDA grid's second axis."""
@@ -442,9 +438,6 @@ heads are wider than 64.
 binaries for capabilities 9.0, 8.0 and 8.6 and for gfx942, not by measurements: no kernel used in
 training spills registers, and loops prefetch where shared memory suffices."""
 _TILE_FP32 = {False: (32, 32, 4, 1), True: (16, 32, 4, 1)}
-limits: dict[tuple[str, bool], int] = {}
-"""Shared memory to assume instead of `shared_memory` for kernels whose tiles did not fit on this
-process's GPU, by kernel and whether heads are wider than 64."""
 
 
 def shared_memory(device: torch.device) -> int:
@@ -464,54 +457,37 @@ def shared_memory(device: torch.device) -> int:
 def _launch(kernel: Any, name: str, *tensors: Tensor | None, **options: int) -> None:
     """Launch `kernel` in the tiles that `_TILES` has for `name` on this GPU.
 
-    `tensors` are q, k, the value and further tensors, `options` further arguments. Some kernels use nearly all of the shared
-    memory. If a version of Triton needs more than the GPU has, this and later calls use smaller
-    tiles.
+    `tensors` are q, k, the value and further tensors, `options` further arguments.
     """
     q, _, value, *_ = tensors
     S, B, H, D = q.shape
     T, _, G, E = value.shape
     wide = D > 64
-    half = q.dtype.itemsize == 2
+    block_s, block_t, warps, stages = _TILES[shared_memory(q.device), wide][name]
+    if q.dtype is torch.float32:
+        block_s, block_t, warps, stages = _TILE_FP32[wide]
+    block_s = min(block_s, max(16, triton.next_power_of_2(S)))
+    grid = (triton.cdiv(S, block_s), B * H)
+    if kernel is _backward_keys:
+        grid = (triton.cdiv(T, block_t), B * G)
 
-    while True:
-        memory = limits.get((name, wide), shared_memory(q.device))
-        block_s, block_t, warps, stages = _TILES[memory, wide][name] if half else _TILE_FP32[wide]
-        block_s = min(block_s, max(16, triton.next_power_of_2(S)))
-        grid = (triton.cdiv(S, block_s), B * H)
-        if kernel is _backward_keys:
-            grid = (triton.cdiv(T, block_t), B * G)
-
-        try:
-            kernel[grid](
-                *tensors,
-                D**-0.5 / math.log(2),
-                S,
-                T,
-                H,
-                H // G,
-                D,
-                E,
-                _block(D),
-                _block(E),
-                block_s,
-                block_t,
-                **options,
-                num_warps=warps,
-                num_stages=stages,
-            )
-            return
-        except OutOfResources as error:
-            smaller = [size for size, _ in _TILES if size < memory]
-            if not half or not smaller:
-                raise
-            logger.warning(
-                "an attention kernel needs %.1f KiB of shared memory but has %.1f; using smaller"
-                " tiles",
-                error.required / 1024,
-                error.limit / 1024,
-            )
-            limits[name, wide] = max(smaller)
+    kernel[grid](
+        *tensors,
+        D**-0.5 / math.log(2),
+        S,
+        T,
+        H,
+        H // G,
+        D,
+        E,
+        triton.next_power_of_2(D),
+        triton.next_power_of_2(E),
+        block_s,
+        block_t,
+        **options,
+        num_warps=warps,
+        num_stages=stages,
+    )
 
 
 class _Attention(torch.autograd.Function):
@@ -537,7 +513,6 @@ class _Attention(torch.autograd.Function):
         inputs = _prepared(q, k, v, z, ctx.rotate, ctx.wide)
         dq, dk, dvalue = attend_backward(inputs, (o, u, lse), (do, du), (starts, ends))
 
-        dv = dvalue
         dz = None
         if ctx.rotate:
             split = dvalue if ctx.wide else None
@@ -601,7 +576,8 @@ def attend_backward(
 
     dout = q.new_empty(S, B, H, 2 * D) if wide else do
     delta = torch.empty_like(lse)
-    _delta[(triton.cdiv(S, 64), B * H)](o, u, do, du, dout, delta, S, D, _block(D), 64, wide)
+    block_d = triton.next_power_of_2(D)
+    _delta[(triton.cdiv(S, 64), B * H)](o, u, do, du, dout, delta, S, D, block_d, 64, wide)
 
     dq = torch.empty_like(q) if repeatable else torch.zeros_like(q, dtype=torch.float32)
     dk = torch.empty_like(k)
@@ -629,10 +605,6 @@ def attend_backward(
     return dq, dk, dvalue
 
 
-def _block(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
-
-
 def sums_in_one_order() -> bool:
     """Return whether gradients of queries must be summed in a fixed order, because torch must be
     deterministic.
@@ -652,7 +624,7 @@ def attention(
     """Return the average o of v or, with `average_state`, the averages o and u of v and z, (S, B,
     H, D) each.
 
-    With `rotate`, which requires S = T, z (T, B or 1, G or 1, D) rotates q (S, B, H, D) and k (T,
+    With `rotate`, which requires S = T, z (T, B, G, D) rotates q (S, B, H, D) and k (T,
     B, G, D). `bounds_2BT` (int32) has the starts of each token's document and of the next one.
     Raises ValueError if batch size times heads exceeds `MAX_HEADS`.
     """
@@ -666,8 +638,6 @@ def attention(
     rotate = rotate and z is not None
     if not (rotate or average_state):
         z = None
-    elif z is not None:
-        z = z.expand(k.shape)
     starts, ends = (None, None) if bounds_2BT is None else bounds_2BT.contiguous()
     with torch.cuda.device_of(q):
         out = _Attention.apply(q, k, v, z, starts, ends, rotate, average_state)

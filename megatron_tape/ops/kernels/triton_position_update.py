@@ -9,6 +9,8 @@ gradient of z'', recomputes z', and writes the gradients of z, u and M. Each pro
 gradient of A over its tokens; torch sums over programs.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -46,11 +48,18 @@ def _matrix(pointer, rows, columns, row_stride, R: tl.constexpr, C: tl.constexpr
 @triton.jit
 def _store_matrix(pointer, rows, columns, value, R: tl.constexpr, C: tl.constexpr):
     inside = (rows[:, None] < R) & (columns[None, :] < C)
-    tl.store(
-        pointer + rows[:, None] * C + columns[None, :],
-        value.to(pointer.dtype.element_ty),
-        mask=inside,
-    )
+    places = pointer + rows[:, None] * C + columns[None, :]
+    tl.store(places, value.to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _load_mixing(MIXING, groups, heads, G: tl.constexpr, H: tl.constexpr, FULL: tl.constexpr):
+    """Load A or, without FULL, one scale per head as a column."""
+    if FULL:
+        mixing = _matrix(MIXING, groups, heads, H, G, H)
+    else:
+        mixing = tl.load(MIXING + groups, mask=groups < G, other=0.0)[:, None]
+    return mixing
 
 
 @triton.jit
@@ -65,25 +74,37 @@ def _mixed(z, u, mixing, FULL: tl.constexpr):
 
 @triton.jit
 def _update(
-    Z, U, M, MIXING, OUT, N, tokens, B, u_sequence, u_batch, u_head,
-    G: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
+    Z,
+    U,
+    M,
+    MIXING,
+    OUT,
+    N,
+    tokens,
+    B,
+    u_sequence,
+    u_batch,
+    u_head,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    FULL: tl.constexpr,
+):
     groups = tl.arange(0, BLOCK_G)
     heads = tl.arange(0, BLOCK_H)
-    if FULL:
-        mixing = _matrix(MIXING, groups, heads, H, G, H)
-    else:
-        mixing = tl.load(MIXING + groups, mask=groups < G, other=0.0)[:, None]
+    mixing = _load_mixing(MIXING, groups, heads, G, H, FULL)
     first = tl.program_id(0).to(tl.int64) * tokens
+
     for token in range(first, tl.minimum(first + tokens, N)):
         m = _matrix(M + token * G * G, groups, groups, G, G, G)
+        of_token = U + token // B * u_sequence + token % B * u_batch
         for column in range(0, D, BLOCK_D):
             columns = column + tl.arange(0, BLOCK_D)
             z = _matrix(Z + token * G * D, groups, columns, D, G, D)
-            u = _matrix(
-                U + token // B * u_sequence + token % B * u_batch, heads, columns, u_head, H, D
-            )
+            u = _matrix(of_token, heads, columns, u_head, H, D)
             mixed = _mixed(z, u, mixing, FULL)
             out = mixed + tl.dot(m, mixed.to(m.dtype), input_precision="ieee")
             _store_matrix(OUT + token * G * D, groups, columns, out, G, D)
@@ -91,36 +112,56 @@ def _update(
 
 @triton.jit
 def _update_backward(
-    Z, U, M, MIXING, DOUT, DZ, DU, DM, DMIXING, N, tokens, B, u_sequence, u_batch, u_head,
-    G: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
+    Z,
+    U,
+    M,
+    MIXING,
+    DOUT,
+    DZ,
+    DU,
+    DM,
+    DMIXING,
+    N,
+    tokens,
+    B,
+    u_sequence,
+    u_batch,
+    u_head,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    FULL: tl.constexpr,
+):
     groups = tl.arange(0, BLOCK_G)
     heads = tl.arange(0, BLOCK_H)
+    mixing = _load_mixing(MIXING, groups, heads, G, H, FULL)
     if FULL:
-        mixing = _matrix(MIXING, groups, heads, H, G, H)
         dmixing = tl.zeros((BLOCK_G, BLOCK_H), tl.float32)
     else:
-        mixing = tl.load(MIXING + groups, mask=groups < G, other=0.0)[:, None]
         dmixing = tl.zeros((BLOCK_G,), tl.float32)
     dtype = mixing.dtype
     program = tl.program_id(0).to(tl.int64)
     first = program * tokens
+
     for token in range(first, tl.minimum(first + tokens, N)):
         m = _matrix(M + token * G * G, groups, groups, G, G, G)
+        of_token = U + token // B * u_sequence + token % B * u_batch
         dm = tl.zeros((BLOCK_G, BLOCK_G), tl.float32)
         for column in range(0, D, BLOCK_D):
             columns = column + tl.arange(0, BLOCK_D)
             z = _matrix(Z + token * G * D, groups, columns, D, G, D)
-            u = _matrix(
-                U + token // B * u_sequence + token % B * u_batch, heads, columns, u_head, H, D
-            )
+            u = _matrix(of_token, heads, columns, u_head, H, D)
             dout = _matrix(DOUT + token * G * D, groups, columns, D, G, D)
+
             mixed = _mixed(z, u, mixing, FULL).to(dtype)
             factor = dout.to(dtype)
             dm += tl.dot(factor, tl.trans(mixed), input_precision="ieee")
             dmixed = dout.to(tl.float32) + tl.dot(tl.trans(m), factor, input_precision="ieee")
             _store_matrix(DZ + token * G * D, groups, columns, dmixed, G, D)
+
             if FULL:
                 du = tl.dot(tl.trans(mixing), dmixed.to(dtype), input_precision="ieee")
                 dmixing += tl.dot(dmixed.to(dtype), tl.trans(u), input_precision="ieee")
@@ -129,6 +170,7 @@ def _update_backward(
                 dmixing += tl.sum(dmixed * u.to(tl.float32), 1)
             _store_matrix(DU + token * H * D, heads, columns, du, H, D)
         _store_matrix(DM + token * G * G, groups, groups, dm, G, G)
+
     if FULL:
         _store_matrix(DMIXING + program * G * H, groups, heads, dmixing, G, H)
     else:
@@ -143,8 +185,9 @@ class _Update(torch.autograd.Function):
         u = last_contiguous(u)
         z = z.contiguous()
         mixing = mixing.contiguous()
+        saved = z if kept is None else kept.contiguous()
+        ctx.save_for_backward(saved, u, gate, mixing, up, down)
         out = torch.empty_like(z)
-        ctx.save_for_backward(z if kept is None else kept.contiguous(), u, gate, mixing, up, down)
         _launch(_update, z, u, F.silu(gate) @ outer_products(up, down), mixing, out)
         return out
 
@@ -157,37 +200,51 @@ class _Update(torch.autograd.Function):
         outer = outer_products(up, down)
         M = g @ outer
         dz = torch.empty_like(dout)
-        du = torch.empty(u.shape, dtype=u.dtype, device=u.device)
+        du = u.new_empty(u.shape)
         dM = torch.empty_like(M)
         programs = triton.cdiv(len(z), _tokens(z))
-        sums = torch.empty(programs, *mixing.shape, dtype=torch.float32, device=z.device)
+        sums = z.new_empty(programs, *mixing.shape, dtype=torch.float32)
         _launch(_update_backward, z, u, M, mixing, dout, dz, du, dM, sums)
-        return (
-            dz,
-            du,
-            *matrix_gradients(dM, sums.sum(0).to(mixing.dtype), g, outer, gate, up, down),
-            None,
-        )
+
+        d_mixing = sums.sum(0).to(mixing.dtype)
+        return dz, du, *matrix_gradients(dM, d_mixing, g, outer, gate, up, down), None
 
 
 def _tokens(z: Tensor) -> int:
     """Return the number of tokens per program."""
-    multiprocessors = (
-        torch.cuda.get_device_properties(z.device).multi_processor_count if z.is_cuda else 1
-    )
-    return max(TOKENS, triton.cdiv(len(z), PROGRAMS * multiprocessors))
+    programs = PROGRAMS
+    if z.is_cuda:
+        programs *= torch.cuda.get_device_properties(z.device).multi_processor_count
+    return max(TOKENS, triton.cdiv(len(z), programs))
 
 
-def _launch(kernel, z: Tensor, u: Tensor, M: Tensor, mixing: Tensor, *tensors: Tensor) -> None:
-    (N, G, D), H, tokens = z.shape, u.shape[-2], _tokens(z)
-    leading = (u.shape[1], u.stride(0), u.stride(1)) if u.dim() == 4 else (1, u.stride(0), 0)
+def _launch(kernel: Any, z: Tensor, u: Tensor, M: Tensor, mixing: Tensor, *tensors: Tensor) -> None:
+    N, G, D = z.shape
+    _, B, H, _ = u.shape
+    tokens = _tokens(z)
     block_g, block_h, block_d = (max(16, triton.next_power_of_2(n)) for n in (G, H, D))
-    columns = COLUMNS if block_g * block_h * u.element_size() <= MIXING_BYTES else COLUMNS // 2
+    columns = COLUMNS
+    if block_g * block_h * u.element_size() > MIXING_BYTES:
+        columns = COLUMNS // 2
     kernel[(triton.cdiv(N, tokens),)](
-        z, u, M, mixing, *tensors, N, tokens, *leading, u.stride(-2),
-        G, H, D, block_g, block_h, min(block_d, columns), mixing.dim() == 2,
+        z,
+        u,
+        M,
+        mixing,
+        *tensors,
+        N,
+        tokens,
+        B,
+        *u.stride()[:3],
+        G,
+        H,
+        D,
+        block_g,
+        block_h,
+        min(block_d, columns),
+        mixing.dim() == 2,
         num_warps=min(8, max(1, block_g * max(block_g, block_h) // 512)),
-    )  # fmt: skip
+    )
 
 
 def update(
@@ -204,25 +261,18 @@ def update(
     `u_NHD` may also be (S, B, H, D) with N = S * B, in any layout whose last axis is contiguous.
     All tensors must have one dtype, except that z may be in fp32. `kept_NGD` is z rounded to the
     dtype of the others; unless None, it is saved for the backward pass instead of z. Raises
-    ValueError if shapes or dtypes do not match.
+    ValueError if shapes do not match.
     """
-    (N, G, D), H, P = z_NGD.shape, u_NHD.shape[-2], gate_NP.shape[1]
-    expected = ((N, H, D), (N, P), (G, H) if mixing.dim() == 2 else (G,), (P, G), (G, P))
-    u_shape = (u_NHD.shape[:-2].numel(), *u_NHD.shape[-2:])
-    shapes = (u_shape, *(tuple(x.shape) for x in (gate_NP, mixing, up_PG, down_GP)))
-    if mixing.dim() == 1 and G != H:
-        raise ValueError(
-            f"a 1-D mixing requires G = H, but the state has {G} groups and u has {H} heads"
-        )
+    N, G, D = z_NGD.shape
+    P = gate_NP.shape[1]
+    H = G if mixing.dim() == 1 else u_NHD.shape[-2]
+    expected = [(N, H, D), (N, P), (G, H)[-mixing.dim() :], (P, G), (G, P)]
+    shapes = [tuple(x.shape) for x in (u_NHD, gate_NP, mixing, up_PG, down_GP)]
+    shapes[0] = (u_NHD.shape[:-2].numel(), *u_NHD.shape[-2:])
     if shapes != expected:
         raise ValueError(f"u, gate, mixing, up and down have shapes {shapes}; expected {expected}")
-    dtypes = {x.dtype for x in (u_NHD, gate_NP, mixing, up_PG, down_GP)}
-    if len(dtypes) > 1 or z_NGD.dtype not in (*dtypes, torch.float32):
-        names = ", ".join(
-            sorted(str(dtype).removeprefix("torch.") for dtype in {*dtypes, z_NGD.dtype})
-        )
-        raise ValueError(
-            f"the position update requires tensors of one dtype (z may be float32), not {names}"
-        )
+
+    if u_NHD.dim() == 3:
+        u_NHD = u_NHD.unsqueeze(1)
     with torch.cuda.device_of(z_NGD):
         return _Update.apply(z_NGD, u_NHD, gate_NP, mixing, up_PG, down_GP, kept_NGD)

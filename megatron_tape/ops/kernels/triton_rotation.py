@@ -7,9 +7,8 @@ queries, T keys, B batch, H query heads, G key/value groups, D head dimension, F
 numbers. The reference is in `ops/rotation.py`.
 
 In training, q, k and v are views of one projection and z may be broadcast. The kernels take the
-strides of these tensors, since contiguous copies would cost as much as the rotation itself.
-Gradients also have strides, because libraries return them in layouts of their own. All other
-tensors are contiguous.
+strides of these tensors, since contiguous copies would cost as much as the rotation itself. All
+other tensors are contiguous.
 """
 
 import torch
@@ -155,7 +154,6 @@ def _rotate_backward(
     rows,
     x_row,
     dy_row,
-    dx_row,
     limit,
     z_re,
     z_im,
@@ -169,7 +167,7 @@ def _rotate_backward(
     dy_re, dy_im = _load_complex(DY, rows, dy_row, limit, F, BLOCK_F)
     dx_re = dy_re * z_re + dy_im * z_im
     dx_im = dy_im * z_re - dy_re * z_im
-    _store_complex(DX, rows, dx_row, limit, dx_re, dx_im, F, BLOCK_F)
+    _store_complex(DX, rows, dy_row, limit, dx_re, dx_im, F, BLOCK_F)
 
     if NEEDED:
         x_re, x_im = _load_complex(X, rows, x_row, limit, F, BLOCK_F)
@@ -199,15 +197,6 @@ def _prepare_backward(
     z_row,
     z_batch,
     z_head,
-    dq_row,
-    dq_batch,
-    dq_head,
-    dk_row,
-    dk_batch,
-    dk_head,
-    dvalue_row,
-    dvalue_batch,
-    dvalue_head,
     S,
     G,
     PER_GROUP: tl.constexpr,
@@ -235,23 +224,22 @@ def _prepare_backward(
     dz_im = tl.zeros((BLOCK_S, BLOCK_F), tl.float32)
 
     if WIDE:
-        DVALUE += batch * dvalue_batch + group * dvalue_head
-        dv = load_rows(DVALUE, rows, dvalue_row, S, D, 2 * BLOCK_F)
+        DVALUE += line * 2 * D
+        dv = load_rows(DVALUE, rows, lines * 2 * D, S, D, 2 * BLOCK_F)
         store_rows(DV_OUT + line * D, rows, lines * D, S, dv, D, 2 * BLOCK_F)
         if NEEDED:
-            dz_re, dz_im = _load_complex(DVALUE + D, rows, dvalue_row, S, F, BLOCK_F)
+            dz_re, dz_im = _load_complex(DVALUE + D, rows, lines * 2 * D, S, F, BLOCK_F)
 
     Q += batch * q_batch + group * PER_GROUP * q_head
-    DQ += batch * dq_batch + group * PER_GROUP * dq_head
+    DQ += line * PER_GROUP * D
     DQ_OUT += line * PER_GROUP * D
     for head in range(PER_GROUP):
         dz_re, dz_im = _rotate_backward(
             Q + head * q_head,
-            DQ + head * dq_head,
+            DQ + head * D,
             DQ_OUT + head * D,
             rows,
             q_row,
-            dq_row,
             lines * PER_GROUP * D,
             S,
             z_re,
@@ -265,11 +253,10 @@ def _prepare_backward(
 
     dz_re, dz_im = _rotate_backward(
         K + batch * k_batch + group * k_head,
-        DK + batch * dk_batch + group * dk_head,
+        DK + line * D,
         DK_OUT + line * D,
         rows,
         k_row,
-        dk_row,
         lines * D,
         S,
         z_re,
@@ -345,8 +332,8 @@ def prepare_backward(
     """Return the gradients of q (in its dtype), k, v, and z, which is None unless `needed`.
 
     `dq` and `dk` are the gradients of the rotated q and k, and `dvalue` that of [v | z] (S, B, G,
-    2D). If `dvalue` is None, the gradient of v is None, and that of z comes from the rotation
-    alone.
+    2D); all are contiguous. If `dvalue` is None, the gradient of v is None, and that of z comes
+    from the rotation alone.
     """
     S, B, G, D = k.shape
     wide = dvalue is not None
@@ -368,8 +355,7 @@ def prepare_backward(
         dk_out,
         dv_out,
         dz_out,
-        # Without a value, the kernel does not use its strides.
-        *_strides(q, k, z, dq, dk, dvalue if wide else dk),
+        *_strides(q, k, z),
         S,
         G,
         q.shape[2] // G,
@@ -400,10 +386,11 @@ class _Prepared(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dq, dk, dvalue=None):
         q, k, z = ctx.saved_tensors
-        dq = last_contiguous(dq)
-        dk = last_contiguous(dk)
+        # Most libraries return gradients in the layout of their inputs, which is contiguous.
+        dq = dq.contiguous()
+        dk = dk.contiguous()
         if ctx.wide:
-            dvalue = last_contiguous(dvalue)
+            dvalue = dvalue.contiguous()
         if q is None:
             # Only the shapes and dtypes matter.
             q = dq

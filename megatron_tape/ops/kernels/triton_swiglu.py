@@ -5,6 +5,8 @@ a copy of the projection's output. The reference is in `ops/swiglu.py`. Axes: F 
 MLP.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -15,39 +17,46 @@ BLOCK = 1024
 
 
 @triton.jit
+def _load(pointer, columns, F):
+    return tl.load(pointer + columns, mask=columns < F, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(pointer, columns, F, values):
+    tl.store(pointer + columns, values.to(pointer.dtype.element_ty), mask=columns < F)
+
+
+@triton.jit
 def _swiglu(X, Y, F, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < F
-    gate = tl.load(X + row * 2 * F + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(X + row * 2 * F + F + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(
-        Y + row * F + columns, (gate * tl.sigmoid(gate) * up).to(Y.dtype.element_ty), mask=inside
-    )
+    X += row * 2 * F
+    gate = _load(X, columns, F)
+    up = _load(X + F, columns, F)
+    _store(Y + row * F, columns, F, gate * tl.sigmoid(gate) * up)
 
 
 @triton.jit
 def _swiglu_backward(X, DY, DX, F, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < F
-    gate = tl.load(X + row * 2 * F + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(X + row * 2 * F + F + columns, mask=inside, other=0.0).to(tl.float32)
-    dy = tl.load(DY + row * F + columns, mask=inside, other=0.0).to(tl.float32)
+    X += row * 2 * F
+    DX += row * 2 * F
+    gate = _load(X, columns, F)
+    up = _load(X + F, columns, F)
+    dy = _load(DY + row * F, columns, F)
+
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
-    dgate = dy * up * (sigmoid + silu * (1 - sigmoid))
-    tl.store(DX + row * 2 * F + columns, dgate.to(DX.dtype.element_ty), mask=inside)
-    tl.store(DX + row * 2 * F + F + columns, (dy * silu).to(DX.dtype.element_ty), mask=inside)
+    _store(DX, columns, F, dy * up * (sigmoid + silu * (1 - sigmoid)))
+    _store(DX + F, columns, F, dy * silu)
 
 
 def forward(gate_and_up: Tensor) -> Tensor:
     """Return silu(gate) * up (..., F) for a contiguous [gate | up] (..., 2F)."""
     F = gate_and_up.shape[-1] // 2
-    y = torch.empty(*gate_and_up.shape[:-1], F, dtype=gate_and_up.dtype, device=gate_and_up.device)
-    if y.numel():
-        with torch.cuda.device_of(gate_and_up):
-            _swiglu[(y.numel() // F, triton.cdiv(F, BLOCK))](gate_and_up, y, F, BLOCK)
+    y = gate_and_up.new_empty(*gate_and_up.shape[:-1], F)
+    _launch(_swiglu, gate_and_up, y)
     return y
 
 
@@ -55,11 +64,14 @@ def backward(gate_and_up: Tensor, dy: Tensor) -> Tensor:
     """Return the gradient of [gate | up] (..., 2F), given the contiguous gradient `dy` of the
     result (..., F).
     """
-    F = dy.shape[-1]
     d_gate_and_up = torch.empty_like(gate_and_up)
-    if dy.numel():
-        with torch.cuda.device_of(gate_and_up):
-            _swiglu_backward[(dy.numel() // F, triton.cdiv(F, BLOCK))](
-                gate_and_up, dy, d_gate_and_up, F, BLOCK
-            )
+    _launch(_swiglu_backward, gate_and_up, dy, d_gate_and_up)
     return d_gate_and_up
+
+
+def _launch(kernel: Any, gate_and_up: Tensor, *tensors: Tensor) -> None:
+    F = gate_and_up.shape[-1] // 2
+    rows = gate_and_up.numel() // (2 * F)
+    if rows:
+        with torch.cuda.device_of(gate_and_up):
+            kernel[(rows, triton.cdiv(F, BLOCK))](gate_and_up, *tensors, F, BLOCK)
