@@ -70,7 +70,8 @@ class _RecordedCall:
 
     def __init__(self, function: AttentionFunction, tensors: tuple[Tensor | None, ...]):
         self._inputs = tensors
-        self._gradients: tuple[Tensor | None, ...] = ()
+        self.gradients: tuple[Tensor | None, ...] = ()
+        """Gradients of the inputs, which the graph sets as its last step."""
         call = ref(self)
         hooks = saved_tensors_hooks(
             lambda saved: call()._pack(saved), lambda packed: call()._unpack(packed)
@@ -96,17 +97,11 @@ class _RecordedCall:
         """
         self._inputs = inputs
         torch.autograd.backward(self._outputs, gradients)
-        of_inputs = self._gradients
+        of_inputs = self.gradients
         self._inputs = ()
         self._outputs = ()
-        self._gradients = ()
+        self.gradients = ()
         return of_inputs
-
-    def set_gradients(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """Store the gradients of the inputs, which `backward` returns. The graph calls this as its
-        last step.
-        """
-        self._gradients = gradients
 
     def _pack(self, saved: Tensor) -> Tensor | int:
         """Return the index of `saved` among the inputs or, if it is not an input, `saved` itself,
@@ -147,7 +142,7 @@ class _GraphInputs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients):
-        ctx.call().set_gradients(gradients)
+        ctx.call().gradients = gradients
         return None, None, *(None for _ in gradients)
 
 

@@ -40,8 +40,10 @@ def attention(
 
     Exported TAPE models call this function if this package is installed.
     """
-    fields = {"z_TBGD": z_TBGD, "average_state": average_state, "packing": packing, **more}
-    return attend(AttentionInputs(q_SBHD=q_SBHD, k_TBGD=k_TBGD, v_TBGD=v_TBGD, **fields), backend)
+    x = AttentionInputs(
+        z_TBGD, average_state, q_SBHD=q_SBHD, k_TBGD=k_TBGD, v_TBGD=v_TBGD, packing=packing, **more
+    )
+    return attend(x, backend)
 
 
 def attend(x: AttentionInputs, backend: str = "torch") -> tuple[Tensor, Tensor | None]:
@@ -64,8 +66,7 @@ def attend(x: AttentionInputs, backend: str = "torch") -> tuple[Tensor, Tensor |
             f"backend is {backend!r}, not one of {', '.join(BACKENDS)}; resolve auto with"
             " choose_backend"
         )
-    _check_state(x)
-    _check_shapes(x)
+    _check(x)
     if why := lacks(backend, _needs(x)):
         raise ValueError(f"backend is {backend}, which {why}; choose another")
     if backend == "triton" and not x.q_SBHD.is_cuda:
@@ -80,22 +81,18 @@ def _prepared(x: AttentionInputs) -> AttentionInputs:
     """Return `x` with its factors applied to q and k, its gates added to its bias, and bias and
     rescoring in fp32.
     """
-    q = x.q_SBHD
-    k = x.k_TBGD
-    bias = x.bias
     if x.factor_TB1D is not None and x.rotate:
         # Backends rotate afterwards. The order does not matter, as both parts of a number have the
         # same factor.
-        q = q * x.factor_TB1D
-        k = k / x.factor_TB1D
+        q = x.q_SBHD * x.factor_TB1D
+        x = replace(x, q_SBHD=q, k_TBGD=x.k_TBGD / x.factor_TB1D, factor_TB1D=None)
     if x.log_gate_TBH is not None:
-        bias = gates_as_bias(x.log_gate_TBH, bias)
-    if bias is not None:
-        bias = bias.in_float32()
-    rescore = x.rescore
-    if rescore is not None:
-        rescore = rescore.in_float32()
-    return replace(x, q_SBHD=q, k_TBGD=k, factor_TB1D=None, bias=bias, rescore=rescore)
+        x = replace(x, bias=gates_as_bias(x.log_gate_TBH, x.bias))
+    if x.bias is not None:
+        x = replace(x, bias=x.bias.in_float32())
+    if x.rescore is not None:
+        x = replace(x, rescore=x.rescore.in_float32())
+    return x
 
 
 def _needs(x: AttentionInputs) -> Set[str]:
@@ -107,92 +104,68 @@ def _needs(x: AttentionInputs) -> Set[str]:
         BIAS: x.bias is not None and x.bias.score is None,
         GATE: x.log_gate_TBH is not None,
     }
-    return {need for need, required in needs.items() if required} | (
-        set() if x.rescore is None else {x.rescore.need}
-    )
+    if x.rescore is not None:
+        needs[x.rescore.need] = True
+    return {need for need, required in needs.items() if required}
 
 
-def _check_state(x: AttentionInputs) -> None:
-    z = x.z_TBGD
-    v = x.v_TBGD
-    if x.average_state and z is None:
-        raise ValueError(
-            "average_state is True, but z_TBGD is None: there is no position state to average"
-        )
-    if z is not None and z.dtype != v.dtype:
-        raise ValueError(
-            f"the position state has dtype {z.dtype}; convert it to that of the values, {v.dtype}"
-        )
-
-
-def _check_shapes(x: AttentionInputs) -> None:
-    """Raise ValueError for shapes with which a kernel would read out of bounds, or if cached keys
-    would be rotated.
+def _check(x: AttentionInputs) -> None:
+    """Raise ValueError for shapes with which a kernel would read out of bounds, for unequal dtypes,
+    and if cached keys would be rotated.
     """
     q = x.q_SBHD
     k = x.k_TBGD
     v = x.v_TBGD
     z = x.z_TBGD
+    fit = f"queries {tuple(q.shape)} and keys {tuple(k.shape)}"
     if q.dim() != 4 or k.dim() != 4:
-        raise ValueError(
-            f"queries have {q.dim()} axes and keys {k.dim()}; expected (S, B, H, D) and (T, B,"
-            " G, D)"
-        )
-    (S, B, H, D), (T, G) = q.shape, k.shape[::2]
-    queries = f"queries {tuple(q.shape)}"
-    keys = f"keys {tuple(k.shape)}"
+        raise ValueError(f"{fit} must have four axes each, (S, B, H, D) and (T, B, G, D)")
+    S, B, H, D = q.shape
+    T, _, G, _ = k.shape
     if k.shape != (T, B, G, D) or H % G:
         raise ValueError(
-            f"{queries} do not fit {keys}: expected (S, B, H, D) and (T, B, G, D), where G"
-            " divides H"
+            f"{fit} do not fit: expected (S, B, H, D) and (T, B, G, D), where G divides H"
         )
     if S > T:
         raise ValueError(
             f"there are {S} queries but only {T} keys: each query's own token must be among the"
             " keys"
         )
-    if v.shape != k.shape:
-        raise ValueError(
-            f"values have shape {tuple(v.shape)}; expected that of the keys, {tuple(k.shape)}"
-        )
-    if z is not None and (
-        z.shape[::3] != (T, D) or z.shape[1] not in (1, B) or z.shape[2] not in (1, G)
-    ):
-        raise ValueError(
-            f"the position state z_TBGD has shape {tuple(z.shape)}; expected (T, B or 1, G or 1,"
-            f" D), where {keys} are (T, B, G, D)"
-        )
-    if z is not None and D % 2:
-        raise ValueError(
-            f"the head dimension is {D}, which cannot be split into pairs to rotate; it must be"
-            " even"
-        )
+
+    sizes: dict[str, tuple[set[int], ...]] = {
+        "v_TBGD": ({T}, {B}, {G}, {D}),
+        "z_TBGD": ({T}, {1, B}, {1, G}, {D}),
+        "log_gate_TBH": ({T}, {B}, {H}),
+    }
+    if x.rotate:
+        sizes["factor_TB1D"] = ({T}, {1, B}, {1}, {D})
+    for name, allowed in sizes.items():
+        tensor = getattr(x, name)
+        if tensor is None:
+            continue
+        shape = tuple(tensor.shape)
+        if len(shape) != len(allowed) or any(n not in axis for n, axis in zip(shape, allowed)):
+            raise ValueError(f"{name} has shape {shape}, which does not fit {fit}")
     if x.packing is not None and x.packing.bounds_2BT.shape != (2, B, T):
         raise ValueError(
             f"document bounds have shape {tuple(x.packing.bounds_2BT.shape)}; expected {(2, B, T)}"
         )
+
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(
             f"queries, keys and values have dtypes {q.dtype}, {k.dtype}, {v.dtype}; convert them"
             " to one"
         )
+    if z is not None and z.dtype != v.dtype:
+        raise ValueError(
+            f"the position state has dtype {z.dtype}; convert it to that of the values, {v.dtype}"
+        )
+    if x.average_state and z is None:
+        raise ValueError(
+            "average_state is True, but z_TBGD is None: there is no position state to average"
+        )
     if S < T and x.rotate and not (z is None and x.factor_TB1D is None):
         raise ValueError(
             f"rotate is True for {S} queries and {T} keys, but cached keys are already rotated;"
             " rotate new queries and keys with ops.rotation.rotate_groups and pass rotate=False"
-        )
-    factors = x.factor_TB1D
-    if (
-        factors is not None
-        and x.rotate
-        and factors.shape not in [(T, batch, 1, D) for batch in (1, B)]
-    ):
-        raise ValueError(
-            f"factor_TB1D has shape {tuple(factors.shape)}; expected {(T, B, 1, D)} or"
-            f" {(T, 1, 1, D)}"
-        )
-    if x.log_gate_TBH is not None and x.log_gate_TBH.shape != (T, B, H):
-        raise ValueError(
-            f"log_gate_TBH has shape {tuple(x.log_gate_TBH.shape)}; expected (T, B, H) ="
-            f" {(T, B, H)}"
         )

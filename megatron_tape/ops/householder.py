@@ -108,22 +108,20 @@ def scores_through_reflections(
     for j in reversed(range(count)):
         low, high = (min(max(x * C - first, 0), r) for x in (j, j + 1))
         parts = [q_AxD.new_zeros(len(q_AxD), low * R, C)]
-        of_later, later = (
-            (later @ carried[j]).split([C, D], dim=-1)
-            if later.shape[1]
-            else (later[..., :0], later)
-        )
+        of_later = None
+        if later.shape[1]:
+            of_later, later = (later @ carried[j]).split([C, D], dim=-1)
         if low < high:
             inside = q_AxD[:, low * R : high * R]
             products, of_w = (inside @ local[j].mT).split([C, C], dim=-1)
-            index = torch.arange(
-                first + low - j * C, first + high - j * C, device=inside.device
-            ).repeat_interleave(R)
-            of_w = of_w.masked_fill(torch.arange(C, device=inside.device) > index[:, None], 0.0)
+            # The rows are those of w up to each query's own token.
+            index = torch.arange(C, device=inside.device)
+            own = index[first + low - j * C : first + high - j * C].repeat_interleave(R)
+            of_w = of_w.masked_fill(index > own[:, None], 0.0)
             reflected, start = (of_w @ solved[j]).split([C, D], dim=-1)
             parts.append(products - reflected)
             later = torch.cat([inside - start, later], dim=1)
-        if of_later.shape[1]:
+        if of_later is not None:
             parts.append(of_later)
         columns.append(torch.cat(parts, dim=1))
     scores = torch.cat(columns[::-1], dim=-1)[..., : tokens.stop]

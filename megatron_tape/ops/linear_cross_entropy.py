@@ -43,20 +43,20 @@ def linear_cross_entropy(
     With `fused`, Liger's kernels compute in float32; they require a GPU and the package
     liger-kernel. `first` is the label of the first row of `weight_VC`; default: rank * V.
     """
-    alone = group is None or group.size() == 1
-    gradient = torch.is_grad_enabled()
+    if group is not None and group.size() == 1:
+        group = None
     if first is None:
-        first = 0 if alone else group.rank() * weight_VC.shape[0]
+        first = 0 if group is None else group.rank() * weight_VC.shape[0]
     return _LinearCrossEntropy.apply(
         hidden_sBC,
         weight_VC,
         labels_BS,
         weights_BS,
-        None if alone else group,
+        group,
         fused,
         first,
         z_loss,
-        gradient,
+        torch.is_grad_enabled(),
     )
 
 
@@ -64,21 +64,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, weights, group, fused, first, z_loss, gradient):
         sharded_tokens = hidden.shape[0] < labels.shape[1]
-        whole = _gathered(hidden, group) if sharded_tokens else hidden
+        whole = hidden
+        if sharded_tokens:
+            whole = hidden.new_empty(labels.shape[1], *hidden.shape[1:])
+            dist.all_gather_into_tensor(whole, hidden.contiguous(), group=group)
         needed = (gradient and needs for needs in ctx.needs_input_grad[:2])
-        by_token = labels.T.flatten()
-        if weights is None:
-            factors = None
-        else:
-            factors = weights.T.flatten().to(_wide(hidden))
+        factors = None if weights is None else weights.T.flatten().to(_wide(hidden))
+        tokens = whole.flatten(0, 1)
         chunked = _ChunkedLoss(
-            whole.flatten(0, 1), weight, by_token, factors, group, fused, first, z_loss
+            tokens, weight, labels.T.flatten(), factors, group, fused, first, z_loss
         )
         losses, d_hidden, d_weight = chunked.run(*needed)
         if d_hidden is not None:
             d_hidden = d_hidden.view_as(whole)
             if sharded_tokens:
-                d_hidden = _reduce_scattered(d_hidden, group)
+                shard = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+                dist.reduce_scatter_tensor(shard, d_hidden, group=group)
+                d_hidden = shard
             elif group is not None:
                 dist.all_reduce(d_hidden, group=group)
         ctx.save_for_backward(d_hidden, d_weight)
@@ -158,7 +160,15 @@ class _ChunkedLoss:
             if need_d_hidden:
                 torch.mm(d_logits, weight, out=d_hidden[chunk])
             if need_d_weight:
-                d_weight = _added(d_weight, d_logits.T, hidden[chunk], only=N <= size)
+                if d_weight is None:
+                    d_weight = d_logits.T @ hidden[chunk]
+                    if N > size:
+                        # Each product of bf16 matrices is rounded to bf16, but their sum is not.
+                        d_weight = d_weight.to(losses.dtype)
+                elif d_weight.dtype == hidden.dtype:
+                    d_weight.addmm_(d_logits.T, hidden[chunk])
+                else:
+                    d_weight += d_logits.T @ hidden[chunk]
         return losses, d_hidden, None if d_weight is None else d_weight.to(weight.dtype)
 
     def _losses(self, logits_nV: Tensor, chunk: slice) -> tuple[Tensor, Tensor, Tensor]:
@@ -206,30 +216,3 @@ class _ChunkedLoss:
 
 def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def _added(total: Tensor | None, left: Tensor, right: Tensor, only: bool) -> Tensor:
-    """Return `total` + left @ right. A new total (None) has at least float32 unless this is the
-    `only` product.
-    """
-    if total is None:
-        product = left @ right
-        if only:
-            return product
-        return product.to(_wide(right))
-    # Each product of bf16 matrices is rounded to bf16, but their sum is not.
-    if total.dtype == right.dtype:
-        return total.addmm_(left, right)
-    return total.add_(left @ right)
-
-
-def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    whole = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
-    dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
-    return whole
-
-
-def _reduce_scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    shard = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
-    dist.reduce_scatter_tensor(shard, x, group=group)
-    return shard

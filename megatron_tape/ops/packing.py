@@ -95,13 +95,14 @@ class Packing:
         The sequences of the batch are concatenated; the queries are the last S tokens of each. The
         first call synchronizes the host with the device.
         """
-        return self.cached(("lengths", S), lambda: self._lengths(S))
 
-    def _lengths(self, S: int) -> tuple[Tensor, Tensor, int, int]:
-        _, B, T = self.bounds_2BT.shape
-        first = torch.arange(T, device=self.bounds_2BT.device) == self.bounds_2BT[0]
-        k_ends = F.pad(first.flatten().nonzero().flatten(), (0, 1), value=B * T)
-        # Documents that end before the first query have no queries.
-        q_ends = k_ends // T * S + (k_ends % T - (T - S)).clamp(min=0)
-        longest = torch.stack([q_ends.diff().max(), k_ends.diff().max()]).tolist()
-        return q_ends.int(), k_ends.int(), *longest
+        def lengths() -> tuple[Tensor, Tensor, int, int]:
+            _, B, T = self.bounds_2BT.shape
+            first = torch.arange(T, device=self.bounds_2BT.device) == self.bounds_2BT[0]
+            k_ends = F.pad(first.flatten().nonzero().flatten(), (0, 1), value=B * T)
+            # Documents that end before the first query have no queries.
+            q_ends = k_ends // T * S + (k_ends % T - (T - S)).clamp(min=0)
+            longest = torch.stack([q_ends.diff().max(), k_ends.diff().max()]).tolist()
+            return q_ends.int(), k_ends.int(), *longest
+
+        return self.cached(("lengths", S), lengths)

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
 from megatron_tape.ops.attention import attention
-from megatron_tape.ops.backends import BACKENDS, LIBRARIES, POINTWISE
-from megatron_tape.ops.bias import Bias
+from megatron_tape.ops.backends import LIBRARIES
 from megatron_tape.ops.householder import through_reflections
 from megatron_tape.ops.linear_cross_entropy import linear_cross_entropy
 from megatron_tape.ops.packing import Packing
@@ -52,8 +51,8 @@ class Deviation:
 
     tensor: int
     """Index in the list of outputs followed by gradients."""
-    rows: tuple[int, int] | None
-    """First and last row of the compared block, or None for the whole tensor."""
+    rows: tuple[int, int]
+    """First and last of the compared rows."""
     error: float
     rounding: float
     allowed: float
@@ -64,12 +63,11 @@ class Deviation:
         return self.error <= self.allowed
 
     def __str__(self) -> str:
-        if self.rows is None:
-            where = ""
-        else:
-            where = f", rows {self.rows[0]} to {self.rows[1]}"
-        allowed = f"allowed: {self.allowed:.1e}, plain torch: {self.rounding:.1e}"
-        return f"tensor {self.tensor}{where} is off by {self.error:.1e} ({allowed})"
+        first, last = self.rows
+        return (
+            f"tensor {self.tensor}, rows {first} to {last}, is off by {self.error:.1e} (allowed:"
+            f" {self.allowed:.1e}, plain torch: {self.rounding:.1e})"
+        )
 
 
 def deviations(
@@ -99,19 +97,14 @@ def deviations(
     results = run(ours, None), run(plain, dtype), run(plain, torch.float64)
     for index, tensors in enumerate(zip(*results, strict=True)):
         length = len(tensors[0])
-        for first in (None, *range(0, length, ROWS)):
-            if first is None:
-                block = None
-            else:
-                block = (first, min(first + ROWS, length) - 1)
-            our, theirs, truth = (
-                x if block is None else x[block[0] : block[1] + 1] for x in tensors
-            )
+        blocks = [(first, min(first + ROWS, length) - 1) for first in range(0, length, ROWS)]
+        for first, last in [(0, length - 1), *blocks]:
+            our, theirs, truth = (x[first : last + 1] for x in tensors)
             # At least the norm of ones, since the size of a gradient of mere rounding errors is
             # meaningless.
             size = truth.norm().clamp(min=truth.numel() ** 0.5)
             error, rounding = (float((x - truth).norm() / size) for x in (our, theirs))
-            yield Deviation(index, block, error, rounding, 2 * rounding + FLOOR[dtype])
+            yield Deviation(index, (first, last), error, rounding, 2 * rounding + FLOOR[dtype])
 
 
 def inexact(
@@ -120,9 +113,10 @@ def inexact(
     """Return a sentence about the first of the `deviations` that is not exact, or None if all
     are.
     """
-    return next(
-        (str(each) for each in deviations(ours, plain, inputs, dtype) if not each.exact), None
-    )
+    for deviation in deviations(ours, plain, inputs, dtype):
+        if not deviation.exact:
+            return str(deviation)
+    return None
 
 
 @dataclass(frozen=True)
@@ -150,9 +144,10 @@ class Shapes:
         """Query heads and key/value groups per rank in attention, where context parallelism divides
         them too.
         """
-        heads, groups = (n // self.tensor_parallel_size for n in (self.heads, self.groups))
+        groups = self.groups // self.tensor_parallel_size
         ranks = self.context_parallel_size
-        return heads // ranks, math.lcm(groups, ranks) // ranks
+        heads = self.heads // self.tensor_parallel_size // ranks
+        return heads, math.lcm(groups, ranks) // ranks
 
 
 class Check(NamedTuple):
@@ -185,31 +180,24 @@ def attention_checks(
     """Return checks of `backend` against naive by name, on two sequences of `length` tokens, packed
     and not packed.
     """
-    draw, averages, dim, (H, G) = (
-        _drawing(dtype, device),
-        shapes.averages,
-        shapes.head_dim,
-        shapes.local,
-    )
-    *qkv, z = (draw(length, 2, n, dim) for n in (H, G, G, G))
-    checks = {}
+    draw = _drawing(dtype, device)
+    H, G = shapes.local
+    *qkv, z = (draw(length, 2, n, shapes.head_dim) for n in (H, G, G, G))
+
+    def attend(average: bool, backend: str, packing: Packing | None, *tensors: Tensor) -> Outputs:
+        q, k, v, *state = tensors
+        own = state[0] if state else z.to(q)
+        return attention(q, k, v, own, average, packing, backend)
+
+    if not shapes.averages:
+        return _of_attention("", partial(attend, False), backend, qkv)
     # The first layer's state needs no gradient and the last layer's is not averaged; both cases
     # have separate kernels.
-    layers = {
-        "": (True, True),
-        " in the first layer": (True, False),
-        " in the last layer": (False, True),
+    return {
+        **_of_attention("", partial(attend, True), backend, [*qkv, z]),
+        **_of_attention(" in the first layer", partial(attend, True), backend, qkv),
+        **_of_attention(" in the last layer", partial(attend, False), backend, [*qkv, z]),
     }
-    for where, (average, learned) in layers.items() if averages else [("", (False, False))]:
-
-        def attend(
-            backend: str, packing: Packing | None, *tensors: Tensor, average: bool = average
-        ) -> Outputs:
-            state = () if len(tensors) == 4 else (z.to(tensors[0]),)
-            return attention(*tensors, *state, average, packing, backend)  # type: ignore[call-arg]
-
-        checks |= _of_attention(where, attend, backend, "naive", [*qkv, z] if learned else qkv)
-    return checks
 
 
 def update_checks(
@@ -218,19 +206,18 @@ def update_checks(
     """Return the check of the fused position update by name, or nothing if the model cannot use
     it.
     """
-    draw = _drawing(dtype, device)
-    heads = shapes.heads
-    groups = shapes.groups
-    dim = shapes.head_dim
-    P = shapes.inner
-    if not (shapes.averages and fits_fused(groups, heads)):
+    H = shapes.heads
+    G = shapes.groups
+    if not (shapes.averages and fits_fused(G, H)):
         return {}
-    mixing = (groups, heads) if shapes.full_mixing else (heads,)
-    states = [draw(tokens, *sizes) for sizes in ((groups, dim), (heads, dim), (P,))]
-    matrices = [draw(*shape) * shape[-1] ** -0.5 for shape in (mixing, (P, groups), (groups, P))]
-    fused, plain = (
-        partial(_update, function, shapes.fp32_state) for function in (fused_update, plain_update)
-    )
+    draw = _drawing(dtype, device)
+    D = shapes.head_dim
+    P = shapes.inner
+    mixing = (G, H) if shapes.full_mixing else (H,)
+    states = [draw(tokens, G, D), draw(tokens, H, D), draw(tokens, P)]
+    matrices = [draw(*shape) * shape[-1] ** -0.5 for shape in (mixing, (P, G), (G, P))]
+    fused = partial(_update, fused_update, shapes.fp32_state)
+    plain = partial(_update, plain_update, shapes.fp32_state)
     return {"position update": Check(fused, plain, [*states, *matrices])}
 
 
@@ -239,29 +226,21 @@ def score_checks(
 ) -> dict[str, Check]:
     """Return the checks of `backend`, flex or fla, by name.
 
-    They cover reflections with and without gates if `shapes.reflects`, otherwise gates and, for
-    flex, a learned bias.
+    They cover reflections with and without gates if `shapes.reflects`, otherwise gates. A bias
+    takes the same path through flex as gates.
     """
-    draw, (H, G), dim = _drawing(dtype, device), shapes.local, shapes.head_dim
-    qkv = [draw(LENGTH, 2, n, dim) for n in (H, G, G)]
+    draw = _drawing(dtype, device)
+    H, G = shapes.local
+    qkv = [draw(LENGTH, 2, n, shapes.head_dim) for n in (H, G, G)]
     logits = draw(LENGTH, 2, H)
-    if shapes.reflects:
-        tensors = [*qkv, draw(LENGTH, 2, G, dim), draw(LENGTH, 2, G)]
-        inputs = {
-            " through reflections": tensors,
-            " through reflections with gates": [*tensors, logits],
-        }
-        checks = [
-            _of_attention(name, _with_reflections, backend, "naive", x)
-            for name, x in inputs.items()
-        ]
-    else:
-        checks = [_of_attention(" with gates", _with_gates, backend, "naive", [*qkv, logits])]
-        if POINTWISE in BACKENDS[backend].can:
-            checks.append(
-                _of_attention(" with a bias", _with_bias, backend, "naive", [*qkv, draw(40, H)])
-            )
-    return {name: check for each in checks for name, check in each.items()}
+    if not shapes.reflects:
+        return _of_attention(" with gates", _with_gates, backend, [*qkv, logits])
+    tensors = [*qkv, draw(LENGTH, 2, G, shapes.head_dim), draw(LENGTH, 2, G)]
+    name = " through reflections"
+    alone = _of_attention(name, _with_reflections, backend, tensors)
+    return alone | _of_attention(
+        f"{name} with gates", _with_reflections, backend, [*tensors, logits]
+    )
 
 
 def _drawing(dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
@@ -270,10 +249,10 @@ def _drawing(dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
 
 
 def _of_attention(
-    name: str, attend: Callable[..., Outputs], backend: str, plain: str, inputs: list[Tensor]
+    name: str, attend: Callable[..., Outputs], backend: str, inputs: list[Tensor]
 ) -> dict[str, Check]:
-    """Return checks of `attend(backend, packing, *inputs)` against backend `plain`, without and
-    with packing.
+    """Return checks of `attend(backend, packing, *inputs)` against naive, without and with
+    packing.
     """
     length = len(inputs[0])
     device = inputs[0].device
@@ -281,7 +260,7 @@ def _of_attention(
     packings = {"": None, PACKED: Packing.of(torch.arange(length, device=device) >= starts)}
     return {
         f"attention{name}{suffix}": Check(
-            partial(attend, backend, packing), partial(attend, plain, packing), inputs
+            partial(attend, backend, packing), partial(attend, "naive", packing), inputs
         )
         for suffix, packing in packings.items()
     }
@@ -294,22 +273,6 @@ def _with_gates(backend: str, packing: Packing | None, *tensors: Tensor) -> Outp
 
 def _gates(logits: Tensor) -> Tensor:
     return logsigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))
-
-
-def _with_bias(backend: str, packing: Packing | None, *tensors: Tensor) -> Outputs:
-    """Return attention with a learned table (40, H) of biases by distance and head."""
-    q, k, v, learned = tensors
-
-    def tile(rows: slice, columns: slice, table: Tensor) -> Tensor:
-        queries, keys = (
-            torch.arange(x.start, x.stop, device=table.device) for x in (rows, columns)
-        )
-        return table[(queries[:, None] - keys).clamp(0, 39)].permute(2, 0, 1)[None]
-
-    def score(b: Tensor, h: Tensor, q: Tensor, k: Tensor, table: Tensor) -> Tensor:
-        return table[(q - k).clamp(0, 39), h]
-
-    return attention(q, k, v, None, False, packing, backend, bias=Bias(tile, (learned,), score))
 
 
 def _with_reflections(backend: str, packing: Packing | None, *tensors: Tensor) -> Outputs:
@@ -339,7 +302,9 @@ def _update(
     """Return the updated state. With `fp32_state`, z is in fp32, with values that a 16-bit dtype
     cannot represent.
     """
-    return [function(z.float() * 1.0001 if fp32_state and z.dtype.itemsize < 4 else z, *tensors)]
+    if fp32_state and z.dtype.itemsize == 2:
+        z = z.float() * 1.0001
+    return [function(z, *tensors)]
 
 
 def backend_fails(
@@ -352,14 +317,15 @@ def backend_fails(
     backends in `LIBRARIES`, packed documents are checked only if `packed` is True.
     """
     if backend in ("flex", "fla"):
-        checks = [score_checks(backend, shapes, dtype, device)]
-    else:
-        lengths = LENGTHS if backend in LIBRARIES else (LENGTH,)
-        checks = [attention_checks(backend, shapes, dtype, device, length) for length in lengths]
-    whole = not packed and backend in LIBRARIES
-    for each in checks:
-        needed = {name: check for name, check in each.items() if not (whole and PACKED in name)}
-        if why := first_failure(needed, dtype, device):
+        return first_failure(score_checks(backend, shapes, dtype, device), dtype, device)
+    if backend not in LIBRARIES:
+        checks = attention_checks(backend, shapes, dtype, device, LENGTH)
+        return first_failure(checks, dtype, device)
+    for length in LENGTHS:
+        checks = attention_checks(backend, shapes, dtype, device, length)
+        if not packed:
+            checks = {name: check for name, check in checks.items() if PACKED not in name}
+        if why := first_failure(checks, dtype, device):
             return why
     return None
 
@@ -370,20 +336,15 @@ def first_failure(
     """Return why the first kernel that fails its check cannot be used, as the predicate of a
     sentence, or None.
     """
-    if device.type == "cuda":
-        where = torch.cuda.get_device_name(device)
-    else:
-        where = device.type
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     for name, check in checks.items():
         try:
             why = inexact(*check, dtype)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a compiler may raise anything
-            why = (
-                f"{type(error).__name__}:"
-                f" {str(error).splitlines()[0] if str(error) else 'no reason given'}"
-            )
+            first_line, *_ = str(error).splitlines() or [""]
+            why = f"{type(error).__name__}: {first_line}"
         if why:
             return f"does not work here ({name} on {where}; {why})"
     return None
@@ -402,13 +363,13 @@ def loss_check(vocabulary: int, dtype: torch.dtype, device: torch.device) -> Che
     inputs = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
     def losses(fused: bool, hidden: Tensor, weight: Tensor) -> list[Tensor]:
-        of_shards = [
-            linear_cross_entropy(
-                hidden, weight, targets, weights, fused=fused, first=first, z_loss=0.1
-            )[0]
-            for targets, first in ((labels % vocabulary, 0), (labels, vocabulary))
-        ]
-        return [torch.stack(of_shards)]
+        def loss(labels: Tensor, first: int) -> Tensor:
+            loss, *_ = linear_cross_entropy(
+                hidden, weight, labels, weights, fused=fused, first=first, z_loss=0.1
+            )
+            return loss
+
+        return [torch.stack([loss(labels % vocabulary, 0), loss(labels, vocabulary)])]
 
     return Check(partial(losses, True), partial(losses, False), inputs)
 
@@ -419,6 +380,5 @@ def swiglu_check(width: int, dtype: torch.dtype, device: torch.device) -> Check:
     def run(fused: bool, gate_and_up: Tensor) -> list[Tensor]:
         return [swiglu(gate_and_up, fused)]
 
-    return Check(
-        partial(run, True), partial(run, False), [_drawing(dtype, device)(35, 2, 2 * width)]
-    )
+    gate_and_up = _drawing(dtype, device)(35, 2, 2 * width)
+    return Check(partial(run, True), partial(run, False), [gate_and_up])

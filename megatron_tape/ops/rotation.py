@@ -96,9 +96,8 @@ class _WithModulus(torch.autograd.Function):
 
 
 def _moduli(z: Tensor) -> Tensor:
-    return torch.hypot(
-        *(part if z.dtype is torch.float64 else part.float() for part in z.chunk(2, dim=-1))
-    )
+    wide = z if z.dtype is torch.float64 else z.float()
+    return torch.hypot(*wide.chunk(2, dim=-1))
 
 
 def _twice(x: Tensor) -> Tensor:

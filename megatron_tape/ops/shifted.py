@@ -44,21 +44,19 @@ class ShiftedSegments:
         """
         B, T = tokens_BT.shape
         if T % (2 * SEGMENTS):
-            halves = 2 * SEGMENTS
             raise ValueError(
-                f"{T} tokens cannot be divided into {halves} half segments; use a multiple of"
-                f" {halves}"
+                f"{T} tokens cannot be divided into {2 * SEGMENTS} half segments; use a multiple"
             )
         length = T // SEGMENTS
         tokens = torch.arange(T, device=tokens_BT.device)
         starts, ends = (0, T) if packing is None else packing.bounds_2BT
 
-        def cut(shift: int) -> Packing:
+        def shifted_by(shift: int) -> Packing:
             first = (tokens + shift) // length * length - shift
             bounds = first.clamp(min=starts), (first + length).clamp(max=ends)
             return Packing(torch.stack([x.expand(B, T) for x in bounds]).int())
 
-        return cls(cut(0), cut(length // 2), unshifted_groups)
+        return cls(shifted_by(0), shifted_by(length // 2), unshifted_groups)
 
 
 def unshifted_groups(query_groups: int, own_groups: list[int] | None = None) -> int:
@@ -68,10 +66,9 @@ def unshifted_groups(query_groups: int, own_groups: list[int] | None = None) -> 
     indices of the rank's groups; None means all of them. Query heads that share keys are shifted
     together.
     """
-    return sum(
-        group < query_groups // 2
-        for group in (range(query_groups) if own_groups is None else own_groups)
-    )
+    if own_groups is None:
+        return query_groups // 2
+    return sum(group < query_groups // 2 for group in own_groups)
 
 
 def attend_in_segments(
@@ -88,26 +85,33 @@ def attend_in_segments(
             "shifted segments cannot be combined with scores computed from whole rows; set"
             " rescore=None"
         )
-    G = x.k_TBGD.shape[2]
     count = segments.unshifted_groups
-    per_group = x.q_SBHD.shape[2] // G
-    outputs = []
-    for packing, groups in ((segments.plain, slice(0, count)), (segments.shifted, slice(count, G))):
-        if groups.start == groups.stop:
-            continue
-        heads = slice(groups.start * per_group, groups.stop * per_group)
-        inputs = replace(
-            x,
-            q_SBHD=x.q_SBHD[:, :, heads],
-            k_TBGD=x.k_TBGD[:, :, groups],
-            v_TBGD=x.v_TBGD[:, :, groups],
-            z_TBGD=(
-                x.z_TBGD if x.z_TBGD is None or x.z_TBGD.shape[2] == 1 else x.z_TBGD[:, :, groups]
-            ),
-            packing=packing,
-            bias=None if x.bias is None else x.bias.of_heads(heads),
-            log_gate_TBH=None if x.log_gate_TBH is None else x.log_gate_TBH[:, :, heads],
-        )
-        outputs.append(attend(inputs, backend))
-    o, u = (None if parts[0] is None else torch.cat(parts, dim=2) for parts in zip(*outputs))
+    G = x.k_TBGD.shape[2]
+    if count == 0:
+        return attend(replace(x, packing=segments.shifted), backend)
+    if count == G:
+        return attend(replace(x, packing=segments.plain), backend)
+    plain = replace(_of_groups(x, slice(0, count)), packing=segments.plain)
+    shifted = replace(_of_groups(x, slice(count, G)), packing=segments.shifted)
+    averages = zip(attend(plain, backend), attend(shifted, backend))
+    o, u = (None if parts[0] is None else torch.cat(parts, dim=2) for parts in averages)
     return o, u
+
+
+def _of_groups(x: AttentionInputs, groups: slice) -> AttentionInputs:
+    """Return the inputs of the key/value groups in a slice, and of their query heads."""
+    per_group = x.q_SBHD.shape[2] // x.k_TBGD.shape[2]
+    heads = slice(groups.start * per_group, groups.stop * per_group)
+    part = replace(
+        x,
+        q_SBHD=x.q_SBHD[:, :, heads],
+        k_TBGD=x.k_TBGD[:, :, groups],
+        v_TBGD=x.v_TBGD[:, :, groups],
+    )
+    if x.z_TBGD is not None and x.z_TBGD.shape[2] > 1:
+        part = replace(part, z_TBGD=x.z_TBGD[:, :, groups])
+    if x.bias is not None:
+        part = replace(part, bias=x.bias.of_heads(heads))
+    if x.log_gate_TBH is not None:
+        part = replace(part, log_gate_TBH=x.log_gate_TBH[:, :, heads])
+    return part

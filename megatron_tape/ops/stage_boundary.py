@@ -43,7 +43,7 @@ def _join(hidden_sBC: Tensor, state: Tensor) -> Tensor:
     return torch.cat([hidden_sBC, by_token.view(hidden_sBC.dtype)], dim=2)
 
 
-def _cut(
+def _split(
     packed: Tensor, hidden_size: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     hidden_sBC = packed[..., :hidden_size]
@@ -73,13 +73,13 @@ class _Pack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return _cut(gradient, *ctx.sizes)
+        return _split(gradient, *ctx.sizes)
 
 
 class _Unpack(torch.autograd.Function):
     @staticmethod
     def forward(ctx, packed, hidden_size, shape, dtype):
-        return _cut(packed, hidden_size, shape, dtype)
+        return _split(packed, hidden_size, shape, dtype)
 
     @staticmethod
     def backward(ctx, hidden_sBC, state):

@@ -30,7 +30,8 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         kernel = parallel_path_attn
         reflections = [y.float() for y in x.rescore.w_and_beta()]
         # This kernel also divides the sums of gates by sqrt(D).
-        gates = None if gates is None else gates * D**0.5
+        if gates is not None:
+            gates = gates * D**0.5
     else:
         from fla.ops.forgetting_attn import parallel_forgetting_attn
 
@@ -38,10 +39,8 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         reflections = []
         if gates is None:
             gates = torch.zeros(S, B, H, device=q.device)
-        else:
-            gates = gates
-    tensors = [q, k, *x.values(), *reflections, *([] if gates is None else [gates])]
-    tensors = [y.transpose(0, 1).contiguous() for y in tensors]
+    tensors = [q, k, *x.values(), *reflections, gates]
+    tensors = [y.transpose(0, 1).contiguous() for y in tensors if y is not None]
     if x.packing is None:
         (averaged,) = x.run(partial(_average, kernel), *tensors)
         return (averaged.transpose(0, 1),)

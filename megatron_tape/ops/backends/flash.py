@@ -76,7 +76,7 @@ def _choose_tiles(functions: Any) -> None:
 def _with_tiles(
     ours: dict[tuple[int, int], object], theirs: Callable[..., object]
 ) -> Callable[..., object]:
-    """Return a function that selects tile sizes by (key width, value width): `ours`, else `theirs`."""
+    """Return a function that selects tile sizes by key and value width: `ours`, else `theirs`."""
 
     def select(head_dim: int, head_dim_v: int, *arguments: object, **named: object) -> object:
         if (head_dim, head_dim_v) in ours:

@@ -96,7 +96,7 @@ def _free(case: Case) -> bool:
     return case.whole and case.half_precision and not case.deterministic
 
 
-def _cut(case: Case) -> bool:
+def _divided(case: Case) -> bool:
     return not case.whole
 
 
@@ -150,8 +150,8 @@ TABLE = (
         "skips the keys of other segments",
         condition=lambda case: case.segments,
     ),
-    Row(PLAIN, GPUS, "flash_attn", "skips the keys of other documents", condition=_cut),
-    Row(PLAIN, GPUS, "triton", "skips the keys of other documents", condition=_cut),
+    Row(PLAIN, GPUS, "flash_attn", "skips the keys of other documents", condition=_divided),
+    Row(PLAIN, GPUS, "triton", "skips the keys of other documents", condition=_divided),
     Row(PLAIN, GPUS | _ON_CPU, "torch", "torch's choice among its kernels", measured=_H200),
     Row(PLAIN, GPUS, "triton", "the project's kernel instead of torch's"),
 )
