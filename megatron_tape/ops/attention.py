@@ -9,6 +9,7 @@ dimension. As in Megatron, the sequence axis comes first.
 import importlib
 from collections.abc import Set
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -33,7 +34,7 @@ def attention(
     average_state: bool = False,
     packing: Packing | None = None,
     backend: str = "torch",
-    **more: object,
+    **more: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the result of `attend` for `AttentionInputs` with these fields; `more` holds further
     fields by name.

@@ -3,7 +3,7 @@ CPU.
 
 A small model learns real text with `pretrain.train`: Megatron's layers and datasets, DeepSpeed's
 ZeRO and, on the GPU (`TESTS_ON=gpu`), the fused kernels, which TAPE's runs select by name. In fp32,
-one or several GPUs must reproduce the CPU's figures; in bf16, under every ZeRO stage, with packed
+one or several GPUs must reproduce the CPU's figures; in bf16, under ZeRO 2 and 3, with packed
 documents and with recomputation, they must be close. Without a GPU, Triton interprets the kernels,
 and two steps are taken. The most important of these tests form a part of `benchmarks.gpu_trial`.
 """

@@ -128,9 +128,9 @@ def launch_update(groups, heads, dim, inner, state=FP32):
 def binaries(run, capability):
     """Compile the kernels that `run` launches for GPUs of this capability; describe each binary.
 
-    A description has the kernel's name, bytes of shared memory, registers, bytes of the stack
-    (which holds spilled registers), and for each wait in a loop the number of copies to shared
-    memory that may still be in flight.
+    A description has the kernel's name, bytes of shared memory, bytes of the stack (which holds
+    spilled registers), and for each wait in a loop the number of copies to shared memory that may
+    still be in flight.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -180,21 +180,19 @@ def binaries(run, capability):
             name: arguments[name] for name in ("num_warps", "num_stages") if name in arguments
         }
         binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        registers, stack = _registers_and_stack(binary.asm["cubin"])
         found.append(
             {
                 "name": kernel.__name__,
                 "shared": binary.metadata.shared,
-                "registers": registers,
-                "stack": stack,
+                "stack": _stack(binary.asm["cubin"]),
                 "waits": _waits_in_loops(binary.asm["ttgir"]),
             }
         )
     return found
 
 
-def _registers_and_stack(cubin):
-    """Return a GPU binary's registers and bytes of stack, according to Triton's cuobjdump."""
+def _stack(cubin):
+    """Return a GPU binary's bytes of stack, according to Triton's cuobjdump."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -202,7 +200,7 @@ def _registers_and_stack(cubin):
         file.write(cubin)
         file.flush()
         done = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True)
-    return map(int, re.search(r"REG:(\d+) STACK:(\d+)", done.stdout + done.stderr).groups())
+    return int(re.search(r"STACK:(\d+)", done.stdout + done.stderr).group(1))
 
 
 def _waits_in_loops(ttgir):

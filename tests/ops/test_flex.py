@@ -16,7 +16,7 @@ from megatron_tape.model import backend as model_backend
 from megatron_tape.model.backend import kernel_shapes, verified_backend
 from megatron_tape.ops import parity
 from megatron_tape.ops.attention import attention
-from megatron_tape.ops.backends import POINTWISE, choice, flex, sdpa
+from megatron_tape.ops.backends import POINTWISE, choice, flex
 from megatron_tape.ops.bias import Bias, gates_as_bias
 from megatron_tape.ops.packing import Packing
 from megatron_tape.position.encoding import NO_CACHE
@@ -118,115 +118,86 @@ def test_the_block_mask_equals_the_mask_of_pairs(S, T, packed):
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
 
 
-def test_kernels_are_compared_with_plain_torch_before_a_run(monkeypatch, caplog):
+def test_kernels_are_compared_with_plain_torch_before_a_run(monkeypatch):
     monkeypatch.setattr(choice, "why_not_importable", lambda name: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    shapes = kernel_shapes(small_model(position_encoding="alibi", kv_channels=16))
     monkeypatch.setattr(parity, "LENGTH", 40)
-    checks = parity.score_checks("flex", shapes, torch.float32, CPU)
-    assert len(checks) == 4 and len(parity.score_checks("fla", shapes, torch.float32, CPU)) == 2
-    assert all(parity.inexact(*check, torch.float32) is None for check in checks.values())
-    assert parity.backend_fails("flex", shapes, torch.float32, CPU) is None
+    alibi = dict(position_encoding="alibi", kv_channels=16)
+    shapes = kernel_shapes(small_model(**alibi))
+    assert len(parity.score_checks("flex", shapes, torch.float32, CPU)) == 2
 
-    exact = flex.attend
-    monkeypatch.setattr(flex, "attend", lambda x: tuple(1.01 * y for y in exact(x)))
-    why = parity.backend_fails("flex", shapes, torch.float32, CPU)
-    assert why.startswith("does not work here (attention with gates on cpu; tensor 0")
-
-    others = []
-    layout = layout_of(lambda value: [value, *others])
+    failures = []
+    layout = layout_of(lambda value: [value, *failures])
     check = parity.backend_fails
     monkeypatch.setattr(
         model_backend,
         "backend_fails",
         lambda name, shapes, dtype, device, packed: check(name, shapes, dtype, CPU),
     )
-    model = dict(position_encoding="alibi", kv_channels=16)
-    with caplog.at_level(logging.INFO):
-        assert (
-            verified_backend(small_model(**model), layout, torch.float32, allow_slow=True)
-            == "tiled"
-        )
-        with pytest.raises(ConfigError) as error:
-            verified_backend(small_model(**model), layout, torch.float32)
-        assert (
-            error.value.key == "model.attention_backend"
-            and "allow_slow_attention" in error.value.fix
-        )
-        named = small_model(**model, attention_backend="flex")
-        with pytest.raises(ConfigError):
-            verified_backend(named, layout, torch.float32, allow_slow=True)
-        layout.world_size = 4
-        others[:] = [
-            None,
-            None,
-            model_backend._Failure("nodeB", 3, "is flex, which does not compile"),
-        ]
-        with pytest.raises(NodeError, match="ranks 0, 3 of 4") as error:
-            verified_backend(small_model(**model), layout, torch.float32)
-        assert error.value.subjects[1:] == ("nodeB",)
-        layout.world_size, others[:] = 1, []
-        monkeypatch.setattr(flex, "attend", exact)
-        assert verified_backend(small_model(**model), layout, torch.float32) == "flex"
-        assert "the kernels of flex agree with plain torch here" in caplog.text
+
+    def verified(backend="auto", **options):
+        model = small_model(**alibi, attention_backend=backend)
+        return verified_backend(model, layout, torch.float32, **options)
+
+    assert verified() == "flex"
+    exact = flex.attend
+    monkeypatch.setattr(flex, "attend", lambda x: tuple(1.01 * y for y in exact(x)))
+    assert verified(allow_slow=True) == "tiled"
+    with pytest.raises(ConfigError) as error:
+        verified()
+    assert error.value.key == "model.attention_backend"
+    assert "allow_slow_attention" in error.value.fix
+    with pytest.raises(ConfigError):
+        verified("flex", allow_slow=True)
+
+    layout.world_size = 4
+    elsewhere = model_backend._Failure("nodeB", 3, "is flex, which does not compile")
+    failures[:] = [None, None, elsewhere]
+    with pytest.raises(NodeError, match="ranks 0, 3 of 4") as error:
+        verified()
+    assert error.value.subjects[1:] == ("nodeB",)
 
 
 def test_auto_uses_the_first_library_that_equals_plain_torch_on_every_rank(monkeypatch, caplog):
+    packages = ("torch", "triton")
     monkeypatch.setattr(
-        choice,
-        "why_not_importable",
-        lambda name: None if name in ("torch", "triton") else "missing",
+        choice, "why_not_importable", lambda name: None if name in packages else "missing"
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     choice._flash_attn_version.cache_clear()
-    exact = parity.backend_fails
-    stand_ins = {}
-    elsewhere = []
+    inexact = set()
     requested = []
 
     def here(name, shapes, dtype, device, packed):
         requested.append((name, packed))
-        return exact(stand_ins.get(name, "tiled"), shapes, torch.float32, CPU, packed)
+        return "does not work here" if name in inexact else None
 
     monkeypatch.setattr(model_backend, "backend_fails", here)
+    elsewhere = []
     layout = layout_of(lambda value: [value, elsewhere.pop(0) if elsewhere else None], world_size=2)
-    tape, rope = (small_model(position_encoding=name, kv_channels=32) for name in ("tape", "rope"))
 
-    def verified(model, **settings):
-        return verified_backend(model, layout, torch.bfloat16, **settings)
+    def verified(encoding, backend="auto", **options):
+        model = small_model(position_encoding=encoding, kv_channels=32, attention_backend=backend)
+        return verified_backend(model, layout, torch.bfloat16, **options)
 
     with caplog.at_level(logging.INFO):
-        assert verified(tape) == "torch_wide" and requested == [("torch_wide", False)]
-        assert "the kernels of torch_wide agree with plain torch here" in caplog.text
-        assert "one call of cuDNN on [v | z] (on an H200" in caplog.text
-        assert verified(tape, packed=True) == verified(tape, shifted_sparse=True) == "triton"
-        assert requested[-1] == ("triton", True)
-        # Another rank's kernels are wrong, so all ranks use the next row.
-        wrong = model_backend._Failure(
-            "nodeB", 1, "is torch_wide, which is wrong", "torch_wide", replaceable=True
-        )
-        elsewhere[:] = [wrong]
-        assert verified(tape) == "triton" and "rank 1, nodeB" in caplog.text
-        doubled = sdpa.attend
-        monkeypatch.setattr(sdpa, "attend", lambda x: tuple(1.1 * y for y in doubled(x)))
-        stand_ins["torch"] = "torch"
-        assert verified(rope) == "triton"
-        assert (
-            "attention backend rejected: it is torch, which does not work here (attention on cpu;"
-            " tensor 0" in caplog.text
-        )
-        # Training does not continue with a slow backend if kernels were wrong.
-        stand_ins["triton"] = "torch"
-        stand_ins["torch_wide"] = "torch"
-        assert (
-            verified(tape, allow_slow=True) == "torch"
-            and verified(rope, allow_slow=True) == "tiled"
-        )
-        del stand_ins["triton"], stand_ins["torch_wide"]
-        with pytest.raises(NodeError, match="is torch, which does not work here"):
-            verified(
-                small_model(position_encoding="rope", kv_channels=32, attention_backend="torch")
-            )
+        assert verified("tape") == "torch_wide" and requested == [("torch_wide", False)]
+    assert "the kernels of torch_wide agree with plain torch here" in caplog.text
+    assert verified("tape", packed=True) == verified("tape", shifted_sparse=True) == "triton"
+    assert requested[-1] == ("triton", True)
+
+    # Another rank's kernels are wrong, so all ranks use the next row.
+    problem = "is torch_wide, which is wrong"
+    elsewhere[:] = [model_backend._Failure("nodeB", 1, problem, "torch_wide", replaceable=True)]
+    assert verified("tape") == "triton" and "rank 1, nodeB" in caplog.text
+
+    inexact.add("torch")
+    assert verified("rope") == "triton"
+    with pytest.raises(NodeError):
+        verified("rope", "torch")
+    # Training does not continue with a slow backend if its kernels were wrong.
+    inexact.add("triton")
+    assert verified("rope", allow_slow=True) == "tiled"
 
 
 def test_missing_kernels_are_refused_only_if_another_gpu_has_them(monkeypatch):
@@ -237,15 +208,17 @@ def test_missing_kernels_are_refused_only_if_another_gpu_has_them(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(model_backend, "backend_fails", lambda *_: None)
     choice._flash_attn_version.cache_clear()
-    tape, cope = (small_model(position_encoding=name, kv_channels=260) for name in ("tape", "cope"))
-    layout = layout_of(lambda value: [value])
-    with pytest.raises(
-        ConfigError, match="triton supports head dimensions 32, .* not 260"
-    ) as error:
-        verified_backend(tape, layout, torch.bfloat16)
-    assert "allow_slow_attention" in error.value.fix
-    assert verified_backend(tape, layout, torch.bfloat16, allow_slow=True) == "torch"
-    assert verified_backend(cope, layout, torch.bfloat16) == "tiled"
+
+    def verified(encoding, **options):
+        model = small_model(position_encoding=encoding, kv_channels=260)
+        layout = layout_of(lambda value: [value])
+        return verified_backend(model, layout, torch.bfloat16, **options)
+
+    with pytest.raises(ConfigError) as error:
+        verified("tape")
+    assert "260" in error.value.problem and "allow_slow_attention" in error.value.fix
+    assert verified("tape", allow_slow=True) == "torch"
+    assert verified("cope") == "tiled"
 
 
 @pytest.mark.parametrize("name", ["gates", "table"])

@@ -89,13 +89,6 @@ def test_the_compact_update_of_an_fp32_state_has_at_most_twice_the_rounding_erro
     )
 
 
-def test_mixing_per_head_equals_a_diagonal_matrix():
-    z = draw(5, 4, 8)
-    u = draw(5, 4, 8, seed=1)
-    scale = draw(4)
-    assert_same(mix_tokens(z, u, scale), mix_tokens(z, u, scale.diag()), (z, u, scale))
-
-
 def test_rotation_is_a_complex_product_and_heads_of_a_group_share_a_state():
     q = draw(5, 2, 6, 8)
     z = draw(5, 2, 3, 8, seed=1)

@@ -5,7 +5,7 @@ import torch
 from comparing import assert_same, draw, draw_qkvz
 from torch.nn.functional import logsigmoid
 
-from megatron_tape.ops.attention import attention
+from megatron_tape.ops.attention import attend, attention
 from megatron_tape.ops.attention_inputs import AttentionInputs
 from megatron_tape.ops.backends import tiled
 from megatron_tape.ops.bias import Bias
@@ -17,6 +17,7 @@ LENGTH = 21
 HEADS = 6
 GROUPS = 2
 DIM = 8
+PACKINGS = [None, Packing.of(torch.arange(LENGTH) // torch.tensor([[4], [9]]))]
 
 
 @pytest.fixture(autouse=True)
@@ -42,53 +43,19 @@ def slopes_and_table():
     return [slopes, table], Bias(tile, (slopes, table))
 
 
-def plain(q, k, v, z, added, packing, rotated):
-    """Compute softmax attention with explicit scores, independently of the backends."""
-    q, k, v, z = (x.transpose(0, 1) for x in (q, k, v, z))
-    per_group = HEADS // GROUPS
-    k, v, z = (x.repeat_interleave(per_group, 2) for x in (k, v, z))
-
-    def turn(x, z):
-        x, z = (torch.complex(*y.chunk(2, dim=-1)) for y in (x, z))
-        return torch.cat([(x * z).real, (x * z).imag], dim=-1)
-
-    if rotated:
-        q = turn(q, z)
-        k = turn(k, z)
-    S = q.shape[1]
-    T = k.shape[1]
-    scores = torch.einsum("bshd,bthd->bhst", q, k) / DIM**0.5 + added[:, :, T - S :]
-    at = torch.arange(T)
-    hidden = at[None, :] > at[T - S :, None]
-    if packing is not None:
-        hidden = hidden | (at < packing.bounds_2BT[0][:, None, T - S :, None])
-    p = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-    return [torch.einsum("bhst,bthd->sbhd", p, x) for x in (v, z)]
-
-
 @pytest.mark.parametrize("queries", [LENGTH, 9, 1])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("backend", ["naive", "tiled", "torch"])
-def test_biases_and_gates_equal_explicit_scores_with_all_gradients(backend, packed, queries):
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("backend", ["tiled", "torch"])
+def test_biases_and_gates_equal_explicit_scores_with_all_gradients(backend, packing, queries):
+    """test_fla.py compares the naive backend's gates, and tests/position its biases, with the
+    authors' code.
+    """
     tensors = inputs(queries)
-    rotated = queries == LENGTH
-    if packed:
-        packing = Packing.of(torch.arange(LENGTH) // torch.tensor([[4], [9]]))
-    else:
-        packing = None
     learned, bias = slopes_and_table()
     gates = draw(LENGTH, 2, HEADS, seed=6)
-    both = slice(0, LENGTH)
-    log_gate = logsigmoid(gates)
-    sums = log_gate.cumsum(0).permute(1, 2, 0)
-    at = torch.arange(LENGTH)
-    by_distance = (
-        learned[0][None, :, None, None] * (at[:, None] - at) + learned[1][:, :, both, both]
-    )
-    added = by_distance + sums[..., :, None] - sums[..., None, :]
-    theirs = plain(*tensors, added, packing, rotated)
-    ours = attention(
-        *tensors, True, packing, backend, rotate=rotated, bias=bias, log_gate_TBH=log_gate
+    changes = {"bias": bias, "log_gate_TBH": logsigmoid(gates), "rotate": queries == LENGTH}
+    ours, theirs = (
+        attention(*tensors, True, packing, name, **changes) for name in (backend, "naive")
     )
     assert_same(ours, theirs, [*tensors, *learned, gates])
 
@@ -108,65 +75,43 @@ def counting(scores, q, k, seen, tokens, weight):
     return scores - weight * counted
 
 
-@pytest.mark.parametrize("backend", ["naive", "tiled"])
-def test_scores_can_be_rewritten_from_whole_rows(backend):
-    q, k, v, z = inputs()
-    rescore = Rescore(counting, (torch.tensor(0.1, dtype=torch.float64),))
-    ours = attention(q, k, v, None, backend=backend, rescore=rescore)[0]
-    plain_scores = torch.einsum("sbhd,tbhd->bhst", q, k.repeat_interleave(3, 2)) / DIM**0.5
-    p = torch.zeros_like(plain_scores)
-    for s in range(LENGTH):
-        row = plain_scores[:, :, s, : s + 1]
-        counted = torch.stack([row[..., t:].sigmoid().sum(-1) for t in range(s + 1)], -1)
-        p[:, :, s, : s + 1] = (row - 0.1 * counted).softmax(-1)
-    torch.testing.assert_close(ours, torch.einsum("bhst,tbhd->sbhd", p, v.repeat_interleave(3, 2)))
-
-
 @pytest.mark.parametrize("queries", [LENGTH, 7])
-@pytest.mark.parametrize("packed", [False, True])
-def test_blocks_of_rows_equal_whole_rows_with_all_gradients(packed, queries):
-    """The case includes a bias, gates, an averaged state, and queries and keys changed by
-    `prepare`.
-    """
-    tensors, (of_bias, bias) = inputs(queries), slopes_and_table()
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_blocks_of_rows_equal_whole_rows_with_all_gradients(packing, queries):
+    """The case includes a bias, gates, an averaged state, and a tensor computed by `prepare`."""
+    tensors = inputs(queries)
+    learned, bias = slopes_and_table()
     gates = draw(LENGTH, 2, HEADS, seed=7)
     weight = draw(1, seed=6)
-    if packed:
-        packing = Packing.of(torch.arange(LENGTH).expand(2, -1) // 8)
-    else:
-        packing = None
     rescore = Rescore(
         counting, (weight,), lambda q, k, weight: (weight * k.square().mean() + q.mean(),)
     )
-    given = dict(rotate=queries == LENGTH, bias=bias, log_gate_TBH=-gates.square(), rescore=rescore)
+    changes = {"bias": bias, "log_gate_TBH": -gates.square(), "rescore": rescore}
     ours, theirs = (
-        attention(*tensors, True, packing, backend, **given) for backend in ("tiled", "naive")
+        attention(*tensors, True, packing, backend, rotate=queries == LENGTH, **changes)
+        for backend in ("tiled", "naive")
     )
-    assert_same(ours, theirs, [*tensors, *of_bias, gates, weight])
+    assert_same(ours, theirs, [*tensors, *learned, gates, weight])
 
 
-def test_the_gradient_of_a_bf16_table_is_accumulated_in_fp32():
-    q, k, v, z = (x.detach().bfloat16() for x in inputs())
-    table = draw(HEADS, 3, seed=8).detach().bfloat16()
+@pytest.mark.parametrize("backend", ["naive", "tiled", "torch"])
+def test_the_gradient_of_a_bf16_table_is_accumulated_in_fp32(backend):
+    tensors = [x.detach().bfloat16() for x in (*inputs()[:3], draw(HEADS, 3, seed=8))]
+    direction = draw(LENGTH, 2, HEADS, DIM, seed=9).detach()
 
     def tile(rows, columns, table):
-        at = [torch.arange(x.start, x.stop) for x in (rows, columns)]
-        return table[:, (at[0][:, None] - at[1]).clamp(0, 2)][None]
+        queries = torch.arange(rows.start, rows.stop)[:, None]
+        keys = torch.arange(columns.start, columns.stop)
+        return table[:, (queries - keys).clamp(0, 2)][None]
 
-    direction = draw(LENGTH, 2, HEADS, DIM, seed=9).detach()
-    gradients = {}
-    for backend, dtype in (
-        ("naive", torch.float64),
-        ("naive", None),
-        ("tiled", None),
-        ("torch", None),
-    ):
-        tensors = [x if dtype is None else x.to(dtype) for x in (q, k, v, table)]
-        leaf = tensors[3].requires_grad_()
-        o, _ = attention(*tensors[:3], None, backend=backend, bias=Bias(tile, (leaf,)))
-        gradients[backend, dtype] = torch.autograd.grad(o, leaf, direction.to(o.dtype))[0].double()
-    exact = gradients.pop(("naive", torch.float64))
-    assert all((gradient - exact).norm() < 0.02 * exact.norm() for gradient in gradients.values())
+    def gradient(backend, dtype):
+        q, k, v, table = (x.to(dtype) for x in tensors)
+        bias = Bias(tile, (table.requires_grad_(),))
+        o, _ = attention(q, k, v, backend=backend, bias=bias)
+        return torch.autograd.grad(o, table, direction.to(dtype))[0].double()
+
+    exact = gradient("naive", torch.float64)
+    assert (gradient(backend, torch.bfloat16) - exact).norm() < 0.02 * exact.norm()
 
 
 @pytest.mark.parametrize("shifted", [False, True])
@@ -175,44 +120,22 @@ def test_rounded_outputs_do_not_affect_the_gate_gradients_of_other_tokens(shifte
     sums such rows.
     """
     length = 320
-    groups = 2
-    generator = torch.Generator().manual_seed(0)
-    tensors = [
-        torch.randn(length, 2, n, 16, generator=generator).bfloat16()
-        for n in (4, groups, groups, 4)
-    ]
-    logits = torch.randn(length, 2, 4, generator=generator).bfloat16()
+    tensors = [draw(length, 2, n, 16, seed=n).detach().bfloat16() for n in (4, 2, 2, 4)]
+    logits = draw(length, 2, 4).detach().bfloat16()
     packing = Packing.of((torch.arange(length) >= torch.tensor([[90], [200]])).long())
     segments = ShiftedSegments.of(logits[..., 0].T, packing, 1)
-    gradients = {}
-    for backend, dtype in (("naive", torch.float64), ("naive", None), ("tiled", None)):
-        q, k, v, direction, leaf = [x if dtype is None else x.to(dtype) for x in (*tensors, logits)]
-        gates = logsigmoid(leaf.requires_grad_().to(dtype or torch.float32))
-        if shifted:
-            o, _ = attend_in_segments(
-                AttentionInputs(q_SBHD=q, k_TBGD=k, v_TBGD=v, log_gate_TBH=gates), segments, backend
-            )
-        else:
-            o, _ = attention(q, k, v, None, packing=packing, backend=backend, log_gate_TBH=gates)
-        gradients[backend, dtype] = torch.autograd.grad(o, leaf, direction.to(o.dtype))[0].double()
-    exact, plain, ours = gradients.values()
+
+    def gradient(backend, dtype):
+        q, k, v, direction, leaf = (x.to(dtype) for x in (*tensors, logits))
+        gates = logsigmoid(leaf.requires_grad_().to(torch.promote_types(dtype, torch.float32)))
+        x = AttentionInputs(q_SBHD=q, k_TBGD=k, v_TBGD=v, log_gate_TBH=gates, packing=packing)
+        o, _ = attend_in_segments(x, segments, backend) if shifted else attend(x, backend)
+        return torch.autograd.grad(o, leaf, direction)[0].double()
+
+    exact = gradient("naive", torch.float64)
+    plain = gradient("naive", torch.bfloat16)
+    ours = gradient("tiled", torch.bfloat16)
     assert (ours - exact).norm() <= 2 * (plain - exact).norm()
-
-
-def test_gate_gradients_with_rewritten_scores_in_bf16_equal_those_in_fp32():
-    """If averages were rounded, a row's error would reach the gates of all earlier tokens."""
-    q, k, v = (draw(200, 1, n, DIM, seed=n).detach() for n in (2, 1, 1))
-    gates = -0.01 * draw(200, 1, 2).detach().square()
-    direction = draw(200, 1, 2, DIM).detach()
-    found = {}
-    for dtype in (torch.float64, torch.bfloat16):
-        qkv = [x.bfloat16().to(dtype).requires_grad_() for x in (q, k, v + 3)]
-        own = gates.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
-        rescore = Rescore(lambda scores, *_: scores)
-        ours = attention(*qkv, None, log_gate_TBH=own, rescore=rescore, backend="tiled")[0]
-        (found[dtype],) = torch.autograd.grad(ours, own, direction.bfloat16().to(dtype))
-    exact, rounded = found.values()
-    assert (rounded - exact).norm() < 1e-4 * exact.norm()
 
 
 @pytest.mark.parametrize("length", [200, 300])

@@ -8,8 +8,6 @@ import pytest
 import torch
 from configurations import model_config
 from ops_interpreter import DEVICE, rounding_to_nearest
-from triton.runtime.errors import OutOfResources
-from triton.runtime.interpreter import InterpretedFunction
 
 from megatron_tape.model.backend import kernel_shapes
 from megatron_tape.ops import attention_inputs, parity
@@ -251,7 +249,8 @@ def test_an_error_in_one_row_is_named():
         o, u = exact(*x)
         return o, u.index_fill(0, torch.tensor([40], device=DEVICE), 0.0)
 
-    assert "tensor 1, rows 32 to 47" in inexact(wrong, exact, inputs, BF16)
+    found = parity.deviations(wrong, exact, inputs, BF16)
+    assert (1, (32, 47)) in [(x.tensor, x.rows) for x in found if not x.exact]
 
 
 def test_attention_saves_only_inputs_outputs_and_one_number_per_query():
@@ -373,32 +372,3 @@ def test_gradients_of_both_averages_are_concatenated_in_their_layout(batch_first
     (gradient,) = torch.autograd.grad((o, u), x, slopes)
     assert torch.equal(torch.cat([o, u], -1), x) and torch.equal(gradient, torch.cat(slopes, -1))
     assert gradient.stride() == x.stride()
-
-
-@pytest.mark.skipif(
-    DEVICE.type == "cuda", reason="the interpreter imitates a GPU with little shared memory"
-)
-@pytest.mark.parametrize("kernel", ["_forward", "_backward_keys"])
-def test_a_kernel_that_exceeds_shared_memory_switches_to_smaller_tiles(monkeypatch, caplog, kernel):
-    run = InterpretedFunction.run
-    grids = []
-
-    def limited(function, *arguments, grid, warmup, **options):
-        if function.fn.__name__ == kernel:
-            grids.append(grid)
-            if grid == grids[0]:
-                raise OutOfResources(233000, 232448, "shared memory")
-        return run(function, *arguments, grid=grid, warmup=warmup, **options)
-
-    monkeypatch.setattr(InterpretedFunction, "run", limited)
-    monkeypatch.setattr(triton_attention, "limits", {})
-    for _ in range(2):
-        check_attention(length=130, dim=128, dtype=BF16)
-    assert "needs 227.5 KiB of shared memory but has 227.0; using smaller tiles" in caplog.text
-    assert grids[0][0] == 2 < grids[-1][0]
-    # Each kernel tries the tiles for 227 and for 163 KiB once.
-    assert (
-        grids.count(grids[0])
-        == caplog.text.count("smaller tiles")
-        == (2 if kernel == "_forward" else 4)
-    )
