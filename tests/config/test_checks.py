@@ -68,11 +68,8 @@ def test_a_malformed_split_is_refused(split):
         (2, f"{TENSOR}=2 model.seq_length=31 {NO_SEQUENCE} {ROPE}"),
         (1, "schedule.kind=wsd schedule.warmup_steps=50 schedule.decay_steps=50"),
         (1, "extension.trains=[lora] extension.lora_rank=64 extension.lora_targets=[q,o]"),
-        (1, "extension.trains=[norms] extension.lora_rank=8 extension.lora_alpha=16.0"),
         (1, "model.hidden_size=65 model.kv_channels=8"),
         (1, "data.split=1,0,0 train.eval_interval=null"),
-        (1, "data.tokenizer=null logging.sample_tokens=0"),
-        (1, "optimizer.kind=muon deepspeed.zero_stage=2"),
         (1, "train.average.kind=last train.average.count=3 train.average.every=49"),
         (1, f"{GENERATOR} model.seq_length=512 logging.sample_tokens=0"),
     ],
@@ -131,7 +128,6 @@ def test_incompatible_layouts_are_refused(processes, key, options):
         ("train.profile.steps", "train.profile.steps=[4,3]"),
         ("train.profile.steps", "train.profile.steps=[11,12] train.steps=10"),
         ("model.hidden_size", "model.hidden_size=60"),
-        ("model.hidden_size", "model.hidden_size=72"),
         ("model.num_attention_heads", "model.num_query_groups=3"),
         ("model.kv_channels", "model.kv_channels=7"),
         ("model.unpadded_vocab_size", "model.unpadded_vocab_size=1000"),
@@ -177,7 +173,6 @@ def test_incompatible_layouts_are_refused(processes, key, options):
         ("checkpoint.keep_every", "checkpoint.keep_every=300 checkpoint.interval=200"),
         ("data.stages", 'data.stages=[{"prefix":"b","share":0.5},{"prefix":"c","share":0.5}]'),
         ("data.stages", 'data.stages=[{"prefix":"b","share":1.0e-9}]'),
-        ("data.prefix", "data.prefix=null"),
         ("data.prefix", "data.generator.task=addition"),
         (
             "data.reset_attention_mask",
@@ -205,8 +200,10 @@ def test_incompatible_layouts_are_refused(processes, key, options):
 )
 def test_incompatible_settings_are_refused(key, options):
     error = refusal(options)
-    assert error.key == key and error.fix
-    assert "\n" not in str(error) and ". " not in str(error)
+    assert error.key == key
+    assert error.fix
+    assert "\n" not in str(error)
+    assert ". " not in str(error)
 
 
 def test_a_profiled_rank_must_be_below_the_number_of_processes():

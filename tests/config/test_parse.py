@@ -40,7 +40,9 @@ def refusal(capsys, call, *args, **kwargs):
     """
     assert status_of(lambda: call(*args, **kwargs)) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.endswith("\n") and error.count("\n") == 1
+    assert error.startswith("error: ")
+    assert error.endswith("\n")
+    assert error.count("\n") == 1
     return error
 
 
@@ -114,7 +116,8 @@ def test_help_shows_every_setting_with_its_description(capsys):
             assert f"--{setting.key} " in shown
             assert setting.schema.get("description"), setting.key
     assert "Sections of settings: model, data, optimizer, " in shown
-    assert "MISSING" not in shown and "(a list; default: ['validation_loss', " in shown
+    assert "MISSING" not in shown
+    assert "(a list; default: ['validation_loss', " in shown
     with open(schema.__file__) as file:
         assert '"""Width of the hidden states (C)."""' in file.read()
     assert "Width of the hidden states (C)." in shown
@@ -134,7 +137,9 @@ def test_help_of_a_section_shows_only_its_settings(capsys, section, text, first,
         parse_run_config(["--help", section])
     shown = capsys.readouterr().out
     options = re.findall(r"^  --(\S+)", shown, re.MULTILINE)
-    assert ended.value.code == 0 and options[0] == first and included in options
+    assert ended.value.code == 0
+    assert options[0] == first
+    assert included in options
     assert all(f"{option}.".startswith(f"{section}.") for option in options)
     assert " ".join(text.split()) in " ".join(shown.split())
 
@@ -236,13 +241,15 @@ def test_numbers_are_decimal_and_text_needs_no_quotes_on_the_command_line(parse)
     config = parse("--optimizer.lr=1e-3", "--train.seed=010", "--train.steps=1_000")
     assert (config.optimizer.lr, config.train.seed, config.train.steps) == (1e-3, 10, 1000)
     config = parse("--data.tokenizer=null", "--train.hang_timeout=null")
-    assert config.data.tokenizer is None and config.train.hang_timeout is None
+    assert config.data.tokenizer is None
+    assert config.train.hang_timeout is None
     for text in ("3", "null", "yes", "2024-01-01", "", "1:30", *VERBATIM):
         assert parse("--logging.sample_prompt", text).logging.sample_prompt == text
         path = f"/d/{text}".replace("\n", "")  # paths contain no line breaks
         assert parse(f"--data.prefix={path}").data.prefix == path
     config = parse(logging={"sample_prompt": "3"}, optimizer={"lr": 1})
-    assert isinstance(config.optimizer.lr, float) and config.logging.sample_prompt == "3"
+    assert isinstance(config.optimizer.lr, float)
+    assert config.logging.sample_prompt == "3"
 
 
 def test_settings_of_a_section_are_merged_with_earlier_ones(parse):
@@ -313,7 +320,8 @@ def test_a_recipe_is_found_by_name_unless_a_file_has_this_name(tmp_path, monkeyp
     (tmp_path / "rope_demo").write_text(yaml.safe_dump(MINIMAL))
     assert parse_run_config(["--config", "rope_demo"]).train.steps == MINIMAL["train"]["steps"]
     error = refusal(capsys, parse_run_config, ["--config", "nowhere"])
-    assert " tape_demo, " in error and " extend/tiny_tape, " in error
+    assert " tape_demo, " in error
+    assert " extend/tiny_tape, " in error
 
 
 def test_an_error_names_all_missing_settings(parse, capsys):

@@ -130,7 +130,8 @@ def test_a_recipe_of_evaluations_is_valid(path):
 def test_the_evaluation_in_the_recipe_of_a_synthetic_task_matches_its_training(name):
     config = recipe(f"{name}_tape")
     generator = config.data.generator
-    assert generator.vocab_size == config.model.vocab_size and config.data.cache_directory is None
+    assert generator.vocab_size == config.model.vocab_size
+    assert config.data.cache_directory is None
     text = (RECIPES / f"{name}_tape.yaml").read_text().replace("\\\n#", "")
     (command,) = re.findall(r"#\s+python -m pretrain.evaluate (.*)", text)
     options, (task,) = evaluate.read_command(shlex.split(command))
@@ -157,8 +158,10 @@ def test_a_recipe_of_fine_tuning_trains_all_parameters_on_the_targets(name, tmp_
     )
     for world_size in (1, 2):
         validate(config, world_size)
-    assert config.model.hidden_size == base.model.hidden_size and config.extension.trains == ["all"]
-    assert config.data.source == "examples" and config.data.loss_on == "answers"
+    assert config.model.hidden_size == base.model.hidden_size
+    assert config.extension.trains == ["all"]
+    assert config.data.source == "examples"
+    assert config.data.loss_on == "answers"
     assert config.data.tokenizer == base.data.tokenizer
 
 
@@ -166,7 +169,8 @@ def test_fine_tuning_for_scrolls_has_the_settings_of_the_released_code():
     text = (RECIPES / "finetune" / "scrolls.yaml").read_text()
     settings = yaml.safe_load(text)
     assert (settings["train"]["steps"], settings["train"]["global_batch_size"]) == (1000, 64)
-    assert settings["optimizer"]["lr"] == 1e-5 and settings["schedule"]["warmup_steps"] == 100
+    assert settings["optimizer"]["lr"] == 1e-5
+    assert settings["schedule"]["warmup_steps"] == 100
     examples = settings["data"]["examples"]
     assert settings["model"]["seq_length"] == 8192
     assert (examples["target_tokens"], examples["template"]) == (200, "{input}")

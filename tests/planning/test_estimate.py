@@ -44,7 +44,8 @@ def refused(capsys):
         )
         output, error = capsys.readouterr()
         assert output == ""
-        assert error.startswith("error: ") and error.count("\n") == 1
+        assert error.startswith("error: ")
+        assert error.count("\n") == 1
         return error
 
     return refused
@@ -57,7 +58,8 @@ def test_the_command_prints_the_numbers(run):
     assert re.search(rf"^memory per GPU +{byte_size(memory(plan).peak)}$", output, re.M)
     assert re.search(r"^tokens per step +524,288$", output, re.M)
     assert re.search(r"^tokens of the run +5,242,880,000 ", output, re.M)
-    assert f"{flops_per_step(plan):.3e}" in output and byte_size(checkpoint_bytes(plan)) in output
+    assert f"{flops_per_step(plan):.3e}" in output
+    assert byte_size(checkpoint_bytes(plan)) in output
     assert error == ""
 
 
@@ -83,7 +85,8 @@ def test_the_copy_of_an_asynchronous_save_is_shared_by_its_writers(run, writers,
 @pytest.mark.parametrize("encoding, warned", [("cope", "all keys"), ("tape", ""), ("xpos", "")])
 def test_attention_slower_than_ropes_is_a_warning(run, encoding, warned, more):
     warnings = run(f"--model.position_encoding={encoding}", *more, name="tape_155m").err
-    assert warned in warnings and bool(warnings) == bool(warned)
+    assert warned in warnings
+    assert bool(warnings) == bool(warned)
 
 
 RECOMPUTED = ["--train.recompute=full", "--train.micro_batch_size=1"]
@@ -165,7 +168,8 @@ def test_a_search_lists_the_fastest_layouts_that_fit(run):
     rows = re.findall(
         r"^ +(\d+) +\d+ +[\dx]+ +\d+ +([123]) +\d+ +\w+ +([\d.]+) +([\d.]+)$", output, re.M
     )
-    assert len(rows) == 10 and "assumed for 16 GPUs, H100 at" in output
+    assert len(rows) == 10
+    assert "assumed for 16 GPUs, H100 at" in output
     assert [float(row[2]) for row in rows] == sorted(float(row[2]) for row in rows)
     assert all(float(row[3]) <= 0.9 * 40 for row in rows)
 
@@ -175,7 +179,9 @@ def test_a_search_without_a_fitting_layout_lists_the_smallest_or_the_reasons(run
     heading = "none fits in 1 GiB with 10% kept free; the smallest:\n"
     assert heading in output
     rows = re.findall(r" ([\d.]+)  of which .* [\d.]+$", output.partition(heading)[2], re.M)
-    assert len(rows) == 5 and rows == sorted(rows, key=float)
+    assert len(rows) == 5
+    assert rows == sorted(rows, key=float)
     output = run("--search", "--processes=63", status=1).out
-    assert "\nno layout can run on 63 GPUs\n" in output and "fits in" not in output
+    assert "\nno layout can run on 63 GPUs\n" in output
+    assert "fits in" not in output
     assert "cannot run: train.global_batch_size 512 is not divisible by" in output

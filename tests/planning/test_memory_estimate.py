@@ -89,7 +89,8 @@ def test_a_single_micro_batch_has_no_gradients_while_the_loss_is_computed():
     one, two = (
         memory(of_recipe(8, *settings, f"--train.global_batch_size={size}")) for size in (8, 16)
     )
-    assert one.gradients == 0 and two.gradients == 4 * of_recipe(8, *settings).elements
+    assert one.gradients == 0
+    assert two.gradients == 4 * of_recipe(8, *settings).elements
     assert one.peak == two.peak - two.gradients
 
 
@@ -119,10 +120,12 @@ def test_overlapping_averaging_needs_a_second_bucket():
 
 def test_flops_tokens_and_disk_follow_from_the_configuration():
     plan = of_recipe(4, name="tape_155m")
-    assert plan.tokens_per_step == 512 * 1024 and plan.tokens == 10_000 * 512 * 1024
+    assert plan.tokens_per_step == 512 * 1024
+    assert plan.tokens == 10_000 * 512 * 1024
     assert flops_per_step(plan) == flops_per_token(plan.model) * 512 * 1024
     one = checkpoint_bytes(plan)
-    assert one == 12 * plan.elements and checkpoints_bytes(plan) == 3 * one
+    assert one == 12 * plan.elements
+    assert checkpoints_bytes(plan) == 3 * one
     permanent = of_recipe(4, "--checkpoint.keep_every=2000", name="tape_155m")
     assert checkpoints_bytes(permanent) == (3 + 5) * one
     # Every tensor-parallel rank saves the norms and TAPE's matrices.

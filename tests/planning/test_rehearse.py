@@ -119,4 +119,6 @@ def test_mistakes_end_in_one_sentence(capsys, tmp_path, arguments, named):
     recipe.write_text(SMALL)
     assert status_of(lambda: command.main(["--config", str(recipe), *arguments])) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and named in error
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert named in error

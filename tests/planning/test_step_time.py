@@ -86,7 +86,8 @@ def test_a_step_takes_its_flops_and_bytes_at_the_assumed_rates():
     )
     # Four GPUs reduce-scatter fp32 gradients in a ring, and all-gather bf16 weights.
     assert found.communication == pytest.approx((4 + 2) * plan.elements * 3 / 4 / 1e10)
-    assert found.bubble == 0 and found.total == found.computation + found.communication
+    assert found.bubble == 0
+    assert found.total == found.computation + found.communication
 
 
 def test_full_recomputation_repeats_the_forward_pass_and_selective_omits_attention():
@@ -95,10 +96,8 @@ def test_full_recomputation_repeats_the_forward_pass_and_selective_omits_attenti
     )
     once = flops_per_step(none) // none.tokens_per_step
     output = 6 * 2048 * none.model.vocab_size
-    assert (
-        recomputed_flops_per_token(none) == 0
-        and recomputed_flops_per_token(full) * 3 == once - output
-    )
+    assert recomputed_flops_per_token(none) == 0
+    assert recomputed_flops_per_token(full) * 3 == once - output
     # Scores and two averages; the last layer does not average the state.
     attention = 2 * (16 * 3 - 1) * 2048 * 4096 // 2
     assert recomputed_flops_per_token(full) - recomputed_flops_per_token(selective) == attention
@@ -115,7 +114,8 @@ def test_stages_wait_as_long_as_the_pipeline_schedule_implies():
     found = step_time(plain, H100)
     less = step_time(virtual, H100)
     assert found.bubble == pytest.approx((found.computation + found.communication) * 3 / 16)
-    assert 0.4 < less.bubble / found.bubble < 0.6 and less.communication > found.communication
+    assert 0.4 < less.bubble / found.bubble < 0.6
+    assert less.communication > found.communication
 
 
 def test_a_search_finds_the_fastest_layouts_that_fit():
@@ -123,6 +123,7 @@ def test_a_search_finds_the_fastest_layouts_that_fit():
     found = search(plan, H100, 40, validate)
     every = list(candidates(plan, validate, Counter()))
     fitting = [step_time(layout, H100).total for layout in every if fits(memory(layout), 40)]
-    assert len(every) > 50 and found.too_large
+    assert len(every) > 50
+    assert found.too_large
     assert [candidate.time.total for candidate in found.fitting] == sorted(fitting)[:10]
     assert all(candidate.memory.peak <= 0.9 * 40 * GIB for candidate in found.fitting)

@@ -21,7 +21,8 @@ def test_training_draws_sorted_distinct_positions_from_the_range():
     # Every position is drawn as often as any other: 640 times, give or take five standard
     # deviations.
     counts = np.bincount(np.concatenate(draws), minlength=50)
-    assert len(counts) == 50 and np.abs(counts - 640).max() < 5 * (640 * (1 - 16 / 50)) ** 0.5
+    assert len(counts) == 50
+    assert np.abs(counts - 640).max() < 5 * (640 * (1 - 16 / 50)) ** 0.5
     assert len({tuple(draw) for draw in draws}) == 2000
     assert np.array_equal(encoding.token_positions(16, step_rng(1234, 7)), draws[6])
     assert not np.array_equal(encoding.token_positions(16, step_rng(1235, 7)), draws[6])
@@ -70,4 +71,5 @@ def test_the_engine_draws_positions_once_per_step_and_never_in_evaluation(stage)
     first = model.encoding.token_positions(16, step_rng(5, 1)).tolist()
     second = model.encoding.token_positions(16, step_rng(5, 2)).tolist()
     even = [50 * i // 16 for i in range(16)]
-    assert first != second and used == [first, first, second, second, even]
+    assert first != second
+    assert used == [first, first, second, second, even]

@@ -86,5 +86,6 @@ def test_positions_are_fp32_in_a_bf16_model():
     with torch.no_grad():
         found = built.encoding.predicted(parameters, h)
         expected = built.encoding.predicted(exact, h.double())
-    assert found.dtype == torch.float32 and expected.abs().max() > 8
+    assert found.dtype == torch.float32
+    assert expected.abs().max() > 8
     torch.testing.assert_close(found.double(), expected, atol=0.1, rtol=2**-7)
