@@ -17,7 +17,7 @@ from pydantic import AfterValidator, Field, ValidationInfo
 from megatron_tape.config.data import DataConfig
 from megatron_tape.config.encodings import ENCODINGS
 from megatron_tape.config.evaluation import EvaluationConfig
-from megatron_tape.config.sections import as_dict, build, chosen_by, merge, unflatten, validate_as
+from megatron_tape.config.sections import as_dict, build, merge, unflatten, validate_as
 from megatron_tape.config.train import TrainConfig
 from megatron_tape.config.values import (
     Count,
@@ -75,7 +75,7 @@ class ModelConfig:
     """Name of the positional encoding: tape, rope, nope, or another name from docs/encodings.md."""
     position: Annotated[
         Any, AfterValidator(_settings_of_encoding), Field(validate_default=True)
-    ] = field(default_factory=dict, metadata=chosen_by("position_encoding", ENCODINGS))
+    ] = field(default_factory=dict, metadata={"chosen_by": "position_encoding", "among": ENCODINGS})
     """Settings of the positional encoding. Each encoding has its own."""
     num_layers: Annotated[int, Field(ge=1, le=10_000)]
     """Number of transformer layers."""

@@ -3,8 +3,9 @@ mappings.
 
 A setting has a dotted key such as `train.spikes.action`. A field whose type is a dataclass is a
 section. If several dataclasses are possible, another setting selects one: the key `task` inside the
-section, or the field that `chosen_by` names, such as `model.position_encoding` for
-`model.position`.
+section, or the field that the metadata `chosen_by` names, such as `model.position_encoding` for
+`model.position`. In the second case, the metadata `among` maps the values of that field to classes
+with the dataclass as their attribute `Settings`.
 """
 
 import dataclasses
@@ -51,15 +52,6 @@ _ALLOWED = {
     "string_too_short": "at least {min_length} characters",
 }
 """What a setting must be, by the type of pydantic's error."""
-
-
-def chosen_by(field: str, among: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata of a field whose type depends on another field of the same section.
-
-    The value of the other `field` is a key of `among`; the type is the attribute `Settings` of that
-    entry.
-    """
-    return {"chosen_by": field, "among": among}
 
 
 @dataclass(frozen=True)

@@ -64,15 +64,15 @@ TOLERANCE = 0.05
 PEAK_TOLERANCE = 0.10
 ANY = 1.0
 """Allowed relative differences between measurement and estimate; ANY compares nothing."""
-KINDS = {
-    "allgather": sent.ALL_GATHER,
-    "reducescatter": sent.REDUCE_SCATTER,
-    "alltoall": sent.ALL_TO_ALL,
-    "allreduce": sent.ALL_REDUCE,
-    "broadcast": sent.BROADCAST,
-    "send": sent.SEND,
-}
-"""Kinds of collectives by the beginning of the operator's name without underscores."""
+KINDS = (
+    sent.ALL_GATHER,
+    sent.REDUCE_SCATTER,
+    sent.ALL_TO_ALL,
+    sent.ALL_REDUCE,
+    sent.BROADCAST,
+    sent.SEND,
+)
+"""Kinds of collectives. An operator's name begins with the kind, but has no hyphens."""
 aten = torch.ops.aten
 
 
@@ -460,7 +460,7 @@ class Tracker(MemTracker):
 
     def _note_collective(self, func: Any, args: tuple, inputs: list[Tensor]) -> None:
         name = func.__name__.partition(".")[0].replace("_", "")  # such as allgatherbase
-        kind = next((kind for prefix, kind in KINDS.items() if name.startswith(prefix)), name)
+        kind = next((kind for kind in KINDS if name.startswith(kind.replace("-", ""))), name)
         objects = (x for x in args if isinstance(x, torch.ScriptObject))
         boxed = next(x for x in objects if "ProcessGroup" in str(x._type()))
         group = dist.ProcessGroup.unbox(boxed)
