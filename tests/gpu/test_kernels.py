@@ -8,6 +8,7 @@ important first. Without a GPU, Triton interprets the kernels in one tiny shape.
 import re
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -42,7 +43,6 @@ NAMES += [
     "position update",
     "position update of a state in the type of the rest",
     "position update with a scale per head",
-    "attention without rotation",
     "attention of inputs that are not contiguous",
     "attention of one query to a cache",
 ]
@@ -67,54 +67,47 @@ def check_of(name, shapes, dtype):
         if shapes.groups != shapes.heads:
             return None
         shapes = replace(shapes, full_mixing=False)
-    found = kernel_checks(shapes, dtype, DEVICE, LENGTH, TOKENS)
+    checks = kernel_checks(shapes, dtype, DEVICE, LENGTH, TOKENS)
     if name.startswith("position update"):
-        return found.get("position update")
-    if name in found:
-        return found[name]
+        return checks.get("position update")
+    if name in checks:
+        return checks[name]
 
-    def attends(backend, rotate=True, prepare=lambda x: x):
-        return lambda *tensors: attention(
-            *map(prepare, tensors), True, None, backend, rotate=rotate
-        )
-
-    inputs = found["attention"].inputs
-    if name == "attention of inputs that are not contiguous":
-        return Check(attends("triton", prepare=strided), attends("torch"), inputs)
+    inputs = checks["attention"].inputs
     if name == "attention of one query to a cache":
         inputs = [inputs[0][:1], *inputs[1:]]
-    return Check(attends("triton", False), attends("torch", False), inputs)
+        return Check(partial(attend, "triton", False), partial(attend, "torch", False), inputs)
+
+    def attend_strided(*tensors):
+        return attend("triton", True, *map(strided, tensors))
+
+    return Check(attend_strided, partial(attend, "torch", True), inputs)
+
+
+def attend(backend, rotate, *tensors):
+    return attention(*tensors, True, None, backend, rotate=rotate)
 
 
 def strided(x):
     """Return x as a non-contiguous view into a larger tensor, like a model's queries and keys."""
-    between = (
-        torch.stack([x, torch.full_like(x, float("nan"))], dim=3)
-        .transpose(0, 1)
-        .contiguous()
-        .transpose(0, 1)
-    )
-    return between[:, :, :, 0]
+    between = torch.stack([x, torch.full_like(x, float("nan"))], dim=3)
+    return between.transpose(0, 1).contiguous().transpose(0, 1)[:, :, :, 0]
 
 
 @contextmanager
 def nan_in_new_memory():
-    """Fill the results of `torch.empty` and `torch.empty_like` with NaN, so that unwritten outputs
-    are detected.
-    """
+    """Fill new tensors with NaN, so that unwritten outputs are detected."""
 
     def filled(function):
         def call(*arguments, **named):
             x = function(*arguments, **named)
-            if x.is_floating_point():
-                return x.fill_(float("nan"))
-            return x
+            return x.fill_(float("nan")) if x.is_floating_point() else x
 
         return call
 
     with (
-        mock.patch.object(torch, "empty", filled(torch.empty)),
         mock.patch.object(torch, "empty_like", filled(torch.empty_like)),
+        mock.patch.object(torch.Tensor, "new_empty", filled(torch.Tensor.new_empty)),
     ):
         yield
 
@@ -144,24 +137,20 @@ def test_a_kernel_is_as_exact_as_plain_torch(name, shape, precision, record_prop
 @pytest.mark.parametrize("name", REPEATABLE)
 @pytest.mark.parametrize("shape, precision", KINDS)
 def test_deterministic_kernels_give_the_same_bits_twice(name, shape, precision, record_property):
+    check = check_of(name, shapes_of(shape), DTYPES[precision])
+
     def results():
         leaves = [x.detach().requires_grad_() for x in check.inputs]
         outputs = [x for x in check.ours(*leaves) if x is not None]
         torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
         return [*outputs, *(leaf.grad for leaf in leaves)]
 
-    check = check_of(name, shapes_of(shape), DTYPES[precision])
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         assert_exact(check, DTYPES[precision], record_property)
-        differing = [
-            i
-            for i, (one, other) in enumerate(zip(results(), results()))
-            if not torch.equal(one, other)
-        ]
+        assert all(map(torch.equal, results(), results()))
     finally:
         torch.use_deterministic_algorithms(False)
-    assert not differing
 
 
 @pytest.mark.parametrize("name", ["attention", "attention of packed documents"])

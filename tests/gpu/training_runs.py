@@ -13,7 +13,6 @@ import hashlib
 import io
 import json
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -95,12 +94,6 @@ BF16 = "--train.precision=bf16"
 PACKED = "--data.reset_attention_mask=true"
 RECOMPUTED = "--train.recompute=full"
 TENSOR_PARALLEL = "--parallel.tensor_model_parallel_size=2"
-INTERRUPTED_AT = max(1, SIZE.steps // 2)
-DETERMINISTIC = (
-    "--train.deterministic=true",
-    f"--checkpoint.interval={INTERRUPTED_AT}",
-    "--checkpoint.keep=5",
-)
 
 RUNS = {
     "tape fp32": Run("tape fp32", SAME, (ZERO(1),)),
@@ -111,9 +104,6 @@ RUNS = {
     "rope bf16 ZeRO 2": Run("rope fp32", NEAR, (ZERO(2), BF16)),
     "tape packed bf16 recomputed": Run(
         "tape packed fp32", NEAR, (ZERO(2), BF16, PACKED, RECOMPUTED)
-    ),
-    "tape deterministic": Run(
-        "tape fp32", NEAR, (ZERO(2), *((BF16,) if ON_GPU else ()), *DETERMINISTIC)
     ),
 }
 """Runs of one process, the most important first."""
@@ -193,21 +183,6 @@ class Side:
             dist.barrier()
         rows = (self.directory(name) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return [json.loads(row) for row in rows]
-
-    def last_checkpoint(self, name: str) -> Path:
-        """Return the directory of a run's last checkpoint."""
-        return self.directory(name) / "checkpoints" / f"step-{SIZE.steps:08d}"
-
-    def digests(self, name: str) -> dict[str, str]:
-        """Return the digest of every tensor file in a run's last checkpoint."""
-        files = self.last_checkpoint(name).glob("tensors*")
-        return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-
-    def forget_second_half(self, name: str) -> None:
-        """Remove the checkpoints after the first one, as if the run had been interrupted there."""
-        for path in self.last_checkpoint(name).parent.glob("step-*"):
-            if int(path.name.removeprefix("step-")) > INTERRUPTED_AT:
-                shutil.rmtree(path)
 
     def build(self, encoding: str, dtype: torch.dtype, backend: str, weights: dict):
         """Return a model on this side's device with `weights`, whole tensors by Hugging Face
@@ -300,15 +275,17 @@ def recipe(folder: Path, encoding: str) -> str:
     # The learning rate changes TAPE's matrices at every step. AdamW's usual eps of 1e-8 would turn
     # gradients that are only rounding errors into full steps, and equal runs would diverge.
     return f"""
-model: {{position_encoding: {encoding}, num_layers: {SIZE.layers}, hidden_size: {width}, ffn_hidden_size: {3 * width},
-        num_attention_heads: {SIZE.heads}, seq_length: {SIZE.seq_length}, vocab_size: {SIZE.vocab_size},
+model: {{position_encoding: {encoding}, num_layers: {SIZE.layers}, hidden_size: {width},
+        ffn_hidden_size: {3 * width}, num_attention_heads: {SIZE.heads},
+        seq_length: {SIZE.seq_length}, vocab_size: {SIZE.vocab_size},
         unpadded_vocab_size: {SIZE.vocab_size}}}
 data: {{prefix: '{folder}/data', split: '900,100,0', tokenizer: '{folder}/tokenizer.model',
        cache_directory: '{folder}/index'}}
 optimizer: {{lr: 0.001, weight_decay: 0.1, clip_grad: 1.0, eps: 0.000001}}
 schedule: {{kind: constant}}
-train: {{steps: {SIZE.steps}, global_batch_size: {SIZE.batch}, micro_batch_size: {SIZE.micro_batch}, precision: fp32,
-        eval_interval: {SIZE.steps}, eval_steps: 1, hang_timeout: 300}}
+train: {{steps: {SIZE.steps}, global_batch_size: {SIZE.batch},
+        micro_batch_size: {SIZE.micro_batch}, precision: fp32, eval_interval: {SIZE.steps},
+        eval_steps: 1, hang_timeout: 300}}
 checkpoint: {{interval: 1000, resume: '{folder}/start-{encoding}'}}
 logging: {{interval: 1, sample_tokens: 1, tensorboard: false}}
 """

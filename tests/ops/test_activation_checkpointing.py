@@ -25,40 +25,33 @@ def inputs():
     return draw_qkvz(S, H, G, D)
 
 
-def slopes(distance):
-    """Return slopes (H,) that need a gradient, and a bias computed from them."""
-    slope = torch.linspace(0.1, 0.4, H, dtype=torch.float64).requires_grad_()
-    return slope, Bias(
-        tile=lambda rows, columns, slope: (-slope[:, None, None] * distance[rows, columns])[None],
-        tensors=(slope,),
-        score=lambda b, h, query, key, slope: -slope[h] * (query - key),
-    )
-
-
 @pytest.mark.parametrize("backend", ["torch", "tiled"])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("biased", [False, True])
-def test_recorded_attention_has_the_same_gradients(backend, packed, biased):
-    found = []
-    for recorder in (None, AttentionRecorder()):
-        q, k, v, z = inputs()
-        given = {"backend": backend, "average_state": True}
-        tensors = [q, k, v, z]
-        if packed:
-            given["packing"] = Packing.of(DOCUMENTS)
-        if biased:
-            tokens = torch.arange(S, dtype=torch.float64)
-            slope, given["bias"] = slopes((tokens[:, None] - tokens).clamp(min=0))
-            tensors.append(slope)
-        if recorder is not None:
-            given["run"] = partial(recorder.run, "layer")
-            with torch.no_grad():
-                first = attention(q, k, v, z, **given)
-        found.append(with_gradients(attention(q, k, v, z, **given), tensors))
-    assert all(torch.equal(a, b) for a, b in zip(found[1], first))
-    torch.testing.assert_close(*found[::-1], rtol=1e-12, atol=1e-12)
-    # With a bias, a mask that needs gradients selects another kernel, which rounds differently.
-    assert biased or torch.equal(found[0][0], found[1][0])
+@pytest.mark.parametrize("packing", [None, Packing.of(DOCUMENTS)])
+def test_recorded_attention_has_the_same_gradients(backend, packing):
+    tensors = inputs()
+    run = partial(AttentionRecorder().run, "layer")
+    with torch.no_grad():
+        first = attention(*tensors, True, packing, backend, run=run)
+    second = attention(*tensors, True, packing, backend, run=run)
+    plain = attention(*tensors, True, packing, backend)
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    assert_same(second, plain, tensors, rtol=1e-12, atol=1e-12)
+
+
+def test_the_gradient_of_a_recorded_bias_is_the_same():
+    """SDPA adds a bias in its mask; with a gradient of the mask, torch selects another kernel."""
+    tensors = inputs()
+    slopes = torch.linspace(0.1, 0.4, H, dtype=torch.float64).requires_grad_()
+    tokens = torch.arange(S, dtype=torch.float64)
+    bias = Bias(
+        lambda rows, columns, x: x[None, :, None, None] * (tokens[columns] - tokens[rows, None]),
+        (slopes,),
+    )
+    run = partial(AttentionRecorder().run, "layer")
+    with torch.no_grad():
+        attention(*tensors, bias=bias, run=run)
+    ours = attention(*tensors, bias=bias, run=run)
+    assert_same(ours, attention(*tensors, bias=bias), [*tensors, slopes], rtol=1e-12, atol=1e-12)
 
 
 def test_attention_runs_once_and_its_inputs_are_freed():

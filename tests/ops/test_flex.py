@@ -70,13 +70,9 @@ def test_flex_equals_the_naive_backend_with_all_gradients(packed, queries):
 def pair_by_pair(bias, batch, heads, tokens):
     """Return the bias of every pair from `score`, (B, H, S, S)."""
     score = bias.score
-    for axes in (
-        (None,) * 3 + (0,),
-        (None, None, 0, None),
-        (None, 0, None, None),
-        (0, None, None, None),
-    ):
-        score = torch.vmap(score, in_dims=axes + (None,) * len(bias.tensors))
+    for axis in (3, 2, 1, 0):
+        axes = [0 if i == axis else None for i in range(4)]
+        score = torch.vmap(score, in_dims=(*axes, *(None for _ in bias.tensors)))
     at = torch.arange(tokens)
     return score(torch.arange(batch), torch.arange(heads), at, at, *bias.tensors)
 
@@ -104,7 +100,7 @@ def test_the_bias_of_pairs_equals_the_bias_of_tiles(name):
     torch.testing.assert_close(pairs, tiles, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("S, T", [(300, 300), (256, 256), (40, 300), (1, 129), (130, 390)])
+@pytest.mark.parametrize("S, T", [(256, 256), (40, 300), (1, 129), (130, 390)])
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_block_mask_equals_the_mask_of_pairs(S, T, packed):
     if packed:

@@ -39,18 +39,13 @@ def test_words_equal_the_published_test_vectors(counter, key, words):
 
 @pytest.mark.parametrize("draw", [normal, uniform])
 def test_a_part_has_the_same_numbers_as_the_whole(draw):
-    key = key_of(3, "matrix")
-    whole = draw(key, range(41), range(53), "cpu")
+    whole = draw(key_of(3, "matrix"), range(41), range(53), "cpu")
     assert len(whole.unique()) > 0.999 * whole.numel()
-    for rows, columns in [
-        (range(7, 8), range(53)),
-        (range(41), range(5, 6)),
-        (range(3, 30), range(6, 47)),
-    ]:
-        part = draw(key, rows, columns, "cpu")
-        assert torch.equal(part, whole[rows.start : rows.stop, columns.start : columns.stop])
-    for other in (key_of(4, "matrix"), key_of(3, "matrix2")):
-        assert not (draw(other, range(41), range(53), "cpu") == whole).any()
+    for rows, columns in (((7, 8), (0, 53)), ((0, 41), (5, 6)), ((3, 30), (6, 47))):
+        part = draw(key_of(3, "matrix"), range(*rows), range(*columns), "cpu")
+        assert torch.equal(part, whole[slice(*rows), slice(*columns)])
+    for parts in ((4, "matrix"), (3, "matrix2")):
+        assert not (draw(key_of(*parts), range(41), range(53), "cpu") == whole).any()
 
 
 def test_numbers_are_normal_or_uniform_and_independent():

@@ -29,22 +29,15 @@ def explicit(q, k, v, z, average, documents):
     heads = q.shape[2]
     groups = k.shape[2]
     length = T // 4
-    segments = []
-    for head in range(heads):
-        shifted = head // (heads // groups) >= groups // 2
-        segments.append([(token + length // 2 * shifted) // length for token in range(T)])
-    segments = torch.tensor(segments)
-    same = (segments[:, :, None] == segments[:, None]) & torch.ones(T, T, dtype=torch.bool).tril()
-    same = same.expand(B, heads, T, T)
+    shifted = torch.arange(heads) // (heads // groups) >= groups // 2
+    segments = (torch.arange(T) + length // 2 * shifted[:, None]) // length
+    seen = (segments[:, :, None] == segments[:, None]).tril().expand(B, -1, -1, -1)
     if documents is not None:
-        same = same & (documents[:, None, :, None] == documents[:, None, None])
+        seen = seen & (documents[:, None, :, None] == documents[:, None, None])
     k, v, z = (x.repeat_interleave(heads // groups, dim=2) for x in (k, v, z))
-    q = rotate_groups(q, z)
-    k = rotate_groups(k, z)
-    scores = torch.einsum("sbhd,tbhd->bhst", q, k) / D**0.5
-    p = scores.masked_fill(~same, float("-inf")).softmax(-1)
-    values = [v, z] if average else [v]
-    return [torch.einsum("bhst,tbhd->sbhd", p, x) for x in values]
+    scores = torch.einsum("sbhd,tbhd->bhst", rotate_groups(q, z), rotate_groups(k, z)) / D**0.5
+    p = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return [torch.einsum("bhst,tbhd->sbhd", p, x) for x in ([v, z] if average else [v])]
 
 
 def shifted_attention(q, k, v, z, segments, averages=False, backend="torch", **more):
@@ -77,13 +70,13 @@ def test_triton_is_as_exact_as_explicit_masks():
 
 def test_segments_are_quarters_and_do_not_wrap():
     segments = ShiftedSegments.of(torch.zeros(1, 16), None, 1)
-    starts, ends = segments.plain.bounds_2BT[:, 0]
-    assert starts.tolist() == [0] * 4 + [4] * 4 + [8] * 4 + [12] * 4
-    assert ends.tolist() == [4] * 4 + [8] * 4 + [12] * 4 + [16] * 4
-    starts, ends = segments.shifted.bounds_2BT[:, 0]
-    assert starts.tolist() == [0] * 2 + [2] * 4 + [6] * 4 + [10] * 4 + [14] * 2
-    assert ends.tolist() == [2] * 2 + [6] * 4 + [10] * 4 + [14] * 4 + [16] * 2
-    with pytest.raises(ValueError, match="12 tokens cannot be divided into 8 half segments"):
+    starts, ends = segments.plain.bounds_2BT[:, 0].tolist()
+    assert starts == [token // 4 * 4 for token in range(16)]
+    assert ends == [start + 4 for start in starts]
+    starts, ends = segments.shifted.bounds_2BT[:, 0].tolist()
+    assert starts == [0] * 2 + [2] * 4 + [6] * 4 + [10] * 4 + [14] * 2
+    assert ends == [2] * 2 + [6] * 4 + [10] * 4 + [14] * 4 + [16] * 2
+    with pytest.raises(ValueError, match="12 tokens"):
         ShiftedSegments.of(torch.zeros(1, 12), None, 1)
 
 

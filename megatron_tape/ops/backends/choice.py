@@ -119,7 +119,8 @@ def unsupported(
     `needs` only determines which of the backend's kernels would run; `lacks` checks whether it has
     the capabilities.
     """
-    if BACKENDS[backend].precisions is None:
+    precisions = BACKENDS[backend].precisions
+    if precisions is None:
         return None
     if backend in _PACKAGES and (why := why_not_importable(_PACKAGES[backend])):
         return why
@@ -140,15 +141,12 @@ def unsupported(
             )
         if torch.are_deterministic_algorithms_enabled():
             return "is not deterministic, as this run must be"
-    dtypes = [_DTYPES[name] for name in BACKENDS[backend].precisions]
-    if dtype not in dtypes:
-        names = " or ".join(str(known).removeprefix("torch.") for known in dtypes)
-        return f"supports {names}, not {str(dtype).removeprefix('torch.')}"
+    if dtype not in [_DTYPES[name] for name in precisions]:
+        return f"supports {' and '.join(precisions)}, not {dtype}"
     if why := unsupported_heads(backend, head_dim):
         return why
     if REFLECTIONS in needs and head_dim not in REFLECTED_DIMS:
-        known = ", ".join(map(str, REFLECTED_DIMS))
-        return f"supports head dimensions {known} with reflections, not {head_dim}"
+        return f"supports head dimensions {REFLECTED_DIMS} with reflections, not {head_dim}"
     if backend == "triton" and device.type != "cuda":
         return why_not_interpreted(dtype)
     return None
