@@ -24,7 +24,7 @@ from megatron_tape.text import counted
 def main() -> None:
     """Parse the command line and merge the datasets."""
     arguments = parser().parse_args()
-    check_output_prefix("--output-prefix", arguments.output_prefix)
+    check_output_prefix(arguments.output_prefix)
     prefixes = [prefix for pattern in arguments.input for prefix in match_datasets(pattern)]
     merge(prefixes, arguments.output_prefix, overwrite=arguments.overwrite)
 

@@ -53,7 +53,7 @@ from megatron_tape.text import counted
 def main() -> None:
     """Parse the command line, check it, and write the dataset."""
     arguments = parser().parse_args()
-    check_output_prefix("--output-prefix", arguments.output_prefix)
+    check_output_prefix(arguments.output_prefix)
     check_writable("--output-prefix", os.path.dirname(os.path.abspath(arguments.output_prefix)))
     paths = find_inputs(arguments.input, arguments)
     encoding = make_encoding(arguments)

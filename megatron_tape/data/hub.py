@@ -208,7 +208,7 @@ def _remote_size(path: str) -> int:
     # The file system keeps the listing of a directory, so that this is one request for each
     # directory.
     with _network_errors(path):
-        return int(_file_system().info(path)["size"])
+        return _file_system().info(path)["size"]
 
 
 def _file_system() -> Any:

@@ -71,11 +71,10 @@ def cached(
     return {name: load_array(path) for name, path in paths.items()}
 
 
-def load_array(path: str | Path, allow_pickle: bool = False, mmap_mode: str = "r") -> np.ndarray:
+def load_array(path: str | Path, **_options: Any) -> np.ndarray:
     """Map an array of integers from the cache into memory, read-only.
 
-    `allow_pickle` and `mmap_mode` are ignored. They are accepted because Megatron calls this like
-    `numpy.load`.
+    Megatron calls this with the options of `numpy.load`, which are ignored.
 
     Raises FileError if the file is missing or does not contain integers, OSError if the file system
     fails.

@@ -85,15 +85,16 @@ def first_invalid_id(ids: np.ndarray, vocab_size: int | None) -> int | None:
     return None
 
 
-def check_output_prefix(option: str, prefix: str) -> None:
-    """Raise ConfigError for `option` if `prefix` ends in a directory, as in `data/`.
+def check_output_prefix(prefix: str) -> None:
+    """Raise ConfigError if the option --output-prefix is a directory, as in `data/`.
 
     The index would be `data/.idx`.
     """
     if Path(f"{prefix}.idx").name in (".idx", "..idx", "...idx"):
-        fix = os.path.join(prefix, "NAME")
         raise ConfigError(
-            option, f"is {prefix!r}, a directory", f"add a name for the dataset, such as {fix}"
+            "--output-prefix",
+            f"is {prefix!r}, a directory",
+            f"add a name for the dataset, such as {os.path.join(prefix, 'NAME')}",
         )
 
 

@@ -59,8 +59,11 @@ def find_pools(config: RunConfig) -> DocumentPools:
         for pool, is_in_pool in ((long, lengths >= minimum), (others, lengths < minimum)):
             tokens = int(lengths.sum(where=is_in_pool, dtype=np.int64))
             if tokens > seq_length:
+                weight = float(tokens)
+                if weights is not None:
+                    weight = weights[index]
                 pool.prefixes.append(prefix)
-                pool.weights.append(float(tokens) if weights is None else weights[index])
+                pool.weights.append(weight)
                 pool.tokens.append(tokens)
 
     if not long.prefixes:

@@ -300,7 +300,10 @@ def mix_with_long_documents(
     cache = settings.path_to_cache
     seq_length = config.model.seq_length
     has_others = bool(pools.others.prefixes)
-    mix = Mixed(cache, [share, 1 - share] if has_others else [1.0], size)
+    shares = [1.0]
+    if has_others:
+        shares = [share, 1 - share]
+    mix = Mixed(cache, shares, size)
 
     long = Mixed(cache, pools.long.weights, mix.counts[0])
     mix.datasets.append(long)

@@ -68,7 +68,9 @@ class EncodedChunk:
 def encode_chunk(chunk: Chunk, encoding: Encoding) -> EncodedChunk:
     """Parse and tokenize the documents of a chunk."""
     texts, numbers, problems = parse_chunk(chunk, encoding.text_key)
-    end = np.array([encoding.tokenizer.eod] if encoding.append_eod else [], dtype=np.int32)
+    end = np.empty(0, np.int32)
+    if encoding.append_eod:
+        end = np.array([encoding.tokenizer.eod], np.int32)
     parts = [np.empty(0, np.int32)]
     lengths = []
     for ids, number in zip(encoding.tokenizer.encode_batch(texts), numbers):

@@ -125,4 +125,5 @@ def sample_source(config: RunConfig, validation: bool) -> SampleSource:
     """Return the source of a run with `data.generator` or `data.examples`."""
     if config.data.source == "examples":
         return ExampleSamples(config, validation)
-    return GeneratedSamples(config, VALIDATION if validation else TRAINING)
+    purpose = VALIDATION if validation else TRAINING
+    return GeneratedSamples(config, purpose)

@@ -131,8 +131,9 @@ class SpecialTokens:
                 return None
             index = token_to_id(token) if isinstance(token, str) else None
             if index is None:
+                file = CONFIG if key in self.config else MAP
                 raise self._error(
-                    CONFIG if key in self.config else MAP,
+                    file,
                     f"names {format_value(token)} as {key}, but {self._path.name} has no such"
                     " token",
                     "name an existing token, or add this one to the tokenizer and save it again",
@@ -182,7 +183,9 @@ def _contents(value: Any) -> dict[str, Any]:
         value = {str(index): token for index, token in enumerate(value)}
     elif not isinstance(value, dict) or "content" in value:
         value = {"": value}
-    return {
-        name: token.get("content") if isinstance(token, dict) else token
-        for name, token in value.items()
-    }
+    texts = {}
+    for name, token in value.items():
+        if isinstance(token, dict):
+            token = token.get("content")
+        texts[name] = token
+    return texts

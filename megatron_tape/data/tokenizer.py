@@ -292,7 +292,8 @@ def _read_files(main: Path) -> dict[str, bytes]:
     if main.name == TOKENIZER_JSON:
         names += (TOKENIZER_MODEL,)
     paths = {name: main.parent / name for name in find_files(main.parent, names)}
-    paths[TOKENIZER_JSON if main.suffix == ".json" else TOKENIZER_MODEL] = main
+    standard_name = TOKENIZER_JSON if main.suffix == ".json" else TOKENIZER_MODEL
+    paths[standard_name] = main
 
     files = {}
     for name, path in paths.items():
