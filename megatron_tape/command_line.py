@@ -161,8 +161,7 @@ def status_of(
         if not sentence:
             raise
         status = 1
-    with suppress(OSError):
-        log(printable(f"error: {sentence}", one_line=True))
+    log(printable(f"error: {sentence}", one_line=True))
     return status
 
 
@@ -266,8 +265,9 @@ def _end_output() -> None:
 
 
 def log(message: str) -> None:
-    """Print a message to stderr."""
-    print(message, file=sys.stderr, flush=True)
+    """Print a message to stderr, unless that fails, such as on a full disk."""
+    with suppress(OSError):
+        print(message, file=sys.stderr, flush=True)
 
 
 @contextmanager

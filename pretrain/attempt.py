@@ -24,7 +24,6 @@ each time.
 
 import argparse
 import contextlib
-import os
 import random
 import shlex
 import shutil
@@ -42,15 +41,13 @@ from megatron_tape.config.schema import RunConfig, replace_settings, to_yaml
 from megatron_tape.errors import EXIT_RESTART, ConfigError, FileError
 from megatron_tape.evaluation.model_source import model_of_run
 from megatron_tape.extension.base_model import Base, find_base, starts_from_base
-from megatron_tape.io.files import SUFFIX, atomic_directory, remove
+from megatron_tape.io.files import atomic_directory, remove
 from megatron_tape.io.records import write_record
 from megatron_tape.parallel.launcher import restart_count
 from megatron_tape.run.attempts import UNREADY, Attempt
 from megatron_tape.run.judging import (
     AttemptRecord,
-    crash_loop,
     decide,
-    last_error,
     nodes_to_exclude,
     queue_state,
     read_attempts,
@@ -200,7 +197,11 @@ def begin(options: argparse.Namespace) -> None:
     # Only a requeued job can be in a crash loop. A new job may always start, since a user has
     # submitted it.
     if requeued and earlier:
-        _refuse_crash_loop(run, earlier, step, options.job)
+        if loop := crash_loop(earlier, step, options.job):
+            problem = f"is {run}, where {loop}; the last attempt: {last_error(earlier[-1])}"
+            raise ConfigError("logging.directory", problem)
+        if earlier[-1].verdict is None:
+            command_line.log(f"attempt {earlier[-1].number}: {last_error(earlier[-1])}")
 
     directory = run / "jobs" / options.job
     if not requeued:
@@ -217,7 +218,7 @@ def begin(options: argparse.Namespace) -> None:
     attempt = Attempt.claim(run, checkpoints, facts)
     # An earlier attempt may have saved a checkpoint meanwhile.
     step = checkpointed_step(checkpoints)
-    _tell(f"attempt {attempt.number} of {run}, from step {step} of {config.train.steps}")
+    command_line.log(f"attempt {attempt.number} of {run}, from step {step} of {config.train.steps}")
 
     preflight_port, training_port = _free_ports(2)
     variables = {
@@ -255,15 +256,9 @@ def judge(run: Path, checkpoints: str, number: int, exit_status: int = 0) -> Non
     try:
         write_record(path, {"verdict": verdict, "reason": reason, "time": time.time()})
     except OSError as error:
-        _tell(f"warning: {path} cannot be written: {error.strerror or error}")
+        command_line.log(f"warning: {path} cannot be written: {error.strerror or error}")
     if verdict == "stop" and attempt.detail:
-        _tell(attempt.detail.rstrip())
-
-
-def _tell(message: str) -> None:
-    """Print a message to stderr, which may be a file on a full disk."""
-    with contextlib.suppress(OSError):
-        command_line.log(message)
+        command_line.log(attempt.detail.rstrip())
 
 
 def _record_missing_start(run: Path, checkpoints: str, number: int) -> None:
@@ -310,24 +305,10 @@ def _refuse_other_job(run: Path, attempts: list[AttemptRecord], job: str) -> Non
         )
 
 
-def _refuse_crash_loop(run: Path, earlier: list[AttemptRecord], step: int, job: str) -> None:
-    """Raise ConfigError if a job is in a crash loop. Otherwise, print how an attempt without a
-    verdict ended.
-    """
-    last = earlier[-1]
-    if loop := crash_loop(earlier, step, job):
-        problem = f"is {run}, where {loop}; the last attempt: {last_error(last)}"
-        raise ConfigError("logging.directory", problem)
-    if last.verdict is None:
-        _tell(f"attempt {last.number}: {last_error(last)}")
-
-
 def _point(link: Path, directory: Path) -> None:
     link.parent.mkdir(parents=True, exist_ok=True)
-    partial = link.with_name(f".{link.name}{SUFFIX}")
-    remove(partial)
-    partial.symlink_to(directory.resolve())
-    os.replace(partial, link)
+    remove(link)
+    link.symlink_to(directory.resolve())
 
 
 def _copy(source: Path, directory: Path, config: RunConfig) -> None:

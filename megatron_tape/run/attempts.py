@@ -241,14 +241,10 @@ class Attempt:
     def check_owner(self) -> None:
         """Raise StaleAttempt unless this attempt owns the run."""
         if not self.is_owner():
-            raise self.lost_ownership()
-
-    def lost_ownership(self) -> StaleAttempt:
-        """Return the error that says that this attempt no longer owns the run."""
-        return StaleAttempt(
-            f"attempt {self.number} ends: a newer attempt has taken over this run, or {self.home}"
-            " was removed or is no longer mounted"
-        )
+            raise StaleAttempt(
+                f"attempt {self.number} ends: a newer attempt has taken over this run, or"
+                f" {self.home} was removed or is no longer mounted"
+            )
 
     def leave(self) -> None:
         """Remove the staging directory. Call it when all ranks have finished writing."""

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from megatron_tape.errors import StaleAttempt
 from megatron_tape.io.files import write_whole
 from megatron_tape.parallel.launcher import local_rank
 from megatron_tape.run.attempts import HUNG, STALE, TRAINING, Attempt, stop_reason
@@ -200,8 +201,7 @@ class Watch:
             # A full disk or a temporary error of the file system must not end the run.
             with contextlib.suppress(OSError):
                 if now - checked_owner >= owner_seconds:
-                    if not self.attempt.is_owner() and not self.done:
-                        self._leave(STALE, EXIT_STALE, str(self.attempt.lost_ownership()))
+                    self._check_owner()
                     checked_owner = now
 
                 # Only rank 0 reads requests to stop, since all ranks exchange `stop` after every
@@ -214,6 +214,13 @@ class Watch:
 
             if self._hang_timeout is not None and now - self._since > self._hang_timeout:
                 self._hang()
+
+    def _check_owner(self) -> None:
+        try:
+            self.attempt.check_owner()
+        except StaleAttempt as error:
+            if not self.done:
+                self._leave(STALE, EXIT_STALE, str(error))
 
     def _read_stop_request(self) -> None:
         reason = stop_reason(self.attempt.directory)
