@@ -47,7 +47,9 @@ from megatron_tape.parallel.launcher import restart_count
 from megatron_tape.run.attempts import UNREADY, Attempt
 from megatron_tape.run.judging import (
     AttemptRecord,
+    crash_loop,
     decide,
+    last_error,
     nodes_to_exclude,
     queue_state,
     read_attempts,
