@@ -17,7 +17,6 @@ SCRIPT = Path(__file__).parent / "slurm_local.sh"
 PROGRAMS = (
     "slurmctld",
     "slurmd",
-    "slurmstepd",
     "sbatch",
     "srun",
     "scontrol",
@@ -27,6 +26,7 @@ PROGRAMS = (
     "unshare",
 )
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
+OUTER_VARIABLES = ("SLURM", "SBATCH", "TAPE")
 PATIENCE = 180
 """Seconds without any progress after which a test fails."""
 SEARCH = os.pathsep.join(
@@ -36,17 +36,13 @@ SEARCH = os.pathsep.join(
 
 def missing():
     """Return why no cluster can run on this machine, or None if one can."""
-    absent = [
-        name
-        for name in PROGRAMS
-        if name != "slurmstepd" and shutil.which(name, path=SEARCH) is None
-    ]
-    if absent:
-        return (
-            f"no {', '.join(absent)}; on Debian or Ubuntu: "
-            "apt-get install --no-install-recommends slurmd slurmctld munge slurm-client iproute2"
-        )
-    return None
+    absent = [name for name in PROGRAMS if shutil.which(name, path=SEARCH) is None]
+    if not absent:
+        return None
+    return (
+        f"no {', '.join(absent)}; on Debian or Ubuntu: "
+        "apt-get install --no-install-recommends slurmd slurmctld munge slurm-client iproute2"
+    )
 
 
 class Cluster:
@@ -59,12 +55,9 @@ class Cluster:
         self.directory.chmod(0o755)
         self.work = self.directory / "work"
         self.work.mkdir()
+        names = [name for name in os.environ if not name.startswith(OUTER_VARIABLES)]
         self.environment = {
-            **{
-                key: value
-                for key, value in os.environ.items()
-                if not key.startswith(("SLURM", "SBATCH", "TAPE"))
-            },
+            **{name: os.environ[name] for name in names},
             "PATH": SEARCH,
             "SLURM_CONF": f"{self.directory}/slurm.conf",
             "SLURM_LOCAL_DIR": str(self.directory),

@@ -41,9 +41,10 @@ def submit(inputs, tmp_path):
     for name, text in (("sbatch", SBATCH), ("scancel", scancel)):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
-    kept = {name: os.environ[name] for name in os.environ if name[:5] not in ("SLURM", "TAPE_")}
-    path = {"FOLDER": str(tmp_path), "PATH": f"{programs}:{os.environ['PATH']}"}
-    environment = kept | path | {"TAPE_PYTHON": sys.executable}
+    names = [name for name in os.environ if not name.startswith(("SLURM_", "TAPE_"))]
+    environment = {name: os.environ[name] for name in names}
+    environment["PATH"] = f"{programs}:{os.environ['PATH']}"
+    environment |= {"FOLDER": str(tmp_path), "TAPE_PYTHON": sys.executable}
 
     def run(script, *arguments, **variables):
         done = subprocess.run(

@@ -2,11 +2,9 @@
 
 import random
 import re
-import sys
 import time
 
 import pytest
-from cluster import REPOSITORY
 from runs import STEPS, TWO_STAGES, rows, step_of, wait_for_attempt, wait_for_step
 
 from megatron_tape.checkpoint import directories as checkpoint_files
@@ -200,20 +198,3 @@ def test_after_a_hang_all_stacks_are_written_and_the_run_continues(cluster, star
     for rank, place in ((0, "train_step"), (1, "sitecustomize.py")):
         stacks = (start.run / "attempts" / "000001" / f"stacks-0000{rank}.txt").read_text()
         assert f"rank {rank} on node" in stacks and place in stacks
-
-
-@slow
-def test_a_crash_loop_stops_after_three_attempts_and_shows_the_error_first(cluster, start):
-    job = start(inject={"crash": [1, 3]})
-    assert cluster.wait(job) == "FAILED"
-    records = read_attempts(start.run)
-    assert [record.outcome for record in records] == ["failed"] * 3
-    error = next(line for line in cluster.log(job).splitlines()[::-1] if "error: 3" in line)
-    assert "a step that was made to fail" in error
-    verdict = records[-1].verdict
-    assert verdict["verdict"] == "stop" and "3 attempts in a row" in verdict["reason"]
-    assert "rank 1: RuntimeError: a step that was made to fail" in verdict["reason"]
-    shown = cluster.run(
-        sys.executable, "-m", "pretrain.status", str(start.run), check=False, cwd=REPOSITORY
-    )
-    assert "failed" in shown.splitlines()[0] and "made to fail" in shown.splitlines()[0]

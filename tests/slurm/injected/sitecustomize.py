@@ -1,10 +1,9 @@
-"""Makes training steps sleep, hang or fail; Python imports this when it starts if this folder is in
+"""Makes training steps sleep or hang; Python imports this when it starts if this folder is in
 PYTHONPATH.
 
 TEST_INJECT is JSON: `sleep` seconds before every step, or before every text that an evaluation
-measures; `hang` or `crash`: [rank, step]; `once` (a path): only if that file does not exist; it is
-then created. `no_kernels`: the node on which no kernel of attention works; `cannot_evaluate`: the
-rank that fails in an evaluation.
+measures; `hang`: [rank, step], only if the file `once` does not exist, which is then created;
+`no_kernels`: the node on which no kernel of attention works.
 """
 
 import json
@@ -34,16 +33,11 @@ def inject():
     def train_step(self, *arguments, **named):
         taken[0] += 1
         time.sleep(settings.get("sleep", 0))
-        here = [int(os.environ["RANK"]), taken[0]]
-        if here in (settings.get("hang"), settings.get("crash")) and first():
-            if here == settings.get("hang"):
-                time.sleep(3600)
-            raise RuntimeError("a step that was made to fail")
+        if [int(os.environ["RANK"]), taken[0]] == settings.get("hang") and first():
+            time.sleep(3600)
         return original(self, *arguments, **named)
 
     def first():
-        if settings.get("once") is None:
-            return True
         try:
             open(settings["once"], "x").close()
         except FileExistsError:
@@ -58,8 +52,6 @@ def change(model, settings):
 
     def losses(self, *arguments, **named):
         time.sleep(settings.get("sleep", 0))
-        if int(os.environ["RANK"]) == settings.get("cannot_evaluate"):
-            raise ValueError("a text that was made to fail")
         return original(self, *arguments, **named)
 
     model.losses = losses
