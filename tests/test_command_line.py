@@ -2,6 +2,7 @@
 fail.
 """
 
+import errno
 import io
 import os
 import subprocess
@@ -157,3 +158,14 @@ def test_running_out_of_memory_is_reported_in_one_sentence(error, sentence, caps
     error = RuntimeError("a bug")
     with pytest.raises(RuntimeError, match="a bug"):
         command_line.status_of(main)
+
+
+@pytest.mark.parametrize(
+    "number, expected", [(errno.ENOSPC, 1), (errno.EDQUOT, 1), (errno.EIO, 75)]
+)
+def test_only_errors_of_a_file_system_that_does_not_respond_may_pass(number, expected, capsys):
+    def main():
+        raise OSError(number, os.strerror(number), "a/file")
+
+    assert command_line.status_of(main, unavailable=75) == expected
+    assert capsys.readouterr().err == f"error: {os.strerror(number)}: a/file\n"

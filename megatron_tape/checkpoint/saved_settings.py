@@ -130,8 +130,7 @@ def _check_same_extension(path: Path, saved: dict[str, Any], config: RunConfig) 
 
     if changed:
         values = "; ".join(
-            f"extension.{key}: was {format_value(saved[key])}, is now {format_value(current[key])}"
-            for key in changed
+            _changed(f"extension.{key}", saved[key], current[key]) for key in changed
         )
         raise ConfigError(
             ("checkpoint.resume", *(f"extension.{key}" for key in changed)),
@@ -139,6 +138,10 @@ def _check_same_extension(path: Path, saved: dict[str, Any], config: RunConfig) 
             "restore the settings from config.yaml in its run's directory, or"
             f" {config.to_start_another_run}",
         )
+
+
+def _changed(key: str, was: Any, now: Any) -> str:
+    return f"{key}: was {format_value(was)}, is now {format_value(now)}"
 
 
 def _as_json(config: RunConfig) -> dict[str, dict[str, Any]]:
@@ -175,7 +178,7 @@ def changes(saved: dict[str, dict[str, Any]], config: RunConfig) -> list[str]:
     for key, was, now in changed_values(saved, _as_json(config)):
         changeable = key.removeprefix("model.") in CHANGEABLE_MODEL_KEYS
         if not key.startswith(WITHOUT_EFFECT) and (changeable or not key.startswith("model.")):
-            sentences.append(f"{key}: was {format_value(was)}, is now {format_value(now)}")
+            sentences.append(_changed(key, was, now))
     return sentences
 
 

@@ -84,12 +84,15 @@ class Save:
         self._entries: dict[str, FileDigest] = {}
         self._index: dict[str, dict] = {}
 
-        self._begin(f"could not prepare checkpoint {step}", self._prepare, in_thread=False)
-        self._end()
+        with RankErrors(self._layout, self._attempt.check_owner) as errors:
+            if self._layout.rank == 0:
+                files.staging_directory(self._attempt.home, step)
+        errors.check(self._root, f"could not prepare checkpoint {step}")
+
         self._state = _state(writer, step, samples, progress)
         self._copy_tensors()
         self._random = _gather(random_state(), self._layout)
-        self._begin(f"could not write checkpoint {step}", self._write, in_thread)
+        self._begin(f"could not write checkpoint {step}", self._write)
 
     @property
     def busy(self) -> bool:
@@ -111,10 +114,10 @@ class Save:
             self._entries |= entries
             self._index |= index
         self._published = True
-        self._begin(f"could not finish checkpoint {self._step}", self._publish, self._in_thread)
+        self._begin(f"could not finish checkpoint {self._step}", self._publish)
         return None
 
-    def _begin(self, failure: str, action: Callable[[], None], in_thread: bool) -> None:
+    def _begin(self, failure: str, action: Callable[[], None]) -> None:
         """Start an action that may fail on this rank. `_end` raises its error on all ranks,
         introduced by `failure`.
         """
@@ -125,7 +128,7 @@ class Save:
             with errors:
                 action()
 
-        if in_thread:
+        if self._in_thread:
             self._thread = threading.Thread(target=run, name="save", daemon=True)
             self._thread.start()
         else:
@@ -140,10 +143,6 @@ class Save:
             if self._layout.rank == 0:
                 shutil.rmtree(self._staging, ignore_errors=True)
             raise
-
-    def _prepare(self) -> None:
-        if self._layout.rank == 0:
-            files.staging_directory(self._attempt.home, self._step)
 
     def _copy_tensors(self) -> None:
         """Copy the tensors that this rank writes, and choose the file's number, if it writes one.

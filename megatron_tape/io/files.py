@@ -138,7 +138,7 @@ def atomic_directory(
         for leftover in partial.iterdir():
             remove(leftover)
 
-        with _output_named_in_errors(path, partial):
+        with _output_named_in_errors(path):
             yield partial
         sync_directory(partial)
 
@@ -196,19 +196,12 @@ def _open_locked(partial: Path, path: Path, flags: int) -> int:
 
 
 @contextmanager
-def _output_named_in_errors(path: str | Path, unfinished: Path | None = None) -> Iterator[None]:
-    """Add the output's path to an OSError without a file name, such as that for a full disk.
-
-    The path also replaces that of a file in the directory `unfinished`, which is removed and which
-    the user has not named.
-    """
+def _output_named_in_errors(path: str | Path) -> Iterator[None]:
+    """Add the output's path to an OSError without a file name, such as that for a full disk."""
     try:
         yield
     except OSError as error:
-        name = error.filename
-        if error.strerror and (
-            name is None or (unfinished is not None and Path(name).is_relative_to(unfinished))
-        ):
+        if error.strerror and error.filename is None:
             error.filename = str(path)
         raise
 

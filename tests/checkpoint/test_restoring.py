@@ -144,14 +144,6 @@ def test_a_checkpoint_with_a_wrong_checksum_is_skipped_and_set_aside_by_the_next
     assert open_to_resume(config_in(tmp_path), engine.layout).step == 2
 
 
-def test_random_states_continue_where_they_were_saved(saved, tmp_path):
-    torch.manual_seed(11)
-    path = save(saved[0], tmp_path)
-    expected = torch.rand(3)
-    load_training_state(Checkpoint(path, directories.read_state(path)), saved[0])
-    assert torch.equal(torch.rand(3), expected)
-
-
 def test_a_background_save_contains_the_step_at_which_it_started(saved, tmp_path, monkeypatch):
     engine = saved[0]
     written = threading.Event()
@@ -225,7 +217,6 @@ def rank_0s(change):
     "change",
     [
         lambda t: t.pop("lengths"),
-        lambda t: t.update(states=torch.zeros_like(t["states"])),
         rank_0s(lambda tensors, text: tensors.update(torch=tensors["torch"][:-1].clone())),
         rank_0s(lambda tensors, text: text.update(python="[3, [1, 2], null]")),
     ],

@@ -18,7 +18,6 @@ from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.command_line import status_of
 from megatron_tape.errors import EXIT_RESTART, UserError
 from megatron_tape.io.files import digest
-from megatron_tape.run import attempts
 from megatron_tape.run.attempts import Attempt
 from megatron_tape.run.judging import read_attempts
 from pretrain import attempt
@@ -196,28 +195,6 @@ def test_a_verdict_is_printed_even_if_the_disk_is_full(job, capfd, monkeypatch):
     path = "run/attempts/000001/verdict.json"
     assert output.err == f"warning: {path} cannot be written: No space left on device\n"
     assert read_attempts("run")[0].verdict is None
-
-
-@pytest.mark.parametrize(
-    "number, expected", [(errno.ENOSPC, 1), (errno.EDQUOT, 1), (errno.EIO, EXIT_RESTART)]
-)
-def test_begin_is_tried_again_only_if_the_file_system_does_not_respond(
-    job, monkeypatch, number, expected
-):
-    write = attempts.write_record
-
-    def fails(descriptor):
-        raise OSError(number, os.strerror(number))
-
-    def write_record(*arguments, **options):
-        with monkeypatch.context() as failing:
-            failing.setattr(os, "fsync", fails)
-            write(*arguments, **options)
-
-    monkeypatch.setattr(attempts, "write_record", write_record)
-    status, variables, err = job()
-    assert (status, variables) == (expected, {})
-    assert err == f"error: {os.strerror(number)}: run/attempts/000001/attempt.json\n"
 
 
 def test_a_full_disk_while_the_code_is_copied_is_reported_once_with_its_path(job, monkeypatch):

@@ -191,22 +191,11 @@ def test_commands_that_no_job_can_follow_are_refused(submit, script, arguments, 
     assert output.startswith("error: ") and message in output
 
 
-def test_other_options_of_srun_are_accepted(submit):
-    site = {"TAPE_SRUN_OPTIONS": "--mpi=none --nodelist=a --gpu-freq=low"}
-    assert submit("pretrain_tape.sh", *TRAINING, **site)[0] == 0
-
-
 def test_preprocessing_is_refused_without_input(submit):
     status, submitted, output = submit(
         "preprocess.sh", "--input", "*.x", "--tokenizer", "t", "--output-prefix", "out"
     )
     assert (status, submitted) == (2, None) and "error: *.x matches no file (--input)" in output
-    status, submitted, output = submit("preprocess.sh")
-    assert (
-        (status, submitted) == (0, None)
-        and "sbatch --array=0-7" in output
-        and "#SBATCH" not in output
-    )
 
 
 def test_variables_of_the_environment_override_the_site_file(tmp_path):
