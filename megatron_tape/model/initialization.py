@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig
 from megatron_tape.model.names import POSITION, kind_of, seed_name, split_layer
 from megatron_tape.model.shapes import lora_factors, parameter_shapes
-from megatron_tape.model.weights import shard
 from megatron_tape.ops import philox
 from megatron_tape.parallel.partitions import is_sharded, local_storage
 from megatron_tape.position import encoding_of
@@ -127,23 +126,24 @@ def _shard_ranges(
     of `shape`.
     """
     *leading, width = shape
-    rows = torch.arange(prod(leading), device="cpu").view(*leading, 1)
-    columns = torch.arange(width, device="cpu").view(*[1] * len(leading), width)
-    if parameter is not None and is_sharded(parameter):
-        if parameter.partition_dim % len(shape) == len(leading):
-            columns = shard(columns, parameter, rank, size)
-        else:
-            rows = shard(rows, parameter, rank, size)
+    all_rows = [range(prod(leading))]
+    if size == 1 or parameter is None or not is_sharded(parameter):
+        return all_rows, range(width)
 
-    (column_range,) = _ranges(columns.flatten())
-    return _ranges(rows.flatten()), column_range
+    axis = parameter.partition_dim % len(shape)
+    pieces = size * parameter.partition_stride
+    length = shape[axis] // pieces
+    local = [range(piece * length, (piece + 1) * length) for piece in range(rank, pieces, size)]
+    if axis == len(leading):
+        assert len(local) == 1, "no parameter is sharded into interleaved columns"
+        return all_rows, local[0]
 
-
-def _ranges(indices: Tensor) -> list[range]:
-    """Return the ranges of consecutive numbers that make up ascending `indices`."""
-    starts = (indices.diff() != 1).nonzero().flatten() + 1
-    parts = indices.tensor_split(starts)
-    return [range(int(part[0]), int(part[-1]) + 1) for part in parts]
+    inner = prod(leading[axis + 1 :])
+    rows = []
+    for outer in range(prod(leading[:axis])):
+        start = outer * shape[axis]
+        rows += [range((start + x.start) * inner, (start + x.stop) * inner) for x in local]
+    return rows, range(width)
 
 
 def _fill(
