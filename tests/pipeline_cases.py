@@ -46,17 +46,20 @@ def cases(data):
     }
 
 
-STAGES = "parallel.pipeline_model_parallel_size"
+PIPELINE_SIZE = "parallel.pipeline_model_parallel_size"
 VIRTUAL = "parallel.virtual_pipeline_size"
 LAYOUTS = {
     1: {"alone": []},
-    2: {"pp2": [option(STAGES, 2)], "pp2_v2": [option(STAGES, 2), option(VIRTUAL, 2)]},
+    2: {
+        "pp2": [option(PIPELINE_SIZE, 2)],
+        "pp2_v2": [option(PIPELINE_SIZE, 2), option(VIRTUAL, 2)],
+    },
     4: {
-        "pp4": [option(STAGES, 4)],
-        "pp2_cp2": [option(STAGES, 2), option("parallel.context_parallel_size", 2)],
-        "pp2_dp2": [option(STAGES, 2), option("parallel.pipeline_layers", "[1, 3]")],
+        "pp4": [option(PIPELINE_SIZE, 4)],
+        "pp2_cp2": [option(PIPELINE_SIZE, 2), option("parallel.context_parallel_size", 2)],
+        "pp2_dp2": [option(PIPELINE_SIZE, 2), option("parallel.pipeline_layers", "[1, 3]")],
         "pp2_v2_tp2": [
-            option(STAGES, 2),
+            option(PIPELINE_SIZE, 2),
             option(VIRTUAL, 2),
             option("parallel.tensor_model_parallel_size", 2),
         ],
@@ -118,7 +121,7 @@ def equal_runs(folder, data):
 
 TP = "parallel.tensor_model_parallel_size"
 ZERO = "deepspeed.zero_stage"
-TWO = option(STAGES, 2)
+TWO = option(PIPELINE_SIZE, 2)
 MOVES = {
     "same": ([TWO], [TWO]),
     "to_tensor": ([TWO, option(VIRTUAL, 2)], [option(TP, 2), option(ZERO, 3)]),
@@ -147,7 +150,7 @@ def more(folder, data):
     """Test other features with two stages or in one process; two processes also resume in other
     layouts.
     """
-    stages = [TWO] if os.environ["WORLD_SIZE"] == "2" else []
+    pipeline = [TWO] if os.environ["WORLD_SIZE"] == "2" else []
     prefix = option("data.prefix", f"{data}/a")
     rows = {}
     states = {}
@@ -156,22 +159,22 @@ def more(folder, data):
         option("logging.sample_prompt", "w1 w2 w3"),
         *evaluated(data),
     ]
-    rows["evaluated"] = run(folder, "evaluated", prefix, *packed(data), *evaluating, *stages)
+    rows["evaluated"] = run(folder, "evaluated", prefix, *packed(data), *evaluating, *pipeline)
     rows["frozen"] = run(
-        folder, "frozen", prefix, option("train.recompute", "full"), *stages, trains=first_layer
+        folder, "frozen", prefix, option("train.recompute", "full"), *pipeline, trains=first_layer
     )
     with not_finite():
-        rows["not_finite"] = run(folder, "not_finite", prefix, *stages)
+        rows["not_finite"] = run(folder, "not_finite", prefix, *pipeline)
     updates = read_state(Path(folder, "not_finite", "checkpoints", f"step-{STEPS:08d}"))[
         "optimizer_steps"
     ]
     four = option("model.num_layers", 4)
     base = pretrained(folder, data, "base", "tape", four)
-    rows["extended"] = extended(folder, data, base, "extended", *WITH_LORA, four, *stages)
+    rows["extended"] = extended(folder, data, base, "extended", *WITH_LORA, four, *pipeline)
     for name in ("evaluated", "frozen", "not_finite", "extended"):
         states[name] = whole_state(folder, name, STEPS)
     tied = [prefix, option("model.tie_embeddings", "true"), *SEVERAL]
-    for name, (before, after) in MOVES.items() if stages else [("alone", ([], []))]:
+    for name, (before, after) in MOVES.items() if pipeline else [("alone", ([], []))]:
         in_background = [option("checkpoint.asynchronous", "true"), option("checkpoint.writers", 4)]
         rows[f"{name}_whole"] = run(
             folder, name, *tied, *before, *(in_background if name == "same" else ())

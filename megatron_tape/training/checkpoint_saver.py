@@ -74,7 +74,7 @@ class CheckpointSaver:
         return self.finish()
 
     def poll(self) -> None:
-        """Advance a pending save if all ranks have finished its current stage. Call this between
+        """Advance a pending save if all ranks have finished its current phase. Call this between
         steps.
         """
         if self._current is not None and not self._engine.layout.any_rank(self._current.busy):
