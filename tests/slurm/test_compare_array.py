@@ -40,7 +40,7 @@ def test_a_comparison_array_completes_after_preemption_and_writes_the_page(clust
     cluster.run("scancel", "--batch", "--signal=USR1", f"{array}_0")
     assert cluster.wait(array) == "COMPLETED", log.read_text()
     assert cluster.wait(page) == "COMPLETED", cluster.log(page)
-    assert "1 run of 2 not finished" in log.read_text() and "requeueing" in log.read_text()
+    assert "not finished: 1 of 2 runs" in log.read_text() and "requeueing" in log.read_text()
     saved = [
         line for line in (run / "log.txt").read_text().splitlines() if "continuing from" in line
     ]
