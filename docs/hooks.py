@@ -75,6 +75,7 @@ def parser_of(module: str) -> argparse.ArgumentParser:
     def raise_parser(parser: argparse.ArgumentParser, *_: Any) -> None:
         raise _ParserFound(parser)
 
+    # Only `main` builds the parser, and it must not run.
     main = importlib.import_module(module).main
     arguments = ([],) if inspect.signature(main).parameters else ()
     with mock.patch.object(Parser, "parse_known_args", raise_parser):

@@ -166,6 +166,7 @@ def _execute(
             _write(plan)
 
     with _locked(plan, shared=in_array) as lock:
+        # A task of an array does not know what the others have finished.
         finished = 0 if in_array else len(plan.runs) - len(left)
         start = partial(start_program, gpus=gpus, lock=lock)
         jobs = Jobs(left, min(slots, len(left)), start, finish, finished)
@@ -207,6 +208,7 @@ def _write(plan: ComparisonPlan) -> str:
     from megatron_tape.evaluation.figures import clean
     from megatron_tape.evaluation.report.comparison_tables import markdown
 
+    # Variants are in the order of the command line, with the baseline first.
     order = list(dict.fromkeys(run.variant.label for run in plan.runs))
     order += plan.known.variants  # other variants, of earlier commands
     plan.known.runs.sort(key=lambda run: (order.index(run.variant), run.seed))

@@ -124,6 +124,7 @@ def plot_copying(axes: Axes, directory: Path) -> None:
     axes.axhline(CHANCE, color="gray", linestyle=":")
     axes.set_xticks(range(len(blanks)), blanks.values())
     axes.set(
+        # Room for the legend above the bars.
         ylim=(0, 1.45),
         ylabel="symbols copied correctly (dotted: guessing)",
         title="Copying 16 symbols from among blanks\n(trained on 16 blanks only)",

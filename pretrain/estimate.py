@@ -217,6 +217,7 @@ def _time(plan: Plan, hardware: Hardware) -> Iterator[tuple[str, str]]:
     if time.bubble:
         assumed += f", {time.bubble / time.total:.0%} waiting for other stages"
     yield "step time, assumed", assumed
+    # Two digits, since the estimate is no more precise.
     seconds = time.total * plan.tokens / plan.tokens_per_step
     yield "time of the run, assumed", duration(float(f"{seconds:.2g}"))
 

@@ -161,6 +161,7 @@ def read_status(run: Path) -> RunStatus:
     now = file_system_time(run)
     state = state_of(last, queue_state(last.facts.get("job")), now)
 
+    # An empty row stands for a run that has logged nothing yet.
     rows: list[Any] = [{}, *last_rows(run / METRICS, Row, TAIL_BYTES)]
     row = rows[-1]
     validated = next((row for row in reversed(rows) if VALIDATION_LOSS in row), {})
@@ -377,6 +378,7 @@ def _describe_attempt(attempt: AttemptRecord, alive: bool) -> str:
 def _total_steps(run: Path) -> int | None:
     try:
         settings = read_yaml(run / SETTINGS, dict[str, dict[str, Any]])
+    # The run may be about to write the file.
     except (FileNotFoundError, ValueError):
         return None
     return settings.get("train", {}).get("steps")

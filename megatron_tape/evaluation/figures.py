@@ -97,6 +97,7 @@ def styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
     looks: dict[str, dict[str, Any]] = {}
     for index, (label, encoding) in enumerate(encodings.items()):
         color = ENCODING_COLORS.get(encoding or "") or next(other_colors)
+        # Shortened labels may be equal.
         shown = plain(label, LONGEST_LABEL)
         if any(look["label"] == shown for look in looks.values()):
             shown = f"{plain(label, LONGEST_LABEL - 6)} ({index + 1})"

@@ -150,6 +150,7 @@ class Jobs:
                 time.sleep(self._pause)
         finally:
             self._progress.end()
+            # After an error in this process, nothing records the results of the programs.
             for active in self._active.values():
                 active.process.kill()
             for number, handler in handlers.items():
@@ -232,6 +233,7 @@ def _last_error(run: PlannedRun) -> str:
     """Return, in parentheses, the last line of a run's log that contains "error", or "" without
     one.
     """
+    # The error that ended a program is at the end of its log.
     lines = run.log.read_text(encoding="utf-8", errors="replace")[-8192:].splitlines()
     for line in reversed(lines):
         if "error" in line.lower():

@@ -199,6 +199,7 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> ComparisonPl
     seeds = parse_seeds(options.seeds)
     output = Path(options.output or f"runs/compare/{Path(options.recipe).stem}")
     recipe = ["--config", options.recipe, *overrides]
+    # Variants change only the encoding, the seed and the directories of these settings.
     base = parse_run_config([*recipe, "--train.seed", "0", "--logging.directory", str(output)])
     if base.checkpoint.directory != base.default_checkpoint_directory:
         raise ConfigError(

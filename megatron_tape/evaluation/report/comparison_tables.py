@@ -44,6 +44,7 @@ def by_task(comparison: Comparison) -> dict[str, ByMetric]:
     tasks: dict[str, ByMetric] = {}
     for metric, results in results_by_metric(comparison).items():
         tasks.setdefault(metric.task, {})[metric] = results
+    # Readers look for the results first, and for the cost afterwards.
     if TRAINING in tasks:
         tasks[TRAINING] = tasks.pop(TRAINING)
     return {
@@ -98,6 +99,7 @@ def _task_table(
     by_metric: ByMetric, rows: Mapping[str, Mapping[str, Score]], baseline: str
 ) -> Table:
     """Return a table with the metrics in `rows`, by the names of row and column."""
+    # The most seeds that a variant has in one of the metrics.
     seeds: Counter[str] = Counter()
     for by_column in rows.values():
         for metric in by_column.values():
@@ -188,6 +190,7 @@ def picture(by_metric: ByMetric, variants: Sequence[str]) -> list[Picture]:
 
     labels = list(variants)
     looks = figures.variant_styles(labels)
+    # A line of text for each variant, and room for the title and the axis.
     height = 0.9 + 0.28 * len(labels)
     figure, panels = figures.panels(
         len(shown),

@@ -67,6 +67,7 @@ class Measured:
 
         ascending = sorted(self.labels, key=lambda label: self.values[condition][label])
         best = ascending[-1] if self.better == "higher" else ascending[0]
+        # A difference that readers cannot see in the numbers is none.
         return [label for label in self.labels if rounded(label) == rounded(best)]
 
     def describe(self, labels: Sequence[str], conditions: Sequence[str] = ()) -> str:
@@ -129,6 +130,7 @@ def finding(measured: Measured, reference: str = "") -> str:
     the sentence names the setting.
     """
     sentence = _sentence(measured, reference)
+    # A missing score would make a label look better or worse than it is.
     incomplete = [label for label in measured.all_labels if label not in measured.labels]
     if incomplete:
         sentence += f" Without a value everywhere: {enumerated(incomplete, MOST_LISTED)}."

@@ -117,6 +117,7 @@ def read(paths: Iterable[str | Path]) -> tuple[dict[str, Run], dict[str, Results
             runs[_label(path.resolve().name, path, runs)] = read_run(path)
         for file in files:
             result = read_results(file)
+            # Examples may take gigabytes, and the page shows none.
             tasks = {
                 name: replace(with_group_names(name, task), examples={})
                 for name, task in result.tasks.items()
@@ -151,6 +152,7 @@ def page(
         titles.append(title)
         sentences += findings
 
+    # A model has one color on the whole page, so all encodings are known before the first picture.
     encodings = {label: run.settings.get("model", {}) for label, run in runs.items()}
     for label, result in results.items():
         encodings.setdefault(label, result.model.config)
@@ -159,6 +161,7 @@ def page(
         for name in sorted(evaluated, key=[*TASKS, *sorted(evaluated)].index):
             section = _task_section(results, name)
             sections.append(section)
+            # A warning says that the scores of the task rank no model.
             if not section.warnings:
                 comparable.append(name)
         if runs:

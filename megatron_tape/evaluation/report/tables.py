@@ -145,6 +145,7 @@ def decimals_for(values: Iterable[float]) -> int | None:
     """
     values = list(values)
     largest = max((abs(value) for value in values if math.isfinite(value)), default=0.0)
+    # Counts, such as numbers of parameters.
     if largest >= 2 and all(float(value).is_integer() for value in values):
         return 0
     if largest >= 1e5:
@@ -206,6 +207,7 @@ def score_table(tasks: Mapping[str, TaskResult], comparable: bool = True) -> lis
     order = list(values)
     for subject in sorted(subjects, key=lambda subject: order.index(subject.metric)):
         scores = subjects[subject]
+        # A bold value would rank models that cannot be compared.
         best = leader(scores) if comparable else None
         decimals = decimals_for(values[subject.metric])
         row = [text(metric_name(subject)), text(subject.group), number(subject.length, 0)]
