@@ -85,6 +85,7 @@ def _main(argv: list[str] | None) -> int:
         model_source.check_code(options.trust_remote_code)
         for task in tasks:
             check_task(task, model_source)
+        # An unusable directory shows now, not after hours of evaluation.
         output = Path(options.output or model_source.default_output)
         existing = next(path for path in (output, *output.absolute().parents) if path.exists())
         if not (existing.is_dir() and os.access(existing, os.W_OK)):
@@ -236,6 +237,7 @@ def check_task(task: Task, model_source: ModelSource) -> None:
                 "choose tasks that do not generate text, such as perplexity",
             )
     check_trained_on(task.name, model_source)
+    # This reads the data, which one rank can do for all.
     if os.environ.get("RANK", "0") == "0":
         task.check(model_source.info)
 
@@ -256,7 +258,8 @@ def evaluate(
     ranks = Ranks.join()
     with ranks.rank_0_reports():
         device = choose_device(options.device)
-    dtype = options.dtype or ("bf16" if device.startswith("cuda") else "fp32")
+    default_dtype = "bf16" if device.startswith("cuda") else "fp32"
+    dtype = options.dtype or default_dtype
 
     def unfinished_plans() -> list[TaskPlan]:
         command_line.log(f"reading {model_source.path}")
@@ -305,7 +308,7 @@ def _run(
     record = ModelRecord(
         path=model_source.given,
         digest=plan.model_digest,
-        parameters=model.parameters,
+        parameters=model.model.num_parameters(),
         trained_length=model.info.trained_length,
         config=model.info.config,
         run=model_source.run,

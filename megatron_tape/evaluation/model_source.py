@@ -150,6 +150,7 @@ def find_model(given: str, label: str | None = None, average: bool = False) -> M
     path = Path(given)
     if not path.exists():
         fix = "give a run, a checkpoint, or a directory in the format of transformers"
+        # Such a path looks like the name of a model on the hub.
         if given.count("/") == 1 and not path.parent.is_dir():
             fix += (
                 f"; to download a model from the hub, run hf download {given} --local-dir"
@@ -202,8 +203,6 @@ def _from_transformers(path: Path, label: str | None) -> ModelSource:
     # GPT-2 and similar models use n_positions, MPT max_seq_len.
     names = ("max_position_embeddings", "n_positions", "max_seq_len")
     length = next((text_config[name] for name in names if name in text_config), None)
-    if type(length) is not int or length < 1:
-        length = None
 
     name = path.resolve().name
     info = ModelInfo(
@@ -295,6 +294,7 @@ def check_trained_on(task: str, model_source: ModelSource) -> None:
 def _from_checkpoint(path: Path, label: str | None, average: bool) -> ModelSource:
     path = find_checkpoint(path, deep=False)
     state = read_state(path)
+    # The averaged weights are another model, with results of their own.
     suffix = ""
     if average:
         suffix = f"-{AVERAGE}"

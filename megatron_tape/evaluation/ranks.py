@@ -33,23 +33,11 @@ class Ranks:
         if ranks.count > 1:
             with ranks.rank_0_reports():
                 check_master_address()
-            import torch.distributed as dist
+                import torch.distributed as dist
 
-            # Ranks wait for each other at the end of a task, which may take hours.
-            with ranks.rank_0_reports():
+                # Ranks wait for each other at the end of a task, which may take hours.
                 dist.init_process_group("gloo", timeout=timedelta(days=7))
         return ranks
-
-    def broadcast(self, value: Any) -> Any:
-        """Return the `value` of rank 0 on every rank."""
-        if self.count == 1:
-            return value
-        import torch.distributed as dist
-
-        values = [value]
-        with _others_alive():
-            dist.broadcast_object_list(values, src=0)
-        return values[0]
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks on rank 0, and an empty list on the others. Includes a
@@ -71,14 +59,21 @@ class Ranks:
         """Call `work` on rank 0, and return its result on every rank. If it raises an error, every
         rank raises one.
         """
-        value = None
+        value: Any = None
         failure: Exception | None = None
+        failed = False
         if self.rank == 0:
             try:
                 value = work()
             except Exception as error:  # raised below, after telling the other ranks
                 failure = error
-        value, failed = self.broadcast((value, failure is not None))
+        if self.count > 1:
+            import torch.distributed as dist
+
+            messages = [(value, failure is not None)]
+            with _others_alive():
+                dist.broadcast_object_list(messages, src=0)
+            value, failed = messages[0]
         if failure is not None:
             raise failure
         if failed:

@@ -225,6 +225,7 @@ def add_result(
 
     Raises FileError if the directory now holds results of another model.
     """
+    # Several evaluations may write to one directory, each with other tasks.
     with locked(output):
         tasks = {**_finished_tasks(output, plan), plan.task: result}
         results = Results(label, model, time.time(), tasks)
@@ -242,17 +243,16 @@ def draw(output: Path, task: Task, results: Results) -> list[Path]:
     from megatron_tape.evaluation.figures import encoding_of, model_encodings, png
 
     shown = with_group_names(task.name, results.tasks[task.name])
-    files = []
+    images = {}
     try:
         with model_encodings({results.label: encoding_of(results.model.config)}):
             for picture in task.draw({results.label: shown}):
-                write_whole(output / f"{picture.name}.png", [png(picture)])
-                files.append(output / f"{picture.name}.png")
-    except OSError:
-        raise
+                images[output / f"{picture.name}.png"] = png(picture)
     except Exception as error:
         command_line.log(
             f"warning: not all pictures of {task.name} could be drawn ({type(error).__name__}:"
             f" {error})"
         )
-    return files
+    for file, image in images.items():
+        write_whole(file, [image])
+    return list(images)

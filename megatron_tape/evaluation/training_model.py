@@ -125,6 +125,7 @@ class TaskHook(Hook):
                 failures.append(str(error))
         model.join_other_ranks()
 
+        # Under ZeRO 3, ranks must not wait here while others still run forward passes.
         gathered: list[Any] = [None] * group.size()
         dist.all_gather_object(gathered, (values, failures), group=group)
         all_values = {}

@@ -58,10 +58,6 @@ class HFModel:
     def device(self) -> torch.device:
         return self.model.device
 
-    @property
-    def parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.model.parameters())
-
     def encode(self, text: str) -> list[int]:
         if self._saved_tokenizer is not None:
             return self._saved_tokenizer.encode(text)
@@ -80,10 +76,9 @@ class HFModel:
             return self._saved_tokenizer.prefix
         if self.tokenizer is None:
             return []
-        bos = self.tokenizer.bos_token_id
-        ids = self.tokenizer("a", verbose=False)["input_ids"]
-        if bos is not None and ids[:1] == [bos]:
-            return ids[:1]
+        first = self.tokenizer("a", verbose=False)["input_ids"][:1]
+        if first == [self.tokenizer.bos_token_id]:
+            return first
         return []
 
     @cached_property
@@ -127,10 +122,6 @@ class HFModel:
 
     @torch.inference_mode()
     def losses(self, tokens: np.ndarray, first: int) -> np.ndarray:
-        if not 1 <= first <= len(tokens):
-            raise ValueError(
-                f"first is {first}, but must be from 1 to the number of tokens, {len(tokens)}"
-            )
         self.reset_rope_frequencies()
         ids = torch.from_numpy(np.ascontiguousarray(tokens, dtype=np.int64)).to(self.device)
         length = len(tokens) - 1
@@ -227,7 +218,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 def load_model(
     info: ModelInfo,
-    directory: str | Path,
+    directory: Path,
     dtype: str,
     device: str,
     trust_remote_code: bool = False,
@@ -243,7 +234,7 @@ def load_model(
     transformers.utils.logging.disable_progress_bar()
     try:
         if trust_remote_code:
-            _copy_code(Path(directory))
+            _copy_code(directory)
         model = transformers.AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=DTYPES[dtype],
@@ -258,7 +249,8 @@ def load_model(
             pad_token_id=model.generation_config.pad_token_id,
         )
         tokenizer = None
-        in_directory = saved_tokenizer is None or (Path(directory) / TOKENIZER_JSON).is_file()
+        # A checkpoint with a tokenizer that transformers lacks is exported without it.
+        in_directory = saved_tokenizer is None or (directory / TOKENIZER_JSON).is_file()
         if info.has_tokenizer and in_directory:
             tokenizer = read_tokenizer(
                 directory, trust_remote_code=trust_remote_code, local_files_only=True
@@ -273,7 +265,7 @@ def load_model(
 
     info = dataclasses.replace(
         info,
-        config=read_settings(Path(directory) / "config.json"),
+        config=read_settings(directory / "config.json"),
         has_tokenizer=saved_tokenizer is not None or tokenizer is not None,
     )
     return HFModel(info, model.to(device), tokenizer, saved_tokenizer=saved_tokenizer)
@@ -306,9 +298,7 @@ def choose_device(name: str) -> str:
     """
     count = torch.cuda.device_count()
     rank = local_rank()
-    if name == "auto":
-        name = "cuda" if count else "cpu"
-    if name == "cpu":
+    if name == "cpu" or (name == "auto" and count == 0):
         return "cpu"
     if rank >= count:
         raise ConfigError(

@@ -42,10 +42,9 @@ def bpe_tokenizer(bos, rows=900):
 
 
 def word_tokenizer():
-    """A tokenizer with one token per word or punctuation mark, and a small vocabulary."""
-    words = ["<s>", "</s>", "<unk>", *"the a is of . : , ? 1 2 3 4".split()]
-    ids = {word: index for index, word in enumerate(words)}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    """A tokenizer with one token per word or punctuation mark, all of them unknown."""
+    special = {"<s>": 0, "</s>": 1, "<unk>": 2}
+    tokenizer = Tokenizer(models.WordLevel(special, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"

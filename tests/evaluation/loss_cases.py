@@ -28,7 +28,8 @@ class ByteModel:
         return bytes(tokens).decode(errors="replace")
 
     def losses(self, tokens, first):
-        assert first >= 1 and list(tokens[: len(self.bos)]) == self.bos
+        assert first >= 1
+        assert list(tokens[: len(self.bos)]) == self.bos
         self.scored.append(list(tokens[first:]))
         self.longest = max(self.longest, len(tokens) - 1)
         return np.array(
@@ -40,13 +41,15 @@ def uniform(vocab_size):
     return lambda before, token: np.log(vocab_size)
 
 
-def copies(distance, vocab_size=256, sure=0.99):
-    """Expect the token that stands `distance` tokens back, if the context reaches that far."""
+def copies(distance):
+    """Expect the byte that stands `distance` bytes back, if the context reaches that far."""
 
     def loss(before, token):
         if len(before) < distance:
-            return np.log(vocab_size)
-        return -np.log(sure if before[-distance] == token else (1 - sure) / (vocab_size - 1))
+            return np.log(256)
+        if before[-distance] == token:
+            return -np.log(0.99)
+        return -np.log(0.01 / 255)
 
     return loss
 
@@ -62,15 +65,17 @@ def run(task_class, model, **settings):
     task.check(model.info)
     assert all(path.is_file() for path in task.inputs())
     units = task.units(model)
-    assert len({unit.key for unit in units}) == len(units) and all(unit.cost > 0 for unit in units)
-    values = {
-        unit.key: json.loads(json.dumps(task.evaluate(unit, model), allow_nan=False))
-        for unit in units
-    }
+    values = {unit.key: through_json(task.evaluate(unit, model)) for unit in units}
+    assert len(values) == len(units)
+    assert all(unit.cost > 0 for unit in units)
     return result_of(task.summarize(values, model.info), values)
 
 
-def result_of(summary, values=()):
+def through_json(value):
+    return json.loads(json.dumps(value, allow_nan=False))
+
+
+def result_of(summary, values=None):
     """A task's entry of results.json."""
     return TaskResult(
         settings={},
@@ -78,9 +83,9 @@ def result_of(summary, values=()):
         seconds=1.0,
         processes=1,
         scores=summary.scores,
-        details=json.loads(json.dumps(summary.details)),
+        details=through_json(summary.details),
         notes=summary.notes,
-        examples=dict(values),
+        examples=values or {},
         dtype="fp32",
         hardware="a CPU",
         versions={},

@@ -84,17 +84,8 @@ def test_the_key_is_at_the_given_depth(tokenizers):
 def test_a_length_without_room_for_the_key_is_refused(tokenizers):
     with pytest.raises(ConfigError) as error:
         evaluated(random_llama(tokenizers["bpe"], 512), lengths=[30])
-    assert error.value.key == "passkey.lengths" and error.value.fix
-
-
-def test_a_model_that_finds_the_key_scores_1_and_one_that_says_nothing_0(tokenizers):
-    for answer, expected in ((finds_the_key, 1.0), (lambda prompt: "I do not know.", 0.0)):
-        result = evaluated(answering(tokenizers["bpe"], answer))
-        interval = wilson(6 * expected, 6)
-        assert result.scores == [
-            Score("accuracy", expected, "higher", *interval, n, count=6) for n in (160, 300)
-        ]
-        assert result.details["accuracy"] == [[expected] * 2] * 3
+    assert error.value.key == "passkey.lengths"
+    assert error.value.fix
 
 
 def test_a_failure_in_one_cell_changes_only_that_cell(tokenizers):
@@ -105,53 +96,46 @@ def test_a_failure_in_one_cell_changes_only_that_cell(tokenizers):
         return finds_the_key(prompt)
 
     result = evaluated(answering(tokenizers["bpe"], fails_at_depth_half_of_300))
-    assert result.details["lengths"] == [160, 300] and result.details["depths"] == [0, 0.5, 1]
+    assert result.details["depths"] == [0, 0.5, 1]
     assert result.details["accuracy"] == [[1, 1], [1, 0], [1, 1]]
-    assert [score.value for score in result.scores] == [1, pytest.approx(2 / 3)]
+    perfect, failing = result.scores
+    assert perfect == Score("accuracy", 1, "higher", *wilson(6, 6), 160, count=6)
+    assert failing.value == pytest.approx(2 / 3)
 
     maps, curves = Passkey.draw({"a": result, "b": result})
     assert "a: from 0.00 (50%, 300) to 1.00" in maps.alternative_text
-    panels = [axes for axes in maps.figure.axes if axes.images]
-    for panel in panels:
-        assert np.array_equal(panel.images[0].get_array(), [[1, 1], [1, 0], [1, 1]])
-    assert len(panels) == 2
+    images = [axes.images[0].get_array() for axes in maps.figure.axes if axes.images]
+    assert np.array_equal(images, [[[1, 1], [1, 0], [1, 1]]] * 2)
     assert "a: 1 at 160 tokens, 0.6667 at 300 tokens" in curves.alternative_text
 
 
 def test_a_model_of_transformers_gets_every_token(tokenizers):
     model = random_llama(tokenizers["sentencepiece"], 160)
     read = []
-    model.model.register_forward_pre_hook(
-        lambda module, args, kwargs: read.append(kwargs["input_ids"]), with_kwargs=True
-    )
+    layer = model.model.model.embed_tokens
+    layer.register_forward_pre_hook(lambda module, inputs: read.append(inputs[0].tolist()))
     result = evaluated(model, lengths=[160], depths=1, samples=1)
     (key,) = result.examples["160/0"]["keys"]
-    assert read[0].tolist() == [Passkey(Passkey.Settings()).prompt(model, 160, 0.5, key)]
-    assert [score.value for score in result.scores] == [0.0]
+    assert read[0] == [Passkey(Passkey.Settings()).prompt(model, 160, 0.5, key)]
+    assert result.scores[0].value == 0
 
 
-def test_keys_depend_only_on_the_unit(tokenizers):
-    model = answering(tokenizers["bpe"], finds_the_key)
-    settings = Passkey.Settings(**SETTINGS)
-    units = Passkey(settings).units(model)
-    forwards = {unit.key: Passkey(settings).evaluate(unit, model) for unit in units}
-    backwards = {unit.key: Passkey(settings).evaluate(unit, model) for unit in reversed(units)}
-    assert forwards == backwards
-    keys = [key for value in forwards.values() for key in value["keys"]]
-    assert len(set(keys)) == len(keys) and {len(key) for key in keys} == {5}
-    seeded = Passkey(Passkey.Settings(**SETTINGS, seed=1)).evaluate(units[0], model)
-    assert not set(seeded["keys"]) & set(keys)
+def test_keys_depend_only_on_the_unit_and_the_seed(tokenizers):
+    def keys(**given):
+        examples = evaluated(answering(tokenizers["bpe"], finds_the_key), **given).examples
+        return {unit: value["keys"] for unit, value in examples.items()}
+
+    by_unit = keys()
+    assert keys(lengths=[300, 400])["300/1"] == by_unit["300/1"]
+    every = sum(by_unit.values(), [])
+    assert len(set(every)) == len(every)
+    assert {len(key) for key in every} == {5}
+    assert not set(every) & set(sum(keys(seed=1).values(), []))
 
 
 @pytest.mark.parametrize(
     "answer, right",
-    [
-        ("12345. Remember", True),
-        (" is\n\n12345", True),
-        (" 123456", False),
-        ("", False),
-        (" 54321 12345", False),
-    ],
+    [(" is\n\n12345. Remember", True), (" 123456", False), ("", False), (" 54321 12345", False)],
 )
 def test_the_first_number_counts(answer, right):
     assert is_correct(answer, "12345") == right

@@ -94,7 +94,8 @@ def test_a_changed_matrix_affects_only_its_group_and_later_layers(results):
     change = np.array(details["maps"]["change"])
     assert np.all(change[PLANTED + 1 :, 2:] > 1e-3), "heads 2 and 3 read head group 1"
     change[PLANTED + 1 :, 2:] = 0
-    assert change.shape == (LAYERS, HEADS) and np.all(change == 0)
+    assert change.shape == (LAYERS, HEADS)
+    assert np.all(change == 0)
 
 
 def test_ablating_a_layer_raises_the_loss_if_its_state_differs_from_rope(results):
@@ -125,14 +126,11 @@ def test_the_loss_is_that_of_transformers(models):
 def test_similarity_of_ropes_phases_is_the_known_sum(results):
     details = results["rope-equal"].details
     distances = details["distances"]
-    assert distances == distances_of(LENGTH) and distances[0] == 1
-    assert distances[-1] == LENGTH - 1
+    assert distances == distances_of(LENGTH)
+    assert (distances[0], distances[-1]) == (1, LENGTH - 1)
     D = SIZES["hidden_size"] // HEADS
-    angles = 10000.0 ** (-torch.arange(0, D, 2) / D)
-    expected = [
-        torch.polar(torch.ones(D // 2), distance * angles).mean().abs().item()
-        for distance in distances
-    ]
+    angles = 10000.0 ** (-torch.arange(0, D, 2) / D) * torch.tensor(distances)[:, None]
+    expected = torch.polar(torch.ones_like(angles), angles).mean(1).abs().tolist()
     for layer in (0, -1):
         assert details["similarity"][layer] == pytest.approx(expected, abs=1e-5)
 

@@ -25,7 +25,8 @@ def refused(task, settings, info=INFO):
     """Return the error of a task's `check`, after adding the settings that the task requires."""
     with pytest.raises((ConfigError, FileError)) as error:
         TASKS[task](TASKS[task].Settings(**{**REQUIRED.get(task, {}), **settings})).check(info)
-    assert str(error.value).count("\n") == 0 and error.value.problem
+    assert str(error.value).count("\n") == 0
+    assert error.value.problem
     return error.value
 
 
@@ -50,31 +51,23 @@ def folder(tmp_path, monkeypatch):
     "task, settings, key",
     [
         ("perplexity", {"lengths": [16, 1]}, "lengths"),
-        ("perplexity", {"data": {}}, "data"),
         ("perplexity", {"data": "nowhere.jsonl"}, "data"),
         ("perplexity", {"split": "1,0,0"}, "split"),
         ("perplexity", {"split": "6,3,1"}, "split"),
         ("context_gain", {"lengths": [16, 64], "short": 16}, "short"),
-        ("passkey", {"lengths": [160, 160]}, "lengths"),
         ("ruler", {"tasks": ["vt", "niah"]}, "tasks"),
-        ("ruler", {"tasks": []}, "tasks"),
         ("ruler", {"haystack": "no/such/file"}, "haystack"),
-        ("ruler", {"lengths": [0]}, "lengths"),
-        ("lm_eval", {"tasks": []}, "tasks"),
+        ("ruler", {"lengths": [160, 160]}, "lengths"),
         ("lm_eval", {"tasks": ["no.yaml"]}, "tasks"),
         ("lm_eval", {"include_path": "nowhere"}, "include_path"),
         ("scrolls", {"generate": False, "loss": False}, "generate"),
         ("scrolls", {"template": "Answer:"}, "template"),
-        ("scrolls", {"data": {}}, "data"),
         ("scrolls", {"data": {"own": "qasper.jsonl"}}, "data"),
         ("positions", {"length": 1}, "length"),
         ("addition", {"step": 100}, "step"),
         ("selective_copy", {"blanks": {}}, "blanks"),
-        ("selective_copy", {"blanks": {"IID": -4}}, "blanks"),
-        ("grid_navigation", {"variants": {}}, "variants"),
         ("grid_navigation", {"variants": {"IID": [1.5, 2, 0]}}, "variants.IID"),
         ("grid_navigation", {"dimensions": 3}, "dimensions"),
-        ("recall", {"lengths": []}, "lengths"),
         ("recall", {"keys": 2}, "keys"),
     ],
 )
@@ -98,20 +91,15 @@ def test_invalid_settings_are_rejected_with_their_key(task, settings, key):
 )
 def test_invalid_documents_are_rejected_with_their_file(settings, subject, said):
     error = refused("perplexity", settings)
-    assert error.subject == subject and said in f"{error.problem}; {error.fix}"
+    assert error.subject == subject
+    assert said in f"{error.problem}; {error.fix}"
 
 
 @pytest.mark.parametrize(
-    "settings, said",
-    [
-        ({"haystack": "hay"}, "utf-8"),
-        ({"haystack": "few"}, "9 words"),
-        ({"hotpotqa": "odd.json"}, "is an object"),
-    ],
+    "setting, file", [("haystack", "hay"), ("haystack", "few"), ("hotpotqa", "odd.json")]
 )
-def test_invalid_data_of_ruler_is_rejected_with_its_file(settings, said):
-    error = refused("ruler", settings)
-    assert error.subject in settings.values() and said in error.problem
+def test_invalid_data_of_ruler_is_rejected_with_its_file(setting, file):
+    assert refused("ruler", {setting: file}).subject == file
 
 
 @pytest.mark.parametrize("task", ["perplexity", "passkey", "ruler", "scrolls"])
@@ -131,12 +119,8 @@ def test_a_model_of_unknown_length_requires_a_length_setting(task):
         ),
         ("perplexity", {}, replace(INFO, has_tokenizer=False)),
         ("perplexity", {"data": "ids.bin", "lengths": [16]}, replace(INFO, vocab_size=65_537)),
-        ("positions", {"data": "ids.bin", "length": 16}, replace(INFO, vocab_size=65_537)),
         ("positions", {}, replace(INFO, config={"model_type": "llama"})),
         ("addition", {}, replace(INFO, vocab_size=12)),
-        ("selective_copy", {}, replace(INFO, vocab_size=12)),
-        ("grid_navigation", {}, replace(INFO, vocab_size=12)),
-        ("recall", {}, replace(INFO, vocab_size=12)),
     ],
 )
 def test_a_model_that_does_not_fit_a_task_is_rejected(task, settings, info):

@@ -21,20 +21,22 @@ from megatron_tape.evaluation.tasks.synthetic_tasks import (
 )
 from megatron_tape.io.records import validator
 
-_CLASSES: tuple[type[Task], ...] = (
-    Perplexity,
-    ContextGain,
-    Passkey,
-    Ruler,
-    LmEval,
-    Scrolls,
-    Addition,
-    SelectiveCopy,
-    GridNavigation,
-    Recall,
-    PositionPictures,
-)
-TASKS = {task.name: task for task in _CLASSES}
+TASKS: dict[str, type[Task]] = {
+    task.name: task
+    for task in (
+        Perplexity,
+        ContextGain,
+        Passkey,
+        Ruler,
+        LmEval,
+        Scrolls,
+        Addition,
+        SelectiveCopy,
+        GridNavigation,
+        Recall,
+        PositionPictures,
+    )
+}
 """All tasks by name, in the order of the page. Tasks with `generates` = False can also run during
 training.
 """
@@ -57,6 +59,7 @@ def group_names(name: str, settings: Mapping[str, Any]) -> dict[str, str]:
     if name not in TASKS or not settings:
         return {}
     task = TASKS[name]
+    # Settings that other versions had do not matter for names.
     known = {field.name for field in fields(task.Settings)} & settings.keys()
     try:
         valid = validator(task.Settings).validate_python({key: settings[key] for key in known})

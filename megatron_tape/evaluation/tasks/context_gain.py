@@ -82,8 +82,10 @@ class ContextGain(WindowTask):
         by_source: dict[str, list[str]] = {}
         for document in dict.fromkeys(key.rpartition("/")[0] for key in values):
             by_source.setdefault(document.split("/")[0], []).append(document)
-            key_tokens[document] = self._key_tokens(
-                losses[f"{document}/{short}"], losses[f"{document}/{longer[-1]}"]
+            longest = losses[f"{document}/{longer[-1]}"]
+            gain = losses[f"{document}/{short}"] - longest
+            key_tokens[document] = np.flatnonzero(
+                (gain > self.settings.alpha) & (-longest > self.settings.beta)
             )
 
         scores = []
@@ -105,10 +107,6 @@ class ContextGain(WindowTask):
             "key_tokens": {document: chosen.tolist() for document, chosen in key_tokens.items()},
         }
         return Summary(scores, details, [*notes, BIAS, *self.notes_on_documents()])
-
-    def _key_tokens(self, short: np.ndarray, long: np.ndarray) -> np.ndarray:
-        """Return the indices of key tokens, given the losses with a short and a long context."""
-        return np.flatnonzero((short - long > self.settings.alpha) & (-long > self.settings.beta))
 
     @classmethod
     def draw(cls, results: TaskResults) -> list[Picture]:

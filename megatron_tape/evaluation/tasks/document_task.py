@@ -107,6 +107,7 @@ class WindowTask(DocumentTask):
             )
             self.skipped[text_source.name] = short
             self.work |= self.plan(text_source, documents, model)
+        # The time per token grows with the context, because of attention.
         return [
             Unit(key, sum(map(len, work.windows)) * (1 + work.length / 65_536))
             for key, work in self.work.items()
@@ -131,6 +132,7 @@ class WindowTask(DocumentTask):
         """
         stride = self.settings.stride
         longest = max(self.context_lengths(model.info))
+        # The first scored token has the longest context before it.
         first = longest + 1 - scored_per_window(longest, stride)
         stop = min(first + (self.settings.windows or 8) * stride, len(document.tokens))
         # The model reads `length` tokens, including the beginning-of-text token; the last token is
@@ -150,6 +152,7 @@ class WindowTask(DocumentTask):
 
         Models with equal digests were measured on the same tokens.
         """
+        # Lengths share their scored tokens, but the units of protocol longlora follow each other.
         by_document: dict[str, list[Work]] = {}
         for work in self.work.values():
             by_document.setdefault(work.document.key, []).append(work)
@@ -213,7 +216,8 @@ def window_losses(
 
 def exponential(loss: Score, metric: str) -> Score:
     """Return the perplexity for the score of a loss in nats, limited to finite values."""
-    perplexities: dict[str, Any] = {
+    # A diverged model must not make the results invalid JSON.
+    perplexities = {
         end: math.exp(min(getattr(loss, end), 700.0))
         for end in ("value", "low", "high")
         if getattr(loss, end) is not None

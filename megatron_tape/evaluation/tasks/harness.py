@@ -75,7 +75,7 @@ def index(include: tuple[str, ...], defaults: bool) -> TaskManager:
         with quiet():
             return TaskManager(include_path=list(include), include_defaults=defaults)
     except Exception as error:  # the harness does not validate task files
-        if not include or isinstance(error, (OSError, MemoryError)):
+        if not include:
             raise
         raise ConfigError(
             "lm_eval.include_path",
@@ -101,11 +101,10 @@ def load_tasks(manager: TaskManager, name: str, fewshot: int | None = None) -> d
 
     for task in loaded["tasks"].values():
         # As in the harness's command, a task that sets num_fewshot to 0 keeps it.
-        default = task.get_config("num_fewshot")
-        if fewshot is None or default == 0:
-            task.set_config(key="num_fewshot", value=default or 0)
-        else:
-            task.set_config(key="num_fewshot", value=fewshot)
+        number = task.get_config("num_fewshot")
+        if fewshot is not None and number != 0:
+            number = fewshot
+        task.set_config(key="num_fewshot", value=number or 0)
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
     return loaded
 
@@ -251,18 +250,13 @@ def seeded(seed: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hide warnings of the harness and of transformers, such as one for each truncated request, but
-    not errors.
-    """
-    loggers = [logging.getLogger(name) for name in ("lm_eval", "transformers")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    """Hide warnings, such as one of the harness for each truncated request, but not errors."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels):
-            logger.setLevel(level)
+        logging.disable(before)
 
 
 @contextlib.contextmanager

@@ -92,7 +92,7 @@ def _no_bos_in_texts() -> Any:
     return mock.patch.object(huggingface, "has_bos_prefix", lambda *_: False)
 
 
-def harness_model(model: Any, batch_size: int = 1, max_length: int | None = None) -> HarnessModel:
+def harness_model(model: Any, batch_size: int, max_length: int | None) -> HarnessModel:
     """Return a `HuggingFaceModel` as a model of the harness, which truncates prompts to
     `max_length` tokens.
     """

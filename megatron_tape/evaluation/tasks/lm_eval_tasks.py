@@ -43,17 +43,17 @@ class LmEval(Task):
     def check(self, info: ModelInfo) -> None:
         self.require("lm_eval")
         tasks = self.settings.tasks
-        include = self.settings.include_path
         if not tasks:
             raise ConfigError(
                 self.key("tasks"), "is []", "give at least one task; lm_eval ls tasks lists all"
             )
-        if include is not None and not Path(include).is_dir():
-            raise ConfigError(
-                self.key("include_path"),
-                f"is {include}, which is not a directory",
-                "correct the path",
-            )
+        for folder in self._include:
+            if not Path(folder).is_dir():
+                raise ConfigError(
+                    self.key("include_path"),
+                    f"is {folder}, which is not a directory",
+                    "correct the path",
+                )
         for name in self._task_files:
             if not Path(name).is_file():
                 raise ConfigError(
@@ -156,11 +156,12 @@ def _scores(outcome: dict[str, Any]) -> list[Score]:
     scores = []
     for key, metric in outcome["metrics"].items():
         interval = _interval(metric, outcome["values"].get(key))
+        better = "higher" if metric["higher_is_better"] else "lower"
         scores.append(
             Score(
                 metric_name(key),
                 metric["value"],
-                "higher" if metric["higher_is_better"] else "lower",
+                better,
                 *interval,
                 group=outcome["name"],
                 count=len(outcome["documents"]) or None,

@@ -53,6 +53,7 @@ class Passkey(Task):
 
     def units(self, model: HuggingFaceModel) -> list[Unit]:
         lengths = self.context_lengths(model.info)
+        # Raises ConfigError before any unit runs if the shortest length has no room for a key.
         self.prompt(model, lengths[0], 0.0, "9" * self.settings.digits)
         cost = self.settings.samples
         return [
@@ -65,6 +66,7 @@ class Passkey(Task):
         length, index = map(int, unit.key.split("/"))
         depth = self._depths()[index]
         digits = self.settings.digits
+        # Keys do not depend on other units, so that an evaluation can continue anywhere.
         generator = random.Random(f"{self.settings.seed} {unit.key}")
         keys = []
         answers = []
@@ -95,6 +97,7 @@ class Passkey(Task):
                 f"has {length}, but a prompt without filler and its answer have {shortest} tokens",
                 f"set lengths of at least {shortest}",
             )
+        # Encoding the whole filler would take long for contexts of a million tokens.
         encoded = model.encode(" ".join([FILLER] * REPEATS))
         filler = np.resize(encoded, length - shortest).tolist()
         before = round(depth * len(filler))

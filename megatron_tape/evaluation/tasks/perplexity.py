@@ -146,6 +146,7 @@ class Perplexity(WindowTask):
         positions = {}
         for (name, length), of_group in groups.items():
             scores += _scores_of_documents(of_group, length, name)
+            # What follows is the same at every length, or measured at the longest only.
             if length != max(self.context_lengths(info)):
                 continue
             positions[name] = _mean_by_position([value["positions"] for value in of_group], length)
@@ -201,6 +202,7 @@ def _scores_of_documents(values: list[Value], length: int, group: str) -> list[S
 
 
 def _scores_of_means(values: list[Value], length: int, group: str) -> list[Score]:
+    # Windows overlap, so an interval over windows would be too narrow.
     means = [mean for value in values for mean in value["means"]]
     loss = Score(
         "loss",

@@ -130,24 +130,25 @@ def with_phases(
         yield
 
 
-def attention_maps(
-    model: Any, tokens: Tensor, on_maps: Callable[[int, Tensor, Tensor], None]
-) -> None:
-    """Call on_maps(l, map, map_with_phases) for each layer l with attention maps (H, N, N),
-    float32, of tokens (1, N).
+def attention_changes(model: Any, tokens: Tensor) -> list[list[float]]:
+    """Return for each layer and head the fraction of attention that moves to other keys if RoPE's
+    phases replace the position state, for tokens (1, N).
 
-    `map` is computed with the position state, and `map_with_phases` with RoPE's phases but the same
-    hidden states.
+    The hidden states of a layer are the same in both cases.
     """
+    changes: list[list[float]] = []
 
-    def first_sequence(index: int, state_map: Tensor, phases_map: Tensor) -> None:
-        on_maps(index, state_map[0].float(), phases_map[0].float())
+    def on_maps(_: int, state_map: Tensor, phases_map: Tensor) -> None:
+        difference = (state_map[0].float() - phases_map[0].float()).abs()
+        # The total variation distance, averaged over queries.
+        changes.append((difference.sum(-1).mean(-1) / 2).tolist())
 
     implementation = model.config._attn_implementation
     # Other implementations return no attention maps.
     model.set_attn_implementation("eager")
     try:
-        with with_phases(model, range(len(layers_of(model))), first_sequence), torch.no_grad():
+        with with_phases(model, range(len(layers_of(model))), on_maps), torch.no_grad():
             model.model(input_ids=tokens, use_cache=False)
     finally:
         model.set_attn_implementation(implementation)
+    return changes

@@ -63,9 +63,7 @@ class PositionPictures(DocumentTask):
     generates = True
 
     def needed(self, info: ModelInfo) -> int:
-        if self.settings.length is None:
-            return info.trained_length or _LENGTH
-        return self.settings.length
+        return self.settings.length or info.trained_length or _LENGTH
 
     def check(self, info: ModelInfo) -> None:
         model_type = info.config.get("model_type")
@@ -88,6 +86,7 @@ class PositionPictures(DocumentTask):
             np.array([*model.bos, *document.tokens[:size]], np.int64) for document in documents
         ]
 
+        # Each ablated layer takes another forward pass.
         passes = 1
         if self.settings.ablation:
             passes += model.info.config["num_hidden_layers"]
@@ -99,9 +98,11 @@ class PositionPictures(DocumentTask):
     def evaluate(self, unit: Unit, model: HuggingFaceModel) -> Value:
         import torch
 
+        from megatron_tape.evaluation.tasks.position_probes import attention_changes
+
         if unit.key == MAPS:
             tokens = torch.from_numpy(self._tokens[0][: self.settings.map_tokens])
-            return {"change": _attention_changes(model.model, tokens.to(model.device)[None])}
+            return {"change": attention_changes(model.model, tokens.to(model.device)[None])}
         index = int(unit.key.partition("/")[2])
         tokens = torch.from_numpy(self._tokens[index]).to(model.device)[None]
         return self._measure(model.model, tokens)
@@ -208,22 +209,6 @@ def _bucket_means(values: np.ndarray) -> list[float]:
     return [float(part.mean()) for part in np.array_split(values, min(_BUCKETS, len(values)))]
 
 
-def _attention_changes(model: Any, tokens: Tensor) -> list[list[float]]:
-    """Return for each layer and head the fraction of attention that moves to other keys if RoPE's
-    phases replace the state, for tokens (1, N).
-    """
-    from megatron_tape.evaluation.tasks import position_probes as probes
-
-    changes: list[list[float]] = []
-
-    def on_maps(_: int, state: Tensor, phases: Tensor) -> None:
-        # The total variation distance, averaged over queries.
-        changes.append(((state - phases).abs().sum(-1).mean(-1) / 2).tolist())
-
-    probes.attention_maps(model, tokens, on_maps)
-    return changes
-
-
 def _distances(results: TaskResults) -> Picture:
     distances = {label: result.details["distance"] for label, result in results.items()}
     high = max(np.max(distance) for distance in distances.values()) or 1.0
@@ -253,6 +238,7 @@ def _heat_maps(
     maxima = []
     for axes, (label, matrix) in zip(panels, values.items()):
         rows, columns = np.shape(matrix)
+        bar_label = bar if axes is panels[-1] else None
         heat_map(
             axes,
             matrix,
@@ -261,7 +247,7 @@ def _heat_maps(
             row_label="layer",
             column_label=column,
             high=high,
-            bar=bar if axes is panels[-1] else None,
+            bar=bar_label,
         )
         layer, index = np.unravel_index(np.argmax(matrix), (rows, columns))
         maxima.append(f"{label}: at most {np.max(matrix):.3g}, in layer {layer}, {column} {index}")

@@ -170,7 +170,7 @@ class Ruler(Task):
 
         effective, notes = self._effective(means, info)
         details = {"lengths": lengths, "tasks": by_task, "mean_name": mean_name}
-        return Summary([*means, *effective, *scores], details, [*self._notes(values), *notes])
+        return Summary([*means, *effective, *scores], details, [*self._notes(), *notes])
 
     @classmethod
     def draw(cls, results: TaskResults) -> list[Picture]:
@@ -241,7 +241,7 @@ class Ruler(Task):
             )
         return scores, notes
 
-    def _notes(self, values: Values) -> list[str]:
+    def _notes(self) -> list[str]:
         notes = [
             f"The {self._mean_name()} is over {', '.join(self.tasks)}; samples per task and"
             f" length: {self.settings.samples}."
@@ -259,9 +259,6 @@ class Ruler(Task):
                     "The haystack was split into sentences without nltk's list of abbreviations. To"
                     " install it: python -m nltk.downloader punkt_tab"
                 )
-        for key, value in values.items():
-            if value["truncated"]:
-                notes.append(f"Truncated prompts of {key}: {value['truncated']}.")
         return notes
 
 

@@ -110,6 +110,7 @@ def make_samples(
                     " unused"
                 )
             return Samples(tasks, rows, tokens)
+        # The harness does not count some of these tokens, so it gets less room for its text.
         reserve += max(tokens) - available
     raise TooShort("its prompts do not fit")
 

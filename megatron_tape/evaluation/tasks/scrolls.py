@@ -142,6 +142,7 @@ class Scrolls(Task):
         most = self.settings.examples
         examples: dict[str, _Example] = {}
         for line in read_examples(path, self.settings.split):
+            # SCROLLS repeats an input for each of its reference answers.
             key = line.place if line.key is None else f"id {line.key}"
             if key in examples:
                 examples[key].targets.append(line.target)

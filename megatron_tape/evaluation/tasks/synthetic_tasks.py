@@ -61,12 +61,14 @@ def correct_answers(
     masks = []
     for start in range(0, len(sequences), batch_size):
         batch = sequences[start : start + batch_size]
+        # Sequences of a batch may have different lengths, such as sums with and without a carry.
         padded = np.zeros((len(batch), max(len(tokens) for tokens, _ in batch)), dtype=np.int64)
         for row, (tokens, _) in zip(padded, batch):
             row[: len(tokens)] = tokens
         # Padding after a sequence does not change the logits before it.
         likeliest = model.logits(torch.from_numpy(padded[:, :-1])).argmax(-1).numpy()
         for row, (tokens, answers) in zip(likeliest, batch):
+            # The logits at position i predict token i + 1.
             correct = row[: len(tokens) - 1] == tokens[1:]
             masks.append(correct[answers[1:]])
     return masks
