@@ -217,7 +217,7 @@ def window_losses(
 def exponential(loss: Score, metric: str) -> Score:
     """Return the perplexity for the score of a loss in nats, limited to finite values."""
     # A diverged model must not make the results invalid JSON.
-    perplexities = {
+    perplexities: dict[str, Any] = {
         end: math.exp(min(getattr(loss, end), 700.0))
         for end in ("value", "low", "high")
         if getattr(loss, end) is not None

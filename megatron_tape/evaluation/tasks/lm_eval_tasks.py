@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_tape.config.evaluation import LmEvalSettings
 from megatron_tape.errors import ConfigError
@@ -156,7 +156,7 @@ def _scores(outcome: dict[str, Any]) -> list[Score]:
     scores = []
     for key, metric in outcome["metrics"].items():
         interval = _interval(metric, outcome["values"].get(key))
-        better = "higher" if metric["higher_is_better"] else "lower"
+        better: Literal["higher", "lower"] = "higher" if metric["higher_is_better"] else "lower"
         scores.append(
             Score(
                 metric_name(key),
