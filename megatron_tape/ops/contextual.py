@@ -41,21 +41,25 @@ class _ContextualPositions(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, scores, of_positions, seen, learns):
-        (r, t), largest = scores.shape[-2:], of_positions.shape[-1] - 1
+        r, t = scores.shape[-2:]
+        largest = of_positions.shape[-1] - 1
         added = torch.empty_like(scores)
         # A value and the difference to the next one form a complex number, so that one gather reads
         # both.
         pairs = torch.complex(of_positions, F.pad(of_positions.diff(dim=-1), (0, 1)))
         tiles = []
         saved = []
+
         height = _QUERIES if scores.device.type == "cpu" else r
         width = max(_KEYS, height)  # every query's own token is in its first tile
+
         for first in range(0, r, height):
             rows = slice(first, min(first + height, r))
             stop = t - r + rows.stop
             counted = 0.0
             finished = False
             added[..., rows, stop:] = scores[..., rows, stop:]
+
             while stop > 0 and not finished:
                 keys = slice(max(stop - width, 0), stop)
                 near = scores[..., rows, keys]
@@ -63,25 +67,27 @@ class _ContextualPositions(torch.autograd.Function):
                 gates = near.sigmoid()
                 if not visible.all():
                     gates.mul_(visible)
+
                 position = gates.flip(-1).cumsum(-1).flip(-1).add_(counted)
                 counted = position[..., :1].clone()
                 stop = keys.start
+
                 whole = position.floor().clamp_(max=largest)
                 index = whole.long()
                 value, slope = torch.view_as_real(pairs[..., rows, :].gather(-1, index)).unbind(-1)
                 fraction = position.sub_(whole)
                 slope = slope.contiguous()
                 added[..., rows, keys] = torch.addcmul(value, slope, fraction).add_(near)
+
                 if learns:
                     tiles.append((rows, keys))
                     saved += gates, fraction, index, slope
-                finished = bool(
-                    ((counted >= largest) | ~seen[..., rows, :stop].any(-1, keepdim=True)).all()
-                )
-            far = slice(0, stop)
-            torch.add(
-                scores[..., rows, far], of_positions[..., rows, -1:], out=added[..., rows, far]
-            )
+                unseen = ~seen[..., rows, :stop].any(-1, keepdim=True)
+                finished = bool(((counted >= largest) | unseen).all())
+
+            far = scores[..., rows, :stop]
+            torch.add(far, of_positions[..., rows, -1:], out=added[..., rows, :stop])
+
         ctx.save_for_backward(*saved)
         ctx.tiles = tiles
         ctx.shape = of_positions.shape
@@ -94,11 +100,12 @@ class _ContextualPositions(torch.autograd.Function):
         dpairs = dadded.new_zeros(ctx.shape, dtype=dadded.dtype.to_complex())
         dfar = dadded.new_zeros(ctx.shape[:-1])
         saved = ctx.saved_tensors
-        done = None
+        previous_rows = None
+
         for i, (rows, keys) in reversed(list(enumerate(ctx.tiles))):
             gates, fraction, index, slope = saved[4 * i : 4 * i + 4]
-            if rows != done:  # the farthest tile of these queries
-                done = rows
+            if rows != previous_rows:  # the farthest tile of these queries
+                previous_rows = rows
                 dposition = 0.0
                 dfar[..., rows] = dadded[..., rows, : keys.start].sum(-1)
             d = dadded[..., rows, keys]
@@ -107,6 +114,7 @@ class _ContextualPositions(torch.autograd.Function):
             dgates = slope.mul(d).cumsum(-1).add_(dposition)
             dposition = dgates[..., -1:]
             dscores[..., rows, keys] += torch.ops.aten.sigmoid_backward(dgates, gates)
+
         dof_positions = dpairs.real.contiguous()
         dslopes = dpairs.imag[..., :-1]
         dof_positions[..., :-1] -= dslopes

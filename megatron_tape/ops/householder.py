@@ -95,7 +95,9 @@ def scores_through_reflections(
     `local`, `solved` and `carried` are the results of `blocks_of_reflections`. Scores of keys after
     a query are meaningless, but finite.
     """
-    (B, _, r, D), C, first = q_BHrD.shape, BLOCK, tokens.start
+    B, _, r, D = q_BHrD.shape
+    C = BLOCK
+    first = tokens.start
     count = -(-tokens.stop // C)
     # The R queries of a token are adjacent, so that the queries of a block, and those of later
     # blocks, are slices.
@@ -105,12 +107,14 @@ def scores_through_reflections(
     local, solved, carried = (x[:count].unbind(0) for x in (local, solved, carried))
     later = q_AxD[:, r * R :]
     columns = []
+
     for j in reversed(range(count)):
         low, high = (min(max(x * C - first, 0), r) for x in (j, j + 1))
         parts = [q_AxD.new_zeros(len(q_AxD), low * R, C)]
         of_later = None
         if later.shape[1]:
             of_later, later = (later @ carried[j]).split([C, D], dim=-1)
+
         if low < high:
             inside = q_AxD[:, low * R : high * R]
             products, of_w = (inside @ local[j].mT).split([C, C], dim=-1)
@@ -121,9 +125,11 @@ def scores_through_reflections(
             reflected, start = (of_w @ solved[j]).split([C, D], dim=-1)
             parts.append(products - reflected)
             later = torch.cat([inside - start, later], dim=1)
+
         if of_later is not None:
             parts.append(of_later)
         columns.append(torch.cat(parts, dim=1))
+
     scores = torch.cat(columns[::-1], dim=-1)[..., : tokens.stop]
     return scores.unflatten(1, (r, R)).transpose(1, 2).reshape(B, -1, r, tokens.stop)
 

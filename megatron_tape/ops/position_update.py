@@ -84,11 +84,12 @@ class _CompactUpdate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dz):
         z, u, gate, mixing, up, down = ctx.saved_tensors
-        (N, G, _), full = z.shape, mixing.dim() == 2
+        N, G, _ = z.shape
         z = mix_tokens(z, u, mixing)
         g = F.silu(gate)
         outer = outer_products(up, down)
         M = (g @ outer).view(N, G, G)
+
         rounded = dz.to(u.dtype)
         dM = torch.bmm(rounded, z.mT).flatten(1)
         if dz.dtype == u.dtype:
@@ -96,7 +97,8 @@ class _CompactUpdate(torch.autograd.Function):
         else:
             dz = dz + torch.bmm(M.mT, rounded)
             rounded = dz.to(u.dtype)
-        if full:
+
+        if mixing.dim() == 2:
             du = torch.matmul(mixing.T, rounded)
             d_mixing = rounded.transpose(0, 1).flatten(1) @ u.transpose(0, 1).flatten(1).T
         else:

@@ -88,7 +88,8 @@ class _WithModulus(torch.autograd.Function):
     def backward(ctx, dy):
         (z,) = ctx.saved_tensors
         moduli = _moduli(z)
-        (re, im), (dy_re, dy_im) = z.chunk(2, dim=-1), dy.chunk(2, dim=-1)
+        re, im = z.chunk(2, dim=-1)
+        dy_re, dy_im = dy.chunk(2, dim=-1)
         along = (re * dy_re + im * dy_im) / moduli.clamp(min=SHORTEST).square()
         along = torch.where(moduli > SHORTEST, along, 0)
         factor = ctx.modulus / moduli.clamp(min=SHORTEST)

@@ -16,13 +16,14 @@ def swiglu(gate_and_up: Tensor, fused: bool = False) -> Tensor:
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_and_up, fused):
-        gate_and_up = gate_and_up.contiguous() if fused else gate_and_up
-        ctx.save_for_backward(gate_and_up)
         ctx.fused = fused
         if fused:
             from megatron_tape.ops.kernels import triton_swiglu
 
+            gate_and_up = gate_and_up.contiguous()
+            ctx.save_for_backward(gate_and_up)
             return triton_swiglu.forward(gate_and_up)
+        ctx.save_for_backward(gate_and_up)
         gate, up = gate_and_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
@@ -35,7 +36,8 @@ class _SwiGLU(torch.autograd.Function):
 
             return triton_swiglu.backward(gate_and_up, dy.contiguous()), None
         d_gate_and_up = torch.empty_like(gate_and_up)
-        (gate, up), (d_gate, d_up) = gate_and_up.chunk(2, dim=-1), d_gate_and_up.chunk(2, dim=-1)
+        gate, up = gate_and_up.chunk(2, dim=-1)
+        d_gate, d_up = d_gate_and_up.chunk(2, dim=-1)
         torch.mul(dy, F.silu(gate), out=d_up)
         torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=d_gate)
         return d_gate_and_up, None

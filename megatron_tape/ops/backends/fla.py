@@ -23,6 +23,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
             f"backend is fla, which requires equally many queries ({S}) and keys ({len(k)}); use"
             " tiled"
         )
+
     gates = None if x.log_gate_TBH is None else x.log_gate_TBH.float()
     if isinstance(x.rescore, Reflections):
         from fla.ops.path_attn import parallel_path_attn
@@ -39,8 +40,10 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         reflections = []
         if gates is None:
             gates = torch.zeros(S, B, H, device=q.device)
+
     tensors = [q, k, *x.values(), *reflections, gates]
     tensors = [y.transpose(0, 1).contiguous() for y in tensors if y is not None]
+
     if x.packing is None:
         (averaged,) = x.run(partial(_average, kernel), *tensors)
         return (averaged.transpose(0, 1),)

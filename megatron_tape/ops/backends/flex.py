@@ -30,6 +30,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         mask = x.packing.cached(
             ("blocks", S), lambda: block_mask(S, T, x.packing.bounds_2BT[0], q.device)
         )
+
     # Compiling takes seconds for each length. Short sequences run uncompiled, as their scores take
     # little memory.
     function = _compiled() if q.is_cuda and T > BLOCK else flex_attention
@@ -43,11 +44,8 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
             def score(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
                 return score + of_pair(b, h, query + offset, key, *tensors)
 
-        return (
-            function(
-                q_BHSD, k_BGTD, v_BGTD, score, mask, enable_gqa=q_BHSD.shape[1] != k_BGTD.shape[1]
-            ),
-        )
+        grouped = q_BHSD.shape[1] != k_BGTD.shape[1]
+        return (function(q_BHSD, k_BGTD, v_BGTD, score, mask, enable_gqa=grouped),)
 
     tensors = () if x.bias is None else x.bias.tensors
     (averaged,) = x.run(average, *(y.permute(1, 2, 0, 3) for y in (q, k, *x.values())), *tensors)
@@ -84,6 +82,7 @@ def block_mask(S: int, T: int, starts_BT: Tensor | None, device: torch.device) -
         starts = torch.zeros(1, T, dtype=torch.int32, device=device)
     else:
         starts = starts_BT
+
     earliest, latest = (starts[:, None, T - S + x, None] for x in (first, last))
     ends = keys + BLOCK - 1
     some = (keys <= (T - S + last)[:, None]) & (ends >= earliest)

@@ -30,21 +30,23 @@ def attend_to(x: AttentionInputs, q: Tensor, k: Tensor, *values: Tensor) -> tupl
     """
     mask = _mask(x)
     heads_per_group = q.shape[2] // k.shape[2]
+    grouped = [k, *values]
     if mask is not None and heads_per_group > 1:
         # SDPA's kernels with a mask do not support groups; its fallback would materialize all S x S
         # scores.
-        k = k.repeat_interleave(heads_per_group, dim=2)
-        values = tuple(value.repeat_interleave(heads_per_group, dim=2) for value in values)
-    q, k = (y.permute(1, 2, 0, 3) for y in (q, k))
-    values = tuple(value.permute(1, 2, 0, 3) for value in values)
-    with _without_cudnn(q, mask):
+        grouped = [y.repeat_interleave(heads_per_group, dim=2) for y in grouped]
+    tensors = [y.permute(1, 2, 0, 3) for y in (q, *grouped)]
+
+    with _without_cudnn(tensors[0], mask):
         # Without a bias, the mask is not passed to `run`, which may request its gradient; no fast
         # kernel computes that.
         if x.bias is None:
-            averages = x.run(partial(_averages, mask), q, k, *values)
+            averages = x.run(partial(_averages, mask), *tensors)
         else:
-            averages = x.run(_averages, mask, q, k, *values)
-    return tuple(part for x in averages for part in parts(x.permute(2, 0, 1, 3), q.shape[-1]))
+            averages = x.run(_averages, mask, *tensors)
+
+    D = q.shape[-1]
+    return tuple(part for y in averages for part in parts(y.permute(2, 0, 1, 3), D))
 
 
 def parts(average: Tensor, width: int) -> tuple[Tensor, ...]:
@@ -99,12 +101,12 @@ def needs_mask(x: AttentionInputs) -> bool:
 
 
 def _mask(x: AttentionInputs) -> Tensor | None:
+    if not needs_mask(x):
+        return None
     S = x.q_SBHD.shape[0]
     T = x.k_TBGD.shape[0]
     dtype = x.q_SBHD.dtype
     device = x.q_SBHD.device
-    if not needs_mask(x):
-        return None
     if x.packing is None:
         mask = additive_mask(S, T, None, device, dtype)
     else:
