@@ -156,7 +156,7 @@ def binaries(run, capability):
         torch.float32: "*fp32",
         torch.int32: "*i32",
     }
-    found = []
+    kernels = []
     for kernel, arguments in launches:
         constant = {p.name for p in kernel.params if p.is_constexpr}
         signature = {}
@@ -180,7 +180,7 @@ def binaries(run, capability):
             name: arguments[name] for name in ("num_warps", "num_stages") if name in arguments
         }
         binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        found.append(
+        kernels.append(
             {
                 "name": kernel.__name__,
                 "shared": binary.metadata.shared,
@@ -188,7 +188,7 @@ def binaries(run, capability):
                 "waits": _waits_in_loops(binary.asm["ttgir"]),
             }
         )
-    return found
+    return kernels
 
 
 def _stack(cubin):
@@ -199,8 +199,8 @@ def _stack(cubin):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        done = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True)
-    return int(re.search(r"STACK:(\d+)", done.stdout + done.stderr).group(1))
+        completed = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True)
+    return int(re.search(r"STACK:(\d+)", completed.stdout + completed.stderr).group(1))
 
 
 def _waits_in_loops(ttgir):

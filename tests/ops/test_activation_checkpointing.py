@@ -70,12 +70,12 @@ def test_attention_runs_once_and_its_inputs_are_freed():
     del q, k, v
     gc.collect()
     assert all(ref.expired() for ref in alive)
-    again = [x.requires_grad_() for x in values]
-    (second,) = recorder.run(0, function, *again)
+    copies = [x.requires_grad_() for x in values]
+    (second,) = recorder.run(0, function, *copies)
     assert second.data_ptr() == output.data_ptr()  # the recorded output is not copied
-    found = with_gradients(second, again)
+    ours = with_gradients(second, copies)
     assert calls == [True]
-    assert all(torch.equal(a, b) for a, b in zip(found, with_gradients(function(*again), again)))
+    assert all(torch.equal(a, b) for a, b in zip(ours, with_gradients(function(*copies), copies)))
 
 
 def test_a_parameter_gets_one_gradient():
@@ -103,8 +103,8 @@ def test_a_forward_pass_without_a_backward_pass_is_freed(backend):
     def forward(recorder):
         with torch.no_grad():
             q, k, v, z = (x.clone() for x in inputs())
-            found = attention(q, k, v, z, True, backend=backend, run=partial(recorder.run, 0))
-        places.extend(StorageWeakRef(x.untyped_storage()) for x in (q, k, v, z, *found))
+            outputs = attention(q, k, v, z, True, backend=backend, run=partial(recorder.run, 0))
+        places.extend(StorageWeakRef(x.untyped_storage()) for x in (q, k, v, z, *outputs))
 
     gc.disable()
     try:

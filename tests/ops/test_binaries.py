@@ -27,11 +27,11 @@ def compile_apart(program):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     program = f"import json, ops_interpreter as ops\nprint(json.dumps({program}))"
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    return json.loads(completed.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
@@ -42,13 +42,13 @@ def test_kernels_compile_for_other_gpus(cases):
     without a GPU.
     """
     kernels = compile_apart(f"[ops.compiled(*case) for case in {cases}]")
-    found = [
+    compiled = [
         (case[1], kernel)
         for case, of_case in zip(cases, kernels, strict=True)
         for kernel in of_case
     ]
-    assert len({kernel["name"] for _, kernel in found}) == 8
-    for capability, kernel in found:
+    assert len({kernel["name"] for _, kernel in compiled}) == 8
+    for capability, kernel in compiled:
         assert kernel["shared"] <= SHARED_MEMORY[capability] * 1024, kernel
 
 

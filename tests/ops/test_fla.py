@@ -70,14 +70,15 @@ def gates(plain):
 
 def path(plain):
     def parallel_path_attn(q, k, v, w, beta, g=None, scale=None, cu_seqlens=None, use_cache=False):
-        given = [x for x in (q, k, v, w, beta, g) if x is not None]
-        assert all(x.is_contiguous() for x in given) and not use_cache and scale is None
+        tensors = [x for x in (q, k, v, w, beta, g) if x is not None]
+        assert all(x.is_contiguous() for x in tensors) and not use_cache and scale is None
         assert (
-            {x.dtype for x in given[3:]} == {torch.float64}
+            {x.dtype for x in tensors[3:]} == {torch.float64}
             and w.shape == k.shape
             and beta.shape == k.shape[:3]
         )
-        g = q.new_zeros(q.shape[:3]) if g is None else g
+        if g is None:
+            g = q.new_zeros(q.shape[:3])
         assert g.shape == q.shape[:3]
         parts = [[x[:, a:b] for x in (q, k, v, w, beta, g)] for a, b in documents(q, cu_seqlens)]
         return torch.cat(
@@ -98,32 +99,30 @@ def fla(monkeypatch):
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packing", [None, PACKING])
 @pytest.mark.parametrize("reflects, gated", [(False, True), (True, False), (True, True)])
-def test_fla_gets_the_inputs_of_the_naive_backend(fla, reflects, gated, packed):
+def test_fla_gets_the_inputs_of_the_naive_backend(fla, reflects, gated, packing):
     q, k, v, z = draw_qkvz(LENGTH, HEADS, GROUPS, DIM)
-    w, betas, logits = (
-        draw(LENGTH, 2, *rest, seed=5) for rest in ((GROUPS, DIM), (GROUPS,), (HEADS,))
-    )
-    given = {
-        "packing": PACKING if packed else None,
-        "log_gate_TBH": logsigmoid(logits) if gated else None,
-    }
-    leaves = [q, k, v, *([w, betas] if reflects else [z]), *([logits] if gated else [])]
+    w = draw(LENGTH, 2, GROUPS, DIM, seed=5)
+    betas = draw(LENGTH, 2, GROUPS, seed=5)
+    logits = draw(LENGTH, 2, HEADS, seed=5)
+    options = {"packing": packing}
+    leaves = [q, k, v]
+    if gated:
+        options["log_gate_TBH"] = logsigmoid(logits)
+        leaves.append(logits)
     if reflects:
-        given["rescore"] = through_reflections(
+        options["rescore"] = through_reflections(
             lambda w, b: (normalize(w, dim=-1), 2 * b.sigmoid()), (w, betas)
         )
+        leaves += [w, betas]
     else:
-        given["z_TBGD"] = z
-    assert_same(
-        *(attention(q, k, v, backend=backend, **given) for backend in ("fla", "naive")), leaves
-    )
-    with pytest.raises(
-        ValueError,
-        match=r"fla, which requires equally many queries \(1\) and keys \(70\); use tiled",
-    ):
-        attention(q[:1], k, v, backend="fla", **given, rotate=False)
+        options["z_TBGD"] = z
+        leaves.append(z)
+    ours, theirs = (attention(q, k, v, backend=name, **options) for name in ("fla", "naive"))
+    assert_same(ours, theirs, leaves)
+    with pytest.raises(ValueError, match="use tiled"):
+        attention(q[:1], k, v, backend="fla", **options, rotate=False)
 
 
 def test_the_kernels_are_compared_with_plain_torch_before_a_run(fla, monkeypatch):

@@ -61,9 +61,11 @@ def test_flex_equals_the_naive_backend_with_all_gradients(packed, queries):
     tensors = draw_qkvz(LENGTH, HEADS, GROUPS, DIM, queries)
     table = draw(12, HEADS, seed=5)
     logits = draw(LENGTH, 2, HEADS, seed=6)
-    given = {"packing": PACKING if packed else None, "rotate": queries == LENGTH}
-    given |= {"bias": table_bias(table), "log_gate_TBH": logsigmoid(logits)}
-    ours, theirs = (attention(*tensors, backend=backend, **given) for backend in ("flex", "naive"))
+    options = {"packing": PACKING if packed else None, "rotate": queries == LENGTH}
+    options |= {"bias": table_bias(table), "log_gate_TBH": logsigmoid(logits)}
+    ours, theirs = (
+        attention(*tensors, backend=backend, **options) for backend in ("flex", "naive")
+    )
     assert_same(ours, theirs, [*tensors, table, logits])
 
 
@@ -235,7 +237,7 @@ def test_the_compiled_bias_supports_gradients(name):
     tensors = tuple(x.detach().requires_grad_(x.requires_grad) for x in bias.tensors)
     with TransformGetItemToIndex():
         _, joint = create_fw_bw_graph(
-            lambda score, *given: score + bias.score(*given), (score, *pair), tensors
+            lambda score, *options: score + bias.score(*options), (score, *pair), tensors
         )
         traced = torch.fx.experimental.proxy_tensor.make_fx(joint)(
             score, *pair, torch.zeros(()), *tensors

@@ -33,8 +33,8 @@ VECTORS = [
 @pytest.mark.parametrize("counter, key, words", VECTORS)
 def test_words_equal_the_published_test_vectors(counter, key, words):
     counter, key = ([int(word, 16) for word in part.split()] for part in (counter, key))
-    found = philox.philox(tuple(torch.tensor(word) for word in counter), tuple(key))
-    assert " ".join(f"{int(word):08x}" for word in found) == words
+    generated = philox.philox(tuple(torch.tensor(word) for word in counter), tuple(key))
+    assert " ".join(f"{int(word):08x}" for word in generated) == words
 
 
 @pytest.mark.parametrize("draw", [normal, uniform])

@@ -41,8 +41,8 @@ def explicit(q, k, v, z, average, documents):
 
 
 def shifted_attention(q, k, v, z, segments, averages=False, backend="torch", **more):
-    given = AttentionInputs(z, averages, q_SBHD=q, k_TBGD=k, v_TBGD=v, **more)
-    return attend_in_segments(given, segments, backend)
+    inputs = AttentionInputs(z, averages, q_SBHD=q, k_TBGD=k, v_TBGD=v, **more)
+    return attend_in_segments(inputs, segments, backend)
 
 
 @pytest.mark.parametrize("backend", ["naive", "torch", "tiled"])

@@ -225,8 +225,8 @@ def test_an_error_in_one_row_is_named():
         o, u = exact(*x)
         return o, u.index_fill(0, torch.tensor([40], device=DEVICE), 0.0)
 
-    found = parity.deviations(wrong, exact, inputs, BF16)
-    assert (1, (32, 47)) in [(x.tensor, x.rows) for x in found if not x.exact]
+    every = parity.deviations(wrong, exact, inputs, BF16)
+    assert (1, (32, 47)) in [(x.tensor, x.rows) for x in every if not x.exact]
 
 
 def test_attention_saves_only_inputs_outputs_and_one_number_per_query():
@@ -325,21 +325,23 @@ def test_the_fused_rotation_for_other_backends_is_as_exact_as_torch(
 
     def attend(fused, q, k, v, *state):
         monkeypatch.setattr(attention_inputs, "rotates_fused", lambda x: fused)
-        inputs = attention_inputs.AttentionInputs(
-            q_SBHD=q, k_TBGD=k, v_TBGD=v, z_TBGD=state[0] if state else z.to(q), average_state=wide
-        )
+        z = state[0] if state else broadcast.to(q)
+        inputs = attention_inputs.AttentionInputs(z, wide, q_SBHD=q, k_TBGD=k, v_TBGD=v)
         return inputs.with_one_value()
 
-    z = draw(33, 1, 1, 32, dtype=BF16, seed=9)
+    broadcast = draw(33, 1, 1, 32, dtype=BF16, seed=9)
     inputs = [draw(33, 2, n, 32, dtype=BF16, seed=n) for n in (4, groups, groups)]
-    inputs += [draw(33, 2, groups, 32, dtype=BF16, seed=9)] if learned else []
+    if learned:
+        inputs.append(draw(33, 2, groups, 32, dtype=BF16, seed=9))
     assert inexact(partial(attend, True), partial(attend, False), inputs, BF16) is None
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_gradients_of_both_averages_are_concatenated_in_their_layout(batch_first):
     x = draw(33, 2, 3, 40, dtype=BF16, seed=1)
-    x = (x.transpose(0, 1).contiguous().transpose(0, 1) if batch_first else x).requires_grad_()
+    if batch_first:
+        x = x.transpose(0, 1).contiguous().transpose(0, 1)
+    x.requires_grad_()
     o, u = triton_rotation.halves(x)
     slopes = (
         draw(33, 2, 20, 3, dtype=BF16, seed=2).transpose(2, 3),
