@@ -17,7 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_tape.checkpoint.directories import CheckpointState, file_problem, read_manifest
+from megatron_tape.checkpoint.directories import (
+    START_AGAIN,
+    CheckpointState,
+    file_problem,
+    read_manifest,
+)
 from megatron_tape.checkpoint.index import (
     CHOOSE_ANOTHER,
     INDEX,
@@ -225,7 +230,10 @@ class Reader:
     def _read(self, file: str, place: Place) -> Tensor:
         try:
             return self._checkpoint.read(file, place)
-        except (OSError, CheckpointError) as error:
+        except OSError as error:
+            path = str(self._checkpoint.path / file)
+            self._error = CheckpointError(path, f"cannot be read ({error})", START_AGAIN)
+        except CheckpointError as error:
             self._error = error
         return torch.full(place["shape"], math.nan)
 

@@ -152,7 +152,7 @@ class MetricsWriter:
         saved.
         """
         self._rows.sync()
-        if self._events is None:
+        if self._events is None and not self._rows.failing:
             self._open_events(self._last_step + 1)
 
     def close(self) -> None:
@@ -223,7 +223,8 @@ class _RecordFile:
         self._path = path
         self._file = open(path, "ab", buffering=0)
         self._waiting = b""
-        self._failing = False
+        self.failing = False
+        """Whether the last record could not be written."""
 
     def append(self, record: bytes) -> None:
         """Write as much as possible of the waiting records and this one, without buffering."""
@@ -234,12 +235,12 @@ class _RecordFile:
             while self._waiting:
                 written = os.write(self._file.fileno(), self._waiting)
                 self._waiting = self._waiting[written:]
-            self._failing = False
+            self.failing = False
         except OSError as error:
-            if not self._failing:
+            if not self.failing:
                 message = "warning: metrics are kept in memory, since %s cannot be written (%s)"
                 logger.warning(message, self._path, error)
-            self._failing = True
+            self.failing = True
 
     def sync(self) -> None:
         """Sync the file to disk. Ignores errors."""
