@@ -195,18 +195,6 @@ def test_a_state_of_the_wrong_shape_or_step_is_a_problem_even_if_the_manifest_is
         assert len(problems) == (problem is not None) and (problem or "") in "".join(problems)
 
 
-def test_links_are_read_and_replaced_and_their_targets_stay(tmp_path):
-    root = tmp_path / "root"
-    root.mkdir()
-    targets = [save(tmp_path / "elsewhere", step) for step in (1, 2, 3)]
-    for target in targets:
-        (root / target.name).symlink_to(target)
-    assert value_of(files.newest_complete(root)) == 3.0
-    assert value_of(save(root, 3, value=7, keep=2)) == 7.0
-    assert sorted(os.listdir(root)) == [HOME, "step-00000002", "step-00000003"]
-    assert [value_of(target) for target in targets] == [1.0, 2.0, 3.0]
-
-
 def test_the_newest_complete_checkpoint_is_found_and_broken_ones_are_named(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)
