@@ -93,14 +93,14 @@ def checkpoint_to_continue(config: RunConfig) -> Path | None:
     return Path(resume)
 
 
-def check_complete(path: Path, deep: bool = True) -> None:
+def check_complete(path: Path) -> None:
     """Raise CheckpointError if `path`, the value of `checkpoint.resume`, is not a complete
-    checkpoint.
+    checkpoint. Compares only file sizes.
     """
     subject = f"checkpoint.resume {path}"
     if not path.is_dir():
         raise CheckpointError(subject, "is not a directory", CHOOSE_ANOTHER)
-    damage = files.problems(path, deep)
+    damage = files.problems(path, deep=False)
     if not damage:
         return
 

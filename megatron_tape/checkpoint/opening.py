@@ -145,7 +145,7 @@ def _choose(resume: str, config: RunConfig, broken: set[Path]) -> Path | None:
     start = 0
     if resume != "none":
         path = Path(resume)
-        check_complete(path, deep=False)
+        check_complete(path)
         start = files.read_manifest(path)["step"]
     newest = files.checkpointed_step(directory)
     if newest > start:

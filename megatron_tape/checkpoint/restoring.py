@@ -117,10 +117,10 @@ def source_of_frozen(
         return None
 
     directory = Path(config.checkpoint.directory)
-    of_run = checkpoint is not None and directory.resolve() in checkpoint.path.resolve().parents
-    if checkpoint is not None and not of_run:
+    is_own = checkpoint is not None and directory.resolve() in checkpoint.path.resolve().parents
+    if checkpoint is not None and not is_own:
         return source_record(checkpoint.path)
-    if of_run and checkpoint.source is not None:
+    if is_own and checkpoint.source is not None:
         if changed := set(frozen) ^ set(checkpoint.state["frozen"]):
             raise CheckpointError(
                 str(checkpoint.path),

@@ -160,7 +160,7 @@ def check_start(config: RunConfig) -> Path | None:
         start = checkpoint_to_continue(config)
         if start is None:
             return None
-        check_complete(start, deep=False)
+        check_complete(start)
         if (start / STATE).is_file():
             check_same_model(start, config)
         return start

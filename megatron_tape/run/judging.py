@@ -98,9 +98,9 @@ def crash_loop(attempts: list[AttemptRecord], step: int, job: str | None) -> str
     any way, and none of them saved a checkpoint. `attempts` are those of the run, and `step` is the
     step of its newest checkpoint.
     """
-    of_job = [attempt for attempt in attempts if attempt.facts.get("job") == job]
+    job_attempts = [attempt for attempt in attempts if attempt.facts.get("job") == job]
     for limit, verb in ((CRASH_LIMIT, "crashed"), (IDLE_LIMIT, "ended")):
-        last = of_job[-limit:]
+        last = job_attempts[-limit:]
         if len(last) < limit or step > last[0].facts.get("checkpoint_step", 0):
             continue
         if limit == IDLE_LIMIT or all(attempt.crashed for attempt in last):
