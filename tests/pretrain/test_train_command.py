@@ -48,7 +48,7 @@ def data(tmp_path_factory):
     shutil.copy(folder / "a.idx", folder / "damaged.idx")
     (folder / "damaged.bin").write_bytes((folder / "a.bin").read_bytes()[:100])
     text = (folder / "tokenizer.json").read_text()
-    other_end = text.replace("<|endoftext|>", "w99").replace('w5"', '<|endoftext|>"')
+    other_end = text.replace("<|endoftext|>", "<|w99|>").replace('w5"', '<|endoftext|>"')
     (folder / "other_end.json").write_text(other_end)
     return folder
 
