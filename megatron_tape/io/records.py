@@ -44,12 +44,12 @@ def read_record(path: str | Path, shape: Any, limit: int = RECORD_BYTES) -> Any:
         raise FileError(str(path), f"cannot be used: {error}", _RESTORE) from None
 
 
-def read_yaml(path: str | Path, shape: Any, limit: int = 1 << 20) -> Any:
+def read_yaml(path: str | Path, shape: Any) -> Any:
     """Read a YAML file as strictly as a recipe, and check the type of its value like
     `read_record`.
     """
     try:
-        value = parse_yaml(read_small(path, limit), shape)
+        value = parse_yaml(read_small(path, 1 << 20), shape)
         # Fails for non-finite numbers and for types that JSON lacks.
         json.dumps(value, allow_nan=False)
         return value

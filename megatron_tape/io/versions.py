@@ -76,11 +76,9 @@ def node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
-def commit(source: Path = ROOT) -> str | None:
-    """Return the git commit of the directory `source`, or None if it is not in this project's
-    repository.
-    """
-    git = ("git", "-C", str(source))
+def commit() -> str | None:
+    """Return the git commit of this code, or None if it is not in this project's repository."""
+    git = ("git", "-C", str(ROOT))
     # The package may be installed in an environment inside another repository.
     if not _output(*git, "ls-files", "megatron_tape/__init__.py"):
         return None
@@ -98,8 +96,8 @@ def _output(*command: str) -> str | None:
 def versions_with_commit() -> dict[str, str]:
     """Return the result of `versions()`, with this project's commit, if there is one."""
     installed = versions()
-    if source := commit():
-        installed["commit"] = source
+    if revision := commit():
+        installed["commit"] = revision
     return installed
 
 
