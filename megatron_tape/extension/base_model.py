@@ -110,22 +110,22 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None) -> dict
     """
     extension = values.get("extension", {})
     section = build(ExtensionConfig, extension, "extension")
-    given = section.from_
+    source = section.from_
     if base is not None:
-        if given not in (None, str(base.path)):
+        if source not in (None, str(base.path)):
             raise ConfigError(
                 KEY,
-                f"is {given}, but run_all.sh extends the model that its pretraining job makes",
+                f"is {source}, but run_all.sh extends the model that its pretraining job makes",
                 f"remove {KEY}, or set it to null",
             )
-        given = str(base.path)
+        source = str(base.path)
     model = values.get("model", {})
     position = model.get("position", {}) if isinstance(model, dict) else None
     if not isinstance(position, dict):
         return values  # an error follows when the sections are built
 
     is_complete = model.keys() >= _REQUIRED
-    if given is None:
+    if source is None:
         if section.context_factor is not None:
             raise ConfigError(
                 (_FACTOR_KEY, KEY),
@@ -144,7 +144,7 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None) -> dict
     if section.context_factor is not None:
         _check_determined(model, position)
     try:
-        base = base or find_base(given)
+        base = base or find_base(source)
     except ConfigError:
         if is_complete:
             return values  # a run that has started may no longer need the model; check_base checks
@@ -191,14 +191,14 @@ def _check_determined(model: dict[str, Any], position: dict[str, Any]) -> None:
             )
 
 
-def _check_kept_scaling(given: dict[str, Any], base: Base) -> None:
+def _check_kept_scaling(position: dict[str, Any], base: Base) -> None:
     """Raise ConfigError if the scaling of `base` cannot be multiplied as `extension.context_factor`
     asks.
 
-    `given` are the given settings of `model.position`.
+    `position` are the given settings of `model.position`.
     """
     scaling = _scaling_of(base.model)
-    kind = given.get("rope_scaling_type", scaling)
+    kind = position.get("rope_scaling_type", scaling)
     key = "model.position.rope_scaling_type"
     if scaling is not None and kind != scaling:
         raise ConfigError(
@@ -210,7 +210,11 @@ def _check_kept_scaling(given: dict[str, Any], base: Base) -> None:
             " extension.allow_other_scaling: true",
         )
     attention_factor = getattr(base.model.position, "rope_attention_factor", None)
-    if scaling == "yarn" and attention_factor is not None and "rope_attention_factor" not in given:
+    if (
+        scaling == "yarn"
+        and attention_factor is not None
+        and "rope_attention_factor" not in position
+    ):
         raise ConfigError(
             ("model.position.rope_attention_factor", _FACTOR_KEY, KEY),
             f"is {attention_factor} in {KEY} {base.path}, which is not yarn's default, so the value"
@@ -233,35 +237,35 @@ def _keys_of_position(encoding: str) -> set[str]:
     return set()
 
 
-def find_base(given: str) -> Base:
+def find_base(source: str) -> Base:
     """Return the model to extend: a run's newest checkpoint, one checkpoint, or a Hugging Face
     model.
 
     Checks the sizes of a checkpoint's files, but not their digests. Raises ConfigError if the model
     is damaged, incomplete or cannot be extended.
     """
-    path = Path(given)
+    path = Path(source)
     if not path.is_dir():
         fix = (
             "give a run, one of its checkpoints, or the directory of a Hugging Face model; to"
             " continue a run that has started, give --config RUN/config.yaml instead"
         )
-        if _HUB_NAME.fullmatch(given) and not path.parent.exists():
+        if _HUB_NAME.fullmatch(source) and not path.parent.exists():
             fix += (
                 "; to download this model from the Hugging Face Hub:"
-                f" hf download {given} --local-dir DIR"
+                f" hf download {source} --local-dir DIR"
             )
-        raise ConfigError(KEY, f"is {given}, which is not a directory", fix)
+        raise ConfigError(KEY, f"is {source}, which is not a directory", fix)
 
     try:
         if (path / "config.json").is_file() and not (path / MANIFEST).exists():
             return _from_transformers(path)
         return _from_checkpoint(find_checkpoint(path, deep=False))
     except UserError as error:
-        problem = f"is {given}, which cannot be extended: {error.subject} {error.problem}"
+        problem = f"is {source}, which cannot be extended: {error.subject} {error.problem}"
         raise ConfigError(KEY, problem, error.fix) from None
     except (ValueError, OSError) as error:
-        problem = f"is {given}, which cannot be extended: {error}"
+        problem = f"is {source}, which cannot be extended: {error}"
         raise ConfigError(KEY, problem, "repair it, or give another") from None
 
 
@@ -478,20 +482,19 @@ def _check_tokenizer(config: RunConfig, base: Base) -> None:
     """Raise ConfigError if `data.tokenizer` and the tokenizer of the base model are both known and
     differ.
     """
-    given = config.data.tokenizer
+    path = config.data.tokenizer
     directory = base.tokenizer
-    if given is None or directory is None or not Path(given).exists():
+    if path is None or directory is None or not Path(path).exists():
         return
-    try:
-        if base.state is not None and base.path.is_dir():
-            tokenizer = load_saved_tokenizer(base.path)
-        else:
+    tokenizer = None
+    if base.state is not None and base.path.is_dir():
+        tokenizer = load_saved_tokenizer(base.path)
+    else:
+        with suppress(ValueError, OSError):
             tokenizer = load_tokenizer(directory)
-    except (ValueError, OSError):
-        return
     if tokenizer is not None:
         name = f"that of {KEY} {base.path}"
-        check_same_tokenizer(given, tokenizer, name, f"give {directory}")
+        check_same_tokenizer(path, tokenizer, name, f"give {directory}")
 
 
 def with_base_tokenizer(config: RunConfig, base: Base) -> tuple[RunConfig, TokenizerRecord | None]:

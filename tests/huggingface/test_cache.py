@@ -17,17 +17,11 @@ def rows(batch, count, width):
     return torch.randn(batch, 2, count, width)
 
 
-def crop(layer, count):
-    layer.crop(-min(count, layer.get_seq_length() - 1))
-
-
 CHANGES = {
-    "crop": lambda layer, n: crop(layer, n),
+    "crop": lambda layer, n: layer.crop(-min(n, layer.get_seq_length() - 1)),
     "reorder": lambda layer, n: layer.reorder_cache(torch.arange(layer.keys.shape[0]).flip(0)),
     "select": lambda layer, n: layer.batch_select_indices(torch.tensor([0, -1])),
-    "repeat": lambda layer, n: (
-        layer.batch_repeat_interleave(2) if layer.keys.shape[0] < 4 else None
-    ),
+    "repeat": lambda layer, n: layer.batch_repeat_interleave(1 if len(layer.keys) > 3 else 2),
     "by_hand": lambda layer, n: setattr(layer, "values", layer.values.clone()),
 }
 
@@ -48,8 +42,8 @@ def test_growing_layers_equal_plain_layers(seed, unwritten_memory_is_nan):
             for layer in (growing, plain):
                 CHANGES[change](layer, count)
         batch = plain.keys.shape[0] if plain.is_initialized else 3
-        new = rows(batch, draw.choice([1, 1, 1, 2, 30]), 4), None
-        new = new[0], rows(batch, new[0].shape[2], 8)
+        count = draw.choice([1, 1, 1, 2, 30])
+        new = rows(batch, count, 4), rows(batch, count, 8)
         before = growing.keys.data_ptr() if growing.is_initialized else 0
         for found, expected in zip(growing.update(*new), plain.update(*new)):
             assert torch.equal(found, expected)
@@ -60,10 +54,8 @@ def test_growing_layers_equal_plain_layers(seed, unwritten_memory_is_nan):
     assert all(torch.equal(found, expected) for found, expected in seen)
 
 
-@pytest.mark.parametrize("zeroes", [False, True])
-def test_a_reset_does_not_change_returned_tensors(zeroes, monkeypatch):
-    if zeroes:  # as transformers 5.0 does
-        monkeypatch.setattr(DynamicLayer, "reset", CacheLayerMixin.reset)
+def test_a_reset_does_not_change_returned_tensors(monkeypatch):
+    monkeypatch.setattr(DynamicLayer, "reset", CacheLayerMixin.reset)  # as transformers 5.0 does
     layer = GrowingLayer()
     with torch.no_grad():
         keys, _ = layer.update(rows(1, 3, 4), rows(1, 3, 8))
@@ -85,28 +77,6 @@ def test_decoding_writes_in_place_into_a_dynamic_cache(model):
         assert [layer.values.data_ptr() for layer in cache.layers] == before
 
 
-def test_gradients_flow_through_a_cache():
-    torch.manual_seed(0)
-    model = build(
-        torch.float64, attn_implementation="eager"
-    )  # saves views of the cache for gradients
-    input_ids = tokens(2, 12)
-
-    def gradient(split):
-        model.zero_grad()
-        cache = DynamicCache()
-        logits = []
-        for part in input_ids.split([4, 3, 2, 3] if split else [12], dim=1):
-            logits.append(model(part, past_key_values=cache).logits)
-        torch.cat(logits, dim=1).square().sum().backward()
-        found = [parameter.grad for parameter in model.parameters()]
-        model.zero_grad()
-        return found
-
-    for found, expected in zip(gradient(True), gradient(False)):
-        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
-
-
 def test_an_early_exit_equals_the_model_of_the_first_layers():
     torch.manual_seed(0)
     whole = build(torch.float64, num_hidden_layers=4)
@@ -122,20 +92,11 @@ def test_an_early_exit_equals_the_model_of_the_first_layers():
     assert widths == [(8, 16), (8, 8)], "the last layer that is used averages no state"
 
 
-def test_unsupported_caches_are_refused(model):
-    class OtherDynamic(DynamicCache):
-        pass
+@pytest.mark.parametrize("base", [DynamicCache, StaticCache, EncoderDecoderCache])
+def test_unsupported_caches_are_refused(model, base):
+    class Other(base):
+        def __init__(self):
+            pass
 
-    class OtherStatic(StaticCache):
-        pass
-
-    others = (
-        EncoderDecoderCache(DynamicCache(), DynamicCache()),
-        OtherDynamic(),
-        OtherStatic(config=model.config, max_cache_len=32),
-    )
-    for cache in others:
-        with pytest.raises(
-            NotImplementedError, match=f"{type(cache).__name__}.*use DynamicCache or StaticCache"
-        ):
-            model(tokens(), past_key_values=cache)
+    with pytest.raises(NotImplementedError, match="Other"):
+        model(tokens(), past_key_values=Other())

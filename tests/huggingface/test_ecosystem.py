@@ -12,8 +12,10 @@ from environments import run_in
 ROWS = ecosystem.load_rows()
 LIGHT = [name for name, entry in ROWS.items() if not entry.heavy]
 # Other encodings, as three kinds of exports; test_exported_models.py tests each encoding.
-OF_ENCODINGS = "saves maps_and_states dynamic_cache embeddings beam_search".split()
-OF_ENCODINGS += "assisted gradient_checkpointing lora_and_positions offloaded_weights sequence_classification".split()
+OF_ENCODINGS = (
+    "saves maps_and_states dynamic_cache embeddings beam_search assisted gradient_checkpointing"
+    " lora_and_positions offloaded_weights sequence_classification".split()
+)
 
 
 @pytest.fixture(scope="module")

@@ -12,17 +12,12 @@ import yaml
 from conversions import changed_state, convert, refused
 from datasets_for_tests import EOD, source_code, write_documents, write_tokenizer
 from launch import run_group
-from safetensors.torch import load, load_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_tape.checkpoint.directories import digest, list_checkpoints
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import FileError
-from megatron_tape.huggingface.export.saved_weights import find_checkpoint, open_weights
 from megatron_tape.huggingface.export.to_transformers import export
-from megatron_tape.io.records import write_record
-from megatron_tape.io.safetensors import write_safetensors
-from megatron_tape.model.names import seed_name
 
 CASES = list(export_cases.cases())
 
@@ -128,13 +123,6 @@ def test_the_tokenizer_gives_the_same_ids_without_sentencepiece(exported, traine
         assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 3, 0)
 
 
-def test_rope_exports_no_code(exported, loaded):
-    for name, model in loaded.items():
-        assert type(model).__name__ == ("LlamaForCausalLM" if "rope" in name else "TapeForCausalLM")
-    assert not list((exported / "tp1_zero2_rope").glob("*.py"))
-    assert "auto_map" not in json.loads((exported / "tp1_zero2_rope" / "config.json").read_text())
-
-
 def test_the_card_describes_the_training(exported, trained):
     card = (exported / "tp2_zero3" / "README.md").read_text()
     config = yaml.safe_load((trained / "tp2_zero3" / "config.yaml").read_text())
@@ -146,40 +134,19 @@ def test_the_card_describes_the_training(exported, trained):
     assert f"| Parameters | {sum(tensor.numel() for tensor in weights.values()):,} |" in card
 
 
-def test_a_hugging_face_tokenizer_is_copied(trained, tmp_path):
+def test_a_hugging_face_tokenizer_is_copied(exports, tmp_path):
     source = tmp_path / "given"
-    pad = "w1"
     source.mkdir()
     write_tokenizer(source / "tokenizer.json")
-    settings = {
-        "eos_token": "<|endoftext|>",
-        "pad_token": pad,
-        "tokenizer_class": "PreTrainedTokenizerFast",
-    }
+    settings = {"eos_token": "<|endoftext|>", "pad_token": "w1"}
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
-    with changed_state(trained / "tp1_zero2_rope" / "checkpoints" / "step-00000003", tmp_path) as (
-        step,
-        state,
-    ):
-        shutil.rmtree(step / "tokenizer")
-        del state["progress"]["tokenizer"]
-    manifest = json.loads((step / "manifest.json").read_text())
-    files = {
-        name: entry
-        for name, entry in manifest["files"].items()
-        if not name.startswith("tokenizer/")
-    }
-    (step / "manifest.json").write_text(json.dumps(manifest | {"files": files}))
-    export(step, tmp_path / "out", tokenizer=str(source))
+    export(exports["rope"].checkpoint, tmp_path / "out", tokenizer=str(source))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer("w5 w0 w62")["input_ids"] == [5, 0, 62]
-    assert (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token) == (EOD, None, pad)
+    ids = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
+    assert ids == (EOD, None, 1)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (config["vocab_size"], config["eos_token_id"], config["pad_token_id"]) == (
-        EOD + 1,
-        EOD,
-        1,
-    )
+    assert (config["eos_token_id"], config["pad_token_id"]) == (EOD, 1)
 
 
 def test_a_tokenizer_json_can_replace_the_runs_sentencepiece_model(trained, exported, tmp_path):
@@ -199,43 +166,32 @@ def test_a_tokenizer_json_can_replace_the_runs_sentencepiece_model(trained, expo
 
 
 def test_an_export_replaces_another_export_and_no_other_directory(trained, exported, tmp_path):
-    for name, options in (("sharded", []), ("tp1_zero2_rope", ["--dtype", "bf16"])):
-        output = tmp_path / name
-        shutil.copytree(exported / name, output)
-        to_hf = ["to-hf", "--checkpoint", trained / "tp2_zero3", "--output", output, *options]
-        refused(tmp_path, "exists; pass --overwrite to replace it", *to_hf)
-        done = convert(*to_hf, "--overwrite")
-        assert done.returncode == 0, done.stderr
-        expected = exported / ("bf16" if options else "tp2_zero3")
-        found = load_file(output / "model.safetensors")
-        assert all(
-            torch.equal(tensor, found[key])
-            for key, tensor in load_file(expected / "model.safetensors").items()
-        )
-        # Nothing of the old export is left.
-        assert {path.name for path in output.iterdir()} == {
-            path.name for path in expected.iterdir()
-        }
-    to_hf = [
-        "to-hf",
-        "--checkpoint",
-        trained / "tp2_zero3",
-        "--output",
-        tmp_path / "sharded",
-        "--overwrite",
-    ]
+    output = tmp_path / "out"
+    shutil.copytree(exported / "sharded", output)
+    command = ["to-hf", "--output", output, "--checkpoint"]
+    run = trained / "tp2_zero3"
+    refused(tmp_path, "pass --overwrite to replace it", *command, run)
     damaged = tmp_path / "damaged"
-    shutil.copytree(trained / "tp2_zero3" / "checkpoints" / "step-00000003", damaged)
+    shutil.copytree(run / "checkpoints" / "step-00000003", damaged)
     flip(next(damaged.glob("tensors-tp01-*")))
-    refused(tmp_path, "sha256", *to_hf[:2], damaged, *to_hf[3:])
+    refused(tmp_path, "sha256", *command, damaged, "--overwrite")
+    done = convert(*command, run, "--overwrite", "--dtype", "bf16")
+    assert done.returncode == 0, done.stderr
+    # Nothing of the old export is left.
+    names = {path.name for path in (exported / "bf16").iterdir()}
+    assert {path.name for path in output.iterdir()} == names
+    found, expected = (
+        (folder / "model.safetensors").read_bytes() for folder in (output, exported / "bf16")
+    )
+    assert found == expected
     for name in ("optimizer.pt", "checkpoint-500/model.safetensors", "base/notes.txt"):
-        file = tmp_path / "sharded" / name
+        file = output / name
         file.parent.mkdir(exist_ok=True)
         file.touch()
-        refused(tmp_path, f"{name} is not a file of an export", *to_hf)
+        refused(tmp_path, f"{name} is not a file of an export", *command, run, "--overwrite")
         file.unlink()
-    (tmp_path / "sharded" / "README.md").write_text("# My model")
-    refused(tmp_path, "is not an export of this project, so it is not replaced", *to_hf)
+    (output / "README.md").write_text("# My model")
+    refused(tmp_path, "is not an export of this project", *command, run, "--overwrite")
 
 
 def flip(file):
@@ -264,67 +220,6 @@ def test_damaged_or_incompatible_checkpoints_are_refused_in_one_sentence(
     refused(tmp_path, refusal, "to-hf", "--checkpoint", step, "--output", tmp_path / "out")
 
 
-def as_format_3(step, target):
-    """Copy a checkpoint, and give its parameters the names that they had in format 3."""
-    shutil.copytree(step, target)
-    earlier = lambda name: f"gpt.{seed_name(name)}"  # noqa: E731
-    index = {}
-    for path in target.glob("tensors-*"):
-        tensors = {tuple(key.split("/")): tensor for key, tensor in load(path.read_bytes()).items()}
-        renamed = {f"{kind}/{earlier(name)}": tensor for (kind, name), tensor in tensors.items()}
-        _, index[path.name] = write_safetensors(path, renamed)
-    state = json.loads((target / "state.json").read_text())
-    state["sharded"] = {earlier(name): how for name, how in state["sharded"].items()}
-    write_record(target / "state.json", state)
-    write_record(target / "index.json", {"files": index})
-    files = {
-        path.name: digest(path)
-        for path in target.iterdir()
-        if path.is_file() and path.name != "manifest.json"
-    }
-    manifest = json.loads((target / "manifest.json").read_text())
-    write_record(
-        target / "manifest.json",
-        manifest | {"format_version": 3, "files": manifest["files"] | files},
-    )
-    return target
-
-
-def test_shards_of_a_checkpoint_of_format_3_are_merged(trained, tmp_path):
-    step = trained / "tp2_zero3" / "checkpoints" / "step-00000003"
-    expected = open_weights(step)
-    found = open_weights(find_checkpoint(as_format_3(step, tmp_path / step.name)))
-    assert len(found.files) == 2 and "weight/gpt." in found.files[0]["norm.weight"][1]
-    assert found.trained == expected.trained
-    for name in expected.trained:
-        assert torch.equal(found.read(name), expected.read(name))
-
-
-def test_a_tokenizer_with_more_ids_than_the_model_is_refused(trained, tmp_path):
-    from tokenizers import Tokenizer, models
-
-    Tokenizer(models.WordLevel({f"w{i}": i for i in range(500)}, unk_token="w0")).save(
-        str(tmp_path / "big.json")
-    )
-    arguments = ["to-hf", "--checkpoint", trained / "tp2_zero3", "--output", tmp_path / "out"]
-    refused(
-        tmp_path,
-        "than the one that trained the model (500 ids",
-        *arguments,
-        "--tokenizer",
-        tmp_path / "big.json",
-    )
-
-
-def test_a_run_falls_back_to_the_newest_complete_checkpoint(trained, tmp_path):
-    whole = trained / "tp2_zero3" / "checkpoints" / "step-00000003"
-    shutil.copytree(whole, tmp_path / "checkpoints" / whole.name)
-    (tmp_path / "checkpoints" / "step-00000009").mkdir()
-    warnings = []
-    assert find_checkpoint(tmp_path, warnings.append).name == whole.name
-    assert len(warnings) == 1 and "step-00000009" in warnings[0]
-
-
 def test_training_starts_from_an_imported_checkpoint_and_exports_its_vocabulary(trained, tmp_path):
     import test_import
 
@@ -333,42 +228,23 @@ def test_training_starts_from_an_imported_checkpoint_and_exports_its_vocabulary(
 
     test_import.write_source(tmp_path / "source", "qwen3", vocab_size=405)
     import_model(tmp_path / "source", tmp_path / "imported", vocab_multiple=16)
-    settings = [
+    options = ["--config", str(export_cases.RECIPE)]
+    options += ["--config", str(tmp_path / "imported" / "model.yaml")]
+    options += [
         option for option in export_cases.settings(trained) if "model.vocab_size" not in option
     ]
-    recipe = [
-        "--config",
-        str(export_cases.RECIPE),
-        "--config",
-        str(tmp_path / "imported" / "model.yaml"),
-    ]
-    resume = [
-        "--checkpoint.resume",
-        str(tmp_path / "imported"),
-        "--logging.directory",
-        str(tmp_path / "run"),
-    ]
-    for _ in range(
-        2
-    ):  # A second start resumes from the run's own checkpoint, and has nothing to do.
-        assert train.main([*recipe, *settings, *resume]) == 0
-    steps = [
-        json.loads(row)["step"]
-        for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert steps == [1, 2, 3]
-    assert [step for step, _ in list_checkpoints(tmp_path / "run" / "checkpoints")][0] == 3
+    options += ["--checkpoint.resume", str(tmp_path / "imported")]
+    options += ["--logging.directory", str(tmp_path / "run")]
+    for _ in range(2):  # a second start resumes from the run's checkpoint, and has nothing to do
+        assert train.main(options) == 0
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [1, 2, 3]
     export(tmp_path / "run", tmp_path / "exported")
     before, after = (
         load_file(tmp_path / name / "model.safetensors") for name in ("source", "exported")
     )
-    assert (
-        after["model.embed_tokens.weight"].shape
-        == before["model.embed_tokens.weight"].shape
-        == (405, 32)
-    )
+    assert after["model.embed_tokens.weight"].shape == (405, 32)
     assert all(not torch.equal(before[name], after[name]) for name in before)
     assert after["model.layers.0.position.token_mixing.weight"].abs().max() > 0
-    assert (
-        "Started from | the qwen3 model source" in (tmp_path / "exported" / "README.md").read_text()
-    )
+    card = (tmp_path / "exported" / "README.md").read_text()
+    assert "Started from | the qwen3 model source" in card

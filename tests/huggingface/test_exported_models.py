@@ -10,8 +10,6 @@ from models import random_tokens
 from torch.testing import assert_close
 from transformers import AutoModelForSequenceClassification, DynamicCache, StaticCache
 
-from megatron_tape.evaluation.task import ModelInfo
-from megatron_tape.evaluation.transformers_model import HFModel
 from megatron_tape.position import PositionInputs
 
 ALL = (*NAMES, OWN_CLASSES)
@@ -70,28 +68,28 @@ def test_a_cache_changes_nothing(exported, name):
         model(ids, use_cache=False).logits.sum().backward()
     model.zero_grad()
     # Copies of its layers are independent.
+    close = dict(atol=1e-5, rtol=1e-5)
     _, cache = in_parts(model, ids[:, :9], [4, 5])
     other = copy.copy(cache)
     other.layers = [copy.copy(layer) for layer in cache.layers]
     in_parts(model, ids[:, 9:10], [1], cache)
     in_parts(model, ids[:, :1], [1], other)
-    assert_close(in_parts(model, ids[:, 10:], [6], cache)[0], whole[:, 10:], atol=1e-5, rtol=1e-5)
+    assert_close(in_parts(model, ids[:, 10:], [6], cache)[0], whole[:, 10:], **close)
     # A copy is independent, also after its sequences were reordered.
     _, cache = in_parts(model, ids[:, :9], [4, 5])
     copied = copy.deepcopy(cache)
     cache.reorder_cache(torch.tensor([1, 0]))
-    assert_close(in_parts(model, ids[:, 9:], [1, 6], copied)[0], whole[:, 9:], atol=1e-5, rtol=1e-5)
-    assert_close(
-        in_parts(model, ids[[1, 0], 9:], [7], cache)[0], whole[[1, 0], 9:], atol=1e-5, rtol=1e-5
-    )
+    assert_close(in_parts(model, ids[:, 9:], [1, 6], copied)[0], whole[:, 9:], **close)
+    swapped = ids.flip(0)
+    assert_close(in_parts(model, swapped[:, 9:], [7], cache)[0], whole.flip(0)[:, 9:], **close)
     cache.reset()
     cache.batch_select_indices(torch.tensor([0]))
-    assert_close(in_parts(model, ids[:1], [3, 13], cache)[0], whole[:1], atol=1e-5, rtol=1e-5)
+    assert_close(in_parts(model, ids[:1], [3, 13], cache)[0], whole[:1], **close)
     cache.batch_repeat_interleave(2)
     more = random_tokens(2, 1)
     expected = model(torch.cat([ids[[0, 0], :15], more], 1), use_cache=False).logits[:, 15:]
     cache.crop(-1)
-    assert_close(model(more, past_key_values=cache).logits, expected, atol=1e-5, rtol=1e-5)
+    assert_close(model(more, past_key_values=cache).logits, expected, **close)
 
 
 @torch.no_grad()
@@ -144,20 +142,6 @@ def test_left_padding_does_not_change_generated_tokens(exported, name):
             prompt, attention_mask=torch.ones_like(prompt), use_cache=False, **GREEDY
         )
         assert torch.equal(found[row], alone[0, -6:])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ALL)
-def test_a_cache_changes_little_in_bf16(exported, name):
-    model = exported(name).loaded
-    ids = random_tokens()
-    exact = model(ids).logits
-    model = copy.deepcopy(model).bfloat16()
-    whole = model(ids, use_cache=False).logits
-    found = in_parts(model, ids, [5, 1, 7, 3])[0]
-    assert whole.dtype == found.dtype == torch.bfloat16
-    error = (whole - exact).abs().mean()
-    assert 0 < error < 0.1 * exact.abs().mean() and (found - exact).abs().mean() < 1.5 * error
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -247,26 +231,15 @@ def test_randpe_beyond_the_trained_length_needs_generation_without_a_cache(expor
     padded = made.loaded(ids, attention_mask=mask, use_cache=False).logits
     alone = made.loaded(ids[:1, 4:]).logits
     assert_close(padded[0, 4:], alone[0], atol=1e-5, rtol=1e-5)
-    # The evaluation does not split such texts.
-    info = ModelInfo("model", 64, 16, {}, False)
-    model = HFModel(info, made.loaded, None, chunk=5)
-    for length in (24, 16):
-        losses = torch.from_numpy(model.losses(ids[0, :length].numpy(), 1)).float()
-        logits = made.built(ids[:1, : length - 1])[0]
-        assert_close(
-            losses, torch.nn.functional.cross_entropy(logits, ids[0, 1:length], reduction="none")
-        )
 
 
 @pytest.mark.parametrize("name", ["fire", OWN_CLASSES])
 def test_continuous_batching_is_refused(exported, name):
     model = exported(name).loaded
-    for options in ({}, {"cache_implementation": "paged"}):
-        with pytest.raises(NotImplementedError, match="does not support continuous batching"):
-            generate = model.generate if options else model.generate_batch
-            generate(
-                torch.tensor([[5, 6, 7]]) if options else [[5, 6, 7]], max_new_tokens=2, **options
-            )
+    with pytest.raises(NotImplementedError, match="continuous batching"):
+        model.generate_batch([[5, 6, 7]], max_new_tokens=2)
+    with pytest.raises(NotImplementedError, match="continuous batching"):
+        model.generate(torch.tensor([[5, 6, 7]]), cache_implementation="paged", max_new_tokens=2)
 
 
 def test_new_models_start_as_declared(exported):
@@ -281,28 +254,21 @@ def test_unsupported_features_are_refused_by_name(exported):
     made = exported("fire")
     ids = random_tokens()
     model = made.loaded
-    with pytest.raises(
-        NotImplementedError, match="does not support StaticCache, .*; use a DynamicCache"
-    ):
+    with pytest.raises(NotImplementedError, match="StaticCache"):
         model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=16))
     foreign = DynamicCache(config=model.config)
     foreign.update(torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8), 0)
-    with pytest.raises(
-        NotImplementedError, match="filled without the positional encoding's tensors"
-    ):
+    with pytest.raises(NotImplementedError, match="start with an empty DynamicCache"):
         model(ids, past_key_values=foreign)
-    load = type(model).from_pretrained
     for implementation in ("flash_attention_2", "flex_attention"):
         with pytest.raises((ValueError, ImportError), match="does not support"):
-            load(made.directory, attn_implementation=implementation)
+            type(model).from_pretrained(made.directory, attn_implementation=implementation)
     config = copy.deepcopy(model.config)
     config.position_settings = {"fire_width": 3}
     with pytest.raises(TypeError, match="fire_width"):
         type(model)(config)
     config.position_encoding = "t5"
-    with pytest.raises(
-        ValueError, match="position_encoding is 't5', but the code in .* implements fire"
-    ):
+    with pytest.raises(ValueError, match="implements fire"):
         type(model)(config)
 
 

@@ -161,6 +161,7 @@ def test_an_imported_model_keeps_its_logits_and_exports_unchanged(tmp_path, kind
     import_model(tmp_path / "exported", tmp_path / "again", encoding)
     torch.testing.assert_close(training_logits(tmp_path / "again"), expected, atol=1e-5, rtol=0)
     if encoding == "rope":
+        assert not list((tmp_path / "exported").glob("*.py"))
         architecture = json.loads((tmp_path / "exported" / "config.json").read_text())["model_type"]
         others = {
             "qwen2": "qwen2",
@@ -427,6 +428,8 @@ def test_incomplete_and_damaged_models_are_refused(tmp_path):
     with pytest.raises(FileError, match="hf download"):
         import_model(tmp_path / "nowhere", tmp_path / "imported")
     import_model(tmp_path / "source", tmp_path / "imported")
+    with pytest.raises(FileError, match="imported exists"):
+        import_model(tmp_path / "source", tmp_path / "imported")
 
 
 @pytest.mark.parametrize("place", ["config.json", "generation_config.json"])
@@ -463,28 +466,16 @@ def test_a_chat_model_keeps_its_tokenizer_stop_ids_settings_and_templates(tmp_pa
     )
 
 
-@pytest.fixture
-def unread_weights(monkeypatch):
-    """Fail if the weights of the model are opened."""
-    monkeypatch.setattr(
-        from_transformers, "open_model", lambda *_: pytest.fail("the weights were opened")
-    )
-
-
-def test_links_out_of_a_model_directory_are_refused_first(tmp_path, unread_weights):
+def test_links_out_of_a_model_directory_are_refused_first(tmp_path, monkeypatch):
     source = tmp_path / "source"
     write_source(source)
     write_tokenizer(tmp_path / "tokenizer.json")
     (source / "tokenizer.json").symlink_to(tmp_path / "tokenizer.json")
+    monkeypatch.setattr(
+        from_transformers, "open_model", lambda *_: pytest.fail("the weights were opened")
+    )
     with pytest.raises(FileError, match="tokenizer.json is a link to a file elsewhere"):
         import_model(source, tmp_path / "imported")
-
-
-def test_an_existing_output_is_refused_first(tmp_path, unread_weights):
-    write_source(tmp_path / "source")
-    (tmp_path / "imported").mkdir()
-    with pytest.raises(FileError, match="imported exists"):
-        import_model(tmp_path / "source", tmp_path / "imported")
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_not_imported(tmp_path, capsys):

@@ -1,6 +1,5 @@
 """The model card of an export: metadata, adapter example and evaluation results."""
 
-import ast
 import json
 import re
 import shutil
@@ -72,7 +71,7 @@ def test_an_imported_model_keeps_its_license_and_has_no_pretrained_tag(tmp_path)
     card = (exported / "README.md").read_text()
     assert "Imported from the llama model meta-llama/Llama-3; not trained further." in card
     saved = open_weights(tmp_path / "imported")
-    write_adapter_card(tmp_path, "adapter", saved, "fp32", "base")
+    write_adapter_card(tmp_path, "adapter", saved, "fp32")
     of_adapter = {
         key: expected[key] for key in ("license", "license_name", "license_link", "language")
     }
@@ -115,24 +114,17 @@ def test_the_cards_adapter_example_trains_positions_and_merges(exports, tmp_path
         optimizer.step()
         optimizer.zero_grad()
     exec(after, names)
-    trained = names["merged"].state_dict()
-    start = exports["tape"].loaded.state_dict()
-    moved = [name for name in start if (trained[name] - start[name]).abs().max() > 1e-4]
-    assert {
-        name.split("position.")[1].removesuffix(".weight") for name in moved if "position." in name
-    } == {
-        "token_mixing",
-        "x_proj",
-        "up_proj",
-        "down_proj",
+    merged = names["merged"]
+    before = exports["tape"].loaded.state_dict()
+    moved = {
+        name.removesuffix(".weight").rpartition(".")[2]
+        for name, weight in merged.state_dict().items()
+        if (weight - before[name]).abs().max() > 1e-4
     }
-    assert any("self_attn.q_proj" in name for name in moved) and any(
-        "mlp.down_proj" in name for name in moved
-    )
+    assert moved >= {"token_mixing", "x_proj", "up_proj", "down_proj", "q_proj"}
     with torch.no_grad():
-        torch.testing.assert_close(
-            names["merged"](tokens).logits, model.eval()(tokens).logits, atol=1e-5, rtol=1e-5
-        )
+        expected = model.eval()(tokens).logits
+        torch.testing.assert_close(merged(tokens).logits, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_the_card_shows_only_this_models_evaluation(evaluated, exports, tmp_path):
@@ -217,10 +209,3 @@ def test_text_of_a_checkpoint_is_escaped_in_its_card(exports, tmp_path):
     for number in (0, 1, 2, 3, 5, 6):
         said = " ".join((ON_LINES % number).translate({0x1B: " ", 0x202E: " "}).split())
         assert text.count(said) == 1, number
-
-
-def test_the_adapter_cards_code_quotes_the_base(exports, tmp_path):
-    base = 'a"); b("\n```\n\\'
-    write_adapter_card(tmp_path, "adapter", open_weights(exports["rope"].checkpoint), "fp32", base)
-    (code,) = re.findall(r"```python\n(.*?)\n```", (tmp_path / "README.md").read_text(), re.S)
-    assert ast.parse(code).body[2].value.args[0].value == base

@@ -35,24 +35,29 @@ with torch.no_grad():
             path, trust_remote_code=not name.startswith("plain_"), output_loading_info=True
         )
         model, found = load(name)
-        assert not any(found[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), found
+        for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            assert not found[key], found
         torch.testing.assert_close(model(ids).logits, expected[name], **close, msg=name)
         model.set_attn_implementation("eager")
         output = model(ids, output_attentions=True)
         assert len(output.attentions) == 3
         torch.testing.assert_close(output.logits, expected[name], **close, msg=name)
         model.set_attn_implementation("sdpa")
-        options = dict(attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False, num_beams=2)
-        options |= dict(disable_compile=True, pad_token_id=0)
+        options = dict(attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+        options |= dict(num_beams=2, disable_compile=True, pad_token_id=0)
         without = model.generate(ids[:, :8], use_cache=False, **options)
-        for way in [{}] if "Encoded" in type(model).__name__ else [{}, {"cache_implementation": "static"}]:
+        ways = [{}]
+        if "Encoded" not in type(model).__name__:
+            ways.append({"cache_implementation": "static"})
+        for way in ways:
             assert torch.equal(model.generate(ids[:, :8], **options, **way), without), (name, way)
         model.save_pretrained(f"again/{name}-saved")
         again, _ = load(f"again/{name}-saved")
         assert torch.equal(again(ids).logits, model(ids).logits), name
 for name in ("with_tokenizer", "plain_with_tokenizer"):
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)
-    assert tokenizer(text).input_ids == expected["pieces"] and tokenizer.decode(expected["pieces"]) == text, name
+    assert tokenizer(text).input_ids == expected["pieces"], name
+    assert tokenizer.decode(expected["pieces"]) == text, name
 sys.argv = sys.argv[sys.argv.index("--") + 1 :]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

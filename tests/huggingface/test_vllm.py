@@ -17,39 +17,27 @@ from megatron_tape.huggingface.export.to_transformers import huggingface_config
 
 PACKAGE = ROOT / "transformers_tape" / "src" / "transformers_tape"
 # The demo's model; SmolLM2-135M's sizes; the other settings of TAPE; and a Llama with YaRN.
-SMOLLM2 = dict(
-    num_layers=4, hidden_size=576, ffn_hidden_size=1536, num_attention_heads=9, num_query_groups=3
-)
-SMOLLM2 |= dict(mlp_size=36, tie_embeddings=True, rope_theta=1e5, seq_length=1024)
-DEMO = dict(
-    num_layers=6, hidden_size=192, ffn_hidden_size=512, num_attention_heads=6, num_query_groups=6
-)
-DEMO |= dict(mlp_size=24, seq_length=256)
-OTHER = dict(
-    kv_channels=16, qkv_bias=True, qk_norm=True, gate_input="attention", state_precision="bf16"
-)
-OTHER |= dict(
-    rope_scaling_type="yarn", rope_scaling_factor=4.0, rope_original_seq_length=64, seq_length=256
-)
+DEMO = dict(num_layers=6, hidden_size=192, ffn_hidden_size=512, num_attention_heads=6)
+DEMO |= dict(num_query_groups=6, seq_length=256)
+SMOLLM2 = dict(num_layers=4, hidden_size=576, ffn_hidden_size=1536, num_attention_heads=9)
+SMOLLM2 |= dict(num_query_groups=3, tie_embeddings=True, rope_theta=1e5, seq_length=1024)
+SCALED = dict(rope_scaling_type="yarn", rope_scaling_factor=4.0, rope_original_seq_length=64)
+OTHER = dict(kv_channels=16, qkv_bias=True, qk_norm=True, gate_input="attention")
+OTHER |= dict(state_precision="bf16", seq_length=256)
 MODELS = {
-    "demo": (OWN_CLASSES, DEMO),
-    "smollm2": (OWN_CLASSES, SMOLLM2),
-    "other_settings": (OWN_CLASSES, OTHER),
+    "demo": (OWN_CLASSES, DEMO | dict(mlp_size=24)),
+    "smollm2": (OWN_CLASSES, SMOLLM2 | dict(mlp_size=36)),
+    "other_settings": (OWN_CLASSES, OTHER | SCALED),
+    "rope": (PLAIN_ROPE, DEMO | SCALED | dict(rope_attention_factor=1.3)),
 }
-PLAIN = dict(
-    rope_scaling_type="yarn",
-    rope_scaling_factor=4.0,
-    rope_original_seq_length=64,
-    rope_attention_factor=1.3,
-)
-MODELS |= {"rope": (PLAIN_ROPE, DEMO | PLAIN)}
 
 REFUSED = """
 import os
 import sys
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_PLUGINS": ""}
+os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+os.environ["VLLM_PLUGINS"] = ""
 import vllm.plugins
 from vllm import LLM
 from vllm.distributed import cleanup_dist_env_and_memory
@@ -72,8 +60,8 @@ vllm.plugins.plugins_loaded = False
 refused(tape, pipeline_parallel_size=2)
 refused(tape, kv_cache_dtype="fp8")
 layers = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1]}}
-method = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": layers}
-refused(tape, speculative_config=method)
+method = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
+refused(tape, speculative_config=method | {"draft_model_config": layers})
 """
 
 

@@ -27,8 +27,8 @@ def plain(value: object, longest: int = 1000) -> str:
         character if character.isprintable() or character in _JOINERS else " " for character in text
     )
     text = " ".join("".join(printable).split())
-    text = _SPECIAL.sub(lambda found: _reference(found[0]), text)
-    return _LIST_OR_LINE.sub(lambda found: found[1] + _reference(found[2]), text)
+    text = _SPECIAL.sub(lambda match: _reference(match[0]), text)
+    return _LIST_OR_LINE.sub(lambda match: match[1] + _reference(match[2]), text)
 
 
 def _reference(character: str) -> str:

@@ -5,7 +5,6 @@ The templates are model_card.md and adapter_card.md. huggingface_hub writes the 
 Hub.
 """
 
-import json
 import re
 import sys
 from collections import Counter
@@ -135,9 +134,12 @@ def _remote(saved: SavedWeights) -> str:
 
 
 def write_adapter_card(
-    directory: Path, name: str, saved: SavedWeights, dtype: str, base: str
+    directory: Path,
+    name: str,
+    saved: SavedWeights,
+    dtype: str,
 ) -> None:
-    """Write README.md of an adapter in peft's format for the base model in the directory `base`."""
+    """Write README.md of an adapter in peft's format for the base model in its directory `base`."""
     card = ModelCard.from_template(
         # The exported base model has no name on the Hub.
         _card_data(saved, library_name="peft", base_model=None),
@@ -145,7 +147,6 @@ def write_adapter_card(
         name=plain(name),
         dtype=dtype,
         training=_training(saved),
-        base=json.dumps(base),
         remote=_remote(saved),
     )
     _save(card, directory)

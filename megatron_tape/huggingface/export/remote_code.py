@@ -107,8 +107,8 @@ def is_own_code(directory: Path, encoding: type[PositionEncoding] | None = None)
         expected = code_files(encoding)
     except UserError:
         return False
-    found = {file.name for file in directory.glob("*.py")}
-    return found == set(expected) and all(
+    names = {file.name for file in directory.glob("*.py")}
+    return names == set(expected) and all(
         (directory / name).read_bytes() == expected[name] for name in expected
     )
 

@@ -74,7 +74,7 @@ def export_adapter(
         _write_tensors(saved, directory / "adapter_model.safetensors", rows, DTYPES[dtype])
         config = _adapter_config(saved, Path(output) / BASE)
         write_json(directory / "adapter_config.json", config)
-        write_adapter_card(directory, name, saved, dtype, BASE)
+        write_adapter_card(directory, name, saved, dtype)
         for file in directory.iterdir():
             sync_directory(file)
     return saved.path

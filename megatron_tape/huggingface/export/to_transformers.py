@@ -297,7 +297,13 @@ def _rotary_context(model: ModelConfig) -> int:
     return min(model.seq_length, scaled_length)
 
 
-def _shape(name: str, kind: str, model: ModelConfig, rows: int, dtype: str) -> dict:
+def _shape(
+    name: str,
+    kind: str,
+    model: ModelConfig,
+    rows: int,
+    dtype: str,
+) -> dict:
     return {
         "architectures": [f"{name}ForCausalLM"],
         "model_type": kind,
@@ -342,7 +348,12 @@ def vocabulary_rows(model: ModelConfig, tokenizer: ExportedTokenizer | None) -> 
     return tokenizer.vocab_size
 
 
-def _write_weights(saved: SavedWeights, directory: Path, rows: int, options: ExportOptions) -> None:
+def _write_weights(
+    saved: SavedWeights,
+    directory: Path,
+    rows: int,
+    options: ExportOptions,
+) -> None:
     """Write `model.safetensors`, or several shards of at most `max_shard_size` bytes with their
     index.
 
@@ -392,19 +403,19 @@ def part_shapes(
 
 
 def _write_tokenizer(
-    saved: SavedWeights, given: str | None, directory: Path
+    saved: SavedWeights, replacement: str | None, directory: Path
 ) -> ExportedTokenizer | None:
-    """Write the tokenizer of the run, or the `given` one if it is the same. Raises FileError."""
-    if given == NO_TOKENIZER:
+    """Write the tokenizer of the run, or its `replacement` if it is the same. Raises FileError."""
+    if replacement == NO_TOKENIZER:
         return None
     own = load_saved_tokenizer(saved.path)
     length = saved.model.seq_length
-    if given is None:
+    if replacement is None:
         if own is None:
             raise CheckpointError(str(saved.path), "has no tokenizer", _GIVE_TOKENIZER)
         return write_tokenizer(own, directory, length, str(saved.path / TOKENIZER))
 
-    tokenizer = load_tokenizer(given)
+    tokenizer = load_tokenizer(replacement)
     recorded = saved.state["progress"].get("tokenizer")
     if own is not None:
         recorded = tokenizer_record(own)
@@ -419,8 +430,8 @@ def _write_tokenizer(
                 f"omit --tokenizer, or give --tokenizer {NO_TOKENIZER} and copy the files into the"
                 " export yourself"
             )
-            raise FileError(given, different, fix)
-    return write_tokenizer(tokenizer, directory, length, given)
+            raise FileError(replacement, different, fix)
+    return write_tokenizer(tokenizer, directory, length, replacement)
 
 
 def write_json(path: Path, value: dict) -> None:

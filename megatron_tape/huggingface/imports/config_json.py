@@ -192,12 +192,12 @@ def model_settings(
         )
 
     # null is the same as a missing key, except that it disables a sliding window.
-    given = {
+    explicit = {
         key: value
         for key, value in settings.items()
         if value is not None or key == "sliding_window"
     }
-    settings = DEFAULTS[kind] | given | _FIXED[kind]
+    settings = DEFAULTS[kind] | explicit | _FIXED[kind]
     _check_supported(settings, path)
 
     position = _encoded(settings, path) if kind == ENCODED else _rope(settings, path)
@@ -361,7 +361,12 @@ def _rope(settings: dict[str, Any], path: Path) -> dict[str, Any]:
     }
 
 
-def _theta_of_share(theta: float, share: float, settings: dict[str, Any], path: Path) -> float:
+def _theta_of_share(
+    theta: float,
+    share: float,
+    settings: dict[str, Any],
+    path: Path,
+) -> float:
     """Return the `rope_theta` with which `rope_share` gives Phi-3's frequencies.
 
     For R rotated of D elements of a head, Phi-3's are theta^(-2i / R). Those of `rope_share` are

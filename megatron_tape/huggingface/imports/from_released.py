@@ -64,9 +64,9 @@ def import_released(
     threshold = FireSettings.fire_threshold
     for key in released:
         if key.endswith(_THRESHOLD):
-            found = released[key].flatten()[:10].tolist()
-            if found != [threshold]:
-                values = ", ".join(f"{value:g}" for value in found)
+            thresholds = released[key].flatten()[:10].tolist()
+            if thresholds != [threshold]:
+                values = ", ".join(f"{value:g}" for value in thresholds)
                 problem = f"has FIRE's init_L {values}, which cannot be imported"
                 raise FileError(str(weights), problem, f"supported: {threshold:g}")
 

@@ -55,8 +55,8 @@ def _padded(weights: LazyTensors, model: ModelConfig, origin: str) -> LazyTensor
         if name in _VOCABULARY:
             shape = (model.unpadded_vocab_size, *shape[1:])
         if tuple(tensor.shape) != shape:
-            given = tuple(tensor.shape)
-            problem = f"gives {name} the shape {given!s:.100}, but its settings require {shape}"
+            actual = tuple(tensor.shape)
+            problem = f"gives {name} the shape {actual!s:.100}, but its settings require {shape}"
             raise FileError(origin, problem)
         if tensor.dtype not in _TYPES:
             problem = f"contains {name} as {tensor.dtype}"

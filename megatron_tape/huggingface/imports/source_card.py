@@ -46,20 +46,20 @@ def source_card(
         raise UserError(
             "--base-model", f"is {base_model!r}, but names on the Hub have the form OWNER/NAME"
         )
-    given = _metadata(directory / CARD)
+    metadata = _metadata(directory / CARD)
     name = base_model
     if name is None and is_export:
-        name = _text(given.get("base_model"))
+        name = _text(metadata.get("base_model"))
     facts: CardFacts = {}
     if name:
         facts["base_model"] = name
     for key in ("license", "license_name", "license_link"):
-        if text := _text(given.get(key)):
+        if text := _text(metadata.get(key)):
             facts[key] = text
     if "://" not in facts.get("license_link", "://"):
         del facts["license_link"]  # a relative link to a file that the export does not have
 
-    languages = given.get("language")
+    languages = metadata.get("language")
     if not isinstance(languages, list):
         languages = [languages]
     # In YAML, an unquoted `no` (Norwegian) is false.

@@ -152,9 +152,9 @@ def check_weights(weights: LazyTensors, model: ModelConfig, origin: str) -> None
     for name, shape in expected.items():
         if name not in weights:
             raise FileError(origin, f"lacks the parameter {name}", MISMATCH)
-        given = weights.shapes.get(name, shape)
-        if given != shape:
-            problem = f"gives {name} the shape {given!s:.100}, but its settings require {shape}"
+        actual = weights.shapes.get(name, shape)
+        if actual != shape:
+            problem = f"gives {name} the shape {actual!s:.100}, but its settings require {shape}"
             raise FileError(origin, problem, MISMATCH)
 
 

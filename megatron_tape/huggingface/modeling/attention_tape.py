@@ -224,7 +224,8 @@ def attend_by_blocks(
     gradients.
     """
     B, H, S, D = query.shape
-    G, T, E = key.shape[1], key.shape[2], value.shape[-1]
+    G, T = key.shape[1:3]
+    E = value.shape[-1]
     R = H // G
     dtype = torch.promote_types(query.dtype, torch.float32)
     queries = query.to(dtype).mul(scaling).unflatten(1, (G, R)).flatten(0, 1)
