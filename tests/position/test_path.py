@@ -108,7 +108,8 @@ def test_w_and_beta_equal_the_authors_layer():
 
     w = linear(linear(hidden, p["w_down"]), p["w_up"]).permute(1, 2, 0)
     w = silu(conv1d(w, p["conv"].flatten(0, 1)[:, None], padding=2, groups=16)[..., :20])
-    w = torch.nn.functional.normalize(w.unflatten(1, (2, 8)).mT, dim=-1)
+    w = w.unflatten(1, (2, 8)).mT
+    w = w / (w.square().sum(-1, keepdim=True) + 1e-6).sqrt()
     beta = 2 * linear(hidden, p["beta_weight"], p["beta_bias"]).sigmoid().permute(1, 2, 0)
     for found, expected in zip(prepared, blocks_of_reflections(keys, w, beta), strict=True):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
