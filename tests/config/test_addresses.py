@@ -118,12 +118,3 @@ def test_no_path_option_accepts_an_address(program):
                 continue
             with pytest.raises((argparse.ArgumentError, ConfigError)):
                 parser._get_value(action, ADDRESS)
-
-
-def test_the_directories_of_a_job_may_be_no_addresses(monkeypatch):
-    from pretrain import attempt
-
-    with pytest.raises(
-        ConfigError, match="argument --scratch: s3://bucket/run is an address, and object stores"
-    ):
-        attempt.main(["chain", "--scratch", ADDRESS, "--", "tape_demo"])

@@ -46,10 +46,6 @@ def test_every_backend_can_be_chosen():
     assert ATTENTION_BACKENDS == ("auto", *BACKENDS)
 
 
-def test_split_shares_sum_to_one():
-    assert split_shares("969,30,1") == pytest.approx((0.969, 0.03, 0.001))
-
-
 @pytest.mark.parametrize("split", ["969,30", "a,b,c", "1,-1,0", "0,1,1", "inf,1,1"])
 def test_a_malformed_split_is_refused(split):
     with pytest.raises(ConfigError) as refused:

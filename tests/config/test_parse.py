@@ -165,7 +165,6 @@ def test_help_of_an_unknown_section_is_refused(capsys):
         ("--train.spikes=skip", "train.spikes is 'skip'; give a mapping or null"),
         ("--train.spikes.action=stop", "action is 'stop'; give 'warn', 'skip' or 'rewind'"),
         ("--train.average.decay=0.9", "train.average.kind must be set"),
-        ("--train.evaluations=[1]", "train.evaluations[0] is 1"),
         ("--data.stages=[{prefix: a, share: 0.1}, 3]", "data.stages[1] is 3"),
         ("--data.generator={digits: 3}", "; give a task or null"),
         ("--data.generator={task: subtraction}", "; give a task: 'addition', "),

@@ -5,7 +5,7 @@ it.
 import pytest
 from plans import recipe
 
-from megatron_tape.ops.backends.table import BLACKWELL, HOPPER, OTHER_GPU
+from megatron_tape.ops.backends.table import HOPPER, OTHER_GPU
 from megatron_tape.planning.plan import Plan
 from pretrain import estimate
 
@@ -21,9 +21,7 @@ def path(generation, *overrides, name="tape_1b"):
     "generation, overrides, backend",
     [
         (HOPPER, [], "torch_wide"),
-        (BLACKWELL, [], "torch_wide"),
         (OTHER_GPU, [], "triton"),
-        (HOPPER, ["--model.kv_channels=128"], "torch"),
         (HOPPER, ["--model.kv_channels=60"], "torch"),  # no multiple of 8, which cuDNN needs
         (HOPPER, [PACKED], "triton"),
         (HOPPER, [DETERMINISTIC], "triton"),
