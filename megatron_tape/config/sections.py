@@ -283,7 +283,7 @@ def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
     suggestions = [siblings[other] for other in difflib.get_close_matches(name, siblings)]
     if "." not in section:
         suggestions += [other for other in known if other.rpartition(".")[2] == name]
-    if not section or not siblings:
+    if not section or not (siblings or "[" in section):
         # The section may be missing or misspelled.
         suggestions += difflib.get_close_matches(key, known)
     fix = "correct or remove it"
