@@ -106,17 +106,19 @@ def whole_state(folder, name, step):
     """Return the unsharded weights and moments of a checkpoint."""
     path = Path(folder, name, "checkpoints", f"step-{step:08d}")
     checkpoint = Checkpoint(path, read_state(path))
-    found = {}
-    for key, shares in checkpoint.places().items():
-        parts = [checkpoint.read(*share) for share in shares if share is not None]
-        cut = checkpoint.state["sharded"].get(key.partition("/")[2])
-        if cut is None:
-            found[key] = parts[0].clone()
+    whole = {}
+    for key, shards in checkpoint.shards.items():
+        parts = [checkpoint.read(*shard) for shard in shards if shard is not None]
+        _, _, name = key.partition("/")
+        sharding = checkpoint.state["sharded"].get(name)
+        if sharding is None:
+            whole[key] = parts[0].clone()
             continue
         parameter = SimpleNamespace(tensor_model_parallel=True)
-        parameter.partition_dim, parameter.partition_stride = cut.values()
-        found[key] = unshard(parts, parameter).clone()
-    return found
+        parameter.partition_dim = sharding["dim"]
+        parameter.partition_stride = sharding["stride"]
+        whole[key] = unshard(parts, parameter).clone()
+    return whole
 
 
 def option(section_key, value):
