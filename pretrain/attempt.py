@@ -298,11 +298,10 @@ def _refuse_other_job(run: Path, attempts: list[AttemptRecord], job: str) -> Non
     owner = attempts[-1].facts.get("job")
     if owner in (None, job):
         return
-    state = queue_state(owner)
-    if state != "":
+    if state := queue_state(owner):
         raise ConfigError(
             "logging.directory",
-            f"is {run}, which belongs to job {owner} ({(state or 'unknown').lower()})",
+            f"is {run}, which belongs to job {owner} ({state.lower()})",
             "cancel that job, or give --logging.directory NEW",
         )
 

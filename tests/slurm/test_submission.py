@@ -255,7 +255,7 @@ def test_a_chain_is_submitted_with_the_site_options(submit):
     site = {"TAPE_SBATCH_OPTIONS": "--gpus-per-node=8 --comment='a * b'"}
     status, submitted, output = submit("run_all.sh", "--sbatch", '-A\n"me too"', *CHAIN, **site)
     assert status == 0, output
-    assert submitted[:4] == ["--gpus-per-node=8", "--comment=a * b", "-A", "me too"]
+    assert submitted[1:5] == ["--gpus-per-node=8", "--comment=a * b", "-A", "me too"]
     assert "pretraining  job 41, in" in output and "extension    job 42, after 41, in" in output
     assert "scancel" not in output
 
@@ -276,8 +276,8 @@ def test_an_evaluation_without_an_extension_is_of_the_pretrained_model(submit):
     status, submitted, output = submit("run_all.sh", *TRAINING, *EVALUATION)
     assert status == 0, output
     script = f"{REPOSITORY}/slurm/evaluate_tape.sh"
-    assert submitted[0] == "--dependency=afterok:41"
-    assert submitted[2:] == [script, *EVALUATION[1:], "--model=runs/tiny"]
+    assert submitted[1] == "--dependency=afterok:41"
+    assert submitted[3:] == [script, *EVALUATION[1:], "--model=runs/tiny"]
     assert "evaluation   job 42, after 41, in runs/tiny/evaluation\n" in output
 
 
