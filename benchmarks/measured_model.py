@@ -7,6 +7,7 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import torch
@@ -23,6 +24,7 @@ from megatron_tape.model.language_model import LanguageModel, transformer_config
 from megatron_tape.model.layers import CoreAttention
 from megatron_tape.model.names import kind_of
 from megatron_tape.ops.activation_checkpointing import _RecordedCall
+from megatron_tape.ops.backends import rows
 from megatron_tape.ops.position_update import fused_update
 from megatron_tape.parallel.layout import ParallelLayout, seed_everything
 from megatron_tape.parallel.partitions import allocate
@@ -280,9 +282,25 @@ def activation_bytes(model: torch.nn.Module, forward: Callable[[], Tensor]) -> i
             return packed
         return pack(packed)
 
+    def checkpointed(block: Callable, *arguments: Any, **options: Any) -> Tensor:
+        # A block of rows keeps the tensors that it uses until it is recomputed.
+        cells = block.__closure__ if torch.is_grad_enabled() else ()
+        for cell in cells:
+            contents = cell.cell_contents
+            tensors = contents if isinstance(contents, tuple) else (contents,)
+            for tensor in tensors:
+                if isinstance(tensor, Tensor):
+                    pack(tensor)
+        return checkpoint(block, *arguments, **options)
+
     keep = _RecordedCall._pack
+    checkpoint = rows.checkpoint
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with hooks, mock.patch.object(_RecordedCall, "_pack", recorded):
+    patches = (
+        mock.patch.object(_RecordedCall, "_pack", recorded),
+        mock.patch.object(rows, "checkpoint", checkpointed),
+    )
+    with hooks, patches[0], patches[1]:
         loss = forward()
     del loss
     return sum(saved_bytes.values())

@@ -24,33 +24,42 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
     q, k = x.rotated()
     D = q.shape[-1]
     dtype = torch.promote_types(q.dtype, torch.float32)
-    value = torch.cat([y.expand_as(k) for y in x.values()], dim=-1)
+    values = [y.expand_as(k) for y in x.values()]
+    # Concatenating a single value would copy it.
+    value = torch.cat(values, dim=-1) if len(values) > 1 else values[0]
+    output_dtype = value.dtype
     q_BHSD, k_BGTD, v_BGTE = (y.permute(1, 2, 0, 3).to(dtype) for y in (q, k, value))
-    tensors = () if x.rescore is None else x.rescore.prepared(q_BHSD, k_BGTD)
-    offset = len(k) - len(q)
+    # Blocks keep what they use until the backward pass, so they must not use `x`, which holds queries
+    # and keys before their rotation.
+    bias = x.bias
+    rescore = x.rescore
+    packing = x.packing
+    tensors = () if rescore is None else rescore.prepared(q_BHSD, k_BGTD)
+    count = len(q)
+    offset = len(k) - count
 
     def attend_block(first: int) -> Tensor:
         """Return the average (r, B, H, E) of the block that starts at query `first`."""
         queries = q_BHSD[:, :, first : first + rows]
         tokens = slice(offset + first, offset + first + queries.shape[2])
         keys = k_BGTD[:, :, : tokens.stop]
-        bounds = None if x.packing is None else x.packing.bounds_2BT[..., : tokens.stop]
-        seen = causal_mask(queries.shape[2], tokens.stop, bounds, q.device)
+        bounds = None if packing is None else packing.bounds_2BT[..., : tokens.stop]
+        seen = causal_mask(queries.shape[2], tokens.stop, bounds, queries.device)
 
         scores = None
-        if x.rescore is None or x.rescore.takes_scores:
+        if rescore is None or rescore.takes_scores:
             scores = _times(queries * D**-0.5, keys.mT)
-        if x.rescore is not None:
-            scores = x.rescore.rows(scores, queries, keys, seen, tokens, *tensors)
-        if x.bias is not None:
-            scores = scores + x.bias.of(tokens, slice(0, tokens.stop))
+        if rescore is not None:
+            scores = rescore.rows(scores, queries, keys, seen, tokens, *tensors)
+        if bias is not None:
+            scores = scores + bias.of(tokens, slice(0, tokens.stop))
 
         p = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        return _times(p, v_BGTE[:, :, : tokens.stop]).permute(2, 0, 1, 3).to(value.dtype)
+        return _times(p, v_BGTE[:, :, : tokens.stop]).permute(2, 0, 1, 3).to(output_dtype)
 
     blocks = [
         checkpoint(attend_block, first, use_reentrant=False, preserve_rng_state=False)
-        for first in range(0, len(q), rows)
+        for first in range(0, count, rows)
     ]
     return torch.cat(blocks).split(D, dim=-1)
 
