@@ -35,7 +35,7 @@ class AttentionInputs(PositionInputs):
     run: Callable[..., tuple[Tensor, ...]] = run_directly
     """`run(function, *tensors)` returns `function(*tensors)`; with selective activation
     checkpointing it records and replays the call (`ops.activation_checkpointing`). The naive
-    backend ignores it, as does tiled with a bias or `rescore`."""
+    backend ignores it, as does tiled with `rescore`."""
 
     def rotated(self, fused: bool = True) -> tuple[Tensor, Tensor]:
         """Return q (S, B, H, D) and k (T, B, G, D), rotated by z unless z is None or `rotate` is

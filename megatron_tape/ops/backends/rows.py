@@ -1,7 +1,8 @@
-"""Attention in blocks of whole rows of scores, for encodings that change the scores.
+"""Attention in blocks of whole rows of scores, for encodings with a `Rescore`: CoPE, PaTH and
+PaTH-FoX.
 
-A row holds the scores of one query and all its keys, from several of which CoPE and PaTH compute a
-score. Blocks are recomputed in the backward pass, so no S x T matrix is saved. The
+A row holds the scores of one query and all its keys. These encodings compute a score from several
+keys of the row. Blocks are recomputed in the backward pass, so no S x T matrix is saved. The
 reference is `naive.py`. Axes: S queries, T keys (the last S of them are the queries' own tokens), B
 batch, H query heads, G key/value groups, r queries of a block, t keys up to the last of them, D
 head dimension, E width of all values together.
@@ -34,7 +35,7 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
     bias = x.bias
     rescore = x.rescore
     packing = x.packing
-    tensors = () if rescore is None else rescore.prepared(q_BHSD, k_BGTD)
+    tensors = rescore.prepared(q_BHSD, k_BGTD)
     count = len(q)
     offset = len(k) - count
 
@@ -47,10 +48,9 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
         seen = causal_mask(queries.shape[2], tokens.stop, bounds, queries.device)
 
         scores = None
-        if rescore is None or rescore.takes_scores:
+        if rescore.takes_scores:
             scores = _times(queries * D**-0.5, keys.mT)
-        if rescore is not None:
-            scores = rescore.rows(scores, queries, keys, seen, tokens, *tensors)
+        scores = rescore.rows(scores, queries, keys, seen, tokens, *tensors)
         if bias is not None:
             scores = scores + bias.of(tokens, slice(0, tokens.stop))
 

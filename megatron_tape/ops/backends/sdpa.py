@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_tape.ops.attention_inputs import AttentionInputs
 from megatron_tape.ops.backends.choice import rotates_fused
+from megatron_tape.ops.bias import NEAR, Bias
 from megatron_tape.ops.packing import additive_mask
 
 _WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -113,4 +114,15 @@ def _mask(x: AttentionInputs) -> Tensor | None:
         mask = x.packing.mask(S, dtype)
     if x.bias is None:
         return mask
-    return x.bias.of(slice(T - S, T), slice(0, T)).to(dtype) + mask
+    return _bias(x.bias, slice(T - S, T), T).to(dtype) + mask
+
+
+def _bias(bias: Bias, rows: slice, keys: int) -> Tensor:
+    """Return the bias with the constants that small tiles omit; without them, it is too large to
+    round to bf16.
+    """
+    tile = bias.of(rows, slice(0, keys))
+    if bias.left_out is None or rows.stop - rows.start > NEAR:
+        return tile
+    left_out = bias.left_out(rows, *bias.tensors)
+    return tile + (left_out - left_out[..., :1].detach())[..., None]

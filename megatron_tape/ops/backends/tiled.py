@@ -3,9 +3,8 @@ scores at a time.
 
 The fused CPU kernels of torch's SDPA require values as wide as the keys, so that TAPE would need
 two calls: for v and for z. Here the values are concatenated, and tiles of scores fit into a
-processor's cache. This is faster than two calls on CPUs, and packed documents need no S x T
-matrices. The algorithm is flash attention (Dao, 2023); the reference is `naive.py`. Scores that an
-encoding changes are computed by `rows.py` instead.
+processor's cache. This is faster than two calls on CPUs, and neither packed documents nor a bias
+need S x T matrices. The algorithm is flash attention (Dao, 2023); the reference is `naive.py`.
 Axes: B batch, G key/value groups, R query heads of a group, S queries, T keys (the last S of them
 are the queries' own tokens), D head dimension.
 """
@@ -20,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_tape.ops.attention_inputs import AttentionInputs
 from megatron_tape.ops.backends.rows import attend_by_rows
+from megatron_tape.ops.bias import Bias
 
 QUERIES = 128
 KEYS = 256
@@ -32,18 +32,19 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     """Return the averages over keys of v and, if averaged, z, each (S, B, H, D). bf16 and fp16 are
     computed in fp32.
     """
-    if x.bias is not None or x.rescore is not None:
+    if x.rescore is not None:
         return attend_by_rows(x, QUERIES)
     q, k = x.rotated()
     q, k, *values = (y.permute(1, 2, 0, 3) for y in (q, k, *x.values()))
     S = q.shape[2]
-    starts = None
-    first = [0] * S
-    if x.packing is not None:
-        starts = x.packing.bounds_2BT[0]
-        first = x.packing.first_seen(S)
+    starts, first = (
+        (None, [0] * S) if x.packing is None else (x.packing.bounds_2BT[0], x.packing.first_seen(S))
+    )
+    tensors = () if x.bias is None else x.bias.tensors
     q_BGRSD = q.unflatten(1, (k.shape[1], -1))
-    averages = x.run(partial(_TiledAttention.apply, first, starts), q_BGRSD, k, *values)
+    bias = None if x.bias is None else x.bias.without_tensors()
+    attend_in_tiles = partial(_TiledAttention.apply, len(values), bias, first, starts)
+    averages = x.run(attend_in_tiles, q_BGRSD, k, *values, *tensors)
     return tuple(y.flatten(1, 2).permute(2, 0, 1, 3) for y in averages)
 
 
@@ -54,14 +55,29 @@ class _Tiles:
     sequence of the batch.
     """
 
-    def __init__(self, q: Tensor, T: int, starts: Tensor | None, first: list[int]):
-        *_, self.R, self.S, _ = q.shape
-        self.keys = torch.arange(T, device=q.device)
+    def __init__(
+        self,
+        B: int,
+        S: int,
+        T: int,
+        R: int,
+        starts: Tensor | None,
+        first: list[int],
+        device: torch.device,
+    ):
+        self.B = B
+        self.S = S
+        self.R = R
+        self.keys = torch.arange(T, device=device)
         # Queries are numbered from 0, keys from the start of the cache.
-        self.offset = T - self.S
+        self.offset = T - S
         self.queries = self.keys[self.offset :]
         self.starts = None if starts is None else starts[:, self.offset :]
         self.first = first
+
+    def of_tokens(self, rows: slice) -> slice:
+        """Return the slice of the T tokens to which the queries `rows` belong."""
+        return slice(rows.start + self.offset, rows.stop + self.offset)
 
     def blocks(self) -> Iterator[tuple[slice, list[slice]]]:
         """Yield each block of queries, and the blocks of keys to which they attend."""
@@ -70,6 +86,15 @@ class _Tiles:
             low = self.first[a] // KEYS * KEYS
             high = b + self.offset
             yield slice(a, b), [slice(c, min(c + KEYS, high)) for c in range(low, high, KEYS)]
+
+    def biased(self, scores: Tensor, bias: Tensor) -> Tensor:
+        """Add a bias (B or 1, H or 1, rows or 1, columns or 1) to scores (B*G, R*rows, columns), in
+        place.
+        """
+        rows = scores.shape[1] // self.R
+        columns = scores.shape[2]
+        scores.view(self.B, -1, rows, columns).add_(bias, alpha=LOG2_E)
+        return scores
 
     def hide(self, scores: Tensor, rows: slice, columns: slice, value: float) -> None:
         """Overwrite the masked elements of `scores` (B*G, R*rows, columns) with `value`."""
@@ -83,7 +108,6 @@ class _Tiles:
                 return
             scores = scores[..., first - columns.start :]
             columns = slice(first, columns.stop)
-
         queries = self.queries[rows, None]
         keys = self.keys[columns]
         hidden = keys > queries
@@ -95,16 +119,20 @@ class _Tiles:
 
 class _TiledAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, first: list[int], starts, q, k, *values):
+    def forward(ctx, count: int, bias: Bias | None, first: list[int], starts, q, k, *tensors):
+        values = tensors[:count]
+        of_bias = tensors[count:]
         B, G, R, S, D = q.shape
         dtype = torch.promote_types(q.dtype, torch.float32)
-        tiles = _Tiles(q, k.shape[2], starts, first)
+        tiles = _Tiles(B, S, k.shape[2], R, starts, first, q.device)
         keys, wide = (x.flatten(0, 1).to(dtype) for x in (k, torch.cat(values, dim=-1)))
         # In memory, the sequence axis comes first, as the output projection expects; otherwise it
         # would make a copy.
-        outputs = [v.new_empty(S, B, G, R, D).permute(1, 2, 3, 0, 4) for v in values]
-        lse = q.new_empty(B, G, R, S, dtype=dtype)
-
+        laid_out = [
+            torch.empty(S, B, G, R, v.shape[-1], dtype=v.dtype, device=q.device) for v in values
+        ]
+        outputs = [x.permute(1, 2, 3, 0, 4) for x in laid_out]
+        lse = torch.empty(B, G, R, S, dtype=dtype, device=q.device)
         for rows, blocks in tiles.blocks():
             queries = _rows(q, rows, dtype) * (D**-0.5 * LOG2_E)
             largest = queries.new_full((*queries.shape[:2], 1), float("-inf"))
@@ -112,6 +140,8 @@ class _TiledAttention(torch.autograd.Function):
             averaged = queries.new_zeros(*queries.shape[:2], wide.shape[-1])
             for columns in blocks:
                 scores = queries @ keys[:, columns].mT
+                if bias is not None:
+                    tiles.biased(scores, bias.tile(tiles.of_tokens(rows), columns, *of_bias))
                 tiles.hide(scores, rows, columns, float("-inf"))
                 now = torch.maximum(largest, scores.amax(-1, keepdim=True))
                 # A query without any visible key so far has no largest score to subtract.
@@ -122,13 +152,17 @@ class _TiledAttention(torch.autograd.Function):
                 total.mul_(shrink).add_(p.sum(-1, keepdim=True))
                 averaged.mul_(shrink).baddbmm_(p, wide[:, columns])
                 largest = now
-
-            averaged = averaged.div_(total).view(B, G, R, -1, wide.shape[-1])
-            for output, part in zip(outputs, averaged.split(D, dim=-1)):
+            parts = (
+                averaged.div_(total)
+                .view(B, G, R, -1, wide.shape[-1])
+                .split([v.shape[-1] for v in values], dim=-1)
+            )
+            for output, part in zip(outputs, parts):
                 output[:, :, :, rows] = part
             lse[:, :, :, rows] = total.log2_().add_(largest).view(B, G, R, -1)
-
-        ctx.save_for_backward(q, k, lse, starts, *values, *outputs)
+        ctx.save_for_backward(q, k, lse, starts, *values, *outputs, *of_bias)
+        ctx.count = count
+        ctx.bias = bias
         ctx.first = first
         return tuple(outputs)
 
@@ -136,37 +170,47 @@ class _TiledAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *gradients):
         q, k, lse, starts, *rest = ctx.saved_tensors
-        values = rest[: len(gradients)]
-        outputs = rest[len(gradients) :]
+        values = rest[: ctx.count]
+        outputs = rest[ctx.count : 2 * ctx.count]
+        of_bias = rest[2 * ctx.count :]
         B, G, R, S, D = q.shape
         dtype = lse.dtype
-        tiles = _Tiles(q, k.shape[2], starts, ctx.first)
+        tiles = _Tiles(B, S, k.shape[2], R, starts, ctx.first, q.device)
         keys, wide = (x.flatten(0, 1).to(dtype) for x in (k, torch.cat(values, dim=-1)))
         dq = torch.empty_like(q)
-        dkeys = torch.zeros_like(keys)
+        dk = torch.zeros_like(keys)
         dwide = torch.zeros_like(wide)
         delta = sum((do.to(dtype) * o).sum(-1) for do, o in zip(gradients, outputs))
-
+        if ctx.bias is None:
+            bias = None
+        else:
+            bias = _BiasGradient(ctx.bias, of_bias, ctx.needs_input_grad[-len(of_bias) :])
         for rows, blocks in tiles.blocks():
             queries = _rows(q, rows, dtype) * (D**-0.5 * LOG2_E)
             gradient = torch.cat([_rows(do, rows, dtype) for do in gradients], dim=-1)
-            lse_of_rows, delta_of_rows = (
-                x[:, :, :, rows].reshape(B * G, -1, 1) for x in (lse, delta)
-            )
+            of_row = [x[:, :, :, rows].reshape(B * G, -1, 1) for x in (lse, delta)]
             dqueries = torch.zeros_like(queries)
             for columns in blocks:
                 scores = queries @ keys[:, columns].mT
-                p = _exp2(scores.sub_(lse_of_rows))
+                if bias is not None:
+                    tiles.biased(scores, bias.tile(tiles.of_tokens(rows), columns))
+                p = _exp2(scores.sub_(of_row[0]))
                 tiles.hide(p, rows, columns, 0.0)
                 dwide[:, columns].baddbmm_(p.mT, gradient)
-                ds = (gradient @ wide[:, columns].mT).sub_(delta_of_rows).mul_(p)
+                ds = (gradient @ wide[:, columns].mT).sub_(of_row[1]).mul_(p)
+                if bias is not None:
+                    bias.add(ds.view(B, G * R, -1, ds.shape[-1]))
                 dqueries.baddbmm_(ds, keys[:, columns])
-                dkeys[:, columns].baddbmm_(ds.mT, queries)
+                dk[:, columns].baddbmm_(ds.mT, queries)
+            if bias is not None:
+                bias.end(tiles.of_tokens(rows))
             dq[:, :, :, rows] = dqueries.mul_(D**-0.5).view(B, G, R, -1, D).to(q.dtype)
-
-        dk = dkeys.div_(LOG2_E).view_as(k).to(k.dtype)
-        dvalues = dwide.view(B, G, k.shape[2], -1).split(D, dim=-1)
-        return None, None, dq, dk, *(dv.to(v.dtype) for dv, v in zip(dvalues, values))
+        dvalues = dwide.view(B, G, k.shape[2], -1).split([v.shape[-1] for v in values], dim=-1)
+        return (
+            *(None, None, None, None, dq, dk.div_(LOG2_E).view_as(k).to(k.dtype)),
+            *(dv.to(v.dtype) for dv, v in zip(dvalues, values)),
+            *(() if bias is None else bias.gradients),
+        )
 
 
 def _exp2(x: Tensor) -> Tensor:
@@ -176,6 +220,49 @@ def _exp2(x: Tensor) -> Tensor:
     The clamped weights are negligible, because the largest weight of a row is 1.
     """
     return x.clamp_(min=-90.0).exp2_()
+
+
+class _BiasGradient:
+    """Recomputes the tiles of a bias in the backward pass and accumulates the gradients of its
+    tensors.
+    """
+
+    def __init__(self, bias: Bias, tensors: list[Tensor], needed: tuple[bool, ...]):
+        self._bias = bias
+        self._leaves = [x.detach().requires_grad_(need) for x, need in zip(tensors, needed)]
+        self._learned = [i for i, need in enumerate(needed) if need]
+        self.gradients = [torch.zeros_like(x) if need else None for x, need in zip(tensors, needed)]
+        self._left: Tensor | float = 0.0
+
+    def tile(self, rows: slice, columns: slice) -> Tensor:
+        with torch.enable_grad():
+            self._tile = self._bias.tile(rows, columns, *self._leaves)
+        return self._tile.detach()
+
+    def add(self, ds_BHrc: Tensor) -> None:
+        """Add the gradient `ds_BHrc` of the scores of the last `tile` to `gradients`."""
+        if self._learned and self._tile.requires_grad:
+            self._add(self._tile, ds_BHrc.sum_to_size(self._tile.shape))
+            if self._bias.left_out is not None:
+                self._left = self._left + ds_BHrc.sum(-1)
+
+    def end(self, rows: slice) -> None:
+        """Add the gradient of the constants that the tiles of the queries `rows` omit
+        (`Bias.left_out`).
+        """
+        if isinstance(self._left, Tensor):
+            with torch.enable_grad():
+                constants = self._bias.left_out(rows, *self._leaves)
+            if constants.requires_grad:
+                self._add(constants, self._left.sum_to_size(constants.shape))
+            self._left = 0.0
+
+    def _add(self, output: Tensor, gradient: Tensor) -> None:
+        leaves = [self._leaves[i] for i in self._learned]
+        parts = torch.autograd.grad(output, leaves, gradient.to(output.dtype), allow_unused=True)
+        for i, part in zip(self._learned, parts):
+            if part is not None:
+                self.gradients[i] += part
 
 
 def _rows(x: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
