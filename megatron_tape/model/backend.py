@@ -295,10 +295,11 @@ def verified_kernels(
     for name, check in checks.items():
         problem = f"triton {without_triton}"
         inexact = None
-        if not without_triton:
-            with layout.first_on_node():
+        # All ranks enter the block, also those without Triton, since it contains a barrier.
+        with layout.first_on_node():
+            if not without_triton:
                 problem = first_failure(check(), dtype, device)
-            inexact = problem and name
+                inexact = problem and name
         # Decide from the failures of all ranks, so that all ranks decide the same.
         failures = _gather_failures(layout, problem, inexact)
         usable[name] = not failures

@@ -151,7 +151,7 @@ def test_ranks_agree_on_the_fused_kernels(monkeypatch):
     answers["triton"] = "is not installed"
     assert verified() == backend.FusedKernels()
     # A wrong update on a rank with Triton ends the run on the ranks without Triton, too.
-    elsewhere[:] = [backend._Failure("nodeB", 1, "does not work here", "position_update")]
+    elsewhere[:] = [None, backend._Failure("nodeB", 1, "does not work here", "position_update")]
     with pytest.raises(NodeError) as error:
         verified()
     assert error.value.subjects == ("nodeB",)

@@ -140,7 +140,7 @@ def test_the_screen_shows_goodput(run, capsys):
     now = time.time()
     started = {"started": now - 100, "nodes": ["alpha"]}
     write_record(run / "attempts" / "000001" / "attempt.json", started)
-    beat(run, began=now - 90, stages={"training": 80.0, "saving": 10.0})
+    beat(run, began=now - 90, phases={"training": 80.0, "saving": 10.0})
     assert "goodput     kept steps 80.0%, saves 10.0%, start 10.0%\n" in shown(capsys, run)
 
 
