@@ -131,7 +131,7 @@ class Trial:
         if self.options.toy:
             command.append("--toy")
         if self.options.also:
-            command += ["--also", *self.options.also]
+            command += ["--also", self.options.also]
         return command
 
     def run(self, part: Part, deadline: float) -> None:
@@ -401,13 +401,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help="parts to run (default: all)",
     )
-    add(
-        "--also",
-        nargs="+",
-        choices=("flex", "megatron"),
-        default=[],
-        help="also time FlexAttention (flex) or Megatron-core's GPTModel (megatron)",
-    )
+    add("--also", choices=["flex"], help="also time FlexAttention")
     add("--toy", action="store_true", help="run at toy size on the CPU, even if there is a GPU")
     add("--commit", help="commit of this code, if git cannot determine it")
     options = parser.parse_args(argv)

@@ -1,16 +1,15 @@
-"""Compare training steps of TAPE with RoPE in the same engine, and with Llama and GPTModel of other
-libraries.
+"""Compare training steps of TAPE with RoPE in the same engine, and with transformers' Llama.
 
     python -m benchmarks.train_step [--layers 4] [--tokens 4096]
     python -m benchmarks.train_step --shape 1.3b-4k --profile --output step.json
     torchrun --nproc-per-node 8 -m benchmarks.train_step --shape 1.3b-4k [--tensor-parallel 2]
 
 A step is `Engine.train_step`, as in training: all micro-batches, averaging over ranks, clipping,
-Adam. Data loading is excluded; every step trains on the same random tokens. With one process,
-models of the same sizes from transformers and Megatron-core (benchmarks/baselines.py) train on the
-same tokens; `--against` selects them. On a CPU, the steps of all models alternate, and a ratio is
-the median over paired steps. On a GPU, models are measured one after another. If RoPE and TAPE have
-different losses at initialization, no figure is reported.
+Adam. Data loading is excluded; every step trains on the same random tokens. With one process, a
+Llama of the same sizes (benchmarks/baselines.py) trains on the same tokens, unless `--against` is
+empty. On a CPU, the steps of all models alternate, and a ratio is the median over paired steps. On
+a GPU, models are measured one after another. If RoPE and TAPE have different losses at
+initialization, no figure is reported.
 
 Model FLOPs are those of `planning.flops.flops_per_token`: matrix products forward and backward,
 causal attention as half of all pairs, no recomputation. TAPE's include averaging the state and the
@@ -36,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.profiler import profile
 
-from benchmarks.baselines import BASELINES, Baseline
+from benchmarks.baselines import BASELINE, Baseline
 from benchmarks.environment import Record, add_record_arguments, quiet_libraries
 from benchmarks.measured_model import (
     ENCODINGS,
@@ -69,41 +68,42 @@ def main(argv: list[str] | None = None) -> None:
     """Measure, print a table, and write the record to the file that --output names."""
     arguments, shape = parse(argv)
     rank, world_size = rank_and_size()
-    if bool(arguments.against) and world_size > 1:
+    if arguments.against and world_size > 1:
         raise ConfigError(
             "--against", f"needs a single process, but {world_size} were started", "remove it"
         )
-    sizes = {"world_size": world_size, "tensor_parallel": arguments.tensor_parallel}
-    options = {
-        "zero_stage": arguments.zero_stage,
-        "recompute": arguments.recompute,
-        "backend": arguments.backend,
-    }
+
     configs = {
-        name: run_config(name, shape, arguments.precision, **sizes, **options) for name in ENCODINGS
+        encoding: run_config(
+            encoding,
+            shape,
+            arguments.precision,
+            world_size,
+            arguments.tensor_parallel,
+            arguments.zero_stage,
+            arguments.recompute,
+            arguments.backend,
+        )
+        for encoding in ENCODINGS
     }
     quiet_libraries(rank)
     if arguments.tensor_parallel > 1:
-        os.environ.setdefault(
-            "CUDA_DEVICE_MAX_CONNECTIONS", "1"
-        )  # Megatron needs it to overlap collectives
+        # Megatron needs it to overlap collectives.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     layout = initialize_distributed(arguments.tensor_parallel)
     try:
         result = Comparison(arguments, shape, configs, layout).run()
-        layout.any_rank(
-            False
-        )  # wait for all ranks: one that exits closes connections that others use
+        # Wait for all ranks: one that exits closes connections that others use.
+        layout.any_rank(False)
     except BaseException:
         abort_process_groups()
         raise
+
     if rank == 0:
         print("\n".join(step_table({arguments.shape: result})))
         print(f"TAPE / RoPE: time {result['ratio_time']:.3f}, memory {result['ratio_memory']:.3f}")
-        if "fastest_rival" in result:
-            ratios = ", ".join(
-                f"{name} {ratio:.3f}" for name, ratio in result["ratios_to_fastest_rival"].items()
-            )
-            print(f"time, as a multiple of {result['fastest_rival']}'s: {ratios}", flush=True)
+        for name, ratio in result.get("ratios_to_fastest_rival", {}).items():
+            print(f"{name} / {BASELINE}: time {ratio:.3f}", flush=True)
 
 
 class Comparison:
@@ -123,9 +123,14 @@ class Comparison:
         self.layout = layout
         self.on_gpu = layout.device.type == "cuda"
         self.record = Record(arguments) if layout.rank == 0 else None
-        gpu = torch.cuda.get_device_name(layout.device) if self.on_gpu else None
-        peak = peak_flops(gpu) if gpu and arguments.precision == "bf16" else None
         self.first_losses: dict[str, Tensor] = {}
+
+        gpu = None
+        peak = None
+        if self.on_gpu:
+            gpu = torch.cuda.get_device_name(layout.device)
+            if arguments.precision == "bf16":
+                peak = peak_flops(gpu)
         self.result: dict = {
             "shape": {"name": arguments.shape, **dataclasses.asdict(shape)},
             "run": {
@@ -147,29 +152,41 @@ class Comparison:
         (`_check_parity`).
         """
         self.log(f"large matrix product: {self.result['matmul_flops'] / 1e12:.2f} TFLOP/s")
-        baselines = [name for name in self.baselines() if self._can_train(name)]
         # On a GPU, TAPE comes first because it needs the most memory.
+        names = ["tape", "rope"] if self.on_gpu else list(ENCODINGS)
+        if self._measures_baseline():
+            names.append(BASELINE)
+
+        groups = [names]
         if self.on_gpu:
-            groups = [(name,) for name in ("tape", "rope", *baselines)]
-        else:
-            groups = [(*ENCODINGS, *baselines)]
+            groups = [[name] for name in names]
         for group in groups:
             with ExitStack() as stack:
                 models = {name: stack.enter_context(self._built(name)) for name in group}
-                if self.first_losses.keys() >= set(ENCODINGS) and "parity" not in self.result:
+                if len(self.first_losses) == len(ENCODINGS) and "parity" not in self.result:
                     self._check_parity()
                 self._measure(models)
         return self.result
 
-    def baselines(self) -> list[str]:
-        """Return the baselines of --against; by default those that are installed, or none with
-        several processes.
+    def _measures_baseline(self) -> bool:
+        """Return whether the baseline is wanted and can take a step; if it cannot, record the
+        reason.
         """
-        if self.arguments.against is not None:
-            return self.arguments.against
-        if self.layout.world_size == 1:
-            return [name for name in BASELINES if importlib.util.find_spec(name)]
-        return []
+        wanted = self.arguments.against
+        if wanted is None:
+            wanted = self.layout.world_size == 1 and importlib.util.find_spec(BASELINE)
+        if not wanted:
+            return False
+
+        try:
+            with self._built(BASELINE) as measured:
+                measured.step()
+        except Exception as error:  # an error in a library, or out of memory
+            why = reason(error)
+            self.result["rejected_rivals"] = {BASELINE: why}
+            self.log(f"warning: {BASELINE} is not measured: {why}")
+            return False
+        return True
 
     def log(self, text: str) -> None:
         """Print a line on rank 0."""
@@ -226,7 +243,7 @@ class Comparison:
         been checked.
         """
         models = self.result["models"]
-        if models.keys() >= set(ENCODINGS):
+        if {"rope", "tape"} <= models.keys():
             rope = models["rope"]
             tape = models["tape"]
             tape["mfu_of_rope_flops"] = None
@@ -235,11 +252,11 @@ class Comparison:
                 tape["mfu_of_rope_flops"] = tape["mfu"] * flops_ratio
             self.result["ratio_time"] = self._ratio("tape", "rope")
             self.result["ratio_memory"] = tape["memory"]["peak"] / rope["memory"]["peak"]
-        if baselines := [name for name in models if name not in ENCODINGS]:
-            fastest = min(baselines, key=lambda name: models[name]["seconds_per_step"])
-            self.result["fastest_rival"] = fastest
+        if BASELINE in models:
+            # The keys of records from when there were several baselines.
+            self.result["fastest_rival"] = BASELINE
             self.result["ratios_to_fastest_rival"] = {
-                name: self._ratio(name, fastest) for name in models
+                name: self._ratio(name, BASELINE) for name in models
             }
         if self.record and "parity" in self.result:
             self.record.write(self.result)
@@ -253,17 +270,6 @@ class Comparison:
             return ours["seconds_per_step"] / others["seconds_per_step"]
         return statistics.median(a / b for a, b in zip(ours["seconds"], others["seconds"]))
 
-    def _can_train(self, baseline: str) -> bool:
-        """Return whether a baseline can take a step; if not, record the reason."""
-        try:
-            with self._built(baseline) as measured:
-                measured.step()
-        except Exception as error:  # an error in a library, or out of memory
-            self.result.setdefault("rejected_rivals", {})[baseline] = reason(error)
-            self.log(f"warning: {baseline} is not measured: {reason(error)}")
-            return False
-        return True
-
     @contextmanager
     def _built(self, name: str) -> Iterator[MeasuredModel]:
         """Yield a new model, and free its memory after the block."""
@@ -276,7 +282,7 @@ class Comparison:
             if name == "rope":
                 self.plain_losses = measured.plain_losses
         else:
-            measured = Baseline(name, self.configs["rope"], self.layout)
+            measured = Baseline(self.configs["rope"], self.layout)
         seconds = time.perf_counter() - started
         self.log(
             f"{name}: {parameter_count(measured.config.model):,} parameters, built in"
@@ -301,13 +307,12 @@ class Comparison:
         else:
             allowed = 2 * _distance(self.plain_losses, rope)
         self.result["parity"] = {"difference": difference, "allowed": allowed}
-        problem = (
-            f"of RoPE and TAPE differ by {difference:.2g} before the first step (allowed:"
-            f" {allowed:.2g})"
-        )
+        differ = f"of RoPE and TAPE differ by {difference:.2g} before the first step"
         if not difference <= allowed:
-            raise ConfigError("token losses", f"{problem}, so nothing is measured")
-        self.log(f"token losses {problem}")
+            raise ConfigError(
+                "token losses", f"{differ}, not at most {allowed:.2g}, so nothing is measured"
+            )
+        self.log(f"token losses {differ} (allowed: {allowed:.2g})")
 
     def _profile(self, measured: MeasuredModel) -> None:
         """Profile a step of TAPE or RoPE: print the slowest operations, and write a trace next to
@@ -317,15 +322,11 @@ class Comparison:
             return
         with profile() as profiler:
             measured.step()
-        if self.on_gpu:
-            order = "self_device_time_total"
-        else:
-            order = "self_cpu_time_total"
+        order = "self_device_time_total" if self.on_gpu else "self_cpu_time_total"
         self.log(profiler.key_averages().table(sort_by=order, row_limit=20))
         if self.record and (path := self.record.path):
-            profiler.export_chrome_trace(
-                str(path.with_name(f"{path.stem}-{measured.name}.trace.json.gz"))
-            )
+            trace = path.with_name(f"{path.stem}-{measured.name}.trace.json.gz")
+            profiler.export_chrome_trace(str(trace))
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
@@ -336,63 +337,42 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Shape]:
     """Parse the command line. Return the options, and the shape that they describe."""
     on_gpu = torch.cuda.is_available()
     parser = command_line.Parser(prog="python -m benchmarks.train_step", description=__doc__)
+    default = "default: %(default)s"
     add = parser.add_argument
     shape = "155m-1k" if on_gpu else "cpu"
-    add(
-        "--shape", choices=SHAPES, default=shape, help="model and batch (default here: %(default)s)"
-    )
-    add("--layers", type=whole_number, metavar="N", help="number of layers (default: the shape's)")
-    add("--tokens", type=whole_number, metavar="N", help="sequence length (default: the shape's)")
-    add(
-        "--micro-batch",
-        type=whole_number,
-        metavar="N",
-        help="sequences per micro-batch (default: the shape's)",
-    )
-    add(
-        "--accumulate",
-        type=whole_number,
-        metavar="N",
-        help="micro-batches per step and rank (default: the shape's)",
-    )
+    add("--shape", choices=SHAPES, default=shape, help=f"model and batch ({default})")
+    for option, meaning in (
+        ("layers", "number of layers"),
+        ("tokens", "sequence length"),
+        ("micro-batch", "sequences per micro-batch"),
+        ("accumulate", "micro-batches per step and rank"),
+    ):
+        described = f"{meaning} (default: the shape's)"
+        add(f"--{option}", type=whole_number, metavar="N", help=described)
     precision = "bf16" if on_gpu else "fp32"
-    add(
-        "--precision", choices=("bf16", "fp32"), default=precision, help="default here: %(default)s"
-    )
-    add("--zero-stage", type=int, choices=(1, 2, 3), default=1, help="default: %(default)s")
-    add(
-        "--recompute",
-        choices=("none", "selective", "full"),
-        default="none",
-        help="default: %(default)s",
-    )
-    add("--tensor-parallel", type=whole_number, default=1, metavar="T", help="default: %(default)s")
-    add(
-        "--backend",
-        choices=ATTENTION_BACKENDS,
-        default="auto",
-        help="attention backend (default: %(default)s)",
-    )
-    against = f"baselines to measure: any of {', '.join(BASELINES)} (default: those installed)"
-    add("--against", nargs="*", choices=BASELINES, metavar="NAME", help=against)
-    add(
-        "--warmup",
-        type=whole_number,
-        default=2,
-        metavar="N",
-        help="warm-up steps (default: %(default)s)",
-    )
-    repetitions = "timed steps per model (default: %(default)s)"
+    add("--precision", choices=("bf16", "fp32"), default=precision, help=default)
+    add("--zero-stage", type=int, choices=(1, 2, 3), default=1, help=default)
+    add("--recompute", choices=("none", "selective", "full"), default="none", help=default)
+    add("--tensor-parallel", type=whole_number, default=1, metavar="T", help=default)
+    add("--backend", choices=ATTENTION_BACKENDS, default="auto", help=f"of attention; {default}")
+    against = f"measure {BASELINE}' Llama, or nothing but TAPE and RoPE (default: if installed)"
+    add("--against", nargs="*", choices=[BASELINE], metavar="NAME", help=against)
+    add("--warmup", type=whole_number, default=2, metavar="N", help=f"warm-up steps ({default})")
+    repetitions = f"timed steps per model ({default})"
     add("--repetitions", type=whole_number, default=7, metavar="N", help=repetitions)
     profiled = "profile a step of TAPE and RoPE; with --output, write traces next to its file"
     add("--profile", action="store_true", help=profiled)
     add_record_arguments(parser)
     arguments = parser.parse_args(argv)
-    sizes = {"layers": arguments.layers, "seq_length": arguments.tokens}
-    sizes |= {"micro_batch": arguments.micro_batch, "accumulate": arguments.accumulate}
-    return arguments, dataclasses.replace(
-        SHAPES[arguments.shape], **{k: size for k, size in sizes.items() if size}
-    )
+
+    sizes = {
+        "layers": arguments.layers,
+        "seq_length": arguments.tokens,
+        "micro_batch": arguments.micro_batch,
+        "accumulate": arguments.accumulate,
+    }
+    changed = {name: size for name, size in sizes.items() if size}
+    return arguments, dataclasses.replace(SHAPES[arguments.shape], **changed)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ interprets kernels; its times are meaningless.
 import argparse
 import faulthandler
 import functools
-import importlib.util
 import json
 import os
 import signal
@@ -92,7 +91,7 @@ def attention(record: Record, options: argparse.Namespace) -> None:
     # Nothing starts in the last ten seconds.
     left = max(1.0, options.seconds - 10)
     arguments = ["--minutes", str(left / 60), *_output(options)]
-    if "flex" in options.also:
+    if options.also == "flex":
         arguments.append("--flex")
     if options.toy:
         arguments.append("--toy")
@@ -119,11 +118,6 @@ def step(shape: str, record: Record, options: argparse.Namespace) -> None:
     """
     from benchmarks import train_step
 
-    baselines = ["transformers"]
-    if "megatron" in options.also:
-        baselines.append("megatron")
-    installed = [name for name in baselines if importlib.util.find_spec(name)]
-
     arguments = _output(options)
     if options.toy:
         arguments += ["--shape", "toy", "--repetitions", "1"]
@@ -133,7 +127,7 @@ def step(shape: str, record: Record, options: argparse.Namespace) -> None:
         arguments += ["--warmup", "1", "--profile"]
     else:
         arguments += ["--warmup", "2"]
-    train_step.main([*arguments, "--against", *installed])
+    train_step.main(arguments)
 
 
 def training(record: Record, options: argparse.Namespace) -> None:
@@ -221,8 +215,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--toy", action="store_true", help="run at toy size on the CPU, even if there is a GPU"
     )
-    also = "also time FlexAttention (flex) or Megatron-core's GPTModel (megatron)"
-    parser.add_argument("--also", nargs="+", choices=("flex", "megatron"), default=[], help=also)
+    parser.add_argument("--also", choices=["flex"], help="also time FlexAttention")
     add_record_arguments(parser)
     options = parser.parse_args(argv)
     watch(options.seconds + 10)
