@@ -3,8 +3,8 @@ steps.
 """
 
 import dataclasses
+import functools
 import gc
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.timing import synchronized_time
 from megatron_tape.checks.combinations import validate
 from megatron_tape.config.data import DataConfig
-from megatron_tape.config.schema import DeepSpeedConfig, OptimizerConfig, ParallelConfig, RunConfig
+from megatron_tape.config.schema import (
+    DeepSpeedConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    replace_settings,
+)
 from megatron_tape.config.train import TrainConfig
 from megatron_tape.model.backend import verified_kernels
 from megatron_tape.model.initialization import initialize_weights, weight_initializations
@@ -36,7 +43,7 @@ from megatron_tape.training.engine import Engine
 ENCODINGS = ("rope", "tape")
 """The encodings that `benchmarks.train_step` compares."""
 MAX_LOSS_ERROR = 1e-4
-"""Maximum root mean square difference of two models' token losses in fp32, in nats."""
+"""Maximum of `rms_difference` of two models' token losses in fp32, in nats."""
 LEARNING_RATE = 1e-4
 COMPARED = 1024
 """Tokens at the beginning of a sequence whose losses are compared; later tokens do not affect these
@@ -135,8 +142,9 @@ class Step:
 class MeasuredModel:
     """A model with its optimizer, and the micro-batches that every step trains on.
 
-    `first_losses` are the token losses at initialization, and `plain_losses` are those with naive
-    attention. Afterwards, noise is added to the encoding's parameters.
+    `first_losses` are the token losses at initialization. Afterwards, noise is added to the
+    encoding's parameters. `attention_error` is the root mean square difference of the token losses
+    from those with naive attention, in nats.
     """
 
     def __init__(self, config: RunConfig, layout: ParallelLayout, backend: str):
@@ -146,8 +154,12 @@ class MeasuredModel:
         self.name = config.model.position_encoding
         dtype = dtype_of(config)
         settings = dataclasses.replace(config.model, attention_backend=backend)
-        sizes = config.parallel.tensor_model_parallel_size, config.parallel.uses_sequence_parallel
-        megatron_config = transformer_config(config.model, *sizes, dtype)
+        megatron_config = transformer_config(
+            config.model,
+            config.parallel.tensor_model_parallel_size,
+            config.parallel.uses_sequence_parallel,
+            dtype,
+        )
         seed_everything(config.train.seed)
         self.fused = verified_kernels(settings, layout, dtype)
         self.model = LanguageModel(
@@ -159,36 +171,36 @@ class MeasuredModel:
             fused=self.fused,
         )
         allocate(self.model, layout.device)
-        rank = layout.tensor_parallel_rank
-        size = layout.tensor_parallel_size
         initialize_weights(
-            self.model, weight_initializations(settings), config.train.seed, rank, size
+            self.model,
+            weight_initializations(settings),
+            config.train.seed,
+            layout.tensor_parallel_rank,
+            layout.tensor_parallel_size,
         )
         self.batches = random_batches(config, layout)
-        self.use("naive")
-        self.plain_losses = self.token_losses()
-        self.use(backend)
-        self.first_losses = self.token_losses()
+
+        self.first_losses = self._token_losses()
         self._perturb_encoding()
+        losses = self._token_losses()
+        self._attend_by("naive")
+        self.attention_error = rms_difference(losses, self._token_losses())
+        self._attend_by(backend)
+
         self.engine = Engine(self.model, config, layout)
 
     def step(self) -> Step:
         """Take one optimizer step. Raises RuntimeError if the loss or the gradient is not
         finite.
         """
-        self._synchronize()
-        started = time.perf_counter()
+        started = synchronized_time(self.layout.device)
         result = self.engine.train_step(self.batches, LEARNING_RATE)
-        self._synchronize()
+        taken = synchronized_time(self.layout.device) - started
         if result.skipped:
-            raise RuntimeError(
-                f"a step was skipped: loss {result.loss}, gradient norm {result.grad_norm}"
-            )
-        return Step(time.perf_counter() - started, result.loss)
+            raise RuntimeError(f"a step was skipped: {result}")
+        return Step(taken, result.loss)
 
-    def use(self, backend: str) -> None:
-        """Make attention use another backend."""
-        self.backend = backend
+    def _attend_by(self, backend: str) -> None:
         for module in self.model.modules():
             if isinstance(module, CoreAttention):
                 module.backend = backend
@@ -204,20 +216,18 @@ class MeasuredModel:
 
     def activation_bytes(self) -> int:
         """Return the bytes of activations that a micro-batch saves for the backward pass."""
-        return activation_bytes(self.model, lambda: self.model(**self.batches[0]))
+        return activation_bytes(self.model, functools.partial(self.model, **self.batches[0]))
 
     def memory(self) -> dict[str, int]:
         """Return the measured peaks (see `peaks`) and the peak that planning.memory estimates, in
         bytes.
         """
-        model = dataclasses.replace(
-            self.config.model, attention_backend=self.model.attention_backend
+        config = replace_settings(
+            self.config, {"model.attention_backend": self.model.attention_backend}
         )
-        estimated = memory(
-            Plan(dataclasses.replace(self.config, model=model), self.layout.world_size)
-        )
+        estimated = memory(Plan(config, self.layout.world_size))
         state = estimated.weights + estimated.gradients + estimated.optimizer
-        return {**self.peaks(state), "estimated_peak": estimated.peak}
+        return self.peaks(state) | {"estimated_peak": estimated.peak}
 
     def peaks(self, state: int) -> dict[str, int]:
         """Return the measured peaks of memory in bytes.
@@ -239,13 +249,14 @@ class MeasuredModel:
         free_memory()
 
     @torch.no_grad()
-    def token_losses(self) -> Tensor:
+    def _token_losses(self) -> Tensor:
         """Return the losses (COMPARED,) of the first tokens of one sequence, in fp32 on the CPU."""
-        tokens, labels = (self.batches[0][key][:1, :COMPARED] for key in ("tokens", "labels"))
+        tokens = self.batches[0]["tokens"][:1, :COMPARED]
+        labels = self.batches[0]["labels"][0, :COMPARED]
         self.model.eval()
-        losses = F.cross_entropy(self.model(tokens)[0].float(), labels[0], reduction="none")
+        logits = self.model(tokens)[0].float()
         self.model.train()
-        return losses.cpu()
+        return F.cross_entropy(logits, labels, reduction="none").cpu()
 
     @torch.no_grad()
     def _perturb_encoding(self) -> None:
@@ -255,10 +266,6 @@ class MeasuredModel:
             if kind_of(name) == "position":
                 noise = torch.randn(parameter.shape, generator=generator) * 0.02
                 parameter.add_(noise.to(parameter.device, parameter.dtype))
-
-    def _synchronize(self) -> None:
-        if self.layout.device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 def activation_bytes(model: torch.nn.Module, forward: Callable[[], Tensor]) -> int:
@@ -306,6 +313,11 @@ def activation_bytes(model: torch.nn.Module, forward: Callable[[], Tensor]) -> i
     return sum(saved_bytes.values())
 
 
+def rms_difference(a: Tensor, b: Tensor) -> float:
+    """Return the root mean square difference of two tensors."""
+    return (a - b).square().mean().sqrt().item()
+
+
 def free_memory() -> None:
     """Collect reference cycles, and empty torch's cache of GPU memory."""
     gc.collect()
@@ -329,8 +341,8 @@ def random_batches(config: RunConfig, layout: ParallelLayout) -> list[dict[str, 
     generator = torch.Generator().manual_seed(layout.data_parallel_rank)
     count = train.global_batch_size // (train.micro_batch_size * layout.data_parallel_size)
     shape = (train.micro_batch_size, model.seq_length + 1)
-    drawn = (
-        torch.randint(model.vocab_size, shape, generator=generator).to(layout.device)
-        for _ in range(count)
-    )
-    return [{"tokens": x[:, :-1].contiguous(), "labels": x[:, 1:].contiguous()} for x in drawn]
+    batches = []
+    for _ in range(count):
+        ids = torch.randint(model.vocab_size, shape, generator=generator).to(layout.device)
+        batches.append({"tokens": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()})
+    return batches

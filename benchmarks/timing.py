@@ -48,15 +48,19 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line[:200]}"
 
 
-def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that `call` takes, including its kernels on the GPU."""
+def synchronized_time(device: torch.device) -> float:
+    """Return the time in seconds, after the kernels that were launched on the GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    started = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started
+    return time.perf_counter()
+
+
+def seconds(call: Callable[[], object], device: torch.device, count: int = 1) -> float:
+    """Return the mean seconds of `count` calls, including their kernels on the GPU."""
+    started = synchronized_time(device)
+    for _ in range(count):
+        call()
+    return (synchronized_time(device) - started) / count
 
 
 def timed(
@@ -73,34 +77,25 @@ def timed(
     timings: dict[str, dict] = {}
     failed: dict[str, str] = {}
     calls: dict[str, int] = {}
-    times: dict[str, list[float]] = {}
-
-    def mean_seconds(name: str, count: int = 1) -> float:
-        def repeat() -> None:
-            for _ in range(count):
-                functions[name]()
-
-        return seconds(repeat, device) / count
-
-    for name in functions:
+    for name, function in functions.items():
         try:
-            mean_seconds(name)
+            seconds(function, device)
             if name.endswith("triton") and not on_gpu:
                 timings[name] = {"interpreted": True}
                 continue
             calls[name] = 1
             if on_gpu:
-                calls[name] = max(1, int(0.02 / mean_seconds(name)))
-            times[name] = []
+                calls[name] = max(1, int(0.02 / seconds(function, device)))
         except Exception as error:
             failed[name] = reason(error)
 
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repetitions):
         for name, taken in list(times.items()):
             if len(taken) >= 3 and sum(taken) * calls[name] > ENOUGH_SECONDS:
                 continue
             try:
-                taken.append(mean_seconds(name, calls[name]))
+                taken.append(seconds(functions[name], device, calls[name]))
             except Exception as error:
                 failed[name] = reason(error)
                 del times[name]
@@ -113,9 +108,8 @@ def timed(
 def matmul_peak(dtype: torch.dtype, device: torch.device) -> float:
     """Measure the FLOP/s of a large matrix product."""
     size = 8192 if device.type == "cuda" else 1024
-    a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
-    timings, _ = timed({"matmul": lambda: a @ b}, 10, device)
-    return 2 * size**3 / timings["matmul"]["seconds"]
+    a, b = torch.randn(2, size, size, dtype=dtype, device=device)
+    return 2 * size**3 / _median_seconds(lambda: a @ b, device)
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -123,5 +117,9 @@ def copy_bandwidth(device: torch.device) -> float:
     size = 2**28 if device.type == "cuda" else 2**25
     source = torch.ones(size, device=device)
     target = torch.empty_like(source)
-    timings, _ = timed({"copy": lambda: target.copy_(source)}, 10, device)
-    return 2 * source.nbytes / timings["copy"]["seconds"]
+    return 2 * source.nbytes / _median_seconds(lambda: target.copy_(source), device)
+
+
+def _median_seconds(function: Callable[[], object], device: torch.device) -> float:
+    timings, _ = timed({"function": function}, 10, device)
+    return timings["function"]["seconds"]

@@ -44,6 +44,7 @@ from benchmarks.measured_model import (
     MeasuredModel,
     Shape,
     dtype_of,
+    rms_difference,
     run_config,
 )
 from benchmarks.tables import step_table
@@ -124,6 +125,7 @@ class Comparison:
         self.on_gpu = layout.device.type == "cuda"
         self.record = Record(arguments) if layout.rank == 0 else None
         self.first_losses: dict[str, Tensor] = {}
+        self.attention_errors: dict[str, float] = {}
 
         gpu = None
         peak = None
@@ -279,8 +281,7 @@ class Comparison:
             backend = verified_backend(config.model, self.layout, dtype_of(config), allow_slow=True)
             measured = MeasuredModel(config, self.layout, backend)
             self.first_losses[name] = measured.first_losses
-            if name == "rope":
-                self.plain_losses = measured.plain_losses
+            self.attention_errors[name] = measured.attention_error
         else:
             measured = Baseline(self.configs["rope"], self.layout)
         seconds = time.perf_counter() - started
@@ -301,11 +302,10 @@ class Comparison:
         attention.
         """
         rope, tape = (self.first_losses[encoding] for encoding in ENCODINGS)
-        difference = _distance(tape, rope)
-        if self.arguments.precision == "fp32":
-            allowed = MAX_LOSS_ERROR
-        else:
-            allowed = 2 * _distance(self.plain_losses, rope)
+        difference = rms_difference(tape, rope)
+        allowed = MAX_LOSS_ERROR
+        if self.arguments.precision == "bf16":
+            allowed = 2 * self.attention_errors["rope"]
         self.result["parity"] = {"difference": difference, "allowed": allowed}
         differ = f"of RoPE and TAPE differ by {difference:.2g} before the first step"
         if not difference <= allowed:
@@ -327,10 +327,6 @@ class Comparison:
         if self.record and (path := self.record.path):
             trace = path.with_name(f"{path.stem}-{measured.name}.trace.json.gz")
             profiler.export_chrome_trace(str(trace))
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    return (a - b).square().mean().sqrt().item()
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Shape]:
