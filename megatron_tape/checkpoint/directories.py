@@ -140,7 +140,12 @@ def staging_directory(home: str | Path, step: int) -> Path:
     return staging
 
 
-def publish(staging: Path, root: str | Path, step: int, files: Mapping[str, FileDigest]) -> Path:
+def publish(
+    staging: Path,
+    root: str | Path,
+    step: int,
+    files: Mapping[str, FileDigest],
+) -> Path:
     """Turn a staging directory into checkpoint `step` in `root`, and return its path.
 
     `files` maps names to digests. An existing checkpoint of the same step is replaced. When this
@@ -268,7 +273,10 @@ def checkpointed_step(root: str | Path) -> int:
 
 
 def prune(
-    root: str | Path, keep: int, keep_every: int | None = None, published: int | None = None
+    root: str | Path,
+    keep: int,
+    keep_every: int | None = None,
+    published: int | None = None,
 ) -> None:
     """Remove old checkpoints, so that the newest `keep` complete ones remain, and leftovers of
     killed processes.
@@ -338,7 +346,12 @@ def _problems(path: Path, deep: bool) -> list[str]:
         return [str(error)]
 
 
-def file_problem(path: Path, name: str, entry: FileDigest, deep: bool) -> str | None:
+def file_problem(
+    path: Path,
+    name: str,
+    entry: FileDigest,
+    deep: bool,
+) -> str | None:
     """Return what is wrong with the file `name` at `path`, or None. Raises OSError."""
     if not path.is_file():
         return f"{name} is missing"

@@ -17,7 +17,12 @@ _CAN_PASS = (OSError, MemoryError, torch.OutOfMemoryError)
 logger = logging.getLogger(__name__)
 
 
-def on_rank_0(layout: ParallelLayout, path: Path, failure: str, action: Callable[[], T]) -> T:
+def on_rank_0(
+    layout: ParallelLayout,
+    path: Path,
+    failure: str,
+    action: Callable[[], T],
+) -> T:
     """Run `action` on rank 0 and return its result on all ranks. All ranks call this together.
 
     If `action` raises, all ranks raise its error; see `RankErrors.check` for `path` and `failure`.

@@ -100,7 +100,12 @@ class Checkpoint:
         """
         problems = []
         for name in names:
-            if problem := file_problem(self.path / name, name, self.files[name], deep=True):
+            if problem := file_problem(
+                self.path / name,
+                name,
+                self.files[name],
+                deep=True,
+            ):
                 problems.append(problem)
         return problems
 

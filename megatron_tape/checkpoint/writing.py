@@ -71,7 +71,15 @@ class Save:
     and no files of this one remain.
     """
 
-    def __init__(self, writer: Writer, step: int, samples: int, progress: dict, *, in_thread: bool):
+    def __init__(
+        self,
+        writer: Writer,
+        step: int,
+        samples: int,
+        progress: dict,
+        *,
+        in_thread: bool,
+    ):
         self._writer = writer
         self._layout = writer.engine.layout
         self._attempt = writer.attempt

@@ -49,7 +49,16 @@ class Initialization:
         if self.std:
             return philox.normal(key, rows, columns, device).mul_(self.std)
         if self.bound:
-            return philox.uniform(key, rows, columns, device).mul_(2 * self.bound).sub_(self.bound)
+            return (
+                philox.uniform(
+                    key,
+                    rows,
+                    columns,
+                    device,
+                )
+                .mul_(2 * self.bound)
+                .sub_(self.bound)
+            )
         value = torch.tensor(self.value, dtype=torch.float32, device=device).expand(self.shape)
         return value.view(-1, self.shape[-1])[rows.start : rows.stop, columns.start : columns.stop]
 
@@ -92,7 +101,14 @@ def initialized_whole(name: str, initial: Initialization, seed: int) -> Tensor:
     """Return the initial value of the unsharded parameter `name`, float32 on the CPU."""
     whole = torch.empty(initial.shape)
     rows, columns = _shard_ranges(initial.shape, None, 0, 1)
-    _fill(whole.view(-1), 0, rows, columns, initial, philox.key_of(seed, seed_name(name)))
+    _fill(
+        whole.view(-1),
+        0,
+        rows,
+        columns,
+        initial,
+        philox.key_of(seed, seed_name(name)),
+    )
     return whole
 
 
@@ -116,11 +132,21 @@ def initialize_weights(
             initial = initials[name]
             memory, first = local_storage(parameter)
             rows, columns = _shard_ranges(initial.shape, parameter, rank, size)
-            _fill(memory, first, rows, columns, initial, philox.key_of(seed, seed_name(name)))
+            _fill(
+                memory,
+                first,
+                rows,
+                columns,
+                initial,
+                philox.key_of(seed, seed_name(name)),
+            )
 
 
 def _shard_ranges(
-    shape: tuple[int, ...], parameter: nn.Parameter | None, rank: int, size: int
+    shape: tuple[int, ...],
+    parameter: nn.Parameter | None,
+    rank: int,
+    size: int,
 ) -> tuple[list[range], range]:
     """Return the shard of `model.weights.shard` as ranges of rows and of columns of the parameter
     of `shape`.

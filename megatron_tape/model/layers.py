@@ -106,7 +106,13 @@ class CoreAttention(torch.nn.Module):
         (see `ops.activation_checkpointing`).
         """
         # The fields of `PositionInputs` are fields of `AttentionInputs`, too.
-        inputs = AttentionInputs(q_SBHD=query, k_TBGD=key, v_TBGD=value, run=run, **vars(positions))
+        inputs = AttentionInputs(
+            q_SBHD=query,
+            k_TBGD=key,
+            v_TBGD=value,
+            run=run,
+            **vars(positions),
+        )
         if isinstance(packing, ShiftedSegments):
             return attend_in_segments(inputs, packing, self.backend)
         return attend(replace(inputs, packing=packing), self.backend)

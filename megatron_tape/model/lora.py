@@ -92,7 +92,10 @@ class Lora(nn.Module):
     def _updated(self, output: Tensor, narrow: Tensor, up: Tensor) -> Tensor:
         """Return `output` (S, B, X) + scale * `narrow` (S, B, R) @ `up`^T, for `up` (X, R)."""
         return torch.addmm(
-            output.flatten(0, 1), narrow.flatten(0, 1), up.T, alpha=self.scale
+            output.flatten(0, 1),
+            narrow.flatten(0, 1),
+            up.T,
+            alpha=self.scale,
         ).view_as(output)
 
 

@@ -125,7 +125,16 @@ def attend(
     T = k_BTGD.shape[1]
     k_BTHD, v_BTHE = (x.repeat_interleave(H // x.shape[2], dim=2) for x in (k_BTGD, v_BTGE))
     scores_BHST = torch.einsum("bshd,bthd->bhst", q_BSHD, k_BTHD) / D**0.5
-    visible = torch.ones(T, T, dtype=torch.bool, device=q_BSHD.device).tril().expand(B, 1, T, T)
+    visible = (
+        torch.ones(T, T, dtype=torch.bool, device=q_BSHD.device)
+        .tril()
+        .expand(
+            B,
+            1,
+            T,
+            T,
+        )
+    )
     if documents_BT is not None:
         visible = visible & (documents_BT[:, None, :, None] == documents_BT[:, None, None, :])
     hidden = ~visible[:, :, T - S :]
@@ -169,7 +178,12 @@ def forward(
     frequencies = rope_frequencies(config, D)
     factor = attention_factor(config)
     phases = factor * rope_phases(positions, frequencies)
-    z = phases.to(x.dtype)[..., None, :].expand(B, S, G, D)
+    z = phases.to(x.dtype)[..., None, :].expand(
+        B,
+        S,
+        G,
+        D,
+    )
     hidden_states = []
     position_states = []
 
@@ -179,7 +193,12 @@ def forward(
             key.removeprefix(name): value for key, value in weights.items() if key.startswith(name)
         }
 
-        y = F.rms_norm(x, x.shape[-1:], w["input_layernorm.weight"], config.norm_epsilon)
+        y = F.rms_norm(
+            x,
+            x.shape[-1:],
+            w["input_layernorm.weight"],
+            config.norm_epsilon,
+        )
         if "position.increments.weight" in w:
             a_BSG = (y @ w["position.increments.weight"].T).double()
             steps_BSG = 2 * a_BSG.sigmoid()
@@ -201,14 +220,24 @@ def forward(
         if not every or (layer + 1) % every:
             q = rotate(q, z.repeat_interleave(H // G, dim=2))
             k = rotate(k, z)
-        o, u = attend(q, k, torch.cat([v, z], dim=-1), documents).split(D, dim=-1)
+        o, u = attend(
+            q,
+            k,
+            torch.cat([v, z], dim=-1),
+            documents,
+        ).split(D, dim=-1)
         o = o.reshape(B, S, H * D)
         if "self_attn.gate_proj.weight" in w:
             o = o * torch.sigmoid(y @ w["self_attn.gate_proj.weight"].T)
         attention_output = o @ w["self_attn.o_proj.weight"].T
         x = x + attention_output
 
-        y = F.rms_norm(x, x.shape[-1:], w["post_attention_layernorm.weight"], config.norm_epsilon)
+        y = F.rms_norm(
+            x,
+            x.shape[-1:],
+            w["post_attention_layernorm.weight"],
+            config.norm_epsilon,
+        )
         gated = F.silu(y @ w["mlp.gate_proj.weight"].T) * (y @ w["mlp.up_proj.weight"].T)
         m = gated @ w["mlp.down_proj.weight"].T
         x = x + m
@@ -223,13 +252,27 @@ def forward(
             )
             if config.state_norm == "unit":
                 moduli = torch.linalg.vector_norm(z.unflatten(-1, (2, -1)), dim=-2)
-                z = factor * z / moduli.repeat(1, 1, 1, 2).clamp(min=1e-3)
+                z = (
+                    factor
+                    * z
+                    / moduli.repeat(
+                        1,
+                        1,
+                        1,
+                        2,
+                    ).clamp(min=1e-3)
+                )
 
         hidden_states.append(x)
         position_states.append(z)
         layer += 1
 
-    x = F.rms_norm(x, x.shape[-1:], weights["model.norm.weight"], config.norm_epsilon)
+    x = F.rms_norm(
+        x,
+        x.shape[-1:],
+        weights["model.norm.weight"],
+        config.norm_epsilon,
+    )
     logits = x @ weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).T
     return {"logits": logits, "hidden_states": hidden_states, "position_states": position_states}
 

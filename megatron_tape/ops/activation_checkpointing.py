@@ -133,7 +133,12 @@ class _GraphInputs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, call: ref[_RecordedCall], learned: Tensor, *tensors: Tensor | None):
+    def forward(
+        ctx,
+        call: ref[_RecordedCall],
+        learned: Tensor,
+        *tensors: Tensor | None,
+    ):
         ctx.call = call
         ctx.set_materialize_grads(False)
         # The results are not leaves, which the graph would keep alive.

@@ -71,7 +71,12 @@ def attend(x: AttentionInputs, backend: str = "torch") -> tuple[Tensor, Tensor |
     if why := lacks(backend, _needs(x)):
         raise ValueError(f"backend is {backend}, which {why}; choose another")
     if backend == "triton" and not x.q_SBHD.is_cuda:
-        if why := unsupported("triton", x.q_SBHD.device, x.q_SBHD.dtype, x.q_SBHD.shape[-1]):
+        if why := unsupported(
+            "triton",
+            x.q_SBHD.device,
+            x.q_SBHD.dtype,
+            x.q_SBHD.shape[-1],
+        ):
             raise ValueError(f"backend is triton, which {why}; choose another")
     module = importlib.import_module(f"megatron_tape.ops.backends.{_MODULES[backend]}")
     o, *u = module.attend(_prepared(x))
@@ -86,7 +91,12 @@ def _prepared(x: AttentionInputs) -> AttentionInputs:
         # Backends rotate afterwards. The order does not matter, as both parts of a number have the
         # same factor.
         q = x.q_SBHD * x.factor_TB1D
-        x = replace(x, q_SBHD=q, k_TBGD=x.k_TBGD / x.factor_TB1D, factor_TB1D=None)
+        x = replace(
+            x,
+            q_SBHD=q,
+            k_TBGD=x.k_TBGD / x.factor_TB1D,
+            factor_TB1D=None,
+        )
     if x.log_gate_TBH is not None:
         x = replace(x, bias=gates_as_bias(x.log_gate_TBH, x.bias))
     if x.bias is not None:

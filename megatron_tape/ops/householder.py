@@ -50,14 +50,26 @@ def through_reflections(
     def blocks(k_BGTD: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         w_TBGD, beta_TBG = directions(*inputs)
         return blocks_of_reflections(
-            k_BGTD.to(w_TBGD.dtype), w_TBGD.permute(1, 2, 0, 3), beta_TBG.permute(1, 2, 0)
+            k_BGTD.to(w_TBGD.dtype),
+            w_TBGD.permute(
+                1,
+                2,
+                0,
+                3,
+            ),
+            beta_TBG.permute(1, 2, 0),
         )
 
     def prepare(q_BHSD: Tensor, k_BGTD: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         return checkpoint(blocks, k_BGTD, *inputs, use_reentrant=False, preserve_rng_state=False)
 
     def rows(
-        scores: None, q: Tensor, k: Tensor, seen: Tensor, tokens: slice, *prepared: Tensor
+        scores: None,
+        q: Tensor,
+        k: Tensor,
+        seen: Tensor,
+        tokens: slice,
+        *prepared: Tensor,
     ) -> Tensor:
         return scores_through_reflections(q, tokens, *prepared)
 
@@ -101,7 +113,16 @@ def scores_through_reflections(
     count = -(-tokens.stop // C)
     # The R queries of a token are adjacent, so that the queries of a block, and those of later
     # blocks, are slices.
-    q_ArRD = (q_BHrD.to(local.dtype) * D**-0.5).reshape(local.shape[1], -1, r, D).transpose(1, 2)
+    q_ArRD = (
+        (q_BHrD.to(local.dtype) * D**-0.5)
+        .reshape(
+            local.shape[1],
+            -1,
+            r,
+            D,
+        )
+        .transpose(1, 2)
+    )
     R = q_ArRD.shape[2]
     q_AxD = q_ArRD.reshape(len(q_ArRD), r * R, D)
     local, solved, carried = (x[:count].unbind(0) for x in (local, solved, carried))
@@ -131,7 +152,16 @@ def scores_through_reflections(
         columns.append(torch.cat(parts, dim=1))
 
     scores = torch.cat(columns[::-1], dim=-1)[..., : tokens.stop]
-    return scores.unflatten(1, (r, R)).transpose(1, 2).reshape(B, -1, r, tokens.stop)
+    return (
+        scores.unflatten(1, (r, R))
+        .transpose(1, 2)
+        .reshape(
+            B,
+            -1,
+            r,
+            tokens.stop,
+        )
+    )
 
 
 def _blocks(x_BGTE: Tensor) -> Tensor:

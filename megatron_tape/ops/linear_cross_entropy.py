@@ -62,7 +62,18 @@ def linear_cross_entropy(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, weights, group, fused, first, z_loss, gradient):
+    def forward(
+        ctx,
+        hidden,
+        weight,
+        labels,
+        weights,
+        group,
+        fused,
+        first,
+        z_loss,
+        gradient,
+    ):
         sharded_tokens = hidden.shape[0] < labels.shape[1]
         whole = hidden
         if sharded_tokens:

@@ -31,7 +31,12 @@ def document_bounds(documents_BT: Tensor) -> Tensor:
     return torch.stack([starts, torch.searchsorted(documents_BT, documents_BT, right=True)]).int()
 
 
-def causal_mask(S: int, T: int, bounds_2BT: Tensor | None, device: torch.device) -> Tensor:
+def causal_mask(
+    S: int,
+    T: int,
+    bounds_2BT: Tensor | None,
+    device: torch.device,
+) -> Tensor:
     """Return the boolean mask (B or 1, 1, S, T), True for keys up to the query and, with bounds, in
     its document.
     """
@@ -43,7 +48,11 @@ def causal_mask(S: int, T: int, bounds_2BT: Tensor | None, device: torch.device)
 
 
 def additive_mask(
-    S: int, T: int, bounds_2BT: Tensor | None, device: torch.device, dtype: torch.dtype
+    S: int,
+    T: int,
+    bounds_2BT: Tensor | None,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Return `causal_mask` as a bias: 0 where a query may attend to a key, minus infinity
     elsewhere.
@@ -77,7 +86,14 @@ class Packing:
         """Return the `additive_mask` (B, 1, S, T) of the last S tokens."""
         bounds = self.bounds_2BT
         return self.cached(
-            (S, dtype), lambda: additive_mask(S, bounds.shape[2], bounds, bounds.device, dtype)
+            (S, dtype),
+            lambda: additive_mask(
+                S,
+                bounds.shape[2],
+                bounds,
+                bounds.device,
+                dtype,
+            ),
         )
 
     def first_seen(self, S: int) -> list[int]:

@@ -104,7 +104,13 @@ def deviations(
             # meaningless.
             size = truth.norm().clamp(min=truth.numel() ** 0.5)
             error, rounding = (float((x - truth).norm() / size) for x in (our, theirs))
-            yield Deviation(index, (first, last), error, rounding, 2 * rounding + FLOOR[dtype])
+            yield Deviation(
+                index,
+                (first, last),
+                error,
+                rounding,
+                2 * rounding + FLOOR[dtype],
+            )
 
 
 def inexact(
@@ -182,9 +188,22 @@ def attention_checks(
     """
     draw = _drawing(dtype, device)
     H, G = shapes.local
-    *qkv, z = (draw(length, 2, n, shapes.head_dim) for n in (H, G, G, G))
+    *qkv, z = (
+        draw(
+            length,
+            2,
+            n,
+            shapes.head_dim,
+        )
+        for n in (H, G, G, G)
+    )
 
-    def attend(average: bool, backend: str, packing: Packing | None, *tensors: Tensor) -> Outputs:
+    def attend(
+        average: bool,
+        backend: str,
+        packing: Packing | None,
+        *tensors: Tensor,
+    ) -> Outputs:
         q, k, v, *state = tensors
         own = state[0] if state else z.to(q)
         return attention(q, k, v, own, average, packing, backend)
@@ -231,11 +250,28 @@ def score_checks(
     """
     draw = _drawing(dtype, device)
     H, G = shapes.local
-    qkv = [draw(LENGTH, 2, n, shapes.head_dim) for n in (H, G, G)]
+    qkv = [
+        draw(
+            LENGTH,
+            2,
+            n,
+            shapes.head_dim,
+        )
+        for n in (H, G, G)
+    ]
     logits = draw(LENGTH, 2, H)
     if not shapes.reflects:
         return _of_attention(" with gates", _with_gates, backend, [*qkv, logits])
-    tensors = [*qkv, draw(LENGTH, 2, G, shapes.head_dim), draw(LENGTH, 2, G)]
+    tensors = [
+        *qkv,
+        draw(
+            LENGTH,
+            2,
+            G,
+            shapes.head_dim,
+        ),
+        draw(LENGTH, 2, G),
+    ]
     name = " through reflections"
     alone = _of_attention(name, _with_reflections, backend, tensors)
     return alone | _of_attention(
@@ -268,7 +304,16 @@ def _of_attention(
 
 def _with_gates(backend: str, packing: Packing | None, *tensors: Tensor) -> Outputs:
     q, k, v, logits = tensors
-    return attention(q, k, v, None, False, packing, backend, log_gate_TBH=_gates(logits))
+    return attention(
+        q,
+        k,
+        v,
+        None,
+        False,
+        packing,
+        backend,
+        log_gate_TBH=_gates(logits),
+    )
 
 
 def _gates(logits: Tensor) -> Tensor:
@@ -308,7 +353,11 @@ def _update(
 
 
 def backend_fails(
-    backend: str, shapes: Shapes, dtype: torch.dtype, device: torch.device, packed: bool = True
+    backend: str,
+    shapes: Shapes,
+    dtype: torch.dtype,
+    device: torch.device,
+    packed: bool = True,
 ) -> str | None:
     """Return why `backend` fails on `device` for a model of `shapes`, as the predicate of a
     sentence, or None.
@@ -357,7 +406,12 @@ def loss_check(vocabulary: int, dtype: torch.dtype, device: torch.device) -> Che
     `vocabulary` is the size of this rank's shard, for which the kernels are compiled.
     """
     generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(0, 2 * vocabulary, (2, 35), generator=generator).to(device)
+    labels = torch.randint(
+        0,
+        2 * vocabulary,
+        (2, 35),
+        generator=generator,
+    ).to(device)
     weights = torch.rand(labels.shape, generator=generator).to(device)
     shapes = (35, 2, 16), (vocabulary, 16)
     inputs = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]

@@ -55,7 +55,12 @@ def philox(
     return c0, c1 & LOW, c2, c3 & LOW
 
 
-def normal(key: Key, rows: range, columns: range, device: torch.device | str) -> Tensor:
+def normal(
+    key: Key,
+    rows: range,
+    columns: range,
+    device: torch.device | str,
+) -> Tensor:
     """Return the block `rows` x `columns` of the standard normal float32 matrix of `key`,
     (len(rows), len(columns)).
 
@@ -68,11 +73,29 @@ def normal(key: Key, rows: range, columns: range, device: torch.device | str) ->
     return _crop(numbers, columns)
 
 
-def uniform(key: Key, rows: range, columns: range, device: torch.device | str) -> Tensor:
+def uniform(
+    key: Key,
+    rows: range,
+    columns: range,
+    device: torch.device | str,
+) -> Tensor:
     """Return the block `rows` x `columns` of the float32 matrix of `key`, uniform between 0 and 1;
     see `normal`.
     """
-    return _crop(_unit(torch.stack(_words(key, rows, columns, device), dim=-1)), columns)
+    return _crop(
+        _unit(
+            torch.stack(
+                _words(
+                    key,
+                    rows,
+                    columns,
+                    device,
+                ),
+                dim=-1,
+            )
+        ),
+        columns,
+    )
 
 
 def _words(

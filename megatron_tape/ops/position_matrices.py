@@ -17,7 +17,13 @@ def outer_products(up_PG: Tensor, down_GP: Tensor) -> Tensor:
 
 
 def matrix_gradients(
-    dM: Tensor, d_mixing: Tensor, g: Tensor, outer: Tensor, gate: Tensor, up: Tensor, down: Tensor
+    dM: Tensor,
+    d_mixing: Tensor,
+    g: Tensor,
+    outer: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of `gate` (N, P), the mixing matrix A, W_up (`up`, P, G) and W_down
     (`down`, G, P).

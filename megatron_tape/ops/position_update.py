@@ -104,7 +104,20 @@ class _CompactUpdate(torch.autograd.Function):
         else:
             du = rounded * mixing[:, None]
             d_mixing = (rounded * u).sum((0, 2))
-        return dz, du, *matrix_gradients(dM, d_mixing, g, outer, gate, up, down), None
+        return (
+            dz,
+            du,
+            *matrix_gradients(
+                dM,
+                d_mixing,
+                g,
+                outer,
+                gate,
+                up,
+                down,
+            ),
+            None,
+        )
 
 
 def fused_update(
@@ -121,7 +134,15 @@ def fused_update(
     """
     from megatron_tape.ops.kernels.triton_position_update import update
 
-    return update(z_NGD, u_NHD, gate_NP, mixing, up_PG, down_GP, _kept(z_NGD, u_NHD, rounded_NGD))
+    return update(
+        z_NGD,
+        u_NHD,
+        gate_NP,
+        mixing,
+        up_PG,
+        down_GP,
+        _kept(z_NGD, u_NHD, rounded_NGD),
+    )
 
 
 def mix_tokens(z_NGD: Tensor, u_NHD: Tensor, mixing: Tensor) -> Tensor:

@@ -28,7 +28,12 @@ def rotate_groups(q_SBHD: Tensor, z_SBGD: Tensor) -> Tensor:
     return rotate(q_SBHD.unflatten(2, (groups, -1)), z_SBGD.unsqueeze(3)).flatten(2, 3)
 
 
-def phases(p_SBG: Tensor, theta_F: Tensor, modulus: float, dtype: torch.dtype) -> Tensor:
+def phases(
+    p_SBG: Tensor,
+    theta_F: Tensor,
+    modulus: float,
+    dtype: torch.dtype,
+) -> Tensor:
     """Return modulus * exp(i p theta), (S, B, G, D) in `dtype`, for real positions p in float64.
 
     Angles are computed and reduced modulo 2 pi in float64, so that the error does not grow with the
@@ -49,12 +54,22 @@ class _Phases(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dz):
         p, theta = ctx.saved_tensors
-        re, im = _phases(p, theta, ctx.modulus, ctx.dtype).chunk(2, dim=-1)
+        re, im = _phases(
+            p,
+            theta,
+            ctx.modulus,
+            ctx.dtype,
+        ).chunk(2, dim=-1)
         dz_re, dz_im = dz.chunk(2, dim=-1)
         return (re * dz_im - im * dz_re).double() @ theta.double(), None, None, None
 
 
-def _phases(p: Tensor, theta: Tensor, modulus: float, dtype: torch.dtype) -> Tensor:
+def _phases(
+    p: Tensor,
+    theta: Tensor,
+    modulus: float,
+    dtype: torch.dtype,
+) -> Tensor:
     angles = torch.remainder(p[..., None] * theta.double(), 2 * math.pi)
     angles = angles if dtype is torch.float64 else angles.float()
     return (torch.cat([angles.cos(), angles.sin()], dim=-1) * modulus).to(dtype)

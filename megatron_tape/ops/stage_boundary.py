@@ -28,7 +28,10 @@ def unpack(
 
 
 def packed_width(
-    shape: tuple[int, ...], state_dtype: torch.dtype, tokens: int, dtype: torch.dtype
+    shape: tuple[int, ...],
+    state_dtype: torch.dtype,
+    tokens: int,
+    dtype: torch.dtype,
 ) -> int:
     """Return the elements per token that a state of `shape` adds to hidden states of `dtype`;
     `tokens` is s.

@@ -25,7 +25,11 @@ start at once.
 
 
 def environment_number(
-    name: str, default: int, least: int = 0, most: int = MOST_PROCESSES, fix: str = FIX
+    name: str,
+    default: int,
+    least: int = 0,
+    most: int = MOST_PROCESSES,
+    fix: str = FIX,
 ) -> int:
     """Return the integer in an environment variable, or `default` if it is not set.
 

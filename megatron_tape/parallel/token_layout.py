@@ -203,7 +203,12 @@ class TokenLayout:
         dist.all_reduce(total, group=self.data_group)
         return total
 
-    def micro_batches(self, first: int, stop: int, size: int) -> Iterator[list[int]]:
+    def micro_batches(
+        self,
+        first: int,
+        stop: int,
+        size: int,
+    ) -> Iterator[list[int]]:
         """Divide range(first, stop) into micro-batches of `size` samples, and yield those of this
         rank as index lists.
 

@@ -308,7 +308,14 @@ def _apply(module: torch.nn.Module, function: Callable, recurse: bool = True) ->
 
 
 def _attention(
-    q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    q,
+    k,
+    v,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
 ):
     """Replace SDPA: call the operator that a GPU would select, because the saved tensors depend on
     the operator.

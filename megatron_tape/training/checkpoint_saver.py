@@ -54,7 +54,13 @@ class CheckpointSaver:
         self._writer = Writer(engine, config, watch.attempt, frozen_from, tokenizer_files)
         self._current: Save | None = None
 
-    def save(self, step: int, samples: int, progress: dict, wait: bool) -> bool:
+    def save(
+        self,
+        step: int,
+        samples: int,
+        progress: dict,
+        wait: bool,
+    ) -> bool:
         """Save a checkpoint after `step` steps and `samples` sequences; return whether it is
         complete.
 

@@ -180,7 +180,13 @@ class Engine:
             )
         if self._uses_muon:
             dtype = next(model.parameters()).dtype
-            self.adam.matrices = Matrices(self.trained, config.model, layout, dtype, self._zero)
+            self.adam.matrices = Matrices(
+                self.trained,
+                config.model,
+                layout,
+                dtype,
+                self._zero,
+            )
 
         self._tied = None
         tied_weight = None
@@ -236,7 +242,12 @@ class Engine:
             self.deepspeed_engine.micro_steps = 0
             self.micro_batches = self.deepspeed_engine.gradient_accumulation_steps()
 
-    def train_step(self, batches: Iterable[Batch], lr: float, step: int = 0) -> StepResult:
+    def train_step(
+        self,
+        batches: Iterable[Batch],
+        lr: float,
+        step: int = 0,
+    ) -> StepResult:
         """Train on the next `micro_batches` batches, and update the weights once.
 
         The learning rate of a parameter group is `lr` times its `lr_scale`. `step` seeds random

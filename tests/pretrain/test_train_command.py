@@ -69,7 +69,7 @@ MISTAKES = {
     "--model.num_attention_heads=5": "model.num_attention_heads",
     "--deepspeed.zero_stage=0": "zero_stage",
     "--parallel.tensor_model_parallel_size=2": "tensor_model_parallel_size",
-    "--data.prefix=nowhere/x": "nowhere/x.idx",
+    "--data.prefix=nowhere/x": "nowhere/x is not a dataset",
 }
 EACH = """
 import sys

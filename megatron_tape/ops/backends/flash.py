@@ -78,7 +78,12 @@ def _with_tiles(
 ) -> Callable[..., object]:
     """Return a function that selects tile sizes by key and value width: `ours`, else `theirs`."""
 
-    def select(head_dim: int, head_dim_v: int, *arguments: object, **named: object) -> object:
+    def select(
+        head_dim: int,
+        head_dim_v: int,
+        *arguments: object,
+        **named: object,
+    ) -> object:
         if (head_dim, head_dim_v) in ours:
             return ours[head_dim, head_dim_v]
         return theirs(head_dim, head_dim_v, *arguments, **named)

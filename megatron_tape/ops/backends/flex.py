@@ -28,27 +28,56 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         mask = _causal_mask(S, T, q.device)
     else:
         mask = x.packing.cached(
-            ("blocks", S), lambda: block_mask(S, T, x.packing.bounds_2BT[0], q.device)
+            ("blocks", S),
+            lambda: block_mask(
+                S,
+                T,
+                x.packing.bounds_2BT[0],
+                q.device,
+            ),
         )
 
     # Compiling takes seconds for each length. Short sequences run uncompiled, as their scores take
     # little memory.
     function = _compiled() if q.is_cuda and T > BLOCK else flex_attention
 
-    def average(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *tensors: Tensor) -> tuple[Tensor]:
+    def average(
+        q_BHSD: Tensor,
+        k_BGTD: Tensor,
+        v_BGTD: Tensor,
+        *tensors: Tensor,
+    ) -> tuple[Tensor]:
         score = None
         if x.bias is not None:
             of_pair = x.bias.score
             offset = T - S
 
-            def score(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            def score(
+                score: Tensor,
+                b: Tensor,
+                h: Tensor,
+                query: Tensor,
+                key: Tensor,
+            ) -> Tensor:
                 return score + of_pair(b, h, query + offset, key, *tensors)
 
         grouped = q_BHSD.shape[1] != k_BGTD.shape[1]
         return (function(q_BHSD, k_BGTD, v_BGTD, score, mask, enable_gqa=grouped),)
 
     tensors = () if x.bias is None else x.bias.tensors
-    (averaged,) = x.run(average, *(y.permute(1, 2, 0, 3) for y in (q, k, *x.values())), *tensors)
+    (averaged,) = x.run(
+        average,
+        *(
+            y.permute(
+                1,
+                2,
+                0,
+                3,
+            )
+            for y in (q, k, *x.values())
+        ),
+        *tensors,
+    )
     return (averaged.permute(2, 0, 1, 3),)
 
 
@@ -68,14 +97,27 @@ def _causal_mask(S: int, T: int, device: torch.device) -> BlockMask:
     return block_mask(S, T, None, device)
 
 
-def block_mask(S: int, T: int, starts_BT: Tensor | None, device: torch.device) -> BlockMask:
+def block_mask(
+    S: int,
+    T: int,
+    starts_BT: Tensor | None,
+    device: torch.device,
+) -> BlockMask:
     """Return the causal block mask of the last S of T tokens, restricted to each query's document.
 
     `starts_BT` holds the start of each token's document; with None, each sequence is one document,
     and all sequences share the mask. Blocks are classified by their first and last tokens, without
     S x T matrices.
     """
-    first, keys = (torch.arange(0, length, BLOCK, device=device) for length in (S, T))
+    first, keys = (
+        torch.arange(
+            0,
+            length,
+            BLOCK,
+            device=device,
+        )
+        for length in (S, T)
+    )
     last = (first + BLOCK - 1).clamp(max=S - 1)
     # Starts never decrease, so the first query of a block attends to the earliest keys.
     if starts_BT is None:

@@ -68,4 +68,9 @@ def _times(x_BHrm: Tensor, y_BGmn: Tensor) -> Tensor:
     """Return (B, H, r, n), the product of each head with the matrix of its group."""
     B, H, r, m = x_BHrm.shape
     G = y_BGmn.shape[1]
-    return (x_BHrm.reshape(B, G, H // G * r, m) @ y_BGmn).view(B, H, r, -1)
+    return (x_BHrm.reshape(B, G, H // G * r, m) @ y_BGmn).view(
+        B,
+        H,
+        r,
+        -1,
+    )

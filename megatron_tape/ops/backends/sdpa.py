@@ -25,7 +25,12 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     return attend_to(x, *x.rotated(), *x.values())
 
 
-def attend_to(x: AttentionInputs, q: Tensor, k: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+def attend_to(
+    x: AttentionInputs,
+    q: Tensor,
+    k: Tensor,
+    *values: Tensor,
+) -> tuple[Tensor, ...]:
     """Return the averages of `values`, (S, B, H, D) each: v and z, or one [v | z]. q and k are
     already rotated.
     """
@@ -36,7 +41,15 @@ def attend_to(x: AttentionInputs, q: Tensor, k: Tensor, *values: Tensor) -> tupl
         # SDPA's kernels with a mask do not support groups; its fallback would materialize all S x S
         # scores.
         grouped = [y.repeat_interleave(heads_per_group, dim=2) for y in grouped]
-    tensors = [y.permute(1, 2, 0, 3) for y in (q, *grouped)]
+    tensors = [
+        y.permute(
+            1,
+            2,
+            0,
+            3,
+        )
+        for y in (q, *grouped)
+    ]
 
     with _without_cudnn(tensors[0], mask):
         # Without a bias, the mask is not passed to `run`, which may request its gradient; no fast
@@ -47,7 +60,19 @@ def attend_to(x: AttentionInputs, q: Tensor, k: Tensor, *values: Tensor) -> tupl
             averages = x.run(_averages, mask, *tensors)
 
     D = q.shape[-1]
-    return tuple(part for y in averages for part in parts(y.permute(2, 0, 1, 3), D))
+    return tuple(
+        part
+        for y in averages
+        for part in parts(
+            y.permute(
+                2,
+                0,
+                1,
+                3,
+            ),
+            D,
+        )
+    )
 
 
 def parts(average: Tensor, width: int) -> tuple[Tensor, ...]:

@@ -35,7 +35,15 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     if x.rescore is not None:
         return attend_by_rows(x, QUERIES)
     q, k = x.rotated()
-    q, k, *values = (y.permute(1, 2, 0, 3) for y in (q, k, *x.values()))
+    q, k, *values = (
+        y.permute(
+            1,
+            2,
+            0,
+            3,
+        )
+        for y in (q, k, *x.values())
+    )
     S = q.shape[2]
     starts, first = (
         (None, [0] * S) if x.packing is None else (x.packing.bounds_2BT[0], x.packing.first_seen(S))

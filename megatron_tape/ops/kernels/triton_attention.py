@@ -120,7 +120,13 @@ def _forward(
             k = load_rows(K, keys, group_lines * D, T, D, BLOCK_D, MASKED)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             if MASKED:
-                seen = _seen(queries[:, None], keys[None, :], starts[:, None], offset, PACKED)
+                seen = _seen(
+                    queries[:, None],
+                    keys[None, :],
+                    starts[:, None],
+                    offset,
+                    PACKED,
+                )
                 scores = tl.where(seen, scores, float("-inf"))
 
             # The scale is applied in the exponent.
@@ -172,12 +178,26 @@ def _delta(
     line = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
 
-    o = load_rows(OUT + line * D, rows, lines * D, S, D, BLOCK_D).to(tl.float32)
+    o = load_rows(
+        OUT + line * D,
+        rows,
+        lines * D,
+        S,
+        D,
+        BLOCK_D,
+    ).to(tl.float32)
     do = load_rows(DO + line * D, rows, lines * D, S, D, BLOCK_D)
     delta = tl.sum(o * do.to(tl.float32), 1)
 
     if WIDE:
-        u = load_rows(U + line * D, rows, lines * D, S, D, BLOCK_D).to(tl.float32)
+        u = load_rows(
+            U + line * D,
+            rows,
+            lines * D,
+            S,
+            D,
+            BLOCK_D,
+        ).to(tl.float32)
         du = load_rows(DU + line * D, rows, lines * D, S, D, BLOCK_D)
         delta += tl.sum(u * du.to(tl.float32), 1)
         DOUT += line * 2 * D
@@ -281,7 +301,15 @@ def _backward_keys(
                 tile += tl.where(tile < middle, 0, tail - middle)
             queries = tile * BLOCK_S + tl.arange(0, BLOCK_S)
 
-            q = load_rows(Q + head * D, queries, lines * D, S, D, BLOCK_D, MASKED)
+            q = load_rows(
+                Q + head * D,
+                queries,
+                lines * D,
+                S,
+                D,
+                BLOCK_D,
+                MASKED,
+            )
             # An infinite log-sum-exp zeroes the weights of queries beyond the last one.
             lse = load_numbers(LSE + head * S, queries, S, float("inf"), MASKED)
             scores = tl.dot(k, tl.trans(q), input_precision="ieee")
@@ -292,7 +320,15 @@ def _backward_keys(
                     seen = seen & (queries[None, :] + offset < ends[:, None])
                 p = tl.where(seen, p, 0.0)
 
-            do = load_rows(DOUT + head * E, queries, lines * E, S, E, BLOCK_E, MASKED)
+            do = load_rows(
+                DOUT + head * E,
+                queries,
+                lines * E,
+                S,
+                E,
+                BLOCK_E,
+                MASKED,
+            )
             if VALUES:
                 dvalue = tl.dot(p.to(do.dtype), do, dvalue, input_precision="ieee")
             if KEYS:
@@ -318,7 +354,15 @@ def _backward_keys(
     # kept for the stores during the whole loop, and registers would spill.
     group_lines = tl.num_programs(1)
     if KEYS:
-        store_rows(DK + group_line * D, keys, group_lines * D, T, dk * factor, D, BLOCK_D)
+        store_rows(
+            DK + group_line * D,
+            keys,
+            group_lines * D,
+            T,
+            dk * factor,
+            D,
+            BLOCK_D,
+        )
     if VALUES:
         store_rows(DVALUE + group_line * E, keys, group_lines * E, T, dvalue, E, BLOCK_E)
 
@@ -375,7 +419,13 @@ def _backward_queries(
         k = load_rows(K, keys, group_lines * D, T, D, BLOCK_D)
         value = load_rows(VALUE, keys, group_lines * E, T, E, BLOCK_E)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        seen = _seen(queries[:, None], keys[None, :], starts[:, None], offset, PACKED)
+        seen = _seen(
+            queries[:, None],
+            keys[None, :],
+            starts[:, None],
+            offset,
+            PACKED,
+        )
         p = tl.where(seen, tl.exp2(tl.fma(scores, scale, -lse[:, None])), 0.0)
         dp = tl.dot(do, tl.trans(value), input_precision="ieee")
         ds = p * (dp - delta[:, None])
@@ -454,7 +504,12 @@ def shared_memory(device: torch.device) -> int:
     return 99
 
 
-def _launch(kernel: Any, name: str, *tensors: Tensor | None, **options: int) -> None:
+def _launch(
+    kernel: Any,
+    name: str,
+    *tensors: Tensor | None,
+    **options: int,
+) -> None:
     """Launch `kernel` in the tiles that `_TILES` has for `name` on this GPU.
 
     `tensors` are q, k, the value and further tensors, `options` further arguments.
@@ -500,7 +555,17 @@ class _Attention(torch.autograd.Function):
         q, k, v = (last_contiguous(x) for x in (q, k, v))
         if z is not None:
             z = last_contiguous(z)
-        o, u, lse = attend(*_prepared(q, k, v, z, rotate, wide), starts)
+        o, u, lse = attend(
+            *_prepared(
+                q,
+                k,
+                v,
+                z,
+                rotate,
+                wide,
+            ),
+            starts,
+        )
         ctx.save_for_backward(q, k, v, z, o, u, lse, starts, ends)
         ctx.rotate = rotate
         ctx.wide = wide
@@ -511,12 +576,25 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, do, du=None):
         q, k, v, z, o, u, lse, starts, ends = ctx.saved_tensors
         inputs = _prepared(q, k, v, z, ctx.rotate, ctx.wide)
-        dq, dk, dvalue = attend_backward(inputs, (o, u, lse), (do, du), (starts, ends))
+        dq, dk, dvalue = attend_backward(
+            inputs,
+            (o, u, lse),
+            (do, du),
+            (starts, ends),
+        )
 
         dz = None
         if ctx.rotate:
             split = dvalue if ctx.wide else None
-            dq, dk, dv, dz = prepare_backward(q, k, z, dq, dk, split, ctx.needs_input_grad[3])
+            dq, dk, dv, dz = prepare_backward(
+                q,
+                k,
+                z,
+                dq,
+                dk,
+                split,
+                ctx.needs_input_grad[3],
+            )
         elif ctx.wide:
             dv, dz = dvalue.chunk(2, dim=-1)
         if not ctx.wide:
@@ -525,7 +603,12 @@ class _Attention(torch.autograd.Function):
 
 
 def _prepared(
-    q: Tensor, k: Tensor, v: Tensor, z: Tensor | None, rotate: bool, wide: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor | None,
+    rotate: bool,
+    wide: bool,
 ) -> list[Tensor]:
     """Return the contiguous inputs of `attend`.
 
@@ -533,7 +616,17 @@ def _prepared(
     of the projection and is copied: v if z is not averaged, and q and k if they are not rotated.
     This takes a read and a write of these tensors, little compared with attention itself.
     """
-    return [x.contiguous() for x in prepare(q, k, v, z, rotate, wide)]
+    return [
+        x.contiguous()
+        for x in prepare(
+            q,
+            k,
+            v,
+            z,
+            rotate,
+            wide,
+        )
+    ]
 
 
 def attend(
@@ -549,7 +642,18 @@ def attend(
     o = torch.empty_like(q)
     u = torch.empty_like(q) if value.shape[-1] > D else None
     lse = q.new_empty(B, H, S, dtype=torch.float32)
-    _launch(_forward, "forward", q, k, value, o, u, lse, starts, PACKED=starts is not None)
+    _launch(
+        _forward,
+        "forward",
+        q,
+        k,
+        value,
+        o,
+        u,
+        lse,
+        starts,
+        PACKED=starts is not None,
+    )
     return o, u, lse
 
 
@@ -577,7 +681,19 @@ def attend_backward(
     dout = q.new_empty(S, B, H, 2 * D) if wide else do
     delta = torch.empty_like(lse)
     block_d = triton.next_power_of_2(D)
-    _delta[(triton.cdiv(S, 64), B * H)](o, u, do, du, dout, delta, S, D, block_d, 64, wide)
+    _delta[(triton.cdiv(S, 64), B * H)](
+        o,
+        u,
+        do,
+        du,
+        dout,
+        delta,
+        S,
+        D,
+        block_d,
+        64,
+        wide,
+    )
 
     dq = torch.empty_like(q) if repeatable else torch.zeros_like(q, dtype=torch.float32)
     dk = torch.empty_like(k)

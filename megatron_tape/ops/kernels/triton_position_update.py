@@ -39,21 +39,42 @@ as many.
 
 
 @triton.jit
-def _matrix(pointer, rows, columns, row_stride, R: tl.constexpr, C: tl.constexpr):
+def _matrix(
+    pointer,
+    rows,
+    columns,
+    row_stride,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
     """Load a block of an (R, C) matrix, padded with zeros."""
     inside = (rows[:, None] < R) & (columns[None, :] < C)
     return tl.load(pointer + rows[:, None] * row_stride + columns[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
-def _store_matrix(pointer, rows, columns, value, R: tl.constexpr, C: tl.constexpr):
+def _store_matrix(
+    pointer,
+    rows,
+    columns,
+    value,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
     inside = (rows[:, None] < R) & (columns[None, :] < C)
     places = pointer + rows[:, None] * C + columns[None, :]
     tl.store(places, value.to(pointer.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _load_mixing(MIXING, groups, heads, G: tl.constexpr, H: tl.constexpr, FULL: tl.constexpr):
+def _load_mixing(
+    MIXING,
+    groups,
+    heads,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    FULL: tl.constexpr,
+):
     """Load A or, without FULL, one scale per head as a column."""
     if FULL:
         mixing = _matrix(MIXING, groups, heads, H, G, H)
@@ -188,7 +209,14 @@ class _Update(torch.autograd.Function):
         saved = z if kept is None else kept.contiguous()
         ctx.save_for_backward(saved, u, gate, mixing, up, down)
         out = torch.empty_like(z)
-        _launch(_update, z, u, F.silu(gate) @ outer_products(up, down), mixing, out)
+        _launch(
+            _update,
+            z,
+            u,
+            F.silu(gate) @ outer_products(up, down),
+            mixing,
+            out,
+        )
         return out
 
     @staticmethod
@@ -207,7 +235,20 @@ class _Update(torch.autograd.Function):
         _launch(_update_backward, z, u, M, mixing, dout, dz, du, dM, sums)
 
         d_mixing = sums.sum(0).to(mixing.dtype)
-        return dz, du, *matrix_gradients(dM, d_mixing, g, outer, gate, up, down), None
+        return (
+            dz,
+            du,
+            *matrix_gradients(
+                dM,
+                d_mixing,
+                g,
+                outer,
+                gate,
+                up,
+                down,
+            ),
+            None,
+        )
 
 
 def _tokens(z: Tensor) -> int:
@@ -218,7 +259,14 @@ def _tokens(z: Tensor) -> int:
     return max(TOKENS, triton.cdiv(len(z), programs))
 
 
-def _launch(kernel: Any, z: Tensor, u: Tensor, M: Tensor, mixing: Tensor, *tensors: Tensor) -> None:
+def _launch(
+    kernel: Any,
+    z: Tensor,
+    u: Tensor,
+    M: Tensor,
+    mixing: Tensor,
+    *tensors: Tensor,
+) -> None:
     N, G, D = z.shape
     _, B, H, _ = u.shape
     tokens = _tokens(z)

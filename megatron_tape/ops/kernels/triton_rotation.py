@@ -53,7 +53,15 @@ def load_numbers(pointer, rows, limit, other, CHECKED: tl.constexpr):
 
 
 @triton.jit
-def store_rows(pointer, rows, stride, limit, values, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def store_rows(
+    pointer,
+    rows,
+    stride,
+    limit,
+    values,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """Store the first D columns of `values` (rows, BLOCK_D) in the rows below `limit`."""
     columns = tl.arange(0, BLOCK_D)
     places = pointer + rows.to(tl.int64)[:, None] * stride + columns[None, :]
@@ -62,7 +70,14 @@ def store_rows(pointer, rows, stride, limit, values, D: tl.constexpr, BLOCK_D: t
 
 
 @triton.jit
-def _load_complex(pointer, rows, stride, limit, F: tl.constexpr, BLOCK_F: tl.constexpr):
+def _load_complex(
+    pointer,
+    rows,
+    stride,
+    limit,
+    F: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
     """Load rows of F complex numbers, stored as [real | imaginary], as two fp32 matrices."""
     real = load_rows(pointer, rows, stride, limit, F, BLOCK_F)
     imaginary = load_rows(pointer + F, rows, stride, limit, F, BLOCK_F)
@@ -78,7 +93,18 @@ def _store_complex(
 
 
 @triton.jit
-def _rotate(X, Y, rows, x_row, y_row, limit, z_re, z_im, F: tl.constexpr, BLOCK_F: tl.constexpr):
+def _rotate(
+    X,
+    Y,
+    rows,
+    x_row,
+    y_row,
+    limit,
+    z_re,
+    z_im,
+    F: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
     """Multiply rows of X by the state as complex numbers; write the products to Y."""
     re, im = _load_complex(X, rows, x_row, limit, F, BLOCK_F)
     new_re = re * z_re - im * z_im
@@ -133,17 +159,48 @@ def _prepare(
         out_row = lines * PER_GROUP * D
         for head in range(PER_GROUP):
             q = Q + head * q_head
-            _rotate(q, Q_OUT + head * D, rows, q_row, out_row, T, z_re, z_im, F, BLOCK_F)
+            _rotate(
+                q,
+                Q_OUT + head * D,
+                rows,
+                q_row,
+                out_row,
+                T,
+                z_re,
+                z_im,
+                F,
+                BLOCK_F,
+            )
 
         K += batch * k_batch + group * k_head
-        _rotate(K, K_OUT + line * D, rows, k_row, lines * D, T, z_re, z_im, F, BLOCK_F)
+        _rotate(
+            K,
+            K_OUT + line * D,
+            rows,
+            k_row,
+            lines * D,
+            T,
+            z_re,
+            z_im,
+            F,
+            BLOCK_F,
+        )
 
     if WIDE:
         V += batch * v_batch + group * v_head
         VALUE += line * 2 * D
         v = load_rows(V, rows, v_row, T, D, 2 * BLOCK_F)
         store_rows(VALUE, rows, lines * 2 * D, T, v, D, 2 * BLOCK_F)
-        _store_complex(VALUE + D, rows, lines * 2 * D, T, z_re, z_im, F, BLOCK_F)
+        _store_complex(
+            VALUE + D,
+            rows,
+            lines * 2 * D,
+            T,
+            z_re,
+            z_im,
+            F,
+            BLOCK_F,
+        )
 
 
 @triton.jit
@@ -226,9 +283,24 @@ def _prepare_backward(
     if WIDE:
         DVALUE += line * 2 * D
         dv = load_rows(DVALUE, rows, lines * 2 * D, S, D, 2 * BLOCK_F)
-        store_rows(DV_OUT + line * D, rows, lines * D, S, dv, D, 2 * BLOCK_F)
+        store_rows(
+            DV_OUT + line * D,
+            rows,
+            lines * D,
+            S,
+            dv,
+            D,
+            2 * BLOCK_F,
+        )
         if NEEDED:
-            dz_re, dz_im = _load_complex(DVALUE + D, rows, lines * 2 * D, S, F, BLOCK_F)
+            dz_re, dz_im = _load_complex(
+                DVALUE + D,
+                rows,
+                lines * 2 * D,
+                S,
+                F,
+                BLOCK_F,
+            )
 
     Q += batch * q_batch + group * PER_GROUP * q_head
     DQ += line * PER_GROUP * D
@@ -268,7 +340,16 @@ def _prepare_backward(
         NEEDED,
     )
     if NEEDED:
-        _store_complex(DZ_OUT + line * D, rows, lines * D, S, dz_re, dz_im, F, BLOCK_F)
+        _store_complex(
+            DZ_OUT + line * D,
+            rows,
+            lines * D,
+            S,
+            dz_re,
+            dz_im,
+            F,
+            BLOCK_F,
+        )
 
 
 def last_contiguous(x: Tensor) -> Tensor:
@@ -282,7 +363,12 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 
 def prepare(
-    q: Tensor, k: Tensor, v: Tensor, z: Tensor | None, rotate: bool, wide: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor | None,
+    rotate: bool,
+    wide: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q (S, B, H, D) and k (T, B, G, D), rotated by z (T, B, G, D) if `rotate`, and the
     value.
@@ -327,7 +413,13 @@ def prepare(
 
 
 def prepare_backward(
-    q: Tensor, k: Tensor, z: Tensor, dq: Tensor, dk: Tensor, dvalue: Tensor | None, needed: bool
+    q: Tensor,
+    k: Tensor,
+    z: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dvalue: Tensor | None,
+    needed: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of q (in its dtype), k, v, and z, which is None unless `needed`.
 
@@ -395,10 +487,24 @@ class _Prepared(torch.autograd.Function):
             # Only the shapes and dtypes matter.
             q = dq
             k = dk
-        return *prepare_backward(q, k, z, dq, dk, dvalue, ctx.needs_input_grad[3]), None
+        return *prepare_backward(
+            q,
+            k,
+            z,
+            dq,
+            dk,
+            dvalue,
+            ctx.needs_input_grad[3],
+        ), None
 
 
-def prepared(q: Tensor, k: Tensor, v: Tensor, z: Tensor, wide: bool) -> tuple[Tensor, ...]:
+def prepared(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    wide: bool,
+) -> tuple[Tensor, ...]:
     """Return q (S, B, H, D) and k (S, B, G, D) rotated by z (S, B or 1, G or 1, D) and, if `wide`,
     [v | z].
 

@@ -48,7 +48,12 @@ def _swiglu_backward(X, DY, DX, F, BLOCK: tl.constexpr):
 
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
-    _store(DX, columns, F, dy * up * (sigmoid + silu * (1 - sigmoid)))
+    _store(
+        DX,
+        columns,
+        F,
+        dy * up * (sigmoid + silu * (1 - sigmoid)),
+    )
     _store(DX + F, columns, F, dy * silu)
 
 
@@ -74,4 +79,9 @@ def _launch(kernel: Any, gate_and_up: Tensor, *tensors: Tensor) -> None:
     rows = gate_and_up.numel() // (2 * F)
     if rows:
         with torch.cuda.device_of(gate_and_up):
-            kernel[(rows, triton.cdiv(F, BLOCK))](gate_and_up, *tensors, F, BLOCK)
+            kernel[(rows, triton.cdiv(F, BLOCK))](
+                gate_and_up,
+                *tensors,
+                F,
+                BLOCK,
+            )
