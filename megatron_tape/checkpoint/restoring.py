@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
+from torch.nn import Module, Parameter
 
 from megatron_tape.checkpoint import directories as files
 from megatron_tape.checkpoint.locate import source_record
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megatron_tape.training.engine import Engine
 
 
-def load_weights(checkpoint: Checkpoint, model: torch.nn.Module, layout: ParallelLayout) -> None:
+def load_weights(checkpoint: Checkpoint, model: Module, layout: ParallelLayout) -> None:
     """Load the weights of `checkpoint` into a model with allocated memory. Call this before the
     engine is created.
     """
@@ -42,18 +42,14 @@ def load_weights(checkpoint: Checkpoint, model: torch.nn.Module, layout: Paralle
     read.check()
 
 
-def _write_weights(
-    read: Reader, parameters: Mapping[str, torch.nn.Parameter], names: Iterable[str]
-) -> None:
+def _write_weights(read: Reader, parameters: Mapping[str, Parameter], names: Iterable[str]) -> None:
     for name in names:
         weight = read(f"weight/{name}")
         if weight is not None:
             write_shard(parameters[name], weight)
 
 
-def load_base_weights(
-    base: Checkpoint, model: torch.nn.Module, layout: ParallelLayout
-) -> list[str]:
+def load_base_weights(base: Checkpoint, model: Module, layout: ParallelLayout) -> list[str]:
     """Load the initial weights of a run from `base`, and return the names of the parameters that
     `base` does not have.
 

@@ -27,6 +27,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
+from torch.nn import Module, Parameter
 
 from megatron_tape.config.schema import ModelConfig
 from megatron_tape.ops.activation_checkpointing import AttentionRecorder, run_directly
@@ -44,7 +45,7 @@ megatron_patches.split_qkv_with_torch()
 megatron_patches.reduce_tensors_of_any_strides()
 
 
-class RMSNorm(torch.nn.Module):
+class RMSNorm(Module):
     """Torch's RMSNorm, whose weight has the attribute `sequence_parallel`.
 
     With it, each rank computes the gradient from its own tokens only, and `training.gradients` sums
@@ -54,7 +55,7 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
         super().__init__()
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight = Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
 
 
-class SwiGLU(torch.nn.Module):
+class SwiGLU(Module):
     """The gated MLP's activation, silu(gate) * up. It saves only its input for the backward pass.
 
     `fused` selects the Triton kernel. Megatron's `MLP` builds this module from its spec.
@@ -79,7 +80,7 @@ class SwiGLU(torch.nn.Module):
         return swiglu(gate_and_up, self.fused)
 
 
-class CoreAttention(torch.nn.Module):
+class CoreAttention(Module):
     """Attention of projected queries, keys and values. Megatron's `SelfAttention` builds it from
     its spec.
     """
@@ -192,7 +193,7 @@ class PositionSelfAttention(SelfAttention):
         return output, averaged
 
 
-class LayerEncoding(torch.nn.Module):
+class LayerEncoding(Module):
     """The positional encoding in one layer: its parameters, and the update of the position state
     after the MLP.
 
@@ -209,7 +210,7 @@ class LayerEncoding(torch.nn.Module):
             dim = declared.partition_dim
             if dim is not None:
                 shard = encoding.token_layout.tensor_parallel_shard(shard, dim).contiguous()
-            weight = torch.nn.Parameter(shard)
+            weight = Parameter(shard)
             weight.sequence_parallel = config.sequence_parallel and dim is None
             if dim is not None:
                 set_tensor_model_parallel_attributes(weight, True, dim, 1)
@@ -299,7 +300,7 @@ class LayerEncoding(torch.nn.Module):
         return new
 
 
-class PositionTransformerLayer(torch.nn.Module):
+class PositionTransformerLayer(Module):
     """A pre-norm transformer layer, as in Llama, with a positional encoding.
 
     Args:

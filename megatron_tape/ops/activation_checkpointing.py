@@ -13,7 +13,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import Function, once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 AttentionFunction = Callable[..., tuple[Tensor, ...]]
@@ -127,7 +127,7 @@ def _storage_view(x: Tensor) -> tuple:
     return x.untyped_storage()._cdata, x.storage_offset(), x.dtype, x.shape, x.stride()
 
 
-class _GraphInputs(torch.autograd.Function):
+class _GraphInputs(Function):
     """Identity between the inputs and a recorded graph; its backward pass stores the gradients of
     the inputs.
     """
@@ -151,7 +151,7 @@ class _GraphInputs(torch.autograd.Function):
         return None, None, *(None for _ in gradients)
 
 
-class _Replay(torch.autograd.Function):
+class _Replay(Function):
     """Maps the inputs of the second run to the recorded outputs; its backward pass runs the
     recorded graph.
     """

@@ -9,7 +9,7 @@ positions from 0 to P.
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import Function, once_differentiable
 
 _QUERIES = 32
 _KEYS = 64
@@ -31,7 +31,7 @@ def add_contextual_positions(
     return _ContextualPositions.apply(scores_BHrt, of_positions_BHrp, seen, torch.is_grad_enabled())
 
 
-class _ContextualPositions(torch.autograd.Function):
+class _ContextualPositions(Function):
     """Computes positions tile by tile, from the nearest key to the farthest, as positions grow with
     distance.
 

@@ -13,7 +13,7 @@ of a chunk, C hidden size, V this rank's shard of the vocabulary.
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import Function, once_differentiable
 
 from megatron_tape.ops.chunks import chunk_size
 
@@ -60,7 +60,7 @@ def linear_cross_entropy(
     )
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _LinearCrossEntropy(Function):
     @staticmethod
     def forward(
         ctx,

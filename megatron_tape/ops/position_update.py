@@ -15,7 +15,7 @@ keeps increments that bf16 would lose, and rounded to bf16 only as a factor of a
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import Function, once_differentiable
 
 from megatron_tape.ops.position_matrices import matrix_gradients, outer_products
 
@@ -74,7 +74,7 @@ def _kept(z: Tensor, u: Tensor, rounded: Tensor | None) -> Tensor | None:
     return rounded.detach()
 
 
-class _CompactUpdate(torch.autograd.Function):
+class _CompactUpdate(Function):
     @staticmethod
     def forward(ctx, z, u, gate, mixing, up, down, kept):
         ctx.save_for_backward(z if kept is None else kept, u, gate, mixing, up, down)

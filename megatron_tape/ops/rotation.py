@@ -8,7 +8,7 @@ import math
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import Function, once_differentiable
 
 
 def rotate(x: Tensor, z: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def phases(
     return _Phases.apply(p_SBG, theta_F, modulus, dtype)
 
 
-class _Phases(torch.autograd.Function):
+class _Phases(Function):
     @staticmethod
     def forward(ctx, p, theta, modulus, dtype):
         ctx.save_for_backward(p, theta)
@@ -91,7 +91,7 @@ def with_modulus(z: Tensor, modulus: float) -> Tensor:
     return _WithModulus.apply(z, modulus)
 
 
-class _WithModulus(torch.autograd.Function):
+class _WithModulus(Function):
     @staticmethod
     def forward(ctx, z, modulus):
         ctx.save_for_backward(z)

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import Function, once_differentiable
 
 
 def swiglu(gate_and_up: Tensor, fused: bool = False) -> Tensor:
@@ -13,7 +13,7 @@ def swiglu(gate_and_up: Tensor, fused: bool = False) -> Tensor:
     return _SwiGLU.apply(gate_and_up, fused)
 
 
-class _SwiGLU(torch.autograd.Function):
+class _SwiGLU(Function):
     @staticmethod
     def forward(ctx, gate_and_up, fused):
         ctx.fused = fused

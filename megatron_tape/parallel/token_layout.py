@@ -28,6 +28,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -36,17 +37,17 @@ class TokenLayout:
     heads.
     """
 
-    model_group: dist.ProcessGroup
+    model_group: ProcessGroup
     """The tensor-parallel ranks, which hold different shards of the matrices."""
-    context_group: dist.ProcessGroup
+    context_group: ProcessGroup
     """The context-parallel ranks, which hold the same matrices and different tokens of the same
     sequences.
     """
-    sequence_group: dist.ProcessGroup
+    sequence_group: ProcessGroup
     """The tensor-parallel and context-parallel ranks, which compute the same sequences."""
-    data_group: dist.ProcessGroup
+    data_group: ProcessGroup
     """The ranks that hold the same matrices and different sequences."""
-    replica_group: dist.ProcessGroup
+    replica_group: ProcessGroup
     """The context-parallel and data-parallel ranks, which hold the same matrices."""
     sequence_parallel: bool
     """Whether the ranks of `model_group` split the tokens of a sequence outside attention."""

@@ -33,6 +33,7 @@ from megatron.core.parallel_state import get_global_memory_buffer
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
+from torch.nn import Module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
@@ -253,7 +254,7 @@ def install_fake_world(world_size: int, rank: int) -> None:
     F.scaled_dot_product_attention = _attention
     functional: Any = F
     functional.rms_norm = lambda x, shape, weight, eps=None: FusedRMSNorm.apply(x, weight)
-    torch.nn.Module._apply = _apply
+    Module._apply = _apply
     optimizers: Any = sys.modules["torch.optim.optimizer"]
     optimizers._get_fused_kernels_supported_devices = lambda: ["meta"]
     deepspeed.accelerator.set_accelerator(_Accelerator())
@@ -297,7 +298,7 @@ class FusedRMSNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-def _apply(module: torch.nn.Module, function: Callable, recurse: bool = True) -> torch.nn.Module:
+def _apply(module: Module, function: Callable, recurse: bool = True) -> Module:
     """Replace `Module._apply`, which would create new fake parameters: other objects refer to the
     present ones.
     """

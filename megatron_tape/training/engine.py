@@ -17,6 +17,7 @@ import deepspeed
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Module, Parameter
 
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.model.layers import PositionTransformerLayer
@@ -105,9 +106,7 @@ def deepspeed_config(config: RunConfig, layout: ParallelLayout) -> dict:
     }
 
 
-def zero_partition(
-    config: RunConfig, layout: ParallelLayout
-) -> Callable[[torch.nn.Parameter], None] | None:
+def zero_partition(config: RunConfig, layout: ParallelLayout) -> Callable[[Parameter], None] | None:
     """Return a function that keeps only this rank's ZeRO 3 partition of a parameter; None for ZeRO
     1 and 2.
 
@@ -120,13 +119,13 @@ def zero_partition(
         # DeepSpeed replaces torch's linear function, which would save gathered weights for the
         # backward pass, only if `module` is given; it may be empty.
         zero = deepspeed.zero.Init(
-            module=torch.nn.Module(),
+            module=Module(),
             data_parallel_group=layout.mpu.get_data_parallel_group(),
             config_dict_or_path=deepspeed_config(config, layout),
             mpu=layout.mpu,
         )
 
-    def partition(parameter: torch.nn.Parameter) -> None:
+    def partition(parameter: Parameter) -> None:
         # If `module` were the parameter's own module, DeepSpeed would broadcast weights that are
         # not loaded yet.
         zero._convert_to_deepspeed_param(parameter)
@@ -149,7 +148,7 @@ class Engine:
     they may be partitioned (see `zero_partition`).
     """
 
-    def __init__(self, model: torch.nn.Module, config: RunConfig, layout: ParallelLayout):
+    def __init__(self, model: Module, config: RunConfig, layout: ParallelLayout):
         self.layout = layout
         self.zero_stage = config.deepspeed.zero_stage
         self.clock = StepClock(layout.device)
@@ -435,7 +434,7 @@ class Engine:
         """Return the size in bytes of each tensor of `training_state`."""
         return {key: 4 * shard_shape(p).numel() for key, p in self._state_keys(frozen)}
 
-    def _state_keys(self, frozen: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    def _state_keys(self, frozen: bool) -> Iterator[tuple[str, Parameter]]:
         for name, parameter in self.names.items():
             if frozen or name in self.trained:
                 for kind in self._kinds_of(name):
@@ -517,7 +516,7 @@ def _scaled(loss: Tensor) -> Tensor:
     return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
 
 
-def _gather_for_whole_layers(model: torch.nn.Module) -> None:
+def _gather_for_whole_layers(model: Module) -> None:
     """Make ZeRO 3 gather the positional encoding's parameters before each layer.
 
     By default, it gathers them only before `LayerEncoding.forward`, but attention uses them

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import torch
+from torch.nn import Parameter
 
 from megatron_tape.config.schema import ExtensionConfig, RunConfig
 from megatron_tape.model.backend import verified_backend, verified_kernels
@@ -21,7 +22,7 @@ from megatron_tape.text import counted
 
 logger = logging.getLogger(__name__)
 
-ParameterFilter = Callable[[str, torch.nn.Parameter], bool]
+ParameterFilter = Callable[[str, Parameter], bool]
 """Returns whether to train a parameter, given its name and the parameter."""
 
 
@@ -120,7 +121,7 @@ def freeze_parameters(model: LanguageModel | Pipeline, trains: ParameterFilter) 
     if isinstance(model, Pipeline) and model.tied is not None:
         # Only the first stage has the parameter, but all stages need to know whether it is trained.
         model.tied.trained = trains(
-            EMBEDDING, torch.nn.Parameter(torch.empty(model.tied.shape, device="meta"))
+            EMBEDDING, Parameter(torch.empty(model.tied.shape, device="meta"))
         )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import Module, Parameter
 
 from megatron_tape.config.schema import OptimizerConfig, RunConfig
 from megatron_tape.model.names import kind_of
@@ -14,7 +15,7 @@ from megatron_tape.training.muon import AdamWAndMuon, is_matrix
 
 
 def parameter_groups(
-    model: torch.nn.Module,
+    model: Module,
     config: OptimizerConfig,
     largest: float = math.inf,
     gather_pipeline_stages: Callable[[Any], list[Any]] = lambda value: [value],
@@ -31,7 +32,7 @@ def parameter_groups(
     applies it to the vectors of a kind. A parameter's attribute `decay` overrides both, and a value
     in `config.weight_decay_of` for the parameter itself overrides the attribute.
     """
-    groups: dict[tuple[bool, float, float, bool], list[torch.nn.Parameter]] = {}
+    groups: dict[tuple[bool, float, float, bool], list[Parameter]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -68,11 +69,11 @@ def parameter_groups(
     return ordered
 
 
-def _split(parameters: list[torch.nn.Parameter], largest: float) -> list[list[torch.nn.Parameter]]:
+def _split(parameters: list[Parameter], largest: float) -> list[list[Parameter]]:
     """Split the list into chunks of at most `largest` elements; a parameter with more is a chunk of
     its own.
     """
-    chunks: list[list[torch.nn.Parameter]] = []
+    chunks: list[list[Parameter]] = []
     free = 0.0
     for parameter in parameters:
         size = shard_shape(parameter).numel()
@@ -99,7 +100,7 @@ def _position_key(name: str) -> str | None:
 
 
 def build_optimizer(
-    model: torch.nn.Module, config: RunConfig, layout: ParallelLayout
+    model: Module, config: RunConfig, layout: ParallelLayout
 ) -> torch.optim.Optimizer:
     """Return the optimizer for `deepspeed.initialize`: AdamW or, with `optimizer.kind: muon`, Muon
     for matrices.

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import Function, once_differentiable
 
 from megatron_tape.ops.attention_inputs import AttentionInputs
 from megatron_tape.ops.backends.rows import attend_by_rows
@@ -125,7 +125,7 @@ class _Tiles:
         scores.unflatten(-2, (self.R, -1)).masked_fill_(hidden, value)
 
 
-class _TiledAttention(torch.autograd.Function):
+class _TiledAttention(Function):
     @staticmethod
     def forward(ctx, count: int, bias: Bias | None, first: list[int], starts, q, k, *tensors):
         values = tensors[:count]

@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import Function, once_differentiable
 
 from megatron_tape.ops.kernels.triton_rotation import (
     last_contiguous,
@@ -545,7 +545,7 @@ def _launch(
     )
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(Function):
     """Differentiable attention. With `rotate`, z rotates q and k; with `wide`, z is averaged along
     with v.
     """

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import Function, once_differentiable
 
 from megatron_tape.ops.kernels.triton_rotation import last_contiguous
 from megatron_tape.ops.position_matrices import matrix_gradients, outer_products
@@ -198,7 +198,7 @@ def _update_backward(
         tl.store(DMIXING + program * G + groups, dmixing, mask=groups < G)
 
 
-class _Update(torch.autograd.Function):
+class _Update(Function):
     @staticmethod
     def forward(ctx, z, u, gate, mixing, up, down, kept):
         # u may be a view of [o | u], with gaps between heads, and some libraries store one sequence

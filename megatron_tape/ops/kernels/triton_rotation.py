@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import Function, once_differentiable
 
 
 @triton.jit
@@ -460,7 +460,7 @@ def prepare_backward(
     return dq_out, dk_out, dv_out, dz_out
 
 
-class _Prepared(torch.autograd.Function):
+class _Prepared(Function):
     @staticmethod
     def forward(ctx, q, k, v, z, wide):
         q, k, v, z = (last_contiguous(x) for x in (q, k, v, z))
@@ -540,7 +540,7 @@ def _join(
     store_rows(OUT + D, rows, out_row, S, right, D, BLOCK_D)
 
 
-class _Halves(torch.autograd.Function):
+class _Halves(Function):
     @staticmethod
     def forward(ctx, x):
         ctx.like = torch.empty_like(x, device="meta")
