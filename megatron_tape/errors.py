@@ -2,6 +2,8 @@
 fix.
 """
 
+from pathlib import Path
+
 from megatron_tape.text import printable
 
 EXIT_REFUSED = 2
@@ -21,7 +23,7 @@ class UserError(ValueError):
     """
 
     def __init__(
-        self, subject: str | tuple[str, ...], problem: str, fix: str = "", place: str = ""
+        self, subject: str | Path | tuple[str, ...], problem: str, fix: str = "", place: str = ""
     ):
         """Create an error.
 
@@ -33,7 +35,7 @@ class UserError(ValueError):
             place: where the subject was set, such as `recipe.yaml:12`.
         """
         super().__init__(subject, problem, fix, place)
-        self.subjects = (subject,) if isinstance(subject, str) else tuple(subject)
+        self.subjects = subject if isinstance(subject, tuple) else (str(subject),)
         self.problem = problem
         self.fix = fix
         self.place = place

@@ -162,7 +162,7 @@ def publish(
     for name, entry in files.items():
         if problem := file_problem(staging / name, name, entry, deep=False):
             fix = "set checkpoint.directory to a directory that all nodes share"
-            raise CheckpointError(str(staging), f"is not complete: {problem}", fix)
+            raise CheckpointError(staging, f"is not complete: {problem}", fix)
 
     root = Path(root)
     final = root / _name(step)
@@ -257,7 +257,7 @@ def newest_complete(
         try:
             damage = _problems(path, deep)
         except OSError as error:
-            raise CheckpointError(str(path), f"cannot be read ({error})", START_AGAIN) from None
+            raise CheckpointError(path, f"cannot be read ({error})", START_AGAIN) from None
         if not damage:
             return path
         warn(f"checkpoint {path} is skipped: {'; '.join(damage)}")

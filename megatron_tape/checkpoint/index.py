@@ -60,7 +60,7 @@ def read_index(checkpoint: Path, tensor_size: int) -> dict[str, dict[str, Place]
         shard = shard_of(name)
         if shard is None or shard >= tensor_size or not (checkpoint / name).is_file():
             problem = f"lists {name}, which is not a file of this checkpoint"
-            raise CheckpointError(str(path), problem, CHOOSE_ANOTHER)
+            raise CheckpointError(path, problem, CHOOSE_ANOTHER)
     return files
 
 
@@ -76,7 +76,7 @@ def check_average(checkpoint: Path, index: Mapping[str, Mapping[str, Place]]) ->
     """Raise CheckpointError if a checkpoint with this index has no averaged weights."""
     if not any(key.startswith(f"{AVERAGE}/") for places in index.values() for key in places):
         fix = "omit --average, or train with train.average"
-        raise CheckpointError(str(checkpoint), "has no averaged weights", fix)
+        raise CheckpointError(checkpoint, "has no averaged weights", fix)
 
 
 def balance(sizes: Mapping[str, int], ranks: int, limit: int | None = None) -> dict[str, int]:

@@ -57,11 +57,11 @@ def find_checkpoint(
         roots.append(Path(settings["checkpoint"]["directory"]))
     root = next((root for root in roots if files.list_checkpoints(root)), None)
     if root is None:
-        raise NoCheckpoint(str(path), "has no checkpoint", fix)
+        raise NoCheckpoint(path, "has no checkpoint", fix)
     newest = files.newest_complete(root, warn, deep)
     if newest is None:
         fix = "train or download the model again"
-        raise CheckpointError(str(root), "has no complete checkpoint", fix)
+        raise CheckpointError(root, "has no complete checkpoint", fix)
     return newest
 
 
@@ -151,7 +151,7 @@ def find_source(checkpoint: Path, state: CheckpointState) -> Path | None:
         f"omits the frozen parameters, which are in checkpoint {source}, but that does not exist"
         " or has changed since then"
     )
-    raise CheckpointError(str(checkpoint), problem, f"restore the original {source}")
+    raise CheckpointError(checkpoint, problem, f"restore the original {source}")
 
 
 def check_directories(config: RunConfig) -> None:

@@ -45,7 +45,7 @@ def open_to_resume(config: RunConfig, layout: ParallelLayout) -> Checkpoint | No
             break
         if resume != "auto":
             problem = f"is not a complete checkpoint: {'; '.join(damage)}"
-            raise CheckpointError(str(path), problem, "set checkpoint.resume to another checkpoint")
+            raise CheckpointError(path, problem, "set checkpoint.resume to another checkpoint")
         broken.add(path)
         if layout.rank == 0:
             logger.warning("checkpoint %s is skipped: %s", path, "; ".join(damage))
@@ -83,7 +83,7 @@ def _open_complete(path: Path, layout: ParallelLayout, role: str, fix: str) -> C
     checkpoint, damage = _open(path, layout)
     if checkpoint is None:
         problem = f"{role}, but is not complete: {'; '.join(damage)}"
-        raise CheckpointError(str(path), problem, fix)
+        raise CheckpointError(path, problem, fix)
     return checkpoint
 
 
@@ -138,7 +138,7 @@ def _choose(resume: str, config: RunConfig, broken: set[Path]) -> Path | None:
         path = files.newest_complete(directory, logger.warning, deep=False, excluding=broken)
         if path is None and files.list_checkpoints(directory):
             fix = "to start from step 0, move its checkpoints away"
-            raise CheckpointError(str(directory), "has no complete checkpoint", fix)
+            raise CheckpointError(directory, "has no complete checkpoint", fix)
         return path
 
     path = None
@@ -150,7 +150,7 @@ def _choose(resume: str, config: RunConfig, broken: set[Path]) -> Path | None:
     newest = files.checkpointed_step(directory)
     if newest > start:
         raise CheckpointError(
-            str(directory),
+            directory,
             f"has checkpoints up to step {newest}, but this run would start at step {start}",
             f"move them away, {config.to_start_another_run}, or set checkpoint.resume: auto to"
             " continue",

@@ -79,4 +79,4 @@ def restore_random_state(checkpoint: Path, rank: int) -> None:
     except Exception as error:  # each generator raises its own type of error
         reason = " ".join(str(error).split())
         problem = f"has random states that cannot be restored ({type(error).__name__}: {reason})"
-        raise CheckpointError(str(path), problem, CHOOSE_ANOTHER) from None
+        raise CheckpointError(path, problem, CHOOSE_ANOTHER) from None

@@ -94,6 +94,6 @@ class RankErrors:
 
         problem = f"cannot be used ({type(error).__name__}: {error})"
         if isinstance(error, _CAN_PASS):
-            return CheckpointError(str(path), problem)
+            return CheckpointError(path, problem)
         logger.error("unexpected error, to be reported by all ranks:", exc_info=error)
         return UnexpectedCheckpointError(str(path), problem)

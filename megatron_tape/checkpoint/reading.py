@@ -72,7 +72,7 @@ class Checkpoint:
         for file, places in read_index(self.path, size).items():
             if file not in self.files:
                 problem = f"lists {file}, which the manifest does not list"
-                raise CheckpointError(str(self.path / INDEX), problem, CHOOSE_ANOTHER)
+                raise CheckpointError(self.path / INDEX, problem, CHOOSE_ANOTHER)
             for saved_key, place in places.items():
                 key = "/".join(split_key(saved_key))
                 shards.setdefault(key, [None] * size)[shard_of(file)] = file, place
@@ -130,7 +130,7 @@ class Checkpoint:
             opened.seek(place["offset"])
             if opened.readinto(data) < size:
                 problem = f"ends within the tensor at byte {place['offset']:,}"
-                raise CheckpointError(str(self.path / file), problem, CHOOSE_ANOTHER)
+                raise CheckpointError(self.path / file, problem, CHOOSE_ANOTHER)
         return torch.frombuffer(data, dtype=torch.float32).view(place["shape"])
 
 
@@ -186,7 +186,7 @@ class Reader:
                     )
 
     def _unusable(self, problem: str) -> CheckpointError:
-        return CheckpointError(str(self._checkpoint.path), problem, CHOOSE_ANOTHER)
+        return CheckpointError(self._checkpoint.path, problem, CHOOSE_ANOTHER)
 
     def __call__(self, key: str) -> Tensor | None:
         """Return the tensor on this rank's device, or None for a parameter of another pipeline

@@ -67,10 +67,10 @@ def load_base_weights(base: Checkpoint, model: Module, layout: ParallelLayout) -
         kind = kind_of(name)
         if kind != "lora" and (kind != "position" or name in base_parameters):
             problem = f"has no {name}, which the model of this run requires"
-            raise CheckpointError(str(base.path), problem, fix)
+            raise CheckpointError(base.path, problem, fix)
     if extra := sorted(saved.difference(read.names)):
         problem = f"contains the parameter {extra[0]}, which the model of this run does not have"
-        raise CheckpointError(str(base.path), problem, fix)
+        raise CheckpointError(base.path, problem, fix)
 
     _write_weights(read, parameters, (name for name in read.names if name in saved))
     read.check()
@@ -89,7 +89,7 @@ def load_training_state(checkpoint: Checkpoint, engine: Engine) -> None:
     if updates and were_frozen:
         problem = f"has no moments of {were_frozen[0]}, which was frozen in it, but is trained now"
         fix = f"train the same parameters, or {CHOOSE_ANOTHER}"
-        raise CheckpointError(str(checkpoint.path), problem, fix)
+        raise CheckpointError(checkpoint.path, problem, fix)
 
     engine.load_training_state(read, updates, read.names)
     read.check()
@@ -119,7 +119,7 @@ def source_of_frozen(
     if is_own and checkpoint.source is not None:
         if changed := set(frozen) ^ set(checkpoint.state["frozen"]):
             raise CheckpointError(
-                str(checkpoint.path),
+                checkpoint.path,
                 "was saved with checkpoint.frozen: false and other frozen parameters, such as"
                 f" {min(changed)}",
                 "train the same parameters, or set checkpoint.frozen: true",

@@ -38,7 +38,7 @@ def load_saved_tokenizer(checkpoint: Path) -> Tokenizer | None:
     listed = read_manifest(checkpoint)["files"]
     if added := [name for name in tokenizer.files if f"{TOKENIZER}/{name}" not in listed]:
         raise CheckpointError(
-            str(directory / added[0]), "is not listed in the checkpoint's manifest", "remove it"
+            directory / added[0], "is not listed in the checkpoint's manifest", "remove it"
         )
     return tokenizer
 
