@@ -18,6 +18,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from megatron_tape.config.other_names import OTHER_NAMES, WITHOUT_COUNTERPART
 from megatron_tape.config.values import UNIONS, format_value
 from megatron_tape.errors import ConfigError, UserError
 from megatron_tape.io.records import path_of_error
@@ -259,11 +260,13 @@ def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
-    """Return the error for an unknown key. It suggests one of the `known` keys.
+    """Return the error for an unknown key. It suggests one of the `known` keys, or what to do
+    instead.
 
-    The suggestion is a similar key of the same section, a key with the same last part (not for
-    nested sections), or a similar key of another section, in this order. Without a suggestion, the
-    keys of the section are listed.
+    The suggestion is the counterpart of another training stack's setting, a similar key of the same
+    section, a key with the same last part, or a similar key of another section, in this order. Keys
+    of nested sections have no suggestions of the first and the third kind. Without a suggestion,
+    the keys of the section are listed.
     """
     known = list(dict.fromkeys(known))
     section, _, name = key.rpartition(".")
@@ -282,6 +285,15 @@ def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
 
     suggestions = [siblings[other] for other in difflib.get_close_matches(name, siblings)]
     if "." not in section:
+        usual_name = name.lower().replace("-", "_")
+        if usual_name in WITHOUT_COUNTERPART and "train.steps" in known:
+            return ConfigError(key, "is an unknown key", WITHOUT_COUNTERPART[usual_name])
+
+        counterparts = [other for other in OTHER_NAMES.get(usual_name, ()) if other in known]
+        if counterparts:
+            fix = f"did you mean {' or '.join(counterparts)}?"
+            return ConfigError(key, "is an unknown key", fix)
+
         suggestions += [other for other in known if other.rpartition(".")[2] == name]
     if not section or not (siblings or "[" in section):
         # The section may be missing or misspelled.
