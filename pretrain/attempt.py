@@ -200,8 +200,10 @@ def begin(options: argparse.Namespace) -> None:
     # submitted it.
     if requeued and earlier:
         if loop := crash_loop(earlier, step, options.job):
-            problem = f"is {run}, where {loop}; the last attempt: {last_error(earlier[-1])}"
-            raise ConfigError("logging.directory", problem)
+            raise ConfigError(
+                "logging.directory",
+                f"is {run}, where {loop}; the last attempt: {last_error(earlier[-1])}",
+            )
         if earlier[-1].verdict is None:
             command_line.log(f"attempt {earlier[-1].number}: {last_error(earlier[-1])}")
 
@@ -337,8 +339,9 @@ def _copy_file(source: str | Path, target: str | Path) -> None:
         if error.errno not in command_line.LASTING_ERRORS:
             raise
         # Otherwise, copytree would try all other files, and report each of them.
-        problem = f"cannot be written: {error.strerror}"
-        raise FileError(str(target), problem, "free space, or correct the rights") from None
+        raise FileError(
+            target, f"cannot be written: {error.strerror}", "free space, or correct the rights"
+        ) from None
 
 
 def _free_ports(count: int) -> list[int]:

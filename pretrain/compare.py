@@ -10,8 +10,6 @@ comparison.json, comparison.md and report.html in the output directory. The same
 an interrupted comparison; a command with more seeds or encodings adds runs to it.
 """
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import os
@@ -189,7 +187,7 @@ def _locked(plan: ComparisonPlan, shared: bool) -> Iterator[int]:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         raise FileError(
-            str(plan.output),
+            plan.output,
             "is in use by another comparison, or by a run of a killed one",
             "wait until it ends, or choose another --output",
         ) from None

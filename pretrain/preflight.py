@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     # rank has failed.
     signal.signal(signal.SIGUSR1, on_warning)
 
-    bad_nodes: list[str] = []
+    bad_nodes = []
     outcome = UNREADY
     try:
         check(config, Level.SETTINGS, size)
@@ -181,8 +181,9 @@ class Preflight:
                 wait_for_workers=False,
             )
         except (RuntimeError, ConnectionError) as error:
-            problem = f"rank 0 at {address}:{port} does not answer ({_first_line(error)})"
-            raise RuntimeError(problem) from None
+            raise RuntimeError(
+                f"rank 0 at {address}:{port} does not answer ({_first_line(error)})"
+            ) from None
 
     def _verdict(self, store, home: Path | None) -> str:
         """Record the problems of all nodes on rank 0, and return their description."""
@@ -304,8 +305,9 @@ class Preflight:
                 seconds.append(time.perf_counter() - began)
             dist.destroy_process_group()
         except RuntimeError as error:
-            problem = f"the all-reduce over all ranks failed: {_first_line(error)}"
-            raise RuntimeError(problem) from None
+            raise RuntimeError(
+                f"the all-reduce over all ranks failed: {_first_line(error)}"
+            ) from None
 
         bandwidth = 2 * (size - 1) / size * mebibytes * MIB / sorted(seconds[1:])[1]
         self._log(f"all-reduce of {mebibytes} MiB over {size} ranks: {bandwidth / 1e9:.2f} GB/s")

@@ -8,8 +8,6 @@ pretrain.compare, or the directory of either. The page is one HTML file that wor
 access.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

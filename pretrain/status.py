@@ -120,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             statuses.append(read_status(run))
         except OSError as error:
-            problems.append(FileError(str(run), f"cannot be read: {error}"))
+            problems.append(FileError(run, f"cannot be read: {error}"))
         except UserError as error:
             problems.append(error)
 
@@ -153,7 +153,7 @@ def read_status(run: Path) -> RunStatus:
     attempts = read_attempts(run)
     if not attempts:
         raise FileError(
-            str(run),
+            run,
             "contains no attempts, or does not exist",
             "give the logging.directory of a run, or wait until its job starts",
         )

@@ -31,11 +31,15 @@ def main() -> None:
     source.check_code(arguments.trust_remote_code)
     _check_numbers(arguments)
     if not source.info.has_tokenizer:
-        fix = "export the model with a tokenizer: tools/convert_checkpoint.py to-hf --tokenizer T"
-        raise FileError(arguments.model, "does not contain a tokenizer", fix)
+        raise FileError(
+            arguments.model,
+            "does not contain a tokenizer",
+            "export the model with a tokenizer: tools/convert_checkpoint.py to-hf --tokenizer T",
+        )
     if reason := source.tokenizer_problem():
-        problem = f"needs a tokenizer that transformers can read, but its own {reason}"
-        raise FileError(arguments.model, problem)
+        raise FileError(
+            arguments.model, f"needs a tokenizer that transformers can read, but its own {reason}"
+        )
     prompts = read_prompts(arguments.prompt, arguments.prompts_file)
 
     with _in_transformers_format(source) as directory:
@@ -52,8 +56,11 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
     if not 0 < arguments.top_p <= 1:
         raise UserError("--top-p", f"is {arguments.top_p}", "give a number above 0 and at most 1")
     if arguments.top_p < 1 and arguments.temperature == 0:
-        problem = f"is {arguments.top_p}, but --temperature 0 always chooses the most likely token"
-        raise UserError("--top-p", problem, "set --temperature above 0, or omit --top-p")
+        raise UserError(
+            "--top-p",
+            f"is {arguments.top_p}, but --temperature 0 always chooses the most likely token",
+            "set --temperature above 0, or omit --top-p",
+        )
     if not 0 <= arguments.seed < 2**32:
         raise UserError("--seed", f"is {arguments.seed}", "give a whole number from 0 to 2**32 - 1")
 
@@ -67,8 +74,11 @@ def read_prompts(texts: list[str], file: Path | None) -> list[str]:
         try:
             content = read_small(file, _PROMPT_BYTES).decode("utf-8-sig")
         except (OSError, ValueError) as error:
-            fix = "give a text file in UTF-8 with one prompt per line"
-            raise FileError(str(file), f"cannot be read: {error}", fix) from None
+            raise FileError(
+                file,
+                f"cannot be read: {error}",
+                "give a text file in UTF-8 with one prompt per line",
+            ) from None
         prompts += content.replace("\r\n", "\n").removesuffix("\n").split("\n")
     if not prompts:
         raise UserError("--prompt", "is missing", "give --prompt TEXT or --prompts-file FILE")
@@ -151,14 +161,20 @@ def _new_tokens(number: int, length: int, most: int, context: int | None) -> int
     exceed the context.
     """
     if length == 0:
-        problem = "encodes to no tokens with the model's tokenizer"
-        raise UserError(f"prompt {number}", problem, "give some text to continue")
+        raise UserError(
+            f"prompt {number}",
+            "encodes to no tokens with the model's tokenizer",
+            "give some text to continue",
+        )
     if context is None or length + most <= context:
         return most
     room = context - length
     if room <= 0:
-        problem = f"has {length} tokens, but the model was trained on contexts of {context}"
-        raise UserError(f"prompt {number}", problem, "shorten it")
+        raise UserError(
+            f"prompt {number}",
+            f"has {length} tokens, but the model was trained on contexts of {context}",
+            "shorten it",
+        )
     command_line.log(
         f"prompt {number}: the model's context of {context} tokens leaves room for {room} new"
         " tokens"

@@ -50,8 +50,11 @@ def describe(
         # Documents are found by the index, which must be intact.
         problem = dataset.damage() or dataset.invalid_id(vocab_size)
     if problem is not None:
-        fix = "write the dataset again with tools/preprocess_data.py, or check --tokenizer"
-        raise FileError(prefix, f"is damaged: {problem}", fix)
+        raise FileError(
+            prefix,
+            f"is damaged: {problem}",
+            "write the dataset again with tools/preprocess_data.py, or check --tokenizer",
+        )
 
     made_with = "unknown"
     if origin is not None:

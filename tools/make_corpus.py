@@ -86,8 +86,8 @@ def folders(
     with the seed. Raises OSError if a folder or file cannot be read.
     """
     if not root.is_dir():
-        raise FileError(str(root), "is not a directory", "give the folder with the files")
-    files: dict[str, list[Path]] = {}
+        raise FileError(root, "is not a directory", "give the folder with the files")
+    files = {}
     for place, below, names in os.walk(root, onerror=_raise):
         below[:] = [name for name in below if not name.startswith(".") and name not in _EXCLUDED]
         paths = [Path(place, name) for name in sorted(names) if name.endswith(tuple(suffixes))]
@@ -95,8 +95,11 @@ def folders(
         if paths:
             files[Path(place).relative_to(root).as_posix()] = paths
     if not files:
-        problem = f"has no files that end in {' or '.join(suffixes)}"
-        raise FileError(str(root), problem, "choose others with --suffixes")
+        raise FileError(
+            root,
+            f"has no files that end in {' or '.join(suffixes)}",
+            "choose others with --suffixes",
+        )
 
     for folder in _in_order(files, seed):
         texts = []

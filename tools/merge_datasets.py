@@ -45,11 +45,17 @@ def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool) -> None:
     dtype = datasets[0].dtype
     for prefix, dataset in zip(prefixes, datasets):
         if dataset.dtype != dtype:
-            problem = f"has {dataset.dtype.name} tokens, but {prefixes[0]} has {dtype.name}"
-            raise FileError(prefix, problem, "merge only datasets made with the same tokenizer")
+            raise FileError(
+                prefix,
+                f"has {dataset.dtype.name} tokens, but {prefixes[0]} has {dtype.name}",
+                "merge only datasets made with the same tokenizer",
+            )
     if not any(map(len, datasets)):
-        fix = "check --input and --text-key of the preprocessing"
-        raise FileError(prefixes[0], "and all others have no documents", fix)
+        raise FileError(
+            prefixes[0],
+            "and all others have no documents",
+            "check --input and --text-key of the preprocessing",
+        )
 
     with IndexedDatasetWriter(output_prefix, dtype, overwrite=overwrite) as writer:
         for prefix, dataset in zip(prefixes, datasets):

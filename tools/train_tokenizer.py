@@ -63,7 +63,7 @@ def sample_texts(documents: Iterable[tuple[str, int]], max_bytes: int, seed: int
     """
     draw = random.Random(seed)
     progress = command_line.Progress(None)
-    sample: list[tuple[float, int, int, str]] = []
+    sample = []
     size = 0
     # A document whose number exceeds that of one already dropped cannot be among the smallest.
     limit = 1.0

@@ -66,7 +66,7 @@ def resolve_patterns(
     if weights is None:
         return list(dict.fromkeys(itertools.chain(*matches)))
 
-    resolved: dict[str, float] = {}
+    resolved = {}
     for names, weight in zip(matches, weights):
         sizes = [_size(name) for name in names]
         for name, size in zip(names, sizes):

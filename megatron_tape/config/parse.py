@@ -89,7 +89,7 @@ def read_settings(
     Raises ConfigError for an unknown option or an unreadable recipe.
     """
     options, unknown = parser.parse_known_args(argv)
-    known: dict[str, list[Setting]] = {}
+    known = {}
     for setting in settings_of(section):
         known.setdefault(setting.key, []).append(setting)
     if options.help is not None:
@@ -221,7 +221,7 @@ def _print_help(parser: argparse.ArgumentParser, section: type, key: str) -> Non
 
 def _add_settings(parser: argparse.ArgumentParser, settings: Iterable[Setting]) -> None:
     """Add an option for each setting, and a group of options for each top-level section."""
-    group: Any = None
+    group = None
     added = set()
     for setting in settings:
         key = setting.key

@@ -245,7 +245,7 @@ def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
     """Convert `{"train.steps": 3}` to `{"train": {"steps": 3}}`; later items override earlier
     ones.
     """
-    nested: dict[str, Any] = {}
+    nested = {}
     for key, value in values.items():
         *outer, last = key.split(".")
         inner = nested
@@ -325,7 +325,7 @@ def _hints(section: type) -> dict[str, Any]:
 @functools.cache
 def _schemas(section: type) -> dict[str, Any]:
     """Return the JSON schema of every setting of a section, by key."""
-    schemas: dict[str, Any] = {}
+    schemas = {}
     # pydantic reads the text after a field only in the class that declares it.
     for kind in reversed(section.__mro__):
         if dataclasses.is_dataclass(kind):

@@ -82,7 +82,7 @@ def find_inputs(patterns: list[str], hub_options: argparse.Namespace) -> list[st
     """
     if not any(pattern.startswith(hub.PREFIX) for pattern in patterns):
         hub.refuse_options(hub_options)
-    files: dict[str, str] = {}
+    files = {}
     for pattern in patterns:
         if pattern.startswith(hub.PREFIX):
             matches = hub.find_files(pattern.removeprefix(hub.PREFIX), hub_options)
@@ -93,10 +93,11 @@ def find_inputs(patterns: list[str], hub_options: argparse.Namespace) -> list[st
             files.setdefault(identity, path)
     for path in files.values():
         if not is_text_file(path):
-            fix = (
-                "convert it to .jsonl, .parquet or .txt; if it has one of these formats, rename it"
+            raise FileError(
+                path,
+                "has an unknown format",
+                "convert it to .jsonl, .parquet or .txt; if it has one of these formats, rename it",
             )
-            raise FileError(path, "has an unknown format", fix)
     return list(files.values())
 
 
@@ -194,11 +195,11 @@ def _check_text_key(path: str, text_key: str, option: str) -> None:
         return
     fix = _how_to_choose_text(list(record), option)
     if text_key not in record:
-        problem = f"has no key {text_key!r}, only {list(record)[:_KEYS_SHOWN]}"
-        raise FileError(first.place(number), problem, fix)
+        raise FileError(
+            first.place(number), f"has no key {text_key!r}, only {list(record)[:_KEYS_SHOWN]}", fix
+        )
     if isinstance(record[text_key], list):
-        problem = f"has a list under {text_key!r} instead of text"
-        raise FileError(first.place(number), problem, fix)
+        raise FileError(first.place(number), f"has a list under {text_key!r} instead of text", fix)
 
 
 def _how_to_choose_text(keys: Sequence[str], option: str) -> str:
@@ -233,8 +234,11 @@ def read_texts(
         texts, _, problems = parse_chunk(chunk, text_key, keep_empty)
         bad = problems.first()
         if bad is not None:
-            fix = f"repair, split or remove it, or choose another text key with {option}"
-            raise FileError(bad[0], f"cannot be used: {bad[1]}", fix)
+            raise FileError(
+                bad[0],
+                f"cannot be used: {bad[1]}",
+                f"repair, split or remove it, or choose another text key with {option}",
+            )
         for text in texts:
             yield text, chunk.position
 

@@ -4,8 +4,6 @@ Training and evaluation truncate them in the same way to fit a model's context. 
 torch.
 """
 
-from __future__ import annotations
-
 import functools
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -60,14 +58,18 @@ def read_examples(path: str, split: str) -> Iterator[Example]:
         raise
     # zipfile and its decompressors raise a dozen kinds of errors for damaged archives.
     except Exception as error:
-        fix = "download it again, or choose another file"
-        raise FileError(path, f"cannot be read ({error})", fix) from None
+        raise FileError(
+            path, f"cannot be read ({error})", "download it again, or choose another file"
+        ) from None
 
 
 def _lines(path: str) -> Iterator[tuple[str, bytes]]:
     if text_format(path) not in (".jsonl", ".json"):
-        fix = "choose a .jsonl or .json file, which may be compressed, or a zip of SCROLLS"
-        raise UnreadableFile(path, "has an unknown format", fix)
+        raise UnreadableFile(
+            path,
+            "has an unknown format",
+            "choose a .jsonl or .json file, which may be compressed, or a zip of SCROLLS",
+        )
     for chunk in read_chunks([path], "", _CHUNK, DOCUMENT_BYTES):
         if isinstance(chunk, UnreadableFile):
             raise chunk
@@ -83,8 +85,11 @@ def _zipped_lines(path: str, split: str) -> Iterator[tuple[str, bytes]]:
             if Path(name).name == f"{split}.jsonl" and "__MACOSX" not in name
         ]
         if len(names) != 1:
-            problem = f"is a zip with {len(names)} files called {split}.jsonl instead of one"
-            raise UnreadableFile(path, problem, "choose another split")
+            raise UnreadableFile(
+                path,
+                f"is a zip with {len(names)} files called {split}.jsonl instead of one",
+                "choose another split",
+            )
         with archive.open(names[0]) as file:
             blocks = iter(functools.partial(file.read, _CHUNK), b"")
             for number, line in enumerate(split_lines(blocks, DOCUMENT_BYTES), start=1):

@@ -57,8 +57,9 @@ def refuse_options(arguments: argparse.Namespace) -> None:
     """Raise ConfigError if an option of `add_options` is given."""
     for option in ("--config-name", "--split", "--revision", "--data-files", "--streaming"):
         if getattr(arguments, option[2:].replace("-", "_")):
-            problem = f"is only for datasets of the Hub ({PREFIX}NAME)"
-            raise ConfigError(option, problem, "remove it")
+            raise ConfigError(
+                option, f"is only for datasets of the Hub ({PREFIX}NAME)", "remove it"
+            )
 
 
 def text_format(path: str) -> str:
@@ -88,8 +89,11 @@ def find_files(name: str, arguments: argparse.Namespace) -> list[str]:
     name = expand_home(name)
     is_directory = os.path.isdir(name)
     if not is_directory and (name.startswith((".", "/")) or name.count("/") > 1):
-        fix = "check the path; a dataset of the Hub is named NAME or OWNER/NAME"
-        raise FileError(name, "is no directory", fix)
+        raise FileError(
+            name,
+            "is no directory",
+            "check the path; a dataset of the Hub is named NAME or OWNER/NAME",
+        )
 
     command_line.log(f"finding the files of {name}")
     config = _open(name, arguments).config
@@ -103,8 +107,11 @@ def find_files(name: str, arguments: argparse.Namespace) -> list[str]:
     splits = {str(split): [*map(str, files)] for split, files in config.data_files.items()}
     split = arguments.split or "train"
     if split not in splits:
-        problem = f"is {split!r}, but {name} ({config.name}) has only {sorted(splits)}"
-        raise ConfigError("--split", problem, "choose one of them")
+        raise ConfigError(
+            "--split",
+            f"is {split!r}, but {name} ({config.name}) has only {sorted(splits)}",
+            "choose one of them",
+        )
     for file in splits[split]:
         extension = text_format(file)
         # Only with --data-files is a text file known to be one document; the library reads one

@@ -94,8 +94,11 @@ def load_array(path: str | Path, **_options: Any) -> np.ndarray:
         if isinstance(error, OSError) and error.errno != errno.ENOENT:
             raise
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        fix = f"remove {os.path.dirname(path)} and start the run again, which builds the index anew"
-        raise FileError(str(path), f"cannot be used ({reason})", fix) from None
+        raise FileError(
+            path,
+            f"cannot be used ({reason})",
+            f"remove {os.path.dirname(path)} and start the run again, which builds the index anew",
+        ) from None
 
 
 def build_on_rank_0(
@@ -111,7 +114,7 @@ def build_on_rank_0(
     of `build`; or MemoryError or RuntimeError if the index cannot be built for another reason.
     """
     future: Future = Future()
-    staging: list[Path] = []
+    staging = []
     is_rank_0 = dist.get_rank() == 0
     if is_rank_0:
         Thread(

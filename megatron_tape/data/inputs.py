@@ -24,7 +24,6 @@ from megatron_tape.data.indexed_dataset import (
 )
 from megatron_tape.data.long_documents import find_pools, split_lengths
 from megatron_tape.data.origins import (
-    Origin,
     check_tokenizer,
     fingerprints_of,
     read_origin,
@@ -94,8 +93,9 @@ def _check_prefixes(config: RunConfig) -> None:
             problem = f"{error.subject} {error.problem}"
             if is_pattern(prefix):
                 problem = "no dataset matches it"
-            problem = f"contains {prefix}, but {problem}"
-            raise ConfigError("data.prefix", problem, error.fix) from None
+            raise ConfigError(
+                "data.prefix", f"contains {prefix}, but {problem}", error.fix
+            ) from None
 
 
 def check_writable(key: str, directory: str | None, existing_is_enough: bool = False) -> None:
@@ -111,8 +111,11 @@ def check_writable(key: str, directory: str | None, existing_is_enough: bool = F
             return
         existing = next(parent for parent in (path, *path.parents) if parent.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK):
-            problem = f"is {directory}, but {existing} is not a writable directory"
-            raise ConfigError(key, problem, "choose another one")
+            raise ConfigError(
+                key,
+                f"is {directory}, but {existing} is not a writable directory",
+                "choose another one",
+            )
 
 
 @contextmanager
@@ -123,8 +126,11 @@ def convert_path_errors(key: str, path: str | None) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _PATH_ERRORS:
             raise
-        problem = f"is {format_value(path)}, which cannot be read ({error.strerror})"
-        raise ConfigError(key, problem, "correct the path") from None
+        raise ConfigError(
+            key,
+            f"is {format_value(path)}, which cannot be read ({error.strerror})",
+            "correct the path",
+        ) from None
 
 
 def check_datasets(config: RunConfig, saved: TokenizerRecord | None = None) -> None:
@@ -162,11 +168,17 @@ def _check_dataset(prefix: str, config: RunConfig, tokenizer: Tokenizer | None) 
         damage = str(error)
         fix = ""  # a FileError ends in its own fix
     if damage is not None:
-        problem = f"contains {prefix}, which is missing, incomplete or damaged: {damage}"
-        raise ConfigError("data.prefix", problem, fix)
+        raise ConfigError(
+            "data.prefix",
+            f"contains {prefix}, which is missing, incomplete or damaged: {damage}",
+            fix,
+        )
     if len(dataset) == 0:
-        problem = f"contains {prefix}, which has no documents"
-        raise ConfigError("data.prefix", problem, "remove it, or give another")
+        raise ConfigError(
+            "data.prefix",
+            f"contains {prefix}, which has no documents",
+            "remove it, or give another",
+        )
 
     separates = config.data.reset_attention_mask
     if separates and tokenizer.eod is None:
@@ -206,7 +218,7 @@ def _check_tokenizers(
                 "set it to the tokenizer of the training data, or remove it",
             )
 
-    origins: dict[str, Origin | None] = {}
+    origins = {}
     for stage in stages_of(config):
         # If the run's tokenizer is unknown, compare the datasets with those of previous stages.
         prefixes = [*origins, *blend(stage.config.data.prefix)[0]]
@@ -214,8 +226,11 @@ def _check_tokenizers(
             try:
                 origins = check_tokenizer(prefixes, record, name)
             except FileError as error:
-                problem = f"contains {error.subject}, which {error.problem}"
-                raise ConfigError(("data.prefix", "data.tokenizer"), problem, error.fix) from None
+                raise ConfigError(
+                    ("data.prefix", "data.tokenizer"),
+                    f"contains {error.subject}, which {error.problem}",
+                    error.fix,
+                ) from None
     if record is None:
         name = "the same as for the others"
     warning = unknown_tokenizers(origins, name)

@@ -99,7 +99,7 @@ def _plan(config: RunConfig, evaluates: bool, log: bool = True) -> DatasetPlan:
         sequences = [IndexedDatasetReader(prefix).lengths for prefix in prefixes]
         weights = [float(lengths.sum(dtype=np.int64)) for lengths in sequences]
 
-    splits: list[DatasetBlend | None] = []
+    splits = []
     pools = None
     names = ["training"]
     if config.data.long_documents is not None:
@@ -362,7 +362,7 @@ def open_datasets(
         opened=opened,
     )
     sizes = [size, config.train.eval_steps * config.train.global_batch_size]
-    datasets: list[Dataset] = []
+    datasets = []
     # Open each split separately, since the plan may exclude different datasets from each. Megatron
     # would loop forever while indexing a split without documents.
     for i, split_blend in enumerate(plan.splits):

@@ -51,8 +51,11 @@ def read_origin(prefix: str | Path) -> Origin | None:
     except FileNotFoundError:
         return None
     except FileError as error:
-        fix = f"remove that file, or preprocess the dataset {prefix} again"
-        raise FileError(error.subject, error.problem, fix) from None
+        raise FileError(
+            error.subject,
+            error.problem,
+            f"remove that file, or preprocess the dataset {prefix} again",
+        ) from None
     if origin["files"] == fingerprints_of(prefix):
         return origin
     return None
@@ -83,9 +86,11 @@ def check_tokenizer(
                 name = f"that of {prefix}"
             different = difference(origin["tokenizer"], expected, name, with_eod)
             if different is not None:
-                problem = f"was made with a tokenizer that {different}"
-                fix = "preprocess the dataset again, or use the tokenizer that it was made with"
-                raise FileError(prefix, problem, fix)
+                raise FileError(
+                    prefix,
+                    f"was made with a tokenizer that {different}",
+                    "preprocess the dataset again, or use the tokenizer that it was made with",
+                )
     return origins
 
 

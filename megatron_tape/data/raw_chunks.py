@@ -82,7 +82,7 @@ def read_chunks(
         unit = {".parquet": "row", ".txt": ""}.get(text_format(path), "line")
         failure = None
         first = 1
-        documents: list[bytes | None] = []
+        documents = []
         size = position = 0
         try:
             for document, position in _read_file(path, unit, text_key, document_bytes):

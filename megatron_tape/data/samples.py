@@ -87,8 +87,9 @@ class ExampleSamples(SampleSource):
                     lines.append((number, start, len(line)))
                 start += len(line)
         if not lines:
-            fix = "choose another file for data.examples"
-            raise FileError(self._path, "contains no examples", fix)
+            raise FileError(
+                self._path, "contains no examples", "choose another file for data.examples"
+            )
         self.lines = np.array(lines)
         """The number, offset and length of each line that is not blank."""
         self._epoch = -1

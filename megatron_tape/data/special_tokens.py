@@ -60,8 +60,9 @@ class SpecialTokens:
             try:
                 settings[name] = parse_record(files.get(name, b"{}"), shape)
             except ValueError as error:
-                fix = "save the tokenizer again or remove the file"
-                raise self._error(name, f"cannot be used: {error}", fix) from None
+                raise self._error(
+                    name, f"cannot be used: {error}", "save the tokenizer again or remove the file"
+                ) from None
         self.config: dict[str, Any] = settings[CONFIG]
         """The content of `tokenizer_config.json`."""
         self._decoder = self.config.get("added_tokens_decoder", {})
@@ -71,7 +72,7 @@ class SpecialTokens:
         self._named = {key: value for key, value in named.items() if names_tokens(key, value)}
 
     def _error(self, name: str, problem: str, fix: str) -> FileError:
-        return FileError(str(self._path.with_name(name)), problem, fix)
+        return FileError(self._path.with_name(name), problem, fix)
 
     def check_added(self, token_to_id: Callable[[str], int | None]) -> None:
         """Raise FileError if an added token does not exist in the tokenizer, or has another id."""
@@ -99,7 +100,7 @@ class SpecialTokens:
 
         `tokenizer_config.json` has priority over `special_tokens_map.json`.
         """
-        missing: list[str] = []
+        missing = []
         settings: dict[str, Any] = {}
         for key, value in self._named.items():
             tokens = {}
@@ -141,9 +142,11 @@ class SpecialTokens:
             return index
         candidates = [token for token in default if token_to_id(token) is not None]
         if len(candidates) > 1:
-            problem = f"has several tokens that could be its {key}: {', '.join(candidates)}"
-            fix = f'name one in {CONFIG} next to it: {{"{key}": "{candidates[0]}"}}'
-            raise FileError(str(self._path), problem, fix)
+            raise FileError(
+                self._path,
+                f"has several tokens that could be its {key}: {', '.join(candidates)}",
+                f'name one in {CONFIG} next to it: {{"{key}": "{candidates[0]}"}}',
+            )
         return token_to_id(candidates[0]) if candidates else None
 
 
@@ -167,7 +170,7 @@ def refuse_specials_in_text(
         index = next((index for index in special.values() if index in ids), None)
         if index is not None:
             raise FileError(
-                str(path),
+                path,
                 f"encodes the text {ascii(text)} to the special token {index}",
                 "use the SentencePiece model (.model) that it was made from, or a tokenizer that"
                 " never encodes text to special tokens",

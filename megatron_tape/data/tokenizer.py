@@ -157,7 +157,7 @@ def library_errors(path: str | Path, problem: str, fix: str = _SAVE) -> Iterator
         if not isinstance(error, Exception) and not is_panic:  # a signal, for example
             raise
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise FileError(str(path), f"{problem} ({reason})", fix) from error
+        raise FileError(path, f"{problem} ({reason})", fix) from error
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -173,14 +173,14 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     main = Path(path)
     if not main.exists():
-        raise FileError(str(path), "does not exist", _GIVE)
+        raise FileError(path, "does not exist", _GIVE)
     if main.is_dir():
         main = Path(path, TOKENIZER_JSON)
         if not main.is_file():
             main = Path(path, TOKENIZER_MODEL)
         if not main.is_file():
             raise FileError(
-                str(path),
+                path,
                 f"contains neither {TOKENIZER_JSON} nor {TOKENIZER_MODEL}",
                 "download one of them into it",
             )
@@ -215,8 +215,9 @@ def load_run_tokenizer(config: RunConfig) -> Tokenizer | None:
         size = config.model.unpadded_vocab_size
         fix = "set data.tokenizer to the model's original tokenizer"
     if count > size:
-        problem = f"is {size}, but data.tokenizer {path} has {count} ids"
-        raise ConfigError((key, "data.tokenizer"), problem, fix)
+        raise ConfigError(
+            (key, "data.tokenizer"), f"is {size}, but data.tokenizer {path} has {count} ids", fix
+        )
     return tokenizer
 
 
@@ -236,7 +237,7 @@ def find_files(directory: str | Path, names: Iterable[str] = TOKENIZER_FILES) ->
         target = path.resolve()
         is_cached = target.parent.name == "blobs" and target.parents[1].name.startswith("models--")
         if not is_cached and not target.is_relative_to(directory.resolve()):
-            raise FileError(str(path), "is a link to a file elsewhere", "replace it with a copy")
+            raise FileError(path, "is a link to a file elsewhere", "replace it with a copy")
     return existing
 
 
@@ -300,8 +301,7 @@ def _read_files(main: Path) -> dict[str, bytes]:
         try:
             files[name] = read_small(path, _FILE_BYTES)
         except ValueError as error:
-            fix = f"replace it, or {_GIVE}"
-            raise FileError(str(path), f"cannot be used: {error}", fix) from None
+            raise FileError(path, f"cannot be used: {error}", f"replace it, or {_GIVE}") from None
     return files
 
 
@@ -315,7 +315,7 @@ class _SentencePiece(Tokenizer):
             content = files[TOKENIZER_MODEL] or b"empty"
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
         except RuntimeError as error:  # its message quotes the library's source code
-            raise FileError(str(path), "is not a SentencePiece model", _GIVE) from error
+            raise FileError(path, "is not a SentencePiece model", _GIVE) from error
 
         self.vocab_size = self._model.vocab_size()
         self.names.check_added(self.token_to_id)
@@ -377,8 +377,11 @@ class _HuggingFace(Tokenizer):
             ids = self._model.get_vocab(with_added_tokens=True).values()
             self.vocab_size = max(ids, default=-1) + 1
         if settings["model"].get("dropout"):
-            problem = "encodes text at random (model.dropout)"
-            raise FileError(str(path), problem, "set model.dropout to null, or remove it")
+            raise FileError(
+                path,
+                "encodes text at random (model.dropout)",
+                "set model.dropout to null, or remove it",
+            )
 
         self.eod = self.names.id_of("eos_token", self._model.token_to_id, _END_OF_DOCUMENT)
         self.bos = self.names.id_of("bos_token", self._model.token_to_id, _BEGINNING)

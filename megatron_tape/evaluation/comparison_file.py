@@ -5,8 +5,6 @@ The file is small enough to be committed to a repository. It contains the settin
 that finished runs are not repeated. This module imports no torch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterable, Sequence
@@ -158,7 +156,7 @@ def refuse_changed(path: Path, differences: Sequence[str]) -> None:
     """Raise FileError if there are differences between the settings of runs in `path` and now."""
     if differences:
         raise FileError(
-            str(path),
+            path,
             f"contains runs with other settings ({'; '.join(differences[:3])})",
             "change these settings back, or choose another --output",
         )
@@ -189,7 +187,7 @@ def _changes(name: str, before: dict[str, Any], now: dict[str, Any]) -> list[str
 
 def results_by_metric(comparison: Comparison) -> dict[Score, list[VariantResult]]:
     """Return the results of all variants for each metric (see `Score.subject`)."""
-    values: dict[Score, dict[str, dict[int, float]]] = {}
+    values = {}
     for run in comparison.runs:
         for score in run.scores:
             values.setdefault(score.subject, {}).setdefault(run.variant, {})[run.seed] = score.value
@@ -201,7 +199,7 @@ def results_by_metric(comparison: Comparison) -> dict[Score, list[VariantResult]
 
 def _variant_results(by_variant: dict[str, dict[int, float]], baseline: str) -> list[VariantResult]:
     reference = by_variant.get(baseline, {})
-    tests: dict[str, PairedTest] = {}
+    tests = {}
     for variant, values in by_variant.items():
         differences = [
             values[seed] - reference[seed] for seed in sorted(values) if seed in reference

@@ -2,8 +2,6 @@
 torch.
 """
 
-from __future__ import annotations
-
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.data.tokenizer import load_run_tokenizer
 from megatron_tape.errors import ConfigError

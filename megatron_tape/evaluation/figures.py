@@ -93,8 +93,8 @@ def styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
         color for name, color in ENCODING_COLORS.items() if name not in ("rope", "tape")
     )
 
-    uses: Counter[str] = Counter()
-    looks: dict[str, dict[str, Any]] = {}
+    uses = Counter()
+    looks = {}
     for index, (label, encoding) in enumerate(encodings.items()):
         color = ENCODING_COLORS.get(encoding or "") or next(other_colors)
         # Shortened labels may be equal.
@@ -324,7 +324,7 @@ def legend(figure: Figure) -> None:
     """Add one legend for all axes at the bottom of the figure, and increase the height of the
     figure for it.
     """
-    handles: dict[str, Any] = {}
+    handles = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)

@@ -1,7 +1,5 @@
 """Find and describe the model that a user gives with --model. Imports no torch."""
 
-from __future__ import annotations
-
 import hashlib
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -184,7 +182,7 @@ def _from_transformers(path: Path, label: str | None) -> ModelSource:
     settings = read_settings(path / "config.json")
     if not any(path.glob("*.safetensors")):
         raise FileError(
-            str(path),
+            path,
             "contains no .safetensors files",
             "convert weights in other formats with save_pretrained of transformers, but note that"
             " they may run code",
@@ -196,7 +194,7 @@ def _from_transformers(path: Path, label: str | None) -> ModelSource:
     vocab_size = text_config.get("vocab_size")
     if type(vocab_size) is not int or vocab_size < 1:
         raise FileError(
-            str(path / "config.json"),
+            path / "config.json",
             f"has vocab_size {vocab_size!r}",
             "set it to an integer above 0",
         )
@@ -303,7 +301,7 @@ def _from_checkpoint(path: Path, label: str | None, average: bool) -> ModelSourc
         model = model_config(state["config"]["model"])
     except ConfigError as error:
         raise CheckpointError(
-            str(path), f"was written by another version of this project ({error})"
+            path, f"was written by another version of this project ({error})"
         ) from None
 
     if path.parent.name == "checkpoints":

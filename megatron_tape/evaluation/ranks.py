@@ -47,7 +47,7 @@ class Ranks:
             return [value]
         import torch.distributed as dist
 
-        values: list[Any] = []
+        values = []
         if self.rank == 0:
             values = [None] * self.count
         with _others_alive():
@@ -59,8 +59,8 @@ class Ranks:
         """Call `work` on rank 0, and return its result on every rank. If it raises an error, every
         rank raises one.
         """
-        value: Any = None
-        failure: Exception | None = None
+        value = None
+        failure = None
         failed = False
         if self.rank == 0:
             try:

@@ -160,13 +160,13 @@ def read_dataclass(file: str | Path, cls: type, limit: int = RECORD_BYTES) -> An
     try:
         value = parse_record(read_small(file, limit), dict[str, Any])
     except ValueError as error:
-        raise FileError(str(file), f"cannot be used: {error}") from None
+        raise FileError(file, f"cannot be used: {error}") from None
     try:
         return validator(cls).validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part)[:40] for part in first["loc"]) or "the whole file"
-        raise FileError(str(file), f"cannot be used: {key}: {first['msg']}") from None
+        raise FileError(file, f"cannot be used: {key}: {first['msg']}") from None
 
 
 def write_results(directory: Path, results: Results) -> None:

@@ -6,8 +6,6 @@ output directory, so that an interrupted evaluation can continue, on any number 
 digest covers everything that the values depend on: model, settings, data and dtype.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json
@@ -103,7 +101,7 @@ def _finished_tasks(output: Path, plan: TaskPlan) -> dict[str, TaskResult]:
         return {}
     if plan.model_digest != results.model.digest:
         raise FileError(
-            str(output / NAME),
+            output / NAME,
             f"holds results of another model, {results.model.path:.200}",
             "choose another --output",
         )

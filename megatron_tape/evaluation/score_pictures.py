@@ -150,7 +150,7 @@ def by_group(
     """Return a picture of the scores that `keep` selects, a row per group and metric; no picture
     without scores. At most the first `_MOST_ROWS` rows are shown.
     """
-    by_label: dict[str, dict[str, Score]] = {}
+    by_label = {}
     for label, result in results.items():
         kept = filter(keep, result.scores)
         by_label[label] = {f"{score.group} {score.metric}".strip(): score for score in kept}

@@ -116,7 +116,7 @@ class TaskHook(Hook):
         model = self._model(trainer)
         group = trainer.layout.token_layout.data_group
         rank = group.rank()
-        values: dict[str, Any] = {}
+        values = {}
         failures = []
         for unit in Ranks(rank, group.size()).assign(self._units)[rank]:
             try:

@@ -1,7 +1,5 @@
 """Load models of transformers for evaluation tasks."""
 
-from __future__ import annotations
-
 import dataclasses
 import fcntl
 import inspect
@@ -261,7 +259,7 @@ def load_model(
             tokenizer.split_special_tokens = True
     except Exception as error:  # the libraries raise errors of any type, often with many lines
         reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise FileError(str(directory), f"cannot be loaded: {reason}") from None
+        raise FileError(directory, f"cannot be loaded: {reason}") from None
 
     info = dataclasses.replace(
         info,

@@ -262,11 +262,15 @@ def find_base(source: str) -> Base:
             return _from_transformers(path)
         return _from_checkpoint(find_checkpoint(path, deep=False))
     except UserError as error:
-        problem = f"is {source}, which cannot be extended: {error.subject} {error.problem}"
-        raise ConfigError(KEY, problem, error.fix) from None
+        raise ConfigError(
+            KEY,
+            f"is {source}, which cannot be extended: {error.subject} {error.problem}",
+            error.fix,
+        ) from None
     except (ValueError, OSError) as error:
-        problem = f"is {source}, which cannot be extended: {error}"
-        raise ConfigError(KEY, problem, "repair it, or give another") from None
+        raise ConfigError(
+            KEY, f"is {source}, which cannot be extended: {error}", "repair it, or give another"
+        ) from None
 
 
 def _from_transformers(path: Path) -> Base:
@@ -285,14 +289,15 @@ def _from_checkpoint(path: Path) -> Base:
         model = model_config(settings)
         validate_model(model)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(str(path), f"has another architecture or version ({error})") from None
+        raise CheckpointError(path, f"has another architecture or version ({error})") from None
     trained = state["config"].get("extension", {}).get("trains", ())
     if "lora" in trained:
-        fix = (
+        raise CheckpointError(
+            path,
+            "has LoRA layers",
             f"merge them first: tools/convert_checkpoint.py to-hf --checkpoint {path} --output NEW,"
-            " and extend NEW"
+            " and extend NEW",
         )
-        raise CheckpointError(str(path), "has LoRA layers", fix)
     return Base(path, model, state)
 
 

@@ -71,15 +71,15 @@ def _check_imported(target: Path, base: Base, config: RunConfig) -> None:
     fix = f"move {target} away to import the model again, or {config.to_start_another_run}"
     state = read_state(target)
     if state["progress"].get("identity") != base.identity:
-        problem = f"was not imported from the files that {base.path} has now"
-        raise CheckpointError(str(target), problem, fix)
+        raise CheckpointError(
+            target, f"was not imported from the files that {base.path} has now", fix
+        )
     rows = state["config"]["model"].get("vocab_size")
     if rows != config.model.vocab_size:
-        problem = (
-            f"was imported with model.vocab_size {rows}, but the run has {config.model.vocab_size}"
-        )
         raise CheckpointError(
-            str(target), problem, f"set the run's model.vocab_size back, or {fix}"
+            target,
+            f"was imported with model.vocab_size {rows}, but the run has {config.model.vocab_size}",
+            f"set the run's model.vocab_size back, or {fix}",
         )
 
 

@@ -108,7 +108,7 @@ def write_tokenizer(
         _check_same_ids(converted, tokenizer, source)
 
     generation = _generation(tokenizer, source, warn)
-    ids: dict[str, Any] = {}
+    ids = {}
     for key, role in zip(SPECIAL_IDS, ("bos", "eos", "pad"), strict=True):
         ids[key] = generation.get(key)
         if ids[key] is None:
@@ -144,9 +144,9 @@ def _generation(tokenizer: Tokenizer, source: str, warn: Callable[[str], None]) 
     try:
         settings = parse_record(tokenizer.files.get(GENERATION, b"{}"), dict[str, Any])
     except ValueError as error:
-        problem = f"cannot be used: {error}"
-        fix = "save it again, or remove it"
-        raise FileError(f"{GENERATION} of {source}", problem, fix) from None
+        raise FileError(
+            f"{GENERATION} of {source}", f"cannot be used: {error}", "save it again, or remove it"
+        ) from None
     dropped = []
     for key in [key for key in settings if key.endswith("_token_id")]:
         value = settings[key]
@@ -224,8 +224,11 @@ def _of_sentencepiece(
     try:
         converted = _converted(model)
     except ImportError:
-        problem = "is a SentencePiece model, and converting it requires the package transformers"
-        raise FileError(source, problem, f"run: pip install transformers; or {_WITHOUT}") from None
+        raise FileError(
+            source,
+            "is a SentencePiece model, and converting it requires the package transformers",
+            f"run: pip install transformers; or {_WITHOUT}",
+        ) from None
     special = {"bos": tokenizer.bos, "eos": tokenizer.eod}
     optional = {"unk": model.trainer_spec.unk_id, "pad": model.trainer_spec.pad_id}
     for role, index in optional.items():
@@ -311,11 +314,12 @@ def _check_same_ids(converted: Tokenizer, tokenizer: Any, source: str) -> None:
     texts = [*trial_texts(), "a <0x41> b", *(f"a{symbol}b" for symbol in symbols)]
     text = find_difference(tokenizer.encode, converted.encode, texts, tokenizer.scores)
     if text is not None:
-        problem = (
+        raise FileError(
+            source,
             "cannot be converted: its tokenizer.json would give different ids for the text"
-            f" {ascii(text):.100}"
+            f" {ascii(text):.100}",
+            _GIVE,
         )
-        raise FileError(source, problem, _GIVE)
 
 
 def _new_settings(context: int, named: dict[str, str]) -> dict[str, Any]:

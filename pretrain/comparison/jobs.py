@@ -2,8 +2,6 @@
 each in its own process.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

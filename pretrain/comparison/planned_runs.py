@@ -2,8 +2,6 @@
 import torch.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import hashlib
@@ -263,7 +261,7 @@ def _parse_variant(text: str) -> Variant:
             f"names {encoding!r}, which is not an encoding",
             f"choose from {', '.join(ENCODINGS)}",
         )
-    settings: dict[str, str] = {}
+    settings = {}
     for item in items:
         key, _, value = item.partition("=")
         if not value or key in settings:

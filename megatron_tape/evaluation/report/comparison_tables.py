@@ -1,7 +1,5 @@
 """Tables, pictures and sentences that show a comparison of variants over seeds."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +39,7 @@ def by_task(comparison: Comparison) -> dict[str, ByMetric]:
     Groups of scores have their names for readers, and are in the order that the task declares
     (`Task.group_names`).
     """
-    tasks: dict[str, ByMetric] = {}
+    tasks = {}
     for metric, results in results_by_metric(comparison).items():
         tasks.setdefault(metric.task, {})[metric] = results
     # Readers look for the results first, and for the cost afterwards.
@@ -77,7 +75,7 @@ def task_tables(by_metric: ByMetric, baseline: str) -> list[Table]:
     Metrics without conditions, such as those of the training, are columns. Metrics with the same
     columns share a table.
     """
-    rows: dict[str, dict[str, Score]] = {}
+    rows = {}
     for metric in by_metric:
         row = tables.metric_name(metric)
         column = metric.group
@@ -89,7 +87,7 @@ def task_tables(by_metric: ByMetric, baseline: str) -> list[Table]:
             row = ""
         rows.setdefault(row, {})[column] = metric
 
-    shared: dict[tuple[str, ...], dict[str, dict[str, Score]]] = {}
+    shared = {}
     for row, by_column in rows.items():
         shared.setdefault(tuple(by_column), {})[row] = by_column
     return [_task_table(by_metric, same_columns, baseline) for same_columns in shared.values()]
@@ -100,7 +98,7 @@ def _task_table(
 ) -> Table:
     """Return a table with the metrics in `rows`, by the names of row and column."""
     # The most seeds that a variant has in one of the metrics.
-    seeds: Counter[str] = Counter()
+    seeds = Counter()
     for by_column in rows.values():
         for metric in by_column.values():
             seeds |= Counter({result.variant: len(result.values) for result in by_metric[metric]})
@@ -129,7 +127,7 @@ def _decimals(by_metric: ByMetric, metric: Score) -> int | None:
     """Return the number of decimals for all values of a metric, at all lengths and in all
     groups.
     """
-    values: list[float] = []
+    values = []
     for other, results in by_metric.items():
         if (other.metric, other.unit) == (metric.metric, metric.unit):
             values += _values(results)
@@ -265,7 +263,7 @@ def headline(comparison: Comparison) -> tuple[str, list[str]]:
 
 def _seeds(comparison: Comparison) -> dict[str, set[int]]:
     """Return the seeds of each variant."""
-    seeds: dict[str, set[int]] = {}
+    seeds = {}
     for run in comparison.runs:
         seeds.setdefault(run.variant, set()).add(run.seed)
     return seeds
@@ -312,7 +310,7 @@ def _outcome(comparison: Comparison) -> tuple[str, bool | None]:
         return "None of the measured metrics ranks variants.", None
 
     first = ranking[0]
-    p_values: dict[str, float] = {}
+    p_values = {}
     for metric, results in tasks[first.task].items():
         for result in results:
             test = result.difference
@@ -374,7 +372,7 @@ def notes(comparison: Comparison, missing: Sequence[str] = ()) -> list[str]:
 
 def warnings(comparison: Comparison) -> list[str]:
     """Return a warning if hardware, versions or data differ between runs, else an empty list."""
-    facts: dict[str, set[str]] = {}
+    facts = {}
     for run in comparison.runs:
         for name, value in {"the hardware": run.hardware, **run.versions, **run.data}.items():
             facts.setdefault(name, set()).add(value)

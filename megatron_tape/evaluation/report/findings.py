@@ -1,7 +1,5 @@
 """Sentences that say which variant or model has the best values of a metric, and which values."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -84,7 +82,7 @@ class Measured:
                 return f"{shown} from {conditions[0]} to {conditions[-1]}"
             return shown + at(conditions)
 
-        by_range: dict[str, list[str]] = {}
+        by_range = {}
         for condition in conditions:
             by_range.setdefault(self._range(labels, [condition]), []).append(condition)
         return enumerated([shown + at(conditions) for shown, conditions in by_range.items()])
@@ -163,7 +161,7 @@ def _sentence(measured: Measured, reference: str) -> str:
         subject = f"{enumerated(always, MOST_LISTED)} {verb} the {extreme} {name}"
         return f"{subject}: {measured.describe(always)}{compared}."
 
-    led: dict[tuple[str, ...], list[str]] = {}
+    led = {}
     for condition, leaders in best.items():
         led.setdefault(tuple(leaders), []).append(condition)
     parts = [

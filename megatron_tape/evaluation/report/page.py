@@ -3,8 +3,6 @@
 Text from files is cleaned and escaped when the page is rendered.
 """
 
-from __future__ import annotations
-
 import base64
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -99,8 +97,8 @@ def read(paths: Iterable[str | Path]) -> tuple[dict[str, Run], dict[str, Results
     `TaskResult.examples` are left empty. Raises OSError, or FileError if a path is invalid, or
     neither a run nor results.
     """
-    runs: dict[str, Run] = {}
-    results: dict[str, Results] = {}
+    runs = {}
+    results = {}
     for path in dict.fromkeys(map(Path, paths)):
         files = [path]
         is_run = (path / METRICS).exists() or (path / SETTINGS).exists()
@@ -108,7 +106,7 @@ def read(paths: Iterable[str | Path]) -> tuple[dict[str, Run], dict[str, Results
             files = [*sorted(path.glob(f"evaluation/*/{NAME}")), *path.glob(NAME)]
         if not is_run and not files:
             raise FileError(
-                str(path),
+                path,
                 f"contains neither {METRICS} nor {NAME}, or does not exist",
                 "give a training run, or the --output of pretrain.evaluate",
             )
@@ -222,12 +220,15 @@ def _outcome(results: Mapping[str, Results], comparable: Sequence[str]) -> list[
     scope = "Intervals reflect the choice of test samples, but not that of the training seed."
     compared_scores = counted(compared, "score")
     if led:
-        clear = f"In {led} of {compared_scores}, 95 % intervals separate the best model from the others."
+        clear = (
+            f"In {led} of {compared_scores}, 95 % intervals separate the best model from the"
+            " others."
+        )
         return [*findings, f"{clear} {scope} {models}"]
     # Differences that are within the intervals are not the first thing to read.
     caveat = (
-        f"No model leads clearly: in none of {compared_scores} do 95 % intervals separate the best model"
-        " from the others."
+        f"No model leads clearly: in none of {compared_scores} do 95 % intervals separate the best"
+        " model from the others."
     )
     return [caveat, *findings, f"{scope} {models}"]
 
@@ -295,7 +296,7 @@ def _task_section(results: Mapping[str, Results], name: str) -> Section:
     if name in TASKS:
         pictures = draw([(name, partial(TASKS[name].draw, tasks))])
 
-    labels: dict[str, list[str]] = {}
+    labels = {}
     for label, task in tasks.items():
         for note in task.notes:
             labels.setdefault(note, []).append(label)
@@ -348,7 +349,7 @@ def curves(runs: Mapping[str, Run]) -> Iterator[Drawing]:
     for key in sorted(keys):
         if key.startswith(DURING):
             task, *parts = key.removeprefix(DURING).split("/")
-            names: dict[str, str] = {}
+            names = {}
             for run in runs.values():
                 names |= group_names(task, run.settings.get("evaluation", {}).get(task) or {})
             panel = ", ".join(names.get(part, part) for part in parts)

@@ -2,8 +2,6 @@
 torch.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -196,7 +194,7 @@ def score_table(tasks: Mapping[str, TaskResult], comparable: bool = True) -> lis
     `comparable`.
     """
     subjects = by_subject(tasks)
-    values: dict[str, list[float]] = {}
+    values = {}
     for subject, scores in subjects.items():
         for score in scores.values():
             known = {score.value, score.low, score.high} - {None}
@@ -235,7 +233,7 @@ def _score_cell(score: Score | None, decimals: int | None, strong: bool) -> Cell
 
 def by_subject(tasks: Mapping[str, TaskResult]) -> dict[Score, dict[str, Score]]:
     """Return the scores of a task by subject (see `Score.subject`) and model label."""
-    scores: dict[Score, dict[str, Score]] = {}
+    scores = {}
     for label, task in tasks.items():
         for score in task.scores:
             scores.setdefault(score.subject, {})[label] = score
@@ -262,7 +260,7 @@ def comparison_warnings(results: Sequence[Results], name: str) -> list[str]:
     tasks = [result.tasks[name] for result in results]
     warnings = []
 
-    settings: dict[str, list[Any]] = {}
+    settings = {}
     for task in tasks:
         for key, value in task.settings.items():
             if key not in _NOT_COMPARED:

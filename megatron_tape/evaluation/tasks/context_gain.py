@@ -7,8 +7,6 @@ than `alpha` from the short to the longest context, and its log-probability with
 is above `beta`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -78,8 +76,8 @@ class ContextGain(WindowTask):
     def summarize(self, values: Values, info: ModelInfo) -> Summary:
         short, *longer = self.context_lengths(info)
         losses = {key: np.array(value["losses"]) for key, value in values.items()}
-        key_tokens: dict[str, np.ndarray] = {}
-        by_source: dict[str, list[str]] = {}
+        key_tokens = {}
+        by_source = {}
         for document in dict.fromkeys(key.rpartition("/")[0] for key in values):
             by_source.setdefault(document.split("/")[0], []).append(document)
             longest = losses[f"{document}/{longer[-1]}"]

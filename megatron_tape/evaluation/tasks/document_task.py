@@ -6,8 +6,6 @@ same at all lengths. At each length, a token is scored in exactly one window, in
 three quarters of the context precede it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence
@@ -153,12 +151,12 @@ class WindowTask(DocumentTask):
         Models with equal digests were measured on the same tokens.
         """
         # Lengths share their scored tokens, but the units of protocol longlora follow each other.
-        by_document: dict[str, list[Work]] = {}
+        by_document = {}
         for work in self.work.values():
             by_document.setdefault(work.document.key, []).append(work)
 
-        counts: dict[str, int] = {}
-        digests: dict[str, Any] = {}
+        counts = {}
+        digests = {}
         for key, works in by_document.items():
             first = min(work.scored[0] for work in works)
             last = max(work.scored[1] for work in works)

@@ -5,8 +5,6 @@ results on one process only, and seeds random generators once, so that samples d
 tasks. Here, each call of `run` seeds them, and counts truncated documents.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging
@@ -47,7 +45,7 @@ def find_tasks(names: Sequence[str], include: Sequence[str] = ()) -> TaskManager
     `include` are directories of task files. The harness's own 14,000 task files are slow to read,
     so they are read only if these directories lack a name. Raises ConfigError for an unknown name.
     """
-    missing: list[str] = []
+    missing = []
     for defaults in (False, True):
         manager = index(tuple(include), defaults)
         known = set(manager.all_tasks)
@@ -199,8 +197,8 @@ def _documents(samples: list[dict[str, Any]], truncated: set[tuple[str, ...]]) -
     """Return the fields `documents` to `truncated` of an outcome. `samples` has one item per
     document and filter.
     """
-    by_number: dict[int, dict[str, Any]] = {}
-    values: dict[str, dict[int, Any]] = {}
+    by_number = {}
+    values = {}
     for sample in samples:
         by_number.setdefault(sample["doc_id"], sample)
         for metric in sample["metrics"]:

@@ -1,7 +1,5 @@
 """A model of transformers for lm-evaluation-harness."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """The task `lm_eval`: runs tasks of lm-evaluation-harness that the settings name."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any, Literal

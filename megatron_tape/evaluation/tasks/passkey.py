@@ -1,7 +1,5 @@
 """Passkey retrieval: a number hidden in irrelevant text, by context length and depth."""
 
-from __future__ import annotations
-
 import random
 import re
 

@@ -2,8 +2,6 @@
 published tables.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -128,7 +126,7 @@ class Perplexity(WindowTask):
         return value
 
     def summarize(self, values: Values, info: ModelInfo) -> Summary:
-        groups: dict[tuple[str, int], list[Value]] = {}
+        groups = {}
         for key, value in values.items():
             name, _, tokens_of_window = key.split("/")
             groups.setdefault((name, int(tokens_of_window)), []).append(value)

@@ -8,8 +8,6 @@ change the model permanently.
 Axes: B batch, S or N tokens, G head groups, H query heads, D head dimension.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -136,7 +134,7 @@ def attention_changes(model: Any, tokens: Tensor) -> list[list[float]]:
 
     The hidden states of a layer are the same in both cases.
     """
-    changes: list[list[float]] = []
+    changes = []
 
     def on_maps(_: int, state_map: Tensor, phases_map: Tensor) -> None:
         difference = (state_map[0].float() - phases_map[0].float()).abs()

@@ -112,9 +112,9 @@ class PositionPictures(DocumentTask):
         from megatron_tape.evaluation.tasks import position_probes as probes
 
         distances = distances_of(tokens.shape[1])
-        by_group: list[list[float]] = []
-        by_position: list[list[float]] = []
-        similarity: list[list[float]] = []
+        by_group = []
+        by_position = []
+        similarity = []
 
         def on_state(_: int, state: Tensor, phases: Tensor) -> None:
             distance = probes.relative_distance(state, phases)

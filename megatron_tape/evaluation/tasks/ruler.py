@@ -2,8 +2,6 @@
 effective lengths.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +154,7 @@ class Ruler(Task):
         means = []
         by_task: dict[str, list[float]] = {task: [] for task in self.tasks}
         for length in lengths:
-            of_length: list[float] = []
+            of_length = []
             for task in self.tasks:
                 of_task = values[f"{task}/{length}"]["scores"]
                 of_length += of_task
@@ -175,7 +173,7 @@ class Ruler(Task):
     @classmethod
     def draw(cls, results: TaskResults) -> list[Picture]:
         # Means over different tasks are never in one panel.
-        by_tasks: dict[tuple[str, ...], dict[str, TaskResult]] = {}
+        by_tasks = {}
         for label, result in results.items():
             tasks = (result.details["mean_name"], *result.details["tasks"])
             by_tasks.setdefault(tasks, {})[label] = result
@@ -267,8 +265,6 @@ def _check_text(file: Path) -> None:
     try:
         words = read_small(file, RECORD_BYTES).decode().split()
     except ValueError as error:
-        raise FileError(
-            str(file), f"cannot be used: {error}", "give a text file in UTF-8"
-        ) from None
+        raise FileError(file, f"cannot be used: {error}", "give a text file in UTF-8") from None
     if len(words) < 500:
-        raise FileError(str(file), f"has {len(words)} words", "give a text of at least 500 words")
+        raise FileError(file, f"has {len(words)} words", "give a text of at least 500 words")

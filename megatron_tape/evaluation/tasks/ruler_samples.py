@@ -13,8 +13,6 @@ When the harness calls these functions, they
 Here, samples are made for one task and length at a time, with a seed of their own, and checked.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import io
@@ -177,7 +175,7 @@ def _generate(
         for name in ("read_squad", "read_hotpotqa"):  # without their caches
             replaced[name] = module[name].__wrapped__
 
-    splitting: dict[str, Any] = {}
+    splitting = {}
     if not has_punkt():
         splitting["cached_sent_tokenize"] = _sentences
     makers = module

@@ -10,8 +10,6 @@ over the references. The score of a dataset is the mean over its examples; for R
 mean of the means of ROUGE-1, -2 and -L.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import string
@@ -140,7 +138,7 @@ class Scrolls(Task):
         """
         path = self.settings.data[name]
         most = self.settings.examples
-        examples: dict[str, _Example] = {}
+        examples = {}
         for line in read_examples(path, self.settings.split):
             # SCROLLS repeats an input for each of its reference answers.
             key = line.place if line.key is None else f"id {line.key}"
@@ -211,7 +209,7 @@ class Scrolls(Task):
         length = self._length(info)
         scores = []
         notes = []
-        parts: dict[str, dict[str, float]] = {}
+        parts = {}
         resampled = []
         for name in self.settings.data:
             examples = [value for key, value in values.items() if key.rpartition("/")[0] == name]

@@ -7,8 +7,6 @@ it. Greedy decoding generates a correct answer exactly if all its tokens are cor
 match is the same as with generation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -2,8 +2,6 @@
 ids.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,7 +182,7 @@ def _select(
     info: ModelInfo,
 ) -> tuple[list[Document], int]:
     is_text = text_source.kind == "text"
-    long: list[Document] = []
+    long = []
     short_sizes = [0]
     for number, tokens in enumerate(documents):
         if len(tokens) < minimum:

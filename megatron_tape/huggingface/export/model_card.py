@@ -215,7 +215,7 @@ def _trained(saved: SavedWeights) -> dict[str, object]:
     extension = saved.extension
     if len(saved.trained) == len(shapes):
         return {}
-    counts: Counter[str] = Counter()
+    counts = Counter()
     for name in saved.trained:
         counts[kind_of(name)] += prod(shapes[name])
     total = sum(map(prod, shapes.values()))

@@ -132,7 +132,7 @@ def encoding_files(encoding: type[PositionEncoding]) -> dict[str, str]:
     interface = _of_package(f"{_PACKAGE}.position.encoding")
     some_layers = _of_package(f"{_PACKAGE}.position.some_layers")
     assert interface is not None and some_layers is not None
-    texts: dict[str, str] = {}
+    texts = {}
     pending = [own, interface, some_layers]
     while pending:
         module = pending.pop()
@@ -190,7 +190,7 @@ def _flattened(module: _Module) -> tuple[str, list[_Module]]:
         if isinstance(node, ast.If) and ast.unparse(node.test) in _TYPES_ONLY
     ]
     omitted = {node for block in blocks for statement in block.body for node in ast.walk(statement)}
-    needed: list[_Module] = []
+    needed = []
     # The first and the last statement of each range to replace, and the new text.
     changes: list[tuple[ast.stmt, ast.stmt, str]] = [
         (block.body[0], block.body[-1], "pass") for block in blocks
@@ -227,12 +227,15 @@ def _relative(module: _Module, node: ast.ImportFrom, needed: list[_Module]) -> s
         if node.col_offset == 0:
             raise _not_exportable(module, node, "loads GPU kernels outside of a function")
         return 'raise NotImplementedError("an exported model has no GPU kernels of its own")'
-    by_module: dict[_Module, list[str]] = {}
+    by_module = {}
     for alias in node.names:
         target = _defining(str(node.module), alias.name)
         if target is None:
-            problem = f"imports {alias.name}, which is no function, class or constant of a module"
-            raise _not_exportable(module, node, problem)
+            raise _not_exportable(
+                module,
+                node,
+                f"imports {alias.name}, which is no function, class or constant of a module",
+            )
         by_module.setdefault(target, []).append(ast.unparse(alias))
     needed += by_module
     return "; ".join(

@@ -110,7 +110,7 @@ def open_weights(path: Path, average: bool = False) -> SavedWeights:
         validate_model(model)
         extension = build(ExtensionConfig, config.get("extension", {}), "config.extension")
     except (TypeError, ValueError) as error:
-        raise CheckpointError(str(path), f"has another architecture or version: {error}") from error
+        raise CheckpointError(path, f"has another architecture or version: {error}") from error
 
     index = read_index(path, size)
     prefixes = ["weight"]
@@ -137,6 +137,7 @@ def open_weights(path: Path, average: bool = False) -> SavedWeights:
         required -= set(state["frozen"])
     for shards in files:
         for name in required - shards.keys():
-            problem = f"has another architecture than its settings: it lacks {name:.100}"
-            raise CheckpointError(str(path), problem)
+            raise CheckpointError(
+                path, f"has another architecture than its settings: it lacks {name:.100}"
+            )
     return saved

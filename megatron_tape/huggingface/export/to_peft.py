@@ -61,7 +61,7 @@ def export_adapter(
         for parameter in saved.trained:
             if kind_of(parameter) not in SUPPORTED_KINDS:
                 raise CheckpointError(
-                    str(saved.path),
+                    saved.path,
                     f"has the trained parameter {parameter}, but an adapter can contain only LoRA"
                     " layers, embeddings, norms and TAPE's matrices",
                     "omit --adapter to export the whole model",
@@ -110,7 +110,7 @@ def _adapter_config(saved: SavedWeights, base: Path) -> dict:
     model = saved.model
     extension = saved.extension
     shapes = parameter_shapes(model)
-    modules: dict[str, None] = {}
+    modules = {}
     for name in saved.trained:
         kind = kind_of(name)
         if kind == "position":

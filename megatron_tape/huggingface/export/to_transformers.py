@@ -132,14 +132,14 @@ def check_export(directory: Path) -> None:
     card = directory / CARD
     text = card.read_text("utf-8", "replace") if card.is_file() else ""
     if not any(sentence in text for sentence in CARD_SENTENCES):
-        problem = "is not an export of this project, so it is not replaced"
-        raise FileError(str(directory), problem, fix)
+        raise FileError(directory, "is not an export of this project, so it is not replaced", fix)
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
         is_directory = path.is_dir() and not path.is_symlink()
         if not is_directory and not _EXPORTED_FILES.fullmatch(name):
-            problem = "is not a file of an export, so its directory is not replaced"
-            raise FileError(str(path), problem, fix)
+            raise FileError(
+                path, "is not a file of an export, so its directory is not replaced", fix
+            )
 
 
 def open_exportable(checkpoint: str | Path, average: bool = False) -> SavedWeights:
@@ -153,13 +153,14 @@ def open_exportable(checkpoint: str | Path, average: bool = False) -> SavedWeigh
     model = saved.model
     encoding = encoding_of(model)
     if encoding.exports_to is None:
-        problem = f"has model.position_encoding {encoding.name}, which does not support export"
-        raise CheckpointError(str(path), problem)
+        raise CheckpointError(
+            path, f"has model.position_encoding {encoding.name}, which does not support export"
+        )
     if encoding.exports_to == "code":
         code_files(type(encoding))
     if encoding.exports_to == "plain" and model.qkv_bias and model.qk_norm:
         raise CheckpointError(
-            str(path),
+            path,
             "has model.qkv_bias and model.qk_norm, which no architecture of transformers combines"
             " with rope",
             "only models with model.position_encoding tape can have both",
@@ -175,7 +176,7 @@ def write_model(saved: SavedWeights, directory: Path, options: ExportOptions) ->
     rows = vocabulary_rows(model, tokenizer)
     config = huggingface_config(model, rows, options.dtype)
     ids: dict[str, Any] = _NO_IDS
-    generation: dict = {}
+    generation = {}
     loader = None
     if tokenizer is not None:
         ids = tokenizer.special_ids
@@ -341,8 +342,11 @@ def vocabulary_rows(model: ModelConfig, tokenizer: ExportedTokenizer | None) -> 
     """
     rows = model.unpadded_vocab_size or model.vocab_size
     if tokenizer is not None and tokenizer.vocab_size > rows:
-        problem = f"has {tokenizer.vocab_size} ids, but the model has only {rows} embedding rows"
-        raise UserError("the tokenizer", problem, _GIVE_TOKENIZER)
+        raise UserError(
+            "the tokenizer",
+            f"has {tokenizer.vocab_size} ids, but the model has only {rows} embedding rows",
+            _GIVE_TOKENIZER,
+        )
     if tokenizer is None or model.unpadded_vocab_size:
         return rows
     return tokenizer.vocab_size
@@ -360,7 +364,7 @@ def _write_weights(
     Peak memory is at most three times the unsharded fp32 size of the largest parameter.
     """
     names = parameter_shapes(saved.model)
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes = {}
     for name, shape in names.items():
         shapes |= part_shapes(saved.model, name, shape, rows)
     announced = on_meta(shapes, DTYPES[options.dtype])
@@ -412,7 +416,7 @@ def _write_tokenizer(
     length = saved.model.seq_length
     if replacement is None:
         if own is None:
-            raise CheckpointError(str(saved.path), "has no tokenizer", _GIVE_TOKENIZER)
+            raise CheckpointError(saved.path, "has no tokenizer", _GIVE_TOKENIZER)
         return write_tokenizer(own, directory, length, str(saved.path / TOKENIZER))
 
     tokenizer = load_tokenizer(replacement)
@@ -426,11 +430,12 @@ def _write_tokenizer(
     if recorded:
         record = tokenizer_record(tokenizer)
         if different := difference(record, recorded, "the one that trained the model"):
-            fix = (
+            raise FileError(
+                replacement,
+                different,
                 f"omit --tokenizer, or give --tokenizer {NO_TOKENIZER} and copy the files into the"
-                " export yourself"
+                " export yourself",
             )
-            raise FileError(replacement, different, fix)
     return write_tokenizer(tokenizer, directory, length, replacement)
 
 

@@ -124,22 +124,25 @@ def errors_of_settings(path: Path) -> Iterator[None]:
     try:
         yield
     except KeyError as error:
-        problem = f"has no {error.args[0]}"
-        fix = "give the config.json that belongs to the weights"
-        raise FileError(str(path), problem, fix) from None
+        raise FileError(
+            path, f"has no {error.args[0]}", "give the config.json that belongs to the weights"
+        ) from None
     except ConfigError as error:
-        problem = f"describes a model that cannot be built: {error.subject} {error.problem}"
-        raise FileError(str(path), problem, error.fix) from None
+        raise FileError(
+            path,
+            f"describes a model that cannot be built: {error.subject} {error.problem}",
+            error.fix,
+        ) from None
     except (TypeError, AttributeError) as error:
-        raise FileError(str(path), f"contains a setting of the wrong type: {error}") from None
+        raise FileError(path, f"contains a setting of the wrong type: {error}") from None
     except ArithmeticError as error:
-        raise FileError(str(path), f"contains an impossible number: {error}") from None
+        raise FileError(path, f"contains an impossible number: {error}") from None
 
 
 def read_settings(path: Path) -> dict:
     """Return the contents of a `config.json`. Raises FileError."""
     if not path.is_file():
-        raise FileError(str(path), "is not a file", "give the model's config.json")
+        raise FileError(path, "is not a file", "give the model's config.json")
     return read_record(path, dict[str, Any], _CONFIG_BYTES)
 
 
@@ -186,7 +189,7 @@ def model_settings(
     encoding = position_encoding or own_encoding
     if kind in ("tape", ENCODED) and encoding != own_encoding:
         raise FileError(
-            str(path),
+            path,
             f"has the positional encoding {own_encoding!s:.100}, which cannot become {encoding}",
             "omit --position-encoding",
         )
@@ -301,8 +304,10 @@ def _encoded(settings: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return `model.position` for an export with `model_type` ENCODED. Raises UserError."""
     name = settings["position_encoding"]
     if not isinstance(name, str) or name not in ENCODINGS:
-        problem = f"is {name!r:.200} in {path}, which is not one of {', '.join(ENCODINGS)}"
-        raise UserError("position_encoding", problem)
+        raise UserError(
+            "position_encoding",
+            f"is {name!r:.200} in {path}, which is not one of {', '.join(ENCODINGS)}",
+        )
     position = settings["position_settings"]
     check_shape(position, dict[str, Any], f"position_settings in {path}")
     return dict(position)
@@ -325,8 +330,11 @@ def _rope(settings: dict[str, Any], path: Path) -> dict[str, Any]:
 
     thetas = {place["rope_theta"] for place in (rope, current, settings) if "rope_theta" in place}
     if len(thetas) > 1:
-        problem = f"has different values in {path}: {', '.join(map(str, sorted(thetas)))}"
-        raise UserError("rope_theta", problem, "remove the wrong one")
+        raise UserError(
+            "rope_theta",
+            f"has different values in {path}: {', '.join(map(str, sorted(thetas)))}",
+            "remove the wrong one",
+        )
     theta = next(iter(thetas), _THETAS.get(settings["model_type"], 10000.0))
 
     kind = rope.get("rope_type", "default")
@@ -335,9 +343,10 @@ def _rope(settings: dict[str, Any], path: Path) -> dict[str, Any]:
         share = rope.get("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0))
         theta = _theta_of_share(theta, share, settings, path)
     elif share != 1.0 and kind != "proportional":
-        fix = f"with rope_type {kind}, only 1 is supported; with rope_type proportional, any share"
         raise UserError(
-            f"{key}.partial_rotary_factor", f"is {share} in {path}, which cannot be imported", fix
+            f"{key}.partial_rotary_factor",
+            f"is {share} in {path}, which cannot be imported",
+            f"with rope_type {kind}, only 1 is supported; with rope_type proportional, any share",
         )
 
     if kind in ("default", "linear", "proportional"):
@@ -375,9 +384,11 @@ def _theta_of_share(
     dim = settings.get("head_dim", settings["hidden_size"] // settings["num_attention_heads"])
     rotated = int(dim * share) if 0 < share <= 1 else 0
     if rotated < 2 or rotated % 2:
-        problem = f"is {share} in {path}, which cannot be imported"
-        fix = f"supported: shares that rotate an even number of the {dim} elements of a head"
-        raise UserError("partial_rotary_factor", problem, fix)
+        raise UserError(
+            "partial_rotary_factor",
+            f"is {share} in {path}, which cannot be imported",
+            f"supported: shares that rotate an even number of the {dim} elements of a head",
+        )
     return theta ** (dim / rotated)
 
 
@@ -415,8 +426,11 @@ def _rotary(settings: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
     # In transformers, Phi-3 has no others but longrope, and reads yarn as longrope.
     supported = ["default"] if settings["model_type"] == PHI3 else list(_ROPE_KEYS)
     if kind not in supported:
-        problem = f"is {kind!r:.100} in {path}, which cannot be imported"
-        raise UserError(f"{key}.rope_type", problem, f"supported: {', '.join(supported)}")
+        raise UserError(
+            f"{key}.rope_type",
+            f"is {kind!r:.100} in {path}, which cannot be imported",
+            f"supported: {', '.join(supported)}",
+        )
 
     known = (*_ROPE_KEYS[kind], *_ROPE_SHARED)
     nullable = ("factor", "truncate") if kind == "yarn" else ()
@@ -425,7 +439,10 @@ def _rotary(settings: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
         if name in ("type", "rope_type") or (value is None and name not in nullable):
             continue
         if name not in known and (name, value) != ("factor", 1):
-            problem = f"in {path} is not a setting of the rope_type {kind} for all layers"
-            raise UserError(f"{key}.{name[:40]}", problem, f"supported: {', '.join(known)}")
+            raise UserError(
+                f"{key}.{name[:40]}",
+                f"in {path} is not a setting of the rope_type {kind} for all layers",
+                f"supported: {', '.join(known)}",
+            )
         result[name] = value
     return result

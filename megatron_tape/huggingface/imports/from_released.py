@@ -67,8 +67,11 @@ def import_released(
             thresholds = released[key].flatten()[:10].tolist()
             if thresholds != [threshold]:
                 values = ", ".join(f"{value:g}" for value in thresholds)
-                problem = f"has FIRE's init_L {values}, which cannot be imported"
-                raise FileError(str(weights), problem, f"supported: {threshold:g}")
+                raise FileError(
+                    weights,
+                    f"has FIRE's init_L {values}, which cannot be imported",
+                    f"supported: {threshold:g}",
+                )
 
     unread: tuple[str, ...] = ()
     if model.position_encoding == "tape":

@@ -43,8 +43,11 @@ def import_model(
     source = Path(model)
     refuse_existing(output, fix="choose another output, or move it away")
     if not source.is_dir():
-        fix = "download the model into a directory: hf download OWNER/NAME --local-dir DIR"
-        raise FileError(str(source), "is not a directory", fix)
+        raise FileError(
+            source,
+            "is not a directory",
+            "download the model into a directory: hf download OWNER/NAME --local-dir DIR",
+        )
 
     path = source / "config.json"
     settings = read_settings(path)

@@ -50,7 +50,7 @@ def _split(weights: LazyTensors, model: ModelConfig, origin: str) -> LazyTensors
     shapes = dict(weights.shapes)
     names = dict.fromkeys(weights)
     # For each of Llama's weights: the name of the fused weight, and its rows there.
-    places: dict[str, tuple[str, slice]] = {}
+    places = {}
     for layer in range(model.num_layers):
         prefix = f"model.layers.{layer}."
         for suffix, parts in _FUSED.items():

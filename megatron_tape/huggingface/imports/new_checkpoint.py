@@ -56,14 +56,19 @@ def _padded(weights: LazyTensors, model: ModelConfig, origin: str) -> LazyTensor
             shape = (model.unpadded_vocab_size, *shape[1:])
         if tuple(tensor.shape) != shape:
             actual = tuple(tensor.shape)
-            problem = f"gives {name} the shape {actual!s:.100}, but its settings require {shape}"
-            raise FileError(origin, problem)
+            raise FileError(
+                origin, f"gives {name} the shape {actual!s:.100}, but its settings require {shape}"
+            )
         if tensor.dtype not in _TYPES:
-            problem = f"contains {name} as {tensor.dtype}"
-            raise FileError(origin, problem, "fp32, bf16 and fp16 can be imported")
+            raise FileError(
+                origin, f"contains {name} as {tensor.dtype}", "fp32, bf16 and fp16 can be imported"
+            )
         if not torch.isfinite(tensor).all():
-            problem = f"contains NaN or infinity in {name}, so it cannot be trained"
-            raise FileError(origin, problem, "choose an earlier checkpoint of the model")
+            raise FileError(
+                origin,
+                f"contains NaN or infinity in {name}, so it cannot be trained",
+                "choose an earlier checkpoint of the model",
+            )
 
         if name not in _VOCABULARY or padding == 0:
             return tensor
@@ -122,8 +127,7 @@ def write_imported(
     embedding, head = _VOCABULARY
     if model.tie_embeddings and head in weights:
         if not torch.equal(weights[embedding], weights[head]):
-            problem = f"has tie_word_embeddings, but {head} differs from {embedding}"
-            raise FileError(origin, problem)
+            raise FileError(origin, f"has tie_word_embeddings, but {head} differs from {embedding}")
 
     padded = _padded(weights, model, origin)
     shapes = parameter_shapes(model)
@@ -211,8 +215,9 @@ def find_tokenizer(source: Path, rows: int) -> Tokenizer | None:
         tokenizer = load_tokenizer(source)
         settings = read_settings(source / "config.json")
         if tokenizer.vocab_size > rows:
-            problem = f"has a tokenizer of {tokenizer.vocab_size} ids for only {rows} rows"
-            raise FileError(str(source), problem)
+            raise FileError(
+                source, f"has a tokenizer of {tokenizer.vocab_size} ids for only {rows} rows"
+            )
     except (ValueError, OSError) as error:
         command_line.log(f"warning: the model is imported without its tokenizer: {error}")
         return None

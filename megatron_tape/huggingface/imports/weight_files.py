@@ -69,8 +69,8 @@ class LazyTensors(Mapping):
 
 def _open_safetensors(paths: list[Path]) -> LazyTensors:
     """Return the tensors of several files. A file is open only while one of them is read."""
-    files: dict[str, Path] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
+    files = {}
+    shapes = {}
     for path in paths:
         try:
             with safe_open(path, "np") as file:  # reads names and shapes only
@@ -78,8 +78,11 @@ def _open_safetensors(paths: list[Path]) -> LazyTensors:
                     files[name] = path
                     shapes[name] = tuple(file.get_slice(name).get_shape())
         except SafetensorError as error:
-            problem = f"is not a complete safetensors file ({error!s:.200})"
-            raise FileError(str(path), problem, "download or write it again") from None
+            raise FileError(
+                path,
+                f"is not a complete safetensors file ({error!s:.200})",
+                "download or write it again",
+            ) from None
 
     def read(name: str) -> Tensor:
         with safe_open(files[name], "pt") as file:
@@ -95,13 +98,16 @@ def open_files(paths: list[Path], allow_pickle: bool) -> LazyTensors:
     """
     for path in paths:
         if not path.is_file():
-            raise FileError(str(path), "is not a file", "give a safetensors file of weights")
+            raise FileError(path, "is not a file", "give a safetensors file of weights")
     if not any(path.suffix in PICKLES for path in paths):
         return _open_safetensors(paths)
     if not allow_pickle:
-        fix = "if you trust it, import it with tools/convert_checkpoint.py and --allow-pickle"
-        raise FileError(str(paths[0]), "is a pickle, which may run code when read", fix)
-    tensors: dict[str, Tensor] = {}
+        raise FileError(
+            paths[0],
+            "is a pickle, which may run code when read",
+            "if you trust it, import it with tools/convert_checkpoint.py and --allow-pickle",
+        )
+    tensors = {}
     for path in paths:
         tensors |= _read_pickle(path)
     return LazyTensors(tensors, tensors.__getitem__)
@@ -112,8 +118,11 @@ def open_directory(directory: Path, allow_pickle: bool) -> LazyTensors:
     names = [*_SAFETENSORS, *_PICKLED]
     first = next((directory / name for name in names if (directory / name).is_file()), None)
     if first is None:
-        fix = "give a directory with a complete model"
-        raise FileError(str(directory), f"contains none of {', '.join(names)}", fix)
+        raise FileError(
+            directory,
+            f"contains none of {', '.join(names)}",
+            "give a directory with a complete model",
+        )
     if first.suffix != ".json":
         return open_files([first], allow_pickle)
 
@@ -121,16 +130,19 @@ def open_directory(directory: Path, allow_pickle: bool) -> LazyTensors:
     files = sorted(set(places.values()))
     for name in files:
         if not _FILE.fullmatch(name):
-            problem = f"is not an index of weights: {name!r:.100} is not the name of a file"
-            raise FileError(str(first), problem)
+            raise FileError(
+                first, f"is not an index of weights: {name!r:.100} is not the name of a file"
+            )
         if not (directory / name).is_file():
-            problem = f"is incomplete: the file {name} is in its index, but missing"
-            raise FileError(str(directory), problem)
+            raise FileError(
+                directory, f"is incomplete: the file {name} is in its index, but missing"
+            )
 
     weights = open_files([directory / name for name in files], allow_pickle)
     if missing := sorted(set(places) - set(weights)):
-        problem = f"is incomplete: {missing[0]:.100} is in its index, but in none of its files"
-        raise FileError(str(directory), problem)
+        raise FileError(
+            directory, f"is incomplete: {missing[0]:.100} is in its index, but in none of its files"
+        )
     return weights
 
 
@@ -146,16 +158,22 @@ def check_weights(weights: LazyTensors, model: ModelConfig, origin: str) -> None
         # settings.
         known = name in expected or name.endswith("rotary_emb.inv_freq")
         if not known and not (model.tie_embeddings and name == HUGGING_FACE_OUTPUT):
-            problem = f"contains {name:.100}, which the model of its settings does not have"
-            raise FileError(origin, problem, MISMATCH)
+            raise FileError(
+                origin,
+                f"contains {name:.100}, which the model of its settings does not have",
+                MISMATCH,
+            )
 
     for name, shape in expected.items():
         if name not in weights:
             raise FileError(origin, f"lacks the parameter {name}", MISMATCH)
         actual = weights.shapes.get(name, shape)
         if actual != shape:
-            problem = f"gives {name} the shape {actual!s:.100}, but its settings require {shape}"
-            raise FileError(origin, problem, MISMATCH)
+            raise FileError(
+                origin,
+                f"gives {name} the shape {actual!s:.100}, but its settings require {shape}",
+                MISMATCH,
+            )
 
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:
@@ -164,11 +182,15 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:  # it may raise anything, and torch's message recommends unsafe loading
-        problem = "is damaged, or contains objects other than tensors, which are never loaded"
-        raise FileError(str(path), problem, "save the model again as safetensors") from None
+        raise FileError(
+            path,
+            "is damaged, or contains objects other than tensors, which are never loaded",
+            "save the model again as safetensors",
+        ) from None
     if not isinstance(weights, dict) or not all(
         isinstance(value, torch.Tensor) for value in weights.values()
     ):
-        problem = "is not a dictionary of tensors by name"
-        raise FileError(str(path), problem, "save only the model's state_dict")
+        raise FileError(
+            path, "is not a dictionary of tensors by name", "save only the model's state_dict"
+        )
     return weights
