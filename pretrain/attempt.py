@@ -274,8 +274,9 @@ def _record_missing_start(run: Path, checkpoints: str, number: int) -> None:
     for attempt in read_attempts(run):
         if attempt.number == number and attempt.outcome is None and not attempt.heartbeat:
             log = attempt.facts.get("log") or "the output of the job"
-            message = f"the processes did not start on the nodes; see the errors in {log}"
-            Attempt.open(run, checkpoints, number).record_end(0, UNREADY, message)
+            Attempt.open(run, checkpoints, number).record_end(
+                0, UNREADY, f"the processes did not start on the nodes; see the errors in {log}"
+            )
 
 
 def _arguments(arguments: list[str], scratch: str) -> list[str]:

@@ -70,8 +70,11 @@ def plot_training(axes: Axes, directory: Path) -> None:
     for name, style in MODELS.items():
         losses = read_run(directory / name).curve(VALIDATION_LOSS)
         axes.plot(losses.steps, losses.values, **style)
-    title = "Training on Python's standard library\n(one seed each: no ranking)"
-    axes.set(xlabel="step", ylabel="validation loss (nats per token)", title=title)
+    axes.set(
+        xlabel="step",
+        ylabel="validation loss (nats per token)",
+        title="Training on Python's standard library\n(one seed each: no ranking)",
+    )
 
 
 def plot_extension(axes: Axes, directory: Path) -> None:
@@ -85,8 +88,11 @@ def plot_extension(axes: Axes, directory: Path) -> None:
         axes.plot(x, gain, **style)
     axes.axvline(CONTEXT, color="gray", linestyle=":")
     axes.axhline(0, color="gray", linewidth=1)
-    title = f"Extension from {CONTEXT} to {EXTENDED:,} tokens"
-    axes.set(xlabel="position", ylabel="loss before minus after (nats per token)", title=title)
+    axes.set(
+        xlabel="position",
+        ylabel="loss before minus after (nats per token)",
+        title=f"Extension from {CONTEXT} to {EXTENDED:,} tokens",
+    )
 
 
 def _loss_by_position(run: Path) -> tuple[np.ndarray, np.ndarray]:

@@ -130,19 +130,19 @@ def _parser() -> argparse.ArgumentParser:
         metavar="GIB",
         help="memory of one GPU in GiB (default: that of --gpu)",
     )
-    gpu_help = "model of the GPUs, which determines memory and step time (default: %(default)s)"
     add(
         "--gpu",
         choices=KINDS,
         default="H100",
-        help=gpu_help,
+        help="model of the GPUs, which determines memory and step time (default: %(default)s)",
     )
-    search_help = (
-        "list the ten fastest layouts that fit on --processes GPUs; a layout is a choice of"
+    add(
+        "--search",
+        action="store_true",
+        help="list the ten fastest layouts that fit on --processes GPUs; a layout is a choice of"
         " tensor-, context- and pipeline-parallel sizes, virtual stages, ZeRO stage, micro-batch"
-        " size and recomputation"
+        " size and recomputation",
     )
-    add("--search", action="store_true", help=search_help)
     return parser
 
 

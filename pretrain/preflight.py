@@ -31,7 +31,7 @@ from megatron_tape import command_line
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.errors import EXIT_RESTART, ConfigError, NodeError
+from megatron_tape.errors import EXIT_RESTART, ConfigError, NodeError, first_line
 from megatron_tape.io.versions import code_digest, node_name
 from megatron_tape.parallel.launcher import (
     check_launcher_environment,
@@ -69,10 +69,17 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--nodes", default="", help="comma-separated names of the job's nodes, in order")
     add("--gpus", type=int, default=0, help="number of GPUs per node (default: %(default)s)")
-    timeout = "seconds to wait for all ranks, and again for the all-reduce (default: %(default)s)"
-    add("--timeout", type=float, default=300, help=timeout)
-    memory_help = "pass even if the estimated memory of the run exceeds a GPU's"
-    add("--no-memory-check", action="store_true", help=memory_help)
+    add(
+        "--timeout",
+        type=float,
+        default=300,
+        help="seconds to wait for all ranks, and again for the all-reduce (default: %(default)s)",
+    )
+    add(
+        "--no-memory-check",
+        action="store_true",
+        help="pass even if the estimated memory of the run exceeds a GPU's",
+    )
 
     with command_line.exit_on_user_error():
         check_launcher_environment()
@@ -182,7 +189,7 @@ class Preflight:
             )
         except (RuntimeError, ConnectionError) as error:
             raise RuntimeError(
-                f"rank 0 at {address}:{port} does not answer ({_first_line(error)})"
+                f"rank 0 at {address}:{port} does not answer ({first_line(error)})"
             ) from None
 
     def _verdict(self, store, home: Path | None) -> str:
@@ -306,14 +313,14 @@ class Preflight:
             dist.destroy_process_group()
         except RuntimeError as error:
             raise RuntimeError(
-                f"the all-reduce over all ranks failed: {_first_line(error)}"
+                f"the all-reduce over all ranks failed: {first_line(error)}"
             ) from None
 
         bandwidth = 2 * (size - 1) / size * mebibytes * MIB / sorted(seconds[1:])[1]
         self._log(f"all-reduce of {mebibytes} MiB over {size} ranks: {bandwidth / 1e9:.2f} GB/s")
 
 
-def _unreachable(by_node: dict[str, dict[str, Any]]) -> list[nodes.Problem]:
+def _unreachable(by_node: dict[str, dict]) -> list[nodes.Problem]:
     """Return a problem that names the nodes whose gloo ranks other nodes cannot connect to, or an
     empty list.
     """
@@ -328,11 +335,7 @@ def _unreachable(by_node: dict[str, dict[str, Any]]) -> list[nodes.Problem]:
     return [nodes.Problem(sentence, unreachable, mistake=len(unreachable) == len(by_node))]
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _gpu(torch) -> dict[str, Any] | None:
+def _gpu(torch) -> dict | None:
     index = local_rank()
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         return None

@@ -33,12 +33,11 @@ def main(argv: list[str] | None = None) -> int:
             " invalid settings; otherwise 0. The settings are those of pretrain.train."
         ),
     )
-    processes_help = "number of GPUs (default: as many as one model replica needs)"
     parser.add_argument(
         "--processes",
         type=int,
         metavar="N",
-        help=processes_help,
+        help="number of GPUs (default: as many as one model replica needs)",
     )
     parser.add_argument(
         "--rank", type=int, metavar="R", default=0, help="rank to rehearse (default: 0)"

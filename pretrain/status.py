@@ -384,7 +384,7 @@ def _total_steps(run: Path) -> int | None:
     return settings.get("train", {}).get("steps")
 
 
-def _newest_checkpoint(root: Path) -> dict[str, Any]:
+def _newest_checkpoint(root: Path) -> dict:
     """Return the `checkpoint...` fields of RunStatus for the newest checkpoint in a directory."""
     names = ("checkpoint", "checkpoint_step", "checkpoint_age", "checkpoint_problem")
     fields: dict[str, Any] = dict.fromkeys(names)

@@ -70,75 +70,118 @@ def parser() -> argparse.ArgumentParser:
 
 def add_export(add: Callable) -> None:
     """Add the options of to-hf."""
-    newest = (
-        "a run or its checkpoints directory (the newest complete checkpoint is used), or the"
-        " directory of one step"
+    add(
+        "--checkpoint",
+        required=True,
+        metavar="DIR",
+        help="a run or its checkpoints directory (the newest complete checkpoint is used), or the"
+        " directory of one step",
     )
-    add("--checkpoint", required=True, metavar="DIR", help=newest)
     add("--output", required=True, metavar="DIR", help="the directory to write; it must not exist")
-    replace = "replace OUTPUT, if it is an export, when the new one is complete"
-    add("--overwrite", action="store_true", help=replace)
-    dtype = "dtype of the weights (default: %(default)s)"
-    add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help=dtype)
-    tokenizer = "a .model, a tokenizer.json, their directory, or none (default: the run's)"
-    add("--tokenizer", metavar="T", help=tokenizer)
-    average = "export the averaged weights of a run with train.average"
-    add("--average", action="store_true", help=average)
-    trained = (
-        "write only the trained parameters, in peft's format, and the base model to OUTPUT/base;"
-        " the run must have trained only LoRA layers, embeddings, norms or TAPE's matrices. By"
-        " default, LoRA layers are merged into the model"
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace OUTPUT, if it is an export, when the new one is complete",
     )
-    add("--adapter", action="store_true", help=trained)
+    add(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        default="fp32",
+        help="dtype of the weights (default: %(default)s)",
+    )
+    add(
+        "--tokenizer",
+        metavar="T",
+        help="a .model, a tokenizer.json, their directory, or none (default: the run's)",
+    )
+    add(
+        "--average",
+        action="store_true",
+        help="export the averaged weights of a run with train.average",
+    )
+    add(
+        "--adapter",
+        action="store_true",
+        help="write only the trained parameters, in peft's format, and the base model to"
+        " OUTPUT/base; the run must have trained only LoRA layers, embeddings, norms or TAPE's"
+        " matrices. By default, LoRA layers are merged into the model",
+    )
 
 
 def add_import(add: Callable) -> None:
     """Add the options of from-hf."""
-    model = "directory with config.json, weights and tokenizer, as transformers saves them"
-    add("--model", required=True, metavar="DIR", help=model)
-    name = (
-        "the model's name on the Hugging Face Hub, for the model cards of exports (default: the"
-        " name in the Hub's cache, if MODEL is there)"
+    add(
+        "--model",
+        required=True,
+        metavar="DIR",
+        help="directory with config.json, weights and tokenizer, as transformers saves them",
     )
-    add("--base-model", type=str, metavar="OWNER/NAME", help=name)
+    add(
+        "--base-model",
+        type=str,
+        metavar="OWNER/NAME",
+        help="the model's name on the Hugging Face Hub, for the model cards of exports (default:"
+        " the name in the Hub's cache, if MODEL is there)",
+    )
     add_checkpoint(add)
-    encoding = (
-        "rope keeps the model's encoding; tape initially computes the same outputs and can learn to"
-        " rewrite positions (default: tape; for a model that this project exported, its encoding)"
+    add(
+        "--position-encoding",
+        choices=("tape", "rope"),
+        help="rope keeps the model's encoding; tape initially computes the same outputs and can"
+        " learn to rewrite positions (default: tape; for a model that this project exported, its"
+        " encoding)",
     )
-    add("--position-encoding", choices=("tape", "rope"), help=encoding)
-    seed = "seed of TAPE's random initial parameters (default: %(default)s)"
-    add("--seed", type=int, default=1234, help=seed)
+    add(
+        "--seed",
+        type=int,
+        default=1234,
+        help="seed of TAPE's random initial parameters (default: %(default)s)",
+    )
 
 
 def add_released(add: Callable) -> None:
     """Add the options of from-released."""
-    weights = "safetensors file with the parameter names of the released code"
-    add("--weights", required=True, metavar="FILE", help=weights)
-    config = "the config.json with which the model was trained"
-    add("--config", required=True, metavar="JSON", help=config)
-    add_checkpoint(add)
-    mixing = (
-        "TAPE's map over heads: a full matrix, or one scale per head as in the released code"
-        " (default: %(default)s)"
+    add(
+        "--weights",
+        required=True,
+        metavar="FILE",
+        help="safetensors file with the parameter names of the released code",
     )
-    add("--token-mixing", choices=("full", "per_head"), default="full", help=mixing)
+    add(
+        "--config",
+        required=True,
+        metavar="JSON",
+        help="the config.json with which the model was trained",
+    )
+    add_checkpoint(add)
+    add(
+        "--token-mixing",
+        choices=("full", "per_head"),
+        default="full",
+        help="TAPE's map over heads: a full matrix, or one scale per head as in the released code"
+        " (default: %(default)s)",
+    )
 
 
 def add_checkpoint(add: Callable) -> None:
     """Add the options that from-hf and from-released share."""
-    output = "the checkpoint to write; it must not exist"
-    add("--output", required=True, metavar="CKPT", help=output)
-    multiple = (
-        "pad the vocabulary to a multiple of this, as tensor parallelism needs (default:"
-        " %(default)s)"
+    add(
+        "--output", required=True, metavar="CKPT", help="the checkpoint to write; it must not exist"
     )
-    add("--vocab-multiple", type=command_line.whole_number, default=1, metavar="N", help=multiple)
-    pickles = (
-        "also read .bin and .pt files; they can execute code, so use only files from people you"
-        " trust"
+    add(
+        "--vocab-multiple",
+        type=command_line.whole_number,
+        default=1,
+        metavar="N",
+        help="pad the vocabulary to a multiple of this, as tensor parallelism needs (default:"
+        " %(default)s)",
     )
-    add("--allow-pickle", action="store_true", help=pickles)
+    add(
+        "--allow-pickle",
+        action="store_true",
+        help="also read .bin and .pt files; they can execute code, so use only files from people"
+        " you trust",
+    )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tape import command_line
-from megatron_tape.errors import FileError, UserError
+from megatron_tape.errors import FileError, UserError, first_line
 from megatron_tape.evaluation.model_source import ModelSource, find_model
 from megatron_tape.huggingface.tokenizer_files import SPECIAL_IDS, read_tokenizer
 from megatron_tape.io.records import read_small
@@ -113,8 +113,7 @@ def continuations(
         try:
             return read(str(directory), trust_remote_code=source.needs_trust)
         except Exception as error:  # any error of the libraries below, often with many lines
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise FileError(arguments.model, f"cannot be loaded: {reason}") from None
+            raise FileError(arguments.model, f"cannot be loaded: {first_line(error)}") from None
 
     tokenizer = load(read_tokenizer)
     encoded = []
@@ -186,30 +185,64 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     result = command_line.Parser(description=__doc__)
     add = result.add_argument
-    model = "a run, a checkpoint, or an exported model with its tokenizer"
-    add("--model", required=True, metavar="MODEL", help=model)
-    average = "use the averaged weights of a run with train.average"
-    add("--average", action="store_true", help=average)
-    prompt = "the text to continue; may be given several times"
-    add("--prompt", type=str, action="append", default=[], metavar="TEXT", help=prompt)
-    file = "a text file with one prompt per line (UTF-8)"
-    add("--prompts-file", type=command_line.path, metavar="FILE", help=file)
-    count = "maximum of tokens to add (default: %(default)s)"
-    add("--max-new-tokens", type=command_line.whole_number, default=64, metavar="N", help=count)
-    temperature = (
-        "0 chooses the most likely token; above 0, tokens are sampled at this temperature"
-        " (default: 0)"
+    add(
+        "--model",
+        required=True,
+        metavar="MODEL",
+        help="a run, a checkpoint, or an exported model with its tokenizer",
     )
-    add("--temperature", type=float, default=0.0, help=temperature)
-    top_p = (
-        "sample only from the most likely tokens whose probabilities add up to P (default: 1, all"
-        " tokens)"
+    add(
+        "--average",
+        action="store_true",
+        help="use the averaged weights of a run with train.average",
     )
-    add("--top-p", type=float, default=1.0, metavar="P", help=top_p)
-    seed = "seed of sampling, the same for each prompt (default: %(default)s)"
-    add("--seed", type=int, default=1234, help=seed)
-    trust = "run Python files in MODEL that are not this project's"
-    add("--trust-remote-code", action="store_true", help=trust)
+    add(
+        "--prompt",
+        type=str,
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="the text to continue; may be given several times",
+    )
+    add(
+        "--prompts-file",
+        type=command_line.path,
+        metavar="FILE",
+        help="a text file with one prompt per line (UTF-8)",
+    )
+    add(
+        "--max-new-tokens",
+        type=command_line.whole_number,
+        default=64,
+        metavar="N",
+        help="maximum of tokens to add (default: %(default)s)",
+    )
+    add(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="0 chooses the most likely token; above 0, tokens are sampled at this temperature"
+        " (default: 0)",
+    )
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample only from the most likely tokens whose probabilities add up to P (default: 1,"
+        " all tokens)",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=1234,
+        help="seed of sampling, the same for each prompt (default: %(default)s)",
+    )
+    add(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python files in MODEL that are not this project's",
+    )
     return result
 
 

@@ -153,8 +153,12 @@ def parser() -> argparse.ArgumentParser:
         help="use files whose names end in one of these (default: .py .md)",
     )
     for source in (stdlib, directory):
-        shuffle = "shuffle the documents, so that all splits are alike (default: sort by path)"
-        source.add_argument("--shuffle", type=int, metavar="SEED", help=shuffle)
+        source.add_argument(
+            "--shuffle",
+            type=int,
+            metavar="SEED",
+            help="shuffle the documents, so that all splits are alike (default: sort by path)",
+        )
         source.add_argument("--output", required=True, metavar="F.jsonl", help="the file to write")
         source.add_argument("--overwrite", action="store_true", help="replace an existing output")
         document_bytes_option(source)

@@ -75,8 +75,13 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     result = command_line.Parser(description=__doc__)
     add = result.add_argument
-    what = "prefixes of datasets with the same tokenizer, in order, or quoted patterns"
-    add("--input", nargs="+", required=True, metavar="P", help=what)
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="P",
+        help="prefixes of datasets with the same tokenizer, in order, or quoted patterns",
+    )
     add("--output-prefix", required=True, metavar="P", help="write P.bin and P.idx")
     add(
         "--overwrite",

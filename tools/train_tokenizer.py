@@ -164,8 +164,12 @@ def parser() -> argparse.ArgumentParser:
         default="bpe",
         help="default: %(default)s; unigram trains slower",
     )
-    size = "train on a random sample of documents of this size (default: %(default)s)"
-    add("--max-bytes", type=command_line.whole_number, default=10_000_000, help=size)
+    add(
+        "--max-bytes",
+        type=command_line.whole_number,
+        default=10_000_000,
+        help="train on a random sample of documents of this size (default: %(default)s)",
+    )
     add(
         "--seed", type=int, default=0, help="seed for choosing the documents (default: %(default)s)"
     )

@@ -121,12 +121,25 @@ def _matching_files(pattern: str) -> list[str]:
 def add_text_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose the input and its documents."""
     add = parser.add_argument
-    files = "files, quoted patterns (** matches any depth), or hub:NAME"
-    add("--input", nargs="+", required=True, metavar="GLOB", help=files)
-    key = "key or column of a document's text (default: %(default)s)"
-    add("--text-key", type=str, default="text", help=key)
-    number = "use only the first N documents (default: all)"
-    add("--max-documents", type=command_line.whole_number, metavar="N", help=number)
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="GLOB",
+        help="files, quoted patterns (** matches any depth), or hub:NAME",
+    )
+    add(
+        "--text-key",
+        type=str,
+        default="text",
+        help="key or column of a document's text (default: %(default)s)",
+    )
+    add(
+        "--max-documents",
+        type=command_line.whole_number,
+        metavar="N",
+        help="use only the first N documents (default: all)",
+    )
     document_bytes_option(parser)
     hub.add_options(parser)
 

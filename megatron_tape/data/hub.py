@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megatron_tape import command_line
-from megatron_tape.errors import ConfigError, FileError
+from megatron_tape.errors import ConfigError, FileError, one_line
 from megatron_tape.home import expand_home
 
 PREFIX = "hub:"
@@ -40,17 +40,26 @@ class NetworkError(ConnectionError):
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose the files of a dataset: see `find_files`."""
     add = parser.add_argument
-    name = "configuration of a Hub dataset, such as sample-10BT"
-    add("--config-name", type=str, metavar="NAME", help=name)
+    add(
+        "--config-name",
+        type=str,
+        metavar="NAME",
+        help="configuration of a Hub dataset, such as sample-10BT",
+    )
     add("--split", type=str, help="split of a Hub dataset (default: train)")
     add("--revision", type=str, help="branch, tag or commit of a Hub dataset (default: main)")
-    files = "use these files of a Hub dataset or local directory"
-    add("--data-files", nargs="+", metavar="GLOB", help=files)
-    streaming = (
-        "read a Hub dataset over the network (default: download its files to the Hub's local cache"
-        " first)"
+    add(
+        "--data-files",
+        nargs="+",
+        metavar="GLOB",
+        help="use these files of a Hub dataset or local directory",
     )
-    add("--streaming", action="store_true", help=streaming)
+    add(
+        "--streaming",
+        action="store_true",
+        help="read a Hub dataset over the network (default: download its files to the Hub's local"
+        " cache first)",
+    )
 
 
 def refuse_options(arguments: argparse.Namespace) -> None:
@@ -143,7 +152,7 @@ def _open(name: str, arguments: argparse.Namespace) -> Any:
     except MemoryError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:500] or type(error).__name__
+        reason = one_line(error)
         fix = (
             "check the name, --config-name, --revision and --data-files; a private or gated dataset"
             " also needs HF_TOKEN"
@@ -233,8 +242,7 @@ def _network_errors(subject: str) -> Iterator[None]:
         raise
     # The library raises errors of its own, of its HTTP client, and of Python.
     except Exception as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise NetworkError(subject, reason) from error
+        raise NetworkError(subject, one_line(error)) from error
 
 
 class _RemoteFile(io.RawIOBase):

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from megatron_tape.errors import ConfigError, FileError, UserError
+from megatron_tape.errors import ConfigError, FileError, UserError, one_line
 from megatron_tape.io.files import file_system_time, sync_directory
 
 logger = logging.getLogger(__name__)
@@ -93,10 +93,9 @@ def load_array(path: str | Path, **_options: Any) -> np.ndarray:
     except Exception as error:  # damaged headers raise errors of many types
         if isinstance(error, OSError) and error.errno != errno.ENOENT:
             raise
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise FileError(
             path,
-            f"cannot be used ({reason})",
+            f"cannot be used ({one_line(error)})",
             f"remove {os.path.dirname(path)} and start the run again, which builds the index anew",
         ) from None
 

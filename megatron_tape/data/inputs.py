@@ -342,8 +342,9 @@ def missing_validation(config: RunConfig) -> ConfigError | None:
     train = config.train
     data = config.data
     if train.eval_interval == 0:
-        fix = "remove it, or set it to a number of steps"
-        return ConfigError("train.eval_interval", "is 0", fix)
+        return ConfigError(
+            "train.eval_interval", "is 0", "remove it, or set it to a number of steps"
+        )
     if not train.validates:
         return ConfigError("train.evaluations", "lacks validation_loss", "add it")
     if data.examples is not None and data.examples.validation is None:
@@ -351,8 +352,11 @@ def missing_validation(config: RunConfig) -> ConfigError | None:
     if data.prefix is None:
         return None
     if split_shares(data.split)[1] == 0:
-        problem = f"is {data.split}, without validation documents"
-        return ConfigError("data.split", problem, "raise its second number")
+        return ConfigError(
+            "data.split",
+            f"is {data.split}, without validation documents",
+            "raise its second number",
+        )
     try:
         large_enough(config, "validation")
     except ConfigError as error:

@@ -84,8 +84,9 @@ def plan_for_all(config: RunConfig, evaluates: bool) -> DatasetPlan:
         except ConfigError as error:
             plan[0] = error
         except (OSError, ValueError) as error:
-            problem = f"contains a dataset that can no longer be read: {error}"
-            plan[0] = ConfigError("data.prefix", problem)
+            plan[0] = ConfigError(
+                "data.prefix", f"contains a dataset that can no longer be read: {error}"
+            )
     dist.broadcast_object_list(plan, src=0)
     if isinstance(plan[0], ConfigError):
         raise plan[0]

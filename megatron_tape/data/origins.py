@@ -6,7 +6,7 @@ since, for example because another tool has replaced them.
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import NotRequired
 
 from typing_extensions import TypedDict
 
@@ -108,7 +108,7 @@ def unknown_tokenizers(origins: Mapping[str, Origin | None], name: str) -> str |
     )
 
 
-def common_origin(origins: Iterable[Origin | None]) -> dict[str, Any] | None:
+def common_origin(origins: Iterable[Origin | None]) -> dict | None:
     """Return the origin of the merge of datasets with the same tokenizer.
 
     Returns None if there are no datasets, or if one has no origin.

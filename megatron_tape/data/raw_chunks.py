@@ -11,7 +11,7 @@ from typing import IO, Any
 
 from megatron_tape.data import hub
 from megatron_tape.data.hub import text_format
-from megatron_tape.errors import FileError
+from megatron_tape.errors import FileError, one_line
 
 DOCUMENT_BYTES = 12_000_000
 """Default maximum size of a document in bytes. Tokenizing takes up to 150 times as much memory."""
@@ -215,8 +215,7 @@ def _read_parquet(path: str, text_key: str) -> Iterator[tuple[bytes | None, int]
         raise
     # pyarrow raises plain ValueError and TypeError for names and types that it cannot represent.
     except (pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UnreadableFile(path, f"cannot be read as parquet ({reason})") from error
+        raise UnreadableFile(path, f"cannot be read as parquet ({one_line(error)})") from error
 
 
 def _check_column(path: str, schema: Any, text_key: str) -> None:

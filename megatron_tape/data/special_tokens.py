@@ -93,9 +93,7 @@ class SpecialTokens:
             tokens |= {token for token in _contents(value).values() if isinstance(token, str)}
         return tokens - {""}
 
-    def existing(
-        self, token_to_id: Callable[[str], int | None]
-    ) -> tuple[dict[str, Any], list[str]]:
+    def existing(self, token_to_id: Callable[[str], int | None]) -> tuple[dict, list[str]]:
         """Return the settings that name existing special tokens, and a list of the other tokens.
 
         `tokenizer_config.json` has priority over `special_tokens_map.json`.
@@ -177,7 +175,7 @@ def refuse_specials_in_text(
             )
 
 
-def _contents(value: Any) -> dict[str, Any]:
+def _contents(value: Any) -> dict:
     """Return the texts of the tokens in a setting: one, a list of them, or a dictionary by name.
 
     A token is its text, or an object with its text and further settings.

@@ -24,7 +24,7 @@ from megatron_tape.data.special_tokens import (
     refuse_specials_in_text,
 )
 from megatron_tape.data.trial_texts import FIXED_TEXTS, find_difference, trial_texts
-from megatron_tape.errors import ConfigError, FileError, UserError
+from megatron_tape.errors import ConfigError, FileError, UserError, one_line
 from megatron_tape.io.files import write_whole
 from megatron_tape.io.records import read_small
 
@@ -156,8 +156,7 @@ def library_errors(path: str | Path, problem: str, fix: str = _SAVE) -> Iterator
         is_panic = type(error).__name__ == "PanicException"
         if not isinstance(error, Exception) and not is_panic:  # a signal, for example
             raise
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise FileError(path, f"{problem} ({reason})", fix) from error
+        raise FileError(path, f"{problem} ({one_line(error)})", fix) from error
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -401,7 +400,7 @@ class _HuggingFace(Tokenizer):
         # Otherwise a document that mentions <|endoftext|> would end there.
         self._model.encode_special_tokens = True
 
-    def _make_special(self, settings: dict[str, Any]) -> dict[str, int]:
+    def _make_special(self, settings: dict) -> dict[str, int]:
         """Return the ids of the special tokens. Tokens that the settings files name become special.
 
         The unknown token is not one of them, unless it also begins or ends documents.

@@ -177,7 +177,7 @@ def changed_settings(saved: Settings, config: RunConfig, of_variants: bool = Fal
     return differences + _changes("", saved, now)
 
 
-def _changes(name: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def _changes(name: str, before: dict, now: dict) -> list[str]:
     return [
         f"{key}: was {json.dumps(was)}, is now {json.dumps(value)}"
         for key, was, value in changed_values(before, now, name)

@@ -76,7 +76,7 @@ _ENCODINGS: ContextVar[Mapping[str, str | None]] = ContextVar(
 DOTS_PER_INCH = 150
 
 
-def styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
+def styles(labels: Iterable[str]) -> dict[str, dict]:
     """Return the plot style of each model: `axes.plot(x, y, **styles(results)[label])`.
 
     The color is that of the model's encoding (see `model_encodings`). Models of one encoding differ
@@ -125,7 +125,7 @@ def model_encodings(encodings: Mapping[str, str | None]) -> Iterator[None]:
         _ENCODINGS.reset(token)
 
 
-def variant_styles(variants: Iterable[str]) -> dict[str, dict[str, Any]]:
+def variant_styles(variants: Iterable[str]) -> dict[str, dict]:
     """Return the plot styles of variants named as in `comparison.json`, such as
     `tape+increments=signed`.
     """
@@ -151,9 +151,9 @@ def shade(color: str, number: int) -> str:
     `BLENDS`.
     """
     gray, fraction = BLENDS[number % len(BLENDS)]
-    channels = np.array([int(color[start : start + 2], 16) for start in (1, 3, 5)])
+    channels = np.array(list(bytes.fromhex(color[1:])))
     blended = (1 - fraction) * channels + fraction * 255 * gray
-    return "#" + "".join(f"{round(channel):02x}" for channel in blended)
+    return "#" + bytes(map(round, blended)).hex()
 
 
 def shades(count: int) -> list[tuple[float, ...]]:
@@ -251,18 +251,15 @@ def curve(
     axes.plot(x, values, **style)
     if low is not None and high is not None:
         distances = np.clip([values - _numbers(low), _numbers(high) - values], 0, None)
-        bars = {
-            "ecolor": style["color"],
-            "elinewidth": 1,
-            "capsize": 2.5,
-            "alpha": 0.8,
-        }
         axes.errorbar(
             x,
             values,
             distances,
             fmt="none",
-            **bars,
+            ecolor=style["color"],
+            elinewidth=1,
+            capsize=2.5,
+            alpha=0.8,
         )
 
 
@@ -334,13 +331,14 @@ def legend(figure: Figure) -> None:
     columns = max(1, min(len(handles), int(figure.get_figwidth() * 12 / (longest + 6))))
     rows = math.ceil(len(handles) / columns)
     figure.set_figheight(figure.get_figheight() + 0.2 * rows + 0.1)
-    look = {"frameon": False, "fontsize": 9, "handlelength": 2.4}
     figure.legend(
         handles.values(),
         handles,
         loc="outside lower center",
         ncols=columns,
-        **look,
+        frameon=False,
+        fontsize=9,
+        handlelength=2.4,
     )
 
 

@@ -228,7 +228,7 @@ def _tokenizer_record(path: Path) -> TokenizerRecord | None:
     return None
 
 
-def _is_own_code(path: Path, settings: dict[str, Any]) -> bool:
+def _is_own_code(path: Path, settings: dict) -> bool:
     """Return whether transformers would run only unchanged copies of the Python files that this
     project exports.
 

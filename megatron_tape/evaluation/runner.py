@@ -113,7 +113,7 @@ class _Part(TypedDict):
     value: dict[str, Any]
 
 
-def read_parts(directory: Path) -> dict[str, dict[str, Any]]:
+def read_parts(directory: Path) -> dict[str, dict]:
     """Return the values of finished units by unit key. Incomplete lines, left by killed processes,
     are ignored.
     """
@@ -126,7 +126,7 @@ def read_parts(directory: Path) -> dict[str, dict[str, Any]]:
     return values
 
 
-def append_part(directory: Path, rank: int, key: str, value: dict[str, Any]) -> dict[str, Any]:
+def append_part(directory: Path, rank: int, key: str, value: dict) -> dict:
     """Append a unit's value to the rank's file; return the value as JSON reads it back.
 
     Raises ValueError if the value contains infinite numbers or NaN.
@@ -195,7 +195,7 @@ def run_task(
 
 def _evaluate(
     task: Task, model: HuggingFaceModel, ranks: Ranks, parts: Path, units: list[Unit]
-) -> dict[str, Any]:
+) -> dict:
     """Evaluate this rank's units, and save each value at once; return the values by unit key. Rank
     0 shows progress.
     """

@@ -192,23 +192,21 @@ def by_group(
 
 def fraction_maps(
     results: Results,
-    fractions: Callable[[TaskResult], Sequence[Sequence[float | None]]],
-    names: Callable[[TaskResult], tuple[Sequence[Any], Sequence[Any]]],
+    read: Callable[[TaskResult], tuple[Sequence[Any], Sequence[Any], Sequence[Any]]],
     name: str,
     title: str,
     axes_labels: tuple[str, str] = ("", "context length (tokens)"),
 ) -> list[Picture]:
     """Return a picture with a heat map for each model.
 
-    `fractions` returns a result's matrix of values from 0 to 1, and `names` the names of the rows
-    and the columns.
+    `read` returns a result's matrix of values from 0 to 1, and the names of its rows and of its
+    columns.
     """
     row_label, column_label = axes_labels
     figure, shown = model_panels(results, width=4.6, height=3.6)
     sentences = []
     for axes, (label, result) in zip(shown, results.items()):
-        rows, columns = names(result)
-        matrix = fractions(result)
+        matrix, rows, columns = read(result)
         bar = "fraction" if axes is shown[-1] else None
         heat_map(
             axes, matrix, rows, columns, row_label=row_label, column_label=column_label, bar=bar

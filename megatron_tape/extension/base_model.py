@@ -99,7 +99,7 @@ class Base:
         return digest.hexdigest()
 
 
-def with_base_settings(values: dict[str, Any], base: Base | None = None) -> dict[str, Any]:
+def with_base_settings(values: dict, base: Base | None = None) -> dict:
     """Return the settings `values`, with those of the model that the run extends as defaults.
 
     The model is `base`, by default that of `extension.from`; if both are given, they must agree. If
@@ -175,7 +175,7 @@ def with_base_settings(values: dict[str, Any], base: Base | None = None) -> dict
     }
 
 
-def _check_determined(model: dict[str, Any], position: dict[str, Any]) -> None:
+def _check_determined(model: dict, position: dict) -> None:
     """Raise ConfigError if `model` or `position` has a setting that `extension.context_factor`
     determines.
     """
@@ -191,7 +191,7 @@ def _check_determined(model: dict[str, Any], position: dict[str, Any]) -> None:
             )
 
 
-def _check_kept_scaling(position: dict[str, Any], base: Base) -> None:
+def _check_kept_scaling(position: dict, base: Base) -> None:
     """Raise ConfigError if the scaling of `base` cannot be multiplied as `extension.context_factor`
     asks.
 
@@ -301,7 +301,7 @@ def _from_checkpoint(path: Path) -> Base:
     return Base(path, model, state)
 
 
-def _inherited(base: ModelConfig, encoding: str) -> dict[str, Any]:
+def _inherited(base: ModelConfig, encoding: str) -> dict:
     """Return the settings that a run with the positional encoding `encoding` inherits from its base
     model.
     """
@@ -498,8 +498,7 @@ def _check_tokenizer(config: RunConfig, base: Base) -> None:
         with suppress(ValueError, OSError):
             tokenizer = load_tokenizer(directory)
     if tokenizer is not None:
-        name = f"that of {KEY} {base.path}"
-        check_same_tokenizer(path, tokenizer, name, f"give {directory}")
+        check_same_tokenizer(path, tokenizer, f"that of {KEY} {base.path}", f"give {directory}")
 
 
 def with_base_tokenizer(config: RunConfig, base: Base) -> tuple[RunConfig, TokenizerRecord | None]:

@@ -102,8 +102,9 @@ def import_on_rank_0(
         except UserError as error:
             status["error"] = CheckpointError(error.subjects, error.problem, error.fix)
         except Exception as error:
-            problem = f"cannot be imported: {type(error).__name__}: {error}"
-            status["error"] = CheckpointError(KEY, problem)
+            status["error"] = CheckpointError(
+                KEY, f"cannot be imported: {type(error).__name__}: {error}"
+            )
 
     thread = threading.Thread(target=run, name="import", daemon=True)
     if layout.rank == 0:

@@ -139,7 +139,7 @@ def _is_exported(name: str) -> bool:
     return name.startswith((TOKENIZER_JSON, TOKENIZER_MODEL, "chat_template.jinja", CHAT_TEMPLATES))
 
 
-def _generation(tokenizer: Tokenizer, source: str, warn: Callable[[str], None]) -> dict[str, Any]:
+def _generation(tokenizer: Tokenizer, source: str, warn: Callable[[str], None]) -> dict:
     """Return the contents of `generation_config.json` without ids that the tokenizer lacks."""
     try:
         settings = parse_record(tokenizer.files.get(GENERATION, b"{}"), dict[str, Any])
@@ -181,9 +181,7 @@ def read_tokenizer(directory: str | Path, **options: Any) -> Any:
     return transformers.PreTrainedTokenizerFast.from_pretrained(directory, **options)
 
 
-def _of_hugging_face(
-    tokenizer: Tokenizer, context: int
-) -> tuple[Any, dict[str, int | None], dict[str, Any]]:
+def _of_hugging_face(tokenizer: Tokenizer, context: int) -> tuple[Any, dict[str, int | None], dict]:
     """Return a tokenizer of the `tokenizers` library, the ids of special tokens and a new
     tokenizer_config.json.
 
@@ -215,7 +213,7 @@ def _of_hugging_face(
 
 def _of_sentencepiece(
     tokenizer: Tokenizer, source: str, context: int
-) -> tuple[Any, dict[str, int | None], dict[str, Any]]:
+) -> tuple[Any, dict[str, int | None], dict]:
     """Convert a SentencePiece model; return the same as `_of_hugging_face`."""
     from sentencepiece import sentencepiece_model_pb2
     from tokenizers import processors
@@ -322,7 +320,7 @@ def _check_same_ids(converted: Tokenizer, tokenizer: Any, source: str) -> None:
         )
 
 
-def _new_settings(context: int, named: dict[str, str]) -> dict[str, Any]:
+def _new_settings(context: int, named: dict[str, str]) -> dict:
     return {
         "tokenizer_class": FROM_THE_FILE,
         **named,

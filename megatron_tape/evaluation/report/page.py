@@ -124,7 +124,7 @@ def read(paths: Iterable[str | Path]) -> tuple[dict[str, Run], dict[str, Results
     return runs, results
 
 
-def _label(name: str, path: Path, taken: dict[str, Any]) -> str:
+def _label(name: str, path: Path, taken: dict) -> str:
     if name in taken:
         return f"{name} ({path})"
     return name

@@ -144,7 +144,7 @@ class WindowTask(DocumentTask):
             windows.append(Window(end - size, end, scored=end - start))
         return windows
 
-    def scored(self) -> dict[str, dict[str, Any]]:
+    def scored(self) -> dict[str, dict]:
         """Return for each source the `count` of scored tokens, and a `digest` of their ids and
         positions.
 

@@ -25,17 +25,12 @@ from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from megatron_tape.errors import ConfigError
+from megatron_tape.errors import ConfigError, first_line
 
 FEWSHOT_SEED = 1234
 """Seed of few-shot examples; the default of the harness."""
 _RESAMPLINGS = 1000
 """Number of bootstrap samples for standard errors."""
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or its type if it has no message."""
-    return (str(error).strip() or type(error).__name__).split("\n")[0][:300]
 
 
 def find_tasks(names: Sequence[str], include: Sequence[str] = ()) -> TaskManager:
@@ -82,7 +77,7 @@ def index(include: tuple[str, ...], defaults: bool) -> TaskManager:
         ) from error
 
 
-def load_tasks(manager: TaskManager, name: str, fewshot: int | None = None) -> dict[str, Any]:
+def load_tasks(manager: TaskManager, name: str, fewshot: int | None = None) -> dict:
     """Load the tasks and groups of a name, and their data, for `run`. Raises ConfigError if they
     cannot be loaded.
     """
@@ -107,7 +102,7 @@ def load_tasks(manager: TaskManager, name: str, fewshot: int | None = None) -> d
     return loaded
 
 
-def own_task(config: dict[str, Any]) -> dict[str, Any]:
+def own_task(config: dict) -> dict:
     """Make a task from a configuration in the harness's format; return it as input of `run`."""
     with quiet():
         task = ConfigurableTask(config={"num_fewshot": 0, **config})
@@ -115,7 +110,7 @@ def own_task(config: dict[str, Any]) -> dict[str, Any]:
     return {"tasks": {config["task"]: task}, "groups": {}}
 
 
-def builtin_configuration(folder: str, name: str) -> dict[str, Any]:
+def builtin_configuration(folder: str, name: str) -> dict:
     """Load the configuration `name`.yaml in a folder of the harness's tasks, with the functions
     that it names.
     """
@@ -131,9 +126,7 @@ def builtin_configuration(folder: str, name: str) -> dict[str, Any]:
     return config
 
 
-def run(
-    model: Any, tasks: dict[str, Any], seed: str, limit: int | None = None
-) -> list[dict[str, Any]]:
+def run(model: Any, tasks: dict, seed: str, limit: int | None = None) -> list[dict]:
     """Run tasks from `load_tasks` or `own_task` on a model of the harness; return an outcome for
     each task and group.
 
@@ -175,7 +168,7 @@ def run(
     ]
 
 
-def _metrics(values: dict[str, Any], higher_is_better: dict[str, Any]) -> dict[str, Any]:
+def _metrics(values: dict, higher_is_better: dict) -> dict:
     """Return the field `metrics` of an outcome, given the harness's results of a task or group."""
     metrics = {}
     for key, value in values.items():
@@ -193,7 +186,7 @@ def _metrics(values: dict[str, Any], higher_is_better: dict[str, Any]) -> dict[s
     return metrics
 
 
-def _documents(samples: list[dict[str, Any]], truncated: set[tuple[str, ...]]) -> dict[str, Any]:
+def _documents(samples: list[dict], truncated: set[tuple[str, ...]]) -> dict:
     """Return the fields `documents` to `truncated` of an outcome. `samples` has one item per
     document and filter.
     """
@@ -205,7 +198,7 @@ def _documents(samples: list[dict[str, Any]], truncated: set[tuple[str, ...]]) -
             column = values.setdefault(f"{metric},{sample['filter']}", {})
             column[sample["doc_id"]] = sample[metric]
 
-    def is_truncated(sample: dict[str, Any]) -> bool:
+    def is_truncated(sample: dict) -> bool:
         texts = [
             tuple(part for part in request if isinstance(part, str))
             for request in sample["arguments"]

@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_tape.config.evaluation import LmEvalSettings
 from megatron_tape.errors import ConfigError
@@ -132,7 +132,7 @@ class LmEval(Task):
         return [name for name in self.settings.tasks if name.endswith(_TASK_FILES)]
 
 
-def _finite(outcome: dict[str, Any]) -> dict[str, Any]:
+def _finite(outcome: dict) -> dict:
     """Drop `responses` and infinite or NaN metrics from an outcome; list the names of these metrics
     in `not_finite`.
     """
@@ -150,7 +150,7 @@ def _finite(outcome: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in outcome.items() if key != "responses"} | changed
 
 
-def _scores(outcome: dict[str, Any]) -> list[Score]:
+def _scores(outcome: dict) -> list[Score]:
     scores = []
     for key, metric in outcome["metrics"].items():
         interval = _interval(metric, outcome["values"].get(key))
@@ -168,7 +168,7 @@ def _scores(outcome: dict[str, Any]) -> list[Score]:
     return scores
 
 
-def _notes(outcome: dict[str, Any], max_length: int) -> list[str]:
+def _notes(outcome: dict, max_length: int) -> list[str]:
     notes = []
     if outcome["truncated"]:
         notes.append(
@@ -184,7 +184,7 @@ def _notes(outcome: dict[str, Any], max_length: int) -> list[str]:
     return notes
 
 
-def _interval(metric: dict[str, Any], values: list[float] | None) -> Interval:
+def _interval(metric: dict, values: list[float] | None) -> Interval:
     """Return Wilson's interval if the metric is a fraction of documents, else one from the
     harness's standard error.
     """

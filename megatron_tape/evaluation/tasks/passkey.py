@@ -127,18 +127,15 @@ class Passkey(Task):
 
     @classmethod
     def draw(cls, results: TaskResults) -> list[Picture]:
-        def accuracy(result: TaskResult) -> list[list[float]]:
-            return result.details["accuracy"]
-
-        def names(result: TaskResult) -> tuple[list[str], list[str]]:
+        def accuracy(result: TaskResult) -> tuple[list, list, list]:
             rows = [f"{depth:.0%}" for depth in result.details["depths"]]
             columns = [f"{length:,}" for length in result.details["lengths"]]
-            return rows, columns
+            return result.details["accuracy"], rows, columns
 
         title = "Passkey retrieval by depth and length"
         labels = "depth of the key", "context length (tokens)"
         return [
-            *fraction_maps(results, accuracy, names, cls.name, title, labels),
+            *fraction_maps(results, accuracy, cls.name, title, labels),
             *by_length(results, "accuracy", "passkey-lengths", "accuracy"),
         ]
 

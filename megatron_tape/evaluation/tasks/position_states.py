@@ -107,7 +107,7 @@ class PositionPictures(DocumentTask):
         tokens = torch.from_numpy(self._tokens[index]).to(model.device)[None]
         return self._measure(model.model, tokens)
 
-    def _measure(self, model: Any, tokens: Tensor) -> dict[str, Any]:
+    def _measure(self, model: Any, tokens: Tensor) -> dict:
         """Return losses, distances from RoPE's phases and similarities for tokens (1, N)."""
         from megatron_tape.evaluation.tasks import position_probes as probes
 
@@ -212,22 +212,28 @@ def _bucket_means(values: np.ndarray) -> list[float]:
 def _distances(results: TaskResults) -> Picture:
     distances = {label: result.details["distance"] for label, result in results.items()}
     high = max(np.max(distance) for distance in distances.values()) or 1.0
-    text = (
+    return _heat_maps(
+        distances,
+        "head group",
+        "|z - z0| / |z0|",
+        high,
+        "positions-distance",
         "Heat map of the mean distance of the position state from RoPE's phases by layer and head"
-        " group"
+        " group",
     )
-    axis = "head group"
-    return _heat_maps(distances, axis, "|z - z0| / |z0|", high, "positions-distance", text)
 
 
 def _changes(results: TaskResults) -> Picture:
     changes = {label: result.details["maps"]["change"] for label, result in results.items()}
-    bar = "fraction of attention moved to other tokens"
-    text = (
+    return _heat_maps(
+        changes,
+        "head",
+        "fraction of attention moved to other tokens",
+        1.0,
+        "positions-attention",
         "Heat map by layer and head: the fraction of attention moved if RoPE's phases replace the"
-        " state"
+        " state",
     )
-    return _heat_maps(changes, "head", bar, 1.0, "positions-attention", text)
 
 
 def _heat_maps(
@@ -261,11 +267,12 @@ def _along(results: TaskResults) -> Picture:
         axes.set(xlabel="position", ylabel="|z - z0| / |z0|")
         axes.set_ylim(bottom=0)
     legend(figure)
-    text = (
+    return Picture(
+        "positions-along",
         "Distance of the position state from RoPE's phases by position in the document, one curve"
-        f" per layer, for {', '.join(results)}."
+        f" per layer, for {', '.join(results)}.",
+        figure,
     )
-    return Picture("positions-along", text, figure)
 
 
 def _similarities(results: TaskResults) -> Picture:
@@ -280,11 +287,12 @@ def _similarities(results: TaskResults) -> Picture:
         axes.set(xlabel="distance of two tokens", ylabel="similarity of their states")
         axes.set_ylim(0, 1.02)
     legend(figure)
-    text = (
+    return Picture(
+        "positions-similarity",
         "Similarity of the states of two tokens by their distance, one curve per layer and one for"
-        f" RoPE, for {', '.join(results)}."
+        f" RoPE, for {', '.join(results)}.",
+        figure,
     )
-    return Picture("positions-similarity", text, figure)
 
 
 def _layer_curves(axes: Any, x: list[float], layers: list[list[float]]) -> None:

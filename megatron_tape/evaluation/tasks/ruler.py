@@ -181,15 +181,13 @@ class Ruler(Task):
         for (mean_name, *_), comparable in by_tasks.items():
             pictures += by_length(comparable, mean_name, "ruler", mean_name)
 
-        def fractions(result: TaskResult) -> list[list[float]]:
-            return list(result.details["tasks"].values())
-
-        def names(result: TaskResult) -> tuple[list[str], list[str]]:
+        def fractions(result: TaskResult) -> tuple[list, list, list]:
+            tasks = result.details["tasks"]
             columns = [f"{length:,}" for length in result.details["lengths"]]
-            return list(result.details["tasks"]), columns
+            return list(tasks.values()), list(tasks), columns
 
         title = "RULER's tasks by context length"
-        return pictures + fraction_maps(results, fractions, names, "ruler-tasks", title)
+        return pictures + fraction_maps(results, fractions, "ruler-tasks", title)
 
     @property
     def tasks(self) -> list[str]:

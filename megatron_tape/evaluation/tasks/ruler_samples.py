@@ -157,7 +157,7 @@ def _generate(
     count: int,
     measure: _Measure,
     settings: RulerSettings,
-) -> list[dict[str, Any]]:
+) -> list[dict]:
     """Call a function of the harness that makes samples, with parts of its module replaced; return
     the samples.
     """
@@ -225,9 +225,7 @@ def _limited(function: Callable[..., Any], count: int, measure: _Measure) -> Cal
     return limited
 
 
-def _refuse_endless(
-    function: Callable[..., Any], options: dict[str, Any], measure: _Measure
-) -> None:
+def _refuse_endless(function: Callable[..., Any], options: dict, measure: _Measure) -> None:
     """Raise TooShort if the smallest samples of vt or cwe do not fit.
 
     If a sample is too long, the harness draws it again with fewer words; at `incremental` words, it
@@ -257,7 +255,7 @@ def _refuse_endless(
                 raise TooShort("its smallest sample does not fit")
 
 
-def _check(task: str, rows: list[dict[str, Any]], count: int) -> None:
+def _check(task: str, rows: list[dict], count: int) -> None:
     """Raise TooShort if there are too few samples, or if prompts lack their answers (except for qa
     tasks).
     """

@@ -179,16 +179,14 @@ class Addition(SyntheticTask):
 
     @classmethod
     def draw(cls, results: TaskResults) -> list[Picture]:
-        def accuracy(result: TaskResult) -> list[list[float]]:
-            return result.details["accuracy"]
-
-        def names(result: TaskResult) -> tuple[list[int], list[int]]:
-            return result.details["lengths"], result.details["lengths"]
+        def accuracy(result: TaskResult) -> tuple[list, list, list]:
+            lengths = result.details["lengths"]
+            return result.details["accuracy"], lengths, lengths
 
         digits = dict.fromkeys(str(result.details["digits"]) for result in results.values())
         title = f"Sums; trained up to {' and '.join(digits)} digits"
         labels = ("digits of the first operand", "digits of the second operand")
-        return fraction_maps(results, accuracy, names, cls.name, title, labels)
+        return fraction_maps(results, accuracy, cls.name, title, labels)
 
 
 class Variants(SyntheticTask):

@@ -120,8 +120,11 @@ def new_export(output: str | Path, overwrite: bool) -> AbstractContextManager[Pa
 
     With `overwrite`, it may replace another export, but no other directory.
     """
-    fix = "pass --overwrite to replace it, or choose another output"
-    return atomic_directory(output, check_export if overwrite else None, fix)
+    return atomic_directory(
+        output,
+        check_export if overwrite else None,
+        "pass --overwrite to replace it, or choose another output",
+    )
 
 
 def check_export(directory: Path) -> None:

@@ -151,7 +151,7 @@ def padded_vocabulary(rows: int, multiple: int) -> int:
     return -(-rows // multiple) * multiple
 
 
-def shared_settings(settings: dict[str, Any], vocab_multiple: int) -> dict[str, Any]:
+def shared_settings(settings: dict, vocab_multiple: int) -> dict:
     """Return the settings of a ModelConfig that have the same keys in all architectures. Raises
     KeyError.
     """
@@ -169,7 +169,7 @@ def shared_settings(settings: dict[str, Any], vocab_multiple: int) -> dict[str, 
 
 
 def model_settings(
-    settings: dict[str, Any],
+    settings: dict,
     path: Path,
     position_encoding: str | None = None,
     vocab_multiple: int = 1,
@@ -227,7 +227,7 @@ def model_settings(
 
 
 def cannot_import(
-    settings: dict[str, Any], path: Path, key: str, accepted: str, reason: str = ""
+    settings: dict, path: Path, key: str, accepted: str, reason: str = ""
 ) -> UserError:
     """Return the error that the value of a setting cannot be imported; `accepted` describes the
     supported values.
@@ -238,7 +238,7 @@ def cannot_import(
     return UserError(key, problem, f"supported: {accepted}")
 
 
-def _check_supported(settings: dict[str, Any], path: Path) -> None:
+def _check_supported(settings: dict, path: Path) -> None:
     """Raise UserError if a setting that affects the model is not supported."""
     kind = settings["model_type"]
     for key, accepted in _SUPPORTED.items():
@@ -276,7 +276,7 @@ def _check_supported(settings: dict[str, Any], path: Path) -> None:
         raise cannot_import(settings, path, "layer_types", f"full_attention in all {layers} layers")
 
 
-def _layers_without_positions(settings: dict[str, Any], path: Path) -> int | None:
+def _layers_without_positions(settings: dict, path: Path) -> int | None:
     """Return n if every n-th layer has no positions, None if all have.
 
     Raises UserError for other patterns.
@@ -300,7 +300,7 @@ def _layers_without_positions(settings: dict[str, Any], path: Path) -> int | Non
     return None
 
 
-def _encoded(settings: dict[str, Any], path: Path) -> dict[str, Any]:
+def _encoded(settings: dict, path: Path) -> dict:
     """Return `model.position` for an export with `model_type` ENCODED. Raises UserError."""
     name = settings["position_encoding"]
     if not isinstance(name, str) or name not in ENCODINGS:
@@ -313,7 +313,7 @@ def _encoded(settings: dict[str, Any], path: Path) -> dict[str, Any]:
     return dict(position)
 
 
-def _rope(settings: dict[str, Any], path: Path) -> dict[str, Any]:
+def _rope(settings: dict, path: Path) -> dict:
     """Return `model.position` for rotary settings. Raises UserError.
 
     transformers 5 stores them in rope_parameters; older versions use rope_scaling and the top level
@@ -373,7 +373,7 @@ def _rope(settings: dict[str, Any], path: Path) -> dict[str, Any]:
 def _theta_of_share(
     theta: float,
     share: float,
-    settings: dict[str, Any],
+    settings: dict,
     path: Path,
 ) -> float:
     """Return the `rope_theta` with which `rope_share` gives Phi-3's frequencies.
@@ -392,7 +392,7 @@ def _theta_of_share(
     return theta ** (dim / rotated)
 
 
-def _yarn(rope: dict[str, Any], length_ratio: float) -> dict[str, Any]:
+def _yarn(rope: dict, length_ratio: float) -> dict:
     """Return yarn's settings in `model.position`.
 
     A factor of null stands for `length_ratio`, the context length divided by the original one.
@@ -414,7 +414,7 @@ def _yarn(rope: dict[str, Any], length_ratio: float) -> dict[str, Any]:
     }
 
 
-def _rotary(settings: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
+def _rotary(settings: dict, key: str, path: Path) -> dict:
     """Return the rotary settings under `key` that are not null, with `rope_type`, or {}.
 
     Raises UserError.

@@ -77,8 +77,12 @@ def import_released(
     if model.position_encoding == "tape":
         # Nothing reads the position state after the last layer, so the last layer has no update.
         unread = (f"model.layers.{model.num_layers - 1}.position.",)
-    origin = f"a checkpoint of the TAPE authors' code, {Path(weights).name}"
-    write_imported(output, model, _renamed(released, unread), origin)
+    write_imported(
+        output,
+        model,
+        _renamed(released, unread),
+        f"a checkpoint of the TAPE authors' code, {Path(weights).name}",
+    )
     advise(output, model)
 
 
@@ -103,9 +107,7 @@ def _renamed(released: Mapping[str, Tensor], unread: tuple[str, ...]) -> LazyTen
     return LazyTensors(sources, read)
 
 
-def _model(
-    settings: dict[str, Any], path: Path, vocab_multiple: int, token_mixing: str
-) -> ModelConfig:
+def _model(settings: dict, path: Path, vocab_multiple: int, token_mixing: str) -> ModelConfig:
     kind = settings.get("rpe_type")
     if kind not in tuple(_ENCODINGS):
         raise cannot_import(settings, path, "rpe_type", ", ".join(_ENCODINGS))
@@ -134,7 +136,7 @@ def _model(
     return model
 
 
-def _own_settings(settings: dict[str, Any], path: Path) -> dict[str, Any]:
+def _own_settings(settings: dict, path: Path) -> dict:
     """Return the settings of the encoding and of its scaling, with this project's keys. Raises
     UserError.
     """

@@ -69,7 +69,7 @@ def source_card(
     return facts
 
 
-def _metadata(path: Path) -> dict[str, Any]:
+def _metadata(path: Path) -> dict:
     """Return the metadata at the top of a model card. If it cannot be read, print a message and
     return {}.
     """
