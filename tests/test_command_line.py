@@ -56,7 +56,8 @@ def test_a_full_disk_behind_stdout_is_reported_in_one_sentence(tmp_path):
 def test_a_closed_pipe_ends_the_tool_silently(tmp_path):
     done = run("| true; exit ${PIPESTATUS[0]}", tmp_path)
     assert done.returncode in (0, 1)
-    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
 
 
 PROGRAMS = [
@@ -154,7 +155,8 @@ def test_running_out_of_memory_is_reported_in_one_sentence(error, sentence, caps
     with pytest.raises(SystemExit, match="1"), command_line.exit_on_user_error():
         main()
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2 and all(line.startswith(f"error: {sentence}") for line in lines)
+    assert len(lines) == 2
+    assert all(line.startswith(f"error: {sentence}") for line in lines)
     error = RuntimeError("a bug")
     with pytest.raises(RuntimeError, match="a bug"):
         command_line.status_of(main)

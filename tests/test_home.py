@@ -104,7 +104,8 @@ def test_a_user_without_a_name_gets_one(environment, tmp_path):
 
 def test_no_other_user_can_write_to_a_private_directory(environment):
     made = home.private_directory("caches")
-    assert made == home.private_directory("caches") and os.stat(made).st_mode & 0o077 == 0
+    assert made == home.private_directory("caches")
+    assert os.stat(made).st_mode & 0o077 == 0
     os.chmod(made, 0o777)
     assert home.private_directory("caches") != made
 

@@ -19,7 +19,8 @@ def test_tensors_are_written_bit_for_bit_at_the_returned_offsets(tmp_path, dtype
     tensors["empty"] = torch.zeros(0, 3).to(dtype)
     # One element of a column: contiguous, with a stride of 3. ZeRO 3 gathers such tensors.
     tensors["one"] = matrix[:1, 2]
-    assert tensors["one"].is_contiguous() and tensors["one"].stride() == (3,)
+    assert tensors["one"].is_contiguous()
+    assert tensors["one"].stride() == (3,)
     found, places = write_safetensors(tmp_path / "tensors", tensors, metadata={"step": "100"})
     read = load_file(tmp_path / "tensors")
     assert read.keys() == tensors.keys() == places.keys()
@@ -45,6 +46,7 @@ def test_tensors_are_read_from_an_iterator_one_at_a_time_and_converted(tmp_path)
     assert next(tensors).tolist() == [3.0, -12e4]  # the iterator is not advanced further
     with pytest.raises(UserError) as error:
         write_safetensors(tmp_path / "file", announced, [torch.tensor([1.5, 7e4])])
-    assert error.value.subject == "a" and "fp16" in error.value.problem
+    assert error.value.subject == "a"
+    assert "fp16" in error.value.problem
     with pytest.raises(AssertionError):
         write_safetensors(tmp_path / "file", announced, [torch.ones(2)])

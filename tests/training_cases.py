@@ -61,7 +61,8 @@ def assert_same_state(state, expected, bound=5e-4):
     Losses alone do not show everything: TAPE's matrices begin at zero, and hardly change the loss
     of the first steps.
     """
-    assert state.keys() == expected.keys() and len(expected) > 20
+    assert state.keys() == expected.keys()
+    assert len(expected) > 20
     for key, value in expected.items():
         assert (state[key] - value).norm() <= bound * value.norm(), key
 

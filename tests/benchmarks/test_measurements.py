@@ -59,19 +59,15 @@ def test_attention_times_are_compared_with_rope(recorded):
                 products * 2 * 2 * 4 * 32 * 16 * 16 / 2
             )  # two sequences; half of the products of 4 heads of 32
             assert found["tflops"] == pytest.approx(flops / found["seconds"] / 1e12)
-    assert (
-        grouped["rejected"]["triton"] == "is excluded by --without"
-        and "flash_attn" in grouped["rejected"]
-    )
+    assert grouped["rejected"]["triton"] == "is excluded by --without"
+    assert "flash_attn" in grouped["rejected"]
 
 
 def test_interpreted_kernels_are_checked_but_not_timed(recorded, capsys):
     (result,) = recorded(attention, "--toy")["results"]
     timings = result["timed"]["forward+backward"]
-    assert (
-        timings["tape triton"] == timings["rope triton"] == {"interpreted": True}
-        and "triton" not in result["rejected"]
-    )
+    assert timings["tape triton"] == timings["rope triton"] == {"interpreted": True}
+    assert "triton" not in result["rejected"]
     assert "| tape triton | exact, not timed |" in capsys.readouterr().out
 
 
@@ -101,7 +97,8 @@ def test_wrong_shapes_are_refused_and_nothing_starts_after_the_deadline(recorded
         recorded(attention, *KERNELS, "--shapes=2x32@16", "--minutes=1e-9")
     arguments = attention.parse(["--toy", "--without", "triton"])
     *_, late = attention.measure(attention.TOY, arguments, time.monotonic())
-    assert "tape torch" in late["no_time"] and late["timed"]["forward"] == {}
+    assert "tape torch" in late["no_time"]
+    assert late["timed"]["forward"] == {}
 
 
 def test_a_failing_candidate_does_not_stop_the_others_but_a_gpu_fault_does():
@@ -119,8 +116,10 @@ def test_a_failing_candidate_does_not_stop_the_others_but_a_gpu_fault_does():
     functions["fails at once"] = function("fails at once", 0, torch.OutOfMemoryError)
     functions["fails later"] = function("fails later", 3, torch.OutOfMemoryError)
     timings, failed = timing.timed(functions, 5, torch.device("cpu"))
-    assert timings["works"]["repetitions"] == 5 and set(timings) == {"works"}
-    assert set(failed) == {"fails at once", "fails later"} and "no room" in failed["fails later"]
+    assert timings["works"]["repetitions"] == 5
+    assert set(timings) == {"works"}
+    assert set(failed) == {"fails at once", "fails later"}
+    assert "no room" in failed["fails later"]
     functions["fails at once"] = function("fails at once", 0, torch.AcceleratorError)
     with pytest.raises(torch.AcceleratorError):
         timing.timed(functions, 5, torch.device("cpu"))
@@ -128,7 +127,8 @@ def test_a_failing_candidate_does_not_stop_the_others_but_a_gpu_fault_does():
 
 def test_decode_and_prefill_times_are_compared_with_llama(recorded):
     rows = recorded(generate, "--toy", "--passes=2")["lengths"]["64"]
-    assert set(rows) == {"dynamic", "static", "prompt"} and rows["prompt"]["timed"] == 2
+    assert set(rows) == {"dynamic", "static", "prompt"}
+    assert rows["prompt"]["timed"] == 2
     assert all(0 < row["tape_over_llama"] < 100 for row in rows.values())
 
 
@@ -159,15 +159,18 @@ def test_every_encoding_is_compared_with_rope_and_freed(recorded, monkeypatch):
     rows = recorded(encodings, *ENCODINGS, "--only", "alibi", "cope", "tape")["encodings"]
     assert rows["tape"]["additional_parameters"] > rows["alibi"]["additional_parameters"] == 0
     for name in ("alibi", "cope", "tape"):
-        assert 0.05 < rows[name]["step_over_rope"] < 50 and 0.5 < rows[name]["memory_over_rope"] < 2
+        assert 0.05 < rows[name]["step_over_rope"] < 50
+        assert 0.5 < rows[name]["memory_over_rope"] < 2
         assert 0.01 < rows[name]["decoding_over_rope"] < 100
         assert not {"failed", "decoding_failed"} & rows[name].keys()
     gc.collect()
-    assert models and not any(parameter() is not None for parameter in models)
+    assert models
+    assert not any(parameter() is not None for parameter in models)
     lines = encodings.table(
         {"encodings": rows | {"fire": {"additional_parameters": 3, "failed": "it is wrong"}}}
     )
-    assert lines[2].startswith("| rope | 1 | 1 | ") and lines[-1] == "fire: no figure: it is wrong"
+    assert lines[2].startswith("| rope | 1 | 1 | ")
+    assert lines[-1] == "fire: no figure: it is wrong"
     assert "| fire | - | - | +3 | - |" in lines
 
 
@@ -175,4 +178,5 @@ def test_an_encoding_with_wrong_attention_gets_no_figure(recorded, monkeypatch):
     right = tiled.attend
     monkeypatch.setattr(tiled, "attend", lambda x: tuple(y.roll(1, 0) for y in right(x)))
     row = recorded(encodings, *ENCODINGS, "--only=alibi")["encodings"]["alibi"]
-    assert "differ" in row["failed"] and "step_over_rope" not in row
+    assert "differ" in row["failed"]
+    assert "step_over_rope" not in row

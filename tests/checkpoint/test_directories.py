@@ -156,7 +156,8 @@ def test_a_manifest_of_the_wrong_shape_is_a_problem_in_one_sentence(tmp_path, ch
     path = save(tmp_path, 1)
     change(path, MANIFEST, **changes)
     (problem,) = files.problems(path)
-    assert MANIFEST in problem and "\n" not in problem
+    assert MANIFEST in problem
+    assert "\n" not in problem
     assert files.newest_complete(tmp_path) is None
 
 
@@ -192,7 +193,8 @@ def test_a_state_of_the_wrong_shape_or_step_is_a_problem_even_if_the_manifest_is
     change(path, "state.json", **changes)
     for deep in (False, True):
         problems = files.problems(path, deep)
-        assert len(problems) == (problem is not None) and (problem or "") in "".join(problems)
+        assert len(problems) == (problem is not None)
+        assert (problem or "") in "".join(problems)
 
 
 def test_the_newest_complete_checkpoint_is_found_and_broken_ones_are_named(tmp_path):
@@ -202,8 +204,10 @@ def test_the_newest_complete_checkpoint_is_found_and_broken_ones_are_named(tmp_p
     (tmp_path / "step-00000002" / "model").unlink()
     warnings = []
     assert files.newest_complete(tmp_path, warnings.append) == tmp_path / "step-00000001"
-    assert "step-00000003" in warnings[0] and "run.json has 0 bytes" in warnings[0]
-    assert "step-00000002" in warnings[1] and "model is missing" in warnings[1]
+    assert "step-00000003" in warnings[0]
+    assert "run.json has 0 bytes" in warnings[0]
+    assert "step-00000002" in warnings[1]
+    assert "model is missing" in warnings[1]
 
 
 def test_checkpoints_of_keep_every_are_never_removed(tmp_path):
@@ -212,7 +216,8 @@ def test_checkpoints_of_keep_every_are_never_removed(tmp_path):
     os.truncate(tmp_path / "step-00000008" / "run.json", 0)
     (tmp_path / "notes").mkdir()
     files.prune(tmp_path, keep=2, keep_every=4)
-    assert steps(tmp_path) == [9, 8, 7, 4] and (tmp_path / "notes").is_dir()
+    assert steps(tmp_path) == [9, 8, 7, 4]
+    assert (tmp_path / "notes").is_dir()
     files.prune(tmp_path, keep=1)
     assert steps(tmp_path) == [9]
 
@@ -252,4 +257,5 @@ def test_a_kill_at_any_file_operation_costs_at_most_the_save_it_interrupts():
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     operations = json.loads(result.stdout)
-    assert operations.keys() == killed_save_cases.SCENARIOS.keys() and min(operations.values()) > 10
+    assert operations.keys() == killed_save_cases.SCENARIOS.keys()
+    assert min(operations.values()) > 10

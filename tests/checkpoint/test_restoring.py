@@ -155,15 +155,16 @@ def test_a_background_save_contains_the_step_at_which_it_started(saved, tmp_path
     save = writing.Save(writer_in(engine, tmp_path), 1, 4, {}, in_thread=True)
     tokens = random_tokens(batch=1, length=17, seed=1)
     engine.train_step([{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}], lr=0.1)
-    assert save.busy and directories.list_checkpoints(tmp_path / "checkpoints") == []
+    assert save.busy
+    assert directories.list_checkpoints(tmp_path / "checkpoints") == []
     written.set()
     assert save.advance() is None
     path = save.advance()
-    assert directories.problems(path) == [] and directories.read_state(path)["optimizer_steps"] == 1
+    assert directories.problems(path) == []
+    assert directories.read_state(path)["optimizer_steps"] == 1
     saved_tensors = load_file(path / TENSORS)
-    assert saved_tensors.keys() == before.keys() and all(
-        torch.equal(saved_tensors[key], before[key]) for key in before
-    )
+    assert saved_tensors.keys() == before.keys()
+    assert all(torch.equal(saved_tensors[key], before[key]) for key in before)
     assert not torch.equal(engine.training_state()[NAME], saved_tensors[NAME])
     checkpoint = Checkpoint(path, directories.read_state(path))
     load_training_state(checkpoint, engine)
@@ -187,7 +188,8 @@ def test_an_index_that_does_not_fit_is_refused_even_if_the_manifest_is_right(
     with pytest.raises(FileError) as error:
         load_weights(checkpoint, saved[0].module, saved[0].layout)
         load_training_state(checkpoint, saved[0])
-    assert problem in error.value.problem and error.value.subject.startswith(str(checkpoint.path))
+    assert problem in error.value.problem
+    assert error.value.subject.startswith(str(checkpoint.path))
 
 
 def test_an_index_that_names_another_file_is_refused(damaged):
@@ -225,7 +227,8 @@ def test_random_states_that_cannot_be_restored_are_refused(saved, damaged, chang
     checkpoint = damaged(RANDOM, change)
     with pytest.raises(CheckpointError) as error:
         load_training_state(checkpoint, saved[0])
-    assert error.value.subject == str(checkpoint.path / RANDOM) and "\n" not in str(error.value)
+    assert error.value.subject == str(checkpoint.path / RANDOM)
+    assert "\n" not in str(error.value)
 
 
 def state_of_a_gpu(seed, offset=4):

@@ -41,7 +41,8 @@ def test_settings_that_change_the_order_of_the_data_are_named():
     changed = [sentence.partition(":")[0] for sentence in changes(saved, now)]
     assert changed == ["train.steps", "train.batch_ramp.from", "train.spikes.action"]
     keys = changed_order_keys(saved, now)
-    assert keys == changed[:2] and only_size_changed(keys)
+    assert keys == changed[:2]
+    assert only_size_changed(keys)
     before = with_saved_size(saved, now).train
     assert (before.steps, before.batch_ramp.from_, before.spikes.action) == (20, 1, "skip")
     generated = make(data__prefix=None, data__generator={"task": "addition"}, train__steps=30)

@@ -80,7 +80,8 @@ def cells_of(table):
 
 def test_means_spreads_and_differences_are_over_the_seeds():
     ((rope, tape, nope),) = results_by_metric(comparison()).values()
-    assert rope.mean == pytest.approx(0.6) and rope.spread == pytest.approx(0.1)
+    assert rope.mean == pytest.approx(0.6)
+    assert rope.spread == pytest.approx(0.1)
     assert rope.difference is None
     assert tape.mean == pytest.approx(2.3 / 3)
     assert tape.spread == pytest.approx(statistics.stdev([0.7, 0.7, 0.9]))
@@ -88,7 +89,8 @@ def test_means_spreads_and_differences_are_over_the_seeds():
     assert tape.difference.mean == pytest.approx(0.5 / 3)
     assert tape.difference.p == pytest.approx(2 * 0.037750, abs=2e-6)
     # Over the seeds of both.
-    assert nope.difference.count == 2 and nope.difference.mean == pytest.approx(-0.25)
+    assert nope.difference.count == 2
+    assert nope.difference.mean == pytest.approx(-0.25)
 
 
 def test_a_table_has_a_row_for_each_variant_and_marks_missing_values():
@@ -139,12 +141,15 @@ def test_a_task_has_one_table_with_a_column_for_each_condition_as_the_task_names
     assert cells_of(table)[1] == ["tape", "0.2200|−0.0035", "0.9960|−0.0040", "0.2600|+0.0100"]
 
     content = page({}, {}, [copying(SIGNED)])
-    assert content.count("<table") == 1 and content.count('scope="rowgroup"') == 2
-    assert "IID" not in content and "dense" not in content
+    assert content.count("<table") == 1
+    assert content.count('scope="rowgroup"') == 2
+    assert "IID" not in content
+    assert "dense" not in content
     heading, *lines = [
         line for line in markdown(copying(SIGNED)).splitlines() if line.startswith("|")
     ]
-    assert heading.split()[1:4:2] == ["metric", "variant"] and len(lines) == 9
+    assert heading.split()[1:4:2] == ["metric", "variant"]
+    assert len(lines) == 9
 
 
 def test_lengths_are_columns_and_so_are_metrics_of_the_training():
@@ -349,10 +354,12 @@ def test_the_picture_shows_every_seed_unless_all_values_are_equal():
 def test_markdown_has_a_row_for_each_variant_and_the_notes():
     text = markdown(comparison(), ["tape, seed 4"])
     lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert len(lines) == 5 and len({len(line) for line in lines}) == 1
+    assert len(lines) == 5
+    assert len({len(line) for line in lines}) == 1
     assert "| tape (3 seeds) " in lines[3]
     assert "| 0.7667 ± 0.1155 (+0.1667 (0.0232 – 0.3101), p = 0.0755) |" in lines[3]
-    assert "With 3 seeds" in text and "more than 2.5 times" in text
+    assert "With 3 seeds" in text
+    assert "more than 2.5 times" in text
     assert "Not finished: tape, seed 4." in text
 
 
@@ -385,7 +392,8 @@ def test_text_from_files_is_escaped_in_markdown_and_on_the_page(metrics):
     shown = "".join(child.content for child in inline)
     assert shown.lower().count(odd.lower()) >= 9
     content = page({}, {}, [made])
-    assert "onerror=alert" in content and "<img src=x" not in content
+    assert "onerror=alert" in content
+    assert "<img src=x" not in content
 
 
 def test_a_warning_names_what_differs_between_runs():

@@ -108,14 +108,18 @@ def test_the_page_loads_no_external_files_and_escapes_text(compared):
         kind, _, content = address.partition(",")
         assert kind == "data:image/png;base64"
         assert base64.b64decode(content).endswith(b"IEND\xaeB`\x82")
-    assert len(root.xpath("//script")) == 1 and not root.xpath("//@*[starts-with(name(), 'on')]")
+    assert len(root.xpath("//script")) == 1
+    assert not root.xpath("//@*[starts-with(name(), 'on')]")
     ids = root.xpath("//@id")
     assert [f"#{target}" for target in ids] == root.xpath("//@href") and len(ids) == len(set(ids))
 
     shown = clean(NASTY)
-    assert shown.startswith('<script>alert("x")</script>&amp;') and "\ufffd" in shown
+    assert shown.startswith('<script>alert("x")</script>&amp;')
+    assert "\ufffd" in shown
     text = root.text_content()
-    assert text.count(shown) >= 5 and "\x07" not in text and "\u202e" not in text
+    assert text.count(shown) >= 5
+    assert "\x07" not in text
+    assert "\u202e" not in text
 
 
 def test_sections_have_scores_curves_pictures_and_notes(compared):
@@ -127,7 +131,8 @@ def test_sections_have_scores_curves_pictures_and_notes(compared):
     assert rows[1][2] == "0.900|0.100 \N{EN DASH} 0.950|8 prompts"
     assert parsed.tables["Blunt"][1][0] == "perplexity \N{DOWNWARDS ARROW}"
     notes = parsed.sections["Shiny"]
-    assert notes.count("All of them.") == 1 and "tape: Only tape." in notes
+    assert notes.count("All of them.") == 1
+    assert "tape: Only tape." in notes
 
     training = parsed.tables["Training"]
     assert [row[0] for row in training] == ["run", "tape", "rope"]
@@ -297,7 +302,8 @@ def test_long_curves_are_thinned_evenly(tmp_path, monkeypatch):
     whole = read_run(run).curve("train/loss")
     monkeypatch.setattr(curves, "MOST_POINTS", 16)
     some = read_run(run).curve("train/loss")
-    assert some.last == whole.last and len(whole.values) == 300
+    assert some.last == whole.last
+    assert len(whole.values) == 300
     assert list(some.steps) == list(range(1, 301, 32))
     assert list(some.values) == list(whole.values[::32])
 
@@ -317,7 +323,9 @@ def test_damaged_results_are_refused_in_one_sentence_that_names_the_file(
     file.write_text(content)
     assert status_of(lambda: page_of(tmp_path, tmp_path)) == 2
     error = capsys.readouterr().err
-    assert problem in error and str(file) in error and error.count("\n") == 1
+    assert problem in error
+    assert str(file) in error
+    assert error.count("\n") == 1
     assert not (tmp_path / "report.html").exists()
 
 
@@ -385,7 +393,8 @@ def test_styles_differ_and_accept_any_label():
     looks = figures.styles(labels)
     assert len({(look["color"], look["marker"]) for look in looks.values()}) == len(labels)
     shown = [look["label"] for look in looks.values()]
-    assert shown[:2] == [" _hidden", "$a"] and len(set(shown)) == len(labels)
+    assert shown[:2] == [" _hidden", "$a"]
+    assert len(set(shown)) == len(labels)
     assert max(map(len, shown)) <= figures.LONGEST_LABEL
     with figures.model_encodings(dict.fromkeys(labels)):
         assert figures.styles([labels[3]]) == {labels[3]: looks[labels[3]]}
@@ -393,7 +402,8 @@ def test_styles_differ_and_accept_any_label():
 
 def test_every_encoding_has_its_own_color_and_its_variants_differ_by_shade_or_line():
     colors = figures.ENCODING_COLORS
-    assert colors.keys() <= ENCODINGS.keys() and len(set(colors.values())) == len(colors)
+    assert colors.keys() <= ENCODINGS.keys()
+    assert len(set(colors.values())) == len(colors)
     variants = ["tape", "rope", *(f"tape+increments={number}" for number in range(8))]
     # Whatever else is in the picture, and in whatever order.
     for order in (variants, variants[::-1][-2:]):

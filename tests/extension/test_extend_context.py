@@ -169,7 +169,8 @@ def test_only_the_named_parameters_change(extend, bases, capfd):
     reported = capfd.readouterr().err.splitlines()
     assert any("starting with the weights of" in line for line in reported)
     counts = {line.split()[0]: line.split()[1:] for line in reported if len(line.split()) == 3}
-    assert counts["position"] == ["1,168", "1,168"] and counts["mlp"] == ["0", "13,824"]
+    assert counts["position"] == ["1,168", "1,168"]
+    assert counts["mlp"] == ["0", "13,824"]
     assert counts["total"] == ["1,392", "28,528"]
 
 
@@ -237,7 +238,8 @@ def test_a_long_import_that_advances_is_not_taken_for_a_hang(monkeypatch):
         return Path("made")
 
     assert importing.import_on_rank_0(work, layout, watch) == Path("made")
-    assert len(begun) == 3 and len(stages) <= 4
+    assert len(begun) == 3
+    assert len(stages) <= 4
 
     def fail(advance):
         raise ValueError("the reason")
@@ -268,7 +270,8 @@ def refused(capfd, act, *given):
     except SystemExit as stop:
         status = stop.code
     errors = capfd.readouterr().err.splitlines()
-    assert status in (1, 2) and not any(line.startswith("Traceback") for line in errors)
+    assert status in (1, 2)
+    assert not any(line.startswith("Traceback") for line in errors)
     (sentence,) = [line for line in errors if line.startswith("error: ")]
     return sentence
 
@@ -334,7 +337,8 @@ def test_the_message_lists_what_an_extension_may_change(bases, data):
     config = parse_run_config(arguments("x", data, bases["rope"], "y", "--model.num_layers=9"))
     with pytest.raises(ConfigError) as error:
         check_base(config)
-    assert "model.seq_length" in error.value.fix and "tape, nope" in error.value.fix
+    assert "model.seq_length" in error.value.fix
+    assert "tape, nope" in error.value.fix
 
 
 def test_a_checksum_error_is_refused_before_training(bases, data, tmp_path, capfd):
@@ -342,7 +346,8 @@ def test_a_checksum_error_is_refused_before_training(bases, data, tmp_path, capf
     shutil.copytree(bases["rope"], base)
     flip(next(base.glob("checkpoints/*/tensors-*")))
     sentence = refused(capfd, extend_context.main, arguments(tmp_path, data, base, "run"))
-    assert "has sha256" in sentence and "or change extension.from" in sentence
+    assert "has sha256" in sentence
+    assert "or change extension.from" in sentence
     assert not list_checkpoints(tmp_path / "run" / "checkpoints")
 
 
@@ -390,7 +395,8 @@ def test_a_continued_run_must_extend_the_same_model_and_train_the_same_parameter
     ):
         chosen = arguments(tmp_path, data, base, "run", *lora, changed)
         sentence = refused(capfd, extend_context.main, chosen)
-        assert f"{key}: was" in sentence and "--logging.directory NEW" in sentence
+        assert f"{key}: was" in sentence
+        assert "--logging.directory NEW" in sentence
         elsewhere = [f"--checkpoint.resume={step}", f"--logging.directory={tmp_path}/x"]
         sentence = refused(capfd, extend_context.main, [*chosen, *elsewhere])
         assert "and without checkpoint.resume" in sentence

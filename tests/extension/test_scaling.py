@@ -226,7 +226,8 @@ def test_a_shorter_context_must_be_allowed_by_name():
 def test_a_context_factor_that_is_not_clear_is_refused(name, position, extension, key):
     with pytest.raises(ConfigError) as error:
         extended_model(base_of(name), position, **{"context_factor": 2} | extension)
-    assert error.value.key == key and error.value.problem
+    assert error.value.key == key
+    assert error.value.problem
 
 
 def test_a_context_factor_without_a_model_to_extend_is_refused():

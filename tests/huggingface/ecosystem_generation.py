@@ -44,7 +44,8 @@ def maps_and_states(subject: Subject):
     with torch.no_grad():
         output = model(ids, output_attentions=True, output_hidden_states=True)
     layers = model.config.num_hidden_layers
-    assert len(output.attentions) == layers and len(output.hidden_states) == layers + 1
+    assert len(output.attentions) == layers
+    assert len(output.hidden_states) == layers + 1
     for weights in output.attentions:
         torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
         assert not weights.triu(1).any()

@@ -123,7 +123,8 @@ def test_flex_attention_uses_one_pass_and_equals_eager(monkeypatch):
                 (each(input_ids, attention_mask=mask).logits - expected)[mask.bool()].abs().max()
             )
     assert widths == [16] * 3 + [32, 32, 16]
-    assert errors["tape"] < 1e-4 and errors["llama"] < 1e-4
+    assert errors["tape"] < 1e-4
+    assert errors["llama"] < 1e-4
 
 
 def test_attention_functions_with_their_own_cache_are_refused_before_a_call(monkeypatch):

@@ -73,7 +73,8 @@ def test_decoding_writes_in_place_into_a_dynamic_cache(model):
             before = [layer.values.data_ptr() for layer in cache.layers]
             for _ in range(4):
                 model(tokens(2, 1), past_key_values=cache)
-        assert type(cache) is DynamicCache and cache.get_seq_length() == 14
+        assert type(cache) is DynamicCache
+        assert cache.get_seq_length() == 14
         assert [layer.values.data_ptr() for layer in cache.layers] == before
 
 

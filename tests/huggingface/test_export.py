@@ -95,7 +95,8 @@ def test_sharded_weight_files_contain_the_same_model(logits, exported):
     folder = exported / "sharded"
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
-    assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert len(files) > 3
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     whole = load_file(exported / "tp2_zero3" / "model.safetensors")
     parts = {key: value for name in files for key, value in load_file(folder / name).items()}
     assert set(parts) == set(whole) == set(index["weight_map"])
@@ -116,10 +117,8 @@ def test_the_tokenizer_gives_the_same_ids_without_sentencepiece(exported, traine
     for path in exported.iterdir():
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
         ids = tokenizer(text)["input_ids"]
-        assert (
-            ids == load_tokenizer(trained / "tokenizer.model").encode(text)
-            and tokenizer.decode(ids) == text
-        )
+        assert ids == load_tokenizer(trained / "tokenizer.model").encode(text)
+        assert tokenizer.decode(ids) == text
         assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 3, 0)
 
 
@@ -127,8 +126,10 @@ def test_the_card_describes_the_training(exported, trained):
     card = (exported / "tp2_zero3" / "README.md").read_text()
     config = yaml.safe_load((trained / "tp2_zero3" / "config.yaml").read_text())
     batch = config["train"]["global_batch_size"]
-    assert "3 of 3" in card and f"{3 * batch * 48:,} ({batch} sequences of 48 per step)" in card
-    assert "16 rows" in card and str(trained) not in card
+    assert "3 of 3" in card
+    assert f"{3 * batch * 48:,} ({batch} sequences of 48 per step)" in card
+    assert "16 rows" in card
+    assert str(trained) not in card
     assert "tags:\n- tape\n- pretrained\n" in card
     weights = load_file(exported / "tp2_zero3" / "model.safetensors")
     assert f"| Parameters | {sum(tensor.numel() for tensor in weights.values()):,} |" in card

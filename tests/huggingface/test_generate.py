@@ -49,7 +49,8 @@ def expected(exports):
 def test_the_likeliest_tokens_follow_the_prompt(exports, generate, expected):
     arguments = ["--model", exports["tape"].directory, "--prompt", "import heapq", *NINE]
     code, out, _ = generate(*arguments)
-    assert code == 0 and out == expected("tape", "import heapq", 9)
+    assert code == 0
+    assert out == expected("tape", "import heapq", 9)
     sampled = [generate(*arguments, "--temperature", "1", "--seed", s)[1] for s in (1, 1, 2)]
     assert sampled[0] == sampled[1] != sampled[2]
 
@@ -90,11 +91,14 @@ def test_prompts_that_fill_the_context_are_refused(exports, generate, expected):
 
     text, length = prompt(128)
     code, out, line = generate("--model", directory, "--prompt", text)
-    assert code == 2 and not out and line.startswith(f"error: prompt 1 has {length} tokens")
+    assert code == 2
+    assert not out
+    assert line.startswith(f"error: prompt 1 has {length} tokens")
     text, length = prompt(120)
     assert 108 < length < 128
     code, out, _ = generate("--model", directory, "--prompt", text, "--max-new-tokens", "20")
-    assert code == 0 and out == expected("rope", text, 128 - length)
+    assert code == 0
+    assert out == expected("rope", text, 128 - length)
 
 
 def test_each_of_several_prompts_is_continued_as_if_it_were_alone(exports, generate, tmp_path):
@@ -116,7 +120,8 @@ def test_top_p_samples_only_from_the_likeliest_tokens(exports, generate, expecte
     arguments = ["--model", exports["rope"].directory, "--prompt", "import heapq", *NINE]
     arguments += ["--temperature", "1"]
     code, out, _ = generate(*arguments, "--top-p", "1e-6")
-    assert code == 0 and out == expected("rope", "import heapq", 9)
+    assert code == 0
+    assert out == expected("rope", "import heapq", 9)
     sampled = generate(*arguments)[1]
     assert sampled == generate(*arguments, "--top-p", "1")[1] != out
     assert generate(*arguments, "--top-p", "0.3")[1] not in (sampled, out)
@@ -148,7 +153,9 @@ def test_errors_are_one_sentence(exports, generate, tmp_path):
         ([broken, *prompt], f"{broken} cannot be loaded: "),
     ):
         code, out, line = generate("--model", *arguments)
-        assert code == 2 and not out and part in line
+        assert code == 2
+        assert not out
+        assert part in line
 
 
 def test_the_space_after_the_prompt_stays_with_tokenizers_that_strip_the_first_one(

@@ -16,7 +16,8 @@ def test_a_full_disk_gives_one_sentence_and_leaves_nothing_behind(exports, tmp_p
     for size in (0, 300, 1000, 4000, 12000, largest - 1):
         with limited_files(size):
             done = convert(*arguments)
-        assert done.returncode == 1 and os.listdir(tmp_path) == []
+        assert done.returncode == 1
+        assert os.listdir(tmp_path) == []
         message = done.stderr.splitlines()[-1]
         assert message.startswith(f"error: File too large: {tmp_path / 'out'}"), size
     assert convert(*arguments).returncode == 0
@@ -36,4 +37,6 @@ def test_weights_are_read_and_written_one_at_a_time(exports, tmp_path, monkeypat
 
     monkeypatch.setattr(SavedWeights, "read", watched)
     export(exports["rope"].checkpoint, tmp_path / "out", "bf16", 20_000, tokenizer="none")
-    assert len(alive) > 20 and most <= 1 and len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    assert len(alive) > 20
+    assert most <= 1
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1

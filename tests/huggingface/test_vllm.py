@@ -193,4 +193,5 @@ def test_vllm_refuses_unsupported_settings_before_loading_a_model(
     for line, name in zip(
         named, ("pipeline parallelism", "kv_cache_dtype fp8", "extract_hidden_states"), strict=True
     ):
-        assert line.startswith("TAPE models in vLLM do not support") and name in line
+        assert line.startswith("TAPE models in vLLM do not support")
+        assert name in line

@@ -197,6 +197,7 @@ def norms_of(built):
 def test_position_norms_equal_rope_at_first_and_include_updates_later(variant, factor):
     model = small_model(**VARIANTS[variant])
     states, updates = norms_of(build(model, randomize=False)[0])
-    assert states.shape == (2, 2) and not updates.any()
+    assert states.shape == (2, 2)
+    assert not updates.any()
     torch.testing.assert_close(states, torch.full_like(states, factor), atol=1e-5, rtol=0)
     assert (norms_of(build(model)[0])[1] > 0).all()

@@ -93,7 +93,8 @@ def test_a_parameter_gets_one_gradient():
         recorder.run(0, function, x, parameter)
     (output,) = recorder.run(0, function, x.requires_grad_(), parameter)
     output.sum().backward()
-    assert len(seen) == 1 and torch.equal(seen[0], torch.ones(3))
+    assert len(seen) == 1
+    assert torch.equal(seen[0], torch.ones(3))
 
 
 @pytest.mark.parametrize("backend", ["torch", "tiled"])
@@ -109,7 +110,8 @@ def test_a_forward_pass_without_a_backward_pass_is_freed(backend):
     gc.disable()
     try:
         forward(AttentionRecorder())
-        assert len(places) == 6 and all(place.expired() for place in places)
+        assert len(places) == 6
+        assert all(place.expired() for place in places)
     finally:
         gc.enable()
 

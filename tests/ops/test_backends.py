@@ -31,7 +31,8 @@ def flash_attn(monkeypatch):
     module = ModuleType("flash_attn")
 
     def dense(q, k, v, causal, deterministic):
-        assert causal and deterministic == torch.are_deterministic_algorithms_enabled()
+        assert causal
+        assert deterministic == torch.are_deterministic_algorithms_enabled()
         module.widths.append(v.shape[-1] // q.shape[-1])
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         mask = causal_lower_right(q.shape[2], k.shape[2])
@@ -41,7 +42,8 @@ def flash_attn(monkeypatch):
         pieces = []
         for q_ends, k_ends in zip(cu_seqlens_q.unfold(0, 2, 1), cu_seqlens_k.unfold(0, 2, 1)):
             queries = q[None, slice(*q_ends)]
-            assert queries.shape[1] <= max_seqlen_q and k_ends.diff() <= max_seqlen_k
+            assert queries.shape[1] <= max_seqlen_q
+            assert k_ends.diff() <= max_seqlen_k
             if queries.shape[1]:
                 pieces.append(
                     dense(queries, *(x[None, slice(*k_ends)] for x in (k, v)), **settings)
@@ -111,7 +113,8 @@ def test_a_wide_value_takes_one_call_restricted_to_cudnn(monkeypatch):
     )
     tensors = draw_qkvz(21, 6, 2, 8)
     ours = attention(*tensors, True, None, "torch_wide")
-    assert requests == [SDPBackend.CUDNN_ATTENTION, None] and values == [16]
+    assert requests == [SDPBackend.CUDNN_ATTENTION, None]
+    assert values == [16]
     assert_same(ours, attention(*tensors, True, None, "naive"), tensors)
     # But not for a single key (the first step of sampling from one token), nor with a mask.
     for inputs, documents in ((draw_qkvz(1, 6, 2, 8), None), (tensors, PACKING)):
@@ -130,7 +133,8 @@ def test_cudnn_is_disabled_for_masks_on_a_gpu(monkeypatch):
     for mask in (None, torch.zeros(1)):
         with sdpa._without_cudnn(on_gpu, mask):
             assert bool(requests) == (mask is not None)
-    assert SDPBackend.CUDNN_ATTENTION not in requests[0] and SDPBackend.MATH in requests[0]
+    assert SDPBackend.CUDNN_ATTENTION not in requests[0]
+    assert SDPBackend.MATH in requests[0]
 
 
 def test_flash_attn_4_averages_v_and_z_in_one_call_with_our_tile_sizes(flash_attn):

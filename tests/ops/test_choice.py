@@ -181,7 +181,8 @@ def test_a_deterministic_run_does_not_use_cudnn(installed, monkeypatch):
 def test_a_named_backend_that_cannot_run_is_refused(installed, requested, device, needs, settings):
     with pytest.raises(ConfigError) as error:
         chosen(device, needs, requested, **settings)
-    assert error.value.key == "model.attention_backend" and error.value.fix
+    assert error.value.key == "model.attention_backend"
+    assert error.value.fix
     assert error.value.problem.startswith(f"is {requested}, which ")
 
 

@@ -51,17 +51,17 @@ def documents(q, cu_seqlens):
     """Return the start and end of each document of packed sequences."""
     if cu_seqlens is None:
         return [(0, q.shape[1])]
-    assert len(q) == 1 and cu_seqlens.dtype == torch.int64 and cu_seqlens[-1] == q.shape[1]
+    assert len(q) == 1
+    assert cu_seqlens.dtype == torch.int64
+    assert cu_seqlens[-1] == q.shape[1]
     return cu_seqlens.unfold(0, 2, 1).tolist()
 
 
 def gates(plain):
     def parallel_forgetting_attn(q, k, v, g, scale=None, window_size=None, cu_seqlens=None):
-        assert (
-            all(x.is_contiguous() for x in (q, k, v, g))
-            and g.shape == q.shape[:3]
-            and window_size is None
-        )
+        assert all(x.is_contiguous() for x in (q, k, v, g))
+        assert g.shape == q.shape[:3]
+        assert window_size is None
         parts = [[x[:, a:b] for x in (q, k, v, g)] for a, b in documents(q, cu_seqlens)]
         return torch.cat([plain.naive_forgetting_attn(*part, scale) for part in parts], dim=1)
 
@@ -71,12 +71,12 @@ def gates(plain):
 def path(plain):
     def parallel_path_attn(q, k, v, w, beta, g=None, scale=None, cu_seqlens=None, use_cache=False):
         tensors = [x for x in (q, k, v, w, beta, g) if x is not None]
-        assert all(x.is_contiguous() for x in tensors) and not use_cache and scale is None
-        assert (
-            {x.dtype for x in tensors[3:]} == {torch.float64}
-            and w.shape == k.shape
-            and beta.shape == k.shape[:3]
-        )
+        assert all(x.is_contiguous() for x in tensors)
+        assert not use_cache
+        assert scale is None
+        assert {x.dtype for x in tensors[3:]} == {torch.float64}
+        assert w.shape == k.shape
+        assert beta.shape == k.shape[:3]
         if g is None:
             g = q.new_zeros(q.shape[:3])
         assert g.shape == q.shape[:3]

@@ -179,7 +179,8 @@ def test_auto_uses_the_first_library_that_equals_plain_torch_on_every_rank(monke
         return verified_backend(model, layout, torch.bfloat16, **options)
 
     with caplog.at_level(logging.INFO):
-        assert verified("tape") == "torch_wide" and requested == [("torch_wide", False)]
+        assert verified("tape") == "torch_wide"
+        assert requested == [("torch_wide", False)]
     assert "the kernels of torch_wide agree with plain torch here" in caplog.text
     assert verified("tape", packed=True) == verified("tape", shifted_sparse=True) == "triton"
     assert requested[-1] == ("triton", True)
@@ -187,7 +188,8 @@ def test_auto_uses_the_first_library_that_equals_plain_torch_on_every_rank(monke
     # Another rank's kernels are wrong, so all ranks use the next row.
     problem = "is torch_wide, which is wrong"
     elsewhere[:] = [model_backend._Failure("nodeB", 1, problem, "torch_wide", replaceable=True)]
-    assert verified("tape") == "triton" and "rank 1, nodeB" in caplog.text
+    assert verified("tape") == "triton"
+    assert "rank 1, nodeB" in caplog.text
 
     inexact.add("torch")
     assert verified("rope") == "triton"
@@ -214,7 +216,8 @@ def test_missing_kernels_are_refused_only_if_another_gpu_has_them(monkeypatch):
 
     with pytest.raises(ConfigError) as error:
         verified("tape")
-    assert "260" in error.value.problem and "allow_slow_attention" in error.value.fix
+    assert "260" in error.value.problem
+    assert "allow_slow_attention" in error.value.fix
     assert verified("tape", allow_slow=True) == "torch"
     assert verified("cope") == "tiled"
 

@@ -23,7 +23,8 @@ def test_states_and_gradients_cross_a_stage_boundary_bit_for_bit(dtype, copies, 
 
     received = packed.detach().requires_grad_()
     unpacked = unpack(received, width, shape, torch.float32)
-    assert torch.equal(unpacked[0], hidden) and torch.equal(unpacked[1].view(torch.int32), bits)
+    assert torch.equal(unpacked[0], hidden)
+    assert torch.equal(unpacked[1].view(torch.int32), bits)
     gradients = torch.randn(hidden.shape, generator=generator).to(dtype), state.detach().flip(0)
     torch.autograd.backward(unpacked, gradients)
     torch.autograd.backward(packed, received.grad)

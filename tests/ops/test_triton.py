@@ -185,7 +185,8 @@ def test_the_update_reads_averages_in_other_layouts_without_a_copy(layout):
     ):
         ours = fused_update(z, strided, *rest)
 
-    assert not strided.is_contiguous() and strided.data_ptr() in saved
+    assert not strided.is_contiguous()
+    assert strided.data_ptr() in saved
     torch.testing.assert_close(ours, plain_update(z, u, *rest), rtol=1e-5, atol=1e-5)
     slope = torch.randn_like(ours)
     gradients = [
@@ -201,7 +202,8 @@ def test_a_state_in_fp32_is_updated_in_fp32():
     for update in (fused_update, plain_update):
         new = update(z.float(), *small)
         truth = plain_update(z.double(), *(x.double() for x in small))
-        assert new.dtype is FP32 and (new - truth).abs().max() < 1e-4
+        assert new.dtype is FP32
+        assert (new - truth).abs().max() < 1e-4
         assert (update(z, *small) - truth).abs().max() > 1e-3
 
 
@@ -348,5 +350,6 @@ def test_gradients_of_both_averages_are_concatenated_in_their_layout(batch_first
         draw(33, 2, 3, 20, dtype=BF16, seed=3),
     )
     (gradient,) = torch.autograd.grad((o, u), x, slopes)
-    assert torch.equal(torch.cat([o, u], -1), x) and torch.equal(gradient, torch.cat(slopes, -1))
+    assert torch.equal(torch.cat([o, u], -1), x)
+    assert torch.equal(gradient, torch.cat(slopes, -1))
     assert gradient.stride() == x.stride()

@@ -75,7 +75,8 @@ def test_an_invalid_launcher_variable_is_named_with_its_value(launched, name, va
     launched(**LAUNCHED | {name: value})
     with pytest.raises(UserError, match=re.escape(value[:40])) as error_info:
         check_launcher_environment()
-    assert error_info.value.subject == name and len(str(error_info.value)) < 300
+    assert error_info.value.subject == name
+    assert len(str(error_info.value)) < 300
 
 
 RECIPE = "pretrain/recipes/tape_demo.yaml"
@@ -91,7 +92,8 @@ STARTS = {
 def test_programs_refuse_a_world_size_left_by_an_earlier_launcher(launched, program, capfd):
     launched(WORLD_SIZE="4")
     status, output = status_and_output(program, capfd)
-    assert status == 2 and output.count("\n") == 1
+    assert status == 2
+    assert output.count("\n") == 1
     assert output.startswith("error: WORLD_SIZE is 4, but RANK is not set; ")
 
 
@@ -99,7 +101,9 @@ def test_programs_refuse_a_world_size_left_by_an_earlier_launcher(launched, prog
 def test_programs_refuse_a_rank_left_by_an_earlier_launcher(launched, program, capfd):
     launched(RANK="1")
     status, output = status_and_output(program, capfd)
-    assert status == 2 and "RANK is " in output and "unset the launcher's variables" in output
+    assert status == 2
+    assert "RANK is " in output
+    assert "unset the launcher's variables" in output
 
 
 @pytest.mark.parametrize("number", ["abc", "", "7"])
@@ -127,6 +131,5 @@ def status_and_output(program, capfd):
 def test_a_program_that_starts_processes_refuses_a_launcher(launched, rank, capfd):
     launched(**LAUNCHED | {"RANK": rank})
     status, output = status_and_output("compare", capfd)
-    assert (
-        status == 2 and "run it without torchrun or srun, and unset RANK and MASTER_ADDR" in output
-    )
+    assert status == 2
+    assert "run it without torchrun or srun, and unset RANK and MASTER_ADDR" in output

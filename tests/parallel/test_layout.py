@@ -46,7 +46,8 @@ def test_all_process_groups_time_out_later_than_the_watchdog():
 def test_no_additional_gloo_groups_are_created():
     initialize_distributed()
     names = [group.group_desc for group in distributed_c10d._world.pg_map]
-    assert "TENSOR_MODEL_PARALLEL_GROUP" in names and not [name for name in names if "GLOO" in name]
+    assert "TENSOR_MODEL_PARALLEL_GROUP" in names
+    assert not [name for name in names if "GLOO" in name]
 
 
 def test_process_groups_can_be_created_after_an_abort():
@@ -55,7 +56,8 @@ def test_process_groups_can_be_created_after_an_abort():
     assert not dist.is_initialized()
     abort_process_groups()
     again = initialize_distributed()
-    assert again.any_rank(True) and again.groups.tp is not layout.groups.tp
+    assert again.any_rank(True)
+    assert again.groups.tp is not layout.groups.tp
 
 
 def test_an_unresolvable_address_of_rank_0_is_refused(monkeypatch):
@@ -162,7 +164,8 @@ def test_idle_or_unusable_gpus_are_refused(machine, caplog, device, case, proble
         return
     with pytest.raises(ConfigError) as error:
         check_devices(device)
-    assert error.value.key == "train.device" and problem in error.value.problem
+    assert error.value.key == "train.device"
+    assert problem in error.value.problem
 
 
 def test_megatron_is_not_patched_if_cuda_is_available(monkeypatch):

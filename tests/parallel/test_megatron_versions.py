@@ -41,14 +41,16 @@ def results(tmp_path_factory):
     index = {path: path.stat().st_mtime_ns for path in folder.rglob("*.npy")}
     other_version, others = train_with(OTHER, data, folder / "other.pt")
     assert version != other_version
-    assert index and {path: path.stat().st_mtime_ns for path in folder.rglob("*.npy")} == index
+    assert index
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.npy")} == index
     return own, others
 
 
 @pytest.mark.parametrize("case", cases(""))
 def test_both_versions_train_the_same_weights_bit_for_bit(results, case):
     own, other = (found[case] for found in results)
-    assert len(own["rows"]) == STEPS and "validation/loss" in own["rows"][-1]
+    assert len(own["rows"]) == STEPS
+    assert "validation/loss" in own["rows"][-1]
     assert own["rows"] == other["rows"]
     for step, state in own["states"].items():
         expected = other["states"][step]

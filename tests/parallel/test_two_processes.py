@@ -133,7 +133,8 @@ def test_each_rank_keeps_only_the_tensors_that_it_writes(group, zero_stage):
 
 def test_resuming_reads_each_file_once_on_the_planned_rank(group):
     result = group["saves"]["resumed"]
-    assert result["same"] and result["changed"]
+    assert result["same"]
+    assert result["changed"]
     assert result["opened"] == result["planned"]
     assert sorted(sum(result["opened"], [])) == [
         f"tensors-tp00-dp0000{number}.safetensors" for number in (0, 1)
@@ -143,13 +144,15 @@ def test_resuming_reads_each_file_once_on_the_planned_rank(group):
 
 def test_a_read_error_on_one_rank_is_reported_on_all_ranks(group):
     (message,) = set(group["saves"]["unreadable"])
-    assert "(rank 1): " in message and ".safetensors cannot be read ([Errno 5]" in message
+    assert "(rank 1): " in message
+    assert ".safetensors cannot be read ([Errno 5]" in message
 
 
 def test_a_full_disk_on_one_rank_is_reported_on_all_and_damages_no_checkpoint(group):
     result = group["saves"]
     (message,) = set(result["messages"])
-    assert "checkpoint 2" in message and "rank 1" in message
+    assert "checkpoint 2" in message
+    assert "rank 1" in message
     assert result["after_failure"] == "step-00000001"
     assert result["after_retry"] == "step-00000003"
     assert result["unfinished"] == []

@@ -68,8 +68,11 @@ def test_begin_prints_every_path_and_a_job_continues_with_its_copy_of_the_code(j
 
     (job.source / "pretrain" / "train.py").write_text("second version")
     status, again, error = job("--train.steps=30", requeued=True)
-    assert status == 0 and again["ATTEMPT"] == "2" and "attempt 1 was killed" in error
-    assert again["CONFIG"] == variables["CONFIG"] and "steps: 20" in open(again["CONFIG"]).read()
+    assert status == 0
+    assert again["ATTEMPT"] == "2"
+    assert "attempt 1 was killed" in error
+    assert again["CONFIG"] == variables["CONFIG"]
+    assert "steps: 20" in open(again["CONFIG"]).read()
     assert open(f"{again['ROOT']}/pretrain/train.py").read() == "first version"
     record = json.loads((job.folder / "run/attempts/000002/attempt.json").read_text())
     assert record["nodes"] == ["a", "b"]
@@ -104,7 +107,8 @@ def test_the_run_is_named_after_the_last_recipe_unless_a_recipe_sets_its_directo
 
 def test_a_requeued_job_continues_from_its_own_checkpoints(job):
     status, variables, _ = job("--checkpoint.resume=none")
-    assert status == 0 and variables["RESUME"] == "none"
+    assert status == 0
+    assert variables["RESUME"] == "none"
     _, variables, _ = job(requeued=True)
     assert variables["RESUME"] == "none"
     save("weights", "w", attempt=2)
@@ -122,8 +126,11 @@ def test_a_requeued_job_continues_from_its_own_checkpoints(job):
 )
 def test_mistakes_end_with_one_sentence_and_leave_nothing(job, recipe, overrides, message):
     status, variables, err = job(*overrides, recipe=str(recipe))
-    assert status == 2 and variables == {}
-    assert err.count("\n") == 1 and err.startswith("error: ") and message in err
+    assert status == 2
+    assert variables == {}
+    assert err.count("\n") == 1
+    assert err.startswith("error: ")
+    assert message in err
     assert not (job.folder / "run").exists()
 
 
@@ -153,7 +160,8 @@ def test_a_run_of_another_job_is_refused_while_that_job_exists_in_slurm(job, mon
             answer = subprocess.CompletedProcess([], 0, "RUNNING\n", "")
         monkeypatch.setattr(subprocess, "run", lambda *a, **k: answer)  # noqa: B023
         status, _, err = job(job="8")
-        assert status == expected and ("belongs to job 7 (running)" in err) == queued
+        assert status == expected
+        assert ("belongs to job 7 (running)" in err) == queued
 
 
 def test_a_crash_loop_is_found_if_the_batch_script_was_killed_before_the_verdict(job):
@@ -161,7 +169,8 @@ def test_a_crash_loop_is_found_if_the_batch_script_was_killed_before_the_verdict
     for _ in range(2):
         assert job(requeued=True)[0] == 0
     status, _, err = job(requeued=True)
-    assert status == 2 and "3 attempts in a row crashed" in err
+    assert status == 2
+    assert "3 attempts in a row crashed" in err
     assert job(job="8")[0] == 0
 
 
@@ -205,7 +214,8 @@ def test_a_full_disk_while_the_code_is_copied_is_reported_once_with_its_path(job
 
     monkeypatch.setattr(shutil, "copy2", copy)
     status, variables, err = job()
-    assert status not in (0, EXIT_RESTART) and variables == {}
+    assert status not in (0, EXIT_RESTART)
+    assert variables == {}
     assert err.count("\n") == err.count("No space left on device") == 1
     assert "code/pretrain/" in err
 
@@ -224,7 +234,8 @@ def test_a_verdict_and_the_bad_nodes_are_printed_and_the_verdict_is_kept(
     Attempt.open("run", "run/checkpoints", 1).record_end(*end, bad_nodes=bad_nodes)
     attempt.main([*DECIDE, "--attempt", "1"])
     output = capfd.readouterr()
-    assert len(output.out.splitlines()) == len(printed) and detail in output.err
+    assert len(output.out.splitlines()) == len(printed)
+    assert detail in output.err
     assert all(line.startswith(start) for line, start in zip(output.out.splitlines(), printed))
     assert read_attempts("run")[0].verdict["verdict"] == printed[0].split()[0]
     for number in ("2", "9" * 30):

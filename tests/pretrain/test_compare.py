@@ -82,7 +82,8 @@ def test_invalid_settings_are_refused_before_the_first_run(
 ):
     with pytest.raises(UserError) as error:
         plan_of(recipe, tmp_path / "out", *others, encodings=encodings)
-    assert key in error.value.subjects and error.value.fix
+    assert key in error.value.subjects
+    assert error.value.fix
     assert not (tmp_path / "out").exists()
 
 
@@ -119,7 +120,8 @@ def test_check_does_not_import_torch_and_counts_the_runs(recipe, tmp_path):
     )
     first, second = done.stdout.splitlines()
     assert first.startswith("4 runs, 0 finished, output in ")
-    assert second == "0 False" and not (tmp_path / "out").exists()
+    assert second == "0 False"
+    assert not (tmp_path / "out").exists()
 
 
 def test_directory_names_of_variants_are_safe_and_unique():
@@ -127,8 +129,10 @@ def test_directory_names_of_variants_are_safe_and_unique():
         "tape+token_mixing=per_head,rope+rope_scaling_type=a/b,rope+rope_scaling_type=a b,alibi"
     )
     names = [variant.directory for variant in variants]
-    assert names[0] == variants[0].label == "tape+token_mixing=per_head" and names[3] == "alibi"
-    assert all(re.fullmatch(r"[\w.+=-]+", name) for name in names) and len(set(names)) == 4
+    assert names[0] == variants[0].label == "tape+token_mixing=per_head"
+    assert names[3] == "alibi"
+    assert all(re.fullmatch(r"[\w.+=-]+", name) for name in names)
+    assert len(set(names)) == 4
 
 
 def test_a_setting_of_a_variant_may_have_commas_in_brackets_and_an_exponent():
@@ -201,7 +205,8 @@ def test_runs_are_trained_then_evaluated_with_limited_concurrency(recipe, tmp_pa
     programs = FakePrograms()
     jobs, names = run_jobs(plan.left, programs)
     assert sorted(names) == sorted(run.name for run in plan.runs)
-    assert programs.most == 2 and not jobs.failed
+    assert programs.most == 2
+    assert not jobs.failed
     for run in plan.runs:
         place = [run.variant.directory, f"seed-{run.seed}"]
         modules = [module for *directory, module in programs.started if directory == place]
@@ -222,7 +227,8 @@ def test_other_runs_finish_if_one_fails_and_a_phase_that_exits_with_75_is_restar
     programs = FakePrograms(statuses)
     jobs, names = run_jobs(plan_of(recipe, tmp_path).left, programs)
     assert names == [f"tape+token_mixing=per_head, seed {seed}" for seed in (1, 2)]
-    assert programs.started.count(repeated) == 2 and jobs.stopped is None
+    assert programs.started.count(repeated) == 2
+    assert jobs.stopped is None
     reason = "training ended with status 1 (ValueError: it broke); the output is"
     assert jobs.failed["rope, seed 1"].startswith(reason)
     assert jobs.failed["rope, seed 2"].startswith("evaluation ended with status -9")
@@ -259,7 +265,8 @@ def test_a_language_model_without_tasks_is_compared_by_its_validation_loss(tmp_p
         plan_of(*given, "--train.eval_interval=0", encodings="rope")
     plan = plan_of(*given, encodings="rope,tape", seeds=1)
     run = plan.runs[1]
-    assert [name for name, _, _ in run.phases] == ["training"] and plan.tasks == []
+    assert [name for name, _, _ in run.phases] == ["training"]
+    assert plan.tasks == []
 
     run.directory.mkdir(parents=True)
     rows = [
@@ -272,7 +279,8 @@ def test_a_language_model_without_tasks_is_compared_by_its_validation_loss(tmp_p
     (recorded,) = read_comparison(run.result).runs
     values = {score.metric: score.value for score in recorded.scores}
     # 4 sequences of 16 tokens in a step.
-    assert values["validation loss"] == 2.5 and values["seconds per step"] == 0.1
+    assert values["validation loss"] == 2.5
+    assert values["seconds per step"] == 0.1
     assert recorded.hardware == "GPU x"
     files = [f"{prefix}{suffix}" for suffix in (".idx", ".bin")]
     assert recorded.data == {file: fingerprint(file) for file in files}
@@ -302,7 +310,8 @@ def compared(recipe, tmp_path_factory):
     ):
         patched.setattr(compare, "start_program", start_forked)
         assert compare.main(arguments(recipe, output, "--jobs=2")) == 0
-    assert "4 of 4 runs" in errors.getvalue() and "Traceback" not in errors.getvalue()
+    assert "4 of 4 runs" in errors.getvalue()
+    assert "Traceback" not in errors.getvalue()
     return output, printed.getvalue()
 
 
@@ -320,9 +329,11 @@ def test_a_comparison_contains_the_results_of_its_runs(compared):
         values = {score.metric: score.value for score in run.scores[len(scores) :]}
         last = json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])
         assert values["validation loss"] == last["validation/loss"]
-        assert values["seconds per step"] > 0 and values["arithmetic"] > 0
+        assert values["seconds per step"] > 0
+        assert values["arithmetic"] > 0
         assert values["parameters"] > 1000
-        assert run.hardware.startswith("CPU") and "torch" in run.versions
+        assert run.hardware.startswith("CPU")
+        assert "torch" in run.versions
         assert "step 4/4" in (directory / "log.txt").read_text()
         losses.add(values["validation loss"])
     assert len(losses) == 4  # each run has another variant or seed
@@ -345,7 +356,8 @@ def test_tables_and_page_show_every_metric(compared):
         "difference from rope",
         "With 2 seeds",
     ):
-        assert shown in text and shown in html
+        assert shown in text
+        assert shown in html
     assert "<img" in html
 
 
@@ -371,7 +383,8 @@ def test_results_of_other_settings_are_not_mixed(compared, recipe, change, diffe
     output, _ = compared
     with pytest.raises(UserError) as error:
         plan_of(recipe, output, change)
-    assert difference in error.value.problem and "another --output" in error.value.fix
+    assert difference in error.value.problem
+    assert "another --output" in error.value.fix
 
 
 def test_results_from_another_machine_are_reused(compared, recipe, tmp_path, capsys):

@@ -178,7 +178,8 @@ def test_a_continued_run_refuses_data_that_was_preprocessed_again(work, capfd):
     capfd.readouterr()
     assert start(steps=3) == 2
     error = capfd.readouterr().err
-    assert "data.prefix has changed since" in error and "--data.allow_changed true" in error
+    assert "data.prefix has changed since" in error
+    assert "--data.allow_changed true" in error
     assert start("--data.allow_changed=true", steps=3) == 0
     assert "warning: the data has changed since" in capfd.readouterr().err
     assert start(steps=4) == 0  # the run now uses the new data

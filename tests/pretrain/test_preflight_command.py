@@ -54,42 +54,47 @@ def test_a_healthy_node_passes_and_is_described(start):
 def test_unexpected_errors_are_recorded_with_the_node_and_the_job_continues(start, monkeypatch):
     monkeypatch.delattr(preflight, "code_digest")
     status, output, record = start()
-    assert status == 1 and "NameError" in output.err
-    assert record.outcome == "unready" and "NameError" in record.message
+    assert status == 1
+    assert "NameError" in output.err
+    assert record.outcome == "unready"
+    assert "NameError" in record.message
     assert record.bad_nodes == ()
 
 
 def test_a_node_that_cannot_write_to_the_checkpoint_directory_is_named(start):
     shutil.rmtree(start.attempt.home)
     status, output, record = start()
-    assert status == 1 and "checkpoint.directory run/checkpoints is not shared" in output.err
-    assert record.outcome == "unready" and len(record.bad_nodes) == 1
+    assert status == 1
+    assert "checkpoint.directory run/checkpoints is not shared" in output.err
+    assert record.outcome == "unready"
+    assert len(record.bad_nodes) == 1
 
 
 def test_missing_gpus_are_recorded_before_any_rank_ends(start):
     status, output, record = start("--gpus", "1", "--nodes", "alpha")
-    assert status == 1 and "torch finds 0 of the 1 GPUs" in output.err
+    assert status == 1
+    assert "torch finds 0 of the 1 GPUs" in output.err
     assert record.outcome == "unready"
-    assert record.message in output.err and len(record.bad_nodes) == 1
+    assert record.message in output.err
+    assert len(record.bad_nodes) == 1
 
 
 def test_a_rank_that_does_not_answer_marks_its_node_as_bad_and_the_job_continues(start):
     status, output, record = start("--nodes", "alpha,beta", "--timeout", "1", size=2)
-    assert status == 1 and output.err.endswith(
-        "preflight: rank 1 on beta did not answer within 1 s\n"
-    )
-    assert record.outcome == "unready" and record.bad_nodes == ("beta",)
+    assert status == 1
+    assert output.err.endswith("preflight: rank 1 on beta did not answer within 1 s\n")
+    assert record.outcome == "unready"
+    assert record.bad_nodes == ("beta",)
 
 
 def test_a_node_that_cannot_find_rank_0_is_named_at_once(start, monkeypatch):
     monkeypatch.setattr(launcher, "TRIES", 1)
     monkeypatch.setenv("SLURMD_NODENAME", "beta")
     status, output, record = start("--nodes", "alpha,beta", size=2, MASTER_ADDR="alpha.invalid")
-    assert (
-        status == 1
-        and "preflight: beta cannot resolve MASTER_ADDR, which is alpha.invalid (" in output.err
-    )
-    assert record.outcome == "unready" and record.bad_nodes == ("beta",)
+    assert status == 1
+    assert "preflight: beta cannot resolve MASTER_ADDR, which is alpha.invalid (" in output.err
+    assert record.outcome == "unready"
+    assert record.bad_nodes == ("beta",)
 
 
 @pytest.mark.parametrize(
@@ -114,5 +119,6 @@ def test_nodes_that_gloo_cannot_reach_are_named(hosts, found, bad):
 
 def test_a_mistake_in_the_configuration_stops_the_job(start):
     status, _, record = start("--train.global_batch_size=3", size=2)
-    assert status == 1 and record.outcome == "refused"
+    assert status == 1
+    assert record.outcome == "refused"
     assert "train.global_batch_size 3" in record.message

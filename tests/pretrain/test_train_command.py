@@ -93,7 +93,8 @@ def test_mistakes_end_in_one_sentence_before_torch_is_imported(data):
     )
     assert done.stdout.splitlines() == ["2 False"] * len(MISTAKES)
     for error, reported in zip(done.stderr.splitlines(), MISTAKES.values(), strict=True):
-        assert error.startswith("error: ") and reported in error
+        assert error.startswith("error: ")
+        assert reported in error
 
 
 def test_other_ranks_wait_for_rank_0_to_report_errors_first(data, tmp_path, monkeypatch, capfd):
@@ -135,7 +136,8 @@ def test_a_run_writes_metrics_checkpoints_and_configuration_and_a_finished_run_s
     assert steps_saved(run.folder) == [8, 10]
 
     again = parse_run_config(["--config", str(run.folder / "config.yaml")])
-    assert again.logging.interval == 3 and again.logging.directory == str(run.folder)
+    assert again.logging.interval == 3
+    assert again.logging.directory == str(run.folder)
     assert run(*settings) == 0
     assert rows(run.folder) == logged
 
@@ -162,7 +164,8 @@ def test_training_stops_with_an_error_after_max_bad_steps_in_a_row(run, capfd):
     assert run("--optimizer.lr=1e30", "--train.steps=30", "--train.max_bad_steps=3") == 1
     assert "3 steps in a row" in capfd.readouterr().err
     found = rows(run.folder)
-    assert len(found) < 30 and found[-1]["train/loss"] is None
+    assert len(found) < 30
+    assert found[-1]["train/loss"] is None
 
 
 def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used_and_without_any_the_run_fails(
@@ -328,7 +331,8 @@ def test_settings_that_do_not_fit_the_data_are_refused_by_the_trainer_too(
 ):
     assert run(*packed(data), f"--{override.format(data=data)}") == 2
     error = capfd.readouterr().err
-    assert reported in error and error.count("\n") == 1
+    assert reported in error
+    assert error.count("\n") == 1
     assert not run.folder.exists()
 
 
@@ -415,7 +419,8 @@ def test_out_of_memory_is_one_sentence_and_its_traceback_is_recorded(run, capfd)
     assert "error: memory ran out (CUDA out of memory); use smaller" in reported
     assert "Traceback" not in reported
     (attempt,) = read_attempts(run.folder)
-    assert attempt.outcome == "failed" and "CUDA out of memory" in attempt.message
+    assert attempt.outcome == "failed"
+    assert "CUDA out of memory" in attempt.message
     assert "in fail" in attempt.detail
 
 
@@ -471,7 +476,8 @@ def test_a_step_that_exceeds_the_memory_of_the_node_is_refused(settings, key):
     config = parse_run_config([*given, *(f"--{setting}" for setting in settings)])
     with pytest.raises(ConfigError) as error:
         memory.check_host_memory(config, 1)
-    assert error.value.key.startswith(key) and error.value.fix
+    assert error.value.key.startswith(key)
+    assert error.value.fix
 
 
 def test_stages_of_different_size_that_fit_together_are_not_refused(monkeypatch):

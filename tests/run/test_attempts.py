@@ -44,10 +44,13 @@ def verdict(run, exit_status=1):
 
 def test_the_newest_attempt_owns_the_run_and_only_it_can_change_checkpoints(run):
     first = claim(run)
-    assert first.number == 1 and first.is_owner()
+    assert first.number == 1
+    assert first.is_owner()
     save(first, 5)
     second = claim(run)
-    assert second.number == 2 and second.is_owner() and not first.is_owner()
+    assert second.number == 2
+    assert second.is_owner()
+    assert not first.is_owner()
     with pytest.raises(StaleAttempt, match="attempt 1 ends"):
         first.check_owner()
     with pytest.raises(FileNotFoundError):
@@ -119,16 +122,19 @@ def test_the_verdict_follows_from_the_records_of_the_ranks(run, ends, word, reas
     attempt = claim(run)
     for end in ends:
         attempt.record_end(*end)
-    assert verdict(run)[0] == word and reason in verdict(run)[1]
+    assert verdict(run)[0] == word
+    assert reason in verdict(run)[1]
 
 
 def test_a_killed_attempt_is_repeated_and_a_stopped_attempt_did_not_crash(run):
     claim(run)
-    assert verdict(run)[0] == "again" and "killed or its node was lost" in verdict(run)[1]
+    assert verdict(run)[0] == "again"
+    assert "killed or its node was lost" in verdict(run)[1]
     attempt = claim(run)
     attempt.request_stop("USR1")
     word, reason = verdict(run)
-    assert word == "again" and reason.startswith("USR1 came before the first step")
+    assert word == "again"
+    assert reason.startswith("USR1 came before the first step")
 
 
 def test_the_first_error_is_the_cause_whatever_the_clocks_of_the_nodes_say(run, monkeypatch):
@@ -196,9 +202,11 @@ def test_a_failure_after_a_warning_is_no_crash_but_a_stale_attempt_without_a_new
     attempt = claim(run)
     attempt.request_stop("TERM")
     attempt.record_end(1, "failed", "connection closed by peer")
-    assert verdict(run)[0] == "again" and not read_attempts(run)[-1].crashed
+    assert verdict(run)[0] == "again"
+    assert not read_attempts(run)[-1].crashed
     claim(run).record_end(0, "stale", "a newer attempt has taken over this run")
-    assert verdict(run)[0] == "again" and read_attempts(run)[-1].crashed
+    assert verdict(run)[0] == "again"
+    assert read_attempts(run)[-1].crashed
 
 
 @pytest.mark.parametrize(
@@ -210,7 +218,8 @@ def test_bad_nodes_are_excluded_unless_no_node_would_remain(run, nodes, bad, exc
     attempt.record_end(1, "failed", "an error")
     attempt.record_end(0, "unready", "preflight: b: no answer", bad_nodes=bad)
     (record,) = read_attempts(run)
-    assert record.outcome == "unready" and nodes_to_exclude(record) == list(excluded)
+    assert record.outcome == "unready"
+    assert nodes_to_exclude(record) == list(excluded)
     assert verdict(run)[1].startswith("preflight: b: no answer; continuing")
 
 
@@ -242,7 +251,9 @@ def test_invalid_records_are_ignored_with_a_warning(run, caplog, name, contents)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         caplog.clear()
         (record,) = read_attempts(run)
-        assert record.outcome is None and record.heartbeat == {} and record.verdict is None
+        assert record.outcome is None
+        assert record.heartbeat == {}
+        assert record.verdict is None
         assert verdict(run)[0] == "again"
         assert f"{path} cannot be used: " in caplog.text
 
@@ -258,6 +269,8 @@ def test_a_run_with_a_checkpoint_of_a_newer_version_is_not_taken_over(run):
     )
     with pytest.raises(CheckpointError, match="newer version"):
         claim(run)
-    assert first.is_owner() and len(read_attempts(run)) == 1
+    assert first.is_owner()
+    assert len(read_attempts(run)) == 1
     word, reason = verdict(run)
-    assert word == "stop" and "newer version" in reason
+    assert word == "stop"
+    assert "newer version" in reason

@@ -49,7 +49,8 @@ def test_the_time_of_an_uninterrupted_run_is_divided_by_phase(tmp_path):
     record(tmp_path, 1, 1000, 1100, "finished", **beat)
     found = totals(tmp_path)
     assert found == {KEPT: 72.0, SAVES: 7.0, EVALUATION: 10.0, START: 11.0}
-    assert sum(found.values()) == 100 and shares(found)[KEPT] == 0.72
+    assert sum(found.values()) == 100
+    assert shares(found)[KEPT] == 0.72
 
 
 def test_steps_that_a_later_attempt_runs_again_count_as_repeated(tmp_path):

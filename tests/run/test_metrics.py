@@ -198,7 +198,8 @@ def test_tensorboard_continues_at_the_first_sync_after_a_full_disk(tmp_path, mon
         writer.sync()
     writer.close()
     shown = [step for step, _ in curve(tmp_path)]
-    assert shown[-1] == 6 and shown == sorted(set(shown))
+    assert shown[-1] == 6
+    assert shown == sorted(set(shown))
 
 
 class Disk:

@@ -22,7 +22,8 @@ def test_a_node_with_another_version_is_named_with_both_versions():
     assert nodes.differences({"a": node(), "b": node()}) == []
     (problem,) = nodes.differences({"a": node(), "b": node(torch="2.12.0"), "c": node()})
     assert problem.sentence.startswith("b: torch is 2.12.0, but 2.13.0 on a")
-    assert problem.nodes == ("b",) and not problem.mistake
+    assert problem.nodes == ("b",)
+    assert not problem.mistake
 
 
 def test_nodes_with_different_code_or_data_or_unreadable_data_are_named():
@@ -74,7 +75,8 @@ def test_there_must_be_space_for_two_checkpoints_or_one_if_others_exist(home, mo
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1500})())
     (problem,) = problems(home, "a", keep=1)
     assert "two checkpoints need" in problem.sentence
-    assert not problem.mistake and problem.nodes == ()
+    assert not problem.mistake
+    assert problem.nodes == ()
     assert problems(home, "a", keep=1, size=700) == []
     (home.parent / "step-00000010").mkdir()
     assert problems(home, "a", keep=1) == []
@@ -86,8 +88,10 @@ def test_missing_and_small_gpus_are_named():
     small = {"name": "T4", "total": 15 * gib}
     assert nodes.gpu_problems({"a": [large, large], "b": [large, large]}, 2, 20 * gib) == []
     missing, too_small = nodes.gpu_problems({"a": [large], "b": [large, small]}, 2, 20 * gib)
-    assert missing.nodes == ("a",) and "finds 1 of the 2 GPUs" in missing.sentence
-    assert too_small.nodes == ("b",) and "GPU 1 (T4) has 15.0 GiB" in too_small.sentence
+    assert missing.nodes == ("a",)
+    assert "finds 1 of the 2 GPUs" in missing.sentence
+    assert too_small.nodes == ("b",)
+    assert "GPU 1 (T4) has 15.0 GiB" in too_small.sentence
     assert not too_small.mistake
     all_small = nodes.gpu_problems({"a": [small], "b": [small]}, 1, 20 * gib)
     assert all(problem.mistake for problem in all_small)

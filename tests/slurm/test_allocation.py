@@ -63,7 +63,8 @@ def test_the_node_with_the_fewest_gpus_decides_how_many_are_used(cluster, start)
     assert cluster.wait(job) == "FAILED", cluster.story(job)
     log = cluster.log(job)
     assert "warning: the nodes of this job have 1 or 2 GPUs; it uses 1 on each" in log
-    assert "nodeA: torch finds 0 of the 1 GPU" in log and "nodeB: torch finds 0 of the 1 GPU" in log
+    assert "nodeA: torch finds 0 of the 1 GPU" in log
+    assert "nodeB: torch finds 0 of the 1 GPU" in log
 
 
 def test_a_step_that_srun_cannot_start_is_reported_as_such(cluster, start):
@@ -73,7 +74,8 @@ def test_a_step_that_srun_cannot_start_is_reported_as_such(cluster, start):
     assert attempt.outcome == "unready"
     assert cluster.field(job, "StdOut") in attempt.message
     log = cluster.log(job)
-    assert f"attempt 1: {attempt.message}" in log and "Invalid MPI type 'missing'" in log
+    assert f"attempt 1: {attempt.message}" in log
+    assert "Invalid MPI type 'missing'" in log
 
 
 @pytest.mark.parametrize("cluster", [{"gpus": 2}], indirect=True)

@@ -23,7 +23,8 @@ def test_a_chain_completes_after_its_extension_and_evaluation_are_preempted(clus
         *("bash", f"{cluster.work}/repo/slurm/run_all.sh", "--sbatch", "--nodes=2"),
         *("tiny.yaml", *first, "--extend", "extend.yaml", *extend, "--evaluate", *EVALUATION),
     )
-    assert "in runs/first\n" in output and output.endswith("in runs/extend/evaluation")
+    assert "in runs/first\n" in output
+    assert output.endswith("in runs/extend/evaluation")
     pretraining, extension, evaluation = re.findall(r"^\w+ +job (\d+)", output, re.M)
 
     run = cluster.work / "runs" / "extend"
@@ -32,7 +33,8 @@ def test_a_chain_completes_after_its_extension_and_evaluation_are_preempted(clus
     assert cluster.wait(extension) == "COMPLETED", cluster.story(extension)
     assert cluster.field(pretraining, "JobState") == "COMPLETED"
     interrupted, finished = read_attempts(run)
-    assert interrupted.outcome == "interrupted" and finished.facts["checkpoint_step"] >= 3
+    assert interrupted.outcome == "interrupted"
+    assert finished.facts["checkpoint_step"] >= 3
     assert [row["step"] for row in rows(run)] == list(range(1, STEPS + 1))
     log = cluster.log(extension)
     assert log.count("starting with the weights of runs/first/checkpoints/step-00000004") == 1
@@ -46,12 +48,12 @@ def test_a_chain_completes_after_its_extension_and_evaluation_are_preempted(clus
     cluster.until(lambda: values() >= 4, evaluation)
     cluster.run("scancel", "--batch", "--signal=USR1", evaluation)
     assert cluster.wait(evaluation) == "COMPLETED", cluster.story(evaluation)
-    assert cluster.field(
-        evaluation, "Restarts"
-    ) == "1" and "of them already finished" in cluster.log(evaluation)
+    assert cluster.field(evaluation, "Restarts") == "1"
+    assert "of them already finished" in cluster.log(evaluation)
     evaluated = run / "evaluation" / f"step-{STEPS:08d}"
     found = read_results(evaluated)
     perplexity = read_results(evaluated).tasks["perplexity"]
-    assert found.model.run["step"] == STEPS and (evaluated / "perplexity.png").is_file()
+    assert found.model.run["step"] == STEPS
+    assert (evaluated / "perplexity.png").is_file()
     assert [score.length for score in perplexity.scores if score.metric == "loss"] == [4, 8]
     assert perplexity.processes == 2

@@ -40,13 +40,16 @@ def test_a_comparison_array_completes_after_preemption_and_writes_the_page(clust
     cluster.run("scancel", "--batch", "--signal=USR1", f"{array}_0")
     assert cluster.wait(array) == "COMPLETED", log.read_text()
     assert cluster.wait(page) == "COMPLETED", cluster.log(page)
-    assert "not finished: 1 of 2 runs" in log.read_text() and "requeueing" in log.read_text()
+    assert "not finished: 1 of 2 runs" in log.read_text()
+    assert "requeueing" in log.read_text()
     saved = [
         line for line in (run / "log.txt").read_text().splitlines() if "continuing from" in line
     ]
-    assert len(saved) == 1 and "step-00000150" not in saved[0]
+    assert len(saved) == 1
+    assert "step-00000150" not in saved[0]
     found = read_comparison(cluster.work / "out" / "comparison.json")
     assert [(made.variant, made.seed) for made in found.runs] == [("rope", 1), ("tape", 1)]
     assert "tape" in Path(cluster.work / "out" / "report.html").read_text()
     wrong = cluster.run(script, *given, "--train.stepz", "3", check=False)
-    assert wrong == "" and cluster.run("squeue", "--noheader") == ""
+    assert wrong == ""
+    assert cluster.run("squeue", "--noheader") == ""

@@ -63,7 +63,8 @@ def test_arguments_of_a_job_are_not_read_as_its_fields():
     """
     done = bash(SCONTROL + SOURCED + script, JOB=JOB)
     assert done.stdout.split("\n")[:4] == ["RUNNING", "2", "1", "n[1-2]"]
-    assert done.stdout.endswith("/logs/a b.out\n") and done.stderr == ""
+    assert done.stdout.endswith("/logs/a b.out\n")
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize("script", ["pretrain_tape", "preprocess"])
@@ -100,4 +101,5 @@ def test_the_smallest_number_of_gpus_and_cpus_of_a_node_counts(nodes, gpus, mess
         SLURM_JOB_CPUS_PER_NODE="64(x2),9,128(x3)",
     )
     assert done.stdout.split() == ([] if gpus is None else [gpus, "4"])
-    assert message in done.stderr and (message or not done.stderr)
+    assert message in done.stderr
+    assert message or not done.stderr

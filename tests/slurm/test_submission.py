@@ -78,7 +78,8 @@ def submit(inputs, tmp_path):
 )
 def test_invalid_settings_are_refused_before_sbatch(submit, script, arguments, message):
     status, submitted, output = submit(script, *arguments)
-    assert (status, submitted) == (2, None) and message in output
+    assert (status, submitted) == (2, None)
+    assert message in output
 
 
 def test_valid_commands_are_submitted_without_the_variables_of_a_session(submit, tmp_path):
@@ -142,9 +143,11 @@ def test_options_that_print_something_submit_no_job(submit, script, option):
     status, submitted, output = submit(script, RECIPE, option, TAPE_PYTHON="true")
     assert submitted is None
     if option == "--help":
-        assert status == 0 and f"slurm/{script} [--sbatch" in output
+        assert status == 0
+        assert f"slurm/{script} [--sbatch" in output
     else:
-        assert status == 1 and output.startswith(f"error: {option} makes the program exit")
+        assert status == 1
+        assert output.startswith(f"error: {option} makes the program exit")
 
 
 @pytest.mark.parametrize("script", ["pretrain_tape.sh", "run_all.sh"])
@@ -188,14 +191,16 @@ def test_an_option_of_sbatch_that_is_given_to_a_script_is_answered_with_the_righ
 def test_commands_that_no_job_can_follow_are_refused(submit, script, arguments, site, message):
     status, submitted, output = submit(script, *arguments, **site)
     assert (status, submitted) == (1, None)
-    assert output.startswith("error: ") and message in output
+    assert output.startswith("error: ")
+    assert message in output
 
 
 def test_preprocessing_is_refused_without_input(submit):
     status, submitted, output = submit(
         "preprocess.sh", "--input", "*.x", "--tokenizer", "t", "--output-prefix", "out"
     )
-    assert (status, submitted) == (2, None) and "error: *.x matches no file (--input)" in output
+    assert (status, submitted) == (2, None)
+    assert "error: *.x matches no file (--input)" in output
 
 
 def test_variables_of_the_environment_override_the_site_file(tmp_path):
@@ -208,7 +213,8 @@ def test_variables_of_the_environment_override_the_site_file(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "/mine|--mpi=none\n"
     assert "TAPE_SCRATCH is '/mine' from the environment, not '/site' from" in done.stderr
-    assert "TAPE_PYTHON" not in done.stderr and "TAPE_SRUN_OPTIONS" not in done.stderr
+    assert "TAPE_PYTHON" not in done.stderr
+    assert "TAPE_SRUN_OPTIONS" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -231,7 +237,8 @@ def test_each_array_task_preprocesses_one_part(tmp_path, last, count, expected):
     command = ["bash", script, "--input", "a b*"]
     done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True)
     if last == 1:
-        assert done.returncode == 1 and expected in done.stderr
+        assert done.returncode == 1
+        assert expected in done.stderr
     else:
         program = f"{REPOSITORY}/slurm/run_module.py tools.preprocess_data"
         assert done.stdout == f"{program} --workers 2 --input a b*{expected}\n"
@@ -247,7 +254,8 @@ def test_a_python_without_the_packages_is_named_with_the_command_that_installs_t
     status, submitted, output = submit(script, "--x", TAPE_PYTHON=python, TAPE_CONTAINER=container)
     assert (status, submitted, len(output.splitlines())) == (1, None, 1)
     assert output.startswith(f"error: TAPE_PYTHON is {python}")
-    assert "lacks the package " in output and "requirements.txt" in output
+    assert "lacks the package " in output
+    assert "requirements.txt" in output
     assert ("in TAPE_CONTAINER (nice -n 0)" in output) == (container != "")
 
 
@@ -256,20 +264,23 @@ def test_a_chain_is_submitted_with_the_site_options(submit):
     status, submitted, output = submit("run_all.sh", "--sbatch", '-A\n"me too"', *CHAIN, **site)
     assert status == 0, output
     assert submitted[1:5] == ["--gpus-per-node=8", "--comment=a * b", "-A", "me too"]
-    assert "pretraining  job 41, in" in output and "extension    job 42, after 41, in" in output
+    assert "pretraining  job 41, in" in output
+    assert "extension    job 42, after 41, in" in output
     assert "scancel" not in output
 
 
 @pytest.mark.parametrize("script, arguments", [("run_all.sh", CHAIN), ("compare.sh", COMPARISON)])
 def test_a_failed_submission_cancels_the_submitted_jobs(submit, script, arguments):
     status, _, output = submit(script, *arguments, FAILS_AT="42")
-    assert status == 1 and output.endswith(
+    assert status == 1
+    assert output.endswith(
         "scancel 41\nerror: not all jobs could be submitted; cancelled those that were: 41\n"
     )
     status, _, output = submit(
         script, *arguments, FAILS_AT="44", CANCEL_STATUS="1", FAKE_CLUSTER="far"
     )
-    assert status == 1 and output.endswith("cancel those that were: scancel --clusters=far 43\n")
+    assert status == 1
+    assert output.endswith("cancel those that were: scancel --clusters=far 43\n")
 
 
 def test_an_evaluation_without_an_extension_is_of_the_pretrained_model(submit):
@@ -283,7 +294,8 @@ def test_an_evaluation_without_an_extension_is_of_the_pretrained_model(submit):
 
 def test_an_interrupted_submission_cancels_the_submitted_jobs(submit):
     status, _, output = submit("run_all.sh", *CHAIN, SIGNAL="INT")
-    assert status == 130 and "cancelled those that were: 41" in output
+    assert status == 130
+    assert "cancelled those that were: 41" in output
 
 
 @pytest.mark.parametrize(

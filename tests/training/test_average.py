@@ -88,9 +88,8 @@ def test_the_average_is_that_of_the_fp32_weights_and_evaluating_it_changes_no_bi
         averaged_loss = engine.evaluate(batches(9))
     assert engine.evaluate(batches(9)) == before != averaged_loss
     after = engine.training_state()
-    assert after.keys() == state.keys() and all(
-        torch.equal(after[key], value) for key, value in state.items()
-    )
+    assert after.keys() == state.keys()
+    assert all(torch.equal(after[key], value) for key, value in state.items())
 
     plain, _ = build(config.model, dtype=dtype)
     with torch.no_grad():

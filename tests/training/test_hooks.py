@@ -30,7 +30,8 @@ class Toy(Hook):
         self.tokens += batch["tokens"].numel()
 
     def after_step(self, trainer, step, result):
-        assert trainer.step == step and not result.skipped
+        assert trainer.step == step
+        assert not result.skipped
         self.seen += 1
         tokens, self.tokens = self.tokens, 0
         return HookResult({"toy/seen": self.seen, "toy/tokens": tokens})
@@ -74,7 +75,8 @@ def test_results_of_a_registered_evaluation_reach_metrics_and_tensorboard(run):
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("toy/step")] == [(3, 3.0), (5, 5.0)]
     first, last = events.Tensors("toy/text_summary")
-    assert b"text of 3" in first.tensor_proto.string_val[0] and last.step == 5
+    assert b"text of 3" in first.tensor_proto.string_val[0]
+    assert last.step == 5
 
 
 def test_hooks_see_the_micro_batches_that_the_rank_trains_on(run, monkeypatch):
@@ -94,7 +96,8 @@ def test_hooks_see_the_micro_batches_that_the_rank_trains_on(run, monkeypatch):
     monkeypatch.setattr(LanguageModel, "forward", recorded)
     monkeypatch.setattr(Toy, "on_micro_batch", on_micro_batch)
     assert run("--train.evaluations=[toy]", "--train.micro_batch_size=2") == 0
-    assert len(seen) == len(trained) == 5 * 2 and all(map(torch.equal, seen, trained))
+    assert len(seen) == len(trained) == 5 * 2
+    assert all(map(torch.equal, seen, trained))
 
 
 def test_the_hook_in_the_documentation_counts_tokens_of_each_batch(run):
@@ -104,7 +107,8 @@ def test_the_hook_in_the_documentation_counts_tokens_of_each_batch(run):
     tokenizer = option("data.tokenizer", run.folder.with_name("tokenizer.json"))
     assert run("--train.evaluations=[end_of_document]", tokenizer) == 0
     shares = [row["data/end_of_document"] for row in rows(run.folder)]
-    assert len(shares) == 5 and 0 < sum(shares) < 5
+    assert len(shares) == 5
+    assert 0 < sum(shares) < 5
 
 
 def test_only_named_evaluations_run(run):
@@ -154,4 +158,6 @@ def test_an_unknown_evaluation_is_refused_with_the_known_ones(run, capfd):
     with pytest.raises(SystemExit):
         run("--train.evaluations=[validation_loss,perplexity]")
     error = capfd.readouterr().err
-    assert "perplexity" in error and "gradient_norms, toy" in error and error.count("\n") == 1
+    assert "perplexity" in error
+    assert "gradient_norms, toy" in error
+    assert error.count("\n") == 1

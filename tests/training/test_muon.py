@@ -27,7 +27,8 @@ def test_orthogonalization_moves_singular_values_near_one_and_keeps_singular_vec
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     rotated = left.T @ orthogonalize(matrix) @ right.T
     assert values.min() / values.max() < 0.7
-    assert rotated.diagonal().min() > 0.6 and rotated.diagonal().max() < 1.3
+    assert rotated.diagonal().min() > 0.6
+    assert rotated.diagonal().max() < 1.3
     assert (rotated - rotated.diagonal().diag()).abs().max() < 1e-4
 
 
@@ -106,6 +107,8 @@ def test_all_other_parameters_get_the_updates_of_adamw():
         kinds = {key.partition("/")[0] for key in states["muon"] if key.endswith(f"/{name}")}
         same = torch.equal(*(state[f"weight/{name}"] for state in states.values()))
         if kind_of(name) in MATRICES:
-            assert kinds == {"weight", "momentum_buffer"} and not same
+            assert kinds == {"weight", "momentum_buffer"}
+            assert not same
         else:
-            assert kinds == {"weight", "exp_avg", "exp_avg_sq"} and same
+            assert kinds == {"weight", "exp_avg", "exp_avg_sq"}
+            assert same

@@ -55,7 +55,8 @@ def test_wsd_holds_the_peak_until_its_decay_and_falls_linearly():
 
 def test_wsd_decays_over_a_tenth_of_the_steps_by_default():
     rate = rates(100, kind="wsd")
-    assert rate[89] == 1.0 and rate[90] == pytest.approx(0.91)
+    assert rate[89] == 1.0
+    assert rate[90] == pytest.approx(0.91)
 
 
 def test_a_ramp_grows_in_multiples_of_its_start_wherever_a_run_continues():
@@ -63,7 +64,9 @@ def test_a_ramp_grows_in_multiples_of_its_start_wherever_a_run_continues():
         steps=100, global_batch_size=32, batch_ramp=BatchRampSettings(from_=4, over_samples=100)
     )
     sizes = list(train.batch_sizes(0, 16))
-    assert sizes[0] == 4 and sizes[-1] == 32 and sizes == sorted(sizes)
+    assert sizes[0] == 4
+    assert sizes[-1] == 32
+    assert sizes == sorted(sizes)
     assert {size % 4 for size in sizes} == {0}
     for step in range(16):
         samples = sum(sizes[:step])
@@ -71,4 +74,5 @@ def test_a_ramp_grows_in_multiples_of_its_start_wherever_a_run_continues():
         assert train.samples_after(step) == samples
         assert list(train.batch_sizes(samples, 16 - step)) == sizes[step:]
     plain = TrainConfig(steps=100, global_batch_size=32)
-    assert list(plain.batch_sizes(0, 3)) == [32] * 3 and plain.samples_after(3, 7) == 103
+    assert list(plain.batch_sizes(0, 3)) == [32] * 3
+    assert plain.samples_after(3, 7) == 103

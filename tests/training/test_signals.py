@@ -101,7 +101,8 @@ def test_a_signal_saves_and_the_continued_run_equals_the_uninterrupted_one(
         assert run("--checkpoint.interval=4") == EXIT_RESTART
     assert steps_saved(run.folder)[-1:] == saved
     (attempt,) = read_attempts(run.folder)
-    assert attempt.outcome == "interrupted" and number.name in attempt.message
+    assert attempt.outcome == "interrupted"
+    assert number.name in attempt.message
     assert run("--checkpoint.interval=4") == 0
     assert rows(run.folder) == uninterrupted
     assert signal.getsignal(number) is signal.SIG_DFL
@@ -128,7 +129,8 @@ def test_the_first_ctrl_c_saves_and_is_logged_and_the_second_ends_at_once(
 
         before_each_step(press_twice, patched)
         assert run() == 130
-    assert steps_saved(run.folder) == [3] and steps == [1, 2]
+    assert steps_saved(run.folder) == [3]
+    assert steps == [1, 2]
     assert [attempt.outcome for attempt in read_attempts(run.folder)] == ["interrupted"] * 2
     assert run() == 0
     assert rows(run.folder) == uninterrupted
@@ -165,7 +167,8 @@ def test_ctrl_c_saves_if_it_also_ends_the_reader_of_the_output(data, tmp_path):
         interrupted_without_reader, (arguments(data, folder),), tmp_path / "log", alone()
     )
     process.join(300)
-    assert process.exitcode == 130 and steps_saved(folder) == [3]
+    assert process.exitcode == 130
+    assert steps_saved(folder) == [3]
     assert [attempt.outcome for attempt in read_attempts(folder)] == ["interrupted"]
 
 
@@ -191,7 +194,8 @@ def test_a_signal_waits_for_the_asynchronous_save_that_is_on_its_way(run, monkey
     assert run(*settings) == EXIT_RESTART
     (attempt,) = read_attempts(run.folder)
     first, last = steps_saved(run.folder)
-    assert first == 4 and attempt.message == f"SIGTERM stopped the run after step {last}"
+    assert first == 4
+    assert attempt.message == f"SIGTERM stopped the run after step {last}"
     assert all(
         checkpoint_files.problems(path) == []
         for _, path in checkpoint_files.list_checkpoints(run.folder / "checkpoints")
@@ -260,10 +264,12 @@ def test_a_save_that_can_never_succeed_ends_the_run_at_the_first_one(
     assert (
         run(f"--checkpoint.interval={interval}", f"--checkpoint.asynchronous={asynchronous}") == 1
     )
-    assert len(calls) == 1 and steps_saved(run.folder) == []
+    assert len(calls) == 1
+    assert steps_saved(run.folder) == []
     (attempt,) = read_attempts(run.folder)
     # Slurm's job does not start a refused run again.
-    assert attempt.outcome == "refused" and "(RuntimeError: a bug in this test)" in attempt.message
+    assert attempt.outcome == "refused"
+    assert "(RuntimeError: a bug in this test)" in attempt.message
     said = capfd.readouterr().err
     assert "Traceback (most recent call last):" in said
     assert "every later save would fail too" in said
@@ -287,7 +293,8 @@ def test_the_last_step_waits_for_the_disk_and_without_it_the_run_is_not_finished
     monkeypatch.setattr(writing.Writer, "save", save)
     monkeypatch.setattr(saving, "LAST_SAVE_WAIT", 0.01)
     assert run() == status
-    assert steps_saved(run.folder) == saved and read_attempts(run.folder)[0].outcome == outcome
+    assert steps_saved(run.folder) == saved
+    assert read_attempts(run.folder)[0].outcome == outcome
 
 
 def test_a_signal_ends_the_wait_for_the_disk_at_the_last_step(run, monkeypatch):
@@ -337,11 +344,13 @@ def test_a_hang_ends_the_process_with_its_stack_on_disk(data, tmp_path):
     log = tmp_path / "log"
     process = start(begin, (arguments(data, folder, "--train.hang_timeout=4"), True), log, alone())
     process.join(120)
-    assert process.exitcode == 77 and "train.hang_timeout" in log.read_text()
+    assert process.exitcode == 77
+    assert "train.hang_timeout" in log.read_text()
     directory = folder / "attempts" / "000001"
     assert "in step" in (directory / "stacks-00000.txt").read_text()
     (attempt,) = read_attempts(folder)
-    assert attempt.outcome == "hung" and "while training" in attempt.message
+    assert attempt.outcome == "hung"
+    assert "while training" in attempt.message
     collectives = json.loads((directory / "collectives-00000.json").read_text())
     assert any("all_reduce" in entry["profiling_name"] for entry in collectives["entries"])
 
@@ -394,7 +403,8 @@ def ranks(data, tmp_path):
 def wait_until(condition, ranks=()):
     deadline = time.monotonic() + 300
     while not condition():
-        assert time.monotonic() < deadline and all(rank.poll() is None for rank in ranks)
+        assert time.monotonic() < deadline
+        assert all(rank.poll() is None for rank in ranks)
         time.sleep(0.05)
 
 
@@ -421,6 +431,7 @@ def test_a_signal_to_every_process_of_the_run_saves_it(ranks, tmp_path, number, 
         rank.join(300)
     assert [rank.exitcode for rank in ranks] == [status] * 2
     (attempt,) = read_attempts(tmp_path / "run")
-    assert attempt.outcome == "interrupted" and reason in attempt.message
+    assert attempt.outcome == "interrupted"
+    assert reason in attempt.message
     assert steps_saved(tmp_path / "run") == [rows(tmp_path / "run")[-1]["step"]]
     wait_until(lambda: not any(processes_of_group(rank.pid) for rank in ranks))

@@ -20,8 +20,10 @@ USUAL = [(3.0, 1.0), (2.9, 1.2), (3.1, 0.9), (3.0, 1.1), (2.95, 1.0)]
 
 def test_a_loss_or_a_gradient_norm_far_above_the_last_ones_is_a_spike():
     spikes = after(USUAL)
-    assert spikes.is_spike(3.5, 1.0) and spikes.is_spike(3.0, 2.0)
-    assert not spikes.is_spike(3.2, 1.5) and not spikes.is_spike(1.0, 0.1)
+    assert spikes.is_spike(3.5, 1.0)
+    assert spikes.is_spike(3.0, 2.0)
+    assert not spikes.is_spike(3.2, 1.5)
+    assert not spikes.is_spike(1.0, 0.1)
     assert not spikes.is_spike(float("nan"), float("nan"))
 
 
@@ -41,7 +43,8 @@ def test_a_plateau_has_no_spikes():
 
 def test_values_restored_from_a_checkpoint_give_the_same_decisions():
     again = after([], json.loads(json.dumps(after([(9.0, 9.0), *USUAL]).values)))
-    assert again.is_spike(3.5, 1.0) and not again.is_spike(3.2, 1.5)
+    assert again.is_spike(3.5, 1.0)
+    assert not again.is_spike(3.2, 1.5)
 
 
 def test_a_new_stage_of_the_data_resets_the_recent_losses():
@@ -61,5 +64,7 @@ def test_a_new_stage_of_the_data_resets_the_recent_losses():
         return trainer.progress.get("spikes_found", 0) - before
 
     higher = [(loss + 1, norm) for loss, norm in USUAL]
-    assert spikes(USUAL) == 0 and spikes(higher[:1]) == 1
-    assert spikes(higher, enters_stage=True) == 0 and spikes([(9.0, 1.0)]) == 1
+    assert spikes(USUAL) == 0
+    assert spikes(higher[:1]) == 1
+    assert spikes(higher, enters_stage=True) == 0
+    assert spikes([(9.0, 1.0)]) == 1

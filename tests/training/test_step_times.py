@@ -49,7 +49,8 @@ def test_only_the_waiting_for_items_is_counted_and_an_error_ends_its_phase():
             move(10)
     except ValueError:
         move(100)
-    assert received == [0, 1, 2] and clock.read() == {"data": 3.0}
+    assert received == [0, 1, 2]
+    assert clock.read() == {"data": 3.0}
 
 
 def gathered(value):
