@@ -55,7 +55,15 @@ def cases():
             [*LORA, rope, option("model.tie_embeddings", "true"), tp(2), zero(3)],
             ("lora", "embeddings"),
         ),
-        "rope_biased": ([*scaled, option("model.qkv_bias", "true"), tp(2), zero(1)], ("lora",)),
+        "rope_biased": (
+            [
+                *scaled,
+                option("model.qkv_bias", "true"),
+                tp(2),
+                zero(1),
+            ],
+            ("lora",),
+        ),
         "tape_without_lora": (
             [
                 option("model.tie_embeddings", "true"),

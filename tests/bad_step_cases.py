@@ -67,7 +67,10 @@ def trial(tp, zero_stage, what, precision):
     rank = dist.get_rank()
     if what == "loss":
         # A tensor-parallel group shares one loss; otherwise only rank 1 has the bad one.
-        result = e.train_step(batches(e, 10, math.nan if rank == 1 or tp == 2 else 1.0), 1e-2)
+        result = e.train_step(
+            batches(e, 10, math.nan if rank == 1 or tp == 2 else 1.0),
+            1e-2,
+        )
     elif what == "spike":  # on rank 1 alone, in one step
         answers = iter([rank == 1])
         judged = []

@@ -69,7 +69,10 @@ def pytest_xdist_auto_num_workers(config):
     if not ON_GPU:
         return None
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-    return max(1, min(8, (os.cpu_count() or 1) // 2, int(memory // GIB_PER_WORKER)))
+    return max(
+        1,
+        min(8, (os.cpu_count() or 1) // 2, int(memory // GIB_PER_WORKER)),
+    )
 
 
 @pytest.fixture(autouse=ON_GPU)

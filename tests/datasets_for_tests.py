@@ -33,7 +33,10 @@ def write_documents(prefix, documents, dtype="<u2", **options):
     """Write documents, given as ids, with this project's writer."""
     with IndexedDatasetWriter(prefix, np.dtype(dtype), **options) as writer:
         for document in documents:
-            writer.add(np.array(document, dtype).tobytes(), np.array([len(document)]))
+            writer.add(
+                np.array(document, dtype).tobytes(),
+                np.array([len(document)]),
+            )
         writer.finish()
 
 

@@ -25,7 +25,11 @@ TESTS = Path(__file__).parent
 BASE = TESTS / "recipes" / "tiny.yaml"
 RECIPE = TESTS / "recipes" / "extend.yaml"
 STEPS = 3
-TOKENS = torch.randint(60, (2, 32), generator=torch.Generator().manual_seed(1))
+TOKENS = torch.randint(
+    60,
+    (2, 32),
+    generator=torch.Generator().manual_seed(1),
+)
 ONLY = "extension.trains"
 WITH_LORA = [option(ONLY, "[position,lora,embeddings,norms]")]
 FULL = option("train.recompute", "full")
@@ -161,16 +165,39 @@ def main(folder, data):
     rows = {}
     for tensor_size, stage in LAYOUTS if size > 1 else [(1, 1)]:
         name = f"tp{tensor_size}_zero{stage}"
-        rows[name] = extended(folder, data, base, name, tp(tensor_size), zero(stage))
+        rows[name] = extended(
+            folder,
+            data,
+            base,
+            name,
+            tp(tensor_size),
+            zero(stage),
+        )
     for name, overrides in {**VARIANTS, "packed": packed(data)}.items():
-        rows[name] = extended(folder, data, base, name, tp(size), zero(1), *overrides)
+        rows[name] = extended(
+            folder,
+            data,
+            base,
+            name,
+            tp(size),
+            zero(1),
+            *overrides,
+        )
     leaner = ["--checkpoint.frozen=false", *WITH_LORA]
     if size == 1:
         rows["with_lora"] = extended(folder, data, base, "with_lora", *leaner)
         return rows | {"states": states(folder, rows)}
     resumed = {
         "tp2_zero1": continued(folder, data, base, "resumed-1", tp(2), zero(1)),
-        "with_lora": continued(folder, data, base, "resumed-3", tp(1), zero(3), *leaner),
+        "with_lora": continued(
+            folder,
+            data,
+            base,
+            "resumed-3",
+            tp(1),
+            zero(3),
+            *leaner,
+        ),
     }
     found = states(folder, rows)
     found |= {name: case.pop("whole_tensors") for name, case in resumed.items()}

@@ -76,7 +76,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def dataset(self, commit, files):
         name = _DATASET.match(unquote(urlsplit(self.path).path))[1]
-        content = {"id": name, "sha": commit, "siblings": [{"rfilename": path} for path in files]}
+        content = {
+            "id": name,
+            "sha": commit,
+            "siblings": [{"rfilename": path} for path in files],
+        }
         self.reply(200, json.dumps(content).encode(), Content_Type="application/json")
 
     def tree(self, commit, files, folder):

@@ -25,7 +25,11 @@ IN_PROCESSES = {
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": os.pathsep.join(
-        [str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        [
+            str(TESTS),
+            str(TESTS.parent),
+            *filter(None, [os.environ.get("PYTHONPATH")]),
+        ]
     ),
     "PYTHONWARNINGS": "ignore",
 }
@@ -78,7 +82,13 @@ def start(call, arguments, log, environment, folder="."):
 
 def start_python(arguments, log, environment=None, folder="."):
     """Start what `python ARGUMENTS...` would: a script, or a module after -m."""
-    return start(_run, (list(map(str, arguments)),), log, environment or alone(), folder)
+    return start(
+        _run,
+        (list(map(str, arguments)),),
+        log,
+        environment or alone(),
+        folder,
+    )
 
 
 def _begin(call, arguments, log, environment, folder):
@@ -128,7 +138,10 @@ def run_group(module, size, *arguments, timeout=600):
             process.kill()
             process.join()
     if any(process.exitcode for process in processes):
-        culprit = next((r for r, p in enumerate(processes) if p.exitcode not in (0, -9)), 0)
+        culprit = next(
+            (r for r, p in enumerate(processes) if p.exitcode not in (0, -9)),
+            0,
+        )
         tail = logs[culprit].read_text()[-6000:]
         raise AssertionError(
             f"rank {culprit} of {module} ended with {processes[culprit].exitcode}:\n{tail}"

@@ -213,4 +213,8 @@ def random_batch(seed, batch=1):
 
 
 def random_tokens(batch=2, length=16, vocabulary=64, seed=3):
-    return torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        vocabulary,
+        (batch, length),
+        generator=torch.Generator().manual_seed(seed),
+    )

@@ -112,7 +112,14 @@ def equal_runs(folder, data):
                 saves = [*SEVERAL, option("optimizer.clip_grad", 0.0)]
             else:
                 saves = []
-            results["rows"][name] = run(folder, name, *prefix, *changes, *settings, *saves)
+            results["rows"][name] = run(
+                folder,
+                name,
+                *prefix,
+                *changes,
+                *settings,
+                *saves,
+            )
             results["states"][name] = whole_state(folder, name, STEPS)
             if saves:
                 results["gradients"][name] = {step: moments(folder, name, step) for step in (1, 2)}
@@ -159,7 +166,14 @@ def more(folder, data):
         option("logging.sample_prompt", "w1 w2 w3"),
         *evaluated(data),
     ]
-    rows["evaluated"] = run(folder, "evaluated", prefix, *packed(data), *evaluating, *pipeline)
+    rows["evaluated"] = run(
+        folder,
+        "evaluated",
+        prefix,
+        *packed(data),
+        *evaluating,
+        *pipeline,
+    )
     rows["frozen"] = run(
         folder, "frozen", prefix, option("train.recompute", "full"), *pipeline, trains=first_layer
     )

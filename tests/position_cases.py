@@ -30,7 +30,11 @@ OF_THREE_HEADS = {"hidden_size": 30, "num_attention_heads": 3, "num_query_groups
 UNDER_ZERO_3["fox_three_heads"] = {"position_encoding": "fox", **OF_THREE_HEADS}
 """Three biases. The first of two processes holds two of them, and the second holds one."""
 UNDER_ZERO_3["increments"] = BUILT_IN["increments"] | OF_ONE_HEAD
-LAYOUTS = {"alone": (1, 1), "tensor": (2, 2), "sharded": (1, 3)}
+LAYOUTS = {
+    "alone": (1, 1),
+    "tensor": (2, 2),
+    "sharded": (1, 3),
+}
 """Tensor-parallel size and ZeRO stage; without tensor parallelism the two processes are data
 parallel.
 """

@@ -23,7 +23,11 @@ TRAINED = {
     "lora": lambda name, parameter: kind_of(name) == "lora",
 }
 LORA = ExtensionConfig(trains=["lora"], lora_rank=2)
-FROZEN = {"position": ("t5", "fire", "cope"), "others": ("t5", "fire"), "lora": ("t5", "tape")}
+FROZEN = {
+    "position": ("t5", "fire", "cope"),
+    "others": ("t5", "fire"),
+    "lora": ("t5", "tape"),
+}
 """Encodings to train with frozen parameters, by the trained kinds."""
 
 

@@ -183,4 +183,7 @@ def main(which, recipe):
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(*sys.argv[1:])), file=sys.__stdout__)
+    print(
+        json.dumps(main(*sys.argv[1:])),
+        file=sys.__stdout__,
+    )

@@ -49,7 +49,12 @@ COUNTED |= {
 }
 """Cases for which communication is counted."""
 LORA = ExtensionConfig(trains=["lora"], lora_rank=3, lora_alpha=6.0)
-SOME_LORA = ExtensionConfig(trains=["lora"], lora_rank=2, lora_alpha=1.0, lora_targets=["q", "v"])
+SOME_LORA = ExtensionConfig(
+    trains=["lora"],
+    lora_rank=2,
+    lora_alpha=1.0,
+    lora_targets=["q", "v"],
+)
 ROPE = {"position_encoding": "rope"}
 LORA_VARIANTS = {
     "tape_lora": {"lora": LORA},
@@ -260,7 +265,14 @@ DOCUMENTS = torch.tensor([[0] * 5 + [1] * 11, [0] * 9 + [1] * 7])
 
 def cases():
     """Return the cases for tensor and context parallelism."""
-    weights = torch.rand(2, 16, generator=torch.Generator().manual_seed(4)) / 16
+    weights = (
+        torch.rand(
+            2,
+            16,
+            generator=torch.Generator().manual_seed(4),
+        )
+        / 16
+    )
     found = {name: Case(changes, by_token=name == "tape") for name, changes in VARIANTS.items()}
     found |= {name: Case(**settings) for name, settings in LORA_VARIANTS.items()}
     found["tape_recompute"] = Case(recompute="full")
@@ -318,14 +330,24 @@ def every_layout(of_both, of_tensor, of_context, layouts):
 
 def main():
     importlib.import_module("toy_encodings.head_gate")
-    results = every_layout(cases(), without_sequence_parallel(), shared_groups(), [(2, 1), (1, 2)])
+    results = every_layout(
+        cases(),
+        without_sequence_parallel(),
+        shared_groups(),
+        [(2, 1), (1, 2)],
+    )
     results["strided"] = reduced_transpose(2)
     results["numbers"] = {
         f"{name}_tp{tp}_cp{cp}": count(changes | {"num_query_groups": 4}, tp, cp)
         for tp, cp in ((2, 1), (1, 2))
         for name, changes in COUNTED.items()
     }
-    results["shape"] = {"S": 16, "B": 2, "C": SMALL["hidden_size"], "layers": SMALL["num_layers"]}
+    results["shape"] = {
+        "S": 16,
+        "B": 2,
+        "C": SMALL["hidden_size"],
+        "layers": SMALL["num_layers"],
+    }
     return results
 
 
@@ -347,4 +369,9 @@ def of_four_processes():
     found["tape_packed_recompute"] = Case(recompute="selective", inputs={"documents": DOCUMENTS})
     found["tape_lora"] = Case(**LORA_VARIANTS["tape_lora"])
     found["tape_shifted"] = Case(shifted_sparse=True)
-    return every_layout(found, {}, shared_groups(), [(2, 2), (1, 4)])
+    return every_layout(
+        found,
+        {},
+        shared_groups(),
+        [(2, 2), (1, 4)],
+    )

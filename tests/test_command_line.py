@@ -163,7 +163,12 @@ def test_running_out_of_memory_is_reported_in_one_sentence(error, sentence, caps
 
 
 @pytest.mark.parametrize(
-    "number, expected", [(errno.ENOSPC, 1), (errno.EDQUOT, 1), (errno.EIO, 75)]
+    "number, expected",
+    [
+        (errno.ENOSPC, 1),
+        (errno.EDQUOT, 1),
+        (errno.EIO, 75),
+    ],
 )
 def test_only_errors_of_a_file_system_that_does_not_respond_may_pass(number, expected, capsys):
     def main():

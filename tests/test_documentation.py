@@ -69,7 +69,12 @@ def test_links_and_paths_exist(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_lists_begin_after_an_empty_line(page):
     """The site shows them as part of the paragraph otherwise."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    text = re.sub(
+        r"^```.*?^```",
+        "",
+        page.read_text(encoding="utf-8"),
+        flags=re.M | re.S,
+    )
     assert re.findall(r"^(?![-|] |  |\d+\. ).+\n(?:- |1\. ).*$", text, re.M) == []
 
 

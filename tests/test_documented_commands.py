@@ -158,7 +158,12 @@ def test_there_are_commands():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_settings_in_sentences_exist(page):
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    text = re.sub(
+        r"^```.*?^```",
+        "",
+        page.read_text(encoding="utf-8"),
+        flags=re.M | re.S,
+    )
     # The page on encodings of one's own adds settings.
     key = re.compile(rf"(?:--)?((?:{SECTIONS})(?:\.[a-z_0-9]+)+)(?![\w*.(])(?<!kerple_start)")
     named = {found[1] for span in spans(text) if (found := key.match(span))}

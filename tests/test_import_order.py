@@ -139,4 +139,8 @@ def test_modules_that_read_settings_and_files_do_not_import_torch():
         "    assert 'torch' not in sys.modules, name\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", code, *modules], check=True, env=environment)
+    subprocess.run(
+        [sys.executable, "-c", code, *modules],
+        check=True,
+        env=environment,
+    )

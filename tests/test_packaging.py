@@ -49,7 +49,11 @@ def installed(tmp_path_factory):
     ):
         shutil.copy(ROOT / name, source)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "--no-compile", "--target", target, source], check=True, timeout=300)
+    subprocess.run(
+        [*pip, "--no-compile", "--target", target, source],
+        check=True,
+        timeout=300,
+    )
     return target
 
 

@@ -15,7 +15,11 @@ from megatron_tape.io.safetensors import write_safetensors
 )
 def test_tensors_are_written_bit_for_bit_at_the_returned_offsets(tmp_path, dtype):
     matrix = torch.arange(6).reshape(2, 3).to(dtype)
-    tensors = {"matrix": matrix, "transposed": matrix.T, "scalar": torch.tensor(1).to(dtype)}
+    tensors = {
+        "matrix": matrix,
+        "transposed": matrix.T,
+        "scalar": torch.tensor(1).to(dtype),
+    }
     tensors["empty"] = torch.zeros(0, 3).to(dtype)
     # One element of a column: contiguous, with a stride of 3. ZeRO 3 gathers such tensors.
     tensors["one"] = matrix[:1, 2]

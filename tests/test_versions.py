@@ -21,5 +21,10 @@ def test_torchs_version_is_found_without_importing_torch():
         "from megatron_tape.io.versions import versions\n"
         "print(versions()['torch'], 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.split() == [torch.__version__, "False"]

@@ -55,7 +55,10 @@ def run_here(tool, *arguments):
 
 
 def write_lines(path, texts):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts),
+        encoding="utf-8",
+    )
 
 
 def read_pair(prefix):

@@ -26,7 +26,14 @@ RECIPE = Path(__file__).parent / "recipes" / "tiny.yaml"
 STEPS = 4
 LAYOUTS = {
     2: [(1, 1, 2), (2, 1, 3), (1, 2, 1)],
-    4: [(2, 1, 1), (2, 1, 2), (2, 1, 3), (1, 2, 2), (2, 2, 1), (1, 4, 3)],
+    4: [
+        (2, 1, 1),
+        (2, 1, 2),
+        (2, 1, 3),
+        (1, 2, 2),
+        (2, 2, 1),
+        (1, 4, 3),
+    ],
 }
 """Tensor-parallel size, context-parallel size and ZeRO stage, by the number of processes."""
 RESUMED = [(1, 2), (2, 1), (2, 3)]
@@ -47,7 +54,11 @@ def assert_close(rows, expected, steps=STEPS):
         for key in LOSSES:
             assert (key in row) == (key in other)
             if key in other:
-                assert math.isclose(row[key], other[key], rel_tol=1e-4), (row["step"], key)
+                assert math.isclose(
+                    row[key],
+                    other[key],
+                    rel_tol=1e-4,
+                ), (row["step"], key)
         norms = {key: norm for key, norm in row.items() if key.startswith("grad_norm/")}
         total = row["train/grad_norm"]
         for key, norm in norms.items():
@@ -167,12 +178,37 @@ def equal_runs(folder, data, size):
     # On four processes, tensor parallelism shards each matrix over two, and ZeRO partitions the
     # shards over two.
     tensor = tp(2 if size == 4 else 1)
-    for layout in LAYOUTS.get(size, [(1, 1, 1), (1, 1, 2), (1, 1, 3)]):
+    for layout in LAYOUTS.get(
+        size,
+        [(1, 1, 1), (1, 1, 2), (1, 1, 3)],
+    ):
         name = "tp{}_cp{}_zero{}".format(*layout)
-        rows[name] = run(folder, name, prefix, tp(layout[0]), cp(layout[1]), zero(layout[2]))
-    rows["muon"] = run(folder, "muon", prefix, MUON, AVERAGE, tensor, zero(1 if size == 4 else 2))
+        rows[name] = run(
+            folder,
+            name,
+            prefix,
+            tp(layout[0]),
+            cp(layout[1]),
+            zero(layout[2]),
+        )
+    rows["muon"] = run(
+        folder,
+        "muon",
+        prefix,
+        MUON,
+        AVERAGE,
+        tensor,
+        zero(1 if size == 4 else 2),
+    )
     shared = cp(2) if size == 2 else tensor
-    rows["packed"] = run(folder, "packed", prefix, shared, zero(2), *packed(data))
+    rows["packed"] = run(
+        folder,
+        "packed",
+        prefix,
+        shared,
+        zero(2),
+        *packed(data),
+    )
     # ZeRO 3 gathers the weights in every forward pass, so all ranks must do equally many in an
     # evaluation.
     rows["evaluated"] = run(
@@ -180,7 +216,14 @@ def equal_runs(folder, data, size):
     )
     # Sequences have different numbers of answers, so that micro-batches and ranks do, too.
     accumulate = [option("train.global_batch_size", 8), AVERAGE]
-    rows["generated"] = run(folder, "generated", *generated(), shared, zero(3), *accumulate)
+    rows["generated"] = run(
+        folder,
+        "generated",
+        *generated(),
+        shared,
+        zero(3),
+        *accumulate,
+    )
     if size == 2:
         with gathering_all():
             rows["gathered"] = run(folder, "gathered", prefix, tp(2), zero(3))
@@ -191,7 +234,15 @@ def equal_runs(folder, data, size):
     rows["ramp"] = run(folder, "ramp", prefix, tensor, *ramp())
     if size == 4:
         sampling = [option("logging.sample_tokens", 3), option("logging.sample_prompt", "w1 w2 w3")]
-        rows["sampled"] = run(folder, "sampled", prefix, tensor, zero(3), *packed(data), *sampling)
+        rows["sampled"] = run(
+            folder,
+            "sampled",
+            prefix,
+            tensor,
+            zero(3),
+            *packed(data),
+            *sampling,
+        )
         rows["bf16"] = run(
             folder, "bf16", prefix, tensor, zero(2), option("train.precision", "bf16")
         )
@@ -338,7 +389,14 @@ def resumed_runs(folder, data):
     results["stages"] = resumed_run(folder, "stages", prefix, stages)
     before = [*generated(), *ramp(), tp(1), zero(1)]
     after = [*generated(), *ramp(), tp(2), zero(3)]
-    results["ramp"] = resumed_run(folder, "ramp", *before, then=after, at=3, interval=1)
+    results["ramp"] = resumed_run(
+        folder,
+        "ramp",
+        *before,
+        then=after,
+        at=3,
+        interval=1,
+    )
     muon = [prefix, MUON, AVERAGE]
     results["muon"] = resumed_run(folder, "muon", *muon, tp(1), zero(2))
     results["muon_another_layout"] = resumed_run(
@@ -351,8 +409,19 @@ def resumed_runs(folder, data):
     )
     with gathering_all():
         results["gathered"] = resumed_run(folder, "gathered", prefix, AVERAGE, zero(3))
-    frozen = {"steps": 3, "at": 2, "trains": lambda name, _: kind_of(name) == "position"}
-    results["frozen"] = resumed_run(folder, "frozen", prefix, tp(2), zero(3), **frozen)
+    frozen = {
+        "steps": 3,
+        "at": 2,
+        "trains": lambda name, _: kind_of(name) == "position",
+    }
+    results["frozen"] = resumed_run(
+        folder,
+        "frozen",
+        prefix,
+        tp(2),
+        zero(3),
+        **frozen,
+    )
     results |= spike_runs(folder, prefix)
     # Last, since processes leave their groups.
     return results | {"spike_twice": spike_twice(folder, prefix)}

@@ -235,7 +235,12 @@ def test_without_a_gpu_every_part_runs_at_toy_size(tmp_path):
         "--minutes=9",
         f"--output={tmp_path}",
     ]
-    done = subprocess.run([*command, "--commit=abc"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, "--commit=abc"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     parts = json.loads((tmp_path / "results.json").read_text())["stages"]
     assert list(parts) == [part.name for part in PARTS]

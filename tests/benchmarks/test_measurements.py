@@ -176,7 +176,11 @@ def test_every_encoding_is_compared_with_rope_and_freed(recorded, monkeypatch):
 
 def test_an_encoding_with_wrong_attention_gets_no_figure(recorded, monkeypatch):
     right = tiled.attend
-    monkeypatch.setattr(tiled, "attend", lambda x: tuple(y.roll(1, 0) for y in right(x)))
+    monkeypatch.setattr(
+        tiled,
+        "attend",
+        lambda x: tuple(y.roll(1, 0) for y in right(x)),
+    )
     row = recorded(encodings, *ENCODINGS, "--only=alibi")["encodings"]["alibi"]
     assert "differ" in row["failed"]
     assert "step_over_rope" not in row

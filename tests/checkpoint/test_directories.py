@@ -118,7 +118,10 @@ def change(path, name, **changes):
     removed.
     """
     value = json.loads((path / name).read_text()) | changes
-    write_record(path / name, {key: item for key, item in value.items() if item is not None})
+    write_record(
+        path / name,
+        {key: item for key, item in value.items() if item is not None},
+    )
     if name != MANIFEST:
         entries = json.loads((path / MANIFEST).read_text())["files"]
         change(path, MANIFEST, files=entries | {name: digest(path / name)})

@@ -41,7 +41,10 @@ def summed_gradient(precision, stage, micro_batches=64):
     )
     engine = Engine(model, config, layout)
     tokens = [random_tokens(batch=1, length=17, seed=seed) for seed in range(micro_batches)]
-    engine.train_step(({"tokens": t[:, :-1], "labels": t[:, 1:]} for t in tokens), lr=0.0)
+    engine.train_step(
+        ({"tokens": t[:, :-1], "labels": t[:, 1:]} for t in tokens),
+        lr=0.0,
+    )
     state = engine.training_state()
     return torch.cat(
         [value.flatten() for key, value in state.items() if key.startswith("exp_avg/")]
@@ -80,7 +83,10 @@ def saved(tmp_path_factory):
     model, layout = build(config.model)
     engine = Engine(model, config, layout)
     tokens = random_tokens(batch=1, length=17, seed=0)
-    engine.train_step([{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}], lr=0.0)
+    engine.train_step(
+        [{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}],
+        lr=0.0,
+    )
     return engine, save(engine, folder)
 
 
@@ -154,7 +160,10 @@ def test_a_background_save_contains_the_step_at_which_it_started(saved, tmp_path
     )
     save = writing.Save(writer_in(engine, tmp_path), 1, 4, {}, in_thread=True)
     tokens = random_tokens(batch=1, length=17, seed=1)
-    engine.train_step([{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}], lr=0.1)
+    engine.train_step(
+        [{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}],
+        lr=0.1,
+    )
     assert save.busy
     assert directories.list_checkpoints(tmp_path / "checkpoints") == []
     written.set()
@@ -209,7 +218,10 @@ def rank_0s(change):
         tensors = load(table["states"][0, : table["lengths"][0]].numpy().tobytes())
         text = json.loads(tensors["text"].numpy().tobytes())
         change(tensors, text)
-        tensors["text"] = torch.frombuffer(bytearray(json.dumps(text).encode()), dtype=torch.uint8)
+        tensors["text"] = torch.frombuffer(
+            bytearray(json.dumps(text).encode()),
+            dtype=torch.uint8,
+        )
         table.update(random_states.pack_states([safetensors_bytes(tensors)]))
 
     return changed

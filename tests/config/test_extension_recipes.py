@@ -96,7 +96,11 @@ def write_sparse_weights(path, model):
     end = 0
     for name, shape in whole_shapes(model).items():
         size = 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + size]}
+        header[name] = {
+            "dtype": "BF16",
+            "shape": list(shape),
+            "data_offsets": [end, end + size],
+        }
         end += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

@@ -95,7 +95,20 @@ def test_an_error_about_incompatible_settings_names_file_and_line(parse, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "text", ["def é:\n ", "1e-3", "08", "1:30", "2024-01-01", "null", "yes", "*a", "&b", "", " "]
+    "text",
+    [
+        "def é:\n ",
+        "1e-3",
+        "08",
+        "1:30",
+        "2024-01-01",
+        "null",
+        "yes",
+        "*a",
+        "&b",
+        "",
+        " ",
+    ],
 )
 def test_settings_are_equal_after_writing_and_reading_yaml(tmp_path, text):
     config = make(

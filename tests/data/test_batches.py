@@ -154,7 +154,11 @@ def test_stages_follow_each_other_at_whole_steps_and_keep_their_place_on_resume(
         (1235, 96, 144, stages[0]),
         (1236, 144, 160, stages[1]),
     ):
-        train = dataclasses.replace(built.config.train, seed=seed, steps=(end - start) // 4)
+        train = dataclasses.replace(
+            built.config.train,
+            seed=seed,
+            steps=(end - start) // 4,
+        )
         data = dataclasses.replace(built.config.data, prefix=item.prefix, stages=None)
         alone = build_batches(
             dataclasses.replace(built.config, data=data, train=train), built.layout
@@ -269,7 +273,11 @@ def test_loaders_do_not_change_the_random_stream_of_the_run_and_evaluation_start
 def test_a_token_outside_the_models_vocabulary_is_one_sentence_even_with_loader_processes(
     build, tmp_path
 ):
-    write_documents(tmp_path / "larger", [[*range(60)]] * 9 + [[64]], "<i4")
+    write_documents(
+        tmp_path / "larger",
+        [[*range(60)]] * 9 + [[64]],
+        "<i4",
+    )
     built = build(f"{tmp_path}/larger", num_workers=1, split="1,0,0")
     with pytest.raises(ConfigError) as refusal:
         list(built.training())
@@ -278,7 +286,10 @@ def test_a_token_outside_the_models_vocabulary_is_one_sentence_even_with_loader_
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.parametrize("dtype, padding", [("i1", -1), ("<i8", -100)])
+@pytest.mark.parametrize(
+    "dtype, padding",
+    [("i1", -1), ("<i8", -100)],
+)
 @pytest.mark.parametrize("long_documents", [None, LongDocumentSettings(minimum=200, share=1.0)])
 def test_negative_ids_are_refused_with_dataset_and_document(
     build, tmp_path, dtype, padding, long_documents
@@ -322,7 +333,10 @@ def test_loader_processes_survive_signals_that_are_sent_to_everyone(folder, buil
     send = "import os, sys; [os.kill(int(worker), int(sys.argv[1])) for worker in sys.argv[2:]]"
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         pids = [str(worker.pid) for worker in workers]
-        subprocess.run([sys.executable, "-c", send, str(int(number)), *pids], check=True)
+        subprocess.run(
+            [sys.executable, "-c", send, str(int(number)), *pids],
+            check=True,
+        )
     found += [batch["tokens"] for batch in batches]
     assert len(found) == 160
     assert all(map(torch.equal, found, alone))

@@ -49,7 +49,11 @@ def test_documents_of_several_sequences_are_read(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["i1", "<i2", "<i4", "<i8"])
 def test_negative_ids_are_found_without_a_tokenizer(tmp_path, dtype):
-    write_documents(tmp_path / "data", [[5, 6], [], [7, -1, -100]], dtype)
+    write_documents(
+        tmp_path / "data",
+        [[5, 6], [], [7, -1, -100]],
+        dtype,
+    )
     problem = IndexedDatasetReader(tmp_path / "data").invalid_id()
     assert problem == "token 3 of the dataset has the id -1, but ids cannot be negative"
 

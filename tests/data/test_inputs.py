@@ -66,7 +66,13 @@ def test_a_path_that_cannot_be_read_is_named_with_its_setting(tmp_path, key):
 def test_checkpoints_of_another_run_are_not_written_into(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.idx").touch(), (tmp_path / "a.bin").touch()
-    state = dict(step=4, optimizer_steps=4, consumed_samples=8, progress={}, sharded={})
+    state = dict(
+        step=4,
+        optimizer_steps=4,
+        consumed_samples=8,
+        progress={},
+        sharded={},
+    )
     state |= dict(tensor_model_parallel_size=1, data_parallel_size=1)
     state["config"] = {"model": {}, "logging": {"directory": "runs/first"}}
     for directory in ("shared", "runs/moved/checkpoints"):
@@ -105,7 +111,11 @@ def test_a_truncated_dataset_is_refused(tmp_path):
     "bad, problem", [(-1, "ids cannot be negative"), (64, "model.vocab_size is 64")]
 )
 def test_ids_outside_the_vocabulary_are_refused_before_the_run_starts(tmp_path, bad, problem):
-    write_documents(tmp_path / "a", [[*range(60)]] * 90 + [[*range(60), bad]] * 10, "<i4")
+    write_documents(
+        tmp_path / "a",
+        [[*range(60)]] * 90 + [[*range(60), bad]] * 10,
+        "<i4",
+    )
     config = make(data__prefix=str(tmp_path / "a"), data__tokenizer=None, model__vocab_size=64)
     with pytest.raises(ConfigError, match=rf"document 9\d has the token id {bad}, but {problem}"):
         check_datasets(config)

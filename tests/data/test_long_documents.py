@@ -27,7 +27,11 @@ def write(prefix, lengths, first_token):
     """Write documents that count upwards from `first_token`, with EOD at the end of each."""
     tokens = np.arange(first_token, first_token + sum(lengths), dtype="<i4")
     tokens[np.cumsum(lengths) - 1] = EOD
-    write_documents(prefix, np.split(tokens, np.cumsum(lengths)[:-1]), "<i4")
+    write_documents(
+        prefix,
+        np.split(tokens, np.cumsum(lengths)[:-1]),
+        "<i4",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -115,22 +119,35 @@ def test_datasets_keep_their_proportions_among_long_documents_and_among_the_othe
     for name, _, sizes in origins(tokens_of(build(config)), lengths):
         counts[name][int(sizes.max() < 40)] += 1
     # notes has no document of 40 tokens, so the other two datasets provide all long documents.
-    assert counts == {"books": [100, 40], "web": [100, 40], "notes": [0, 120]}
+    assert counts == {
+        "books": [100, 40],
+        "web": [100, 40],
+        "notes": [0, 120],
+    }
 
-    found = origins(tokens_of(build(configure(["books", "web"], 40, 0.5, 100))), lengths)
+    found = origins(
+        tokens_of(build(configure(["books", "web"], 40, 0.5, 100))),
+        lengths,
+    )
     long = {}
     for name in ("books", "web"):
         training = np.array(lengths[name][: len(lengths[name]) * 9 // 10])
         long[name] = training[training >= 40].sum()
     drawn = sum(name == "books" and sizes.min() >= 40 for name, _, sizes in found)
-    assert drawn == pytest.approx(200 * long["books"] / sum(long.values()), abs=1)
+    assert drawn == pytest.approx(
+        200 * long["books"] / sum(long.values()),
+        abs=1,
+    )
 
 
 def test_the_order_depends_on_the_seed_alone_and_is_exact_on_resume(configure):
     config = configure(["books", "web"], 64, 0.6)
     whole = tokens_of(build(config))
     config = replace_settings(config, {"data.num_workers": 2, "train.micro_batch_size": 2})
-    assert np.array_equal(np.array(tokens_of(build(config, 20, 80))), np.array(whole[80:]))
+    assert np.array_equal(
+        np.array(tokens_of(build(config, 20, 80))),
+        np.array(whole[80:]),
+    )
     config = replace_settings(config, {"train.seed": config.train.seed + 1})
     other = tokens_of(build(config))
     assert not np.array_equal(np.array(other), np.array(whole))
@@ -152,7 +169,10 @@ def test_an_epoch_has_every_token_once_and_windows_begin_with_their_documents(fo
         for sample in samples:
             assert len(sample["tokens"]) == len(sample["labels"]) == LENGTH
             ends = sample["tokens"] == EOD
-            assert torch.equal(sample["tokens"][1:][~ends[:-1]], sample["labels"][:-1][~ends[:-1]])
+            assert torch.equal(
+                sample["tokens"][1:][~ends[:-1]],
+                sample["labels"][:-1][~ends[:-1]],
+            )
             # After the end of a document, the label is the beginning of another one.
             assert set(sample["labels"][ends].tolist()) <= set(starts.tolist())
         inputs = torch.cat([sample["tokens"] for sample in samples]).numpy()
@@ -175,11 +195,21 @@ def test_an_epoch_has_every_token_once_and_windows_begin_with_their_documents(fo
         orders.append([int(sample["tokens"][0]) for sample in samples])
     assert orders[0] != orders[1]
     again = DocumentWindows(dataset, divided, LENGTH, seed=5)
-    assert torch.equal(again[per_epoch + 3]["labels"], windows[per_epoch + 3]["labels"])
+    assert torch.equal(
+        again[per_epoch + 3]["labels"],
+        windows[per_epoch + 3]["labels"],
+    )
 
 
 @pytest.mark.parametrize(
-    "sizes, expected", [([33], 1), ([65], 2), ([64, 20], 2), ([20, 13], 1), ([33, 33], 2)]
+    "sizes, expected",
+    [
+        ([33], 1),
+        ([65], 2),
+        ([64, 20], 2),
+        ([20, 13], 1),
+        ([33, 33], 2),
+    ],
 )
 def test_documents_of_borderline_lengths_fill_windows(tmp_path, sizes, expected):
     write(tmp_path / "data", sizes, 1)
@@ -196,7 +226,17 @@ def messages(caplog, level):
 
 def test_passes_are_those_of_the_batches(configure, lengths, caplog):
     caplog.set_level("INFO")
-    rows = tokens_of(build(configure(["books", "web"], 40, 0.5, 100, weights=[0.3, 0.7])))
+    rows = tokens_of(
+        build(
+            configure(
+                ["books", "web"],
+                40,
+                0.5,
+                100,
+                weights=[0.3, 0.7],
+            )
+        )
+    )
     drawn = Counter((name, bool(sizes.min() >= 40)) for name, _, sizes in origins(rows, lengths))
     for name in ("books", "web"):
         training = np.array(lengths[name][: len(lengths[name]) * 9 // 10])

@@ -213,7 +213,11 @@ def test_data_that_was_replaced_is_noticed_and_named(preprocess, tokenizers, tmp
 
     saved = fingerprints(settings(tokenizers, {one: 0.5, two: 0.5}, packed=False))
     check({one: 0.5, two: 0.5})
-    write_documents(two, [np.arange(20) + i for i in range(40)], overwrite=True)
+    write_documents(
+        two,
+        [np.arange(20) + i for i in range(40)],
+        overwrite=True,
+    )
     check(one)
     check({one: 0.5, two: 0.5}, data__allow_changed=True)
     assert "warning: the data has changed since" in capsys.readouterr().err

@@ -59,7 +59,12 @@ def test_the_tokenizer_json_of_a_directory_is_preferred(byte_level, tmp_path, to
 
 
 def test_added_tokens_are_part_of_the_vocabulary(tmp_path):
-    tokenizer = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="a"))
+    tokenizer = tokenizers.Tokenizer(
+        models.WordLevel(
+            {"a": 0, "b": 7},
+            unk_token="a",
+        )
+    )
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     loaded = load_tokenizer(tmp_path)
@@ -92,7 +97,11 @@ def test_importing_and_loading_needs_no_torch(tokenizer_path):
         " load_tokenizer(sys.argv[1]);sys.exit(any(name in sys.modules for name in ('torch',"
         " 'megatron', 'tokenizers', 'transformers')))"
     )
-    subprocess.run([sys.executable, "-c", code, str(tokenizer_path)], check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", code, str(tokenizer_path)],
+        check=True,
+        timeout=60,
+    )
 
 
 END = "<|endoftext|>"
@@ -116,7 +125,11 @@ BACK = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
 def bpe(alphabet, special, in_vocabulary=True, **options):
     tokens = [*(special if in_vocabulary else []), *alphabet, "th", "the"]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    model = models.BPE(vocabulary, [("t", "h"), ("th", "e")], **options)
+    model = models.BPE(
+        vocabulary,
+        [("t", "h"), ("th", "e")],
+        **options,
+    )
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.add_special_tokens(special)
     return tokenizer
@@ -209,16 +222,33 @@ def test_common_tokenizers_are_accepted_unchanged(tmp_path, family):
 
 REFUSED = {
     "unigram": (
-        models.Unigram([("<unk>", 0.0), (END, -1.0), *((piece, -9.0) for piece in PIECES)], 0),
+        models.Unigram(
+            [
+                ("<unk>", 0.0),
+                (END, -1.0),
+                *((piece, -9.0) for piece in PIECES),
+            ],
+            0,
+        ),
         pre_tokenizers.Metaspace(),
     ),
-    "unknown token": (models.WordLevel({END: 0, "a": 1}, unk_token=END), None),
+    "unknown token": (
+        models.WordLevel(
+            {END: 0, "a": 1},
+            unk_token=END,
+        ),
+        None,
+    ),
     "words": (
         models.WordLevel({END: 0, "u": 1}, unk_token="u"),
         pre_tokenizers.WhitespaceSplit(),
     ),
     "ignored merges": (
-        models.BPE({END: 0, **{c: i + 1 for i, c in enumerate(BYTES)}}, [], ignore_merges=True),
+        models.BPE(
+            {END: 0, **{c: i + 1 for i, c in enumerate(BYTES)}},
+            [],
+            ignore_merges=True,
+        ),
         pre_tokenizers.WhitespaceSplit(),
     ),
 }
@@ -246,7 +276,11 @@ def test_a_named_end_that_is_an_ordinary_added_token_becomes_a_special_one(byte_
 
 @pytest.mark.parametrize(
     "value, expected",
-    [(None, None), ("<last>", 1), ({"content": "<first>", "lstrip": False}, 0)],
+    [
+        (None, None),
+        ("<last>", 1),
+        ({"content": "<first>", "lstrip": False}, 0),
+    ],
 )
 def test_the_end_of_documents_is_the_token_that_is_named(byte_level, tmp_path, value, expected):
     byte_level.save(str(tmp_path / "tokenizer.json"))

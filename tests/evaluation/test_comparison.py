@@ -94,7 +94,11 @@ def test_means_spreads_and_differences_are_over_the_seeds():
 
 
 def test_a_table_has_a_row_for_each_variant_and_marks_missing_values():
-    values = {"rope": {1: 1.0, 2: 1.0}, "tape": {1: 1.0, 2: 1.0}, "nope": {1: 0.5}}
+    values = {
+        "rope": {1: 1.0, 2: 1.0},
+        "tape": {1: 1.0, 2: 1.0},
+        "nope": {1: 0.5},
+    }
     (table,) = tables_of(comparison(values))
     assert table.columns == ["variant", "IID"]
     assert set(table.row_groups) == {"accuracy \N{UPWARDS ARROW}"}
@@ -167,7 +171,12 @@ def test_lengths_are_columns_and_so_are_metrics_of_the_training():
     training = [
         score(2.0, name, "lower", "", "training") for name in ("validation loss", "seconds")
     ]
-    made = Comparison({}, {}, "rope", [run("rope", 1, *training, *lengths)])
+    made = Comparison(
+        {},
+        {},
+        "rope",
+        [run("rope", 1, *training, *lengths)],
+    )
     (table,) = tables_of(made, "perplexity")
     assert table.columns == ["variant", "64 tokens", "128 tokens"]
     assert table.row_groups == ["loss \N{DOWNWARDS ARROW}, books"]
@@ -176,7 +185,10 @@ def test_lengths_are_columns_and_so_are_metrics_of_the_training():
     assert table.columns == ["variant", f"validation loss {arrow}", f"seconds {arrow}"]
 
 
-@pytest.mark.parametrize("blanks", [{"IID": "many"}, {"IID": 4, "dense": 8, "sparse": 8}, None])
+@pytest.mark.parametrize(
+    "blanks",
+    [{"IID": "many"}, {"IID": 4, "dense": 8, "sparse": 8}, None],
+)
 def test_groups_keep_their_names_if_the_recorded_settings_give_none(blanks):
     (table,) = tables_of(copying(SIGNED, blanks))
     assert table.columns[1:] == ["IID", "dense", "sparse"]
@@ -192,7 +204,11 @@ def test_groups_keep_their_names_if_the_recorded_settings_give_none(blanks):
             " and 25 to 26 % at 32 blanks.",
         ),
         (
-            {"rope": (0.9, 0.5, 0.5), "tape": (0.9, 0.6, 0.7), "nope": (0.8, 0.1, 0)},
+            {
+                "rope": (0.9, 0.5, 0.5),
+                "tape": (0.9, 0.6, 0.7),
+                "nope": (0.8, 0.1, 0),
+            },
             "tape has the highest accuracy: 60 % at 8 blanks, 90 % at 16 blanks (as trained) and"
             " 70 % at 32 blanks; rope has 50 % at 8 blanks and 32 blanks and 90 % at 16 blanks (as"
             " trained).",
@@ -248,7 +264,11 @@ def finding_of(values):
             " tokens.",
         ),
         (
-            {"x": [1.5, 5.0], "y": [3.0, 2.0], "z": [9.0, 9.0]},
+            {
+                "x": [1.5, 5.0],
+                "y": [3.0, 2.0],
+                "z": [9.0, 9.0],
+            },
             "The lowest loss is that of x with 1.500 at 64 tokens and that of y with 2.000 at 128"
             " tokens; z has 9.000 at 64 tokens and 128 tokens.",
         ),
@@ -403,7 +423,10 @@ def test_a_warning_names_what_differs_between_runs():
     assert warnings(mixed) == []
     versions = {"torch": "2.13.0", "commit": "def"}
     mixed.runs[0] = replace(mixed.runs[0], hardware="GPU y", versions=versions)
-    mixed.runs[1] = replace(mixed.runs[1], data=data | {"b.bin": "3 bytes"})
+    mixed.runs[1] = replace(
+        mixed.runs[1],
+        data=data | {"b.bin": "3 bytes"},
+    )
     (sentence,) = warnings(mixed)
     assert sentence.endswith(": the hardware, commit, b.bin.")
 
@@ -422,7 +445,10 @@ def test_a_file_omits_defaults_and_can_be_read_back(tmp_path):
 
 def recorded(path, config):
     """Write a comparison of one run with the settings `config`."""
-    made = replace(empty(config, [], "rope"), runs=[run("rope", 1, score(0.5))])
+    made = replace(
+        empty(config, [], "rope"),
+        runs=[run("rope", 1, score(0.5))],
+    )
     write_comparison(path, made)
     return path
 
@@ -431,7 +457,10 @@ def test_runs_of_a_file_are_added_unless_they_are_known(tmp_path):
     path = recorded(tmp_path / "a.json", base())
     # Neither the recipe's own encoding nor what is logged has an effect.
     now = base("--model.position_encoding", "nope", "--logging.interval", "7")
-    target = replace(empty(now, [], "rope"), runs=[run("tape", 1, score(0.6))])
+    target = replace(
+        empty(now, [], "rope"),
+        runs=[run("tape", 1, score(0.6))],
+    )
     for _ in range(2):
         add_runs(target, path, now)
         assert [(run.variant, run.scores[0].value) for run in target.runs] == [

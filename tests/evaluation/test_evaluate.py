@@ -322,7 +322,11 @@ def test_models_without_chunk_support_use_one_pass_and_do_not_depend_on_earlier_
     # The short text again after the long one.
     for tokens in (TOKENS, short):
         losses = expected[len(tokens)]
-        np.testing.assert_allclose(evaluated.losses(tokens, 5), losses[4:], atol=2e-6)
+        np.testing.assert_allclose(
+            evaluated.losses(tokens, 5),
+            losses[4:],
+            atol=2e-6,
+        )
         ids = torch.from_numpy(tokens)
         logits = evaluated.logits(ids[None, :-1])[0]
         found = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
@@ -414,7 +418,11 @@ def test_a_checkpoint_is_evaluated_with_its_training_token_ids(tmp_path, capsys,
 
     read = []
     losses = HFModel.losses
-    monkeypatch.setattr(HFModel, "losses", lambda *a: read.append(list(a[1])) or losses(*a))
+    monkeypatch.setattr(
+        HFModel,
+        "losses",
+        lambda *a: read.append(list(a[1])) or losses(*a),
+    )
     command = ["--model=run", "--output=out", "--device=cpu"]
     settings = ["--perplexity.data=text.jsonl", "--perplexity.lengths=[8]", "--perplexity.stride=4"]
     assert evaluate.main(["perplexity", *command, *settings]) == 0

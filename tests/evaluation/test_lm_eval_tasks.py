@@ -36,7 +36,12 @@ def folder(tmp_path_factory):
     generator = random.Random(0)
     with open(folder / "rows.jsonl", "w") as file:
         for number in range(24):
-            text = " ".join(generator.choices(WORDS, k=200 if number % 4 == 0 else 5))
+            text = " ".join(
+                generator.choices(
+                    WORDS,
+                    k=200 if number % 4 == 0 else 5,
+                )
+            )
             row = {"text": text, "choices": generator.sample(WORDS, 3), "answer": number % 3}
             file.write(json.dumps(row) + "\n")
     chooses = {

@@ -99,13 +99,23 @@ def test_a_failure_in_one_cell_changes_only_that_cell(tokenizers):
     assert result.details["depths"] == [0, 0.5, 1]
     assert result.details["accuracy"] == [[1, 1], [1, 0], [1, 1]]
     perfect, failing = result.scores
-    assert perfect == Score("accuracy", 1, "higher", *wilson(6, 6), 160, count=6)
+    assert perfect == Score(
+        "accuracy",
+        1,
+        "higher",
+        *wilson(6, 6),
+        160,
+        count=6,
+    )
     assert failing.value == pytest.approx(2 / 3)
 
     maps, curves = Passkey.draw({"a": result, "b": result})
     assert "a: from 0.00 (50%, 300) to 1.00" in maps.alternative_text
     images = [axes.images[0].get_array() for axes in maps.figure.axes if axes.images]
-    assert np.array_equal(images, [[[1, 1], [1, 0], [1, 1]]] * 2)
+    assert np.array_equal(
+        images,
+        [[[1, 1], [1, 0], [1, 1]]] * 2,
+    )
     assert "a: 1 at 160 tokens, 0.6667 at 300 tokens" in curves.alternative_text
 
 
@@ -116,7 +126,14 @@ def test_a_model_of_transformers_gets_every_token(tokenizers):
     layer.register_forward_pre_hook(lambda module, inputs: read.append(inputs[0].tolist()))
     result = evaluated(model, lengths=[160], depths=1, samples=1)
     (key,) = result.examples["160/0"]["keys"]
-    assert read[0] == [Passkey(Passkey.Settings()).prompt(model, 160, 0.5, key)]
+    assert read[0] == [
+        Passkey(Passkey.Settings()).prompt(
+            model,
+            160,
+            0.5,
+            key,
+        )
+    ]
     assert result.scores[0].value == 0
 
 
@@ -135,7 +152,12 @@ def test_keys_depend_only_on_the_unit_and_the_seed(tokenizers):
 
 @pytest.mark.parametrize(
     "answer, right",
-    [(" is\n\n12345. Remember", True), (" 123456", False), ("", False), (" 54321 12345", False)],
+    [
+        (" is\n\n12345. Remember", True),
+        (" 123456", False),
+        ("", False),
+        (" 54321 12345", False),
+    ],
 )
 def test_the_first_number_counts(answer, right):
     assert is_correct(answer, "12345") == right

@@ -63,7 +63,14 @@ def test_bits_per_byte_count_the_bytes_of_the_scored_tokens(tmp_path):
     texts = ["\N{BLACK STAR}\N{GREEK SMALL LETTER ALPHA}" * 40, "\N{GREEK SMALL LETTER ALPHA}" * 90]
     data = write_jsonl(tmp_path / "texts.jsonl", texts)
     model = Letters(uniform(256), vocab_size=10_000)
-    result = run(Perplexity, model, data=data, lengths=[40], stride=8, windows=2)
+    result = run(
+        Perplexity,
+        model,
+        data=data,
+        lengths=[40],
+        stride=8,
+        windows=2,
+    )
     assert score(result, "bits_per_byte").value == pytest.approx(8 * 32 / (8 * 3 + 8 * 2 + 16 * 2))
 
 
@@ -73,23 +80,45 @@ def test_every_length_scores_exactly_the_same_tokens_in_order(tmp_path, bos, str
     np.arange(1000, 1190, dtype="<u2").tofile(tmp_path / "count.bin")
     model = ByteModel(uniform(2000), vocab_size=2000, bos=bos)
     data = str(tmp_path / "count.bin")
-    task = Perplexity(Perplexity.Settings(data=data, lengths=[2, 8, 32], stride=stride, windows=3))
+    task = Perplexity(
+        Perplexity.Settings(
+            data=data,
+            lengths=[2, 8, 32],
+            stride=stride,
+            windows=3,
+        )
+    )
     first = 1033 - min(stride, 8)
     expected = list(range(first, min(first + 3 * stride, 1190)))
     for unit in task.units(model):
         model.scored.clear()
         task.evaluate(unit, model)
         counted = []
-        for tokens, window in zip(model.scored, task.work[unit.key].windows, strict=True):
+        for tokens, window in zip(
+            model.scored,
+            task.work[unit.key].windows,
+            strict=True,
+        ):
             counted += tokens[-window.scored :]
         assert counted == expected
     assert model.longest == 32, "a model never reads more than the longest length"
 
 
 def test_a_copying_model_has_a_low_loss_if_the_copy_is_in_the_context(tmp_path):
-    period = "".join(map(chr, RANDOM.permutation(np.arange(32, 127))[:40]))
+    period = "".join(
+        map(
+            chr,
+            RANDOM.permutation(np.arange(32, 127))[:40],
+        )
+    )
     data = write_jsonl(tmp_path / "periodic.jsonl", [period * 8] * 2)
-    result = run(Perplexity, ByteModel(copies(40)), data=data, lengths=[16, 128], stride=8)
+    result = run(
+        Perplexity,
+        ByteModel(copies(40)),
+        data=data,
+        lengths=[16, 128],
+        stride=8,
+    )
     assert score(result, "perplexity", 16).value == pytest.approx(256)
     assert score(result, "perplexity", 128).value == pytest.approx(1 / 0.99)
     curve = result.details["loss_by_position"]["periodic"]
@@ -115,7 +144,14 @@ def test_perplexity_equals_a_plain_loop_over_transformers(llama, texts):
             window = torch.tensor([[0, *ids[end - 32 : end]]])
             logits = llama.model(window[:, :-1]).logits[0, -8:]
             losses.append(F.cross_entropy(logits, window[0, -8:]).item())
-    result = run(Perplexity, llama, data=texts, lengths=[32, 64], stride=8, windows=4)
+    result = run(
+        Perplexity,
+        llama,
+        data=texts,
+        lengths=[32, 64],
+        stride=8,
+        windows=4,
+    )
     loss = np.mean(losses)
     assert score(result, "loss", 32).value == pytest.approx(loss, abs=1e-6)
     assert score(result, "perplexity", 32).value == pytest.approx(math.exp(loss), rel=1e-6)
@@ -137,7 +173,10 @@ def test_longlora_equals_the_published_program(llama, tmp_path):
     assert loss.value == pytest.approx(np.mean(losses), abs=1e-6)
     assert loss.count == len(starts)
     assert loss.low is None
-    assert score(result, "perplexity").value == pytest.approx(math.exp(np.mean(losses)), rel=1e-6)
+    assert score(result, "perplexity").value == pytest.approx(
+        math.exp(np.mean(losses)),
+        rel=1e-6,
+    )
     assert "across documents" in result.notes[-1]
 
 
@@ -198,7 +237,12 @@ def test_pictures_show_every_model_and_describe_it(texts):
 
 def test_a_split_selects_only_validation_documents(tmp_path):
     write_dataset(tmp_path / "tokens", documents=10)
-    settings = {"data": str(tmp_path / "tokens"), "lengths": [6], "stride": 4, "windows": 1}
+    settings = {
+        "data": str(tmp_path / "tokens"),
+        "lengths": [6],
+        "stride": 4,
+        "windows": 1,
+    }
     reader = IndexedDatasetReader(tmp_path / "tokens")
     model = ByteModel(uniform(100))
     run(Perplexity, model, split="60,30,10", **settings)

@@ -95,7 +95,15 @@ def compared(tmp_path_factory):
     config = {**CONFIG, "model_type": NASTY}
     file = write_results(root / "other", results(NASTY, nasty, config))
     output = root / "report.html"
-    report.main([str(root / "tape"), str(root / "rope"), str(file), "--output", str(output)])
+    report.main(
+        [
+            str(root / "tape"),
+            str(root / "rope"),
+            str(file),
+            "--output",
+            str(output),
+        ]
+    )
     return output.read_text(encoding="utf-8")
 
 
@@ -197,7 +205,11 @@ def test_settings_without_effect_on_scores_have_no_warning(tmp_path):
 
     page = evaluated(tmp_path, x=shiny("a/x", "0"), y=shiny("b", "0"))
     assert "comparable" not in page.sections["Shiny"]
-    page = evaluated(tmp_path, x=shiny("a/x", "0"), y=shiny("a/x", "1", dtype="bf16"))
+    page = evaluated(
+        tmp_path,
+        x=shiny("a/x", "0"),
+        y=shiny("a/x", "1", dtype="bf16"),
+    )
     assert "may not be comparable: data, dtype." in page.sections["Shiny"]
 
 
@@ -211,7 +223,10 @@ def test_settings_without_effect_on_scores_have_no_warning(tmp_path):
     ],
 )
 def test_the_best_value_is_bold_only_if_intervals_allow_it(tmp_path, second, digest, bold):
-    first = task([score(value=10.0, low=9.0, high=10.5)], data={"text.jsonl": "0"})
+    first = task(
+        [score(value=10.0, low=9.0, high=10.5)],
+        data={"text.jsonl": "0"},
+    )
     other = task([score(value=12.0, **second)], data={"text.jsonl": digest})
     page = evaluated(tmp_path, x={"shiny": first}, y={"shiny": other})
     assert [cell.get("data-column") for cell in page.root.xpath("//td[b]")] == bold
@@ -352,7 +367,14 @@ class _Drawn(Task):
         figure, (left, right) = figures.new_figure(1, 2)
         looks = figures.styles(results)
         for label in results:
-            figures.curve(left, looks[label], LENGTHS, [1, 2, None], [0.5, 2.5, None], [2, 3, None])
+            figures.curve(
+                left,
+                looks[label],
+                LENGTHS,
+                [1, 2, None],
+                [0.5, 2.5, None],
+                [2, 3, None],
+            )
         figures.length_axis(left, LENGTHS)
         figures.heat_map(
             right,
@@ -368,7 +390,11 @@ class _Drawn(Task):
 
 def test_a_model_has_the_same_color_in_every_picture(tmp_path, monkeypatch):
     monkeypatch.setitem(page_module.TASKS, "shiny", _Drawn)
-    first = results("first", {"blunt": task([score()])}, {**CONFIG, "model_type": "rope"})
+    first = results(
+        "first",
+        {"blunt": task([score()])},
+        {**CONFIG, "model_type": "rope"},
+    )
     config = {**CONFIG, "model_type": "encoded", "position_encoding": "rope"}
     second = results("second", {"shiny": accuracies(0.5)}, config)
     files = [write_results(tmp_path / "1", first), write_results(tmp_path / "2", second)]
@@ -389,7 +415,13 @@ def test_a_picture_that_cannot_be_drawn_is_a_sentence_in_its_place(tmp_path, cap
 
 def test_styles_differ_and_accept_any_label():
     scales = "tape+increments=learned+optimizer.lr_scale_of={position: %d, position.increments: 1}"
-    labels = ["_hidden", "$a", scales % 1, scales % 3, *map(str, range(20))]
+    labels = [
+        "_hidden",
+        "$a",
+        scales % 1,
+        scales % 3,
+        *map(str, range(20)),
+    ]
     looks = figures.styles(labels)
     assert len({(look["color"], look["marker"]) for look in looks.values()}) == len(labels)
     shown = [look["label"] for look in looks.values()]

@@ -104,7 +104,11 @@ def test_a_solver_scores_1_in_every_offline_task_and_length(tokenizer):
     # The answers' beginnings, which base models need, are in the prompts, and all lie within the
     # length.
     generated = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50}
-    for key, *prompts in zip(values, model.prompts[::2], model.prompts[1::2]):
+    for key, *prompts in zip(
+        values,
+        model.prompts[::2],
+        model.prompts[1::2],
+    ):
         task, length = key.split("/")
         room = int(length) - generated[task.split("_")[0]]
         for prompt, tokens in zip(prompts, values[key]["tokens"]):
@@ -146,7 +150,13 @@ def test_the_harness_passes_an_interruption_on(tokenizer):
 
 
 def test_samples_do_not_depend_on_the_order_of_tasks_or_earlier_draws(tokenizer):
-    names = [("vt", 1024), ("cwe", 1024), ("niah_multikey_2", 1024), ("fwe", 1024), ("cwe", 2048)]
+    names = [
+        ("vt", 1024),
+        ("cwe", 1024),
+        ("niah_multikey_2", 1024),
+        ("fwe", 1024),
+        ("cwe", 2048),
+    ]
     made = {name: samples(*name, 3, tokenizer) for name in names}
     random.seed(1)
     np.random.seed(1)
@@ -160,7 +170,13 @@ def test_samples_do_not_depend_on_the_order_of_tasks_or_earlier_draws(tokenizer)
 
 
 @pytest.mark.parametrize(
-    "task, length", [("vt", 64), ("cwe", 256), ("fwe", 100), ("niah_multikey_3", 200)]
+    "task, length",
+    [
+        ("vt", 64),
+        ("cwe", 256),
+        ("fwe", 100),
+        ("niah_multikey_3", 200),
+    ],
 )
 def test_a_length_that_is_too_short_is_refused(tokenizer, task, length):
     model = Answering(tokenizer, solve)

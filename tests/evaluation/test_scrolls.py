@@ -35,7 +35,10 @@ def test_scores_are_those_that_the_official_evaluator_documents(metric, values, 
         "hello there": ["hello", "hi there"],
         "general kenobi": ["commander kenobi"],
     }
-    means = np.mean([scrolls.score(metric, *pair) for pair in pairs.items()], axis=0)
+    means = np.mean(
+        [scrolls.score(metric, *pair) for pair in pairs.items()],
+        axis=0,
+    )
     assert means == pytest.approx(values, abs=1e-4)
     assert scrolls.combine(means) == pytest.approx(combined, abs=1e-4)
 
@@ -53,7 +56,11 @@ def test_scores_are_those_that_the_official_evaluator_documents(metric, values, 
             "rouge",
             "a b c",
             ["c b a", "a b x x x x"],
-            [100, 200 * (1 / 5 * 1 / 2) / (1 / 5 + 1 / 2), 400 / 9],
+            [
+                100,
+                200 * (1 / 5 * 1 / 2) / (1 / 5 + 1 / 2),
+                400 / 9,
+            ],
         ),
     ],
 )
@@ -122,7 +129,13 @@ def test_a_failure_in_one_dataset_changes_no_other_score(data):
 
 def test_a_subset_has_no_scrolls_score(data):
     some = {name: data[name] for name in ("contract_nli", "qasper")}
-    result = run(Scrolls, Knowing(lambda _: "entailment."), data=some, loss=False, examples=3)
+    result = run(
+        Scrolls,
+        Knowing(lambda _: "entailment."),
+        data=some,
+        loss=False,
+        examples=3,
+    )
     assert [one.metric for one in result.scores] == ["exact_match", "f1"]
     assert score(result, "exact_match").value == pytest.approx(100 / 3)
 

@@ -53,7 +53,18 @@ def test_the_paired_t_test_equals_students_example():
     """The hours of sleep of Student (1908): mean 1.58, t = 4.0621 with 9 degrees of freedom, p =
     0.002833.
     """
-    first = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
+    first = [
+        0.7,
+        -1.6,
+        -0.2,
+        -1.2,
+        -0.1,
+        3.4,
+        3.7,
+        0.8,
+        0.0,
+        2.0,
+    ]
     second = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
     test = paired_t([b - a for a, b in zip(first, second)])
     assert (test.count, test.mean) == (10, pytest.approx(1.58))
@@ -62,7 +73,10 @@ def test_the_paired_t_test_equals_students_example():
     assert t_quantile(2) == pytest.approx(4.30265, rel=2e-6)
 
 
-@pytest.mark.parametrize("differences", [[0.5], [0.0, 0.0, 0.0], [0.1 + 0.2, 0.3]])
+@pytest.mark.parametrize(
+    "differences",
+    [[0.5], [0.0, 0.0, 0.0], [0.1 + 0.2, 0.3]],
+)
 def test_there_is_no_p_value_without_spread(differences):
     test = paired_t(differences)
     assert test.mean == pytest.approx(differences[0])

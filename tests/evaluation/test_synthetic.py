@@ -44,7 +44,10 @@ def next_of_sum(prefix):
         return 0
     plus = prefix.index(Sums.PLUS)
     equals = prefix.index(Sums.EQUALS)
-    total = add(np.array(prefix[:plus]), np.array(prefix[plus + 1 : equals]))
+    total = add(
+        np.array(prefix[:plus]),
+        np.array(prefix[plus + 1 : equals]),
+    )
     return [*total, Sums.END, *[0] * 20][len(prefix) - equals - 1]
 
 
@@ -138,7 +141,10 @@ def copies(answer, samples):
 
 
 def test_a_model_that_copies_among_few_blanks_only_fails_with_more():
-    results = copies(lambda prefix: next_of_copy(prefix) if prefix.count(4) < 6 else 5, 120)
+    results = copies(
+        lambda prefix: next_of_copy(prefix) if prefix.count(4) < 6 else 5,
+        120,
+    )
     for metric in ("accuracy", "exact match"):
         assert values(results, metric) == {"IID": 1, "dense": 1, "sparse": 0}
     assert {score.count for score in results.scores} == {120}
@@ -156,23 +162,37 @@ def walks(answer, **settings):
 @pytest.mark.parametrize("dimensions", [1, 2])
 def test_a_model_that_keeps_track_of_its_place_scores_100_percent(dimensions):
     task = Walks(dimensions=dimensions, objects=7)
-    settings = {"dimensions": dimensions, "samples": 30, "variants": {"IID": [20, 6, 0.5]}}
+    settings = {
+        "dimensions": dimensions,
+        "samples": 30,
+        "variants": {"IID": [20, 6, 0.5]},
+    }
     results = walks(lambda prefix: next_on_walk(prefix, task, 6), **settings)
     assert [score.value for score in results.scores] == [1, 1]
 
 
 def test_a_model_that_always_answers_blank_has_the_score_in_the_note():
-    variants = {"IID": [20, 6, 0.5], "dense": [10, 4, 0.2], "sparse": [30, 8, 0.8]}
+    variants = {
+        "IID": [20, 6, 0.5],
+        "dense": [10, 4, 0.2],
+        "sparse": [30, 8, 0.8],
+    }
     results = walks(lambda prefix: 7, samples=200, variants=variants)
     accuracy = values(results, "accuracy")
     assert accuracy == results.details["blanks"]
-    assert accuracy == pytest.approx({"IID": 0.5, "dense": 0.2, "sparse": 0.8}, abs=0.06)
+    assert accuracy == pytest.approx(
+        {"IID": 0.5, "dense": 0.2, "sparse": 0.8},
+        abs=0.06,
+    )
     dense = f"{100 * accuracy['dense']:.1f} % for 10 steps on 4 × 4 cells (20 % blank);"
     assert dense in results.notes[0]
 
 
 def next_of_pair(prefix):
-    return dict(zip(prefix[:-1:2], prefix[1::2])).get(prefix[-1], 0)
+    return dict(zip(prefix[:-1:2], prefix[1::2])).get(
+        prefix[-1],
+        0,
+    )
 
 
 def test_a_model_that_recalls_few_pairs_fails_with_more():

@@ -92,7 +92,10 @@ def attend(backend, rotate, *tensors):
 
 def strided(x):
     """Return x as a non-contiguous view into a larger tensor, like a model's queries and keys."""
-    between = torch.stack([x, torch.full_like(x, float("nan"))], dim=3)
+    between = torch.stack(
+        [x, torch.full_like(x, float("nan"))],
+        dim=3,
+    )
     return between.transpose(0, 1).contiguous().transpose(0, 1)[:, :, :, 0]
 
 

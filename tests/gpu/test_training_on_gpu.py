@@ -111,7 +111,10 @@ def test_a_run_has_the_losses_and_gradient_norms_of_the_cpu(name, device, expect
         assert rows[-1]["train/loss"] < rows[0]["train/loss"] - 0.1, "nothing is learned"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16][: 1 + ON_GPU])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16][: 1 + ON_GPU],
+)
 @pytest.mark.parametrize("name", map(slow, GRADIENTS))
 def test_gradients_have_at_most_twice_the_error_of_plain_torch(name, dtype, device, expected):
     truth = expected(name)

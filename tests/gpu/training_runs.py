@@ -329,7 +329,10 @@ def write_start(folder: Path, encoding: str) -> None:
     model = model_config(read_yaml(path, dict[str, dict[str, Any]])["model"])
     weights = {}
     for name, shape in whole_shapes(model).items():
-        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
+        seed = int.from_bytes(
+            hashlib.sha256(name.encode()).digest()[:4],
+            "little",
+        )
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         if POSITION in name:
             weight *= 0.5 * shape[-1] ** -0.5

@@ -74,7 +74,13 @@ def exports(tmp_path_factory, code_tokenizer):
     class Exports(dict):
         def __missing__(self, name):
             full = {"tape": OWN_CLASSES, "rope": PLAIN_ROPE}.get(name, name)
-            self[name] = make(folder, full, label=name, tokenizer=str(code_tokenizer), **changes)
+            self[name] = make(
+                folder,
+                full,
+                label=name,
+                tokenizer=str(code_tokenizer),
+                **changes,
+            )
             return self[name]
 
     return Exports()

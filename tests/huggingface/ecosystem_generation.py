@@ -23,7 +23,10 @@ def loads(subject: Subject):
     )
     base = subject.load(AutoModel)
     with torch.no_grad():
-        equal_logits(model.lm_head(base(subject.ids(24)).last_hidden_state), subject.logits(model))
+        equal_logits(
+            model.lm_head(base(subject.ids(24)).last_hidden_state),
+            subject.logits(model),
+        )
 
 
 @row("save_pretrained in shards, loaded again: equal logits")
@@ -47,7 +50,10 @@ def maps_and_states(subject: Subject):
     assert len(output.attentions) == layers
     assert len(output.hidden_states) == layers + 1
     for weights in output.attentions:
-        torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
+        torch.testing.assert_close(
+            weights.sum(-1),
+            torch.ones_like(weights[..., 0]),
+        )
         assert not weights.triu(1).any()
     equal_logits(output.logits, subject.logits())
 
@@ -63,7 +69,16 @@ def sdpa(subject: Subject):
     model.set_attn_implementation("eager")
     model.set_attn_implementation("sdpa")
     assert model.config._attn_implementation == "sdpa"
-    ids = torch.cat([torch.full((1, 3), subject.tokenizer.pad_token_id), subject.ids(24)], 1)
+    ids = torch.cat(
+        [
+            torch.full(
+                (1, 3),
+                subject.tokenizer.pad_token_id,
+            ),
+            subject.ids(24),
+        ],
+        1,
+    )
     mask = torch.tensor([[0] * 3 + [1] * 24])
     equal_logits(subject.logits(model, ids, attention_mask=mask)[:, 3:], expected)
     cache = DynamicCache(config=model.config)
@@ -162,4 +177,7 @@ def exported(subject: Subject):
         Logits(subject.load()), (subject.ids(24),), dynamic_shapes={"ids": {1: length}}
     )
     for count in (24, 33):
-        equal_logits(program.module()(subject.ids(count)), subject.logits(ids=subject.ids(count)))
+        equal_logits(
+            program.module()(subject.ids(count)),
+            subject.logits(ids=subject.ids(count)),
+        )

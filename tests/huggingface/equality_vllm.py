@@ -130,7 +130,22 @@ def alone(engine: Engine) -> dict:
 
 
 def mixed_lengths(engine: Engine) -> dict:
-    return engine.ask(engine.prompts(1, 2, 31, 32, 33, 5, 90, 17, 64, 65, 11, 200))
+    return engine.ask(
+        engine.prompts(
+            1,
+            2,
+            31,
+            32,
+            33,
+            5,
+            90,
+            17,
+            64,
+            65,
+            11,
+            200,
+        )
+    )
 
 
 def chunks(engine: Engine) -> dict:

@@ -34,18 +34,46 @@ def padded(mask, *lengths):
 MASKS = {
     "chunk_of_a_prompt": (19, 37, causal(19, 37)),
     "left_padding": (37, 37, padded(causal(37, 37), 9, 0)),
-    "static_cache": (19, 50, torch.nn.functional.pad(causal(19, 19), (0, 31))),
+    "static_cache": (
+        19,
+        50,
+        torch.nn.functional.pad(
+            causal(19, 19),
+            (0, 31),
+        ),
+    ),
     "keys": (61, 61, (torch.arange(61) >= torch.tensor([[30], [0]]))[:, None, None]),
-    "any": (21, 37, torch.rand(2, 1, 21, 37, generator=torch.Generator().manual_seed(1)) < 0.3),
+    "any": (
+        21,
+        37,
+        torch.rand(
+            2,
+            1,
+            21,
+            37,
+            generator=torch.Generator().manual_seed(1),
+        )
+        < 0.3,
+    ),
 }
 
 
-@pytest.mark.parametrize("sizes", [(192, 2**21, 2**19), (24, 2**21, 1), (192, 300, 2000)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (192, 2**21, 2**19),
+        (24, 2**21, 1),
+        (192, 300, 2000),
+    ],
+)
 @pytest.mark.parametrize("kind", ["causal", "empty_static_cache", *MASKS])
 def test_attention_by_blocks_equals_eager(kind, sizes, monkeypatch, unwritten_memory_is_nan):
     for name, size in zip(("ROWS", "LONGEST", "SCORES"), sizes):
         monkeypatch.setattr(attention_tape, name, size)
-    S, T, mask = MASKS.get(kind, (37, 50 if kind == "empty_static_cache" else 37, None))
+    S, T, mask = MASKS.get(
+        kind,
+        (37, 50 if kind == "empty_static_cache" else 37, None),
+    )
     query, key, value = inputs(S=S, T=T)
     seen = torch.ones(1, 1, S, T, dtype=torch.bool).tril()
     if mask is not None:
@@ -55,7 +83,12 @@ def test_attention_by_blocks_equals_eager(kind, sizes, monkeypatch, unwritten_me
     masks = [mask]
     if mask is not None:
         for hidden in (torch.finfo(query.dtype).min, -torch.inf):
-            masks.append(torch.zeros(mask.shape, dtype=query.dtype).masked_fill(~mask, hidden))
+            masks.append(
+                torch.zeros(mask.shape, dtype=query.dtype).masked_fill(
+                    ~mask,
+                    hidden,
+                )
+            )
     # Queries without visible keys are padding; their results are unused, but must not be NaN.
     some = seen.any(-1).expand(2, 1, -1)[:, 0]
     assert some.sum() > 8

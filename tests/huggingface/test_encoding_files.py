@@ -85,7 +85,12 @@ def test_invalid_settings_of_an_export_are_refused(exported, tmp_path, change, n
 def test_scales_of_heads_are_exported_as_a_matrix(tmp_path):
     made = make(tmp_path, "tape_learned", token_mixing="per_head", num_query_groups=4)
     ids = random_tokens()
-    torch.testing.assert_close(made.loaded(ids).logits, made.built(ids), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        made.loaded(ids).logits,
+        made.built(ids),
+        atol=1e-5,
+        rtol=1e-5,
+    )
     assert made.loaded.model.layers[0].position.token_mixing.weight.shape == (4, 4)
     import_model(made.directory, tmp_path / "imported")
     assert open_weights(tmp_path / "imported").model.position.token_mixing == "full"
@@ -146,6 +151,14 @@ def test_an_export_has_the_losses_of_training_and_a_card(exports):
     ids = random_tokens(1, 60)[0]
     with torch.no_grad():
         expected = made.built(ids[None, :-1], ids[None, 1:], by_token=True)[0].double()
-    for model in (loaded, HFModel(loaded.info, loaded.model, loaded.tokenizer, chunk=7)):
+    for model in (
+        loaded,
+        HFModel(
+            loaded.info,
+            loaded.model,
+            loaded.tokenizer,
+            chunk=7,
+        ),
+    ):
         losses = torch.from_numpy(model.losses(ids.numpy(), 1))
         torch.testing.assert_close(losses, expected, atol=1e-5, rtol=1e-5)

@@ -30,7 +30,12 @@ def in_parts(model, ids, sizes, cache=None, **more):
 def test_logits_and_gradients_equal_the_training_model(exported, name):
     made = exported(name)
     ids = random_tokens()
-    assert_close(made.loaded(ids).logits, made.built(ids), atol=1e-5, rtol=1e-5)
+    assert_close(
+        made.loaded(ids).logits,
+        made.built(ids),
+        atol=1e-5,
+        rtol=1e-5,
+    )
     loss = made.loaded(ids, labels=ids, use_cache=False).loss
     loss.backward()
     labels = torch.cat([ids[:, 1:], ids[:, :1]], 1)
@@ -60,7 +65,12 @@ def test_a_cache_changes_nothing(exported, name):
     whole = model(ids, use_cache=False).logits
     for implementation in ("eager", "sdpa"):
         model.set_attn_implementation(implementation)
-        assert_close(in_parts(model, ids, [5, 1, 7, 3])[0], whole, atol=1e-5, rtol=1e-5)
+        assert_close(
+            in_parts(model, ids, [5, 1, 7, 3])[0],
+            whole,
+            atol=1e-5,
+            rtol=1e-5,
+        )
     # Training may follow inference.
     with torch.inference_mode():
         model(ids)
@@ -74,17 +84,33 @@ def test_a_cache_changes_nothing(exported, name):
     other.layers = [copy.copy(layer) for layer in cache.layers]
     in_parts(model, ids[:, 9:10], [1], cache)
     in_parts(model, ids[:, :1], [1], other)
-    assert_close(in_parts(model, ids[:, 10:], [6], cache)[0], whole[:, 10:], **close)
+    assert_close(
+        in_parts(model, ids[:, 10:], [6], cache)[0],
+        whole[:, 10:],
+        **close,
+    )
     # A copy is independent, also after its sequences were reordered.
     _, cache = in_parts(model, ids[:, :9], [4, 5])
     copied = copy.deepcopy(cache)
     cache.reorder_cache(torch.tensor([1, 0]))
-    assert_close(in_parts(model, ids[:, 9:], [1, 6], copied)[0], whole[:, 9:], **close)
+    assert_close(
+        in_parts(model, ids[:, 9:], [1, 6], copied)[0],
+        whole[:, 9:],
+        **close,
+    )
     swapped = ids.flip(0)
-    assert_close(in_parts(model, swapped[:, 9:], [7], cache)[0], whole.flip(0)[:, 9:], **close)
+    assert_close(
+        in_parts(model, swapped[:, 9:], [7], cache)[0],
+        whole.flip(0)[:, 9:],
+        **close,
+    )
     cache.reset()
     cache.batch_select_indices(torch.tensor([0]))
-    assert_close(in_parts(model, ids[:1], [3, 13], cache)[0], whole[:1], **close)
+    assert_close(
+        in_parts(model, ids[:1], [3, 13], cache)[0],
+        whole[:1],
+        **close,
+    )
     cache.batch_repeat_interleave(2)
     more = random_tokens(2, 1)
     expected = model(torch.cat([ids[[0, 0], :15], more], 1), use_cache=False).logits[:, 15:]
@@ -101,7 +127,12 @@ def test_the_cache_has_its_name_before_and_since_transformers_5_24(exported, nam
     cache = DynamicCache(config=model.config)
     model(ids[:, :9], **{argument: cache})
     found = model(ids[:, 9:], **{argument: cache}).logits
-    assert_close(found, model(ids, use_cache=False).logits[:, 9:], atol=1e-5, rtol=1e-5)
+    assert_close(
+        found,
+        model(ids, use_cache=False).logits[:, 9:],
+        atol=1e-5,
+        rtol=1e-5,
+    )
 
 
 @torch.no_grad()
@@ -119,7 +150,10 @@ def test_packs_and_masks(exported, name):
     seen = (documents[:, :, None] == documents[:, None]).tril()[:, None]
     masked = model(ids, attention_mask=seen, position_ids=restarting, use_cache=False)
     assert_close(masked.logits, packed, atol=1e-5, rtol=1e-5)
-    assert_close(model(ids, logits_to_keep=2).logits, model(ids).logits[:, -2:])
+    assert_close(
+        model(ids, logits_to_keep=2).logits,
+        model(ids).logits[:, -2:],
+    )
     for contradiction in (
         {"output_attentions": True},
         {"inputs_embeds": model.get_input_embeddings()(ids)},
@@ -179,9 +213,19 @@ def test_blocks_of_queries_equal_whole_rows(exported):
         ids = random_tokens(1, 300)
         expected = made.built(ids)
         assert_close(made.loaded(ids).logits, expected, atol=2e-5, rtol=1e-4)
-        assert_close(in_parts(made.loaded, ids, [140, 160])[0], expected, atol=2e-5, rtol=1e-4)
+        assert_close(
+            in_parts(made.loaded, ids, [140, 160])[0],
+            expected,
+            atol=2e-5,
+            rtol=1e-4,
+        )
         with torch.enable_grad():
-            assert_close(made.loaded(ids, use_cache=False).logits, expected, atol=2e-5, rtol=1e-4)
+            assert_close(
+                made.loaded(ids, use_cache=False).logits,
+                expected,
+                atol=2e-5,
+                rtol=1e-4,
+            )
 
 
 @torch.no_grad()
@@ -206,7 +250,12 @@ def test_a_model_with_biases_norms_a_gate_and_tied_embeddings_can_be_reimported(
     made = make(tmp_path, "fire", max_shard_size=20_000, **options)
     ids = random_tokens()
     assert len(list(made.directory.glob("*.safetensors"))) > 1
-    assert_close(made.loaded(ids).logits, made.built(ids), atol=1e-5, rtol=1e-5)
+    assert_close(
+        made.loaded(ids).logits,
+        made.built(ids),
+        atol=1e-5,
+        rtol=1e-5,
+    )
     made.loaded.save_pretrained(tmp_path / "saved")
     auto = AutoModelForSequenceClassification.from_pretrained
     again = auto(tmp_path / "saved", trust_remote_code=True, num_labels=3, pad_token_id=0)
@@ -239,7 +288,11 @@ def test_continuous_batching_is_refused(exported, name):
     with pytest.raises(NotImplementedError, match="continuous batching"):
         model.generate_batch([[5, 6, 7]], max_new_tokens=2)
     with pytest.raises(NotImplementedError, match="continuous batching"):
-        model.generate(torch.tensor([[5, 6, 7]]), cache_implementation="paged", max_new_tokens=2)
+        model.generate(
+            torch.tensor([[5, 6, 7]]),
+            cache_implementation="paged",
+            max_new_tokens=2,
+        )
 
 
 def test_new_models_start_as_declared(exported):
@@ -257,7 +310,11 @@ def test_unsupported_features_are_refused_by_name(exported):
     with pytest.raises(NotImplementedError, match="StaticCache"):
         model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=16))
     foreign = DynamicCache(config=model.config)
-    foreign.update(torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8), 0)
+    foreign.update(
+        torch.zeros(2, 2, 3, 8),
+        torch.zeros(2, 2, 3, 8),
+        0,
+    )
     with pytest.raises(NotImplementedError, match="start with an empty DynamicCache"):
         model(ids, past_key_values=foreign)
     for implementation in ("flash_attention_2", "flex_attention"):

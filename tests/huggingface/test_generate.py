@@ -175,7 +175,11 @@ def test_the_space_after_the_prompt_stays_with_tokenizers_that_strip_the_first_o
     tokenizer = Tokenizer.from_file(str(file))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     tokenizer.save(str(file))
     code, out, line = generate(

@@ -50,7 +50,12 @@ LINEAR = dict(rope_type="linear", rope_theta=200.0, factor=3.0)
 # Of the 8 elements of a head, 6 are rotated.
 PARTIAL = dict(rope_type="default", rope_theta=500.0, partial_rotary_factor=0.75)
 OLDER = dict(type="linear", factor=3.0)
-LONG = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[2.0] * 4)
+LONG = dict(
+    rope_type="longrope",
+    rope_theta=1e4,
+    short_factor=[1.0] * 4,
+    long_factor=[2.0] * 4,
+)
 NO_LIST = {"no_rope_layers": None, "layer_types": None}
 FAMILY = {
     "llama1": dict(num_key_value_heads=4),
@@ -74,7 +79,11 @@ FAMILY = {
     "phi3": dict(pad_token_id=0, rms_norm_eps=1e-6),
     "phi3_partial": dict(pad_token_id=0, rope_parameters=PARTIAL, tie_word_embeddings=True),
 }
-IDS = torch.randint(90, (2, 60), generator=torch.Generator().manual_seed(5))
+IDS = torch.randint(
+    90,
+    (2, 60),
+    generator=torch.Generator().manual_seed(5),
+)
 
 
 @functools.cache

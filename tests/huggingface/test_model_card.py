@@ -107,8 +107,15 @@ def test_the_cards_adapter_example_trains_positions_and_merges(exports, tmp_path
     names = {}
     exec(before.replace('path = "."', f"path = {str(exports['tape'].directory)!r}"), names)
     model = names["model"]
-    tokens = torch.randint(400, (2, 24), generator=torch.Generator().manual_seed(1))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    tokens = torch.randint(
+        400,
+        (2, 24),
+        generator=torch.Generator().manual_seed(1),
+    )
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad],
+        lr=1e-2,
+    )
     for _ in range(2):
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()

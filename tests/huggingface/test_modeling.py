@@ -148,7 +148,10 @@ def test_an_fp32_state_keeps_small_updates_in_a_bf16_model(exports):
     assert (bf16 - exact).norm() > 0.5 * exact.norm()
 
 
-@pytest.mark.parametrize("given", [dict(tp_plan="auto"), dict(distributed_config={"pp_size": 2})])
+@pytest.mark.parametrize(
+    "given",
+    [dict(tp_plan="auto"), dict(distributed_config={"pp_size": 2})],
+)
 def test_transformers_parallelism_is_refused(exports, given):
     with pytest.raises(NotImplementedError, match="use device_map"):
         TapeForCausalLM.from_pretrained(exports["tape"].directory, **given)

@@ -66,7 +66,10 @@ except AttributeError:
 """
 
 
-@pytest.mark.parametrize("which, late", [("pinned", ""), ("pinned", "late"), ("transformers", "")])
+@pytest.mark.parametrize(
+    "which, late",
+    [("pinned", ""), ("pinned", "late"), ("transformers", "")],
+)
 def test_models_load_without_trust_remote_code(which, late, exports, package_site, tmp_path):
     made = exports["tape"]
     ids = tokenize(made.directory)

@@ -71,7 +71,12 @@ def test_an_adapter_trains_positions_and_is_saved_loaded_and_merged(bases, recip
         name: matrix.clone() for name, matrix in base.state_dict().items() if ".position." in name
     }
     untuned = logits(base)
-    model = train(get_peft_model(base, LoraConfig(r=4, task_type="CAUSAL_LM", **RECIPES[recipe])))
+    model = train(
+        get_peft_model(
+            base,
+            LoraConfig(r=4, task_type="CAUSAL_LM", **RECIPES[recipe]),
+        )
+    )
     tuned = logits(model)
     assert (tuned - untuned).abs().max() > 0.1
 
@@ -95,7 +100,10 @@ def test_an_adapter_trains_positions_and_is_saved_loaded_and_merged(bases, recip
             assert (matrix - before[name]).abs().max() > 1e-3, f"{name} did not move"
 
 
-@pytest.mark.parametrize("changes, warns", [({}, 1), ({"modules_to_save": ["position"]}, 0)])
+@pytest.mark.parametrize(
+    "changes, warns",
+    [({}, 1), ({"modules_to_save": ["position"]}, 0)],
+)
 def test_training_with_positions_frozen_at_zero_warns_once(changes, warns, caplog):
     adapter = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], **changes)
     with caplog.at_level(logging.WARNING):

@@ -63,7 +63,12 @@ def test_released_checkpoints_keep_their_logits_through_import_and_export(tmp_pa
             parameter.copy_(weights.pop(f"weight/{key}"))
         assert not weights
         for logits in (built(rest["input_ids"])[..., :64], exported(rest["input_ids"]).logits):
-            torch.testing.assert_close(logits, rest["logits"].double(), atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                logits,
+                rest["logits"].double(),
+                atol=1e-5,
+                rtol=0,
+            )
 
 
 def test_a_large_import_is_split_into_files_with_the_same_weights(tmp_path, monkeypatch):

@@ -89,7 +89,10 @@ def settings(stages=1, cache="auto", method=None):
     )
 
 
-@pytest.mark.parametrize("given", [{}, {"cache": "bfloat16"}, {"method": "draft_model"}])
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"cache": "bfloat16"}, {"method": "draft_model"}],
+)
 def test_the_cache_has_twice_the_head_size(plugin, given):
     for_vllm = settings(**given)
     for _ in range(2):  # vLLM calls it at start, and the model again
@@ -118,7 +121,12 @@ def test_an_incompatible_vllm_gives_a_warning_instead_of_an_error(plugin, monkey
 
 @pytest.mark.parametrize(
     "encoding, seq_length, context",
-    [("rope", 48, 48), ("rope", 64, 64), ("rope", 80, 64), ("tape", 80, 80)],
+    [
+        ("rope", 48, 48),
+        ("rope", 64, 64),
+        ("rope", 80, 64),
+        ("tape", 80, 80),
+    ],
 )
 def test_vllm_serves_no_position_beyond_those_that_yarn_scales_to(encoding, seq_length, context):
     """vLLM's sines and cosines end there; those of TAPE models are computed for any position."""

@@ -35,7 +35,10 @@ class ShardedParameter(torch.nn.Parameter):
         self.ds_numel = self.numel()
         self.ds_shape = self.shape
         self.ds_zero_partition_rank = rank
-        self.ds_tensor = torch.full((-(-self.numel() // size),), torch.nan)
+        self.ds_tensor = torch.full(
+            (-(-self.numel() // size),),
+            torch.nan,
+        )
         self.ds_tensor.ds_numel = len(self.ds_tensor)
         self.data = torch.empty(0)
         return self

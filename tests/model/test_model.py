@@ -64,7 +64,12 @@ def test_logits_and_gradients_equal_the_released_code(name, token_mixing):
     load_weights(built, reference.from_released(weights), model, 0, 1)
     ids = outputs["input_ids"]
     logits = built(ids)
-    torch.testing.assert_close(logits, outputs["logits"].double(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        logits,
+        outputs["logits"].double(),
+        atol=1e-5,
+        rtol=0,
+    )
     F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
     checked = 0
     renamed = reference.from_released(gradients)
@@ -139,7 +144,12 @@ def test_logits_gradients_and_parameter_count_equal_the_reference(variant, recom
             assert gradient.norm() > 0, weight_name
     with torch.no_grad():
         evaluated = reference.forward(weights, ids, reference_config(model))["logits"]
-        torch.testing.assert_close(built.eval()(ids), evaluated, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(
+            built.eval()(ids),
+            evaluated,
+            atol=tolerance,
+            rtol=tolerance,
+        )
     assert sum(p.numel() for p in built.parameters()) == parameter_count(model)
 
 
@@ -180,8 +190,18 @@ def test_the_loss_is_cross_entropy_per_token_averaged_or_weighted():
     losses = F.cross_entropy(built(ids).transpose(1, 2), labels, reduction="none")
     torch.testing.assert_close(built(ids, labels, by_token=True), losses)
     torch.testing.assert_close(built(ids, labels), losses.mean())
-    weights = (torch.arange(16) % 3 == 0).float().expand(2, -1)
-    torch.testing.assert_close(built(ids, labels, weights / weights.sum()), losses[:, ::3].mean())
+    weights = (
+        (torch.arange(16) % 3 == 0)
+        .float()
+        .expand(
+            2,
+            -1,
+        )
+    )
+    torch.testing.assert_close(
+        built(ids, labels, weights / weights.sum()),
+        losses[:, ::3].mean(),
+    )
 
 
 def norms_of(built):
@@ -190,14 +210,29 @@ def norms_of(built):
         update.record_norms = True
     built(random_tokens())
     sums = torch.stack([update.norms for update in built.updating_encodings()])
-    return (sums[:, :2] / sums[:, 2:]).sqrt().transpose(0, 1)
+    return (
+        (sums[:, :2] / sums[:, 2:])
+        .sqrt()
+        .transpose(
+            0,
+            1,
+        )
+    )
 
 
-@pytest.mark.parametrize("variant, factor", [("plain", 1.0), ("yarn", 0.1 * math.log(4) + 1)])
+@pytest.mark.parametrize(
+    "variant, factor",
+    [("plain", 1.0), ("yarn", 0.1 * math.log(4) + 1)],
+)
 def test_position_norms_equal_rope_at_first_and_include_updates_later(variant, factor):
     model = small_model(**VARIANTS[variant])
     states, updates = norms_of(build(model, randomize=False)[0])
     assert states.shape == (2, 2)
     assert not updates.any()
-    torch.testing.assert_close(states, torch.full_like(states, factor), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        states,
+        torch.full_like(states, factor),
+        atol=1e-5,
+        rtol=0,
+    )
     assert (norms_of(build(model)[0])[1] > 0).all()

@@ -40,7 +40,14 @@ def test_logits_and_states_equal_the_released_code(name):
             )
     if name.startswith("adape"):
         for layer in range(config["num_hidden_layers"]):
-            real, imaginary = output["position_states"][layer].transpose(1, 2).chunk(2, dim=-1)
+            real, imaginary = (
+                output["position_states"][layer]
+                .transpose(1, 2)
+                .chunk(
+                    2,
+                    dim=-1,
+                )
+            )
             for half, key in ((real, "cos"), (imaginary, "sin")):
                 released = recorded[f"position_states.{layer}.{key}"]
                 torch.testing.assert_close(

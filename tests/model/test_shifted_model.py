@@ -54,7 +54,13 @@ def test_tokens_attend_only_within_their_segment():
 
 
 @pytest.mark.parametrize(
-    "name, packed", [("tape", False), ("tape", True), ("repo", True), ("three_groups", True)]
+    "name, packed",
+    [
+        ("tape", False),
+        ("tape", True),
+        ("repo", True),
+        ("three_groups", True),
+    ],
 )
 def test_recomputation_uses_the_same_segments(name, packed):
     ids = random_tokens(seed=1)
@@ -84,7 +90,10 @@ def test_a_run_evaluates_with_full_attention():
         engine = Engine(begin(built, model, layout), config, layout)
         evaluated = engine.evaluate([batch])
         trained = engine.train_step([batch], lr=0.0).loss
-        assert torch.equal(engine.logits(tokens[:, :13]), engine.module.eval()(tokens[:, :13]))
+        assert torch.equal(
+            engine.logits(tokens[:, :13]),
+            engine.module.eval()(tokens[:, :13]),
+        )
         losses[attention] = (evaluated, trained, engine.evaluate([batch]))
     evaluations = [loss for before, _, after in losses.values() for loss in (before, after)]
     assert len(set(evaluations)) == 1

@@ -68,7 +68,11 @@ def test_an_installed_transformer_engine_is_not_called_and_changes_nothing():
         *(float(parameter.grad.norm()) for parameter in model.parameters()),
     ]
     paths = os.pathsep.join(
-        [str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        [
+            str(TESTS),
+            str(TESTS.parent),
+            *filter(None, [os.environ.get("PYTHONPATH")]),
+        ]
     )
     command = [sys.executable, "-c", STUB + PROGRAM]
     done = subprocess.run(

@@ -73,7 +73,11 @@ FORMS = [
 """Cases of attention: queries, keys, sequences, heads (four per group), packed, dtype,
 deterministic. Triton compiles special kernels for lengths and strides that are 1 or divisible by
 16."""
-UPDATES = [(32, 128, FP32), (32, 128, BF16), (12, 48, BF16)]
+UPDATES = [
+    (32, 128, FP32),
+    (32, 128, BF16),
+    (12, 48, BF16),
+]
 """Cases of the position update: groups, width of the position MLP, dtype of the state."""
 
 

@@ -51,7 +51,13 @@ def test_the_gradient_of_a_recorded_bias_is_the_same():
     with torch.no_grad():
         attention(*tensors, bias=bias, run=run)
     ours = attention(*tensors, bias=bias, run=run)
-    assert_same(ours, attention(*tensors, bias=bias), [*tensors, slopes], rtol=1e-12, atol=1e-12)
+    assert_same(
+        ours,
+        attention(*tensors, bias=bias),
+        [*tensors, slopes],
+        rtol=1e-12,
+        atol=1e-12,
+    )
 
 
 def test_attention_runs_once_and_its_inputs_are_freed():
@@ -104,7 +110,15 @@ def test_a_forward_pass_without_a_backward_pass_is_freed(backend):
     def forward(recorder):
         with torch.no_grad():
             q, k, v, z = (x.clone() for x in inputs())
-            outputs = attention(q, k, v, z, True, backend=backend, run=partial(recorder.run, 0))
+            outputs = attention(
+                q,
+                k,
+                v,
+                z,
+                True,
+                backend=backend,
+                run=partial(recorder.run, 0),
+            )
         places.extend(StorageWeakRef(x.untyped_storage()) for x in (q, k, v, z, *outputs))
 
     gc.disable()

@@ -40,13 +40,20 @@ def flash_attn(monkeypatch):
 
     def packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **settings):
         pieces = []
-        for q_ends, k_ends in zip(cu_seqlens_q.unfold(0, 2, 1), cu_seqlens_k.unfold(0, 2, 1)):
+        for q_ends, k_ends in zip(
+            cu_seqlens_q.unfold(0, 2, 1),
+            cu_seqlens_k.unfold(0, 2, 1),
+        ):
             queries = q[None, slice(*q_ends)]
             assert queries.shape[1] <= max_seqlen_q
             assert k_ends.diff() <= max_seqlen_k
             if queries.shape[1]:
                 pieces.append(
-                    dense(queries, *(x[None, slice(*k_ends)] for x in (k, v)), **settings)
+                    dense(
+                        queries,
+                        *(x[None, slice(*k_ends)] for x in (k, v)),
+                        **settings,
+                    )
                 )
         return torch.cat(pieces, dim=1)[0]
 
@@ -185,7 +192,13 @@ def test_document_bounds_are_the_starts_of_this_and_the_next_document():
     assert document_bounds(torch.tensor([[False, True]])).tolist() == [[[0, 1]], [[1, 2]]]
     with pytest.raises(ValueError, match="pad on the left"):
         document_bounds(torch.tensor([[1, 1, 0]]))
-    expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]
+    expected = [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [0, 0, 1, 0, 0],
+        [0, 0, 1, 1, 0],
+        [0, 0, 1, 1, 1],
+    ]
     assert causal_mask(5, 5, bounds, CPU)[0, 0].int().tolist() == expected
     assert causal_mask(2, 5, bounds, CPU)[0, 0].int().tolist() == expected[3:]
 
@@ -216,6 +229,11 @@ def test_unsupported_backends_are_refused(monkeypatch):
     monkeypatch.setattr(choice, "triton_interprets", lambda: True)
     with pytest.raises(ValueError, match="supports head dimensions"):
         attention(x, x, x, None, backend="triton")
-    many = torch.zeros(1, 1, 2, 32).expand(1, 2**15, 2, 32)
+    many = torch.zeros(1, 1, 2, 32).expand(
+        1,
+        2**15,
+        2,
+        32,
+    )
     with pytest.raises(ValueError, match="exceed the 65535 heads of one launch"):
         attention(many, many, many, None, backend="triton")

@@ -59,7 +59,10 @@ def test_the_largest_fused_position_update_fits_into_the_smallest_shared_memory(
         assert kernel["shared"] <= SHARED_MEMORY[86] * 1024, kernel
 
 
-@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "packed",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+)
 def test_on_hopper_attention_prefetches_and_spills_no_registers(packed):
     run = f"lambda: [ops.launch_attention(*shape, {packed}) for shape in {RECIPES}]"
     kernels = compile_apart(f"ops.binaries({run}, 90)")

@@ -108,7 +108,10 @@ def test_flash_attn_is_chosen_for_documents_and_4_for_wide_values(
     assert chosen(GPU, needs, **settings) == expected
 
 
-@pytest.mark.parametrize("capability, dims", [((9, 0), {64, 128}), ((10, 0), {64})])
+@pytest.mark.parametrize(
+    "capability, dims",
+    [((9, 0), {64, 128}), ((10, 0), {64})],
+)
 def test_only_version_4_takes_wide_values(flash_attn, monkeypatch, capability, dims):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     flash_attn(4)

@@ -63,7 +63,10 @@ def gates(plain):
         assert g.shape == q.shape[:3]
         assert window_size is None
         parts = [[x[:, a:b] for x in (q, k, v, g)] for a, b in documents(q, cu_seqlens)]
-        return torch.cat([plain.naive_forgetting_attn(*part, scale) for part in parts], dim=1)
+        return torch.cat(
+            [plain.naive_forgetting_attn(*part, scale) for part in parts],
+            dim=1,
+        )
 
     return parallel_forgetting_attn
 
@@ -100,7 +103,10 @@ def fla(monkeypatch):
 
 
 @pytest.mark.parametrize("packing", [None, PACKING])
-@pytest.mark.parametrize("reflects, gated", [(False, True), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    "reflects, gated",
+    [(False, True), (True, False), (True, True)],
+)
 def test_fla_gets_the_inputs_of_the_naive_backend(fla, reflects, gated, packing):
     q, k, v, z = draw_qkvz(LENGTH, HEADS, GROUPS, DIM)
     w = draw(LENGTH, 2, GROUPS, DIM, seed=5)

@@ -52,7 +52,11 @@ def table_bias(table):
         at = [torch.arange(x.start, x.stop) for x in (rows, columns)]
         return table[(at[0][:, None] - at[1]).clamp(0, 11)].permute(2, 0, 1)[None]
 
-    return Bias(tile, (table,), lambda b, h, q, k, table: table[(q - k).clamp(0, 11), h])
+    return Bias(
+        tile,
+        (table,),
+        lambda b, h, q, k, table: table[(q - k).clamp(0, 11), h],
+    )
 
 
 @pytest.mark.parametrize("queries", [LENGTH, 9, 1])
@@ -74,9 +78,18 @@ def pair_by_pair(bias, batch, heads, tokens):
     score = bias.score
     for axis in (3, 2, 1, 0):
         axes = [0 if i == axis else None for i in range(4)]
-        score = torch.vmap(score, in_dims=(*axes, *(None for _ in bias.tensors)))
+        score = torch.vmap(
+            score,
+            in_dims=(*axes, *(None for _ in bias.tensors)),
+        )
     at = torch.arange(tokens)
-    return score(torch.arange(batch), torch.arange(heads), at, at, *bias.tensors)
+    return score(
+        torch.arange(batch),
+        torch.arange(heads),
+        at,
+        at,
+        *bias.tensors,
+    )
 
 
 @pytest.mark.parametrize("name", ["alibi", "t5", "gates"])
@@ -84,7 +97,10 @@ def test_the_bias_of_pairs_equals_the_bias_of_tiles(name):
     logits = draw(40, 2, 4, seed=3)
     tokens = 40
     if name == "gates":
-        bias = gates_as_bias(logsigmoid(logits.float()), table_bias(draw(12, 4)).in_float32())
+        bias = gates_as_bias(
+            logsigmoid(logits.float()),
+            table_bias(draw(12, 4)).in_float32(),
+        )
     else:
         built, _ = build(small_model(position_encoding=name))
         parameters = {
@@ -102,7 +118,10 @@ def test_the_bias_of_pairs_equals_the_bias_of_tiles(name):
     torch.testing.assert_close(pairs, tiles, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("S, T", [(256, 256), (40, 300), (1, 129), (130, 390)])
+@pytest.mark.parametrize(
+    "S, T",
+    [(256, 256), (40, 300), (1, 129), (130, 390)],
+)
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_block_mask_equals_the_mask_of_pairs(S, T, packed):
     if packed:
@@ -139,7 +158,11 @@ def test_kernels_are_compared_with_plain_torch_before_a_run(monkeypatch):
 
     assert verified() == "flex"
     exact = flex.attend
-    monkeypatch.setattr(flex, "attend", lambda x: tuple(1.01 * y for y in exact(x)))
+    monkeypatch.setattr(
+        flex,
+        "attend",
+        lambda x: tuple(1.01 * y for y in exact(x)),
+    )
     assert verified(allow_slow=True) == "tiled"
     with pytest.raises(ConfigError) as error:
         verified()
@@ -172,7 +195,10 @@ def test_auto_uses_the_first_library_that_equals_plain_torch_on_every_rank(monke
 
     monkeypatch.setattr(model_backend, "backend_fails", here)
     elsewhere = []
-    layout = layout_of(lambda value: [value, elsewhere.pop(0) if elsewhere else None], world_size=2)
+    layout = layout_of(
+        lambda value: [value, elsewhere.pop(0) if elsewhere else None],
+        world_size=2,
+    )
 
     def verified(encoding, backend="auto", **options):
         model = small_model(position_encoding=encoding, kv_channels=32, attention_backend=backend)

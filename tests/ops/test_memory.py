@@ -27,7 +27,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def labels_of(vocabulary=V, length=S):
-    return torch.randint(vocabulary, (B, length), generator=torch.Generator().manual_seed(1))
+    return torch.randint(
+        vocabulary,
+        (B, length),
+        generator=torch.Generator().manual_seed(1),
+    )
 
 
 def plain(hidden, weight, labels, weights=None, z_loss=0.0):
@@ -69,7 +73,13 @@ def test_the_chunked_loss_equals_the_loss_of_whole_logits(monkeypatch, tokens, z
     assert not by_token.requires_grad
     assert not of_z.requires_grad
     # The gradient can be computed only once.
-    ours = [3.0 * loss, *torch.autograd.grad(3.0 * loss, (hidden, weight))]
+    ours = [
+        3.0 * loss,
+        *torch.autograd.grad(
+            3.0 * loss,
+            (hidden, weight),
+        ),
+    ]
     together = 3.0 * (expected + expected_of_z)
     torch.testing.assert_close(
         ours, [3.0 * expected, *torch.autograd.grad(together, (hidden, weight))]
@@ -128,7 +138,11 @@ def test_ranks_agree_on_the_fused_kernels(monkeypatch):
         make = lambda size, *_, n=name: requested.append((n, size))  # noqa: E731
         monkeypatch.setattr(backend, f"{name}_check", make)
     monkeypatch.setattr(backend, "update_checks", lambda *_: {"position update": None})
-    monkeypatch.setattr(backend, "first_failure", lambda checks, *_: answers[next(iter(checks))])
+    monkeypatch.setattr(
+        backend,
+        "first_failure",
+        lambda checks, *_: answers[next(iter(checks))],
+    )
     monkeypatch.setattr(backend, "unsupported", lambda *_: answers.get("triton"))
     tape, rope = (small_model(position_encoding=name) for name in ("tape", "rope"))
 
@@ -207,7 +221,10 @@ def test_swiglu_equals_plain_torch_and_saves_only_its_input(dtype):
     both = draw(S, B, 2 * C, dtype=dtype)
     saved = []
     gate, up = both.chunk(2, dim=-1)
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: saved.append(x) or x,
+        lambda x: x,
+    ):
         ours = swiglu(both)
     assert [x.data_ptr() for x in saved] == [both.data_ptr()]
     theirs = F.silu(gate) * up

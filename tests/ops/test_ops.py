@@ -16,7 +16,12 @@ from megatron_tape.ops.rotation import rotate_groups
 
 @pytest.mark.parametrize("tokens", [1, 33])
 @pytest.mark.parametrize(
-    "heads, groups, inner, full", [(4, 4, 16, True), (6, 2, 5, True), (3, 3, 7, False)]
+    "heads, groups, inner, full",
+    [
+        (4, 4, 16, True),
+        (6, 2, 5, True),
+        (3, 3, 7, False),
+    ],
 )
 def test_the_compact_update_equals_the_plain_update_and_saves_z_u_and_gate(
     tokens, heads, groups, inner, full
@@ -37,7 +42,14 @@ def test_the_compact_update_equals_the_plain_update_and_saves_z_u_and_gate(
 
 @pytest.mark.parametrize("full", [True, False])
 def test_the_compact_update_of_an_fp32_state_has_at_most_twice_the_rounding_error(full):
-    shapes = [(40, 4, 16), (40, 4, 16), (40, 9), (4, 4) if full else (4,), (9, 4), (4, 9)]
+    shapes = [
+        (40, 4, 16),
+        (40, 4, 16),
+        (40, 9),
+        (4, 4) if full else (4,),
+        (9, 4),
+        (4, 9),
+    ]
     z, *others = (draw(*shape, seed=i).detach() for i, shape in enumerate(shapes))
     inputs = [z.float(), *(x.bfloat16() for x in others)]
     compact, plain = (
@@ -51,4 +63,8 @@ def test_rotation_is_a_complex_product_and_heads_of_a_group_share_a_state():
     z = draw(5, 2, 3, 8, seed=1)
     turned = torch.complex(*q.chunk(2, dim=-1))
     turned = turned * torch.complex(*z.repeat_interleave(2, dim=2).chunk(2, dim=-1))
-    assert_same(rotate_groups(q, z), torch.cat([turned.real, turned.imag], dim=-1), (q, z))
+    assert_same(
+        rotate_groups(q, z),
+        torch.cat([turned.real, turned.imag], dim=-1),
+        (q, z),
+    )

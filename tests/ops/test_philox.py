@@ -33,7 +33,10 @@ VECTORS = [
 @pytest.mark.parametrize("counter, key, words", VECTORS)
 def test_words_equal_the_published_test_vectors(counter, key, words):
     counter, key = ([int(word, 16) for word in part.split()] for part in (counter, key))
-    generated = philox.philox(tuple(torch.tensor(word) for word in counter), tuple(key))
+    generated = philox.philox(
+        tuple(torch.tensor(word) for word in counter),
+        tuple(key),
+    )
     assert " ".join(f"{int(word):08x}" for word in generated) == words
 
 
@@ -42,10 +45,23 @@ def test_a_part_has_the_same_numbers_as_the_whole(draw):
     whole = draw(key_of(3, "matrix"), range(41), range(53), "cpu")
     assert len(whole.unique()) > 0.999 * whole.numel()
     for rows, columns in (((7, 8), (0, 53)), ((0, 41), (5, 6)), ((3, 30), (6, 47))):
-        part = draw(key_of(3, "matrix"), range(*rows), range(*columns), "cpu")
+        part = draw(
+            key_of(3, "matrix"),
+            range(*rows),
+            range(*columns),
+            "cpu",
+        )
         assert torch.equal(part, whole[slice(*rows), slice(*columns)])
     for parts in ((4, "matrix"), (3, "matrix2")):
-        assert not (draw(key_of(*parts), range(41), range(53), "cpu") == whole).any()
+        assert not (
+            draw(
+                key_of(*parts),
+                range(41),
+                range(53),
+                "cpu",
+            )
+            == whole
+        ).any()
 
 
 def test_numbers_are_normal_or_uniform_and_independent():
@@ -63,7 +79,16 @@ def test_numbers_are_normal_or_uniform_and_independent():
 
 
 def test_normal_numbers_follow_box_and_muller():
-    words = torch.tensor([0, 1, 2**31, 2**32 - 2**8, 123456789, 2**16 + 7])
+    words = torch.tensor(
+        [
+            0,
+            1,
+            2**31,
+            2**32 - 2**8,
+            123456789,
+            2**16 + 7,
+        ]
+    )
     first, second = (word.flatten() for word in torch.meshgrid(words, words, indexing="ij"))
     pair = torch.empty(len(first), 2)
     philox.box_muller(first, second, pair)

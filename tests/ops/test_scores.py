@@ -131,6 +131,10 @@ def test_rounded_outputs_do_not_affect_the_gate_gradients_of_other_tokens():
 def test_gates_of_nearby_keys_avoid_the_rounding_error_of_distant_keys(backend):
     qkv = [draw(300, 1, 2, DIM, seed=n).detach().bfloat16() for n in range(3)]
     gates = logsigmoid(draw(300, 1, 2, seed=3).detach().float())
-    exact, _ = attention(*(x.double() for x in qkv), log_gate_TBH=gates.double(), backend="naive")
+    exact, _ = attention(
+        *(x.double() for x in qkv),
+        log_gate_TBH=gates.double(),
+        backend="naive",
+    )
     ours, _ = attention(*qkv, log_gate_TBH=gates, backend=backend)
     assert (ours - exact).norm() < 0.01 * exact.norm()

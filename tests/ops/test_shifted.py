@@ -31,11 +31,27 @@ def explicit(q, k, v, z, average, documents):
     length = T // 4
     shifted = torch.arange(heads) // (heads // groups) >= groups // 2
     segments = (torch.arange(T) + length // 2 * shifted[:, None]) // length
-    seen = (segments[:, :, None] == segments[:, None]).tril().expand(B, -1, -1, -1)
+    seen = (
+        (segments[:, :, None] == segments[:, None])
+        .tril()
+        .expand(
+            B,
+            -1,
+            -1,
+            -1,
+        )
+    )
     if documents is not None:
         seen = seen & (documents[:, None, :, None] == documents[:, None, None])
     k, v, z = (x.repeat_interleave(heads // groups, dim=2) for x in (k, v, z))
-    scores = torch.einsum("sbhd,tbhd->bhst", rotate_groups(q, z), rotate_groups(k, z)) / D**0.5
+    scores = (
+        torch.einsum(
+            "sbhd,tbhd->bhst",
+            rotate_groups(q, z),
+            rotate_groups(k, z),
+        )
+        / D**0.5
+    )
     p = scores.masked_fill(~seen, float("-inf")).softmax(-1)
     return [torch.einsum("bhst,tbhd->sbhd", p, x) for x in ([v, z] if average else [v])]
 
@@ -62,7 +78,11 @@ def test_every_backend_equals_explicit_masks(monkeypatch, backend, groups, avera
 
 def test_triton_is_as_exact_as_explicit_masks():
     tensors = draw_qkvz(T, 9, 3, D, dtype=torch.float32)
-    segments = ShiftedSegments.of(torch.zeros(B, T), Packing.of(DOCUMENTS), unshifted_groups(3))
+    segments = ShiftedSegments.of(
+        torch.zeros(B, T),
+        Packing.of(DOCUMENTS),
+        unshifted_groups(3),
+    )
     ours = partial(shifted_attention, segments=segments, averages=True, backend="triton")
     plain = partial(explicit, average=True, documents=DOCUMENTS)
     assert inexact(ours, plain, tensors, torch.float32) is None
@@ -94,10 +114,25 @@ def test_shifted_heads_get_their_own_biases_and_gates(backend):
     for more in (dict(bias=Bias(tile, (slopes,))), dict(log_gate_TBH=gates)):
         ours, _ = shifted_attention(q, k, v, None, segments, backend=backend, **more)
         for packing, heads in ((segments.plain, slice(0, 3)), (segments.shifted, slice(3, 9))):
-            whole, _ = attention(q, k, v, None, packing=packing, backend="naive", **more)
+            whole, _ = attention(
+                q,
+                k,
+                v,
+                None,
+                packing=packing,
+                backend="naive",
+                **more,
+            )
             torch.testing.assert_close(ours[:, :, heads], whole[:, :, heads])
     with pytest.raises(ValueError, match="cannot be combined with scores computed from whole rows"):
-        shifted_attention(q, k, v, None, segments, rescore=Rescore(lambda scores, *_: scores))
+        shifted_attention(
+            q,
+            k,
+            v,
+            None,
+            segments,
+            rescore=Rescore(lambda scores, *_: scores),
+        )
 
 
 def test_only_the_head_decides_whether_attention_is_shifted():

@@ -8,13 +8,22 @@ from megatron_tape.ops.stage_boundary import pack, packed_width, unpack
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("copies", [1, 2])
-@pytest.mark.parametrize("of_token", [(3, 4), (1,), ()])
+@pytest.mark.parametrize(
+    "of_token",
+    [(3, 4), (1,), ()],
+)
 def test_states_and_gradients_cross_a_stage_boundary_bit_for_bit(dtype, copies, of_token):
     generator = torch.Generator().manual_seed(0)
     tokens, batch, width = 5, 2, 6
     # All bit patterns, including NaN and infinity; T may be a multiple of the rank's tokens.
     shape = (copies * tokens, batch, *of_token)
-    bits = torch.randint(-(2**31), 2**31 - 1, shape, generator=generator, dtype=torch.int32)
+    bits = torch.randint(
+        -(2**31),
+        2**31 - 1,
+        shape,
+        generator=generator,
+        dtype=torch.int32,
+    )
     state = bits.view(torch.float32).requires_grad_()
     hidden = torch.randn(tokens, batch, width, generator=generator).to(dtype).requires_grad_()
     packed = pack(hidden, state)

@@ -139,14 +139,26 @@ def test_a_second_derivative_is_refused():
     q, k, v, z = (draw(5, 1, 2, 32, dtype=FP32, seed=n).requires_grad_() for n in range(4))
     for backend in ("triton", "tiled"):
         o, u = attention(q, k, v, z, True, None, backend)
-        (slope,) = torch.autograd.grad(o.square().sum() + u.square().sum(), q, create_graph=True)
+        (slope,) = torch.autograd.grad(
+            o.square().sum() + u.square().sum(),
+            q,
+            create_graph=True,
+        )
         with pytest.raises(RuntimeError, match="once_differentiable"):
             slope.sum().backward()
 
 
 def update_inputs(tokens, groups, heads, dim, inner, dtype, full=True):
-    states = [(tokens, groups, dim), (tokens, heads, dim), (tokens, inner)]
-    matrices = [(groups, heads) if full else (heads,), (inner, groups), (groups, inner)]
+    states = [
+        (tokens, groups, dim),
+        (tokens, heads, dim),
+        (tokens, inner),
+    ]
+    matrices = [
+        (groups, heads) if full else (heads,),
+        (inner, groups),
+        (groups, inner),
+    ]
     tensors = [draw(*shape, dtype=dtype, seed=i) for i, shape in enumerate(states + matrices)]
     return [*tensors[:3], *(x * x.shape[-1] ** -0.5 for x in tensors[3:])]
 
@@ -177,7 +189,15 @@ def test_the_update_reads_averages_in_other_layouts_without_a_copy(layout):
     if layout == "half":
         strided = torch.stack([torch.full_like(u, float("nan")), u], dim=2)[:, :, 1]
     else:
-        strided = u.unflatten(0, (17, 2)).transpose(0, 1).contiguous().transpose(0, 1)
+        strided = (
+            u.unflatten(0, (17, 2))
+            .transpose(0, 1)
+            .contiguous()
+            .transpose(
+                0,
+                1,
+            )
+        )
     strided.requires_grad_()
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(
@@ -187,7 +207,12 @@ def test_the_update_reads_averages_in_other_layouts_without_a_copy(layout):
 
     assert not strided.is_contiguous()
     assert strided.data_ptr() in saved
-    torch.testing.assert_close(ours, plain_update(z, u, *rest), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        ours,
+        plain_update(z, u, *rest),
+        rtol=1e-5,
+        atol=1e-5,
+    )
     slope = torch.randn_like(ours)
     gradients = [
         torch.autograd.grad(update(z, strided, *rest), strided, slope)[0]
@@ -259,7 +284,10 @@ def test_a_model_with_fused_kernels_equals_one_without(changes):
     from models import build, random_tokens, small_model
 
     results = []
-    documents = torch.tensor([[0] * 5 + [1] * 11, [0] * 9 + [1] * 7], device=DEVICE)
+    documents = torch.tensor(
+        [[0] * 5 + [1] * 11, [0] * 9 + [1] * 7],
+        device=DEVICE,
+    )
     tokens = random_tokens(seed=1).to(DEVICE)
     labels = random_tokens(seed=2).to(DEVICE)
     for backend in ("torch", "triton"):
@@ -318,7 +346,12 @@ def test_the_check_of_a_library_detects_a_wrong_rotation(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "groups, wide, learned", [(2, True, True), (4, False, False), (4, False, True)]
+    "groups, wide, learned",
+    [
+        (2, True, True),
+        (4, False, False),
+        (4, False, True),
+    ],
 )
 def test_the_fused_rotation_for_other_backends_is_as_exact_as_torch(
     monkeypatch, groups, wide, learned
@@ -346,7 +379,10 @@ def test_gradients_of_both_averages_are_concatenated_in_their_layout(batch_first
     x.requires_grad_()
     o, u = triton_rotation.halves(x)
     slopes = (
-        draw(33, 2, 20, 3, dtype=BF16, seed=2).transpose(2, 3),
+        draw(33, 2, 20, 3, dtype=BF16, seed=2).transpose(
+            2,
+            3,
+        ),
         draw(33, 2, 3, 20, dtype=BF16, seed=3),
     )
     (gradient,) = torch.autograd.grad((o, u), x, slopes)

@@ -22,7 +22,13 @@ def train_with(python, data, output):
     case.
     """
     command = [python, TESTS / "megatron_cases.py", data, output]
-    done = subprocess.run(command, env=alone(), capture_output=True, text=True, timeout=420)
+    done = subprocess.run(
+        command,
+        env=alone(),
+        capture_output=True,
+        text=True,
+        timeout=420,
+    )
     assert done.returncode == 0, done.stderr[-6000:]
     found = torch.load(output, weights_only=True)
     return found["version"], found["cases"]

@@ -52,7 +52,10 @@ def test_pipeline_stages_have_the_losses_and_weights_of_one_process(equal, run):
     for row, other in zip(rows, expected, strict=True):
         keys = other.keys() & {"train/loss", "train/grad_norm", "validation/loss"}
         for key in keys:
-            assert row[key] == pytest.approx(other[key], rel=tolerance(run, case)), key
+            assert row[key] == pytest.approx(
+                other[key],
+                rel=tolerance(run, case),
+            ), key
     assert "validation/loss" in keys
     bound = {} if "bf16" not in case else {"bound": 0.05}
     assert_same_state(equal["states"][run], equal["states"][f"{case}-alone"], **bound)
@@ -74,7 +77,10 @@ def tolerance(run, case):
     return 1e-5
 
 
-@pytest.mark.parametrize("run", [run for run in RUNS if run.partition("-")[0] in COMPARED])
+@pytest.mark.parametrize(
+    "run",
+    [run for run in RUNS if run.partition("-")[0] in COMPARED],
+)
 def test_pipeline_stages_have_the_gradients_of_one_process(equal, run):
     case, _, layout = run.partition("-")
     same_sums = layout in ("pp2", "pp2_v2", "pp4")
@@ -88,7 +94,12 @@ def test_pipeline_stages_have_the_gradients_of_one_process(equal, run):
         # another order.
         bound = 1e-6 if same_sums else 1e-5
         for key, value in expected.items():
-            assert torch.allclose(gradients[key], value, rtol=0, atol=bound * value.abs().max()), (
+            assert torch.allclose(
+                gradients[key],
+                value,
+                rtol=0,
+                atol=bound * value.abs().max(),
+            ), (
                 step,
                 key,
             )

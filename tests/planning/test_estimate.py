@@ -69,7 +69,10 @@ def test_the_command_reads_overrides_and_assumes_the_minimum_number_of_processes
     assert re.search(r"^  per model-parallel rank", output, re.M)
 
 
-@pytest.mark.parametrize("writers, number", [("2", 2), ("4", 4), ("null", 8)])
+@pytest.mark.parametrize(
+    "writers, number",
+    [("2", 2), ("4", 4), ("null", 8)],
+)
 def test_the_copy_of_an_asynchronous_save_is_shared_by_its_writers(run, writers, number):
     """By default, one writer per GiB, limited by the number of processes."""
     two = "--parallel.tensor_model_parallel_size=2"
@@ -82,7 +85,10 @@ def test_the_copy_of_an_asynchronous_save_is_shared_by_its_writers(run, writers,
 
 
 @pytest.mark.parametrize("more", [[], ["--processes=8", "--search"]])
-@pytest.mark.parametrize("encoding, warned", [("cope", "all keys"), ("tape", ""), ("xpos", "")])
+@pytest.mark.parametrize(
+    "encoding, warned",
+    [("cope", "all keys"), ("tape", ""), ("xpos", "")],
+)
 def test_attention_slower_than_ropes_is_a_warning(run, encoding, warned, more):
     warnings = run(f"--model.position_encoding={encoding}", *more, name="tape_155m").err
     assert warned in warnings

@@ -94,7 +94,10 @@ def test_a_single_micro_batch_has_no_gradients_while_the_loss_is_computed():
     assert one.peak == two.peak - two.gradients
 
 
-@pytest.mark.parametrize("bucket, least, most", [(100_000_000, 0.05, 0.2), (10**10, 1, 1)])
+@pytest.mark.parametrize(
+    "bucket, least, most",
+    [(100_000_000, 0.05, 0.2), (10**10, 1, 1)],
+)
 def test_a_single_micro_batch_allocates_the_gradients_of_a_bucket_at_its_first_gradient(
     bucket, least, most
 ):

@@ -75,7 +75,16 @@ def cope_by_definition(q, k, v, table, documents):
                     )
                     seen.append(v[t, b, h])
                 rows.append(torch.stack(scores).softmax(0) @ torch.stack(seen))
-    return torch.stack(rows).view(2, HEADS, TOKENS, DIM).permute(2, 0, 1, 3)
+    return (
+        torch.stack(rows)
+        .view(2, HEADS, TOKENS, DIM)
+        .permute(
+            2,
+            0,
+            1,
+            3,
+        )
+    )
 
 
 def test_cope_and_its_gradients_equal_the_papers_equations():
@@ -108,7 +117,10 @@ def test_cope_skips_masked_keys_between_visible_ones(queries):
     expected = contextual.add_contextual_positions(
         scores, of_positions[:, :, kept], seen[None, None]
     )
-    torch.testing.assert_close(found[:, :, kept][..., shown] * seen, expected * seen)
+    torch.testing.assert_close(
+        found[:, :, kept][..., shown] * seen,
+        expected * seen,
+    )
 
 
 @pytest.mark.parametrize("backend", ["naive", "tiled", "torch"])

@@ -85,7 +85,10 @@ def test_t5_has_the_buckets_of_transformers():
         assert torch.equal(encoding_of(model).buckets(torch.arange(300)), expected)
     expected = T5Attention._relative_position_bucket(at - at[:, None], False, 6, 9)
     table = parameters["table"].detach()
-    torch.testing.assert_close(bias.tril(), table[expected].permute(2, 0, 1).tril())
+    torch.testing.assert_close(
+        bias.tril(),
+        table[expected].permute(2, 0, 1).tril(),
+    )
 
 
 def test_fire_equals_the_papers_equation():
@@ -109,8 +112,18 @@ def test_sincos_only_adds_sines_and_cosines_to_the_embedding():
     built = built_and_moved("sincos")
     added = built.encoding.embedding(torch.arange(16)[:, None], torch.float32)[:, 0]
     angles = torch.arange(16.0)[:, None] / 10000 ** (torch.arange(0, 32, 2) / 32)
-    torch.testing.assert_close(added[:, 0::2], angles.sin(), atol=1e-6, rtol=0)
-    torch.testing.assert_close(added[:, 1::2], angles.cos(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        added[:, 0::2],
+        angles.sin(),
+        atol=1e-6,
+        rtol=0,
+    )
+    torch.testing.assert_close(
+        added[:, 1::2],
+        angles.cos(),
+        atol=1e-6,
+        rtol=0,
+    )
     ids = random_tokens()
     assert (built(ids) - built(ids, positions=torch.arange(16) + 3)).abs().max() > 1e-3
     nope, _ = build(small_model(position_encoding="nope"))
@@ -126,7 +139,13 @@ def test_xpos_depends_only_on_distances():
     torch.testing.assert_close(built(ids), shifted, atol=1e-4, rtol=1e-4)
 
     state = built.encoding.initial_state(torch.arange(16)[:, None], torch.float64)
-    inputs = built.encoding.position_inputs(0, {}, state, torch.zeros(16, 2, 32), NO_CACHE)
+    inputs = built.encoding.position_inputs(
+        0,
+        {},
+        state,
+        torch.zeros(16, 2, 32),
+        NO_CACHE,
+    )
     f = torch.arange(4, dtype=torch.float64)
     zeta = (2 * f / 8 + 0.4) / 1.4
     theta = 10000 ** (-2 * f / 8)
@@ -138,14 +157,22 @@ def test_xpos_depends_only_on_distances():
     v = torch.eye(16, 8, dtype=torch.float64)[:, None, None]
     for backend in ("tiled", "torch", "naive"):
         found, _ = attention(ones, ones, v, **vars(inputs), backend=backend)
-        torch.testing.assert_close(found[:, 0, 0], expected, atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            found[:, 0, 0],
+            expected,
+            atol=1e-6,
+            rtol=0,
+        )
 
 
 @pytest.mark.parametrize("name", [encoding.name for encoding in BUILT_IN])
 def test_packed_documents_equal_separate_sequences(name):
     built = built_and_moved(name, recompute="full")
     ids = random_tokens(2)
-    packed = built(ids, documents=torch.tensor([[0] * 5 + [1] * 11, [0] * 16]))
+    packed = built(
+        ids,
+        documents=torch.tensor([[0] * 5 + [1] * 11, [0] * 16]),
+    )
     for rows, columns in (
         (slice(0, 1), slice(0, 5)),
         (slice(0, 1), slice(5, 16)),

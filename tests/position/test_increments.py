@@ -48,8 +48,18 @@ def test_the_start_of_the_cumulative_sum_changes_nothing(case):
     built, _ = build(small_model(**INCREMENTS[case]))
     ids = random_tokens()
     packed = built(ids, documents=DOCUMENTS)
-    torch.testing.assert_close(packed[:1, 5:], built(ids[:1, 5:]), atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(packed[1:], built(ids[1:]), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        packed[:1, 5:],
+        built(ids[:1, 5:]),
+        atol=1e-4,
+        rtol=1e-4,
+    )
+    torch.testing.assert_close(
+        packed[1:],
+        built(ids[1:]),
+        atol=1e-4,
+        rtol=1e-4,
+    )
     torch.testing.assert_close(
         built(ids), built(ids, positions=torch.arange(16) + 500), atol=2e-4, rtol=1e-3
     )
@@ -70,10 +80,18 @@ def test_position_differences_are_exact_over_128k_tokens(dtype):
 def test_phases_and_their_gradients_equal_the_definition():
     p = (1000 * torch.rand(5, 2, 3, dtype=torch.float64)).requires_grad_()
     theta = torch.tensor([1.0, 0.1, 1e-3], dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda p: phases(p, theta, 1.3, torch.float64), (p,))
+    assert torch.autograd.gradcheck(
+        lambda p: phases(p, theta, 1.3, torch.float64),
+        (p,),
+    )
     angles = p[..., None] * theta
     expected = 1.3 * torch.cat([angles.cos(), angles.sin()], dim=-1)
-    torch.testing.assert_close(phases(p, theta, 1.3, torch.float64), expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        phases(p, theta, 1.3, torch.float64),
+        expected,
+        atol=1e-12,
+        rtol=0,
+    )
     assert phases(p, theta, 1.3, torch.bfloat16).dtype is torch.bfloat16
 
 
@@ -95,16 +113,36 @@ def test_every_update_preserves_the_modulus(case, monkeypatch):
     assert states[2] is states[1]
     for before, after in zip(updated, states):
         was, now = (x.detach().unflatten(-1, (2, -1)).norm(dim=-2) for x in (before, after))
-        torch.testing.assert_close(now, factor * (was / 1e-3).clamp(max=1), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(
+            now,
+            factor * (was / 1e-3).clamp(max=1),
+            atol=1e-6,
+            rtol=1e-5,
+        )
         assert (was - factor).abs().max() > 0.5
         assert (was > 1e-3).float().mean() > 0.95
 
 
 def test_gradients_of_the_modulus_are_finite_at_zero_and_exact_elsewhere():
-    z = torch.randn(4, 3, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    z[0, 0, 0, [2, 6]] = torch.tensor([4e-4, -3e-4], dtype=torch.float64)  # shorter than SHORTEST
+    z = torch.randn(
+        4,
+        3,
+        2,
+        8,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(1),
+    )
+    z[0, 0, 0, [2, 6]] = torch.tensor(
+        [4e-4, -3e-4],
+        dtype=torch.float64,
+    )  # shorter than SHORTEST
     z.requires_grad_()
-    assert torch.autograd.gradcheck(lambda z: with_modulus(z, 1.3), (z,), eps=1e-7, atol=1e-3)
+    assert torch.autograd.gradcheck(
+        lambda z: with_modulus(z, 1.3),
+        (z,),
+        eps=1e-7,
+        atol=1e-3,
+    )
     z = torch.zeros(1, 1, 1, 4, requires_grad=True)
     with_modulus(z, 1.0).sum().backward()
     assert z.grad.unique().tolist() == pytest.approx([1000.0])

@@ -24,7 +24,10 @@ def random_inputs(T, B=2, G=2, R=2, D=8, seed=0):
     q = torch.randn(T, B, G * R, D)
     k = torch.randn(T, B, G, D)
     v = torch.randn(T, B, G, D)
-    w = torch.nn.functional.normalize(torch.randn(T, B, G, D), dim=-1)
+    w = torch.nn.functional.normalize(
+        torch.randn(T, B, G, D),
+        dim=-1,
+    )
     beta = 2 * torch.rand(T, B, G)
     return [x.requires_grad_() for x in (q, k, v, w, beta)]
 
@@ -49,14 +52,24 @@ def defined_scores(q, k, w, beta):
     return scores.flatten(1, 2)
 
 
-@pytest.mark.parametrize("T, S", [(70, 70), (5, 5), (64, 64), (130, 9), (67, 1)])
+@pytest.mark.parametrize(
+    "T, S",
+    [(70, 70), (5, 5), (64, 64), (130, 9), (67, 1)],
+)
 def test_scores_and_gradients_equal_the_defining_equation(T, S):
     q, k, _, w, beta = random_inputs(T)
     q = q[T - S :].detach().requires_grad_()
     scores = rescore_of(w, beta)
     queries = q.permute(1, 2, 0, 3)
     keys = k.permute(1, 2, 0, 3)
-    found = scores.rows(None, queries, keys, None, slice(T - S, T), *scores.prepared(queries, keys))
+    found = scores.rows(
+        None,
+        queries,
+        keys,
+        None,
+        slice(T - S, T),
+        *scores.prepared(queries, keys),
+    )
     assert found.isfinite().all()
     found = found.tril(T - S)
     expected = defined_scores(q, k, w, beta)
@@ -74,7 +87,15 @@ def test_outputs_and_gradients_equal_the_authors_code(backend, gated, monkeypatc
         log_gate = (torch.rand(150, 2, 4) * -0.1).requires_grad_()
         leaves.append(log_gate)
         given["log_gate_TBH"] = log_gate
-    found, _ = attention(q, k, v, None, backend=backend, rescore=rescore_of(w, beta), **given)
+    found, _ = attention(
+        q,
+        k,
+        v,
+        None,
+        backend=backend,
+        rescore=rescore_of(w, beta),
+        **given,
+    )
     # The authors' code also divides the sums of the gates by sqrt(D); the papers' equations do not.
     monkeypatch.setattr(torch, "float", torch.float64)
     tensors = (x.transpose(0, 1) for x in (q, k, v, w, beta, log_gate * 8**0.5))
@@ -90,7 +111,12 @@ def test_bf16_scores_are_computed_in_float32():
     expected, _ = attention(*exact, None, backend="tiled", rescore=rescore)
     found, _ = attention(*rounded, None, backend="tiled", rescore=rescore)
     assert found.dtype is torch.bfloat16
-    torch.testing.assert_close(found.float(), expected, atol=2**-7, rtol=2**-7)
+    torch.testing.assert_close(
+        found.float(),
+        expected,
+        atol=2**-7,
+        rtol=2**-7,
+    )
 
 
 def test_w_and_beta_equal_the_authors_layer():
@@ -106,10 +132,18 @@ def test_w_and_beta_equal_the_authors_layer():
     inputs = encoding.position_inputs(1, p, positions, hidden, TokenCache())
     prepared = inputs.rescore.prepared(torch.zeros(2, 4, 20, 8), keys)
 
-    w = linear(linear(hidden, p["w_down"]), p["w_up"]).permute(1, 2, 0)
+    w = linear(linear(hidden, p["w_down"]), p["w_up"]).permute(
+        1,
+        2,
+        0,
+    )
     w = silu(conv1d(w, p["conv"].flatten(0, 1)[:, None], padding=2, groups=16)[..., :20])
     w = w.unflatten(1, (2, 8)).mT
     w = w / (w.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-    beta = 2 * linear(hidden, p["beta_weight"], p["beta_bias"]).sigmoid().permute(1, 2, 0)
+    beta = 2 * linear(hidden, p["beta_weight"], p["beta_bias"]).sigmoid().permute(
+        1,
+        2,
+        0,
+    )
     for found, expected in zip(prepared, blocks_of_reflections(keys, w, beta), strict=True):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

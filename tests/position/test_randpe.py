@@ -25,10 +25,16 @@ def test_training_draws_sorted_distinct_positions_from_the_range():
     assert np.abs(counts - 640).max() < 5 * (640 * (1 - 16 / 50)) ** 0.5
     assert len({tuple(draw) for draw in draws}) == 2000
     assert np.array_equal(encoding.token_positions(16, step_rng(1234, 7)), draws[6])
-    assert not np.array_equal(encoding.token_positions(16, step_rng(1235, 7)), draws[6])
+    assert not np.array_equal(
+        encoding.token_positions(16, step_rng(1235, 7)),
+        draws[6],
+    )
 
 
-@pytest.mark.parametrize("length, spread", [(16, 16), (9, 16), (40, 40)])
+@pytest.mark.parametrize(
+    "length, spread",
+    [(16, 16), (9, 16), (40, 40)],
+)
 def test_positions_outside_training_are_evenly_spaced(length, spread):
     expected = [50 * i // spread for i in range(length)]
     assert encoding_of(model_of()).token_positions(length, None).tolist() == expected
@@ -42,7 +48,10 @@ def test_it_equals_rope_on_its_positions():
     ids = random_tokens()
     rope = build(small_model(position_encoding="rope"))[0]
     built = build(model_of())[0]
-    assert torch.equal(built(ids), rope(ids, positions=torch.arange(16) * 50 // 16))
+    assert torch.equal(
+        built(ids),
+        rope(ids, positions=torch.arange(16) * 50 // 16),
+    )
     drawn = built.token_positions(ids, step_rng(1, 1))
     assert torch.equal(built(ids, positions=drawn), rope(ids, positions=drawn))
     assert (built(ids, positions=drawn) - built(ids)).abs().max() > 1e-2

@@ -44,15 +44,31 @@ def by_the_equations(h, gate, content, position, q, k, v, theta):
         key = torch.complex(k_re, k_im)
         turned = query[:, :, None] * torch.polar(torch.ones_like(angles), angles)
         scores = (turned * key[:, None].conj()).real.sum(-1) / D**0.5
-        scores = scores.masked_fill(torch.ones(S, S).triu(1).bool(), float("-inf"))
-        out.append((scores.softmax(-1) @ v[:, :, group].transpose(0, 1)).transpose(0, 1))
+        scores = scores.masked_fill(
+            torch.ones(S, S).triu(1).bool(),
+            float("-inf"),
+        )
+        out.append(
+            (scores.softmax(-1) @ v[:, :, group].transpose(0, 1)).transpose(
+                0,
+                1,
+            )
+        )
     return torch.stack(out, 2)
 
 
 @pytest.mark.parametrize("backend", ["naive", "tiled", "torch"])
 def test_outputs_and_gradients_equal_the_equations(backend):
     encoding = build(model_of())[0].encoding
-    shapes = [(S, B, C), (W, C), (W, C), (G, W), (S, B, H, D), (S, B, G, D), (S, B, G, D)]
+    shapes = [
+        (S, B, C),
+        (W, C),
+        (W, C),
+        (G, W),
+        (S, B, H, D),
+        (S, B, G, D),
+        (S, B, G, D),
+    ]
     leaves = [draw(*shape, seed=seed) for seed, shape in enumerate(shapes)]
     h, gate, content, position, q, k, v = leaves
     parameters = {"gate_proj": gate, "content_proj": content, "position_proj": position}
@@ -62,7 +78,10 @@ def test_outputs_and_gradients_equal_the_equations(backend):
     assert_same(found, expected, leaves, atol=1e-9, rtol=1e-9)
 
 
-@pytest.mark.parametrize("first, layers, expected", [(None, 6, 2), (None, 1, 0), (2, 3, 2)])
+@pytest.mark.parametrize(
+    "first, layers, expected",
+    [(None, 6, 2), (None, 1, 0), (2, 3, 2)],
+)
 def test_layers_predict_positions_from_repo_first_layer_on(first, layers, expected):
     encoding = encoding_of(model_of(repo_first_layer=first, num_layers=layers))
     predicting = [layer for layer in range(layers) if encoding.parameters(layer)]
@@ -74,7 +93,12 @@ def test_predicted_positions_do_not_depend_on_the_tokens_places():
     shift = torch.arange(16) + 500
     some = built_and_moved()
     everywhere = built_and_moved(repo_first_layer=0)
-    torch.testing.assert_close(some(ids), some(ids, positions=shift), atol=2e-4, rtol=1e-3)
+    torch.testing.assert_close(
+        some(ids),
+        some(ids, positions=shift),
+        atol=2e-4,
+        rtol=1e-3,
+    )
     assert (some(ids) - some(ids, positions=shift * 2)).abs().max() > 1e-3
     assert torch.equal(everywhere(ids), everywhere(ids, positions=shift * 2))
 

@@ -36,12 +36,18 @@ def test_yarn_equals_transformers_bit_for_bit(case, head_dim):
     encoding = encoding_of(model)
     assert torch.equal(encoding.frequencies(), frequencies)
     assert encoding.attention_factor == attention_factor
-    states = encoding.initial_state(torch.tensor([[0], [5000]]), torch.float64)
+    states = encoding.initial_state(
+        torch.tensor([[0], [5000]]),
+        torch.float64,
+    )
     moduli = states.unflatten(-1, (2, -1)).norm(dim=-2)
     assert (moduli - attention_factor).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("share, left", [(0.75, 6), (0.5, 4), (0.2, 1), (1.0, 8)])
+@pytest.mark.parametrize(
+    "share, left",
+    [(0.75, 6), (0.5, 4), (0.2, 1), (1.0, 8)],
+)
 def test_rope_share_equals_transformers(share, left):
     model = small_model(
         position_encoding="rope", kv_channels=16, rope_share=share, rope_scaling_factor=2.0

@@ -184,7 +184,12 @@ def test_a_job_without_attempts_restarts_until_its_third_crash_and_preemptions_d
     crashes = tmp_path / "runs" / ".jobs" / "7.crashes"
     crashes.parent.mkdir(parents=True)
     crashes.write_text("1\n" * 5)  # left by an earlier job with the same ID
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout.split() == ["again", "again", "stop"], done.stderr
 
 

@@ -175,7 +175,10 @@ class FakePrograms:
         self.started.append(phase)
         statuses = self.statuses.get(phase, [])
         self.processes.append(FakeProcess(statuses.pop(0) if statuses else 0))
-        self.most = max(self.most, sum(process.polls >= 0 for process in self.processes))
+        self.most = max(
+            self.most,
+            sum(process.polls >= 0 for process in self.processes),
+        )
         return self.processes[-1]
 
 
@@ -195,7 +198,12 @@ def run_jobs(runs, programs, slots=2, **options):
 
 
 def test_a_continued_comparison_counts_the_runs_that_were_finished_before(recipe, tmp_path, capsys):
-    run_jobs(plan_of(recipe, tmp_path).left[1:], FakePrograms(), 1, finished=1)
+    run_jobs(
+        plan_of(recipe, tmp_path).left[1:],
+        FakePrograms(),
+        1,
+        finished=1,
+    )
     lines = [line.partition(" runs: ")[0] for line in capsys.readouterr().err.splitlines()]
     assert lines == ["2 of 4", "3 of 4", "4 of 4"]
 
@@ -513,7 +521,10 @@ def test_each_program_uses_one_gpu_and_its_own_process(tmp_path, monkeypatch):
     assert log.read_text() == "['--x', '1'] GPU-a\n[] GPU-b\n"
 
 
-@pytest.mark.parametrize("name", [path.stem for path in sorted(RECIPES.glob("*"))])
+@pytest.mark.parametrize(
+    "name",
+    [path.stem for path in sorted(RECIPES.glob("*"))],
+)
 def test_a_recipe_can_run_and_its_evaluation_fits_the_model(name, tmp_path):
     file = RECIPES / f"{name}.yaml"
     config = parse_run_config(["--config", str(file)])

@@ -40,7 +40,10 @@ def source_folder(tmp_path_factory, texts):
 
     pieces = [text[i : i + 400] for text in texts for i in range(0, len(text), 400)]
     write_lines(folder / "text.jsonl", pieces[:100])
-    write_jsonl(folder / "held_out.jsonl", [" ".join(MENTIONS) + texts[3][:60], texts[4][:90]])
+    write_jsonl(
+        folder / "held_out.jsonl",
+        [" ".join(MENTIONS) + texts[3][:60], texts[4][:90]],
+    )
     with contextlib.chdir(folder):
         preprocess("a", "data")
     return folder

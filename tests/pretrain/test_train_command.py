@@ -92,7 +92,11 @@ def test_mistakes_end_in_one_sentence_before_torch_is_imported(data):
         text=True,
     )
     assert done.stdout.splitlines() == ["2 False"] * len(MISTAKES)
-    for error, reported in zip(done.stderr.splitlines(), MISTAKES.values(), strict=True):
+    for error, reported in zip(
+        done.stderr.splitlines(),
+        MISTAKES.values(),
+        strict=True,
+    ):
         assert error.startswith("error: ")
         assert reported in error
 
@@ -157,7 +161,10 @@ def test_tensorboard_shows_curves_configuration_and_sample(run, data):
     assert "num_layers: 3" in text("configuration")
     assert text("sample").split()[0] == "w3"
     losses = [event.value for event in events.Scalars("train/loss")]
-    assert losses == pytest.approx([row["train/loss"] for row in rows(run.folder)], rel=1e-6)
+    assert losses == pytest.approx(
+        [row["train/loss"] for row in rows(run.folder)],
+        rel=1e-6,
+    )
 
 
 def test_training_stops_with_an_error_after_max_bad_steps_in_a_row(run, capfd):

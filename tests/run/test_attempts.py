@@ -211,7 +211,13 @@ def test_a_failure_after_a_warning_is_no_crash_but_a_stale_attempt_without_a_new
 
 @pytest.mark.parametrize(
     "nodes, bad, excluded",
-    [("abc", "b", "b"), ("abc", "xc", "c"), ("abc", "abc", ""), ("abc", "", ""), ("a", "a", "a")],
+    [
+        ("abc", "b", "b"),
+        ("abc", "xc", "c"),
+        ("abc", "abc", ""),
+        ("abc", "", ""),
+        ("a", "a", "a"),
+    ],
 )
 def test_bad_nodes_are_excluded_unless_no_node_would_remain(run, nodes, bad, excluded):
     attempt = Attempt.claim(run, run / "checkpoints", {"nodes": list(nodes)})

@@ -57,7 +57,12 @@ def test_steps_that_a_later_attempt_runs_again_count_as_repeated(tmp_path):
     # The third attempt continues from a checkpoint of the first one, since those of the second are
     # damaged.
     for number, (start, end, first, last) in enumerate(
-        [(0, 110, 0, 10), (120, 180, 8, 13), (180, 250, 6, 12)], 1
+        [
+            (0, 110, 0, 10),
+            (120, 180, 8, 13),
+            (180, 250, 6, 12),
+        ],
+        1,
     ):
         phases = {"training": end - start - 10.0}
         beat = {"since": end, "began": start + 10, "phases": phases}
@@ -77,11 +82,27 @@ def test_the_time_without_progress_before_a_hang_is_a_stall(tmp_path, outcome, l
 
 
 def test_a_killed_attempt_ended_at_its_last_heartbeat_or_the_next_start(tmp_path):
-    beat = {"since": 20, "began": 10, "from_step": 0, "step": 4, "phases": {"training": 10.0}}
+    beat = {
+        "since": 20,
+        "began": 10,
+        "from_step": 0,
+        "step": 4,
+        "phases": {"training": 10.0},
+    }
     record(tmp_path, 1, 0, time=25, **beat)
-    record(tmp_path, 2, 40, time=90, **beat | {"since": 60, "began": 50, "from_step": 4, "step": 8})
+    record(
+        tmp_path,
+        2,
+        40,
+        time=90,
+        **beat | {"since": 60, "began": 50, "from_step": 4, "step": 8},
+    )
     record(tmp_path, 3, 80)
-    assert totals(tmp_path) == {KEPT: 10.0 + 5 + 10 + 20, START: 20.0, BETWEEN: 15.0}
+    assert totals(tmp_path) == {
+        KEPT: 10.0 + 5 + 10 + 20,
+        START: 20.0,
+        BETWEEN: 15.0,
+    }
 
 
 def test_the_watchdog_measures_each_phase_since_training_began(tmp_path, monkeypatch):

@@ -78,7 +78,10 @@ def test_a_row_is_written_at_once_with_step_scalars_and_time(tmp_path):
 
 def test_numbers_that_are_not_finite_are_written_as_null(tmp_path):
     writer = plain(tmp_path)
-    for step, value in enumerate((2.0, 1e4, math.nan, math.inf, -math.inf), 1):
+    for step, value in enumerate(
+        (2.0, 1e4, math.nan, math.inf, -math.inf),
+        1,
+    ):
         writer.log(step, {**SCALARS, "train/loss": value, "validation/loss": value})
     writer.close()
     assert [row["train/loss"] for row in rows(tmp_path)] == [2.0, 1e4, None, None, None]
@@ -123,7 +126,13 @@ def test_the_remaining_time_is_estimated_from_sequences_during_a_batch_ramp(tmp_
     ramp = BatchRampSettings(from_=16, over_samples=160)
     train = TrainConfig(steps=20, global_batch_size=32, batch_ramp=ramp)
     seconds = itertools.accumulate([0, *train.batch_sizes(0, 20)])  # each sequence takes a second
-    write(tmp_path, range(1, 11), 20, clock=lambda: next(seconds), work=train.samples_after)
+    write(
+        tmp_path,
+        range(1, 11),
+        20,
+        clock=lambda: next(seconds),
+        work=train.samples_after,
+    )
     assert capsys.readouterr().out.splitlines()[-1].endswith("ETA 0:05:20")
     last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
     assert json.loads(last)["seconds_left"] == 10 * 32

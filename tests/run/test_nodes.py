@@ -20,7 +20,13 @@ def node(**versions):
 
 def test_a_node_with_another_version_is_named_with_both_versions():
     assert nodes.differences({"a": node(), "b": node()}) == []
-    (problem,) = nodes.differences({"a": node(), "b": node(torch="2.12.0"), "c": node()})
+    (problem,) = nodes.differences(
+        {
+            "a": node(),
+            "b": node(torch="2.12.0"),
+            "c": node(),
+        }
+    )
     assert problem.sentence.startswith("b: torch is 2.12.0, but 2.13.0 on a")
     assert problem.nodes == ("b",)
     assert not problem.mistake
@@ -62,7 +68,12 @@ def problems(home, names, absent="", keep=2, size=1000):
 
 @pytest.mark.parametrize(
     "names, absent, is_mistake",
-    [("ab", "", None), ("abc", "bc", True), ("abc", "c", False), ("ab", "b", False)],
+    [
+        ("ab", "", None),
+        ("abc", "bc", True),
+        ("abc", "c", False),
+        ("ab", "b", False),
+    ],
 )
 def test_nodes_that_do_not_share_the_directory_are_named(home, names, absent, is_mistake):
     """If no other node shares it, the setting is wrong."""
@@ -72,7 +83,11 @@ def test_nodes_that_do_not_share_the_directory_are_named(home, names, absent, is
 
 
 def test_there_must_be_space_for_two_checkpoints_or_one_if_others_exist(home, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1500})())
+    monkeypatch.setattr(
+        shutil,
+        "disk_usage",
+        lambda path: type("Usage", (), {"free": 1500})(),
+    )
     (problem,) = problems(home, "a", keep=1)
     assert "two checkpoints need" in problem.sentence
     assert not problem.mistake
@@ -86,12 +101,27 @@ def test_missing_and_small_gpus_are_named():
     gib = 2**30
     large = {"name": "H100", "total": 80 * gib}
     small = {"name": "T4", "total": 15 * gib}
-    assert nodes.gpu_problems({"a": [large, large], "b": [large, large]}, 2, 20 * gib) == []
-    missing, too_small = nodes.gpu_problems({"a": [large], "b": [large, small]}, 2, 20 * gib)
+    assert (
+        nodes.gpu_problems(
+            {"a": [large, large], "b": [large, large]},
+            2,
+            20 * gib,
+        )
+        == []
+    )
+    missing, too_small = nodes.gpu_problems(
+        {"a": [large], "b": [large, small]},
+        2,
+        20 * gib,
+    )
     assert missing.nodes == ("a",)
     assert "finds 1 of the 2 GPUs" in missing.sentence
     assert too_small.nodes == ("b",)
     assert "GPU 1 (T4) has 15.0 GiB" in too_small.sentence
     assert not too_small.mistake
-    all_small = nodes.gpu_problems({"a": [small], "b": [small]}, 1, 20 * gib)
+    all_small = nodes.gpu_problems(
+        {"a": [small], "b": [small]},
+        1,
+        20 * gib,
+    )
     assert all(problem.mistake for problem in all_small)

@@ -38,7 +38,11 @@ OF_STEP = {"SLURM_CPU_BIND", "SLURM_CPU_BIND_TYPE", "SLURM_CPU_BIND_LIST"}
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
-@pytest.mark.parametrize("cluster", [{"cpus": 2, "task_plugin": "task/affinity"}], indirect=True)
+@pytest.mark.parametrize(
+    "cluster",
+    [{"cpus": 2, "task_plugin": "task/affinity"}],
+    indirect=True,
+)
 def test_a_job_submitted_in_another_job_uses_its_own_cpus_and_options(cluster, start):
     cluster.environment |= SESSION
     job = start()

@@ -219,7 +219,11 @@ def test_variables_of_the_environment_override_the_site_file(tmp_path):
 
 @pytest.mark.parametrize(
     "last, count, expected",
-    [(None, 0, ""), (2, 3, " --part 1/3"), (1, 1, "the array does not begin at 0")],
+    [
+        (None, 0, ""),
+        (2, 3, " --part 1/3"),
+        (1, 1, "the array does not begin at 0"),
+    ],
 )
 def test_each_array_task_preprocesses_one_part(tmp_path, last, count, expected):
     """Slurm runs a copy of the script."""

@@ -171,7 +171,11 @@ def test_pipeline_stages_on_two_nodes_survive_signals_and_the_loss_of_either_nod
 
 
 @slow
-@pytest.mark.parametrize("cluster", [{"nodes": "n1 n2 n3", "mode": "net"}], indirect=True)
+@pytest.mark.parametrize(
+    "cluster",
+    [{"nodes": "n1 n2 n3", "mode": "net"}],
+    indirect=True,
+)
 def test_an_old_attempt_on_a_disconnected_node_ends_and_writes_nothing(cluster, start, whole):
     job = start(inject={"sleep": 0.3}, overrides=IN_BACKGROUND)
     wait_for_step(cluster, job, start.run, 12)
@@ -191,7 +195,10 @@ def test_an_old_attempt_on_a_disconnected_node_ends_and_writes_nothing(cluster, 
 @slow
 def test_after_a_hang_all_stacks_are_written_and_the_run_continues(cluster, start, whole):
     once = cluster.work / "hung"
-    job = start(inject={"hang": [1, 17], "once": str(once)}, overrides={"train.hang_timeout": 10})
+    job = start(
+        inject={"hang": [1, 17], "once": str(once)},
+        overrides={"train.hang_timeout": 10},
+    )
     finish(cluster, job)
     first, _ = check_equal(start.run, whole, attempts=2)
     assert first.outcome == "hung"

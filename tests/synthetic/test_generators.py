@@ -69,7 +69,15 @@ def test_sums_are_right_and_all_numbers_reversed():
     assert len(lengths) == 16
 
 
-@pytest.mark.parametrize("a, b", [(999, 999), (5, 95), (909, 191), (10**40 - 1, 1)])
+@pytest.mark.parametrize(
+    "a, b",
+    [
+        (999, 999),
+        (5, 95),
+        (909, 191),
+        (10**40 - 1, 1),
+    ],
+)
 def test_carries_run_through(a, b):
     digits = [np.array([int(digit) for digit in str(number)[::-1]]) for number in (a, b)]
     assert "".join(map(str, add(*digits)))[::-1] == str(a + b)

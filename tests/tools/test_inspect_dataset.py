@@ -27,7 +27,11 @@ def test_ids_are_shown_without_a_tokenizer(tmp_path, run_tool):
 
 
 def test_negative_ids_are_damage_even_without_a_tokenizer(tmp_path, run_tool):
-    write_documents(tmp_path / "data", [[5, 6, 7], [8, -1]], "<i4")
+    write_documents(
+        tmp_path / "data",
+        [[5, 6, 7], [8, -1]],
+        "<i4",
+    )
     error = run_tool("inspect_dataset", tmp_path / "data", code=2).stderr
     assert "token 4 of the dataset has the id -1, but ids cannot be negative" in error
 

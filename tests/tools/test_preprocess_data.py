@@ -40,7 +40,10 @@ def files_in(directory):
     return sorted(path.name for path in directory.iterdir())
 
 
-@pytest.mark.parametrize("workers, chunk_bytes", [(1, 1 << 18), (2, 1), (3, 30000)])
+@pytest.mark.parametrize(
+    "workers, chunk_bytes",
+    [(1, 1 << 18), (2, 1), (3, 30000)],
+)
 def test_output_equals_megatrons_for_any_number_of_workers_and_chunk_size(
     preprocess, corpus, expected, tmp_path, workers, chunk_bytes
 ):
@@ -140,12 +143,20 @@ def test_a_text_key_that_does_not_exist_is_refused_with_the_keys_of_the_first_re
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 @pytest.mark.parametrize(
-    "key, option", [("messages", []), ("conversations", []), ("messages", ["--text-key=messages"])]
+    "key, option",
+    [
+        ("messages", []),
+        ("conversations", []),
+        ("messages", ["--text-key=messages"]),
+    ],
 )
 def test_chats_are_refused_with_what_makes_text_of_them(preprocess, tmp_path, name, key, option):
     chat = [{"role": "user", "content": "hi"}]
     if name.endswith(".parquet"):
-        pa.parquet.write_table(pa.table({"id": [1], key: [chat]}), tmp_path / name)
+        pa.parquet.write_table(
+            pa.table({"id": [1], key: [chat]}),
+            tmp_path / name,
+        )
     else:
         (tmp_path / name).write_text(json.dumps({"id": 1, key: chat}))
     error = preprocess(tmp_path / name, *option, code=2).stderr
@@ -211,7 +222,11 @@ def test_an_unreadable_file_is_an_error_or_skipped_after_its_readable_lines(
 def test_every_string_type_of_parquet_is_read(preprocess, texts, tmp_path, expected, values):
     column = pa.array(texts)
     column = column.dictionary_encode() if values == "dictionary" else column.cast(values)
-    pa.parquet.write_table(pa.table({"text": column}), tmp_path / "a.parquet", row_group_size=3)
+    pa.parquet.write_table(
+        pa.table({"text": column}),
+        tmp_path / "a.parquet",
+        row_group_size=3,
+    )
     preprocess(tmp_path / "a.parquet")
     assert read_pair(tmp_path / "out") == expected
 

@@ -52,7 +52,13 @@ def batches(seed):
 
 
 @pytest.mark.parametrize(
-    "zero_stage, precision", [(1, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")]
+    "zero_stage, precision",
+    [
+        (1, "fp32"),
+        (1, "bf16"),
+        (2, "bf16"),
+        (3, "bf16"),
+    ],
 )
 def test_the_average_is_that_of_the_fp32_weights_and_evaluating_it_changes_no_bit(
     zero_stage, precision
@@ -67,7 +73,11 @@ def test_the_average_is_that_of_the_fp32_weights_and_evaluating_it_changes_no_bi
         train__average=setting,
     )
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    engine = Engine(build(config.model, dtype=dtype)[0], config, build(config.model)[1])
+    engine = Engine(
+        build(config.model, dtype=dtype)[0],
+        config,
+        build(config.model)[1],
+    )
     assert not engine.averages
     expected = None
     for step in range(1, STEPS + 1):

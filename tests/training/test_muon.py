@@ -21,7 +21,10 @@ RATE = 0.01
 DECAY = 0.1
 
 
-@pytest.mark.parametrize("shape", [(24, 24), (16, 40), (40, 16)])
+@pytest.mark.parametrize(
+    "shape",
+    [(24, 24), (16, 40), (40, 16)],
+)
 def test_orthogonalization_moves_singular_values_near_one_and_keeps_singular_vectors(shape):
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
@@ -35,7 +38,12 @@ def test_orthogonalization_moves_singular_values_near_one_and_keeps_singular_vec
 def test_orthogonalization_in_bf16_equals_torchs():
     matrix = torch.randn(16, 40, generator=torch.Generator().manual_seed(1))
     theirs = _muon._zeropower_via_newtonschulz(matrix, COEFFICIENTS, STEPS, _muon.EPS)
-    torch.testing.assert_close(orthogonalize(matrix.bfloat16()), theirs, rtol=0.02, atol=0.01)
+    torch.testing.assert_close(
+        orthogonalize(matrix.bfloat16()),
+        theirs,
+        rtol=0.02,
+        atol=0.01,
+    )
 
 
 def of_run(zero_stage, kind="muon"):

@@ -95,7 +95,12 @@ def test_updates_equal_torchs_adamw_with_clipped_gradients(zero_stage):
         {"params": group["params"], "weight_decay": group["weight_decay"]}
         for group in parameter_groups(plain, settings)
     ]
-    adamw = torch.optim.AdamW(groups, 0.01, (settings.beta1, settings.beta2), settings.eps)
+    adamw = torch.optim.AdamW(
+        groups,
+        0.01,
+        (settings.beta1, settings.beta2),
+        settings.eps,
+    )
     for step in range(1, 4):
         batches = [random_batch(10 * step + number) for number in range(2)]
         loss = sum(plain(**batch) for batch in batches) / 2
@@ -138,4 +143,10 @@ def test_each_kind_decays_at_its_own_rate(zero_stage):
     factors |= dict.fromkeys((*MATRICES, "output"), 1 - 0.5 * 0.1)
     for name in engine.names:
         expected = before[f"weight/{name}"] * factors[kind_of(name)]
-        torch.testing.assert_close(after[f"weight/{name}"], expected, atol=0, rtol=1e-6, msg=name)
+        torch.testing.assert_close(
+            after[f"weight/{name}"],
+            expected,
+            atol=0,
+            rtol=1e-6,
+            msg=name,
+        )

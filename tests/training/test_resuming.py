@@ -17,7 +17,10 @@ STEERED = ["spike_skip", "spike_rewind", "muon", "stages"]
 LAYOUTS = [f"tp{tensor_size}_zero{stage}" for tensor_size, stage in RESUMED]
 
 
-@pytest.mark.parametrize("case", [*LAYOUTS, "gathered", "bf16", "workers", "frozen", *STEERED])
+@pytest.mark.parametrize(
+    "case",
+    [*LAYOUTS, "gathered", "bf16", "workers", "frozen", *STEERED],
+)
 def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(resumed, case):
     assert without_speed(resumed[case]["continued"]) == without_speed(resumed[case]["whole"])
     assert resumed[case]["continued_state"] == resumed[case]["whole_state"]

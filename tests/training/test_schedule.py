@@ -41,7 +41,10 @@ def test_cosine_is_half_way_down_in_the_middle_and_a_quarter_period_is_a_known_v
     assert rate[34] == pytest.approx(0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2)
 
 
-@pytest.mark.parametrize("power, middle", [(1.0, 0.55), (2.0, 0.1 + 0.9 * 0.25)])
+@pytest.mark.parametrize(
+    "power, middle",
+    [(1.0, 0.55), (2.0, 0.1 + 0.9 * 0.25)],
+)
 def test_polynomial_follows_its_power(power, middle):
     assert rates(110, kind="polynomial", warmup_steps=10, power=power)[59] == pytest.approx(middle)
 

@@ -342,7 +342,12 @@ def begin(given, hangs=False):
 def test_a_hang_ends_the_process_with_its_stack_on_disk(data, tmp_path):
     folder = tmp_path / "run"
     log = tmp_path / "log"
-    process = start(begin, (arguments(data, folder, "--train.hang_timeout=4"), True), log, alone())
+    process = start(
+        begin,
+        (arguments(data, folder, "--train.hang_timeout=4"), True),
+        log,
+        alone(),
+    )
     process.join(120)
     assert process.exitcode == 77
     assert "train.hang_timeout" in log.read_text()
@@ -392,7 +397,10 @@ def ranks(data, tmp_path):
         for rank in range(2)
     ]
     metrics = folder / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, started)
+    wait_until(
+        lambda: metrics.exists() and metrics.read_text().count("\n") > 3,
+        started,
+    )
     yield started
     for rank in started:
         with contextlib.suppress(ProcessLookupError):

@@ -15,7 +15,13 @@ def after(values, values_so_far=None):
     return spikes
 
 
-USUAL = [(3.0, 1.0), (2.9, 1.2), (3.1, 0.9), (3.0, 1.1), (2.95, 1.0)]
+USUAL = [
+    (3.0, 1.0),
+    (2.9, 1.2),
+    (3.1, 0.9),
+    (3.0, 1.1),
+    (2.95, 1.0),
+]
 
 
 def test_a_loss_or_a_gradient_norm_far_above_the_last_ones_is_a_spike():
@@ -32,7 +38,13 @@ def test_there_is_no_spike_before_the_window_is_full():
 
 
 def test_old_values_are_forgotten_and_a_few_large_ones_do_not_matter():
-    lower = [(1.0, 1.0), (1.1, 1.2), (0.9, 0.9), (50.0, 40.0), (1.05, 1.0)]
+    lower = [
+        (1.0, 1.0),
+        (1.1, 1.2),
+        (0.9, 0.9),
+        (50.0, 40.0),
+        (1.05, 1.0),
+    ]
     assert after(USUAL + lower).is_spike(3.0, 1.0)
 
 
@@ -42,7 +54,10 @@ def test_a_plateau_has_no_spikes():
 
 
 def test_values_restored_from_a_checkpoint_give_the_same_decisions():
-    again = after([], json.loads(json.dumps(after([(9.0, 9.0), *USUAL]).values)))
+    again = after(
+        [],
+        json.loads(json.dumps(after([(9.0, 9.0), *USUAL]).values)),
+    )
     assert again.is_spike(3.5, 1.0)
     assert not again.is_spike(3.2, 1.5)
 

@@ -61,7 +61,12 @@ def gathered(value):
 
 
 def test_a_slow_rank_is_logged_in_each_row_and_warned_about_once(monkeypatch, caplog):
-    layout = SimpleNamespace(device=torch.device("cpu"), world_size=2, rank=0, gather=gathered)
+    layout = SimpleNamespace(
+        device=torch.device("cpu"),
+        world_size=2,
+        rank=0,
+        gather=gathered,
+    )
     clock = SimpleNamespace(read=lambda: {"forward": 2.0})
     trainer = SimpleNamespace(
         layout=layout, engine=SimpleNamespace(clock=clock), logs=lambda step: True

@@ -33,7 +33,10 @@ def run(tmp_path):
             "--train.eval_interval=0",
             "--schedule.warmup_steps=0",
         ]
-        return train.main(["--config", str(RECIPE), prefix, folder, *settings, *overrides], trains)
+        return train.main(
+            ["--config", str(RECIPE), prefix, folder, *settings, *overrides],
+            trains,
+        )
 
     start.folder = tmp_path
     return start

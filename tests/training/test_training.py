@@ -77,7 +77,11 @@ def test_variants_equal_one_process(equal, size, variant):
 )
 def test_evaluation_tasks_agree_under_every_layout_and_do_not_change_training(equal, size, layout):
     keys = ("step", "train/loss", "train/grad_norm", "validation/loss")
-    for row, other_row in zip(equal[size]["evaluated"], equal[size][layout], strict=True):
+    for row, other_row in zip(
+        equal[size]["evaluated"],
+        equal[size][layout],
+        strict=True,
+    ):
         assert [row.get(key) for key in keys] == [other_row.get(key) for key in keys]
     alone = [of_tasks(row) for row in equal[1]["evaluated"]]
     for row, expected in zip(equal[size]["evaluated"], alone, strict=True):
