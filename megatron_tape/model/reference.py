@@ -125,16 +125,7 @@ def attend(
     T = k_BTGD.shape[1]
     k_BTHD, v_BTHE = (x.repeat_interleave(H // x.shape[2], dim=2) for x in (k_BTGD, v_BTGE))
     scores_BHST = torch.einsum("bshd,bthd->bhst", q_BSHD, k_BTHD) / D**0.5
-    visible = (
-        torch.ones(T, T, dtype=torch.bool, device=q_BSHD.device)
-        .tril()
-        .expand(
-            B,
-            1,
-            T,
-            T,
-        )
-    )
+    visible = torch.ones(T, T, dtype=torch.bool, device=q_BSHD.device).tril().expand(B, 1, T, T)
     if documents_BT is not None:
         visible = visible & (documents_BT[:, None, :, None] == documents_BT[:, None, None, :])
     hidden = ~visible[:, :, T - S :]
@@ -178,12 +169,7 @@ def forward(
     frequencies = rope_frequencies(config, D)
     factor = attention_factor(config)
     phases = factor * rope_phases(positions, frequencies)
-    z = phases.to(x.dtype)[..., None, :].expand(
-        B,
-        S,
-        G,
-        D,
-    )
+    z = phases.to(x.dtype)[..., None, :].expand(B, S, G, D)
     hidden_states = []
     position_states = []
 

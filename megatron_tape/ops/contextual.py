@@ -46,11 +46,14 @@ class _ContextualPositions(Function):
         added = torch.empty_like(scores)
         # A value and the difference to the next one form a complex number, so that one gather reads
         # both.
-        pairs = torch.complex(of_positions, F.pad(of_positions.diff(dim=-1), (0, 1)))
+        differences = of_positions.diff(dim=-1)
+        pairs = torch.complex(of_positions, F.pad(differences, (0, 1)))
         tiles = []
         saved = []
 
-        height = _QUERIES if scores.device.type == "cpu" else r
+        height = r
+        if scores.device.type == "cpu":
+            height = _QUERIES
         width = max(_KEYS, height)  # every query's own token is in its first tile
 
         for first in range(0, r, height):
@@ -68,22 +71,25 @@ class _ContextualPositions(Function):
                 if not visible.all():
                     gates.mul_(visible)
 
-                position = gates.flip(-1).cumsum(-1).flip(-1).add_(counted)
+                of_farther = gates.flip(-1).cumsum(-1)
+                position = of_farther.flip(-1).add_(counted)
                 counted = position[..., :1].clone()
                 stop = keys.start
 
                 whole = position.floor().clamp_(max=largest)
                 index = whole.long()
-                value, slope = torch.view_as_real(pairs[..., rows, :].gather(-1, index)).unbind(-1)
+                pair = pairs[..., rows, :].gather(-1, index)
                 fraction = position.sub_(whole)
-                slope = slope.contiguous()
-                added[..., rows, keys] = torch.addcmul(value, slope, fraction).add_(near)
+                slope = pair.imag.contiguous()
+                interpolated = torch.addcmul(pair.real, slope, fraction)
+                added[..., rows, keys] = interpolated.add_(near)
 
                 if learns:
                     tiles.append((rows, keys))
                     saved += gates, fraction, index, slope
                 unseen = ~seen[..., rows, :stop].any(-1, keepdim=True)
-                finished = bool(((counted >= largest) | unseen).all())
+                complete = (counted >= largest) | unseen
+                finished = bool(complete.all())
 
             far = scores[..., rows, :stop]
             torch.add(far, of_positions[..., rows, -1:], out=added[..., rows, :stop])
@@ -109,9 +115,11 @@ class _ContextualPositions(Function):
                 dposition = 0.0
                 dfar[..., rows] = dadded[..., rows, : keys.start].sum(-1)
             d = dadded[..., rows, keys]
-            dpairs[..., rows, :].scatter_add_(-1, index, torch.complex(d, fraction.mul(d)))
+            dpair = torch.complex(d, fraction * d)
+            dpairs[..., rows, :].scatter_add_(-1, index, dpair)
             # A gate contributes to the positions of its key and of all farther keys.
-            dgates = slope.mul(d).cumsum(-1).add_(dposition)
+            dgates = slope.mul(d).cumsum(-1)
+            dgates.add_(dposition)
             dposition = dgates[..., -1:]
             dscores[..., rows, keys] += torch.ops.aten.sigmoid_backward(dgates, gates)
 

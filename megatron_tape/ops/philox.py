@@ -20,7 +20,14 @@ ROUNDS = 10
 LOW = 0xFFFFFFFF
 MANTISSA_BITS = 23
 SQRT_HALF_BITS = 0x3F3504F3  # of float32
+
+COSINE = [(-1) ** i / math.factorial(2 * i) for i in range(8)]
+SINE = [(-1) ** i / math.factorial(2 * i + 1) for i in range(7)]
+ARTANH = [2 / (2 * i + 1) for i in range(5)]
+"""Coefficients of the even powers in cos(x), sin(x) / x and 2 artanh(x) / x."""
+
 Key = tuple[int, int]
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def key_of(*parts: object) -> Key:
@@ -29,9 +36,7 @@ def key_of(*parts: object) -> Key:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
-def philox(
-    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Key
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox(counter: Words, key: Key) -> Words:
     """Return four random 32-bit words for each counter of four 32-bit words, all as int64; the
     shapes broadcast.
     """
@@ -42,17 +47,21 @@ def philox(
         # multiplied again.
         p0 = c0 * MULTIPLIERS[0]
         p1 = c2 * MULTIPLIERS[1]
-        torch.bitwise_right_shift(p1, 32, out=c0).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(
-            LOW
-        )
-        torch.bitwise_right_shift(p0, 32, out=c2).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(
-            LOW
-        )
+        _mix(p1, c1, k0, out=c0)
+        _mix(p0, c3, k1, out=c2)
         c1 = p1
         c3 = p0
         k0 = (k0 + INCREMENTS[0]) & LOW
         k1 = (k1 + INCREMENTS[1]) & LOW
     return c0, c1 & LOW, c2, c3 & LOW
+
+
+def _mix(product: Tensor, word: Tensor, key: int, out: Tensor) -> None:
+    """Write the upper halves of the products, combined with the words and the key, to `out`."""
+    torch.bitwise_right_shift(product, 32, out=out)
+    out.bitwise_xor_(word)
+    out.bitwise_xor_(key)
+    out.bitwise_and_(LOW)
 
 
 def normal(
@@ -82,26 +91,13 @@ def uniform(
     """Return the block `rows` x `columns` of the float32 matrix of `key`, uniform between 0 and 1;
     see `normal`.
     """
-    return _crop(
-        _unit(
-            torch.stack(
-                _words(
-                    key,
-                    rows,
-                    columns,
-                    device,
-                ),
-                dim=-1,
-            )
-        ),
-        columns,
-    )
+    words = torch.stack(_words(key, rows, columns, device), dim=-1)
+    return _crop(_unit(words), columns)
 
 
-def _words(
-    key: Key, rows: range, columns: range, device: torch.device | str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    block = torch.arange(columns.start // 4, -(-columns.stop // 4), device=device)
+def _words(key: Key, rows: range, columns: range, device: torch.device | str) -> Words:
+    last_block = -(-columns.stop // 4)
+    block = torch.arange(columns.start // 4, last_block, device=device)
     row = torch.arange(rows.start, rows.stop, device=device)[:, None]
     zero = torch.zeros((), dtype=torch.int64, device=device)
     return philox((block, row, zero, zero), key)
@@ -129,10 +125,8 @@ def box_muller(first: Tensor, second: Tensor, pair: Tensor) -> None:
     radius = torch.where((second & 1).bool(), radius, -radius)
     angle = (second >> 1).float().mul_(2.0**-31).sub_(0.5).mul_(math.pi)
     square = angle * angle
-    cosine = _polynomial(square, [(-1) ** i / math.factorial(2 * i) for i in range(8)])
-    sine = _polynomial(square, [(-1) ** i / math.factorial(2 * i + 1) for i in range(7)]).mul_(
-        angle
-    )
+    cosine = _polynomial(square, COSINE)
+    sine = _polynomial(square, SINE).mul_(angle)
     torch.mul(cosine, radius, out=pair[..., 0])
     torch.mul(sine, radius, out=pair[..., 1])
 
@@ -145,7 +139,7 @@ def _log(x: Tensor) -> Tensor:
     exponent = (bits - SQRT_HALF_BITS) >> MANTISSA_BITS
     mantissa = (bits - (exponent << MANTISSA_BITS)).view(torch.float32)
     ratio = (mantissa - 1).div_(mantissa + 1)
-    series = _polynomial(ratio * ratio, [2 / (2 * i + 1) for i in range(5)]).mul_(ratio)
+    series = _polynomial(ratio * ratio, ARTANH).mul_(ratio)
     return exponent.float().mul_(math.log(2)).add_(series)
 
 

@@ -67,15 +67,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     tensors = () if x.bias is None else x.bias.tensors
     (averaged,) = x.run(
         average,
-        *(
-            y.permute(
-                1,
-                2,
-                0,
-                3,
-            )
-            for y in (q, k, *x.values())
-        ),
+        *(y.permute(1, 2, 0, 3) for y in (q, k, *x.values())),
         *tensors,
     )
     return (averaged.permute(2, 0, 1, 3),)
@@ -109,15 +101,7 @@ def block_mask(
     and all sequences share the mask. Blocks are classified by their first and last tokens, without
     S x T matrices.
     """
-    first, keys = (
-        torch.arange(
-            0,
-            length,
-            BLOCK,
-            device=device,
-        )
-        for length in (S, T)
-    )
+    first, keys = (torch.arange(0, length, BLOCK, device=device) for length in (S, T))
     last = (first + BLOCK - 1).clamp(max=S - 1)
     # Starts never decrease, so the first query of a block attends to the earliest keys.
     if starts_BT is None:

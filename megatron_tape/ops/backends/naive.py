@@ -16,7 +16,9 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     tokens = slice(T - S, T)
     q_BHSD = q.permute(1, 2, 0, 3)
     k_BGTD = k.permute(1, 2, 0, 3)
-    bounds = None if x.packing is None else x.packing.bounds_2BT
+    bounds = None
+    if x.packing is not None:
+        bounds = x.packing.bounds_2BT
     seen = causal_mask(S, T, bounds, q.device)
 
     k_BHTD = k_BGTD.repeat_interleave(H // G, dim=1)
@@ -27,6 +29,10 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     if x.bias is not None:
         scores = scores + x.bias.of(tokens, slice(0, T))
 
-    p = scores.masked_fill(~seen, float("-inf")).softmax(-1).to(q.dtype)
-    values = (value.repeat_interleave(H // G, dim=2) for value in x.values())
-    return tuple(torch.einsum("bhst,tbhe->sbhe", p, value) for value in values)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    p = scores.softmax(-1).to(q.dtype)
+    averages = []
+    for value in x.values():
+        of_heads = value.repeat_interleave(H // G, dim=2)
+        averages.append(torch.einsum("bhst,tbhe->sbhe", p, of_heads))
+    return tuple(averages)

@@ -30,8 +30,8 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
     value = torch.cat(values, dim=-1) if len(values) > 1 else values[0]
     output_dtype = value.dtype
     q_BHSD, k_BGTD, v_BGTE = (y.permute(1, 2, 0, 3).to(dtype) for y in (q, k, value))
-    # Blocks keep what they use until the backward pass, so they must not use `x`, which holds queries
-    # and keys before their rotation.
+    # Blocks keep what they use until the backward pass, so they must not use `x`, which holds
+    # queries and keys before their rotation.
     bias = x.bias
     rescore = x.rescore
     packing = x.packing

@@ -41,15 +41,7 @@ def attend_to(
         # SDPA's kernels with a mask do not support groups; its fallback would materialize all S x S
         # scores.
         grouped = [y.repeat_interleave(heads_per_group, dim=2) for y in grouped]
-    tensors = [
-        y.permute(
-            1,
-            2,
-            0,
-            3,
-        )
-        for y in (q, *grouped)
-    ]
+    tensors = [y.permute(1, 2, 0, 3) for y in (q, *grouped)]
 
     with _without_cudnn(tensors[0], mask):
         # Without a bias, the mask is not passed to `run`, which may request its gradient; no fast
@@ -64,12 +56,7 @@ def attend_to(
         part
         for y in averages
         for part in parts(
-            y.permute(
-                2,
-                0,
-                1,
-                3,
-            ),
+            y.permute(2, 0, 1, 3),
             D,
         )
     )

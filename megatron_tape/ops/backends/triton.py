@@ -13,8 +13,17 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     """Return the averages over keys of v and, if it is averaged, z, each (S, B, H, D)."""
     from megatron_tape.ops.kernels.triton_attention import attention
 
-    bounds = None if x.packing is None else x.packing.bounds_2BT
-    kernel = partial(attention, average_state=x.average_state, bounds_2BT=bounds, rotate=x.rotate)
-    # Expanded here, so that activation checkpointing recognizes the saved tensor as this input.
-    z = None if x.z_TBGD is None else x.z_TBGD.expand(*x.k_TBGD.shape)
+    bounds = None
+    if x.packing is not None:
+        bounds = x.packing.bounds_2BT
+    kernel = partial(
+        attention,
+        average_state=x.average_state,
+        bounds_2BT=bounds,
+        rotate=x.rotate,
+    )
+    z = x.z_TBGD
+    if z is not None:
+        # Expanded here, so that activation checkpointing recognizes the saved tensor as this input.
+        z = z.expand_as(x.k_TBGD)
     return x.run(kernel, x.q_SBHD, x.k_TBGD, x.v_TBGD, z)
