@@ -6,6 +6,7 @@ Axes: S queries, T keys (the last S of them are the queries' own tokens), B batc
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ def document_bounds(documents_BT: Tensor) -> Tensor:
             " the left"
         )
     starts = torch.searchsorted(documents_BT, documents_BT)
-    return torch.stack([starts, torch.searchsorted(documents_BT, documents_BT, right=True)]).int()
+    ends = torch.searchsorted(documents_BT, documents_BT, right=True)
+    return torch.stack([starts, ends]).int()
 
 
 def causal_mask(
@@ -58,7 +60,8 @@ def additive_mask(
     elsewhere.
     """
     mask = causal_mask(S, T, bounds_2BT, device)
-    return torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(~mask, float("-inf"))
+    bias = torch.zeros(mask.shape, dtype=dtype, device=device)
+    return bias.masked_fill_(~mask, float("-inf"))
 
 
 @dataclass(frozen=True)
@@ -85,16 +88,8 @@ class Packing:
     def mask(self, S: int, dtype: torch.dtype) -> Tensor:
         """Return the `additive_mask` (B, 1, S, T) of the last S tokens."""
         bounds = self.bounds_2BT
-        return self.cached(
-            (S, dtype),
-            lambda: additive_mask(
-                S,
-                bounds.shape[2],
-                bounds,
-                bounds.device,
-                dtype,
-            ),
-        )
+        make = partial(additive_mask, S, bounds.shape[2], bounds, bounds.device, dtype)
+        return self.cached((S, dtype), make)
 
     def first_seen(self, S: int) -> list[int]:
         """Return, for each of the last S tokens, the first key that it may attend to in any
@@ -102,7 +97,8 @@ class Packing:
 
         The first call synchronizes the host with the device.
         """
-        return self.cached(("first", S), lambda: self.bounds_2BT[0, :, -S:].amin(0).tolist())
+        starts_BT = self.bounds_2BT[0]
+        return self.cached(("first", S), lambda: starts_BT[:, -S:].amin(0).tolist())
 
     def lengths(self, S: int) -> tuple[Tensor, Tensor, int, int]:
         """Return flash-attn's cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k of the
@@ -114,11 +110,15 @@ class Packing:
 
         def lengths() -> tuple[Tensor, Tensor, int, int]:
             _, B, T = self.bounds_2BT.shape
-            first = torch.arange(T, device=self.bounds_2BT.device) == self.bounds_2BT[0]
-            k_ends = F.pad(first.flatten().nonzero().flatten(), (0, 1), value=B * T)
+            starts_BT = self.bounds_2BT[0]
+            begins = torch.arange(T, device=starts_BT.device) == starts_BT
+            k_ends = F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=B * T)
+
             # Documents that end before the first query have no queries.
-            q_ends = k_ends // T * S + (k_ends % T - (T - S)).clamp(min=0)
-            longest = torch.stack([q_ends.diff().max(), k_ends.diff().max()]).tolist()
-            return q_ends.int(), k_ends.int(), *longest
+            within = (k_ends % T - (T - S)).clamp(min=0)
+            q_ends = k_ends // T * S + within
+
+            longest = torch.stack([q_ends.diff().max(), k_ends.diff().max()])
+            return q_ends.int(), k_ends.int(), *longest.tolist()
 
         return self.cached(("lengths", S), lengths)

@@ -55,7 +55,8 @@ assert transformer_engine.HAVE_TE
 model, _ = build(small_model())
 losses = model(random_tokens(), labels=random_tokens(seed=1))
 losses.mean().backward()
-print(json.dumps([float(losses.detach().mean()), *(float(p.grad.norm()) for p in model.parameters())]))
+norms = [float(parameter.grad.norm()) for parameter in model.parameters()]
+print(json.dumps([float(losses.detach().mean()), *norms]))
 """
 
 

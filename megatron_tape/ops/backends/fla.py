@@ -24,7 +24,9 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
             " tiled"
         )
 
-    gates = None if x.log_gate_TBH is None else x.log_gate_TBH.float()
+    gates = x.log_gate_TBH
+    if gates is not None:
+        gates = gates.float()
     if isinstance(x.rescore, Reflections):
         from fla.ops.path_attn import parallel_path_attn
 
@@ -43,15 +45,16 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
 
     tensors = [q, k, *x.values(), *reflections, gates]
     tensors = [y.transpose(0, 1).contiguous() for y in tensors if y is not None]
+    if x.packing is not None:
+        # The same tensor object in all layers, so that fla reuses its cached block counts.
+        lengths = x.packing.cached(("fla", S), lambda: x.packing.lengths(S)[1].long())
+        kernel = partial(kernel, cu_seqlens=lengths)
+        tensors = [y.flatten(0, 1)[None] for y in tensors]
 
-    if x.packing is None:
-        (averaged,) = x.run(partial(_average, kernel), *tensors)
-        return (averaged.transpose(0, 1),)
-    # The same tensor object in all layers, so that fla reuses its cached block counts.
-    lengths = x.packing.cached(("fla", S), lambda: x.packing.lengths(S)[1].long())
-    kernel = partial(kernel, cu_seqlens=lengths)
-    (averaged,) = x.run(partial(_average, kernel), *(y.flatten(0, 1)[None] for y in tensors))
-    return (averaged[0].unflatten(0, (B, S)).transpose(0, 1),)
+    (averaged,) = x.run(partial(_average, kernel), *tensors)
+    if x.packing is not None:
+        averaged = averaged[0].unflatten(0, (B, S))
+    return (averaged.transpose(0, 1),)
 
 
 def _average(kernel: Callable, *tensors: Tensor) -> tuple[Tensor]:
@@ -59,4 +62,6 @@ def _average(kernel: Callable, *tensors: Tensor) -> tuple[Tensor]:
     keys.
     """
     results = kernel(*tensors)
-    return (results[0] if isinstance(results, tuple) else results,)
+    if isinstance(results, tuple):
+        return (results[0],)
+    return (results,)

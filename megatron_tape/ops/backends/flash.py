@@ -32,7 +32,8 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     S, B, H, D = x.q_SBHD.shape
     device = x.q_SBHD.device
     functions = importlib.import_module(FLASH_ATTN[flash_attn_version(device)])
-    options = {"causal": True, "deterministic": torch.are_deterministic_algorithms_enabled()}
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    options: dict[str, Any] = {"causal": True, "deterministic": deterministic}
 
     grouped = H != x.k_TBGD.shape[2]
     if x.average_state and x.packing is None and takes_wide_value(device, D, grouped):
@@ -50,14 +51,20 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         tensors = [y.flatten(0, 1) for y in tensors]
 
     def averages(q: Tensor, k: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
-        results = (kernel(q, k, value, **options) for value in values)
-        # Version 4 also returns the log-sum-exp.
-        return tuple(result[0] if isinstance(result, tuple) else result for result in results)
+        outputs = []
+        for value in values:
+            output = kernel(q, k, value, **options)
+            if isinstance(output, tuple):  # version 4 also returns the log-sum-exp
+                output = output[0]
+            outputs.append(output)
+        return tuple(outputs)
 
-    outputs = x.run(averages, *tensors)
-    if x.packing is not None:
-        outputs = tuple(output.unflatten(0, (B, S)) for output in outputs)
-    return tuple(part for output in outputs for part in parts(output.transpose(0, 1), D))
+    averaged: list[Tensor] = []
+    for output in x.run(averages, *tensors):
+        if x.packing is not None:
+            output = output.unflatten(0, (B, S))
+        averaged += parts(output.transpose(0, 1), D)
+    return tuple(averaged)
 
 
 def _choose_tiles(functions: Any) -> None:

@@ -27,49 +27,32 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     if x.packing is None:
         mask = _causal_mask(S, T, q.device)
     else:
-        mask = x.packing.cached(
-            ("blocks", S),
-            lambda: block_mask(
-                S,
-                T,
-                x.packing.bounds_2BT[0],
-                q.device,
-            ),
-        )
+        starts_BT = x.packing.bounds_2BT[0]
+        make_mask = functools.partial(block_mask, S, T, starts_BT, q.device)
+        mask = x.packing.cached(("blocks", S), make_mask)
 
     # Compiling takes seconds for each length. Short sequences run uncompiled, as their scores take
     # little memory.
-    function = _compiled() if q.is_cuda and T > BLOCK else flex_attention
+    function = flex_attention
+    if q.is_cuda and T > BLOCK:
+        function = _compiled()
+    grouped = q.shape[2] != k.shape[2]
 
-    def average(
-        q_BHSD: Tensor,
-        k_BGTD: Tensor,
-        v_BGTD: Tensor,
-        *tensors: Tensor,
-    ) -> tuple[Tensor]:
-        score = None
+    def average(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *tensors: Tensor) -> tuple[Tensor]:
+        add_bias = None
         if x.bias is not None:
             of_pair = x.bias.score
             offset = T - S
 
-            def score(
-                score: Tensor,
-                b: Tensor,
-                h: Tensor,
-                query: Tensor,
-                key: Tensor,
-            ) -> Tensor:
+            def add_bias(score, b, h, query, key):
                 return score + of_pair(b, h, query + offset, key, *tensors)
 
-        grouped = q_BHSD.shape[1] != k_BGTD.shape[1]
-        return (function(q_BHSD, k_BGTD, v_BGTD, score, mask, enable_gqa=grouped),)
+        return (function(q_BHSD, k_BGTD, v_BGTD, add_bias, mask, enable_gqa=grouped),)
 
-    tensors = () if x.bias is None else x.bias.tensors
-    (averaged,) = x.run(
-        average,
-        *(y.permute(1, 2, 0, 3) for y in (q, k, *x.values())),
-        *tensors,
-    )
+    tensors = [y.permute(1, 2, 0, 3) for y in (q, k, *x.values())]
+    if x.bias is not None:
+        tensors += x.bias.tensors
+    (averaged,) = x.run(average, *tensors)
     return (averaged.permute(2, 0, 1, 3),)
 
 
@@ -79,8 +62,8 @@ def _compiled():
 
     # Beyond these limits torch would run the uncompiled function, which materializes all scores.
     config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, RECOMPILATIONS)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, RECOMPILATIONS)
+    for limit in ("recompile_limit", "accumulated_recompile_limit"):
+        setattr(config, limit, max(getattr(config, limit), RECOMPILATIONS))
     return torch.compile(flex_attention, dynamic=False)
 
 
@@ -101,33 +84,41 @@ def block_mask(
     and all sequences share the mask. Blocks are classified by their first and last tokens, without
     S x T matrices.
     """
-    first, keys = (torch.arange(0, length, BLOCK, device=device) for length in (S, T))
-    last = (first + BLOCK - 1).clamp(max=S - 1)
-    # Starts never decrease, so the first query of a block attends to the earliest keys.
-    if starts_BT is None:
-        starts = torch.zeros(1, T, dtype=torch.int32, device=device)
-    else:
-        starts = starts_BT
-
-    earliest, latest = (starts[:, None, T - S + x, None] for x in (first, last))
+    offset = T - S
+    # The first and last tokens of each block of queries, and of each block of keys.
+    first = torch.arange(offset, T, BLOCK, device=device)[:, None]
+    last = (first + BLOCK - 1).clamp(max=T - 1)
+    keys = torch.arange(0, T, BLOCK, device=device)
     ends = keys + BLOCK - 1
-    some = (keys <= (T - S + last)[:, None]) & (ends >= earliest)
-    whole = (
-        (ends <= (T - S + first)[:, None])
-        & (keys >= latest)
-        & ((first + BLOCK <= S)[:, None] & (ends < T))
-    )
 
-    def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        past = key <= query + (T - S)
+    # Starts never decrease, so the first query of a block attends to the earliest keys.
+    starts = starts_BT
+    if starts is None:
+        starts = torch.zeros(1, T, dtype=torch.int32, device=device)
+    earliest = starts[:, None, first]
+    latest = starts[:, None, last]
+    some = (keys <= last) & (ends >= earliest)
+    whole = (ends <= first) & (keys >= latest)
+    whole = whole & (first + BLOCK <= T) & (ends < T)
+
+    def seen(b, h, query, key):
+        past = key <= query + offset
         if starts_BT is None:
             return past
-        return past & (key >= starts_BT[b, query + (T - S)])
+        return past & (key >= starts_BT[b, query + offset])
 
-    partial, full = (
-        (x.sum(-1, dtype=torch.int32), x.int().argsort(dim=-1, descending=True, stable=True).int())
-        for x in (some & ~whole, whole)
-    )
     return BlockMask.from_kv_blocks(
-        *partial, *full, BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(S, T)
+        *_listed(some & ~whole),
+        *_listed(whole),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=seen,
+        seq_lengths=(S, T),
     )
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of key blocks that are True for each query block, and the indices of key
+    blocks, these first.
+    """
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), order.int()
