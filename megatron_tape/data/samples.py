@@ -73,12 +73,15 @@ class ExampleSamples(SampleSource):
         """Read the offsets of the file's lines. Raises FileError if it has no examples."""
         settings = config.data.examples
         tokenizer = load_run_tokenizer(config)
-        self._path = settings.validation if validation else settings.path
+        self._path = settings.path
+        self._seed = config.train.seed
+        if validation:
+            self._path = settings.validation
+            self._seed = None
         self._encode = example_encoder(config, tokenizer)
         self._end = tokenizer.eod
         self._seq_length = config.model.seq_length
         self._all = config.data.loss_on == "all"
-        self._seed = None if validation else config.train.seed
         lines = []
         start = 0
         with open(self._path, "rb") as file:
@@ -100,7 +103,8 @@ class ExampleSamples(SampleSource):
         if epoch != self._epoch:
             self._epoch = epoch
             self._order = self._order_of(epoch)
-        number, start, length = self.lines[self._order[place]].tolist()
+        line_index = self._order[place]
+        number, start, length = self.lines[line_index].tolist()
         with open(self._path, "rb") as file:
             file.seek(start)
             line = file.read(length)

@@ -190,7 +190,8 @@ def results_by_metric(comparison: Comparison) -> dict[Score, list[VariantResult]
     values = {}
     for run in comparison.runs:
         for score in run.scores:
-            values.setdefault(score.subject, {}).setdefault(run.variant, {})[run.seed] = score.value
+            by_variant = values.setdefault(score.subject, {})
+            by_variant.setdefault(run.variant, {})[run.seed] = score.value
     return {
         metric: _variant_results(by_variant, comparison.baseline)
         for metric, by_variant in values.items()

@@ -36,8 +36,13 @@ def bootstrap_ratio(
     pairs = np.column_stack((numerators, denominators)).astype(np.float64)
     count = len(pairs)
     random = np.random.default_rng(0)
-    sums = [pairs[random.integers(count, size=count)].sum(axis=0) for _ in range(samples)]
-    return percentiles(np.array([total / weight for total, weight in sums if weight != 0]))
+    ratios = []
+    for _ in range(samples):
+        drawn = random.integers(count, size=count)
+        numerator, denominator = pairs[drawn].sum(axis=0)
+        if denominator != 0:
+            ratios.append(numerator / denominator)
+    return percentiles(np.array(ratios))
 
 
 def percentiles(resampled: np.ndarray) -> Interval:
@@ -81,8 +86,9 @@ def wilson(successes: float, count: int) -> tuple[float, float]:
         return 0.0, 1.0
     fraction = successes / count
     z = NORMAL_QUANTILE
+    variance = fraction * (1 - fraction) / count
     center = fraction + z * z / (2 * count)
-    spread = z * math.sqrt(fraction * (1 - fraction) / count + z * z / (4 * count * count))
+    spread = z * math.sqrt(variance + z * z / (4 * count * count))
     scale = 1 + z * z / count
     low = (center - spread) / scale
     high = (center + spread) / scale

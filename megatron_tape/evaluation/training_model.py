@@ -57,12 +57,15 @@ class TrainingModel:
         return self.tokenizer.prefix
 
     def losses(self, tokens: np.ndarray, first: int) -> np.ndarray:
-        ids = torch.from_numpy(np.ascontiguousarray(tokens, np.int64))[None]
-        losses = self._forward(self._engine.losses, ids[:, :-1], ids[:, 1:])
+        ids = torch.tensor(tokens, dtype=torch.int64)[None]
+        inputs = ids[:, :-1]
+        labels = ids[:, 1:]
+        losses = self._forward(self._engine.losses, inputs, labels)
         return losses[0, first - 1 :].double().cpu().numpy()
 
     def logits(self, tokens: Tensor) -> Tensor:
-        return self._forward(self._engine.logits, tokens)[..., : self.info.vocab_size].float().cpu()
+        logits = self._forward(self._engine.logits, tokens)
+        return logits[..., : self.info.vocab_size].float().cpu()
 
     def _forward(self, function: Any, *tokens_BS: Tensor) -> Tensor:
         self._watch.progress(self._phase)
@@ -86,7 +89,8 @@ class TrainingModel:
         """
         if self._engine.zero_stage < 3:
             return False
-        return bool(self._tokens.total(torch.tensor(float(this_rank), device=self._device)) > 0)
+        works = torch.tensor(float(this_rank), device=self._device)
+        return self._tokens.total(works).item() > 0
 
 
 class TaskHook(Hook):
@@ -154,8 +158,8 @@ class TaskHook(Hook):
         return TrainingModel(trainer, f"evaluating {self._task.name}")
 
     def _tag(self, score: Score) -> str:
-        parts = [self._task.name, score.metric, score.group, str(score.length or "")]
-        return "/".join(filter(None, parts))
+        length = str(score.length or "")
+        return "/".join(filter(None, (self._task.name, score.metric, score.group, length)))
 
 
 def task_hooks(config: RunConfig) -> dict[str, Hook]:

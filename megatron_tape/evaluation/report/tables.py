@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, groupby
-from operator import itemgetter
 from typing import Any
 
 from megatron_tape.evaluation.results import Results, Score, TaskResult
@@ -51,8 +50,8 @@ class Table:
     @property
     def grouped_rows(self) -> list[tuple[str, list[Sequence[Cell]]]]:
         """The names of groups, and their rows; without groups, all rows with an empty name."""
-        named = zip(self.row_groups or [""] * len(self.rows), self.rows)
-        return [(name, [row for _, row in of]) for name, of in groupby(named, key=itemgetter(0))]
+        names = iter(self.row_groups or [""] * len(self.rows))
+        return [(name, list(rows)) for name, rows in groupby(self.rows, lambda _: next(names))]
 
     @property
     def are_numbers(self) -> list[bool]:
@@ -82,18 +81,22 @@ def markdown(shown: Table, escape: Callable[[str], str]) -> list[str]:
     if any(shown.row_groups):
         rows = [[text(name), *row] for name, row in zip(shown.row_groups, shown.rows)]
         shown = Table(shown.caption, ["metric", *shown.columns], rows)
-    lines = [list(shown.columns), *([_in_one_line(cell) for cell in row] for row in shown.rows)]
-    cells = [[escape(text).replace("|", "\\|") for text in line] for line in lines]
+    cells = [list(shown.columns)]
+    for row in shown.rows:
+        cells.append([_in_one_line(cell) for cell in row])
 
-    widths = [max(3, *map(len, column)) for column in zip(*cells)]
-    numbers = shown.are_numbers
-    aligned = [
-        [f"{text:{'<>'[number]}{width}}" for text, number, width in zip(line, numbers, widths)]
-        for line in cells
-    ]
-    # A colon at its end aligns a column on the right.
-    rule = ["-" * (width - number) + ":" * number for number, width in zip(numbers, widths)]
-    return [f"| {' | '.join(line)} |" for line in (aligned[0], rule, *aligned[1:])]
+    columns = []
+    for column, is_number in zip(zip(*cells), shown.are_numbers):
+        texts = [escape(text).replace("|", "\\|") for text in column]
+        width = max(3, *map(len, texts))
+        align = str.ljust
+        rule = "-" * width
+        if is_number:
+            align = str.rjust
+            rule = f"{rule[1:]}:"  # a colon at its end aligns a column on the right
+        heading, *values = [align(text, width) for text in texts]
+        columns.append([heading, rule, *values])
+    return [f"| {' | '.join(line)} |" for line in zip(*columns)]
 
 
 def _in_one_line(cell: Cell) -> str:
@@ -205,8 +208,10 @@ def score_table(tasks: Mapping[str, TaskResult], comparable: bool = True) -> lis
     order = list(values)
     for subject in sorted(subjects, key=lambda subject: order.index(subject.metric)):
         scores = subjects[subject]
+        best = None
         # A bold value would rank models that cannot be compared.
-        best = leader(scores) if comparable else None
+        if comparable:
+            best = leader(scores)
         decimals = decimals_for(values[subject.metric])
         row = [text(metric_name(subject)), text(subject.group), number(subject.length, 0)]
         for label in tasks:
@@ -273,12 +278,12 @@ def comparison_warnings(results: Sequence[Results], name: str) -> list[str]:
         warnings.append(f"These differ, and scores may not be comparable: {', '.join(changed)}.")
 
     # Digests of the scored tokens or, for tasks without digests, the size of the vocabulary.
-    scored = [
-        result.tasks[name].details.get("scored") or result.model.config.get("vocab_size")
-        for result in results
-        if any(map(_is_per_token, result.tasks[name].scores))
-    ]
-    if _differ([tokens for tokens in scored if tokens is not None]):
+    scored = []
+    for task, result in zip(tasks, results):
+        tokens = task.details.get("scored") or result.model.config.get("vocab_size")
+        if tokens is not None and any(map(_is_per_token, task.scores)):
+            scored.append(tokens)
+    if _differ(scored):
         warnings.append(
             "The models did not score the same tokens, so losses, gains and perplexities, which are"
             " per token, cannot be compared. Compare bits per byte instead, which the task"

@@ -48,7 +48,8 @@ def similarity(state: Tensor, distances: Collection[int]) -> list[float]:
     product over the D/2 frequencies of a group. The mean is over all pairs of tokens and all
     groups. Shifting all positions does not change the result.
     """
-    real, imaginary = (state.float() / state_norms(state).unsqueeze(-1)).chunk(2, dim=-1)
+    normalized = state.float() / state_norms(state).unsqueeze(-1)
+    real, imaginary = normalized.chunk(2, dim=-1)
     z = torch.complex(real.contiguous(), imaginary.contiguous())
     means = []
     for distance in distances:
@@ -62,11 +63,11 @@ def losses(model: Any, tokens: Tensor) -> np.ndarray:
     """Return the losses (N - 1,), float64, in nats of all `tokens` (1, N) but the first."""
     hidden_states = model.model(input_ids=tokens, use_cache=False).last_hidden_state[0, :-1]
     labels = tokens[0, 1:]
-    parts = [
-        F.cross_entropy(model.lm_head(states).float(), targets, reduction="none").double().cpu()
-        for states, targets in zip(hidden_states.split(LOSS_ROWS), labels.split(LOSS_ROWS))
-    ]
-    return torch.cat(parts).numpy()
+    parts = []
+    for states, targets in zip(hidden_states.split(LOSS_ROWS), labels.split(LOSS_ROWS)):
+        logits = model.lm_head(states).float()
+        parts.append(F.cross_entropy(logits, targets, reduction="none"))
+    return torch.cat(parts).double().cpu().numpy()
 
 
 @contextmanager

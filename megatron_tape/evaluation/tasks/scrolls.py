@@ -280,7 +280,11 @@ class Scrolls(Task):
 
 def _resample(parts: np.ndarray) -> np.ndarray:
     random = np.random.default_rng(0)
-    means = [parts[random.integers(len(parts), size=len(parts))].mean(0) for _ in range(_SAMPLES)]
+    count = len(parts)
+    means = []
+    for _ in range(_SAMPLES):
+        drawn = random.integers(count, size=count)
+        means.append(parts[drawn].mean(0))
     return combine(np.array(means))
 
 
