@@ -6,15 +6,17 @@
         --config-name sample-10BT --streaming \\
         --tokenizer tokenizer.model --output-prefix data/fineweb-edu
 
-The result does not depend on --workers, and appears under its name only when it is complete.
+The result does not depend on --workers, and appears under its name only when it is complete. The
+same command continues an interrupted run after the last complete input file. Until then, the
+unfinished files are P.bin.partial, P.idx.partial and P.progress.
 
-Several machines, or runs that may be interrupted, can share the work: `--part I/N` reads every N-th
-file, starting with number I (from 0), and writes the dataset P-I-of-N. `slurm/preprocess.sh` does
-so in every task of a Slurm job array. Training reads all parts with `--data.prefix 'P-*'`;
-`tools/merge_datasets.py` merges them into one. A complete part is kept if it was made from the same
-files with the same options; otherwise it is an error. --overwrite replaces it. P.origin records the
-tokenizer, which training and evaluation compare with the model's, and the input files. Of a dataset
-of the Hub, these names contain the commit, so that no dataset mixes two revisions.
+Several machines can share the work: `--part I/N` reads every N-th file, starting with number I
+(from 0), and writes the dataset P-I-of-N. `slurm/preprocess.sh` does so in every task of a Slurm
+job array. Training reads all parts with `--data.prefix 'P-*'`; `tools/merge_datasets.py` merges
+them into one. A complete part is kept if it was made from the same files with the same options;
+otherwise it is an error. --overwrite replaces it. P.origin records the tokenizer, which training
+and evaluation compare with the model's, and the input files. Of a dataset of the Hub, these names
+contain the commit, so that no dataset mixes two revisions.
 """
 
 import argparse
@@ -91,7 +93,14 @@ def main() -> None:
     if arguments.check:
         return
 
-    with IndexedDatasetWriter(prefix, encoding.dtype, overwrite=overwrite) as writer:
+    with IndexedDatasetWriter(
+        prefix,
+        encoding.dtype,
+        overwrite=overwrite,
+        # A run with --on-error stop must not continue one that has left documents out.
+        source={**origin, "on_error": arguments.on_error},
+        inputs=[version(path) for path in paths],
+    ) as writer:
         summary = write(writer, paths, encoding, arguments)
         if not writer.documents:
             raise ConfigError("--input", "has no documents", "check it and --text-key")
@@ -110,6 +119,14 @@ def make_encoding(arguments: argparse.Namespace) -> Encoding:
     return Encoding(
         tokenizer, arguments.text_key, arguments.append_eod, arguments.max_document_bytes
     )
+
+
+def version(path: str) -> list[int] | None:
+    """Return the size and time of a file, which change when it is replaced; None on the Hub."""
+    if hub.is_remote(path):
+        return None
+    status = os.stat(path)
+    return [status.st_size, status.st_mtime_ns]
 
 
 def prefix_of_part(prefix: str, index: int, count: int) -> str:
@@ -164,14 +181,21 @@ def write(
 ) -> str:
     """Tokenize the files, append their documents to the writer, and return a summary.
 
-    Logs the progress. Raises FileError at a bad document, unless `--on-error skip` is given.
+    Logs the progress. Continues after the files that an interrupted run has completed. Raises
+    FileError at a bad document, unless `--on-error skip` is given.
     """
-    size = sum(map(hub.file_size, paths))
+    if writer.complete:
+        command_line.log(
+            f"continuing after {writer.complete:,} of {len(paths):,} files, which an interrupted"
+            " run has completed"
+        )
+    remaining = paths[writer.complete :]
+    size = sum(map(hub.file_size, remaining))
     end = "no token marks the ends of documents"
     if encoding.append_eod:
         end = f"every document ends in the end-of-document token {encoding.tokenizer.eod}"
     command_line.log(
-        f"{counted(len(paths), 'file')}, {size / 1e6:,.1f} MB,"
+        f"{counted(len(remaining), 'file')}, {size / 1e6:,.1f} MB,"
         f" {counted(arguments.workers, 'worker')}; {end}"
     )
     problems = Problems()
@@ -184,13 +208,16 @@ def write(
         )
 
     progress = command_line.Progress(size)
-    chunks = encode_files(paths, encoding, arguments.workers, arguments.chunk_bytes)
+    chunks = encode_files(remaining, encoding, arguments.workers, arguments.chunk_bytes)
     try:
         with contextlib.closing(chunks):
             for chunk in chunks:
-                problems.merge(chunk.problems)
+                number = paths.index(chunk.path, writer.complete)
+                if number > writer.complete:
+                    writer.mark(number)
                 if arguments.on_error == "stop":
-                    refuse_problem(problems, arguments.max_document_bytes)
+                    refuse_problem(chunk.problems, arguments.max_document_bytes)
+                problems.merge(chunk.problems)
                 lengths = chunk.lengths
                 if arguments.max_documents is not None:
                     lengths = lengths[: arguments.max_documents - writer.documents]
@@ -202,8 +229,9 @@ def write(
                 progress.update(chunk.position, speed)
     finally:
         progress.end()
-    for line in problems.report():
-        command_line.log(line)
+        # The run that continues an interrupted one reports only its own.
+        for line in problems.report():
+            command_line.log(line)
     return f"{speed(progress.seconds)}, {progress.seconds:.1f} s"
 
 
@@ -279,4 +307,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(
+        main, interrupted="the same command continues after the last complete input file"
+    )

@@ -25,12 +25,15 @@ import re
 import resource
 import shlex
 import struct
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import NonNegativeInt
+from typing_extensions import TypedDict
 
 from megatron_tape.data.raw_chunks import is_text_file
 from megatron_tape.errors import ConfigError, FileError
@@ -41,6 +44,7 @@ from megatron_tape.io.files import (
     refuse_existing,
     sync_directory,
 )
+from megatron_tape.io.records import read_record, write_record
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -50,6 +54,18 @@ _CODES = {np.dtype(name): code for code, name in _DTYPES.items()}
 BLOCK = 1 << 18
 """Number of index entries that are processed at a time."""
 _COPIED_TOKENS = 1 << 23
+_SAVE_SECONDS = 60.0
+"""Seconds between two writes of P.progress."""
+
+
+class Progress(TypedDict):
+    """The contents of P.progress: what the documents in the unfinished files are made from."""
+
+    source: dict[str, Any] | None
+    inputs: list[Any]
+    """The versions of the complete input files, such as size and time."""
+    documents: NonNegativeInt
+    tokens: NonNegativeInt
 
 
 def raise_file_limit() -> None:
@@ -159,39 +175,115 @@ class IndexedDatasetWriter:
 
     Lengths are written directly to the unfinished index file, so memory does not grow with the
     number of documents. Use it as a context manager: leaving it without `finish` removes the
-    unfinished files.
+    unfinished files, unless there was a `mark`.
 
     Raises FileError if the dataset exists and `overwrite` is false, or if another process is
     writing it; OSError if its directory cannot be written. With `overwrite`, an old dataset stays
     until `finish`.
 
     `documents` and `tokens` are the numbers of documents and tokens that have been appended.
+
+    After a `mark`, an interrupted or killed writer leaves the unfinished files and P.progress. The
+    next writer continues them if its `source`, which describes the tokenizer and the options as
+    JSON, is the same, and the versions of the complete input files are the same in `inputs`, those
+    of all input files. `complete` is the number of complete input files.
     """
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype, *, overwrite: bool = False):
+    def __init__(
+        self,
+        prefix: str | Path,
+        dtype: np.dtype,
+        *,
+        overwrite: bool = False,
+        source: dict[str, Any] | None = None,
+        inputs: Sequence[Any] = (),
+    ):
         self.dtype = np.dtype(dtype)
         self.documents = 0
         self.tokens = 0
-        self._sequences = 0
+        self.complete = 0
+        self._source = source
+        self._inputs = list(inputs)
+        self._progress_path = Path(f"{prefix}.progress")
+        self._saved = time.monotonic()
         self._datasets: list[IndexedDatasetReader] = []
         self._origin_path = origin_path(prefix)
         bin_path, idx_path = dataset_paths(prefix)
         if not overwrite:
             refuse_existing(idx_path, bin_path)
         with contextlib.ExitStack() as stack:
-            self._bin = PartialFile(bin_path)
+            self._bin = PartialFile(bin_path, continues=True)
             stack.callback(self._bin.discard)
-            self._idx = PartialFile(idx_path)
+            self._idx = PartialFile(idx_path, continues=True)
             stack.callback(self._idx.discard)
             self._partial_files = stack.pop_all()
-        # The header is zeros until everything else is written.
-        self._idx.file.write(bytes(_HEADER.size))
+        progress = self._read_progress()
+        if progress is not None:
+            self.complete = len(progress["inputs"])
+            self.documents = progress["documents"]
+            self.tokens = progress["tokens"]
+        else:
+            self._progress_path.unlink(missing_ok=True)
+        self._progress = progress
+        self._sequences = self.documents
+        self._bin.file.truncate(self.tokens * self.dtype.itemsize)
+        self._bin.file.seek(0, os.SEEK_END)
+        # The header is not complete until everything else is written.
+        self._idx.file.truncate(_HEADER.size + 4 * self.documents)
+        self._idx.file.seek(0, os.SEEK_END)
 
     def __enter__(self) -> "IndexedDatasetWriter":
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if self._progress is not None and not self._bin.file.closed:
+            # On a full disk, the documents up to the last save are kept.
+            with contextlib.suppress(OSError):
+                self._save()
+        if self._progress_path.exists():
+            self._idx.leave()
+            self._bin.leave()
         self._partial_files.close()
+
+    def mark(self, complete: int) -> None:
+        """Keep the documents so far, those of the first `complete` input files, if interrupted.
+
+        A killed process keeps the documents of the last mark that is saved, once a minute.
+        """
+        self.complete = complete
+        self._progress = {
+            "source": self._source,
+            "inputs": self._inputs[:complete],
+            "documents": self.documents,
+            "tokens": self.tokens,
+        }
+        if time.monotonic() - self._saved > _SAVE_SECONDS:
+            self._save()
+
+    def _save(self) -> None:
+        self._bin.sync()
+        self._idx.sync()
+        write_record(self._progress_path, self._progress)
+        self._saved = time.monotonic()
+
+    def _read_progress(self) -> Progress | None:
+        """Return what the unfinished files contain, or None if they cannot be continued."""
+        try:
+            progress = read_record(self._progress_path, Progress)
+        except (OSError, FileError):
+            return None
+        complete = len(progress["inputs"])
+        if progress["source"] != self._source or progress["inputs"] != self._inputs[:complete]:
+            return None
+
+        # The user may have removed the unfinished files.
+        bin_size = os.path.getsize(self._bin.partial_path)
+        idx_size = os.path.getsize(self._idx.partial_path)
+        if bin_size < progress["tokens"] * self.dtype.itemsize:
+            return None
+        if idx_size < _HEADER.size + 4 * progress["documents"]:
+            return None
+        return progress
 
     def add(self, tokens: bytes, lengths: np.ndarray) -> None:
         """Append documents.
@@ -251,6 +343,7 @@ class IndexedDatasetWriter:
             self._origin_path.unlink(missing_ok=True)
             for file in files:
                 file.publish()
+            self._progress_path.unlink(missing_ok=True)
         sync_directory(self._bin.path.parent)
 
     def _document_indices(self) -> Iterator[np.ndarray]:

@@ -55,9 +55,11 @@ class EncodedChunk:
 
     `tokens` are the token ids of its good documents, as bytes of the dataset's dtype, and `lengths`
     (int32) their lengths in tokens; `problems` are those of its bad documents. `text_bytes` is the
-    number of UTF-8 bytes of text, and `position` the number of input bytes read so far.
+    number of UTF-8 bytes of text, `position` the number of input bytes read so far, and `path` the
+    input file.
     """
 
+    path: str
     tokens: bytes
     lengths: np.ndarray
     text_bytes: int
@@ -80,6 +82,7 @@ def encode_chunk(chunk: Chunk, encoding: Encoding) -> EncodedChunk:
         else:
             problems.add("text without a token", chunk.place(number))
     return EncodedChunk(
+        path=chunk.path,
         tokens=np.concatenate(parts).astype(encoding.dtype).tobytes(),
         lengths=np.array(lengths, dtype=np.int32),
         text_bytes=sum(len(text.encode("utf-8")) for text in texts),
@@ -135,7 +138,7 @@ def _result(pending: Future | UnreadableFile) -> EncodedChunk:
         return pending.result()
     problems = Problems()
     problems.add(f"the file {pending.problem}, so the rest was not read", pending.subject)
-    return EncodedChunk(b"", np.empty(0, np.int32), 0, 0, problems)
+    return EncodedChunk(pending.subject, b"", np.empty(0, np.int32), 0, 0, problems)
 
 
 _encoding: Encoding

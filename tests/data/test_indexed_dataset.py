@@ -75,6 +75,50 @@ def test_new_and_old_files_never_make_a_pair(tmp_path, documents, monkeypatch):
     assert len(IndexedDatasetReader(tmp_path / "data")) == 2
 
 
+def write_until(prefix, documents, killed):
+    """Add and mark two documents, add the others, and end like an interrupted or killed process."""
+    writer = IndexedDatasetWriter(prefix, np.dtype("<u2"), source={"a": 1}, inputs=[[7, 1], None])
+    add(writer, documents[:2])
+    writer.mark(1)
+    add(writer, documents[2:])
+    if killed:
+        writer._bin.file.close()
+        writer._idx.file.close()
+    else:
+        writer.__exit__()
+
+
+def add(writer, documents):
+    for document in documents:
+        writer.add(document.astype(writer.dtype).tobytes(), np.array([len(document)]))
+
+
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("change", [None, "source", "inputs", "files", "malformed"])
+def test_a_writer_continues_unfinished_files_that_fit(
+    tmp_path, documents, monkeypatch, killed, change
+):
+    monkeypatch.setattr(indexed_dataset, "_SAVE_SECONDS", -1.0)
+    write_documents(tmp_path / "whole", documents)
+    write_until(tmp_path / "data", documents, killed)
+    if change == "files":
+        (tmp_path / "data.bin.partial").unlink()
+    elif change == "malformed":
+        (tmp_path / "data.progress").write_text("[]")
+    with IndexedDatasetWriter(
+        tmp_path / "data",
+        np.dtype("<u2"),
+        source={"a": 2 if change == "source" else 1},
+        inputs=[[7, 2 if change == "inputs" else 1], [8, 1]],
+    ) as writer:
+        assert (writer.complete, writer.documents) == ((0, 0) if change else (1, 2))
+        assert (tmp_path / "data.progress").exists() == (change is None)
+        add(writer, documents[writer.documents :])
+        writer.finish()
+    assert read_pair(tmp_path / "data") == read_pair(tmp_path / "whole")
+    assert len(list(tmp_path.iterdir())) == 4
+
+
 def test_memory_does_not_grow_with_the_number_of_documents(tmp_path):
     lengths = np.ones(10000, dtype=np.int32)
     tokens = np.zeros(10000, dtype="<u2").tobytes()

@@ -361,6 +361,38 @@ def test_an_interrupted_run_cleans_up_and_keeps_an_old_dataset(interrupted, tmp_
     wait_until(lambda: all(map(is_gone, workers)))
 
 
+def test_the_same_command_continues_an_interrupted_run(
+    preprocess, corpus, tmp_path, tokenizer_path
+):
+    files = [corpus, tmp_path / "b.jsonl"]
+    files[1].write_bytes(corpus.read_bytes())
+    preprocess(corpus, prefix="half")
+    preprocess(*files, prefix="whole")
+    files[1].unlink()
+    os.mkfifo(files[1])
+    options = ["--tokenizer", tokenizer_path, "--output-prefix", tmp_path / "out"]
+    options += ["--workers", 2, "--chunk-bytes", 1000]
+    arguments = command("preprocess_data", "--input", *files, *options)
+
+    complete = len(read_pair(tmp_path / "half")[0])
+    first = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
+    with open(files[1], "wb", buffering=0) as pipe:
+        pipe.write(corpus.read_bytes())
+        wait_until(lambda: (tmp_path / "out.bin.partial").stat().st_size > complete)
+        first.send_signal(signal.SIGTERM)
+        error = first.communicate(timeout=60)[1]
+    assert "the same command continues after the last complete input file" in error
+
+    second = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
+    files[1].write_bytes(corpus.read_bytes())
+    error = second.communicate(timeout=60)[1]
+    assert second.returncode == 0, error
+    assert "continuing after 1 of 2 files" in error
+    assert read_pair(tmp_path / "out") == read_pair(tmp_path / "whole")
+    names = [path.name for path in tmp_path.glob("out*")]
+    assert sorted(names) == ["out.bin", "out.idx", "out.origin"]
+
+
 def test_a_killed_run_leaves_no_dataset_and_the_next_run_succeeds(
     interrupted, preprocess, tmp_path, corpus, expected
 ):
