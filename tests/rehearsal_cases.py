@@ -9,7 +9,8 @@ from unittest import mock
 
 SMALL = """
 model: {position_encoding: tape, num_layers: 2, hidden_size: 256, ffn_hidden_size: 512,
-        num_attention_heads: 8, num_query_groups: 4, seq_length: 512, vocab_size: 2048, attention_backend: torch}
+        num_attention_heads: 8, num_query_groups: 4, seq_length: 512, vocab_size: 2048,
+        attention_backend: torch}
 data: {prefix: nowhere/data}
 train: {steps: 100, micro_batch_size: 2, global_batch_size: 64, eval_interval: 10}
 parallel: {tensor_model_parallel_size: 2}
