@@ -38,8 +38,6 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the result of `attend` for `AttentionInputs` with these fields; `more` holds further
     fields by name.
-
-    Exported TAPE models call this function if this package is installed.
     """
     x = AttentionInputs(
         z_TBGD, average_state, q_SBHD=q_SBHD, k_TBGD=k_TBGD, v_TBGD=v_TBGD, packing=packing, **more
