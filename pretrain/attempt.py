@@ -182,6 +182,7 @@ def begin(options: argparse.Namespace) -> None:
         config = parse_run_config(_arguments(options.arguments, options.scratch))
     run = Path(config.logging.directory)
     checkpoints = config.checkpoint.directory
+
     step = checkpointed_step(checkpoints)
 
     attempts = read_attempts(run)
@@ -195,7 +196,9 @@ def begin(options: argparse.Namespace) -> None:
     for path in (run, checkpoints, config.data.cache_directory):
         if path is not None:
             Path(path).mkdir(parents=True, exist_ok=True)
+
     _refuse_other_job(run, attempts, options.job)
+
     # Only a requeued job can be in a crash loop. A new job may always start, since a user has
     # submitted it.
     if requeued and earlier:
@@ -211,6 +214,7 @@ def begin(options: argparse.Namespace) -> None:
     if not requeued:
         _copy(Path(options.source), directory, config)
         _point(options.job_link, directory)
+
     facts = {
         "job": options.job,
         "restart": restart_count(),

@@ -115,6 +115,7 @@ def plot_copying(axes: Axes, directory: Path) -> None:
         for score in run.scores
         if score.metric == "accuracy"
     }
+
     width = 0.8 / len(COPYING)
     styles = variant_styles(COPYING)
     for number, (variant, label) in enumerate(COPYING.items()):
@@ -127,6 +128,7 @@ def plot_copying(axes: Axes, directory: Path) -> None:
             color=styles[variant]["color"],
             label=label,
         )
+
     axes.axhline(CHANCE, color="gray", linestyle=":")
     axes.set_xticks(range(len(blanks)), blanks.values())
     axes.set(

@@ -85,6 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         check_launcher_environment()
         options, rest = parser.parse_known_args(argv)
         config = parse_run_config(rest)
+
         rank, size = rank_and_size()
         attempt = Attempt.launched(config.logging.directory, config.checkpoint.directory)
 
@@ -264,6 +265,7 @@ class Preflight:
                 " submit with --gpus-per-node, or set train.device to cpu"
             )
             problems.append(nodes.Problem(sentence, mistake=True))
+
         if self.options.gpus:
             gpus: dict[str, list[dict]] = {node: [] for node in by_node}
             for facts in facts_of_ranks:

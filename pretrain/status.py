@@ -165,6 +165,7 @@ def read_status(run: Path) -> RunStatus:
     rows: list[Any] = [{}, *last_rows(run / METRICS, Row, TAIL_BYTES)]
     row = rows[-1]
     validated = next((row for row in reversed(rows) if VALIDATION_LOSS in row), {})
+
     seconds_left = None
     # Rows after the step that the last attempt continued from are its own.
     first_step = last.heartbeat.get("from_step")
@@ -174,10 +175,12 @@ def read_status(run: Path) -> RunStatus:
     until = None
     if state.name in ("waiting", "between attempts"):
         until = now  # the time since the last attempt counts, too
+
     error = None
     crashes = [attempt for attempt in attempts if attempt.crashed and attempt.outcome is not None]
     if crashes and last.outcome != FINISHED:
         error = f"attempt {crashes[-1].number}, {last_error(crashes[-1])}"
+
     # The recorded path is wrong if the run's directory has been moved or copied.
     checkpoints = run / "checkpoints"
     if not checkpoints.is_dir():
@@ -277,9 +280,11 @@ def screen(status: RunStatus) -> list[str]:
         rows["loss"] += f"; validation {loss} at step {status.validation_step:,}"
     if status.seconds_left is not None:
         rows["speed"] += f", ETA {duration(status.seconds_left)}"
+
     shares = [f"{kind} {share:.1%}" for kind, share in status.time_shares.items()]
     rows["goodput"] = ", ".join(shares)
     rows["layout"] = status.layout or ""
+
     rows["checkpoint"] = status.checkpoint_problem or "none yet"
     if status.checkpoint_step is not None and status.checkpoint_age is not None:
         age = duration(status.checkpoint_age)
@@ -293,6 +298,7 @@ def screen(status: RunStatus) -> list[str]:
     title = f"{status.run}: {status.state}"
     if status.explanation:
         title += f" ({status.explanation})"
+
     attempts = f"attempts    {len(status.attempts)}"
     if len(status.attempts) > ATTEMPTS_SHOWN:
         attempts += f", the last {ATTEMPTS_SHOWN}"

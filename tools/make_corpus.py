@@ -87,6 +87,7 @@ def folders(
     """
     if not root.is_dir():
         raise FileError(root, "is not a directory", "give the folder with the files")
+
     files = {}
     for place, below, names in os.walk(root, onerror=_raise):
         below[:] = [name for name in below if not name.startswith(".") and name not in _EXCLUDED]
@@ -94,6 +95,7 @@ def folders(
         paths = [path for path in paths if path.is_file()]
         if paths:
             files[Path(place).relative_to(root).as_posix()] = paths
+
     if not files:
         raise FileError(
             root,

@@ -177,6 +177,7 @@ def settings_parser(section: type, usage: str, description: str) -> argparse.Arg
         ),
         add_help=False,
     )
+
     parser.add_argument(
         "-h",
         "--help",
@@ -186,6 +187,7 @@ def settings_parser(section: type, usage: str, description: str) -> argparse.Arg
         metavar="SECTION",
         help="Print this help, or only the settings of a section such as train.spikes, and exit.",
     )
+
     _add_setting(
         parser,
         "config",

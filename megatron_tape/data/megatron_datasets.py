@@ -6,7 +6,6 @@ calls `open_datasets` with `build` in a temporary directory of `index_cache`. Al
 without `build`, and map the index from the cache into memory. S is `model.seq_length`.
 """
 
-import contextlib
 import itertools
 import logging
 import math
@@ -212,9 +211,8 @@ class ShorterDocuments(AllDocuments):
         self, indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
     ):
         if indexed_indices is not None:  # None if the index is cached
-            indexed_indices = indexed_indices[
-                indexed_dataset.sequence_lengths[indexed_indices] < config.documents_below
-            ]
+            lengths = indexed_dataset.sequence_lengths[indexed_indices]
+            indexed_indices = indexed_indices[lengths < config.documents_below]
         super().__init__(
             indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
         )
@@ -284,8 +282,11 @@ def open_split(
     # Set after construction: Megatron's constructor rejects these options together with `split`,
     # even though the cached indices follow it.
     one_split.fast_cache_load = one_split.defer_npy_index_mmap = not build
-    with megatron_patches.barriers_disabled() if build else contextlib.nullcontext():
-        return BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, one_split).build()[split]
+    builder = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, one_split)
+    if not build:
+        return builder.build()[split]
+    with megatron_patches.barriers_disabled():
+        return builder.build()[split]
 
 
 def mix_with_long_documents(
@@ -322,9 +323,12 @@ def mix_with_long_documents(
     if has_others and mix.counts[1]:
         shorter = replace(settings, documents_below=minimum)  # type: ignore[call-arg]
         others = _without_single_weight(pools.others)
-        mix.datasets.append(open_split(ShorterDocuments, shorter, others, 0, mix.counts[1], build))
+        dataset = open_split(ShorterDocuments, shorter, others, 0, mix.counts[1], build)
+        mix.datasets.append(dataset)
+
     if not build and dist.get_rank() == 0:
-        for kind, pool, count in zip(("long", "other"), (pools.long, pools.others), mix.counts):
+        kinds = {"long": pools.long, "other": pools.others}
+        for (kind, pool), count in zip(kinds.items(), mix.counts):
             for prefix, epochs in epochs_by_dataset(pool, count * seq_length).items():
                 log_epochs(epochs, f"the {kind} documents of {prefix}")
     return mix
@@ -406,7 +410,8 @@ def _shuffled_epochs(config: RunConfig, size: int) -> list[tuple[int, bool]]:
     if datasets is None:  # the order of `DocumentWindows` does not depend on the number of samples
         share = config.data.long_documents.share
         datasets = _without_single_weight(plan.pools.others)
-        size = int(np.count_nonzero(interleave([share, 1 - share], size)[0]))
+        dataset_of_sample, _ = interleave([share, 1 - share], size)
+        size = int(np.count_nonzero(dataset_of_sample))
     sizes = [size]
     if datasets.weights is not None:
         surplus = GPTDatasetConfig.mid_level_dataset_surplus
@@ -523,7 +528,8 @@ class DocumentWindows(Dataset):
         while missing:
             document = int(self._order[number])
             left = int(self._left[document])
-            skipped = max(0, start - (int(self._ends_of_remainders[number]) - left))
+            begin = int(self._ends_of_remainders[number]) - left
+            skipped = max(0, start - begin)
             length = min(missing, left - skipped)
             whole = int(self._ends_of_whole[document]) - self._first_whole(document)
             part = self._read(document, whole * self._seq_length + skipped, length)

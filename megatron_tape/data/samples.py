@@ -82,6 +82,7 @@ class ExampleSamples(SampleSource):
         self._end = tokenizer.eod
         self._seq_length = config.model.seq_length
         self._all = config.data.loss_on == "all"
+
         lines = []
         start = 0
         with open(self._path, "rb") as file:

@@ -274,9 +274,10 @@ def difference(
     """
     digests = {one["digest"], one.get("same_as")} - {None}
     if digests.isdisjoint({other["digest"], other.get("same_as")}):
-        sizes = (one["vocab_size"], other["vocab_size"])
-        if sizes[0] != sizes[1]:
-            return f"encodes text in another way than {name} ({sizes[0]:,} ids, not {sizes[1]:,})"
+        size = one["vocab_size"]
+        other_size = other["vocab_size"]
+        if size != other_size:
+            return f"encodes text in another way than {name} ({size:,} ids, not {other_size:,})"
         if "sample" not in one or "sample" not in other:
             return f"may encode text in another way than {name}"
         if one["sample"] != other["sample"]:
@@ -318,12 +319,10 @@ class _SentencePiece(Tokenizer):
 
         self.vocab_size = self._model.vocab_size()
         self.names.check_added(self.token_to_id)
-        self.eod = self.names.id_of(
-            "eos_token", self.token_to_id, self._piece(self._model.eos_id())
-        )
-        self.bos = self.names.id_of(
-            "bos_token", self.token_to_id, self._piece(self._model.bos_id())
-        )
+        eos_pieces = self._piece(self._model.eos_id())
+        bos_pieces = self._piece(self._model.bos_id())
+        self.eod = self.names.id_of("eos_token", self.token_to_id, eos_pieces)
+        self.bos = self.names.id_of("bos_token", self.token_to_id, bos_pieces)
         config = self.names.config
         adds_bos = str(config.get("tokenizer_class")).startswith(_ADDS_BOS)
         self.prefix = []
@@ -335,8 +334,9 @@ class _SentencePiece(Tokenizer):
         if not any(score % 1 for score in self.scores):  # ranks, of a model of another type
             self.scores = None
         ids = {self.token_to_id(token) for token in self.names.special()}
-        ids -= {self._model.unk_id()}
-        ids |= {index for index in pieces if self._model.is_control(index)} | {self.eod, self.bos}
+        ids.discard(self._model.unk_id())
+        ids |= {index for index in pieces if self._model.is_control(index)}
+        ids |= {self.eod, self.bos}
         special = {self._token(index): index for index in ids if index is not None}
         refuse_specials_in_text(path, self.encode_batch, special)
 

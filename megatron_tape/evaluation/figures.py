@@ -95,6 +95,7 @@ def styles(labels: Iterable[str]) -> dict[str, dict]:
 
     uses = Counter()
     looks = {}
+
     for index, (label, encoding) in enumerate(encodings.items()):
         color = ENCODING_COLORS.get(encoding or "") or next(other_colors)
         # Shortened labels may be equal.
@@ -208,6 +209,7 @@ def new_figure(
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(rows, columns, squeeze=False, **subplots)
+
     axes = grid.ravel().tolist()
     for panel in axes:
         panel.spines[["top", "right"]].set_visible(False)
@@ -328,6 +330,7 @@ def legend(figure: Figure) -> None:
     if not handles:
         return
     longest = max(map(len, handles))
+
     columns = max(1, min(len(handles), int(figure.get_figwidth() * 12 / (longest + 6))))
     rows = math.ceil(len(handles) / columns)
     figure.set_figheight(figure.get_figheight() + 0.2 * rows + 0.1)
@@ -360,6 +363,7 @@ def heat_map(
     color bar to the last one only.
     """
     matrix = np.array([_numbers(row) for row in values]).reshape(len(rows), len(columns))
+
     image = axes.imshow(
         matrix, vmin=0, vmax=high, cmap=COLOR_MAP, aspect="auto", interpolation="none"
     )
@@ -367,6 +371,7 @@ def heat_map(
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0, labelsize=9)
     axes.set(xlabel=column_label, ylabel=row_label)
+
     for set_ticks, names in ((axes.set_xticks, columns), (axes.set_yticks, rows)):
         shown = range(0, len(names), math.ceil(len(names) / 12) or 1)
         set_ticks(shown, [plain(str(names[index])) for index in shown])
@@ -387,6 +392,7 @@ def heat_map(
                 fontsize=8,
                 color=color,
             )
+
     if bar is not None:
         drawn: Any = axes.figure.colorbar(
             image,

@@ -68,6 +68,7 @@ def by_length(
             }
             if not scores:
                 continue
+
             x = sorted(scores)
             y = [scores[length].value for length in x]
             low = [scores[length].low for length in x]
@@ -77,6 +78,7 @@ def by_length(
             values += y
             points = [f"{value:.4g} at {length:,} tokens" for length, value in zip(x, y)]
             sentences.append(f"{label}: {', '.join(points)}")
+
         length_axis(axes, lengths)
         if all(score.is_fraction for score in shown):
             axes.set_ylim(*limits((), fraction=True))
@@ -211,6 +213,7 @@ def fraction_maps(
         heat_map(
             axes, matrix, rows, columns, row_label=row_label, column_label=column_label, bar=bar
         )
+
         cells = [
             (value, f"{row}, {column}")
             for row, values in zip(rows, matrix)

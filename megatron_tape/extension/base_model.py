@@ -119,6 +119,7 @@ def with_base_settings(values: dict, base: Base | None = None) -> dict:
                 f"remove {KEY}, or set it to null",
             )
         source = str(base.path)
+
     model = values.get("model", {})
     position = model.get("position", {}) if isinstance(model, dict) else None
     if not isinstance(position, dict):
@@ -164,6 +165,7 @@ def with_base_settings(values: dict, base: Base | None = None) -> dict:
     if section.context_factor is not None:
         inherited["seq_length"] = round(section.context_factor * base.model.seq_length)
         extension = extension | {"context_factor": None}
+
     if base.state is None:
         parallel = build(ParallelConfig, values.get("parallel", {}), "parallel")
         inherited["vocab_size"] = padded_vocabulary(
@@ -290,6 +292,7 @@ def _from_checkpoint(path: Path) -> Base:
         validate_model(model)
     except (TypeError, ValueError) as error:
         raise CheckpointError(path, f"has another architecture or version ({error})") from None
+
     trained = state["config"].get("extension", {}).get("trains", ())
     if "lora" in trained:
         raise CheckpointError(
@@ -366,6 +369,7 @@ def _check_same_model(model: ModelConfig, base: Base) -> None:
     changeable |= {f"position.{key}" for key in ENCODINGS[now].extended_by}
     if getattr(base.model.position, "increments", "fixed") != "fixed":
         changeable.remove("position.increments")
+
     free = set(changeable)
     if now in encodings:
         free |= {"position_encoding", *(f"position.{key}" for key in _keys_of_position(now))}
@@ -383,6 +387,7 @@ def _check_same_model(model: ModelConfig, base: Base) -> None:
             "remove these settings from the recipe or the command line: an extension changes only"
             f" {keys}, and model.position_encoding from {was} to one of: {', '.join(encodings)}",
         )
+
     shapes = parameter_shapes(model)
     for name, shape in parameter_shapes(base.model).items():
         if kind_of(name) == "position" and shapes.get(name) != shape:
@@ -424,6 +429,7 @@ def _check_scaling(config: RunConfig, base: Base) -> None:
         return
     if not config.extension.allow_other_scaling:
         _check_not_replaced(position, base)
+
     was = base.model.position
     scaling = _scaling_of(base.model)
     kind = position.rope_scaling_type
@@ -435,6 +441,7 @@ def _check_scaling(config: RunConfig, base: Base) -> None:
             f" {base.path} grow from {base.model.seq_length} to {config.model.seq_length} tokens;"
             f" set it to {needed:g} unless this is intended"
         )
+
     if factor != 1.0 and kind != "linear":
         trained = base.model.seq_length
         if scaling in ("llama3", "yarn"):
@@ -454,6 +461,7 @@ def _check_not_replaced(position: Any, base: Base) -> None:
     """
     was = base.model.position
     scaling = _scaling_of(base.model)
+
     replaced = []
     if position.rope_share != was.rope_share:
         replaced.append("rope_share")
@@ -466,6 +474,7 @@ def _check_not_replaced(position: Any, base: Base) -> None:
     if position.rope_scaling_type == scaling:  # others may have any value in these settings
         keys = _SCALING_KEYS[scaling]
         replaced += [key for key in keys if getattr(position, key) != getattr(was, key)]
+
     if not replaced:
         return
     key = replaced[0]

@@ -77,21 +77,25 @@ def write_tokenizer(
             library, special, settings = _of_sentencepiece(tokenizer, source, context)
             files[TOKENIZER_JSON] = library.to_str(pretty=True).encode()
         named, missing = tokenizer.names.existing(library.token_to_id)
+
     if missing:
         tokens = ", ".join(missing)[:_SHOWN]
         warn(
             f"warning: the export omits special tokens that {source} names but does not have:"
             f" {tokens}"
         )
+
     for key, token in named.items():
         if key not in ("eos_token", "bos_token"):
             settings[key] = token
     if "pad_token" in named:
         special["pad"] = library.token_to_id(named["pad_token"])
+
     added = sorted(library.get_added_tokens_decoder().items())
     settings["added_tokens_decoder"] = {
         str(i): {key: getattr(token, key) for key in _FLAGS} for i, token in added
     }
+
     has_template = "chat_template" in settings or any(
         name.startswith(("chat_template.jinja", CHAT_TEMPLATES)) for name in files
     )
@@ -101,6 +105,7 @@ def write_tokenizer(
         settings["split_special_tokens"] = True
     files[CONFIG] = (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode()
     write_files(files, output)
+
     if TOKENIZER_JSON not in tokenizer.files:
         converted = load_tokenizer(output)
         # With the settings that keep text from becoming special tokens.
@@ -147,6 +152,7 @@ def _generation(tokenizer: Tokenizer, source: str, warn: Callable[[str], None]) 
         raise FileError(
             f"{GENERATION} of {source}", f"cannot be used: {error}", "save it again, or remove it"
         ) from None
+
     dropped = []
     for key in [key for key in settings if key.endswith("_token_id")]:
         value = settings[key]
@@ -157,6 +163,7 @@ def _generation(tokenizer: Tokenizer, source: str, warn: Callable[[str], None]) 
             del settings[key]
         elif isinstance(value, list):
             settings[key] = valid
+
     if dropped:
         warn(
             f"warning: the export omits ids in {GENERATION} of {source} that do not exist:"
@@ -227,6 +234,7 @@ def _of_sentencepiece(
             "is a SentencePiece model, and converting it requires the package transformers",
             f"run: pip install transformers; or {_WITHOUT}",
         ) from None
+
     special = {"bos": tokenizer.bos, "eos": tokenizer.eod}
     optional = {"unk": model.trainer_spec.unk_id, "pad": model.trainer_spec.pad_id}
     for role, index in optional.items():
@@ -237,6 +245,7 @@ def _of_sentencepiece(
         for role, index in special.items()
         if index is not None
     }
+
     if tokenizer.prefix:
         begin = named["bos_token"]
         converted.post_processor = processors.TemplateProcessing(
@@ -244,6 +253,7 @@ def _of_sentencepiece(
             pair=f"{begin} $A {begin} $B",
             special_tokens=[(begin, tokenizer.bos)],
         )
+
     settings = _new_settings(context, named)
     own = tokenizer.names.config
     for key in ("chat_template", "model_max_length", "padding_side", "split_special_tokens"):

@@ -225,6 +225,7 @@ def _outcome(results: Mapping[str, Results], comparable: Sequence[str]) -> list[
             " others."
         )
         return [*findings, f"{clear} {scope} {models}"]
+
     # Differences that are within the intervals are not the first thing to read.
     caveat = (
         f"No model leads clearly: in none of {compared_scores} do 95 % intervals separate the best"
@@ -319,6 +320,7 @@ def runs_table(runs: Mapping[str, Run]) -> list[Table]:
         speed = number(teraflops)
         if teraflops is not None:
             speed = replace(speed, text=f"{flop_count(teraflops * 1e12)}/s")
+
         rows.append(
             [
                 text(label),
@@ -331,6 +333,7 @@ def runs_table(runs: Mapping[str, Run]) -> list[Table]:
                 speed,
             ]
         )
+
     caption = (
         "Losses are in nats per token. Speeds are medians over the steps, for all processes"
         " together."
@@ -360,6 +363,7 @@ def curves(runs: Mapping[str, Run]) -> Iterator[Drawing]:
 
 def _draw_curves(runs: Mapping[str, Run], name: str, titles: Mapping[str, str]) -> list[Picture]:
     """Draw a panel for each metric; `titles` are those of the panels, by the key of the metric."""
+
     figure, panels = figures.panels(len(titles), width=4.6)
     looks = figures.styles(runs)
     ends = []

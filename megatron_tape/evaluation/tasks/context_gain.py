@@ -99,6 +99,7 @@ class ContextGain(WindowTask):
                 f" {_size(chosen):,} of {_size(before):,} tokens of"
                 f" {counted(len(documents), 'document')} are key tokens."
             )
+
         details = {
             "scored": self.scored(),
             "short": short,

@@ -215,6 +215,7 @@ class Scrolls(Task):
             examples = [value for key, value in values.items() if key.rpartition("/")[0] == name]
             count = len(examples)
             common = {"length": length, "count": count, "counted": "example", "group": name}
+
             if self.settings.generate:
                 metric = self._metric(name)
                 of_examples = np.array([value["scores"] for value in examples])
@@ -232,6 +233,7 @@ class Scrolls(Task):
                     )
                 )
                 parts[name] = dict(zip(PARTS[metric], means.tolist()))
+
             if self.settings.loss:
                 nats = [value["nats"] for value in examples]
                 tokens = [value["tokens"] for value in examples]
@@ -239,6 +241,7 @@ class Scrolls(Task):
                 scores.append(
                     ratio_score("target_loss", nats, tokens, "lower", unit=unit, **common)
                 )
+
             notes += self._notes(name, examples)
 
         if resampled and set(self.settings.data) == set(METRICS):

@@ -262,6 +262,7 @@ def _raw_tokens(text_source: TextSource, info: ModelInfo) -> np.ndarray:
             f"set it to uint32 if {path} was written so; otherwise give its texts or an indexed"
             " dataset",
         )
+
     size = Path(path).stat().st_size
     if size == 0 or size % dtype.itemsize:
         raise FileError(
@@ -269,6 +270,7 @@ def _raw_tokens(text_source: TextSource, info: ModelInfo) -> np.ndarray:
             f"has {size:,} bytes, but {dtype.name} ids take a multiple of {dtype.itemsize} above 0",
             f"copy it again, or correct {key}",
         )
+
     tokens = np.memmap(path, dtype, "r")
     # Ids below 65,536 that were written as uint32 have an upper half of 0.
     if dtype.itemsize == 2 and len(tokens) % 2 == 0 and not tokens[1::2].any():

@@ -79,11 +79,13 @@ def write_card(
     pretrained = _was_pretrained_here(saved.state)
     if pretrained:
         tags.append("pretrained")
+
     short_positions = {
         "tape": "TAPE",
         "plain": "RoPE",
         "code": f"the positional encoding {plain(encoding.name)}",
     }
+
     card = ModelCard.from_template(
         _card_data(saved, library_name="transformers", tags=tags),
         _HERE / "model_card.md",

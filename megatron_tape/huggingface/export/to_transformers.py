@@ -176,6 +176,7 @@ def write_model(saved: SavedWeights, directory: Path, options: ExportOptions) ->
     model = saved.model
     encoding = encoding_of(model)
     tokenizer = _write_tokenizer(saved, options.tokenizer, directory)
+
     rows = vocabulary_rows(model, tokenizer)
     config = huggingface_config(model, rows, options.dtype)
     ids: dict[str, Any] = _NO_IDS
@@ -218,6 +219,7 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
             "position_encoding": encoding.name,
             "position_settings": _position_settings(model),
         }
+
     rope = _rope_parameters(model.position)
     if encoding.exports_to == "tape":
         return _shape("Tape", "tape", model, rows, dtype) | {
@@ -236,6 +238,7 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
         # Mistral is the same model, but does not require that the number of heads divides the
         # hidden size.
         name, kind = "Mistral", "mistral"
+
     # transformers 4 reads rotary settings only outside rope_parameters; transformers 5 reads both.
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     config = _shape(name, kind, model, rows, dtype) | {
@@ -244,6 +247,7 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
         "rope_theta": model.position.rope_theta,
         "rope_scaling": scaling if "factor" in rope else None,
     }
+
     if kind == "mistral":
         return config | {"sliding_window": None}
     if kind != "llama":
@@ -383,6 +387,7 @@ def _write_weights(
     for file_name, shard in zip(file_names, shards, strict=True):
         write_safetensors(directory / file_name, shard, tensors, {"format": "pt"})
         places |= dict.fromkeys(shard, file_name)
+
     tensors.close()
     if count > 1:
         metadata = {

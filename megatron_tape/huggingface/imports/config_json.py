@@ -422,6 +422,7 @@ def _rotary(settings: dict, key: str, path: Path) -> dict:
     rope = settings.get(key, {})
     if not rope:
         return {}
+
     kind = rope.get("rope_type") or rope.get("type") or "default"
     # In transformers, Phi-3 has no others but longrope, and reads yarn as longrope.
     supported = ["default"] if settings["model_type"] == PHI3 else list(_ROPE_KEYS)

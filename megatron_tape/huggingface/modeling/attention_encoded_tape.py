@@ -53,6 +53,7 @@ def attend_with_scores(
     S = query.shape[2]
     T = key.shape[2]
     q, k, v = (x.to(dtype) for x in (query, key, value))
+
     bias = positions.bias
     if bias is not None:
         bias = bias.in_float32()
@@ -61,6 +62,7 @@ def attend_with_scores(
     if rescore is not None:
         rescore = rescore.in_float32()
         prepared = rescore.prepared(q, k)
+
     sums_BHT = None
     if positions.log_gate_TBH is not None:
         # In float64: in long sequences, float32 would lose the differences between neighboring
@@ -86,18 +88,22 @@ def attend_with_scores(
         G = k.shape[1]
         scores = 0.0
         if rescore is None or rescore.takes_scores:
-            scores = (q.reshape(B, G, -1, D) * D**-0.5 @ k_BGtD.mT).view(B, H, r, t)
+            scaled_q = q.reshape(B, G, -1, D) * D**-0.5
+            scores = (scaled_q @ k_BGtD.mT).view(B, H, r, t)
         if rescore is not None:
             scores = rescore.rows(
                 scores if rescore.takes_scores else None, q, k_BGtD, seen, tokens, *prepared
             )
+
         if bias is not None:
             scores = scores + bias.of(tokens, slice(0, t))
         if sums_BHT is not None:
-            since_BHt = (sums_BHT[..., :t] - sums_BHT[..., tokens.start, None].detach()).to(dtype)
+            first_sums_BH1 = sums_BHT[..., tokens.start, None].detach()
+            since_BHt = (sums_BHT[..., :t] - first_sums_BH1).to(dtype)
             scores = scores + (since_BHt[..., tokens, None] - since_BHt[..., None, :])
         if additive is not None:
             scores = scores + additive
+
         # Queries at padding attend to no key; their averages must still be finite.
         p = scores.masked_fill(~seen, torch.finfo(dtype).min).softmax(-1)
         p = F.dropout(p, dropout)
@@ -110,13 +116,15 @@ def attend_with_scores(
     size = S if with_weights else ROWS
     for start in range(0, S, size):
         stop = min(start + size, S)
-        inputs = q[:, :, start:stop], slice(T - S + start, T - S + stop)
+        tokens = slice(T - S + start, T - S + stop)
+        inputs = q[:, :, start:stop], tokens
         if torch.is_grad_enabled():
             outputs.append(
                 checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=dropout > 0)
             )
         else:
             outputs.append(block(*inputs))
+
     averages = torch.cat([average for average, _ in outputs], dim=2).to(value.dtype)
     weights = outputs[0][1]
     if weights is not None:

@@ -77,7 +77,9 @@ class TapeAttention(nn.Module):
         kwargs["scaling"] = self.scaling
         averages, weights = attend(self, query, key, value, attention_mask, **kwargs)
         output = self.o_proj(averages[0].flatten(2))
-        averaged_state = averages[1] if average_state else None
+        averaged_state = None
+        if average_state:
+            averaged_state = averages[1]
         return output, averaged_state, weights
 
     def project(
@@ -92,16 +94,16 @@ class TapeAttention(nn.Module):
         B, S, _ = hidden_states.shape
         D = self.head_dim
         G = self.config.num_key_value_heads
-        query, key, value = (
-            project(hidden_states).view(B, S, -1, D)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        query = self.q_proj(hidden_states).view(B, S, -1, D)
+        key = self.k_proj(hidden_states).view(B, S, -1, D)
+        value = self.v_proj(hidden_states).view(B, S, -1, D)
         if self.config.qk_norm:
             query = self.q_norm(query)
             key = self.k_norm(key)
         if state is not None:
             state = state.to(query.dtype)
-            query = rotate(query.view(B, S, G, -1, D), state.unsqueeze(3)).flatten(2, 3)
+            grouped_query = query.view(B, S, G, -1, D)
+            query = rotate(grouped_query, state.unsqueeze(3)).flatten(2, 3)
             key = rotate(key, state)
             if average_state:
                 value = torch.cat([value, state.expand_as(value)], dim=-1)
@@ -140,7 +142,8 @@ def eager_attention_forward(
     dtype = torch.promote_types(scores.dtype, torch.float32)
     weights = scores.softmax(-1, dtype=dtype).to(value.dtype)
     weights = F.dropout(weights, dropout, training=module.training)
-    averages = torch.matmul(weights.view(B, G, -1, weights.shape[-1]), value).view(B, H, S, -1)
+    grouped_weights = weights.view(B, G, -1, weights.shape[-1])
+    averages = torch.matmul(grouped_weights, value).view(B, H, S, -1)
     return averages.transpose(1, 2), weights
 
 
@@ -228,8 +231,11 @@ def attend_by_blocks(
     E = value.shape[-1]
     R = H // G
     dtype = torch.promote_types(query.dtype, torch.float32)
-    queries = query.to(dtype).mul(scaling).unflatten(1, (G, R)).flatten(0, 1)
-    keys, values = (x.flatten(0, 1).to(dtype) for x in (key, value))
+    scaled_query = query.to(dtype).mul(scaling)
+    queries = scaled_query.unflatten(1, (G, R)).flatten(0, 1)
+    keys = key.flatten(0, 1).to(dtype)
+    values = value.flatten(0, 1).to(dtype)
+
     output = query.new_empty(B, S, H, E)
     rows = min(S, max(16, min(ROWS, LONGEST // T) // R))
     pairs = min(B * G, max(1, SCORES * torch.get_num_threads() // (R * rows * T)))
@@ -241,19 +247,22 @@ def attend_by_blocks(
         stop = min(start + rows, S)
         n = stop - start
         block = None
-        low, high = 0, stop
+        low = 0
+        high = stop
         if attention_mask is not None:
             block = attention_mask.expand(-1, -1, S, T)[:, :, start:stop]
             low, high = _keys_seen(block)
+
         averages = queries.new_zeros(B * G, R * n, E)
         for first in range(0, B * G, pairs):
             if low == high:
                 break
             here = slice(first, min(first + pairs, B * G))
             shape = (here.stop - first, R * n, high - low)
-            scores, weights = (
-                x[: math.prod(shape)].view(shape) for x in (scores_memory, weights_memory)
-            )
+            size = math.prod(shape)
+            scores = scores_memory[:size].view(shape)
+            weights = weights_memory[:size].view(shape)
+
             block_queries = queries[here, :, start:stop].flatten(1, 2)
             torch.bmm(block_queries, keys[here, low:high].mT, out=scores)
             head_scores = scores.unflatten(1, (R, n))
@@ -264,6 +273,7 @@ def attend_by_blocks(
             else:
                 sequences = torch.arange(first, here.stop) // G
                 _apply_mask(head_scores, block[sequences, ..., low:high])
+
             torch.softmax(scores, -1, out=weights)
             torch.bmm(weights, values[here, low:high], out=averages[here])
         output[:, start:stop] = averages.view(B, H, n, E).transpose(1, 2)

@@ -52,6 +52,7 @@ def make_encoding(config: EncodedConfig):
             f"position_encoding is {config.position_encoding!r}, but the code in this model's"
             f" directory implements {Encoding.name}; do not mix files of different exports"
         )
+
     settings = Encoding.Settings(**config.position_settings)
     model = types.SimpleNamespace(
         position=settings,
@@ -74,6 +75,7 @@ def make_encoding(config: EncodedConfig):
         attention_output_gate=config.attention_output_gate,
         tie_embeddings=config.tie_word_embeddings,
     )
+
     encoding = Encoding
     if config.layers_without_positions is not None:
         encoding = in_some_layers(Encoding)

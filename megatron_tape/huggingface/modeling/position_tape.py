@@ -31,7 +31,8 @@ class TapePhases(nn.Module):
         rope = self.config.rope_parameters
         if rope["rope_type"] == "default":
             D = self.config.head_dim
-            return 1.0 / rope["rope_theta"] ** (torch.arange(0, D, 2).float() / D), 1.0
+            exponents = torch.arange(0, D, 2).float() / D
+            return 1.0 / rope["rope_theta"] ** exponents, 1.0
         return ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.config)
 
     def _apply(self, fn, recurse=True):
@@ -106,7 +107,9 @@ class TapePosition(nn.Module):
             else:
                 mixed = torch.baddbmm(state, mixing, averaged)
         else:  # heads of one tensor-parallel process of vLLM; the module sums over processes
-            mixed = state + self.token_mixing(averaged.transpose(1, 2).contiguous()).transpose(1, 2)
+            by_head = averaged.transpose(1, 2).contiguous()
+            mixed = state + self.token_mixing(by_head).transpose(1, 2)
+
         gate = F.silu(self.x_proj(gate_input)).view(N, -1)
         # W_down diag(gate) W_up for all tokens is one matrix product with the outer products of
         # columns and rows.
@@ -114,6 +117,7 @@ class TapePosition(nn.Module):
         down = matrix_of(self.down_proj, gate.shape[-1], gate)
         outer = (down.T.unsqueeze(2) * up.unsqueeze(1)).flatten(1)
         M = (gate @ outer).view(N, G, G)
+
         if wider:
             new = mixed + torch.bmm(M, mixed.to(M.dtype))
         else:

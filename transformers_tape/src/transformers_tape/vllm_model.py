@@ -55,11 +55,13 @@ class VllmTapeAttention(nn.Module):
         self.o_proj = RowParallelLinear(
             heads * D, C, bias=False, quant_config=quant_config, prefix=f"{prefix}.o_proj"
         )
+
         self.q_norm = nn.Identity()
         self.k_norm = nn.Identity()
         if config.qk_norm:
             self.q_norm = RMSNorm(D, eps=config.rms_norm_eps)
             self.k_norm = RMSNorm(D, eps=config.rms_norm_eps)
+
         H = self.qkv_proj.num_heads
         G = self.qkv_proj.num_kv_heads
         self.sizes = H, G, D
@@ -84,11 +86,14 @@ class VllmTapeAttention(nn.Module):
         query, key, value = qkv.view(N, H + 2 * G, D).split([H, G, G], dim=1)
         query = self.q_norm(query)
         key = self.k_norm(key)
+
         z = state[:, self.first_group : self.first_group + G].to(query.dtype)
         query = rotate(query.unflatten(1, (G, -1)), z.unsqueeze(2)).flatten(1, 2)
         key = rotate(key, z)
+
         query, key = (F.pad(x, (0, D)).flatten(1) for x in (query, key))
         value = torch.cat([value, z], dim=-1).flatten(1)
+
         averages = self.attn(query, key, value).view(N, H, 2 * D)
         output, _ = self.o_proj(averages[..., :D].flatten(1))
         return output, averages[..., D:]
@@ -112,6 +117,7 @@ class VllmTapeDecoderLayer(nn.Module):
         )
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
         self.position = None if last else TapePosition(config)
         if self.position is not None and get_tensor_model_parallel_world_size() > 1:
             # Each process multiplies its H heads by H columns of the matrix; the products are
@@ -135,7 +141,9 @@ class VllmTapeDecoderLayer(nn.Module):
             hidden_states, residual = self.input_layernorm(hidden_states), hidden_states
         else:
             hidden_states, residual = self.input_layernorm(hidden_states, residual)
+
         attention_output, averaged = self.self_attn(hidden_states, state)
+
         gate_input = None
         if not self.gate_by_mlp:
             gate_input = attention_output.clone()  # the fused norm may overwrite its input
