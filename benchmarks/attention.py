@@ -15,6 +15,7 @@ but not timed.
 
 import argparse
 import functools
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.environment import Record
-from benchmarks.tables import DIRECTIONS, attention_table, fastest
+from benchmarks.tables import DIRECTIONS, attention_table
 from benchmarks.timing import DTYPES, add_time_arguments, device_here, reason, timed
 from megatron_tape import command_line
 from megatron_tape.command_line import whole_number
@@ -56,20 +57,16 @@ class Shape(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> "Shape":
         """Parse `HxD@S` or `H/GxD@S`, such as `12x64@1024` or `32/8x128@4096`."""
-        try:
-            heads, _, sizes = text.partition("x")
-            heads, _, groups = heads.partition("/")
-            dim, length = sizes.split("@")
-            shape = cls(int(heads), int(groups or heads), int(dim), int(length))
-        except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"{text} is not a shape such as 12x64@1024 or 32/8x128@4096"
-            ) from None
-        if min(shape) < 1 or shape.heads % shape.groups or shape.head_dim % 2:
-            raise argparse.ArgumentTypeError(
-                f"{text}: groups must divide heads, and the head dimension must be even"
-            )
-        return shape
+        match = re.fullmatch(r"(\d+)(?:/(\d+))?x(\d+)@(\d+)", text)
+        if match:
+            # Without G, there are as many groups as heads.
+            shape = cls(*(int(size or match[1]) for size in match.groups()))
+            if min(shape) >= 1 and shape.heads % shape.groups == shape.head_dim % 2 == 0:
+                return shape
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a shape such as 12x64@1024 or 32/8x128@4096, with groups that divide"
+            " heads and an even head dimension"
+        )
 
     def __str__(self) -> str:
         groups = "" if self.groups == self.heads else f"/{self.groups}"
@@ -86,9 +83,14 @@ def inputs(shape: Shape, batch: int, dtype: torch.dtype) -> list[Tensor]:
     """Return random q (S, B, H, D) and k, v, z (S, B, G, D); z is RoPE's phases plus noise."""
     device = device_here()
     generator = torch.Generator(device).manual_seed(0)
-    sizes = [(shape.length, batch, n, shape.head_dim) for n in (shape.heads, *[shape.groups] * 3)]
     q, k, v, z = (
-        torch.randn(size, generator=generator, device=device, dtype=dtype) for size in sizes
+        torch.randn(
+            (shape.length, batch, heads, shape.head_dim),
+            generator=generator,
+            device=device,
+            dtype=dtype,
+        )
+        for heads in (shape.heads, shape.groups, shape.groups, shape.groups)
     )
     z.mul_(0.1).add_(rope(shape.length, shape.head_dim, dtype))
     return [x.requires_grad_() for x in (q, k, v, z)]
@@ -170,14 +172,15 @@ def measure(shape: Shape, arguments: argparse.Namespace, deadline: float) -> Ite
     dtype = DTYPES[arguments.precision]
     batch = max(1, arguments.tokens // shape.length)
     names, rejected = candidates(shape.head_dim, dtype, arguments.flex)
-    result = {"shape": str(shape), "batch": batch, "auto": {}, "timed": {}, "of_rope": {}}
-    result |= {"rejected": rejected, "no_time": []}
-    for encoding, needs in NEEDS.items():
-        auto = choose_backend(
-            "auto", device_here(), dtype, shape.head_dim, needs, grouped=shape.groups < shape.heads
-        )
-        result["auto"][encoding] = f"{encoding} {auto.backend}"
-
+    result = {
+        "shape": str(shape),
+        "batch": batch,
+        "auto": automatic(shape, dtype),
+        "timed": {},
+        "of_rope": {},
+        "rejected": rejected,
+        "no_time": [],
+    }
     exact = []
     for name in names:
         _, backend = name.split()
@@ -201,7 +204,8 @@ def measure(shape: Shape, arguments: argparse.Namespace, deadline: float) -> Ite
             for name in exact
         }
         timings, failed = timed(runs, arguments.repetitions, device_here())
-        rejected |= {f"{name}, {direction}": why for name, why in failed.items()}
+        for name, why in failed.items():
+            rejected[f"{name}, {direction}"] = why
 
         tape = fastest(timings, "tape")
         rope = fastest(timings, "rope")
@@ -212,14 +216,34 @@ def measure(shape: Shape, arguments: argparse.Namespace, deadline: float) -> Ite
             timing["tflops"] = PRODUCTS[encoding][direction] * product / timing["seconds"]
             if rope:
                 timing["ratio"] = timing["seconds"] / timings[rope]["seconds"]
-        if tape and rope:
-            result["of_rope"][direction] = {
-                "ratio": timings[tape]["ratio"],
-                "tape": tape,
-                "rope": rope,
-            }
+
         result["timed"][direction] = timings
+        if tape and rope:
+            ratio = timings[tape]["ratio"]
+            result["of_rope"][direction] = {"ratio": ratio, "tape": tape, "rope": rope}
         yield result
+
+
+def automatic(shape: Shape, dtype: torch.dtype) -> dict[str, str]:
+    """Return the candidate that `auto` selects for each encoding."""
+    grouped = shape.groups < shape.heads
+    names = {}
+    for encoding, needs in NEEDS.items():
+        choice = choose_backend(
+            "auto", device_here(), dtype, shape.head_dim, needs, grouped=grouped
+        )
+        names[encoding] = f"{encoding} {choice.backend}"
+    return names
+
+
+def fastest(timings: dict[str, dict], encoding: str) -> str | None:
+    """Return the name of an encoding's fastest candidate, or None if none was timed."""
+    times = {
+        name: timing["seconds"]
+        for name, timing in timings.items()
+        if name.startswith(encoding) and "seconds" in timing
+    }
+    return min(times, key=times.get, default=None)
 
 
 def _run(name: str, tensors: list[Tensor], output_grads: list[Tensor], backward: bool) -> None:
@@ -235,39 +259,22 @@ def _run(name: str, tensors: list[Tensor], output_grads: list[Tensor], backward:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = command_line.Parser(description=__doc__)
-    default = SHAPES if torch.cuda.is_available() else SHAPES[:1]
     add = parser.add_argument
-    add(
-        "--shapes",
-        nargs="+",
-        type=Shape.parse,
-        metavar="H[/G]xD@S",
-        default=default,
-        help="query heads, key/value groups if fewer, head dimension, sequence length; a sequence"
-        f" longer than --tokens is a batch of one (default here: {' '.join(map(str, default))})",
-    )
+    default = "default here: %(default)s"
+    shapes = SHAPES[:1]
+    tokens = 2048
+    if torch.cuda.is_available():
+        shapes = SHAPES
+        tokens = 65536
+    sizes = "query heads, key/value groups if fewer, head dimension, tokens (default: our models')"
+    add("--shapes", nargs="+", type=Shape.parse, metavar="H[/G]xD@S", default=shapes, help=sizes)
     add("--flex", action="store_true", help="compile and time FlexAttention as well")
-    add(
-        "--without",
-        nargs="+",
-        choices=BACKENDS,
-        metavar="NAME",
-        default=[],
-        help="backends to exclude",
-    )
-    tokens = 65536 if torch.cuda.is_available() else 2048
-    add(
-        "--tokens",
-        type=whole_number,
-        default=tokens,
-        help="tokens per batch (default here: %(default)s)",
-    )
-    add(
-        "--repetitions",
-        type=whole_number,
-        default=10,
-        help="maximum number of timed runs (default: %(default)s)",
-    )
+    excluded = "backends to exclude"
+    add("--without", nargs="+", choices=BACKENDS, metavar="NAME", default=[], help=excluded)
+    in_batch = f"tokens per batch, at least one sequence ({default})"
+    add("--tokens", type=whole_number, default=tokens, help=in_batch)
+    repetitions = f"maximum number of timed runs ({default})"
+    add("--repetitions", type=whole_number, default=10, help=repetitions)
     minutes = "start no check or shape after this many minutes (default: %(default)s)"
     add("--minutes", type=float, default=8.0, help=minutes)
     add_time_arguments(parser)

@@ -20,7 +20,7 @@ import dataclasses
 import json
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -37,7 +37,7 @@ from benchmarks.measured_model import (
     free_memory,
     run_config,
 )
-from benchmarks.timing import reason
+from benchmarks.timing import median_ratio, reason
 from megatron_tape import command_line
 from megatron_tape.checks.combinations import validate
 from megatron_tape.command_line import whole_number
@@ -81,23 +81,24 @@ def main(argv: list[str] | None = None) -> None:
     """Measure all variants, print a table, and write the record to the file that --output names."""
     arguments = parse(argv)
     quiet_libraries()
-    torch.set_num_threads(arguments.threads)
     layout = initialize_distributed(1)
     configs = {name: config_of(name, arguments) for name in [BASELINE, *arguments.only]}
-    result: dict = {
-        "shape": dataclasses.asdict(SHAPES[arguments.shape]),
-        "precision": arguments.precision,
-        "device": str(layout.device),
-    }
     parameters = {name: parameter_count(config.model) for name, config in configs.items()}
-    result["encodings"] = {
+    rows = {
         name: {"parameters": count, "additional_parameters": count - parameters[BASELINE]}
         for name, count in parameters.items()
     }
+    result = {
+        "shape": dataclasses.asdict(SHAPES[arguments.shape]),
+        "precision": arguments.precision,
+        "device": str(layout.device),
+        "encodings": rows,
+    }
     record = Record(arguments)
     for measure in (steps, decoding):
-        measure(configs, arguments, layout, result, lambda: record.write(result))
-    print("\n".join(table(result)))
+        for _ in measure(configs, arguments, layout, rows):
+            record.write(result)
+    print("\n".join(table(rows)))
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -109,28 +110,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--only", nargs="+", choices=others, default=others, metavar="NAME", help=only
     )
+    default = "default: %(default)s"
+    add = parser.add_argument
     shape = "155m-1k" if on_gpu else "cpu"
-    parser.add_argument("--shape", choices=SHAPES, default=shape, help="default: %(default)s")
-    parser.add_argument(
-        "--repetitions", type=whole_number, default=7, help="pairs of steps (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--context",
-        type=whole_number,
-        default=1024,
-        help="tokens in the cache (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--tokens", type=whole_number, default=24, help="tokens to decode (default: %(default)s)"
-    )
+    add("--shape", choices=SHAPES, default=shape, help=default)
+    add("--repetitions", type=whole_number, default=7, help=f"pairs of steps ({default})")
+    add("--context", type=whole_number, default=1024, help=f"tokens in the cache ({default})")
+    add("--tokens", type=whole_number, default=24, help=f"tokens to decode ({default})")
     precision = "bf16" if on_gpu else "fp32"
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default=precision)
-    parser.add_argument(
-        "--threads",
-        type=whole_number,
-        default=torch.get_num_threads(),
-        help="CPU threads (default: %(default)s)",
-    )
+    add("--precision", choices=("bf16", "fp32"), default=precision, help=default)
     add_record_arguments(parser)
     return parser.parse_args(argv)
 
@@ -138,9 +126,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def config_of(name: str, arguments: argparse.Namespace) -> RunConfig:
     """Return the configuration of the variant `name`. Raises ConfigError if it is invalid."""
     config = run_config(BASELINE, SHAPES[arguments.shape], arguments.precision)
-    config = replace_settings(
-        config, {f"model.{key}": value for key, value in VARIANTS[name].items()}
-    )
+    settings = {f"model.{key}": value for key, value in VARIANTS[name].items()}
+    config = replace_settings(config, settings)
     validate(config, 1)
     return config
 
@@ -149,43 +136,39 @@ def steps(
     configs: dict[str, RunConfig],
     arguments: argparse.Namespace,
     layout: ParallelLayout,
-    result: dict,
-    save: Callable[[], None],
-) -> None:
-    """Add step time and memory of each variant to `result`; its steps alternate with RoPE's. Call
-    `save` after each.
+    rows: dict[str, dict],
+) -> Iterator[None]:
+    """Add step time and memory of each variant to its row, and yield after each; its steps
+    alternate with RoPE's.
     """
     before = allocated()
     rope = build_model(configs[BASELINE], layout)
     rope.step()  # creates the optimizer's state
-    baseline = result["encodings"][BASELINE]
+    baseline = rows[BASELINE]
     baseline["memory"] = peak_of_step(rope, before)
     for name in arguments.only:
         print(f"training steps: {name}", flush=True)
-        row = result["encodings"][name]
+        row = rows[name]
         free_memory()  # the previous encoding may have failed
         before = allocated()
         try:
-            other = build_model(configs[name], layout)
+            variant = build_model(configs[name], layout)
         except (ConfigError, RuntimeError) as error:
             row["failed"] = reason(error)
             continue
+
         taken = [
-            (rope.step().seconds, other.step().seconds) for _ in range(1 + arguments.repetitions)
-        ][1:]
-        row["seconds_per_step"] = statistics.median(b for _, b in taken)
-        row["step_over_rope"] = statistics.median(b / a for a, b in taken)
-        row["memory"] = peak_of_step(other, before)
+            (rope.step().seconds, variant.step().seconds) for _ in range(arguments.repetitions + 1)
+        ]
+        of_rope, of_variant = zip(*taken[1:])
+        row["seconds_per_step"] = statistics.median(of_variant)
+        row["step_over_rope"] = median_ratio(of_variant, of_rope)
+        row["memory"] = peak_of_step(variant, before)
         row["memory_over_rope"] = row["memory"] / baseline["memory"]
-        row["attention"] = other.backend
-        baseline.setdefault("seconds_per_step", statistics.median(a for a, _ in taken))
-        print(
-            f"  {row['step_over_rope']:.2f} times RoPE's step, memory"
-            f" {row['memory_over_rope']:.2f}",
-            flush=True,
-        )
-        other.release()
-        save()
+        row["attention"] = variant.backend
+        baseline.setdefault("seconds_per_step", statistics.median(of_rope))
+        variant.release()
+        yield
     rope.release()
 
 
@@ -200,11 +183,10 @@ def peak_of_step(measured: MeasuredModel, before: int) -> int:
     """Return a step's peak memory in bytes, without the `before` bytes that the GPU held before the
     model was built.
     """
-    if measured.layout.device.type != "cuda":
-        return measured.memory()["peak"]
-    torch.cuda.reset_peak_memory_stats()
-    measured.step()
-    return torch.cuda.max_memory_allocated() - before
+    if measured.layout.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        measured.step()
+    return measured.memory()["peak"] - before
 
 
 def build_model(config: RunConfig, layout: ParallelLayout) -> MeasuredModel:
@@ -227,33 +209,33 @@ def decoding(
     configs: dict[str, RunConfig],
     arguments: argparse.Namespace,
     layout: ParallelLayout,
-    result: dict,
-    save: Callable[[], None],
-) -> None:
-    """Add each exported model's decode time per token to `result`; its tokens alternate with a
-    Llama's.
+    rows: dict[str, dict],
+) -> Iterator[None]:
+    """Add each exported model's decode time per token to its row, and yield after each; its tokens
+    alternate with a Llama's.
     """
-    plain = configs[BASELINE]
-    llama = decoder(plain.model, dtype_of(plain), layout.device)
-    text = torch.randint(plain.model.vocab_size, (1, plain.model.seq_length), device=layout.device)
+    plain = configs[BASELINE].model
+    dtype = dtype_of(configs[BASELINE])
+    llama = decoder(plain, dtype, layout.device)
+    length = min(arguments.context, plain.seq_length) - arguments.tokens - 1
+    prompt = torch.randint(plain.vocab_size, (1, length), device=layout.device)
     for name in arguments.only:
         print(f"decoding: {name}", flush=True)
-        row = result["encodings"][name]
+        row = rows[name]
         try:
-            other = decoder(configs[name].model, dtype_of(plain), layout.device)
+            variant = decoder(configs[name].model, dtype, layout.device)
         except (ConfigError, NotImplementedError, ValueError) as error:
             row["decoding_failed"] = reason(error)
             continue
-        prompt = text[:, : min(arguments.context, text.shape[1]) - arguments.tokens - 1]
+
+        models = {"llama": llama, "variant": variant}
         with torch.inference_mode():
-            taken = cached_seconds(
-                {"llama": llama, "other": other}, "dynamic", prompt, 1 + arguments.tokens
-            )
-        pairs = list(zip(taken["llama"], taken["other"]))[1:]
-        row["seconds_per_token"] = statistics.median(b for _, b in pairs)
-        row["decoding_over_rope"] = statistics.median(b / a for a, b in pairs)
-        print(f"  {row['decoding_over_rope']:.2f} times a Llama's token", flush=True)
-        save()
+            taken = cached_seconds(models, "dynamic", prompt, 1 + arguments.tokens)
+        of_llama = taken["llama"][1:]
+        of_variant = taken["variant"][1:]
+        row["seconds_per_token"] = statistics.median(of_variant)
+        row["decoding_over_rope"] = median_ratio(of_variant, of_llama)
+        yield
 
 
 @torch.inference_mode()
@@ -303,25 +285,24 @@ def random_model(model: ModelConfig) -> PreTrainedModel:
     return exported
 
 
-def table(result: dict) -> list[str]:
+def table(rows: dict[str, dict]) -> list[str]:
     """Return the lines of a Markdown table of ratios to RoPE, and a line per failure."""
     lines = ["| encoding | step | memory | parameters | token |", "|---|---|---|---|---|"]
-    for name, row in result["encodings"].items():
+    failures = []
+    for name, row in rows.items():
         if name == BASELINE:
             lines.append(f"| {name} | 1 | 1 | {row['parameters']:,} | 1 |")
             continue
+
         step = _ratio(row, "step_over_rope")
         memory = _ratio(row, "memory_over_rope")
         token = _ratio(row, "decoding_over_rope")
-        lines.append(
-            f"| {name} | {step} | {memory} | {row['additional_parameters']:+,} | {token} |"
-        )
-
-    for name, row in result["encodings"].items():
+        added = row["additional_parameters"]
+        lines.append(f"| {name} | {step} | {memory} | {added:+,} | {token} |")
         for key in ("failed", "decoding_failed"):
             if key in row:
-                lines.append(f"{name}: no figure: {row[key]}")
-    return lines
+                failures.append(f"{name}: no figure: {row[key]}")
+    return lines + failures
 
 
 def _ratio(row: dict, key: str) -> str:

@@ -25,8 +25,6 @@ PACKAGES = (
     "numpy",
     "sentencepiece",
     "tokenizers",
-)
-PACKAGES += (
     "pydantic",
     "transformers",
     "pytest",

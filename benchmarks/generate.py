@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from benchmarks.environment import Record
-from benchmarks.timing import DTYPES, add_time_arguments, device_here, seconds
+from benchmarks.timing import DTYPES, add_time_arguments, device_here, median_ratio, seconds
 from megatron_tape import command_line
 from megatron_tape.command_line import whole_number
 from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
@@ -39,6 +39,17 @@ Models = dict[str, PreTrainedModel]
 CACHES = ("dynamic", "static")
 PARITY_LAYERS = 4
 PARITY_TOKENS = 300
+TOY = {
+    "layers": 2,
+    "heads": 4,
+    "groups": 2,
+    "head_dim": 16,
+    "ffn": 64,
+    "vocab_size": 128,
+    "lengths": [64],
+    "cached_tokens": 8,
+}
+"""The options of --toy."""
 
 
 def build(arguments: argparse.Namespace, layers: int, dtype: torch.dtype) -> Models:
@@ -91,31 +102,39 @@ def check_parity(arguments: argparse.Namespace) -> None:
     randomize(tape)
     logits = tape(prompt).logits
     tape.set_attn_implementation("eager")
-    for what, a, b, bound in (
-        ("TAPE's matrices at zero and Llama", zero_logits, llama(prompt).logits, 1e-5),
-        ("sdpa and eager attention", logits, tape(prompt).logits, 1e-9),
-    ):
-        difference = (a - b).abs().max().item()
-        if not difference <= bound:
-            sys.exit(
-                f"error: the logits of {what} differ by {difference:.1e}, so nothing is measured"
-            )
+    sdpa_and_eager = (logits - tape(prompt).logits).abs().max().item()
+    tape_and_llama = (zero_logits - llama(prompt).logits).abs().max().item()
+    if not (tape_and_llama <= 1e-5 and sdpa_and_eager <= 1e-9):
+        sys.exit(
+            f"error: logits of TAPE with zero matrices differ by {tape_and_llama:.1e} from Llama's,"
+            f" those of sdpa by {sdpa_and_eager:.1e} from eager attention's, so nothing is measured"
+        )
+
     tape.set_attn_implementation("sdpa")
-    for name, model in (("llama", llama), ("tape", tape)):
-
-        def tokens(model: PreTrainedModel = model, **options) -> torch.Tensor:
-            torch.manual_seed(2)
-            # transformers would otherwise compile the model for a static cache on a GPU.
-            options |= dict(do_sample=True, top_k=0, pad_token_id=0, disable_compile=True)
-            return model.generate(prompt[:, :48], max_new_tokens=32, **options)
-
-        uncached = tokens(use_cache=False)
+    for name, model in models.items():
+        uncached = sampled_tokens(model, prompt, use_cache=False)
         for kind in CACHES:
-            if not torch.equal(tokens(cache_implementation=kind), uncached):
+            tokens = sampled_tokens(model, prompt, cache_implementation=kind)
+            if not torch.equal(tokens, uncached):
                 sys.exit(
                     f"error: {name} generates other tokens with a {kind} cache than without;"
                     " nothing is measured"
                 )
+
+
+def sampled_tokens(model: PreTrainedModel, prompt: torch.Tensor, **options) -> torch.Tensor:
+    """Return the beginning of the prompt with 32 sampled tokens."""
+    torch.manual_seed(2)
+    return model.generate(
+        prompt[:, :48],
+        max_new_tokens=32,
+        do_sample=True,
+        top_k=0,
+        pad_token_id=0,
+        # transformers would otherwise compile the model for a static cache on a GPU.
+        disable_compile=True,
+        **options,
+    )
 
 
 def new_cache(kind: str, model: PreTrainedModel, length: int) -> Cache:
@@ -131,16 +150,16 @@ def cached_seconds(
     """Return each model's seconds for each of `steps` tokens after `prompt` (1, S); the models
     alternate by token.
     """
-    caches = {
-        name: new_cache(kind, model, prompt.shape[1] + steps) for name, model in models.items()
-    }
+    length = prompt.shape[1]
+    caches = {name: new_cache(kind, model, length + steps) for name, model in models.items()}
     for name, model in models.items():
         model(prompt, cache=caches[name], use_cache=True, logits_to_keep=1)
+
     taken = {name: [] for name in models}
     for step in range(steps):
-        token = prompt[:, step % prompt.shape[1], None]
-        for name, decode in models.items():
-            call = functools.partial(decode, token, cache=caches[name], use_cache=True)
+        token = prompt[:, step % length, None]
+        for name, model in models.items():
+            call = functools.partial(model, token, cache=caches[name], use_cache=True)
             taken[name].append(seconds(call, prompt.device))
     return taken
 
@@ -158,97 +177,64 @@ def prompt_seconds(models: Models, prompt: torch.Tensor, passes: int) -> dict[st
     return taken
 
 
-def summarize(taken: dict[str, list[float]], skip: int = 0) -> dict:
-    """Return the medians and the ratio of TAPE's time to Llama's. The first `skip` measurements are
-    warm-up.
-    """
-    taken = {name: values[skip:] for name, values in taken.items()}
-    ratio = statistics.median(t / p for t, p in zip(taken["tape"], taken["llama"]))
-    median = {name: statistics.median(values) for name, values in taken.items()}
-    return {"seconds": median, "tape_over_llama": ratio, "timed": len(taken["tape"])}
+def summarize(what: str, taken: dict[str, list[float]], warmup: int) -> dict:
+    """Return and print the medians and the ratio of TAPE's time to Llama's."""
+    llama = taken["llama"][warmup:]
+    tape = taken["tape"][warmup:]
+    medians = {"llama": statistics.median(llama), "tape": statistics.median(tape)}
+    ratio = median_ratio(tape, llama)
+    times = ", ".join(f"{name} {value:.4f} s" for name, value in medians.items())
+    print(f"{what}: {times}; TAPE / Llama {ratio:.3f}", flush=True)
+    return {"seconds": medians, "tape_over_llama": ratio, "timed": len(tape)}
 
 
 def measure(arguments: argparse.Namespace, record: Record) -> None:
-    """Check parity, then measure at every length; print and record each result at once."""
+    """Check parity, then measure prefill and decoding at every length; print and record each result
+    at once.
+    """
     check_parity(arguments)
-    print(
-        "parity checked: TAPE with zero update matrices equals Llama; a cache does not change the"
-        " tokens",
-        flush=True,
-    )
+    print("parity checked: logits equal Llama's, and a cache changes no token", flush=True)
     models = build(arguments, arguments.layers, DTYPES[arguments.precision])
     randomize(models["tape"])
-    result: dict = {
-        "parameters": {name: model.num_parameters() for name, model in models.items()},
-        "lengths": {},
-    }
+    rows: dict[int, dict] = {}
+    parameters = {name: model.num_parameters() for name, model in models.items()}
     text = torch.randint(1, arguments.vocab_size, (1, max(arguments.lengths)), device=device_here())
     for length in arguments.lengths:
-        result["lengths"][length] = at_length(models, text[:, :length], arguments)
-        record.write(result)
-
-
-def at_length(models: Models, prompt: torch.Tensor, arguments: argparse.Namespace) -> dict:
-    """Measure prefill of `prompt` (1, S), and decoding with both caches; print and return the
-    results.
-    """
-    length = prompt.shape[1]
-    result = {}
-    for kind in CACHES:
-        seconds = cached_seconds(models, kind, prompt, arguments.cached_tokens)
-        result[kind] = summarize(seconds, skip=4)
-        medians = result[kind]["seconds"]
-        rates = ", ".join(f"{name} {1 / value:.2f}" for name, value in medians.items())
-        ratio = result[kind]["tape_over_llama"]
-        print(
-            f"{length} tokens, cache {kind}: {rates} tokens/s; TAPE / Llama time {ratio:.3f}",
-            flush=True,
-        )
-
-    result["prompt"] = summarize(prompt_seconds(models, prompt, 1 + arguments.passes), skip=1)
-    medians = result["prompt"]["seconds"]
-    times = ", ".join(f"{name} {value:.3f} s" for name, value in medians.items())
-    ratio = result["prompt"]["tape_over_llama"]
-    print(f"{length} tokens, prompt: {times}; TAPE / Llama time {ratio:.3f}", flush=True)
-    return result
+        prompt = text[:, :length]
+        row = rows[length] = {}
+        for kind in CACHES:
+            taken = cached_seconds(models, kind, prompt, arguments.cached_tokens)
+            row[kind] = summarize(f"a token after {length}, {kind} cache", taken, warmup=4)
+        taken = prompt_seconds(models, prompt, 1 + arguments.passes)
+        row["prompt"] = summarize(f"prompt of {length} tokens", taken, warmup=1)
+        record.write({"parameters": parameters, "lengths": rows})
 
 
 def main() -> None:
-    """Measure, print rates and ratios, and write the record to the file that --output names."""
+    """Measure, print times and ratios, and write the record to the file that --output names."""
     sizes: dict = {"layers": 8, "heads": 12, "head_dim": 64, "lengths": [256, 1024, 4096]}
     if torch.cuda.is_available():
         sizes = {"layers": 24, "heads": 16, "head_dim": 128, "ffn": 5504}
         sizes["lengths"] = [1024, 4096, 8192]
+    default = "default: %(default)s"
     parser = command_line.Parser(description=__doc__)
-    parser.add_argument("--layers", type=whole_number)
-    parser.add_argument("--heads", type=whole_number)
-    parser.add_argument("--groups", type=whole_number, help="key/value heads, if fewer than heads")
-    parser.add_argument("--head-dim", type=whole_number)
-    parser.add_argument("--ffn", type=whole_number, help="default: %(default)s")
-    parser.add_argument("--vocab-size", type=whole_number, default=32000)
-    parser.add_argument("--lengths", type=whole_number, nargs="+", help="default: %(default)s")
+    add = parser.add_argument
+    add("--layers", type=whole_number)
+    add("--heads", type=whole_number)
+    add("--groups", type=whole_number, help="key/value heads, if fewer than heads")
+    add("--head-dim", type=whole_number)
+    add("--ffn", type=whole_number, help=default)
+    add("--vocab-size", type=whole_number, default=32000, help=default)
+    add("--lengths", type=whole_number, nargs="+", help=default)
+    decoded = "tokens to decode; the first 4 are warm-up"
+    add("--cached-tokens", type=whole_number, default=24, help=decoded)
+    add("--passes", type=whole_number, default=5, help=f"prefills per length ({default})")
+    add("--threads", type=whole_number, help="CPU threads (default: torch's)")
     parser.set_defaults(**sizes)
-    parser.add_argument(
-        "--cached-tokens",
-        type=whole_number,
-        default=24,
-        help="tokens to decode; the first 4 are warm-up",
-    )
-    parser.add_argument(
-        "--passes", type=whole_number, default=5, help="prefills per length (default: %(default)s)"
-    )
-    parser.add_argument("--threads", type=whole_number, help="CPU threads (default: torch's)")
     add_time_arguments(parser)
     arguments = parser.parse_args()
     if arguments.toy:
-        arguments.layers = 2
-        arguments.heads = 4
-        arguments.groups = 2
-        arguments.head_dim = 16
-        arguments.ffn = 64
-        arguments.vocab_size = 128
-        arguments.lengths = [64]
-        arguments.cached_tokens = 8
+        vars(arguments).update(TOY)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     with torch.no_grad():

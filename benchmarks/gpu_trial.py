@@ -116,7 +116,7 @@ class Trial:
         self.record: dict = {
             "trial": origin,
             "problems": [],
-            "stages": {part.name: ahead for part in parts},
+            "stages": dict.fromkeys((part.name for part in parts), ahead),
         }
         paths = [str(ROOT), str(packages), os.environ.get("PYTHONPATH", "")]
         self.variables = os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
@@ -167,16 +167,15 @@ class Trial:
                 preexec_fn=os.setpgrp,  # a process group, so that `end` also reaches children
             )
         try:
-            if status := program.wait(seconds):
-                last = _last_line(log.read_text(errors="replace"))
-                if status > 0:
-                    cause = f"exit status {status}: {last}"
-                else:
-                    cause = signal.Signals(-status).name
-                entry |= {"status": "failed", "reason": cause}
-            else:
+            status = program.wait(seconds)
+            if status == 0:
                 entry["status"] = "done"
                 del entry["reason"]
+            elif status < 0:
+                entry |= {"status": "failed", "reason": signal.Signals(-status).name}
+            else:
+                last = _last_line(log.read_text(errors="replace"))
+                entry |= {"status": "failed", "reason": f"exit status {status}: {last}"}
         except subprocess.TimeoutExpired:
             entry |= {"status": "out of time", "reason": f"it was stopped after {seconds:.0f} s"}
         finally:
@@ -243,12 +242,12 @@ def summary(record: dict) -> list[str]:
     found = {name: part.get("results", {}) for name, part in record["stages"].items()}
     origin = record["trial"]
     lines = ["# GPU trial", ""]
-    environment = next(
-        (each["environment"] for each in found.values() if "environment" in each), None
-    )
-    if environment and not environment["gpus"]:
+    environments = [
+        results["environment"] for results in found.values() if "environment" in results
+    ]
+    if environments and not environments[0]["gpus"]:
         lines += ["**No GPU: toy size on a CPU. The figures say nothing about a GPU.**", ""]
-    lines += [f"Machine: {_machine(environment, found.get('machine', {}))}", ""]
+    lines += [f"Machine: {_machine(environments, found.get('machine', {}))}", ""]
     lines += [f"Commit {origin['commit']}, {origin['date']}: `{origin['command']}`", ""]
     if listed := [f"- {where}: {why}" for where, why in problems(record)]:
         lines += ["Problems:", "", *listed]
@@ -270,9 +269,10 @@ def summary(record: dict) -> list[str]:
     return lines
 
 
-def _machine(environment: dict | None, rates: dict) -> str:
-    if environment is None:
+def _machine(environments: list[dict], rates: dict) -> str:
+    if not environments:
         return "unknown"
+    environment = environments[0]
     packages = environment["packages"]
     fields = [
         " + ".join(environment["gpus"]) or environment["cpu"],
@@ -313,30 +313,30 @@ def _goals(found: dict) -> Iterator[str]:
 
 def _cases(found: dict) -> Iterator[str]:
     """Yield a table of the largest errors, divided by the allowed errors, by kernel and shape."""
-    cases = {
-        (f"{case['shape']}@{case['length']}", case["name"]): case
-        for case in found.get("correctness", {}).get("cases", [])
-    }
+    cases = {}
+    for case in found.get("correctness", {}).get("cases", []):
+        cases[f"{case['shape']}@{case['length']}", case["name"]] = case
     columns = sorted({column for column, _ in cases})
     names = sorted({name for _, name in cases})
     if cases:
-        yield "| error / allowed error | " + " | ".join(columns) + " |"
+        yield f"| error / allowed error | {' | '.join(columns)} |"
         yield "|---" + "|--:" * len(columns) + "|"
     for name in names:
-        cells = [_worst(cases.get((column, name))) for column in columns]
+        cells = [_worst(cases.get((column, name), {})) for column in columns]
         yield f"| {name} | {' | '.join(cells)} |"
 
 
-def _worst(case: dict | None) -> str:
-    if case is None:
-        return ""
+def _worst(case: dict) -> str:
     if "error" in case:
         return "**fails**"
+    if "worst" not in case:
+        return ""
     if case["worst"] is None:
         return "**NaN**"
+    worst = f"{case['worst']:.2f}"
     if case["inexact"]:
-        return f"**{case['worst']:.2f}**"
-    return f"{case['worst']:.2f}"
+        return f"**{worst}**"
+    return worst
 
 
 def _training(found: dict) -> Iterator[str]:
@@ -362,11 +362,12 @@ def prepare(options: argparse.Namespace, packages: Path) -> None:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         pip += ["--no-index", "--no-deps", "--no-compile", "--target", str(packages)]
         pip += sorted(options.wheels.glob("*.whl"))
-        done = subprocess.run(pip, capture_output=True, text=True)
-        if done.returncode != 0:
+        installation = subprocess.run(pip, capture_output=True, text=True)
+        if installation.returncode != 0:
             raise ConfigError(
                 f"--wheels {options.wheels}",
-                f"cannot be installed for {python}: {_last_line(done.stderr)}",
+                f"cannot be installed for {python}: {_last_line(installation.stderr)}",
+                "collect them with: python -m benchmarks.wheels DIR",
             )
         sys.path.insert(0, str(packages))  # find_spec below must find them
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
@@ -378,8 +379,7 @@ def prepare(options: argparse.Namespace, packages: Path) -> None:
 
 
 def _last_line(text: str) -> str:
-    lines = text.strip().splitlines() or [""]
-    return lines[-1][:200]
+    return text.strip().rpartition("\n")[2][:200]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -405,20 +405,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--toy", action="store_true", help="run at toy size on the CPU, even if there is a GPU")
     add("--commit", help="commit of this code, if git cannot determine it")
     options = parser.parse_args(argv)
-    if not 0 < options.minutes <= 600:
-        raise ConfigError("--minutes", f"is {options.minutes:g}, which is not between 0 and 600")
-    if options.wheels and not any(options.wheels.glob("*.whl")):
-        fix = "collect them with: python -m benchmarks.wheels DIR"
-        raise ConfigError("--wheels", f"is {options.wheels}, which contains no wheels", fix)
     options.output = options.output.resolve()  # parts run in the repository
     return options
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the parts, print the summary, and return 1 if there were problems, otherwise 0."""
-    deadline = time.monotonic()
+    started = time.monotonic()
     options = parse(argv)
-    deadline += 60 * options.minutes
+    deadline = started + 60 * options.minutes
     parts = [part for part in PARTS if part.name in options.part]
     with tempfile.TemporaryDirectory(prefix="gpu-trial-") as work:
         prepare(options, Path(work))

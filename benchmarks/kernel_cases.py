@@ -10,7 +10,7 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from multiprocessing.connection import Connection
 from typing import NamedTuple
@@ -45,10 +45,12 @@ MAX_PROCESSES = 12
 """Maximum number of cases that run at the same time."""
 CASE_SECONDS = 60.0
 """Time limit of a case."""
-PRELOADED = ["benchmarks.kernel_cases", "torch.fx.experimental.symbolic_shapes"]
-PRELOADED += [
-    f"megatron_tape.ops.kernels.triton_{name}"
-    for name in ("attention", "position_update", "swiglu")
+PRELOADED = [
+    "benchmarks.kernel_cases",
+    "torch.fx.experimental.symbolic_shapes",
+    "megatron_tape.ops.kernels.triton_attention",
+    "megatron_tape.ops.kernels.triton_position_update",
+    "megatron_tape.ops.kernels.triton_swiglu",
 ]
 """Modules that are imported once, before processes are forked. Importing them does not initialize
 CUDA.
@@ -82,16 +84,18 @@ def dtype_here() -> torch.dtype:
 
 def kernel_cases(toy: bool) -> list[Case]:
     """Return the cases of this project's Triton kernels, at toy size with `toy`."""
-    shapes = TOY_SHAPES if toy else SHAPES
-    length = TOY_LENGTH if toy else LENGTH
-    cases = []
-    for shape in shapes:
-        names = _kernels(Shape.parse(f"{shape}@1"), dtype_here())
-        cases += [Case(shape, name, length) for name in names]
-    if not toy:
-        shape, length = LONG_CASE
-        cases.append(Case(shape, "attention", length))
-    return cases
+    if toy:
+        return _kernel_cases(TOY_SHAPES, TOY_LENGTH)
+    shape, length = LONG_CASE
+    return [*_kernel_cases(SHAPES, LENGTH), Case(shape, "attention", length)]
+
+
+def _kernel_cases(shapes: Sequence[str], length: int) -> list[Case]:
+    return [
+        Case(shape, name, length)
+        for shape in shapes
+        for name in _kernels(Shape.parse(f"{shape}@1"), dtype_here())
+    ]
 
 
 def library_cases(toy: bool) -> list[Case]:
@@ -124,10 +128,9 @@ def check_case(case: Case) -> dict:
     """
     errors = list(deviations(*case.check(), dtype_here()))
     inexact = [str(deviation) for deviation in errors if not deviation.exact]
+    worst = None
     if all(math.isfinite(deviation.error) for deviation in errors):
         worst = max(deviation.error / deviation.allowed for deviation in errors)
-    else:
-        worst = None
     return {"worst": worst, "inexact": inexact[:3]}
 
 

@@ -8,7 +8,7 @@ writes `docs/overview.png`. The records are in `benchmarks/results/comparisons/`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,17 +67,11 @@ def main(argv: list[str] | None = None) -> None:
 
 def draw_losses(axes: Axes) -> None:
     """Plot the loss of language models at the trained length and beyond it."""
-    means = {}
-    for variant, color in (("rope", ROPE), ("tape", TAPE)):
-        values = scores("language_512", variant, "loss", [(length, None) for length in LENGTHS])
-        means[variant] = draw_line(axes, values, color)
-    yarn = [
-        scores("language_512_yarn", variant, "loss", [(length, None) for length in LENGTHS])
-        for variant in ("rope", "tape")
-    ]
+    rope = draw_line(axes, scores("language_512", "rope", "loss", LENGTHS), ROPE)
+    tape = draw_line(axes, scores("language_512", "tape", "loss", LENGTHS), TAPE)
+    yarn = [scores("language_512_yarn", name, "loss", LENGTHS) for name in ("rope", "tape")]
     draw_line(axes, np.concatenate(yarn), NEUTRAL, linestyle=":")
-    rope = means["rope"]
-    tape = means["tape"]
+
     axes.text(1.5, 4.14, "RoPE", color=ROPE, ha="right", va="bottom", weight="bold")
     axes.text(1.55, 3.91, "TAPE", color=TAPE, va="top", weight="bold")
     axes.text(2, 3.64, "both with YaRN", color=NEUTRAL, ha="right", va="bottom")
@@ -88,9 +82,9 @@ def draw_losses(axes: Axes) -> None:
             (place + 0.07, rope[place]),
             arrowprops={"arrowstyle": "->"},
         )
-        axes.text(
-            place + 0.1, (tape[place] + rope[place]) / 2 + 0.04, f"−{rope[place] - tape[place]:.2f}"
-        )
+        middle = (tape[place] + rope[place]) / 2
+        axes.text(place + 0.1, middle + 0.04, f"−{rope[place] - tape[place]:.2f}")
+
     axes.set_xticks(range(len(LENGTHS)), list(LENGTHS.values()))
     axes.set(xlim=(-0.15, 2.35), ylim=(3.4, 4.42), ylabel="loss (nats per token)")
     axes.set_xlabel("tokens of context (dots: three seeds)")
@@ -101,20 +95,15 @@ def draw_losses(axes: Axes) -> None:
 
 def draw_copying(axes: Axes) -> None:
     """Plot the copying accuracy with the trained number of blanks, with fewer and with more."""
-    for variant, color, shift in (("rope", ROPE, -0.012), ("tape", TAPE, 0.012)):
-        for suffix, linestyle in (("", "-"), (f"+{INCREMENTS}", "--")):
-            values = scores(
-                "selective_copy", variant + suffix, "accuracy", [(None, group) for group in BLANKS]
-            )
-            draw_line(axes, values, color, linestyle=linestyle, shift=shift)
-        axes.text(
-            2.06,
-            0.215 - 4.2 * shift,
-            {"rope": "RoPE", "tape": "TAPE"}[variant],
-            color=color,
-            weight="bold",
-            va="center",
-        )
+    for variant, name, color, shift in (
+        ("rope", "RoPE", ROPE, -0.012),
+        ("tape", "TAPE", TAPE, 0.012),
+    ):
+        plain = scores("selective_copy", variant, "accuracy", BLANKS)
+        signed = scores("selective_copy", f"{variant}+{INCREMENTS}", "accuracy", BLANKS)
+        draw_line(axes, plain, color, shift=shift)
+        draw_line(axes, signed, color, linestyle="--", shift=shift)
+        axes.text(2.06, 0.215 - 4.2 * shift, name, color=color, weight="bold", va="center")
     explanation = "signed increments:\na token's content sets\nits step in position"
     axes.text(2.36, 0.955, explanation, ha="right", va="top", fontsize="small", linespacing=1.25)
     axes.text(0.36, 0.60, "without\nincrements", ha="right", va="center")
@@ -127,32 +116,26 @@ def draw_copying(axes: Axes) -> None:
     axes.set_title("With signed increments, both also copy\namong half and twice the blanks")
 
 
-def scores(
-    record: str, variant: str, metric: str, columns: Sequence[tuple[int | None, str | None]]
-) -> np.ndarray:
-    """Return a variant's scores (seeds, columns) in a record; a column selects a length, a group,
-    or both.
-    """
-    runs = [
-        run for run in read_comparison(RECORDS / f"{record}.json").runs if run.variant == variant
-    ]
-    if len(runs) != 3:
-        raise ValueError(
-            f"{record}.json has {len(runs)} runs of {variant}, but the picture's label says three"
-            " seeds"
-        )
+def scores(record: str, variant: str, metric: str, columns: Iterable[int | str]) -> np.ndarray:
+    """Return a variant's scores (seeds, columns) in a record; a column is a length or a group."""
+    runs = read_comparison(RECORDS / f"{record}.json").runs
+    return np.array(
+        [
+            [value(run, metric, column) for column in columns]
+            for run in runs
+            if run.variant == variant
+        ]
+    )
 
-    def value(run: FinishedRun, length: int | None, group: str | None) -> float:
-        (score,) = (
-            score
-            for score in run.scores
-            if score.metric == metric
-            and length in (None, score.length)
-            and group in (None, score.group)
-        )
-        return score.value
 
-    return np.array([[value(run, *column) for column in columns] for run in runs])
+def value(run: FinishedRun, metric: str, column: int | str) -> float:
+    """Return a run's only score of a metric at a length or in a group."""
+    (found,) = (
+        score.value
+        for score in run.scores
+        if score.metric == metric and column in (score.length, score.group)
+    )
+    return found
 
 
 def draw_line(

@@ -38,16 +38,6 @@ def _timing(timing: dict | None) -> str:
     )
 
 
-def fastest(timings: dict[str, dict], encoding: str) -> str | None:
-    """Return the name of an encoding's fastest candidate, or None if none was timed."""
-    timed = [
-        name
-        for name, timing in timings.items()
-        if "seconds" in timing and name.startswith(encoding)
-    ]
-    return min(timed, key=lambda name: timings[name]["seconds"], default=None)
-
-
 def step_table(results: dict[str, dict]) -> Iterator[str]:
     """Yield the lines of a table of results of `benchmarks.train_step`; their keys are the first
     column.

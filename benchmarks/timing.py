@@ -3,7 +3,7 @@
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -61,6 +61,11 @@ def seconds(call: Callable[[], object], device: torch.device, count: int = 1) ->
     for _ in range(count):
         call()
     return (synchronized_time(device) - started) / count
+
+
+def median_ratio(ours: Iterable[float], others: Iterable[float]) -> float:
+    """Return the median of the ratios of paired times."""
+    return statistics.median(a / b for a, b in zip(ours, others))
 
 
 def timed(

@@ -43,12 +43,13 @@ from benchmarks.measured_model import (
     SHAPES,
     MeasuredModel,
     Shape,
+    Step,
     dtype_of,
     rms_difference,
     run_config,
 )
 from benchmarks.tables import step_table
-from benchmarks.timing import matmul_peak, reason
+from benchmarks.timing import matmul_peak, median_ratio, reason
 from megatron_tape import command_line
 from megatron_tape.command_line import whole_number
 from megatron_tape.config.schema import ATTENTION_BACKENDS, RunConfig
@@ -208,36 +209,32 @@ class Comparison:
             taken = ", ".join(f"{name} {done[-1].seconds:.4f} s" for name, done in steps.items())
             self.log(f"step {repetition + 1} of {total}: {taken}")
         for name, measured in models.items():
-            counted = steps[name][warmup:]
-            model = measured.config.model
-            seconds = statistics.median(step.seconds for step in counted)
-            speed = self._speed(flops_per_token(model), seconds)
-            self.result["models"][name] = {
-                **measured.description(),
-                **speed,
-                "seconds": [step.seconds for step in counted],
-                "losses": [step.loss for step in counted],
-                "memory": measured.memory(),
-                "parameters": parameter_count(model),
-            }
+            self._add_result(measured, steps[name][warmup:])
         self._compare()
         if self.arguments.profile:
             for measured in models.values():
                 self._profile(measured)
 
-    def _speed(self, flops: int, seconds: float) -> dict:
-        """Return the speed of a model with `flops` model FLOPs per token and steps of `seconds`."""
+    def _add_result(self, measured: MeasuredModel, steps: list[Step]) -> None:
+        """Add the speed and the memory of a model."""
+        model = measured.config.model
+        flops = flops_per_token(model)
+        seconds = statistics.median(step.seconds for step in steps)
         tokens = self.result["run"]["tokens_per_step"] / seconds
         rate = flops * tokens / self.layout.world_size
         peak = self.result["peak_flops"]
-        mfu = rate / peak if peak else None
-        return {
+        self.result["models"][measured.name] = {
+            **measured.description(),
             "seconds_per_step": seconds,
             "tokens_per_second": tokens,
             "tflops": rate / 1e12,
-            "mfu": mfu,
+            "mfu": peak and rate / peak,
             "of_matmul": rate / self.result["matmul_flops"],
             "flops_per_token": flops,
+            "seconds": [step.seconds for step in steps],
+            "losses": [step.loss for step in steps],
+            "memory": measured.memory(),
+            "parameters": parameter_count(model),
         }
 
     def _compare(self) -> None:
@@ -270,7 +267,7 @@ class Comparison:
         ours, others = (self.result["models"][each] for each in (name, other))
         if self.on_gpu:
             return ours["seconds_per_step"] / others["seconds_per_step"]
-        return statistics.median(a / b for a, b in zip(ours["seconds"], others["seconds"]))
+        return median_ratio(ours["seconds"], others["seconds"])
 
     @contextmanager
     def _built(self, name: str) -> Iterator[MeasuredModel]:

@@ -16,23 +16,26 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from benchmarks.environment import Record, add_record_arguments
 from megatron_tape.command_line import Parser
 from megatron_tape.io.versions import ROOT
 
-if TYPE_CHECKING:
-    import pytest
-
-_RUN = "test_a_run_has_the_losses_and_gradient_norms_of_the_cpu[{}]"
-_GRADIENT = "test_gradients_have_at_most_twice_the_error_of_plain_torch[{}]"
+_RUN = "test_a_run_has_the_losses_and_gradient_norms_of_the_cpu"
+_GRADIENTS = "test_gradients_have_at_most_twice_the_error_of_plain_torch"
 TRAINED = [
-    _RUN.format(name) for name in ("tape fp32", "tape bf16 ZeRO 2", "rope fp32", "rope bf16 ZeRO 2")
+    f"{_RUN}[tape fp32]",
+    f"{_RUN}[tape bf16 ZeRO 2]",
+    f"{_RUN}[rope fp32]",
+    f"{_RUN}[rope bf16 ZeRO 2]",
+    f"{_GRADIENTS}[gradients of tape-dtype0]",
+    f"{_GRADIENTS}[gradients of tape-dtype1]",
 ]
-TRAINED += [_GRADIENT.format(f"gradients of tape-dtype{number}") for number in (0, 1)]
 """The tests of tests/gpu/test_training_on_gpu.py that the part `training` runs."""
-TRAINED_TOY = [_RUN.format("tape bf16 ZeRO 2"), _GRADIENT.format("gradients of tape packed-dtype0")]
+TRAINED_TOY = [
+    f"{_RUN}[tape bf16 ZeRO 2]",
+    f"{_GRADIENTS}[gradients of tape packed-dtype0]",
+]
 
 
 def machine(record: Record, options: argparse.Namespace) -> None:
@@ -44,9 +47,7 @@ def machine(record: Record, options: argparse.Namespace) -> None:
 
     device = device_here()
     rates: dict = {"compiler": toolchain()["C compiler"]}
-    record.write(rates)
     rates["matmul_flops"] = matmul_peak(torch.bfloat16, device)
-    record.write(rates)
     rates["copy_bytes_per_second"] = copy_bandwidth(device)
     record.write(rates)
 
@@ -89,8 +90,8 @@ def attention(record: Record, options: argparse.Namespace) -> None:
     from benchmarks import attention
 
     # Nothing starts in the last ten seconds.
-    left = max(1.0, options.seconds - 10)
-    arguments = ["--minutes", str(left / 60), *_output(options)]
+    seconds = max(1.0, options.seconds - 10)
+    arguments = ["--minutes", str(seconds / 60), *_output(options)]
     if options.also == "flex":
         arguments.append("--flex")
     if options.toy:
@@ -112,22 +113,14 @@ def _crashed(record: Path) -> set[str]:
     return crashed
 
 
-def step(shape: str, record: Record, options: argparse.Namespace) -> None:
-    """Time training steps of TAPE, RoPE and transformers' Llama at a shape; for 1.3b-4k, also write
-    traces.
-    """
+def step(shape: str, warmup: list[str], record: Record, options: argparse.Namespace) -> None:
+    """Time training steps of TAPE, RoPE and transformers' Llama at a shape."""
     from benchmarks import train_step
 
-    arguments = _output(options)
+    size = ["--shape", shape, "--repetitions", "3"]
     if options.toy:
-        arguments += ["--shape", "toy", "--repetitions", "1"]
-    else:
-        arguments += ["--shape", shape, "--repetitions", "3"]
-    if shape.startswith("1.3b"):
-        arguments += ["--warmup", "1", "--profile"]
-    else:
-        arguments += ["--warmup", "2"]
-    train_step.main(arguments)
+        size = ["--shape", "toy", "--repetitions", "1"]
+    train_step.main([*size, *warmup, *_output(options)])
 
 
 def training(record: Record, options: argparse.Namespace) -> None:
@@ -147,7 +140,9 @@ def training(record: Record, options: argparse.Namespace) -> None:
             test = report.nodeid.partition("::")[2]
             outcomes[test] = report.outcome
             if not report.passed:
-                outcomes[test] += f": {_why(report)[:300]}"
+                # The end of the text has the error, or the reason of a skip.
+                words = str(report.longrepr).split()
+                outcomes[test] += f": {' '.join(words)[-300:]}"
             record.write({"tests": outcomes})
 
     os.environ["TESTS_ON"] = "cpu" if options.toy else "gpu"
@@ -160,23 +155,13 @@ def training(record: Record, options: argparse.Namespace) -> None:
         raise SystemExit(f"pytest ended with {status!r}")
 
 
-def _why(report: "pytest.TestReport") -> str:
-    """Return the lines that pytest marks as the error of a test, or the reason of a skip."""
-    if isinstance(report.longrepr, tuple):
-        file, line, reason = report.longrepr
-        return reason
-    lines = report.longreprtext.strip().splitlines()
-    errors = [line[1:].strip() for line in lines if line.startswith("E ")]
-    return " ".join(errors or lines[-1:])
-
-
 PARTS: dict[str, Callable[[Record, argparse.Namespace], None]] = {
     "machine": machine,
     "compile": compile_kernels,
     "correctness": correctness,
     "attention": attention,
-    "step-155m": functools.partial(step, "155m-1k"),
-    "step-1.3b": functools.partial(step, "1.3b-4k"),
+    "step-155m": functools.partial(step, "155m-1k", ["--warmup", "2"]),
+    "step-1.3b": functools.partial(step, "1.3b-4k", ["--warmup", "1", "--profile"]),
     "training": training,
 }
 
@@ -209,12 +194,10 @@ def main(argv: list[str] | None = None) -> None:
     """Run the part that the command line names."""
     parser = Parser(description=__doc__)
     parser.add_argument("part", choices=PARTS, metavar="NAME", help=", ".join(PARTS))
-    parser.add_argument(
-        "--seconds", type=float, default=600.0, help="time limit in seconds (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--toy", action="store_true", help="run at toy size on the CPU, even if there is a GPU"
-    )
+    seconds = "time limit in seconds (default: %(default)s)"
+    parser.add_argument("--seconds", type=float, default=600.0, help=seconds)
+    toy = "run at toy size on the CPU, even if there is a GPU"
+    parser.add_argument("--toy", action="store_true", help=toy)
     parser.add_argument("--also", choices=["flex"], help="also time FlexAttention")
     add_record_arguments(parser)
     options = parser.parse_args(argv)

@@ -164,13 +164,10 @@ def test_every_encoding_is_compared_with_rope_and_freed(recorded, monkeypatch):
         assert 0.01 < rows[name]["decoding_over_rope"] < 100
         assert not {"failed", "decoding_failed"} & rows[name].keys()
     gc.collect()
-    assert models
-    assert not any(parameter() is not None for parameter in models)
-    lines = encodings.table(
-        {"encodings": rows | {"fire": {"additional_parameters": 3, "failed": "it is wrong"}}}
-    )
-    assert lines[2].startswith("| rope | 1 | 1 | ")
-    assert lines[-1] == "fire: no figure: it is wrong"
+    assert models and not any(parameter() is not None for parameter in models)
+    failed = {"additional_parameters": 3, "failed": "it is wrong"}
+    lines = encodings.table(rows | {"fire": failed})
+    assert lines[2].startswith("| rope | 1 | 1 | ") and lines[-1] == "fire: no figure: it is wrong"
     assert "| fire | - | - | +3 | - |" in lines
 
 
