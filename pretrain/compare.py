@@ -97,6 +97,7 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]
         action="store_true",
         help="write tables and page of the finished runs, without starting runs",
     )
+
     options, overrides = parser.parse_known_args(argv)
     for text in overrides:
         if text.startswith("--") and "." not in text.partition("=")[0]:

@@ -187,6 +187,7 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]
         raise ConfigError(
             "--model", "is missing", "give a run, a checkpoint, or a transformers directory"
         )
+
     names = list(dict.fromkeys(options.tasks))
     if not names:
         names = [name for name in TASKS if parsed.values.get(name) is not None]

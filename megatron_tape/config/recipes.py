@@ -40,8 +40,5 @@ def _recipes() -> dict[str, str]:
     """Return the paths of all recipes in `pretrain/recipes` by name. Recipes in subdirectories come
     last.
     """
-    paths = {
-        path.relative_to(RECIPES).with_suffix("").as_posix(): str(path)
-        for path in RECIPES.rglob("*.yaml")
-    }
-    return dict(sorted(paths.items(), key=lambda item: (item[0].count("/"), item[0])))
+    paths = sorted(RECIPES.rglob("*.yaml"), key=lambda path: (len(path.parts), path))
+    return {path.relative_to(RECIPES).with_suffix("").as_posix(): str(path) for path in paths}

@@ -122,6 +122,7 @@ def build_on_rank_0(
             name="index",
             daemon=True,
         ).start()
+
     # The state of rank 0: whether it has finished, bytes written, CPU time in seconds, and the
     # error to raise.
     state: tuple = (False, 0, math.inf, None)
@@ -141,6 +142,7 @@ def build_on_rank_0(
                 if time.monotonic() - logged > 2 * HEARTBEAT_SECONDS:
                     logged = time.monotonic()
                     logger.info("indexing the data: %s MB written", f"{size / 1e6:,.0f}")
+
             dist.broadcast_object_list(sent, src=0)
             before = state
             state = sent[0]

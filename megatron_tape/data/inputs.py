@@ -187,7 +187,9 @@ def _check_dataset(prefix: str, config: RunConfig, tokenizer: Tokenizer | None) 
             f"is {config.data.tokenizer}, which has no end-of-document token to separate documents",
             "choose another tokenizer, or set data.reset_attention_mask to false",
         )
-    sampled = np.random.default_rng(0).integers(0, len(dataset), _SAMPLED).tolist()
+
+    random = np.random.default_rng(0)
+    sampled = random.integers(0, len(dataset), _SAMPLED).tolist()
     for number in sorted({0, len(dataset) - 1, *sampled}):
         tokens = dataset.document(number)
         check_token_ids(tokens[-_LAST_TOKENS:], config.model.vocab_size, prefix, number)
@@ -209,6 +211,7 @@ def _check_tokenizers(
     if tokenizer is not None:
         record = tokenizer_record(tokenizer)
         name = f"data.tokenizer {config.data.tokenizer}"
+
     if saved:
         different = difference(record, saved, "that of the model's training data")
         if different is not None:
@@ -231,6 +234,7 @@ def _check_tokenizers(
                     f"contains {error.subject}, which {error.problem}",
                     error.fix,
                 ) from None
+
     if record is None:
         name = "the same as for the others"
     warning = unknown_tokenizers(origins, name)

@@ -331,7 +331,8 @@ def legend(figure: Figure) -> None:
         return
     longest = max(map(len, handles))
 
-    columns = max(1, min(len(handles), int(figure.get_figwidth() * 12 / (longest + 6))))
+    fitting = int(figure.get_figwidth() * 12 / (longest + 6))
+    columns = max(1, min(len(handles), fitting))
     rows = math.ceil(len(handles) / columns)
     figure.set_figheight(figure.get_figheight() + 0.2 * rows + 0.1)
     figure.legend(

@@ -166,7 +166,8 @@ def by_group(
     sentences = []
     for number, (label, look) in enumerate(styles(results).items()):
         # Points of several models in one row do not cover each other.
-        offset = (number - (len(results) - 1) / 2) * 0.7 / max(2, len(results))
+        middle = (len(results) - 1) / 2
+        offset = (number - middle) * 0.7 / max(2, len(results))
         scores = {row: score for row, score in by_label[label].items() if row in rows}
         values = [score.value for score in scores.values()]
         y = [rows.index(row) + offset for row in scores]

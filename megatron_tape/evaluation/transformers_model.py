@@ -148,7 +148,9 @@ class HFModel:
             cache_name = "cache"
 
         losses = [torch.empty(0, dtype=torch.float64, device=self.device)]
-        for inputs, labels in zip(ids[:-1].split(self.chunk), ids[1:].split(self.chunk)):
+        input_chunks = ids[:-1].split(self.chunk)
+        label_chunks = ids[1:].split(self.chunk)
+        for inputs, labels in zip(input_chunks, label_chunks):
             start = cache.get_seq_length()
             # The logits at position i predict token i + 1.
             scored = max(0, len(inputs) - max(0, first - 1 - start))

@@ -20,7 +20,7 @@ from megatron_tape.evaluation.report.tables import Cell, Table, enumerated, numb
 from megatron_tape.evaluation.results import Score
 from megatron_tape.evaluation.statistics import t_quantile
 from megatron_tape.evaluation.task import Picture
-from megatron_tape.evaluation.tasks import group_names, title_of
+from megatron_tape.evaluation.tasks import named_scores, title_of
 from megatron_tape.huggingface.export import markdown as markdown_text
 from megatron_tape.text import counted
 
@@ -52,13 +52,8 @@ def by_task(comparison: Comparison) -> dict[str, ByMetric]:
 
 
 def _with_group_names(task: str, by_metric: ByMetric, settings: Mapping[str, Any]) -> ByMetric:
-    names = group_names(task, settings)
-    order = {group: index for index, group in enumerate(names)}
-    ordered = sorted(by_metric, key=lambda metric: order.get(metric.group, len(order)))
-    return {
-        replace(metric, group=names.get(metric.group, metric.group)): by_metric[metric]
-        for metric in ordered
-    }
+    named = named_scores(task, settings, by_metric)
+    return {shown: by_metric[metric] for metric, shown in named}
 
 
 def task_title(task: str) -> str:

@@ -1,10 +1,10 @@
 """The evaluation tasks of `pretrain.evaluate` and of the section `evaluation`, by name."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from megatron_tape.evaluation.results import TaskResult
+from megatron_tape.evaluation.results import Score, TaskResult
 from megatron_tape.evaluation.task import Task
 from megatron_tape.evaluation.tasks.context_gain import ContextGain
 from megatron_tape.evaluation.tasks.lm_eval_tasks import LmEval
@@ -72,12 +72,21 @@ def group_names(name: str, settings: Mapping[str, Any]) -> dict[str, str]:
     return {}
 
 
+def named_scores(
+    name: str, settings: Mapping[str, Any], scores: Iterable[Score]
+) -> list[tuple[Score, Score]]:
+    """Return scores of the task `name` in the order of their groups, each with a copy whose group
+    has its name for readers.
+    """
+    names = group_names(name, settings)
+    order = {group: index for index, group in enumerate(names)}
+    ordered = sorted(scores, key=lambda score: order.get(score.group, len(order)))
+    return [(score, replace(score, group=names.get(score.group, score.group))) for score in ordered]
+
+
 def with_group_names(name: str, result: TaskResult) -> TaskResult:
     """Return results of the task `name` to show: groups have their names for readers, and are in
     their order.
     """
-    names = group_names(name, result.settings)
-    order = {group: index for index, group in enumerate(names)}
-    ordered = sorted(result.scores, key=lambda score: order.get(score.group, len(order)))
-    scores = [replace(score, group=names.get(score.group, score.group)) for score in ordered]
-    return replace(result, scores=scores)
+    named = named_scores(name, result.settings, result.scores)
+    return replace(result, scores=[shown for _, shown in named])

@@ -201,12 +201,14 @@ class PositionPictures(DocumentTask):
 
 def distances_of(length: int) -> list[int]:
     """Return distances from 1 to `length` - 1, evenly spaced on a logarithmic scale."""
-    return np.unique(np.geomspace(1, length - 1, _DISTANCES).round().astype(int)).tolist()
+    spaced = np.geomspace(1, length - 1, _DISTANCES)
+    return np.unique(spaced.round().astype(int)).tolist()
 
 
 def _bucket_means(values: np.ndarray) -> list[float]:
     """Return the means over `_BUCKETS` ranges of positions of values (N,)."""
-    return [float(part.mean()) for part in np.array_split(values, min(_BUCKETS, len(values)))]
+    parts = np.array_split(values, min(_BUCKETS, len(values)))
+    return [float(part.mean()) for part in parts]
 
 
 def _distances(results: TaskResults) -> Picture:

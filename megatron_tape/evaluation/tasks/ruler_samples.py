@@ -31,10 +31,9 @@ from unittest import mock
 import datasets
 
 from megatron_tape.config.evaluation import RulerSettings
-from megatron_tape.errors import ConfigError
+from megatron_tape.errors import ConfigError, first_line
 from megatron_tape.evaluation.tasks.harness import (
     builtin_configuration,
-    first_line,
     own_task,
     quiet,
     seeded,

@@ -90,6 +90,7 @@ class Scrolls(Task):
                 "is false, and so is loss",
                 "set at least one of them to true",
             )
+
         check_template(settings.template, self.key("template"))
         self._length(info)
         known = {**METRICS, **settings.metrics}
@@ -257,14 +258,13 @@ class Scrolls(Task):
         return Summary(scores, {"parts": parts}, notes)
 
     def _notes(self, name: str, examples: list[Value]) -> list[str]:
+        cut_inputs = sum(value["input_cut"] for value in examples)
+        cut_targets = sum(value["target_cut"] and "nats" in value for value in examples)
+        unfinished = sum(not value.get("ended", True) for value in examples)
         counts = {
-            "inputs were truncated at the end": sum(value["input_cut"] for value in examples),
-            "first targets were truncated for the loss": sum(
-                value["target_cut"] and "nats" in value for value in examples
-            ),
-            "answers did not end within the maximum length": sum(
-                not value.get("ended", True) for value in examples
-            ),
+            "inputs were truncated at the end": cut_inputs,
+            "first targets were truncated for the loss": cut_targets,
+            "answers did not end within the maximum length": unfinished,
         }
         return [
             f"{name}: {count:,} of {len(examples):,} {what}."

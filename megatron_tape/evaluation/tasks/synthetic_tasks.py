@@ -353,9 +353,12 @@ class GridNavigation(Variants):
         variants = self.settings.variants
         trained = next(iter(variants), "")
         names = {}
-        for name, (steps, width, blanks) in sorted(variants.items(), key=lambda item: item[1]):
+        for name in sorted(variants, key=variants.__getitem__):
+            steps, width, blanks = variants[name]
             cells = " \N{MULTIPLICATION SIGN} ".join([f"{width:g}"] * self.settings.dimensions)
-            mark = f", {TRAINED}" if name == trained else ""
+            mark = ""
+            if name == trained:
+                mark = f", {TRAINED}"
             names[name] = f"{steps:g} steps on {cells} cells ({100 * blanks:g} % blank{mark})"
         return names
 

@@ -80,6 +80,7 @@ def _find_source(name: str, path: str, settings: TextSettings, section: str) -> 
             f"has the name {format_value(name)}",
             "give {NAME: path} with a name that has no slash",
         )
+
     # A file of an indexed dataset stands for the dataset.
     prefix = path.removesuffix(".bin").removesuffix(".idx")
     if Path(f"{prefix}.idx").is_file():
@@ -151,7 +152,8 @@ def check_sources(
                 "give token ids, as an indexed dataset or a .bin",
             )
         else:
-            longest = max((len(text.encode()) for text in _texts(text_source)), default=0)
+            sizes = (len(text.encode()) for text in _texts(text_source))
+            longest = max(sizes, default=0)
             # A tokenizer may add a token before the text.
             if longest + 1 < minimum:
                 raise _too_short(text_source, minimum, f"{longest:,} bytes")
@@ -242,7 +244,9 @@ def _token_documents(text_source: TextSource, info: ModelInfo) -> Iterator[np.nd
     validation = 1.0
     if text_source.settings.split is not None:
         train, validation, _ = split_shares(text_source.settings.split)
-    for index in range(round(train * len(dataset)), round((train + validation) * len(dataset))):
+    start = round(train * len(dataset))
+    stop = round((train + validation) * len(dataset))
+    for index in range(start, stop):
         yield dataset.document(index)
 
 

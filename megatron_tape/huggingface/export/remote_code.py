@@ -25,18 +25,20 @@ _ENCODED = "modeling_encoded_tape.py"
 _CONFIGURATION = "configuration_encoded_tape.py"
 
 
-def _auto_map(family: str, files: str) -> dict[str, str]:
-    heads = ("CausalLM", "SequenceClassification")
-    modeling = f"modeling_{files}.{family}"
-    names = {
-        "AutoConfig": f"configuration_{files}.{family}Config",
-        "AutoModel": f"{modeling}Model",
-    }
-    return names | {f"AutoModelFor{head}": f"{modeling}For{head}" for head in heads}
-
-
-AUTO_MAP = _auto_map("Tape", "tape")
-ENCODED_AUTO_MAP = _auto_map("Encoded", "encoded_tape")
+AUTO_MAP = {
+    "AutoConfig": "configuration_tape.TapeConfig",
+    "AutoModel": "modeling_tape.TapeModel",
+    "AutoModelForCausalLM": "modeling_tape.TapeForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_tape.TapeForSequenceClassification",
+}
+ENCODED_AUTO_MAP = {
+    "AutoConfig": "configuration_encoded_tape.EncodedConfig",
+    "AutoModel": "modeling_encoded_tape.EncodedModel",
+    "AutoModelForCausalLM": "modeling_encoded_tape.EncodedForCausalLM",
+    "AutoModelForSequenceClassification": (
+        "modeling_encoded_tape.EncodedForSequenceClassification"
+    ),
+}
 _MODELING = Path(__file__).parents[1] / "modeling"
 _COMMENT = "# Some versions of transformers copy only what this file imports directly.\n"
 _IMPORT = "from .encoding_tape import Encoding, TokenCache, in_some_layers\n"
