@@ -47,8 +47,9 @@ class Batches:
 
     A micro-batch is a dict of tensors (B, S) on the rank's device: `tokens` and `labels`, int64.
     With `data.reset_attention_mask`, it also has `documents` (see `documents_from_tokens`); with a
-    `SampleSource`, `loss_weights`, float32. Training sample i is the same under every parallel
-    layout.
+    `SampleSource`, `loss_weights`, float32. With several datasets, training micro-batches have
+    `dataset_id` (B,), int64, on the CPU, which the model does not get (see `model_inputs`).
+    Training sample i is the same under every parallel layout.
     """
 
     train: Dataset
@@ -80,7 +81,8 @@ class Batches:
         # page cache. Workers would either be forked while NCCL threads are running, or be idle
         # between evaluations.
         samples = range(self.config.train.eval_steps * self.config.train.global_batch_size)
-        return self._load(self.validation, samples, 0, iter([len(samples)]))
+        batches = self._load(self.validation, samples, 0, iter([len(samples)]))
+        return map(model_inputs, batches)
 
     def _load(
         self, dataset: Dataset, samples: range, num_workers: int, sizes: Iterator[int]
@@ -137,10 +139,18 @@ class Batches:
             for batch in batches:
                 if isinstance(batch, UserError):
                     raise batch
-                yield {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+                inputs = model_inputs(batch)
+                yield batch | {
+                    key: value.to(device, non_blocking=True) for key, value in inputs.items()
+                }
         finally:
             # Stops the loader processes at once, even if this frame is still referenced.
             del batches
+
+
+def model_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a micro-batch that the model gets: all but `dataset_id`."""
+    return {key: value for key, value in batch.items() if key != "dataset_id"}
 
 
 class _InStages(Dataset):
@@ -158,8 +168,9 @@ class _InStages(Dataset):
 class _MicroBatches(Dataset):
     """Micro-batches of samples.
 
-    They contain the tensors `keys` of each sample and, unless `eod` is None, `documents`. A
-    UserError is returned, not raised, because `DataLoader` would change its type.
+    They contain the tensors `keys` of each sample, `documents` unless `eod` is None, and
+    `dataset_id` if the samples have one. A UserError is returned, not raised, because `DataLoader`
+    would change its type.
     """
 
     def __init__(self, samples: Dataset, keys: list[str], eod: int | None):
@@ -173,6 +184,9 @@ class _MicroBatches(Dataset):
         except UserError as error:
             return error
         batch = {key: torch.stack([sample[key] for sample in samples]) for key in self._keys}
+        if "dataset_id" in samples[0]:
+            ids = [sample["dataset_id"] for sample in samples]
+            batch["dataset_id"] = torch.tensor(ids, dtype=torch.int64)
         if self._eod is not None:
             batch["documents"] = documents_from_tokens(batch["tokens"], self._eod)
         return batch

@@ -229,7 +229,8 @@ def interleave(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
 class Mixed(Dataset):
     """`size` samples of several datasets, interleaved evenly in the proportions `weights`.
 
-    The caller must append the datasets to `datasets` in the order of `weights`. `counts` is the
+    The caller must append the datasets to `datasets` in the order of `weights`. Samples have the
+    index of theirs as `dataset_id`. `counts` is the
     number of samples drawn from each. The dataset and the index of each sample are arrays in the
     cache, in `directory`.
     """
@@ -252,7 +253,9 @@ class Mixed(Dataset):
         self._sample = index["sample"]
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return self.datasets[self._dataset[index]][int(self._sample[index])]
+        dataset = self._dataset[index]
+        sample = self.datasets[dataset][int(self._sample[index])]
+        return {**sample, "dataset_id": dataset}
 
 
 def open_split(

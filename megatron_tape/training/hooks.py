@@ -60,6 +60,11 @@ class Hook:
         model gets them, on the rank's device. Reading values on the host waits for a GPU: sum up on
         the device, and read the sum in `after_step`. Tensor-, context- and pipeline-parallel ranks
         have the same batches, so sum over `trainer.layout.token_layout.data_group`.
+
+        With several datasets, `batch` also has `dataset_id` (B,), int64, on the CPU: the index of
+        each sequence's dataset in `data.prefix` (of the stage), without those that are too small
+        for the training split. With `data.long_documents`, it is 0 for long documents, 1 for
+        others.
         """
 
     def after_step(self, trainer: Trainer, step: int, result: StepResult) -> HookResult:

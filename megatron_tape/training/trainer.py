@@ -27,7 +27,7 @@ from megatron_tape.checkpoint.saved_settings import (
 from megatron_tape.checkpoint.saved_tokenizer import with_saved_tokenizer
 from megatron_tape.config.schema import RunConfig, config_dict, to_yaml
 from megatron_tape.config.stages import stage_at, stages_of
-from megatron_tape.data.batches import build_batches
+from megatron_tape.data.batches import build_batches, model_inputs
 from megatron_tape.data.inputs import fingerprints, missing_validation, recorded_tokenizer
 from megatron_tape.data.megatron_datasets import sample_order
 from megatron_tape.data.tokenizer import Tokenizer, load_run_tokenizer, tokenizer_record
@@ -499,7 +499,7 @@ class Trainer:
         for batch in self.micro_batches:
             for hook in self.hooks.values():
                 hook.on_micro_batch(self, step, batch)
-            yield batch
+            yield model_inputs(batch)
 
     def _count_bad_steps(self, result: StepResult) -> None:
         """Count consecutive steps that are not finite. Raises TrainingStopped at

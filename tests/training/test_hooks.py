@@ -100,6 +100,24 @@ def test_hooks_see_the_micro_batches_that_the_rank_trains_on(run, monkeypatch):
     assert all(map(torch.equal, seen, trained))
 
 
+def test_hooks_see_the_datasets_of_a_blend_which_the_model_and_the_validation_do_not_get(
+    run, monkeypatch
+):
+    tokens = {0: 0, 1: 0}
+
+    def on_micro_batch(toy, trainer, step, batch):
+        for number, sequence in zip(batch["dataset_id"].tolist(), batch["tokens"], strict=True):
+            tokens[number] += len(sequence)
+
+    monkeypatch.setattr(Toy, "on_micro_batch", on_micro_batch)
+    folder = run.folder.parent
+    blend = option("data.prefix", f"{{{folder}/a: 0.25, {folder}/b: 0.75}}")
+    chosen = "--train.evaluations=[validation_loss,toy]"
+    assert run(blend, chosen, "--train.micro_batch_size=2") == 0
+    assert tokens == {0: 5 * 16, 1: 15 * 16}
+    assert "validation/loss" in rows(run.folder)[-1]
+
+
 def test_the_hook_in_the_documentation_counts_tokens_of_each_batch(run):
     page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
     (code,) = [part.split("```")[0] for part in page.split("```python") if "class EndOf" in part]
