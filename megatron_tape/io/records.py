@@ -8,12 +8,12 @@ imports PyYAML only to read a YAML file.
 
 import functools
 import json
+import math
 import stat
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import from_json
 
 from megatron_tape.errors import FileError
 from megatron_tape.io.files import write_whole
@@ -91,10 +91,22 @@ def parse_record(text: str | bytes, shape: Any) -> Any:
     Infinity are not JSON.
     """
     try:
-        value = from_json(text, allow_inf_nan=False)
+        if isinstance(text, bytes):
+            text = text.decode("utf-8-sig")
+        # Python's parser, since text that a model has generated may contain lone surrogates.
+        value = json.loads(text, parse_constant=_finite, parse_float=_finite)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"it is not JSON ({error})") from None
     check_shape(value, shape)
+    return value
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is not a finite number")
     return value
 
 
