@@ -46,7 +46,7 @@ def test_a_valid_record_is_returned_unchanged(tmp_path):
         ('{"step": 3, "sizes": {}, "seconds": NaN}', "it is not JSON"),
         ('{"step": 3, "sizes"', "it is not JSON"),
         (b"\xff\xfe\xfa", "it is not JSON"),
-        ("[" * 100_000, "it is not JSON .recursion"),
+        ("[" * 100_000, "it is nested too deeply"),
         ("1" * 10_000, "it is not JSON"),
     ],
 )
