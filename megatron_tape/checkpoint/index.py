@@ -6,6 +6,7 @@ and sends the tensors to the other ranks. Imports no torch.
 """
 
 import heapq
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -74,7 +75,8 @@ def split_key(key: str) -> tuple[str, str]:
 
 def check_average(checkpoint: Path, index: Mapping[str, Mapping[str, Place]]) -> None:
     """Raise CheckpointError if a checkpoint with this index has no averaged weights."""
-    if not any(key.startswith(f"{AVERAGE}/") for places in index.values() for key in places):
+    keys = itertools.chain(*index.values())
+    if not any(key.startswith(f"{AVERAGE}/") for key in keys):
         fix = "omit --average, or train with train.average"
         raise CheckpointError(checkpoint, "has no averaged weights", fix)
 

@@ -27,8 +27,11 @@ def random_state() -> bytes:
     state: Any = np.random.get_state()
     kind, keys, *rest = state
     tensors["numpy"] = torch.from_numpy(keys.astype(np.int64))
-    texts = {"python": json.dumps(random.getstate()), "numpy": json.dumps([kind, *rest])}
-    tensors["text"] = torch.frombuffer(bytearray(json.dumps(texts).encode()), dtype=torch.uint8)
+    texts = {
+        "python": json.dumps(random.getstate()),
+        "numpy": json.dumps([kind, *rest]),
+    }
+    tensors["text"] = _as_tensor(json.dumps(texts).encode())
     return safetensors.torch.save(tensors)
 
 
@@ -38,14 +41,20 @@ def set_random_state(packed: bytes) -> None:
     Without CUDA, the state of a GPU's generator is ignored.
     """
     tensors = safetensors.torch.load(packed)
-    text = parse_record(tensors["text"].numpy().tobytes(), dict[str, str])
+    serialized = tensors["text"].numpy().tobytes()
+    text = parse_record(serialized, dict[str, str])
     torch.set_rng_state(tensors["torch"])
     if "cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["cuda"])
     version, words, gauss = parse_record(text["python"], list[Any])
     random.setstate((version, tuple(words), gauss))
     kind, *rest = parse_record(text["numpy"], list[Any])
-    np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), *rest))
+    keys = tensors["numpy"].numpy().astype(np.uint32)
+    np.random.set_state((kind, keys, *rest))
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def pack_states(states: list[bytes]) -> dict[str, Tensor]:
@@ -55,7 +64,7 @@ def pack_states(states: list[bytes]) -> dict[str, Tensor]:
     lengths = torch.tensor([len(state) for state in states])
     rows = torch.zeros(len(states), int(lengths.max()), dtype=torch.uint8)
     for row, state in zip(rows, states, strict=True):
-        row[: len(state)] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        row[: len(state)] = _as_tensor(state)
     return {"lengths": lengths, "states": rows}
 
 
@@ -74,7 +83,8 @@ def restore_random_state(checkpoint: Path, rank: int) -> None:
             lengths = file.get_slice("lengths")
             if rank >= lengths.get_shape()[0]:
                 return
-            state = rows[rank, : int(lengths[rank])].numpy().tobytes()
+            length = int(lengths[rank])
+            state = rows[rank, :length].numpy().tobytes()
         set_random_state(state)
     except Exception as error:  # each generator raises its own type of error
         reason = " ".join(str(error).split())

@@ -59,8 +59,9 @@ class Initialization:
                 .mul_(2 * self.bound)
                 .sub_(self.bound)
             )
-        value = torch.tensor(self.value, dtype=torch.float32, device=device).expand(self.shape)
-        return value.view(-1, self.shape[-1])[rows.start : rows.stop, columns.start : columns.stop]
+        value = torch.tensor(self.value, dtype=torch.float32, device=device)
+        matrix = value.expand(self.shape).view(-1, self.shape[-1])
+        return matrix[rows.start : rows.stop, columns.start : columns.stop]
 
 
 def weight_initializations(
@@ -167,8 +168,9 @@ def _shard_ranges(
     inner = prod(leading[axis + 1 :])
     rows = []
     for outer in range(prod(leading[:axis])):
-        start = outer * shape[axis]
-        rows += [range((start + x.start) * inner, (start + x.stop) * inner) for x in local]
+        for x in local:
+            start = outer * shape[axis] + x.start
+            rows.append(range(start * inner, (start + length) * inner))
     return rows, range(width)
 
 
@@ -192,6 +194,7 @@ def _fill(
             end = begin + len(chunk) * width
             if end > 0 and begin < len(memory):
                 values = initial.block(key, chunk, columns, memory.device).flatten()
-                needed = values[max(0, -begin) : len(memory) - begin]
-                memory[max(0, begin) :][: len(needed)].copy_(needed)
+                low = max(0, begin)
+                high = min(end, len(memory))
+                memory[low:high] = values[low - begin : high - begin]
             begin = end

@@ -117,8 +117,9 @@ class Pipeline(nn.Module):
 
         def loss_of(loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             # The schedule multiplies by the number of context ranks unless it is given a number of
-            # tokens (here 1).
-            return scaled(loss), torch.ones((), dtype=torch.int, device=loss.device), loss.detach()
+            # tokens.
+            one_token = torch.ones((), dtype=torch.int, device=loss.device)
+            return scaled(loss), one_token, loss.detach()
 
         losses = self._run(
             forward_step_func=forward,
@@ -216,7 +217,7 @@ class TiedWeight:
         if self._gradient is None:
             self._gradient = gradient
         else:
-            self._gradient = self._gradient.add_(gradient)
+            self._gradient.add_(gradient)
 
     def share(self) -> None:
         """Send the weight from the first stage to the last one."""

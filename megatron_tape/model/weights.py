@@ -7,6 +7,7 @@ and the gate and up projections of the MLP into another. It shards matrices over
 ranks.
 """
 
+import itertools
 import re
 from collections.abc import Mapping
 
@@ -41,7 +42,9 @@ def to_megatron(weights: Mapping[str, Tensor], name: str, model_config: ModelCon
         by_group = [weight.unflatten(0, (model_config.query_groups, -1)) for weight in qkv]
         return torch.cat(by_group, dim=1).flatten(0, 1)
     if suffix == "mlp.linear_fc1.weight":
-        return torch.cat([weights[f"{prefix}mlp.{p}_proj.weight"] for p in ("gate", "up")])
+        gate = weights[f"{prefix}mlp.gate_proj.weight"]
+        up = weights[f"{prefix}mlp.up_proj.weight"]
+        return torch.cat([gate, up])
     if match := _LORA.fullmatch(suffix):
         return weights[lora_name(prefix, *match.groups())]
     hugging_face = hugging_face_name(layer, suffix)
@@ -68,8 +71,10 @@ def from_megatron(name: str, tensor: Tensor, model_config: ModelConfig) -> dict[
         G = model_config.query_groups
         sizes = [model_config.num_attention_heads // G * D, D, D]
         qkv = tensor.unflatten(0, (G, -1)).split(sizes, dim=1)
-        names = [f"{prefix}self_attn.{p}_proj.{match[1]}" for p in "qkv"]
-        return {key: weight.flatten(0, 1) for key, weight in zip(names, qkv)}
+        weights = {}
+        for p, weight in zip("qkv", qkv):
+            weights[f"{prefix}self_attn.{p}_proj.{match[1]}"] = weight.flatten(0, 1)
+        return weights
     if suffix == "mlp.linear_fc1.weight":
         gate, up = tensor.chunk(2)
         return {f"{prefix}mlp.gate_proj.weight": gate, f"{prefix}mlp.up_proj.weight": up}
@@ -107,7 +112,8 @@ def shard(whole: Tensor, parameter: Tensor, rank: int, size: int) -> Tensor:
         return whole
     dim = parameter.partition_dim
     stride = parameter.partition_stride
-    return torch.cat(whole.chunk(size * stride, dim=dim)[rank::size], dim=dim)
+    pieces = whole.chunk(size * stride, dim=dim)
+    return torch.cat(pieces[rank::size], dim=dim)
 
 
 def unshard(parts: list[Tensor], parameter: Tensor) -> Tensor:
@@ -117,7 +123,8 @@ def unshard(parts: list[Tensor], parameter: Tensor) -> Tensor:
     dim = parameter.partition_dim
     stride = parameter.partition_stride
     pieces = [part.chunk(stride, dim=dim) for part in parts]
-    return torch.cat([piece[i] for i in range(stride) for piece in pieces], dim=dim)
+    interleaved = itertools.chain(*zip(*pieces))
+    return torch.cat([*interleaved], dim=dim)
 
 
 @torch.no_grad()
@@ -133,4 +140,5 @@ def load_weights(
     This process is tensor-parallel rank `rank` of `size`.
     """
     for name, parameter in model.named_parameters():
-        parameter.copy_(shard(to_megatron(weights, name, model_config), parameter, rank, size))
+        whole = to_megatron(weights, name, model_config)
+        parameter.copy_(shard(whole, parameter, rank, size))

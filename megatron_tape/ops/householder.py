@@ -50,21 +50,14 @@ def through_reflections(
     def blocks(k_BGTD: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         w_TBGD, beta_TBG = directions(*inputs)
         return blocks_of_reflections(
-            k_BGTD.to(w_TBGD.dtype),
-            w_TBGD.permute(1, 2, 0, 3),
-            beta_TBG.permute(1, 2, 0),
+            k_BGTD.to(w_TBGD.dtype), w_TBGD.permute(1, 2, 0, 3), beta_TBG.permute(1, 2, 0)
         )
 
     def prepare(q_BHSD: Tensor, k_BGTD: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         return checkpoint(blocks, k_BGTD, *inputs, use_reentrant=False, preserve_rng_state=False)
 
     def rows(
-        scores: None,
-        q: Tensor,
-        k: Tensor,
-        seen: Tensor,
-        tokens: slice,
-        *prepared: Tensor,
+        scores: None, q: Tensor, k: Tensor, seen: Tensor, tokens: slice, *prepared: Tensor
     ) -> Tensor:
         return scores_through_reflections(q, tokens, *prepared)
 
@@ -83,19 +76,15 @@ def blocks_of_reflections(
     product of the block's H.
     """
     D = k_BGTD.shape[-1]
-    keys = _blocks(k_BGTD)
-    w = _blocks(w_BGTD)
-    scaled_w = w * _blocks(beta_BGT[..., None])
-
-    products = (scaled_w @ w.mT).tril(-1)
-    written = torch.cat([(scaled_w @ keys.mT).tril(-1), scaled_w], dim=-1)
+    keys, w = (_blocks(x) for x in (k_BGTD, w_BGTD))
+    wb = w * _blocks(beta_BGT[..., None])
+    written = torch.cat([(wb @ keys.mT).tril(-1), wb], dim=-1)
     # With unitriangular=True the diagonal is not read.
-    solved = torch.linalg.solve_triangular(products, written, upper=False, unitriangular=True)
-
-    local = torch.cat([keys, w], dim=2)
+    solved = torch.linalg.solve_triangular(
+        (wb @ w.mT).tril(-1), written, upper=False, unitriangular=True
+    )
     unit = torch.eye(D, dtype=w.dtype, device=w.device).expand(*w.shape[:2], -1, -1)
-    carried = torch.cat([keys.mT, unit], dim=-1) - w.mT @ solved
-    return local, solved, carried
+    return torch.cat([keys, w], dim=2), solved, torch.cat([keys.mT, unit], dim=-1) - w.mT @ solved
 
 
 def scores_through_reflections(
@@ -109,22 +98,19 @@ def scores_through_reflections(
     B, _, r, D = q_BHrD.shape
     C = BLOCK
     first = tokens.start
-    blocks = -(-tokens.stop // C)
+    count = -(-tokens.stop // C)
     # The R queries of a token are adjacent, so that the queries of a block, and those of later
     # blocks, are slices.
-    scaled_q = q_BHrD.to(local.dtype) * D**-0.5
-    A = local.shape[1]
-    q_ARrD = scaled_q.reshape(A, -1, r, D)
-    R = q_ARrD.shape[1]
-    q_AxD = q_ARrD.transpose(1, 2).reshape(A, r * R, D)
-    local, solved, carried = (x[:blocks].unbind(0) for x in (local, solved, carried))
+    q_ArRD = (q_BHrD.to(local.dtype) * D**-0.5).reshape(local.shape[1], -1, r, D).transpose(1, 2)
+    R = q_ArRD.shape[2]
+    q_AxD = q_ArRD.reshape(len(q_ArRD), r * R, D)
+    local, solved, carried = (x[:count].unbind(0) for x in (local, solved, carried))
     later = q_AxD[:, r * R :]
     columns = []
 
-    for j in reversed(range(blocks)):
-        # The queries `low` to `high` are those of block j.
+    for j in reversed(range(count)):
         low, high = (min(max(x * C - first, 0), r) for x in (j, j + 1))
-        parts = [q_AxD.new_zeros(A, low * R, C)]
+        parts = [q_AxD.new_zeros(len(q_AxD), low * R, C)]
         of_later = None
         if later.shape[1]:
             of_later, later = (later @ carried[j]).split([C, D], dim=-1)
@@ -134,8 +120,7 @@ def scores_through_reflections(
             products, of_w = (inside @ local[j].mT).split([C, C], dim=-1)
             # The rows are those of w up to each query's own token.
             index = torch.arange(C, device=inside.device)
-            begin = first - j * C
-            own = index[begin + low : begin + high].repeat_interleave(R)
+            own = index[first + low - j * C : first + high - j * C].repeat_interleave(R)
             of_w = of_w.masked_fill(index > own[:, None], 0.0)
             reflected, start = (of_w @ solved[j]).split([C, D], dim=-1)
             parts.append(products - reflected)
@@ -146,14 +131,12 @@ def scores_through_reflections(
         columns.append(torch.cat(parts, dim=1))
 
     scores = torch.cat(columns[::-1], dim=-1)[..., : tokens.stop]
-    scores_ARrt = scores.unflatten(1, (r, R)).transpose(1, 2)
-    return scores_ARrt.reshape(B, -1, r, tokens.stop)
+    return scores.unflatten(1, (r, R)).transpose(1, 2).reshape(B, -1, r, tokens.stop)
 
 
 def _blocks(x_BGTE: Tensor) -> Tensor:
     """Split the tokens into blocks (N, B*G, C, E), and pad the last block with zeros; E is any
     width.
     """
-    padding = -x_BGTE.shape[2] % BLOCK
-    x_ATE = F.pad(x_BGTE, (0, 0, 0, padding)).flatten(0, 1)
-    return x_ATE.unflatten(1, (-1, BLOCK)).transpose(0, 1)
+    x = F.pad(x_BGTE, (0, 0, 0, -x_BGTE.shape[2] % BLOCK)).flatten(0, 1)
+    return x.unflatten(1, (-1, BLOCK)).transpose(0, 1)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,35 +82,38 @@ def deviations(
     tensor.
     """
 
-    def run(function: Function, in_dtype: torch.dtype | None) -> list[Tensor]:
-        leaves = [x.detach().to(in_dtype or x.dtype).requires_grad_() for x in inputs]
+    def run(function: Function, inputs: list[Tensor]) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in inputs]
         outputs = [x for x in function(*leaves) if x is not None]
         generator = torch.Generator(outputs[0].device).manual_seed(1)
-        directions = [
-            torch.randn(x.shape, generator=generator, device=x.device).to(dtype).to(x)
-            for x in outputs
-        ]
+        directions = []
+        for x in outputs:
+            direction = torch.randn(x.shape, generator=generator, device=x.device)
+            directions.append(direction.to(dtype).to(x))
         torch.autograd.backward(outputs, directions)
+
         gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
         return [x.detach().double() for x in (*outputs, *gradients)]
 
-    results = run(ours, None), run(plain, dtype), run(plain, torch.float64)
-    for index, tensors in enumerate(zip(*results, strict=True)):
-        length = len(tensors[0])
-        blocks = [(first, min(first + ROWS, length) - 1) for first in range(0, length, ROWS)]
-        for first, last in [(0, length - 1), *blocks]:
-            our, theirs, truth = (x[first : last + 1] for x in tensors)
+    of_ours = run(ours, inputs)
+    of_plain = run(plain, [x.to(dtype) for x in inputs])
+    exact = run(plain, [x.double() for x in inputs])
+    for index, (our, theirs, truth) in enumerate(zip(of_ours, of_plain, exact, strict=True)):
+        length = len(truth)
+        blocks = [range(length)]
+        for first in range(0, length, ROWS):
+            blocks.append(range(first, min(first + ROWS, length)))
+
+        for rows in blocks:
+            block = slice(rows.start, rows.stop)
+            true_block = truth[block]
             # At least the norm of ones, since the size of a gradient of mere rounding errors is
             # meaningless.
-            size = truth.norm().clamp(min=truth.numel() ** 0.5)
-            error, rounding = (float((x - truth).norm() / size) for x in (our, theirs))
-            yield Deviation(
-                index,
-                (first, last),
-                error,
-                rounding,
-                2 * rounding + FLOOR[dtype],
-            )
+            size = true_block.norm().clamp(min=true_block.numel() ** 0.5)
+            error = float((our[block] - true_block).norm() / size)
+            rounding = float((theirs[block] - true_block).norm() / size)
+            allowed = 2 * rounding + FLOOR[dtype]
+            yield Deviation(index, (rows[0], rows[-1]), error, rounding, allowed)
 
 
 def inexact(
@@ -188,22 +191,9 @@ def attention_checks(
     """
     draw = _drawing(dtype, device)
     H, G = shapes.local
-    *qkv, z = (
-        draw(
-            length,
-            2,
-            n,
-            shapes.head_dim,
-        )
-        for n in (H, G, G, G)
-    )
+    *qkv, z = (draw(length, 2, n, shapes.head_dim) for n in (H, G, G, G))
 
-    def attend(
-        average: bool,
-        backend: str,
-        packing: Packing | None,
-        *tensors: Tensor,
-    ) -> Outputs:
+    def attend(average: bool, backend: str, packing: Packing | None, *tensors: Tensor) -> Outputs:
         q, k, v, *state = tensors
         own = state[0] if state else z.to(q)
         return attention(q, k, v, own, average, packing, backend)
@@ -232,9 +222,13 @@ def update_checks(
     draw = _drawing(dtype, device)
     D = shapes.head_dim
     P = shapes.inner
-    mixing = (G, H) if shapes.full_mixing else (H,)
+    mixing: tuple[int, ...] = (H,)
+    if shapes.full_mixing:
+        mixing = (G, H)
     states = [draw(tokens, G, D), draw(tokens, H, D), draw(tokens, P)]
-    matrices = [draw(*shape) * shape[-1] ** -0.5 for shape in (mixing, (P, G), (G, P))]
+    matrices = []
+    for shape in (mixing, (P, G), (G, P)):
+        matrices.append(draw(*shape) * shape[-1] ** -0.5)
     fused = partial(_update, fused_update, shapes.fp32_state)
     plain = partial(_update, plain_update, shapes.fp32_state)
     return {"position update": Check(fused, plain, [*states, *matrices])}
@@ -250,33 +244,17 @@ def score_checks(
     """
     draw = _drawing(dtype, device)
     H, G = shapes.local
-    qkv = [
-        draw(
-            LENGTH,
-            2,
-            n,
-            shapes.head_dim,
-        )
-        for n in (H, G, G)
-    ]
+    D = shapes.head_dim
+    qkv = [draw(LENGTH, 2, n, D) for n in (H, G, G)]
     logits = draw(LENGTH, 2, H)
     if not shapes.reflects:
         return _of_attention(" with gates", _with_gates, backend, [*qkv, logits])
-    tensors = [
-        *qkv,
-        draw(
-            LENGTH,
-            2,
-            G,
-            shapes.head_dim,
-        ),
-        draw(LENGTH, 2, G),
-    ]
+
+    tensors = [*qkv, draw(LENGTH, 2, G, D), draw(LENGTH, 2, G)]
     name = " through reflections"
     alone = _of_attention(name, _with_reflections, backend, tensors)
-    return alone | _of_attention(
-        f"{name} with gates", _with_reflections, backend, [*tensors, logits]
-    )
+    tensors = [*tensors, logits]
+    return alone | _of_attention(f"{name} with gates", _with_reflections, backend, tensors)
 
 
 def _drawing(dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
@@ -293,27 +271,19 @@ def _of_attention(
     length = len(inputs[0])
     device = inputs[0].device
     starts = torch.tensor([[3 * length // 8], [5 * length // 8 + 1]], device=device)
-    packings = {"": None, PACKED: Packing.of(torch.arange(length, device=device) >= starts)}
-    return {
-        f"attention{name}{suffix}": Check(
-            partial(attend, backend, packing), partial(attend, "naive", packing), inputs
-        )
-        for suffix, packing in packings.items()
-    }
+    documents = torch.arange(length, device=device) >= starts
+    checks = {}
+    for suffix, packing in (("", None), (PACKED, Packing.of(documents))):
+        ours = partial(attend, backend, packing)
+        plain = partial(attend, "naive", packing)
+        checks[f"attention{name}{suffix}"] = Check(ours, plain, inputs)
+    return checks
 
 
 def _with_gates(backend: str, packing: Packing | None, *tensors: Tensor) -> Outputs:
-    q, k, v, logits = tensors
-    return attention(
-        q,
-        k,
-        v,
-        None,
-        False,
-        packing,
-        backend,
-        log_gate_TBH=_gates(logits),
-    )
+    *qkv, logits = tensors
+    gates = _gates(logits)
+    return attention(*qkv, packing=packing, backend=backend, log_gate_TBH=gates)
 
 
 def _gates(logits: Tensor) -> Tensor:
@@ -327,18 +297,22 @@ def _with_reflections(backend: str, packing: Packing | None, *tensors: Tensor) -
     The naive backend rounds its precomputed tensors to the keys' dtype, as a kernel does.
     """
     q, k, v, w, betas, *logits = tensors
-    reflections = through_reflections(
-        lambda w, betas: (normalize(w, dim=-1), 2 * betas.sigmoid()), (w, betas)
-    )
+
+    def directions(w: Tensor, betas: Tensor) -> tuple[Tensor, Tensor]:
+        return normalize(w, dim=-1), 2 * betas.sigmoid()
+
+    reflections = through_reflections(directions, (w, betas))
+    exact = reflections.prepare
+
+    def rounded(q: Tensor, k: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.to(k.dtype) for x in exact(q, k, *tensors))
+
     if backend == "naive":
-        exact = reflections.prepare
-        reflections = replace(
-            reflections, prepare=lambda q, k, *xs: tuple(x.to(k.dtype) for x in exact(q, k, *xs))
-        )
-    gates = _gates(logits[0]) if logits else None
-    return attention(
-        q, k, v, None, False, packing, backend, rescore=reflections, log_gate_TBH=gates
-    )
+        reflections = replace(reflections, prepare=rounded)
+    fields: dict[str, Any] = {"packing": packing, "rescore": reflections}
+    if logits:
+        fields["log_gate_TBH"] = _gates(logits[0])
+    return attention(q, k, v, backend=backend, **fields)
 
 
 def _update(
@@ -385,7 +359,9 @@ def first_failure(
     """Return why the first kernel that fails its check cannot be used, as the predicate of a
     sentence, or None.
     """
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    where = device.type
+    if where == "cuda":
+        where = torch.cuda.get_device_name(device)
     for name, check in checks.items():
         try:
             why = inexact(*check, dtype)
@@ -406,12 +382,7 @@ def loss_check(vocabulary: int, dtype: torch.dtype, device: torch.device) -> Che
     `vocabulary` is the size of this rank's shard, for which the kernels are compiled.
     """
     generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(
-        0,
-        2 * vocabulary,
-        (2, 35),
-        generator=generator,
-    ).to(device)
+    labels = torch.randint(2 * vocabulary, (2, 35), generator=generator).to(device)
     weights = torch.rand(labels.shape, generator=generator).to(device)
     shapes = (35, 2, 16), (vocabulary, 16)
     inputs = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]

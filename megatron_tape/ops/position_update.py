@@ -77,7 +77,8 @@ def _kept(z: Tensor, u: Tensor, rounded: Tensor | None) -> Tensor | None:
 class _CompactUpdate(Function):
     @staticmethod
     def forward(ctx, z, u, gate, mixing, up, down, kept):
-        ctx.save_for_backward(z if kept is None else kept, u, gate, mixing, up, down)
+        saved = z if kept is None else kept
+        ctx.save_for_backward(saved, u, gate, mixing, up, down)
         return plain_update(z, u, gate, mixing, up, down)
 
     @staticmethod
@@ -100,7 +101,9 @@ class _CompactUpdate(Function):
 
         if mixing.dim() == 2:
             du = torch.matmul(mixing.T, rounded)
-            d_mixing = rounded.transpose(0, 1).flatten(1) @ u.transpose(0, 1).flatten(1).T
+            by_group = rounded.transpose(0, 1).flatten(1)
+            by_head = u.transpose(0, 1).flatten(1)
+            d_mixing = by_group @ by_head.T
         else:
             du = rounded * mixing[:, None]
             d_mixing = (rounded * u).sum((0, 2))
@@ -162,7 +165,8 @@ def contextualize(z_NGD: Tensor, gate_NP: Tensor, up_PG: Tensor, down_GP: Tensor
     formula.
     """
     G = z_NGD.shape[1]
-    M_NGG = (F.silu(gate_NP) @ outer_products(up_PG, down_GP)).unflatten(1, (G, G))
+    M = F.silu(gate_NP) @ outer_products(up_PG, down_GP)
+    M_NGG = M.unflatten(1, (G, G))
     if z_NGD.dtype != M_NGG.dtype:
         return z_NGD + torch.bmm(M_NGG, z_NGD.to(M_NGG.dtype))
     return torch.baddbmm(z_NGD, M_NGG, z_NGD)

@@ -17,7 +17,9 @@ def rotate(x: Tensor, z: Tensor) -> Tensor:
     """
     x_re, x_im = x.chunk(2, dim=-1)
     z_re, z_im = z.chunk(2, dim=-1)
-    return torch.cat([x_re * z_re - x_im * z_im, x_re * z_im + x_im * z_re], dim=-1)
+    real = x_re * z_re - x_im * z_im
+    imaginary = x_re * z_im + x_im * z_re
+    return torch.cat([real, imaginary], dim=-1)
 
 
 def rotate_groups(q_SBHD: Tensor, z_SBGD: Tensor) -> Tensor:
@@ -25,7 +27,8 @@ def rotate_groups(q_SBHD: Tensor, z_SBGD: Tensor) -> Tensor:
     may be 1.
     """
     groups = z_SBGD.shape[2]
-    return rotate(q_SBHD.unflatten(2, (groups, -1)), z_SBGD.unsqueeze(3)).flatten(2, 3)
+    q_SBGRD = q_SBHD.unflatten(2, (groups, -1))
+    return rotate(q_SBGRD, z_SBGD.unsqueeze(3)).flatten(2, 3)
 
 
 def phases(
@@ -61,7 +64,8 @@ class _Phases(Function):
             ctx.dtype,
         ).chunk(2, dim=-1)
         dz_re, dz_im = dz.chunk(2, dim=-1)
-        return (re * dz_im - im * dz_re).double() @ theta.double(), None, None, None
+        of_angles = re * dz_im - im * dz_re
+        return of_angles.double() @ theta.double(), None, None, None
 
 
 def _phases(
@@ -70,9 +74,12 @@ def _phases(
     modulus: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    angles = torch.remainder(p[..., None] * theta.double(), 2 * math.pi)
-    angles = angles if dtype is torch.float64 else angles.float()
-    return (torch.cat([angles.cos(), angles.sin()], dim=-1) * modulus).to(dtype)
+    angles = p[..., None] * theta.double()
+    angles = torch.remainder(angles, 2 * math.pi)
+    if dtype is not torch.float64:
+        angles = angles.float()
+    unit = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    return (unit * modulus).to(dtype)
 
 
 SHORTEST = 1e-3
@@ -96,24 +103,29 @@ class _WithModulus(Function):
     def forward(ctx, z, modulus):
         ctx.save_for_backward(z)
         ctx.modulus = modulus
-        return z * _twice(modulus / _moduli(z).clamp(min=SHORTEST)).to(z.dtype)
+        factor = modulus / _moduli(z).clamp(min=SHORTEST)
+        return z * _twice(factor).to(z.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         (z,) = ctx.saved_tensors
         moduli = _moduli(z)
+        clamped = moduli.clamp(min=SHORTEST)
         re, im = z.chunk(2, dim=-1)
         dy_re, dy_im = dy.chunk(2, dim=-1)
-        along = (re * dy_re + im * dy_im) / moduli.clamp(min=SHORTEST).square()
+
+        along = (re * dy_re + im * dy_im) / clamped.square()
         along = torch.where(moduli > SHORTEST, along, 0)
-        factor = ctx.modulus / moduli.clamp(min=SHORTEST)
-        return (_twice(factor) * (dy - z * _twice(along))).to(z.dtype), None
+        across = dy - z * _twice(along)
+        dz = _twice(ctx.modulus / clamped) * across
+        return dz.to(z.dtype), None
 
 
 def _moduli(z: Tensor) -> Tensor:
-    wide = z if z.dtype is torch.float64 else z.float()
-    return torch.hypot(*wide.chunk(2, dim=-1))
+    if z.dtype is not torch.float64:
+        z = z.float()
+    return torch.hypot(*z.chunk(2, dim=-1))
 
 
 def _twice(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ keys, B batch, H query heads, G key/value groups, D head dimension.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,11 +50,14 @@ class ShiftedSegments:
             )
         length = T // SEGMENTS
         tokens = torch.arange(T, device=tokens_BT.device)
-        starts, ends = (0, T) if packing is None else packing.bounds_2BT
+        starts, ends = 0, T
+        if packing is not None:
+            starts, ends = packing.bounds_2BT
 
         def shifted_by(shift: int) -> Packing:
             first = (tokens + shift) // length * length - shift
-            bounds = first.clamp(min=starts), (first + length).clamp(max=ends)
+            last = first + length
+            bounds = first.clamp(min=starts), last.clamp(max=ends)
             return Packing(torch.stack([x.expand(B, T) for x in bounds]).int())
 
         return cls(shifted_by(0), shifted_by(length // 2), unshifted_groups)
@@ -93,25 +97,27 @@ def attend_in_segments(
         return attend(replace(x, packing=segments.plain), backend)
     plain = replace(_of_groups(x, slice(0, count)), packing=segments.plain)
     shifted = replace(_of_groups(x, slice(count, G)), packing=segments.shifted)
-    averages = zip(attend(plain, backend), attend(shifted, backend))
-    o, u = (None if parts[0] is None else torch.cat(parts, dim=2) for parts in averages)
-    return o, u
+    plain_o, plain_u = attend(plain, backend)
+    shifted_o, shifted_u = attend(shifted, backend)
+    o = torch.cat([plain_o, shifted_o], dim=2)
+    if plain_u is None:
+        return o, None
+    return o, torch.cat([plain_u, shifted_u], dim=2)
 
 
 def _of_groups(x: AttentionInputs, groups: slice) -> AttentionInputs:
     """Return the inputs of the key/value groups in a slice, and of their query heads."""
     per_group = x.q_SBHD.shape[2] // x.k_TBGD.shape[2]
     heads = slice(groups.start * per_group, groups.stop * per_group)
-    part = replace(
-        x,
-        q_SBHD=x.q_SBHD[:, :, heads],
-        k_TBGD=x.k_TBGD[:, :, groups],
-        v_TBGD=x.v_TBGD[:, :, groups],
-    )
+    fields: dict[str, Any] = {
+        "q_SBHD": x.q_SBHD[:, :, heads],
+        "k_TBGD": x.k_TBGD[:, :, groups],
+        "v_TBGD": x.v_TBGD[:, :, groups],
+    }
     if x.z_TBGD is not None and x.z_TBGD.shape[2] > 1:
-        part = replace(part, z_TBGD=x.z_TBGD[:, :, groups])
+        fields["z_TBGD"] = x.z_TBGD[:, :, groups]
     if x.bias is not None:
-        part = replace(part, bias=x.bias.of_heads(heads))
+        fields["bias"] = x.bias.of_heads(heads)
     if x.log_gate_TBH is not None:
-        part = replace(part, log_gate_TBH=x.log_gate_TBH[:, :, heads])
-    return part
+        fields["log_gate_TBH"] = x.log_gate_TBH[:, :, heads]
+    return replace(x, **fields)

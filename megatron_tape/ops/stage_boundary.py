@@ -7,6 +7,8 @@ of bf16 numbers with the same bits.
 Axes: s tokens of this rank, B batch, C hidden size, T tokens of the state (s or a multiple of it).
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -36,13 +38,13 @@ def packed_width(
     """Return the elements per token that a state of `shape` adds to hidden states of `dtype`;
     `tokens` is s.
     """
-    return torch.Size(shape).numel() // (tokens * shape[1]) * state_dtype.itemsize // dtype.itemsize
+    elements = math.prod(shape) // (tokens * shape[1])
+    return elements * state_dtype.itemsize // dtype.itemsize
 
 
 def _join(hidden_sBC: Tensor, state: Tensor) -> Tensor:
-    by_token = _with_strides_of_its_shape(
-        state.unflatten(0, (-1, len(hidden_sBC))).movedim(0, 2)
-    ).flatten(2)
+    by_token = state.unflatten(0, (-1, len(hidden_sBC))).movedim(0, 2)
+    by_token = _with_strides_of_its_shape(by_token).flatten(2)
     return torch.cat([hidden_sBC, by_token.view(hidden_sBC.dtype)], dim=2)
 
 
@@ -50,14 +52,9 @@ def _split(
     packed: Tensor, hidden_size: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     hidden_sBC = packed[..., :hidden_size]
-    by_token = packed[..., hidden_size:]
-    state = (
-        _with_strides_of_its_shape(by_token)
-        .view(dtype)
-        .unflatten(2, (-1, *shape[2:]))
-        .movedim(2, 0)
-        .flatten(0, 1)
-    )
+    by_token = _with_strides_of_its_shape(packed[..., hidden_size:]).view(dtype)
+    by_token = by_token.unflatten(2, (-1, *shape[2:]))
+    state = by_token.movedim(2, 0).flatten(0, 1)
     return hidden_sBC.contiguous(), state.contiguous()
 
 

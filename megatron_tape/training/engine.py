@@ -138,7 +138,8 @@ def step_rng(seed: int, step: int) -> np.random.Generator:
     """Return a training step's random generator, the same on all ranks and independent of the
     data's generators.
     """
-    return np.random.Generator(np.random.Philox(counter=[0, 0, 0, 1], key=[seed, step]))
+    bits = np.random.Philox(counter=[0, 0, 0, 1], key=[seed, step])
+    return np.random.Generator(bits)
 
 
 class Engine:
@@ -444,7 +445,8 @@ class Engine:
         """Return the first parts of a parameter's keys: `weight` and, if it was updated, those of
         its moments.
         """
-        if name in self.names and name not in self.trained or not self.optimizer_steps:
+        is_frozen = name in self.names and name not in self.trained
+        if is_frozen or not self.optimizer_steps:
             return ("weight",)
         return ("weight", *self._moments(self._uses_muon and is_matrix(name)))
 
@@ -513,7 +515,8 @@ def _scaled(loss: Tensor) -> Tensor:
     """Return the loss, or NaN if it is not finite. Gradients are then NaN too, and DeepSpeed skips
     the step.
     """
-    return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
+    is_finite = torch.isfinite(loss.detach())
+    return loss * torch.where(is_finite, 1.0, math.nan)
 
 
 def _gather_for_whole_layers(model: Module) -> None:

@@ -67,7 +67,8 @@ def sum_replicated(parameters: list[Parameter], zero_stage: int, group: dist.Pro
     optimizer's step.
     """
     gradients = [local_gradient(parameter, zero_stage) for parameter in parameters]
-    sum_over_group([gradient for gradient in gradients if gradient is not None], group)
+    present = [gradient for gradient in gradients if gradient is not None]
+    sum_over_group(present, group)
 
 
 class _PendingReduceScatter(NamedTuple):
@@ -130,11 +131,12 @@ class ScatteredGradients:
         self._accumulate(parameter, parameter.grad, group)
         parameter.grad = None
         averages = self._zero.partition_gradients or self._zero.is_gradient_accumulation_boundary()
-        if averages and parameter is not self._deferred:
-            missing = self._missing[group]
-            missing.discard(parameter.param_idx_in_group)
-            if not missing:
-                self._scatter(group)
+        if not averages or parameter is self._deferred:
+            return
+        missing = self._missing[group]
+        missing.discard(parameter.param_idx_in_group)
+        if not missing:
+            self._scatter(group)
 
     def add_to_deferred(self, gradient: Tensor) -> None:
         """Add a gradient of `deferred` from another pipeline stage, before its group is
@@ -146,15 +148,16 @@ class ScatteredGradients:
 
     def _accumulate(self, parameter: Parameter, gradient: Tensor, group: int) -> None:
         first = self._zero.round_robin_bit16_offsets[group][parameter.param_idx_in_group]
-        flat = self._sum_of(group)
-        flat[first : first + parameter.numel()].add_(gradient.reshape(-1))
+        last = first + parameter.numel()
+        self._sum_of(group)[first:last].add_(gradient.reshape(-1))
 
     def _sum_of(self, group: int) -> Tensor:
         if group not in self._sums:
             dtype = torch.float32
             if self._zero.partition_gradients:
                 dtype = self._zero.communication_data_type
-            self._sums[group] = torch.zeros_like(self._zero.bit16_groups_flat[group], dtype=dtype)
+            weights = self._zero.bit16_groups_flat[group]
+            self._sums[group] = torch.zeros_like(weights, dtype=dtype)
         return self._sums[group]
 
     def _scatter(self, group: int) -> None:

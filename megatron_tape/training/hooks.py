@@ -77,7 +77,8 @@ class Hook:
         By default, a hook that overrides `evaluate` is due every `train.eval_interval` steps and
         after the last step; only after the last step if the interval is null, and never if it is 0.
         """
-        return type(self).evaluate is not Hook.evaluate and trainer.config.train.evaluates(step)
+        overrides = type(self).evaluate is not Hook.evaluate
+        return overrides and trainer.config.train.evaluates(step)
 
     def evaluate(self, trainer: Trainer, step: int) -> HookResult:
         """Evaluate the model after `step`, and return what to log."""
@@ -161,10 +162,11 @@ class Sample(Hook):
         ids = tokenizer.encode(settings.sample_prompt) or [tokenizer.eod or 0]
         for _ in range(settings.sample_tokens):
             context = ids[-max_length:]
-            padding = -len(context) % layout.token_layout.sequence_shards
+            length = len(context)
+            padding = -length % layout.token_layout.sequence_shards
             tokens = torch.tensor([context + [0] * padding], device=layout.device)
-            logits = trainer.engine.logits(tokens)[0, len(context) - 1, : tokenizer.vocab_size]
-            logits = logits.float().cpu()
+            logits = trainer.engine.logits(tokens)[0, length - 1]
+            logits = logits[: tokenizer.vocab_size].float().cpu()
 
             token = torch.tensor([-1])
             if torch.isfinite(logits).all():
@@ -172,9 +174,11 @@ class Sample(Hook):
                 token = torch.multinomial(probabilities, 1, generator=generator)
             token = token.to(layout.device)
             dist.broadcast(token, src=0)
-            if int(token) in (-1, tokenizer.eod):
+
+            sampled = int(token)
+            if sampled in (-1, tokenizer.eod):
                 break
-            ids.append(int(token))
+            ids.append(sampled)
         return tokenizer.decode(ids)
 
 
@@ -202,11 +206,11 @@ class GradientNorms(Hook):
         # Other steps need no norms.
         trainer.engine.before_update = lambda: None
         dist.all_reduce(self._squares)
-        squares, counts = self._squares.tolist()
-        of_kinds = zip(KINDS, squares, counts)
-        return HookResult(
-            {f"grad_norm/{kind}": square**0.5 for kind, square, count in of_kinds if count}
-        )
+        scalars = {}
+        for kind, square, count in zip(KINDS, *self._squares.tolist()):
+            if count:
+                scalars[f"grad_norm/{kind}"] = square**0.5
+        return HookResult(scalars)
 
     def _measure(self, engine: Engine) -> None:
         """Store two rows by parameter kind (2, len(KINDS)) in fp64: sums of squared gradients, and
@@ -293,11 +297,13 @@ def _position_norms(model: LanguageModel | Pipeline) -> dict[int, list[float]]:
 
     local = {update.layer: update.norms for update in model.updating_encodings()}
     # Other pipeline stages have the norms of the other layers.
-    zeros = torch.zeros(3, model.model_config.query_groups, device=next(model.parameters()).device)
+    device = next(model.parameters()).device
+    zeros = torch.zeros(3, model.model_config.query_groups, device=device)
     totals = torch.stack([local.get(layer, zeros) for layer in layers])
     dist.all_reduce(totals)
-    squares, update_squares, counts = totals.sum(-1).T
-    norms = torch.stack([squares / counts, update_squares / counts], dim=1).sqrt()
+
+    *squares, counts = totals.sum(-1).T
+    norms = (torch.stack(squares, dim=1) / counts[:, None]).sqrt()
     return dict(zip(layers, norms.tolist()))
 
 

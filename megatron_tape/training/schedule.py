@@ -25,7 +25,8 @@ def learning_rate(
         start = max(schedule.warmup_steps, total_steps - length)
     else:
         start = schedule.warmup_steps
-    decayed = min(1.0, max(0.0, (step - start) / max(1, total_steps - start)))
+    decayed = (step - start) / max(1, total_steps - start)
+    decayed = min(1.0, max(0.0, decayed))
 
     if schedule.kind == "constant":
         factor = 1.0
