@@ -407,6 +407,7 @@ def resumed_runs(folder, data):
     results["from_tensor_to_context_parallel"] = resumed_run(
         folder, "to-context", *before, then=after
     )
+    results["context_parallel"] = resumed_run(folder, "context", prefix, cp(2), zero(1))
     with gathering_all():
         results["gathered"] = resumed_run(folder, "gathered", prefix, AVERAGE, zero(3))
     frozen = {

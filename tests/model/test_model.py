@@ -18,7 +18,7 @@ from models import (
     whole_weights,
 )
 
-from megatron_tape.model import reference
+from megatron_tape.model import layers, reference
 from megatron_tape.model.shapes import parameter_shapes, whole_shapes
 from megatron_tape.model.weights import from_megatron, load_weights
 from megatron_tape.planning.parameters import parameter_count
@@ -236,3 +236,22 @@ def test_position_norms_equal_rope_at_first_and_include_updates_later(variant, f
         rtol=0,
     )
     assert (norms_of(build(model)[0])[1] > 0).all()
+
+
+@pytest.mark.parametrize("encoding, learned", [("rope", False), ("tape", True)])
+def test_fixed_phases_need_no_gradient_under_activation_checkpointing(
+    monkeypatch, encoding, learned
+):
+    requires_grad = []
+    enter = layers.LayerEncoding.enter
+
+    def recorded(self, state, hidden_states):
+        state, inputs = enter(self, state, hidden_states)
+        requires_grad.append(inputs.z_TBGD.requires_grad)
+        return state, inputs
+
+    monkeypatch.setattr(layers.LayerEncoding, "enter", recorded)
+    built, _ = build(small_model(position_encoding=encoding), recompute="full")
+    built(random_tokens(), random_tokens(seed=2)).backward()
+    assert any(requires_grad) is learned
+    assert len(requires_grad) == 6

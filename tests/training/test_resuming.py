@@ -18,8 +18,7 @@ LAYOUTS = [f"tp{tensor_size}_zero{stage}" for tensor_size, stage in RESUMED]
 
 
 @pytest.mark.parametrize(
-    "case",
-    [*LAYOUTS, "gathered", "bf16", "workers", "frozen", *STEERED],
+    "case", [*LAYOUTS, "context_parallel", "gathered", "bf16", "workers", "frozen", *STEERED]
 )
 def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(resumed, case):
     assert without_speed(resumed[case]["continued"]) == without_speed(resumed[case]["whole"])
