@@ -8,12 +8,14 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from bad_step_cases import batches, engine, weights
 from configurations import make
 
 from megatron_tape.checkpoint import directories as checkpoint_files
+from megatron_tape.checkpoint import opening, reading
 from megatron_tape.checkpoint.index import shard_of
 from megatron_tape.checkpoint.opening import open_to_resume
 from megatron_tape.checkpoint.reading import Checkpoint
@@ -67,16 +69,28 @@ def of_both_ranks(value):
     return values
 
 
-def unreadable(e, config):
-    """Return each rank's error if rank 1 cannot read a file again after it was checked."""
+def unreadable(e, config, newest):
+    """Return each rank's errors if rank 1 does not see the checkpoint or one of its files, and if
+    it cannot read a file again after it was checked.
+    """
 
     def fail(checkpoint, file, place):
         raise OSError(errno.EIO, "Input/output error")
 
+    def missing(path):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+
+    messages = []
+    for replaced in ((Path, "is_dir", lambda path: False), (reading, "digest", missing)):
+        with pytest.MonkeyPatch.context() as patch:
+            if e.layout.rank == 1:
+                patch.setattr(*replaced)
+            messages.append(refusal(lambda: opening._open(newest, e.layout)))
     checkpoint = open_to_resume(config, e.layout)
     if e.layout.rank == 1:
         Checkpoint.read = fail
-    return of_both_ranks(refusal(lambda: load_weights(checkpoint, e.module, e.layout)))
+    messages.append(refusal(lambda: load_weights(checkpoint, e.module, e.layout)))
+    return of_both_ranks(messages)
 
 
 def owned_states(stage):
@@ -123,7 +137,7 @@ def main(folder):
         "after_retry": checkpoint_files.newest_complete(root, print).name,
         "left": sorted(path.name for path in root.iterdir()),
         "resumed": resumed(e, config),
-        "unreadable": unreadable(e, config),
+        "unreadable": unreadable(e, config, root / "step-00000003"),
         "states": states,
     }
     return results

@@ -160,7 +160,7 @@ def publish(
     write_record(staging / MANIFEST, manifest)
     sync_directory(staging)
     for name, entry in files.items():
-        if problem := file_problem(staging / name, name, entry, deep=False):
+        if problem := _file_problem(staging / name, name, entry, deep=False):
             fix = "set checkpoint.directory to a directory that all nodes share"
             raise CheckpointError(staging, f"is not complete: {problem}", fix)
 
@@ -247,17 +247,14 @@ def newest_complete(
     """Return the path of the newest complete checkpoint in `root`, or None.
 
     Calls `warn` with a message for each broken checkpoint that is skipped, except those in
-    `excluding`. See `problems` for `deep`. Raises CheckpointError if a disk error prevents the
-    check, and OtherFormat if another version wrote a checkpoint, which a run that continues an
+    `excluding`. See `problems` for `deep`. Raises OSError if a disk error, which may pass, prevents
+    the check, and OtherFormat if another version wrote a checkpoint, which a run that continues an
     older one would replace.
     """
     for _, path in list_checkpoints(root):
         if path in excluding:
             continue
-        try:
-            damage = _problems(path, deep)
-        except OSError as error:
-            raise CheckpointError(path, f"cannot be read ({error})", START_AGAIN) from None
+        damage = _problems(path, deep)
         if not damage:
             return path
         warn(f"checkpoint {path} is skipped: {'; '.join(damage)}")
@@ -266,7 +263,7 @@ def newest_complete(
 
 def checkpointed_step(root: str | Path) -> int:
     """Return the step of the newest checkpoint whose files have the expected sizes, or 0 if there
-    is none.
+    is none. See `newest_complete` for errors.
     """
     path = newest_complete(root, deep=False)
     return 0 if path is None else read_manifest(path)["step"]
@@ -333,7 +330,7 @@ def _problems(path: Path, deep: bool) -> list[str]:
         manifest = read_manifest(path)
         damage = []
         for name, entry in manifest["files"].items():
-            if problem := file_problem(path / name, name, entry, deep):
+            if problem := _file_problem(path / name, name, entry, deep):
                 damage.append(problem)
         if not damage and STATE in manifest["files"]:
             step = read_state(path)["step"]
@@ -346,12 +343,7 @@ def _problems(path: Path, deep: bool) -> list[str]:
         return [str(error)]
 
 
-def file_problem(
-    path: Path,
-    name: str,
-    entry: FileDigest,
-    deep: bool,
-) -> str | None:
+def _file_problem(path: Path, name: str, entry: FileDigest, deep: bool) -> str | None:
     """Return what is wrong with the file `name` at `path`, or None. Raises OSError."""
     if not path.is_file():
         return f"{name} is missing"

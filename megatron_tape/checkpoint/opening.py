@@ -16,6 +16,7 @@ from megatron_tape.checkpoint.reading import Checkpoint
 from megatron_tape.checkpoint.saved_settings import check_same_model
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import CheckpointError
+from megatron_tape.io.versions import node_name
 from megatron_tape.parallel.layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,12 @@ def _open(path: Path, layout: ParallelLayout) -> tuple[Checkpoint | None, list[s
     Each rank reads the files that it will load. Raises CheckpointError on all ranks if one of them
     cannot read a file.
     """
+    with RankErrors(layout) as errors:
+        if not path.is_dir():
+            fix = "set checkpoint.directory to a directory that all nodes share"
+            raise CheckpointError(str(path), f"does not exist on node {node_name()}", fix)
+    errors.check(path, _READING)
+
     checkpoint, damage = on_rank_0(layout, path, _READING, lambda: _read_records(path))
     if checkpoint is None:
         return None, damage
@@ -135,7 +142,12 @@ def _choose(resume: str, config: RunConfig, broken: set[Path]) -> Path | None:
     """
     directory = Path(config.checkpoint.directory)
     if resume == "auto":
-        path = files.newest_complete(directory, logger.warning, deep=False, excluding=broken)
+        try:
+            path = files.newest_complete(directory, logger.warning, deep=False, excluding=broken)
+        except OSError as error:
+            subject = str(error.filename or directory)
+            problem = f"cannot be read ({error})"
+            raise CheckpointError(subject, problem, files.START_AGAIN) from None
         if path is None and files.list_checkpoints(directory):
             fix = "to start from step 0, move its checkpoints away"
             raise CheckpointError(directory, "has no complete checkpoint", fix)

@@ -17,12 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_tape.checkpoint.directories import (
-    START_AGAIN,
-    CheckpointState,
-    file_problem,
-    read_manifest,
-)
+from megatron_tape.checkpoint.directories import START_AGAIN, CheckpointState, read_manifest
 from megatron_tape.checkpoint.index import (
     CHOOSE_ANOTHER,
     INDEX,
@@ -33,7 +28,7 @@ from megatron_tape.checkpoint.index import (
 )
 from megatron_tape.checkpoint.rank_errors import RankErrors
 from megatron_tape.errors import CheckpointError
-from megatron_tape.io.files import FileDigest
+from megatron_tape.io.files import FileDigest, digest
 from megatron_tape.io.safetensors import Place
 from megatron_tape.model.names import AVERAGE
 from megatron_tape.model.weights import shard, unshard
@@ -96,17 +91,20 @@ class Checkpoint:
 
     def damage(self, names: Iterable[str]) -> list[str]:
         """Compare the checksums of the files `names` with the manifest, and return a sentence for
-        each damaged file. Raises OSError if a file cannot be read.
+        each damaged file. Raises CheckpointError if a file cannot be read, because of the disk or
+        network.
         """
         problems = []
         for name in names:
-            if problem := file_problem(
-                self.path / name,
-                name,
-                self.files[name],
-                deep=True,
-            ):
-                problems.append(problem)
+            try:
+                sha256 = digest(self.path / name)["sha256"]
+            # Also if it is missing: rank 0 has seen all files, so only this node does not see it.
+            except OSError as error:
+                problem = f"cannot be read ({error})"
+                raise CheckpointError(str(self.path / name), problem, START_AGAIN) from None
+            if sha256 != self.files[name]["sha256"]:
+                expected = self.files[name]["sha256"]
+                problems.append(f"{name} has sha256 {sha256} instead of {expected}")
         return problems
 
     def weight_names(self) -> set[str]:

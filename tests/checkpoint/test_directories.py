@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import shutil
@@ -211,6 +212,22 @@ def test_the_newest_complete_checkpoint_is_found_and_broken_ones_are_named(tmp_p
     assert "run.json has 0 bytes" in warnings[0]
     assert "step-00000002" in warnings[1]
     assert "model is missing" in warnings[1]
+
+
+def test_a_disk_error_is_not_damage_and_no_older_checkpoint_is_chosen(tmp_path, monkeypatch):
+    for step in (1, 2):
+        save(tmp_path, step)
+    read_record = files.read_record
+
+    def fail(path, shape):
+        if "step-00000002" in str(path):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return read_record(path, shape)
+
+    monkeypatch.setattr(files, "read_record", fail)
+    # An OSError rather than a CheckpointError, after which a Slurm job would not be tried again.
+    with pytest.raises(OSError, match="step-00000002"):
+        files.checkpointed_step(tmp_path)
 
 
 def test_checkpoints_of_keep_every_are_never_removed(tmp_path):

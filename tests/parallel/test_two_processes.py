@@ -143,9 +143,13 @@ def test_resuming_reads_each_file_once_on_the_planned_rank(group):
 
 
 def test_a_read_error_on_one_rank_is_reported_on_all_ranks(group):
-    (message,) = set(group["saves"]["unreadable"])
-    assert "(rank 1): " in message
-    assert ".safetensors cannot be read ([Errno 5]" in message
+    messages, messages_of_rank_1 = group["saves"]["unreadable"]
+    assert messages == messages_of_rank_1
+    assert all("(rank 1): " in message for message in messages)
+    directory, missing, unreadable = messages
+    assert "step-00000003 does not exist on node" in directory
+    assert "cannot be read ([Errno 2]" in missing
+    assert ".safetensors cannot be read ([Errno 5]" in unreadable
 
 
 def test_a_full_disk_on_one_rank_is_reported_on_all_and_damages_no_checkpoint(group):
