@@ -13,7 +13,13 @@ from typing import Any
 
 from megatron_tape.checkpoint.directories import checkpointed_step
 from megatron_tape.errors import CheckpointError, FileError
-from megatron_tape.io.records import RECORD_BYTES, parse_record, read_record, read_small
+from megatron_tape.io.records import (
+    RECORD_BYTES,
+    check_shape,
+    parse_record,
+    read_record,
+    read_small,
+)
 from megatron_tape.run.attempts import (
     FAILED,
     FINISHED,
@@ -216,7 +222,7 @@ def _read(directory: Path, number: int) -> AttemptRecord:
         bad_nodes=tuple(first.get("bad_nodes", ())),
         stop_reason=stop_reason(directory),
         verdict=_read_advisory(directory / "verdict.json", Verdict) or None,
-        heartbeat=_read_advisory(directory / "heartbeat.json", Heartbeat),
+        heartbeat=_read_heartbeat(directory / "heartbeat.json"),
         claimed_at=_written_at(directory / "attempt.json"),
         beaten_at=_written_at(directory / "heartbeat.json"),
         ended=max((end["time"] for end, _ in ends), default=None),
@@ -238,6 +244,21 @@ def _read_spikes(path: Path) -> Iterator[Spike]:
         for line in read_small(path, RECORD_BYTES).splitlines():
             with contextlib.suppress(ValueError):
                 yield parse_record(line, Spike)
+
+
+def _read_heartbeat(path: Path) -> Any:
+    """Read `heartbeat.json` like `_read_advisory`. Earlier versions called phases stages."""
+    record = _read_advisory(path, dict[str, Any])
+    for earlier, current in (("stage", "phase"), ("stages", "phases")):
+        if earlier in record:
+            record[current] = record.pop(earlier)
+    if record:
+        try:
+            check_shape(record, Heartbeat)
+        except ValueError as error:
+            logger.warning("warning: %s cannot be used: %s", path, error)
+            return {}
+    return record
 
 
 def _read_advisory(path: Path, shape: Any) -> Any:

@@ -12,6 +12,7 @@ from megatron_tape.run.goodput import (
     EVALUATION,
     KEPT,
     KINDS,
+    OTHER,
     REPEATED,
     SAVES,
     STALLS,
@@ -51,6 +52,15 @@ def test_the_time_of_an_uninterrupted_run_is_divided_by_phase(tmp_path):
     assert found == {KEPT: 72.0, SAVES: 7.0, EVALUATION: 10.0, START: 11.0}
     assert sum(found.values()) == 100
     assert shares(found)[KEPT] == 0.72
+
+
+def test_a_heartbeat_of_an_earlier_version_with_stages_is_read(tmp_path):
+    beat = {"since": 1100, "began": 1010, "from_step": 0, "step": 9}
+    record(tmp_path, 1, 1000, 1100, **beat, phase="saving", phases={"training": 80.0})
+    path = tmp_path / "attempts" / "000001" / "heartbeat.json"
+    path.write_text(path.read_text().replace("phase", "stage"))
+    assert "stages" in path.read_text()
+    assert totals(tmp_path) == {KEPT: 80.0, START: 10.0, OTHER: 10.0}
 
 
 def test_steps_that_a_later_attempt_runs_again_count_as_repeated(tmp_path):
