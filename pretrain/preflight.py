@@ -32,7 +32,7 @@ from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import EXIT_RESTART, ConfigError, NodeError, first_line
-from megatron_tape.io.versions import code_digest, node_name
+from megatron_tape.io.versions import code_digest, cuda_build_fix, node_name
 from megatron_tape.parallel.launcher import (
     check_launcher_environment,
     check_master_address,
@@ -150,7 +150,11 @@ class Preflight:
 
         store = self._connect()
         home = None if self.attempt is None else self.attempt.home
-        facts: dict[str, Any] = {"node": node_name(), "gpu": _gpu(torch)}
+        facts: dict[str, Any] = {
+            "node": node_name(),
+            "gpu": _gpu(torch),
+            "cuda": torch.backends.cuda.is_built(),
+        }
         if local_rank() == 0:
             facts |= {"host": os.uname().nodename, "gloo": gloo_address()}
             facts |= nodes.node_facts(self.config, home, code_digest(("megatron_tape", "pretrain")))
@@ -265,7 +269,9 @@ class Preflight:
                 " submit with --gpus-per-node, or set train.device to cpu"
             )
             problems.append(nodes.Problem(sentence, mistake=True))
-
+        if self.options.gpus and not any(facts["cuda"] for facts in facts_of_ranks):
+            sentence = f"torch is built without CUDA, but the job has GPUs; {cuda_build_fix()}"
+            problems.append(nodes.Problem(sentence, mistake=True))
         if self.options.gpus:
             gpus: dict[str, list[dict]] = {node: [] for node in by_node}
             for facts in facts_of_ranks:

@@ -6,6 +6,7 @@ import shutil
 import signal
 
 import pytest
+import torch
 from datasets_for_tests import write_all
 from launch import environment, free_port
 from training_cases import RECIPE
@@ -70,13 +71,18 @@ def test_a_node_that_cannot_write_to_the_checkpoint_directory_is_named(start):
     assert len(record.bad_nodes) == 1
 
 
-def test_missing_gpus_are_recorded_before_any_rank_ends(start):
+@pytest.mark.parametrize(
+    "built, outcome, problem",
+    [(True, "unready", "torch finds 0 of the 1 GPUs"), (False, "refused", "--force-reinstall")],
+)
+def test_missing_gpus_are_recorded_before_any_rank_ends(
+    start, monkeypatch, built, outcome, problem
+):
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: built)
     status, output, record = start("--gpus", "1", "--nodes", "alpha")
-    assert status == 1
-    assert "torch finds 0 of the 1 GPUs" in output.err
-    assert record.outcome == "unready"
-    assert record.message in output.err
-    assert len(record.bad_nodes) == 1
+    assert status == 1 and problem in output.err
+    assert record.outcome == outcome
+    assert record.message in output.err and len(record.bad_nodes) == 1
 
 
 def test_a_rank_that_does_not_answer_marks_its_node_as_bad_and_the_job_continues(start):
