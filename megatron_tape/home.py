@@ -89,7 +89,8 @@ def provide_caches() -> None:
     for name in names:
         os.environ[name] = os.path.join(directory, name.lower())
     if names != ["HF_MODULES_CACHE"] and os.environ.get("RANK", "0") == "0":
-        message = f"{home} is not writable; the caches {', '.join(names)} are in {directory}"
+        unwritable = models if _is_writable(home) else home
+        message = f"{unwritable} is not writable; the caches {', '.join(names)} are in {directory}"
         print(message, file=sys.stderr, flush=True)
 
 

@@ -91,6 +91,18 @@ def test_models_in_a_read_only_cache_can_be_read(environment, tmp_path, capsys, 
     assert (capsys.readouterr().err == "") == shared == ("TRITON_CACHE_DIR" not in os.environ)
 
 
+def test_an_unreadable_cache_of_models_is_named_although_the_home_is_writable(
+    environment, tmp_path, capsys
+):
+    models = tmp_path / ".cache" / "huggingface"
+    models.parent.mkdir()
+    models.write_text("not a directory")
+    environment.setenv("HOME", str(tmp_path))
+    provide_caches()
+    assert os.environ["HF_HOME"].startswith(f"{tmp_path}/temporary/")
+    assert capsys.readouterr().err.startswith(f"{models} is not writable")
+
+
 def test_a_user_without_a_name_gets_one(environment, tmp_path):
     def unknown():
         raise KeyError("getpwuid(): uid not found: 12345")
