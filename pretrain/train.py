@@ -221,11 +221,14 @@ def load_libraries(config: RunConfig, is_rank_0: bool) -> None:
     defaults = {"TRITON_CACHE_DIR": private_directory(f"triton-cache-{os.getuid()}")}
     if config.parallel.uses_sequence_parallel:
         defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron needs it to overlap collectives
-    # Avoids out-of-memory errors by fragmentation.
-    defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    # Number of collectives in torch's flight recorder, which `Watch` writes to a file if a rank
-    # hangs.
-    defaults["TORCH_FR_BUFFER_SIZE"] = "2000"
+    # The older names also work, and the user may have set these.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # Avoids out-of-memory errors by fragmentation.
+        defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
+        # Number of collectives in torch's flight recorder, which `Watch` writes to a file if a rank
+        # hangs.
+        defaults["TORCH_FR_BUFFER_SIZE"] = "2000"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     logger.info("loading torch, megatron-core and deepspeed")
