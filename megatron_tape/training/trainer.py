@@ -93,6 +93,8 @@ class Trainer:
     """The last completed step."""
     samples = 0
     """The number of sequences that the run has trained on or skipped."""
+    _trained = 0
+    """`samples` after the last step, before data was skipped."""
 
     def __init__(
         self,
@@ -147,6 +149,7 @@ class Trainer:
         elif find_base is not None:
             self.base = open_base(find_base(config, self.layout, watch), self.layout)
 
+        self._trained = self.samples
         self.spikes = 0
         directory = Path(config.checkpoint.directory)
         read = partial(read_skipped_data, directory)
@@ -230,11 +233,14 @@ class Trainer:
 
     @property
     def enters_stage(self) -> bool:
-        """Whether the next step is the first one of a new stage of `data.stages`."""
+        """Whether the next step is the first one of a new stage of `data.stages`.
+
+        Skipped data counts as not trained on, so a step after it may enter a stage in its middle.
+        """
+        if self._trained == 0:
+            return False
         last = self.samples + self.config.train.batch_size(self.samples) - 1
-        return self.samples > 0 and stage_at(self.stages, last) != stage_at(
-            self.stages, self.samples - 1
-        )
+        return stage_at(self.stages, last) != stage_at(self.stages, self._trained - 1)
 
     def _leave_together(self) -> None:
         """Wait for all ranks, since exiting closes connections that others may still use, and end
@@ -459,6 +465,7 @@ class Trainer:
             self.step = step
             # Skipped steps count, too: their data is not used again.
             self.samples += size
+            self._trained = self.samples
             watch.progress(TRAINING, step)
             self._count_bad_steps(result)
 

@@ -3,9 +3,12 @@
 import json
 from types import SimpleNamespace
 
+import pytest
+
 from megatron_tape.config.train import SpikeSettings
 from megatron_tape.training.engine import StepResult
 from megatron_tape.training.spikes import SpikeHook, Spikes
+from megatron_tape.training.trainer import Trainer
 
 
 def after(values, values_so_far=None):
@@ -79,7 +82,18 @@ def test_a_new_stage_of_the_data_resets_the_recent_losses():
         return trainer.progress.get("spikes_found", 0) - before
 
     higher = [(loss + 1, norm) for loss, norm in USUAL]
-    assert spikes(USUAL) == 0
-    assert spikes(higher[:1]) == 1
-    assert spikes(higher, enters_stage=True) == 0
-    assert spikes([(9.0, 1.0)]) == 1
+    assert spikes(USUAL) == 0 and spikes(higher[:1]) == 1
+    assert spikes(higher, enters_stage=True) == 0 and spikes([(9.0, 1.0)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("trained", "samples", "enters"),
+    [(90, 90, False), (96, 96, True), (100, 100, True), (90, 120, True), (104, 120, False)],
+)
+def test_a_step_enters_a_stage_even_if_skipped_data_ends_in_its_middle(trained, samples, enters):
+    stages = [SimpleNamespace(start=0), SimpleNamespace(start=100)]
+    train = SimpleNamespace(batch_size=lambda samples: 8)
+    trainer = SimpleNamespace(
+        _trained=trained, samples=samples, stages=stages, config=SimpleNamespace(train=train)
+    )
+    assert Trainer.enters_stage.fget(trainer) == enters
