@@ -164,12 +164,14 @@ def refuse_specials_in_text(
     treats control tokens separately, but not a `tokenizer.json` that was made from such a model.
     """
     texts = [f"{before}{token}{after}" for token in special for before, after in _CONTEXTS]
+    # A set, since some tokenizers have a thousand special tokens.
+    special_ids = set(special.values())
     for text, ids in zip(texts, encode_batch(texts)):
-        index = next((index for index in special.values() if index in ids), None)
-        if index is not None:
+        encoded = special_ids.intersection(ids.tolist())
+        if encoded:
             raise FileError(
                 path,
-                f"encodes the text {ascii(text)} to the special token {index}",
+                f"encodes the text {ascii(text)} to the special token {min(encoded)}",
                 "use the SentencePiece model (.model) that it was made from, or a tokenizer that"
                 " never encodes text to special tokens",
             )
