@@ -43,8 +43,8 @@ def match_datasets(prefix: str) -> list[str]:
         for ending in _ENDINGS
         for path in glob.glob(prefix + ending, recursive=True)
     }
-    for part in filter(None, map(_PART.fullmatch, list(matches))):
-        begin, end, count = part.groups()
+    datasets_in_parts = {part.groups() for part in map(_PART.fullmatch, matches) if part}
+    for begin, end, count in datasets_in_parts:
         parts = [f"{begin}{number:05}{end}" for number in range(int(count))]
         name = os.path.basename(prefix)
         matches.update(part for part in parts if fnmatch.fnmatchcase(os.path.basename(part), name))
