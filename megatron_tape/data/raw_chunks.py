@@ -121,6 +121,9 @@ class _Counted:
         self.count += len(data)
         return data
 
+    def close(self) -> None:
+        """Do nothing. pyarrow calls this, and whoever opened the file closes it."""
+
 
 def _read_file(
     path: str, unit: str, text_key: str, document_bytes: int
@@ -164,6 +167,8 @@ def _decompress(file: _Counted, path: str) -> Iterator[bytes]:
         if compression is None:
             raise
         raise UnreadableFile(path, f"has damaged or truncated data ({error})") from error
+    if compression is not None and file.count == 0:
+        raise UnreadableFile(path, "is empty, which no compressed file is")
 
 
 def _without_mark(blocks: Iterator[bytes]) -> Iterator[bytes]:
