@@ -143,7 +143,8 @@ def prefix_of_part(prefix: str, index: int, count: int) -> str:
 
 def parts_of(prefix: str) -> list[str]:
     """Return the index files of the parts that exist."""
-    return sorted(glob.glob(f"{glob.escape(prefix)}-*-of-*.idx"))
+    # Not those of P-other, whose names also begin with P.
+    return sorted(glob.glob(f"{glob.escape(prefix)}-[0-9]*-of-[0-9]*.idx"))
 
 
 def files_of_part(paths: list[str], index: int, count: int) -> list[str]:

@@ -32,6 +32,7 @@ def test_a_complete_part_is_kept_and_another_count_is_refused(preprocess, tmp_pa
     preprocess(tmp_path / "?.jsonl", "--part", "1/2")
     index = tmp_path / "out-00001-of-00002.idx"
     before = index.stat().st_ino
+    (tmp_path / "out-wide-00000-of-00003.idx").touch()  # of another dataset, out-wide
     assert "is complete already" in preprocess(tmp_path / "?.jsonl", "--part", "1/2").stderr
     assert index.stat().st_ino == before
     for options in ([tmp_path / "[ac].jsonl"], [tmp_path / "?.jsonl", "--no-append-eod"]):
