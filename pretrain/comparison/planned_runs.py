@@ -34,6 +34,8 @@ from megatron_tape.run.curves import SETTINGS, read_run
 from pretrain import evaluate
 
 OPTION = "--encodings"
+MOST_SEEDS = 1000
+"""Maximum number of seeds per variant."""
 _LEARNING = ("optimizer", "schedule")
 """Sections other than `model` whose settings may differ between variants; their keys include the
 section.
@@ -264,7 +266,7 @@ def _parse_variant(text: str) -> Variant:
     settings = {}
     for item in items:
         key, _, value = item.partition("=")
-        if not value or key in settings:
+        if not value or key in (*settings, "position_encoding"):
             raise ConfigError(
                 OPTION,
                 f"names {text}, where {item!r} has no value or sets {key} again",
@@ -279,12 +281,16 @@ def parse_seeds(text: str) -> range:
     if it is neither.
     """
     match = re.fullmatch("(?:([0-9]{1,9})-)?([0-9]{1,9})", text)
-    if match and 1 <= int(match[1] or 1) <= int(match[2]):
-        return range(int(match[1] or 1), int(match[2]) + 1)
+    if match and int(match[1] or 1) >= 1:
+        seeds = range(int(match[1] or 1), int(match[2]) + 1)
+        # More are a mistake, such as a seed instead of a number of seeds.
+        if 1 <= len(seeds) <= MOST_SEEDS:
+            return seeds
     raise ConfigError(
         "--seeds",
         f"is {text}",
-        "give a number such as 5, for the seeds 1 to 5, or a range such as 4-9",
+        "give a number such as 5, for the seeds 1 to 5, or a range such as 4-9, of at most"
+        f" {MOST_SEEDS} seeds",
     )
 
 
