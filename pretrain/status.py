@@ -9,6 +9,7 @@ gone, or its job has ended before the run was finished; 2 if a RUN contains no r
 read.
 """
 
+import contextlib
 import dataclasses
 import json
 import time
@@ -141,9 +142,17 @@ def find_runs(path: Path) -> list[Path]:
     """Return the runs directly below a directory; only `path` if it is a run itself or contains
     none.
     """
-    if path.is_dir() and not attempt_numbers(path):
-        return [run for run in sorted(path.iterdir()) if attempt_numbers(run)] or [path]
-    return [path]
+    runs = []
+    with contextlib.suppress(OSError):  # `read_status` reports it
+        if not _is_run(path):
+            runs = [run for run in sorted(path.iterdir()) if _is_run(run)]
+    return runs or [path]
+
+
+def _is_run(path: Path) -> bool:
+    with contextlib.suppress(OSError):  # such as a directory of another user
+        return bool(attempt_numbers(path))
+    return False
 
 
 def read_status(run: Path) -> RunStatus:
@@ -330,8 +339,8 @@ def _cells(status: RunStatus) -> tuple[str, ...]:
         status.run,
         status.state,
         _progress(status),
-        _cell(status.loss, ".4f"),
-        _cell(status.validation_loss, ".4f"),
+        _number(status.loss) if status.loss_step is not None else "",
+        _number(status.validation_loss) if status.validation_step is not None else "",
         _cell(status.tokens_per_second, ",.0f"),
         left,
         _cell(status.checkpoint_step, ","),

@@ -173,6 +173,21 @@ def test_several_runs_get_one_line_each(run, failed, capsys):
     assert second.split() == [str(failed / "a"), "failed", "0"]
 
 
+def test_the_table_shows_that_a_loss_is_not_finite(run, failed, capsys):
+    (run / "metrics.jsonl").write_text('{"step": 1, "train/loss": null}\n')
+    assert "not finite" in shown(capsys, run, failed / "a", exits=1)
+
+
+def test_an_unreadable_folder_does_not_hide_the_runs_next_to_it(failed, capsys, monkeypatch):
+    def attempt_numbers(path):
+        if path.name == "b":
+            raise PermissionError(13, "Permission denied", str(path))
+        return [1] * (path == failed / "a")
+
+    monkeypatch.setattr(status, "attempt_numbers", attempt_numbers)
+    assert shown(capsys, failed, exits=1).startswith(f"{failed / 'a'}: failed")
+
+
 def test_a_directory_of_runs_shows_its_runs(failed, capsys):
     for paths in ([failed], [failed / "a", failed]):
         _, *lines = shown(capsys, *paths, exits=1).splitlines()
