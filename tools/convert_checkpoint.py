@@ -110,18 +110,11 @@ def add_export(add: Callable) -> None:
 
 def add_import(add: Callable) -> None:
     """Add the options of from-hf."""
-    add(
-        "--model",
-        required=True,
-        metavar="DIR",
-        help="directory with config.json, weights and tokenizer, as transformers saves them",
-    )
-    add(
-        "--base-model",
-        type=str,
-        metavar="OWNER/NAME",
-        help="the model's name on the Hugging Face Hub, for the model cards of exports (default:"
-        " the name in the Hub's cache, if MODEL is there)",
+    model = "directory with config.json, weights and tokenizer, as transformers saves them"
+    add("--model", required=True, metavar="DIR", help=model)
+    name = (
+        "the model's name on the Hugging Face Hub, for the model cards of exports (default: for an"
+        " export, the name in its card)"
     )
     add_checkpoint(add)
     add(
