@@ -116,6 +116,7 @@ def add_import(add: Callable) -> None:
         "the model's name on the Hugging Face Hub, for the model cards of exports (default: for an"
         " export, the name in its card)"
     )
+    add("--base-model", type=str, metavar="OWNER/NAME", help=name)
     add_checkpoint(add)
     add(
         "--position-encoding",

@@ -84,8 +84,11 @@ class Base:
             return self.path
         path = self.path / TOKENIZER
         if not self.path.is_dir():  # a run that has not started
-            path = Path(self.state["config"]["data"]["tokenizer"] or "")
-        return path if path.is_dir() or path.is_file() else None
+            named = self.state["config"]["data"]["tokenizer"]
+            if named is None:
+                return None
+            path = Path(named)
+        return path if path.exists() else None
 
     @property
     def identity(self) -> str:
@@ -367,12 +370,13 @@ def _check_same_model(model: ModelConfig, base: Base) -> None:
     changeable = {*CHANGEABLE_MODEL_KEYS}
     changeable |= {f"position.{key}" for key in _keys_of_position("rope")}
     changeable |= {f"position.{key}" for key in ENCODINGS[now].extended_by}
-    if getattr(base.model.position, "increments", "fixed") != "fixed":
-        changeable.remove("position.increments")
-
     free = set(changeable)
     if now in encodings:
         free |= {"position_encoding", *(f"position.{key}" for key in _keys_of_position(now))}
+    if getattr(base.model.position, "increments", "fixed") != "fixed":
+        # Trained increments mean something else in another mode.
+        changeable.discard("position.increments")
+        free.discard("position.increments")
     if was in ENCODINGS[now].replaces:
         free.add("layers_without_positions")
     if base.state is None and model.vocab_size >= base.model.vocab_size:

@@ -474,11 +474,25 @@ def test_a_recipe_with_a_complete_model_inherits_other_settings():
     assert with_base_settings({"model": older, **extension}) == {"model": older, **extension}
 
 
-def test_increments_that_another_encoding_does_not_have_are_refused():
-    base = rope_base(position_encoding="rope", position__increments="signed")
-    extended = make(model__position_encoding="nope", data__tokenizer=None)
+@pytest.mark.parametrize(
+    "extended",
+    [
+        {"position_encoding": "nope"},
+        # With one group, the parameters of both encodings have the same shape.
+        {"position_encoding": "tape", "position__increments": "learned"},
+    ],
+)
+def test_increments_that_another_encoding_does_not_have_are_refused(extended):
+    groups = {"num_query_groups": 1}
+    base = rope_base(position_encoding="rope", position__increments="signed", **groups)
+    model = {f"model__{key}": value for key, value in (extended | groups).items()}
     with pytest.raises(ConfigError, match="position.increments"):
-        check_base(extended, base)
+        check_base(make(**model, data__tokenizer=None), base)
+
+
+def test_a_run_that_has_not_started_and_has_no_tokenizer_gives_none(tmp_path):
+    first = make(logging__directory=str(tmp_path / "first"), data__tokenizer=None)
+    assert Base.made_by(first).tokenizer is None
 
 
 def test_an_extension_may_change_only_the_range_of_random_positions():
