@@ -95,8 +95,7 @@ def write_tokenizer(
     settings["added_tokens_decoder"] = {
         str(i): {key: getattr(token, key) for key in _FLAGS} for i, token in added
     }
-
-    has_template = "chat_template" in settings or any(
+    has_template = bool(settings.get("chat_template")) or any(
         name.startswith(("chat_template.jinja", CHAT_TEMPLATES)) for name in files
     )
     if not has_template:

@@ -298,7 +298,7 @@ def test_switches_are_kept_and_not_taken_for_tokens(
     write_source(source, kind, tokenizer_path)
     if template:
         (source / "chat_template.jinja").write_text(template)
-    switches = {"split_special_tokens": split, "add_bos_token": False}
+    switches = {"split_special_tokens": split, "add_bos_token": False, "chat_template": None}
     others = {}
     if kind == "json":
         others = {"uses_image_token": True, "seconds_per_audio_token": 0.5, "scale_of_token": 2}
