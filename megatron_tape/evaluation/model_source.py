@@ -201,6 +201,8 @@ def _from_transformers(path: Path, label: str | None) -> ModelSource:
     # GPT-2 and similar models use n_positions, MPT max_seq_len.
     names = ("max_position_embeddings", "n_positions", "max_seq_len")
     length = next((text_config[name] for name in names if name in text_config), None)
+    if type(length) is not int or length < 1:
+        length = None
 
     name = path.resolve().name
     info = ModelInfo(

@@ -213,6 +213,9 @@ def test_default_lengths_come_from_the_models_configuration(texts, tmp_path):
     (tmp_path / "config.json").write_text(config)
     info = find_model(str(tmp_path)).info
     assert Perplexity(Perplexity.Settings(data=texts)).context_lengths(info) == [8, 16, 32]
+    for unknown in ("-1", '"32"', "32.0"):
+        (tmp_path / "config.json").write_text(config.replace("32", unknown))
+        assert find_model(str(tmp_path)).info.trained_length is None
 
 
 def test_a_loss_that_is_not_finite_is_an_error_that_names_the_place(texts):
