@@ -333,6 +333,8 @@ def test_seeds_that_not_all_variants_have_make_no_difference_in_the_findings():
         "This counts only the seeds that all variants have: 1.",
     ]
     assert "counts only" not in " ".join(headline(comparison(CLEAR))[1])
+    _, paragraphs = headline(comparison({"rope": {1: 0.9}, "tape": {2: 0.5}}))
+    assert paragraphs[0].startswith("rope has the highest mean accuracy: 90 %")
 
 
 def test_the_result_of_one_task_claims_nothing_about_another_task():

@@ -268,10 +268,11 @@ def _findings(comparison: Comparison) -> list[str]:
     """Return a sentence for each evaluated task about its first metric, or about the validation
     loss without tasks.
 
-    The sentences are about the seeds that all variants have: a seed that only some have would make
-    them look better or worse than the others.
+    The sentences are about the seeds that all variants have, if there are any: a seed that only
+    some have would make them look better or worse than the others.
     """
-    shared = set.intersection(*_seeds(comparison).values())
+    seeds = _seeds(comparison).values()
+    shared = set.intersection(*seeds) or set.union(*seeds)
     runs = [run for run in comparison.runs if run.seed in shared]
     tasks = by_task(replace(comparison, runs=runs))
     evaluated = [task for task in tasks if task != TRAINING] or list(tasks)

@@ -172,7 +172,8 @@ def page(
         sentences += _outcome(results, comparable)
     elif runs:
         titles.append(f"training of {enumerated(list(runs), 4)}")
-        sentences.append(_ONE_RUN_EACH)
+        if len(runs) > 1:
+            sentences.append(_ONE_RUN_EACH)
 
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
