@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train TAPE and RoPE on text, extend both to four times the context, and compare both on a copying task. The results
-# are in one picture and on one page. docs/demo.md describes each step.
+# are on one page. docs/demo.md describes each step.
 #
 #     make demo
 #
@@ -37,5 +37,4 @@ run python -m pretrain.compare --recipe pretrain/recipes/compare/selective_copy.
   ${steps:---train.steps 400 --schedule.warmup_steps 40} --output $D/copying
 
 run python -m pretrain.report $D/tape $D/rope $D/tape-1024 $D/rope-1024 $D/copying --output $D/report.html
-run python -m pretrain.demo_picture $D
-echo "Results: $D/report.html and $D/demo.png. Training curves: tensorboard --logdir $D"
+echo "Results: $D/report.html. Training curves: tensorboard --logdir $D"

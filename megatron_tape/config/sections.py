@@ -18,7 +18,6 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from megatron_tape.config.other_names import OTHER_NAMES, WITHOUT_COUNTERPART
 from megatron_tape.config.values import UNIONS, format_value
 from megatron_tape.errors import ConfigError, UserError
 from megatron_tape.io.records import path_of_error
@@ -285,15 +284,6 @@ def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
 
     suggestions = [siblings[other] for other in difflib.get_close_matches(name, siblings)]
     if "." not in section:
-        usual_name = name.lower().replace("-", "_")
-        if usual_name in WITHOUT_COUNTERPART and "train.steps" in known:
-            return ConfigError(key, "is an unknown key", WITHOUT_COUNTERPART[usual_name])
-
-        counterparts = [other for other in OTHER_NAMES.get(usual_name, ()) if other in known]
-        if counterparts:
-            fix = f"did you mean {' or '.join(counterparts)}?"
-            return ConfigError(key, "is an unknown key", fix)
-
         suggestions += [other for other in known if other.rpartition(".")[2] == name]
     if not section or not (siblings or "[" in section):
         # The section may be missing or misspelled.

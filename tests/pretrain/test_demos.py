@@ -35,7 +35,7 @@ def run(script, folder):
 
 
 @pytest.mark.slow
-def test_the_demo_draws_its_picture_and_skips_finished_steps_when_repeated(tmp_path):
+def test_the_demo_makes_its_page_and_skips_finished_steps_when_repeated(tmp_path):
     shown, _ = run("demo.sh", tmp_path)
     demo = tmp_path / "runs" / "demo"
     for name in ("tape", "rope", "tape-1024", "rope-1024"):
@@ -44,7 +44,6 @@ def test_the_demo_draws_its_picture_and_skips_finished_steps_when_repeated(tmp_p
     page = (demo / "report.html").read_text()
     for part in ("tape-1024", "perplexity", "tape+increments=signed"):
         assert part in page
-    assert (demo / "demo.png").read_bytes().startswith(b"\x89PNG")
     files = [*demo.rglob("*.safetensors"), *(demo / "data").glob("*.*")]
     stamps = {path: path.stat().st_mtime_ns for path in files}
     _, said = run("demo.sh", tmp_path)
