@@ -235,11 +235,14 @@ class Preflight:
         silent = [rank for rank, key in enumerate(keys) if not store.check([key])]
         if not silent:  # the last one has just answered
             return []
-        names = self.options.nodes.split(",")
-        silent_nodes = list(dict.fromkeys(names[rank * len(names) // self.size] for rank in silent))
-        ranks = ", ".join(map(str, silent[:SHOWN]))
-        where = ", ".join(silent_nodes[:SHOWN])
-        sentence = f"rank {ranks} on {where} did not answer within {self.options.timeout:g} s"
+        silent_nodes: list[str] = []
+        sentence = f"rank {', '.join(map(str, silent[:SHOWN]))}"
+        if self.options.nodes:
+            names = self.options.nodes.split(",")
+            of_ranks = (names[rank * len(names) // self.size] for rank in silent)
+            silent_nodes = list(dict.fromkeys(of_ranks))
+            sentence += f" on {', '.join(silent_nodes[:SHOWN])}"
+        sentence += f" did not answer within {self.options.timeout:g} s"
         return [nodes.Problem(sentence, tuple(silent_nodes))]
 
     def _problems(self, store, home: Path | None) -> list[nodes.Problem]:
