@@ -68,8 +68,10 @@ class SpecialTokens:
         self._decoder = self.config.get("added_tokens_decoder", {})
         self._added = settings[ADDED]
         self._added |= {token["content"]: int(index) for index, token in self._decoder.items()}
-        named = settings[MAP] | self.config
-        self._named = {key: value for key, value in named.items() if names_tokens(key, value)}
+        self._settings = settings[MAP] | self.config
+        self._named = {
+            key: value for key, value in self._settings.items() if names_tokens(key, value)
+        }
 
     def _error(self, name: str, problem: str, fix: str) -> FileError:
         return FileError(self._path.with_name(name), problem, fix)
@@ -124,8 +126,8 @@ class SpecialTokens:
         the tokenizer. Raises FileError if the named token does not exist, or if several tokens of
         `default` exist.
         """
-        if key in self._named:
-            token = _contents(self._named[key]).get("")
+        if key in self._settings:
+            token = _contents(self._settings[key]).get("")
             if token is None:
                 return None
             index = token_to_id(token) if isinstance(token, str) else None

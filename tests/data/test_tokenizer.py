@@ -289,7 +289,12 @@ def test_the_end_of_documents_is_the_token_that_is_named(byte_level, tmp_path, v
 
 
 @pytest.mark.parametrize(
-    "settings", [{"eos_token": "<|eot_id|>"}, {"added_tokens_decoder": {"x": {"content": "<x>"}}}]
+    "settings",
+    [
+        {"eos_token": "<|eot_id|>"},
+        {"eos_token": 2},
+        {"added_tokens_decoder": {"x": {"content": "<x>"}}},
+    ],
 )
 def test_a_token_that_is_named_and_does_not_exist_is_an_error(byte_level, tmp_path, settings):
     byte_level.save(str(tmp_path / "tokenizer.json"))
