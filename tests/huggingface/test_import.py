@@ -319,6 +319,15 @@ def test_pickles_need_permission_and_give_the_same_weights(tmp_path, kind):
         ("llama1", {"rope_parameters": {"full_attention": LINEAR}}, "full_attention"),
         ("llama1", {"rope_scaling": LINEAR}, "rope_scaling and rope_parameters differ"),
         ("llama1", {"rope_parameters": PLAIN, "rope_theta": 5e5}, "rope_theta"),
+        # transformers uses rope_scaling, and its default theta.
+        (
+            "llama1",
+            {
+                "rope_parameters": PLAIN | {"rope_theta": 5e5},
+                "rope_scaling": {"rope_type": "default"},
+            },
+            "rope_theta",
+        ),
         ("phi3", {"sliding_window": 63}, "sliding_window"),
         ("phi3", {"rope_parameters": YARN}, "rope_parameters.rope_type"),
         ("phi3", {"rope_parameters": PARTIAL | {"partial_rotary_factor": 0.4}}, "partial_rotary"),

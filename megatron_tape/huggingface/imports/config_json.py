@@ -328,14 +328,16 @@ def _rope(settings: dict, path: Path) -> dict:
             "rope_scaling", f"and rope_parameters differ in {path}", "remove the wrong one"
         )
 
-    thetas = {place["rope_theta"] for place in (rope, current, settings) if "rope_theta" in place}
-    if len(thetas) > 1:
-        raise UserError(
-            "rope_theta",
-            f"has different values in {path}: {', '.join(map(str, sorted(thetas)))}",
-            "remove the wrong one",
-        )
-    theta = next(iter(thetas), _THETAS.get(settings["model_type"], 10000.0))
+    # transformers uses the first of these; the others must be equal.
+    default = _THETAS.get(settings["model_type"], 10000.0)
+    theta = rope.get("rope_theta", settings.get("rope_theta", default))
+    for place in (current, settings):
+        other = place.get("rope_theta", theta)
+        if other != theta:
+            problem = (
+                f"has different values in {path}: {other}, and {theta}, which transformers uses"
+            )
+            raise UserError("rope_theta", problem, "remove the wrong one")
 
     kind = rope.get("rope_type", "default")
     share = rope.get("partial_rotary_factor", 1.0)
