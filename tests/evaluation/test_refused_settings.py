@@ -86,7 +86,7 @@ def test_invalid_settings_are_rejected_with_their_key(task, settings, key):
         ({"data": "ids.bin", "lengths": [100]}, "ids.bin", "no document of the 101 tokens"),
         ({"data": "uint32.bin"}, "uint32.bin", "set perplexity.token_dtype to uint32"),
         ({"data": "cut.bin", "token_dtype": "uint32"}, "cut.bin", "a multiple of 4"),
-        ({"data": "damaged"}, "damaged", "its header is damaged"),
+        ({"data": "damaged"}, "damaged", "damaged header"),
     ],
 )
 def test_invalid_documents_are_rejected_with_their_file(settings, subject, said):

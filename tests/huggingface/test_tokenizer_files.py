@@ -19,13 +19,13 @@ from megatron_tape.huggingface.tokenizer_files import (
 NO_RULES = dict(normalization_rule_name="identity", remove_extra_whitespaces=False)
 
 
-def sentencepiece_model(**options):
-    """Train on source code, and return the bytes of the model."""
+def sentencepiece_model(sentences=(), **options):
+    """Train on these sentences, or on source code, and return the bytes of the model."""
     import sentencepiece
 
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(source_code("argparse").splitlines()),
+        sentence_iterator=iter(sentences or source_code("argparse").splitlines()),
         model_writer=model,
         vocab_size=700,
         hard_vocab_limit=False,
