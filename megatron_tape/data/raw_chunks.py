@@ -182,23 +182,27 @@ def split_lines(blocks: Iterator[bytes], document_bytes: int) -> Iterator[bytes]
 
     If the stream is cut off, its unfinished line is dropped.
     """
-    unfinished = b""
+    unfinished = bytearray()
     is_skipped = False  # whether the unfinished line is too large and was yielded already
     for block in blocks:
-        *lines, unfinished = (unfinished + block).split(b"\n")
+        # Split only the block: a long line would be searched again with each of its blocks.
+        *lines, rest = block.split(b"\n")
         if is_skipped and lines:
             del lines[0]
             is_skipped = False
+        elif lines:
+            lines[0] = bytes(unfinished + lines[0])
+            unfinished.clear()
         for line in lines:
             yield line[: document_bytes + 1]
-        if is_skipped:
-            unfinished = b""
-        elif len(unfinished) > document_bytes:
-            yield unfinished[: document_bytes + 1]
+        if not is_skipped:
+            unfinished += rest
+        if len(unfinished) > document_bytes:
+            yield bytes(unfinished[: document_bytes + 1])
             is_skipped = True
-            unfinished = b""
+            unfinished.clear()
     if unfinished:
-        yield unfinished
+        yield bytes(unfinished)
 
 
 def _read_parquet(path: str, text_key: str) -> Iterator[tuple[bytes | None, int]]:
