@@ -438,6 +438,12 @@ def _check_scaling(config: RunConfig, base: Base) -> None:
     scaling = _scaling_of(base.model)
     kind = position.rope_scaling_type
     factor = position.rope_scaling_factor
+    if factor == 1.0 and kind not in ("linear", was.rope_scaling_type):
+        raise ConfigError(
+            ("model.position.rope_scaling_factor", "model.position.rope_scaling_type"),
+            f"is 1, so model.position.rope_scaling_type {kind} has no effect",
+            "set it to the new context length divided by the old one",
+        )
     needed = was.rope_scaling_factor * config.model.seq_length / base.model.seq_length
     if scaling in (None, kind) and factor < needed and position.rope_theta <= was.rope_theta:
         command_line.log(

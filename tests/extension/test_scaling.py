@@ -203,6 +203,12 @@ def test_a_longer_context_with_the_same_positions_is_warned_about(name, capsys):
     assert f"tokens; set it to {2 * factor:g} unless this is intended" in capsys.readouterr().err
 
 
+def test_a_type_of_scaling_without_a_factor_is_refused():
+    with pytest.raises(ConfigError) as error:
+        extended_model(base_of("none"), {"rope_scaling_type": "yarn"}, seq_length=262144)
+    assert error.value.key == "model.position.rope_scaling_factor"
+
+
 def test_a_shorter_context_must_be_allowed_by_name():
     base = base_of("none", "alibi")
     with pytest.raises(ConfigError) as error:
