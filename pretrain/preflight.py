@@ -31,7 +31,7 @@ from megatron_tape import command_line
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.errors import EXIT_RESTART, ConfigError, NodeError, first_line
+from megatron_tape.errors import EXIT_RESTART, ConfigError, NodeError, one_line
 from megatron_tape.io.versions import code_digest, cuda_build_fix, node_name
 from megatron_tape.parallel.launcher import (
     check_launcher_environment,
@@ -194,7 +194,7 @@ class Preflight:
             )
         except (RuntimeError, ConnectionError) as error:
             raise RuntimeError(
-                f"rank 0 at {address}:{port} does not answer ({first_line(error)})"
+                f"rank 0 at {address}:{port} does not answer ({one_line(error)})"
             ) from None
 
     def _verdict(self, store, home: Path | None) -> str:
@@ -323,9 +323,7 @@ class Preflight:
                 seconds.append(time.perf_counter() - began)
             dist.destroy_process_group()
         except RuntimeError as error:
-            raise RuntimeError(
-                f"the all-reduce over all ranks failed: {first_line(error)}"
-            ) from None
+            raise RuntimeError(f"the all-reduce over all ranks failed: {one_line(error)}") from None
 
         bandwidth = 2 * (size - 1) / size * mebibytes * MIB / sorted(seconds[1:])[1]
         self._log(f"all-reduce of {mebibytes} MiB over {size} ranks: {bandwidth / 1e9:.2f} GB/s")

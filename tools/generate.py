@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tape import command_line
-from megatron_tape.errors import FileError, UserError, first_line
+from megatron_tape.errors import FileError, UserError, one_line
 from megatron_tape.evaluation.model_source import ModelSource, find_model
 from megatron_tape.huggingface.tokenizer_files import SPECIAL_IDS, read_tokenizer
 from megatron_tape.io.records import read_small
@@ -113,7 +113,7 @@ def continuations(
         try:
             return read(str(directory), trust_remote_code=source.needs_trust)
         except Exception as error:  # any error of the libraries below, often with many lines
-            raise FileError(arguments.model, f"cannot be loaded: {first_line(error)}") from None
+            raise FileError(arguments.model, f"cannot be loaded: {one_line(error)}") from None
 
     tokenizer = load(read_tokenizer)
     encoded = []

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_tape.data.tokenizer import TOKENIZER_JSON, Tokenizer
-from megatron_tape.errors import ConfigError, FileError, first_line
+from megatron_tape.errors import ConfigError, FileError, one_line
 from megatron_tape.evaluation.task import ModelInfo
 from megatron_tape.huggingface.imports.config_json import read_settings
 from megatron_tape.huggingface.tokenizer_files import read_tokenizer
@@ -260,7 +260,7 @@ def load_model(
             # As in training, no text encodes to a special token.
             tokenizer.split_special_tokens = True
     except Exception as error:  # the libraries raise errors of any type, often with many lines
-        raise FileError(directory, f"cannot be loaded: {first_line(error)}") from None
+        raise FileError(directory, f"cannot be loaded: {one_line(error)}") from None
 
     info = dataclasses.replace(
         info,

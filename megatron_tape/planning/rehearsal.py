@@ -39,6 +39,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_tape.config.schema import RunConfig, replace_settings
 from megatron_tape.data.batches import Batches
+from megatron_tape.errors import one_line
 from megatron_tape.model.language_model import LanguageModel
 from megatron_tape.model.pipeline import Pipeline
 from megatron_tape.ops.backends import choice, lacks
@@ -163,9 +164,8 @@ def rehearse(config: RunConfig) -> Rehearsal:
         ):
             _train(outcome.config, tracker)
     except Exception as error:
-        first_line = str(error).partition("\n")[0]
         line = _code_line(reversed([*traceback.walk_tb(error.__traceback__)]))
-        outcome.faults[f"{type(error).__name__}: {first_line} at {line}"] += 1
+        outcome.faults[f"{type(error).__name__}: {one_line(error)} at {line}"] += 1
     return outcome
 
 

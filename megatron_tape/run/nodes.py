@@ -89,7 +89,7 @@ def differences(nodes: dict[str, dict[str, Any]]) -> list[Problem]:
     """
     problems = []
     for kind in ("versions", "data"):
-        for key in {key: None for facts in nodes.values() for key in facts[kind]}:
+        for key in dict.fromkeys(key for facts in nodes.values() for key in facts[kind]):
             values = {node: facts[kind].get(key, "absent") for node, facts in nodes.items()}
             unreadable = [node for node in nodes if values[node].startswith("not readable")]
             if unreadable:

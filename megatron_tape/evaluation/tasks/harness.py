@@ -25,7 +25,7 @@ from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from megatron_tape.errors import ConfigError, first_line
+from megatron_tape.errors import ConfigError, one_line
 
 FEWSHOT_SEED = 1234
 """Seed of few-shot examples; the default of the harness."""
@@ -72,7 +72,7 @@ def index(include: tuple[str, ...], defaults: bool) -> TaskManager:
             raise
         raise ConfigError(
             "lm_eval.include_path",
-            f"is {include[0]}, but tasks in it cannot be read ({first_line(error)})",
+            f"is {include[0]}, but tasks in it cannot be read ({one_line(error)})",
             "correct the YAML files",
         ) from error
 
@@ -87,7 +87,7 @@ def load_tasks(manager: TaskManager, name: str, fewshot: int | None = None) -> d
     except Exception as error:  # from the harness, datasets, the network, or code of the task
         raise ConfigError(
             "lm_eval.tasks",
-            f"has {name}, which cannot be loaded: {first_line(error)}",
+            f"has {name}, which cannot be loaded: {one_line(error)}",
             "if its data is on the hub, allow this machine to access it, or copy it to the cache of"
             " datasets",
         ) from error

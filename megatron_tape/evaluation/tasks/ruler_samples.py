@@ -31,7 +31,7 @@ from unittest import mock
 import datasets
 
 from megatron_tape.config.evaluation import RulerSettings
-from megatron_tape.errors import ConfigError, first_line
+from megatron_tape.errors import ConfigError, one_line
 from megatron_tape.evaluation.tasks.harness import (
     builtin_configuration,
     own_task,
@@ -193,7 +193,7 @@ def _generate(
         except ConfigError:
             raise
         except ValueError as error:
-            raise TooShort(first_line(error)) from error
+            raise TooShort(one_line(error)) from error
         except IndexError:
             raise ConfigError(
                 "ruler.samples",
@@ -292,7 +292,7 @@ def _haystack(
         except Exception as error:
             raise ConfigError(
                 "ruler.haystack",
-                f"is null, and RULER's essays cannot be loaded from the hub ({first_line(error)})",
+                f"is null, and RULER's essays cannot be loaded from the hub ({one_line(error)})",
                 "set it to the path of a long text",
             ) from error
 
@@ -312,7 +312,7 @@ def _questions(original: Callable[[str], Any], settings: RulerSettings) -> Calla
         except Exception as error:
             raise ConfigError(
                 f"ruler.{name}",
-                f"is null, and {url} cannot be loaded ({first_line(error)})",
+                f"is null, and {url} cannot be loaded ({one_line(error)})",
                 "download the file, and set this to its path",
             ) from error
 
