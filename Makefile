@@ -57,7 +57,7 @@ else
 endif
 
 # Tests of the packages that use Megatron-core, with the version that .venv does not have.
-WITH_MEGATRON := $(addprefix tests/,model position data checkpoint parallel training)
+WITH_MEGATRON := $(addprefix tests/,model data parallel training)
 test-megatron: $(MEGATRON_STAMP)
 	$(MEGATRON)/bin/python -m pytest $(or $(TESTS),-n 2 --dist loadfile --no-loadscope-reorder $(QUICK) $(WITH_MEGATRON))
 
