@@ -24,10 +24,8 @@ PACKAGES = (
     "flash-attn",
     "numpy",
     "sentencepiece",
-    "tokenizers",
     "pydantic",
     "transformers",
-    "pytest",
 )
 
 

@@ -283,8 +283,7 @@ class Comparison:
             measured = Baseline(self.configs["rope"], self.layout)
         seconds = time.perf_counter() - started
         self.log(
-            f"{name}: {parameter_count(measured.config.model):,} parameters, built in"
-            f" {seconds:.1f} s"
+            f"{name}: {parameter_count(measured.config.model):,} parameters in {seconds:.1f} s"
         )
         try:
             yield measured

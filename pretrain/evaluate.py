@@ -225,10 +225,7 @@ def check_task(task: Task, model_source: ModelSource) -> None:
     if task.needs_tokenizer and not model_source.info.has_tokenizer:
         fix = "save the model's tokenizer into that directory with save_pretrained of transformers"
         if model_source.is_checkpoint:
-            fix = (
-                "export the model with a tokenizer T: tools/convert_checkpoint.py to-hf"
-                " --tokenizer T"
-            )
+            fix = "export it with a tokenizer T: tools/convert_checkpoint.py to-hf --tokenizer T"
         raise ConfigError(task.name, f"needs a tokenizer, but {path} has none", fix)
     if task.needs_tokenizer and task.generates:
         if problem := model_source.tokenizer_problem():

@@ -175,8 +175,7 @@ def _new_tokens(number: int, length: int, most: int, context: int | None) -> int
             "shorten it",
         )
     command_line.log(
-        f"prompt {number}: the model's context of {context} tokens leaves room for {room} new"
-        " tokens"
+        f"prompt {number}: the context of {context} tokens leaves room for {room} new tokens"
     )
     return room
 

@@ -164,7 +164,6 @@ def _choose(resume: str, config: RunConfig, broken: set[Path]) -> Path | None:
         raise CheckpointError(
             directory,
             f"has checkpoints up to step {newest}, but this run would start at step {start}",
-            f"move them away, {config.to_start_another_run}, or set checkpoint.resume: auto to"
-            " continue",
+            f"move them away, {config.to_start_another_run}, or set checkpoint.resume to auto",
         )
     return path

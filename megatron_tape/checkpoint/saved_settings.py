@@ -116,7 +116,7 @@ def _check_same_extension(path: Path, saved: dict[str, Any], config: RunConfig) 
     keys = ["trains"]
     if "lora" in saved["trains"] and "lora" in current["trains"]:
         keys += LORA_KEYS
-    changed = [key for key in keys if saved[key] != current[key]]
+    changed = [key for key in keys if _unordered(saved[key]) != _unordered(current[key])]
 
     # If extension.from is a run, its newest checkpoint was extended, and there may be a newer one
     # now. The saved value is the run's directory if all settings of the model were given, otherwise
@@ -138,6 +138,12 @@ def _check_same_extension(path: Path, saved: dict[str, Any], config: RunConfig) 
             "restore the settings from config.yaml in its run's directory, or"
             f" {config.to_start_another_run}",
         )
+
+
+def _unordered(value: Any) -> Any:
+    if isinstance(value, list):
+        return sorted(value)
+    return value
 
 
 def _changed(key: str, was: Any, now: Any) -> str:

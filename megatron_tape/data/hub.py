@@ -174,8 +174,7 @@ def download(paths: Sequence[str]) -> None:
     for name, commit in revisions(paths).items():
         files = [match[3] for match in matches if match[1] == name]
         command_line.log(
-            f"downloading {len(files):,} files of {name} (--streaming reads them without storing"
-            " them)"
+            f"downloading {len(files):,} files of {name} (--streaming does not store them)"
         )
         with _network_errors(name):
             huggingface_hub.snapshot_download(

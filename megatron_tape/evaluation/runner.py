@@ -248,8 +248,7 @@ def draw(output: Path, task: Task, results: Results) -> list[Path]:
                 images[output / f"{picture.name}.png"] = png(picture)
     except Exception as error:
         command_line.log(
-            f"warning: not all pictures of {task.name} could be drawn ({type(error).__name__}:"
-            f" {error})"
+            f"warning: pictures of {task.name} are missing ({type(error).__name__}: {error})"
         )
     for file, image in images.items():
         write_whole(file, [image])

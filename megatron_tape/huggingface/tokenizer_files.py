@@ -80,10 +80,7 @@ def write_tokenizer(
 
     if missing:
         tokens = ", ".join(missing)[:_SHOWN]
-        warn(
-            f"warning: the export omits special tokens that {source} names but does not have:"
-            f" {tokens}"
-        )
+        warn(f"warning: the export omits special tokens that {source} names but lacks: {tokens}")
 
     for key, token in named.items():
         if key not in ("eos_token", "bos_token"):

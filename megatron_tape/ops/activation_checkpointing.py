@@ -54,8 +54,7 @@ class AttentionRecorder:
             return call.results()
         if not self._calls[layer]:
             raise RuntimeError(
-                f"layer {layer} has no recorded attention to replay; run it under torch.no_grad()"
-                " first"
+                f"layer {layer} has no recorded attention; run it under torch.no_grad() first"
             )
         return _Replay.apply(self._calls[layer].popleft(), *tensors)
 

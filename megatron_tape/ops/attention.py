@@ -162,8 +162,7 @@ def _check(x: AttentionInputs) -> None:
 
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(
-            f"queries, keys and values have dtypes {q.dtype}, {k.dtype}, {v.dtype}; convert them"
-            " to one"
+            f"queries, keys and values have dtypes {q.dtype}, {k.dtype}, {v.dtype}; use one"
         )
     if z is not None and z.dtype != v.dtype:
         raise ValueError(

@@ -86,8 +86,7 @@ def attend_in_segments(
     """
     if x.rescore is not None:
         raise ValueError(
-            "shifted segments cannot be combined with scores computed from whole rows; set"
-            " rescore=None"
+            "shifted segments cannot be combined with scores of whole rows; set rescore=None"
         )
     count = segments.unshifted_groups
     G = x.k_TBGD.shape[2]

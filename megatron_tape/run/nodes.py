@@ -161,8 +161,7 @@ def gpu_problems(
     for node, of_node in gpus.items():
         if len(of_node) < expected:
             sentence = (
-                f"{node}: torch finds {len(of_node)} of the {expected} GPUs that the job has on"
-                " this node"
+                f"{node}: torch finds {len(of_node)} of the {expected} GPUs that the job has there"
             )
             problems.append(Problem(sentence, (node,)))
         for index, gpu in enumerate(of_node):

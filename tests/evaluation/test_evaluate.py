@@ -381,7 +381,7 @@ def test_a_picture_that_cannot_be_drawn_is_a_warning(llama, tmp_path, monkeypatc
     monkeypatch.setattr(Toy, "draw", classmethod(fail))
     assert run("--model", llama, "--output", tmp_path) == 0
     error = capsys.readouterr().err
-    assert "warning: not all pictures of toy could be drawn (OverflowError: too large)" in error
+    assert "warning: pictures of toy are missing (OverflowError: too large)" in error
     assert (tmp_path / "results.json").is_file()
 
 

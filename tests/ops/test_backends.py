@@ -215,7 +215,7 @@ def test_inconsistent_arguments_are_refused():
         ("document bounds", (five, five, five, None, False, Packing(torch.zeros(2, 1, 6)))),
         ("do not fit", (torch.zeros(5, 1, 3, 8), five, five, None)),
         ("do not fit", (torch.zeros(5, 2, 2, 8), five, five, None)),
-        ("convert them to one", (five, five.double(), five, None)),
+        ("; use one", (five, five.double(), five, None)),
     ):
         for backend in BACKENDS:
             with pytest.raises(ValueError, match=message):

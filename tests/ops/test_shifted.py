@@ -124,7 +124,7 @@ def test_shifted_heads_get_their_own_biases_and_gates(backend):
                 **more,
             )
             torch.testing.assert_close(ours[:, :, heads], whole[:, :, heads])
-    with pytest.raises(ValueError, match="cannot be combined with scores computed from whole rows"):
+    with pytest.raises(ValueError, match="cannot be combined with scores of whole rows"):
         shifted_attention(
             q,
             k,

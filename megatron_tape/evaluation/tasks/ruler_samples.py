@@ -103,8 +103,7 @@ def make_samples(
         if max(tokens) <= available:
             if 2 * min(tokens) < available:
                 raise TooShort(
-                    "its text grows in steps so large that more than half of the length stays"
-                    " unused"
+                    "its text grows in steps so large that half of the length stays unused"
                 )
             return Samples(tasks, rows, tokens)
         # The harness does not count some of these tokens, so it gets less room for its text.

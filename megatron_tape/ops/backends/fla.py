@@ -20,8 +20,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     S, B, H, D = q.shape
     if S != k.shape[0]:
         raise ValueError(
-            f"backend is fla, which requires equally many queries ({S}) and keys ({len(k)}); use"
-            " tiled"
+            f"backend is fla, which needs as many keys ({len(k)}) as queries ({S}); use tiled"
         )
 
     gates = x.log_gate_TBH
