@@ -24,7 +24,6 @@ PACKAGES = (
     "flash-attn",
     "numpy",
     "sentencepiece",
-    "pydantic",
     "transformers",
 )
 

@@ -19,10 +19,7 @@ def attention_table(results: list[dict]) -> Iterator[str]:
         missing = dict.fromkeys(result["no_time"], "out of time") | result["rejected"]
         rows += [f"| {result['shape']} | {name} | {why} | |" for name, why in missing.items()]
     if rows:
-        yield (
-            "| shape | candidate | forward: ms, TFLOP/s, time / RoPE's fastest | forward +"
-            " backward |"
-        )
+        yield "| shape | candidate | forward: ms, TFLOP/s, time / RoPE's | forward + backward |"
         yield "|---|---|---|---|"
         yield from rows
 

@@ -9,13 +9,11 @@ interprets kernels; its times are meaningless.
 import argparse
 import faulthandler
 import functools
-import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from benchmarks.environment import Record, add_record_arguments
 from megatron_tape.command_line import Parser
@@ -84,9 +82,7 @@ def _run_cases(record: Record, function: Callable, cases: list) -> None:
 
 
 def attention(record: Record, options: argparse.Namespace) -> None:
-    """Time every available attention backend with TAPE and RoPE, except those that crashed or hung
-    in `correctness`.
-    """
+    """Time every available attention backend with TAPE and RoPE."""
     from benchmarks import attention
 
     # Nothing starts in the last ten seconds.
@@ -96,21 +92,7 @@ def attention(record: Record, options: argparse.Namespace) -> None:
         arguments.append("--flex")
     if options.toy:
         arguments.append("--toy")
-    if crashed := _crashed(options.output.with_name("correctness.json")):
-        arguments += ["--without", *sorted(crashed)]
     attention.main(arguments)
-
-
-def _crashed(record: Path) -> set[str]:
-    """Return the backends that crashed or hung, from the record of the part `correctness`."""
-    if not record.exists():
-        return set()
-    cases = json.loads(record.read_text(encoding="utf-8")).get("cases", [])
-    names = [case["name"].split() for case in cases if "seconds" not in case]
-    crashed = {name[1] for name in names if name[0] in ("rope", "tape")}
-    if ["attention"] in names:
-        crashed.add("triton")
-    return crashed
 
 
 def step(shape: str, warmup: list[str], record: Record, options: argparse.Namespace) -> None:

@@ -243,10 +243,7 @@ def _describe_search(
 ) -> Iterator[str]:
     gpus = counted(plan.processes, "GPU")
     batch = counted(plan.config.train.global_batch_size, "sequence")
-    yield (
-        f"assumed for {gpus}, {_assumed(hardware)}; {batch} of {plan.model.seq_length:,} tokens a"
-        " step"
-    )
+    yield (f"assumed for {gpus}, {_assumed(hardware)}; {batch} of {plan.model.seq_length:,} tokens")
     yield f"attention, assumed: {_attention(plan)}"
     if result.fitting:
         yield ROW.format(*COLUMNS)

@@ -245,8 +245,7 @@ def _state_after_end(last: AttemptRecord, queue: str | None) -> RunState:
         return RunState(
             "stopped",
             False,
-            "its job has ended; submit the same command to continue, unless a new job is in the"
-            " queue",
+            "its job has ended; submit the same command to continue, unless a new job is queued",
         )
     if last.facts.get("job") is None:
         return RunState("failed", False, "run the same command to continue")

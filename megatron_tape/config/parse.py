@@ -172,8 +172,7 @@ def settings_parser(section: type, usage: str, description: str) -> argparse.Arg
         usage=usage,
         description=description,
         epilog=(
-            f"Sections of settings: {sections}. --help SECTION shows only the settings of that"
-            " section."
+            f"Sections of settings: {sections}. --help SECTION shows only those of that section."
         ),
         add_help=False,
     )

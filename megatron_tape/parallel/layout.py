@@ -258,8 +258,7 @@ def check_devices(requested: str) -> None:
             raise ConfigError(
                 "train.device",
                 f"is {requested}, but only {processes} of the {devices} visible GPUs would be used",
-                f"start {devices} processes, select GPUs with CUDA_VISIBLE_DEVICES, or set it"
-                " to cpu",
+                f"start {devices} processes, set CUDA_VISIBLE_DEVICES, or set it to cpu",
             )
         return
 

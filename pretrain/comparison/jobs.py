@@ -43,10 +43,7 @@ def start_program(
     device = {"OMP_NUM_THREADS": "1"}
     if gpus:
         device = {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]}
-    code = (
-        f"import sys; sys.path = {sys.path}; from {module} import main;"
-        " sys.exit(main(sys.argv[1:]))"
-    )
+    code = f"import sys; sys.path = {sys.path}; from {module} import main; sys.exit(main())"
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "ab") as output:
         return subprocess.Popen(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from test_wheels import write_wheel
 
-from benchmarks import gpu_trial, trial_parts
+from benchmarks import gpu_trial
 from benchmarks.gpu_trial import PARTS, Part, problems, summary
 from benchmarks.kernel_cases import Case, run_cases
 from megatron_tape.errors import UserError
@@ -165,17 +165,13 @@ def crash_or_hang(case):
     raise ValueError("does not compile")
 
 
-def test_a_kernel_that_crashes_or_hangs_affects_only_its_own_case(monkeypatch, tmp_path):
+def test_a_kernel_that_crashes_or_hangs_affects_only_its_own_case(monkeypatch):
     monkeypatch.setattr("benchmarks.kernel_cases.CASE_SECONDS", 12.0)
     cases = [Case("2x32", name, 5) for name in ("crashes", "hangs", "fails")]
     found = {case["name"]: case for case in run_cases(crash_or_hang, cases)}
     assert found["crashes"]["error"] == "the process died with exit status 11"
     assert found["hangs"]["error"] == "took more than 12 s"
     assert found["fails"]["error"] == "ValueError: does not compile"
-    checked = tmp_path / "correctness.json"
-    cases = [found["crashes"] | {"name": "attention"}, found["hangs"] | {"name": "rope torch"}]
-    checked.write_text(json.dumps({"cases": [*cases, found["fails"] | {"name": "tape tiled"}]}))
-    assert trial_parts._crashed(checked) == {"triton", "torch"}
 
 
 def test_recorded_gpu_results_are_summarized():

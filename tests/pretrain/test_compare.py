@@ -500,8 +500,9 @@ def test_a_killed_comparison_leaves_nothing_behind(recipe, tmp_path):
 
 def test_each_program_uses_one_gpu_and_its_own_process(tmp_path, monkeypatch):
     lines = [
-        "import os",
-        "def main(arguments):",
+        "import os, sys",
+        "def main():",
+        "    arguments = sys.argv[1:]",
         "    print(arguments, os.environ['CUDA_VISIBLE_DEVICES'])",
         "    return len(arguments)",
     ]

@@ -220,8 +220,7 @@ def _distances(results: TaskResults) -> Picture:
         "|z - z0| / |z0|",
         high,
         "positions-distance",
-        "Heat map of the mean distance of the position state from RoPE's phases by layer and head"
-        " group",
+        "Mean distance of the position state from RoPE's phases by layer and head group",
     )
 
 

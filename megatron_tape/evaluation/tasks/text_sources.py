@@ -137,8 +137,7 @@ def check_sources(
             command_line.log(warning)
     elif tokenized:
         command_line.log(
-            f"warning: {info.label} has no tokenizer that can be compared with that of"
-            f" {tokenized[0]}"
+            f"warning: {info.label} has no tokenizer to compare with that of {tokenized[0]}"
         )
 
     for text_source in text_sources:

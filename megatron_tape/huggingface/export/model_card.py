@@ -9,6 +9,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,10 +24,13 @@ from megatron_tape.evaluation.results import Results, read_results, results_file
 from megatron_tape.huggingface.export.markdown import plain
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.huggingface.imports.source_card import CARD, CardFacts
+from megatron_tape.io.records import parse_record
 from megatron_tape.model.names import AVERAGE, kind_of
 from megatron_tape.model.shapes import parameter_shapes
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import encoding_of
+from megatron_tape.run.curves import METRICS
+from megatron_tape.run.metrics import LOSS, VALIDATION_LOSS, VALIDATION_LOSS_AVERAGED, read_lines
 
 CARD_SENTENCES = (
     "A decoder-only language model with ",
@@ -191,9 +195,25 @@ def _training(saved: SavedWeights) -> str:
     facts |= _extension(config.get("extension", {}))
     if saved.average:
         facts["Weights"] = f"averaged over steps ({config['train']['average']['kind']})"
-    facts |= _trained(saved) | _settings(state, config)
+    facts |= _trained(saved) | _settings(state, config) | _final_losses(saved)
     rows = [f"| {key} | {plain(value)} |" for key, value in facts.items()]
     return "\n".join(["| | |", "|---|---|", *rows])
+
+
+def _final_losses(saved: SavedWeights) -> dict[str, str]:
+    """Return the last losses that the run logged up to this checkpoint."""
+    names = {LOSS: "Training loss", VALIDATION_LOSS: "Validation loss"}
+    if saved.average:
+        names = {VALIDATION_LOSS_AVERAGED: "Validation loss"}
+
+    losses = {}
+    for line in read_lines(saved.path.parents[1] / METRICS):
+        with suppress(ValueError):  # a killed process may leave an incomplete line
+            row = parse_record(line, dict[str, Any])
+            for key, name in names.items():
+                if row.get(key) and row["step"] <= saved.state["step"]:
+                    losses[name] = f"{row[key]:.4f} nats per token, at step {row['step']:,}"
+    return losses
 
 
 def _extension(extension: dict) -> dict[str, object]:

@@ -60,8 +60,7 @@ from megatron_tape.position import encoding_of
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NO_TOKENIZER = "none"
 _GIVE_TOKENIZER = (
-    f"give the model's tokenizer with --tokenizer, or --tokenizer {NO_TOKENIZER} to export without"
-    " one"
+    f"give the model's tokenizer with --tokenizer, or --tokenizer {NO_TOKENIZER} to export none"
 )
 VOCABULARY_ROWS = ("model.embed_tokens.weight", "lm_head.weight")
 # Architecture and model_type of a model with rope, by model.qkv_bias and model.qk_norm.
