@@ -103,8 +103,6 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check(config, Level.SETTINGS, size)
         verdict = Preflight(config, options, rank, size, attempt).run()
-        if verdict and rank == 0:
-            print(f"error: preflight: {verdict}", file=sys.stderr, flush=True)
         return int(verdict != "")
     except ConfigError as error:
         message = str(error)
@@ -207,10 +205,11 @@ class Preflight:
         outcome = UNREADY
         if any(problem.mistake for problem in problems):
             outcome = REFUSED
-        # Recorded before the other ranks read the verdict and exit, because srun then ends this
-        # rank, too.
+        # Recorded and printed before the other ranks read the verdict and exit, because srun then
+        # ends this rank, too.
         bad_nodes = [node for problem in problems for node in problem.nodes]
         _record(self.attempt, 0, outcome, verdict, bad_nodes)
+        print(f"error: preflight: {verdict}", file=sys.stderr, flush=True)
         return verdict
 
     def _read_verdict(self, store) -> str:
