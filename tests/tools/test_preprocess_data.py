@@ -414,7 +414,7 @@ def test_the_death_of_a_worker_is_an_error(interrupted, tmp_path):
     os.kill(workers[0], signal.SIGKILL)
     with open(tmp_path / "endless.jsonl", "r+b", buffering=0) as writer:
         os.set_blocking(writer.fileno(), False)  # the tool may have ended already with a full pipe
-        writer.write(b'{"text": "a"}\n' * 2000)
+        writer.write(b'{"text": "a"}\n' * 5000)
     _, error = tool.communicate(timeout=60)
     assert tool.returncode == 1
     assert "error: a worker process died" in error
