@@ -293,7 +293,7 @@ def _parse(raw: bytes | None, text_key: str, chunk: Chunk) -> str:
 
     record = parse_json(raw)
     if not isinstance(record, dict):
-        raise ValueError("not a JSON object, of which there must be one a line")
+        raise ValueError("not a JSON object; each line must be one")
     if text_key not in record:
         raise ValueError(f"no key {text_key!r}")
     text = record[text_key]

@@ -295,7 +295,7 @@ def open_split(
 def mix_with_long_documents(
     config: RunConfig, settings: DatasetSettings, pools: DocumentPools, size: int, build: bool
 ) -> Mixed:
-    """Return `size` training samples, of which a fixed share comes from long documents.
+    """Return `size` training samples with a fixed share from long documents.
 
     All ranks pass the same `pools`. `build` is an argument of `open_split`. If it is false, rank 0
     logs the number of epochs over the long and the other documents of each dataset.

@@ -46,7 +46,7 @@ class Curve:
 
     @classmethod
     def thinned(cls, points: list[tuple[int, float]]) -> Curve:
-        """Return the curve of the points (step, value), of which at most MOST_POINTS are kept."""
+        """Return the curve of at most MOST_POINTS of the points (step, value)."""
         last = points[-1]
         while len(points) > MOST_POINTS:
             points = points[::2]

@@ -3,7 +3,7 @@ fp32 on a CPU.
 
     .venv-vllm/bin/python tests/huggingface/equality_vllm.py exported/my-model ... [--json FILE]
 
-prints a table of what was asked of vLLM: for each model, how many answers have the tokens of
+prints a table with a row for each request: for each model, how many answers have the tokens of
 `generate`, and by how much the logprobs of the sampled and the five best tokens differ at most from
 those that transformers computes for the same text. The exit status is 1 if a token differs, or a
 logprob by more than 1e-4. TAPE models are served by the plug-in of transformers_tape, which must be
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 # Engines in this process start in seconds. Their cache has one GiB, whatever the machine has, and
-# their threads are not bound to cores, of which there may be fewer than two for two processes.
+# their threads are not bound to cores, since two processes may have fewer than two cores.
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
 os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 

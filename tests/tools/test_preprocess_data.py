@@ -115,7 +115,7 @@ def test_inputs_are_read_once_and_in_the_given_order_under_any_name(preprocess, 
 BAD_LINES = {
     "invalid JSON": b'{"text": "a',
     "JSON nested too deeply": b"[" * 100_000,
-    "not a JSON object, of which there must be one a line": b'["text"]',
+    "not a JSON object; each line must be one": b'["text"]',
     "no key 'text'": b'{"body": "a"}',
     "the value of 'text' is not a string": b'{"text": 1}',
     "invalid UTF-8": b'{"text": "\xff"}',

@@ -54,7 +54,7 @@ def test_only_the_waiting_for_items_is_counted_and_an_error_ends_its_phase():
 
 
 def gathered(value):
-    """Return the values of two ranks, of which the second takes three times as long."""
+    """Return the values of two ranks. The second takes three times as long."""
     if isinstance(value, str):
         return ["a", "b"]
     return [value, (3 * value[0], 0.5)]
