@@ -3,7 +3,7 @@ with vLLM.
 """
 
 import os
-import socket
+import random
 import subprocess
 import sys
 import threading
@@ -121,9 +121,8 @@ def copy_with_template(subject: Subject) -> Path:
 @contextmanager
 def server(command: list, work: Path):
     """Run a server of OpenAI's protocol by `command` plus host and port; yield its URL."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    # Below the range that Linux uses for outgoing connections.
+    port = random.SystemRandom().randrange(15000, 32000)
     with open(work / "served.log", "w+", encoding="utf-8") as log:
         process = subprocess.Popen(
             [*map(str, command), "--host", "127.0.0.1", "--port", str(port)],
