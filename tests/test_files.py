@@ -151,6 +151,24 @@ def test_a_directory_is_replaced_when_the_new_one_is_complete(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["first", "out"]
 
 
+def test_the_old_directory_is_restored_if_the_new_one_cannot_be_renamed(tmp_path, monkeypatch):
+    path = tmp_path / "out"
+    path.mkdir()
+    (path / "old").touch()
+    rename = os.rename
+
+    def fail_for_the_new_one(source, target):
+        if source.suffix == ".partial":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail_for_the_new_one)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)), atomic_directory(path, refuse_notes):
+        pass
+    assert os.listdir(tmp_path) == ["out"]
+    assert os.listdir(path) == ["old"]
+
+
 def test_a_directory_that_may_not_be_replaced_is_left_alone(tmp_path):
     path = tmp_path / "out"
     path.mkdir()

@@ -146,9 +146,15 @@ def atomic_directory(
         _check_may_write(path, replaces, fix)
         old = Path(f"{path}{REPLACED}")
         with hold_signals():
-            if path.exists():
+            is_replaced = path.exists()
+            if is_replaced:
                 os.rename(path, old)
-            os.rename(partial, path)
+            try:
+                os.rename(partial, path)
+            except OSError:
+                if is_replaced:
+                    os.rename(old, path)
+                raise
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
