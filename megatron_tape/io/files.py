@@ -26,19 +26,24 @@ from typing_extensions import TypedDict
 from megatron_tape.errors import FileError
 
 SUFFIX = ".partial"
+"""Suffix of an output while it is being written."""
 REPLACED = ".replaced"
+"""Suffix of an old directory while the new one takes its name."""
 
 
 class PartialFile:
     """A file that is written next to its final path and moved there by `publish`.
 
-    `file` is open for reading and writing bytes. Raises FileError if another process is writing the
-    same output, and OSError if the file cannot be created.
-
-    With `continues`, a partial file that a previous writer left behind keeps its contents.
+    The attribute `file` is open for reading and writing bytes.
     """
 
     def __init__(self, path: str | Path, *, continues: bool = False):
+        """Create or open the partial file of the output `path`, and lock it.
+
+        With `continues`, a partial file that a previous writer left behind keeps its contents.
+        Otherwise it is emptied. Raises FileError if `path` is a directory or another process is
+        writing it, and OSError if the file cannot be created.
+        """
         self.path = Path(path)
         self.partial_path = self.path.with_name(self.path.name + SUFFIX)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,6 +51,7 @@ class PartialFile:
             raise FileError(str(self.path), "is a directory", "name a file to write")
 
         descriptor = _open_locked(self.partial_path, self.path, os.O_RDWR | os.O_CREAT)
+        # Emptied only now: without the lock, it could be the file of another writer.
         if not continues:
             os.ftruncate(descriptor, 0)
         self.file = os.fdopen(descriptor, "r+b")
@@ -60,12 +66,14 @@ class PartialFile:
         `sync_directory` after.
         """
         os.replace(self.partial_path, self.path)
+        # Closing releases the lock, so the file must have its final name before.
         self.file.close()
 
     def leave(self) -> None:
         """Close the unfinished file and keep it for the next writer; does nothing after `publish`.
 
-        Call `sync` before: what a full disk has no space for is lost.
+        Call `sync` before, which raises OSError if the disk is full. This method does not, so
+        buffered data that the disk has no space for would be lost without an error.
         """
         with suppress(OSError):
             self.file.close()
@@ -73,6 +81,7 @@ class PartialFile:
     def discard(self) -> None:
         """Remove the unfinished file; does nothing after `publish` or `leave`."""
         if not self.file.closed:
+            # Removed while it is locked, so that the file of the next writer is not removed.
             self.partial_path.unlink(missing_ok=True)
             # Closing writes what is still buffered, which fails if the disk is full.
             with suppress(OSError):
@@ -86,8 +95,9 @@ def atomic_output(
     """Yield a file to write (`mode` "wb", or "w" for UTF-8 text) that appears as `path` only if the
     block succeeds.
 
-    The file is then synced to disk. Raises FileError before anything is written if `path` exists
-    and `overwrite` is false. With `overwrite`, the old file stays until the new one is complete.
+    The file is synced to disk before it is renamed. With `overwrite`, an old file stays until the
+    new one is complete. Raises FileError before anything is written if another process is writing
+    `path`, or if `path` exists and `overwrite` is false.
     """
     if not overwrite:
         refuse_existing(path)
@@ -98,6 +108,7 @@ def atomic_output(
             if mode == "wb":
                 yield partial.file
             else:
+                # A copy of the descriptor, since closing the text file must not release the lock.
                 with open(os.dup(partial.file.fileno()), "w", encoding="utf-8", newline="") as text:
                     yield text
             partial.sync()
@@ -110,26 +121,32 @@ def atomic_output(
 @contextmanager
 def atomic_directory(
     path: str | Path,
-    replaces: Callable[[Path], None] | None = None,
+    check_replaceable: Callable[[Path], None] | None = None,
     fix: str = "choose another output, or move it away",
 ) -> Iterator[Path]:
     """Yield an empty directory to write into, which is renamed to `path` only if the block
     succeeds.
 
     Until then, it is called `path` + `.partial`. A directory of this name that a killed process
-    left behind is emptied first. The block must sync the files that it writes. Raises FileError
-    before anything is written if `path` exists or another process is writing it.
+    left behind is emptied first. The block must sync the files that it writes.
 
     Args:
         path: the directory to write.
-        replaces: if given, an existing `path` is replaced by the complete new directory. This
-            function is called with `path` first, and raises FileError if it may not be replaced. A
-            process that is killed between the two renames leaves the old directory as `path` +
-            `.replaced`.
-        fix: what to do if `path` exists and may not be replaced.
+        check_replaceable: a function that raises FileError if the directory that it is called with
+            must be kept. If given, an existing `path` is replaced if this function allows it. By
+            default, an existing `path` is never replaced.
+        fix: what the user can do if `path` exists and `check_replaceable` is None.
+
+    Raises:
+        FileError: if `path` exists and may not be replaced, or another process is writing it. This
+            is checked before anything is written, and `path` again before the renaming.
+
+    A directory cannot be renamed onto another one that is not empty, so the old directory is first
+    renamed to `path` + `.replaced`. A process that is killed between the two renames leaves it
+    there.
     """
     path = Path(os.path.abspath(path))
-    _check_may_write(path, replaces, fix)
+    _check_may_write(path, check_replaceable, fix)
 
     partial = path.with_name(path.name + SUFFIX)
     partial.mkdir(parents=True, exist_ok=True)
@@ -142,9 +159,10 @@ def atomic_directory(
             yield partial
         sync_directory(partial)
 
-        # The directory may have appeared in the meantime.
-        _check_may_write(path, replaces, fix)
+        # `path` may have appeared or changed in the meantime.
+        _check_may_write(path, check_replaceable, fix)
         old = Path(f"{path}{REPLACED}")
+        # An interrupt between the two renames would leave no directory called `path`.
         with hold_signals():
             is_replaced = path.exists()
             if is_replaced:
@@ -162,16 +180,21 @@ def atomic_directory(
         os.close(descriptor)
 
     sync_directory(path.parent)
-    if replaces is not None:
+    # If `path` did not exist, this removes an old directory that a killed process has left.
+    if check_replaceable is not None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _check_may_write(path: Path, replaces: Callable[[Path], None] | None, fix: str) -> None:
-    if replaces is None:
+def _check_may_write(
+    path: Path, check_replaceable: Callable[[Path], None] | None, fix: str
+) -> None:
+    """Raise FileError if `path` exists and may not be replaced; see `atomic_directory`."""
+    if check_replaceable is None:
         refuse_existing(path, fix=fix)
     elif path.is_dir() and not path.is_symlink():
+        # The old directory is renamed to this path, which may hold the only complete copy.
         refuse_existing(f"{path}{REPLACED}", fix="an interrupted run has left it; remove it")
-        replaces(path)
+        check_replaceable(path)
     else:
         refuse_existing(path, fix="choose another output: only a directory can be replaced")
 
@@ -179,9 +202,11 @@ def _check_may_write(path: Path, replaces: Callable[[Path], None] | None, fix: s
 def _open_locked(partial: Path, path: Path, flags: int) -> int:
     """Open and lock the file or directory `partial`, and return its descriptor.
 
-    Raises FileError if another process has locked it, and is thus writing `path`.
+    `flags` are those of `os.open`. The lock ends when the descriptor is closed or the process ends.
+    Raises FileError if another process has locked `partial`, and is thus writing `path`.
     """
     while True:
+        # No links are followed: one could name another file, which would then be emptied.
         descriptor = os.open(partial, flags | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -194,7 +219,8 @@ def _open_locked(partial: Path, path: Path, flags: int) -> int:
             # one output.
             pass
 
-        # The previous holder of the lock may have renamed or removed the file.
+        # The previous holder of the lock may have renamed or removed the file after it was opened
+        # here. Then open the new one.
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), os.stat(partial)):
                 return descriptor
@@ -203,10 +229,13 @@ def _open_locked(partial: Path, path: Path, flags: int) -> int:
 
 @contextmanager
 def _output_named_in_errors(path: str | Path) -> Iterator[None]:
-    """Add the output's path to an OSError without a file name, such as that for a full disk."""
+    """Within the context, add the output's path to an OSError without a file name, such as that for
+    a full disk.
+    """
     try:
         yield
     except OSError as error:
+        # Without `strerror`, the message is a library's own text, which needs no file name.
         if error.strerror and error.filename is None:
             error.filename = str(path)
         raise
@@ -223,7 +252,10 @@ def refuse_existing(
 
 @contextmanager
 def hold_signals() -> Iterator[None]:
-    """Delay SIGINT, SIGTERM and SIGHUP until the end of the block, which must be short."""
+    """Delay SIGINT, SIGTERM and SIGHUP until the end of the block, which must be short. Outside of
+    the main thread, do nothing.
+    """
+    # Python runs signal handlers in the main thread, and only that thread can replace them.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -237,6 +269,7 @@ def hold_signals() -> Iterator[None]:
         yield
     finally:
         for number, handler in handlers.items():
+            # None is a handler that was not set from Python, which Python cannot set again.
             signal.signal(number, handler or signal.SIG_DFL)
         for received_number in received:
             signal.raise_signal(received_number)
@@ -250,6 +283,7 @@ PostgreSQL ignore them, too."""
 def sync_directory(path: str | Path) -> None:
     """Sync the entries of a directory, or the contents of a file, to disk.
 
+    A file that was created or renamed survives a power failure only after its directory is synced.
     A directory is skipped if its file system cannot sync directories.
     """
     descriptor = os.open(path, os.O_RDONLY)
@@ -263,10 +297,10 @@ def sync_directory(path: str | Path) -> None:
 
 
 def file_system_time(directory: str | Path) -> float:
-    """Return the Unix time of the clock that dates new files in a directory.
+    """Return the current Unix time by the clock that dates new files in a directory.
 
-    On a network file system, this is the server's clock, so that the age of a file does not depend
-    on the clock of the node that wrote it or of the one that asks. Returns this node's time if no
+    On a network file system, this is the server's clock. The age of a file then depends neither on
+    the clock of the node that wrote it nor on that of this node. Returns this node's time if no
     file can be created.
     """
     try:
@@ -288,10 +322,12 @@ def remove(path: str | Path) -> None:
 def write_whole(
     path: str | Path, chunks: Iterable[bytes], *, staging: Path | None = None, durable: bool = True
 ) -> None:
-    """Replace `path` atomically by a file of `chunks`. Of several writers, the last one wins.
+    """Replace `path` atomically by a file that contains `chunks`. Of several writers, the last one
+    wins.
 
-    The file is first written in `staging` (default: next to `path`), which must be on the same file
-    system. With `durable`, it is synced to disk. If OSError is raised, the old file is unchanged.
+    The file is first written in the directory `staging` (default: next to `path`), which must be on
+    the same file system, and then renamed. With `durable`, it is synced to disk. If OSError is
+    raised before the renaming, the old file is unchanged.
     """
     path = Path(path)
     # The temporary name must not contain the final one: TensorBoard reads any file with "tfevents"
@@ -329,7 +365,7 @@ def digest(
     hasher = hashlib.sha256()
     size = 0
     with open(path, "rb") as file:
-        while block := file.read(1 << 22):
+        while block := file.read(1 << 22):  # 4 MiB
             hasher.update(block)
             size += len(block)
             progress(size)
@@ -337,14 +373,15 @@ def digest(
 
 
 BLOCKS = 15
+"""Number of intervals between the blocks of a large file that `fingerprint` reads."""
 BLOCK_BYTES = 64 << 10
 
 
 def fingerprint(path: str | Path) -> str:
     """Return the size and a short sha256 of a file, as in "12 bytes, sha256 0123456789ab".
 
-    Of a file of more than `BLOCKS` * 256 KiB, only `BLOCKS` + 1 evenly spaced blocks of 64 KiB are
-    read.
+    Datasets may have terabytes, so only samples of large files are read: of a file of more than
+    `BLOCKS` * 256 KiB, `BLOCKS` + 1 evenly spaced blocks of 64 KiB, with the first and the last.
     """
     size = os.path.getsize(path)
     hasher = hashlib.sha256()
@@ -352,6 +389,7 @@ def fingerprint(path: str | Path) -> str:
         if size <= BLOCKS << 18:
             hasher.update(file.read())
         else:
+            # One more block than intervals, so that the last one ends at the end of the file.
             for block in range(BLOCKS + 1):
                 file.seek((size - BLOCK_BYTES) * block // BLOCKS)
                 hasher.update(file.read(BLOCK_BYTES))

@@ -21,6 +21,7 @@ from megatron_tape.io.files import write_whole
 RECORD_BYTES = 64 << 20
 """Maximum size of a record in bytes, more than that of a manifest of 100,000 files."""
 _RESTORE = "restore it, or remove it if it is not needed"
+"""The fix in errors about records."""
 
 
 def write_record(path: str | Path, value: Any, *, durable: bool = True) -> None:
@@ -47,10 +48,13 @@ def read_record(path: str | Path, shape: Any, limit: int = RECORD_BYTES) -> Any:
 def read_yaml(path: str | Path, shape: Any) -> Any:
     """Read a YAML file as strictly as a recipe, and check the type of its value like
     `read_record`.
+
+    Raises OSError if the file cannot be read, and FileError if it has more than 1 MiB, is not valid
+    YAML, or has another type.
     """
     try:
         value = parse_yaml(read_small(path, 1 << 20), shape)
-        # Fails for non-finite numbers and for types that JSON lacks.
+        # YAML knows NaN and infinity, with which callers could not write JSON.
         json.dumps(value, allow_nan=False)
         return value
     except (TypeError, ValueError) as error:
@@ -58,7 +62,10 @@ def read_yaml(path: str | Path, shape: Any) -> Any:
 
 
 def parse_yaml(text: str | bytes, shape: Any) -> Any:
-    """Parse YAML with `io.strict_yaml`, and check the type of its value like `parse_record`."""
+    """Parse YAML with `io.strict_yaml`, and check the type of its value like `parse_record`. Raises
+    ValueError with the problem.
+    """
+    # Importing PyYAML takes time, and most programs read no YAML.
     from megatron_tape.io.strict_yaml import parse_value
 
     try:
@@ -73,9 +80,11 @@ def read_small(path: str | Path, limit: int) -> bytes:
     """Return a file's contents. Raises ValueError if it has more than `limit` bytes or is not a
     regular file.
     """
+    # Opening a named pipe would wait forever for a writer.
     if not stat.S_ISREG(Path(path).stat().st_mode):
         raise ValueError("it is not a regular file")
 
+    # The file may grow while it is read, so its size does not limit what is read.
     with open(path, "rb") as file:
         content = file.read(limit + 1)
     if len(content) > limit:
@@ -92,8 +101,9 @@ def parse_record(text: str | bytes, shape: Any) -> Any:
     """
     try:
         if isinstance(text, bytes):
-            text = text.decode("utf-8-sig")
-        # Python's parser, since text that a model has generated may contain lone surrogates.
+            text = text.decode("utf-8-sig")  # editors on Windows add a byte order mark
+        # Python's parser instead of pydantic's, which rejects lone surrogates. Text that a model
+        # has generated may contain them.
         value = json.loads(text, parse_constant=_finite, parse_float=_finite)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
@@ -104,6 +114,9 @@ def parse_record(text: str | bytes, shape: Any) -> Any:
 
 
 def _finite(text: str) -> float:
+    """Convert a number in JSON to a float. Raises ValueError if the result is not finite, as for
+    1e999.
+    """
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text[:40]} is not a finite number")
@@ -112,7 +125,9 @@ def _finite(text: str) -> float:
 
 @functools.cache
 def validator(shape: Any) -> TypeAdapter:
-    """Return pydantic's validator of the type `shape`."""
+    """Return pydantic's validator of the type `shape`, which is slow to build and therefore
+    cached.
+    """
     return TypeAdapter(shape)
 
 
@@ -129,6 +144,7 @@ def check_shape(value: Any, shape: Any, path: str = "") -> None:
         first = error.errors(include_url=False)[0]
         missing = first["type"] == "missing"
         where = path_of_error(value, first["loc"], path, missing) or "it"
+        # The input of such an error is the whole mapping that lacks the key.
         if missing:
             raise ValueError(f"{where} is missing") from None
         kinds: dict[type, str] = {dict: "an object", list: "a list"}
@@ -140,14 +156,20 @@ def path_of_error(value: Any, loc: tuple[int | str, ...], path: str, missing: bo
     """Return the path, such as `files[3].bytes`, of the item of `value` that a pydantic error is
     about.
 
-    `path` is the path of `value`. `loc` is the error's location; names of union types in it are
-    skipped. `missing` means that the last part of `loc` is a key that does not exist.
+    Args:
+        value: the value that was validated.
+        loc: the location in pydantic's error: list indices, keys, and names of types in a union.
+            The names of types are skipped.
+        path: the path of `value` itself, which the result begins with.
+        missing: whether the error is about a missing key. The last part of `loc` is then this key,
+            although `value` does not contain it.
     """
     for index, part in enumerate(loc):
         if isinstance(value, list) and isinstance(part, int):
             path = f"{path}[{part}]"
             value = value[part]
         elif isinstance(value, dict) and (part in value or (missing and index == len(loc) - 1)):
+            # An unknown key may be as long as the file.
             path = f"{path}.{str(part)[:40]}".removeprefix(".")
             value = value.get(part)
     return path

@@ -40,8 +40,8 @@ def write_safetensors(
     tensors: Iterable[Tensor] | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> tuple[FileDigest, dict[str, Place]]:
-    """Write a safetensors file and sync it to disk. Return its digest, and each tensor's offset and
-    shape by name.
+    """Write a safetensors file and sync it to disk. Return the file's size and sha256, and each
+    tensor's offset and shape by name.
 
     The file is not written atomically, so write it within `atomic_directory`.
 
@@ -50,7 +50,8 @@ def write_safetensors(
         announced: tensors by name, which define the dtypes and shapes in the file; they may be on
             the meta device.
         tensors: the tensors to write, in the order of `announced`, on any device and of any dtype.
-            They may be created one at a time. Default: those of `announced`.
+            They are converted to the announced dtypes. An iterator may create them one at a time,
+            so that memory holds only one. Default: the values of `announced`.
         metadata: strings for the header.
 
     Raises:
@@ -58,33 +59,24 @@ def write_safetensors(
     """
     import torch
 
-    header: dict[str, Any] = {}
-    if metadata:
-        header["__metadata__"] = dict(metadata)
-    end = 0
-    for name, tensor in announced.items():
-        start = end
-        end = end + tensor.nbytes
-        dtype = _DTYPES[str(tensor.dtype).removeprefix("torch.")]
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    data_start = 8 + len(encoded)
-
+    header, size = _header(announced, metadata)
+    places: dict[str, Place] = {}
     hasher = hashlib.sha256()
     with open(path, "wb") as file:
-
+        # Hash while writing, since reading a large file again takes minutes.
         def write(block) -> None:
             hasher.update(block)
             file.write(block)
 
-        write(len(encoded).to_bytes(8, "little") + encoded)
+        write(header)
         if tensors is None:
             tensors = announced.values()
-        # `zip` takes the next tensor only if another one is announced.
+        # With `announced` first, `zip` takes no tensor beyond the last announced one. The iterator
+        # may continue with the tensors of the next file.
         for (name, expected), tensor in zip(announced.items(), tensors):
             assert tensor.shape == expected.shape, (name, tensor.shape, expected.shape)
             converted = tensor.detach().to("cpu", expected.dtype).contiguous()
+            # Other dtypes have the range of fp32, so they are not checked.
             if converted.dtype is torch.float16 and not torch.isfinite(converted).all():
                 raise UserError(
                     name, "contains values beyond the range of fp16", "use bf16 or fp32"
@@ -92,14 +84,35 @@ def write_safetensors(
             # A view as bytes needs a stride of 1. A contiguous tensor of one element may have any
             # other stride.
             flat = converted.as_strided((converted.numel(),), (1,))
+            places[name] = {"offset": file.tell(), "shape": list(tensor.shape)}
             write(flat.view(torch.uint8).numpy())
 
-        assert file.tell() == data_start + end, f"{path} lacks announced tensors"
+        # `zip` ends without an error if there are too few tensors.
+        assert file.tell() == size, f"{path} lacks announced tensors"
         file.flush()
         os.fsync(file.fileno())
 
-    places: dict[str, Place] = {}
-    for name in announced:
-        offset = data_start + header[name]["data_offsets"][0]
-        places[name] = {"offset": offset, "shape": header[name]["shape"]}
-    return {"bytes": data_start + end, "sha256": hasher.hexdigest()}, places
+    return {"bytes": size, "sha256": hasher.hexdigest()}, places
+
+
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> tuple[bytes, int]:
+    """Return the beginning of a file, up to the first tensor, and the size of the whole file."""
+    header: dict[str, Any] = {}
+    if metadata:
+        header["__metadata__"] = dict(metadata)
+    end = 0
+    for name, tensor in tensors.items():
+        start = end
+        end = end + tensor.nbytes
+        dtype = _DTYPES[str(tensor.dtype).removeprefix("torch.")]
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    # The format pads the header with spaces, so that the tensors are aligned to 8 bytes.
+    encoded += b" " * (-len(encoded) % 8)
+    beginning = len(encoded).to_bytes(8, "little") + encoded
+    return beginning, len(beginning) + end

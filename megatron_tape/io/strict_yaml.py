@@ -16,6 +16,7 @@ from yaml.scanner import ScannerError
 from megatron_tape.errors import ConfigError
 
 MAX_BYTES = 1_000_000
+"""Maximum size of a recipe in bytes."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -24,6 +25,9 @@ class _Loader(yaml.SafeLoader):
     """
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node:
+        """Compose the next node as PyYAML does. Raises MarkedYAMLError if it has an anchor or a
+        tag, or is an alias.
+        """
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None or event.tag is not None:
             problem = (
@@ -33,6 +37,9 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Compose a mapping whose keys are all text. Raises MarkedYAMLError for a duplicate key, of
+        which PyYAML would keep only the last value.
+        """
         node = super().compose_mapping_node(anchor)
         lines: dict[Any, int] = {}
         for key, _ in node.value:
@@ -49,6 +56,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _refusal(sentence: str, where: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:
+    """Return an error whose message is `sentence`, and whose line is the first line of `where`."""
     return yaml.MarkedYAMLError(problem=sentence, problem_mark=where.start_mark)
 
 
@@ -56,10 +64,14 @@ class _Dumper(yaml.SafeDumper):
     """A dumper that quotes text if this loader or another YAML loader would not read it as text."""
 
     def ignore_aliases(self, data: Any) -> bool:
+        """Return True: an object that occurs twice is written twice, since the loader rejects
+        aliases.
+        """
         return True
 
 
-# YAML 1.1 also knows octal, hexadecimal and base-60 numbers, dates, and yes and no.
+# PyYAML's resolvers decide by a text's first character and a pattern which type it has. Keep only
+# those of booleans and null: YAML 1.1 also knows octal, hexadecimal and base-60 numbers, and dates.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":bool", ":null"))]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -69,10 +81,12 @@ _FLOAT = re.compile(
     r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?$"
     r"|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
 )
+# The dumper keeps its own resolvers too, so that it quotes whatever other parsers would convert.
 for _class in (_Loader, _Dumper):
     for _tag, _pattern in (("tag:yaml.org,2002:int", _INT), ("tag:yaml.org,2002:float", _FLOAT)):
         _class.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
 _Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
+# YAML writes .inf and .nan, Python inf and nan.
 _Loader.add_constructor(
     "tag:yaml.org,2002:float",
     lambda loader, node: float(re.sub(r"\.(?=[iInN])", "", node.value)),
@@ -95,20 +109,22 @@ def dump(settings: dict[str, dict[str, Any]]) -> str:
 
 
 def read_recipe(path: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the nested settings of a YAML file, and the file and line of each setting by its
+    """Return the nested settings of a YAML file, and the place of each setting (`file:line`) by its
     dotted key.
 
-    Raises `ConfigError` with the file and the line.
+    Raises `ConfigError` with the file and, if it is known, the line.
     """
-    content = _read(path)
+    content = _read_bytes(path)
     try:
         loader = _Loader(content.decode())
+        # Nodes know their lines; the values that are constructed from them do not.
         root = loader.get_single_node()
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError(
                 path, "must contain sections such as model: and data:, each with keys", "add them"
             )
         places = {key: f"{path}:{node.start_mark.line + 1}" for key, node in _keys(root)}
+        # Dotted keys belong to the command line. In a file, they would be unknown sections.
         for key, _ in root.value:
             if "." in key.value:
                 fix = "write a recipe's keys below their section"
@@ -127,11 +143,12 @@ def read_recipe(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     except yaml.MarkedYAMLError as error:
         problem = f"cannot be read: {error.problem}"
         fix = ""
+        # Errors of `_Loader` name the fix themselves.
         if isinstance(error, (ParserError, ScannerError)):
             fix = (
                 "check the indentation, colons, quotes and brackets of this line and the one before"
             )
-            if "<" in problem:  # a name such as <block end>
+            if "<" in problem:  # PyYAML's name of a token, such as <block end>
                 problem = "cannot be read: it is not valid YAML"
         line = error.problem_mark.line + 1
         raise ConfigError(f"{path}:{line}", problem, fix) from None
@@ -139,7 +156,8 @@ def read_recipe(path: str) -> tuple[dict[str, Any], dict[str, str]]:
         raise ConfigError(path, f"cannot be read: {' '.join(str(error).split())}") from None
 
 
-def _read(path: str) -> bytes:
+def _read_bytes(path: str) -> bytes:
+    """Return the contents of a recipe. Raises ConfigError if it cannot be read or is too large."""
     try:
         with open(path, "rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -156,6 +174,10 @@ def _read(path: str) -> bytes:
 
 
 def _keys(node: yaml.MappingNode, section: str = "") -> Iterator[tuple[str, yaml.ScalarNode]]:
+    """Yield the dotted key and the node of each key in a mapping and in those inside it.
+
+    `section` is the dotted key of the mapping followed by a dot, or "" for a whole file.
+    """
     for key, value in node.value:
         dotted = f"{section}{key.value}"
         yield dotted, key

@@ -13,13 +13,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+"""The directory that contains megatron_tape: a clone of the repository, or site-packages."""
 PACKAGES = ("torch", "megatron-core", "transformers", "lm_eval", "tokenizers", "megatron-tape")
 
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """Return the versions of Python and of the installed ones among `packages`.
+    """Return the version of Python, and the version of each of the `packages` that is installed.
 
-    That of torch is `torch.__version__`, with its build, such as 2.13.0+cu130.
+    The version of torch contains its build, such as 2.13.0+cu130.
     """
     installed = {"python": platform.python_version()}
     for name in packages:
@@ -29,7 +30,8 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
             continue
 
     if "torch" in installed:
-        # The metadata of the wheels on PyPI leave out the build. Importing torch takes seconds.
+        # The metadata of the wheels on PyPI leave out the build. Its own file `version.py` has it.
+        # Running that file takes milliseconds, importing torch seconds.
         torch = importlib.util.find_spec("torch")
         installed["torch"] = runpy.run_path(f"{Path(torch.origin).parent}/version.py")[
             "__version__"
@@ -38,10 +40,12 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
 
 
 def cuda_build_fix() -> str:
-    """Return how to replace torch's CPU build by the same version with CUDA. It ends an error or a
-    warning.
+    """Return how to replace torch's CPU build by the same version with CUDA, as the last clause of
+    an error or a warning.
     """
+    # Without the build: the CPU build's version is such as 2.13.0+cpu.
     version = importlib.metadata.version("torch").partition("+")[0]
+    # The variable may point to an index of CPU builds. The constraint keeps the other packages.
     return (
         "install the build with CUDA from pip's default index, without PIP_EXTRA_INDEX_URL: "
         f"pip install --force-reinstall -c requirements.txt torch=={version}"
@@ -49,10 +53,11 @@ def cuda_build_fix() -> str:
 
 
 def toolchain() -> dict[str, str]:
-    """Return the versions of the C compiler that Triton uses on this node, and of NVIDIA's
-    driver.
+    """Return the versions of the C compiler that Triton uses on this node, and of NVIDIA's driver,
+    if it is loaded.
     """
     tools = {"C compiler": "none that runs"}
+    # In the order in which Triton looks for a compiler.
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler and (version := _output(compiler, "-dumpfullversion")):
         tools["C compiler"] = f"{Path(compiler).name} {version}"
@@ -64,7 +69,7 @@ def toolchain() -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """Return the model name of the CPU."""
+    """Return the model name of the CPU, or its architecture if the system tells no model."""
     cpus = Path("/proc/cpuinfo")
     if cpus.exists() and (model := re.search("model name.*: (.+)", cpus.read_text())):
         return model[1]
@@ -79,13 +84,17 @@ def node_name() -> str:
 def commit() -> str | None:
     """Return the git commit of this code, or None if it is not in this project's repository."""
     git = ("git", "-C", str(ROOT))
-    # The package may be installed in an environment inside another repository.
+    # The package may be installed in an environment inside another repository, whose commit says
+    # nothing about this code. git lists the file only if the repository contains it.
     if not _output(*git, "ls-files", "megatron_tape/__init__.py"):
         return None
     return _output(*git, "describe", "--always", "--dirty", "--abbrev=12")
 
 
 def _output(*command: str) -> str | None:
+    """Return what a command prints, without spaces around it. Return None if it fails, prints
+    nothing, or takes 10 seconds.
+    """
     try:
         completed = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -106,6 +115,8 @@ def code_digest(folders: Iterable[str]) -> str:
     "megatron_tape/ops".
     """
     hasher = hashlib.sha256()
+    # Sorted, since file systems list files in different orders. Zero bytes separate names and
+    # contents.
     for path in sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py")):
         hasher.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
     return hasher.hexdigest()[:12]
