@@ -21,6 +21,7 @@ DATA_SOURCES = ("prefix", *SAMPLE_SOURCES)
 INPUT = "{input}"
 """Placeholder of the input in a template."""
 TEMPLATE = INPUT + "\n\nAnswer:"
+"""Default of `data.examples.template` and of the template of the task `scrolls`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +150,8 @@ def blend(
 ) -> tuple[list[str], list[float] | None]:
     """Return the paths in a value of `data.prefix`, and their weights.
 
-    The weights are None if the value has none; datasets are then weighted by their numbers of
-    tokens.
+    The paths are empty if the value is None. The weights are None if the value has none; datasets
+    are then weighted by their numbers of tokens.
     """
     if prefix is None:
         return [], None
@@ -162,11 +163,13 @@ def blend(
 
 
 def split_shares(split: str) -> tuple[float, float, float]:
-    """Parse `"969,30,1"` into the fractions of training, validation and test, which sum to 1."""
+    """Parse a value of `data.split`, such as `"969,30,1"`, into the fractions of training,
+    validation and test documents, which sum to 1. Raises ConfigError if it is invalid.
+    """
     try:
         numbers = [float(part) for part in split.split(",")]
     except ValueError:
-        numbers = []
+        numbers = []  # refused below
     valid = all(math.isfinite(number) and number >= 0 for number in numbers)
     if len(numbers) != 3 or not valid or numbers[0] == 0:
         raise ConfigError(

@@ -28,12 +28,12 @@ def is_pattern(prefix: str) -> bool:
 
 
 def match_datasets(prefix: str) -> list[str]:
-    """Return the sorted prefixes of the datasets that a pattern matches. Return [prefix] if nothing
-    matches.
+    """Return the sorted prefixes of the datasets that the pattern `prefix` matches.
 
-    A prefix without wildcards, or one that is the literal name of a dataset, is returned as it is.
-    If the pattern matches some parts of a dataset that was preprocessed in parts, missing parts
-    with a matching name are included, so that the run refuses to start without them.
+    A dataset that was preprocessed in parts may lack parts, for example of a failed job. If the
+    pattern matches some of its parts, the missing ones that it would match are included, so that
+    the run refuses to start without them. Returns [prefix] if nothing matches, if `prefix` has no
+    wildcards, or if it is the literal name of a dataset.
     """
     if not is_pattern(prefix) or any(os.path.exists(prefix + ending) for ending in _ENDINGS):
         return [prefix]
@@ -43,6 +43,7 @@ def match_datasets(prefix: str) -> list[str]:
         for ending in _ENDINGS
         for path in glob.glob(prefix + ending, recursive=True)
     }
+    # Parts of one dataset differ only in their number, which is in none of the groups.
     datasets_in_parts = {part.groups() for part in map(_PART.fullmatch, matches) if part}
     for begin, end, count in datasets_in_parts:
         parts = [f"{begin}{number:05}{end}" for number in range(int(count))]
@@ -54,15 +55,16 @@ def match_datasets(prefix: str) -> list[str]:
 def resolve_patterns(
     prefix: dict[str, float] | list[str] | str | None,
 ) -> dict[str, float] | list[str] | str | None:
-    """Replace each pattern in a value of `data.prefix` by the datasets that it matches.
+    """Return a value of `data.prefix` with each pattern replaced by the datasets that it matches.
 
     If a pattern has a weight, the datasets share it in proportion to their sizes. A pattern without
-    matches is kept.
+    matches is kept, and refused later as a missing dataset.
     """
     prefixes, weights = blend(prefix)
     matches = [match_datasets(name) for name in prefixes]
     if matches == [[name] for name in prefixes]:
         return prefix
+    # Several patterns may match the same dataset, which must be read only once.
     if weights is None:
         return list(dict.fromkeys(itertools.chain(*matches)))
 
@@ -70,11 +72,13 @@ def resolve_patterns(
     for names, weight in zip(matches, weights):
         sizes = [_size(name) for name in names]
         for name, size in zip(names, sizes):
+            # Its weights by several patterns add up. The sum of sizes is 0 for empty datasets.
             resolved[name] = resolved.get(name, 0.0) + weight * (size / max(1, sum(sizes)))
     return resolved
 
 
 def _size(prefix: str) -> int:
+    """Return the size of a dataset's tokens in bytes, or 1 if the dataset is missing."""
     try:
         return os.path.getsize(f"{prefix}.bin")
     except FileNotFoundError:

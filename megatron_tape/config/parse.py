@@ -25,6 +25,7 @@ from megatron_tape.config.values import format_value
 from megatron_tape.errors import ConfigError
 from megatron_tape.io.strict_yaml import parse_value, read_recipe
 
+# A schema's words in the text of `describe`.
 _TYPES = {
     "integer": "a whole number",
     "number": "a number",
@@ -59,20 +60,29 @@ class ParsedCommandLine:
 
     @contextmanager
     def add_places_to_errors(self) -> Iterator[None]:
-        """Within the context, add to a ConfigError the file and line of its settings, if one is
-        from a recipe.
+        """Within the context, add the `places` of the settings that a ConfigError is about to its
+        message, such as `recipe.yaml:12 and --train.steps`.
+
+        If none of these settings is from a recipe, the error is not changed: its message names the
+        key, which is also the name of the option.
         """
         try:
             yield
         except ConfigError as error:
-            places = list(dict.fromkeys(filter(None, map(self._place, error.subjects))))
+            # An error's subjects are the keys of the settings, or other names without a place.
+            places = list(dict.fromkeys(filter(None, map(self._place_of, error.subjects))))
             if all(place.startswith("--") for place in places):
                 raise
             raise error.at(" and ".join(places)) from None
 
-    def _place(self, key: str) -> str:
-        # For an item of a list or a mapping, use the place of the list or mapping.
+    def _place_of(self, key: str) -> str:
+        """Return the place where the setting `key` was given, or "" if it was not given.
+
+        An item of a list or a mapping, such as `data.stages[0].share`, has the place of the
+        innermost setting around it that has a place.
+        """
         while key not in self.places:
+            # Remove the last index or name, unless only a section such as `data` would be left.
             outer = re.fullmatch(r"(.*\..*)(\[\d+\]|\.[^.]*)", key, re.DOTALL)
             if outer is None:
                 return ""
@@ -87,38 +97,49 @@ def read_settings(
 
     Later options and recipes override earlier ones. Prints the help and exits if it is asked for.
     Raises ConfigError for an unknown option or an unreadable recipe.
+
+    Args:
+        parser: the parser that `settings_parser` returned for `section`.
+        section: the dataclass of all settings, such as `RunConfig`.
+        argv: the arguments. None reads those of the process.
     """
     options, unknown = parser.parse_known_args(argv)
-    known = {}
+    # Several sections, such as those of the encodings, may have a setting with the same key.
+    settings_by_key = {}
     for setting in settings_of(section):
-        known.setdefault(setting.key, []).append(setting)
+        settings_by_key.setdefault(setting.key, []).append(setting)
     if options.help is not None:
         _print_help(parser, section, options.help)
     if unknown:
-        raise _unknown_option(unknown[0], known)
+        raise _unknown_option(unknown[0], settings_by_key)
 
     parsed = ParsedCommandLine(options)
-    for is_file, group in itertools.groupby(options.given, lambda item: item[0] == "config"):
+    # Alternate between groups of consecutive recipes and groups of consecutive settings.
+    for is_file, group in itertools.groupby(options.in_order, lambda item: item[0] == "config"):
         if is_file:
-            for _, text in group:
-                file = find_recipe(text)
+            for _, path_or_name in group:
+                file = find_recipe(path_or_name)
                 values, places = read_recipe(file)
                 parsed.files.append(file)
                 parsed.values = merge(section, parsed.values, values)
                 parsed.places.update(places)
             continue
 
-        # All at once: an option may select the section that an earlier option belongs to.
-        changed = {key: _from_text(text, known[key]) for key, text in group}
+        # Merge a group at once: an option such as --model.position_encoding decides which settings
+        # of model.position are kept, also if those options come first.
+        changed = {key: _parse_value(text, settings_by_key[key]) for key, text in group}
         parsed.values = merge(section, parsed.values, unflatten(changed))
         for key in changed:
-            replaced = [place for place in parsed.places if place.startswith(f"{key}.")]
-            parsed.places.update(dict.fromkeys([key, *replaced], f"--{key}"))
+            # An option whose value is a mapping also gives the settings inside it.
+            inner_keys = [inner for inner in parsed.places if inner.startswith(f"{key}.")]
+            parsed.places.update(dict.fromkeys([key, *inner_keys], f"--{key}"))
     return parsed
 
 
 def _unknown_option(argument: str, known: Iterable[str]) -> ConfigError:
-    """Return the error for an argument that is no option. `known` are the keys of all settings."""
+    """Return the error for an argument that is not an option. `known` has the keys of all settings
+    and sections.
+    """
     name = argument.partition("=")[0]
     key = name.removeprefix("--")
 
@@ -132,14 +153,16 @@ def _unknown_option(argument: str, known: Iterable[str]) -> ConfigError:
         return ConfigError(
             key, "is a section of settings", f"give its settings as --{key}.key value"
         )
+    # A key without a dot is a section, which is not an option.
     return unknown_key(key, [setting for setting in known if "." in setting])
 
 
-def _from_text(text: str, settings: list[Setting]) -> Any:
-    """Parse the value of an option as YAML if the result has the type of one of `settings`,
-    otherwise as plain text.
+def _parse_value(text: str, settings: list[Setting]) -> Any:
+    """Return the value of an option: `text` parsed as YAML, or `text` itself if only that is valid.
 
-    `settings` are the settings with the option's key, one per section that may contain it.
+    `settings` are the settings with the option's key, one per section that may contain it. The
+    value must be valid for one of them. If neither is valid, the parsed value is returned, and
+    `build` reports it later.
     """
     try:
         value = parse_value(text)
@@ -148,10 +171,12 @@ def _from_text(text: str, settings: list[Setting]) -> Any:
     if isinstance(value, str):
         return text  # YAML would truncate it at a #, and strip quotes and spaces
 
+    # A setting that allows several types lists them in `anyOf`.
     schemas = [setting.schema for setting in settings]
     types = [option.get("type") for schema in schemas for option in schema.get("anyOf", [schema])]
     if {"{": "object", "[": "array"}.get(text[:1]) in types:
         return value  # even if it is invalid: as text, it would be used as a path
+    # A number is text for a setting that only takes text, such as a name.
     for candidate in (value, text):
         if any(is_valid(candidate, setting.kind) for setting in settings):
             return candidate
@@ -162,9 +187,9 @@ def settings_parser(section: type, usage: str, description: str) -> argparse.Arg
     """Return a parser with an option for each setting of `section`, and `--config`,
     `--print_config` and `--help`.
 
-    Parsing collects settings and recipes in the list `given`, as (key, text) in the order of the
-    command line, and raises ConfigError if it fails. `--help SECTION` shows only the settings of a
-    section such as `train.spikes`.
+    Parsing raises ConfigError if it fails. It collects settings and recipes in the list `in_order`
+    of the result: tuples (key, text) in the order of the command line, since later ones override
+    earlier ones. The key of a recipe is `config`.
     """
     settings = list(settings_of(section))
     sections = ", ".join(setting.key for setting in settings if "." not in setting.key)
@@ -177,6 +202,7 @@ def settings_parser(section: type, usage: str, description: str) -> argparse.Arg
         add_help=False,
     )
 
+    # Instead of argparse's own --help, which takes no section.
     parser.add_argument(
         "-h",
         "--help",
@@ -202,11 +228,12 @@ def settings_parser(section: type, usage: str, description: str) -> argparse.Arg
 
 
 def _print_help(parser: argparse.ArgumentParser, section: type, key: str) -> None:
-    """Print the help of a program, or of the section or setting `key` if it is not empty, and
-    exit.
+    """Print the help of the section or setting `key`, or of the whole program if `key` is empty,
+    and exit. Raises ConfigError if there is no such key.
     """
     if key:
         settings = list(settings_of(section))
+        # The dots let `train` select `train.steps`, but not `train.step` select it.
         shown = [setting for setting in settings if f"{setting.key}.".startswith(f"{key}.")]
         if not shown:
             raise unknown_key(key, (setting.key for setting in settings))
@@ -226,23 +253,28 @@ def _add_settings(parser: argparse.ArgumentParser, settings: Iterable[Setting]) 
     added = set()
     for setting in settings:
         key = setting.key
-        if group is None or "." not in key:
-            kinds = setting.sections or (setting.within,)
-            title = key
-            if not setting.sections:
-                title = key.rpartition(".")[0]
+        outer, _, name = key.rpartition(".")
+        # The first of `settings` need not be a section: `--help train.steps` shows one setting.
+        if group is None or not outer:
+            title = outer
+            if setting.sections:
+                title = key
+            sections = setting.sections or (setting.within,)
             about = None
-            if len(kinds) == 1:
-                about = inspect.getdoc(kinds[0])
+            # No docstring describes all of several possible sections.
+            if len(sections) == 1:
+                about = inspect.getdoc(sections[0])
             group = parser.add_argument_group(title, about)
-        if "." in key and key not in added:
+
+        # Of several settings with the same key, the help shows the first.
+        if outer and key not in added:
             added.add(key)
             about = f"{setting.schema.get('description', '')} ({_allowed(setting)})"
-            _add_setting(group, key, key.rpartition(".")[2].upper(), about)
+            _add_setting(group, key, name.upper(), about)
 
 
 def _allowed(setting: Setting) -> str:
-    """Describe the values and the default of a setting or a section."""
+    """Describe the values and the default of a setting or a section, for its help."""
     if setting.sections and setting.default is None:
         return "null or the settings below; default: null"
     if setting.sections:
@@ -253,9 +285,11 @@ def _allowed(setting: Setting) -> str:
 
 
 def _add_setting(group: Any, key: str, metavar: str, description: str) -> None:
+    """Add the option `--KEY` to a parser or to a group of its options; see `settings_parser`."""
+    # All options share one list, which keeps their order. argparse formats the help with `%`.
     group.add_argument(
         f"--{key}",
-        dest="given",
+        dest="in_order",
         action="append",
         default=[],
         type=lambda text: (key, text),

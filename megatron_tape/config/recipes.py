@@ -28,6 +28,7 @@ def find_recipe(path_or_name: str) -> str:
         return recipes[name]
     if os.path.lexists(path):
         return path  # if it is not a file, reading it raises a clear error
+    # The default cutoff of 0.6 would also list recipes with unrelated names.
     names = difflib.get_close_matches(name.lower(), recipes, n=3, cutoff=0.7) or recipes
     raise ConfigError(
         f"recipe {path}",
@@ -37,8 +38,8 @@ def find_recipe(path_or_name: str) -> str:
 
 
 def _recipes() -> dict[str, str]:
-    """Return the paths of all recipes in `pretrain/recipes` by name. Recipes in subdirectories come
-    last.
+    """Return the paths of all recipes in `pretrain/recipes` by name, such as `extend/yarn`. Recipes
+    in subdirectories come last.
     """
     paths = sorted(RECIPES.rglob("*.yaml"), key=lambda path: (len(path.parts), path))
     return {path.relative_to(RECIPES).with_suffix("").as_posix(): str(path) for path in paths}

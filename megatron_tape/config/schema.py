@@ -49,6 +49,7 @@ ATTENTION_BACKENDS = (
 
 
 def _known_encoding(name: str) -> str:
+    """Return the name of a positional encoding unchanged. Raises UserError if it is unknown."""
     if name not in ENCODINGS:
         names = difflib.get_close_matches(name.lower(), ENCODINGS) or ENCODINGS
         raise UserError(
@@ -58,9 +59,11 @@ def _known_encoding(name: str) -> str:
 
 
 def _settings_of_encoding(value: Any, info: ValidationInfo) -> Any:
-    """Validate `model.position` as settings of the encoding `model.position_encoding`; do nothing
-    if it is unknown.
+    """Validate `model.position` as settings of the encoding `model.position_encoding`, and return
+    them as its dataclass `Settings`. Do nothing if the encoding is unknown, since that is an error
+    of its own.
     """
+    # pydantic validates fields in their order, and `info.data` has the valid ones before this one.
     encoding = ENCODINGS.get((info.data or {}).get("position_encoding"))
     if encoding is None:
         return value
@@ -232,8 +235,8 @@ class ParallelConfig:
         return self.ranks_per_pipeline_stage * self.pipeline_model_parallel_size
 
     def model_chunks(self, num_layers: int) -> list[range]:
-        """Return the layers (from 0) of each model chunk, in order. Stage p of P holds chunks p, p
-        + P, p + 2 P, ...
+        """Return the layers (from 0) of each model chunk, in order. Pipeline stage p of P holds the
+        chunks p, p + P, p + 2 P, ...
         """
         count = self.pipeline_model_parallel_size * self.virtual_pipeline_size
         numbers = self.pipeline_layers or [num_layers // count] * count
@@ -245,6 +248,7 @@ class ParallelConfig:
         """Describe the layout of a run on `processes` ranks, such as `2 tensor parallel x 4 data
         parallel`.
         """
+        # Most runs have no context or pipeline parallelism, so a size of 1 is left out.
         sizes = [f"{self.tensor_model_parallel_size} tensor parallel"]
         if self.context_parallel_size > 1:
             sizes.append(f"{self.context_parallel_size} context parallel")
@@ -468,6 +472,6 @@ def to_yaml(config: RunConfig) -> str:
 
 def replace_settings(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """Return a copy of `config` with new `values` by dotted key, such as `optimizer.lr`. Raises
-    ConfigError.
+    ConfigError if a key is unknown or a value is invalid.
     """
     return build(RunConfig, merge(RunConfig, as_dict(config), unflatten(values)))

@@ -76,43 +76,42 @@ class Setting:
 
 
 def settings_of(section: type, name: str = "") -> Iterator[Setting]:
-    """Yield a Setting for each field of `section`, whose key is `name`, and for the fields of its
-    nested sections.
+    """Yield a Setting for each field of `section`, and after a nested section those of its fields.
 
-    If a nested section can be one of several dataclasses, a key that several of them have is
-    yielded for each.
+    `name` is the key of `section` itself, or "" for all settings of a run. If a nested section can
+    be one of several dataclasses, a key that several of them have is yielded for each.
     """
-    for item in dataclasses.fields(section):
-        key = ".".join(filter(None, (name, _key(item))))
-        default = item.default
-        if item.default_factory is not MISSING:
-            default = item.default_factory()
-        sections = _sections_in(section, item)
-        yield Setting(key, _hints(section)[item.name], default, sections, section)
+    for field in dataclasses.fields(section):
+        key = ".".join(filter(None, (name, _key(field))))
+        default = field.default
+        if field.default_factory is not MISSING:
+            default = field.default_factory()
+        sections = _sections_in(section, field)
+        yield Setting(key, _hints(section)[field.name], default, sections, section)
         for nested in sections:
             yield from settings_of(nested, key)
 
 
-def _sections_in(section: type, item: dataclasses.Field) -> tuple[type, ...]:
-    """Return the possible dataclasses of a field that is a section, or an empty tuple for other
-    fields.
+def _sections_in(section: type, field: dataclasses.Field) -> tuple[type, ...]:
+    """Return the possible dataclasses of a field that is a nested section, or an empty tuple for
+    other fields.
     """
-    if "among" in item.metadata:
-        return tuple(chosen.Settings for chosen in item.metadata["among"].values())
-    return tuple(
-        kind for kind in _options(_hints(section)[item.name]) if dataclasses.is_dataclass(kind)
-    )
+    # The metadata come first: the type of such a field is Any.
+    if "among" in field.metadata:
+        return tuple(chosen.Settings for chosen in field.metadata["among"].values())
+    members = _union_members(_hints(section)[field.name])
+    return tuple(kind for kind in members if dataclasses.is_dataclass(kind))
 
 
-def _options(kind: Any) -> Iterator[Any]:
-    """Yield the members of a type that may be a union or `Annotated`, such as int and None for
-    `Count | None`.
+def _union_members(kind: Any) -> Iterator[Any]:
+    """Yield the members of a union, such as int and None for `Count | None`, or the type itself if
+    it is not a union. `Annotated` types are unwrapped.
     """
     if get_origin(kind) is Annotated:
-        yield from _options(get_args(kind)[0])
+        yield from _union_members(get_args(kind)[0])
     elif get_origin(kind) in UNIONS:
         for member in get_args(kind):
-            yield from _options(member)
+            yield from _union_members(member)
     else:
         yield kind
 
@@ -122,16 +121,24 @@ def build(
 ) -> Section:
     """Build the dataclass `section` from its settings by key; a nested section is a mapping.
 
-    Error messages contain the section's own key `name` ("" for all settings of a run) and, for a
-    missing setting, `fix`, in which {key} is replaced by the setting's key. Raises ConfigError if a
-    key is unknown, a required setting is missing or a value is invalid.
+    Args:
+        section: the dataclass.
+        values: the settings that are given; others have their defaults.
+        name: the key of `section` itself, with which keys in errors begin. "" for all settings of a
+            run.
+        fix: the fix in an error about a missing setting. {key} in it is replaced by the setting's
+            key.
+
+    Raises:
+        ConfigError: if a key is unknown, a required setting is missing or a value is invalid.
     """
     try:
         return validate_as(section, values)
     except ValidationError as error:
         raise _refusal(error, section, values, name, fix) from None
     except UnicodeEncodeError:
-        # Python decodes other bytes of the command line as surrogates.
+        # Bytes of the command line that are not UTF-8 arrive as surrogates, which JSON in UTF-8
+        # cannot contain.
         raise ConfigError(
             name or "a setting", "is not UTF-8 text", "correct it, or rename the file"
         ) from None
@@ -141,7 +148,8 @@ def validate_as(kind: Any, value: Any) -> Any:
     """Validate `value` as the type `kind` and return it; mappings become dataclasses. Raises
     ValidationError.
     """
-    # Use JSON, since pydantic's strict mode does not accept mappings for dataclasses otherwise.
+    # pydantic's strict mode accepts a mapping for a dataclass only in JSON. A value that is a
+    # section already is converted back to a mapping.
     text = json.dumps([value], default=as_dict, ensure_ascii=False)
     return _adapter(kind).validate_json(text.encode())[0]
 
@@ -157,6 +165,7 @@ def is_valid(value: Any, kind: Any) -> bool:
 
 @functools.cache
 def _adapter(kind: Any) -> TypeAdapter:
+    """Return pydantic's validator of a tuple that contains one value of the type `kind`."""
     # TypeAdapter accepts no config for a dataclass, but applies the config of a tuple to a
     # dataclass inside it.
     return TypeAdapter(tuple[kind], config=_STRICT)
@@ -165,16 +174,17 @@ def _adapter(kind: Any) -> TypeAdapter:
 def _refusal(
     error: ValidationError, section: type, values: Any, name: str, fix: str
 ) -> ConfigError:
-    """Return a ConfigError for the first invalid value, or for all missing values if none is
-    invalid (see `build`).
+    """Convert pydantic's error to a ConfigError about the first invalid value, or about all missing
+    settings if no value is invalid. The other parameters are those of `build`.
     """
     settings = list(settings_of(section, name))
     by_key = []
     for item in error.errors(include_url=False):
         # The first part of the location is the index in the tuple of `_adapter`.
-        place = item["loc"][1:]
-        by_key.append((path_of_error(values, place, name, item["type"] == "missing"), item))
+        location = item["loc"][1:]
+        by_key.append((path_of_error(values, location, name, item["type"] == "missing"), item))
 
+    # A missing setting may be a consequence of an invalid one, such as a misspelled key.
     invalid = [(key, item) for key, item in by_key if item["type"] != "missing"]
     if not invalid:
         missing = tuple(key for key, _ in by_key)
@@ -183,8 +193,9 @@ def _refusal(
             problem += f" (also missing: {', '.join(missing[1:])})"
         return ConfigError(missing, problem, fix.replace("{key}", missing[0]))
 
-    # A value of a union has an error for each member of the union. Report those with the longest
-    # path, and prefer members of the value's type.
+    # A value of a union has an error for each member of the union. The member that fits best has
+    # the error with the longest path. Among its errors, those about a value of the right type say
+    # more.
     key = max((key for key, _ in invalid if key.startswith(invalid[0][0])), key=len)
     errors = [item for path, item in invalid if path == key]
     errors = [item for item in errors if not item["type"].endswith("_type")] or errors
@@ -193,6 +204,7 @@ def _refusal(
 
     if first["type"] == "unexpected_keyword_argument":
         return unknown_key(key, (setting.key for setting in settings))
+    # A validator of this project, such as `expand_path`, has raised its own error.
     reason = first.get("ctx", {}).get("error")
     if isinstance(reason, UserError):
         return ConfigError(key, f"is {shown}, which {reason.problem}", reason.fix)
@@ -201,7 +213,7 @@ def _refusal(
     for item in errors:
         words = _ALLOWED.get(item["type"], item["msg"])
         allowed.append(words.format(**item.get("ctx", {})))
-    # pydantic reports no error for the null of an optional value.
+    # pydantic's errors do not say that null is allowed.
     schemas = [setting.schema for setting in settings if setting.key == key]
     if any({"type": "null"} in schema.get("anyOf", ()) for schema in schemas):
         allowed.append("null")
@@ -215,19 +227,22 @@ def merge(section: type, values: Mapping[str, Any], later: Mapping[str, Any]) ->
     dataclass for a nested section, its old values are dropped: all of them if the selecting key is
     inside the section (`task`), otherwise only those that the new dataclass does not have.
     """
+    # The nested sections of `later` replace the old ones, unless they are merged below.
     merged = {**values, **later}
-    for item in dataclasses.fields(section):
-        key = _key(item)
+    for field in dataclasses.fields(section):
+        key = _key(field)
         old = values.get(key)
         new = later.get(key, {})
-        sections = _sections_in(section, item)
+        sections = _sections_in(section, field)
         if not sections or not isinstance(old, dict) or not isinstance(new, dict):
             continue
 
         if len(sections) == 1:
             merged[key] = merge(sections[0], old, new)
+        # The task stays the same, or there is none since another setting selects the dataclass.
         elif new.get("task", old.get("task")) == old.get("task"):
-            chosen = item.metadata.get("among", {}).get(later.get(item.metadata.get("chosen_by")))
+            among = field.metadata.get("among", {})
+            chosen = among.get(later.get(field.metadata.get("chosen_by")))
             if chosen is not None:
                 old = {name: old[name] for name in old if name in keys_of(chosen.Settings)}
             merged[key] = old | new
@@ -237,6 +252,7 @@ def merge(section: type, values: Mapping[str, Any], later: Mapping[str, Any]) ->
 def as_dict(section: Any) -> dict[str, Any]:
     """Return a section as nested dictionaries, with the keys of recipes."""
     kind: Any = type(section)
+    # Values of the wrong type are reported when settings are validated, not here.
     return _adapter(kind).dump_python((section,), by_alias=True, warnings=False)[0]
 
 
@@ -252,6 +268,7 @@ def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
             if not isinstance(inner.get(part), dict):
                 inner[part] = {}
             inner = inner[part]
+        # A mapping is merged with single settings of the same section that come before it.
         if isinstance(value, dict) and isinstance(inner.get(last), dict):
             value = inner[last] | value
         inner[last] = value
@@ -262,10 +279,9 @@ def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
     """Return the error for an unknown key. It suggests one of the `known` keys, or what to do
     instead.
 
-    The suggestion is the counterpart of another training stack's setting, a similar key of the same
-    section, a key with the same last part, or a similar key of another section, in this order. Keys
-    of nested sections have no suggestions of the first and the third kind. Without a suggestion,
-    the keys of the section are listed.
+    The suggestion is the first of these that exists: a similar key of the same section; a key with
+    the same last part, unless the unknown key is in a nested section; a similar key of all, if the
+    section is unknown. Without a suggestion, the keys of the section are listed.
     """
     known = list(dict.fromkeys(known))
     section, _, name = key.rpartition(".")
@@ -273,10 +289,12 @@ def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
         other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section
     }
 
+    # `known` has the settings of all tasks and encodings.
     if key in known:
         return ConfigError(
             key, "does not apply to the selected task or positional encoding", "remove it"
         )
+    # `section` is a setting with one value, not a section.
     if section in known and not siblings:
         return ConfigError(
             key, "is an unknown key", f"give {section} a mapping, such as {{{name}: ...}}"
@@ -300,15 +318,17 @@ def keys_of(section: type) -> set[str]:
     """Return the keys of a section, such as `steps`. The keys inside nested sections are not
     included.
     """
-    return {_key(item) for item in dataclasses.fields(section)}
+    return {_key(field) for field in dataclasses.fields(section)}
 
 
-def _key(item: dataclasses.Field) -> str:
-    return item.name.removesuffix("_")
+def _key(field: dataclasses.Field) -> str:
+    """Return the key of a field in recipes: `from` for `from_`, for others the name."""
+    return field.name.removesuffix("_")
 
 
 @functools.cache
 def _hints(section: type) -> dict[str, Any]:
+    """Return the types of a section's fields by name."""
     return get_type_hints(section, include_extras=True)
 
 
@@ -319,6 +339,7 @@ def _schemas(section: type) -> dict[str, Any]:
     # pydantic reads the text after a field only in the class that declares it.
     for kind in reversed(section.__mro__):
         if dataclasses.is_dataclass(kind):
+            # The schema of the tuple refers to the schema of the dataclass in `$defs`.
             schema = _adapter(kind).json_schema()
             name = schema["prefixItems"][0]["$ref"].rpartition("/")[2]
             for key, added in schema["$defs"][name]["properties"].items():

@@ -12,6 +12,7 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import ConfigError
 
 KEY = "data.stages"
+"""Subject of errors about the later stages."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,11 @@ class Stage:
 
     @contextlib.contextmanager
     def rename_error_subjects(self) -> Iterator[None]:
-        """Within the context, rename the subject `data.prefix` of errors to `data.stages` if this
-        is a later stage.
+        """Within the context, rename the subject `data.prefix` of a ConfigError to `data.stages` if
+        this is a later stage.
+
+        The datasets of a later stage are in `data.prefix` of its `config`, but the user has given
+        them in `data.stages`.
         """
         try:
             yield
@@ -45,15 +49,18 @@ class Stage:
 
 
 def stages_of(config: RunConfig) -> list[Stage]:
-    """Return the stages of a run, in order. A run without `data.stages` has one.
+    """Return the stages of a run, in order: the stage on `data.prefix`, then those of
+    `data.stages`, if any.
 
     Each stage has its own seed, so that two stages with the same dataset shuffle it differently.
     Raises ConfigError if the shares in `data.stages` leave a stage without a step.
     """
-    later = config.data.stages or []
+    later_stages = config.data.stages or []
     train = config.train
     samples = train.samples_after(train.steps)
-    remaining = sum(item.share for item in later)
+    # The share of the run's samples in the next stage and all stages after it.
+    remaining = sum(settings.share for settings in later_stages)
+    # The first stage has no setting for its share. It gets what the later ones leave.
     if remaining >= 1:
         raise ConfigError(
             KEY,
@@ -62,13 +69,16 @@ def stages_of(config: RunConfig) -> list[Stage]:
         )
 
     stages = [Stage(_with_datasets(config, config.data.prefix, 0), 0, 0)]
-    for number, item in enumerate(later, start=1):
+    for number, settings in enumerate(later_stages, start=1):
+        # The sample at which the stage begins may be within a step. Start at the beginning of that
+        # step, the last one with at most `first` samples before it.
         first = round(samples * (1 - remaining))
         step = bisect.bisect_right(range(train.steps + 1), first, key=train.samples_after) - 1
         start = train.samples_after(step)
-        stages.append(Stage(_with_datasets(config, item.prefix, number), number, start))
-        remaining -= item.share
+        stages.append(Stage(_with_datasets(config, settings.prefix, number), number, start))
+        remaining -= settings.share
 
+    # Rounding down to the beginning of a step may leave a stage without samples.
     for stage, end in zip(stages, [*(stage.start for stage in stages[1:]), samples]):
         if stage.start >= end:
             raise ConfigError(
@@ -94,6 +104,7 @@ def stage_at(stages: Sequence[Stage], sample: int) -> int:
 
 def _with_datasets(config: RunConfig, prefix: dict | list | str | None, number: int) -> RunConfig:
     """Return the settings of stage `number`, whose datasets are `prefix`."""
+    # All stages share one cache. Its default depends on `data.prefix`, which is replaced here.
     cache = config.data.resolved_cache_directory
     data = replace(config.data, prefix=prefix, stages=None, cache_directory=cache)
     train = replace(config.train, seed=config.train.seed + number)

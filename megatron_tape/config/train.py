@@ -85,13 +85,16 @@ class AverageSettings:
             if skipped:
                 return 0.0
             return 1 - min(self.decay, (1 + updates) / (10 + updates))
-        # Skipped steps count, since the mean is over fixed steps.
-        number, remainder = divmod(step - (steps - (self.count - 1) * self.every), self.every)
+        # Skipped steps count, since the mean is over fixed steps: the last one of the run, and
+        # every `every`-th before it.
+        first_step = steps - (self.count - 1) * self.every
+        number, remainder = divmod(step - first_step, self.every)
         # Before the first of these steps, the average equals the current weights.
         if number < 0:
             return 1.0
         if remainder:
             return 0.0
+        # The running mean: after n steps, each has a weight of 1 / n.
         return 1 / (number + 1)
 
 
@@ -166,7 +169,9 @@ class TrainConfig:
     hour. null disables the timeout."""
 
     def batch_size_keys(self) -> dict[str, int]:
-        """Return the configured batch sizes by the keys of their settings."""
+        """Return the configured batch sizes by the keys of their settings: the global batch size,
+        and that of the first step if it differs.
+        """
         sizes = {"train.global_batch_size": self.global_batch_size}
         if self.batch_ramp is None:
             return sizes
@@ -180,6 +185,7 @@ class TrainConfig:
         if ramp is None or samples >= ramp.over_samples:
             return self.global_batch_size
         size = ramp.from_ + (self.global_batch_size - ramp.from_) * samples // ramp.over_samples
+        # Round down to a multiple of the first size, which the data-parallel ranks can divide.
         return size - size % ramp.from_
 
     def batch_sizes(self, samples: int, steps: int) -> Iterator[int]:
@@ -197,15 +203,17 @@ class TrainConfig:
         return self.eval_interval != 0 and bool(ON_VALIDATION_DATA & set(self.evaluations))
 
     def evaluates(self, step: int) -> bool:
-        """Return whether `eval_interval` selects `step`."""
+        """Return whether evaluations run after `step` (from 1), according to `eval_interval`."""
         if self.eval_interval == 0:
             return False
+        # The interval is None by default: evaluate after the last step only.
         return step == self.steps or step % (self.eval_interval or self.steps) == 0
 
     def samples_after(self, steps: int, samples: int = 0) -> int:
         """Return the total number of sequences after the first `samples` sequences and `steps`
         further steps.
         """
+        # Count step by step only as long as the batch size grows. A run may have millions of steps.
         while steps and self.batch_size(samples) < self.global_batch_size:
             samples += self.batch_size(samples)
             steps -= 1

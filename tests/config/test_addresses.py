@@ -37,7 +37,7 @@ PROGRAMS = [
 ]
 TEXT_OPTIONS = set(
     "--base-model --config-name --encodings --label --prompt --revision --split --suffixes"
-    " --text-key arguments given help".split()
+    " --text-key arguments in_order help".split()
 )
 """Options that are text, recipes with settings, or the settings."""
 
