@@ -54,6 +54,7 @@ UNREADY = "unready"
 TRAINING = "training"
 """Phase in the heartbeat during training steps."""
 SPIKES = "spikes.jsonl"
+"""File in the attempt's directory with the spikes that it detected."""
 SKIPPED = "skipped_data.json"
 """File in the checkpoint directory with the data that a run with `train.spikes.action: rewind`
 skips.
@@ -168,16 +169,17 @@ class Attempt:
         """Start the next attempt of a run, and revoke the ownership of all earlier attempts.
 
         When this returns, earlier attempts can no longer publish checkpoints. `facts` are entries
-        of `Facts` for `attempt.json`, in addition to the times, directory and step that this
-        function records. Raises CheckpointError, before anything is changed, if a different version
-        of this project wrote the newest checkpoint.
+        of `Facts` for `attempt.json`, in addition to the time, directory and step that this method
+        records. Raises CheckpointError, before anything is changed, if a different version of this
+        project wrote the newest checkpoint.
         """
         attempts = Path(run_directory) / "attempts"
         root = Path(checkpoint_directory)
-        checkpointed_step(root)
+        checkpointed_step(root)  # for its CheckpointError
 
         attempts.mkdir(parents=True, exist_ok=True)
         root.mkdir(parents=True, exist_ok=True)
+        # Only one process can create a directory, so two that start at once get different numbers.
         while True:
             number = 1 + max([*_numbers(attempts, ""), *_numbers(root, ".attempt-")], default=0)
             attempt = cls.open(run_directory, checkpoint_directory, number)
@@ -188,10 +190,12 @@ class Attempt:
             except FileExistsError:
                 time.sleep(0.05)
 
-        for earlier in sorted(_numbers(root, ".attempt-")):
+        for earlier in _numbers(root, ".attempt-"):
             if earlier < number:
                 _revoke(root / f".attempt-{earlier:06d}")
         sync_directory(root)
+        # An earlier attempt that is still alive may write to its directory and make this fail. The
+        # next attempt then removes it.
         for revoked in root.glob(".revoked-*"):
             with contextlib.suppress(OSError):
                 remove(revoked)
@@ -200,6 +204,7 @@ class Attempt:
             "attempt": number,
             "started": time.time(),
             "checkpoint_directory": str(root.resolve()),
+            # Read again: an earlier attempt may have published a checkpoint until it was revoked.
             "checkpoint_step": checkpointed_step(root),
             **facts,
         }
@@ -210,7 +215,9 @@ class Attempt:
     def open(
         cls, run_directory: str | Path, checkpoint_directory: str | Path, number: int
     ) -> "Attempt":
-        """Return attempt `number` of a run, which `claim` has started before."""
+        """Return attempt `number` of a run, which `claim` has started before, also in another
+        process.
+        """
         directory = Path(run_directory) / "attempts" / f"{number:06d}"
         return cls(number, directory, Path(checkpoint_directory) / f".attempt-{number:06d}")
 
@@ -221,7 +228,8 @@ class Attempt:
         """Return the attempt whose number is in the environment variable TAPE_ATTEMPT, or None if
         it is not set.
 
-        Raises UserError if the run has no such attempt, or if it cannot be read.
+        Raises UserError if the value is not such a number, or if the directory of the attempt is
+        missing or cannot be read.
         """
         fix = "unset it, so that the run starts an attempt itself, or use a script in slurm/"
         number = environment_number(ATTEMPT_VARIABLE, 0, least=1, most=999_999, fix=fix)
@@ -247,8 +255,10 @@ class Attempt:
             )
 
     def leave(self) -> None:
-        """Remove the staging directory. Call it when all ranks have finished writing."""
-        with contextlib.suppress(OSError):  # it is not empty
+        """Remove the staging directory, and with it the ownership. Call it when all ranks have
+        finished writing.
+        """
+        with contextlib.suppress(OSError):  # it holds an unfinished checkpoint
             self.home.rmdir()
 
     def request_stop(self, reason: str) -> None:
@@ -266,7 +276,7 @@ class Attempt:
         )
 
     def record_spike(self, spike: Spike) -> None:
-        """Append a line to `spikes.jsonl`."""
+        """Append a line to `spikes.jsonl`. Raises OSError if the disk is full or fails."""
         with open(self.directory / SPIKES, "ab") as file:
             file.write(f"{json.dumps(spike)}\n".encode())
 
@@ -275,6 +285,7 @@ class Attempt:
 
         Raises OSError if this attempt no longer owns the run, or if the disk fails.
         """
+        # A newer attempt has renamed the staging directory, so this attempt cannot write then.
         write_whole(
             self.home.parent / SKIPPED, [f"{json.dumps(skipped)}\n".encode()], staging=self.home
         )
@@ -284,8 +295,9 @@ class Attempt:
     ) -> None:
         """Write `rank-RRRRR.json`; the arguments are entries of `End`.
 
-        If the rank has already recorded its end, nothing is written. In addition to rank 0, at most
-        RECORDS ranks write a record.
+        If the rank has already recorded its end, nothing is written, since the first error is the
+        cause of later ones. In addition to rank 0, about RECORDS ranks write a record: ranks that
+        count the records at the same time may all write one.
         """
         path = self.directory / f"rank-{rank:05d}.json"
         recorded = len(list(self.directory.glob("rank-*.json")))
@@ -304,8 +316,9 @@ class Attempt:
 
 
 def stop_reason(directory: Path) -> str | None:
-    """Return why the attempt with its records in `directory` was asked to stop, or None if it was
-    not asked.
+    """Return why an attempt was asked to stop, in one line, or None if it was not asked.
+
+    `directory` has the records of the attempt. Raises OSError if the file system fails.
     """
     try:
         reason = (directory / "stop").read_text(errors="replace")
@@ -315,8 +328,8 @@ def stop_reason(directory: Path) -> str | None:
 
 
 def read_skipped_data(checkpoint_directory: Path) -> SkippedData | None:
-    """Return `skipped_data.json`, or None if the run skips no data. Raises FileError for a damaged
-    record.
+    """Return the contents of `skipped_data.json`, or None if the run skips no data. Raises
+    FileError if the record is damaged.
     """
     try:
         return read_record(checkpoint_directory / SKIPPED, SkippedData)
@@ -333,6 +346,9 @@ def attempt_numbers(run_directory: str | Path) -> list[int]:
 
 
 def _numbers(directory: Path, prefix: str) -> list[int]:
+    """Return the numbers in the names of a directory's entries that consist of `prefix` and six
+    digits.
+    """
     if not directory.is_dir():
         return []
     names = [name.removeprefix(prefix) for name in os.listdir(directory) if name.startswith(prefix)]
@@ -340,16 +356,17 @@ def _numbers(directory: Path, prefix: str) -> list[int]:
 
 
 def _revoke(home: Path) -> None:
-    """Rename the staging directory of an earlier attempt, which may be publishing a checkpoint at
-    the same time.
+    """Take the ownership from an earlier attempt, which may be publishing a checkpoint at the same
+    time: rename its staging directory `home`.
 
-    Unpublished checkpoints are renamed too. To publish one, the earlier attempt renames it itself.
+    Then rename each checkpoint in it, too. To publish a checkpoint, the earlier attempt renames it.
     Only one of the two renames can succeed, so no checkpoint is published after this function has
     returned.
     """
     revoked = home.with_name(home.name.replace("attempt", "revoked"))
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError):  # the attempt has just left
         os.rename(home, revoked)
+    # On network file systems, a rename that has looked up the directory before may still succeed.
     for staged in list(revoked.glob("step-*")):
         with contextlib.suppress(FileNotFoundError):
             os.rename(staged, home.with_name(f"{revoked.name}-{staged.name}"))

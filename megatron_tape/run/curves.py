@@ -32,6 +32,8 @@ MOST_POINTS = 1 << 12
 
 
 class _Row(TypedDict):
+    """The key that every row of `metrics.jsonl` has."""
+
     step: int
 
 
@@ -46,7 +48,9 @@ class Curve:
 
     @classmethod
     def thinned(cls, points: list[tuple[int, float]]) -> Curve:
-        """Return the curve of at most MOST_POINTS of the points (step, value)."""
+        """Return the curve of `points`, a list of at least one (step, value), or of MOST_POINTS of
+        them at most.
+        """
         last = points[-1]
         while len(points) > MOST_POINTS:
             points = points[::2]
@@ -54,13 +58,14 @@ class Curve:
 
     @property
     def median(self) -> float | None:
+        """Median of the points, or None if there are none."""
         if not self.values:
             return None
         return statistics.median(self.values)
 
     @property
     def recent(self) -> float | None:
-        """Mean of the last twentieth of the points."""
+        """Mean of the last twentieth of the points, or None if there are none."""
         if not self.values:
             return None
         return statistics.fmean(self.values[-max(1, len(self.values) // 20) :])
@@ -83,8 +88,9 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read the settings and metrics of the run in the directory `path`. Raises FileError or
-    OSError.
+    """Read the settings and metrics of the run in the directory `path`, which may still be running.
+
+    Raises FileError if a file is damaged, and OSError if one cannot be read.
     """
     settings: dict[str, dict[str, Any]] = {}
     if (path / SETTINGS).exists():
@@ -100,6 +106,7 @@ def read_run(path: Path) -> Run:
             values = parse_record(line, _Row)
         except ValueError as error:
             raise FileError(str(file), f"cannot be used: line {number}: {error}") from None
+        # Texts and null are no points of a curve. The test excludes booleans, which are integers.
         row = {key: value for key, value in values.items() if type(value) in (int, float)}
         for key, value in row.items():
             if key in METRICS_READ or key.startswith(DURING):

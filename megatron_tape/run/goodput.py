@@ -29,24 +29,27 @@ def seconds_by_kind(
     """Return the seconds that a run has spent on each use in `KINDS`.
 
     They cover the time from the start of its first attempt to the end of its last one, or to the
-    Unix time `until`. Attempts without a recorded start are ignored. All steps of an attempt are
-    assumed to take equally long.
+    Unix time `until`, such as the present. `attempts` are all attempts, oldest first. Those without
+    a recorded start are ignored. All steps of an attempt are assumed to take equally long.
     """
     totals = dict.fromkeys(KINDS, 0.0)
     # The start of the next attempt, and the earliest step that a later attempt continued from.
     next_start = float("inf")
     oldest_step = float("inf")
+    # Newest first, since later attempts decide which steps of an attempt are kept.
     for attempt in reversed(attempts):
         if "started" not in attempt.facts:
             continue
         started = attempt.facts["started"]
         beat = attempt.heartbeat
         ended = attempt.ended
+        # A killed attempt has recorded no end. Its last heartbeat is the last sign of it.
         if ended is None:
             ended = beat.get("time", started)
+        # The clocks of nodes differ, and an attempt may live on after a newer one has started.
         ended = max(started, min(ended, next_start))
 
-        for kind, seconds in _of_attempt(attempt, ended, oldest_step).items():
+        for kind, seconds in _attempt_seconds(attempt, ended, oldest_step).items():
             totals[kind] += seconds
         totals[BETWEEN] += max(0.0, min(next_start, until or ended) - ended)
 
@@ -56,14 +59,17 @@ def seconds_by_kind(
     return totals
 
 
-def _of_attempt(attempt: AttemptRecord, ended: float, oldest_step: float) -> dict[str, float]:
-    """Return the seconds by use of an attempt that ended at the time `ended`.
+def _attempt_seconds(attempt: AttemptRecord, ended: float, oldest_step: float) -> dict[str, float]:
+    """Return the seconds that an attempt has spent on each use in `KINDS`.
 
-    Later attempts continued from `oldest_step`, and repeated the steps after it.
+    It ended at the Unix time `ended`. Later attempts repeated its steps after `oldest_step`, which
+    is infinite if there was none.
     """
     started = attempt.facts["started"]
     beat = attempt.heartbeat
     seconds = dict.fromkeys(KINDS, 0.0)
+    # The phases in the heartbeat end with the last progress, so the time after it is missing there.
+    # It belongs to the current phase, unless the attempt hung in it.
     idle = max(0.0, ended - max(started, beat.get("since", ended)))
     limit = beat.get("hang_timeout") or float("inf")
     stalled = attempt.outcome == HUNG or idle > limit
@@ -71,6 +77,7 @@ def _of_attempt(attempt: AttemptRecord, ended: float, oldest_step: float) -> dic
         seconds[STALLS] = idle
 
     busy = ended - started - seconds[STALLS]
+    # The attempt ended before its first step.
     if "began" not in beat:
         seconds[START] = busy
         return seconds
@@ -82,6 +89,7 @@ def _of_attempt(attempt: AttemptRecord, ended: float, oldest_step: float) -> dic
     for phase, duration in phases.items():
         seconds[_USES.get(phase, EVALUATION)] += max(0.0, duration)
 
+    # The fraction of the attempt's steps that no later attempt repeated.
     first = beat.get("from_step", 0)
     last = beat.get("step") or 0
     kept = 0.0

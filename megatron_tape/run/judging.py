@@ -92,21 +92,30 @@ class AttemptRecord:
 
 
 def read_attempts(run_directory: str | Path) -> list[AttemptRecord]:
-    """Read the records of all attempts of a run, oldest first."""
+    """Return the records of all attempts of a run, oldest first. Invalid records count as missing,
+    and a warning is logged.
+    """
     attempts = Path(run_directory) / "attempts"
-    return [_read(attempts / f"{number:06d}", number) for number in attempt_numbers(run_directory)]
+    numbers = attempt_numbers(run_directory)
+    return [_read_attempt(attempts / f"{number:06d}", number) for number in numbers]
 
 
 def crash_loop(attempts: list[AttemptRecord], step: int, job: str | None) -> str | None:
-    """Return why `job` should not start another attempt, or None if it should.
+    """Return why `job` must not start another attempt, or None if it may.
 
-    It should not if its last CRASH_LIMIT attempts crashed, or its last IDLE_LIMIT attempts ended in
-    any way, and none of them saved a checkpoint. `attempts` are those of the run, and `step` is the
-    step of its newest checkpoint.
+    A job stops after CRASH_LIMIT crashes in a row, or after IDLE_LIMIT attempts in a row that ended
+    in any way, if none of them saved a checkpoint.
+
+    Args:
+        attempts: all attempts of the run, oldest first.
+        step: the step of the run's newest checkpoint, or 0.
+        job: the id of the Slurm job, or None for attempts outside of jobs. Attempts of other jobs
+            are ignored: a user who submits a new job may have removed the cause of the crashes.
     """
     job_attempts = [attempt for attempt in attempts if attempt.facts.get("job") == job]
     for limit, verb in ((CRASH_LIMIT, "crashed"), (IDLE_LIMIT, "ended")):
         last = job_attempts[-limit:]
+        # A newer checkpoint than at the start of these attempts means that one of them saved it.
         if len(last) < limit or step > last[0].facts.get("checkpoint_step", 0):
             continue
         if limit == IDLE_LIMIT or all(attempt.crashed for attempt in last):
@@ -120,11 +129,11 @@ def decide(
     number: int,
     exit_status: int = 0,
 ) -> tuple[str, str]:
-    """Return the verdict on attempt `number`, which has ended, and its reason in one sentence; see
-    `Verdict`.
+    """Decide from a run's records what to do after attempt `number` has ended. Return `verdict` and
+    `reason` of `Verdict`.
 
-    The verdict depends on the records of the run. `exit_status` is that of the launcher, which is
-    above 128 if a signal ended a process. It appears in the reason.
+    `exit_status` is that of the launcher: 128 + N if signal N ended a process. It only appears in
+    the reason. Raises FileError if the run has no such attempt.
     """
     attempts = read_attempts(run_directory)
     attempt = next((record for record in attempts if record.number == number), None)
@@ -136,17 +145,19 @@ def decide(
     if attempt.outcome == REFUSED:
         return "stop", attempt.message
 
+    # The next attempt would refuse to continue from such a checkpoint.
     try:
         step = checkpointed_step(checkpoint_directory)
     except CheckpointError as error:
         return "stop", str(error)
 
+    # The newer attempt, such as that of another job, owns the run. One more would end it.
     if attempts[-1].number > number:
         return "stop", f"attempt {attempts[-1].number} has taken over this run"
 
     ended = last_error(attempt)
     if attempt.crashed and exit_status > 128:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):  # not the number of a signal
             ended += f" (a process was ended by {signal.Signals(exit_status - 128).name})"
     if loop := crash_loop(attempts, step, attempt.facts.get("job")):
         return "stop", f"{loop}; the last: {ended}"
@@ -154,7 +165,7 @@ def decide(
 
 
 def last_error(attempt: AttemptRecord) -> str:
-    """Return one sentence about how an attempt ended that did not finish the run."""
+    """Return one sentence about how an attempt ended, if it did not finish the run."""
     if not attempt.crashed:
         too_early = f"{attempt.stop_reason} came before the first step, or left no time to save"
         return attempt.message or too_early
@@ -168,7 +179,8 @@ def last_error(attempt: AttemptRecord) -> str:
 def queue_state(job: str | None) -> str | None:
     """Return the state of a Slurm job, such as `RUNNING`.
 
-    Returns "" if Slurm has no such job, and None if `job` is None or Slurm does not answer.
+    Returns "" if Slurm has no such job, so that it has ended. Returns None if `job` is None or
+    Slurm does not answer.
     """
     if job is None:
         return None
@@ -181,14 +193,17 @@ def queue_state(job: str | None) -> str | None:
 
     if answer.returncode == 0:
         return answer.stdout.strip()
+    # Slurm forgets a job a few minutes after its end.
     if "Invalid job id" in answer.stderr:
         return ""
     return None
 
 
 def nodes_to_exclude(attempt: AttemptRecord) -> list[str]:
-    """Return the nodes that made the attempt fail, which the next one should exclude; none if all
-    of several did.
+    """Return the nodes that the next attempt should exclude, because they made this one fail.
+
+    Returns none if all of several nodes failed: a cause that they share, such as a file system, is
+    more likely than several bad nodes.
     """
     nodes = attempt.facts.get("nodes", [])
     bad = [node for node in nodes if node in attempt.bad_nodes]
@@ -197,29 +212,31 @@ def nodes_to_exclude(attempt: AttemptRecord) -> list[str]:
     return bad
 
 
-_URGENCY = {FINISHED: 0, REFUSED: 1, UNREADY: 2, HUNG: 3, FAILED: 3, STALE: 4, INTERRUPTED: 5}
-"""The end of a rank with the lowest number decides. Among equals, the first one caused the others:
-a rank records its error before it exits, and only then the others lose their connection to it.
+_PRIORITY = {FINISHED: 0, REFUSED: 1, UNREADY: 2, HUNG: 3, FAILED: 3, STALE: 4, INTERRUPTED: 5}
+"""The rank whose outcome has the lowest number tells how the attempt ended. Among equals, it is the
+rank that ended first, since it caused the others to end: a rank records its error before it exits,
+and the others lose their connection to it only then.
 """
 
 
-def _read(directory: Path, number: int) -> AttemptRecord:
+def _read_attempt(directory: Path, number: int) -> AttemptRecord:
+    """Return the records of attempt `number` in `directory`. Invalid records count as missing."""
     ends: list[tuple[End, float]] = []
     for path in directory.glob("rank-*.json"):
         if end := _read_advisory(path, End):
             ends.append((end, _written_at(path)))
     # The clocks of two nodes differ, so the file system's clock comes before the recorded time.
-    ends.sort(key=lambda item: (_URGENCY[item[0]["outcome"]], item[1], item[0]["time"]))
-    first: Any = ends[0][0] if ends else {}
+    ends.sort(key=lambda item: (_PRIORITY[item[0]["outcome"]], item[1], item[0]["time"]))
+    decisive: Any = ends[0][0] if ends else {}
 
     return AttemptRecord(
         number=number,
         facts=_read_advisory(directory / "attempt.json", Facts),
-        outcome=first.get("outcome"),
-        message=first.get("message", ""),
-        detail=first.get("detail", ""),
-        rank=first.get("rank"),
-        bad_nodes=tuple(first.get("bad_nodes", ())),
+        outcome=decisive.get("outcome"),
+        message=decisive.get("message", ""),
+        detail=decisive.get("detail", ""),
+        rank=decisive.get("rank"),
+        bad_nodes=tuple(decisive.get("bad_nodes", ())),
         stop_reason=stop_reason(directory),
         verdict=_read_advisory(directory / "verdict.json", Verdict) or None,
         heartbeat=_read_heartbeat(directory / "heartbeat.json"),
@@ -231,14 +248,16 @@ def _read(directory: Path, number: int) -> AttemptRecord:
 
 
 def _written_at(path: Path) -> float:
-    """Return when a file was written, by the file system's clock, or 0 if it is missing."""
+    """Return the Unix time at which a file was written, by the file system's clock, or 0 if it is
+    missing. Call it after the file is read.
+    """
     # Reading the record has refreshed the attributes that a network file system caches.
     return path.stat().st_mtime if path.exists() else 0.0
 
 
 def _read_spikes(path: Path) -> Iterator[Spike]:
-    """Yield the spikes in `spikes.jsonl`. Skips invalid lines, since a run may still be writing the
-    file.
+    """Yield the spikes in the file `spikes.jsonl`, if it exists. Invalid lines are skipped, since a
+    run may still be writing the last one.
     """
     if path.exists():
         for line in read_small(path, RECORD_BYTES).splitlines():
@@ -247,7 +266,8 @@ def _read_spikes(path: Path) -> Iterator[Spike]:
 
 
 def _read_heartbeat(path: Path) -> Any:
-    """Read `heartbeat.json` like `_read_advisory`. Earlier versions called phases stages."""
+    """Return the contents of `heartbeat.json` as a Heartbeat, or {} if it is missing or invalid."""
+    # Earlier versions called phases stages.
     record = _read_advisory(path, dict[str, Any])
     for earlier, current in (("stage", "phase"), ("stages", "phases")):
         if earlier in record:
@@ -262,7 +282,11 @@ def _read_heartbeat(path: Path) -> Any:
 
 
 def _read_advisory(path: Path, shape: Any) -> Any:
-    """Read a record, or return {} if it is missing. An invalid record is ignored with a warning."""
+    """Return a record of the type `shape`, or {} if it is missing or invalid, with a warning in the
+    second case.
+
+    A damaged record must not stop a job from starting its next attempt.
+    """
     try:
         return read_record(path, shape, RECORD_BYTES)
     except FileNotFoundError:

@@ -93,11 +93,13 @@ class MetricsWriter:
         self._wandb = wandb
         self._last_step = resume_step
         self._clock = clock
+        # RECENT intervals between steps have one more end.
         self._recent = deque([(resume_step, clock())], maxlen=RECENT + 1)
 
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / "metrics.jsonl"
+        # A file cannot be renamed from one file system to another.
         if staging is not None and staging.stat().st_dev != directory.stat().st_dev:
             staging = None
         # An earlier attempt that is still alive keeps writing to the old, now unlinked file.
@@ -106,7 +108,8 @@ class MetricsWriter:
 
         self._events: SummaryWriter | None = None
         self._tensorboard = directory / "tensorboard" if tensorboard else None
-        # A new run also drops step 0, with which the configuration is shown.
+        # TensorBoard hides what earlier attempts logged from this step on. A new run also hides
+        # step 0, at which an earlier attempt has shown its configuration.
         first_step = resume_step + 1 if resume_step else 0
         self._open_events(first_step)
 
@@ -123,6 +126,8 @@ class MetricsWriter:
         self._recent.append((step, self._clock()))
         values = {name: float(value) for name, value in scalars.items()}
         seconds_left = self._seconds_left()
+
+        # JSON has no NaN.
         row: dict[str, Any] = {"step": step, "time": time.time()}
         for name, value in values.items():
             row[name] = value if math.isfinite(value) else None
@@ -137,6 +142,7 @@ class MetricsWriter:
         self._show(add_scalars)
         if self._wandb is not None:
             self._wandb.log(step, values)
+
         with suppress(OSError):  # stdout may be a file on a full disk
             print(time.strftime(LOG_TIME), self._line(step, values, seconds_left), flush=True)
 
@@ -144,6 +150,7 @@ class MetricsWriter:
         """Show `text`, such as a sample or the configuration, verbatim in TensorBoard under
         `tag`.
         """
+        # TensorBoard reads texts as Markdown, in which indented lines are code.
         verbatim = "\n".join(f"    {line}" for line in text.splitlines())
         self._show(lambda events: events.add_text(tag, verbatim, step))
 
@@ -152,6 +159,7 @@ class MetricsWriter:
         saved.
         """
         self._rows.sync()
+        # After a failure, start a new TensorBoard file as soon as the disk has space for rows.
         if self._events is None and not self._rows.failing:
             self._open_events(self._last_step + 1)
 
@@ -164,8 +172,8 @@ class MetricsWriter:
             self._wandb.close()
 
     def _open_events(self, purge_step: int) -> None:
-        """Create a TensorBoard file, which drops earlier files' values of `purge_step` and later
-        steps.
+        """Create a TensorBoard file, if they are enabled and the disk has space. TensorBoard then
+        hides the values of `purge_step` and later steps in earlier files.
         """
         if self._tensorboard is not None:
             from torch.utils.tensorboard import SummaryWriter
@@ -174,8 +182,10 @@ class MetricsWriter:
                 self._events = SummaryWriter(str(self._tensorboard), purge_step=purge_step)
 
     def _show(self, add: Callable[[SummaryWriter], None]) -> None:
-        """Add values to the TensorBoard file. Drop the file if that fails, since its last record
-        may be incomplete.
+        """Call `add` with the TensorBoard writer, if there is one, and flush the file.
+
+        If that fails, the file is not continued: its last record may be incomplete, and readers
+        stop there.
         """
         if self._events is None:
             return
@@ -188,6 +198,7 @@ class MetricsWriter:
             logger.warning(message, error)
 
     def _line(self, step: int, values: Mapping[str, float], seconds_left: float) -> str:
+        """Return the line of a step on the console, with the metrics in the order of `formats`."""
         width = len(str(self.total_steps))
         parts = [f"step {step:>{width}}/{self.total_steps}"]
         formats = {
@@ -197,6 +208,7 @@ class MetricsWriter:
             TOKENS_PER_SECOND: "{:,.0f} tokens/s".format,
             TFLOPS_PER_SECOND: lambda value: f"{flop_count(1e12 * value)}/s",
             MFU: "MFU {:.1%}".format,
+            # Not a metric. Its place in the line is before the validation.
             "": lambda _: f"ETA {duration(seconds_left)}",
             VALIDATION_LOSS: "validation loss {:.4f}".format,
             VALIDATION_PERPLEXITY: "perplexity {:.2f}".format,
@@ -206,6 +218,7 @@ class MetricsWriter:
         return " | ".join(parts)
 
     def _seconds_left(self) -> float:
+        """Estimate the remaining time from the seconds per unit of work in recent steps."""
         first_step, first_time = self._recent[0]
         last_step, last_time = self._recent[-1]
         first, last, total = map(self._work, (first_step, last_step, self.total_steps))
@@ -221,17 +234,21 @@ class _RecordFile:
 
     def __init__(self, path: Path):
         self._path = path
+        # Python's buffer would lose its contents if flushing them fails.
         self._file = open(path, "ab", buffering=0)
         self._waiting = b""
         self.failing = False
         """Whether the last record could not be written."""
 
     def append(self, record: bytes) -> None:
-        """Write as much as possible of the waiting records and this one, without buffering."""
+        """Write as much as possible of the waiting records and this one. Log a warning if that
+        fails for the first time, and do not raise.
+        """
         if self._file.closed:
             return
         self._waiting += record
         try:
+            # A disk that becomes full may take only a part of the bytes.
             while self._waiting:
                 written = os.write(self._file.fileno(), self._waiting)
                 self._waiting = self._waiting[written:]
@@ -258,16 +275,19 @@ class _RecordFile:
 
 
 class _Row(TypedDict):
+    """The key that every row of `metrics.jsonl` has."""
+
     step: float
 
 
 def _rows_up_to(path: Path, step: int) -> Iterator[bytes]:
-    """Yield the rows of a file up to `step`, if the file exists. Skips rows that a killed process
-    left incomplete.
+    """Yield the rows of a file up to `step` with their line ends, if the file exists. Skips rows
+    that a killed process left incomplete.
     """
     for line in read_lines(path):
         with suppress(ValueError):
             if parse_record(line, _Row)["step"] <= step:
+                # The last row may be complete but lack its line end.
                 yield line.removesuffix(b"\n") + b"\n"
 
 

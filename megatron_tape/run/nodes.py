@@ -1,7 +1,7 @@
 """Compare the nodes of a job before it trains: versions, code, input files, GPUs and directories.
 
 Each node collects facts about itself with `node_facts`. Rank 0 finds problems in the facts of all
-nodes.
+nodes, which are given to the other functions as a dictionary by the names of the nodes.
 """
 
 import shutil
@@ -26,6 +26,7 @@ class Problem:
     """Why a job must not start."""
 
     sentence: str
+    """The problem and how to solve it."""
     nodes: tuple[str, ...] = ()
     """The nodes that have the problem, which the next attempt should exclude. Empty if it concerns
     the whole job.
@@ -48,6 +49,7 @@ def inputs(config: RunConfig) -> list[str]:
     tokenizer = config.data.tokenizer
     if tokenizer is not None and saved_tokenizer_directory(config) is None:
         directory = Path(tokenizer)
+        # A tokenizer is a file, such as tokenizer.model, or a directory of a Hugging Face model.
         if directory.is_dir():
             files += sorted(str(path) for path in directory.iterdir() if path.is_file())
         else:
@@ -56,13 +58,16 @@ def inputs(config: RunConfig) -> list[str]:
 
 
 def node_facts(config: RunConfig, home: Path | None, code: str) -> dict[str, Any]:
-    """Return facts about this node: `versions`, `data` (fingerprints of the input files by path),
-    and, if it cannot write to the checkpoint directory, `error`.
+    """Return facts about this node:
+
+    - `versions`: the versions of packages and tools by name, and the digest `code`;
+    - `data`: the fingerprint of each input file, or why it cannot be read, by path;
+    - `error`: why the node cannot write to the checkpoint directory, or None.
 
     Args:
         config: the settings of the run.
         home: the staging directory of the attempt's checkpoints, into which the node writes a file
-            whose existence rank 0 checks; None skips this check.
+            whose existence rank 0 checks (`directory_problems`). None skips this check.
         code: a digest of the code that this node runs.
     """
     facts: dict[str, Any] = {
@@ -83,59 +88,70 @@ def node_facts(config: RunConfig, home: Path | None, code: str) -> dict[str, Any
     return facts
 
 
-def differences(nodes: dict[str, dict[str, Any]]) -> list[Problem]:
-    """Return a problem for each version or input file that differs from that of most nodes, or
-    cannot be read. `nodes` are the facts of all nodes by name.
+def differences(facts_by_node: dict[str, dict[str, Any]]) -> list[Problem]:
+    """Return a problem for each version and each input file that some nodes cannot read, or that
+    is not the same on all nodes.
     """
     problems = []
     for kind in ("versions", "data"):
-        for key in dict.fromkeys(key for facts in nodes.values() for key in facts[kind]):
-            values = {node: facts[kind].get(key, "absent") for node, facts in nodes.items()}
-            unreadable = [node for node in nodes if values[node].startswith("not readable")]
-            if unreadable:
-                sentence = f"{', '.join(unreadable)}: {key} is {values[unreadable[0]]}"
-                problems.append(Problem(sentence, tuple(unreadable)))
-                continue
-
-            expected = Counter(values.values()).most_common(1)[0][0]
-            different = [node for node in nodes if values[node] != expected]
-            if different:
-                like_most = next(node for node in nodes if values[node] == expected)
-                sentence = (
-                    f"{', '.join(different)}: {key} is {values[different[0]]}, but {expected} on"
-                    f" {like_most}; make them the same on all nodes"
-                )
-                problems.append(Problem(sentence, tuple(different)))
+        # A node may lack a key of the others, such as the version of a driver.
+        for key in dict.fromkeys(key for facts in facts_by_node.values() for key in facts[kind]):
+            values = {node: facts[kind].get(key, "absent") for node, facts in facts_by_node.items()}
+            problems += _difference(key, values)
     return problems
 
 
+def _difference(key: str, values: dict[str, str]) -> list[Problem]:
+    """Return one problem if the values of `key` by node differ or cannot be read, otherwise none.
+
+    The value of most nodes is taken to be right, so the problem names the other nodes.
+    """
+    unreadable = tuple(node for node in values if values[node].startswith("not readable"))
+    if unreadable:
+        return [Problem(f"{', '.join(unreadable)}: {key} is {values[unreadable[0]]}", unreadable)]
+
+    expected = Counter(values.values()).most_common(1)[0][0]
+    different = tuple(node for node in values if values[node] != expected)
+    if not different:
+        return []
+    like_most = next(node for node in values if values[node] == expected)
+    sentence = (
+        f"{', '.join(different)}: {key} is {values[different[0]]}, but {expected} on"
+        f" {like_most}; make them the same on all nodes"
+    )
+    return [Problem(sentence, different)]
+
+
 def directory_problems(
-    nodes: dict[str, dict[str, Any]], home: Path, checkpoint_bytes: int, keep: int
+    facts_by_node: dict[str, dict[str, Any]], home: Path, checkpoint_bytes: int, keep: int
 ) -> list[Problem]:
-    """Return a problem for each node on which the checkpoint directory is not shared or not
-    writable, or if it is full.
+    """Return a problem for each node that does not share the checkpoint directory or cannot write
+    to it. Return one more if the directory has too little free space.
 
     Args:
-        nodes: the facts of all nodes by name.
+        facts_by_node: the facts of all nodes.
         home: the staging directory of the attempt, in the checkpoint directory.
-        checkpoint_bytes: the size of a checkpoint. There must be space for two, or for one if
-            `keep` checkpoints exist, since the next save then deletes one.
+        checkpoint_bytes: the size of a checkpoint.
         keep: `checkpoint.keep`.
     """
     root = home.parent
-    absent = [node for node in nodes if not (home / f"preflight-{node}").is_file()]
+    absent = [node for node in facts_by_node if not (home / f"preflight-{node}").is_file()]
     # If no other node shares the directory, it is on a local disk, which is a mistake in the
-    # settings.
-    is_local = 1 < len(absent) == len(nodes) - 1
+    # settings. Of two nodes, the other one may simply be bad.
+    is_local = 1 < len(absent) == len(facts_by_node) - 1
     problems = []
     for node in absent:
-        reason = nodes[node]["error"] or f"rank 0's node does not see what {node} has written"
+        reason = (
+            facts_by_node[node]["error"] or f"rank 0's node does not see what {node} has written"
+        )
         sentence = (
             f"{node}: checkpoint.directory {root} is not shared or not writable ({reason}); set it"
             " to a directory on a shared file system"
         )
         problems.append(Problem(sentence, (node,), is_local))
 
+    # The next checkpoint is written before the oldest one is deleted. Until there are `keep`, two
+    # saves delete none.
     has_all = len(list_checkpoints(root)) >= keep
     free = shutil.disk_usage(root).free
     if free < checkpoint_bytes or (free < 2 * checkpoint_bytes and not has_all):
@@ -150,21 +166,23 @@ def directory_problems(
 def gpu_problems(
     gpus: dict[str, list[dict[str, Any]]], expected: int, needed: int
 ) -> list[Problem]:
-    """Return a problem for each node with fewer than `expected` GPUs, and for each GPU that is too
-    small.
+    """Return a problem for each node with too few GPUs, and for each GPU that is too small.
 
-    `gpus` are the GPUs of each node, with their `name` and `total` bytes of memory. A rank needs
-    about `needed` bytes. If every GPU is too small, the settings are a mistake.
+    Args:
+        gpus: the GPUs of each node by its name, each with its `name` and `total` bytes of memory.
+        expected: number of GPUs that the job has on each node.
+        needed: estimated number of bytes that a rank needs on its GPU.
     """
     problems = []
-    all_too_small = all(gpu["total"] < needed for of_node in gpus.values() for gpu in of_node)
-    for node, of_node in gpus.items():
-        if len(of_node) < expected:
+    # Another attempt on other nodes would fail, too, so the settings are a mistake.
+    all_too_small = all(gpu["total"] < needed for on_node in gpus.values() for gpu in on_node)
+    for node, on_node in gpus.items():
+        if len(on_node) < expected:
             sentence = (
-                f"{node}: torch finds {len(of_node)} of the {expected} GPUs that the job has there"
+                f"{node}: torch finds {len(on_node)} of the {expected} GPUs that the job has there"
             )
             problems.append(Problem(sentence, (node,)))
-        for index, gpu in enumerate(of_node):
+        for index, gpu in enumerate(on_node):
             if gpu["total"] < needed:
                 sentence = (
                     f"{node}: GPU {index} ({gpu['name']}) has {byte_size(gpu['total'])}, and the"

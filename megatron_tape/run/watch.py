@@ -23,6 +23,7 @@ from megatron_tape.parallel.launcher import local_rank
 from megatron_tape.run.attempts import HUNG, STALE, TRAINING, Attempt, stop_reason
 
 POLL_SECONDS = 1.0
+"""Seconds between two wake-ups of the watchdog thread."""
 OWNER_SECONDS = 5.0
 OWNER_SECONDS_OF_OTHERS = 60.0
 """Seconds between two checks whether the attempt owns the run, for the first rank of a node and for
@@ -43,6 +44,7 @@ EXIT_STALE = 76
 EXIT_HUNG = 77
 """Exit status after `train.hang_timeout` seconds without progress."""
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+"""Signals that ask the run to save a checkpoint and stop. Schedulers send them before they kill."""
 PROFILE_SIGNAL = signal.SIGUSR2
 CTRL_C = "Ctrl-C"
 """The reason to stop after SIGINT."""
@@ -52,8 +54,8 @@ CTRL_C_MESSAGE = (
 
 
 def longest_wait(hang_timeout: float | None) -> float | None:
-    """Return the maximum number of seconds that a rank may wait for others, or None for no
-    limit.
+    """Return the maximum number of seconds that a rank may wait for others, for `hang_timeout` in
+    seconds. None means no limit.
     """
     if hang_timeout is None:
         return None
@@ -101,16 +103,19 @@ class Watch:
 
         handlers = dict.fromkeys(STOP_SIGNALS, self._on_signal)
         handlers[PROFILE_SIGNAL] = self._on_profile_signal
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in a script's background
+        # A shell script lets its background processes ignore Ctrl-C, which is not for them.
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             handlers[signal.SIGINT] = self._on_interrupt
         self._previous = {
             number: signal.signal(number, handler) for number, handler in handlers.items()
         }
 
     def _on_signal(self, number: int, frame: object) -> None:
+        # Keep the first reason: after SIGUSR1, the scheduler sends SIGTERM too.
         self.stop = self.stop or signal.Signals(number).name
 
     def _on_interrupt(self, number: int, frame: object) -> None:
+        # Before training there is nothing to save, and a second Ctrl-C means not to wait.
         if self._phases is None or self.stop == CTRL_C:
             raise KeyboardInterrupt
         self.stop = CTRL_C
@@ -140,6 +145,7 @@ class Watch:
         previous one).
         """
         now = time.monotonic()
+        # The time since the last call belongs to the previous phase.
         if self._phases is not None:
             seconds = self._phases.get(self._phase, 0.0)
             self._phases[self._phase] = seconds + now - self._since
@@ -150,11 +156,14 @@ class Watch:
 
         if self.attempt is not None and self._hang_timeout is not None:
             # The watchdog thread cannot run if a hung thread holds the GIL. This timer does not
-            # need the GIL.
+            # need the GIL. It waits longer, since the watchdog thread writes more before it exits.
             faulthandler.dump_traceback_later(self._hang_timeout + 4 * GRACE_SECONDS, exit=True)
 
     def begin_training(self, step: int = 0) -> None:
-        """End start-up: apply `hang_timeout` from now on. The run continues after `step` steps."""
+        """End start-up, and begin training: apply `hang_timeout`, and measure phases.
+
+        `step` is the number of steps that earlier attempts have trained.
+        """
         self.progress(TRAINING)
         self._begun = {"from_step": step, "began": time.time()}
         self._phases = {}
@@ -180,7 +189,9 @@ class Watch:
         error: BaseException | None = None,
         bad_nodes: Iterable[str] = (),
     ) -> None:
-        """Record how this rank ended, with the traceback of `error`; see `Attempt.record_end`."""
+        """Record how this rank ended, with the traceback of `error`; see `Attempt.record_end`. Do
+        nothing before `attach`, and ignore errors of the file system.
+        """
         if self.attempt is None:
             return
 
@@ -189,10 +200,14 @@ class Watch:
             detail = "".join(traceback.format_exception(error))
         with contextlib.suppress(OSError):
             self.attempt.record_end(self._rank, outcome, message, detail, bad_nodes)
+            # So that the heartbeat contains the last step and the last phase.
             if self._rank == 0:
-                self._beat()
+                self._write_heartbeat()
 
     def _watch(self) -> None:
+        """Run the watchdog thread: check the owner, write the heartbeat and detect a hang, until
+        `close`.
+        """
         owner_seconds = OWNER_SECONDS if local_rank() == 0 else OWNER_SECONDS_OF_OTHERS
         checked_owner = float("-inf")
         beaten = float("-inf")
@@ -210,42 +225,52 @@ class Watch:
                     self._read_stop_request()
                     if now - beaten >= OWNER_SECONDS:
                         beaten = now
-                        self._beat()
+                        self._write_heartbeat()
 
             if self._hang_timeout is not None and now - self._since > self._hang_timeout:
-                self._hang()
+                self._exit_as_hung()
 
     def _check_owner(self) -> None:
+        """Exit if a newer attempt owns the run. Raises OSError if the file system fails."""
         try:
             self.attempt.check_owner()
         except StaleAttempt as error:
+            # Rank 0 removes the staging directory when all ranks are done.
             if not self.done:
-                self._leave(STALE, EXIT_STALE, str(error))
+                self._exit(STALE, EXIT_STALE, str(error))
 
     def _read_stop_request(self) -> None:
+        """Set `stop` if a process has called `Attempt.request_stop`, or the attempt's directory is
+        lost.
+        """
         reason = stop_reason(self.attempt.directory)
         if reason is None and not self.attempt.directory.is_dir():
-            # The run may still be able to save a checkpoint.
+            # Stop instead of exiting: the run may still be able to save a checkpoint elsewhere.
             reason = f"the loss of {self.attempt.directory}"
         if reason is not None:
             self.stop = self.stop or reason
 
-    def _beat(self) -> None:
+    def _write_heartbeat(self) -> None:
+        """Write `heartbeat.json`. Raises OSError if the disk is full or fails."""
         facts: dict[str, Any] = {"phase": self._phase, "step": self._step, **self._begun}
         if self._phases is not None:
             # Copied, since the main thread may add a phase meanwhile.
             phases = self._phases.copy()
             facts["phases"] = {phase: round(seconds, 3) for phase, seconds in phases.items()}
+        # Records have Unix times; timeouts are measured with a clock that is never set.
         since = time.time() - (time.monotonic() - self._since)
         self.attempt.heartbeat(since=since, hang_timeout=self._hang_timeout, **facts)
 
-    def _hang(self) -> None:
+    def _exit_as_hung(self) -> None:
+        """Write this rank's stacks and last collectives to the attempt's directory, and exit with
+        status EXIT_HUNG.
+        """
         where = f"{self._phase} (step {self._step})"
         path = self.attempt.directory / f"stacks-{self._rank:05d}.txt"
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-            node = os.uname().nodename
-            file.write(f"rank {self._rank} on {node}, pid {os.getpid()}, while {where}\n")
-            file.flush()
+            process = f"rank {self._rank} on {os.uname().nodename}, pid {os.getpid()}"
+            file.write(f"{process}, while {where}\n")
+            file.flush()  # faulthandler writes to the descriptor, past Python's buffer
             faulthandler.dump_traceback(file, all_threads=True)
 
         with contextlib.suppress(Exception):  # the rank must exit in any case
@@ -258,7 +283,7 @@ class Watch:
             f"no progress for {self._hang_timeout:g} s (train.hang_timeout) while {where}; the"
             f" Python stacks and last collectives of all ranks are in {self.attempt.directory}"
         )
-        self._leave(HUNG, EXIT_HUNG, message)
+        self._exit(HUNG, EXIT_HUNG, message)
 
     def _dump_collectives(self) -> None:
         """Write this rank's last collectives, from PyTorch's flight recorder, to the attempt's
@@ -267,8 +292,10 @@ class Watch:
         NCCL and gloo have separate recorders. A build of torch with CUDA contains both, and without
         a GPU only gloo's has entries.
         """
+        # A rank that hangs in an import must not import more.
         module = sys.modules.get("torch._C._distributed_c10d")
 
+        # The functions are private, and another version of torch may lack one of them.
         for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
             dump = getattr(module, name, None)
             if dump is None:
@@ -280,8 +307,10 @@ class Watch:
                 write_whole(path, [trace], durable=False)
                 return
 
-    def _leave(self, outcome: str, status: int, message: str) -> None:
+    def _exit(self, outcome: str, status: int, message: str) -> None:
+        """Record how this rank ended, print the message, and exit at once with `status`."""
         with contextlib.suppress(OSError):
             self.attempt.record_end(self._rank, outcome, message)
         print(f"error (rank {self._rank}): {message}", file=sys.stderr, flush=True)
+        # Other threads hang, so the process cannot end in the usual way, which waits for them.
         os._exit(status)

@@ -33,13 +33,14 @@ def installed() -> bool:
     """Return whether the package wandb is installed. A directory `wandb` with logs of offline runs
     does not count.
     """
+    # Python imports a directory without __init__.py as a package without an origin.
     spec = importlib.util.find_spec("wandb")
     return spec is not None and spec.origin is not None
 
 
 def read_wandb(directory: Path) -> WandbRecord | None:
-    """Return the `wandb.json` of the run in `directory`, or None if there is none. Raises
-    ValueError if damaged.
+    """Return the contents of `wandb.json` in a run's `directory`, or None if there is no such file.
+    Raises FileError if it is damaged.
     """
     try:
         return read_record(directory / RECORD, WandbRecord)
@@ -53,12 +54,15 @@ class WandbRun:
     def __init__(self, settings: WandbSettings, directory: str | Path, config: Mapping[str, Any]):
         """Start a W&B run, or continue the one that earlier attempts recorded in `directory`.
 
-        `config` has the settings that W&B shows with the run.
+        `settings` is the section `logging.wandb`. `config` has all settings, which W&B shows with
+        the run.
         """
         self._run: Any = None
         self._try(self._begin, settings, Path(directory), config)
 
     def _begin(self, settings: WandbSettings, directory: Path, config: Mapping[str, Any]) -> None:
+        """Start or continue the W&B run. May raise any error."""
+        # Optional, and slow to import.
         import wandb
 
         record = read_wandb(directory)
@@ -72,6 +76,7 @@ class WandbRun:
             mode=settings.mode,
             dir=str(directory),
             config=dict(config),
+            # wandb would replace stdout and stderr to upload what they show.
             settings=wandb.Settings(console="off"),
         )
         # Use the run's steps instead of wandb's counter, so that steps repeated after a resume are
@@ -90,11 +95,12 @@ class WandbRun:
             self._try(self._run.finish)
 
     def _try(self, call: Callable[..., Any], *arguments: Any) -> None:
+        """Call `call` with `arguments`. If it raises, log a warning and end logging to W&B."""
         try:
             call(*arguments)
         except Exception as error:  # training does not depend on this service
             self._run = None
-            reason = str(error) or repr(error)
             logger.warning(
-                "warning: logging to Weights & Biases is disabled, since it has failed (%s)", reason
+                "warning: logging to Weights & Biases is disabled, since it has failed (%s)",
+                str(error) or repr(error),
             )
