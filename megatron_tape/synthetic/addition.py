@@ -39,8 +39,9 @@ class Addition(Generator):
 
     def check(self) -> None:
         self._require_at_least(digits=1)
+        # Each digit of a sum needs a hint of its own.
         longest = self.digits + 1
-        if 0 != self.hints < longest:
+        if self.hints and self.hints < longest:
             raise ConfigError(
                 "hints",
                 f"is {self.hints}, but sums have up to {longest} digits",
@@ -53,10 +54,11 @@ class Addition(Generator):
 
     @property
     def length(self) -> int:
+        # The sum has one digit more than the operands.
         digits = 3 * self.digits + 1
         if self.hints:
             digits *= 2
-        return digits + 3
+        return digits + 3  # +, = and the end token
 
     def sequence(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Draw a sum; every pair of operand lengths is equally likely."""
@@ -66,35 +68,43 @@ class Addition(Generator):
     def problem(
         self, random: np.random.Generator, first: int, second: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Draw a sum of numbers with `first` and `second` digits; see `sequence`."""
+        """Draw a sum of two numbers with `first` and `second` digits, and return the same as
+        `sequence`.
+        """
         a = _number(random, first)
         b = _number(random, second)
-        start = 0
+        first_hint = 0
         if self.hints:
-            start = int(random.integers(self.hints))
-        operands = (a, b, add(a, b))
-        a_tokens, b_tokens, sum_tokens = (self._with_hints(number, start) for number in operands)
+            first_hint = int(random.integers(self.hints))
+        a_tokens = self._with_hints(a, first_hint)
+        b_tokens = self._with_hints(b, first_hint)
+        sum_tokens = self._with_hints(add(a, b), first_hint)
 
         prompt = np.concatenate([a_tokens, [self.PLUS], b_tokens, [self.EQUALS]])
         tokens = np.concatenate([prompt, sum_tokens, [self.END]])
         return tokens, np.arange(len(tokens)) >= len(prompt)
 
-    def _with_hints(self, number: np.ndarray, start: int) -> np.ndarray:
+    def _with_hints(self, number: np.ndarray, first_hint: int) -> np.ndarray:
+        """Return the tokens of a number: its digits (D,), lowest first, each after its index hint
+        if hints are enabled. The lowest digit has the hint `first_hint`, counted from 0.
+        """
         if not self.hints:
             return number
-        hints = self.END + 1 + (start + np.arange(len(number))) % self.hints
+        hints = self.END + 1 + (first_hint + np.arange(len(number))) % self.hints
         return np.stack([hints, number], axis=1).reshape(-1)
 
 
 def _number(random: np.random.Generator, digits: int) -> np.ndarray:
     """Draw a number with `digits` digits; return them (`digits`,), lowest first."""
     number = random.integers(10, size=digits)
+    # The highest digit is not 0, so that the number has `digits` digits.
     number[-1] = random.integers(1, 10)
     return number
 
 
 def add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Add two numbers; arguments and result are 1-D arrays of digits, lowest first."""
+    # The sum may have one digit more.
     columns = np.zeros(max(len(a), len(b)) + 1, dtype=np.int64)
     columns[: len(a)] += a
     columns[: len(b)] += b

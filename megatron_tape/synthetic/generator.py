@@ -16,6 +16,8 @@ TRAINING, VALIDATION, EVALUATION = range(3)
 
 def sample_random(seed: int, purpose: int, index: int) -> np.random.Generator:
     """Return the random generator of sample `index`, from 0, for a purpose such as TRAINING."""
+    # Drawing numbers increments the counter from its first word on. The index is in the third, so
+    # that no two samples share numbers.
     return np.random.Generator(np.random.Philox(counter=[0, 0, index, 0], key=[seed, purpose]))
 
 
@@ -30,7 +32,9 @@ class Generator:
     """The name of the task in `data.generator`."""
 
     def check(self) -> None:
-        """Raise ConfigError, with the name of the setting, if a setting is invalid."""
+        """Raise ConfigError if a setting is invalid. Its subject is the name of the setting,
+        without a section.
+        """
         raise NotImplementedError
 
     def _require_at_least(self, **bounds: int) -> None:
@@ -51,7 +55,8 @@ class Generator:
         raise NotImplementedError
 
     def sequence(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Draw a sequence. Return its ids (N,), int64, and the mask (N,), bool, of the answers.
+        """Draw a sequence of N tokens. Return its ids (N,), int64, and a mask (N,), bool, which is
+        true for answers.
 
         An answer is determined by the tokens before it. Models are scored on the answers only.
         """

@@ -65,28 +65,43 @@ class GridNavigation(Generator):
     def sequence(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Draw a map and a walk over it."""
         actions, cells = self.walk(random)
+
+        # The map: the content of each cell by its number.
         contents = random.integers(self.objects, size=self.width**self.dimensions)
-        contents[random.random(len(contents)) < self.blank_probability] = self.blank
-        tokens = np.stack([self.blank + 1 + actions, contents[cells]], axis=1)
+        is_blank = random.random(len(contents)) < self.blank_probability
+        contents[is_blank] = self.blank
+
+        # One row per step: (action, content).
+        action_ids = self.blank + 1 + actions
+        tokens = np.stack([action_ids, contents[cells]], axis=1)
         answers = np.zeros(tokens.shape, dtype=bool)
         answers[:, 1] = visited_before(cells)
         return tokens.reshape(-1), answers.reshape(-1)
 
     def walk(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Draw a walk of T = `steps` steps; return the actions (T,) and the cells entered (T,)."""
+        """Draw a walk of T = `steps` steps; return the actions (T,) and the cells entered (T,).
+
+        Action 2 d is a step forward along dimension d, action 2 d + 1 a step back.
+        """
         longest = self.longest_run or {1: 10, 2: 3}[self.dimensions]
+        # As many runs as steps are enough, since a run has at least one step.
         runs = random.integers(1, longest + 1, size=self.steps)
         directions = random.integers(2 * self.dimensions, size=self.steps)
         actions = np.repeat(directions, runs)[: self.steps]
+
         moves = np.zeros((self.steps, self.dimensions), dtype=np.int64)
         moves[np.arange(self.steps), actions // 2] = 1 - 2 * (actions % 2)
         start = random.integers(self.width, size=self.dimensions)
+        # The grid has no borders: its opposite sides are joined.
         coordinates = (start + moves.cumsum(0)) % self.width
+
+        # The number of cell (x, y) is x + width * y.
         return actions, coordinates @ self.width ** np.arange(self.dimensions)
 
 
 def visited_before(cells: np.ndarray) -> np.ndarray:
     """Return a mask (T,): whether each of the `cells` (T,) of a walk was entered before."""
+    _, first_visits = np.unique(cells, return_index=True)
     visited = np.ones(len(cells), dtype=bool)
-    visited[np.unique(cells, return_index=True)[1]] = False
+    visited[first_visits] = False
     return visited

@@ -64,7 +64,7 @@ class Recall(Generator):
 
     @property
     def length(self) -> int:
-        return self.tokens // 2 * 2
+        return self.tokens // 2 * 2  # all tokens are in slots of two
 
     @property
     def blank(self) -> int:
@@ -75,13 +75,19 @@ class Recall(Generator):
         """Draw a sequence of one of the lengths."""
         length = self.tokens
         if self.shortest is not None:
-            doublings = (self.tokens // self.shortest).bit_length()
-            length = self.shortest << int(random.integers(doublings))
+            # How many lengths there are: `shortest` times 1, 2, 4, ... up to `tokens`.
+            lengths = (self.tokens // self.shortest).bit_length()
+            length = self.shortest << int(random.integers(lengths))
+
+        # Different keys, so that each query has one answer.
         pairs = length // self.tokens_per_pair
         keys = random.permutation(self.keys)[:pairs]
         values = self.keys + random.integers(self.keys, size=pairs)
+        key_values = np.stack([keys, values], 1)
+
         slots = np.full((length // 2, 2), self.blank)
-        slots[:pairs] = key_values = np.stack([keys, values], 1)
+        slots[:pairs] = key_values
+        # Each pair is queried once, in a random slot after the pairs; see _GAP_POWER.
         weights = np.arange(1, len(slots) - pairs + 1) ** (_GAP_POWER - 1)
         weights /= weights.sum()
         queries = pairs + random.choice(len(weights), pairs, replace=False, p=weights)

@@ -49,6 +49,8 @@ class SelectiveCopy(Generator):
         """Draw symbols, blanks and the copy."""
         symbols = random.integers(self.symbols, size=self.copied)
         source = np.full(self.copied + self.blanks, self.blank)
-        source[np.sort(random.permutation(len(source))[: self.copied])] = symbols
+        # Different positions in ascending order, so that the symbols keep their order.
+        positions = np.sort(random.permutation(len(source))[: self.copied])
+        source[positions] = symbols
         tokens = np.concatenate([source, [self.mark], symbols])
         return tokens, np.arange(self.length) >= self.length - self.copied
