@@ -75,23 +75,30 @@ def check(
     if level < Level.START:
         return
 
+    # The checkpoint to continue from, or None. One with weights only, such as a converted model,
+    # has no state.
     start = check_start(config)
     state = None
     progress: Any = {}
     if start is not None and (start / STATE).is_file():
         state = read_state(start)
         progress = state["progress"]
+        # The run is finished, so it needs no data.
         if state["step"] >= config.train.steps:
             return
     check_same_data(config, progress.get("data", {}), start)
+
+    # A run keeps the tokenizer that it began with, which its checkpoints contain.
     config = with_saved_tokenizer(config, start)
     saved = progress.get("tokenizer")
     if starts_from_base(config):
         base = find_base(config.extension.from_)
         check_base(config, base)
         config, saved = with_base_tokenizer(config, base)
+
     check_datasets(config, saved)
     check_tasks(config)
+    # A resumed run has printed the warning at its first start.
     if state is None:
         _warn_of_export(config)
 

@@ -48,16 +48,21 @@ def parse_run_config(
     )
     arguments = sys.argv[1:] if argv is None else argv
     parsed = read_settings(parser, RunConfig, with_config_option(arguments))
-    fix = f"add the missing settings to {' or '.join(parsed.files)}, or give --section.key value"
-    if not parsed.files:
-        fix = "give --config RECIPE, such as --config tape_demo"
-    name = Path(parsed.files[-1]).stem if parsed.files else "unnamed"
+    fix = "give --config RECIPE, such as --config tape_demo"
+    name = "unnamed"
+    if parsed.files:
+        fix = (
+            f"add the missing settings to {' or '.join(parsed.files)}, or give --section.key value"
+        )
+        name = Path(parsed.files[-1]).stem
 
     with parsed.add_places_to_errors():
         config = build(RunConfig, with_base_settings(parsed.values, base), fix=fix)
-        _ = config.data.source
+        _ = config.data.source  # for its ConfigError, before other errors about the data
         config = with_directories(resolve_datasets(config), name)
+        # The number of processes is not known yet. Assume one model replica, which needs fewest.
         validate(config, world_size=config.parallel.ranks_per_sequence)
+    # Only valid settings are printed. The comment makes the output a recipe again.
     if parsed.options.print_config:
         parameters = parameter_count(config.model, config.extension)
         flops = flops_per_token(config.model, config.extension)
@@ -68,13 +73,14 @@ def parse_run_config(
 
 
 def with_config_option(arguments: list[str]) -> list[str]:
-    """Return `RECIPE --section.key value ...` as `--config=RECIPE --section.key value ...`, others
-    unchanged.
+    """Return the arguments `RECIPE --section.key value ...` as `--config=RECIPE --section.key value
+    ...`. Return other arguments unchanged.
     """
     if not arguments or arguments[0].startswith("-"):
         return arguments
     recipe, *others = arguments
-    # A setting without dashes, not a file such as lr=0.1/config.yaml.
+    # A setting without dashes, not a file such as lr=0.1/config.yaml. The parser refuses it with a
+    # better message.
     if "=" in recipe and not Path(recipe).is_file():
         return arguments
     return [f"--config={recipe}", *others]
@@ -84,6 +90,7 @@ def with_directories(config: RunConfig, name: str) -> RunConfig:
     """Return `config` with all directories set. The default of `logging.directory` is
     `runs/<name>`.
     """
+    # First, since the default of the checkpoint directory depends on it.
     directory = config.logging.directory or f"runs/{name}"
     config = replace_settings(config, {"logging.directory": directory})
     changes = {

@@ -21,7 +21,9 @@ from megatron_tape.training.hooks import HOOKS
 
 
 def validate(config: RunConfig, world_size: int) -> None:
-    """Raise `ConfigError` if `config` cannot run on `world_size` processes. Reads no files."""
+    """Raise ConfigError for the first setting that is invalid or incompatible with others, or if
+    `config` cannot run on `world_size` processes. Reads no files.
+    """
     validate_model(config.model)
     validate_layout(config)
     validate_processes(config, world_size)
@@ -43,6 +45,7 @@ def _validate_checkpoint(config: RunConfig) -> None:
     pipeline_size = config.parallel.pipeline_model_parallel_size
     shards = tensor_size * pipeline_size
 
+    # Checkpoints exist only at multiples of the interval.
     if checkpoint.keep_every is not None and checkpoint.keep_every % checkpoint.interval != 0:
         raise ConfigError(
             ("checkpoint.keep_every", "checkpoint.interval"),
@@ -64,8 +67,8 @@ def _validate_checkpoint(config: RunConfig) -> None:
 
 
 def _encoding_parameter_kinds(model: ModelConfig) -> list[str]:
-    """Return the kinds of the encoding's parameters that `optimizer.lr_scale_of` can name, as
-    `position.increments`.
+    """Return the kinds of the encoding's parameters that `optimizer.lr_scale_of` can name, such as
+    `position.increments`, without duplicates.
     """
     encoding = encoding_of(model)
     names = [
@@ -117,6 +120,7 @@ def _validate_average(config: RunConfig) -> None:
 
     if average is None:
         return
+    # A setting of the other kind of average would have no effect.
     for name, kind in (("decay", "ema"), ("count", "last"), ("every", "last")):
         is_set = getattr(average, name) != getattr(AverageSettings, name)
         if is_set and kind != average.kind:
@@ -125,6 +129,7 @@ def _validate_average(config: RunConfig) -> None:
                 f"applies only to kind {kind}, but train.average.kind is {average.kind}",
                 "remove it",
             )
+    # The first averaged step must be at least 1.
     if average.kind == "last" and (average.count - 1) * average.every >= steps:
         raise ConfigError(
             ("train.average.count", "train.steps"),
@@ -193,7 +198,7 @@ def _validate_data(config: RunConfig) -> None:
 
     if data.source != "prefix":
         _validate_samples(config)
-    stages_of(config)
+    stages_of(config)  # for its ConfigError
     if data.reset_attention_mask and data.tokenizer is None:
         raise ConfigError(
             ("data.reset_attention_mask", "data.tokenizer"),
@@ -208,6 +213,7 @@ def _validate_data(config: RunConfig) -> None:
             "set data.reset_attention_mask to true",
         )
 
+    # 0 disables evaluations. By default (None), a run without validation data is not an error.
     if not train.eval_interval:
         return
     if train.validates and data.source == "prefix" and split_shares(data.split)[1] == 0:
@@ -253,6 +259,7 @@ def _validate_generator(config: RunConfig) -> None:
     model = config.model
     generator = config.data.generator
 
+    # A generator knows the names of its settings, but not their section.
     try:
         generator.check()
     except ConfigError as error:
@@ -271,6 +278,7 @@ def _validate_generator(config: RunConfig) -> None:
             f"raise model.vocab_size to at least {generator.vocab_size}, the vocabulary size of the"
             " task",
         )
+    # The model reads a sample without its last token, which is only a target.
     if generator.length > model.seq_length + 1:
         raise ConfigError(
             ("data.generator", "model.seq_length"),
@@ -290,6 +298,7 @@ def _validate_examples(config: RunConfig) -> None:
             "is null, but data.examples is set, and examples are text",
             "set data.tokenizer",
         )
+    # At least one token of the prompt must fit before the target.
     if examples.target_tokens >= length:
         raise ConfigError(
             ("data.examples.target_tokens", "model.seq_length"),
@@ -309,13 +318,14 @@ def _validate_monitoring(config: RunConfig) -> None:
                 f"contains the unknown evaluation {name}",
                 f"choose from {', '.join(HOOKS)}",
             )
-    build_tasks(config)
+    build_tasks(config)  # for its ConfigError
     if steps is not None and not steps[0] <= min(steps[1], last):
         raise ConfigError(
             ("train.profile.steps", "train.steps"),
             f"is {format_value(steps)}, but the run ends at step {last}",
             "give the first and the last step, such as [10, 12], within the run",
         )
+    # Otherwise the run would only warn, and train without logging to W&B.
     if config.logging.wandb is not None and not installed():
         raise ConfigError(
             "logging.wandb",
@@ -344,6 +354,7 @@ def _validate_trained_kinds(config: RunConfig) -> None:
         )
 
     multipliers = [scales.get(kind, 1) for kind in trains]
+    # A multiplier of one parameter, such as position.increments, overrides that of position.
     if "position" in trains:
         multipliers += [scales.get(kind, 0) for kind in encoding_kinds]
     if not any(multipliers):
@@ -367,6 +378,7 @@ def _validate_lora(config: RunConfig) -> None:
 
     if not extension.adds_lora:
         for key in ("lora_rank", "lora_alpha", "lora_targets"):
+            # A setting with another value than its default would have no effect.
             if getattr(extension, key) != getattr(ExtensionConfig(), key):
                 raise ConfigError(
                     (f"extension.{key}", "extension.trains"),
@@ -375,6 +387,7 @@ def _validate_lora(config: RunConfig) -> None:
                     f"add lora to extension.trains, or remove extension.{key}",
                 )
         return
+    # A product of two matrices has at most the rank of the projection's smaller dimension.
     for target, widths in lora_widths(config.model).items():
         if target in extension.lora_targets and extension.lora_rank > min(widths):
             raise ConfigError(

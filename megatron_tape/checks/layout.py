@@ -19,8 +19,8 @@ ENCODING = "model.position_encoding"
 
 
 def check_processes(config: RunConfig, processes: int) -> None:
-    """Raise ConfigError if `processes` processes cannot train the run, or lack a rank in
-    `train.profile.ranks`.
+    """Raise ConfigError if `processes` processes cannot train the run, or if a rank in
+    `train.profile.ranks` does not exist.
     """
     validate_processes(config, processes)
 
@@ -44,7 +44,9 @@ def validate_layout(config: RunConfig) -> None:
 
 
 def validate_processes(config: RunConfig, processes: int) -> None:
-    """Raise ConfigError if `processes` processes cannot divide the model and the batches."""
+    """Raise ConfigError if the model and the batches cannot be divided over `processes`
+    processes.
+    """
     parallel = config.parallel
     train = config.train
     pipeline_size = parallel.pipeline_model_parallel_size
@@ -106,12 +108,15 @@ def _validate_tensor_and_context(config: RunConfig) -> None:
     context_size = parallel.context_parallel_size
     both = f"{TENSOR} {tensor_size} times {CONTEXT} {context_size}"
 
+    # Tensor and context parallelism both shard the heads inside attention.
     if model.num_attention_heads % parallel.ranks_per_pipeline_stage != 0:
         raise ConfigError(
             ("model.num_attention_heads", TENSOR, CONTEXT),
             f"{model.num_attention_heads} is not divisible by {both}",
             "change one of them",
         )
+    # Outside attention, they both shard the tokens, tensor parallelism only if it is sequence
+    # parallel.
     shards_tokens = context_size > 1 or parallel.uses_sequence_parallel
     if shards_tokens and model.seq_length % parallel.ranks_per_pipeline_stage != 0:
         raise ConfigError(
@@ -120,6 +125,7 @@ def _validate_tensor_and_context(config: RunConfig) -> None:
             "change one of them",
         )
 
+    # Dimensions of matrices, which only tensor parallelism shards.
     sizes = {
         "model.num_query_groups": model.query_groups,
         "model.ffn_hidden_size": model.ffn_hidden_size,
@@ -149,6 +155,8 @@ def _validate_sequence_parallel(config: RunConfig) -> None:
     if tensor_size == 1 or config.parallel.uses_sequence_parallel:
         return
 
+    # `TokenLayout` shards the tokens over tensor and context ranks together, which is sequence
+    # parallelism.
     if context_size > 1:
         raise ConfigError(
             (SEQUENCE, TENSOR, CONTEXT),
@@ -162,6 +170,7 @@ def _validate_sequence_parallel(config: RunConfig) -> None:
             " whose gradients are only summed over ranks with sequence parallelism",
             fix,
         )
+    # Each rank normalizes its own heads with a copy of the same weights.
     if model.qk_norm:
         raise ConfigError(
             (SEQUENCE, TENSOR, "model.qk_norm"),
@@ -174,8 +183,8 @@ def _validate_sequence_parallel(config: RunConfig) -> None:
 def has_replicated_parameters(encoding: PositionEncoding) -> bool:
     """Return whether tensor-parallel ranks hold copies of a parameter of the encoding.
 
-    Each rank computes the gradient of a copy from its own tokens. Gradients of copies are only
-    summed over ranks with sequence parallelism.
+    Each rank computes the gradient of its copy from its own heads or tokens. Only with sequence
+    parallelism are the gradients of copies summed over ranks.
     """
     layers = (encoding.parameters(layer).values() for layer in range(encoding.model.num_layers))
     return any(parameter.partition_dim is None for layer in layers for parameter in layer)
@@ -205,6 +214,7 @@ def _validate_pipeline(config: RunConfig) -> None:
         return
 
     if chunk_sizes is None and layers % chunks != 0:
+        # Suggest the largest smaller number of stages that divides the layers.
         smaller = [size for size in range(1, pipeline_size) if layers % (size * virtual_size) == 0]
         raise ConfigError(
             (PIPELINE, VIRTUAL, "model.num_layers"),
@@ -232,19 +242,24 @@ def _validate_pipeline(config: RunConfig) -> None:
 
 
 def _validate_sent_state(config: RunConfig) -> None:
+    """Raise ConfigError if pipeline stages cannot send the encoding's position state to the next
+    stage.
+    """
     encoding = encoding_of(config.model)
     pipeline_size = config.parallel.pipeline_model_parallel_size
+    # Layer 0 receives no state. Layer 1 stands for all others, which is checked below.
+    sends_state = encoding.sends_state(1)
 
-    if encoding.sends_state(1) and type(encoding).sent_state is PositionEncoding.sent_state:
+    if sends_state and type(encoding).sent_state is PositionEncoding.sent_state:
         raise ConfigError(
             (PIPELINE, ENCODING),
             f"is {pipeline_size}, but {ENCODING} is {encoding.name}, which has a state but does not"
             " implement PositionEncoding.sent_state",
             f"set {PIPELINE} to 1",
         )
+    # All stages exchange messages of the same shape, with a state or without.
     later_chunks = config.parallel.model_chunks(config.model.num_layers)[1:]
-    first_sends = encoding.sends_state(1)
-    if any(encoding.sends_state(chunk.start) != first_sends for chunk in later_chunks):
+    if any(encoding.sends_state(chunk.start) != sends_state for chunk in later_chunks):
         raise ConfigError(
             (PIPELINE, ENCODING),
             f"is {pipeline_size}, but {ENCODING} is {encoding.name}, which sends a state to only"
