@@ -34,6 +34,7 @@ _FILES = {
 
 def __getattr__(name: str) -> Any:
     """Import a name in `__all__` when it is first used; this imports torch and transformers."""
+    # Python calls this only for names that the module does not define.
     if name not in _FILES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"{__name__}.huggingface.modeling.{_FILES[name]}")

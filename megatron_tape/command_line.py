@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from megatron_tape import __version__
-from megatron_tape.errors import EXIT_REFUSED, ConfigError, UserError
+from megatron_tape.errors import EXIT_REFUSED, ConfigError, UserError, one_line
 from megatron_tape.home import expand_home, provide_caches, refuse_address
 from megatron_tape.text import duration, printable
 
@@ -44,6 +44,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--version", action="version", version=version, help="show the version and exit"
         )
+        # argparse looks up the type of each argument here; None is that of arguments without one.
         self.register("type", None, _expanded)
         self.register("type", Path, path)
 
@@ -64,8 +65,12 @@ def path(text: str) -> Path:
 
 
 def _expanded(text: str) -> str:
+    """Return a path with a leading `~` expanded, unless a file of that name exists. Raises
+    ArgumentTypeError for an address, to which argparse adds the name of the option.
+    """
     try:
         refuse_address(text)
+        # A file may be called ~name, but ~ and ~/ are always the home directory.
         if not text.startswith("~/") and text != "~" and os.path.lexists(text):
             return text
         return expand_home(text)
@@ -74,7 +79,9 @@ def _expanded(text: str) -> str:
 
 
 def whole_number(text: str) -> int:
-    """Parse the value of an option as an integer of at least 1."""
+    """Parse the value of an option as an integer of at least 1. Raises ValueError or
+    ArgumentTypeError, which argparse reports.
+    """
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is below 1")
     return int(text)
@@ -109,6 +116,7 @@ def run(
     `main`.
     """
     escape_unprintable()
+    # A parent such as nohup ignores a signal to let the program live on.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _interrupt)
@@ -132,11 +140,13 @@ def status_of(
     exit status:
 
     - the value that `main` returns, or 0 for None;
-    - EXIT_REFUSED after a ValueError;
-    - `unavailable` after an OSError that may pass within minutes, and 1 after others
-      (`LASTING_ERRORS`);
-    - 128 + N after signal N, with a message that ends with `interrupted`;
-    - 1 after a broken pipe or an out-of-memory error. Other errors are raised.
+    - EXIT_REFUSED after a ValueError, such as a UserError;
+    - `unavailable` after an OSError that may pass within minutes, and 1 after one of
+      `LASTING_ERRORS`;
+    - 128 + N after signal N, as in a shell, with a message that ends with `interrupted`;
+    - 1 after a broken pipe or an out-of-memory error.
+
+    Other errors are raised.
     """
     try:
         return main() or 0
@@ -167,13 +177,13 @@ def status_of(
 
 def describe_fatal_error(error: BaseException) -> str | None:
     """Return one sentence about an out-of-memory error, and None for any other error."""
-    reason = " ".join(str(error).split())[:300]
-    kind = type(error).__name__
-    # torch's own error is recognized by its name, since torch may not be imported.
-    out_of_memory = isinstance(error, MemoryError) or kind == "OutOfMemoryError"
+    reason = one_line(error)
+    # torch's own error is recognized by its name, since torch may not be imported. On a CPU, torch
+    # raises a RuntimeError with this message.
+    out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     if out_of_memory or "can't allocate memory" in reason:
         fix = "use smaller inputs or settings, or give the program more memory"
-        return f"memory ran out ({reason or kind}); {fix}"
+        return f"memory ran out ({reason}); {fix}"
     return None
 
 
@@ -231,6 +241,9 @@ stderr.
 
 
 def _write_printable(stream: io.TextIOWrapper, text: str) -> int:
+    """Write `text` with control characters escaped, in place of the stream's method `write`.
+    Return the number of characters of `text`.
+    """
     shown = text
     # Stdout carries data, so color codes in it are escaped instead of removed.
     if stream is sys.stderr:
@@ -242,6 +255,7 @@ def _write_printable(stream: io.TextIOWrapper, text: str) -> int:
 
 
 def _flush_output() -> None:
+    """Write what stdout still buffers. Raises OSError with the file name `stdout` if that fails."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -250,6 +264,7 @@ def _flush_output() -> None:
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
+    """Raise Interrupted, as a signal handler."""
     # A second signal must not interrupt the removal of unfinished files.
     for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(other, signal.SIG_IGN)
@@ -257,6 +272,7 @@ def _interrupt(number: int, frame: object) -> NoReturn:
 
 
 def _end_output() -> None:
+    """Flush stdout before an exit after an error, and redirect it to /dev/null if that fails."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -310,10 +326,11 @@ class Progress:
         self._last = now
         elapsed = now - self._started
         line = message(elapsed)
+        # A total that was estimated may be too small, so fractions end at 1.
         if self._total and done > self._start:
             line += f", {min(done / self._total, 1.0):.1%}"
             share = min((done - self._start) / (self._total - self._start), 1.0)
-            # Startup dominates at first.
+            # At first, startup takes most of the time, so the time left cannot be estimated.
             if share >= 0.01 or elapsed > 60:
                 line += f", {duration(elapsed * (1 - share) / share)} left"
         if self._terminal:
@@ -327,6 +344,7 @@ class Progress:
             self._rewrite("")
 
     def _rewrite(self, line: str) -> None:
+        """Replace the current line of the terminal."""
         # The class's method does not escape the sequence that clears the line.
         type(sys.stderr).write(sys.stderr, f"\r\033[K{printable(line, one_line=True)}")
         sys.stderr.flush()

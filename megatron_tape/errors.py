@@ -17,7 +17,9 @@ _LONGEST = 10_000
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's message as one line, or its type if it has no message."""
+    """Return the first 300 characters of an error's message as one line, or the name of its type if
+    it has no message.
+    """
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
@@ -39,6 +41,7 @@ class UserError(ValueError):
             fix: what the user can do, as an imperative.
             place: where the subject was set, such as `recipe.yaml:12`.
         """
+        # pickle calls the class with these arguments, for errors that cross processes.
         super().__init__(subject, problem, fix, place)
         self.subjects = subject if isinstance(subject, tuple) else (str(subject),)
         self.problem = problem
@@ -55,6 +58,7 @@ class UserError(ValueError):
         return type(self)(self.subjects, self.problem, self.fix, place)
 
     def __str__(self) -> str:
+        # The subject may be empty.
         message = " ".join(filter(None, (self.subject, self.problem)))
         if self.place:
             message = f"{self.place}: {message}"
@@ -62,6 +66,7 @@ class UserError(ValueError):
             message = f"{message}; {self.fix}"
         if len(message) > _LONGEST:
             message = f"{message[:_LONGEST]} ..."
+        # A path or a value from a file may contain control characters.
         return printable(message, one_line=True)
 
 
@@ -83,8 +88,8 @@ class CheckpointError(FileError):
 
 
 class UnexpectedCheckpointError(CheckpointError):
-    """A failure of neither the file system, nor memory, nor an input, such as a bug. A retry would
-    fail, too.
+    """A failure with an unforeseen error, such as a bug: none of the file system, of memory or of
+    the input. A retry would fail, too.
     """
 
 

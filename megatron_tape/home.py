@@ -23,6 +23,7 @@ def expand_home(path: str) -> str:
     """
     if not path.startswith("~"):
         return path
+    # It returns the path unchanged if it finds no home directory.
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
         fix = f"give the full path, or ./{path} for a file of that name"
@@ -50,6 +51,7 @@ def private_directory(name: str) -> str:
     another user, or others can write to it, each call creates a new one, called `name` with a
     random suffix.
     """
+    # Other users know the name, and could have created the directory or a link of that name first.
     path = Path(tempfile.gettempdir(), name)
     with suppress(OSError):
         path.mkdir(mode=0o700, exist_ok=True)
@@ -85,9 +87,11 @@ def provide_caches() -> None:
     if not names:
         return
 
+    # The number of the user keeps apart the caches of several users of a node.
     directory = private_directory(f"megatron-tape-caches-{os.getuid()}")
     for name in names:
         os.environ[name] = os.path.join(directory, name.lower())
+    # Moving the cache of modules alone is no news: it holds only copies of small files.
     if names != ["HF_MODULES_CACHE"] and os.environ.get("RANK", "0") == "0":
         unwritable = models if _is_writable(home) else home
         message = f"{unwritable} is not writable; the caches {', '.join(names)} are in {directory}"
@@ -98,6 +102,7 @@ def _is_writable(path: str) -> bool:
     """Return whether a directory is writable, or can be created if it does not exist."""
     if path.startswith("~"):  # no home directory was found
         return False
+    # A directory can be created if its nearest existing parent is writable.
     # Unlike Path's methods, os.path.lexists returns False in directories that cannot be searched.
     existing = os.path.abspath(path)
     while not os.path.lexists(existing):

@@ -35,13 +35,16 @@ def byte_size(value: float) -> str:
 
 
 def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
+    """Format a number with three digits and a unit. Each unit is `base` times the previous one;
+    `value` is in the first.
+    """
     power = 0
     while power + 1 < len(units) and round(abs(value)) >= base:
         value = value / base
         power = power + 1
 
+    # Three digits of the rounded value: 9.996 is 10.0. The first unit has no fractions.
     digits = 2
-    # The digits of the rounded value: 9.996 is 10.0.
     if power == 0 or round(value, 1) >= 100:
         digits = 0
     elif round(value, 2) >= 10:

@@ -214,8 +214,11 @@ def _refusal(
         words = _ALLOWED.get(item["type"], item["msg"])
         allowed.append(words.format(**item.get("ctx", {})))
     # pydantic's errors do not say that null is allowed.
-    schemas = [setting.schema for setting in settings if setting.key == key]
-    if any({"type": "null"} in schema.get("anyOf", ()) for schema in schemas):
+    if any(
+        {"type": "null"} in setting.schema.get("anyOf", ())
+        for setting in settings
+        if setting.key == key
+    ):
         allowed.append("null")
     return ConfigError(key, f"is {shown}", f"give {' or '.join(dict.fromkeys(allowed))}")
 

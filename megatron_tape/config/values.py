@@ -1,6 +1,7 @@
 """Types of settings, which pydantic validates, and helpers for error messages about settings."""
 
 import dataclasses
+import json
 import re
 import types
 from typing import Annotated, Any, Union
@@ -54,11 +55,10 @@ def format_value(value: Any) -> str:
     """
     if dataclasses.is_dataclass(value):
         return "set"
-    constants = {None: "null", True: "true", False: "false"}
+    # These values are spelled alike in JSON and YAML.
     if value is None or isinstance(value, bool):
-        text = constants[value]
-    else:
-        text = repr(value)
+        return json.dumps(value)
+    text = repr(value)
     if len(text) <= _SHOWN_CHARACTERS:
         return text
     return f"{text[:_SHOWN_CHARACTERS]}..."

@@ -41,7 +41,7 @@ class _Loader(yaml.SafeLoader):
         which PyYAML would keep only the last value.
         """
         node = super().compose_mapping_node(anchor)
-        lines: dict[Any, int] = {}
+        lines = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise _refusal("a list or a mapping cannot be a key; correct it", key)
