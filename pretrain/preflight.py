@@ -147,7 +147,7 @@ class Preflight:
         import torch
 
         store = self._connect()
-        home = None if self.attempt is None else self.attempt.home
+        home = None if self.attempt is None else self.attempt.staging
         facts: dict[str, Any] = {
             "node": node_name(),
             "gpu": _gpu(torch),

@@ -127,7 +127,7 @@ def main(folder):
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     results = {
         "messages": sum(of_both_ranks(messages), []),
-        "unfinished": [path.name for path in attempt.home.iterdir()],
+        "unfinished": [path.name for path in attempt.staging.iterdir()],
         "after_failure": checkpoint_files.newest_complete(root, print).name,
     }
     dist.barrier()

@@ -85,7 +85,7 @@ class Save:
         self._attempt = writer.attempt
         self._step = step
         self._root = Path(writer.config.checkpoint.directory)
-        self._staging = self._attempt.home / f"step-{step:08d}"
+        self._staging = self._attempt.staging / f"step-{step:08d}"
         self._in_thread = in_thread
         self._thread: threading.Thread | None = None
         self._published = False
@@ -94,7 +94,7 @@ class Save:
 
         with RankErrors(self._layout, self._attempt.check_owner) as errors:
             if self._layout.rank == 0:
-                files.staging_directory(self._attempt.home, step)
+                files.staging_directory(self._attempt.staging, step)
         errors.check(self._root, f"could not prepare checkpoint {step}")
 
         self._state = _state(writer, step, samples, progress)

@@ -157,7 +157,7 @@ class Attempt:
     number: int
     directory: Path
     """Directory of the attempt's records."""
-    home: Path
+    staging: Path
     """Staging directory of the attempt's checkpoints. The attempt owns the run as long as this
     directory exists.
     """
@@ -185,7 +185,7 @@ class Attempt:
             attempt = cls.open(run_directory, checkpoint_directory, number)
             try:
                 attempt.directory.mkdir()
-                attempt.home.mkdir()
+                attempt.staging.mkdir()
                 break
             except FileExistsError:
                 time.sleep(0.05)
@@ -244,14 +244,14 @@ class Attempt:
 
     def is_owner(self) -> bool:
         """Return whether this attempt owns the run. Raises OSError if the file system fails."""
-        return self.home.is_dir()
+        return self.staging.is_dir()
 
     def check_owner(self) -> None:
         """Raise StaleAttempt unless this attempt owns the run."""
         if not self.is_owner():
             raise StaleAttempt(
                 f"attempt {self.number} ends: a newer attempt has taken over this run, or"
-                f" {self.home} was removed or is no longer mounted"
+                f" {self.staging} was removed or is no longer mounted"
             )
 
     def leave(self) -> None:
@@ -259,7 +259,7 @@ class Attempt:
         finished writing.
         """
         with contextlib.suppress(OSError):  # it holds an unfinished checkpoint
-            self.home.rmdir()
+            self.staging.rmdir()
 
     def request_stop(self, reason: str) -> None:
         """Ask the attempt to save a checkpoint and stop after its current step. Any process may
@@ -287,7 +287,9 @@ class Attempt:
         """
         # A newer attempt has renamed the staging directory, so this attempt cannot write then.
         write_whole(
-            self.home.parent / SKIPPED, [f"{json.dumps(skipped)}\n".encode()], staging=self.home
+            self.staging.parent / SKIPPED,
+            [f"{json.dumps(skipped)}\n".encode()],
+            staging=self.staging,
         )
 
     def record_end(
@@ -355,18 +357,18 @@ def _numbers(directory: Path, prefix: str) -> list[int]:
     return [int(name) for name in names if re.fullmatch("[0-9]{6}", name)]
 
 
-def _revoke(home: Path) -> None:
+def _revoke(staging: Path) -> None:
     """Take the ownership from an earlier attempt, which may be publishing a checkpoint at the same
-    time: rename its staging directory `home`.
+    time: rename its staging directory.
 
     Then rename each checkpoint in it, too. To publish a checkpoint, the earlier attempt renames it.
     Only one of the two renames can succeed, so no checkpoint is published after this function has
     returned.
     """
-    revoked = home.with_name(home.name.replace("attempt", "revoked"))
+    revoked = staging.with_name(staging.name.replace("attempt", "revoked"))
     with contextlib.suppress(FileNotFoundError):  # the attempt has just left
-        os.rename(home, revoked)
+        os.rename(staging, revoked)
     # On network file systems, a rename that has looked up the directory before may still succeed.
     for staged in list(revoked.glob("step-*")):
         with contextlib.suppress(FileNotFoundError):
-            os.rename(staged, home.with_name(f"{revoked.name}-{staged.name}"))
+            os.rename(staged, staging.with_name(f"{revoked.name}-{staged.name}"))

@@ -57,7 +57,7 @@ def inputs(config: RunConfig) -> list[str]:
     return files
 
 
-def node_facts(config: RunConfig, home: Path | None, code: str) -> dict[str, Any]:
+def node_facts(config: RunConfig, staging: Path | None, code: str) -> dict[str, Any]:
     """Return facts about this node:
 
     - `versions`: the versions of packages and tools by name, and the digest `code`;
@@ -66,7 +66,7 @@ def node_facts(config: RunConfig, home: Path | None, code: str) -> dict[str, Any
 
     Args:
         config: the settings of the run.
-        home: the staging directory of the attempt's checkpoints, into which the node writes a file
+        staging: the staging directory of the attempt's checkpoints. The node writes a file into it,
             whose existence rank 0 checks (`directory_problems`). None skips this check.
         code: a digest of the code that this node runs.
     """
@@ -80,9 +80,9 @@ def node_facts(config: RunConfig, home: Path | None, code: str) -> dict[str, Any
             facts["data"][path] = fingerprint(path)
         except OSError as error:
             facts["data"][path] = f"not readable ({error.strerror})"
-    if home is not None:
+    if staging is not None:
         try:
-            write_whole(home / f"preflight-{node_name()}", [b"here\n"], durable=False)
+            write_whole(staging / f"preflight-{node_name()}", [b"here\n"], durable=False)
         except OSError as error:
             facts["error"] = f"{error.strerror}: {error.filename}"
     return facts
@@ -123,19 +123,19 @@ def _difference(key: str, values: dict[str, str]) -> list[Problem]:
 
 
 def directory_problems(
-    facts_by_node: dict[str, dict[str, Any]], home: Path, checkpoint_bytes: int, keep: int
+    facts_by_node: dict[str, dict[str, Any]], staging: Path, checkpoint_bytes: int, keep: int
 ) -> list[Problem]:
     """Return a problem for each node that does not share the checkpoint directory or cannot write
     to it. Return one more if the directory has too little free space.
 
     Args:
         facts_by_node: the facts of all nodes.
-        home: the staging directory of the attempt, in the checkpoint directory.
+        staging: the staging directory of the attempt, in the checkpoint directory.
         checkpoint_bytes: the size of a checkpoint.
         keep: `checkpoint.keep`.
     """
-    root = home.parent
-    absent = [node for node in facts_by_node if not (home / f"preflight-{node}").is_file()]
+    root = staging.parent
+    absent = [node for node in facts_by_node if not (staging / f"preflight-{node}").is_file()]
     # If no other node shares the directory, it is on a local disk, which is a mistake in the
     # settings. Of two nodes, the other one may simply be bad.
     is_local = 1 < len(absent) == len(facts_by_node) - 1

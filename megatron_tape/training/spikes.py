@@ -157,5 +157,5 @@ class SpikeHook(Hook):
                     attempt.record_skipped_data(
                         {"step": step, "samples": trainer.samples, "spikes": number}
                     )
-            errors.check(attempt.home, "cannot record which data is skipped")
+            errors.check(attempt.staging, "cannot record which data is skipped")
             raise Rewind(f"spike at step {step}: the run returns to its newest checkpoint")

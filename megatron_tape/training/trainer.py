@@ -424,7 +424,7 @@ class Trainer:
             config.train.steps,
             begun,
             config.logging.tensorboard,
-            staging=attempt.home,
+            staging=attempt.staging,
             work=lambda steps: config.train.samples_after(steps - begun, seen),
             wandb=to_wandb,
         )

@@ -51,7 +51,7 @@ def job(tmp_path, monkeypatch, capfd):
 
 def save(name, content, attempt=1):
     """Publish a checkpoint of step 5 that contains one file; return the attempt's folder."""
-    home = Attempt.open("run", "run/checkpoints", attempt).home
+    home = Attempt.open("run", "run/checkpoints", attempt).staging
     staging = directories.staging_directory(home, 5)
     (staging / name).write_text(content)
     directories.publish(staging, "run/checkpoints", 5, {name: digest(staging / name)})

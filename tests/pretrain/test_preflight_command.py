@@ -48,7 +48,7 @@ def test_a_healthy_node_passes_and_is_described(start):
     assert status == 0, output.err
     assert f"torch {versions()['torch']}" in output.out
     assert output.out.splitlines()[-1].startswith("preflight: passed in")
-    assert list(start.attempt.home.iterdir()) == []
+    assert list(start.attempt.staging.iterdir()) == []
     assert record.outcome is None
 
 
@@ -63,7 +63,7 @@ def test_unexpected_errors_are_recorded_with_the_node_and_the_job_continues(star
 
 
 def test_a_node_that_cannot_write_to_the_checkpoint_directory_is_named(start):
-    shutil.rmtree(start.attempt.home)
+    shutil.rmtree(start.attempt.staging)
     status, output, record = start()
     assert status == 1
     assert "checkpoint.directory run/checkpoints is not shared" in output.err

@@ -27,7 +27,7 @@ def claim(run, job="7"):
 
 
 def stage(attempt, step):
-    staging = checkpoint_files.staging_directory(attempt.home, step)
+    staging = checkpoint_files.staging_directory(attempt.staging, step)
     (staging / "weights").write_text("w")
     return staging
 
@@ -35,7 +35,7 @@ def stage(attempt, step):
 def save(attempt, step):
     staging = stage(attempt, step)
     files = {"weights": digest(staging / "weights")}
-    return checkpoint_files.publish(staging, attempt.home.parent, step, files)
+    return checkpoint_files.publish(staging, attempt.staging.parent, step, files)
 
 
 def verdict(run, exit_status=1):
@@ -54,7 +54,7 @@ def test_the_newest_attempt_owns_the_run_and_only_it_can_change_checkpoints(run)
     with pytest.raises(StaleAttempt, match="attempt 1 ends"):
         first.check_owner()
     with pytest.raises(FileNotFoundError):
-        checkpoint_files.staging_directory(first.home, 15)
+        checkpoint_files.staging_directory(first.staging, 15)
     assert checkpointed_step(run / "checkpoints") == 5
 
 
