@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from threading import Lock, Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
@@ -35,8 +35,11 @@ from megatron_tape.io.files import file_system_time, sync_directory
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 10.0
+"""Seconds between two messages of rank 0 to the other ranks while it builds an index."""
 _STAGING = ".building-"
+"""Beginning of the names of the temporary directories in the cache."""
 _ABANDONED_SECONDS = 86_400.0
+"""Age at which a temporary directory is removed, because the job that made it must be dead."""
 _BUSY_SECONDS = 1.0
 """Minimum CPU time of rank 0 between two heartbeats that counts as progress."""
 _LOADING = Lock()
@@ -57,15 +60,20 @@ def cached(
     names: Sequence[str],
     key: Any,
     make: Callable[[], dict[str, np.ndarray]],
+    build: bool,
 ) -> dict[str, np.ndarray]:
     """Return the arrays `names` of an index, mapped into memory.
 
-    If `directory` lacks them, `make` computes them. `key` must contain everything that the arrays
-    depend on. Each array is in a file DIGEST-KIND-NAME.npy, where DIGEST is that of `key`, and KIND
-    is `kind`, such as Mixed.
+    Each array is in a file DIGEST-KIND-NAME.npy in `directory`. DIGEST is that of `key`, which must
+    contain everything that the arrays depend on. KIND is `kind`, such as Mixed.
+
+    With `build`, `directory` is a temporary directory of rank 0, and `make` computes the arrays by
+    name. Without it, this function writes nothing: all ranks share `directory`. Raises FileError
+    with the directory to remove if an array is missing or damaged.
     """
     paths = {name: Path(directory, f"{digest_of(key)}-{kind}-{name}.npy") for name in names}
-    if not any(path.exists() for path in paths.values()):
+    # Two stages of a run may have the same arrays. They are mapped already, so keep their files.
+    if build and not paths[names[0]].exists():
         for name, array in make().items():
             np.save(paths[name], array, allow_pickle=False)
     return {name: load_array(path) for name, path in paths.items()}
@@ -76,13 +84,15 @@ def load_array(path: str | Path, **_options: Any) -> np.ndarray:
 
     Megatron calls this with the options of `numpy.load`, which are ignored.
 
-    Raises FileError if the file is missing or does not contain integers, OSError if the file system
-    fails.
+    Raises FileError if the file is missing or does not contain integers; its fix is to remove the
+    directory. Raises OSError if the file system fails.
     """
     try:
+        # A pipe in place of the file would block `numpy.load` forever.
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise ValueError("it is not a regular file")
         with _LOADING, warnings.catch_warnings():
+            # Some damaged headers cause a warning before the error.
             warnings.simplefilter("ignore")
             array = np.load(path, mmap_mode="r", allow_pickle=False)
         if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":
@@ -91,6 +101,7 @@ def load_array(path: str | Path, **_options: Any) -> np.ndarray:
     except MemoryError:
         raise
     except Exception as error:  # damaged headers raise errors of many types
+        # The array may be intact if the file system fails, so its directory must not be removed.
         if isinstance(error, OSError) and error.errno != errno.ENOENT:
             raise
         raise FileError(
@@ -100,65 +111,72 @@ def load_array(path: str | Path, **_options: Any) -> np.ndarray:
         ) from None
 
 
+class _BuildState(NamedTuple):
+    """What rank 0 tells all ranks about the build. The default is the state before the first
+    message, from which no message is a step forward by its CPU time.
+    """
+
+    finished: bool = False
+    bytes_written: int = 0
+    cpu_seconds: float = math.inf
+    error: Exception | None = None
+    """The error to raise on all ranks."""
+
+
 def build_on_rank_0(
     directory: str, build: Callable[[str], object], on_progress: Callable[[], None]
 ) -> None:
     """Build the index on rank 0 unless its directory in the cache exists.
 
-    All ranks call it together. Rank 0 calls `build(temporary)` and renames the temporary directory
-    to `directory`. While the files grow or rank 0 uses CPU time, every rank calls `on_progress`, so
-    that an index that takes hours does not count as a hang.
+    All ranks call it together. Rank 0 calls `build(temporary)` in a thread, and renames the
+    temporary directory to `directory`. While the files grow or rank 0 uses CPU time, every rank
+    calls `on_progress`, so that an index that takes hours does not count as a hang.
 
     Raises the same error on all ranks: ConfigError if the cache cannot store the index; a UserError
     of `build`; or MemoryError or RuntimeError if the index cannot be built for another reason.
     """
     future: Future = Future()
-    staging = []
+    staging: list[Path] = []
     is_rank_0 = dist.get_rank() == 0
     if is_rank_0:
         Thread(
-            target=_finish,
+            target=_run_build,
             args=(future, staging, Path(directory), build),
             name="index",
             daemon=True,
         ).start()
 
-    # The state of rank 0: whether it has finished, bytes written, CPU time in seconds, and the
-    # error to raise.
-    state: tuple = (False, 0, math.inf, None)
-    logged = time.monotonic()
-    error = None
+    state = _BuildState()
+    logged_at = time.monotonic()
     try:
-        while not state[0]:
-            sent: list[tuple | None] = [None]
+        while not state.finished:
+            message = [state]
             if is_rank_0:
                 wait([future], HEARTBEAT_SECONDS)
-                refusal = None
-                if future.done():
-                    error = future.exception()
-                    refusal = error and _refusal(error, os.path.dirname(directory))
-                size = _bytes_in(staging)
-                sent = [(future.done(), size, time.process_time(), refusal)]
-                if time.monotonic() - logged > 2 * HEARTBEAT_SECONDS:
-                    logged = time.monotonic()
-                    logger.info("indexing the data: %s MB written", f"{size / 1e6:,.0f}")
+                message = [_state_of(future, staging, os.path.dirname(directory))]
+                if time.monotonic() - logged_at > 2 * HEARTBEAT_SECONDS:
+                    logged_at = time.monotonic()
+                    written = message[0].bytes_written / 1e6
+                    logger.info("indexing the data: %s MB written", f"{written:,.0f}")
 
-            dist.broadcast_object_list(sent, src=0)
+            dist.broadcast_object_list(message, src=0)
             before = state
-            state = sent[0]
-            if state[1] != before[1] or state[2] - before[2] > _BUSY_SECONDS:
+            state = message[0]
+            grown = state.bytes_written != before.bytes_written
+            if grown or state.cpu_seconds - before.cpu_seconds > _BUSY_SECONDS:
                 on_progress()
-            if state[3] is not None:
-                raise state[3] from error
+            if state.error is not None:
+                raise state.error
     except BaseException:  # including Ctrl-C, while Megatron's threads may still be writing
         for temporary in staging:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def _finish(
+def _run_build(
     future: Future, staging: list[Path], directory: Path, build: Callable[[str], None]
 ) -> None:
+    """Call `_build_in_staging` in the thread of rank 0, and tell `future` how it ended."""
     try:
         _build_in_staging(staging, directory, build)
     except BaseException as error:
@@ -178,17 +196,20 @@ def _build_in_staging(staging: list[Path], directory: Path, build: Callable[[str
     cache.mkdir(parents=True, exist_ok=True)
     now = file_system_time(cache)
     for other in cache.glob(f"{_STAGING}*"):
+        # Another job may remove the same directory, or another user may own it.
         with contextlib.suppress(OSError):
             if now - other.stat().st_mtime > _ABANDONED_SECONDS:
                 shutil.rmtree(other)
+
     temporary = Path(tempfile.mkdtemp(prefix=f"{_STAGING}{os.uname().nodename}-", dir=cache))
     staging.append(temporary)
     try:
+        # Only its owner can read the directory that `mkdtemp` creates; others may share the cache.
         new = temporary / "new"
         new.mkdir()
         build(str(new))
         for path in (*new.iterdir(), new):
-            sync_directory(path)
+            sync_directory(path)  # also syncs a file
         try:
             os.rename(new, directory)
         except OSError as error:
@@ -200,17 +221,25 @@ def _build_in_staging(staging: list[Path], directory: Path, build: Callable[[str
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _bytes_in(directories: list[Path]) -> int:
+def _state_of(future: Future, staging: list[Path], cache: str) -> _BuildState:
+    """Return the state of the build that `future` stands for, which writes into `staging`."""
+    finished = future.done()
+    error = None
+    if finished and future.exception() is not None:
+        error = _error_for_all(future.exception(), cache)
+        # For the traceback on rank 0: the other ranks receive the error without its cause.
+        error.__cause__ = future.exception()
     size = 0
     with contextlib.suppress(OSError):  # files may be renamed meanwhile
-        for path in (path for directory in directories for path in directory.rglob("*.npy")):
+        for path in (path for directory in staging for path in directory.rglob("*.npy")):
             size += path.stat().st_size
-    return size
+    return _BuildState(finished, size, time.process_time(), error)
 
 
-def _refusal(error: BaseException, cache: str) -> Exception:
+def _error_for_all(error: BaseException, cache: str) -> Exception:
     """Return the error to raise on all ranks: a ConfigError if a retry cannot help."""
     cause = error
+    # Megatron wraps any error while it builds an index in a plain Exception.
     if isinstance(error.__cause__, OSError):
         cause = error.__cause__
     if isinstance(cause, OSError) and cause.errno in _PERMANENT:

@@ -150,9 +150,9 @@ def check_datasets(config: RunConfig, saved: TokenizerRecord | None = None) -> N
             if config.data.long_documents is not None:
                 find_pools(stage.config)
             elif config.data.source == "prefix":
-                large_enough(stage.config, "training")
+                find_large_enough(stage.config, "training")
     if config.data.source == "prefix" and config.train.validates and config.train.eval_interval:
-        large_enough(config, "validation")
+        find_large_enough(config, "validation")
 
     _check_tokenizers(config, tokenizer, saved)
     if config.data.examples is not None:
@@ -304,7 +304,7 @@ def check_same_data(config: RunConfig, saved: Mapping[str, str], checkpoint: Pat
     )
 
 
-def large_enough(config: RunConfig, split: str) -> tuple[dict[int, int], list[str]]:
+def find_large_enough(config: RunConfig, split: str) -> tuple[dict[int, int], list[str]]:
     """Return the tokens of the datasets with a sequence in a split, and the others' problems.
 
     The tokens are by the dataset's index in `data.prefix`. `split` is training or validation. A
@@ -362,7 +362,7 @@ def missing_validation(config: RunConfig) -> ConfigError | None:
             "raise its second number",
         )
     try:
-        large_enough(config, "validation")
+        find_large_enough(config, "validation")
     except ConfigError as error:
         return error
     return None

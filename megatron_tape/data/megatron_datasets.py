@@ -32,7 +32,7 @@ from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.stages import Stage, stages_of
 from megatron_tape.data.index_cache import cached, load_array
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, dataset_paths, first_invalid_id
-from megatron_tape.data.inputs import check_token_ids, large_enough, missing_validation
+from megatron_tape.data.inputs import check_token_ids, find_large_enough, missing_validation
 from megatron_tape.data.long_documents import (
     DatasetBlend,
     DocumentPools,
@@ -70,11 +70,12 @@ class DatasetPlan:
 def plan_for_all(config: RunConfig, evaluates: bool) -> DatasetPlan:
     """Return rank 0's plan on all ranks, which call this together.
 
-    Only rank 0 reads the .idx files. The plan includes the validation split if `evaluates` is true.
-    If it does not contain a whole sequence, it is only required with `train.eval_interval`. A
-    dataset of a blend that is too small for a split is excluded from it, with a warning. Raises
-    ConfigError, on all ranks, if a required split does not contain a whole sequence, or a dataset
-    cannot be read.
+    Only rank 0 reads the .idx files. If `evaluates` is true, the plan includes the validation
+    split. Without `train.eval_interval`, that split is left out if it has no whole sequence. A
+    dataset of a blend that is too small for a split is excluded from the split, with a warning.
+
+    Raises ConfigError, on all ranks, if a required split does not contain a whole sequence, or a
+    dataset cannot be read.
     """
     plan: list[DatasetPlan | ConfigError | None] = [None]
     if dist.get_rank() == 0:
@@ -82,10 +83,12 @@ def plan_for_all(config: RunConfig, evaluates: bool) -> DatasetPlan:
             plan[0] = _plan(config, evaluates)
         except ConfigError as error:
             plan[0] = error
+        # The datasets were read before, by `check_datasets`.
         except (OSError, ValueError) as error:
             plan[0] = ConfigError(
                 "data.prefix", f"contains a dataset that can no longer be read: {error}"
             )
+    # An error is sent instead of raised, since the other ranks would wait for the plan.
     dist.broadcast_object_list(plan, src=0)
     if isinstance(plan[0], ConfigError):
         raise plan[0]
@@ -93,6 +96,10 @@ def plan_for_all(config: RunConfig, evaluates: bool) -> DatasetPlan:
 
 
 def _plan(config: RunConfig, evaluates: bool, log: bool = True) -> DatasetPlan:
+    """Return the plan on this process (see `plan_for_all`). `log` enables the warnings.
+
+    Raises OSError or UserError if a dataset cannot be read.
+    """
     prefixes, weights = blend(config.data.prefix)
     if weights is None and len(prefixes) > 1:
         # Without weights, Megatron would stop after one epoch over the list.
@@ -109,7 +116,7 @@ def _plan(config: RunConfig, evaluates: bool, log: bool = True) -> DatasetPlan:
     if evaluates and (config.train.eval_interval or missing_validation(config) is None):
         names.append("validation")
     for name in names:
-        tokens, problems = large_enough(config, name)
+        tokens_by_index, problems = find_large_enough(config, name)
         if log:
             for problem in problems:
                 logger.warning(
@@ -119,9 +126,9 @@ def _plan(config: RunConfig, evaluates: bool, log: bool = True) -> DatasetPlan:
                 )
         split_weights = None
         if weights is not None:
-            split_weights = [weights[i] for i in tokens]
-        split_prefixes = [prefixes[i] for i in tokens]
-        splits.append(DatasetBlend(split_prefixes, split_weights, [*tokens.values()]))
+            split_weights = [weights[i] for i in tokens_by_index]
+        split_prefixes = [prefixes[i] for i in tokens_by_index]
+        splits.append(DatasetBlend(split_prefixes, split_weights, [*tokens_by_index.values()]))
 
     paths = [path for prefix in prefixes for path in dataset_paths(prefix)]
     status = {str(path): path.stat() for path in paths}
@@ -130,7 +137,10 @@ def _plan(config: RunConfig, evaluates: bool, log: bool = True) -> DatasetPlan:
 
 
 class NoTokenizer:
-    """Stands in for the tokenizer that `GPTDataset` requires, although it only reads ids here."""
+    """Stands in for the tokenizer that `GPTDataset` requires, although it only reads ids here.
+
+    Megatron compares ids with `eod` and `pad`, so these are ids that no dataset contains.
+    """
 
     unique_identifiers: dict = {}
     eod = -2
@@ -153,6 +163,7 @@ class CheckedDataset(IndexedDataset):
         self.bin_reader._bin_file_reader.close()
 
     def __reduce__(self) -> tuple:
+        # Megatron's would recreate the dataset with its own arguments, without the vocabulary size.
         return CheckedDataset, (self.path_prefix, self._vocab_size)
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
@@ -162,6 +173,7 @@ class CheckedDataset(IndexedDataset):
         """
         ids = super().get(idx, offset, length)
         if first_invalid_id(ids, self._vocab_size) is not None:
+            # The last document that begins at or before this sequence contains it.
             document = int(np.searchsorted(self.document_indices, idx, side="right")) - 1
             check_token_ids(ids, self._vocab_size, self.path_prefix, document)
         return ids
@@ -169,15 +181,17 @@ class CheckedDataset(IndexedDataset):
 
 @dataclass
 class DatasetSettings(GPTDatasetConfig):
-    """Settings of Megatron's datasets.
-
-    `documents_below` is the length limit of `ShorterDocuments` in tokens. `opened` holds the opened
-    indexed datasets by prefix. All splits and stages of a run share it.
-    """
+    """Settings of Megatron's datasets."""
 
     documents_below: int | None = None
+    """The length limit of `ShorterDocuments` in tokens."""
     model_vocab_size: int = 0
     opened: dict[str, CheckedDataset] = field(default_factory=dict)
+    """The opened indexed datasets by prefix, shared by all splits and stages of a run."""
+    build: bool = False
+    """Whether to build the index in `path_to_cache`. Rank 0 then opens the datasets alone.
+    Otherwise, all ranks open them together and only read the index.
+    """
 
     def open(self, prefix: str) -> CheckedDataset:
         """Return the indexed dataset `prefix`, which is opened only once."""
@@ -199,7 +213,7 @@ class AllDocuments(GPTDataset):
         return config.open(dataset_path)
 
     def __len__(self) -> int:
-        if self.sample_index is not None:
+        if self.sample_index is not None:  # loaded, or just built
             return super().__len__()
         return self.num_samples
 
@@ -210,7 +224,8 @@ class ShorterDocuments(AllDocuments):
     def __init__(
         self, indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
     ):
-        if indexed_indices is not None:  # None if the index is cached
+        # Megatron passes None if the index is cached: it then contains only these documents.
+        if indexed_indices is not None:
             lengths = indexed_dataset.sequence_lengths[indexed_indices]
             indexed_indices = indexed_indices[lengths < config.documents_below]
         super().__init__(
@@ -219,7 +234,10 @@ class ShorterDocuments(AllDocuments):
 
 
 def interleave(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return each sample's dataset (size,), int16, and its index in it (size,), int64."""
+    """Return the dataset that each sample is drawn from, and the sample's index in that dataset.
+
+    These are arrays (size,), int16 and int64. `shares` are the datasets' fractions of all samples.
+    """
     dataset = np.zeros(size, np.int16)
     sample = np.zeros(size, np.int64)
     helpers.build_blending_indices(dataset, sample, shares, len(shares), size, False)
@@ -229,13 +247,13 @@ def interleave(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
 class Mixed(Dataset):
     """`size` samples of several datasets, interleaved evenly in the proportions `weights`.
 
-    The caller must append the datasets to `datasets` in the order of `weights`. Samples have the
-    index of theirs as `dataset_id`. `counts` is the
-    number of samples drawn from each. The dataset and the index of each sample are arrays in the
-    cache, in `directory`.
+    The caller must append the datasets to `datasets` in the order of `weights`. The `dataset_id` of
+    a sample is the index of its dataset in this list. `counts` is the number of samples drawn from
+    each dataset; it is known before the datasets are opened. The results of `interleave` are arrays
+    in the cache.
     """
 
-    def __init__(self, directory: str, weights: Sequence[float], size: int):
+    def __init__(self, settings: DatasetSettings, weights: Sequence[float], size: int):
         self.datasets: list[Dataset] = []
         shares = [weight / sum(weights) for weight in weights]
 
@@ -247,7 +265,9 @@ class Mixed(Dataset):
                 "sample": sample,
             }
 
-        index = cached(directory, "Mixed", ("counts", "dataset", "sample"), [shares, size], make)
+        names = ("counts", "dataset", "sample")
+        key = [shares, size]
+        index = cached(settings.path_to_cache, "Mixed", names, key, make, settings.build)
         self.counts = index["counts"].tolist()
         self._dataset = index["dataset"]
         self._sample = index["sample"]
@@ -264,12 +284,10 @@ def open_split(
     datasets: DatasetBlend,
     split: int,
     size: int,
-    build: bool,
 ) -> Dataset:
     """Return a dataset with at least `size` samples of one split: 0 for training, 1 for validation.
 
-    With `build`, rank 0 calls this alone, and missing indices are built. Otherwise all ranks call
-    it together, and indices are mapped into memory when they are first used.
+    Unless `settings.build` is true, indices are mapped into memory when they are first used.
     """
     threads = min(_THREADS, len(datasets.prefixes), len(os.sched_getaffinity(0)))
     one_split = replace(  # type: ignore[call-arg]
@@ -277,6 +295,7 @@ def open_split(
         blend=(datasets.prefixes, datasets.weights),
         num_dataset_builder_threads=threads,
     )
+    # Megatron skips a split whose entry is None.
     count = len(settings.split_matrix)
     sizes = [0] * count
     sizes[split] = size
@@ -284,56 +303,68 @@ def open_split(
     one_split.split_matrix[split] = settings.split_matrix[split]
     # Set after construction: Megatron's constructor rejects these options together with `split`,
     # even though the cached indices follow it.
-    one_split.fast_cache_load = one_split.defer_npy_index_mmap = not build
+    one_split.fast_cache_load = one_split.defer_npy_index_mmap = not settings.build
+    # Megatron asks the lambda whether this rank opens datasets.
     builder = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, one_split)
-    if not build:
+    if not settings.build:
         return builder.build()[split]
+    # The other ranks do not build, so Megatron's barriers would wait forever.
     with megatron_patches.barriers_disabled():
         return builder.build()[split]
 
 
 def mix_with_long_documents(
-    config: RunConfig, settings: DatasetSettings, pools: DocumentPools, size: int, build: bool
+    config: RunConfig, settings: DatasetSettings, pools: DocumentPools, size: int
 ) -> Mixed:
     """Return `size` training samples with a fixed share from long documents.
 
-    All ranks pass the same `pools`. `build` is an argument of `open_split`. If it is false, rank 0
-    logs the number of epochs over the long and the other documents of each dataset.
+    All ranks pass the same `pools`. Unless the index is being built, rank 0 logs the number of
+    epochs over the long and the other documents of each dataset.
     """
     minimum = config.data.long_documents.minimum
     share = config.data.long_documents.share
-    cache = settings.path_to_cache
-    seq_length = config.model.seq_length
     has_others = bool(pools.others.prefixes)
     shares = [1.0]
     if has_others:
         shares = [share, 1 - share]
-    mix = Mixed(cache, shares, size)
+    mix = Mixed(settings, shares, size)
 
-    long = Mixed(cache, pools.long.weights, mix.counts[0])
-    mix.datasets.append(long)
-    for prefix in pools.long.prefixes:
-
-        def make(prefix: str = prefix) -> dict[str, np.ndarray]:
-            lengths = split_lengths(prefix, config.data.split, "training")
-            return divide_documents(lengths, np.flatnonzero(lengths >= minimum), seq_length)
-
-        names = ("documents", "ends_of_whole", "left")
-        divided = cached(cache, "DocumentWindows", names, prefix, make)
-        dataset = settings.open(prefix)
-        long.datasets.append(DocumentWindows(dataset, divided, seq_length, config.train.seed))
-
+    mix.datasets.append(_mix_of_windows(config, settings, pools.long, mix.counts[0]))
+    # A short run may draw no sample from the other documents.
     if has_others and mix.counts[1]:
         shorter = replace(settings, documents_below=minimum)  # type: ignore[call-arg]
         others = _without_single_weight(pools.others)
-        dataset = open_split(ShorterDocuments, shorter, others, 0, mix.counts[1], build)
+        dataset = open_split(ShorterDocuments, shorter, others, 0, mix.counts[1])
         mix.datasets.append(dataset)
 
-    if not build and dist.get_rank() == 0:
+    if not settings.build and dist.get_rank() == 0:
         kinds = {"long": pools.long, "other": pools.others}
         for (kind, pool), count in zip(kinds.items(), mix.counts):
-            for prefix, epochs in epochs_by_dataset(pool, count * seq_length).items():
+            tokens = count * config.model.seq_length
+            for prefix, epochs in epochs_by_dataset(pool, tokens).items():
                 log_epochs(epochs, f"the {kind} documents of {prefix}")
+    return mix
+
+
+def _mix_of_windows(
+    config: RunConfig, settings: DatasetSettings, datasets: DatasetBlend, size: int
+) -> Mixed:
+    """Return `size` samples of the `DocumentWindows` of the long documents of `datasets`."""
+    mix = Mixed(settings, datasets.weights, size)
+    for prefix in datasets.prefixes:
+
+        def make(prefix: str = prefix) -> dict[str, np.ndarray]:
+            lengths = split_lengths(prefix, config.data.split, "training")
+            long = np.flatnonzero(lengths >= config.data.long_documents.minimum)
+            return divide_documents(lengths, long, config.model.seq_length)
+
+        # The name of the cache's directory depends on the other settings.
+        names = ("documents", "ends_of_whole", "left")
+        cache = settings.path_to_cache
+        divided = cached(cache, "DocumentWindows", names, prefix, make, settings.build)
+        dataset = settings.open(prefix)
+        seed = config.train.seed
+        mix.datasets.append(DocumentWindows(dataset, divided, config.model.seq_length, seed))
     return mix
 
 
@@ -352,8 +383,7 @@ def open_datasets(
 ) -> list[Dataset]:
     """Return one dataset per split of `plan`; that of the training split has `size` samples.
 
-    `cache` is the directory of the index. `build` is passed to `open_split`, and `opened` to
-    `DatasetSettings`.
+    `cache` is the directory of the index. `build` and `opened` are fields of `DatasetSettings`.
     """
     settings = DatasetSettings(
         random_seed=config.train.seed,
@@ -368,24 +398,27 @@ def open_datasets(
         create_attention_mask=False,
         model_vocab_size=config.model.vocab_size,
         opened=opened,
+        build=build,
     )
+    # Validation always evaluates the same samples.
     sizes = [size, config.train.eval_steps * config.train.global_batch_size]
     datasets = []
     # Open each split separately, since the plan may exclude different datasets from each. Megatron
     # would loop forever while indexing a split without documents.
     for i, split_blend in enumerate(plan.splits):
         if split_blend is None:
-            datasets.append(mix_with_long_documents(config, settings, plan.pools, size, build))
+            datasets.append(mix_with_long_documents(config, settings, plan.pools, size))
         else:
-            datasets.append(open_split(AllDocuments, settings, split_blend, i, sizes[i], build))
+            datasets.append(open_split(AllDocuments, settings, split_blend, i, sizes[i]))
     return datasets
 
 
 def sample_order(config: RunConfig, samples: int, consumed: int) -> list:
-    """Return a value that is equal for two runs if their first `consumed` samples are equal.
+    """Return a value to compare the order of samples in two runs.
 
-    `samples` is the number of training samples of the whole run. Megatron shuffles a dataset over
-    all epochs of the run, so the order depends on the number of epochs.
+    If the values of two runs are equal, then so are the first `consumed` samples of both. `samples`
+    is the number of training samples of the whole run. Megatron shuffles a dataset over all epochs
+    of the run, so the order depends on the number of epochs.
     """
     stages = stages_of(config)
     return [
@@ -407,16 +440,21 @@ def stage_sizes(stages: list[Stage], end: int) -> list[int]:
 
 
 def _shuffled_epochs(config: RunConfig, size: int) -> list[tuple[int, bool]]:
-    """Return `shuffled_epochs` of each dataset, for `size` training samples in total."""
+    """Return `shuffled_epochs` of each dataset of `GPTDataset`, for `size` training samples in
+    total.
+    """
     plan = _plan(config, False, log=False)
     datasets = plan.splits[0]
-    if datasets is None:  # the order of `DocumentWindows` does not depend on the number of samples
+    # With long documents, only the others depend on `size`: `DocumentWindows` has the same order
+    # for every number of samples.
+    if datasets is None:
         share = config.data.long_documents.share
         datasets = _without_single_weight(plan.pools.others)
         dataset_of_sample, _ = interleave([share, 1 - share], size)
         size = int(np.count_nonzero(dataset_of_sample))
     sizes = [size]
     if datasets.weights is not None:
+        # Megatron requests more samples of each dataset than its weight requires.
         surplus = GPTDatasetConfig.mid_level_dataset_surplus
         weights = normalize(datasets.weights)
         per_dataset = _get_size_per_split_per_dataset(weights, [size], surplus)
@@ -429,15 +467,17 @@ def shuffled_epochs(tokens: int, samples: int, seq_length: int) -> tuple[int, bo
     """Return the epochs of a `GPTDataset`, and whether it shuffles the last one separately.
 
     `tokens` is the size of the dataset, and `samples` the number of requested samples of
-    `seq_length` tokens. Two datasets for which both values are equal have the same order. Follows
-    Megatron's `GPTDataset._build_document_sample_shuffle_indices`.
+    `seq_length` tokens. Two requests with equal results shuffle the dataset in the same way.
+    Follows Megatron's `GPTDataset._build_document_sample_shuffle_indices`.
     """
+    # One more token is the label of the last one.
     epochs = max(1, math.ceil((samples * seq_length + 1) / tokens))
     if epochs == 1:
         return 1, False
-    before_last = ((epochs - 1) * tokens - 1) // seq_length
-    per_epoch = (tokens - 1) // seq_length
-    return epochs, samples - before_last < int(0.8 * per_epoch)
+    samples_before_last = ((epochs - 1) * tokens - 1) // seq_length
+    samples_per_epoch = (tokens - 1) // seq_length
+    # Megatron's threshold: less than 80 % of the last epoch is used.
+    return epochs, samples - samples_before_last < int(0.8 * samples_per_epoch)
 
 
 def divide_documents(
@@ -447,9 +487,12 @@ def divide_documents(
 
     `documents` (D,) are indices into `lengths` (N,), the numbers of tokens of all documents of a
     dataset. The windows of a document are consecutive from its start. A window is whole if its
-    document also contains its last label, the next token. `ends_of_whole` is the cumulative number
-    of whole windows, including those of each document. `left` is the number of tokens after a
-    document's whole windows; 0 if the only one is the last label.
+    document also contains its last label, which is the next token. The arrays are:
+
+    - `documents`: the argument.
+    - `ends_of_whole`: the number of whole windows of this document and all before it.
+    - `left`: the number of tokens after the document's whole windows; 0 if the only one is the last
+      label of a whole window.
     """
     lengths = lengths[documents].astype(np.int64)
     whole = np.maximum(lengths - 1, 0) // seq_length
@@ -468,9 +511,9 @@ class DocumentWindows(Dataset):
     `GPTDataset`. An epoch contains each token once, except for the last incomplete window.
     `divided` is the result of `divide_documents` for documents with more than S tokens in total.
 
-    The label of a remainder's last token is the first token of the next remainder's document, as if
-    this followed as a whole. The first token of the remainder itself can come from the middle of
-    its document.
+    In a window of remainders, the label of a remainder's last token is the first token of the next
+    remainder's document, as if that document followed as a whole. The next remainder itself can
+    begin in the middle of its document.
     """
 
     def __init__(
@@ -483,6 +526,7 @@ class DocumentWindows(Dataset):
         self._ends_of_whole = divided["ends_of_whole"]
         self._left = divided["left"]
         self._whole_windows = int(self._ends_of_whole[-1])
+        # The last token of all remainders is only a label.
         remainder_windows = max(0, int(self._left.sum()) - 1) // seq_length
         self.samples_per_epoch = self._whole_windows + remainder_windows
         self._epoch: int | None = None
@@ -490,14 +534,15 @@ class DocumentWindows(Dataset):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         epoch, index = divmod(int(index), self.samples_per_epoch)
         if epoch != self._epoch:
-            self._begin(epoch)
-        window = int(self._samples[index])
+            self._shuffle(epoch)
+        # The windows are numbered: first all whole ones, then those of remainders.
+        window = int(self._windows[index])
         if window < self._whole_windows:
             document = int(np.searchsorted(self._ends_of_whole, window, side="right"))
             offset = (window - self._first_whole(document)) * self._seq_length
-            text = self._read(document, offset, self._seq_length + 1)
-            tokens = text[:-1]
-            labels = text[1:]
+            ids = self._read(document, offset, self._seq_length + 1)
+            tokens = ids[:-1]
+            labels = ids[1:]
         else:
             tokens, labels = self._remainder_window(window - self._whole_windows)
         return {
@@ -505,10 +550,16 @@ class DocumentWindows(Dataset):
             "labels": torch.from_numpy(labels.astype(np.int64)),
         }
 
-    def _begin(self, epoch: int) -> None:
+    def _shuffle(self, epoch: int) -> None:
+        """Shuffle the windows and the remainders for an epoch.
+
+        `_windows` are the numbers of the windows in their new order, and `_order` those of the
+        documents with a remainder. `_ends_of_remainders` are the ends of the remainders in tokens,
+        in the concatenation of all remainders.
+        """
         # NumPy guarantees that this generator's stream never changes.
         random = np.random.RandomState([self._seed, epoch])
-        self._samples = random.permutation(self.samples_per_epoch)
+        self._windows = random.permutation(self.samples_per_epoch)
         self._order = random.permutation(np.flatnonzero(self._left))
         self._ends_of_remainders = np.cumsum(self._left[self._order])
         self._epoch = epoch
@@ -520,23 +571,29 @@ class DocumentWindows(Dataset):
         return 0
 
     def _read(self, document: int, offset: int, length: int) -> np.ndarray:
+        """Return `length` token ids of `documents[document]` from `offset` on."""
         return self._dataset.get(int(self._documents[document]), offset=offset, length=length)
 
     def _remainder_window(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens and the labels (S,) of window `index` among those of remainders."""
         start = index * self._seq_length
-        missing = self._seq_length + 1
+        missing = self._seq_length + 1  # with the label of the last token
         parts = []
         labels = []
+        # The first remainder that ends after the window's start.
         number = int(np.searchsorted(self._ends_of_remainders, start, side="right"))
         while missing:
             document = int(self._order[number])
             left = int(self._left[document])
             begin = int(self._ends_of_remainders[number]) - left
+            # The previous window may end in this remainder.
             skipped = max(0, start - begin)
             length = min(missing, left - skipped)
+
             whole = int(self._ends_of_whole[document]) - self._first_whole(document)
             part = self._read(document, whole * self._seq_length + skipped, length)
             if parts:
+                # The label of the previous remainder's last token.
                 labels.append(self._read(document, 0, 1))
             labels.append(part[1:])
             parts.append(part)

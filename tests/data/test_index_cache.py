@@ -3,6 +3,7 @@
 import errno
 import os
 import pickle
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -132,6 +133,21 @@ def test_a_damaged_index_is_one_sentence_and_runs_no_code(tokens, array, damage)
         tokens(BLEND)
     assert error.value.fix.startswith(f"remove {path.parent} and start the run again")
     assert not RUN
+
+
+@pytest.mark.parametrize("kind", ["Mixed", "DocumentWindows"])
+def test_an_incomplete_index_is_refused_and_no_rank_writes_into_it(tokens, kind):
+    expected = tokens(MIX)
+    (directory,) = tokens.cache.iterdir()
+    for path in directory.glob(f"*-{kind}-*.npy"):
+        path.unlink()
+    left = sorted(directory.iterdir())
+    with pytest.raises(FileError) as error:
+        tokens(MIX)
+    assert error.value.fix.startswith(f"remove {directory} and start the run again")
+    assert sorted(directory.iterdir()) == left
+    shutil.rmtree(directory)
+    assert tokens(MIX) == expected
 
 
 @pytest.mark.parametrize("kind, number", [(PLAIN, 2), (MIX, 4)])
