@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_tape import command_line
-from megatron_tape.errors import EXIT_RESTART, UserError
+from megatron_tape.errors import EXIT_RESTART
 from megatron_tape.text import counted, duration
 from pretrain.comparison.planned_runs import PlannedRun
 
@@ -201,8 +201,9 @@ class Jobs:
     def _conclude(self, run: PlannedRun, seconds: float) -> None:
         try:
             self._finish(run, seconds)
-        except (UserError, OSError) as error:
-            self._fail(run, str(error))
+        # Invalid results of one run must not end the other runs.
+        except (ValueError, KeyError, OSError) as error:
+            self._fail(run, f"its results cannot be recorded: {type(error).__name__}: {error}")
             return
         self._finished += 1
         self._progress.end()

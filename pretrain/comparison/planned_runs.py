@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_tape import command_line
 from megatron_tape.checkpoint.saved_settings import check_start
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
@@ -158,7 +159,9 @@ class ComparisonPlan:
         """
         scores = []
         if run.evaluation is not None:
-            newest = max((run.directory / "evaluation").glob("step-*"))
+            # The names of evaluations have leading zeros, so the last name is the last step.
+            evaluations = (run.directory / "evaluation").glob("step-*")
+            newest = max(evaluations, default=run.directory)
             results = read_results(newest).tasks
             for task in self.tasks:
                 scores += results[task.name].scores
@@ -184,9 +187,18 @@ class ComparisonPlan:
     def collect(self) -> None:
         """Add the results of runs that other processes, such as tasks of a job array, have
         finished.
+
+        A run whose results cannot be read counts as not finished. Raises FileError if results were
+        made with other settings.
         """
         for run in self.runs:
-            if run.result.is_file():
+            if not run.result.is_file():
+                continue
+            try:
+                comparison_file.read_comparison(run.result)
+            except (ValueError, OSError) as error:
+                command_line.log(f"warning: {run.name} counts as not finished: {error}")
+            else:
                 comparison_file.add_runs(self.known, run.result, self.base)
 
 

@@ -245,6 +245,31 @@ def test_other_runs_finish_if_one_fails_and_a_phase_that_exits_with_75_is_restar
     assert "failed: rope, seed 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("error", [ValueError("cut"), KeyError("cut"), OSError("cut")])
+def test_other_runs_finish_if_the_results_of_one_cannot_be_recorded(recipe, tmp_path, error):
+    names = []
+
+    def finish(run, seconds):
+        if run.name == "rope, seed 1":
+            raise error
+        names.append(run.name)
+
+    plan = plan_of(recipe, tmp_path)
+    jobs = Jobs(plan.left, 2, FakePrograms(), finish, pause=0)
+    jobs.run()
+    assert len(names) == 3
+    assert list(jobs.failed) == ["rope, seed 1"]
+    assert "cut" in jobs.failed["rope, seed 1"]
+
+
+def test_a_run_with_an_unreadable_record_counts_as_not_finished(recipe, tmp_path, capsys):
+    result = tmp_path / "rope" / "seed-1" / "comparison.json"
+    result.parent.mkdir(parents=True)
+    result.write_text("{")
+    assert len(plan_of(recipe, tmp_path).left) == 4
+    assert f"rope, seed 1 counts as not finished: {result}" in capsys.readouterr().err
+
+
 def test_tasks_may_come_from_a_file(recipe, tmp_path):
     file = tmp_path / "tasks.yaml"
     file.write_text("selective_copy: {copied: 4, symbols: 4, blanks: {far: 7}, samples: 3}")
