@@ -96,12 +96,13 @@ class Batches:
         eod = None
         if isinstance(dataset, SampleSource):
             keys.append("loss_mask")
+        # A sample of a `SampleSource` is one document.
         elif self.config.data.reset_attention_mask:
             eod = self.eod
         size = self.config.train.micro_batch_size
         loader = DataLoader(
             _MicroBatches(dataset, keys, eod),
-            batch_size=None,
+            batch_size=None,  # `_MicroBatches` returns whole micro-batches
             sampler=self.layout.token_layout.micro_batches(samples.start, samples.stop, size),
             num_workers=num_workers,
             pin_memory=self.layout.device.type == "cuda",
@@ -125,20 +126,27 @@ class Batches:
         """
         shards = self.layout.token_layout.data_shards
         for size in sizes:
+            # This rank's micro-batches of the global batch. Its weight is known after all of them.
             count = size // (self.config.train.micro_batch_size * shards)
             group = list(itertools.islice(batches, count))
             in_loss = torch.stack([batch["loss_mask"].sum() for batch in group]).sum()
+            # There are `count * shards` micro-batches on all ranks; their average divides by that.
             weight = count * shards / self.layout.token_layout.total(in_loss).clamp(min=1)
             for batch in group:
                 mask = batch.pop("loss_mask")
                 yield batch | {"loss_weights": mask * weight.float()}
 
     def _on_device(self, batches: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        """Yield the micro-batches with their tensors on the rank's device.
+
+        Raises the UserError that `_MicroBatches` returns in place of a micro-batch.
+        """
         device = self.layout.device
         try:
             for batch in batches:
                 if isinstance(batch, UserError):
                     raise batch
+                # `dataset_id` stays on the CPU, where its readers need it.
                 inputs = model_inputs(batch)
                 yield batch | {
                     key: value.to(device, non_blocking=True) for key, value in inputs.items()
@@ -166,9 +174,9 @@ class _InStages(Dataset):
 
 
 class _MicroBatches(Dataset):
-    """Micro-batches of samples.
+    """Micro-batches of samples. The index of a micro-batch is the list of its samples' indices.
 
-    They contain the tensors `keys` of each sample, `documents` unless `eod` is None, and
+    A micro-batch contains the tensors `keys` of each sample, `documents` unless `eod` is None, and
     `dataset_id` if the samples have one. A UserError is returned, not raised, because `DataLoader`
     would change its type.
     """
@@ -199,7 +207,7 @@ def documents_from_tokens(tokens: Tensor, eod: int) -> Tensor:
     document.
     """
     ends = tokens == eod
-    return ends.cumsum(-1) - ends.long()
+    return ends.cumsum(-1) - ends.long()  # an end belongs to the document before it
 
 
 def _start_workers(loader: DataLoader) -> Iterator[dict[str, Tensor]]:
@@ -213,10 +221,11 @@ def _start_workers(loader: DataLoader) -> Iterator[dict[str, Tensor]]:
 
 
 def _obey_only_the_parent(parent: int, worker: int) -> None:
-    """Exit this loader process if `parent` sends a signal of NOT_FOR_WORKERS; ignore others.
+    """Make this loader process exit if `parent` sends it a signal of NOT_FOR_WORKERS, and ignore
+    these signals from other processes.
 
-    `parent` is the training process. `os.getppid()` would be another one if a fork server starts
-    the workers.
+    `parent` is the process ID of the training process. `os.getppid()` would be another one if a
+    fork server starts the workers. `worker` is the number that torch passes, which is not used.
 
     Slurm and torchrun send signals to every process of a step. If a signal killed a worker, torch
     would raise an error in the training process before it could save. The parent, in contrast,
@@ -225,12 +234,12 @@ def _obey_only_the_parent(parent: int, worker: int) -> None:
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_WORKERS)  # not inherited from a fork server
 
-    def wait() -> None:
+    def exit_with_parent() -> None:
         while signal.sigwaitinfo(NOT_FOR_WORKERS).si_pid != parent:
             pass
-        os._exit(0)
+        os._exit(0)  # `sys.exit` would only end this thread
 
-    threading.Thread(target=wait, name="signals", daemon=True).start()
+    threading.Thread(target=exit_with_parent, name="signals", daemon=True).start()
 
 
 def build_batches(
@@ -271,6 +280,7 @@ def build_batches(
             log_epochs(samples.stop / len(training.lines), config.data.examples.path)
     else:
         stages = stages_of(config)
+        # A continued run may have fewer sequences left than when its stages were checked.
         if stages[-1].start >= samples.stop:
             raise ConfigError(
                 ("data.stages", "train.steps"),
@@ -281,7 +291,9 @@ def build_batches(
         raise_file_limit()
         training, validation = _open_indexed(config, stages, samples.stop, on_progress)
         if layout.rank == 0:
+            # The first stage needs no message unless the run continues in a later one.
             for stage in stages[max(1, stage_at(stages, consumed)) :]:
+                # The first number of further steps after which the stage has begun.
                 steps_before = bisect.bisect_left(
                     range(steps),
                     stage.start,
@@ -298,7 +310,11 @@ def build_batches(
 def _open_indexed(
     config: RunConfig, stages: list[Stage], end: int, on_progress: Callable[[], None]
 ) -> tuple[Dataset, Dataset | None]:
-    """Return the training data of all stages, up to sample `end`, and the validation data."""
+    """Return the training data of all stages, up to sample `end`, and the validation data.
+
+    All ranks call this together. Rank 0 builds the index if the cache lacks it. The validation data
+    is None if there is none, or not enough.
+    """
     is_rank_0 = dist.get_rank() == 0
     if is_rank_0:
         logger.info("building the index of %s training sequences", f"{end:,}")
@@ -308,9 +324,12 @@ def _open_indexed(
     plans = []
     for stage in stages:
         with stage.rename_error_subjects():
+            # Validation uses the data of the first stage.
             plans.append(plan_for_all(stage.config, evaluates and stage.number == 0))
+    # The plan has no validation split if its data is not enough.
     evaluates = len(plans[0].splits) > 1
 
+    # Everything that the index depends on.
     sizes = stage_sizes(stages, end)
     validation_size = 0
     if evaluates:
@@ -327,7 +346,7 @@ def _open_indexed(
     directory = os.path.join(config.data.resolved_cache_directory, digest)
 
     def open_all(directory: str, build: bool) -> list[list[Dataset]]:
-        opened: dict = {}
+        opened: dict = {}  # shared, since stages may have datasets in common
         return [
             open_datasets(stage.config, plan, size, directory, build, opened)
             for stage, plan, size in zip(stages, plans, sizes)

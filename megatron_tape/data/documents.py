@@ -37,8 +37,10 @@ even through a link, is read once.
                  or .jsonl files of its --split"""
 
 _EXAMPLES = 3
+"""Maximum number of places that are shown for each reason."""
 _KEYS_SHOWN = 10
 _CHAT_KEYS = ("messages", "conversations", "conversation")
+"""Common keys of datasets of chats, which have no plain text."""
 LONE_SURROGATE = "a lone surrogate, which UTF-8 cannot encode"
 
 
@@ -51,6 +53,7 @@ class Problems:
     """The first places by reason, at most three each."""
 
     def add(self, reason: str, *places: str, count: int = 1) -> None:
+        """Add `count` documents that are bad for `reason`, with the places of the first ones."""
         self.counts[reason] += count
         examples = self.examples.setdefault(reason, [])
         examples.extend(places[: _EXAMPLES - len(examples)])
@@ -62,6 +65,7 @@ class Problems:
 
     def first(self) -> tuple[str, str] | None:
         """Return the place and the reason of the first bad document, or None."""
+        # Dictionaries keep the order in which reasons were added.
         return next(((places[0], reason) for reason, places in self.examples.items()), None)
 
     def report(self) -> Iterator[str]:
@@ -82,6 +86,7 @@ def find_inputs(patterns: list[str], hub_options: argparse.Namespace) -> list[st
     """
     if not any(pattern.startswith(hub.PREFIX) for pattern in patterns):
         hub.refuse_options(hub_options)
+    # By the real path, so that a file is read once even if links lead to it.
     files = {}
     for pattern in patterns:
         if pattern.startswith(hub.PREFIX):
@@ -107,6 +112,7 @@ def _matching_files(pattern: str) -> list[str]:
     Raises FileError if there are none.
     """
     matches = [pattern]
+    # The name of an existing file may contain wildcards.
     if not os.path.exists(pattern):
         matches = sorted(glob.glob(pattern, recursive=True))
     matches = [match for match in matches if not os.path.isdir(match)]
@@ -195,9 +201,14 @@ def check_text_keys(paths: list[str], text_key: str, option: str = "--text-key")
 
 
 def _check_text_key(path: str, text_key: str, option: str) -> None:
+    """Raise FileError if a file has no text under `text_key` (see `check_text_keys`).
+
+    A file that cannot be read or parsed is left to the caller, who reports its bad documents.
+    """
     first = next(iter(read_chunks([path], text_key, 1 << 16)), None)
     if isinstance(first, UnreadableFile) and first.columns:
         raise FileError(first.subject, first.problem, _how_to_choose_text(first.columns, option))
+    # Plain text has no keys.
     if not isinstance(first, Chunk) or first.unit != "line":
         return
     number, line = next(_documents(first), (0, b""))
@@ -237,8 +248,7 @@ def read_texts(
     """Yield the text of each document and the number of input bytes read so far.
 
     Raises FileError at the first bad document; the message names `option`, which sets `text_key`.
-
-    A text is bad if it has more than `document_bytes`, or if it is empty and `keep_empty` is false.
+    See `parse_chunk` for bad documents. A document of more than `document_bytes` is bad, too.
     """
     check_text_keys(paths, text_key, option)
     for chunk in read_chunks(paths, text_key, 1 << 18, document_bytes):
@@ -257,17 +267,20 @@ def read_texts(
 
 
 def _documents(chunk: Chunk) -> Iterator[tuple[int, bytes | None]]:
-    """Yield the numbers and raw contents of a chunk's lines that are not blank, or of its rows."""
+    """Yield the number and the raw content of each line that is not blank, or of each row.
+
+    The content of a row is None if it is null.
+    """
     for number, raw in enumerate(chunk.documents, start=chunk.first):
         if chunk.unit != "line" or raw.strip():
             yield number, raw
 
 
 def parse_json(line: bytes) -> Any:
-    """Parse a JSON line. Raises ValueError with the reason."""
+    """Parse a JSON line. Raises ValueError with the reason, by which bad documents are counted."""
     try:
         return json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError:
+    except UnicodeDecodeError:  # a ValueError, too
         reason = "invalid UTF-8"
     except ValueError:
         reason = "invalid JSON"
@@ -299,6 +312,7 @@ def _parse(raw: bytes | None, text_key: str, chunk: Chunk) -> str:
     text = record[text_key]
     if not isinstance(text, str):
         raise ValueError(f"the value of {text_key!r} is not a string")
+    # JSON can escape half of a surrogate pair, such as "\ud800".
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

@@ -54,6 +54,7 @@ _CODES = {np.dtype(name): code for code, name in _DTYPES.items()}
 BLOCK = 1 << 18
 """Number of index entries that are processed at a time."""
 _COPIED_TOKENS = 1 << 23
+"""Number of tokens that `add_dataset` copies at a time."""
 _SAVE_SECONDS = 60.0
 """Seconds between two writes of P.progress."""
 
@@ -71,6 +72,7 @@ class Progress(TypedDict):
 def raise_file_limit() -> None:
     """Raise the soft limit of open files to the hard limit: each mapped file takes a descriptor."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    # Some systems refuse the hard limit, and few datasets do not need it.
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -90,8 +92,8 @@ def dataset_paths(prefix: str | Path) -> tuple[Path, Path]:
 def first_invalid_id(ids: np.ndarray, vocab_size: int | None) -> int | None:
     """Return the index of the first id that is negative or not below `vocab_size`, or None.
 
-    If `vocab_size` is None, only negative ids are invalid. Other tools use them for padding and as
-    separators.
+    If `vocab_size` is None, only negative ids are invalid. Other tools use negative ids for padding
+    and as separators.
     """
     invalid = ids < 0
     if vocab_size is not None:
@@ -106,6 +108,7 @@ def check_output_prefix(prefix: str) -> None:
 
     The index would be `data/.idx`.
     """
+    # For `data/`, `data/.` and `data/..`.
     if Path(f"{prefix}.idx").name in (".idx", "..idx", "...idx"):
         raise ConfigError(
             "--output-prefix",
@@ -129,7 +132,8 @@ def check_files_exist(prefix: str, tokenizer: str = "TOKENIZER") -> None:
 
 
 def with_current_directory(path: str, fix: str) -> str:
-    """Return the advice for a missing path, with the current directory if the path is relative."""
+    """Return the advice `fix` for a missing path, with the current directory if it is relative."""
+    # Recipes use this dataset, which only `make demo` creates.
     if path.startswith("runs/demo/data/stdlib"):
         fix = "make the demo's data with `make demo`, and start this command in the same directory"
     if os.path.isabs(path):
@@ -138,25 +142,29 @@ def with_current_directory(path: str, fix: str) -> str:
 
 
 def _refuse_mistaken(prefix: str, tokenizer: str) -> None:
-    """Raise FileError if `prefix` is a file of a dataset, a directory, text, or a Hub dataset."""
+    """Raise FileError if `prefix` is a file of a dataset, a directory, text, or a Hub dataset.
+
+    The advice for text or a Hub dataset is the command that makes a dataset of it.
+    """
     path = Path(prefix)
     stem = prefix.removesuffix(".bin").removesuffix(".idx")
     if Path(f"{stem}.idx").exists():
         fix = f"give {stem}, without the suffix"
         raise FileError(prefix, f"is a file of the dataset {stem}", fix)
 
-    source = prefix
+    text_input = prefix
     if path.is_dir():
-        source = str(path / "*")
+        text_input = str(path / "*")
         datasets = sorted(path.glob("*.idx"))
         if datasets:
-            fix = f"give a dataset in it, such as {datasets[0].with_suffix('')}, or {source}"
+            fix = f"give a dataset in it, such as {datasets[0].with_suffix('')}, or {text_input}"
             raise FileError(prefix, "is a directory", fix)
+    # OWNER/NAME on the Hub, unless there is a local directory OWNER.
     elif re.fullmatch(r"(hub:)?[\w.-]+/[\w.-]+", prefix) and not path.parent.exists():
-        source = f"hub:{prefix.removeprefix('hub:')}"
+        text_input = f"hub:{prefix.removeprefix('hub:')}"
     elif not path.is_file() and not is_text_file(prefix):
         return
-    options = ["--input", source, "--tokenizer", tokenizer, "--output-prefix", "NAME"]
+    options = ["--input", text_input, "--tokenizer", tokenizer, "--output-prefix", "NAME"]
     command = f"python tools/preprocess_data.py {shlex.join(options)}"
     raise FileError(
         prefix,
@@ -184,9 +192,10 @@ class IndexedDatasetWriter:
     `documents` and `tokens` are the numbers of documents and tokens that have been appended.
 
     After a `mark`, an interrupted or killed writer leaves the unfinished files and P.progress. The
-    next writer continues them if its `source`, which describes the tokenizer and the options as
-    JSON, is the same, and the versions of the complete input files are the same in `inputs`, those
-    of all input files. `complete` is the number of complete input files.
+    next writer continues them if it is created with the same `source` and `inputs`. `source`
+    describes the tokenizer and the options as JSON. `inputs` are the versions of all input files;
+    only those of the complete files must be the same. `complete` is the number of complete input
+    files.
     """
 
     def __init__(
@@ -205,18 +214,23 @@ class IndexedDatasetWriter:
         self._source = source
         self._inputs = list(inputs)
         self._progress_path = Path(f"{prefix}.progress")
-        self._saved = time.monotonic()
+        self._saved_at = time.monotonic()
         self._datasets: list[IndexedDatasetReader] = []
         self._origin_path = origin_path(prefix)
+
         bin_path, idx_path = dataset_paths(prefix)
         if not overwrite:
             refuse_existing(idx_path, bin_path)
+        # If the second file cannot be opened, the first one is discarded. Otherwise, `__exit__`
+        # discards both.
         with contextlib.ExitStack() as stack:
             self._bin = PartialFile(bin_path, continues=True)
             stack.callback(self._bin.discard)
             self._idx = PartialFile(idx_path, continues=True)
             stack.callback(self._idx.discard)
             self._partial_files = stack.pop_all()
+
+        # Both files are locked now, so no other writer changes P.progress.
         progress = self._read_progress()
         if progress is not None:
             self.complete = len(progress["inputs"])
@@ -226,9 +240,10 @@ class IndexedDatasetWriter:
             self._progress_path.unlink(missing_ok=True)
         self._progress = progress
         self._sequences = self.documents
+        # Drop what was written after the last save.
         self._bin.file.truncate(self.tokens * self.dtype.itemsize)
         self._bin.file.seek(0, os.SEEK_END)
-        # The header is not complete until everything else is written.
+        # The space of the header, which is written last, and an int32 length for each document.
         self._idx.file.truncate(_HEADER.size + 4 * self.documents)
         self._idx.file.seek(0, os.SEEK_END)
 
@@ -243,12 +258,14 @@ class IndexedDatasetWriter:
         if self._progress_path.exists():
             self._idx.leave()
             self._bin.leave()
+        # Discards the files unless they were published or left.
         self._partial_files.close()
 
     def mark(self, complete: int) -> None:
-        """Keep the documents so far, those of the first `complete` input files, if interrupted.
+        """Keep the documents so far for the next writer if this one is interrupted.
 
-        A killed process keeps the documents of the last mark that is saved, once a minute.
+        They are the documents of the first `complete` input files. Marks are saved once a minute. A
+        process that is killed by SIGKILL keeps the documents of the last saved mark.
         """
         self.complete = complete
         self._progress = {
@@ -257,20 +274,22 @@ class IndexedDatasetWriter:
             "documents": self.documents,
             "tokens": self.tokens,
         }
-        if time.monotonic() - self._saved > _SAVE_SECONDS:
+        if time.monotonic() - self._saved_at > _SAVE_SECONDS:
             self._save()
 
     def _save(self) -> None:
+        """Write P.progress about the last `mark`."""
+        # First the files: P.progress must not describe documents that a power failure loses.
         self._bin.sync()
         self._idx.sync()
         write_record(self._progress_path, self._progress)
-        self._saved = time.monotonic()
+        self._saved_at = time.monotonic()
 
     def _read_progress(self) -> Progress | None:
         """Return what the unfinished files contain, or None if they cannot be continued."""
         try:
             progress = read_record(self._progress_path, Progress)
-        except (OSError, FileError):
+        except (OSError, FileError):  # missing, or damaged
             return None
         complete = len(progress["inputs"])
         if progress["source"] != self._source or progress["inputs"] != self._inputs[:complete]:
@@ -320,6 +339,7 @@ class IndexedDatasetWriter:
         `origin` is written to P.origin as JSON, together with fingerprints of the other two files.
         The index is renamed last: if it exists, the dataset is complete.
         """
+        # The lengths are in the index already. Pointers, document indices and the header follow.
         self._write_pointers()
         for block in self._document_indices():
             self._idx.file.write(block.astype("<i8").data)
@@ -353,18 +373,24 @@ class IndexedDatasetWriter:
                 yield np.arange(start, min(start + BLOCK, self.documents + 1))
             return
         yield np.zeros(1)
-        sequences = 0
+        sequences_before = 0
         for dataset in self._datasets:
+            # From 1: the first index of a dataset is the last one of the dataset before it.
             for start in range(1, len(dataset.document_indices), BLOCK):
-                yield dataset.document_indices[start : start + BLOCK] + sequences
-            sequences += len(dataset.lengths)
+                yield dataset.document_indices[start : start + BLOCK] + sequences_before
+            sequences_before += len(dataset.lengths)
 
     def _write_pointers(self) -> None:
+        """Compute the pointers from the lengths in the index, and append them to it.
+
+        This takes little memory, since both are read and written in blocks.
+        """
         offset = 0
         for start in range(0, self._sequences, BLOCK):
             count = min(BLOCK, self._sequences - start)
             self._idx.file.seek(_HEADER.size + 4 * start)
             lengths = np.frombuffer(self._idx.file.read(4 * count), dtype="<i4")
+            # A sequence begins where the previous one ends.
             ends = np.cumsum(lengths, dtype="<i8") * self.dtype.itemsize + offset
             self._idx.file.seek(_HEADER.size + 4 * self._sequences + 8 * start)
             self._idx.file.write(np.append(offset, ends[:-1]).astype("<i8").data)
@@ -376,8 +402,8 @@ class IndexedDatasetReader:
     """A memory-mapped dataset. `len()` returns its number of documents.
 
     `lengths`, `pointers` and `document_indices` are the arrays of the index (see the module's
-    docstring). Raises FileError if a file is missing or the index cannot be read; `damage` finds
-    all other damage.
+    docstring). Raises FileError if a file is missing or the index has another size or format;
+    `damage` finds other damage.
     """
 
     def __init__(self, prefix: str | Path):
@@ -386,18 +412,20 @@ class IndexedDatasetReader:
         self.bin_size = self.bin_path.stat().st_size
         idx_size = self.idx_path.stat().st_size
         with open(self.idx_path, "rb") as file:
+            # A short header is padded, so that it is refused below like a damaged one.
             header = file.read(_HEADER.size).ljust(_HEADER.size)
-        magic, version, code, sequences, entries = _HEADER.unpack(header)
+        magic, version, dtype_code, sequences, entries = _HEADER.unpack(header)
         fix = "preprocess the dataset again"
-        if (magic, version) != (_MAGIC, 1) or code not in _DTYPES:
-            problem = f"has a damaged header, or one of another format (dtype code {code})"
+        if (magic, version) != (_MAGIC, 1) or dtype_code not in _DTYPES:
+            problem = f"has a damaged header, or one of another format (dtype code {dtype_code})"
             raise FileError(str(self.idx_path), problem, fix)
+        # A sequence has a length of 4 bytes and a pointer of 8; `entries` are document indices.
         size = _HEADER.size + 12 * sequences + 8 * entries
         if idx_size != size:
             problem = f"has {idx_size} bytes instead of {size}: it is truncated or damaged"
             raise FileError(str(self.idx_path), problem, fix)
 
-        self.dtype = np.dtype(_DTYPES[code])
+        self.dtype = np.dtype(_DTYPES[dtype_code])
         index = np.memmap(self.idx_path, mode="r")
         ends = np.cumsum([_HEADER.size, 4 * sequences, 8 * sequences, 8 * entries])
         self.lengths = index[ends[0] : ends[1]].view("<i4")
@@ -405,6 +433,7 @@ class IndexedDatasetReader:
         self.document_indices = index[ends[2] : ends[3]].view("<i8")
 
     def __len__(self) -> int:
+        # A damaged index may lack even the first entry.
         return max(len(self.document_indices) - 1, 0)
 
     @cached_property
@@ -413,12 +442,12 @@ class IndexedDatasetReader:
         count = self.bin_size // self.dtype.itemsize
         if count:
             return np.memmap(self.bin_path, self.dtype, "r", shape=(count,))
-        return np.empty(0, self.dtype)
+        return np.empty(0, self.dtype)  # an empty file cannot be mapped
 
     def document(self, index: int) -> np.ndarray:
         """Return the token ids of a document."""
         first, stop = self.document_indices[index : index + 2]
-        if first == stop:
+        if first == stop:  # a document without sequences, which has no pointer
             return self.tokens[:0]
         start = int(self.pointers[first]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.lengths[first:stop].sum(dtype=np.int64))]
@@ -441,12 +470,16 @@ class IndexedDatasetReader:
         return f"{self.bin_path} has {self.bin_size} bytes, but its index describes {expected}"
 
     def damage(self) -> str | None:
-        """Return a sentence about the first damage of the index, or None. Reads no token."""
+        """Return a sentence about the first damage of the index, or None. Reads no token.
+
+        Like Megatron-core's writer, it expects every sequence to begin where the previous one ends.
+        """
         offset = 0
         for start in range(0, len(self.lengths), BLOCK):
             lengths = self.lengths[start : start + BLOCK]
             if lengths.min() < 0:
                 return f"sequence {start + int(np.argmax(lengths < 0))} has a negative length"
+
             ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize + offset
             expected = np.append(offset, ends[:-1])
             misplaced = np.flatnonzero(self.pointers[start : start + BLOCK] != expected)
@@ -469,6 +502,7 @@ class IndexedDatasetReader:
 
         Reads all tokens.
         """
+        # Larger blocks than those of the index, since a token takes fewer bytes.
         for start in range(0, len(self.tokens), 16 * BLOCK):
             block = self.tokens[start : start + 16 * BLOCK]
             invalid = first_invalid_id(block, vocab_size)

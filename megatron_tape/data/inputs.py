@@ -85,12 +85,14 @@ def _example_files(config: RunConfig) -> dict[str, str]:
 
 
 def _check_prefixes(config: RunConfig) -> None:
+    """Raise ConfigError if the files of a dataset in `data.prefix` do not exist."""
     for prefix in blend(config.data.prefix)[0]:
         try:
             with convert_path_errors("data.prefix", prefix):
                 check_files_exist(prefix, config.data.tokenizer or "TOKENIZER")
         except FileError as error:
             problem = f"{error.subject} {error.problem}"
+            # A pattern that matches datasets has been replaced by their prefixes.
             if is_pattern(prefix):
                 problem = "no dataset matches it"
             raise ConfigError(
@@ -109,6 +111,7 @@ def check_writable(key: str, directory: str | None, existing_is_enough: bool = F
     with convert_path_errors(key, directory):
         if existing_is_enough and path.is_dir():
             return
+        # The directory is created later, in the deepest of its parents that exists.
         existing = next(parent for parent in (path, *path.parents) if parent.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK):
             raise ConfigError(
@@ -151,6 +154,7 @@ def check_datasets(config: RunConfig, saved: TokenizerRecord | None = None) -> N
                 find_pools(stage.config)
             elif config.data.source == "prefix":
                 find_large_enough(stage.config, "training")
+    # All stages share the validation data of the first one.
     if config.data.source == "prefix" and config.train.validates and config.train.eval_interval:
         find_large_enough(config, "validation")
 
@@ -160,6 +164,11 @@ def check_datasets(config: RunConfig, saved: TokenizerRecord | None = None) -> N
 
 
 def _check_dataset(prefix: str, config: RunConfig, tokenizer: Tokenizer | None) -> None:
+    """Raise ConfigError if a dataset is damaged or empty, or if its documents do not fit the
+    settings.
+
+    `tokenizer` is `data.tokenizer`. Only the ends of some documents are read.
+    """
     fix = "preprocess the dataset again"
     try:
         dataset = IndexedDatasetReader(prefix)
@@ -188,6 +197,7 @@ def _check_dataset(prefix: str, config: RunConfig, tokenizer: Tokenizer | None) 
             "choose another tokenizer, or set data.reset_attention_mask to false",
         )
 
+    # A fixed seed, so that every start checks the same documents.
     random = np.random.default_rng(0)
     sampled = random.integers(0, len(dataset), _SAMPLED).tolist()
     for number in sorted({0, len(dataset) - 1, *sampled}):
@@ -205,15 +215,19 @@ def _check_dataset(prefix: str, config: RunConfig, tokenizer: Tokenizer | None) 
 def _check_tokenizers(
     config: RunConfig, tokenizer: Tokenizer | None, saved: TokenizerRecord | None
 ) -> None:
-    """Raise ConfigError if a dataset was made with a tokenizer other than the run's."""
-    record = saved
+    """Raise ConfigError if a dataset was made with a tokenizer other than the run's.
+
+    That is `data.tokenizer`, or without it that of the checkpoint (`saved`). The two must not
+    differ. Without both, the datasets must have the same tokenizer.
+    """
+    expected = saved
     name = "the model's"
     if tokenizer is not None:
-        record = tokenizer_record(tokenizer)
+        expected = tokenizer_record(tokenizer)
         name = f"data.tokenizer {config.data.tokenizer}"
 
     if saved:
-        different = difference(record, saved, "that of the model's training data")
+        different = difference(expected, saved, "that of the model's training data")
         if different is not None:
             raise ConfigError(
                 ("data.tokenizer", "checkpoint.resume"),
@@ -227,7 +241,7 @@ def _check_tokenizers(
         prefixes = [*origins, *blend(stage.config.data.prefix)[0]]
         with stage.rename_error_subjects():
             try:
-                origins = check_tokenizer(prefixes, record, name)
+                origins = check_tokenizer(prefixes, expected, name)
             except FileError as error:
                 raise ConfigError(
                     ("data.prefix", "data.tokenizer"),
@@ -235,10 +249,11 @@ def _check_tokenizers(
                     error.fix,
                 ) from None
 
-    if record is None:
+    if expected is None:
         name = "the same as for the others"
+    # If nothing is known about any tokenizer, there is nothing to compare.
     warning = unknown_tokenizers(origins, name)
-    if warning is not None and (record is not None or any(origins.values())):
+    if warning is not None and (expected is not None or any(origins.values())):
         command_line.log(warning)
 
 
@@ -283,6 +298,8 @@ def check_same_data(config: RunConfig, saved: Mapping[str, str], checkpoint: Pat
     """
     if not saved:
         return
+    # The same file may be given as a relative and as an absolute path. A file that is not in
+    # `saved`, such as that of a new stage, has not changed.
     before = {os.path.abspath(name): value for name, value in saved.items()}
     now = fingerprints(config)
     changed = [name for name in now if before.get(os.path.abspath(name), now[name]) != now[name]]
@@ -294,6 +311,7 @@ def check_same_data(config: RunConfig, saved: Mapping[str, str], checkpoint: Pat
         return
 
     key = f"data.{config.data.source}"
+    # The changed datasets are only in later stages.
     if key == "data.prefix" and not set(changed) & set(blend(config.data.prefix)[0]):
         key = "data.stages"
     raise ConfigError(
@@ -305,28 +323,31 @@ def check_same_data(config: RunConfig, saved: Mapping[str, str], checkpoint: Pat
 
 
 def find_large_enough(config: RunConfig, split: str) -> tuple[dict[int, int], list[str]]:
-    """Return the tokens of the datasets with a sequence in a split, and the others' problems.
+    """Find the datasets of `data.prefix` that contain at least one sequence of a split.
 
-    The tokens are by the dataset's index in `data.prefix`. `split` is training or validation. A
-    message shows a problem after "data.split", as in "data.split is 9,1,0, so ...". Raises
-    ConfigError if all datasets are too small, FileError if one cannot be read.
+    `split` is training or validation. Returns a dictionary, and a list of the problems of the other
+    datasets. The dictionary maps the index of a dataset in `data.prefix` to its number of tokens in
+    the split. A problem continues "data.split", as in "data.split is 9,1,0, so ...".
+
+    Raises ConfigError if all datasets are too small, FileError if one cannot be read.
     """
     prefixes = blend(config.data.prefix)[0]
     seq_length = config.model.seq_length
-    tokens_by_dataset = {}
+    tokens_by_index = {}
     problems = []
-    for number, prefix in enumerate(prefixes):
+    for index, prefix in enumerate(prefixes):
         lengths = split_lengths(prefix, config.data.split, split)
         tokens = int(lengths.sum(dtype=np.int64))
+        # One token more than a sequence: the label of its last token.
         if tokens > seq_length:
-            tokens_by_dataset[number] = tokens
+            tokens_by_index[index] = tokens
         else:
             problems.append(
                 f"is {config.data.split}, so the {split} split has {tokens:,} tokens of {prefix},"
                 f" in {len(lengths):,} of its documents, too few for one sequence of"
                 f" model.seq_length {seq_length}"
             )
-    if not tokens_by_dataset:
+    if not tokens_by_index:
         others = ", and no other dataset has enough"
         if len(prefixes) == 1:
             others = ""
@@ -335,13 +356,14 @@ def find_large_enough(config: RunConfig, split: str) -> tuple[dict[int, int], li
             f"{problems[-1]}{others}",
             f"raise the number of the {split} split in data.split, or use more data",
         )
-    return tokens_by_dataset, problems
+    return tokens_by_index, problems
 
 
 def missing_validation(config: RunConfig) -> ConfigError | None:
-    """Return the reason why a run computes no validation loss, or None if it does.
+    """Return why a run computes no validation loss, or None if it computes one.
 
-    Reads the index of its datasets.
+    The reason is an error that names the setting to change. It is returned instead of raised, since
+    only some callers require a validation loss. Reads the index of the datasets.
     """
     train = config.train
     data = config.data
@@ -353,6 +375,7 @@ def missing_validation(config: RunConfig) -> ConfigError | None:
         return ConfigError("train.evaluations", "lacks validation_loss", "add it")
     if data.examples is not None and data.examples.validation is None:
         return ConfigError("data.examples.validation", "is not set", "set it to a file of examples")
+    # Examples and generated samples have no splits.
     if data.prefix is None:
         return None
     if split_shares(data.split)[1] == 0:
@@ -370,7 +393,7 @@ def missing_validation(config: RunConfig) -> ConfigError | None:
 
 def _check_examples(config: RunConfig, tokenizer: Tokenizer) -> None:
     """Raise ConfigError if a file of examples is empty or invalid, or the context too short."""
-    example_encoder(config, tokenizer)
+    example_encoder(config, tokenizer)  # checks the context
     for key, path in _example_files(config).items():
         try:
             count = sum(1 for _ in read_examples(path, ""))

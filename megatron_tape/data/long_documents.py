@@ -58,6 +58,7 @@ def find_pools(config: RunConfig) -> DocumentPools:
         lengths = split_lengths(prefix, config.data.split, "training")
         for pool, is_in_pool in ((long, lengths >= minimum), (others, lengths < minimum)):
             tokens = int(lengths.sum(where=is_in_pool, dtype=np.int64))
+            # A sequence takes one token more than its length, the label of its last token.
             if tokens > seq_length:
                 weight = float(tokens)
                 if weights is not None:
@@ -90,25 +91,28 @@ def epochs_by_dataset(datasets: DatasetBlend, tokens: int) -> dict[str, float]:
     weights = datasets.weights or datasets.tokens
     epochs = dict.fromkeys(datasets.prefixes, 0.0)
     for prefix, weight, size in zip(datasets.prefixes, weights, datasets.tokens):
-        epochs[prefix] += tokens * weight / sum(weights) / size  # a blend may repeat a prefix
+        # Added up, because a blend may repeat a prefix.
+        epochs[prefix] += tokens * weight / sum(weights) / size
     return epochs
 
 
-def log_epochs(times: float, data: str) -> None:
+def log_epochs(epochs: float, data: str) -> None:
     """Log how many epochs a run trains on `data`; warn above MANY_EPOCHS."""
-    line = f"the run trains {times:,.2f} epochs on {data}"
-    if times <= MANY_EPOCHS:
+    line = f"the run trains {epochs:,.2f} epochs on {data}"
+    if epochs <= MANY_EPOCHS:
         logger.info(line)
         return
     logger.warning("warning: %s; lower train.steps or train.global_batch_size, or add data", line)
 
 
 def split_lengths(prefix: str, split: str, name: str) -> np.ndarray:
-    """Return the lengths (int32), in tokens, of the documents in the split training or validation.
+    """Return the lengths (int32), in tokens, of the documents in one split of a dataset.
 
-    `split` is the value of `data.split`. Raises FileError if the dataset cannot be read.
+    `split` is the value of `data.split`, and `name` is training or validation. Raises FileError if
+    the dataset cannot be read.
     """
     train, validation, _ = split_shares(split)
-    first, last = {"training": (0.0, train), "validation": (train, train + validation)}[name]
+    start, end = {"training": (0.0, train), "validation": (train, train + validation)}[name]
     lengths = IndexedDatasetReader(prefix).lengths
-    return lengths[round(first * len(lengths)) : round(last * len(lengths))]
+    # Rounded like the splits of Megatron's datasets.
+    return lengths[round(start * len(lengths)) : round(end * len(lengths))]

@@ -56,11 +56,12 @@ class GeneratedSamples(SampleSource):
         self._seed = config.train.seed
         self._purpose = purpose
         self._seq_length = config.model.seq_length
-        self._all = config.data.loss_on == "all"
+        self._all_in_loss = config.data.loss_on == "all"
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens, answers = self._generator.sequence(sample_random(self._seed, self._purpose, index))
-        return padded_sample(tokens, answers | self._all, self._seq_length)
+        random = sample_random(self._seed, self._purpose, index)
+        tokens, is_answer = self._generator.sequence(random)
+        return padded_sample(tokens, is_answer | self._all_in_loss, self._seq_length)
 
 
 class ExampleSamples(SampleSource):
@@ -77,12 +78,13 @@ class ExampleSamples(SampleSource):
         self._seed = config.train.seed
         if validation:
             self._path = settings.validation
-            self._seed = None
+            self._seed = None  # the order of the file
         self._encode = example_encoder(config, tokenizer)
-        self._end = tokenizer.eod
+        self._eod = tokenizer.eod
         self._seq_length = config.model.seq_length
-        self._all = config.data.loss_on == "all"
+        self._all_in_loss = config.data.loss_on == "all"
 
+        # Only offsets are kept, since the texts may not fit in memory.
         lines = []
         start = 0
         with open(self._path, "rb") as file:
@@ -100,12 +102,13 @@ class ExampleSamples(SampleSource):
         self._order = np.empty(0, int)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        epoch, place = divmod(index, len(self.lines))
+        epoch, index_in_epoch = divmod(index, len(self.lines))
         if epoch != self._epoch:
             self._epoch = epoch
             self._order = self._order_of(epoch)
-        line_index = self._order[place]
+        line_index = self._order[index_in_epoch]
         number, start, length = self.lines[line_index].tolist()
+        # Opened for each sample: loader processes must not share the position in the file.
         with open(self._path, "rb") as file:
             file.seek(start)
             line = file.read(length)
@@ -115,12 +118,13 @@ class ExampleSamples(SampleSource):
         # After a truncated target, the end-of-document token would teach the model to end in the
         # middle of an answer.
         if not encoded.target_truncated:
-            sequence.append(self._end)
+            sequence.append(self._eod)
         tokens = np.array(sequence, dtype=np.int64)
         in_loss = np.arange(len(tokens)) >= len(encoded.prompt)
-        return padded_sample(tokens, in_loss | self._all, self._seq_length)
+        return padded_sample(tokens, in_loss | self._all_in_loss, self._seq_length)
 
     def _order_of(self, epoch: int) -> np.ndarray:
+        """Return the order of the lines in an epoch, as indices into `lines`."""
         count = len(self.lines)
         if self._seed is None:
             return np.arange(count)
