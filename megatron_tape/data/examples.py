@@ -26,7 +26,9 @@ from megatron_tape.data.tokenizer import Tokenizer
 from megatron_tape.errors import ConfigError, FileError, UserError
 
 _CHUNK = 1 << 22
+"""Bytes of a file that are read at a time."""
 _CHARACTERS_PER_TOKEN = 8
+"""More characters than most tokens have."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def read_examples(path: str, split: str) -> Iterator[Example]:
     """Yield the examples of a JSON-lines file, or of the split `split` of a SCROLLS zip.
 
     Each line has `input`, either `output` or `target`, and optionally `id`. Blank lines are
-    skipped. Raises FileError with the file and the line.
+    skipped. Raises FileError with the file and the line if one is invalid.
     """
     try:
         lines = _zipped_lines(path, split) if zipfile.is_zipfile(path) else _lines(path)
@@ -64,6 +66,7 @@ def read_examples(path: str, split: str) -> Iterator[Example]:
 
 
 def _lines(path: str) -> Iterator[tuple[str, bytes]]:
+    """Yield the place, such as `train.jsonl:12`, and the content of each line of a file."""
     if text_format(path) not in (".jsonl", ".json"):
         raise UnreadableFile(
             path,
@@ -78,7 +81,9 @@ def _lines(path: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _zipped_lines(path: str, split: str) -> Iterator[tuple[str, bytes]]:
+    """Yield the place and the content of each line of the file SPLIT.jsonl in a zip."""
     with zipfile.ZipFile(path) as archive:
+        # macOS adds a folder with metadata files of the same names.
         names = [
             name
             for name in archive.namelist()
@@ -159,9 +164,9 @@ class ExampleEncoder:
     ):
         """Encode the template.
 
-        `encode` must add no special tokens; `bos` are the ids that precede every prompt. `length`
-        is the context in tokens. Raises ConfigError if the template and a target leave no room for
-        an input.
+        `encode` returns the ids of a text, and must add no special tokens. `bos` are the ids that
+        precede every prompt. `length` is the context in tokens. Raises ConfigError if the template
+        and a target leave no room for an input.
         """
         before, _, self._after_text = template.partition(INPUT)
         self._encode = encode
@@ -180,15 +185,15 @@ class ExampleEncoder:
 
     def __call__(self, input: str, target: str) -> EncodedExample:
         """Return the token ids of an example's prompt and target."""
-        shown, input_truncated = first_tokens(self._encode, input, self._room)
+        input_ids, input_truncated = first_tokens(self._encode, input, self._room)
         # Encode the target together with the template's end, because tokens depend on the text
         # before them.
         separator = " " if self._after_text else ""
-        whole = self._encode(f"{self._after_text}{separator}{target.strip()}")
-        answer = list(whole[len(self._after) :])
-        kept = answer[: self._target_tokens]
-        prompt = [*self._before, *shown, *self._after]
-        return EncodedExample(prompt, kept, input_truncated, len(kept) < len(answer))
+        end_with_target = self._encode(f"{self._after_text}{separator}{target.strip()}")
+        target_ids = list(end_with_target[len(self._after) :])
+        kept = target_ids[: self._target_tokens]
+        prompt = [*self._before, *input_ids, *self._after]
+        return EncodedExample(prompt, kept, input_truncated, len(kept) < len(target_ids))
 
 
 def example_encoder(config: RunConfig, tokenizer: Tokenizer) -> ExampleEncoder:
@@ -228,7 +233,8 @@ def first_tokens(
     characters = count * _CHARACTERS_PER_TOKEN
     while True:
         ids = encode(text[:characters])
-        # The last tokens before the cut may differ from those of the whole text.
+        # The last tokens before the cut may differ from those of the whole text, so there must be a
+        # few more than are returned.
         if len(ids) > count + _CHARACTERS_PER_TOKEN or characters >= len(text):
             return list(ids[:count]), len(ids) > count or characters < len(text)
         characters *= 2

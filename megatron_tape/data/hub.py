@@ -24,6 +24,7 @@ from megatron_tape.home import expand_home
 PREFIX = "hub:"
 """Begins the name of a dataset among paths of files."""
 _REMOTE = re.compile("hf://datasets/([^@]+)@([^/]+)/(.+)", re.DOTALL)
+"""The name of a file of the Hub: dataset, commit and path."""
 _FORMATS = (".parquet", ".jsonl", ".json")
 _BLOCK = 16 << 20
 """Bytes per request when a file is streamed."""
@@ -63,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_options(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError if an option of `add_options` is given."""
+    """Raise ConfigError if an option of `add_options` is given although no input is on the Hub."""
     for option in ("--config-name", "--split", "--revision", "--data-files", "--streaming"):
         if getattr(arguments, option[2:].replace("-", "_")):
             raise ConfigError(
@@ -82,7 +83,7 @@ def is_remote(path: str) -> bool:
 
 
 def revisions(paths: Sequence[str]) -> dict[str, str]:
-    """Return the commit of each dataset of the Hub that one of the files belongs to."""
+    """Return the commits of the Hub's datasets that the files belong to, by name of the dataset."""
     matches = filter(None, map(_REMOTE.fullmatch, paths))
     return {match[1]: match[2] for match in matches}
 
@@ -97,6 +98,7 @@ def find_files(name: str, arguments: argparse.Namespace) -> list[str]:
     """
     name = expand_home(name)
     is_directory = os.path.isdir(name)
+    # The library would search the Hub for a mistyped path.
     if not is_directory and (name.startswith((".", "/")) or name.count("/") > 1):
         raise FileError(
             name,
@@ -106,6 +108,7 @@ def find_files(name: str, arguments: argparse.Namespace) -> list[str]:
 
     command_line.log(f"finding the files of {name}")
     config = _open(name, arguments).config
+    # Without a network, the library opens the arrow files that it has made from the dataset.
     if config.data_files is None:
         raise FileError(
             name,
@@ -151,6 +154,7 @@ def _open(name: str, arguments: argparse.Namespace) -> Any:
         )
     except MemoryError:
         raise
+    # Errors of many kinds: of the library, its HTTP client, and a dataset's invalid metadata.
     except Exception as error:
         reason = one_line(error)
         fix = (
@@ -181,6 +185,7 @@ def download(paths: Sequence[str]) -> None:
                 name,
                 repo_type="dataset",
                 revision=commit,
+                # The library treats file names as patterns.
                 allow_patterns=[glob.escape(file) for file in files],
             )
 
@@ -194,6 +199,7 @@ def local_path(path: str) -> str | None:
 
     name, commit, file = match.groups()
     copy = huggingface_hub.try_to_load_from_cache(name, file, revision=commit, repo_type="dataset")
+    # Otherwise None, or an object that stands for a file known to be missing.
     if isinstance(copy, str):
         return copy
     return None
@@ -253,6 +259,7 @@ class _RemoteFile(io.RawIOBase):
             self._file = _file_system().open(path, block_size=_BLOCK)
 
     def readinto(self, buffer: Any) -> int:
+        """Read bytes into `buffer` and return their number; 0 at the end of the file."""
         with _network_errors(self._path):
             data = self._file.read(len(buffer))
         buffer[: len(data)] = data

@@ -71,13 +71,14 @@ def check_tokenizer(
 ) -> dict[str, Origin | None]:
     """Return the datasets' origins by prefix.
 
-    Raises FileError if a dataset was made with a tokenizer other than `tokenizer`. `name` describes
-    `tokenizer` in messages. If it is None, the datasets are compared with each other. The
+    Raises FileError if a dataset was made with a tokenizer other than `tokenizer`, which `name`
+    describes in messages. If `tokenizer` is None, the datasets are compared with each other. The
     end-of-document token is compared only for datasets whose documents end in it.
     """
     origins = {prefix: read_origin(prefix) for prefix in prefixes}
     known = {prefix: origin for prefix, origin in origins.items() if origin is not None}
     ended = {prefix: origin for prefix, origin in known.items() if origin["append_eod"]}
+    # First the ids of text in all datasets, then the end-of-document tokens.
     for compared, with_eod in ((known, False), (ended, True)):
         expected = tokenizer
         for prefix, origin in compared.items():
@@ -113,9 +114,10 @@ def common_origin(origins: Iterable[Origin | None]) -> dict | None:
 
     Returns None if there are no datasets, or if one has no origin.
     """
-    known = list(origins)
-    if not known or None in known:
+    origins = list(origins)
+    if not origins or None in origins:
         return None
-    first = next((origin for origin in known if origin["append_eod"]), known[0])
-    append_eod = all(origin["append_eod"] for origin in known)
-    return {"tokenizer": first["tokenizer"], "append_eod": append_eod}
+    # Tokenizers of datasets without ends of documents may have another end-of-document token.
+    chosen = next((origin for origin in origins if origin["append_eod"]), origins[0])
+    append_eod = all(origin["append_eod"] for origin in origins)
+    return {"tokenizer": chosen["tokenizer"], "append_eod": append_eod}

@@ -73,9 +73,10 @@ def encode_chunk(chunk: Chunk, encoding: Encoding) -> EncodedChunk:
     end = np.empty(0, np.int32)
     if encoding.append_eod:
         end = np.array([encoding.tokenizer.eod], np.int32)
-    parts = [np.empty(0, np.int32)]
+    parts = [np.empty(0, np.int32)]  # `np.concatenate` needs at least one array
     lengths = []
     for ids, number in zip(encoding.tokenizer.encode_batch(texts), numbers):
+        # Some tokenizers drop characters, such as spaces, so that nothing is left of a text.
         if len(ids):
             parts += (ids, end)
             lengths.append(len(ids) + len(end))
@@ -99,10 +100,10 @@ def encode_files(
     If a file cannot be read to its end, a chunk without documents reports the problem. Raises
     ChildProcessError if a worker dies, and hub.NetworkError if a streamed file cannot be read.
     """
-    raise_file_limit()
+    raise_file_limit()  # each worker takes descriptors of this process
     executor = ProcessPoolExecutor(
         workers,
-        multiprocessing.get_context("fork"),
+        multiprocessing.get_context("fork"),  # shares the tokenizer's memory
         initializer=_start_worker,
         initargs=(encoding,),
     )
@@ -134,6 +135,7 @@ def encode_files(
 
 
 def _result(pending: Future | UnreadableFile) -> EncodedChunk:
+    """Wait for a chunk, or turn a file that cannot be read into a chunk without documents."""
     if isinstance(pending, Future):
         return pending.result()
     problems = Problems()
@@ -142,13 +144,18 @@ def _result(pending: Future | UnreadableFile) -> EncodedChunk:
 
 
 _encoding: Encoding
+"""The encoding of this worker process. It is set once, since sending it with each chunk would copy
+the tokenizer.
+"""
 
 
 def _start_worker(encoding: Encoding) -> None:
+    """Prepare a worker process."""
     global _encoding
     _encoding = encoding
     # Ctrl-C is sent to every process of the terminal; only the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The parent's handlers, which the fork copied, would remove its unfinished files.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # The tokenizers library must not start threads, since there is already one process per core.

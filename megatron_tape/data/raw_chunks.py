@@ -88,6 +88,7 @@ def read_chunks(
             for document, position in _read_file(path, unit, text_key, document_bytes):
                 documents.append(document)
                 length = len(document or b"")
+                # At least 1, so that a chunk of empty documents ends, too.
                 size += length + 1
                 if size >= chunk_bytes or length > document_bytes:
                     yield Chunk(path, unit, first, documents, document_bytes, start + position)
@@ -96,7 +97,7 @@ def read_chunks(
                     size = 0
         except UnreadableFile as error:
             failure = error
-        except hub.NetworkError:
+        except hub.NetworkError:  # an OSError, too
             raise
         except OSError as error:
             failure = UnreadableFile(path, f"cannot be read to its end ({error})")
@@ -128,7 +129,10 @@ class _Counted:
 def _read_file(
     path: str, unit: str, text_key: str, document_bytes: int
 ) -> Iterator[tuple[bytes | None, int]]:
-    """Yield the documents of a file, and the number of bytes read so far."""
+    """Yield each document of a file, and the number of bytes read so far.
+
+    `unit` is that of `Chunk`. Raises UnreadableFile or OSError after the last good document.
+    """
     if unit == "row":
         yield from _read_parquet(path, text_key)
         return
@@ -139,6 +143,8 @@ def _read_file(
             for line in split_lines(_without_mark(blocks), document_bytes):
                 yield line, file.count
             return
+
+        # The whole file is one document. Its first bytes show that it is too large.
         text = b""
         for block in _without_mark(blocks):
             text += block
@@ -167,12 +173,13 @@ def _decompress(file: _Counted, path: str) -> Iterator[bytes]:
         if compression is None:
             raise
         raise UnreadableFile(path, f"has damaged or truncated data ({error})") from error
+    # pyarrow reads an empty file, such as a failed download, as an empty text.
     if compression is not None and file.count == 0:
         raise UnreadableFile(path, "is empty, which no compressed file is")
 
 
 def _without_mark(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    """Remove the byte order mark at the beginning of a text."""
+    """Remove the byte order mark at the beginning of a text, which begins with the first block."""
     yield next(blocks, b"").removeprefix(codecs.BOM_UTF8)
     yield from blocks
 
@@ -180,13 +187,14 @@ def _without_mark(blocks: Iterator[bytes]) -> Iterator[bytes]:
 def split_lines(blocks: Iterator[bytes], document_bytes: int) -> Iterator[bytes]:
     """Yield the lines of a byte stream, at most `document_bytes` + 1 bytes of each.
 
-    If the stream is cut off, its unfinished line is dropped.
+    If reading a block fails, the unfinished line before it is dropped.
     """
     unfinished = bytearray()
     is_skipped = False  # whether the unfinished line is too large and was yielded already
     for block in blocks:
         # Split only the block: a long line would be searched again with each of its blocks.
         *lines, rest = block.split(b"\n")
+        # The first line break in the block ends the unfinished line.
         if is_skipped and lines:
             del lines[0]
             is_skipped = False
@@ -195,8 +203,10 @@ def split_lines(blocks: Iterator[bytes], document_bytes: int) -> Iterator[bytes]
             unfinished.clear()
         for line in lines:
             yield line[: document_bytes + 1]
+
         if not is_skipped:
             unfinished += rest
+        # Do not collect the rest of a line that is known to be too large.
         if len(unfinished) > document_bytes:
             yield bytes(unfinished[: document_bytes + 1])
             is_skipped = True
@@ -206,10 +216,15 @@ def split_lines(blocks: Iterator[bytes], document_bytes: int) -> Iterator[bytes]
 
 
 def _read_parquet(path: str, text_key: str) -> Iterator[tuple[bytes | None, int]]:
+    """Yield the text of each row of a parquet file, and the estimated number of bytes read so far.
+
+    Raises UnreadableFile after the last good row.
+    """
     import pyarrow
     import pyarrow.parquet
 
     try:
+        # pyarrow reads a path faster than a Python file.
         source = hub.local_path(path) or hub.open_file(path)
         size = hub.file_size(path)
         with pyarrow.parquet.ParquetFile(source, buffer_size=1 << 20) as file:
@@ -234,6 +249,7 @@ def _check_column(path: str, schema: Any, text_key: str) -> None:
     problem = f"has no column {text_key!r}, only {schema.names[:10]}"
     if text_key in schema.names:
         column = schema.field(text_key).type
+        # A column of repeated texts may be stored as indices into a dictionary of strings.
         values = column.value_type if pyarrow.types.is_dictionary(column) else column
         if str(values) in ("string", "large_string", "string_view"):
             return

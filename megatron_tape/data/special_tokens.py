@@ -31,11 +31,15 @@ ADDED = "added_tokens.json"
 
 
 class _AddedToken(TypedDict):
+    """A token in `added_tokens_decoder`."""
+
     content: str
     special: NotRequired[bool]
 
 
 class _Config(TypedDict):
+    """The checked part of `tokenizer_config.json`: added tokens by id."""
+
     added_tokens_decoder: NotRequired[dict[Annotated[str, Field(pattern="^[0-9]+$")], _AddedToken]]
 
 
@@ -44,6 +48,7 @@ _SHAPES: dict[str, Any] = {
     MAP: dict[str, Any],
     ADDED: dict[str, NonNegativeInt],
 }
+"""The types of the settings files' contents (see `parse_record`), by name."""
 
 
 class SpecialTokens:
@@ -65,15 +70,18 @@ class SpecialTokens:
                 ) from None
         self.config: dict[str, Any] = settings[CONFIG]
         """The content of `tokenizer_config.json`."""
+        # transformers writes added tokens to one of two files, depending on its version.
         self._decoder = self.config.get("added_tokens_decoder", {})
         self._added = settings[ADDED]
         self._added |= {token["content"]: int(index) for index, token in self._decoder.items()}
+        # As in transformers, `tokenizer_config.json` has priority.
         self._settings = settings[MAP] | self.config
         self._named = {
             key: value for key, value in self._settings.items() if names_tokens(key, value)
         }
 
     def _error(self, name: str, problem: str, fix: str) -> FileError:
+        """Return an error about the settings file `name`."""
         return FileError(self._path.with_name(name), problem, fix)
 
     def check_added(self, token_to_id: Callable[[str], int | None]) -> None:
@@ -92,23 +100,26 @@ class SpecialTokens:
         """Return the special tokens that the files name, even if the tokenizer lacks them."""
         tokens = {token["content"] for token in self._decoder.values() if token.get("special")}
         for value in self._named.values():
-            tokens |= {token for token in _contents(value).values() if isinstance(token, str)}
+            tokens |= {token for token in _token_texts(value).values() if isinstance(token, str)}
         return tokens - {""}
 
     def existing(self, token_to_id: Callable[[str], int | None]) -> tuple[dict, list[str]]:
-        """Return the settings that name existing special tokens, and a list of the other tokens.
+        """Return the settings that name special tokens, reduced to the tokens that exist.
 
-        `tokenizer_config.json` has priority over `special_tokens_map.json`.
+        The second value lists the tokens that do not exist, shortened for a message. A setting
+        keeps its kind, such as a list, but the objects in it are replaced by their texts.
         """
         missing = []
         settings: dict[str, Any] = {}
         for key, value in self._named.items():
             tokens = {}
-            for name, token in _contents(value).items():
+            for name, token in _token_texts(value).items():
                 if isinstance(token, str) and token_to_id(token) is not None:
                     tokens[name] = token
                 elif token is not None:
                     missing.append(f"{token!r:.100}")
+
+            # A list, a dictionary by name, or a single token.
             if isinstance(value, list):
                 settings[key] = [*tokens.values()]
             elif isinstance(value, dict) and "content" not in value:
@@ -127,9 +138,10 @@ class SpecialTokens:
         `default` exist.
         """
         if key in self._settings:
-            token = _contents(self._settings[key]).get("")
+            token = _token_texts(self._settings[key]).get("")
             if token is None:
                 return None
+            # The value may be of any type, since the file is not trusted.
             index = token_to_id(token) if isinstance(token, str) else None
             if index is None:
                 file = CONFIG if key in self.config else MAP
@@ -151,7 +163,10 @@ class SpecialTokens:
 
 
 def names_tokens(key: str, value: Any) -> bool:
-    """Return whether a setting names special tokens, unlike `add_bos_token: true`."""
+    """Return whether a setting names special tokens, such as `bos_token: "<s>"`.
+
+    Some other settings have similar keys, such as `add_bos_token: true`.
+    """
     return key.endswith(("_token", "_special_tokens")) and not isinstance(value, int | float)
 
 
@@ -160,10 +175,13 @@ def refuse_specials_in_text(
     encode_batch: Callable[[list[str]], Sequence[np.ndarray]],
     special: Mapping[str, int],
 ) -> None:
-    """Raise FileError if a text that mentions a token of `special` (ids by token) encodes to one.
+    """Raise FileError if a text that contains the name of a special token encodes to one.
+
+    `special` maps the names to ids. A document that mentions `</s>` would otherwise end there.
 
     A tokenizer does so if its vocabulary for text contains the token. The SentencePiece library
-    treats control tokens separately, but not a `tokenizer.json` that was made from such a model.
+    keeps control tokens out of that vocabulary. A `tokenizer.json` that was made from such a model
+    may contain them.
     """
     texts = [f"{before}{token}{after}" for token in special for before, after in _CONTEXTS]
     # A set, since some tokenizers have a thousand special tokens.
@@ -179,10 +197,12 @@ def refuse_specials_in_text(
             )
 
 
-def _contents(value: Any) -> dict:
-    """Return the texts of the tokens in a setting: one, a list of them, or a dictionary by name.
+def _token_texts(value: Any) -> dict:
+    """Return the texts of the special tokens in a setting's value, by name.
 
-    A token is its text, or an object with its text and further settings.
+    The value is a token, a list of tokens, or a dictionary of tokens by name. A token is its text,
+    or an object with its text under `content`. The names are "" for a single token, and the indices
+    of a list. A text is not a string if the file is malformed.
     """
     if isinstance(value, list):
         value = {str(index): token for index, token in enumerate(value)}

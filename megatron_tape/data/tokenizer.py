@@ -47,7 +47,9 @@ _BEGINNING = ("<s>", "<|begin_of_text|>", "<|begin▁of▁sentence|>", "<bos>", 
 _GIVE = "give a .model, a tokenizer.json or their directory"
 _SAVE = "save the tokenizer again"
 _FILE_BYTES = 1 << 29
+"""Maximum size of a tokenizer's file."""
 _TEXTS_AT_ONCE = 1 << 14
+"""Number of texts that `sample` encodes at a time, which limits its memory."""
 _SPACES = str.maketrans({"▁": " ", "Ġ": " ", "Ċ": "\n"})
 """Spaces and line breaks in the tokens of SentencePiece and of tokenizers of bytes."""
 _ADDS_BOS = ("Llama", "CodeLlama", "Gemma")
@@ -110,9 +112,11 @@ class Tokenizer:
         tokens = [self._token(index) or "" for index in range(self.vocab_size)]
         digest = hashlib.sha256(_dump(tokens))
 
+        # The tokens themselves are texts that depend on every merge and score.
         texts = [*FIXED_TEXTS, *(token.translate(_SPACES) for token in tokens)]
         for start in range(0, len(texts), _TEXTS_AT_ONCE):
             for ids in self.encode_batch(texts[start : start + _TEXTS_AT_ONCE]):
+                # With the lengths, so that ids cannot move from one text to the next unnoticed.
                 digest.update(len(ids).to_bytes(8, "little"))
                 digest.update(ids.astype("<i4").tobytes())
         return digest.hexdigest()
@@ -132,12 +136,15 @@ class Tokenizer:
             return self._decode([int(index) for index in ids])
 
     def _token(self, index: int) -> str | None:
+        """Return the token with this id, or None if there is none."""
         raise NotImplementedError
 
     def _encode(self, texts: list[str]) -> list[np.ndarray]:
+        """Implement `encode_batch`. May raise any error of the library."""
         raise NotImplementedError
 
     def _decode(self, ids: list[int]) -> str:
+        """Implement `decode`. May raise any error of the library."""
         raise NotImplementedError
 
 
@@ -205,17 +212,19 @@ def load_run_tokenizer(config: RunConfig) -> Tokenizer | None:
     except (ValueError, OSError) as error:
         raise ConfigError("data.tokenizer", f"cannot be used: {error}") from error
 
-    count = tokenizer.vocab_size
     key = "model.vocab_size"
     size = config.model.vocab_size
-    fix = f"raise it to at least {count}"
+    fix = f"raise it to at least {tokenizer.vocab_size}"
+    # The embeddings above this size are padding.
     if config.model.unpadded_vocab_size is not None:
         key = "model.unpadded_vocab_size"
         size = config.model.unpadded_vocab_size
         fix = "set data.tokenizer to the model's original tokenizer"
-    if count > size:
+    if tokenizer.vocab_size > size:
         raise ConfigError(
-            (key, "data.tokenizer"), f"is {size}, but data.tokenizer {path} has {count} ids", fix
+            (key, "data.tokenizer"),
+            f"is {size}, but data.tokenizer {path} has {tokenizer.vocab_size} ids",
+            fix,
         )
     return tokenizer
 
@@ -234,6 +243,7 @@ def find_files(directory: str | Path, names: Iterable[str] = TOKENIZER_FILES) ->
     for name in existing:
         path = directory / name
         target = path.resolve()
+        # The Hub's cache, whose files are links to models--OWNER--NAME/blobs.
         is_cached = target.parent.name == "blobs" and target.parents[1].name.startswith("models--")
         if not is_cached and not target.is_relative_to(directory.resolve()):
             raise FileError(path, "is a link to a file elsewhere", "replace it with a copy")
@@ -290,6 +300,7 @@ def difference(
 def _read_files(main: Path) -> dict[str, bytes]:
     """Return the contents of a tokenizer's main file and those next to it, by standard name."""
     names: tuple[str, ...] = SIBLINGS
+    # The SentencePiece model that a tokenizer.json was made from, for `same_as`.
     if main.name == TOKENIZER_JSON:
         names += (TOKENIZER_MODEL,)
     paths = {name: main.parent / name for name in find_files(main.parent, names)}
@@ -306,6 +317,8 @@ def _read_files(main: Path) -> dict[str, bytes]:
 
 
 class _SentencePiece(Tokenizer):
+    """A SentencePiece `.model`."""
+
     def __init__(self, files: dict[str, bytes], path: Path):
         import sentencepiece
 
@@ -333,6 +346,8 @@ class _SentencePiece(Tokenizer):
         self.scores = [self._model.get_score(index) for index in pieces]
         if not any(score % 1 for score in self.scores):  # ranks, of a model of another type
             self.scores = None
+
+        # No text may encode to these; only the unknown token stands for text.
         ids = {self.token_to_id(token) for token in self.names.special()}
         ids.discard(self._model.unk_id())
         ids |= {index for index in pieces if self._model.is_control(index)}
@@ -341,13 +356,14 @@ class _SentencePiece(Tokenizer):
         refuse_specials_in_text(path, self.encode_batch, special)
 
     def _piece(self, index: int) -> list[str]:
-        """Return the special piece with this id, if the model has it; -1 means that it has not."""
+        """Return a list of the special piece with this id; empty for -1, if the model has none."""
         if index < 0:
             return []
         return [self._token(index)]
 
     def token_to_id(self, token: str) -> int | None:
         """Return the id of a token, or None if the model has no such piece."""
+        # The library returns the id of the unknown piece then.
         index = self._model.piece_to_id(token)
         if self._token(index) == token:
             return index
@@ -361,6 +377,7 @@ class _SentencePiece(Tokenizer):
         return self._model.id_to_piece(index)
 
     def _encode(self, texts: list[str]) -> list[np.ndarray]:
+        # One thread, since preprocessing already runs one process per core.
         return self._model.encode(texts, out_type="numpy", num_threads=1)
 
     def _decode(self, ids: list[int]) -> str:
@@ -368,11 +385,14 @@ class _SentencePiece(Tokenizer):
 
 
 class _HuggingFace(Tokenizer):
+    """A `tokenizer.json` of the tokenizers library."""
+
     def __init__(self, files: dict[str, bytes], path: Path):
         super().__init__(files, path)
         with library_errors(path, "is not a Hugging Face tokenizer.json"):
             settings = json.loads(files[TOKENIZER_JSON])
             self._load(files[TOKENIZER_JSON])
+            # Ids may have gaps, so they are not counted.
             ids = self._model.get_vocab(with_added_tokens=True).values()
             self.vocab_size = max(ids, default=-1) + 1
         if settings["model"].get("dropout"):
@@ -386,10 +406,12 @@ class _HuggingFace(Tokenizer):
         self.bos = self.names.id_of("bos_token", self._model.token_to_id, _BEGINNING)
         special = self._make_special(settings)
         refuse_specials_in_text(path, self.encode_batch, special)
-        first = self._model.encode("a", add_special_tokens=True).ids[:1]
-        self.prefix = first if first == [self.bos] else []
+        # The post-processor of the file decides whether texts begin with `bos`, so try it.
+        first_ids = self._model.encode("a", add_special_tokens=True).ids[:1]
+        self.prefix = first_ids if first_ids == [self.bos] else []
 
     def _load(self, content: bytes) -> None:
+        """Load the tokenizer from the content of a `tokenizer.json`, and keep that in `files`."""
         import tokenizers
 
         self.files[TOKENIZER_JSON] = content
@@ -401,13 +423,16 @@ class _HuggingFace(Tokenizer):
         self._model.encode_special_tokens = True
 
     def _make_special(self, settings: dict) -> dict[str, int]:
-        """Return the ids of the special tokens. Tokens that the settings files name become special.
+        """Return the ids of the special tokens by token.
 
-        The unknown token is not one of them, unless it also begins or ends documents.
+        An added token that the settings files name becomes special. The unknown token is not
+        special, unless it also begins or ends documents. `settings` is the parsed `tokenizer.json`,
+        which this changes.
         """
         begin_and_end = [i for i in (self.eod, self.bos) if i is not None]
         tokens = self.names.special() | {self._token(i) for i in begin_and_end}
         added = settings.get("added_tokens") or ()
+        # The library would find an added token in text unless it is marked as special.
         ordinary = [t for t in added if t["content"] in tokens and not t.get("special")]
         for token in ordinary:
             token["special"] = True
@@ -415,6 +440,7 @@ class _HuggingFace(Tokenizer):
             self._load(_dump(settings))
         tokens |= {token["content"] for token in added if token.get("special")}
 
+        # Models of type Unigram have the id of the unknown token, others its text.
         model = settings["model"]
         unknown = model.get("unk_id")
         if model.get("unk_token") is not None:
@@ -437,7 +463,7 @@ class _HuggingFace(Tokenizer):
             if (model.vocab_size, model.eod) != (self.vocab_size, self.eod):
                 return None
             text = find_difference(model.encode, self.encode, trial_texts(), model.scores)
-        except FileError:
+        except FileError:  # an unusable model next to a good tokenizer.json does no harm
             return None
         if text is None:
             return model.digest
@@ -459,18 +485,20 @@ class _HuggingFace(Tokenizer):
 def _digest(content: bytes) -> str:
     """Return the sha256 of the parts of a `tokenizer.json` that determine token ids.
 
-    A large file takes a second.
+    Results are kept, since a large file takes a second.
     """
     import tokenizers
 
     # Normalize with the library, since files may or may not contain defaults.
     settings = json.loads(tokenizers.Tokenizer.from_buffer(content).to_str())
     model = settings["model"]
+    # The empty string and null mean the same.
     for name in ("continuing_subword_prefix", "end_of_word_suffix"):
         model[name] = model.get(name) or None
     if model["type"] == "Unigram":
         # Reading and writing a file changes the last digit of some scores.
         model["vocab"] = [[piece, float(f"{score:.10g}")] for piece, score in model["vocab"]]
+    # Of special tokens, only ids and texts matter, since no text encodes to them.
     added = settings["added_tokens"]
     ordinary = [token for token in added if not token["special"]]
     special = [[token["id"], token["content"]] for token in added if token["special"]]
@@ -479,11 +507,16 @@ def _digest(content: bytes) -> str:
 
 
 def _dump(value: Any, **options: Any) -> bytes:
+    """Return `value` as JSON. `options` are those of `json.dumps`."""
+    # Tokens of bytes may contain lone surrogates.
     return json.dumps(value, ensure_ascii=False, **options).encode("utf-8", "surrogatepass")
 
 
 def _without_null(value: Any) -> Any:
-    """Remove nulls, such as settings that later versions of the library add."""
+    """Return a JSON value without nulls, such as settings that later versions of the library add.
+
+    They would change the digest.
+    """
     if isinstance(value, dict):
         return {key: _without_null(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

@@ -53,7 +53,10 @@ tokenizers differ.
 
 
 def trial_texts() -> list[str]:
-    """Return texts from Python's standard library, and a text that is difficult for tokenizers."""
+    """Return texts from Python's standard library, and a text that is difficult for tokenizers.
+
+    Installations without the sources give fewer texts.
+    """
     library = Path(sysconfig.get_path("stdlib"))
     paths = [library / f"{module}.py" for module in _MODULES]
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in paths if path.is_file()]
@@ -61,28 +64,29 @@ def trial_texts() -> list[str]:
 
 
 def find_difference(
-    expected: Callable[[str], Sequence[int]],
-    found: Callable[[str], Sequence[int]],
+    encode: Callable[[str], Sequence[int]],
+    other_encode: Callable[[str], Sequence[int]],
     texts: Sequence[str],
     scores: Sequence[float] | None = None,
 ) -> str | None:
     """Return a text, or one of its lines, that two tokenizers encode differently, or None.
 
-    `expected` and `found` return the ids of a text. A unigram model (with `scores` by id) may have
-    several equally likely segmentations, for example of a line of dashes. SentencePiece chooses
-    arbitrarily among them, so any of them is accepted.
+    `encode` and `other_encode` return the ids of a text. A unigram model (with `scores` by id) may
+    have several equally likely segmentations, for example of a line of dashes. SentencePiece
+    chooses arbitrarily among them, so segmentations with equal sums of scores do not differ.
     """
 
     def differs(text: str) -> bool:
-        ours = list(expected(text))
-        theirs = list(found(text))
-        if ours == theirs:
+        ids = list(encode(text))
+        other_ids = list(other_encode(text))
+        if ids == other_ids:
             return False
-        if not scores or max([*ours, *theirs], default=0) >= len(scores):
+        # Added tokens have no score.
+        if not scores or max([*ids, *other_ids], default=0) >= len(scores):
             return True
-        return not math.isclose(
-            *(sum(scores[i] for i in ids) for ids in (ours, theirs)), rel_tol=1e-6
-        )
+        score = sum(scores[i] for i in ids)
+        return not math.isclose(score, sum(scores[i] for i in other_ids), rel_tol=1e-6)
 
     text = next(filter(differs, texts), None)
+    # A short line is a better example, unless only the whole text differs.
     return text and next(filter(differs, text.splitlines()), text)
