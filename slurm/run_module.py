@@ -16,7 +16,9 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 def main():
     """Run the module that the first argument names with the other arguments."""
+    # Python has put the directory of this file there.
     sys.path[0] = ROOT
+    # The module then sees only its own arguments.
     module = sys.argv.pop(1)
 
     # Not every cluster's default Python is as new as this project needs.
@@ -28,6 +30,7 @@ def main():
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except ModuleNotFoundError as error:
+        # A missing submodule, or a module of this repository, is a bug, not a missing package.
         is_package = (
             error.name
             and "." not in error.name
@@ -44,7 +47,7 @@ def main():
 
 
 def refuse(problem, fix):
-    """Exit with a sentence about the Python that runs this file."""
+    """Exit with status 1 and a sentence: what is wrong with the Python that runs this file."""
     python = sys.executable
     container = os.environ.get("TAPE_CONTAINER")
     if container:

@@ -25,6 +25,7 @@ def main() -> None:
     """Parse the settings, check the datasets and build their index."""
     config = parse_run_config(None, __doc__)
     check(config, Level.FILES)
+    # A run that continues a checkpoint uses the tokenizer saved with it.
     config = with_saved_tokenizer(config, check_start(config))
     check_datasets(config)
     if config.data.source in SAMPLE_SOURCES:
@@ -33,11 +34,12 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     for noisy in ("DeepSpeed", "megatron", "torch"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    # It warns that Transformer Engine and Apex are missing.
+    # Megatron warns that Transformer Engine and Apex are missing.
     warnings.filterwarnings("ignore", module="megatron")
     # Use the CPU even if there is a GPU.
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     command_line.log("loading torch and megatron-core")
+    # Imported here, since torch reads these variables and takes seconds to load.
     from megatron_tape.data.batches import build_batches
     from megatron_tape.parallel.layout import initialize_distributed
 

@@ -23,7 +23,11 @@ def main() -> None:
 
 
 def to_hf(output: str, adapter: bool, **options) -> None:
-    """Export a checkpoint of this project as a Hugging Face model, or as an adapter for peft."""
+    """Export a checkpoint of this project as a Hugging Face model, or as an adapter for peft.
+
+    `options` are the other options of the command line.
+    """
+    # The functions import torch only when they run, so that --help is fast.
     if adapter:
         from megatron_tape.huggingface.export.to_peft import export_adapter
 
@@ -54,22 +58,24 @@ def parser() -> argparse.ArgumentParser:
     result = command_line.Parser(description=__doc__)
     directions = result.add_subparsers(required=True, metavar="DIRECTION")
 
-    def add(name: str, convert: Callable, what: str, add_options: Callable) -> None:
-        direction = directions.add_parser(name, help=what, description=f"Convert {what}.")
+    def add(name: str, convert: Callable, conversion: str, add_options: Callable) -> None:
+        direction = directions.add_parser(
+            name, help=conversion, description=f"Convert {conversion}."
+        )
         direction.set_defaults(convert=convert)
         add_options(direction.add_argument)
 
-    what = "a checkpoint of this project to a Hugging Face model"
-    add("to-hf", to_hf, what, add_export)
-    what = "a model of the Llama family, or an export, to a checkpoint of this project"
-    add("from-hf", from_hf, what, add_import)
-    what = "a checkpoint of the TAPE authors' code to one of this project"
-    add("from-released", from_released, what, add_released)
+    conversion = "a checkpoint of this project to a Hugging Face model"
+    add("to-hf", to_hf, conversion, add_export)
+    conversion = "a model of the Llama family, or an export, to a checkpoint of this project"
+    add("from-hf", from_hf, conversion, add_import)
+    conversion = "a checkpoint of the TAPE authors' code to one of this project"
+    add("from-released", from_released, conversion, add_released)
     return result
 
 
 def add_export(add: Callable) -> None:
-    """Add the options of to-hf."""
+    """Add the options of to-hf. `add` is the method `add_argument` of the subcommand's parser."""
     add(
         "--checkpoint",
         required=True,
@@ -110,13 +116,19 @@ def add_export(add: Callable) -> None:
 
 def add_import(add: Callable) -> None:
     """Add the options of from-hf."""
-    model = "directory with config.json, weights and tokenizer, as transformers saves them"
-    add("--model", required=True, metavar="DIR", help=model)
-    name = (
-        "the model's name on the Hugging Face Hub, for the model cards of exports (default: for an"
-        " export, the name in its card)"
+    add(
+        "--model",
+        required=True,
+        metavar="DIR",
+        help="directory with config.json, weights and tokenizer, as transformers saves them",
     )
-    add("--base-model", type=str, metavar="OWNER/NAME", help=name)
+    add(
+        "--base-model",
+        type=str,
+        metavar="OWNER/NAME",
+        help="the model's name on the Hugging Face Hub, for the model cards of exports (default:"
+        " for an export, the name in its card)",
+    )
     add_checkpoint(add)
     add(
         "--position-encoding",

@@ -10,7 +10,7 @@ prompts.
 import argparse
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,8 @@ def main() -> None:
 
 
 def _check_numbers(arguments: argparse.Namespace) -> None:
-    if not arguments.temperature >= 0:
+    """Raise UserError if an option with a number is out of bounds."""
+    if not arguments.temperature >= 0:  # also true for NaN
         raise UserError("--temperature", f"is {arguments.temperature}", "give at least 0")
     if not 0 < arguments.top_p <= 1:
         raise UserError("--top-p", f"is {arguments.top_p}", "give a number above 0 and at most 1")
@@ -61,13 +62,14 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
             f"is {arguments.top_p}, but --temperature 0 always chooses the most likely token",
             "set --temperature above 0, or omit --top-p",
         )
-    if not 0 <= arguments.seed < 2**32:
+    if not 0 <= arguments.seed < 2**32:  # NumPy's limit
         raise UserError("--seed", f"is {arguments.seed}", "give a whole number from 0 to 2**32 - 1")
 
 
 def read_prompts(texts: list[str], file: Path | None) -> list[str]:
-    """Return the prompts `texts`, then the lines of `file`. Raises UserError if there are none, or
-    if one is empty.
+    """Return the prompts `texts`, then the lines of `file`.
+
+    Raises UserError if there are none, or if one is empty.
     """
     prompts = list(texts)
     if file is not None:
@@ -90,8 +92,9 @@ def read_prompts(texts: list[str], file: Path | None) -> list[str]:
 
 @contextlib.contextmanager
 def _in_transformers_format(source: ModelSource) -> Iterator[Path]:
-    """Yield the model's directory in transformers' format; a checkpoint is exported to a temporary
-    directory.
+    """Yield a directory with the model in transformers' format.
+
+    A checkpoint is exported to a temporary directory.
     """
     if not source.is_checkpoint:
         yield source.path
@@ -104,60 +107,73 @@ def _in_transformers_format(source: ModelSource) -> Iterator[Path]:
 def continuations(
     arguments: argparse.Namespace, prompts: list[str], source: ModelSource, directory: Path
 ) -> Iterator[str]:
-    """Yield the text that the model in `directory` adds to each prompt. Checks all prompts before
-    it loads weights.
+    """Yield the text that the model in `directory` adds to each prompt.
+
+    `arguments` are those of the command line. Checks all prompts before it loads weights. Raises
+    FileError if the model cannot be loaded, and UserError for a prompt that is too long.
     """
     import transformers
 
-    def load(read):
+    def load_with(from_pretrained: Callable[..., Any]) -> Any:
         try:
-            return read(str(directory), trust_remote_code=source.needs_trust)
+            return from_pretrained(str(directory), trust_remote_code=source.needs_trust)
         except Exception as error:  # any error of the libraries below, often with many lines
             raise FileError(arguments.model, f"cannot be loaded: {one_line(error)}") from None
 
-    tokenizer = load(read_tokenizer)
+    tokenizer = load_with(read_tokenizer)
     encoded = []
     counts = []
     for number, prompt in enumerate(prompts, 1):
-        ids = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-        length = ids["input_ids"].shape[1]
-        encoded.append(ids)
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        length = inputs["input_ids"].shape[1]
+        encoded.append(inputs)
         counts.append(
             _new_tokens(number, length, arguments.max_new_tokens, source.info.trained_length)
         )
 
     with command_line.step(f"loading {arguments.model}"):
-        model = load(transformers.AutoModelForCausalLM.from_pretrained)
-    # The model's generation settings, and transformers' defaults, may suppress or penalize tokens.
-    settings: dict[str, Any] = {"do_sample": False}
-    if arguments.temperature:
-        settings = {
-            "do_sample": True,
-            "temperature": arguments.temperature,
-            "top_k": 0,
-            "top_p": arguments.top_p,
-        }
-    for name in SPECIAL_IDS:
-        settings[name] = getattr(model.generation_config, name)
-    model.generation_config = transformers.GenerationConfig(**settings)
+        model = load_with(transformers.AutoModelForCausalLM.from_pretrained)
+    model.generation_config = transformers.GenerationConfig(
+        **_sampling(arguments),
+        **{name: getattr(model.generation_config, name) for name in SPECIAL_IDS},
+    )
 
     # One by one, since a model with padding computes slightly different logits, and some encodings
     # count padding.
-    for number, (ids, count) in enumerate(zip(encoded, counts), 1):
+    for number, (inputs, count) in enumerate(zip(encoded, counts), 1):
+        # Anew for each prompt, so that its continuation does not depend on the others.
         transformers.set_seed(arguments.seed)
         with command_line.step(f"continuing prompt {number}"):
-            output = model.generate(**ids, max_new_tokens=count)
+            output = model.generate(**inputs, max_new_tokens=count)
         # Decoding only the new tokens would drop the space before the first word with some
         # tokenizers.
-        length = ids["input_ids"].shape[1]
+        length = inputs["input_ids"].shape[1]
         before = tokenizer.decode(output[0, :length], skip_special_tokens=True)
         whole = tokenizer.decode(output[0], skip_special_tokens=True)
         yield whole.removeprefix(before)
 
 
-def _new_tokens(number: int, length: int, most: int, context: int | None) -> int:
-    """Return how many tokens to add to prompt `number` of `length` tokens: `most`, or fewer if they
-    exceed the context.
+def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of transformers that choose each next token.
+
+    They replace those of the model, which may suppress or penalize tokens.
+    """
+    if not arguments.temperature:
+        return {"do_sample": False}
+    return {
+        "do_sample": True,
+        "temperature": arguments.temperature,
+        "top_k": 0,  # no limit; transformers' default is 50
+        "top_p": arguments.top_p,
+    }
+
+
+def _new_tokens(number: int, length: int, maximum: int, context: int | None) -> int:
+    """Return how many tokens to add to prompt `number`, which has `length` tokens.
+
+    That is `maximum`, or fewer if they exceed the context. `context` is the length that the model
+    was trained on, or None if it is unknown. Raises UserError if the prompt is empty or fills the
+    context.
     """
     if length == 0:
         raise UserError(
@@ -165,8 +181,8 @@ def _new_tokens(number: int, length: int, most: int, context: int | None) -> int
             "encodes to no tokens with the model's tokenizer",
             "give some text to continue",
         )
-    if context is None or length + most <= context:
-        return most
+    if context is None or length + maximum <= context:
+        return maximum
     room = context - length
     if room <= 0:
         raise UserError(

@@ -56,14 +56,14 @@ def describe(
             "write the dataset again with tools/preprocess_data.py, or check --tokenizer",
         )
 
-    made_with = "unknown"
+    tokenizer_line = "unknown"
     if origin is not None:
-        made_with = describe_tokenizer(origin)
+        tokenizer_line = describe_tokenizer(origin)
     lengths = dataset.document_lengths()
     print(f"documents  {len(dataset):,}")
     print(f"tokens     {len(dataset.tokens):,}")
     print(f"dtype      {dataset.dtype.name}")
-    print(f"tokenizer  {made_with}")
+    print(f"tokenizer  {tokenizer_line}")
     if len(lengths):
         print(
             f"length     min {lengths.min():,}, median {np.median(lengths):,.0f}, mean"
@@ -98,7 +98,7 @@ def histogram(lengths: np.ndarray) -> str:
     """Return a table of the numbers of documents and tokens by document length."""
     if not len(lengths):
         return "no documents\n"
-    # 0 for an empty document, else k for lengths from 2 ** (k - 1) to below 2 ** k
+    # The bin is 0 for an empty document, else k for lengths from 2 ** (k - 1) to below 2 ** k.
     _, bins = np.frexp(lengths)
     documents = np.bincount(bins)
     tokens = np.bincount(bins, weights=lengths)
@@ -108,6 +108,7 @@ def histogram(lengths: np.ndarray) -> str:
         if k == 0:
             bounds = "0"
         share = 100 * tokens[k] / max(1, tokens.sum())
+        # The bar has one # for two percent of the tokens.
         lines.append(
             f"{bounds:>24}  {documents[k]:>10,} {100 * documents[k] / len(lengths):5.1f} %  "
             f"{tokens[k]:>15,.0f} {share:5.1f} %  {'#' * round(share / 2)}"

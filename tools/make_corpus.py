@@ -31,11 +31,13 @@ from megatron_tape.io.files import atomic_output
 from megatron_tape.text import counted
 
 _EXCLUDED = {"site-packages", "dist-packages", "__pycache__"}
+"""Folders that are skipped: installed packages, and compiled files."""
 
 
 def main() -> None:
     """Parse the command line and write the corpus."""
     arguments = parser().parse_args()
+    # Opened first, so that an existing output is refused before anything is read.
     with atomic_output(arguments.output, overwrite=arguments.overwrite) as file:
         limit = arguments.max_document_bytes
         problems = Problems()
@@ -70,6 +72,7 @@ def standard_library(seed: int | None = None) -> Iterator[dict[str, str]]:
     They are sorted by path, or shuffled with the seed.
     """
     root = Path(sysconfig.get_path("stdlib"))
+    # The order depends only on relative paths, not on where Python is installed.
     files = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
     for name in _in_order(files, seed):
         if _EXCLUDED.isdisjoint(name.split("/")) and (text := _source(files[name])):
@@ -89,12 +92,15 @@ def folders(
         raise FileError(root, "is not a directory", "give the folder with the files")
 
     files = {}
-    for place, below, names in os.walk(root, onerror=_raise):
-        below[:] = [name for name in below if not name.startswith(".") and name not in _EXCLUDED]
-        paths = [Path(place, name) for name in sorted(names) if name.endswith(tuple(suffixes))]
-        paths = [path for path in paths if path.is_file()]
+    for folder, subfolders, names in os.walk(root, onerror=_raise):
+        # os.walk enters only the folders that are left in its list.
+        subfolders[:] = [
+            name for name in subfolders if not name.startswith(".") and name not in _EXCLUDED
+        ]
+        paths = [Path(folder, name) for name in sorted(names) if name.endswith(tuple(suffixes))]
+        paths = [path for path in paths if path.is_file()]  # not pipes, or broken links
         if paths:
-            files[Path(place).relative_to(root).as_posix()] = paths
+            files[Path(folder).relative_to(root).as_posix()] = paths
 
     if not files:
         raise FileError(
@@ -117,10 +123,12 @@ def folders(
 
 
 def _raise(error: OSError) -> None:
+    """Raise an error that `os.walk` would ignore."""
     raise error
 
 
 def _in_order(names: Iterable[str], seed: int | None) -> list[str]:
+    """Return the names sorted, or shuffled with the seed."""
     ordered = sorted(names)
     if seed is not None:
         random.Random(seed).shuffle(ordered)
@@ -132,6 +140,7 @@ def _source(path: Path) -> str | None:
     raw = path.read_bytes()
     encoding = "utf-8-sig"
     try:
+        # A Python file may declare another encoding in its first lines.
         if path.suffix == ".py":
             encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
         return raw.decode(encoding)

@@ -33,9 +33,9 @@ def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool) -> None:
     """Write the datasets, one after the other, to `output_prefix`.
 
     The origin of the result records their common tokenizer. Raises FileError if a dataset is
-    damaged, if its tokenizer or dtype differs from that of the first one, or if all
-    are empty.
+    damaged, if its tokenizer or dtype differs from that of the first one, or if all are empty.
     """
+    # Without an expected tokenizer, the datasets are compared with the first one that records its.
     origins = check_tokenizer(prefixes, None, "")
     warning = unknown_tokenizers(origins, "the same as for the others")
     if warning is not None:

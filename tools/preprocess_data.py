@@ -62,6 +62,7 @@ def main() -> None:
 
     prefix = arguments.output_prefix
     overwrite = arguments.overwrite
+    # From here on, only this part and its files.
     if arguments.part is not None:
         prefix = prefix_of_part(prefix, *arguments.part)
         paths = files_of_part(paths, *arguments.part)
@@ -76,11 +77,7 @@ def main() -> None:
         check_revisions(arguments.output_prefix, paths)
 
     if arguments.part is not None and not overwrite:
-        if dataset_paths(prefix)[1].exists():
-            existing: Any = read_origin(prefix) or {}
-            if {**existing, "files": None} != {**origin, "files": None}:
-                problem = "was made from other files, or with another tokenizer or other options"
-                raise FileError(prefix, problem, "remove it, or pass --overwrite for all parts")
+        if is_complete(prefix, origin):
             command_line.log(f"{prefix} is complete already; nothing to do")
             return
         overwrite = True  # replaces the files of a killed process
@@ -88,6 +85,7 @@ def main() -> None:
         refuse_existing(*dataset_paths(prefix))  # before the download
     if not arguments.streaming and not arguments.check:
         hub.download(paths)
+    # With --on-error skip, a file without the key is skipped like any bad document.
     if arguments.on_error == "stop":
         check_text_keys(paths, arguments.text_key)
     if arguments.check:
@@ -121,9 +119,24 @@ def make_encoding(arguments: argparse.Namespace) -> Encoding:
     )
 
 
+def is_complete(prefix: str, origin: dict[str, Any]) -> bool:
+    """Return whether a part exists. `origin` is what it must have been made from.
+
+    Raises FileError if it was made from something else.
+    """
+    if not dataset_paths(prefix)[1].exists():
+        return False
+    existing: Any = read_origin(prefix) or {}
+    # `files`, the fingerprints of the dataset itself, are not known before it is written.
+    if {**existing, "files": None} != {**origin, "files": None}:
+        problem = "was made from other files, or with another tokenizer or other options"
+        raise FileError(prefix, problem, "remove it, or pass --overwrite for all parts")
+    return True
+
+
 def version(path: str) -> list[int] | None:
     """Return the size and time of a file, which change when it is replaced; None on the Hub."""
-    if hub.is_remote(path):
+    if hub.is_remote(path):  # its name contains the commit
         return None
     status = os.stat(path)
     return [status.st_size, status.st_mtime_ns]
@@ -132,7 +145,7 @@ def version(path: str) -> list[int] | None:
 def prefix_of_part(prefix: str, index: int, count: int) -> str:
     """Return the prefix of part `index` of `count`.
 
-    Raises FileError if parts with another count exist.
+    Raises FileError if parts with another count exist, since their files overlap.
     """
     for path in parts_of(prefix):
         if not path.endswith(f"-of-{count:05}.idx"):
@@ -148,7 +161,10 @@ def parts_of(prefix: str) -> list[str]:
 
 
 def files_of_part(paths: list[str], index: int, count: int) -> list[str]:
-    """Return every `count`-th file, from number `index` on."""
+    """Return every `count`-th file, from number `index` on.
+
+    Raises ConfigError if there are more parts than files.
+    """
     if count > len(paths):
         problem = f"is {index}/{count}, but --input names only {len(paths):,} files"
         raise ConfigError("--part", problem, "use fewer parts: a file is never split")
@@ -165,6 +181,7 @@ def check_revisions(prefix: str, paths: list[str]) -> None:
         if origin is None or "source" not in origin:
             continue
         for name, commit in hub.revisions(origin["source"]["inputs"]).items():
+            # A dataset that only the other part reads may have any revision.
             if commits.get(name, commit) != commit:
                 raise FileError(
                     path,
@@ -202,7 +219,7 @@ def write(
     problems = Problems()
     text_bytes = 0
 
-    def speed(seconds: float) -> str:
+    def summary(seconds: float) -> str:
         return (
             f"{counted(writer.documents, 'document')}, {writer.tokens:,} tokens,"
             f" {text_bytes / 1e6:,.1f} MB of text, {text_bytes / 1e6 / seconds:.1f} MB/s"
@@ -213,12 +230,14 @@ def write(
     try:
         with contextlib.closing(chunks):
             for chunk in chunks:
+                # Chunks are in the order of the files, so all files before this one are complete.
                 number = paths.index(chunk.path, writer.complete)
                 if number > writer.complete:
                     writer.mark(number)
                 if arguments.on_error == "stop":
                     refuse_problem(chunk.problems, arguments.max_document_bytes)
                 problems.merge(chunk.problems)
+
                 lengths = chunk.lengths
                 if arguments.max_documents is not None:
                     lengths = lengths[: arguments.max_documents - writer.documents]
@@ -227,17 +246,17 @@ def write(
                 text_bytes += chunk.text_bytes
                 if writer.documents == arguments.max_documents:
                     break
-                progress.update(chunk.position, speed)
+                progress.update(chunk.position, summary)
     finally:
         progress.end()
-        # The run that continues an interrupted one reports only its own.
+        # The run that continues an interrupted one reports only the bad documents of its own files.
         for line in problems.report():
             command_line.log(line)
-    return f"{speed(progress.seconds)}, {progress.seconds:.1f} s"
+    return f"{summary(progress.seconds)}, {progress.seconds:.1f} s"
 
 
 def refuse_problem(problems: Problems, max_document_bytes: int) -> None:
-    """Raise FileError about the first bad document, if there is one."""
+    """Raise FileError about the first bad document in `problems`, if there is one."""
     bad = problems.first()
     if bad is None:
         return
@@ -249,7 +268,7 @@ def refuse_problem(problems: Problems, max_document_bytes: int) -> None:
 
 
 def part(text: str) -> tuple[int, int]:
-    """Parse the option I/N, such as 3/8, into (I, N)."""
+    """Parse the option --part, I/N, into (I, N). Raises ArgumentTypeError unless 0 <= I < N."""
     match = re.fullmatch("([0-9]{1,5})/([0-9]{1,5})", text)
     if not match or int(match[1]) >= int(match[2]):
         problem = f"{text[:40]!r} is not I/N with I from 0 to N - 1, such as 0/8"

@@ -25,14 +25,15 @@ from megatron_tape.errors import ConfigError
 from megatron_tape.io.files import atomic_output
 from megatron_tape.text import counted
 
-# SentencePiece drops long sentences, so the texts are split.
 _SENTENCE_CHARACTERS = 1000
+"""Maximum length of the pieces into which texts are split: SentencePiece drops long sentences."""
 
 
 def main() -> None:
     """Parse the command line, train a tokenizer and write its model."""
     arguments = parser().parse_args()
     paths = find_inputs(arguments.input, arguments)
+    # Opened first, so that an existing output is refused before anything is downloaded.
     with atomic_output(arguments.output, overwrite=arguments.overwrite) as file:
         if not arguments.streaming:
             hub.download(paths)
@@ -63,6 +64,7 @@ def sample_texts(documents: Iterable[tuple[str, int]], max_bytes: int, seed: int
     """
     draw = random.Random(seed)
     progress = command_line.Progress(None)
+    # A heap with the largest number first: `heapq` pops the smallest, so numbers are negative.
     sample = []
     size = 0
     # A document whose number exceeds that of one already dropped cannot be among the smallest.
@@ -70,8 +72,9 @@ def sample_texts(documents: Iterable[tuple[str, int]], max_bytes: int, seed: int
     for order, (text, position) in enumerate(documents):
         length = len(text.encode("utf-8"))
         if length > max_bytes:
-            text = text[: max_bytes // 4]
+            text = text[: max_bytes // 4]  # a character has at most 4 bytes
             length = len(text.encode("utf-8"))
+        # Drawn even for a document that is dropped, so that numbers depend only on the order.
         number = draw.random()
         if number < limit:
             heapq.heappush(sample, (-number, order, length, text))
@@ -87,6 +90,7 @@ def sample_texts(documents: Iterable[tuple[str, int]], max_bytes: int, seed: int
 
 def sentences(texts: list[str]) -> Iterator[str]:
     """Split texts into pieces of at most `_SENTENCE_CHARACTERS`, after a newline if possible."""
+    # As many characters as possible that end in a newline, or else as many as possible.
     pattern = re.compile(
         rf"(?s:.{{1,{_SENTENCE_CHARACTERS}}}(?<=\n)|.{{1,{_SENTENCE_CHARACTERS}}})"
     )
@@ -108,22 +112,26 @@ def train(texts: list[str], vocab_size: int, model_type: str = "bpe") -> bytes:
             model_writer=model,
             model_type=model_type,
             vocab_size=vocab_size,
-            max_sentence_length=4 * _SENTENCE_CHARACTERS,
+            max_sentence_length=4 * _SENTENCE_CHARACTERS,  # in bytes
+            # Rare characters become bytes instead of pieces.
             byte_fallback=True,
             character_coverage=0.9995,
+            # By default, SentencePiece changes characters and spaces, and adds a space.
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
             add_dummy_prefix=False,
+            # Pieces of several spaces, for indented source code.
             allow_whitespace_only_pieces=True,
             pad_id=0,
             unk_id=1,
             bos_id=2,
             eos_id=3,
-            minloglevel=2,
+            minloglevel=2,  # errors only
         )
-    # ValueError for numbers that it cannot hold
+    # A ValueError is raised for numbers that SentencePiece cannot hold.
     except (RuntimeError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())
+        # The message for a small text names the maximum.
         maximum = re.search("set it to a value <= ([0-9]+)", reason)
         problem = f"is {vocab_size}, which SentencePiece refuses: {reason}"
         fix = "choose another size"
