@@ -238,10 +238,7 @@ def _option_row(action: argparse.Action) -> tuple[str, str]:
     return f"`{name}`".replace("|", "\\|"), _cell(meaning)
 
 
-GENERATED = {
-    "reference/settings.md": settings_page,
-    "reference/programs.md": programs_page,
-}
+GENERATED = {"reference/settings.md": settings_page, "reference/programs.md": programs_page}
 """Functions that return the pages that exist only in the site, by the path of the page in docs/."""
 
 

@@ -13,6 +13,7 @@ def exit_on_ctrl_c() -> None:
     def report(kind, error, trace):
         if not issubclass(kind, KeyboardInterrupt):
             return default(kind, error, trace)
+        # A launcher sends Ctrl-C to all ranks; one sentence is enough.
         if os.environ.get("RANK", "0") == "0":
             print("error: ended by Ctrl-C", file=sys.stderr, flush=True)
         sys.exit(130)

@@ -75,7 +75,9 @@ was not found, an unknown option of srun, or an error of the container.
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the subcommand `check`, `chain`, `begin` or `decide`."""
+    """Run the subcommand `check`, `chain`, `begin` or `decide`, which the module's docstring
+    describes.
+    """
     parser = command_line.Parser(prog="python -m pretrain.attempt", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
     arguments = {"nargs": "*", "type": str, "help": "after --: RECIPE --section.key value ..."}
@@ -120,10 +122,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def check_job(arguments: list[str], module: str | None) -> None:
-    """Validate the arguments of `module` before a job is submitted; None skips the check that the
-    recipe is for it.
+    """Validate the arguments of the program `module` before a job is submitted.
 
-    Raises ConfigError for invalid settings, also if they do not fit the model that the run extends.
+    If `module` is None, the recipe may be for any program. Raises ConfigError for invalid settings,
+    also if they do not fit the model that the run extends.
     """
     config = parse_run_config(arguments)
     extends = None if module is None else module == EXTENDING
@@ -134,11 +136,11 @@ def check_job(arguments: list[str], module: str | None) -> None:
 
 
 def check_chain(arguments: list[str], scratch: str) -> list[str]:
-    """Validate a run, its extension and the evaluation; return the directories of the run and of
-    its extension.
+    """Validate a run, its extension and the evaluation of the last model.
 
-    `arguments` is RECIPE ... [--extend RECIPE ...] [--evaluate TASK ...]. Raises ConfigError for
-    invalid settings.
+    `arguments` is RECIPE ... [--extend RECIPE ...] [--evaluate TASK ...]. Returns the directory of
+    the run and, if there is an extension, that of the extension. Raises ConfigError for invalid
+    settings.
     """
     training, evaluation = _split(arguments, "--evaluate")
     pretraining, extension = _split(training, "--extend")
@@ -147,6 +149,7 @@ def check_chain(arguments: list[str], scratch: str) -> list[str]:
     check(first, Level.FILES, extends=False)
     directories = [first.logging.directory]
     if extension:
+        # The model that the first run will save; nothing of it exists yet.
         base = Base.made_by(first)
         last = parse_run_config(_arguments(extension, scratch), base=base)
         check(last, Level.FILES, extends=True, base=base)
@@ -163,7 +166,7 @@ def check_chain(arguments: list[str], scratch: str) -> list[str]:
 
 
 def _split(arguments: list[str], option: str) -> tuple[list[str], list[str]]:
-    """Return the arguments before and after `option`."""
+    """Return the arguments before and after `option`; none after it if it is not given."""
     if option not in arguments:
         return arguments, []
     position = arguments.index(option)
@@ -171,9 +174,13 @@ def _split(arguments: list[str], option: str) -> tuple[list[str], list[str]]:
 
 
 def begin(options: argparse.Namespace) -> None:
-    """Create the next attempt for a job and print its shell variables. Raises ConfigError if it
-    must not start.
+    """Create the next attempt for a job and print its shell variables.
+
+    Raises ConfigError if the attempt must not start: the settings are invalid, another job uses the
+    run's directory, or the job crashes again and again.
     """
+    # A requeued job continues with its first configuration, even if the recipe has changed. A job
+    # that was requeued before it copied that configuration begins anew.
     copied_config = options.job_link.resolve() / "config.yaml"
     requeued = options.requeued and copied_config.is_file()
     if requeued:
@@ -184,7 +191,6 @@ def begin(options: argparse.Namespace) -> None:
     checkpoints = config.checkpoint.directory
 
     step = checkpointed_step(checkpoints)
-
     attempts = read_attempts(run)
     earlier = [attempt for attempt in attempts if attempt.facts.get("job") == options.job]
     resume = resolve_resume(config.checkpoint.resume, checkpoints)
@@ -197,8 +203,8 @@ def begin(options: argparse.Namespace) -> None:
         if path is not None:
             Path(path).mkdir(parents=True, exist_ok=True)
 
+    # After the settings, since it asks Slurm.
     _refuse_other_job(run, attempts, options.job)
-
     # Only a requeued job can be in a crash loop. A new job may always start, since a user has
     # submitted it.
     if requeued and earlier:
@@ -207,6 +213,7 @@ def begin(options: argparse.Namespace) -> None:
                 "logging.directory",
                 f"is {run}, where {loop}; the last attempt: {last_error(earlier[-1])}",
             )
+        # The job was killed before it could judge its attempt, so its log lacks the reason.
         if earlier[-1].verdict is None:
             command_line.log(f"attempt {earlier[-1].number}: {last_error(earlier[-1])}")
 
@@ -245,15 +252,16 @@ def begin(options: argparse.Namespace) -> None:
 
 
 def judge(run: Path, checkpoints: str, number: int, exit_status: int = 0) -> None:
-    """Print and record the verdict on an ended attempt (see `decide`), and the traceback if it is
-    `stop`.
+    """Print and record the verdict on attempt `number`, which has ended (see `decide`).
 
-    `exit_status` is that of srun. Some show that the processes of the attempt did not start.
+    After the verdict `stop`, also print the traceback. `exit_status` is that of srun; those in
+    NOT_STARTED show that the processes did not start.
     """
     if exit_status in NOT_STARTED:
         _record_missing_start(run, checkpoints, number)
     verdict, reason = decide(run, checkpoints, number, exit_status)
     attempt = next(record for record in read_attempts(run) if record.number == number)
+    # The Slurm script reads one line, so the reason must not contain line breaks.
     print(f"{verdict} {' '.join(reason.split())}")
     if verdict == "again" and (bad := nodes_to_exclude(attempt)):
         print(f"exclude {','.join(bad)}")
@@ -270,10 +278,10 @@ def judge(run: Path, checkpoints: str, number: int, exit_status: int = 0) -> Non
 
 
 def _record_missing_start(run: Path, checkpoints: str, number: int) -> None:
-    """Record that the processes of an attempt did not start, unless one of them has recorded its
-    end or a heartbeat.
+    """Record that the processes of an attempt did not start.
 
-    A process that runs may also end with a status of those that show a missing start, such as 255.
+    Does nothing if one of them has recorded its end or a heartbeat: a process that has started may
+    also end with a status in NOT_STARTED, such as 255.
     """
     for attempt in read_attempts(run):
         if attempt.number == number and attempt.outcome is None and not attempt.heartbeat:
@@ -284,8 +292,9 @@ def _record_missing_start(run: Path, checkpoints: str, number: int) -> None:
 
 
 def _arguments(arguments: list[str], scratch: str) -> list[str]:
-    """Turn `RECIPE --section.key value ...` into arguments of pretrain.train; see --scratch for the
-    run's directory.
+    """Turn `RECIPE --section.key value ...` into arguments of pretrain.train.
+
+    If `scratch` is not empty, the default directory of the run is SCRATCH/runs/RECIPE.
     """
     arguments = with_config_option(arguments)
     parser = command_line.Parser(add_help=False)
@@ -300,10 +309,11 @@ def _arguments(arguments: list[str], scratch: str) -> list[str]:
 
 def _refuse_other_job(run: Path, attempts: list[AttemptRecord], job: str) -> None:
     """Raise ConfigError if Slurm still lists another job that uses the run's directory."""
+    # A verdict is the last thing that a job writes.
     if not attempts or attempts[-1].verdict is not None:
         return
     owner = attempts[-1].facts.get("job")
-    if owner in (None, job):
+    if owner in (None, job):  # None: the run was started without Slurm
         return
     if state := queue_state(owner):
         raise ConfigError(
@@ -314,6 +324,7 @@ def _refuse_other_job(run: Path, attempts: list[AttemptRecord], job: str) -> Non
 
 
 def _point(link: Path, directory: Path) -> None:
+    """Make `link` a symbolic link to `directory`, replacing an old one."""
     link.parent.mkdir(parents=True, exist_ok=True)
     remove(link)
     link.symlink_to(directory.resolve())
@@ -332,12 +343,14 @@ def _copy(source: Path, directory: Path, config: RunConfig) -> None:
                 shutil.copytree(path, code / name, ignore=ignored, copy_function=_copy_file)
             elif path.is_file():
                 _copy_file(path, code / name)
+        # A virtual environment is large, and its scripts contain its path.
         if (source / ".venv").exists():
             (code / ".venv").symlink_to((source / ".venv").resolve())
         (partial / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
 
 
 def _copy_file(source: str | Path, target: str | Path) -> None:
+    """Copy a file. Raises FileError for an error that a retry does not fix, such as a full disk."""
     try:
         shutil.copy2(source, target)
     except OSError as error:
@@ -350,10 +363,10 @@ def _copy_file(source: str | Path, target: str | Path) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return free TCP ports of this node, below the range that Linux uses for outgoing
-    connections.
-    """
+    """Return `count` free TCP ports of this node, fewer if it has not so many."""
     ports = []
+    # Below the range that Linux uses for outgoing connections, which could take them before they
+    # are used.
     for port in random.sample(range(20000, 32000), 1000):
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("", port))

@@ -236,10 +236,7 @@ def _room(gib: float) -> str:
 
 
 def _describe_search(
-    result: SearchResult,
-    plan: Plan,
-    hardware: Hardware,
-    gib: float,
+    result: SearchResult, plan: Plan, hardware: Hardware, gib: float
 ) -> Iterator[str]:
     gpus = counted(plan.processes, "GPU")
     batch = counted(plan.config.train.global_batch_size, "sequence")

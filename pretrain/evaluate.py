@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_tape import command_line
 from megatron_tape.config.parse import read_settings, settings_parser
 from megatron_tape.config.sections import build
+from megatron_tape.data.inputs import check_writable
 from megatron_tape.errors import EXIT_REFUSED, EXIT_RESTART, ConfigError, UserError
 from megatron_tape.evaluation.model_source import ModelSource, check_trained_on, find_model
 from megatron_tape.evaluation.results import NAME, ModelRecord
@@ -49,28 +50,31 @@ EXAMPLE = (
 def main(argv: list[str] | None = None) -> int:
     """Evaluate a model and return the exit status. Invalid arguments are reported before torch is
     imported.
+
+    SIGTERM and SIGUSR1 interrupt the evaluation, so that a Slurm job can be requeued.
     """
     command_line.escape_unprintable()
-    before = {
+    handlers = {
         number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGUSR1)
     }
-    mark = os.environ.get("TAPE_FAILURE")
+    failure_mark = os.environ.get("TAPE_FAILURE")
     status = 1  # after an exception
     try:
         status = _main(argv)
         return status
     finally:
         # The Slurm script requeues the job unless this file shows that a rank failed.
-        if mark is not None and status not in (0, EXIT_RESTART):
+        if failure_mark is not None and status not in (0, EXIT_RESTART):
             with suppress(OSError):
-                Path(mark).touch()
+                Path(failure_mark).touch()
             # A signal must not change the exit status of a failed process.
-            before = dict.fromkeys(before, signal.SIG_IGN)
-        for number, handler in before.items():
+            handlers = dict.fromkeys(handlers, signal.SIG_IGN)
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 def _main(argv: list[str] | None) -> int:
+    """Evaluate a model; report an expected error in one sentence, and return the exit status."""
     rank = os.environ.get("RANK", "0")
     try:
         check_launcher_environment()
@@ -87,13 +91,7 @@ def _main(argv: list[str] | None) -> int:
             check_task(task, model_source)
         # An unusable directory shows now, not after hours of evaluation.
         output = Path(options.output or model_source.default_output)
-        existing = next(path for path in (output, *output.absolute().parents) if path.exists())
-        if not (existing.is_dir() and os.access(existing, os.W_OK)):
-            raise ConfigError(
-                "--output",
-                f"is {output}, but {existing} is not a writable directory",
-                "choose another",
-            )
+        check_writable("--output", str(output))
         if not options.check:
             evaluate(options, tasks, model_source, output)
         return 0
@@ -104,10 +102,12 @@ def _main(argv: list[str] | None) -> int:
         command_line.log("interrupted; run the same command to continue")
         return EXIT_RESTART
     except UserError as error:
-        if rank == "0":
+        if rank == "0":  # the other ranks find the same error
             command_line.log(f"error: {error}")
         return EXIT_REFUSED
     except BaseException as error:
+        # One rank may fail alone, so each reports its error. A sentence is enough for a full disk,
+        # invalid data or missing memory; other errors are bugs.
         sentence = command_line.describe_fatal_error(error)
         if isinstance(error, OSError) and error.filename:
             sentence = f"{error.strerror}: {error.filename}"
@@ -120,6 +120,7 @@ def _main(argv: list[str] | None) -> int:
 
 
 def _interrupt(number: int, frame: object) -> None:
+    """Raise Interrupted; a handler of signal `number`."""
     raise command_line.Interrupted(number)
 
 
@@ -188,7 +189,7 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]
             "--model", "is missing", "give a run, a checkpoint, or a transformers directory"
         )
 
-    names = list(dict.fromkeys(options.tasks))
+    names = list(dict.fromkeys(options.tasks))  # each once
     if not names:
         names = [name for name in TASKS if parsed.values.get(name) is not None]
     choices = f"choose from {', '.join(TASKS)}"
@@ -198,6 +199,7 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]
         if name not in TASKS:
             raise ConfigError(name, "is not a task", choices)
 
+    # Sections of other tasks in --config are ignored.
     values = {name: parsed.values.get(name) or {} for name in names}
     with parsed.add_places_to_errors():
         settings = build(sections, values, fix="give --{key} VALUE, or --config FILE.yaml")
@@ -209,8 +211,10 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]
 
 
 def check_evaluation(arguments: list[str], model_source: ModelSource) -> None:
-    """Raise ConfigError if `model_source`, which need not exist yet, cannot be evaluated with these
-    arguments.
+    """Raise ConfigError if a model cannot be evaluated with `arguments`, those of this program
+    without --model.
+
+    The model of `model_source` need not exist yet.
     """
     _, tasks = read_command([*arguments, "--model", str(model_source.path)])
     for task in tasks:
@@ -243,22 +247,28 @@ def check_task(task: Task, model_source: ModelSource) -> None:
 def evaluate(
     options: argparse.Namespace, tasks: list[Task], model_source: ModelSource, output: Path
 ) -> None:
-    """Evaluate a model on all ranks; rank 0 writes results and figures to `output`."""
+    """Evaluate a model on all ranks; rank 0 writes results and figures to `output`.
+
+    `options` are those of the command line.
+    """
     warnings.filterwarnings("ignore", category=FutureWarning)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if os.environ.get("RANK", "0") == "0":
         output.mkdir(parents=True, exist_ok=True)
         command_line.log("loading torch and transformers")
+    # Only now, since importing them takes seconds.
     from megatron_tape.evaluation.ranks import Ranks
     from megatron_tape.evaluation.runner import plan_task, unfinished
     from megatron_tape.evaluation.transformers_model import choose_device, load_model
 
     ranks = Ranks.join()
+    # A missing GPU is the same error on all ranks, so one of them reports it.
     with ranks.rank_0_reports():
         device = choose_device(options.device)
     default_dtype = "bf16" if device.startswith("cuda") else "fp32"
     dtype = options.dtype or default_dtype
 
+    # On rank 0 alone, since reading the model for its digest takes long.
     def unfinished_plans() -> list[TaskPlan]:
         command_line.log(f"reading {model_source.path}")
         digest = model_source.digest()
@@ -277,21 +287,16 @@ def evaluate(
                     model_source.needs_trust,
                     model_source.load_saved_tokenizer(),
                 )
-            by_name = {task.name: task for task in tasks}
+            tasks_by_name = {task.name: task for task in tasks}
             for plan in plans:
-                _run(by_name[plan.task], model, ranks, output, plan, model_source)
+                _run(tasks_by_name[plan.task], model, ranks, output, plan, model_source)
     if ranks.rank == 0:
         command_line.log(f"results: {output / NAME}")
     ranks.leave()
 
 
 def _run(
-    task: Task,
-    model: Any,
-    ranks: Ranks,
-    output: Path,
-    plan: TaskPlan,
-    model_source: ModelSource,
+    task: Task, model: Any, ranks: Ranks, output: Path, plan: TaskPlan, model_source: ModelSource
 ) -> None:
     """Run a task on all ranks; rank 0 records its results and prints its scores."""
     from megatron_tape.evaluation.figures import clean
@@ -300,7 +305,7 @@ def _run(
 
     started = time.monotonic()
     result = run_task(task, model, ranks, output, plan)
-    if result is None:
+    if result is None:  # not rank 0
         return
     label = model.info.label
     record = ModelRecord(
@@ -328,8 +333,9 @@ def _run(
 def _as_transformers(
     model_source: ModelSource, output: Path, dtype: str, ranks: Ranks
 ) -> Iterator[Path]:
-    """Yield a directory that transformers can load; a checkpoint is exported to a temporary one in
-    `output`.
+    """Yield a directory with the model in a format that transformers can load.
+
+    A checkpoint is exported to a temporary directory in `output`. All ranks can read it there.
     """
     if not model_source.is_checkpoint:
         yield model_source.path

@@ -52,12 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     if not 0 <= rank < processes:
         raise ConfigError("--rank", f"is {rank}", f"give a number from 0 to {processes - 1}")
 
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(message)s",
-        stream=sys.stderr,
-        force=True,
-    )
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
     for noisy in ("DeepSpeed", "megatron", "torch"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")

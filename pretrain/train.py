@@ -92,13 +92,7 @@ def supervised(config: RunConfig, extends: bool, trains: "ParameterFilter | None
         return EXIT_RESTART
 
 
-def _check(
-    config: RunConfig,
-    watch: Watch,
-    extends: bool,
-    rank: int,
-    size: int,
-) -> int | None:
+def _check(config: RunConfig, watch: Watch, extends: bool, rank: int, size: int) -> int | None:
     """Check the run; return the exit status if it cannot start, otherwise None."""
     try:
         level = Level.SETTINGS
@@ -121,11 +115,7 @@ def _check(
 
 
 def _train(
-    config: RunConfig,
-    watch: Watch,
-    extends: bool,
-    trains: "ParameterFilter | None",
-    rank: int,
+    config: RunConfig, watch: Watch, extends: bool, trains: "ParameterFilter | None", rank: int
 ) -> str | None:
     """Train; return why the run stopped before its end, or None if it is finished."""
     load_libraries(config, is_rank_0=rank == 0)
@@ -200,12 +190,7 @@ def _abort_process_groups() -> None:
 def load_libraries(config: RunConfig, is_rank_0: bool) -> None:
     """Set the environment variables and log levels of the libraries, and import torch."""
     level = logging.INFO if is_rank_0 else logging.ERROR
-    logging.basicConfig(
-        level=level,
-        format="%(asctime)s %(message)s",
-        datefmt=LOG_TIME,
-        force=True,
-    )
+    logging.basicConfig(level=level, format="%(asctime)s %(message)s", datefmt=LOG_TIME, force=True)
     for noisy in ("DeepSpeed", "megatron", "torch", "numba", "matplotlib"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     # Megatron warns that Transformer Engine and Apex are missing.

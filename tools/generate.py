@@ -121,15 +121,13 @@ def continuations(
             raise FileError(arguments.model, f"cannot be loaded: {one_line(error)}") from None
 
     tokenizer = load_with(read_tokenizer)
-    encoded = []
-    counts = []
+    requests = []
     for number, prompt in enumerate(prompts, 1):
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         length = inputs["input_ids"].shape[1]
-        encoded.append(inputs)
-        counts.append(
-            _new_tokens(number, length, arguments.max_new_tokens, source.info.trained_length)
-        )
+        context = source.info.trained_length
+        count = _new_tokens(number, length, arguments.max_new_tokens, context)
+        requests.append((inputs, count))
 
     with command_line.step(f"loading {arguments.model}"):
         model = load_with(transformers.AutoModelForCausalLM.from_pretrained)
@@ -140,7 +138,7 @@ def continuations(
 
     # One by one, since a model with padding computes slightly different logits, and some encodings
     # count padding.
-    for number, (inputs, count) in enumerate(zip(encoded, counts), 1):
+    for number, (inputs, count) in enumerate(requests, 1):
         # Anew for each prompt, so that its continuation does not depend on the others.
         transformers.set_seed(arguments.seed)
         with command_line.step(f"continuing prompt {number}"):

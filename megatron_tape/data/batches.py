@@ -295,9 +295,7 @@ def build_batches(
             for stage in stages[max(1, stage_at(stages, consumed)) :]:
                 # The first number of further steps after which the stage has begun.
                 steps_before = bisect.bisect_left(
-                    range(steps),
-                    stage.start,
-                    key=lambda n: config.train.samples_after(n, consumed),
+                    range(steps), stage.start, key=lambda n: config.train.samples_after(n, consumed)
                 )
                 logger.info(
                     "from step %s on, the training data is %s",

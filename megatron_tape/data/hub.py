@@ -97,9 +97,8 @@ def find_files(name: str, arguments: argparse.Namespace) -> list[str]:
     such split.
     """
     name = expand_home(name)
-    is_directory = os.path.isdir(name)
     # The library would search the Hub for a mistyped path.
-    if not is_directory and (name.startswith((".", "/")) or name.count("/") > 1):
+    if not os.path.isdir(name) and (name.startswith((".", "/")) or name.count("/") > 1):
         raise FileError(
             name,
             "is no directory",
@@ -174,7 +173,7 @@ def download(paths: Sequence[str]) -> None:
     """
     import huggingface_hub
 
-    matches = [match for match in map(_REMOTE.fullmatch, paths) if match]
+    matches = list(filter(None, map(_REMOTE.fullmatch, paths)))
     for name, commit in revisions(paths).items():
         files = [match[3] for match in matches if match[1] == name]
         command_line.log(

@@ -75,8 +75,8 @@ def find_pools(config: RunConfig) -> DocumentPools:
             "lower minimum, or add longer documents",
         )
     if share == 1:
-        return DocumentPools(long, DatasetBlend([], [], []))
-    if not others.prefixes:
+        others = DatasetBlend([], [], [])
+    elif not others.prefixes:
         raise ConfigError(
             ("data.long_documents.share", "data.prefix", "model.seq_length"),
             f"is {share}, but no dataset has enough training documents of less than {minimum}"

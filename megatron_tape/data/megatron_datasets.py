@@ -103,8 +103,7 @@ def _plan(config: RunConfig, evaluates: bool, log: bool = True) -> DatasetPlan:
     prefixes, weights = blend(config.data.prefix)
     if weights is None and len(prefixes) > 1:
         # Without weights, Megatron would stop after one epoch over the list.
-        sequences = [IndexedDatasetReader(prefix).lengths for prefix in prefixes]
-        weights = [float(lengths.sum(dtype=np.int64)) for lengths in sequences]
+        weights = [float(len(IndexedDatasetReader(prefix).tokens)) for prefix in prefixes]
 
     splits = []
     pools = None
@@ -291,9 +290,7 @@ def open_split(
     """
     threads = min(_THREADS, len(datasets.prefixes), len(os.sched_getaffinity(0)))
     one_split = replace(  # type: ignore[call-arg]
-        settings,
-        blend=(datasets.prefixes, datasets.weights),
-        num_dataset_builder_threads=threads,
+        settings, blend=(datasets.prefixes, datasets.weights), num_dataset_builder_threads=threads
     )
     # Megatron skips a split whose entry is None.
     count = len(settings.split_matrix)

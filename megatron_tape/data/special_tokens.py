@@ -43,11 +43,7 @@ class _Config(TypedDict):
     added_tokens_decoder: NotRequired[dict[Annotated[str, Field(pattern="^[0-9]+$")], _AddedToken]]
 
 
-_SHAPES: dict[str, Any] = {
-    CONFIG: _Config,
-    MAP: dict[str, Any],
-    ADDED: dict[str, NonNegativeInt],
-}
+_SHAPES: dict[str, Any] = {CONFIG: _Config, MAP: dict[str, Any], ADDED: dict[str, NonNegativeInt]}
 """The types of the settings files' contents (see `parse_record`), by name."""
 
 

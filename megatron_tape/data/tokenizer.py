@@ -17,12 +17,7 @@ import numpy as np
 from typing_extensions import TypedDict
 
 from megatron_tape.config.schema import RunConfig
-from megatron_tape.data.special_tokens import (
-    CONFIG,
-    MAP,
-    SpecialTokens,
-    refuse_specials_in_text,
-)
+from megatron_tape.data.special_tokens import CONFIG, MAP, SpecialTokens, refuse_specials_in_text
 from megatron_tape.data.trial_texts import FIXED_TEXTS, find_difference, trial_texts
 from megatron_tape.errors import ConfigError, FileError, UserError, one_line
 from megatron_tape.io.files import write_whole

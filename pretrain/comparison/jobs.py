@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_tape import command_line
@@ -18,7 +18,9 @@ from megatron_tape.text import counted, duration
 from pretrain.comparison.planned_runs import PlannedRun
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Signals after which a comparison saves its active runs and ends."""
 _PR_SET_PDEATHSIG = 1
+"""Linux's number of the request for a signal when the parent dies."""
 _PRINT_GPUS = (
     "import torch\n"
     "for index in range(torch.cuda.device_count()): print(torch.cuda.get_device_name(index))"
@@ -26,13 +28,7 @@ _PRINT_GPUS = (
 
 
 def start_program(
-    module: str,
-    arguments: list[str],
-    log: Path,
-    slot: int,
-    *,
-    gpus: list[str],
-    lock: int,
+    module: str, arguments: list[str], log: Path, slot: int, *, gpus: list[str], lock: int
 ) -> subprocess.Popen:
     """Start the `main` of a module, and append its output to `log`.
 
@@ -43,6 +39,7 @@ def start_program(
     device = {"OMP_NUM_THREADS": "1"}
     if gpus:
         device = {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]}
+    # Not `python -m`, so that the program finds the same modules as this process.
     code = f"import sys; sys.path = {sys.path}; from {module} import main; sys.exit(main())"
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "ab") as output:
@@ -64,6 +61,7 @@ def find_gpus() -> tuple[list[str], str | None]:
     None without GPUs.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    # Without a driver, do not spend seconds on importing torch.
     if not Path("/dev/nvidiactl").exists() or visible == "":
         return [], None
     # In another process, since counting them here would initialize CUDA.
@@ -81,9 +79,10 @@ class _Active:
 
     run: PlannedRun
     process: subprocess.Popen
-    phase: int = 0
+    phase: int
+    started: float
+    """When the first phase started, as `time.monotonic()`."""
     terminated: bool = False
-    started: float = field(default_factory=time.monotonic)
 
     @property
     def phase_name(self) -> str:
@@ -152,19 +151,16 @@ class Jobs:
                 signal.signal(number, handler)
 
     def _fill_slots(self) -> None:
+        """Start waiting runs in the free slots."""
         for slot in range(self._slots):
             if self._waiting and slot not in self._active and self.stopped is None:
-                run = self._waiting.pop(0)
-                self._active[slot] = _Active(run, self._start_phase(run, 0, slot))
+                self._start_phase(self._waiting.pop(0), 0, slot, time.monotonic())
 
-    def _start_phase(
-        self,
-        run: PlannedRun,
-        phase: int,
-        slot: int,
-    ) -> subprocess.Popen:
+    def _start_phase(self, run: PlannedRun, phase: int, slot: int, started: float) -> None:
+        """Start a phase of a run, whose first phase was started at `started`, in a free slot."""
         _, module, arguments = run.phases[phase]
-        return self._start(module, arguments, run.log, slot)
+        process = self._start(module, arguments, run.log, slot)
+        self._active[slot] = _Active(run, process, phase, started)
 
     def _stop_active(self) -> None:
         """After a signal, terminate the active runs; after a second Ctrl-C, kill them."""
@@ -190,15 +186,15 @@ class Jobs:
         if status == 0 and next_phase == len(run.phases):
             self._conclude(run, time.monotonic() - active.started)
         elif self.stopped is not None:
-            return
+            return  # the same command continues the run
         elif status in (0, EXIT_RESTART):
-            process = self._start_phase(run, next_phase, slot)
-            self._active[slot] = _Active(run, process, next_phase, started=active.started)
+            self._start_phase(run, next_phase, slot, active.started)
         else:
             reason = f"{active.phase_name} ended with status {status}"
             self._fail(run, f"{reason}{_last_error(run)}")
 
     def _conclude(self, run: PlannedRun, seconds: float) -> None:
+        """Have the results of a finished run recorded, and log that."""
         try:
             self._finish(run, seconds)
         # Invalid results of one run must not end the other runs.
@@ -211,11 +207,13 @@ class Jobs:
         command_line.log(f"{finished}: {run.name}, finished in {duration(seconds)}")
 
     def _fail(self, run: PlannedRun, reason: str) -> None:
+        """Record and log that a run failed."""
         self.failed[run.name] = f"{reason}; the output is in {run.log}"
         self._progress.end()
         command_line.log(f"failed: {run.name}: {self.failed[run.name]}")
 
     def _line(self, _: float) -> str:
+        """Return the line that shows the progress; the argument, the seconds so far, is unused."""
         line = f"{self._finished} of {counted(self._total, 'run')} finished"
         running = [f"{active.run.name} ({active.phase_name})" for active in self._active.values()]
         if running:

@@ -66,6 +66,7 @@ class Variant:
         """The label as a name of a directory. If characters were replaced or cut, it ends in a
         digest of the label.
         """
+        # File systems limit names to 255 bytes.
         safe = re.sub(r"[^\w.+=-]", "_", self.label, flags=re.ASCII)[:_LONGEST_DIRECTORY]
         if safe == self.label:
             return safe
@@ -74,12 +75,14 @@ class Variant:
     @property
     def arguments(self) -> list[str]:
         """The variant's settings as arguments `--section.key value` of pretrain.train."""
-        own = {field.name for field in dataclasses.fields(ENCODINGS[self.encoding].Settings)}
+        fields = dataclasses.fields(ENCODINGS[self.encoding].Settings)
+        encoding_keys = {field.name for field in fields}
         arguments = ["--model.position_encoding", self.encoding]
         for key, value in self.settings:
+            # A variant names its settings without the section, except those of the learning.
             if key.partition(".")[0] in _LEARNING:
                 section = ""
-            elif key in own:
+            elif key in encoding_keys:
                 section = "model.position."
             else:
                 section = "model."
@@ -146,12 +149,7 @@ class ComparisonPlan:
         finished = {run.name for run in self.known.runs}
         return [run for run in self.runs if (run.variant.label, run.seed) not in finished]
 
-    def record(
-        self,
-        run: PlannedRun,
-        seconds: float,
-        device: str | None,
-    ) -> None:
+    def record(self, run: PlannedRun, seconds: float, device: str | None) -> None:
         """Write the results of a run whose phases took `seconds` to `run.result`, and add them to
         `known`.
 
@@ -205,7 +203,8 @@ class ComparisonPlan:
 def make_plan(options: argparse.Namespace, overrides: list[str]) -> ComparisonPlan:
     """Return the plan for the command line `options` and `overrides` (see `compare.read_command`).
 
-    Raises UserError if the settings of a run are invalid, or differ from those of existing results.
+    Also adds the results of runs that are finished. Raises UserError if the settings of a run are
+    invalid, or differ from those of existing results.
     """
     variants = parse_variants(options.encodings)
     seeds = parse_seeds(options.seeds)
@@ -220,12 +219,7 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> ComparisonPl
             "remove this setting",
         )
     evaluation = _evaluation(options, base)
-    check(
-        base,
-        Level.START,
-        processes=1,
-        extends=False,
-    )
+    check(base, Level.START, processes=1, extends=False)
     tasks = []
     if evaluation is not None:
         tasks = evaluate.read_command([*evaluation, "--model", str(output)])[1]
@@ -240,13 +234,14 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> ComparisonPl
     for variant in variants:
         try:
             variant_runs = [_plan_run(variant, seed, recipe, base, evaluation) for seed in seeds]
-            _check_model(variant_runs[0])
+            _check_model(variant_runs[0])  # seeds do not change what is valid
         except ConfigError as error:
             raise error.at(variant.label) from None
         runs += variant_runs
     # All variants with the first seed come first, so that they can be compared early.
     runs.sort(key=lambda run: run.seed)
 
+    # First the file with all results: the directories of the runs may be on another machine.
     known = comparison_file.empty(base, tasks, variants[0].label)
     if (output / NAME).is_file():
         comparison_file.add_runs(known, output / NAME, base)
@@ -260,6 +255,7 @@ def parse_variants(text: str) -> list[Variant]:
 
     Raises ConfigError for an unknown encoding, a setting without a value and a repeated variant.
     """
+    # A comma is inside if a closing bracket follows without an opening one between them.
     variants = [_parse_variant(item.strip()) for item in re.split(r",(?![^{[]*[]}])", text)]
     for variant in variants:
         if variants.count(variant) > 1:
@@ -268,6 +264,7 @@ def parse_variants(text: str) -> list[Variant]:
 
 
 def _parse_variant(text: str) -> Variant:
+    """Parse a variant such as `tape+token_mixing=per_head`. Raises ConfigError if it is invalid."""
     encoding, *items = re.split("\\+(?![0-9])", text)  # the + of 1e+3 does not separate settings
     if encoding not in ENCODINGS:
         raise ConfigError(
@@ -289,14 +286,15 @@ def _parse_variant(text: str) -> Variant:
 
 
 def parse_seeds(text: str) -> range:
-    """Parse the value of `--seeds`: N for the seeds 1 to N, or A-B for A to B. Raises ConfigError
-    if it is neither.
+    """Parse the value of `--seeds`: N for the seeds 1 to N, or A-B for A to B.
+
+    Raises ConfigError if it is neither.
     """
     match = re.fullmatch("(?:([0-9]{1,9})-)?([0-9]{1,9})", text)
-    if match and int(match[1] or 1) >= 1:
+    if match:
         seeds = range(int(match[1] or 1), int(match[2]) + 1)
         # More are a mistake, such as a seed instead of a number of seeds.
-        if 1 <= len(seeds) <= MOST_SEEDS:
+        if seeds.start >= 1 and 1 <= len(seeds) <= MOST_SEEDS:
             return seeds
     raise ConfigError(
         "--seeds",
@@ -307,11 +305,7 @@ def parse_seeds(text: str) -> range:
 
 
 def _plan_run(
-    variant: Variant,
-    seed: int,
-    recipe: list[str],
-    base: RunConfig,
-    evaluation: list[str] | None,
+    variant: Variant, seed: int, recipe: list[str], base: RunConfig, evaluation: list[str] | None
 ) -> PlannedRun:
     """Return the run of a variant with one seed. `recipe` are the arguments of all runs.
 
@@ -324,6 +318,7 @@ def _plan_run(
         arguments += [f"--evaluation.{task}", "null"]
     arguments += ["--train.seed", str(seed), "--logging.directory", str(directory)]
     config = parse_run_config(arguments)
+    # A run that has started continues only with the same settings.
     if (directory / SETTINGS).is_file():
         saved = read_yaml(directory / SETTINGS, comparison_file.Settings)
         differences = comparison_file.changed_settings(saved, config)
@@ -359,22 +354,18 @@ def _evaluation(options: argparse.Namespace, base: RunConfig) -> list[str] | Non
     arguments = list(tasks)
     for name, settings in tasks.items():
         for key, value in as_dict(settings).items():
-            shown = value if isinstance(value, str) else json.dumps(value)
-            arguments += [f"--{name}.{key}", shown]
+            # The parser reads values as YAML, of which JSON is a part; quotes would stay in a text.
+            text = value if isinstance(value, str) else json.dumps(value)
+            arguments += [f"--{name}.{key}", text]
     return arguments or None
 
 
 def _check_model(run: PlannedRun) -> None:
-    """Raise ConfigError if one process cannot train a variant, or pretrain.evaluate cannot evaluate
-    it.
+    """Raise ConfigError if one process cannot train the model of a run, or pretrain.evaluate cannot
+    evaluate it.
     """
     config = run.config
-    check(
-        config,
-        Level.SETTINGS,
-        processes=1,
-        extends=False,
-    )
+    check(config, Level.SETTINGS, processes=1, extends=False)
     if run.evaluation is None:
         return
     if encoding_of(config.model).exports_to is None:
