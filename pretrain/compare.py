@@ -31,8 +31,10 @@ from pretrain.comparison.planned_runs import ComparisonPlan, PlannedRun, make_pl
 
 
 def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the command line; return the options, and the arguments that override settings of the
-    recipe.
+    """Parse the command line.
+
+    Returns the options, and the arguments `--section.key value` that override settings of the
+    recipe. Raises ConfigError for an unknown option.
     """
     parser = command_line.Parser(
         prog="python -m pretrain.compare",
@@ -52,10 +54,8 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]
         type=str,
         required=True,
         metavar="A,B,...",
-        help=(
-            "variants to train: encodings, optionally with settings as in tape+x=y; the first is"
-            " the baseline"
-        ),
+        help="variants to train: encodings, optionally with settings as in tape+x=y; the first is"
+        " the baseline",
     )
     add(
         "--seeds",
@@ -99,6 +99,7 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]
     )
 
     options, overrides = parser.parse_known_args(argv)
+    # Settings are checked later. A mistyped option has no dot.
     for text in overrides:
         if text.startswith("--") and "." not in text.partition("=")[0]:
             raise ConfigError(
@@ -110,8 +111,9 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the comparison and return the exit status. Raises UserError for invalid settings before
-    training begins.
+    """Run the comparison and return the exit status, 1 if runs are not finished.
+
+    Raises UserError for invalid settings before training begins.
     """
     options, overrides = read_command(argv)
     refuse_launcher("pretrain.compare", "starts its own processes")
@@ -128,21 +130,22 @@ def main(argv: list[str] | None = None) -> int:
             )
         left = [run for run in left if run is plan.runs[options.only]]
 
-    stopped = None
+    stopping_signal = None
     if not options.report_only:
-        stopped = _execute(plan, left, options)
+        stopping_signal = _execute(plan, left, options)
     if options.only is None:
         _conclude(plan)
 
+    # A task of a job array answers only for its own run.
     missing = [run for run in plan.left if options.only is None or run in left]
     if missing:
         log(
             f"not finished: {len(missing)} of {counted(count, 'run')}; run the same command to"
             " continue"
         )
-    if stopped == signal.SIGINT:
+    if stopping_signal == signal.SIGINT:
         return 128 + signal.SIGINT
-    if stopped is not None:
+    if stopping_signal is not None:
         return EXIT_RESTART
     return int(bool(missing))
 
@@ -150,7 +153,7 @@ def main(argv: list[str] | None = None) -> int:
 def _execute(
     plan: ComparisonPlan, left: list[PlannedRun], options: argparse.Namespace
 ) -> int | None:
-    """Execute the runs in `left`; return the signal that ended the comparison, if any."""
+    """Execute the runs in `left`; return the number of the signal that ended them, or None."""
     if not left:
         log("all runs are finished already")
         return None
@@ -161,6 +164,7 @@ def _execute(
 
     def finish(run: PlannedRun, seconds: float) -> None:
         plan.record(run, seconds, device)
+        # The tasks of an array would overwrite each other's files.
         if not in_array:
             _write(plan)
 
@@ -201,8 +205,9 @@ def _locked(plan: ComparisonPlan, shared: bool) -> Iterator[int]:
 
 
 def _write(plan: ComparisonPlan) -> str:
-    """Write the results to comparison.json and comparison.md; return the tables as text for a
-    terminal.
+    """Write the results to comparison.json and comparison.md, and return the tables as plain text.
+
+    The text has no characters that a terminal could interpret.
     """
     from megatron_tape.evaluation.figures import clean
     from megatron_tape.evaluation.report.comparison_tables import markdown
@@ -218,6 +223,10 @@ def _write(plan: ComparisonPlan) -> str:
 
 
 def _conclude(plan: ComparisonPlan) -> None:
+    """Write and print the results of all finished runs, and write the page.
+
+    Does nothing if no run is finished.
+    """
     plan.collect()
     if not plan.known.runs:
         return

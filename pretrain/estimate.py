@@ -51,10 +51,10 @@ COLUMNS = ("tensor", "context", "pipeline", "data", "ZeRO", "micro", "recompute"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the estimate, or with --search the layouts that fit; return 1 if a search finds none,
-    otherwise 0.
+    """Print the estimate, or with --search the layouts that fit, and return the exit status.
 
-    An estimate that does not fit prints a warning.
+    It is 1 if a search finds no layout, otherwise 0. If the run of an estimate does not fit in the
+    memory, a warning is printed. Raises ConfigError for invalid settings.
     """
     options, settings = _parser().parse_known_args(argv)
     if options.processes is not None and options.processes < 1:
@@ -72,6 +72,7 @@ def main(argv: list[str] | None = None) -> int:
             )
         if options.processes is None:
             raise ConfigError("--search", "needs --processes", "add it with the number of GPUs")
+        # The search starts from the settings of one GPU and replaces them.
         settings += [f"--{name}={value}" for name, value in ONE_GPU.items()]
 
     config = parse_run_config(settings)
@@ -86,8 +87,8 @@ def main(argv: list[str] | None = None) -> int:
         return int(not result.fitting)
 
     check(config, Level.SETTINGS, processes)
-    needed = memory(plan)
-    for name, value in (*_rows(plan, needed), *_time(plan, hardware)):
+    estimated = memory(plan)
+    for name, value in (*_rows(plan, estimated), *_time(plan, hardware)):
         print(f"{name:<40}{value}")
     # A search ranks layouts by their step times, which are known only for bf16.
     fix = (
@@ -96,26 +97,21 @@ def main(argv: list[str] | None = None) -> int:
     if config.train.precision == "bf16":
         _warn_of_encoding(config.model)
         fix = "--processes N --search lists layouts that do"
-    if not fits(needed, gib):
-        _warn(f"{byte_size(needed.peak)} does not fit in {_room(gib)}; {fix}")
+    if not fits(estimated, gib):
+        _warn(f"{byte_size(estimated.peak)} does not fit in {_usable(gib)}; {fix}")
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the options; the settings of the run are parsed separately."""
     parser = command_line.Parser(
         prog="python -m pretrain.estimate",
-        usage=(
-            "%(prog)s [--config] RECIPE [--section.key value ...] [--processes N] [--gpu-memory"
-            " GIB] [--gpu KIND] [--search]"
-        ),
-        description=(
-            "Compute the parameters, memory per GPU, FLOPs, tokens and disk space of a run, and"
-            " estimate its step time. No GPU is needed."
-        ),
-        epilog=(
-            "The settings are those of pretrain.train; `python -m pretrain.train --help` explains"
-            " every key."
-        ),
+        usage="%(prog)s [--config] RECIPE [--section.key value ...] [--processes N] [--gpu-memory"
+        " GIB] [--gpu KIND] [--search]",
+        description="Compute the parameters, memory per GPU, FLOPs, tokens and disk space of a run,"
+        " and estimate its step time. No GPU is needed.",
+        epilog="The settings are those of pretrain.train; `python -m pretrain.train --help`"
+        " explains every key.",
     )
     add = parser.add_argument
     add(
@@ -151,6 +147,8 @@ def _warn(message: str) -> None:
 
 
 def _warn_of_encoding(model: ModelConfig) -> None:
+    """Warn if the encoding makes attention slower than the step time assumes."""
+    # What attention must do for the encoding, but not for RoPE or TAPE.
     slower = encoding_of(model).needs - {ROTATION, AVERAGE}
     if slower:
         _warn(
@@ -159,7 +157,8 @@ def _warn_of_encoding(model: ModelConfig) -> None:
         )
 
 
-def _rows(plan: Plan, needed: Memory) -> Iterator[tuple[str, str]]:
+def _rows(plan: Plan, estimated: Memory) -> Iterator[tuple[str, str]]:
+    """Yield the rows of the estimate, names and values, except those of the step time."""
     train = plan.config.train
     checkpoint = plan.config.checkpoint
     parameters = parameter_count(plan.model, plan.extension)
@@ -179,9 +178,10 @@ def _rows(plan: Plan, needed: Memory) -> Iterator[tuple[str, str]]:
     yield "layout", layout
     yield "attention on a GPU, assumed", _attention(plan)
 
-    yield "memory per GPU", f"{byte_size(needed.peak):>10}"
+    yield "memory per GPU", f"{byte_size(estimated.peak):>10}"
     for attribute, name in COMPONENTS.items():
-        yield f"  {name}", f"{byte_size(getattr(needed, attribute)):>10}"
+        yield f"  {name}", f"{byte_size(getattr(estimated, attribute)):>10}"
+    # An asynchronous checkpoint is copied to the host before it is written.
     if checkpoint.asynchronous:
         shard = checkpoint_bytes(plan) // shards
         writers = writer_count(shard, shards, checkpoint.writers)
@@ -202,10 +202,15 @@ def _rows(plan: Plan, needed: Memory) -> Iterator[tuple[str, str]]:
 
 
 def _attention(plan: Plan) -> str:
+    """Return the attention backend and what it is chosen for."""
     return f"{plan.attention.backend}, {plan.attention}"
 
 
 def _time(plan: Plan, hardware: Hardware) -> Iterator[tuple[str, str]]:
+    """Yield the rows of the step time and of the time of the run.
+
+    If the time cannot be estimated, there is one row with the reason.
+    """
     try:
         time = step_time(plan, hardware)
     except ConfigError as error:
@@ -228,27 +233,31 @@ def _seconds(time: float) -> str:
 
 
 def _assumed(hardware: Hardware) -> str:
+    """Return the assumption behind a step time, in words."""
     return f"{hardware.name} at {EFFICIENCY:.0%} of the peak"
 
 
-def _room(gib: float) -> str:
+def _usable(gib: float) -> str:
+    """Describe the memory of a GPU that `fits` lets a run use."""
     return f"{gib:g} GiB with {HEADROOM:.0%} kept free"
 
 
 def _describe_search(
     result: SearchResult, plan: Plan, hardware: Hardware, gib: float
 ) -> Iterator[str]:
+    """Yield the lines that show the result of a search: a table of layouts, or why none fits."""
     gpus = counted(plan.processes, "GPU")
     batch = counted(plan.config.train.global_batch_size, "sequence")
-    yield (f"assumed for {gpus}, {_assumed(hardware)}; {batch} of {plan.model.seq_length:,} tokens")
+    yield f"assumed for {gpus}, {_assumed(hardware)}; {batch} of {plan.model.seq_length:,} tokens"
     yield f"attention, assumed: {_attention(plan)}"
     if result.fitting:
         yield ROW.format(*COLUMNS)
         yield from map(_row, result.fitting)
         yield f"the first of these: {_settings(result.fitting[0].plan.config)}"
     elif result.too_large:
-        yield f"none fits in {_room(gib)}; the smallest:"
+        yield f"none fits in {_usable(gib)}; the smallest:"
         yield ROW.format(*COLUMNS)
+        # With its largest component, which shows what to change.
         for candidate in sorted(result.too_large, key=lambda candidate: candidate.memory.peak)[:5]:
             largest = max(COMPONENTS, key=lambda name: getattr(candidate.memory, name))  # noqa: B023
             size = getattr(candidate.memory, largest) / GIB
@@ -265,12 +274,14 @@ def _settings(chosen: RunConfig) -> str:
     for name in CHOSEN:
         section, _, key = name.partition(".")
         value = getattr(getattr(chosen, section), key)
+        # As JSON without spaces, a value is one word of a shell.
         shown = json.dumps(value, separators=(",", ":")).strip('"')
         arguments.append(f"--{name} {shown}")
     return " ".join(arguments)
 
 
 def _row(candidate: Candidate) -> str:
+    """Return the row of a layout in the table."""
     plan = candidate.plan
     train = plan.config.train
     return ROW.format(

@@ -131,14 +131,10 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]
     sections = dataclasses.make_dataclass("Tasks", fields, frozen=True, kw_only=True)
     parser = settings_parser(
         sections,
-        usage=(
-            "%(prog)s TASK... --model MODEL [--output DIR] [--config FILE.yaml] [--TASK.setting"
-            " value ...]"
-        ),
-        description=(
-            f"{__doc__}\nTasks: {', '.join(TASKS)}. By default, all tasks with a section in"
-            f" --config.\n\nAn example:\n  {EXAMPLE}"
-        ),
+        usage="%(prog)s TASK... --model MODEL [--output DIR] [--config FILE.yaml] [--TASK.setting"
+        " value ...]",
+        description=f"{__doc__}\nTasks: {', '.join(TASKS)}. By default, all tasks with a section in"
+        f" --config.\n\nAn example:\n  {EXAMPLE}",
     )
     add = parser.add_argument
     add("tasks", nargs="*", metavar="TASK", help="task to evaluate")

@@ -83,21 +83,22 @@ def main(argv: list[str] | None = None) -> int:
 
     with command_line.exit_on_user_error():
         check_launcher_environment()
-        options, rest = parser.parse_known_args(argv)
-        config = parse_run_config(rest)
+        options, settings = parser.parse_known_args(argv)
+        config = parse_run_config(settings)
 
         rank, size = rank_and_size()
         attempt = Attempt.launched(config.logging.directory, config.checkpoint.directory)
 
-    def on_warning(number: int, frame: object) -> None:
+    def stop_for_warning(number: int, frame: object) -> None:
         if attempt is not None:
             attempt.request_stop(signal.Signals(number).name)
         os._exit(EXIT_RESTART)
 
     # USR1 warns of preemption or the time limit. SIGTERM does not: srun also sends it when another
     # rank has failed.
-    signal.signal(signal.SIGUSR1, on_warning)
+    signal.signal(signal.SIGUSR1, stop_for_warning)
 
+    # Invalid settings stop the job, all other errors let it be requeued.
     bad_nodes = []
     outcome = UNREADY
     try:
@@ -120,6 +121,7 @@ def main(argv: list[str] | None = None) -> int:
 def _record(
     attempt: Attempt | None, rank: int, outcome: str, message: str, bad_nodes: Iterable[str]
 ) -> None:
+    """Record that preflight ended an attempt, if it is part of one."""
     if attempt is not None:
         with contextlib.suppress(OSError):  # the message is also printed
             attempt.record_end(rank, outcome, f"preflight: {message}", bad_nodes=bad_nodes)
@@ -153,6 +155,7 @@ class Preflight:
             "gpu": _gpu(torch),
             "cuda": torch.backends.cuda.is_built(),
         }
+        # One rank per node reports the facts that its ranks share.
         if local_rank() == 0:
             facts |= {"host": os.uname().nodename, "gloo": gloo_address()}
             facts |= nodes.node_facts(self.config, home, code_digest(("megatron_tape", "pretrain")))
@@ -171,10 +174,12 @@ class Preflight:
         return ""
 
     def _log(self, message: str) -> None:
+        """Print a message on rank 0."""
         if self.rank == 0:
             print("preflight:", message, flush=True)
 
     def _connect(self):
+        """Return a TCPStore that rank 0 hosts. Raises RuntimeError if rank 0 does not answer."""
         from torch.distributed import TCPStore
 
         check_master_address()
@@ -188,6 +193,7 @@ class Preflight:
                 self.size,
                 is_master=self.rank == 0,
                 timeout=timeout,
+                # `_silent_ranks` waits for the others, and says which of them do not answer.
                 wait_for_workers=False,
             )
         except (RuntimeError, ConnectionError) as error:
@@ -196,13 +202,14 @@ class Preflight:
             ) from None
 
     def _verdict(self, store, home: Path | None) -> str:
-        """Record the problems of all nodes on rank 0, and return their description."""
+        """On rank 0, find and record the problems of all nodes; return them as text, or ""."""
         problems = self._silent_ranks(store) or self._problems(store, home)
         if not problems:
             return ""
 
         verdict = "; ".join(problem.sentence for problem in problems[:SHOWN])
         outcome = UNREADY
+        # Other nodes do not help if the user has made a mistake.
         if any(problem.mistake for problem in problems):
             outcome = REFUSED
         # Recorded and printed before the other ranks read the verdict and exit, because srun then
@@ -213,6 +220,11 @@ class Preflight:
         return verdict
 
     def _read_verdict(self, store) -> str:
+        """Wait for the text of `_verdict` and return it, on every rank.
+
+        Raises RuntimeError if rank 0 does not report one.
+        """
+        # Rank 0 itself waits for one timeout, in `_silent_ranks`.
         seconds = 2 * self.options.timeout
         try:
             store.wait(["verdict"], timedelta(seconds=seconds))
@@ -237,15 +249,18 @@ class Preflight:
         silent_nodes: list[str] = []
         sentence = f"rank {', '.join(map(str, silent[:SHOWN]))}"
         if self.options.nodes:
+            # Every node has the same number of consecutive ranks.
             names = self.options.nodes.split(",")
-            of_ranks = (names[rank * len(names) // self.size] for rank in silent)
-            silent_nodes = list(dict.fromkeys(of_ranks))
+            nodes_of_ranks = (names[rank * len(names) // self.size] for rank in silent)
+            silent_nodes = list(dict.fromkeys(nodes_of_ranks))
             sentence += f" on {', '.join(silent_nodes[:SHOWN])}"
         sentence += f" did not answer within {self.options.timeout:g} s"
         return [nodes.Problem(sentence, tuple(silent_nodes))]
 
     def _problems(self, store, home: Path | None) -> list[nodes.Problem]:
-        """Return the problems that the facts of all ranks show."""
+        """Return the problems that the facts of all ranks show. `home` is the run's directory, or
+        None without an attempt.
+        """
         facts_of_ranks = [
             json.loads(facts)
             for facts in store.multi_get([f"facts/{rank}" for rank in range(self.size)])
@@ -256,11 +271,13 @@ class Preflight:
         if home is not None:
             keep = self.config.checkpoint.keep
             problems += nodes.directory_problems(by_node, home, checkpoint_bytes(plan), keep)
+            # The files with which each node has shown that it can write there.
             for path in home.glob("preflight*"):
                 path.unlink(missing_ok=True)
 
         on_cpu = self.config.train.device == "cpu"
         finds_gpus = any(facts["gpu"] for facts in facts_of_ranks)
+        # Ranks on CPUs communicate through gloo. NCCL chooses its addresses in another way.
         if on_cpu or not finds_gpus:
             problems += _unreachable(by_node)
 
@@ -271,19 +288,20 @@ class Preflight:
                 " submit with --gpus-per-node, or set train.device to cpu"
             )
             problems.append(nodes.Problem(sentence, mistake=True))
-        if self.options.gpus and not any(facts["cuda"] for facts in facts_of_ranks):
-            sentence = f"torch is built without CUDA, but the job has GPUs; {cuda_build_fix()}"
-            problems.append(nodes.Problem(sentence, mistake=True))
         if self.options.gpus:
+            if not any(facts["cuda"] for facts in facts_of_ranks):
+                sentence = f"torch is built without CUDA, but the job has GPUs; {cuda_build_fix()}"
+                problems.append(nodes.Problem(sentence, mistake=True))
             gpus: dict[str, list[dict]] = {node: [] for node in by_node}
             for facts in facts_of_ranks:
                 if facts["gpu"]:
                     gpus[facts["node"]].append(facts["gpu"])
-            needed = 0 if self.options.no_memory_check else memory(plan).peak
-            problems += nodes.gpu_problems(gpus, self.options.gpus, needed)
+            required = 0 if self.options.no_memory_check else memory(plan).peak
+            problems += nodes.gpu_problems(gpus, self.options.gpus, required)
         return problems
 
     def _describe_run(self, node_versions: dict[str, str]) -> None:
+        """Print the versions, which are the same on all nodes, and the memory and checkpoints."""
         plan = Plan(self.config, self.size)
         self._log(", ".join(f"{name} {value}" for name, value in node_versions.items()))
         self._log(f"{len(nodes.inputs(self.config))} input files are the same on every node")
@@ -291,10 +309,10 @@ class Preflight:
         self._log(f"about {per_rank} per rank, {byte_size(checkpoint_bytes(plan))} per checkpoint")
 
     def _measure(self, torch, store) -> None:
-        """Print the bus bandwidth of an all-reduce over all n ranks: 2 (n - 1) / n times the bytes,
-        divided by the time.
+        """Print the bus bandwidth of an all-reduce over all ranks.
 
-        Raises RuntimeError if the all-reduce fails.
+        For n ranks, it is 2 (n - 1) / n times the bytes, divided by the time: so much does each
+        rank send in a ring. Raises RuntimeError if the all-reduce fails.
         """
         import torch.distributed as dist
 
@@ -324,15 +342,18 @@ class Preflight:
         except RuntimeError as error:
             raise RuntimeError(f"the all-reduce over all ranks failed: {one_line(error)}") from None
 
+        # The median of the last three.
         bandwidth = 2 * (size - 1) / size * mebibytes * MIB / sorted(seconds[1:])[1]
         self._log(f"all-reduce of {mebibytes} MiB over {size} ranks: {bandwidth / 1e9:.2f} GB/s")
 
 
 def _unreachable(by_node: dict[str, dict]) -> list[nodes.Problem]:
-    """Return a problem that names the nodes whose gloo ranks other nodes cannot connect to, or an
-    empty list.
+    """Return a problem that names the nodes that gloo's connections cannot reach, or an empty list.
+
+    `by_node` are the facts of the nodes.
     """
     unreachable = tuple(unreachable_nodes({node: facts["gloo"] for node, facts in by_node.items()}))
+    # The nodes may be virtual ones of the same machine, which reaches itself.
     if not unreachable or len({facts["host"] for facts in by_node.values()}) == 1:
         return []
     sentence = (
@@ -340,10 +361,12 @@ def _unreachable(by_node: dict[str, dict]) -> list[nodes.Problem]:
         " own name to; set TAPE_NETWORK_INTERFACE in slurm/site.env, or correct /etc/hosts on the"
         " node"
     )
+    # If it concerns all nodes, the network is configured wrongly, and other nodes do not help.
     return [nodes.Problem(sentence, unreachable, mistake=len(unreachable) == len(by_node))]
 
 
 def _gpu(torch) -> dict | None:
+    """Return the name of this rank's GPU and its memory in bytes, or None if it has none."""
     index = local_rank()
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         return None

@@ -16,9 +16,7 @@ from megatron_tape.text import counted
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Rehearse and print the report; return 1 if there are faults or differences from the estimate,
-    otherwise 0.
-    """
+    """Rehearse a run, print the report, and return the exit status that --help describes."""
     parser = command_line.Parser(
         prog="python -m pretrain.rehearse",
         usage="%(prog)s [--config] RECIPE [--processes N] [--rank R] [--section.key value ...]",
@@ -53,6 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         raise ConfigError("--rank", f"is {rank}", f"give a number from 0 to {processes - 1}")
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
+    # The libraries warn of what they miss, such as a real GPU.
     for noisy in ("DeepSpeed", "megatron", "torch"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
@@ -61,6 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
     install_fake_world(processes, rank)
     outcome = rehearse(config)
+    # The rehearsal shortens the run, so the settings are those of `outcome`.
     plan = Plan(outcome.config, processes)
     train = outcome.config.train
     print(

@@ -36,8 +36,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def make(paths: list[str | Path], output: Path, missing: Sequence[str] = ()) -> None:
-    """Write a page about runs, results and comparisons to `output`; `missing` names unfinished runs
-    of a comparison.
+    """Write a page about runs, results and comparisons to `output`.
+
+    `paths` are directories of runs, results files or their directories. `missing` names unfinished
+    runs of a comparison.
 
     Raises UserError if `output` is not a .html file or an input is invalid, and OSError if reading
     or writing fails.
@@ -60,6 +62,7 @@ def make(paths: list[str | Path], output: Path, missing: Sequence[str] = ()) -> 
         else:
             others.append(path)
     runs, results = read(others)
+    # Generated text may contain lone surrogates, which UTF-8 cannot encode.
     content = page(runs, results, comparisons, missing).encode("utf-8", errors="replace")
     output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, [content])

@@ -36,7 +36,7 @@ SILENT_SECONDS = 60
 """Seconds without a heartbeat after which a run counts as stuck or gone."""
 STARTING_SECONDS = 180
 STARTING_SECONDS_OF_JOBS = 1800
-"""Seconds that a run may take to write its first heartbeat, without and with a job, which first
+"""Seconds that a run may take to write its first heartbeat, without and with a job. A job first
 checks its nodes.
 """
 TAIL_BYTES = 1 << 22
@@ -44,13 +44,16 @@ TAIL_BYTES = 1 << 22
 100 rows apart.
 """
 ATTEMPTS_SHOWN = 8
+"""Maximum number of attempts that are shown of one run."""
 MESSAGE_CHARACTERS = 120
 """Maximum characters shown of the message with which an attempt ended."""
 COLUMNS = ("run", "state", "step", "loss", "validation", "tokens/s", "ETA", "checkpoint")
 
 
 class Row(TypedDict):
-    """The row of a step in metrics.jsonl. None is a value that is not finite."""
+    """The row of a step in metrics.jsonl. Its other keys are metrics, whose values may be None if
+    they are not finite.
+    """
 
     step: int
 
@@ -139,8 +142,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def find_runs(path: Path) -> list[Path]:
-    """Return the runs directly below a directory; only `path` if it is a run itself or contains
-    none.
+    """Return the runs directly below the directory `path`.
+
+    If it is a run itself, or contains none, return only `path`.
     """
     runs = []
     with contextlib.suppress(OSError):  # `read_status` reports it
@@ -150,14 +154,16 @@ def find_runs(path: Path) -> list[Path]:
 
 
 def _is_run(path: Path) -> bool:
+    """Return whether a directory is that of a run; false if it cannot be read."""
     with contextlib.suppress(OSError):  # such as a directory of another user
         return bool(attempt_numbers(path))
     return False
 
 
 def read_status(run: Path) -> RunStatus:
-    """Return the status of the run in a directory. Raises OSError or UserError if its records
-    cannot be read.
+    """Return the status of the run in the directory `run`.
+
+    Raises FileError if there is no run or a record is invalid, and OSError if one cannot be read.
     """
     attempts = read_attempts(run)
     if not attempts:
@@ -237,10 +243,17 @@ def state_of(last: AttemptRecord, queue: str | None, now: float) -> RunState:
 
 
 def _state_after_end(last: AttemptRecord, queue: str | None) -> RunState:
+    """Return the state of a run whose last attempt has ended, but is not the end of the run.
+
+    `queue` is the state of its job (see `queue_state`): "" if Slurm no longer has the job, and None
+    without a job, or if Slurm does not answer.
+    """
     if queue:
         return RunState("between attempts", True, f"the job is {queue.lower()}")
+    # By hand, with Ctrl-C.
     if last.outcome == INTERRUPTED and queue is None:
         return RunState("interrupted", True, "run the same command to continue")
+    # By a signal from Slurm, which should have requeued the job.
     if last.outcome == INTERRUPTED or last.stop_reason:
         return RunState(
             "stopped",
@@ -253,7 +266,13 @@ def _state_after_end(last: AttemptRecord, queue: str | None) -> RunState:
 
 
 def _state_before_end(last: AttemptRecord, queue: str | None, now: float) -> RunState:
-    # The clocks of the run's nodes may differ from those of this node and of the file system.
+    """Return the state of a run whose last attempt has not recorded an end: it is in progress,
+    stuck or killed.
+
+    `queue` and `now` are those of `state_of`.
+    """
+    # Times of files, not those in the heartbeat: the clocks of the run's nodes may differ from
+    # those of this node and of the file system.
     beat = last.heartbeat
     written_at = last.beaten_at if beat else last.claimed_at
     silent = max(0.0, now - written_at)
@@ -262,6 +281,7 @@ def _state_before_end(last: AttemptRecord, queue: str | None, now: float) -> Run
         allowed = SILENT_SECONDS
     elif queue == "RUNNING":
         allowed = STARTING_SECONDS_OF_JOBS
+    # Slurm says that the job has ended if `queue` is "".
     if silent > allowed or queue == "":
         explanation = f"no heartbeat from its processes for {duration(silent)}"
         if queue == "RUNNING":
@@ -270,6 +290,8 @@ def _state_before_end(last: AttemptRecord, queue: str | None, now: float) -> Run
     if not beat:
         return RunState("starting", True)
 
+    # The seconds since the last progress: those of the clock that wrote the heartbeat, and those
+    # after that.
     idle = silent + beat["time"] - beat["since"]
     limit = beat.get("hang_timeout")
     if limit is not None and idle > limit:
@@ -278,7 +300,10 @@ def _state_before_end(last: AttemptRecord, queue: str | None, now: float) -> Run
 
 
 def screen(status: RunStatus) -> list[str]:
-    """Return the lines that show one run in detail."""
+    """Return the lines that show one run in detail: a title, values by name, and its attempts.
+
+    Empty values are left out.
+    """
     rows = {"step": _progress(status)}
     if status.loss_step is not None:
         rows["loss"] = f"{_number(status.loss)} at step {status.loss_step:,}"
@@ -324,6 +349,7 @@ def table(statuses: list[RunStatus]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for row in rows:
+        # The run and its state are aligned to the left, the numbers to the right.
         words = map(str.ljust, row[:2], widths)
         numbers = map(str.rjust, row[2:], widths[2:])
         lines.append("  ".join([*words, *numbers]).rstrip())
@@ -331,6 +357,7 @@ def table(statuses: list[RunStatus]) -> list[str]:
 
 
 def _cells(status: RunStatus) -> tuple[str, ...]:
+    """Return the cells of a run's row, one for each of COLUMNS; empty if nothing is recorded."""
     left = ""
     if status.seconds_left is not None:
         left = duration(status.seconds_left)
@@ -346,20 +373,27 @@ def _cells(status: RunStatus) -> tuple[str, ...]:
     )
 
 
-def _cell(value: float | None, form: str) -> str:
+def _cell(value: float | None, format_spec: str) -> str:
+    """Return a formatted value, or "" for None."""
     if value is None:
         return ""
-    return format(value, form)
+    return format(value, format_spec)
 
 
 def _progress(status: RunStatus) -> str:
+    """Return the step, and what share of the run it is, if the number of steps is known."""
     if not status.total_steps:
         return f"{status.step:,}"
+    # A run that continues with fewer steps may already be beyond its end.
     share = min(1, status.step / status.total_steps)
     return f"{status.step:,} of {status.total_steps:,} ({share:.1%})"
 
 
 def _describe_attempt(attempt: AttemptRecord, alive: bool) -> str:
+    """Return the line of an attempt: number, start, nodes, first step, and how it ended.
+
+    `alive` means that it is in progress.
+    """
     started = "at an unknown time"
     if "started" in attempt.facts:
         started = time.strftime(LOG_TIME, time.localtime(attempt.facts["started"]))
@@ -372,11 +406,12 @@ def _describe_attempt(attempt: AttemptRecord, alive: bool) -> str:
     if job:
         where = f"job {job} on {where}"
 
-    newest = attempt.facts.get("checkpoint_step", 0)
-    begun = attempt.heartbeat.get("from_step", newest)
-    where += f", from step {begun:,}"
-    if begun < newest:
-        where += f" (the checkpoint of step {newest:,} was not used; the log says why)"
+    # The step of the newest checkpoint when the attempt started, which may have been damaged.
+    checkpointed = attempt.facts.get("checkpoint_step", 0)
+    first_step = attempt.heartbeat.get("from_step", checkpointed)
+    where += f", from step {first_step:,}"
+    if first_step < checkpointed:
+        where += f" (the checkpoint of step {checkpointed:,} was not used; the log says why)"
 
     end = ""
     if attempt.outcome is not None:
@@ -390,6 +425,7 @@ def _describe_attempt(attempt: AttemptRecord, alive: bool) -> str:
 
 
 def _total_steps(run: Path) -> int | None:
+    """Return `train.steps` of a run, or None if its settings cannot be read."""
     try:
         settings = read_yaml(run / SETTINGS, dict[str, dict[str, Any]])
     # The run may be about to write the file.
@@ -403,6 +439,7 @@ def _newest_checkpoint(root: Path) -> dict:
     names = ("checkpoint", "checkpoint_step", "checkpoint_age", "checkpoint_problem")
     fields: dict[str, Any] = dict.fromkeys(names)
     try:
+        # Reading all files to check them would take minutes.
         path = newest_complete(root, deep=False)
         if path is not None:
             fields["checkpoint_step"] = read_manifest(path)["step"]
@@ -414,6 +451,7 @@ def _newest_checkpoint(root: Path) -> dict:
 
 
 def _wandb(run: Path) -> str | None:
+    """Return the address of a run at Weights & Biases, or how to upload it; None if neither."""
     try:
         record = read_wandb(run)
     except ValueError:
@@ -424,6 +462,7 @@ def _wandb(run: Path) -> str | None:
 
 
 def _number(value: float | None) -> str:
+    """Return a logged loss as text; None stands for a value that is not finite."""
     if value is None:
         return "not finite"
     return f"{value:.4f}"

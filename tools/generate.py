@@ -114,7 +114,7 @@ def continuations(
     """
     import transformers
 
-    def load_with(from_pretrained: Callable[..., Any]) -> Any:
+    def load_with(from_pretrained: Callable):
         try:
             return from_pretrained(str(directory), trust_remote_code=source.needs_trust)
         except Exception as error:  # any error of the libraries below, often with many lines

@@ -119,7 +119,7 @@ def make_encoding(arguments: argparse.Namespace) -> Encoding:
     )
 
 
-def is_complete(prefix: str, origin: dict[str, Any]) -> bool:
+def is_complete(prefix: str, origin: dict) -> bool:
     """Return whether a part exists. `origin` is what it must have been made from.
 
     Raises FileError if it was made from something else.

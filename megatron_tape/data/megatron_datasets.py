@@ -129,9 +129,11 @@ def _plan(config: RunConfig, evaluates: bool, log: bool = True) -> DatasetPlan:
         split_prefixes = [prefixes[i] for i in tokens_by_index]
         splits.append(DatasetBlend(split_prefixes, split_weights, [*tokens_by_index.values()]))
 
-    paths = [path for prefix in prefixes for path in dataset_paths(prefix)]
-    status = {str(path): path.stat() for path in paths}
-    identity = {path: [stat.st_size, stat.st_mtime_ns] for path, stat in status.items()}
+    identity = {}
+    for prefix in prefixes:
+        for path in dataset_paths(prefix):
+            status = path.stat()
+            identity[str(path)] = [status.st_size, status.st_mtime_ns]
     return DatasetPlan(identity, splits, pools)
 
 
@@ -265,8 +267,7 @@ class Mixed(Dataset):
             }
 
         names = ("counts", "dataset", "sample")
-        key = [shares, size]
-        index = cached(settings.path_to_cache, "Mixed", names, key, make, settings.build)
+        index = cached(settings.path_to_cache, "Mixed", names, [shares, size], make, settings.build)
         self.counts = index["counts"].tolist()
         self._dataset = index["dataset"]
         self._sample = index["sample"]
@@ -347,21 +348,21 @@ def _mix_of_windows(
     config: RunConfig, settings: DatasetSettings, datasets: DatasetBlend, size: int
 ) -> Mixed:
     """Return `size` samples of the `DocumentWindows` of the long documents of `datasets`."""
+    seq_length = config.model.seq_length
     mix = Mixed(settings, datasets.weights, size)
     for prefix in datasets.prefixes:
 
         def make(prefix: str = prefix) -> dict[str, np.ndarray]:
             lengths = split_lengths(prefix, config.data.split, "training")
             long = np.flatnonzero(lengths >= config.data.long_documents.minimum)
-            return divide_documents(lengths, long, config.model.seq_length)
+            return divide_documents(lengths, long, seq_length)
 
         # The name of the cache's directory depends on the other settings.
         names = ("documents", "ends_of_whole", "left")
         cache = settings.path_to_cache
         divided = cached(cache, "DocumentWindows", names, prefix, make, settings.build)
         dataset = settings.open(prefix)
-        seed = config.train.seed
-        mix.datasets.append(DocumentWindows(dataset, divided, config.model.seq_length, seed))
+        mix.datasets.append(DocumentWindows(dataset, divided, seq_length, config.train.seed))
     return mix
 
 
