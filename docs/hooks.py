@@ -75,8 +75,9 @@ def parser_of(module: str) -> argparse.ArgumentParser:
     def raise_parser(parser: argparse.ArgumentParser, *_: Any) -> None:
         raise _ParserFound(parser)
 
-    # Only `main` builds the parser, and it must not run.
+    # Only `main` builds the parser, so it is called, and interrupted when it parses arguments.
     main = importlib.import_module(module).main
+    # Some programs' `main` takes the command line as an argument.
     arguments = ([],) if inspect.signature(main).parameters else ()
     with mock.patch.object(Parser, "parse_known_args", raise_parser):
         try:
@@ -94,8 +95,9 @@ def command_of(module: str) -> str:
 
 
 def installed_commands() -> dict[str, str]:
-    """Map the modules of programs to the commands that `pip install` provides, such as
-    pretrain.train to tape-train.
+    """Return the commands that `pip install` provides, by the module of the program.
+
+    For example, tape-train by pretrain.train. They are read from the file without running it.
     """
     text = (ROOT / "pretrain" / "console_scripts.py").read_text(encoding="utf-8")
     scripts = re.findall(r'_script\("([\w-]+)", "(?:pretrain\.(?=tools))?([\w.]+)"\)', text)
@@ -110,11 +112,13 @@ def _cell(text: str) -> str:
 
 
 def _table(rows: Iterable[tuple[str, str]], name: str) -> str:
+    """Return a Markdown table with the columns `name` and "meaning"."""
     lines = [f"| {name} | meaning |", "| --- | --- |"]
     return "\n".join([*lines, *(f"| {first} | {meaning} |" for first, meaning in rows), ""])
 
 
 def _setting_row(setting: Setting) -> tuple[str, str]:
+    """Return the row of a setting: its name, type and default in one cell, and its meaning."""
     default = "required"
     if setting.default is not MISSING:
         default = f"default `{format_value(setting.default)}`"
@@ -126,16 +130,22 @@ def _setting_row(setting: Setting) -> tuple[str, str]:
 
     section, _, name = setting.key.rpartition(".")
     meaning = setting.schema.get("description", "")
+    # This section has other settings for each encoding.
     if section == "model.position":
-        fields = {name: encoding.Settings for name, encoding in ENCODINGS.items()}
-        owners = [owner for owner, cls in fields.items() if name in cls.__dataclass_fields__]
+        owners = [
+            encoding
+            for encoding, cls in ENCODINGS.items()
+            if name in cls.Settings.__dataclass_fields__
+        ]
         meaning += f" Encodings: {', '.join(owners)}."
+    # The anchor lets other pages link to the setting.
     anchor = f'<a id="{setting.key}" href="#{setting.key}">`{setting.key}`</a>'
     return f"{anchor}<br>{_cell(f'{kind}; {default}')}", _cell(meaning)
 
 
 def _setting_tables(settings: Iterable[Setting], heading: str) -> Iterator[str]:
     """Yield a table per section; every table but the first has a heading, such as `###`."""
+    # Encodings may share a setting, which is shown once.
     grouped: dict[str, dict[str, Setting]] = {}
     for setting in settings:
         section = setting.key.rpartition(".")[0]
@@ -157,6 +167,7 @@ def settings_page() -> str:
     ]
     all_settings = settings_of(RunConfig)
     for name, group in itertools.groupby(all_settings, lambda item: item.key.partition(".")[0]):
+        # The first item of a group is the section itself.
         section, *settings = group
         parts += [f"## {name}\n", f"{inspect.getdoc(section.sections[0]) or ''}\n"]
         parts += _setting_tables(settings, "###")
@@ -187,8 +198,10 @@ def programs_page() -> str:
 
 
 def _program(module: str) -> Iterator[str]:
+    """Yield the parts of the page about one program: description, usage and tables of options."""
     parser = parser_of(module)
     parser.prog = command_of(module)
+    # The first line of the description is a sentence; the rest has examples, shown as code.
     description, _, example = (parser.description or "").partition("\n")
     name = title = module.rpartition(".")[2]
     installed = installed_commands().get(module)
@@ -205,9 +218,7 @@ def _program(module: str) -> Iterator[str]:
 
 
 def subparsers_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Yield the pair ("", parser), and then a pair of name and parser for each of its
-    subcommands.
-    """
+    """Yield ("", parser), and then the name and the parser of each of its subcommands."""
     yield "", parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -215,12 +226,15 @@ def subparsers_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argpar
 
 
 def _is_option(action: argparse.Action) -> bool:
+    """Return whether an argument is an option of the program: not --help, and not a setting."""
     if isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
         return False
     return not any("." in name for name in action.option_strings)  # a setting has a dot
 
 
 def _option_row(action: argparse.Action) -> tuple[str, str]:
+    """Return the row of an option: its names with its value, and its meaning."""
+    # Values are named as in argparse's --help.
     metavar = action.metavar or action.dest
     if action.choices:
         metavar = "{" + ",".join(map(str, action.choices)) + "}"
@@ -230,8 +244,8 @@ def _option_row(action: argparse.Action) -> tuple[str, str]:
         metavar = metavar.upper()
 
     name = ", ".join(action.option_strings) or metavar
-    meaning = (action.help or "") % vars(action)
-    if action.option_strings and action.nargs != 0:
+    meaning = (action.help or "") % vars(action)  # fills in %(default)s
+    if action.option_strings and action.nargs != 0:  # 0: a switch, which takes no value
         name += f" {metavar}"
     if action.option_strings and action.required:
         meaning += " (required)"
@@ -243,7 +257,10 @@ GENERATED = {"reference/settings.md": settings_page, "reference/programs.md": pr
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages in GENERATED and COPIED. mkdocs calls this hook with its list of files."""
+    """Add the pages in GENERATED and COPIED to mkdocs' list of files, and return it.
+
+    mkdocs calls this hook.
+    """
     from mkdocs.structure.files import File
 
     for path, page in GENERATED.items():
@@ -255,15 +272,17 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrite links between files of the repository so that they work in the site. mkdocs calls
-    this hook per page.
+    """Return a page's Markdown with links that work in the site. mkdocs calls this hook per page.
+
+    In the repository, links are relative paths between files.
     """
     path = page.file.src_uri
+    # The file of the repository that the page is a copy of.
     sources = {copy: source for source, copy in COPIED.items()}
     folder = Path(sources.get(path, f"docs/{path}")).parent
 
     def site_link(link: re.Match) -> str:
-        image, text, target, anchor = link.groups("")
+        image, text, target, anchor = link.groups("")  # `image` is "!" or ""
         source = os.path.normpath(folder / target)
         if source in COPIED:
             page_path = COPIED[source]

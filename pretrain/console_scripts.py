@@ -15,7 +15,7 @@ def _script(command: str, module: str) -> Callable[[], None]:
     """
 
     def run() -> None:
-        exit_on_ctrl_c()
+        exit_on_ctrl_c()  # first, since the imports of the module take seconds
         Parser.command = command
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 

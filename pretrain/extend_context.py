@@ -15,9 +15,7 @@ from pretrain.train import supervised
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Extend a model and return the exit status. Invalid arguments are reported before torch is
-    imported.
-    """
+    """Extend a model and return the exit status, as `pretrain.train.main` does."""
     with exit_on_user_error():
         config = parse_run_config(argv, __doc__.strip())
     return supervised(config, extends=True)

@@ -39,10 +39,10 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(argv: list[str] | None = None, trains: "ParameterFilter | None" = None) -> int:
-    """Train a model and return the exit status. Invalid arguments are reported before torch is
-    imported.
+    """Train a model and return the exit status, without a traceback for errors that users cause.
 
-    `trains` selects the parameters to train (default: all); see `training.trainer.Trainer`.
+    Invalid arguments are reported before torch is imported. `trains` selects the parameters to
+    train (default: all); see `training.trainer.Trainer`.
     """
     with exit_on_user_error():
         config = parse_run_config(argv)
@@ -52,7 +52,8 @@ def main(argv: list[str] | None = None, trains: "ParameterFilter | None" = None)
 def supervised(config: RunConfig, extends: bool, trains: "ParameterFilter | None" = None) -> int:
     """Validate the settings, train, record how the attempt ended, and return the exit status.
 
-    `extends` is true for pretrain.extend_context (see `checks.check`).
+    `extends` is true for pretrain.extend_context (see `checks.check`), and `trains` is that of
+    `main`. Raises errors that are bugs, after they are recorded.
     """
     with exit_on_user_error():
         check_launcher_environment()
@@ -86,6 +87,7 @@ def supervised(config: RunConfig, extends: bool, trains: "ParameterFilter | None
             if rank == 0:
                 watch.record_end(FINISHED, f"finished all {config.train.steps} steps")
             return 0
+        # A signal has ended the training, which has saved a checkpoint and recorded the end.
         _say(rank, f"{reason}; run the same command to continue")
         if watch.stop == CTRL_C:
             return EXIT_INTERRUPTED
@@ -93,7 +95,10 @@ def supervised(config: RunConfig, extends: bool, trains: "ParameterFilter | None
 
 
 def _check(config: RunConfig, watch: Watch, extends: bool, rank: int, size: int) -> int | None:
-    """Check the run; return the exit status if it cannot start, otherwise None."""
+    """Check the run and report why it cannot start; return the exit status then, otherwise None.
+
+    `size` is the number of ranks.
+    """
     try:
         level = Level.SETTINGS
         if rank == 0:
@@ -108,6 +113,7 @@ def _check(config: RunConfig, watch: Watch, extends: bool, rank: int, size: int)
         return EXIT_REFUSED
     except (OSError, MemoryError) as error:
         message = describe_fatal_error(error) or f"an input file cannot be read: {error}"
+        # On any rank, since the file may be readable on the other nodes.
         watch.record_end(FAILED, message)
         print(f"error (rank {rank}): {message}", file=sys.stderr)
         return 1
@@ -124,8 +130,8 @@ def _train(
     from megatron_tape.training.trainer import Trainer
 
     if watch.stop == signal.SIGTERM.name:
-        # torchrun stops the other ranks so when rank 0 refuses a run. `Trainer` would wait for
-        # rank 0.
+        # If rank 0 refuses a run and exits, torchrun sends SIGTERM to the other ranks. `Trainer`
+        # would wait for rank 0.
         reason = f"{watch.stop} stopped the run before it began"
         if rank == 0:
             watch.record_end(INTERRUPTED, reason)
@@ -140,8 +146,9 @@ def _train(
 
 
 def _record_failure(error: Exception, watch: Watch, rank: int) -> int | None:
-    """Record an error that ended the training, and print it in one sentence; return the exit
-    status, or None for an error that nobody foresaw.
+    """Record an error that ended the training; return the exit status.
+
+    An expected error is also printed in one sentence. For others, which are bugs, returns None.
     """
     # FAILED lets a Slurm job try again: a file that cannot be read here may be readable on another
     # node.
@@ -191,6 +198,7 @@ def load_libraries(config: RunConfig, is_rank_0: bool) -> None:
     """Set the environment variables and log levels of the libraries, and import torch."""
     level = logging.INFO if is_rank_0 else logging.ERROR
     logging.basicConfig(level=level, format="%(asctime)s %(message)s", datefmt=LOG_TIME, force=True)
+    # The libraries log what users need not know.
     for noisy in ("DeepSpeed", "megatron", "torch", "numba", "matplotlib"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     # Megatron warns that Transformer Engine and Apex are missing.
@@ -200,7 +208,7 @@ def load_libraries(config: RunConfig, is_rank_0: bool) -> None:
 
     provide_caches()
     if config.train.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also DeepSpeed must not use a GPU
     # On a local disk: otherwise hundreds of nodes would write compiled kernels to a shared home
     # directory.
     defaults = {"TRITON_CACHE_DIR": private_directory(f"triton-cache-{os.getuid()}")}
