@@ -10,9 +10,9 @@ def exit_on_ctrl_c() -> None:
     """
     default = sys.excepthook
 
-    def report(kind, error, trace):
-        if not issubclass(kind, KeyboardInterrupt):
-            return default(kind, error, trace)
+    def report(error_type, error, trace):
+        if not issubclass(error_type, KeyboardInterrupt):
+            return default(error_type, error, trace)
         # A launcher sends Ctrl-C to all ranks; one sentence is enough.
         if os.environ.get("RANK", "0") == "0":
             print("error: ended by Ctrl-C", file=sys.stderr, flush=True)

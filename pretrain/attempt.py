@@ -208,15 +208,9 @@ def begin(options: argparse.Namespace) -> None:
     # Only a requeued job can be in a crash loop. A new job may always start, since a user has
     # submitted it.
     if requeued and earlier:
-        if loop := crash_loop(earlier, step, options.job):
-            raise ConfigError(
-                "logging.directory",
-                f"is {run}, where {loop}; the last attempt: {last_error(earlier[-1])}",
-            )
-        # The job was killed before it could judge its attempt, so its log lacks the reason.
-        if earlier[-1].verdict is None:
-            command_line.log(f"attempt {earlier[-1].number}: {last_error(earlier[-1])}")
+        _check_last_attempt(run, earlier, step, options.job)
 
+    # A requeued job has its copy of the code already.
     directory = run / "jobs" / options.job
     if not requeued:
         _copy(Path(options.source), directory, config)
@@ -249,6 +243,21 @@ def begin(options: argparse.Namespace) -> None:
     }
     for name, value in variables.items():
         print(f"{name}={shlex.quote(str(value))}")
+
+
+def _check_last_attempt(run: Path, earlier: list[AttemptRecord], step: int, job: str) -> None:
+    """Raise ConfigError if a job is in a crash loop; otherwise log why its last attempt ended.
+
+    `earlier` are the job's attempts, and `step` is that of the newest checkpoint.
+    """
+    last = earlier[-1]
+    if loop := crash_loop(earlier, step, job):
+        raise ConfigError(
+            "logging.directory", f"is {run}, where {loop}; the last attempt: {last_error(last)}"
+        )
+    # The job was killed before it could judge its attempt, so its log lacks the reason.
+    if last.verdict is None:
+        command_line.log(f"attempt {last.number}: {last_error(last)}")
 
 
 def judge(run: Path, checkpoints: str, number: int, exit_status: int = 0) -> None:

@@ -47,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     processes = options.processes or config.parallel.ranks_per_sequence
     check(config, Level.SETTINGS, processes)
     rank = options.rank
+    # Checked last, since the settings decide the number of processes.
     if not 0 <= rank < processes:
         raise ConfigError("--rank", f"is {rank}", f"give a number from 0 to {processes - 1}")
 
@@ -68,6 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         f" {plan.zero_stage}, {train.precision}, recompute {train.recompute}, attention as"
         f" {plan.model.attention_backend}"
     )
+
     rows = list(outcome.rows())
     print(f"{'MiB':<44}{'rehearsed':>14}{'estimated':>14}")
     print(*rows, sep="\n")

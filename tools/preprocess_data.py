@@ -316,8 +316,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="I/N",
         help="write part I (from 0) of N: the dataset P-I-of-N of every N-th file",
     )
-    size = "input bytes that a worker tokenizes at a time (default: %(default)s)"
-    add("--chunk-bytes", type=command_line.whole_number, default=1 << 18, help=size)
+    add(
+        "--chunk-bytes",
+        type=command_line.whole_number,
+        default=1 << 18,
+        help="input bytes that a worker tokenizes at a time (default: %(default)s)",
+    )
     add(
         "--check",
         action="store_true",

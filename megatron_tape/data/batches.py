@@ -187,12 +187,13 @@ class _MicroBatches(Dataset):
         self._eod = eod
 
     def __getitem__(self, indices: list[int]) -> dict[str, Tensor] | UserError:
+        """Return the micro-batch of the samples with these indices."""
         try:
             samples = [self._samples[index] for index in indices]
         except UserError as error:
             return error
         batch = {key: torch.stack([sample[key] for sample in samples]) for key in self._keys}
-        if "dataset_id" in samples[0]:
+        if "dataset_id" in samples[0]:  # one number for each sample, not a tensor
             ids = [sample["dataset_id"] for sample in samples]
             batch["dataset_id"] = torch.tensor(ids, dtype=torch.int64)
         if self._eod is not None:
@@ -212,12 +213,12 @@ def documents_from_tokens(tokens: Tensor, eod: int) -> Tensor:
 
 def _start_workers(loader: DataLoader) -> Iterator[dict[str, Tensor]]:
     """Return an iterator over `loader`, whose workers are started with NOT_FOR_WORKERS blocked."""
-    # The workers that are forked here inherit the mask.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_WORKERS)
+    # The workers that are forked here inherit the mask of blocked signals.
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_WORKERS)
     try:
         return iter(loader)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
 def _obey_only_the_parent(parent: int, worker: int) -> None:

@@ -225,6 +225,7 @@ def file_size(path: str) -> int:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _remote_size(path: str) -> int:
+    """Return the size in bytes of a file of the Hub that is not in the local cache."""
     # The file system keeps the listing of a directory, so that this is one request for each
     # directory.
     with _network_errors(path):
@@ -232,6 +233,7 @@ def _remote_size(path: str) -> int:
 
 
 def _file_system() -> Any:
+    """Return the fsspec file system of the Hub."""
     import huggingface_hub
 
     return huggingface_hub.HfFileSystem()

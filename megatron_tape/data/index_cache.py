@@ -136,7 +136,7 @@ def build_on_rank_0(
     of `build`; or MemoryError or RuntimeError if the index cannot be built for another reason.
     """
     future: Future = Future()
-    staging: list[Path] = []
+    staging = []
     is_rank_0 = dist.get_rank() == 0
     if is_rank_0:
         Thread(
@@ -156,8 +156,8 @@ def build_on_rank_0(
                 message = [_state_of(future, staging, os.path.dirname(directory))]
                 if time.monotonic() - logged_at > 2 * HEARTBEAT_SECONDS:
                     logged_at = time.monotonic()
-                    written = message[0].bytes_written / 1e6
-                    logger.info("indexing the data: %s MB written", f"{written:,.0f}")
+                    megabytes = f"{message[0].bytes_written / 1e6:,.0f}"
+                    logger.info("indexing the data: %s MB written", megabytes)
 
             dist.broadcast_object_list(message, src=0)
             before = state

@@ -279,7 +279,7 @@ class Mixed(Dataset):
 
 
 def open_split(
-    kind: type[AllDocuments],
+    dataset_class: type[AllDocuments],
     settings: DatasetSettings,
     datasets: DatasetBlend,
     split: int,
@@ -287,7 +287,8 @@ def open_split(
 ) -> Dataset:
     """Return a dataset with at least `size` samples of one split: 0 for training, 1 for validation.
 
-    Unless `settings.build` is true, indices are mapped into memory when they are first used.
+    Each dataset of the blend `datasets` is opened as a `dataset_class`. Unless `settings.build` is
+    true, indices are mapped into memory when they are first used.
     """
     threads = min(_THREADS, len(datasets.prefixes), len(os.sched_getaffinity(0)))
     one_split = replace(  # type: ignore[call-arg]
@@ -303,7 +304,7 @@ def open_split(
     # even though the cached indices follow it.
     one_split.fast_cache_load = one_split.defer_npy_index_mmap = not settings.build
     # Megatron asks the lambda whether this rank opens datasets.
-    builder = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, one_split)
+    builder = BlendedMegatronDatasetBuilder(dataset_class, sizes, lambda: True, one_split)
     if not settings.build:
         return builder.build()[split]
     # The other ranks do not build, so Megatron's barriers would wait forever.
@@ -530,6 +531,7 @@ class DocumentWindows(Dataset):
         self._epoch: int | None = None
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return sample `index`, counted from the beginning of the first epoch."""
         epoch, index = divmod(int(index), self.samples_per_epoch)
         if epoch != self._epoch:
             self._shuffle(epoch)

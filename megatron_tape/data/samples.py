@@ -102,6 +102,10 @@ class ExampleSamples(SampleSource):
         self._order = np.empty(0, int)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return sample `index`, counted from the beginning of the first epoch.
+
+        Raises FileError if its line has become invalid.
+        """
         epoch, index_in_epoch = divmod(index, len(self.lines))
         if epoch != self._epoch:
             self._epoch = epoch
