@@ -1,14 +1,15 @@
-"""Write, find and remove checkpoint directories, which are complete whenever they exist. Imports no
-torch.
+"""Write, find and remove checkpoint directories. Imports no torch.
 
-The directory `step-00000100` contains files, and a `manifest.json` that lists their sizes and
-sha256. A checkpoint is written into a staging directory, flushed to disk, and then renamed; a
-checkpoint is renamed before it is deleted. A process may therefore be killed at any moment.
+The directory `step-00000100` contains the files of a checkpoint, and a `manifest.json` with their
+sizes and sha256. A process may be killed at any moment without leaving a half-written checkpoint:
 
-A checkpoint of the same step is renamed before the new one, and then removed. It is damaged: the
-run would have continued from it otherwise. `step-00000100.abandoned` is a damaged checkpoint after
-which the run continued from an earlier one (see `prune`). Names that start with a dot and end in
-`.partial` are leftovers of killed processes.
+- A new checkpoint is written into a staging directory, flushed to disk, and then renamed.
+- An old checkpoint is renamed to a name that no reader accepts, and then deleted.
+- Names that start with a dot and end in `.partial` are leftovers of killed processes.
+
+A run that saves a step for which a checkpoint exists replaces that checkpoint. It is damaged, since
+the run would have continued from it otherwise. `step-00000100.abandoned` is a damaged checkpoint
+that the run has skipped, to continue from an earlier one (see `prune`).
 
 If a checkpoint is a symbolic link, only the link is removed. Files that are not in the manifest are
 ignored. Only one process at a time may call these functions, but several may write files into one
@@ -38,6 +39,7 @@ READABLE_VERSIONS = (3, 4)
 MANIFEST = "manifest.json"
 STATE = "state.json"
 ABANDONED = ".abandoned"
+"""Suffix of a damaged checkpoint that the run has skipped."""
 START_AGAIN = "start the run again, or move this checkpoint away to continue from the previous one"
 _NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")
 
@@ -110,6 +112,8 @@ class CheckpointState(TypedDict):
 
 
 class _Paths(TypedDict, total=False):
+    """The paths in a section of the settings."""
+
     tokenizer: str | None
     directory: str | None
 
@@ -130,11 +134,13 @@ class OtherFormat(CheckpointError):
 
 
 def staging_directory(home: str | Path, step: int) -> Path:
-    """Create and return an empty directory in `home` for the files of checkpoint `step`.
+    """Create an empty directory in `home` for the files of checkpoint `step`, and return it.
 
-    `home` must exist, and be on the same file system as the checkpoints.
+    `home` must exist, and be on the same file system as the checkpoints: `publish` renames the
+    directory.
     """
     staging = Path(home) / _name(step)
+    # An earlier save of this step may have failed.
     remove(staging)
     staging.mkdir()
     return staging
@@ -148,21 +154,27 @@ def publish(
 ) -> Path:
     """Turn a staging directory into checkpoint `step` in `root`, and return its path.
 
-    `files` maps names to digests. An existing checkpoint of the same step is replaced. When this
-    returns, the checkpoint is on disk. Raises CheckpointError if a file is missing or has another
-    size, as seen by this process.
+    `files` maps the names of the files to their digests. An existing checkpoint of the same step is
+    replaced. When this returns, the checkpoint is on disk. Raises CheckpointError if this process
+    does not see a file, or sees another size.
     """
-    manifest = {
-        "format_version": FORMAT_VERSION,
-        "step": step,
-        "files": dict(sorted(files.items())),
-    }
-    write_record(staging / MANIFEST, manifest)
+    write_record(
+        staging / MANIFEST,
+        {
+            "format_version": FORMAT_VERSION,
+            "step": step,
+            "files": dict(sorted(files.items())),
+        },
+    )
     sync_directory(staging)
+    # Another node may have written a file to its own disk instead of a shared one.
     for name, entry in files.items():
         if problem := _file_problem(staging / name, name, entry, deep=False):
-            fix = "set checkpoint.directory to a directory that all nodes share"
-            raise CheckpointError(staging, f"is not complete: {problem}", fix)
+            raise CheckpointError(
+                staging,
+                f"is not complete: {problem}",
+                "set checkpoint.directory to a directory that all nodes share",
+            )
 
     root = Path(root)
     final = root / _name(step)
@@ -185,10 +197,12 @@ def list_checkpoints(root: str | Path) -> list[tuple[int, Path]]:
 def read_manifest(path: str | Path) -> Manifest:
     """Read a checkpoint's manifest.
 
-    Raises OtherFormat if another version of this project wrote it, and ValueError (or its subclass
-    CheckpointError) if it is malformed or its step differs from the directory's name.
+    Raises OtherFormat if another version of this project wrote it. Raises FileError if it is
+    malformed; its subclass CheckpointError if it lists no files, or another step than the
+    directory's name.
     """
     path = Path(path)
+    # The version is checked first, because other formats may have another shape.
     version = read_record(path / MANIFEST, dict[str, Any]).get("format_version")
     if isinstance(version, int) and version not in READABLE_VERSIONS:
         age = "a newer" if version > FORMAT_VERSION else "an earlier"
@@ -200,27 +214,31 @@ def read_manifest(path: str | Path) -> Manifest:
         )
 
     manifest = read_record(path / MANIFEST, Manifest)
+    if not manifest["files"]:
+        raise CheckpointError(MANIFEST, "lists no files")
     name = _NAME.fullmatch(path.name)
     if name and manifest["step"] != int(name[1]):
-        problem = f"says step {manifest['step']}, but the directory is named {path.name}"
-        raise CheckpointError(MANIFEST, problem)
+        raise CheckpointError(
+            MANIFEST, f"says step {manifest['step']}, but the directory is named {path.name}"
+        )
     return manifest
 
 
 def read_state(path: str | Path) -> CheckpointState:
     """Read a checkpoint's `state.json`. Raises ValueError if it is malformed.
 
-    Parameters have their current names, also if the checkpoint has format 3.
+    Parameters have their current names, also if the checkpoint has format 3. Only those settings in
+    `config` are checked that are read without the parser of settings.
     """
     state = read_record(Path(path) / STATE, CheckpointState)
     state["sharded"] = {current_name(name): shards for name, shards in state["sharded"].items()}
     if "frozen" in state:
         state["frozen"] = [current_name(name) for name in state["frozen"]]
     if state["optimizer_steps"] > state["step"]:
-        problem = (
-            f"is damaged: optimizer_steps {state['optimizer_steps']} exceeds step {state['step']}"
+        raise CheckpointError(
+            str(Path(path) / STATE),
+            f"is damaged: optimizer_steps {state['optimizer_steps']} exceeds step {state['step']}",
         )
-        raise CheckpointError(str(Path(path) / STATE), problem)
 
     check_shape(state["config"], _Config, "config")
     return state
@@ -246,10 +264,13 @@ def newest_complete(
 ) -> Path | None:
     """Return the path of the newest complete checkpoint in `root`, or None.
 
-    Calls `warn` with a message for each broken checkpoint that is skipped, except those in
-    `excluding`. See `problems` for `deep`. Raises OSError if a disk error, which may pass, prevents
-    the check, and OtherFormat if another version wrote a checkpoint, which a run that continues an
-    older one would replace.
+    Calls `warn` with a message for each broken checkpoint that is skipped. Checkpoints in
+    `excluding` are skipped without a message. See `problems` for `deep`.
+
+    Raises:
+        OSError: if a disk error prevents the check. It may pass, so no older checkpoint is chosen.
+        OtherFormat: if another version of this project wrote a checkpoint. A run that continued
+            from an older one would replace it.
     """
     for _, path in list_checkpoints(root):
         if path in excluding:
@@ -262,8 +283,9 @@ def newest_complete(
 
 
 def checkpointed_step(root: str | Path) -> int:
-    """Return the step of the newest checkpoint whose files have the expected sizes, or 0 if there
-    is none. See `newest_complete` for errors.
+    """Return the step of the newest complete checkpoint in `root`, or 0 if there is none.
+
+    Compares only the sizes of files. See `newest_complete` for errors.
     """
     path = newest_complete(root, deep=False)
     return 0 if path is None else read_manifest(path)["step"]
@@ -275,17 +297,18 @@ def prune(
     keep_every: int | None = None,
     published: int | None = None,
 ) -> None:
-    """Remove old checkpoints, so that the newest `keep` complete ones remain, and leftovers of
-    killed processes.
+    """Remove old checkpoints and leftovers of killed processes.
 
-    A checkpoint is complete if its files have the expected sizes. Steps that are a multiple of
-    `keep_every` are never removed. Broken checkpoints do not count towards `keep`, and are removed
-    once `keep` newer ones are complete.
-
-    `published` is the step of the checkpoint that the run has just saved. Later checkpoints are
-    damaged ones that the run skipped when it started. They are renamed to
-    `step-00000100.abandoned`, which no reader accepts, and removed when the run reaches their step
-    again.
+    Args:
+        root: the directory of the checkpoints.
+        keep: how many of the newest complete checkpoints remain. A checkpoint is complete if its
+            files have the expected sizes. Broken ones do not count, and are removed once `keep`
+            newer ones are complete.
+        keep_every: checkpoints whose step is a multiple of it are never removed.
+        published: the step of the checkpoint that the run has just saved. Later checkpoints are
+            damaged ones that the run skipped when it started. They are renamed to
+            `step-00000100.abandoned`, which no reader accepts, and removed when the run reaches
+            their step again.
     """
     root = Path(root)
     if published is not None:
@@ -298,6 +321,7 @@ def prune(
             complete += not problems(path, deep=False)
         elif not permanent:
             discarded = _discard(path)
+            # The rename must be on disk before files disappear.
             sync_directory(root)
             remove(discarded)
     for path in root.glob(".step-*.partial"):
@@ -305,6 +329,7 @@ def prune(
 
 
 def _set_aside_later(root: Path, published: int) -> None:
+    """Mark checkpoints after step `published` as abandoned, and remove abandoned ones up to it."""
     for path in root.glob(f"step-*{ABANDONED}"):
         name = _NAME.fullmatch(path.name.removesuffix(ABANDONED))
         if name and int(name[1]) <= published:
@@ -321,8 +346,8 @@ def _name(step: int) -> str:
 
 
 def _problems(path: Path, deep: bool) -> list[str]:
-    """Like `problems`, but raise OtherFormat if another version wrote it, and OSError if the disk
-    fails.
+    """Do the same as `problems`, but raise OtherFormat if another version wrote the checkpoint, and
+    OSError if the disk fails.
     """
     if not (path / MANIFEST).is_file():
         return [f"{MANIFEST} is missing"]
@@ -332,19 +357,23 @@ def _problems(path: Path, deep: bool) -> list[str]:
         for name, entry in manifest["files"].items():
             if problem := _file_problem(path / name, name, entry, deep):
                 damage.append(problem)
+        # A damaged state.json could not be read.
         if not damage and STATE in manifest["files"]:
             step = read_state(path)["step"]
             if step != manifest["step"]:
                 damage.append(f"{STATE} says step {step}, but {MANIFEST} says {manifest['step']}")
         return damage
-    except OtherFormat:
+    except OtherFormat:  # a ValueError, too
         raise
     except (ValueError, FileNotFoundError) as error:
         return [str(error)]
 
 
 def _file_problem(path: Path, name: str, entry: FileDigest, deep: bool) -> str | None:
-    """Return what is wrong with the file `name` at `path`, or None. Raises OSError."""
+    """Return a sentence about what is wrong with the file `name` at `path`, or None.
+
+    Raises OSError if the disk fails.
+    """
     if not path.is_file():
         return f"{name} is missing"
     if path.stat().st_size != entry["bytes"]:
@@ -358,9 +387,10 @@ def _file_problem(path: Path, name: str, entry: FileDigest, deep: bool) -> str |
 
 
 def _discard(path: Path) -> Path:
-    """Rename a checkpoint, if it exists, to a name that no reader accepts, and return that."""
+    """Rename a checkpoint, if it exists, to a name that no reader accepts. Return the new path."""
     discarded = path.with_name(f".{path.name}.discarded.partial")
     remove(discarded)
+    # `lexists`, because a checkpoint may be a symbolic link whose target has gone.
     if os.path.lexists(path):
         os.rename(path, discarded)
     return discarded

@@ -153,6 +153,7 @@ def test_a_checkpoint_of_another_version_is_an_error_and_never_skipped(tmp_path,
     [
         {"format_version": "1"},
         {"files": [1, 2]},
+        {"files": {}},
         {"files": {"run.json": {"bytes": "5", "sha256": "0"}}},
     ],
 )
