@@ -1,8 +1,8 @@
 """The index of a checkpoint's tensors, and the assignment of files to the ranks that write and read
-them.
+them. Imports no torch.
 
 Each file has tensors of one tensor-parallel rank. One rank reads the whole file, checks its sha256,
-and sends the tensors to the other ranks. Imports no torch.
+and sends the tensors to the other ranks.
 """
 
 import heapq
@@ -39,7 +39,10 @@ class Index(TypedDict):
 
 
 def tensor_file(rank: int, number: int) -> str:
-    """Return the name of tensor file `number` (from 0) of tensor-parallel rank `rank`."""
+    """Return the name of tensor file `number` (from 0) of tensor-parallel rank `rank`.
+
+    The number is called `dp` in the name, but counts the ranks of all pipeline stages that write.
+    """
     return f"tensors-tp{rank:02d}-dp{number:05d}.safetensors"
 
 
@@ -50,35 +53,46 @@ def shard_of(name: str) -> int | None:
 
 
 def read_index(checkpoint: Path, tensor_size: int) -> dict[str, dict[str, Place]]:
-    """Read `index.json` of a checkpoint that was saved with tensor-parallel size `tensor_size`.
+    """Return the place of each tensor by file and key, from `index.json` of a checkpoint.
 
-    The keys are those in the files, which contain other names in format 3 (see `split_key`).
-    Raises ValueError if it is malformed.
+    `tensor_size` is the tensor-parallel size with which the checkpoint was saved. The keys are
+    those in the files, which contain other names in format 3 (see `split_key`). Raises FileError if
+    the index is malformed; its subclass CheckpointError if it lists a file that is not a tensor
+    file of this checkpoint.
     """
     path = checkpoint / INDEX
     files = read_record(path, Index)["files"]
     for name in files:
         shard = shard_of(name)
         if shard is None or shard >= tensor_size or not (checkpoint / name).is_file():
-            problem = f"lists {name}, which is not a file of this checkpoint"
-            raise CheckpointError(path, problem, CHOOSE_ANOTHER)
+            raise CheckpointError(
+                path,
+                f"lists {name}, which is not a file of this checkpoint",
+                CHOOSE_ANOTHER,
+            )
     return files
 
 
 def split_key(key: str) -> tuple[str, str]:
-    """Return the kind of a tensor and the current name of its parameter: of `exp_avg/NAME`,
-    `exp_avg` and NAME.
+    """Split a key such as `exp_avg/NAME` into the kind `exp_avg` and the parameter's current name.
+
+    The name differs from NAME in checkpoints of format 3.
     """
     kind, _, name = key.partition("/")
     return kind, current_name(name)
 
 
 def check_average(checkpoint: Path, index: Mapping[str, Mapping[str, Place]]) -> None:
-    """Raise CheckpointError if a checkpoint with this index has no averaged weights."""
+    """Raise CheckpointError if a checkpoint has no averaged weights. `index` is that of
+    `read_index`.
+    """
     keys = itertools.chain(*index.values())
     if not any(key.startswith(f"{AVERAGE}/") for key in keys):
-        fix = "omit --average, or train with train.average"
-        raise CheckpointError(checkpoint, "has no averaged weights", fix)
+        raise CheckpointError(
+            checkpoint,
+            "has no averaged weights",
+            "omit --average, or train with train.average",
+        )
 
 
 def balance(sizes: Mapping[str, int], ranks: int, limit: int | None = None) -> dict[str, int]:
@@ -88,8 +102,10 @@ def balance(sizes: Mapping[str, int], ranks: int, limit: int | None = None) -> d
     ranks have items. These ranks are spaced evenly, so that they are spread over the nodes.
     """
     count = min(len(sizes), ranks, limit or ranks)
+    # A heap of (total size, number of the rank): each item goes to the rank with the least so far.
     loads = [(0, number) for number in range(count)]
     assigned = {}
+    # Largest first, for an even distribution; by name, so that all ranks compute the same one.
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         load, number = heapq.heappop(loads)
         heapq.heappush(loads, (load + sizes[name], number))
@@ -100,19 +116,24 @@ def balance(sizes: Mapping[str, int], ranks: int, limit: int | None = None) -> d
 def writers(
     sizes: Mapping[str, int], shards: int, data_context_size: int, limit: int | None
 ) -> dict[str, int]:
-    """Return which of the `data_context_size` ranks that hold the same shard of the model writes
-    each of its tensors.
+    """Return the rank that writes each tensor of one shard of the model.
 
-    `sizes` are the tensors' sizes in bytes. `shards` is the number of shards: the tensor-parallel
-    size times the number of pipeline stages. `limit` is `checkpoint.writers`.
+    Args:
+        sizes: the tensors' sizes in bytes, by name.
+        shards: the number of shards: the tensor-parallel size times the number of pipeline stages.
+        data_context_size: the number of ranks that hold the same shard. The result counts these
+            ranks from 0.
+        limit: `checkpoint.writers`, the maximum number of writing ranks for all shards.
     """
     count = writer_count(sum(sizes.values()), shards, limit)
     return balance(sizes, data_context_size, count)
 
 
 def writer_count(size: int, shards: int, limit: int | None) -> int:
-    """Return how many ranks write a shard of `size` bytes, for a model with `shards` shards; see
-    `writers`.
+    """Return how many ranks write one shard of `size` bytes, at least 1.
+
+    `shards` is the number of shards of the model. `limit` is `checkpoint.writers`; None derives it
+    from FILE_BYTES and MAX_FILES.
     """
     if limit is None:
         limit = min(MAX_FILES, shards * math.ceil(size / FILE_BYTES))
@@ -126,17 +147,23 @@ def readers(
     data_context_size: int,
     pipeline_size: int = 1,
 ) -> dict[str, int]:
-    """Return the rank that reads each file, among the `tensor_size` * `data_context_size` *
-    `pipeline_size` ranks of a run.
+    """Return the global rank that reads each file of a checkpoint.
 
-    `sizes` are the files' sizes in bytes, and `saved_size` is the tensor-parallel size with which
-    the checkpoint was saved. If that equals `tensor_size` and there is one pipeline stage, each
-    file is read by a rank that needs its tensors. That rank sends them to the ranks with the same
-    weights. Otherwise any rank may read a file; it sends the tensors to all ranks.
+    If the tensor-parallel size has not changed and there is one pipeline stage, each file is read
+    by a rank that needs its tensors. That rank sends them to the ranks with the same weights.
+    Otherwise any rank may read a file; it sends the tensors to all ranks.
+
+    Args:
+        sizes: the files' sizes in bytes, by name.
+        saved_size: the tensor-parallel size with which the checkpoint was saved.
+        tensor_size: the run's tensor-parallel size.
+        data_context_size: the number of the run's ranks that hold the same shard of the model.
+        pipeline_size: the number of the run's pipeline stages.
     """
     if saved_size != tensor_size or pipeline_size > 1:
         return balance(sizes, tensor_size * data_context_size * pipeline_size)
 
+    # The key None stands for files that all ranks need, such as state.json.
     shards: dict[int | None, dict[str, int]] = {}
     for name, size in sizes.items():
         shards.setdefault(shard_of(name), {})[name] = size

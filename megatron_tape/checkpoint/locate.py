@@ -34,11 +34,11 @@ class NoCheckpoint(CheckpointError):
 def find_checkpoint(
     path: str | Path, warn: Callable[[str], None] = lambda message: None, deep: bool = True
 ) -> Path:
-    """Return `path` if it is a checkpoint, or else the newest complete checkpoint in this directory
-    or this run.
+    """Return the checkpoint that `path` refers to.
 
-    Calls `warn` with a message for each broken checkpoint that is skipped. Raises CheckpointError
-    if no checkpoint is complete.
+    It is `path` itself if this is a checkpoint. Otherwise `path` is a run or a directory of
+    checkpoints, and the result is its newest complete checkpoint. Calls `warn` with a message for
+    each broken checkpoint that is skipped. Raises CheckpointError if there is no complete one.
     """
     path = Path(path)
     fix = "give the directory of a run, of its checkpoints, or of one checkpoint"
@@ -46,12 +46,15 @@ def find_checkpoint(
         raise CheckpointError(f"checkpoint {path}", "does not exist", fix)
     if (path / MANIFEST).exists() or (path / files.STATE).exists():
         if damage := files.problems(path, deep):
-            problem = f"is not complete: {'; '.join(damage)}"
-            raise CheckpointError(f"checkpoint {path}", problem, CHOOSE_ANOTHER)
+            raise CheckpointError(
+                f"checkpoint {path}",
+                f"is not complete: {'; '.join(damage)}",
+                CHOOSE_ANOTHER,
+            )
         return path
 
     roots = [path, path / "checkpoints"]
-    # The run may save elsewhere.
+    # The run may save elsewhere. Its settings are only a hint, so they may be missing or damaged.
     with suppress(OSError, ValueError, KeyError, TypeError):
         settings = read_yaml(path / "config.yaml", dict[str, dict[str, Any]])
         roots.append(Path(settings["checkpoint"]["directory"]))
@@ -60,17 +63,18 @@ def find_checkpoint(
         raise NoCheckpoint(path, "has no checkpoint", fix)
     newest = files.newest_complete(root, warn, deep)
     if newest is None:
-        fix = "train or download the model again"
-        raise CheckpointError(root, "has no complete checkpoint", fix)
+        raise CheckpointError(
+            root, "has no complete checkpoint", "train or download the model again"
+        )
     return newest
 
 
 def resolve_resume(resume: str, root: str | Path) -> str:
-    """Return `auto` if `resume` is a checkpoint of another run and this run has checkpoints;
-    otherwise `resume`.
+    """Return which checkpoint a run continues, as a value of `checkpoint.resume`.
 
-    `resume` is `checkpoint.resume`, and `root` is `checkpoint.directory`. A run starts from a
-    checkpoint outside of `root` only once; after that it continues its own checkpoints.
+    `resume` is the setting, and `root` is `checkpoint.directory`. A run starts from a checkpoint
+    outside of `root` only once. After that, the result is `auto`, so that the run continues its own
+    checkpoints.
     """
     if resume in ("auto", "none"):
         return resume
@@ -81,8 +85,9 @@ def resolve_resume(resume: str, root: str | Path) -> str:
 
 
 def checkpoint_to_continue(config: RunConfig) -> Path | None:
-    """Return the checkpoint that a run will continue, or None if it starts without one. Compares
-    only file sizes.
+    """Return the checkpoint that a run will continue, or None if it starts without one.
+
+    With `auto`, only the sizes of files are compared. The checkpoint of a path is not checked.
     """
     root = config.checkpoint.directory or ""
     resume = resolve_resume(config.checkpoint.resume, root)
@@ -95,7 +100,10 @@ def checkpoint_to_continue(config: RunConfig) -> Path | None:
 
 def check_complete(path: Path) -> None:
     """Raise CheckpointError if `path`, the value of `checkpoint.resume`, is not a complete
-    checkpoint. Compares only file sizes.
+    checkpoint.
+
+    Compares only the sizes of files. The error says what to do if `path` is a run, a directory of
+    checkpoints, or a Hugging Face model.
     """
     subject = f"checkpoint.resume {path}"
     if not path.is_dir():
@@ -106,8 +114,11 @@ def check_complete(path: Path) -> None:
 
     inside = files.list_checkpoints(path) or files.list_checkpoints(path / "checkpoints")
     if inside:
-        problem = "is a directory of checkpoints, not a checkpoint"
-        raise CheckpointError(subject, problem, f"choose one of them, such as {inside[0][1]}")
+        raise CheckpointError(
+            subject,
+            "is a directory of checkpoints, not a checkpoint",
+            f"choose one of them, such as {inside[0][1]}",
+        )
     fix = CHOOSE_ANOTHER
     if (path / "config.json").is_file():
         fix = "to start from a Hugging Face model, first run tools/convert_checkpoint.py from-hf"
@@ -115,8 +126,10 @@ def check_complete(path: Path) -> None:
 
 
 def model_digest(checkpoint: Path, average: bool = False) -> str:
-    """Return a sha256 that identifies the model in a complete checkpoint, or the model of its
-    averaged weights.
+    """Return a sha256 that identifies the model in a complete checkpoint.
+
+    With `average`, it identifies the model with the averaged weights. The manifest has the sha256
+    of all other files, so its own sha256 is enough.
     """
     sha256 = digest(checkpoint / MANIFEST)["sha256"]
     if average:
@@ -125,33 +138,36 @@ def model_digest(checkpoint: Path, average: bool = False) -> str:
 
 
 def source_record(checkpoint: Path) -> FrozenWeightsSource:
-    """Return the reference to a complete checkpoint with frozen weights, for `state.json` of
-    another checkpoint.
+    """Return the reference to a complete checkpoint with frozen weights.
+
+    Checkpoints that omit these weights contain it in their `state.json`.
     """
     return {"path": str(checkpoint.resolve()), "manifest_sha256": model_digest(checkpoint)}
 
 
 def find_source(checkpoint: Path, state: CheckpointState) -> Path | None:
-    """Return the checkpoint with the frozen weights that `checkpoint` omits, or None if it omits
-    none.
+    """Return the checkpoint with the frozen weights that `checkpoint` omits.
 
-    That checkpoint is at the path in `state["frozen_from"]` or, if the run's directory was moved,
-    in the run's subdirectory `IMPORTED`. Raises CheckpointError if it does not exist, or its
-    manifest has changed since `checkpoint` was saved.
+    Return None if it omits none. `state` is the `state.json` of `checkpoint`. The result is at the
+    path in `state["frozen_from"]` or, if the run's directory was moved, in the run's subdirectory
+    `IMPORTED`. Raises CheckpointError if it does not exist, or its manifest has changed since
+    `checkpoint` was saved.
     """
     record = state.get("frozen_from")
     if record is None:
         return None
     expected = record["manifest_sha256"]
     source = Path(record["path"])
+    # `checkpoint` is in RUN/checkpoints by default.
     for path in (source, checkpoint.resolve().parent.parent / IMPORTED):
         if (path / MANIFEST).is_file() and model_digest(path) == expected:
             return path
-    problem = (
+    raise CheckpointError(
+        checkpoint,
         f"omits the frozen parameters, which are in checkpoint {source}, but that does not exist"
-        " or has changed since then"
+        " or has changed since then",
+        f"restore the original {source}",
     )
-    raise CheckpointError(checkpoint, problem, f"restore the original {source}")
 
 
 def check_directories(config: RunConfig) -> None:
@@ -167,9 +183,11 @@ def check_directories(config: RunConfig) -> None:
     resume = config.checkpoint.resume
     with convert_path_errors("checkpoint.resume", resume):
         if resume not in ("auto", "none") and not Path(resume).is_dir():
-            problem = f"is {resume}, which is not a directory"
-            fix = "set it to auto, none or a checkpoint's path"
-            raise ConfigError("checkpoint.resume", problem, fix)
+            raise ConfigError(
+                "checkpoint.resume",
+                f"is {resume}, which is not a directory",
+                "set it to auto, none or a checkpoint's path",
+            )
 
 
 def _refuse_checkpoints_of_another_run(config: RunConfig) -> None:
@@ -177,6 +195,7 @@ def _refuse_checkpoints_of_another_run(config: RunConfig) -> None:
 
     A directory belongs to the run that contains it, and to the run that saved its newest
     checkpoint. A directory inside of `logging.directory`, such as the default, is always accepted.
+    Two runs in one directory would remove each other's checkpoints.
     """
     run = config.logging.directory
     directory = config.checkpoint.directory
@@ -184,11 +203,13 @@ def _refuse_checkpoints_of_another_run(config: RunConfig) -> None:
         return
 
     owners = [Path(directory).parent]
+    # An unreadable state.json cannot say who saved the checkpoint.
     for _, newest in files.list_checkpoints(directory)[:1]:
         with suppress(ValueError, FileNotFoundError):
             saved = files.read_state(newest)["config"].get("logging", {})
             owners.append(Path(saved.get("directory") or run))
     for owner in owners:
+        # Each run has a directory `attempts`.
         if (owner / "attempts").is_dir() and owner.resolve() != Path(run).resolve():
             raise ConfigError(
                 ("checkpoint.directory", "logging.directory"),

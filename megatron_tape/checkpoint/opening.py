@@ -7,8 +7,6 @@ import itertools
 import logging
 from pathlib import Path
 
-import torch.distributed as dist
-
 from megatron_tape.checkpoint import directories as files
 from megatron_tape.checkpoint.locate import check_complete, find_source, resolve_resume
 from megatron_tape.checkpoint.rank_errors import RankErrors, on_rank_0
@@ -25,28 +23,39 @@ _READING = "cannot read a checkpoint"
 
 
 def open_to_resume(config: RunConfig, layout: ParallelLayout) -> Checkpoint | None:
-    """Open the checkpoint of `checkpoint.resume`, or return None to start without one. All ranks
-    call this together.
+    """Return the checkpoint of `checkpoint.resume`, or None if the run starts without one.
 
     `auto` selects the newest complete checkpoint, and warns about broken ones that it skips. A path
-    outside of the run's directory acts like `auto` once the run has checkpoints of its own. Raises
-    CheckpointError if the path is not a complete checkpoint, if all checkpoints of the run are
-    broken, or if a file of the selected checkpoint cannot be read.
+    outside of `checkpoint.directory` acts like `auto` once the run has checkpoints of its own. All
+    ranks call this together.
+
+    Raises:
+        CheckpointError: if the path is not a complete checkpoint, if all checkpoints of the run are
+            broken, or if a file of the selected checkpoint cannot be read.
     """
     directory = Path(config.checkpoint.directory)
     resume = resolve_resume(config.checkpoint.resume, directory)
+    # Rank 0 chooses by file sizes; then all ranks compare the checksums, which may be wrong.
     broken: set[Path] = set()
     while True:
-        choose = functools.partial(_choose, resume, config, broken)
-        path = on_rank_0(layout, directory, "cannot start", choose)
+        path = on_rank_0(
+            layout,
+            directory,
+            "cannot start",
+            functools.partial(_choose, resume, config, broken),
+        )
         if path is None:
             return None
         checkpoint, damage = _open(path, layout)
         if checkpoint is not None:
             break
         if resume != "auto":
-            problem = f"is not a complete checkpoint: {'; '.join(damage)}"
-            raise CheckpointError(path, problem, "set checkpoint.resume to another checkpoint")
+            raise CheckpointError(
+                path,
+                f"is not a complete checkpoint: {'; '.join(damage)}",
+                "set checkpoint.resume to another checkpoint",
+            )
+
         broken.add(path)
         if layout.rank == 0:
             logger.warning("checkpoint %s is skipped: %s", path, "; ".join(damage))
@@ -57,10 +66,9 @@ def open_to_resume(config: RunConfig, layout: ParallelLayout) -> Checkpoint | No
 
 
 def open_base(path: Path, layout: ParallelLayout) -> Checkpoint:
-    """Open the checkpoint with the initial weights of a run (`extension.from`). All ranks call this
-    together.
+    """Return the checkpoint with the initial weights of a run (`extension.from`).
 
-    Raises CheckpointError if it is not complete.
+    Raises CheckpointError if it is not complete. All ranks call this together.
     """
     fix = "download or write it again, or change extension.from"
     checkpoint = _open_complete(path, layout, "has the initial weights of the run", fix)
@@ -69,11 +77,17 @@ def open_base(path: Path, layout: ParallelLayout) -> Checkpoint:
 
 
 def _open_source(checkpoint: Checkpoint, layout: ParallelLayout) -> None:
-    """Open the checkpoint with the frozen weights as `checkpoint.source`, if `checkpoint` omits
+    """Set `checkpoint.source` to the checkpoint with the frozen weights, if `checkpoint` omits
     them.
+
+    Raises CheckpointError if that checkpoint is not complete. All ranks call this together.
     """
-    find = functools.partial(find_source, checkpoint.path, checkpoint.state)
-    source = on_rank_0(layout, checkpoint.path, "cannot continue", find)
+    source = on_rank_0(
+        layout,
+        checkpoint.path,
+        "cannot continue",
+        functools.partial(find_source, checkpoint.path, checkpoint.state),
+    )
     if source is not None:
         role = f"has the frozen parameters of {checkpoint.path}"
         checkpoint.source = _open_complete(source, layout, role, "restore the original checkpoint")
@@ -81,47 +95,53 @@ def _open_source(checkpoint: Checkpoint, layout: ParallelLayout) -> None:
 
 
 def _open_complete(path: Path, layout: ParallelLayout, role: str, fix: str) -> Checkpoint:
+    """Return the checkpoint at `path`. Raises CheckpointError if it is not complete.
+
+    In the message, `role` says what the checkpoint is for, as a predicate.
+    """
     checkpoint, damage = _open(path, layout)
     if checkpoint is None:
-        problem = f"{role}, but is not complete: {'; '.join(damage)}"
-        raise CheckpointError(path, problem, fix)
+        raise CheckpointError(path, f"{role}, but is not complete: {'; '.join(damage)}", fix)
     return checkpoint
 
 
 def _open(path: Path, layout: ParallelLayout) -> tuple[Checkpoint | None, list[str]]:
-    """Open a checkpoint and compare its files' checksums. Return it, or None and a sentence for
-    each problem.
+    """Open a checkpoint, and compare the checksums of its files.
 
-    Each rank reads the files that it will load. Raises CheckpointError on all ranks if one of them
-    cannot read a file.
+    Return it and no problems; or None, and a sentence for each problem. Each rank reads the files
+    that it will load, so that all bytes are read once. Raises CheckpointError on all ranks if one
+    of them cannot read a file.
     """
     with RankErrors(layout) as errors:
         if not path.is_dir():
-            fix = "set checkpoint.directory to a directory that all nodes share"
-            raise CheckpointError(str(path), f"does not exist on node {node_name()}", fix)
+            raise CheckpointError(
+                str(path),
+                f"does not exist on node {node_name()}",
+                "set checkpoint.directory to a directory that all nodes share",
+            )
     errors.check(path, _READING)
 
     checkpoint, damage = on_rank_0(layout, path, _READING, lambda: _read_records(path))
     if checkpoint is None:
         return None, damage
 
+    # Each rank compares some files, and all ranks get the results of all.
     own_files = [name for name, rank in checkpoint.readers(layout).items() if rank == layout.rank]
     own_damage: list[str] = []
     with RankErrors(layout) as errors:
         own_damage = checkpoint.damage(own_files)
     errors.check(path, _READING)
 
-    all_damage: list[list[str]] = [[]] * layout.world_size
-    dist.all_gather_object(all_damage, own_damage)
-    damage = list(itertools.chain(*all_damage))
+    damage = list(itertools.chain(*layout.gather(own_damage)))
     if damage:
         return None, damage
     return checkpoint, []
 
 
 def _read_records(path: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Do the same as `_open` without the checksums: read the manifest, state and index, and compare
-    file sizes.
+    """Read the manifest, state and index of a checkpoint, and compare the sizes of its files.
+
+    The result is that of `_open`.
     """
     if damage := files.problems(path, deep=False):
         return None, damage
@@ -134,23 +154,29 @@ def _read_records(path: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def _choose(resume: str, config: RunConfig, broken: set[Path]) -> Path | None:
-    """Return the checkpoint to continue, or None. Compares only file sizes, and skips the `broken`
-    checkpoints.
+    """Return the checkpoint to continue, or None to start without one.
 
-    Raises CheckpointError if the run has checkpoints of later steps than the one where it would
-    start: its new checkpoints would be older than these, and be removed.
+    `resume` is the result of `resolve_resume`. Compares only the sizes of files. With `auto`, the
+    checkpoints in `broken` are skipped. Raises CheckpointError if the run has checkpoints of later
+    steps than the one where it would start: its new checkpoints would be older than these, and be
+    removed.
     """
     directory = Path(config.checkpoint.directory)
     if resume == "auto":
         try:
             path = files.newest_complete(directory, logger.warning, deep=False, excluding=broken)
         except OSError as error:
-            subject = str(error.filename or directory)
-            problem = f"cannot be read ({error})"
-            raise CheckpointError(subject, problem, files.START_AGAIN) from None
+            raise CheckpointError(
+                str(error.filename or directory),
+                f"cannot be read ({error})",
+                files.START_AGAIN,
+            ) from None
         if path is None and files.list_checkpoints(directory):
-            fix = "to start from step 0, move its checkpoints away"
-            raise CheckpointError(directory, "has no complete checkpoint", fix)
+            raise CheckpointError(
+                directory,
+                "has no complete checkpoint",
+                "to start from step 0, move its checkpoints away",
+            )
         return path
 
     path = None

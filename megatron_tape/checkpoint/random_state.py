@@ -20,12 +20,16 @@ RANDOM = "random.safetensors"
 
 
 def random_state() -> bytes:
-    """Return the states of this rank's generators, serialized."""
+    """Return the states of this rank's generators, serialized.
+
+    The states that are tensors or arrays are stored as tensors, and the others as JSON.
+    """
     tensors = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state()
     state: Any = np.random.get_state()
     kind, keys, *rest = state
+    # uint32, which torch supports only in part.
     tensors["numpy"] = torch.from_numpy(keys.astype(np.int64))
     texts = {
         "python": json.dumps(random.getstate()),
@@ -36,16 +40,18 @@ def random_state() -> bytes:
 
 
 def set_random_state(packed: bytes) -> None:
-    """Restore the states that `random_state` returned.
+    """Restore the states in `packed`, a result of `random_state`.
 
     Without CUDA, the state of a GPU's generator is ignored.
     """
     tensors = safetensors.torch.load(packed)
     serialized = tensors["text"].numpy().tobytes()
     text = parse_record(serialized, dict[str, str])
+
     torch.set_rng_state(tensors["torch"])
     if "cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["cuda"])
+    # JSON has turned the tuple of words into a list.
     version, words, gauss = parse_record(text["python"], list[Any])
     random.setstate((version, tuple(words), gauss))
     kind, *rest = parse_record(text["numpy"], list[Any])
@@ -54,12 +60,14 @@ def set_random_state(packed: bytes) -> None:
 
 
 def _as_tensor(data: bytes) -> Tensor:
+    """Return the bytes as a writable uint8 tensor."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def pack_states(states: list[bytes]) -> dict[str, Tensor]:
-    """Return the tensors of the file `RANDOM`: the ranks' states, padded to one length, and their
-    actual lengths.
+    """Return the tensors of the file `RANDOM`, given the `random_state` of each rank.
+
+    `states` are padded to one length; `lengths` are the actual ones.
     """
     lengths = torch.tensor([len(state) for state in states])
     rows = torch.zeros(len(states), int(lengths.max()), dtype=torch.uint8)
@@ -69,10 +77,10 @@ def pack_states(states: list[bytes]) -> dict[str, Tensor]:
 
 
 def restore_random_state(checkpoint: Path, rank: int) -> None:
-    """Restore the states that rank `rank` saved; do nothing if the checkpoint was saved by fewer
-    ranks.
+    """Restore the states that rank `rank` saved.
 
-    Raises CheckpointError if the states cannot be restored.
+    Do nothing if the checkpoint was imported or was saved by fewer ranks. Raises CheckpointError if
+    the states cannot be restored.
     """
     path = checkpoint / RANDOM
     if not path.is_file():  # an imported checkpoint
@@ -83,6 +91,7 @@ def restore_random_state(checkpoint: Path, rank: int) -> None:
             lengths = file.get_slice("lengths")
             if rank >= lengths.get_shape()[0]:
                 return
+            # Read only this rank's row of the file.
             length = int(lengths[rank])
             state = rows[rank, :length].numpy().tobytes()
         set_random_state(state)

@@ -23,9 +23,10 @@ def on_rank_0(
     failure: str,
     action: Callable[[], T],
 ) -> T:
-    """Run `action` on rank 0 and return its result on all ranks. All ranks call this together.
+    """Run `action` on rank 0, and return its result on all ranks. All ranks call this together.
 
-    If `action` raises, all ranks raise its error; see `RankErrors.check` for `path` and `failure`.
+    If `action` raises, all ranks raise its error. See `RankErrors.check` for the error, `path` and
+    `failure`.
     """
     result: list[T | None] = [None]
     with RankErrors(layout) as errors:
@@ -55,29 +56,34 @@ class RankErrors:
 
     def __exit__(self, kind, error, traceback):
         self._error = error
+        # KeyboardInterrupt and SystemExit end the process.
         return isinstance(error, Exception)
 
     def check(self, path: Path, failure: str) -> None:
         """Raise the same error on all ranks if the block failed on any. All ranks call this
         together after the block.
 
-        After a failure, raises StaleAttempt if a newer attempt owns the run, otherwise
-        CheckpointError, or its subclass UnexpectedCheckpointError if a rank failed with an error
-        that is neither a UserError nor one that can pass. That rank logs its traceback. The message
-        contains `failure`, such as `cannot read a checkpoint`, and the error of the first rank that
-        failed, which names `path` unless it has its own subject.
+        Args:
+            path: the subject of the error, unless it is a UserError, which has its own subject.
+            failure: introduces the error in the message, such as `cannot read a checkpoint`.
+
+        Raises:
+            StaleAttempt: if a newer attempt owns the run. This error precedes the others.
+            UnexpectedCheckpointError: if a rank failed with an error that is neither a UserError
+                nor one that can pass. That rank logs its traceback.
+            CheckpointError: if a rank failed with another error. Of several, the error of the first
+                rank is raised.
         """
-        failures: list[StaleAttempt | CheckpointError | None] = [None] * self._layout.world_size
         own_failure = None if self._error is None else self._failure(path)
-        dist.all_gather_object(failures, own_failure)
+        failures = self._layout.gather(own_failure)
 
         # An unexpected error is the one to act on, even if another rank's disk is full.
         for kind in (StaleAttempt, UnexpectedCheckpointError, CheckpointError):
             for rank, error in enumerate(failures):
-                if isinstance(error, StaleAttempt) and kind is StaleAttempt:
+                if isinstance(error, kind):
+                    if isinstance(error, CheckpointError):
+                        error = error.at(f"{failure} (rank {rank})")
                     raise error
-                if isinstance(error, CheckpointError) and isinstance(error, kind):
-                    raise error.at(f"{failure} (rank {rank})")
 
     def _failure(self, path: Path) -> StaleAttempt | CheckpointError:
         """Return this rank's error, to be sent to the other ranks."""

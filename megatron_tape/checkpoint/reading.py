@@ -1,7 +1,7 @@
 """Read the tensors of a checkpoint (`Checkpoint`), and distribute them to the ranks (`Reader`).
 
 One rank reads each tensor and broadcasts it. The index contains each tensor's file and offset, so
-the files' headers are not needed. All tensors are fp32.
+the headers of the safetensors files are not read. All tensors are fp32.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from megatron_tape.io.safetensors import Place
 from megatron_tape.model.names import AVERAGE
 from megatron_tape.model.weights import shard, unshard
 from megatron_tape.parallel.layout import ParallelLayout
+from megatron_tape.parallel.partitions import is_sharded, shard_shape
 
 Shard = tuple[str, Place]
 """A tensor-parallel rank's shard of a tensor: the file, and where it is in the file."""
@@ -59,23 +60,30 @@ class Checkpoint:
 
     @cached_property
     def shards(self) -> dict[str, list[Shard | None]]:
-        """By key, such as `exp_avg/NAME`, the shard of each tensor-parallel rank, or None if
-        missing. Raises CheckpointError if the index is invalid.
+        """The shards of each tensor by key, such as `exp_avg/NAME`.
+
+        The list has an entry for each tensor-parallel rank with which the checkpoint was saved;
+        None if the rank has no shard. Raises FileError or CheckpointError if the index is invalid.
         """
         size = self.state["tensor_model_parallel_size"]
         shards: dict[str, list[Shard | None]] = {}
         for file, places in read_index(self.path, size).items():
+            # Nothing would check the checksum of such a file.
             if file not in self.files:
-                problem = f"lists {file}, which the manifest does not list"
-                raise CheckpointError(self.path / INDEX, problem, CHOOSE_ANOTHER)
+                raise CheckpointError(
+                    self.path / INDEX,
+                    f"lists {file}, which the manifest does not list",
+                    CHOOSE_ANOTHER,
+                )
             for saved_key, place in places.items():
                 key = "/".join(split_key(saved_key))
                 shards.setdefault(key, [None] * size)[shard_of(file)] = file, place
         return shards
 
     def read_records(self) -> None:
-        """Read the manifest and the index now, so that ranks to which this object is sent do not
-        read them again.
+        """Read the manifest and the index, and keep them.
+
+        The object is then sent to other ranks, which do not read them again.
         """
         _ = self.files, self.shards
 
@@ -90,27 +98,27 @@ class Checkpoint:
         )
 
     def damage(self, names: Iterable[str]) -> list[str]:
-        """Compare the checksums of the files `names` with the manifest, and return a sentence for
-        each damaged file. Raises CheckpointError if a file cannot be read, because of the disk or
-        network.
+        """Compare the checksums of the files `names` with the manifest.
+
+        Return a sentence for each damaged file. Raises CheckpointError if a file cannot be read,
+        because of the disk or network.
         """
         problems = []
         for name in names:
             try:
                 sha256 = digest(self.path / name)["sha256"]
-            # Also if it is missing: rank 0 has seen all files, so only this node does not see it.
+            # A missing file is no damage, either: rank 0 has seen it, so only this node does not.
             except OSError as error:
-                problem = f"cannot be read ({error})"
-                raise CheckpointError(str(self.path / name), problem, START_AGAIN) from None
-            if sha256 != self.files[name]["sha256"]:
-                expected = self.files[name]["sha256"]
+                raise CheckpointError(
+                    str(self.path / name), f"cannot be read ({error})", START_AGAIN
+                ) from None
+            expected = self.files[name]["sha256"]
+            if sha256 != expected:
                 problems.append(f"{name} has sha256 {sha256} instead of {expected}")
         return problems
 
     def weight_names(self) -> set[str]:
-        """Return the names of all parameters with weights, those in the checkpoint `source`
-        included.
-        """
+        """Return the names of all parameters with weights in this checkpoint or in `source`."""
         keys = map(split_key, self.shards)
         names = {name for kind, name in keys if kind == "weight"}
         if self.source is not None:
@@ -118,8 +126,12 @@ class Checkpoint:
         return names
 
     def read(self, file: str, place: Place) -> Tensor:
-        """Return the fp32 tensor at `place` in a file."""
+        """Return the fp32 tensor at `place` in the file named `file`.
+
+        Raises CheckpointError if the file is too short, and OSError if it cannot be read.
+        """
         size = 4 * math.prod(place["shape"])
+        # `torch.frombuffer` refuses an empty buffer.
         if not size:
             return torch.empty(place["shape"])
 
@@ -127,13 +139,16 @@ class Checkpoint:
         with open(self.path / file, "rb") as opened:
             opened.seek(place["offset"])
             if opened.readinto(data) < size:
-                problem = f"ends within the tensor at byte {place['offset']:,}"
-                raise CheckpointError(self.path / file, problem, CHOOSE_ANOTHER)
+                raise CheckpointError(
+                    self.path / file,
+                    f"ends within the tensor at byte {place['offset']:,}",
+                    CHOOSE_ANOTHER,
+                )
         return torch.frombuffer(data, dtype=torch.float32).view(place["shape"])
 
 
 class Reader:
-    """Returns this rank's shard of a tensor by its key, such as `exp_avg/NAME`.
+    """A function that returns this rank's shard of a tensor, given its key such as `exp_avg/NAME`.
 
     All ranks create a reader together, and call it together for the same keys in the same order.
     The NAMEs are those of `names`, the parameters of all pipeline stages. If the tensor-parallel
@@ -164,17 +179,18 @@ class Reader:
             self._source_reader = Reader(checkpoint.source, parameters, layout)
 
     def _check_shapes(self) -> None:
+        """Raise CheckpointError if the checkpoint's shards do not fit this rank's parameters."""
         for key, shards in self._checkpoint.shards.items():
             _, name = split_key(key)
             parameter = self._parameters.get(name)
-            if parameter is None:
+            if parameter is None:  # it belongs to another pipeline stage
                 continue
             if None in shards:
                 raise self._unusable(f"has {key} for only some of its {self._size} ranks")
 
-            # Under ZeRO 3, `shape` is empty.
-            shape = list(getattr(parameter, "ds_shape", parameter.shape))
-            if getattr(parameter, "tensor_model_parallel", False):
+            shape = list(shard_shape(parameter))
+            # The checkpoint may have been saved with another tensor-parallel size.
+            if is_sharded(parameter):
                 whole = shape[parameter.partition_dim] * self._layout.tensor_parallel_size
                 shape[parameter.partition_dim] = whole // self._size
             for _, place in shards:  # type: ignore[misc]
@@ -184,6 +200,7 @@ class Reader:
                     )
 
     def _unusable(self, problem: str) -> CheckpointError:
+        """Return an error about this checkpoint, to be raised."""
         return CheckpointError(self._checkpoint.path, problem, CHOOSE_ANOTHER)
 
     def __call__(self, key: str) -> Tensor | None:
@@ -196,6 +213,7 @@ class Reader:
         """
         layout = self._layout
         saved = self._checkpoint.shards
+        # The run may have set `train.average` only now.
         if key not in saved and key.startswith(f"{AVERAGE}/"):
             key = key.replace(AVERAGE, "weight", 1)
         if key not in saved:
@@ -208,6 +226,7 @@ class Reader:
             return self._receive(shards[layout.tensor_parallel_rank], layout.groups.dp_cp)
 
         _, name = split_key(key)
+        # The shards of a replicated parameter are equal.
         if name not in self._checkpoint.state["sharded"]:
             shards = shards[:1]
         received = [self._receive(shard_on_disk, dist.group.WORLD) for shard_on_disk in shards]
@@ -218,6 +237,7 @@ class Reader:
         return shard(whole, parameter, layout.tensor_parallel_rank, layout.tensor_parallel_size)
 
     def _receive(self, shard_on_disk: Shard | None, group: dist.ProcessGroup) -> Tensor:
+        """Return a shard, read by one rank of `group` and broadcast to the others."""
         assert shard_on_disk is not None  # `_check_shapes` has raised
         file, place = shard_on_disk
         source = self._readers[file]
@@ -231,6 +251,7 @@ class Reader:
         return tensor
 
     def _read(self, file: str, place: Place) -> Tensor:
+        """Return a tensor on the CPU. After an error, keep it for `check`, and return NaN."""
         try:
             return self._checkpoint.read(file, place)
         except OSError as error:

@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 
 
 def load_weights(checkpoint: Checkpoint, model: Module, layout: ParallelLayout) -> None:
-    """Load the weights of `checkpoint` into a model with allocated memory. Call this before the
-    engine is created.
+    """Load the weights of `checkpoint` into a model whose parameters are allocated.
+
+    Call this before the engine is created, because ZeRO then copies the weights. Raises
+    CheckpointError if they cannot be read or do not fit. All ranks call this together.
     """
     parameters = dict(model.named_parameters())
     read = Reader(checkpoint, parameters, layout)
@@ -43,6 +45,10 @@ def load_weights(checkpoint: Checkpoint, model: Module, layout: ParallelLayout) 
 
 
 def _write_weights(read: Reader, parameters: Mapping[str, Parameter], names: Iterable[str]) -> None:
+    """Set this rank's `parameters` to the weights of the parameters `names` of all pipeline stages.
+
+    All ranks call `read` for the same names, and get None for parameters of other stages.
+    """
     for name in names:
         weight = read(f"weight/{name}")
         if weight is not None:
@@ -55,7 +61,8 @@ def load_base_weights(base: Checkpoint, model: Module, layout: ParallelLayout) -
 
     The caller must initialize these. They can only be LoRA layers, and parameters of the positional
     encoding if the model in `base` has another encoding. Raises CheckpointError if any other
-    parameter is missing in `base`, or if `base` has a parameter that the model does not have.
+    parameter is missing in `base`, or if `base` has a parameter that the model does not have. All
+    ranks call this together.
     """
     parameters = dict(model.named_parameters())
     read = Reader(base, parameters, layout)
@@ -64,13 +71,18 @@ def load_base_weights(base: Checkpoint, model: Module, layout: ParallelLayout) -
     new = [name for name in read.names if name not in saved]
     fix = "set extension.from to another model"
     for name in new:
+        # A parameter that the model in `base` should have is missing because the file is damaged.
         kind = kind_of(name)
         if kind != "lora" and (kind != "position" or name in base_parameters):
-            problem = f"has no {name}, which the model of this run requires"
-            raise CheckpointError(base.path, problem, fix)
+            raise CheckpointError(
+                base.path, f"has no {name}, which the model of this run requires", fix
+            )
     if extra := sorted(saved.difference(read.names)):
-        problem = f"contains the parameter {extra[0]}, which the model of this run does not have"
-        raise CheckpointError(base.path, problem, fix)
+        raise CheckpointError(
+            base.path,
+            f"contains the parameter {extra[0]}, which the model of this run does not have",
+            fix,
+        )
 
     _write_weights(read, parameters, (name for name in read.names if name in saved))
     read.check()
@@ -81,15 +93,18 @@ def load_training_state(checkpoint: Checkpoint, engine: Engine) -> None:
     """Restore the optimizer's state and the random number generators.
 
     The engine must be new, and its model must already have the weights. Raises CheckpointError if
-    moments are missing, because a parameter that is trained now was frozen in the checkpoint.
+    moments are missing, because a parameter that is trained now was frozen in the checkpoint. All
+    ranks call this together.
     """
     updates = checkpoint.state["optimizer_steps"]
     read = Reader(checkpoint, engine.trained, engine.layout)
     were_frozen = [name for name in read.names if name in checkpoint.state.get("frozen", ())]
     if updates and were_frozen:
-        problem = f"has no moments of {were_frozen[0]}, which was frozen in it, but is trained now"
-        fix = f"train the same parameters, or {CHOOSE_ANOTHER}"
-        raise CheckpointError(checkpoint.path, problem, fix)
+        raise CheckpointError(
+            checkpoint.path,
+            f"has no moments of {were_frozen[0]}, which was frozen in it, but is trained now",
+            f"train the same parameters, or {CHOOSE_ANOTHER}",
+        )
 
     engine.load_training_state(read, updates, read.names)
     read.check()
@@ -101,30 +116,36 @@ def load_training_state(checkpoint: Checkpoint, engine: Engine) -> None:
 def source_of_frozen(
     checkpoint: Checkpoint | None, frozen: list[str], config: RunConfig
 ) -> files.FrozenWeightsSource | None:
-    """Return the reference to the checkpoint with the `frozen` parameters, for checkpoints that
-    omit them.
+    """Return the reference to the checkpoint with the frozen weights, for checkpoints that omit
+    them; None if the run's own checkpoints contain them (`checkpoint.frozen: true`).
 
-    `checkpoint` is the one that the run continues or starts from. Return None with
-    `checkpoint.frozen: true`, since the run's own checkpoints then contain them. Raises ConfigError
-    if no checkpoint outside of the run contains them, and CheckpointError if the run's last
-    checkpoint omits other parameters than `frozen`.
+    Args:
+        checkpoint: the one that the run continues or starts from.
+        frozen: the names of the frozen parameters of all pipeline stages.
+        config: the run's settings.
+
+    Raises:
+        ConfigError: if no checkpoint outside of the run contains the weights.
+        CheckpointError: if the run's last checkpoint omits other parameters than `frozen`.
     """
     if config.checkpoint.frozen or not frozen:
         return None
 
     directory = Path(config.checkpoint.directory)
-    is_own = checkpoint is not None and directory.resolve() in checkpoint.path.resolve().parents
-    if checkpoint is not None and not is_own:
-        return source_record(checkpoint.path)
-    if is_own and checkpoint.source is not None:
-        if changed := set(frozen) ^ set(checkpoint.state["frozen"]):
-            raise CheckpointError(
-                checkpoint.path,
-                "was saved with checkpoint.frozen: false and other frozen parameters, such as"
-                f" {min(changed)}",
-                "train the same parameters, or set checkpoint.frozen: true",
-            )
-        return source_record(checkpoint.source.path)
+    if checkpoint is not None:
+        if directory.resolve() not in checkpoint.path.resolve().parents:
+            return source_record(checkpoint.path)
+
+        # The run's own checkpoint may omit the weights, too. Then refer to the same source.
+        if checkpoint.source is not None:
+            if changed := set(frozen) ^ set(checkpoint.state["frozen"]):
+                raise CheckpointError(
+                    checkpoint.path,
+                    "was saved with checkpoint.frozen: false and other frozen parameters, such as"
+                    f" {min(changed)}",
+                    "train the same parameters, or set checkpoint.frozen: true",
+                )
+            return source_record(checkpoint.source.path)
     raise ConfigError(
         "checkpoint.frozen",
         "is false, but the frozen weights would be lost: the run did not start from a checkpoint"

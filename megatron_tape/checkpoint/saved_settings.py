@@ -74,6 +74,7 @@ def check_same_model(path: Path, config: RunConfig) -> None:
     """
     state = read_state(path)
     sections = state["config"]
+    # Older checkpoints have no `optimizer.kind`; then AdamW was the only one.
     kind = sections.get("optimizer", {}).get("kind", "adamw")
     if state["optimizer_steps"] > 0 and kind != config.optimizer.kind:
         raise ConfigError(
@@ -82,6 +83,7 @@ def check_same_model(path: Path, config: RunConfig) -> None:
             f"set optimizer.kind: {kind}, or start another run from these weights"
             " (pretrain.extend_context)",
         )
+
     base = sections.get("extension", {}).get("from")
     extends = config.extension.from_ is not None
     if extends != (base is not None):
@@ -94,6 +96,7 @@ def check_same_model(path: Path, config: RunConfig) -> None:
         raise ConfigError(keys, f"selects {path}, which is {problem}", fix)
     if extends:
         _check_same_extension(path, sections["extension"], config)
+
     saved = sections["model"]
     # Settings of another version of this project may be invalid in this one. `model_config` adds
     # the defaults of settings that are newer than the checkpoint.
@@ -112,15 +115,21 @@ def check_same_model(path: Path, config: RunConfig) -> None:
 
 
 def _check_same_extension(path: Path, saved: dict[str, Any], config: RunConfig) -> None:
+    """Raise ConfigError if a run extends another model than checkpoint `path`, or trains other
+    parameters.
+
+    `saved` is the section `extension` of the checkpoint's settings.
+    """
     current = _as_json(config)["extension"]
     keys = ["trains"]
+    # Without LoRA layers, their settings have no effect.
     if "lora" in saved["trains"] and "lora" in current["trains"]:
         keys += LORA_KEYS
     changed = [key for key in keys if _unordered(saved[key]) != _unordered(current[key])]
 
-    # If extension.from is a run, its newest checkpoint was extended, and there may be a newer one
-    # now. The saved value is the run's directory if all settings of the model were given, otherwise
-    # the checkpoint.
+    # If the setting is a run, its newest checkpoint was extended, and there may be a newer one now.
+    # The saved value is the run's directory if all settings of the model were given, otherwise that
+    # checkpoint. So compare the directories of the runs.
     before = Path(saved["from"]).resolve()
     now = Path(current["from"]).resolve()
     if before.name.startswith("step-"):
@@ -130,7 +139,7 @@ def _check_same_extension(path: Path, saved: dict[str, Any], config: RunConfig) 
 
     if changed:
         values = "; ".join(
-            _changed(f"extension.{key}", saved[key], current[key]) for key in changed
+            _change_sentence(f"extension.{key}", saved[key], current[key]) for key in changed
         )
         raise ConfigError(
             ("checkpoint.resume", *(f"extension.{key}" for key in changed)),
@@ -141,26 +150,29 @@ def _check_same_extension(path: Path, saved: dict[str, Any], config: RunConfig) 
 
 
 def _unordered(value: Any) -> Any:
+    """Return a setting's value for comparisons that ignore the order of lists."""
     if isinstance(value, list):
         return sorted(value)
     return value
 
 
-def _changed(key: str, was: Any, now: Any) -> str:
+def _change_sentence(key: str, was: Any, now: Any) -> str:
+    """Return `key: was X, is now Y`."""
     return f"{key}: was {format_value(was)}, is now {format_value(now)}"
 
 
 def _as_json(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Return the settings by section, as a checkpoint's `state.json` contains them."""
+    """Return the settings by section, as a checkpoint's `state.json` contains them: with lists
+    instead of tuples, for example.
+    """
     return json.loads(json.dumps(config_dict(config)))
 
 
 def check_start(config: RunConfig) -> Path | None:
-    """Return the checkpoint that a run will continue, or None if it starts without one. Compares
-    only file sizes.
+    """Return the checkpoint that a run will continue, or None if it starts without one.
 
-    Raises ConfigError if `checkpoint.resume` is not a complete checkpoint, or the run cannot
-    continue the checkpoint (see `check_same_model`).
+    Compares only the sizes of files. Raises ConfigError if `checkpoint.resume` is not a complete
+    checkpoint, or the run cannot continue the checkpoint (see `check_same_model`).
     """
     try:
         start = checkpoint_to_continue(config)
@@ -175,22 +187,24 @@ def check_start(config: RunConfig) -> Path | None:
 
 
 def changes(saved: dict[str, dict[str, Any]], config: RunConfig) -> list[str]:
-    """Return `key: was X, is now Y` for each setting that differs from the `saved` settings of a
-    checkpoint.
+    """Return a sentence for each setting that differs from the `saved` settings of a checkpoint.
 
     Settings that were not saved or do not affect the computation are skipped.
     """
     sentences = []
+    # Other settings of the model are equal (see `check_same_model`), or null in one version.
     for key, was, now in changed_values(saved, _as_json(config)):
         changeable = key.removeprefix("model.") in CHANGEABLE_MODEL_KEYS
         if not key.startswith(WITHOUT_EFFECT) and (changeable or not key.startswith("model.")):
-            sentences.append(_changed(key, was, now))
+            sentences.append(_change_sentence(key, was, now))
     return sentences
 
 
 def changed_order_keys(saved: dict[str, dict[str, Any]], config: RunConfig) -> list[str]:
-    """Return those of ORDER_KEYS that differ from the `saved` settings of a checkpoint and affect
-    the run's data.
+    """Return the settings that differ from the `saved` ones of a checkpoint, and that may change
+    the order of the run's data.
+
+    They are in ORDER_KEYS, or within a section in ORDER_KEYS.
     """
     keys = set(ORDER_KEYS)
     if config.data.prefix is None:
@@ -205,7 +219,7 @@ def only_size_changed(keys: Collection[str]) -> bool:
 
 
 def with_saved_size(saved: dict[str, dict[str, Any]], config: RunConfig) -> RunConfig:
-    """Return `config` with the values of SIZE_KEYS in the `saved` settings of a checkpoint."""
+    """Return `config` with the values of SIZE_KEYS from the `saved` settings of a checkpoint."""
     values = {}
     for key in SIZE_KEYS:
         section, _, name = key.partition(".")
@@ -216,6 +230,7 @@ def with_saved_size(saved: dict[str, dict[str, Any]], config: RunConfig) -> RunC
 
 def _is_in(key: str, keys: Collection[str]) -> bool:
     """Return whether `keys` contains the setting `key`, or a section that contains it."""
+    # The dots keep `data.split` from matching `data.splits`.
     return any(f"{key}.".startswith(f"{section}.") for section in keys)
 
 
@@ -223,7 +238,7 @@ def changed_values(
     before: Mapping[str, Any], now: Mapping[str, Any], name: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield (key, value before, value now) for each setting that differs between two versions of
-    the section `name`.
+    the section `name`; the default is all sections.
 
     Settings that are missing in `before` are skipped. A section that is null in one version is
     yielded as a whole.
@@ -241,6 +256,7 @@ def changed_values(
 
 @functools.cache
 def _sections() -> set[str]:
+    """Return the keys of all sections of settings. Other mappings are values of a setting."""
     return {setting.key for setting in settings_of(RunConfig) if setting.sections}
 
 
@@ -250,12 +266,13 @@ def model_differences(
     free: Collection[str] = (),
     names: tuple[str, str] = ("checkpoint", "configuration"),
 ) -> list[str]:
-    """Return a description of each model setting that differs between `a` and `b`, such as
-    `model.num_layers: ...`.
+    """Return a description of each setting that differs between the model settings `a` and `b`,
+    such as `model.num_layers: checkpoint 2, configuration 4`.
 
     `names` are what the descriptions call `a` and `b`. Keys that are in only one of them or in
     `free` are skipped. A null equals the value that is derived from other settings.
     """
+    # A derived value may differ only because another setting does, which is reported itself.
     differing = {key for key, *_ in changed_values(a, b, "model")}
     free_keys = {f"model.{key}" for key in free}
     changed = changed_values(_derived(a), _derived(b), "model")
@@ -273,6 +290,7 @@ def _derived(model: Mapping[str, Any]) -> dict[str, Any]:
     heads = model.get("num_attention_heads")
     hidden = model.get("hidden_size")
     position = model.get("position")
+    # The settings of a checkpoint of another version may have any values.
     valid = type(heads) is type(hidden) is int and heads > 0 and isinstance(position, Mapping)
     if not valid:
         return dict(model)

@@ -35,6 +35,7 @@ def load_saved_tokenizer(checkpoint: Path) -> Tokenizer | None:
     if not directory.is_dir():
         return None
     tokenizer = load_tokenizer(directory)
+    # Nothing has compared the checksum of a file that the manifest does not list.
     listed = read_manifest(checkpoint)["files"]
     if added := [name for name in tokenizer.files if f"{TOKENIZER}/{name}" not in listed]:
         raise CheckpointError(
@@ -44,8 +45,9 @@ def load_saved_tokenizer(checkpoint: Path) -> Tokenizer | None:
 
 
 def write_tokenizer_files(files: Mapping[str, bytes], checkpoint: Path) -> list[str]:
-    """Write a tokenizer's files into a checkpoint, flush them to disk, and return their names in
-    the checkpoint.
+    """Write a tokenizer's files into the directory of a checkpoint, and flush them to disk.
+
+    `files` maps names to contents. Return the paths of the files relative to `checkpoint`.
     """
     return [f"{TOKENIZER}/{name}" for name in write_files(files, checkpoint / TOKENIZER)]
 
@@ -54,9 +56,10 @@ def with_saved_tokenizer(config: RunConfig, start: Path | None) -> RunConfig:
     """Return the settings with `data.tokenizer` set to the tokenizer in checkpoint `start`, if it
     has one.
 
-    `start` is the checkpoint that the run continues or starts from. Raises ConfigError if the
-    tokenizer at `data.tokenizer`, if it still exists, differs from the one in the checkpoint.
+    `start` is the checkpoint that the run continues or starts from, or None. Raises ConfigError if
+    the tokenizer at `data.tokenizer` still exists and differs from the one in the checkpoint.
     """
+    # Generated data needs no tokenizer.
     if start is None or config.data.generator is not None or not (start / TOKENIZER).is_dir():
         return config
     saved = start / TOKENIZER
@@ -69,10 +72,10 @@ def with_saved_tokenizer(config: RunConfig, start: Path | None) -> RunConfig:
 
 
 def check_same_tokenizer(path: str, expected: Tokenizer, name: str, fix: str) -> Tokenizer:
-    """Return the tokenizer at `path`, the value of `data.tokenizer`. Raises ConfigError if it
-    differs from `expected`.
+    """Return the tokenizer at `path`, the value of `data.tokenizer`.
 
-    In the message, `name` describes the expected tokenizer, and `fix` says what to do.
+    Raises ConfigError if it cannot be loaded or differs from `expected`. In the message, `name`
+    describes the expected tokenizer, and `fix` says what to do.
     """
     try:
         tokenizer = load_tokenizer(path)
@@ -102,6 +105,7 @@ def check_tokenizer_exists(config: RunConfig) -> None:
 
 def saved_tokenizer_directory(config: RunConfig) -> Path | None:
     """Return the tokenizer's directory in the checkpoint that a run continues, or None."""
+    # A checkpoint that cannot be used is reported when the run opens it.
     with suppress(ValueError, OSError):
         start = checkpoint_to_continue(config)
         if start is not None and (start / TOKENIZER).is_dir():

@@ -35,22 +35,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Writer:
-    """Saves an engine's state as checkpoints of a run.
-
-    Only the newest `attempt` of the run may write. Frozen parameters are omitted if `frozen_from`
-    refers to a checkpoint that contains them. `tokenizer_files` maps the names of the tokenizer's
-    files to their contents.
-    """
+    """Saves an engine's state as checkpoints of a run."""
 
     engine: Engine
     config: RunConfig
     attempt: Attempt
+    """This attempt at the run. Only the newest attempt may write."""
     frozen_from: files.FrozenWeightsSource | None = None
+    """The checkpoint with the frozen parameters, which are then omitted; None to write them."""
     tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
+    """The contents of the tokenizer's files by name."""
 
     def save(self, step: int, samples: int, progress: dict) -> Path:
-        """Save a checkpoint as `Save` does, and return its directory. All ranks call this
-        together.
+        """Save a checkpoint, and return its directory. See `Save` for the arguments and errors.
+
+        All ranks call this together.
         """
         save = Save(self, step, samples, progress, in_thread=False)
         while (path := save.advance()) is None:
@@ -88,15 +87,19 @@ class Save:
         self._staging = self._attempt.staging / f"step-{step:08d}"
         self._in_thread = in_thread
         self._thread: threading.Thread | None = None
-        self._published = False
+        self._is_publishing = False
+        """Whether the second of the two parts, `_write` and `_publish`, has been started."""
         self._entries: dict[str, FileDigest] = {}
+        """The manifest's entries by file: those of this rank, and on rank 0 finally of all."""
         self._index: dict[str, dict] = {}
+        """The entries of `index.json` by file, likewise."""
 
         with RankErrors(self._layout, self._attempt.check_owner) as errors:
             if self._layout.rank == 0:
                 files.staging_directory(self._attempt.staging, step)
         errors.check(self._root, f"could not prepare checkpoint {step}")
 
+        # Copy everything before training changes it.
         self._state = _state(writer, step, samples, progress)
         self._copy_tensors()
         self._random = _gather(random_state(), self._layout)
@@ -108,26 +111,28 @@ class Save:
         return self._thread is not None and self._thread.is_alive()
 
     def advance(self) -> Path | None:
-        """Wait for the current part of the save, then start the next one. Return the directory
-        after the last part.
+        """Wait for the current part of the save, then start the next one.
 
-        All ranks call this together. It does not block if no rank is `busy`.
+        Return None or, after the last part, the checkpoint's directory. All ranks call this
+        together. It does not wait for files if no rank is `busy`.
         """
         self._end()
-        if self._published:
+        if self._is_publishing:
             return self._root / self._staging.name
 
         # Rank 0 needs the digests and index entries of all ranks' files.
         for entries, index in _gather((self._entries, self._index), self._layout):
             self._entries |= entries
             self._index |= index
-        self._published = True
+        self._is_publishing = True
         self._begin(f"could not finish checkpoint {self._step}", self._publish)
         return None
 
     def _begin(self, failure: str, action: Callable[[], None]) -> None:
-        """Start an action that may fail on this rank. `_end` raises its error on all ranks,
-        introduced by `failure`.
+        """Start a part of the save, in a thread if saves are asynchronous.
+
+        If `action` fails on this rank, `_end` raises its error on all ranks, introduced by
+        `failure`.
         """
         self._failure = failure
         self._errors = errors = RankErrors(self._layout, self._attempt.check_owner)
@@ -137,12 +142,17 @@ class Save:
                 action()
 
         if self._in_thread:
+            # A daemon, so that a process that fails does not wait for its files.
             self._thread = threading.Thread(target=run, name="save", daemon=True)
             self._thread.start()
         else:
             run()
 
     def _end(self) -> None:
+        """Wait for the part that `_begin` has started, and raise its error on all ranks.
+
+        After an error, rank 0 removes the checkpoint's files.
+        """
         if self._thread is not None:
             self._thread.join()
         try:
@@ -153,8 +163,10 @@ class Save:
             raise
 
     def _copy_tensors(self) -> None:
-        """Copy the tensors that this rank writes, and choose the file's number, if it writes one.
-        Files are numbered by pipeline stage, then by rank.
+        """Copy the tensors that this rank writes, and choose the number of its file.
+
+        The number is None if this rank writes no file. Files are numbered by pipeline stage, then
+        by rank.
         """
         layout = self._layout
         engine = self._writer.engine
@@ -167,6 +179,7 @@ class Save:
         )
         self._tensors = engine.training_state(writer_of.__getitem__, with_frozen)
 
+        # (pipeline rank, replica rank) of all ranks that write a file for this shard.
         ranks_of_stages = layout.gather_pipeline_stages(sorted(set(writer_of.values())))
         writing_ranks = [
             (pipeline_rank, rank)
@@ -179,18 +192,21 @@ class Save:
             self._number = writing_ranks.index(this_rank)
 
     def _write(self) -> None:
+        """Write this rank's tensors and, on rank 0, the random states of all ranks."""
         if self._number is not None:
             name = tensor_file(self._layout.tensor_parallel_rank, self._number)
-            tensors = dict(sorted(self._tensors.items()))
             self._entries[name], self._index[name] = write_safetensors(
-                self._staging / name, tensors
+                self._staging / name, dict(sorted(self._tensors.items()))
             )
         if self._random:
-            states = pack_states(self._random)
-            self._entries[RANDOM], _ = write_safetensors(self._staging / RANDOM, states)
+            self._entries[RANDOM], _ = write_safetensors(
+                self._staging / RANDOM, pack_states(self._random)
+            )
+        # Free the memory of the copies.
         self._tensors = self._random = None
 
     def _publish(self) -> None:
+        """On rank 0, write the other files, publish the checkpoint, and remove old ones."""
         if self._layout.rank != 0:
             return
 
@@ -216,20 +232,21 @@ def _gather(value: Any, layout: ParallelLayout) -> list[Any]:
     values: list[Any] = []
     if layout.rank == 0:
         values = [None] * layout.world_size
+    # On other ranks, `gather_object` requires None.
     dist.gather_object(value, values or None)
     return values
 
 
 def _state(writer: Writer, step: int, samples: int, progress: dict) -> dict:
-    """Return the contents of `state.json`. All ranks call this together."""
+    """Return the contents of `state.json`; see `CheckpointState`. All ranks call this together."""
     engine = writer.engine
     layout = engine.layout
     own_sharded = {
         name: {"dim": parameter.partition_dim, "stride": parameter.partition_stride}
-        for name, parameter in engine.names.items()
+        for name, parameter in engine.parameters.items()
         if getattr(parameter, "tensor_model_parallel", False)
     }
-    own_frozen = [name for name in engine.names if name not in engine.trained]
+    own_frozen = [name for name in engine.parameters if name not in engine.trained]
     sharded: dict[str, dict] = {}
     for of_stage in layout.gather_pipeline_stages(own_sharded):
         sharded |= of_stage
