@@ -29,8 +29,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 Waiting = Callable[[], AbstractContextManager]
-"""A function whose context is entered while a rank waits for others, for example to measure the
-time.
+"""Returns a context that is entered while a rank waits for others, for example to measure the time.
 """
 
 
@@ -48,7 +47,8 @@ def skip_inference_op_build() -> None:
 def destroy_group() -> None:
     """Destroy the default process group, and clear DeepSpeed's reference to it.
 
-    Unnecessary once `destroy_process_group` of DeepSpeed clears the reference itself.
+    Otherwise a later `deepspeed.init_distributed` would keep the backend of the destroyed group.
+    Unnecessary once DeepSpeed's `destroy_process_group` clears the reference itself.
     """
     comm.destroy_process_group()
     comm.cdb = None
@@ -74,6 +74,7 @@ def skip_updates(
     step as after an overflow. DeepSpeed's message about an overflow is suppressed. Unnecessary once
     DeepSpeed has a hook between the computation of the norm and the update.
     """
+    # This method logs the message; it does nothing else, because bf16 and fp32 use no loss scale.
     zero.loss_scaler.update_scale = lambda overflow: None
     # ZeRO 3 computes one norm per parameter group.
     has_group_norms = isinstance(zero, stage3.DeepSpeedZeroOptimizer_Stage3)
@@ -95,13 +96,14 @@ def skip_updates(
 def replace_gradient_reduction(
     zero: DeepSpeedZeroOptimizer, add: Callable[[Parameter, int], None], finish: Callable[..., None]
 ) -> None:
-    """Make ZeRO 1 and 2 call `add(parameter, group_index)` for each gradient and `finish` after the
-    last gradient.
+    """Make ZeRO 1 and 2 call `add(parameter, group_index)` for each gradient, and `finish` after
+    the last gradient.
 
     `training.gradients.ScatteredGradients` implements both with reduce-scatter. DeepSpeed cannot
     use reduce-scatter, since its buckets span parameter groups and ranks own unequal parts of a
     group. Its all-reduce sends twice as much.
     """
+    # ZeRO then keeps the averaged gradients, to which `finish` adds, in fp32.
     zero.gradient_accumulation_dtype = torch.float32
     zero.process_gradients = add
     zero.reduce_gradients = zero.overlapping_partition_gradients_reduce_epilogue = finish
@@ -111,8 +113,9 @@ def link_optimizer_states(zero: DeepSpeedZeroOptimizer) -> None:
     """Make Adam's state accessible from the parameters under ZeRO 1 and 2.
 
     DeepSpeed links them only once, after the update of the first parameter group, when the other
-    groups do not have any state yet.
+    groups do not have any state yet. Unnecessary once it links them after all groups are updated.
     """
+    # Otherwise DeepSpeed would do nothing.
     zero._hp_optimizer_states_linked = False
     zero._lazy_init_hp_params_optimizer_state()
 
@@ -123,7 +126,7 @@ def vectorize_zero3_collectives(waiting: Waiting) -> None:
 
     With hundreds of ranks, DeepSpeed's loops take longer on the host than a step takes on the GPU.
     The communication does not change. The context of `waiting` is entered while a rank waits for a
-    collective.
+    collective. Unnecessary once DeepSpeed has no such loops.
     """
     stage3.reduce_scatter_coalesced = functools.partial(average_and_scatter, waiting=waiting)
     partition_parameters.AllGatherCoalescedHandle.wait = functools.partialmethod(
@@ -143,23 +146,26 @@ def average_and_scatter(
     partitions of the last ranks may be shorter or empty.
     """
     ranks = group.size()
+    # Rounded up.
     sizes = [-(-tensor.numel() // ranks) for tensor in tensors]
     # Row r holds the partitions of all tensors that rank r receives.
     rows = tensors[0].new_empty(ranks, sum(sizes))
     for tensor, size, columns in zip(tensors, sizes, rows.split(sizes, dim=1)):
         flat = tensor.view(-1)
+        # The remaining elements of `columns` are padding, and stay uninitialized.
         full_rows, remainder = divmod(tensor.numel(), size)
         columns[:full_rows] = flat[: full_rows * size].view(full_rows, size)
         if remainder:
             columns[full_rows, :remainder] = flat[full_rows * size :]
     rows.div_(ranks)
 
+    # The result overwrites this rank's row.
     own = rows[group.rank()]
     with waiting():
         dist.reduce_scatter_tensor(own, rows.view(-1), group=group)
     averages = []
     for tensor, size, partition in zip(tensors, sizes, own.split(sizes)):
-        length = tensor.numel() - group.rank() * size
+        length = tensor.numel() - group.rank() * size  # less than `size` without the padding
         averages.append(partition[: max(0, length)])
     return averages
 
@@ -167,12 +173,16 @@ def average_and_scatter(
 def _wait(
     handle: AllGatherCoalescedHandle, handle_dependency: bool = True, *, waiting: Waiting
 ) -> None:
-    """Wait for the all-gather of several parameters, and set their `data` to the whole weights."""
+    """Wait for the all-gather of several parameters, and set their `data` to the whole weights.
+
+    Replaces the method `wait` of the handle, whose argument `handle_dependency` is not used.
+    """
     if handle.complete:
         return
     with waiting():
         handle.allgather_handle.wait()
-    # The whole buffer: for each rank, its partitions of all parameters.
+    # `partitions` are views of one buffer, which has the partitions of all parameters of rank 0,
+    # then those of rank 1, and so on.
     gathered = handle.partitions[0]._base
     rows = gathered.view(handle.world_size, -1)
     first = 0
@@ -182,6 +192,8 @@ def _wait(
         parameter.data = flat.view(parameter.ds_shape).to(parameter.ds_tensor.dtype)
         parameter.ds_status = ZeroParamStatus.AVAILABLE
         first += size
+    # The buffer was allocated in the stream of the all-gather. It must not be reused before the
+    # copies above have run in this stream.
     if gathered.is_cuda:
         gathered.record_stream(torch.cuda.current_stream())
     handle.complete = True
@@ -193,6 +205,6 @@ _UNPATCHED_WAIT = partition_parameters.AllGatherHandle.wait
 def _wait_for_one(
     handle: AllGatherHandle, handle_dependency: bool = True, *, waiting: Waiting
 ) -> None:
-    """Wait for the all-gather of a single parameter."""
+    """Wait for the all-gather of a single parameter, within the context of `waiting`."""
     with waiting():
         _UNPATCHED_WAIT(handle, handle_dependency)

@@ -17,6 +17,7 @@ FIX = (
     " run a single process"
 )
 MOST_PROCESSES = 1_000_000
+"""Largest rank or number of processes that is accepted."""
 LAST_PORT = 65535
 TRIES = 5
 """Number of attempts to resolve a host name. A name server may drop requests if thousands of ranks
@@ -33,8 +34,8 @@ def environment_number(
 ) -> int:
     """Return the integer in an environment variable, or `default` if it is not set.
 
-    Raises UserError, with the advice `fix`, unless its value is ASCII digits without leading zeros
-    and is between `least` and `most`.
+    Raises UserError unless the value is ASCII digits without leading zeros, and is between `least`
+    and `most`. `fix` is the advice in the message.
     """
     text = os.environ.get(name)
     if text is None:
@@ -89,6 +90,7 @@ def check_launcher_environment() -> None:
     """
     rank, size = rank_and_size()
     ranks = {"RANK": rank, "LOCAL_RANK": local_rank()}
+    # These functions raise if the value is invalid.
     local_world_size()
     restart_count()
     if size > 1 or has_rank_0_address():
@@ -99,6 +101,7 @@ def check_launcher_environment() -> None:
                     (given, name), f"is {os.environ[given]}, but {name} is not set", FIX
                 )
         master_port()
+
     for name, value in ranks.items():
         if value >= size:
             world_size = os.environ.get("WORLD_SIZE", "not set")
@@ -108,10 +111,10 @@ def check_launcher_environment() -> None:
 
 
 def refuse_launcher(program: str, reason: str) -> None:
-    """Raise UserError for `program`, which runs as a single process, if a launcher has started it.
+    """Raise UserError if a launcher has started `program`, which runs as a single process.
 
-    `reason` is the problem in the message. Also checks that the launcher's variables are
-    consistent.
+    `reason` is the problem in the message. Also raises it if the launcher's variables are
+    inconsistent.
     """
     if has_rank_0_address():
         raise ConfigError(
@@ -124,23 +127,25 @@ def refuse_launcher(program: str, reason: str) -> None:
 
 
 def has_rank_0_address() -> bool:
-    """Return whether RANK and MASTER_ADDR are set, as by a launcher. RANK alone may have been set
-    by DeepSpeed.
+    """Return whether RANK and MASTER_ADDR are set, as by a launcher.
+
+    RANK alone may have been set by DeepSpeed, in a process without a launcher.
     """
     return {"RANK", "MASTER_ADDR"} <= os.environ.keys()
 
 
 def check_master_address() -> None:
-    """Raise NodeError if this node cannot resolve MASTER_ADDR, instead of waiting for torch's
-    timeout.
+    """Raise NodeError if this node cannot resolve MASTER_ADDR.
+
+    Without this check, the rank would wait until torch's timeout.
     """
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     for number in range(TRIES):
-        time.sleep(number)
+        time.sleep(number)  # no wait before the first try
         try:
             socket.getaddrinfo(address, None)
             return
-        except (OSError, UnicodeError) as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: an invalid name
             reason = getattr(error, "strerror", None) or error
     raise NodeError(
         node_name(),
@@ -153,10 +158,11 @@ def check_master_address() -> None:
 def gloo_address() -> str | None:
     """Return the address at which gloo lets other ranks connect to this one.
 
-    Returns None if GLOO_SOCKET_IFNAME selects a network interface.
+    Return None if GLOO_SOCKET_IFNAME selects a network interface, whose address is not known here.
     """
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return None
+    # As gloo does, take the first address of the host name that belongs to this node.
     with contextlib.suppress(OSError, UnicodeError):
         for family, _, _, _, address in socket.getaddrinfo(
             socket.gethostname(), None, type=socket.SOCK_STREAM
@@ -174,6 +180,7 @@ def unreachable_nodes(addresses: dict[str, str | None]) -> list[str]:
     """
     loopback = []
     for node, address in addresses.items():
+        # `ip_address` does not accept the zone of an IPv6 address, such as `%eth0`.
         if address is not None and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
             loopback.append(node)
     # Virtual nodes on one machine reach each other at distinct loopback addresses.

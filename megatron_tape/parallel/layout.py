@@ -39,9 +39,11 @@ WITHOUT_LIMIT = timedelta(days=365)
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
 """A file that exists if NVIDIA's driver has found a GPU."""
 _TRIM_THRESHOLD = -1
+"""Number of an option of glibc's mallopt: free memory at the top of the heap, in bytes, above which
+it is returned to the system."""
 _MMAP_THRESHOLD = -3
-"""Options of glibc's mallopt, in bytes: the free memory at the top of the heap above which it is
-returned to the system, and the size above which an allocation has its own memory mapping."""
+"""Number of another option: the size in bytes above which an allocation has its own memory mapping,
+which is returned to the system as soon as it is freed."""
 _LARGEST = 2**31 - 1
 """Largest value of these options, which are C ints."""
 
@@ -88,10 +90,9 @@ class ParallelLayout:
         return bool(result.item())
 
     def broadcast_from_last_pipeline_stage(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Overwrite `tensor` with that of the last pipeline stage, which has the same shape, and
-        return it.
+        """Overwrite `tensor` with that of the last pipeline stage, and return it.
 
-        Collective over the stages.
+        The tensors of all stages have the same shape. Collective over the stages.
         """
         if self.pipeline_size > 1:
             last = dist.get_global_rank(self.groups.pp, self.pipeline_size - 1)
@@ -115,32 +116,34 @@ class ParallelLayout:
 
     @contextlib.contextmanager
     def first_on_node(self) -> Iterator[None]:
-        """Within the context, run the code on local rank 0 first, so that the node's other ranks
-        find cached results.
+        """Run the code within the context on local rank 0 first, then on the node's other ranks.
 
-        Collective over all ranks.
+        The other ranks then find cached results. Collective over all ranks.
         """
-        first = launcher.local_rank() == 0
-        if not first:
+        is_first = launcher.local_rank() == 0
+        if not is_first:
             dist.barrier()
         try:
             yield
         finally:
-            if first:
+            # Also after an error, or the other ranks would wait.
+            if is_first:
                 dist.barrier()
 
 
 def deepspeed_mpu(groups: ProcessGroupCollection) -> SimpleNamespace:
     """Return the object that `deepspeed.initialize` takes as `mpu` (model parallel unit).
 
-    Its functions return process groups, such as `get_data_parallel_group`, and their ranks and
-    sizes; DeepSpeed calls some that `megatron.core.parallel_state` lacks. The model-parallel group,
+    Its functions, such as `get_data_parallel_group`, return process groups, and their ranks and
+    sizes. `megatron.core.parallel_state` lacks some that DeepSpeed calls. The model-parallel group,
     over which norms are summed, contains the TP ranks of all pipeline stages. The data-parallel
     group, over which ZeRO partitions, contains the DP x CP ranks that hold the same weights.
     """
     functions = {}
+    # The TP group has the same ranks as the model-parallel group, and is used already.
     model = groups.tp if groups.pp.size() == 1 else groups.mp
     for name, group in (("model", model), ("tensor_model", groups.tp), ("data", groups.dp_cp)):
+        # The default of `group` binds the value of this iteration.
         functions[f"get_{name}_parallel_group"] = lambda group=group: group
         functions[f"get_{name}_parallel_rank"] = group.rank
         functions[f"get_{name}_parallel_world_size"] = group.size
@@ -154,12 +157,11 @@ def initialize_distributed(
     context_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
 ) -> ParallelLayout:
-    """Initialize torch.distributed from torchrun's variables, or for a single process, and build
-    Megatron's groups.
+    """Initialize torch.distributed and Megatron's process groups, and return their layout.
 
-    The backend is NCCL with CUDA, and gloo without. A later call reuses the groups, or rebuilds
-    them if a size differs, which makes earlier layouts invalid. Each pipeline stage has TP x CP
-    consecutive ranks, so that neighboring stages are on the same node or on adjacent nodes.
+    Ranks come from torchrun's variables; without them, this is a single process. The backend is
+    NCCL with CUDA, and gloo without. A later call reuses the groups, or rebuilds them if a size
+    differs, which makes earlier layouts invalid.
 
     Args:
         tensor_model_parallel_size: the setting in `parallel`, like the other two sizes. The number
@@ -185,7 +187,7 @@ def initialize_distributed(
     if not dist.is_initialized():
         _initialize_process_group("nccl" if device.type == "cuda" else "gloo", limit)
 
-    groups = _megatron_groups(sizes)
+    groups = _megatron_groups(*sizes)
     # New groups have default timeouts of 10 or 30 minutes, and reused groups have the timeout of
     # the previous call.
     for group in distributed_c10d._world.pg_map:
@@ -224,8 +226,10 @@ def keep_freed_memory() -> None:
 
 
 def _own_device() -> torch.device:
-    """Return the GPU of this local rank, after making it the current device. Without GPUs, return
-    the CPU.
+    """Make the GPU of this local rank the current device, and return it. Without GPUs, return the
+    CPU.
+
+    Raises ConfigError if the rank has no GPU, because there are more processes than GPUs.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -262,6 +266,7 @@ def check_devices(requested: str) -> None:
             )
         return
 
+    # With an empty variable, the user has asked for a run without GPUs.
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     has_gpu = NVIDIA_DRIVER.exists() and not hidden
     if requested == "cuda" or has_gpu and torch.version.cuda is not None:
@@ -281,6 +286,7 @@ def check_devices(requested: str) -> None:
 
 def _cuda_error() -> str:
     """Return why CUDA is not available."""
+    # Unlike `is_available`, `init` says what is wrong.
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
@@ -289,39 +295,48 @@ def _cuda_error() -> str:
 
 
 def _initialize_process_group(backend: str, timeout: timedelta) -> None:
-    """Initialize torch.distributed, and DeepSpeed on top of it."""
+    """Initialize torch.distributed, and DeepSpeed on top of it.
+
+    `timeout` is that of collectives. Raises NodeError if the address of rank 0 cannot be resolved.
+    """
     import deepspeed
 
+    # A single process needs no connections.
     store, rank, size = dist.HashStore(), 0, 1
     if launcher.has_rank_0_address():
         launcher.check_master_address()
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-    # torchrun keeps its store when it restarts the processes; it contains the addresses of the
-    # previous processes.
+    # When torchrun restarts the processes, its store still has the addresses of the previous ones.
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+    # DeepSpeed requires this variable also in a single process.
     os.environ.setdefault("LOCAL_RANK", "0")
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     atexit.register(_end_process_groups)
 
 
-def _megatron_groups(sizes: tuple[int, int, int]) -> ProcessGroupCollection:
-    """Return Megatron's groups for the TP, CP and PP `sizes`. Existing groups are reused if their
-    sizes are equal.
+def _megatron_groups(tp: int, cp: int, pp: int) -> ProcessGroupCollection:
+    """Return Megatron's process groups for these TP, CP and PP sizes.
+
+    Groups of an earlier call in this process are reused if their sizes are equal, and otherwise
+    destroyed.
     """
     if parallel_state.model_parallel_is_initialized():
         existing = ProcessGroupCollection.use_mpu_process_groups()
-        if (existing.tp.size(), existing.cp.size(), existing.pp.size()) != sizes:
+        if (existing.tp.size(), existing.cp.size(), existing.pp.size()) != (tp, cp, pp):
             _destroy_groups()
+
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
-            sizes[0],
-            pipeline_model_parallel_size=sizes[2],
-            context_parallel_size=sizes[1],
+            tp,
+            pipeline_model_parallel_size=pp,
+            context_parallel_size=cp,
+            # Each pipeline stage has TP x CP consecutive ranks, and the stages of a pipeline follow
+            # each other, so that neighboring stages are on the same node or on adjacent nodes.
             order="tp-cp-ep-pp-dp",
-            # The groups of experts are not used, but Megatron builds them, and this order requires
-            # this size for them.
-            expert_tensor_parallel_size=sizes[0] * sizes[1],
+            # Megatron also builds groups of experts, which are not used. In this order, they are
+            # valid only with this size.
+            expert_tensor_parallel_size=tp * cp,
             create_gloo_process_groups=False,
         )
     return ProcessGroupCollection.use_mpu_process_groups()
@@ -331,6 +346,7 @@ def _destroy_groups() -> None:
     """Destroy Megatron's groups and their threads, which `destroy_model_parallel` leaves
     running.
     """
+    # Megatron has no list of its groups, only variables of the module.
     groups = set()
     for value in vars(parallel_state).values():
         values = value if isinstance(value, list) else [value]
@@ -368,15 +384,17 @@ def abort_process_groups() -> None:
     """
     if dist.is_initialized():
         distributed_c10d._abort_process_group()
+        # Only forgets the groups, so that `initialize_distributed` does not reuse them.
         parallel_state.destroy_model_parallel()
 
 
 @contextlib.contextmanager
 def deterministic_kernels(enabled: bool) -> Iterator[None]:
-    """Within the context, use deterministic kernels of torch and of this project, if `enabled`.
+    """Use deterministic kernels of torch and of this project within the context, if `enabled`.
 
     Torch then raises RuntimeError for an operation without a deterministic kernel. Enter the
-    context before cuBLAS is used for the first time.
+    context before cuBLAS is used for the first time, because cuBLAS then reads its environment
+    variable.
     """
     if not enabled:
         yield

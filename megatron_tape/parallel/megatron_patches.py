@@ -32,8 +32,8 @@ def run_without_cuda() -> None:
 
 
 class _TorchOnCpu:
-    """A replacement for the torch module whose `zeros` ignores the argument `device` and allocates
-    on the CPU.
+    """A replacement for the torch module, whose `zeros` ignores the argument `device` and
+    allocates on the CPU.
     """
 
     def __getattr__(self, name: str):
@@ -81,34 +81,38 @@ def reduce_tensors_of_any_strides() -> None:
     mappings._reduce = lambda input_, group: reduce(input_.contiguous(), group)
 
 
-def load_cached_indices_with(load: Callable) -> None:
-    """Make Megatron's datasets load cached indices with `load`, which is called like `numpy.load`.
+def load_cached_indices_with(load: Callable[..., np.ndarray]) -> None:
+    """Make Megatron's datasets load the cached arrays of their sample indices with `load`.
 
-    Megatron 0.16.1 calls `numpy.load` and allows pickles, and unpickling a file can run code.
-    0.19.2 calls its own `safe_numpy_load`, which only unpickles harmless classes, but does not say
-    how to mend a damaged index. Unnecessary once Megatron can be given a loader; the first reason
-    ends with support for 0.16.1.
+    `load` gets the arguments of `numpy.load`: the path of a `.npy` file, and options. Megatron
+    0.16.1 calls `numpy.load` and allows pickles, but unpickling a file can run code. Megatron
+    0.19.2 calls its own `safe_numpy_load`, which only unpickles harmless classes. Neither version
+    says how to mend a damaged index. Unnecessary once Megatron accepts a loader as an argument.
     """
     from megatron.core.datasets import blended_dataset, gpt_dataset
 
-    class _NumPy:
+    class NumPyWithLoad:
+        """A replacement for the numpy module with another `load`."""
+
         def __getattr__(self, name: str) -> Any:
             return getattr(np, name)
 
-    numpy: Any = _NumPy()
+    # Setting `np.load` itself would change it for all modules of the process.
+    numpy: Any = NumPyWithLoad()
     numpy.load = load
     for module in (blended_dataset, gpt_dataset):
         module.numpy = numpy
+        # Only 0.19.2 has this function.
         if hasattr(module, "safe_numpy_load"):
             module.safe_numpy_load = load
 
 
 @contextlib.contextmanager
 def barriers_disabled() -> Iterator[None]:
-    """Within the context, make `dist.barrier` do nothing.
+    """Make `dist.barrier` do nothing within the context.
 
-    Megatron's dataset builder calls it, so that a builder on rank 0 alone would wait for the other
-    ranks. Unnecessary once the builder takes a process group.
+    Megatron's dataset builder calls it. A builder that runs only on rank 0 would then wait for the
+    other ranks. Unnecessary once the builder takes a process group.
     """
     barrier = dist.barrier
     dist.barrier = lambda *arguments, **options: None

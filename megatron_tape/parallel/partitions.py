@@ -29,6 +29,7 @@ def local_storage(parameter: nn.Parameter) -> tuple[Tensor, int]:
     """
     if not hasattr(parameter, "ds_tensor"):
         return parameter.detach().view(-1), 0
+    # All partitions have this size; the last ones are padded.
     size = parameter.ds_tensor.ds_numel
     first = min(parameter.ds_zero_partition_rank * size, parameter.ds_numel)
     return parameter.ds_tensor[: parameter.ds_numel - first], first
@@ -36,8 +37,9 @@ def local_storage(parameter: nn.Parameter) -> tuple[Tensor, int]:
 
 @torch.no_grad()
 def write_shard(parameter: nn.Parameter, shard: Tensor) -> None:
-    """Set a parameter to the values in `shard`. This rank copies only the elements that it
-    stores.
+    """Set a parameter to the values in `shard`, this rank's whole tensor-parallel shard.
+
+    Under ZeRO 3, the rank copies only its partition.
     """
     storage, offset = local_storage(parameter)
     storage.copy_(shard.reshape(-1)[offset : offset + len(storage)])
@@ -51,8 +53,8 @@ def allocate(
     """Replace the model's parameters on torch's meta device by uninitialized ones on `device`.
 
     The new `Parameter` objects have the attributes of the old ones. No other object may refer to
-    the old ones. `partition` is called for each new parameter before the next one is allocated, so
-    that a ZeRO 3 model never needs the memory of more than one whole shard.
+    the old ones. `partition` is called for each new parameter before the next one is allocated. A
+    ZeRO 3 model therefore never needs the memory of more than one whole shard.
     """
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -61,6 +63,7 @@ def allocate(
             allocated = nn.Parameter(
                 torch.empty_like(parameter, device=device), parameter.requires_grad
             )
+            # Such as `tensor_model_parallel`; its own attributes take precedence.
             vars(allocated).update(vars(parameter) | vars(allocated))
             setattr(module, name, allocated)
             if partition is not None:

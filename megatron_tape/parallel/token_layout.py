@@ -1,5 +1,4 @@
-"""Distribution of sequences, tokens and heads over ranks. All other code accesses it through
-`TokenLayout`.
+"""Distribution of sequences, tokens and heads over ranks (`TokenLayout`).
 
 Data-parallel ranks hold different sequences. The TP * CP ranks that compute the same sequences (TP
 tensor-parallel and CP context-parallel ranks) shard the tokens outside attention and the heads
@@ -54,11 +53,12 @@ class TokenLayout:
 
     @classmethod
     def of(cls, groups: ProcessGroupCollection, sequence_parallel: bool) -> "TokenLayout":
-        """Return the layout for Megatron's process groups. With CP > 1 and TP > 1,
-        `sequence_parallel` must be true.
+        """Return the layout for Megatron's process groups.
+
+        With CP > 1 and TP > 1, `sequence_parallel` must be true.
         """
-        # Reuse groups with the same ranks, since each group has its own communicator and buffers on
-        # a GPU.
+        # Of groups with the same ranks, use only one, since each has its own communicator and
+        # buffers on a GPU.
         sequence = groups.tp_cp
         data = groups.dp
         if groups.tp.size() == 1:
@@ -75,8 +75,9 @@ class TokenLayout:
 
     @property
     def sequence_shards(self) -> int:
-        """Number of chunks into which a sequence is split. The length of a sequence must be a
-        multiple of it.
+        """Number of chunks into which a sequence is split outside attention.
+
+        The length of a sequence must be a multiple of it.
         """
         if self.sequence_parallel:
             return self.context_shards * self.model_group.size()
@@ -95,6 +96,7 @@ class TokenLayout:
         """
         if self.context_shards == 1:
             return x_Bc
+        # Megatron gathers along the first axis.
         by_token = x_Bc.transpose(0, 1).contiguous()
         gathered = gather_from_sequence_parallel_region(by_token, group=self.context_group)
         return gathered.transpose(0, 1).contiguous()
@@ -110,8 +112,8 @@ class TokenLayout:
         return x_N.chunk(self.model_group.size(), dim)[self.model_group.rank()]
 
     def heads_in_attention(self, x_m: Tensor, dim: int = 0) -> Tensor:
-        """Select the n heads of this rank inside attention from its tensor-parallel rank's m heads
-        on axis `dim`.
+        """Select the n heads of this rank inside attention from the m heads of its tensor-parallel
+        rank on axis `dim`. If CP does not divide m, the heads are replicated first.
         """
         if self.context_shards == 1:
             return x_m
@@ -122,8 +124,9 @@ class TokenLayout:
         return self.heads_in_attention(self.tensor_parallel_shard(x_N, dim), dim)
 
     def copies_of(self, groups: int) -> int:
-        """Return how many context-parallel ranks hold a copy of each of a tensor-parallel rank's
-        `groups` groups.
+        """Return how often each key/value group is replicated, so that CP divides their number.
+
+        `groups` is the number of groups of a tensor-parallel rank.
         """
         return math.lcm(groups, self.context_shards) // groups
 
@@ -142,6 +145,8 @@ class TokenLayout:
         """
         if self.sequence_shards == 1:
             return x_sBN
+        # The all-to-all needs the destination ranks first, in the order of `sequence_group`:
+        # (CP, TP, s, B, n, ...).
         by_tensor_rank = x_sBN.unflatten(2, (self.model_group.size(), -1))
         by_tensor_rank = self._divisible(by_tensor_rank, 3)
         by_rank = by_tensor_rank.unflatten(3, (self.context_shards, -1)).movedim((3, 2), (0, 1))
@@ -157,6 +162,7 @@ class TokenLayout:
             return x_SBn
         by_rank = x_SBn.unflatten(0, (self.sequence_shards, -1)).contiguous()
         received = all_to_all(self.sequence_group, by_rank)
+        # From (CP, TP, s, B, n, ...) to (s, B, TP, CP, n, ...), the order of all heads.
         by_group = received.unflatten(0, (self.context_shards, -1)).movedim((1, 0), (2, 3))
         return by_group.flatten(2, 4)
 
@@ -166,6 +172,7 @@ class TokenLayout:
         """
         if self.context_shards == 1:
             return tensors_cBm
+        # Each has the shape (CP, c, B, n, D), with the destination ranks first.
         by_rank = []
         for x in tensors_cBm:
             divisible = self._divisible(x, 2)
@@ -189,16 +196,18 @@ class TokenLayout:
         return self.data_group.size()
 
     def average(self, loss: Tensor) -> Tensor:
-        """Return the mean of the loss, detached, over the ranks with different tokens. Collective
-        over these ranks.
+        """Return the mean of `loss`, detached, over the context- and data-parallel ranks.
+
+        Tensor-parallel ranks have the same loss. Collective over `replica_group`.
         """
         mean = loss.detach().clone()
         dist.all_reduce(mean, group=self.replica_group)
         return mean / self.replica_group.size()
 
     def total(self, value: Tensor) -> Tensor:
-        """Return the sum of `value`, detached, over the ranks with different sequences. Collective
-        over these ranks.
+        """Return the sum of `value`, detached, over the ranks with different sequences.
+
+        Collective over `data_group`.
         """
         total = value.detach().clone()
         dist.all_reduce(total, group=self.data_group)
@@ -210,8 +219,8 @@ class TokenLayout:
         stop: int,
         size: int,
     ) -> Iterator[list[int]]:
-        """Divide range(first, stop) into micro-batches of `size` samples, and yield those of this
-        rank as index lists.
+        """Divide the samples range(first, stop) into micro-batches of `size` samples, and yield
+        this rank's micro-batches as lists of sample numbers.
 
         Data-parallel rank r of R takes micro-batches r, r + R, r + 2 R, ... Micro-batches at the
         end that are not enough for all R ranks are dropped.
