@@ -16,7 +16,8 @@ class WeightAverage:
     """The average of `weights`, the fp32 tensors that `optimizer` updates.
 
     From the first update on, the optimizer's state contains the average. It is therefore sharded,
-    saved and restored with the moments. `update` must copy `weights` to the model.
+    saved and restored with the moments. `copy_to_model` must copy `weights` to the model, in the
+    model's precision.
     """
 
     def __init__(
@@ -24,22 +25,25 @@ class WeightAverage:
         config: TrainConfig,
         optimizer: torch.optim.Optimizer,
         weights: list[Tensor],
-        update: Callable[[], None],
+        copy_to_model: Callable[[], None],
     ):
         self._settings = config.average
         self._steps = config.steps
         self._state = optimizer.state
         self._weights = weights
-        self._update = update
+        self._copy_to_model = copy_to_model
 
     @torch.no_grad()
     def add(self, step: int, updates: int, skipped: bool) -> None:
-        """Update the average with the weights after `step`; see `AverageSettings.share` for the
-        arguments.
+        """Update the average with the weights after `step`.
+
+        `updates` is the number of updates so far, without skipped steps. `skipped` is whether
+        `step` skipped its update.
         """
         fraction = self._settings.share(step, self._steps, updates, skipped)
         for tensor in self._weights:
             state = self._state[tensor]
+            # The average starts as the weights after the first update.
             if AVERAGE not in state:
                 state[AVERAGE] = tensor.detach().clone()
             elif fraction:
@@ -47,14 +51,19 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Swap the model's weights and their average within the context."""
+        """Give the model the averaged weights within the context, and its own weights after it.
+
+        If the context raises, the weights stay swapped, because an error ends the run.
+        """
         self._exchange()
         yield
         self._exchange()
 
     @torch.no_grad()
     def _exchange(self) -> None:
+        """Swap the weights and their average in the optimizer, and copy the result to the model."""
+        # ZeRO refers to these tensor objects, so they exchange their storage.
         for tensor in self._weights:
             average = self._state[tensor][AVERAGE]
             tensor.data, average.data = average.data, tensor.data
-        self._update()
+        self._copy_to_model()

@@ -7,7 +7,6 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 
 from megatron_tape.checkpoint.directories import FrozenWeightsSource
 from megatron_tape.checkpoint.writing import Save, Writer
@@ -25,9 +24,7 @@ LAST_SAVE_WAIT = 30.0
 """Seconds between two tries."""
 NEXT_INTERVAL = "at the next checkpoint.interval"
 POLL_SECONDS = 1.0
-"""Seconds between two checks, while waiting for the next try, of whether the process was asked to
-stop.
-"""
+"""Seconds between two checks for a signal, while waiting for the next try."""
 
 
 class CheckpointSaver:
@@ -35,9 +32,11 @@ class CheckpointSaver:
 
     With `checkpoint.asynchronous`, files are written while training continues; at most one save is
     pending. If a save fails for a reason that can pass, such as a full disk, a warning is logged,
-    and the run saves again at the next `checkpoint.interval`. The methods raise TrainingStopped if
-    a save fails for another reason, such as a bug, since every later save would fail too, and
-    StaleAttempt if a newer attempt has taken over the run.
+    and the run saves again at the next `checkpoint.interval`.
+
+    All methods raise StaleAttempt if a newer attempt has taken over the run. They raise
+    TrainingStopped if a save fails for another reason, such as a bug, because every later save
+    would fail too. See `Writer` for `frozen_from` and `tokenizer_files`.
     """
 
     def __init__(
@@ -45,8 +44,8 @@ class CheckpointSaver:
         engine: Engine,
         config: RunConfig,
         watch: Watch,
-        frozen_from: FrozenWeightsSource | None = None,
-        tokenizer_files: Mapping[str, bytes] = MappingProxyType({}),
+        frozen_from: FrozenWeightsSource | None,
+        tokenizer_files: Mapping[str, bytes],
     ):
         self._engine = engine
         self._config = config
@@ -61,13 +60,19 @@ class CheckpointSaver:
         progress: dict,
         wait: bool,
     ) -> bool:
-        """Save a checkpoint after `step` steps and `samples` sequences; return whether it is
-        complete.
+        """Save a checkpoint, and return whether it is complete.
 
         If saves are asynchronous and `wait` is false, the save is only started; `poll` and `finish`
-        complete it. The save of the last step is tried up to `LAST_SAVE_TRIES` times or until the
-        process is asked to stop, and raises CheckpointError if all tries fail.
+        complete it. The save of the last step is tried up to `LAST_SAVE_TRIES` times, or until a
+        signal asks the process to stop. It raises CheckpointError if all tries fail.
+
+        Args:
+            step: the last completed step.
+            samples: the number of sequences that the run has trained on or skipped.
+            progress: the run's `Trainer.progress`.
+            wait: whether to wait until the checkpoint is complete or has failed.
         """
+        # At most one save is pending, since each has its own copy of the training state.
         self.finish()
         if step == self._config.train.steps:
             return self._save_last(step, samples, progress)
@@ -80,7 +85,7 @@ class CheckpointSaver:
         return self.finish()
 
     def poll(self) -> None:
-        """Advance a pending save if all ranks have finished its current phase. Call this between
+        """Advance a pending save if its threads have finished on all ranks. Call this between
         steps.
         """
         if self._current is not None and not self._engine.layout.any_rank(self._current.busy):
@@ -95,6 +100,10 @@ class CheckpointSaver:
         return complete
 
     def _advance(self) -> bool:
+        """Advance the pending save, and return whether it is now complete.
+
+        After a failure, no save is pending.
+        """
         path = None
         with self._failure_reported(NEXT_INTERVAL):
             path = self._current.advance()
@@ -105,7 +114,11 @@ class CheckpointSaver:
 
     @contextlib.contextmanager
     def _failure_reported(self, next_try: str | None) -> Iterator[None]:
-        """Warn if a save fails; raise its error if `next_try` is None: there is no other try."""
+        """Log a warning if the save in the context fails, and forget the save.
+
+        `next_try` says in the warning when the run saves again. If it is None, there is no other
+        try, and the error is raised.
+        """
         try:
             yield
         except UnexpectedCheckpointError as error:
@@ -126,6 +139,10 @@ class CheckpointSaver:
             )
 
     def _save_last(self, step: int, samples: int, progress: dict) -> bool:
+        """Save the last step, and return whether that succeeded before a signal asked to stop.
+
+        Raises CheckpointError if the last try fails.
+        """
         for tries_left in reversed(range(LAST_SAVE_TRIES)):
             self._watch.progress("saving")
             next_try = None
@@ -136,6 +153,7 @@ class CheckpointSaver:
                 logger.info("saved %s", path)
                 return True
 
+            # All ranks must take the same decision, since they save together.
             for _ in range(math.ceil(LAST_SAVE_WAIT / POLL_SECONDS)):
                 if self._engine.layout.any_rank(self._watch.stop is not None):
                     return False

@@ -71,10 +71,10 @@ class StepResult:
 
 
 def deepspeed_config(config: RunConfig, layout: ParallelLayout) -> dict:
-    """Return DeepSpeed's configuration.
+    """Return DeepSpeed's configuration of a run, as for `deepspeed.initialize`.
 
-    To DeepSpeed, context-parallel ranks are data-parallel ranks, so its batch sizes count a
-    sequence once per rank.
+    To DeepSpeed, context-parallel ranks are data-parallel ranks. Its `train_batch_size` therefore
+    counts a sequence once for each context-parallel rank.
     """
     zero_stage = config.deepspeed.zero_stage
     micro_batch_size = config.train.micro_batch_size
@@ -107,17 +107,16 @@ def deepspeed_config(config: RunConfig, layout: ParallelLayout) -> dict:
 
 
 def zero_partition(config: RunConfig, layout: ParallelLayout) -> Callable[[Parameter], None] | None:
-    """Return a function that keeps only this rank's ZeRO 3 partition of a parameter; None for ZeRO
-    1 and 2.
+    """Return a function that replaces a parameter by this rank's ZeRO 3 partition of it.
 
-    `parallel.partitions.allocate` calls the function for each parameter before it allocates the
-    next one.
+    Return None for ZeRO 1 and 2, which do not partition parameters. `parallel.partitions.allocate`
+    calls the function for each parameter before it allocates the next one.
     """
     if config.deepspeed.zero_stage < 3:
         return None
     with _torch_launcher_variables(layout):
-        # DeepSpeed replaces torch's linear function, which would save gathered weights for the
-        # backward pass, only if `module` is given; it may be empty.
+        # Without a `module`, DeepSpeed keeps torch's linear function, which would save gathered
+        # weights for the backward pass. The module may be empty.
         zero = deepspeed.zero.Init(
             module=Module(),
             data_parallel_group=layout.mpu.get_data_parallel_group(),
@@ -135,9 +134,8 @@ def zero_partition(config: RunConfig, layout: ParallelLayout) -> Callable[[Param
 
 
 def step_rng(seed: int, step: int) -> np.random.Generator:
-    """Return a training step's random generator, the same on all ranks and independent of the
-    data's generators.
-    """
+    """Return the random generator of a training step, which is the same on all ranks."""
+    # In the counters of `synthetic.generator`, the last word is 0, so their numbers differ.
     bits = np.random.Philox(counter=[0, 0, 0, 1], key=[seed, step])
     return np.random.Generator(bits)
 
@@ -158,9 +156,11 @@ class Engine:
         self._uses_muon = config.optimizer.kind == "muon"
 
         self.module = model.to(layout.device)
-        self.names = dict(model.named_parameters())
-        self.trained = {name: p for name, p in self.names.items() if p.requires_grad}
+        self.parameters = dict(model.named_parameters())
+        """This pipeline stage's parameters by name, frozen ones included."""
+        self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         self.adam = build_optimizer(model, config, layout)
+        """The optimizer of the fp32 weights; with Muon, it also updates the matrices."""
         deepspeed_patches.accept_optimizer(type(self.adam))
         with _torch_launcher_variables(layout):
             self.deepspeed_engine, *_ = deepspeed.initialize(
@@ -171,37 +171,43 @@ class Engine:
                 dist_init_required=False,
             )
         self.micro_batches = self.deepspeed_engine.gradient_accumulation_steps()
+        """Number of micro-batches of a step, on each rank."""
         self._zero = self.deepspeed_engine.optimizer
+        """DeepSpeed's ZeRO optimizer, which wraps `adam`."""
 
         self._average: WeightAverage | None = None
         if config.train.average is not None:
             self._average = WeightAverage(
-                config.train, self.adam, self._masters(), self._update_weights
+                config.train, self.adam, self._master_weights(), self._copy_masters_to_model
             )
+
         if self._uses_muon:
-            dtype = next(model.parameters()).dtype
             self.adam.matrices = Matrices(
                 self.trained,
                 config.model,
                 layout,
-                dtype,
+                next(model.parameters()).dtype,
                 self._zero,
             )
 
+        # The first and last pipeline stages share the embedding's weight and add up its gradients.
         self._tied = None
         tied_weight = None
         if layout.pipeline_size > 1 and model.tied is not None:
             self._tied = model.tied
             self._tied.start(layout.device)
             tied_weight = self.trained.get(EMBEDDING)
+
         self._replicated = replicated_parameters(model)
         if self.zero_stage == 3:
             deepspeed_patches.vectorize_zero3_collectives(self.clock.waiting)
             _gather_for_whole_layers(model)
         else:
-            overlap = config.deepspeed.overlap_comm
             self._scattered = ScatteredGradients(
-                self._zero, overlap, tied_weight, self.clock.waiting
+                self._zero,
+                config.deepspeed.overlap_comm,
+                tied_weight,
+                self.clock.waiting,
             )
 
         self.optimizer_steps = 0
@@ -217,6 +223,7 @@ class Engine:
         """Skip each update for which `predicate(loss, gradient norm)` returns true on any rank."""
 
         def skips(norm: float) -> bool:
+            # DeepSpeed skips such a step itself; it counts as a bad step, not as a spike.
             if not math.isfinite(norm):
                 return False
             if not self.layout.any_rank(predicate(self._mean_loss(), norm)):
@@ -238,7 +245,8 @@ class Engine:
         size = sequences * self.layout.context_parallel_size
         if size != self.deepspeed_engine.train_batch_size():
             self.deepspeed_engine.set_train_batch_size(size)
-            # DeepSpeed finds a step's last micro-batch by the remainder of this counter.
+            # DeepSpeed recognizes a step's last micro-batch by the remainder of this counter
+            # divided by the number of micro-batches, which has just changed.
             self.deepspeed_engine.micro_steps = 0
             self.micro_batches = self.deepspeed_engine.gradient_accumulation_steps()
 
@@ -250,8 +258,8 @@ class Engine:
     ) -> StepResult:
         """Train on the next `micro_batches` batches, and update the weights once.
 
-        The learning rate of a parameter group is `lr` times its `lr_scale`. `step` seeds random
-        positions, together with `train.seed`.
+        The learning rate of a parameter group is `lr` times its `lr_scale`. `step` and `train.seed`
+        seed the encodings that draw random positions.
         """
         for group in self._zero.param_groups:
             group["lr"] = lr * group["lr_scale"]
@@ -261,12 +269,13 @@ class Engine:
         run = self._run if self.layout.pipeline_size == 1 else self._run_pipeline
         run(itertools.islice(batches, self.micro_batches), step)
 
+        # The averaging of the loss waits for slower ranks.
         with self.clock.phase(COMMUNICATION):
             loss = self._mean_loss()
         z_loss = self._z_loss() if self._has_z_loss else None
         skipped = not self.deepspeed_engine.was_step_applied()
         self.optimizer_steps += not skipped
-        if self.averages:
+        if self.has_average:
             self._average.add(step, self.optimizer_steps, skipped)
 
         norm = self._skipped_norm
@@ -278,32 +287,32 @@ class Engine:
         return StepResult(loss, float(norm), skipped, z_loss)
 
     @property
-    def averages(self) -> bool:
-        """Whether there is an average of the weights, that is, after the first update with
-        `train.average`.
-        """
+    def has_average(self) -> bool:
+        """Whether the weights have an average: with `train.average`, after the first update."""
         return self._average is not None and self.optimizer_steps > 0
 
     def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Swap in the averaged weights within the context. Do not train the model in it."""
+        """Give the model the averaged weights within the context. Do not train in this context."""
         return self._average.swapped_in()
 
-    def _update_weights(self) -> None:
-        """Copy the fp32 weights of `_masters` to the model, as DeepSpeed does after a step."""
+    def _copy_masters_to_model(self) -> None:
+        """Copy the fp32 master weights to the model, as DeepSpeed does after a step."""
         zero = self._zero
         if self.zero_stage < 3:
             zero.update_lp_params()
         else:
+            # Gathered parameters would keep their old values.
             zero._partition_all_parameters()
             for group in range(len(zero.fp16_groups)):
                 zero._reassign_or_swap_out_partitioned_parameters(group)
+            # DeepSpeed keeps these small parameters gathered between steps.
             if zero.persistent_parameters:
                 zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
         if self._tied is not None:
             self._tied.share()
 
-    def _masters(self) -> list[Tensor]:
-        """Return the fp32 master weights that this rank's optimizer updates: its shard of each
+    def _master_weights(self) -> list[Tensor]:
+        """Return the flat fp32 tensors that this rank's optimizer updates: its partition of each
         parameter group.
         """
         if self.zero_stage == 3:
@@ -311,15 +320,21 @@ class Engine:
         return self._zero.single_partition_of_fp32_groups
 
     def _mean_loss(self) -> float:
+        """Return the mean of the step's loss over micro-batches and ranks. Collective."""
         return self.layout.token_layout.average(self._loss_sum / self.micro_batches).item()
 
     def _z_loss(self) -> float:
+        """Return the mean of the step's z-loss over micro-batches and ranks. Collective."""
+        # Without an output layer, `take_z_loss` returns the number 0.
         total = torch.zeros((), device=self.layout.device) + self.module.take_z_loss()
         total = self.layout.broadcast_from_last_pipeline_stage(total)
         return self.layout.token_layout.average(total / self.micro_batches).item()
 
     def _run(self, batches: Iterable[Batch], step: int) -> None:
-        """Accumulate the losses and gradients of all micro-batches, and update the weights."""
+        """Sum the losses and gradients of the micro-batches, and update the weights.
+
+        DeepSpeed updates them in the `step` of the last micro-batch.
+        """
         for batch in self.clock.each(DATA, batches):
             with self.clock.phase(FORWARD):
                 loss = self.deepspeed_engine(**batch, positions=self._positions(batch, step))
@@ -335,11 +350,12 @@ class Engine:
         """Do the same as `_run` with Megatron's pipeline schedule, which calls the model.
 
         DeepSpeed's hooks still accumulate the gradients, and average them during the last backward
-        pass. Only the gradient of a tied embedding is averaged afterwards, since the last stage
-        sends a part of it.
+        pass. The gradient of a tied embedding is averaged afterwards, because the last pipeline
+        stage sends a part of it to the first one.
         """
         micro_batches = list(self.clock.each(DATA, batches))
         engine = self.deepspeed_engine
+        # They depend on the step and on the length, which all micro-batches share.
         positions = self._positions(micro_batches[0], step)
         with self.clock.phase(FORWARD_BACKWARD):
             total = self.module.train_micro_batches(
@@ -355,6 +371,7 @@ class Engine:
         self._finish_gradients()
         with self.clock.phase(OPTIMIZER):
             engine.step()
+            # DeepSpeed does this in its `forward`, which the schedule does not call.
             engine.optimizer.clear_backward_seen_flag()
             if tied_is_trained:
                 self._tied.share()
@@ -367,7 +384,9 @@ class Engine:
 
     @contextlib.contextmanager
     def _accumulating(self) -> Iterator[None]:
-        """Make DeepSpeed accumulate gradients within the context; the next backward pass, the last,
+        """Make DeepSpeed only accumulate gradients within the context.
+
+        Megatron's schedule leaves the context before the last backward pass, in which DeepSpeed
         averages them.
         """
         self.deepspeed_engine.set_gradient_accumulation_boundary(False)
@@ -375,10 +394,16 @@ class Engine:
         self.deepspeed_engine.set_gradient_accumulation_boundary(True)
 
     def _positions(self, batch: Batch, step: int) -> Tensor:
+        """Return the positions (S,) of a micro-batch's tokens in training step `step`."""
         return self.module.token_positions(batch["tokens"], step_rng(self._seed, step))
 
     @torch.no_grad()
     def _forward(self, *arguments: Tensor, **keywords: Any) -> Tensor:
+        """Return the result of the model's forward pass in evaluation mode, without gradients.
+
+        With several pipeline stages, only the last one returns a result; the others return
+        uninitialized memory.
+        """
         model = self.module
         if self.layout.pipeline_size == 1:
             model = self.deepspeed_engine
@@ -390,7 +415,7 @@ class Engine:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Return the mean loss of all batches of all data-parallel ranks."""
         losses = torch.stack([self._forward(**batch) for batch in batches])
-        # Other pipeline stages return uninitialized losses.
+        # Other pipeline stages have uninitialized losses.
         loss = self.layout.broadcast_from_last_pipeline_stage(losses.mean())
         return self.layout.token_layout.average(loss).item()
 
@@ -409,12 +434,12 @@ class Engine:
     def training_state(
         self, owner: Callable[[str], int] = lambda key: 0, frozen: bool = True
     ) -> dict[str, Tensor]:
-        """Return copies, on the CPU, of this tensor-parallel rank's fp32 weights and optimizer
-        moments.
+        """Return copies on the CPU of the fp32 weights and optimizer moments of this rank's
+        tensor-parallel shard. All ranks call this together.
 
         Args:
-            owner: maps a key to the rank, among those with the same weights, that returns the
-                tensor.
+            owner: maps a key to the rank that returns the tensor, as an index into the ranks with
+                the same shard (`ParallelLayout.replica_rank`).
             frozen: whether to include frozen weights, which are rounded to the precision of
                 training.
 
@@ -426,26 +451,30 @@ class Engine:
         state = {}
         for key, parameter in self._state_keys(frozen):
             kind, _, _ = key.partition("/")
+            # Collective, so ranks that do not own the tensor take part, too.
             whole = zero_partitions.whole_tensor(parameter, kind)
             if owner(key) == self.layout.replica_rank:
                 state[key] = whole.to("cpu").contiguous()
         return state
 
     def state_sizes(self, frozen: bool = True) -> dict[str, int]:
-        """Return the size in bytes of each tensor of `training_state`."""
+        """Return the size in bytes of each tensor of `training_state`, by key."""
         return {key: 4 * shard_shape(p).numel() for key, p in self._state_keys(frozen)}
 
     def _state_keys(self, frozen: bool) -> Iterator[tuple[str, Parameter]]:
-        for name, parameter in self.names.items():
+        """Yield the keys of `training_state`, each with its parameter."""
+        for name, parameter in self.parameters.items():
             if frozen or name in self.trained:
                 for kind in self._kinds_of(name):
                     yield f"{kind}/{name}", parameter
 
     def _kinds_of(self, name: str) -> tuple[str, ...]:
-        """Return the first parts of a parameter's keys: `weight` and, if it was updated, those of
-        its moments.
+        """Return the first parts of a parameter's keys in the training state.
+
+        They are `weight` and, after the first update, the names of its moments. `name` may be a
+        trained parameter of another pipeline stage.
         """
-        is_frozen = name in self.names and name not in self.trained
+        is_frozen = name in self.parameters and name not in self.trained
         if is_frozen or not self.optimizer_steps:
             return ("weight",)
         return ("weight", *self._moments(self._uses_muon and is_matrix(name)))
@@ -459,7 +488,7 @@ class Engine:
         """Load the training state of the trained parameters.
 
         The model must have had the checkpoint's weights when the engine was created, because ZeRO
-        copies them then.
+        copied them then.
 
         Args:
             read: returns this rank's tensor of a key, or None if it belongs to another pipeline
@@ -479,51 +508,57 @@ class Engine:
                     zero_partitions.set_local_elements(self.trained[name], kind, value)
 
     def _create_moments(self, steps: int) -> None:
-        """Create the optimizer's state, which torch would create only in the first step, and link
-        it to ZeRO.
+        """Create the optimizer's state as zeros, and link it to ZeRO.
 
-        `steps` is the number of updates so far, which Adam's bias correction depends on.
+        Torch would create it only in the first step, but a checkpoint is loaded before. `steps` is
+        the number of updates so far, on which Adam's bias correction depends.
         """
-        of_muon: set[Tensor] = set()
+        muon_tensors: set[Tensor] = set()
         for group in self.adam.param_groups:
-            if group.get("muon"):
-                of_muon.update(group["params"])
+            if group["muon"]:
+                muon_tensors.update(group["params"])
 
-        for tensor in self._masters():
-            keys = self._moments(tensor in of_muon)
+        for tensor in self._master_weights():
+            keys = self._moments(tensor in muon_tensors)
             state = {key: torch.zeros_like(tensor) for key in keys}
-            if tensor not in of_muon:
+            if tensor not in muon_tensors:
+                # The fused AdamW requires this counter in fp32 on the device.
                 state["step"] = torch.tensor(float(steps), device=tensor.device)
             self.adam.state[tensor] = state
         self._link_moments()
 
-    def _moments(self, of_muon: bool) -> tuple[str, ...]:
-        """Return the keys of a tensor's optimizer state: the moments of Muon or Adam, and the
-        weight average.
+    def _moments(self, by_muon: bool) -> tuple[str, ...]:
+        """Return the keys of a tensor's optimizer state: the moments and the average of the
+        weights.
+
+        `by_muon` is whether Muon updates the tensor; otherwise Adam does.
         """
-        moments = (MOMENTUM_BUFFER,) if of_muon else MOMENTS
+        moments = (MOMENTUM_BUFFER,) if by_muon else MOMENTS
         if self._average is None:
             return moments
         return (*moments, AVERAGE)
 
     def _link_moments(self) -> None:
+        """Make the moments accessible from the parameters. ZeRO 3 needs no links."""
         if self.zero_stage < 3 and self.optimizer_steps:
             deepspeed_patches.link_optimizer_states(self._zero)
 
 
 def _scaled(loss: Tensor) -> Tensor:
-    """Return the loss, or NaN if it is not finite. Gradients are then NaN too, and DeepSpeed skips
-    the step.
+    """Return the loss, multiplied by NaN if it is not finite.
+
+    All gradients are then NaN, so DeepSpeed skips the step. Without this, an infinite loss could
+    have finite gradients.
     """
     is_finite = torch.isfinite(loss.detach())
     return loss * torch.where(is_finite, 1.0, math.nan)
 
 
 def _gather_for_whole_layers(model: Module) -> None:
-    """Make ZeRO 3 gather the positional encoding's parameters before each layer.
+    """Make ZeRO 3 gather a layer's parameters of the positional encoding before the layer.
 
-    By default, it gathers them only before `LayerEncoding.forward`, but attention uses them
-    earlier, for biases.
+    By default, it gathers them before `LayerEncoding.forward`, which the layer calls after
+    attention. Some encodings use them in attention.
     """
     for layer in model.modules():
         if isinstance(layer, PositionTransformerLayer):
@@ -533,8 +568,9 @@ def _gather_for_whole_layers(model: Module) -> None:
 
 @contextlib.contextmanager
 def _torch_launcher_variables(layout: ParallelLayout) -> Iterator[None]:
-    """Set torchrun's environment variables, which DeepSpeed reads, if torchrun has not started this
-    process.
+    """Set torchrun's environment variables within the context, unless torchrun has set them.
+
+    DeepSpeed reads them also in a single process without a launcher.
     """
     local_rank = layout.rank
     if layout.device.type == "cuda":

@@ -25,8 +25,8 @@ from megatron_tape.parallel import deepspeed_patches
 
 
 def replicated_parameters(model: torch.nn.Module) -> list[Parameter]:
-    """Return the trained parameters whose gradients depend only on the tensor-parallel rank's own
-    tokens.
+    """Return the trained parameters whose gradient on a tensor-parallel rank covers only the
+    rank's own tokens.
     """
     return [
         parameter
@@ -42,6 +42,7 @@ def local_gradient(parameter: Parameter, zero_stage: int) -> Tensor | None:
     if zero_stage == 3:
         return safe_get_local_grad(parameter)
     mapping = parameter._hp_mapping
+    # DeepSpeed sets no mapping if this rank's partition has no element of the parameter.
     if mapping is None:
         return None
     return mapping.get_lp_grad_fragment(parameter._index_in_param_group)
@@ -63,8 +64,9 @@ def sum_over_group(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
 
 @torch.no_grad()
 def sum_replicated(parameters: list[Parameter], zero_stage: int, group: dist.ProcessGroup) -> None:
-    """Sum the gradients of replicated parameters over the tensor-parallel group, before the
-    optimizer's step.
+    """Sum the averaged gradients of `parameters` in place over the tensor-parallel group.
+
+    Call this before the optimizer's step. `parameters` are those of `replicated_parameters`.
     """
     gradients = [local_gradient(parameter, zero_stage) for parameter in parameters]
     present = [gradient for gradient in gradients if gradient is not None]
@@ -102,10 +104,14 @@ class ScatteredGradients:
         deferred: Parameter | None = None,
         waiting: Callable[[], AbstractContextManager] = contextlib.nullcontext,
     ):
-        """Replace the methods of `zero`. The context `waiting()` measures the time that this rank
-        waits for others.
+        """Replace the methods of `zero`.
 
-        `overlap` lets reduce-scatters run while the backward pass continues.
+        Args:
+            zero: the optimizer that `deepspeed.initialize` returns under ZeRO 1 and 2.
+            overlap: whether reduce-scatters run while the backward pass continues.
+            deferred: a parameter whose gradient is complete only after the backward pass.
+            waiting: returns a context that is entered while this rank waits for others, for
+                example to measure the time.
         """
         self._zero = zero
         self._overlap = overlap
@@ -118,10 +124,11 @@ class ScatteredGradients:
         self._missing: list[set[int]] = []
         """For each parameter group, the indices of the parameters whose gradients are not complete.
         """
-        self._begin()
+        self._expect_all_gradients()
         deepspeed_patches.replace_gradient_reduction(zero, self._add, self._finish)
 
-    def _begin(self) -> None:
+    def _expect_all_gradients(self) -> None:
+        """Mark the gradients of all parameters as not complete."""
         self._missing = [set(range(len(parameters))) for parameters in self._zero.bit16_groups]
 
     def _add(self, parameter: Parameter, group: int) -> None:
@@ -130,30 +137,35 @@ class ScatteredGradients:
         """
         self._accumulate(parameter, parameter.grad, group)
         parameter.grad = None
+        # `partition_gradients` is true for ZeRO 2, which averages in each micro-batch.
         averages = self._zero.partition_gradients or self._zero.is_gradient_accumulation_boundary()
         if not averages or parameter is self._deferred:
             return
+
         missing = self._missing[group]
         missing.discard(parameter.param_idx_in_group)
         if not missing:
             self._scatter(group)
 
     def add_to_deferred(self, gradient: Tensor) -> None:
-        """Add a gradient of `deferred` from another pipeline stage, before its group is
-        averaged.
+        """Add a gradient of `deferred` from another pipeline stage. Call this before `_finish`
+        averages its group.
         """
         for number, parameters in enumerate(self._zero.bit16_groups):
             if any(parameter is self._deferred for parameter in parameters):
                 self._accumulate(self._deferred, gradient, number)
 
     def _accumulate(self, parameter: Parameter, gradient: Tensor, group: int) -> None:
+        """Add a gradient to its place in the flat sum of its parameter group."""
         first = self._zero.round_robin_bit16_offsets[group][parameter.param_idx_in_group]
         last = first + parameter.numel()
-        self._sum_of(group)[first:last].add_(gradient.reshape(-1))
+        self._flat_sum(group)[first:last].add_(gradient.reshape(-1))
 
-    def _sum_of(self, group: int) -> Tensor:
+    def _flat_sum(self, group: int) -> Tensor:
+        """Return the flat gradients of a group that this rank has accumulated; zeros at first."""
         if group not in self._sums:
             dtype = torch.float32
+            # ZeRO 2 averages each micro-batch by itself, so the sum has only one term.
             if self._zero.partition_gradients:
                 dtype = self._zero.communication_data_type
             weights = self._zero.bit16_groups_flat[group]
@@ -163,10 +175,11 @@ class ScatteredGradients:
     def _scatter(self, group: int) -> None:
         """Start the reduce-scatter of a group."""
         if self._zero.partition_gradients:
-            # frees the previous group before the next micro-batch needs memory
+            # Free the gradients of the previous group before those of this one are copied.
             self._finish_pending()
-        flat = self._sum_of(group).to(self._zero.communication_data_type)
+        flat = self._flat_sum(group).to(self._zero.communication_data_type)
         del self._sums[group]
+
         ranks = self._zero.dp_process_group
         shard = flat.chunk(ranks.size())[ranks.rank()]
         work = dist.reduce_scatter_tensor(shard, flat, group=ranks, async_op=True)
@@ -177,7 +190,8 @@ class ScatteredGradients:
     def _finish_pending(self) -> None:
         """Wait for pending reduce-scatters, and add their averages to ZeRO's gradients.
 
-        On a GPU, the computation and the sends between pipeline stages that follow also wait.
+        On a GPU, the kernels and the sends between pipeline stages that are started later wait for
+        them, too.
         """
         while self._pending:
             group, work, shard = self._pending.pop(0)
@@ -187,13 +201,13 @@ class ScatteredGradients:
             averaged.add_(shard, alpha=1 / self._zero.dp_process_group.size())
 
     def _finish(self, **_: Any) -> None:
-        """Average the remaining groups: that of `deferred`, and groups with a parameter that had no
-        gradient.
+        """Average the remaining groups, and prepare for the next backward pass.
 
-        DeepSpeed calls this after the backward pass.
+        These are the group of `deferred`, and groups with a parameter that had no gradient.
+        DeepSpeed calls this after the backward pass, with arguments that are not needed here.
         """
         for group, missing in enumerate(self._missing):
             if missing or group in self._sums:
                 self._scatter(group)
         self._finish_pending()
-        self._begin()
+        self._expect_all_gradients()

@@ -20,7 +20,6 @@ from megatron_tape.run import metrics
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_tape.config.schema import LoggingConfig
     from megatron_tape.model.language_model import LanguageModel
     from megatron_tape.model.pipeline import Pipeline
     from megatron_tape.training.engine import Batch, Engine, StepResult
@@ -49,22 +48,24 @@ class Hook:
     """
 
     def before_step(self, trainer: Trainer, step: int) -> None:
-        """Run before training step `step`, which `trainer.logs(step)` and `trainer.evaluates(step)`
-        describe.
+        """Run before training step `step`.
+
+        `trainer.logs(step)` and `trainer.evaluates(step)` tell whether the step will be logged and
+        evaluated.
         """
 
     def on_micro_batch(self, trainer: Trainer, step: int, batch: Batch) -> None:
         """Run before this rank trains on a micro-batch of `step`. Do not change `batch`.
 
         `batch` has `tokens` and `labels` (B, S), and `documents` or `loss_weights` (B, S) if the
-        model gets them, on the rank's device. Reading values on the host waits for a GPU: sum up on
-        the device, and read the sum in `after_step`. Tensor-, context- and pipeline-parallel ranks
-        have the same batches, so sum over `trainer.layout.token_layout.data_group`.
+        model gets them, on the rank's device. Reading values on the host waits for the GPU: sum up
+        on the device, and read the sum in `after_step`. Tensor-, context- and pipeline-parallel
+        ranks have the same batches, so sum over `trainer.layout.token_layout.data_group`.
 
         With several datasets, `batch` also has `dataset_id` (B,), int64, on the CPU: the index of
-        each sequence's dataset in `data.prefix` (of the stage), without those that are too small
-        for the training split. With `data.long_documents`, it is 0 for long documents, 1 for
-        others.
+        each sequence's dataset in `data.prefix` of the run or the data stage. Datasets that are too
+        small for the training split are not counted. With `data.long_documents`, it is 0 for long
+        documents, and 1 for others.
         """
 
     def after_step(self, trainer: Trainer, step: int, result: StepResult) -> HookResult:
@@ -75,7 +76,8 @@ class Hook:
         """Return whether to call `evaluate` after `step`.
 
         By default, a hook that overrides `evaluate` is due every `train.eval_interval` steps and
-        after the last step; only after the last step if the interval is null, and never if it is 0.
+        after the last step. It is due only after the last step if the interval is null, and never
+        if it is 0.
         """
         overrides = type(self).evaluate is not Hook.evaluate
         return overrides and trainer.config.train.evaluates(step)
@@ -86,7 +88,10 @@ class Hook:
 
 
 def merge_results(results: Iterable[tuple[str, HookResult]]) -> HookResult:
-    """Merge (hook name, result) pairs. Raises ValueError if two results contain the same name."""
+    """Merge pairs of a hook's name and its result into one result.
+
+    Raises ValueError if two results contain the same name.
+    """
     merged = HookResult()
     for hook, result in results:
         for kind, values in vars(result).items():
@@ -114,18 +119,20 @@ class ValidationLoss(Hook):
             return HookResult()
 
         loss = self._loss(trainer)
+        # The loss of a run that diverges can be too large for `exp`.
         try:
             perplexity = math.exp(loss)
         except OverflowError:
             perplexity = math.inf
         scalars = {metrics.VALIDATION_LOSS: loss, metrics.VALIDATION_PERPLEXITY: perplexity}
 
-        if trainer.engine.averages:
+        if trainer.engine.has_average:
             with trainer.engine.averaged_weights():
                 scalars[metrics.VALIDATION_LOSS_AVERAGED] = self._loss(trainer)
         return HookResult(scalars)
 
     def _loss(self, trainer: Trainer) -> float:
+        """Return the loss of the model's current weights on the validation split."""
         batches = trainer.watch.each("evaluating", trainer.batches.evaluation())
         return trainer.engine.evaluate(batches)
 
@@ -136,42 +143,44 @@ class Sample(Hook):
     """
 
     def evaluate(self, trainer: Trainer, step: int) -> HookResult:
-        settings = trainer.config.logging
-        if trainer.tokenizer is None or settings.sample_tokens == 0:
+        if trainer.tokenizer is None or trainer.config.logging.sample_tokens == 0:
             return HookResult()
 
         trainer.watch.progress("sampling text")
-        max_length = trainer.config.model.seq_length
-        return HookResult(texts={"sample": self._text(trainer, settings, max_length)})
+        return HookResult(texts={"sample": self._text(trainer)})
 
-    def _text(self, trainer: Trainer, settings: LoggingConfig, max_length: int) -> str:
-        """Sample up to `logging.sample_tokens` tokens that continue the prompt, and return both as
-        text.
+    def _text(self, trainer: Trainer) -> str:
+        """Sample up to `logging.sample_tokens` tokens, and return the prompt and its continuation.
 
-        All ranks call this together and return the same text. It uses a generator with a fixed
-        seed, so that training's random numbers do not change. Each token costs a full forward pass
-        over the last `max_length` tokens. Sampling ends early at the end of a document, or if
-        logits are not finite.
+        All ranks call this together and return the same text. Each token costs a full forward pass
+        over the tokens so far, at most `model.seq_length`. Sampling ends early at the end of a
+        document, or if logits are not finite.
         """
         import torch
         import torch.distributed as dist
 
         layout = trainer.layout
         tokenizer = trainer.tokenizer
+        settings = trainer.config.logging
+        # With a generator of its own, sampling does not change the random numbers of training.
         generator = torch.Generator().manual_seed(0)
+        # The model needs at least one token, even if the prompt is empty.
         ids = tokenizer.encode(settings.sample_prompt) or [tokenizer.eod or 0]
         for _ in range(settings.sample_tokens):
-            context = ids[-max_length:]
+            context = ids[-trainer.config.model.seq_length :]
             length = len(context)
+            # Ranks with sequence or context parallelism need shards of equal length.
             padding = -length % layout.token_layout.sequence_shards
             tokens = torch.tensor([context + [0] * padding], device=layout.device)
             logits = trainer.engine.logits(tokens)[0, length - 1]
+            # The model's vocabulary is padded with ids that have no token.
             logits = logits[: tokenizer.vocab_size].float().cpu()
 
-            token = torch.tensor([-1])
+            token = torch.tensor([-1])  # stands for logits that are not finite
             if torch.isfinite(logits).all():
                 probabilities = torch.softmax(logits / TEMPERATURE, -1)
                 token = torch.multinomial(probabilities, 1, generator=generator)
+            # Logits may differ between ranks by rounding, but all must continue the same text.
             token = token.to(layout.device)
             dist.broadcast(token, src=0)
 
@@ -190,7 +199,8 @@ class GradientNorms(Hook):
     communicated. The norms are computed only in logged steps.
     """
 
-    _squares: Tensor
+    _sums: Tensor
+    """The result of `_measure` in the current step."""
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         if trainer.logs(step):
@@ -205,19 +215,19 @@ class GradientNorms(Hook):
 
         # Other steps need no norms.
         trainer.engine.before_update = lambda: None
-        dist.all_reduce(self._squares)
+        dist.all_reduce(self._sums)
         scalars = {}
-        for kind, square, count in zip(KINDS, *self._squares.tolist()):
+        for kind, square, count in zip(KINDS, *self._sums.tolist()):
             if count:
                 scalars[f"grad_norm/{kind}"] = square**0.5
         return HookResult(scalars)
 
     def _measure(self, engine: Engine) -> None:
-        """Store two rows by parameter kind (2, len(KINDS)) in fp64: sums of squared gradients, and
-        numbers of parameters.
+        """Store in `_sums` (2, len(KINDS)), in fp64, for each parameter kind: the sum of squared
+        gradients, and the number of gradients.
 
-        This rank's values cover its partition of the gradients. In the sum over all ranks, each
-        element is counted once.
+        They cover this rank's partition of the gradients. In the sum over all ranks, each element
+        is counted once.
         """
         import torch
 
@@ -245,7 +255,7 @@ class GradientNorms(Hook):
                 norms = torch.stack(torch._foreach_norm(of_kind))
                 sums[0, column] = norms.to(layout.device, torch.float64).square().sum()
                 sums[1, column] = len(of_kind)
-        self._squares = sums
+        self._sums = sums
 
 
 class PositionNorms(Hook):
@@ -261,8 +271,8 @@ class PositionNorms(Hook):
         self._record(trainer, trainer.logs(step))
 
     def after_step(self, trainer: Trainer, step: int, result: StepResult) -> HookResult:
-        """Return `position/state_norm`, `position/update_norm` and, by layer,
-        `position/state_norm/layer_LL` ...
+        """Return `position/state_norm` and `position/update_norm`, and both for each layer, such as
+        `position/state_norm/layer_03`.
         """
         self._record(trainer, False)
         if not trainer.logs(step):
@@ -273,19 +283,23 @@ class PositionNorms(Hook):
         for column, name in enumerate(("state_norm", "update_norm")):
             values = [of_layer[column] for of_layer in norms.values()]
             if values:
+                # The root mean square of the layers' values.
                 scalars[f"position/{name}"] = math.hypot(*values) / math.sqrt(len(values))
             for layer, value in zip(norms, values):
                 scalars[f"position/{name}/layer_{layer:02d}"] = value
         return HookResult(scalars)
 
     def _record(self, trainer: Trainer, record: bool) -> None:
+        """Set whether the model's layers compute the norms in their forward pass."""
         for update in trainer.model.updating_encodings():
             update.record_norms = record
 
 
 def _position_norms(model: LanguageModel | Pipeline) -> dict[int, list[float]]:
-    """Return, by layer that updates the position state, the root mean squares of the state and of
-    its update over all ranks and groups.
+    """Return the root mean squares of the position state and of its update over all ranks, by
+    layer.
+
+    Only layers that update the state are included. All ranks call this together.
     """
     import torch
     import torch.distributed as dist
@@ -296,7 +310,8 @@ def _position_norms(model: LanguageModel | Pipeline) -> dict[int, list[float]]:
         return {}
 
     local = {update.layer: update.norms for update in model.updating_encodings()}
-    # Other pipeline stages have the norms of the other layers.
+    # Other pipeline stages have the norms of the other layers. The rows are two sums of squares and
+    # their number of elements (see `LayerEncoding.norms`).
     device = next(model.parameters()).device
     zeros = torch.zeros(3, model.model_config.query_groups, device=device)
     totals = torch.stack([local.get(layer, zeros) for layer in layers])
@@ -317,9 +332,9 @@ HOOKS: dict[str, Callable[[], Hook]] = {
 
 
 def register(name: str, create: Callable[[], Hook]) -> None:
-    """Add `name` to the names that `train.evaluations` accepts; `create()` must return the hook,
-    such as a class.
+    """Add `name` to the names that `train.evaluations` accepts.
 
-    Call this before the settings are read.
+    `create` is called without arguments and returns the hook; it may be the hook's class. Call this
+    before the settings are read.
     """
     HOOKS[name] = create

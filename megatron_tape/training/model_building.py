@@ -36,10 +36,10 @@ def dtype_of(config: RunConfig) -> torch.dtype:
 def build_model(
     config: RunConfig, layout: ParallelLayout, watch: Watch
 ) -> LanguageModel | Pipeline:
-    """Verify the kernels, and return the run's model or this pipeline stage of it. All ranks call
-    this together.
+    """Return the run's model or, with several pipeline stages, this rank's stage of it.
 
-    The parameters are on the meta device.
+    Its parameters are on torch's meta device; `parallel.partitions.allocate` gives them memory.
+    Verifies the kernels before. All ranks call this together.
     """
     _log_settings(config, layout)
     dtype = dtype_of(config)
@@ -55,6 +55,7 @@ def build_model(
     fused = verified_kernels(config.model, layout, dtype, allow_slow)
 
     model_chunks = []
+    # With virtual stages, a rank has every pipeline_size-th chunk of layers.
     every_chunk = config.parallel.model_chunks(config.model.num_layers)
     for layers in every_chunk[layout.pipeline_rank :: layout.pipeline_size]:
         model = LanguageModel(
@@ -77,6 +78,7 @@ def build_model(
 
 
 def _log_settings(config: RunConfig, layout: ParallelLayout) -> None:
+    """Log the model's size and the layout, and warn if bf16 is slower than fp32 on this CPU."""
     train = config.train
     logger.info(
         "building a model of %s parameters, position encoding %s, on %s: %s",
@@ -91,6 +93,8 @@ def _log_settings(config: RunConfig, layout: ParallelLayout) -> None:
         train.precision,
         train.recompute,
     )
+
+    # The last one is that of Arm CPUs.
     bf16_instructions = {"avx512_bf16", "amx_bf16", "bf16"}
     supported = {name for name, has in torch.cpu.get_capabilities().items() if has}
     if train.precision == "bf16" and layout.device.type == "cpu":
@@ -109,8 +113,7 @@ def parameter_filter(extension: ExtensionConfig) -> ParameterFilter:
 def freeze_parameters(model: LanguageModel | Pipeline, trains: ParameterFilter) -> None:
     """Freeze the parameters for which `trains` returns false.
 
-    Raises ValueError if all parameters of a whole model would be frozen; a pipeline stage may be
-    frozen completely.
+    Raises ValueError if this would freeze a whole model. A pipeline stage may be frozen completely.
     """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trains(name, parameter))
@@ -135,6 +138,7 @@ def parameter_table(model: LanguageModel | Pipeline, layout: ParallelLayout) -> 
     total: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
         numel = parameter.numel()
+        # This rank has one shard of the parameter.
         if is_sharded(parameter):
             numel *= layout.tensor_parallel_size
         for kind in (kind_of(name), "total"):

@@ -14,8 +14,7 @@ them orthogonalize the whole matrix.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,8 +32,9 @@ MOMENTUM = 0.95
 MOMENTUM_BUFFER = "momentum_buffer"
 """Key of the momentum in the optimizer's state, as in `torch.optim.Muon`."""
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Coefficients a, b, c of the Newton-Schulz polynomial a x + b x^3 + c x^5 (Jordan et al.)."""
 STEPS = 5
-"""Coefficients of the Newton-Schulz polynomial, and the number of iterations."""
+"""Number of Newton-Schulz iterations."""
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
@@ -43,8 +43,10 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     Uses Jordan's quintic Newton-Schulz iteration, in the dtype of the matrix.
     """
     a, b, c = COEFFICIENTS
+    # The Gram matrix is smaller if the matrix is wide.
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
+    # The iteration converges for singular values of at most about 1.
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(STEPS):
         gram = x @ x.T
@@ -58,38 +60,46 @@ def is_matrix(name: str) -> bool:
     return kind_of(name) in MATRICES
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """A matrix that Muon updates: this rank's tensor-parallel shard, at offset `first` of the flat
-    parameter group.
-    """
+class Matrix(NamedTuple):
+    """A matrix that Muon updates: this rank's tensor-parallel shard of it."""
 
     name: str
     parameter: Parameter
     first: int
+    """Offset of the shard in its flat parameter group."""
 
 
 class Matrices:
-    """Computes Muon's update of each fp32 tensor that the optimizer updates: this rank's shard of a
-    parameter group.
+    """Computes Muon's update of the flat fp32 tensors that the optimizer updates.
 
-    `dtype` is that of the orthogonalization. `zero` is the optimizer that `deepspeed.initialize`
-    returns under ZeRO 1 and 2.
+    Each of these tensors is this rank's ZeRO partition of a parameter group, which may begin or end
+    within a matrix.
     """
 
     def __init__(
         self,
-        names: Mapping[str, Parameter],
+        parameters: Mapping[str, Parameter],
         model_config: ModelConfig,
         layout: ParallelLayout,
         dtype: torch.dtype,
         zero: Any,
     ):
+        """Find the matrices in each parameter group.
+
+        Args:
+            parameters: the trained parameters by name.
+            model_config: the model's settings, by which fused matrices are split.
+            layout: this process's ranks and groups.
+            dtype: the dtype of the orthogonalization.
+            zero: the optimizer that `deepspeed.initialize` returns under ZeRO 1 and 2.
+        """
         self._model_config = model_config
         self._layout = layout
         self._dtype = dtype
         self._ranks = zero.dp_process_group
-        matrix_names = {parameter: name for name, parameter in names.items() if is_matrix(name)}
+        matrix_names = {
+            parameter: name for name, parameter in parameters.items() if is_matrix(name)
+        }
         self._matrices: dict[Tensor, list[Matrix]] = {}
         for flat, group in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups):
             matrices = []
@@ -101,20 +111,24 @@ class Matrices:
             self._matrices[flat] = matrices
 
     def update(self, tensor: Tensor, direction: Tensor) -> Tensor:
-        """Return the update of `tensor`, before the learning rate, for its momentum `direction`.
+        """Return the update of `tensor`, to be multiplied by the learning rate.
 
-        All ranks call this together.
+        `tensor` and its momentum `direction` are this rank's partition of a parameter group. All
+        ranks call this together.
         """
         numel = direction.numel()
         local = direction.reshape(-1).to(self._dtype)
         begin = self._ranks.rank() * numel
         whole = local.new_empty(numel * self._ranks.size())
         dist.all_gather_into_tensor(whole, local, group=self._ranks)
+
+        # In `whole`, this rank's partition is [begin, begin + numel).
         result = torch.zeros_like(direction).view(-1)
         for matrix in self._matrices[tensor]:
             end = matrix.first + matrix.parameter.numel()
             low = max(matrix.first, begin)
             high = min(end, begin + numel)
+            # The partition contains the elements [low, high) of the matrix, or none.
             if low < high:
                 momentum = whole[matrix.first : end].view(matrix.parameter.shape)
                 update = self._orthogonal(matrix, momentum).reshape(-1)
@@ -135,6 +149,7 @@ class Matrices:
             shards = [torch.empty_like(momentum) for _ in range(size)]
             dist.all_gather(shards, momentum.contiguous(), group=layout.groups.tp)
 
+        # Each part of a fused matrix, such as the queries, is orthogonalized by itself.
         updates = {}
         momenta = from_megatron(name, unshard(shards, parameter), self._model_config)
         for key, x in momenta.items():
@@ -144,24 +159,25 @@ class Matrices:
 
 
 class AdamWAndMuon(torch.optim.AdamW):
-    """AdamW, and Muon for the parameter groups with the key `muon`. Muon requires that `matrices`
-    is set.
-    """
+    """AdamW, and Muon for the parameter groups whose key `muon` is true."""
 
     matrices: Matrices | None = None
+    """Computes Muon's updates. Set it before the first step if a group uses Muon."""
 
     @torch.no_grad()
     def step(self, closure=None):
+        """Update all parameters with a gradient. `closure` is ignored."""
         groups = self.param_groups
         of_adamw = []
         for group in groups:
-            if not group.get("muon"):
+            if not group["muon"]:
                 of_adamw.append(group)
                 continue
             for tensor in group["params"]:
                 if tensor.grad is not None:
-                    self._step_of(tensor, group["lr"], group["weight_decay"])
+                    self._muon_step(tensor, group["lr"], group["weight_decay"])
 
+        # AdamW updates the tensors of all groups in `param_groups`.
         self.param_groups = of_adamw
         try:
             if of_adamw:
@@ -169,7 +185,8 @@ class AdamWAndMuon(torch.optim.AdamW):
         finally:
             self.param_groups = groups
 
-    def _step_of(self, tensor: Tensor, lr: float, weight_decay: float) -> None:
+    def _muon_step(self, tensor: Tensor, lr: float, weight_decay: float) -> None:
+        """Update a flat tensor with Nesterov momentum and decoupled weight decay."""
         state = self.state[tensor]
         if MOMENTUM_BUFFER not in state:
             state[MOMENTUM_BUFFER] = torch.zeros_like(tensor)

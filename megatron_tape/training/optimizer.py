@@ -13,6 +13,11 @@ from megatron_tape.parallel.layout import ParallelLayout
 from megatron_tape.parallel.partitions import shard_shape
 from megatron_tape.training.muon import AdamWAndMuon, is_matrix
 
+_GroupKey = tuple[bool, float, float, bool]
+"""What the parameters of a group share: whether they have no weight decay, the weight decay, the
+scale of the learning rate, and whether Muon updates them. The first value sorts groups with weight
+decay before the others."""
+
 
 def parameter_groups(
     model: Module,
@@ -20,39 +25,22 @@ def parameter_groups(
     largest: float = math.inf,
     gather_pipeline_stages: Callable[[Any], list[Any]] = lambda value: [value],
 ) -> list[dict]:
-    """Group the trained parameters by `weight_decay`, `lr_scale` and, with Muon, by `muon`: whether
-    Muon updates them.
+    """Return the trained parameters in groups with the keys `params`, `weight_decay`, `lr_scale`
+    and `muon` (whether Muon updates them).
 
     Groups with weight decay come first. Groups of more than `largest` elements are split in the
-    order of the model. All pipeline stages have the same groups, because ZeRO runs collective
-    operations over all stages for each group. A stage without parameters for a group adds a
-    placeholder.
+    order of the model.
 
-    By default, weight decay applies to matrices but not to vectors. `config.weight_decay_of`
-    applies it to the vectors of a kind. A parameter's attribute `decay` overrides both, and a value
-    in `config.weight_decay_of` for the parameter itself overrides the attribute.
+    All pipeline stages have the same groups, because ZeRO runs collective operations over all
+    stages for each group. A stage without parameters for a group adds a placeholder.
     """
-    groups: dict[tuple[bool, float, float, bool], list[Parameter]] = {}
+    groups: dict[_GroupKey, list[Parameter]] = {}
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        configured = _value_of(config.weight_decay_of, name)
-        decays = getattr(parameter, "decay", None)
-        if _position_key(name) in config.weight_decay_of:
-            decays = True
-        elif decays is None:
-            decays = len(shard_shape(parameter)) > 1 or configured is not None
-
-        weight_decay = 0.0
-        if decays:
-            weight_decay = config.weight_decay if configured is None else configured
-        lr_scale = _value_of(config.lr_scale_of, name)
-        by_muon = config.kind == "muon" and is_matrix(name)
-        # Sorted by these keys, groups with weight decay come first.
-        key = not decays, weight_decay, 1.0 if lr_scale is None else lr_scale, by_muon
-        groups.setdefault(key, []).append(parameter)
+        if parameter.requires_grad:
+            groups.setdefault(_group_key(name, parameter, config), []).append(parameter)
 
     chunks = {key: _split(parameters, largest) for key, parameters in groups.items()}
+    # Each stage adds as many placeholders as other stages have more chunks for a key.
     for counts in gather_pipeline_stages({key: len(of_key) for key, of_key in chunks.items()}):
         for key, count in counts.items():
             of_key = chunks.setdefault(key, [])
@@ -62,19 +50,46 @@ def parameter_groups(
     for key in sorted(chunks):
         _, weight_decay, lr_scale, by_muon = key
         for chunk in chunks[key]:
-            group = {"params": chunk, "weight_decay": weight_decay, "lr_scale": lr_scale}
-            if by_muon:
-                group["muon"] = True
-            ordered.append(group)
+            ordered.append(
+                {
+                    "params": chunk,
+                    "weight_decay": weight_decay,
+                    "lr_scale": lr_scale,
+                    "muon": by_muon,
+                }
+            )
     return ordered
 
 
+def _group_key(name: str, parameter: Parameter, config: OptimizerConfig) -> _GroupKey:
+    """Return the group that a parameter belongs to.
+
+    By default, weight decay applies to matrices but not to vectors. `config.weight_decay_of`
+    applies it to the vectors of a kind. A parameter's attribute `decay` overrides both, and a value
+    in `config.weight_decay_of` for the parameter itself overrides the attribute.
+    """
+    configured = _value_of(config.weight_decay_of, name)
+    decays = getattr(parameter, "decay", None)
+    if _position_key(name) in config.weight_decay_of:
+        decays = True
+    elif decays is None:
+        decays = len(shard_shape(parameter)) > 1 or configured is not None
+
+    weight_decay = 0.0
+    if decays:
+        weight_decay = config.weight_decay if configured is None else configured
+    lr_scale = _value_of(config.lr_scale_of, name)
+    by_muon = config.kind == "muon" and is_matrix(name)
+    return not decays, weight_decay, 1.0 if lr_scale is None else lr_scale, by_muon
+
+
 def _split(parameters: list[Parameter], largest: float) -> list[list[Parameter]]:
-    """Split the list into chunks of at most `largest` elements; a parameter with more is a chunk of
-    its own.
+    """Split the list, in its order, into chunks of at most `largest` tensor elements.
+
+    A parameter with more elements is a chunk of its own.
     """
     chunks: list[list[Parameter]] = []
-    free = 0.0
+    free = 0.0  # elements that the last chunk can still take
     for parameter in parameters:
         size = shard_shape(parameter).numel()
         if size > free:
@@ -86,7 +101,10 @@ def _split(parameters: list[Parameter], largest: float) -> list[list[Parameter]]
 
 
 def _value_of(values: dict[str, float], name: str) -> float | None:
-    """Return the value for the parameter itself (`position.NAME`) or else for its kind, or None."""
+    """Return the value for parameter `name` in a setting like `optimizer.lr_scale_of`, or None.
+
+    The setting's keys are kinds of parameters, or `position.NAME`, which takes precedence.
+    """
     return values.get(_position_key(name), values.get(kind_of(name)))
 
 
@@ -102,15 +120,16 @@ def _position_key(name: str) -> str | None:
 def build_optimizer(
     model: Module, config: RunConfig, layout: ParallelLayout
 ) -> torch.optim.Optimizer:
-    """Return the optimizer for `deepspeed.initialize`: AdamW or, with `optimizer.kind: muon`, Muon
-    for matrices.
+    """Return the optimizer for `deepspeed.initialize`: AdamW, with Muon for matrices if
+    `optimizer.kind` is muon.
     """
     settings = config.optimizer
     largest = math.inf
+    # ZeRO 1 and 2 average each group with one reduce-scatter (see `ScatteredGradients`).
     if config.deepspeed.zero_stage < 3:
         largest = config.deepspeed.reduce_bucket_size
     groups = parameter_groups(model, settings, largest, layout.gather_pipeline_stages)
+    betas = settings.beta1, settings.beta2
     # The fused kernel reads and writes each tensor once; separate kernels would allocate
     # temporaries of its size.
-    betas = settings.beta1, settings.beta2
     return AdamWAndMuon(groups, settings.lr, betas, settings.eps, fused=True)

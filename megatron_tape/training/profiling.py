@@ -32,14 +32,18 @@ class Profiling(Hook):
         self._requested = settings.steps
         """First and last step of the next trace."""
         self._active: profile | None = None
+        """The profiler of the trace that is being recorded."""
         self._first = 0
+        """First step of that trace."""
 
     def before_step(self, trainer: Trainer, step: int) -> None:
-        # A signal during a trace starts no second one.
+        # A signal during a trace is ignored.
         if trainer.watch.take_profile_request() and self._active is None:
             self._requested = [step, step + ON_SIGNAL - 1]
         if self._requested is None or self._active is not None:
             return
+
+        # A run that resumes within the steps of `train.profile.steps` profiles the rest of them.
         first, last = self._requested
         if first <= step <= last and trainer.layout.rank in self._settings.ranks:
             activities = [ProfilerActivity.CPU]
@@ -51,10 +55,11 @@ class Profiling(Hook):
 
     def after_step(self, trainer: Trainer, step: int, result: StepResult) -> HookResult:
         if self._active is not None and step in (self._requested[1], trainer.config.train.steps):
-            self._end(trainer, step)
+            self._write_trace(trainer, step)
         return HookResult()
 
-    def _end(self, trainer: Trainer, step: int) -> None:
+    def _write_trace(self, trainer: Trainer, step: int) -> None:
+        """Stop the profiler after `step`, and write its trace; log a warning if that fails."""
         finished = self._active
         self._active = None
         self._requested = None

@@ -12,9 +12,12 @@ def learning_rate(
 
     The rate rises linearly from 0 to `optimizer.lr` at step `schedule.warmup_steps`. It then decays
     to `optimizer.min_lr` at `total_steps`, after which it does not change. `schedule.kind` is the
-    form of the decay: half a period of a cosine, a power of the remaining fraction of the steps
-    (polynomial), linear in the last `schedule.decay_steps` (wsd; default: a tenth of all steps), or
-    none (constant).
+    form of the decay:
+
+    - cosine: half a period of a cosine.
+    - polynomial: a power of the remaining fraction of the steps.
+    - wsd: linear in the last `schedule.decay_steps` steps, by default a tenth of all steps.
+    - constant: no decay.
     """
     assert step >= 1, "steps count from 1"
     if step <= schedule.warmup_steps:
@@ -25,6 +28,7 @@ def learning_rate(
         start = max(schedule.warmup_steps, total_steps - length)
     else:
         start = schedule.warmup_steps
+    # The fraction of the decay that is over. Without steps left to decay, avoid a division by 0.
     decayed = (step - start) / max(1, total_steps - start)
     decayed = min(1.0, max(0.0, decayed))
 

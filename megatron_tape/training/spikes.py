@@ -27,15 +27,13 @@ SMALLEST = 1e-3
 """Minimum of the standard deviation as a fraction of the median, so that noise on a plateau is no
 spike.
 """
-VALUES = "spike_values"
-FOUND = "spikes_found"
-"""Keys in a checkpoint's `progress`: recent losses and gradient norms, and the number of spikes so
-far.
-"""
+RECENT_VALUES = "spike_values"
+SPIKE_COUNT = "spikes_found"
+"""Keys in a checkpoint's `progress`: `Spikes.values`, and the number of spikes so far."""
 
 
 class Rewind(Exception):
-    """Raised on every rank to restart the run from its newest checkpoint; the message is the
+    """Raised on every rank to restart the run from its newest checkpoint. The message is the
     reason.
     """
 
@@ -46,6 +44,7 @@ class Spikes:
     """
 
     def __init__(self, settings: SpikeSettings, values: list[list[float]] | None = None):
+        """Start with `values`, the attribute of an earlier object, or without any values."""
         self._settings = settings
         self.values = values or [[], []]
         """Recent losses, and recent gradient norms. `add` replaces the lists, which a checkpoint
@@ -56,8 +55,8 @@ class Spikes:
         """Return whether a step with this loss and gradient norm is a spike.
 
         In a spike, one of them exceeds the median of its recent values by more than
-        `train.spikes.threshold` standard deviations, which are estimated from the median absolute
-        deviation. NaN is no spike.
+        `train.spikes.threshold` standard deviations. The standard deviation is estimated from the
+        median absolute deviation. NaN is no spike, and neither is a step before `window` updates.
         """
         window = self._settings.window
         for values, value in zip(self.values, (loss, norm)):
@@ -73,6 +72,7 @@ class Spikes:
     def add(self, loss: float, norm: float) -> None:
         """Add the loss and the gradient norm of an update."""
         losses, norms = self.values
+        # Keep window - 1 earlier values.
         first = 1 - self._settings.window
         self.values = [[*losses[first:], loss], [*norms[first:], norm]]
 
@@ -90,7 +90,7 @@ class SpikeHook(Hook):
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         if self._spikes is None:
-            self._spikes = Spikes(self._settings, trainer.progress.get(VALUES))
+            self._spikes = Spikes(self._settings, trainer.progress.get(RECENT_VALUES))
             if self._settings.action == "skip":
                 trainer.engine.set_skip_predicate(self._spikes.is_spike)
         if trainer.enters_stage:
@@ -101,29 +101,32 @@ class SpikeHook(Hook):
         if result.finite:
             values = result.loss, result.grad_norm
             if self._settings.action == "skip":
-                found = result.skipped
+                # The engine has applied `is_spike` before the update.
+                is_spike = result.skipped
             else:
-                found = trainer.layout.any_rank(self._spikes.is_spike(*values))
-            if found:
-                self._found(trainer, step, *values)
+                is_spike = trainer.layout.any_rank(self._spikes.is_spike(*values))
+            if is_spike:
+                self._handle_spike(trainer, step, *values)
             if not result.skipped:
                 self._spikes.add(*values)
-            trainer.progress = trainer.progress | {VALUES: self._spikes.values}
+            trainer.progress = trainer.progress | {RECENT_VALUES: self._spikes.values}
         return HookResult()
 
-    def _found(
+    def _handle_spike(
         self,
         trainer: Trainer,
         step: int,
         loss: float,
         norm: float,
     ) -> None:
-        """Log and record a spike. Raises Rewind if the action is rewind, TrainingStopped after too
-        many spikes.
+        """Log a spike, and record it in the attempt's directory.
+
+        Raises TrainingStopped after more than `train.spikes.limit` spikes, otherwise Rewind if the
+        action is rewind.
         """
         action = self._settings.action
-        number = trainer.progress.get(FOUND, 0) + 1
-        trainer.progress = trainer.progress | {FOUND: number}
+        number = trainer.progress.get(SPIKE_COUNT, 0) + 1
+        trainer.progress = trainer.progress | {SPIKE_COUNT: number}
         if trainer.layout.rank == 0:
             spike = Spike(
                 step=step,
@@ -132,6 +135,7 @@ class SpikeHook(Hook):
                 action=action,
                 number=number,
             )
+            # This record is only a log, so a full disk must not end the run.
             with contextlib.suppress(OSError, FileError):
                 trainer.watch.attempt.record_spike(spike)
         logger.warning(
@@ -151,6 +155,7 @@ class SpikeHook(Hook):
                 " data, or raise the limit"
             )
         if action == "rewind":
+            # The restarted run reads this record, or it would meet the same data again.
             attempt = trainer.watch.attempt
             with RankErrors(trainer.layout, attempt.check_owner) as errors:
                 if trainer.layout.rank == 0:

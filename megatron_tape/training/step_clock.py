@@ -26,24 +26,28 @@ COMMUNICATION = "communication"
 class StepClock:
     """Sums the seconds of each phase. In nested phases, time counts only for the innermost one.
 
-    On a GPU, an event is recorded in its stream whenever the phase changes, so that the GPU is
-    synchronized only by `read` and `add_up`. A phase in which the GPU is idle, such as waiting for
-    data, lasts until the next kernel starts.
+    On a GPU, an event is recorded in the current stream whenever the phase changes, so only
+    `take_seconds` and `add_up` wait for the GPU. A phase in which the GPU is idle, such as waiting
+    for data, lasts until the next kernel starts.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter):
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._clock = clock
         self._open: list[str] = []
+        """The phases that have begun and not ended, the innermost one last."""
         self._marks: list[tuple[Any, str | None]] = []
-        """Points in time (seconds, or events on a GPU), and the phase that starts there or None."""
+        """Points in time (seconds, or events on a GPU), and the phase that starts there, or None if
+        no phase does.
+        """
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure the time within the context as phase `name`."""
+        # Work in another stream overlaps with computation.
         if self._stream is not None and torch.cuda.current_stream() != self._stream:
-            yield  # work in another stream overlaps with computation
+            yield
             return
         self._open.append(name)
         self._mark()
@@ -55,7 +59,7 @@ class StepClock:
 
     def waiting(self) -> AbstractContextManager:
         """Measure the time within the context as `COMMUNICATION`, but only inside of another
-        phase.
+        phase: collectives outside of steps do not count.
         """
         if self._open:
             return self.phase(COMMUNICATION)
@@ -72,7 +76,7 @@ class StepClock:
                     return
             yield item
 
-    def read(self) -> dict[str, float]:
+    def take_seconds(self) -> dict[str, float]:
         """Return the seconds by phase since the last call. Call this between steps."""
         self.add_up()
         seconds = dict(self._seconds)
@@ -82,13 +86,15 @@ class StepClock:
     def add_up(self, at_least: int = 0) -> None:
         """Add the times between the recorded changes of phase to the sums, and forget the changes.
 
-        Does nothing if there are fewer than `at_least` changes. Synchronizes the GPU; call this
+        Does nothing if there are fewer than `at_least` changes. Waits for the GPU. Call this
         between steps.
         """
         if self._open or len(self._marks) < max(2, at_least):
             return
         if self._stream is not None:
             self._marks[-1][0].synchronize()
+
+        # A phase lasts until the next change; CUDA events measure milliseconds.
         for (begun, name), (ended, _) in itertools.pairwise(self._marks):
             if name is not None and self._stream is not None:
                 self._seconds[name] += begun.elapsed_time(ended) / 1e3
@@ -97,6 +103,7 @@ class StepClock:
         self._marks.clear()
 
     def _mark(self) -> None:
+        """Record that the phase has changed to the innermost open one."""
         if self._stream is None:
             moment = self._clock()
         else:

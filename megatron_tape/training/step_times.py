@@ -41,19 +41,23 @@ class StepTimes(Hook):
     """Logs seconds per step, averaged over the steps since the last logged one. Every run has this
     hook.
 
-    `seconds/PHASE` are rank 0's times. With several ranks, `seconds/compute_median` and
-    `seconds/compute_slowest` are the forward and backward times of the median rank and of the
-    slowest one, `slowest_rank` names the latter and its node, and `seconds/data_slowest` is the
-    longest wait for data. Rank 0 warns once about each slow rank, but not on CPUs with fewer than
-    `CPU_RANKS` ranks.
+    `seconds/PHASE` are rank 0's times. With several ranks, it also logs:
+
+    - `seconds/compute_median` and `seconds/compute_slowest`: the forward and backward times of the
+      median rank and of the slowest rank.
+    - `slowest_rank`: the slowest rank and its node.
+    - `seconds/data_slowest`: the longest wait of a rank for data.
+
+    Rank 0 warns once about each slow rank, but not on CPUs with fewer than `CPU_RANKS` ranks.
     """
 
     def __init__(self) -> None:
         self._steps = 0
+        """Number of steps since the last logged one."""
         self._names: Sequence[str] = ()
         """The node and GPU of each rank."""
         self._warm = False
-        """Whether the first logged step is over. Steps before it are slow on all ranks, and are not
+        """Whether the first logged step is over. Steps up to it include start-up costs, and are not
         compared.
         """
         self._compared: list[Sequence[float]] = []
@@ -65,15 +69,18 @@ class StepTimes(Hook):
         clock = trainer.engine.clock
         self._steps += 1
         if not trainer.logs(step):
+            # Bounds the memory of runs that log rarely.
             clock.add_up(MOST_MARKS)
             return HookResult()
+
         steps = self._steps
         self._steps = 0
-        seconds = {name: total / steps for name, total in clock.read().items()}
+        seconds = {name: total / steps for name, total in clock.take_seconds().items()}
         metrics = HookResult({f"seconds/{name}": value for name, value in seconds.items()})
         if trainer.layout.device.type == "cuda":
             metrics.scalars["memory/allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
             metrics.scalars["memory/reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+            # The next peaks are those of the steps until the next logged one.
             torch.cuda.reset_peak_memory_stats()
         if trainer.layout.world_size > 1:
             self._compare(trainer.layout, steps, seconds, metrics)
@@ -82,13 +89,14 @@ class StepTimes(Hook):
     def _compare(
         self, layout: ParallelLayout, steps: int, seconds: dict[str, float], metrics: HookResult
     ) -> None:
-        """Add metrics of the slowest rank to `metrics`, and warn about slow ranks. All ranks call
-        this together.
+        """Add the metrics of all ranks to `metrics`, and warn about slow ranks.
+
+        `seconds` are this rank's seconds by phase, averaged over the last `steps` steps. All ranks
+        call this together.
         """
         self._names = self._names or layout.gather(_device_name(layout.device))
         computing = sum(seconds.get(name, 0.0) for name in COMPUTING)
-        times = layout.gather((computing, seconds.get(DATA, 0.0)))
-        computing_times, data_times = zip(*times)
+        computing_times, data_times = zip(*layout.gather((computing, seconds.get(DATA, 0.0))))
         slowest = computing_times.index(max(computing_times))
         metrics.scalars["seconds/compute_median"] = statistics.median_low(computing_times)
         metrics.scalars["seconds/compute_slowest"] = computing_times[slowest]
@@ -97,6 +105,7 @@ class StepTimes(Hook):
 
         warns = layout.device.type == "cuda" or layout.world_size >= CPU_RANKS
         if self._warm and layout.rank == 0 and warns:
+            # Each step counts once in the mean, whatever the interval of logged steps.
             self._compared += [computing_times] * steps
             if len(self._compared) >= WINDOW:
                 self._report_slow([statistics.fmean(times) for times in zip(*self._compared)])
@@ -104,6 +113,8 @@ class StepTimes(Hook):
         self._warm = True
 
     def _report_slow(self, means: list[float]) -> None:
+        """Warn about slow ranks. `means` are the mean computing times of all ranks in seconds."""
+        # Of two ranks, the faster one is the median, so the other one can be slow.
         median = statistics.median_low(means)
         for rank, mean in enumerate(means):
             if 0 < SLOW * median < mean and rank not in self._reported:
@@ -119,6 +130,7 @@ class StepTimes(Hook):
 
 
 def _device_name(device: torch.device) -> str:
+    """Return the name of this rank's node and, on a GPU, the GPU's index and UUID."""
     node = node_name()
     if device.type != "cuda":
         return node
@@ -128,9 +140,9 @@ def _device_name(device: torch.device) -> str:
 def utilization(
     flops_per_second: float, config: RunConfig, layout: ParallelLayout
 ) -> dict[str, float]:
-    """Return `throughput/mfu`, the fraction of the GPUs' peak FLOPs in bf16 that the run achieves.
+    """Return the metric `throughput/mfu`: the run's FLOPs as a fraction of the GPUs' peak in bf16.
 
-    Empty if the peak is unknown, and on CPUs or in another precision.
+    Return an empty dict if the peak is unknown, on CPUs, and in another precision.
     """
     if layout.device.type != "cuda" or config.train.precision != "bf16":
         return {}

@@ -63,7 +63,7 @@ from megatron_tape.training.model_building import (
 )
 from megatron_tape.training.profiling import Profiling
 from megatron_tape.training.schedule import learning_rate
-from megatron_tape.training.spikes import FOUND, Rewind, SpikeHook
+from megatron_tape.training.spikes import SPIKE_COUNT, Rewind, SpikeHook
 from megatron_tape.training.step_clock import SAVE
 from megatron_tape.training.step_times import StepTimes, utilization
 
@@ -84,6 +84,7 @@ class Trainer:
     """
 
     tokenizer: Tokenizer | None
+    """The tokenizer of the data; None if the run has none."""
     writer: MetricsWriter | None
     """Writes metrics; None except on rank 0."""
     progress: dict[str, Any]
@@ -94,7 +95,7 @@ class Trainer:
     samples = 0
     """The number of sequences that the run has trained on or skipped."""
     _trained = 0
-    """`samples` after the last step, before data was skipped."""
+    """`samples` after the last step, without the data that is skipped after it."""
 
     def __init__(
         self,
@@ -134,6 +135,7 @@ class Trainer:
             parallel.context_parallel_size,
             parallel.pipeline_model_parallel_size,
         )
+        # Refuse an attention backend that cannot run here before an attempt starts.
         chosen_backend(config.model, dtype_of(config), self.layout.device)
         if self.layout.device.type == "cpu":
             check_host_memory(config, self.layout.world_size)
@@ -148,12 +150,17 @@ class Trainer:
             self.samples = self.checkpoint.state["consumed_samples"]
         elif find_base is not None:
             self.base = open_base(find_base(config, self.layout, watch), self.layout)
-
         self._trained = self.samples
+        self._skip_data()
+
+    def _skip_data(self) -> None:
+        """Skip the data up to the spike at which an earlier attempt returned to the checkpoint."""
         self.spikes = 0
-        directory = Path(config.checkpoint.directory)
-        read = partial(read_skipped_data, directory)
-        skipped = on_rank_0(self.layout, directory, "cannot start", read)
+        directory = Path(self.config.checkpoint.directory)
+        skipped = on_rank_0(
+            self.layout, directory, "cannot start", partial(read_skipped_data, directory)
+        )
+        # The record remains; it is outdated if the checkpoint is of a later step.
         if skipped is not None and skipped["samples"] > self.samples:
             self.samples = skipped["samples"]
             self.spikes = skipped["spikes"]
@@ -175,7 +182,7 @@ class Trainer:
 
         Returns:
             None, or the reason why the run must be started again: a spike returned it to its newest
-                checkpoint, or a signal asked it to stop, before which it saved a checkpoint if
+                checkpoint, or a signal stopped it. After a signal, it saves a checkpoint if
                 possible.
 
         Raises:
@@ -208,7 +215,7 @@ class Trainer:
         self._build()
         reason = None
         try:
-            # ranks would collect in different steps, and the others would wait each time
+            # Ranks would collect in different steps, and the others would wait each time.
             gc.disable()
             stopped = self._train()
             if stopped is not None:
@@ -235,20 +242,22 @@ class Trainer:
     def enters_stage(self) -> bool:
         """Whether the next step is the first one of a new stage of `data.stages`.
 
-        Skipped data counts as not trained on, so a step after it may enter a stage in its middle.
+        The run may enter a stage in its middle, if it skips the stage's first data.
         """
+        # The first step of a run leaves no stage.
         if self._trained == 0:
             return False
         last = self.samples + self.config.train.batch_size(self.samples) - 1
         return stage_at(self.stages, last) != stage_at(self.stages, self._trained - 1)
 
     def _leave_together(self) -> None:
-        """Wait for all ranks, since exiting closes connections that others may still use, and end
-        the attempt.
+        """Wait for all ranks, and end the attempt.
+
+        A rank that exits closes connections that others may still use.
         """
         # The watchdog must not mistake the removal of the attempt's directory for a newer attempt.
         self.watch.done = True
-        self.layout.any_rank(False)
+        self.layout.any_rank(False)  # a barrier
         if self.layout.rank == 0:
             self.watch.attempt.leave()
 
@@ -267,20 +276,7 @@ class Trainer:
         layout = self.layout
         # Before the data is indexed, since files may change meanwhile.
         data_fingerprints = fingerprints(config) if layout.rank == 0 else {}
-        self.watch.progress("indexing the data", self.step)
-        eod = None if self.tokenizer is None else self.tokenizer.eod
-        on_progress = partial(self.watch.progress, "indexing the data")
-        self.batches = build_batches(
-            self._with_tokenizer(), layout, eod, self.step, self.samples, on_progress
-        )
-        self.stages = stages_of(config)
-        if layout.rank == 0:
-            self._report_validation()
-            if self.step > 0:
-                self._report_order()
-        # Fork the loader processes now, since forking takes longer once this process has more
-        # memory.
-        self.micro_batches = self.batches.training()
+        self._open_data()
 
         self.watch.progress("building the model")
         seed_everything(config.train.seed)
@@ -289,13 +285,42 @@ class Trainer:
         names = [name for name, p in self.model.named_parameters() if not p.requires_grad]
         frozen = list(itertools.chain(*layout.gather_pipeline_stages(names)))
         frozen_from = restoring.source_of_frozen(self.checkpoint or self.base, frozen, config)
-        # Before ZeRO 3 partitions the parameters, whose shapes are then empty.
+        # ZeRO 3 partitions the parameters in `_fill_weights`; their shapes are then empty.
         self.parameters = parameter_table(self.model, layout)
         self._fill_weights()
         if frozen or config.extension.from_ is not None:
             logger.info("%s", self.parameters)
         self.engine = Engine(self.model, config, layout)
+        self._load_training_state(data_fingerprints)
 
+        self.hooks = self._build_hooks()
+        tokenizer_files = {} if self.tokenizer is None else self.tokenizer.files
+        self.saves = CheckpointSaver(self.engine, config, self.watch, frozen_from, tokenizer_files)
+        self.writer = self._open_writer() if layout.rank == 0 else None
+
+    def _open_data(self) -> None:
+        """Index the data, and start to load it after the sequences that the run has used."""
+        self.watch.progress("indexing the data", self.step)
+        eod = None if self.tokenizer is None else self.tokenizer.eod
+        self.batches = build_batches(
+            self._with_tokenizer(),
+            self.layout,
+            eod,
+            self.step,
+            self.samples,
+            partial(self.watch.progress, "indexing the data"),
+        )
+        self.stages = stages_of(self.config)
+        if self.layout.rank == 0:
+            self._report_validation()
+            if self.step > 0:
+                self._report_order()
+        # Fork the loader processes now, since forking takes longer once this process has more
+        # memory.
+        self.micro_batches = self.batches.training()
+
+    def _load_training_state(self, data_fingerprints: dict[str, str]) -> None:
+        """Restore the engine and `progress` from the checkpoint; without one, set `progress`."""
         self.progress = {"bad_steps": 0}
         if self.checkpoint is not None:
             self.watch.progress("loading the training state")
@@ -305,25 +330,22 @@ class Trainer:
                 "continuing from %s at step %d of %d",
                 self.checkpoint.path,
                 self.step + 1,
-                config.train.steps,
+                self.config.train.steps,
             )
         elif self.base is not None and (card := self.base.state["progress"].get("card")):
             self.progress["card"] = card
+
+        # The checkpoint is older than the spike, so it does not count it.
         if self.spikes:
-            self.progress[FOUND] = self.spikes
-        if layout.rank == 0:  # only this rank writes `progress`
+            self.progress[SPIKE_COUNT] = self.spikes
+        if self.layout.rank == 0:  # only this rank writes `progress`
             self.progress["data"] = data_fingerprints
             if self.tokenizer is None:
-                record = recorded_tokenizer(config)
+                record = recorded_tokenizer(self.config)
             else:
                 record = tokenizer_record(self.tokenizer)
             if record is not None:
                 self.progress["tokenizer"] = record
-
-        self.hooks = self._build_hooks()
-        tokenizer_files = {} if self.tokenizer is None else self.tokenizer.files
-        self.saves = CheckpointSaver(self.engine, config, self.watch, frozen_from, tokenizer_files)
-        self.writer = self._open_writer() if layout.rank == 0 else None
 
     def _build_hooks(self) -> dict[str, Hook]:
         """Return the run's hooks by name: timing, profiling, spike detection if enabled, and the
@@ -355,15 +377,16 @@ class Trainer:
     def _report_order(self) -> None:
         """Log whether the training data has another order than before the checkpoint."""
         saved = self.checkpoint.state["config"]
-        seen = self.checkpoint.state["consumed_samples"]
+        consumed = self.checkpoint.state["consumed_samples"]
         keys = changed_order_keys(saved, self.config)
+        # The number of samples changes the order only if it changes the number of epochs.
         if self.config.data.prefix is not None and only_size_changed(keys):
             before = with_saved_size(saved, self.config)
-            size_before = before.train.samples_after(before.train.steps - self.step, seen)
+            size_before = before.train.samples_after(before.train.steps - self.step, consumed)
             order_before = None
             with suppress(UserError, OSError):  # a stage's dataset may have been moved or removed
-                order_before = sample_order(before, size_before, seen)
-            if order_before == sample_order(self.config, self.batches.samples.stop, seen):
+                order_before = sample_order(before, size_before, consumed)
+            if order_before == sample_order(self.config, self.batches.samples.stop, consumed):
                 return
             # Without a changed setting, the data skipped after a spike makes the run read more of
             # it.
@@ -377,8 +400,10 @@ class Trainer:
             )
 
     def _fill_weights(self) -> None:
-        """Allocate the parameters, load the weights, and initialize parameters that are not in the
-        loaded weights.
+        """Allocate the parameters, and load or initialize them.
+
+        The weights come from the run's checkpoint or from the model that the run extends.
+        Parameters that this model lacks are initialized, or all parameters if the run has neither.
         """
         config = self.config
         layout = self.layout
@@ -387,7 +412,7 @@ class Trainer:
             restoring.load_weights(self.checkpoint, self.model, layout)
             return
 
-        new = None
+        new = None  # initialize all parameters
         if self.base is not None:
             self.watch.progress("loading the initial weights")
             new = restoring.load_base_weights(self.base, self.model, layout)
@@ -398,10 +423,14 @@ class Trainer:
 
         self.watch.progress("initializing the weights")
         started = time.perf_counter()
-        initials = weight_initializations(config.model, config.extension)
-        rank = layout.tensor_parallel_rank
-        size = layout.tensor_parallel_size
-        initialize_weights(self.model, initials, config.train.seed, rank, size, new)
+        initialize_weights(
+            self.model,
+            weight_initializations(config.model, config.extension),
+            config.train.seed,
+            layout.tensor_parallel_rank,
+            layout.tensor_parallel_size,
+            new,
+        )
         seconds = time.perf_counter() - started
         if seconds > 1:
             logger.info("initialized the weights in %.0f s", seconds)
@@ -412,8 +441,9 @@ class Trainer:
         attempt = self.watch.attempt
         attempt.check_owner()
         directory = config.logging.directory
-        begun = self.step
-        seen = self.samples
+        # `self.step` and `self.samples` change, but `work` below must count from the start.
+        start = self.step
+        samples_at_start = self.samples
         to_wandb = None
         if config.logging.wandb is not None:
             self.watch.progress("joining Weights & Biases")
@@ -422,15 +452,15 @@ class Trainer:
         writer = MetricsWriter(
             directory,
             config.train.steps,
-            begun,
+            start,
             config.logging.tensorboard,
             staging=attempt.staging,
-            work=lambda steps: config.train.samples_after(steps - begun, seen),
+            work=lambda steps: config.train.samples_after(steps - start, samples_at_start),
             wandb=to_wandb,
         )
-        writer.text("configuration", to_yaml(config), begun)
-        writer.text("parameters", self.parameters, begun)
-        writer.text("layout", config.parallel.describe(self.layout.world_size), begun)
+        writer.text("configuration", to_yaml(config), start)
+        writer.text("parameters", self.parameters, start)
+        writer.text("layout", config.parallel.describe(self.layout.world_size), start)
         # data.allow_changed must not apply to later attempts.
         later = replace(config, data=replace(config.data, allow_changed=False))
         with atomic_output(Path(directory) / "config.yaml", "w", overwrite=True) as file:
@@ -438,18 +468,21 @@ class Trainer:
         return writer
 
     def _train(self) -> str | None:
-        """Train to the last step. Return None or, if a signal stopped the run, a predicate with the
-        step.
+        """Train to the last step. Return None or, if a signal stopped the run, what it did.
+
+        The result continues a sentence about the signal: `stopped the run after step 7`.
         """
         config = self.config
-        layout = self.layout
         watch = self.watch
-        if layout.any_rank(watch.stop is not None):
+        if self._must_stop():
             return f"came before step {self.step + 1}"
+
         watch.begin_training(self.step)
+        # Time and samples since the last logged step.
         seconds = 0.0
         timed_samples = 0
         for step in range(self.step + 1, config.train.steps + 1):
+            # All ranks collect in the same step, so that none waits for another's collection.
             if (step - 1) % GARBAGE_INTERVAL == 0:
                 gc.collect()
             for hook in self.hooks.values():
@@ -473,32 +506,47 @@ class Trainer:
                 (name, hook.after_step(self, step, result)) for name, hook in self.hooks.items()
             ]
             if self.logs(step):
-                speed = timed_samples * config.model.seq_length / seconds
-                self._log(result, rate, speed, hook_results)
+                tokens_per_second = timed_samples * config.model.seq_length / seconds
+                self._log(result, rate, tokens_per_second, hook_results)
                 seconds = 0.0
                 timed_samples = 0
 
-            with self.engine.clock.phase(SAVE):
-                self.saves.poll()
-            stopping = layout.any_rank(watch.stop is not None)
-            last = step == config.train.steps
-            saved = False
-            if step % config.checkpoint.interval == 0 or last or stopping:
-                if self.writer is not None:
-                    self.writer.sync()
-                with self.engine.clock.phase(SAVE):
-                    wait = last or stopping
-                    saved = self.saves.save(step, self.samples, self.progress, wait)
-                # A signal may have come during the save.
-                stopping = layout.any_rank(watch.stop is not None)
-                if stopping and not saved:
-                    saved = self.saves.finish()
-
-            if stopping and not saved:
-                return f"stopped the run after step {step}, which is not saved"
-            if stopping and not last:
-                return f"stopped the run after step {step}"
+            stopped = self._save_if_due(step)
+            if stopped is not None:
+                return stopped
             watch.progress(TRAINING)
+        return None
+
+    def _must_stop(self) -> bool:
+        """Return whether a signal asked any rank to stop. All ranks call this together."""
+        return self.layout.any_rank(self.watch.stop is not None)
+
+    def _save_if_due(self, step: int) -> str | None:
+        """Save a checkpoint after `step` if it is due, or if a signal asked the run to stop.
+
+        Return the result of `_train` if the run stops here, and None if it continues.
+        """
+        with self.engine.clock.phase(SAVE):
+            self.saves.poll()
+        stopping = self._must_stop()
+        last = step == self.config.train.steps
+        saved = False
+        if step % self.config.checkpoint.interval == 0 or last or stopping:
+            # The metrics on disk must not lag behind the checkpoint.
+            if self.writer is not None:
+                self.writer.sync()
+            with self.engine.clock.phase(SAVE):
+                wait = last or stopping
+                saved = self.saves.save(step, self.samples, self.progress, wait)
+            # A signal may have come during the save.
+            stopping = self._must_stop()
+            if stopping and not saved:
+                saved = self.saves.finish()
+
+        if stopping and not saved:
+            return f"stopped the run after step {step}, which is not saved"
+        if stopping and not last:
+            return f"stopped the run after step {step}"
         return None
 
     def _shown_to_hooks(self, step: int) -> Iterator[Batch]:
@@ -509,15 +557,18 @@ class Trainer:
             yield model_inputs(batch)
 
     def _count_bad_steps(self, result: StepResult) -> None:
-        """Count consecutive steps that are not finite. Raises TrainingStopped at
-        `train.max_bad_steps`.
+        """Count consecutive steps whose loss or gradient is not finite.
+
+        Raises TrainingStopped at `train.max_bad_steps`.
         """
-        if result.finite or not result.skipped:
-            self.progress = {**self.progress, "bad_steps": 0}
+        bad_steps = 0
+        if result.skipped and not result.finite:
+            bad_steps = self.progress["bad_steps"] + 1
+        # A new dict, since a save in the background may be writing the old one.
+        self.progress = {**self.progress, "bad_steps": bad_steps}
+        if bad_steps == 0:
             return
 
-        bad_steps = self.progress["bad_steps"] + 1
-        self.progress = {**self.progress, "bad_steps": bad_steps}
         logger.warning(
             "step %d is skipped: loss %s, gradient norm %s (%d such steps in a row)",
             self.step,
@@ -536,19 +587,20 @@ class Trainer:
         self,
         result: StepResult,
         rate: float,
-        speed: float,
+        tokens_per_second: float,
         hook_results: list[tuple[str, HookResult]],
     ) -> None:
-        """Run due evaluations; log their results and the step's metrics. `speed` is in tokens per
-        second.
+        """Run due evaluations, and log their results and the step's metrics.
+
+        `rate` is the learning rate. `hook_results` are the results of `Hook.after_step` by hook.
         """
-        flops = speed * flops_per_token(self.config.model, self.config.extension)
+        flops = tokens_per_second * flops_per_token(self.config.model, self.config.extension)
         scalars = {
             metrics.LOSS: result.loss,
             metrics.GRAD_NORM: result.grad_norm,
             metrics.LEARNING_RATE: rate,
             metrics.TOKENS: self.samples * self.config.model.seq_length,
-            metrics.TOKENS_PER_SECOND: speed,
+            metrics.TOKENS_PER_SECOND: tokens_per_second,
             metrics.TFLOPS_PER_SECOND: flops / 1e12,
             **utilization(flops, self.config, self.layout),
         }
@@ -569,9 +621,9 @@ class Trainer:
 
 
 def claim_attempt(config: RunConfig, layout: ParallelLayout) -> Attempt:
-    """Start an attempt at the run and return it, for runs that a launcher does not start. All ranks
-    call this together.
+    """Start an attempt at the run, and return it. All ranks call this together.
 
+    Only for processes that no job script has started, because a job script starts the attempt.
     Raises CheckpointError if `logging.directory` or `checkpoint.directory` cannot be used.
     """
     directories = config.logging.directory, config.checkpoint.directory
@@ -584,8 +636,10 @@ def claim_attempt(config: RunConfig, layout: ParallelLayout) -> Attempt:
         "layout": config.parallel.describe(size),
     }
 
-    def claim() -> int:
-        return Attempt.claim(*directories, facts).number
-
-    number = on_rank_0(layout, Path(config.logging.directory), "cannot start", claim)
+    number = on_rank_0(
+        layout,
+        Path(config.logging.directory),
+        "cannot start",
+        lambda: Attempt.claim(*directories, facts).number,
+    )
     return Attempt.open(*directories, number)

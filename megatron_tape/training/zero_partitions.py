@@ -18,10 +18,12 @@ from megatron_tape.parallel.partitions import local_storage
 
 
 def whole_tensor(parameter: Parameter, key: str) -> Tensor:
-    """Return the whole fp32 tensor of a parameter's `weight`, `exp_avg` and so on.
+    """Return the whole fp32 tensor `key` of a parameter: its `weight`, `exp_avg` and so on.
 
-    Collective over the ranks that hold the same shard of the parameter.
+    Whole means this rank's tensor-parallel shard, merged from ZeRO's partitions. Collective over
+    the ranks that hold the same shard.
     """
+    # Frozen parameters have no fp32 copy in the optimizer.
     if not parameter.requires_grad:
         is_partitioned = hasattr(parameter, "ds_id")
         with deepspeed.zero.GatheredParameters([parameter], enabled=is_partitioned):
@@ -32,10 +34,9 @@ def whole_tensor(parameter: Parameter, key: str) -> Tensor:
 
 
 def set_local_elements(parameter: Parameter, key: str, value: Tensor) -> None:
-    """Set this rank's partition of a trained parameter's `weight`, `exp_avg` and so on to its part
-    of a whole tensor.
+    """Set this rank's partition of the tensor `key` of a trained parameter, as in `whole_tensor`.
 
-    `value` is on the parameter's device.
+    `value` is the whole tensor, on the parameter's device.
     """
     if not hasattr(parameter, "ds_id"):
         if key == "weight":

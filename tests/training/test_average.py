@@ -78,12 +78,12 @@ def test_the_average_is_that_of_the_fp32_weights_and_evaluating_it_changes_no_bi
         config,
         build(config.model)[1],
     )
-    assert not engine.averages
+    assert not engine.has_average
     expected = None
     for step in range(1, STEPS + 1):
         engine.train_step(batches(step), 1e-2, step)
         state = engine.training_state()
-        weights = {name: state[f"weight/{name}"] for name in engine.names}
+        weights = {name: state[f"weight/{name}"] for name in engine.parameters}
         fraction = setting.share(step, STEPS, step)
         expected = expected or weights
         expected = {

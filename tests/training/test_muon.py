@@ -70,7 +70,7 @@ def unsharded_weights(state, names):
 @pytest.mark.parametrize("zero_stage", [1, 2])
 def test_matrices_get_the_updates_of_torchs_muon(zero_stage, monkeypatch):
     engine = of_run(zero_stage)
-    names = [name for name in engine.names if kind_of(name) in MATRICES]
+    names = [name for name in engine.parameters if kind_of(name) in MATRICES]
     start = unsharded_weights(engine.training_state(), names)
     theirs = {name: weight.clone().requires_grad_() for name, weight in start.items()}
     assert len(theirs) == 7 * 3
@@ -86,7 +86,7 @@ def test_matrices_get_the_updates_of_torchs_muon(zero_stage, monkeypatch):
             theirs[weight_name].grad = weight_gradient.clone()
 
     for name in names:
-        engine.names[name].register_hook(partial(give, name))
+        engine.parameters[name].register_hook(partial(give, name))
     for step in range(1, 4):
         engine.train_step([random_batch(step)], RATE, step)
         muon.step()
@@ -111,7 +111,7 @@ def test_all_other_parameters_get_the_updates_of_adamw():
         engine = of_run(1, kind)
         engine.train_step([random_batch(1)], RATE)
         states[kind] = engine.training_state()
-    for name in engine.names:
+    for name in engine.parameters:
         kinds = {key.partition("/")[0] for key in states["muon"] if key.endswith(f"/{name}")}
         same = torch.equal(*(state[f"weight/{name}"] for state in states.values()))
         if kind_of(name) in MATRICES:

@@ -141,7 +141,7 @@ def test_each_kind_decays_at_its_own_rate(zero_stage):
     after = engine.training_state()
     factors = {"embeddings": 1 - 1.0 * 0.3, "norms": 1 - 0.25 * 0.2, "position": 1.0}
     factors |= dict.fromkeys((*MATRICES, "output"), 1 - 0.5 * 0.1)
-    for name in engine.names:
+    for name in engine.parameters:
         expected = before[f"weight/{name}"] * factors[kind_of(name)]
         torch.testing.assert_close(
             after[f"weight/{name}"],

@@ -27,10 +27,10 @@ def test_a_nested_phase_is_counted_once_and_what_is_outside_of_phases_is_not():
                 move(10)
             move(2)
         move(100)
-    assert clock.read() == {"backward": 6.0, "communication": 20.0}
+    assert clock.take_seconds() == {"backward": 6.0, "communication": 20.0}
     with clock.waiting():
         move(1)
-    assert clock.read() == {}, "waiting outside of a step is not counted"
+    assert clock.take_seconds() == {}, "waiting outside of a step is not counted"
 
 
 def test_only_the_waiting_for_items_is_counted_and_an_error_ends_its_phase():
@@ -50,7 +50,7 @@ def test_only_the_waiting_for_items_is_counted_and_an_error_ends_its_phase():
     except ValueError:
         move(100)
     assert received == [0, 1, 2]
-    assert clock.read() == {"data": 3.0}
+    assert clock.take_seconds() == {"data": 3.0}
 
 
 def gathered(value):
@@ -67,7 +67,7 @@ def test_a_slow_rank_is_logged_in_each_row_and_warned_about_once(monkeypatch, ca
         rank=0,
         gather=gathered,
     )
-    clock = SimpleNamespace(read=lambda: {"forward": 2.0})
+    clock = SimpleNamespace(take_seconds=lambda: {"forward": 2.0})
     trainer = SimpleNamespace(
         layout=layout, engine=SimpleNamespace(clock=clock), logs=lambda step: True
     )
