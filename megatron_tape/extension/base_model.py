@@ -53,10 +53,12 @@ _SCALING_KEYS = {
     "yarn": ("rope_original_seq_length", "rope_beta_slow", "rope_beta_fast", "rope_truncate"),
 }
 """Settings that an extension keeps, by the type of the scaling."""
-_REQUIRED = {
+_REQUIRED_MODEL_KEYS = {
     setting.key for setting in settings_of(ModelConfig) if setting.default is dataclasses.MISSING
 }
+"""Settings of a model that have no default."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+"""Matches the names of models on the Hugging Face Hub."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,10 @@ class Base:
 
     @classmethod
     def made_by(cls, config: RunConfig) -> "Base":
-        """Return the model that a run with these settings will have trained when it is finished."""
+        """Return the model that a run with these settings will have trained when it is finished.
+
+        Its `state` has only the keys that checks of the settings read.
+        """
         directory = Path(config.logging.directory)
         tokenizer = config.data.tokenizer
         state: Any = {"progress": {}, "config": {"data": {"tokenizer": tokenizer}}}
@@ -92,9 +97,10 @@ class Base:
 
     @property
     def identity(self) -> str:
-        """A digest of a Hugging Face model: of its config.json and its weight files' names, sizes
-        and times.
+        """A digest of a Hugging Face model: of its config.json, and of the names, sizes and
+        modification times of its weight files.
         """
+        # Reading all weights would take minutes.
         digest = hashlib.sha256((self.path / "config.json").read_bytes())
         for file in sorted(self.path.glob("*.safetensors*")):
             facts = file.stat()
@@ -105,11 +111,13 @@ class Base:
 def with_base_settings(values: dict, base: Base | None = None) -> dict:
     """Return the settings `values`, with those of the model that the run extends as defaults.
 
-    The model is `base`, by default that of `extension.from`; if both are given, they must agree. If
-    it is a run, the returned `extension.from` is the run's newest complete checkpoint, so that the
-    configuration names exact weights. `extension.context_factor` becomes `model.seq_length` and
-    `model.position.rope_scaling_factor`, and is null in the result, so that a run that continues
-    does not multiply them again. Raises ConfigError.
+    `values` are nested dicts as in YAML. The model is `base`, by default that of `extension.from`;
+    if both are given, they must agree. Without either, `values` is returned. Raises ConfigError.
+
+    - If the model is a run, `extension.from` in the result is the run's newest complete checkpoint,
+      so that the configuration names exact weights.
+    - `extension.context_factor` sets `model.seq_length` and `model.position.rope_scaling_factor`.
+      In the result it is null, so that a run that continues does not multiply them again.
     """
     extension = values.get("extension", {})
     section = build(ExtensionConfig, extension, "extension")
@@ -128,47 +136,30 @@ def with_base_settings(values: dict, base: Base | None = None) -> dict:
     if not isinstance(position, dict):
         return values  # an error follows when the sections are built
 
-    is_complete = model.keys() >= _REQUIRED
+    is_complete = model.keys() >= _REQUIRED_MODEL_KEYS
+    factor = section.context_factor
     if source is None:
-        if section.context_factor is not None:
-            raise ConfigError(
-                (_FACTOR_KEY, KEY),
-                f"is {section.context_factor}, but {KEY} names no model to extend",
-                f"set {KEY}, or remove {_FACTOR_KEY}",
-            )
-        if extension and not is_complete:
-            raise ConfigError(
-                KEY,
-                "is not set",
-                "set it to the model to extend: a run, a checkpoint, or the directory of a Hugging"
-                " Face model",
-            )
+        _check_extends_nothing(factor, is_complete or not extension)
         return values
 
-    if section.context_factor is not None:
+    if factor is not None:
         _check_determined(model, position)
     try:
         base = base or find_base(source)
     except ConfigError:
+        # A run that has started may no longer need the model. If it does, `check_base` raises.
         if is_complete:
-            return values  # a run that has started may no longer need the model; check_base checks
+            return values
         raise
 
     encoding = str(model.get("position_encoding") or base.model.position_encoding)
     inherited = _inherited(base.model, encoding)
-    scaling = _scaling_of(base.model)
     if "rope_scaling_factor" in inherited["position"]:
-        kind = position.get("rope_scaling_type", "linear")
-        if scaling in (None, "linear") and kind != "linear":
-            unscaled_length = base.model.seq_length / base.model.position.rope_scaling_factor
-            inherited["position"]["rope_original_seq_length"] = round(unscaled_length)
-        if section.context_factor is not None:
-            _check_kept_scaling(position, base)
-            inherited["position"]["rope_scaling_factor"] *= section.context_factor
-    if section.context_factor is not None:
-        inherited["seq_length"] = round(section.context_factor * base.model.seq_length)
-        extension = extension | {"context_factor": None}
+        _scale_positions(inherited["position"], position, factor, base)
+    if factor is not None:
+        inherited["seq_length"] = round(factor * base.model.seq_length)
 
+    # An import pads the vocabulary for the run's tensor-parallel size.
     if base.state is None:
         parallel = build(ParallelConfig, values.get("parallel", {}), "parallel")
         inherited["vocab_size"] = padded_vocabulary(
@@ -176,13 +167,51 @@ def with_base_settings(values: dict, base: Base | None = None) -> dict:
         )
     return values | {
         "model": merge(ModelConfig, inherited, model),
-        "extension": extension | {"from": str(base.path)},
+        "extension": extension | {"from": str(base.path), "context_factor": None},
     }
 
 
+def _check_extends_nothing(factor: float | None, is_valid: bool) -> None:
+    """Raise ConfigError if settings that name no model to extend require one.
+
+    `factor` is `extension.context_factor`. `is_valid` is whether the settings describe a model
+    completely, or have no section `extension`.
+    """
+    if factor is not None:
+        raise ConfigError(
+            (_FACTOR_KEY, KEY),
+            f"is {factor}, but {KEY} names no model to extend",
+            f"set {KEY}, or remove {_FACTOR_KEY}",
+        )
+    if not is_valid:
+        raise ConfigError(
+            KEY,
+            "is not set",
+            "set it to the model to extend: a run, a checkpoint, or the directory of a Hugging Face"
+            " model",
+        )
+
+
+def _scale_positions(inherited: dict, given: dict, factor: float | None, base: Base) -> None:
+    """Adapt the settings of `model.position` that a run inherits from `base`.
+
+    They are adapted to another type of scaling in the `given` settings, and to a context that is
+    `factor` times as long. Raises ConfigError if the scaling cannot be multiplied.
+    """
+    kind = given.get("rope_scaling_type", "linear")
+    # Linear scaling ignores the original length. The other types scale relative to it.
+    if _scaling_of(base.model) in (None, "linear") and kind != "linear":
+        unscaled_length = base.model.seq_length / base.model.position.rope_scaling_factor
+        inherited["rope_original_seq_length"] = round(unscaled_length)
+    if factor is not None:
+        _check_kept_scaling(given, base)
+        inherited["rope_scaling_factor"] *= factor
+
+
 def _check_determined(model: dict, position: dict) -> None:
-    """Raise ConfigError if `model` or `position` has a setting that `extension.context_factor`
-    determines.
+    """Raise ConfigError if the given settings have one that `extension.context_factor` determines.
+
+    `model` and `position` are the given settings of `model` and of `model.position`.
     """
     for key, section in (
         ("model.seq_length", model),
@@ -197,8 +226,7 @@ def _check_determined(model: dict, position: dict) -> None:
 
 
 def _check_kept_scaling(position: dict, base: Base) -> None:
-    """Raise ConfigError if the scaling of `base` cannot be multiplied as `extension.context_factor`
-    asks.
+    """Raise ConfigError if `extension.context_factor` cannot multiply the scaling of `base`.
 
     `position` are the given settings of `model.position`.
     """
@@ -229,7 +257,8 @@ def _check_kept_scaling(position: dict, base: Base) -> None:
 
 
 def _scaling_of(model: ModelConfig) -> str | None:
-    """Return the type of the scaling of a model's positions, or None if they are not scaled."""
+    """Return the type of a model's RoPE scaling, such as `yarn`, or None if it is not scaled."""
+    # Encodings without rotation have no such setting.
     if getattr(model.position, "rope_scaling_factor", 1.0) == 1.0:
         return None
     return model.position.rope_scaling_type
@@ -279,16 +308,26 @@ def find_base(source: str) -> Base:
 
 
 def _from_transformers(path: Path) -> Base:
-    settings = read_settings(path / "config.json")
-    with errors_of_settings(path / "config.json"):
-        model = model_settings(settings, path / "config.json")
+    """Return the Hugging Face model in directory `path`.
+
+    Raises UserError, ValueError or OSError if it is damaged or of an unknown kind.
+    """
+    config_file = path / "config.json"
+    settings = read_settings(config_file)
+    with errors_of_settings(config_file):
+        model = model_settings(settings, config_file)
     check_weights(open_model(path, model), model, str(path))
     return Base(path, model, None)
 
 
 def _from_checkpoint(path: Path) -> Base:
+    """Return the model in checkpoint `path`.
+
+    Raises CheckpointError if it has another architecture or LoRA layers, or if the checkpoint with
+    its frozen weights is missing.
+    """
     state = read_state(path)
-    find_source(path, state)
+    find_source(path, state)  # raises if it is missing
     settings = state["config"]["model"]
     try:
         model = model_config(settings)
@@ -308,10 +347,12 @@ def _from_checkpoint(path: Path) -> Base:
 
 
 def _inherited(base: ModelConfig, encoding: str) -> dict:
-    """Return the settings that a run with the positional encoding `encoding` inherits from its base
-    model.
+    """Return the settings of `model` that a run inherits from its base model.
+
+    `encoding` is the run's positional encoding. Settings that it does not have are omitted.
     """
     inherited = as_dict(base)
+    # The backend depends on the machine, so the run chooses its own.
     del inherited["attention_backend"]
     if encoding != base.position_encoding:
         del inherited["position_encoding"]
@@ -325,8 +366,9 @@ def _inherited(base: ModelConfig, encoding: str) -> dict:
 
 
 def starts_from_base(config: RunConfig) -> bool:
-    """Return whether a run starts from the model that it extends, rather than from a checkpoint of
-    its own.
+    """Return whether a run starts from the model that it extends.
+
+    Otherwise it extends no model, or continues a checkpoint, whose weights are extended already.
     """
     if config.extension.from_ is None:
         return False
@@ -337,16 +379,18 @@ def starts_from_base(config: RunConfig) -> bool:
 
 
 def check_base(config: RunConfig, base: Base | None = None) -> None:
-    """Raise ConfigError if a run's model, length, tokenizer or trained parameters do not fit the
-    model that it extends.
+    """Raise ConfigError if a run's settings do not fit the model that it extends.
 
-    `base` is by default the model of `extension.from`. A shorter context and another scaling must
-    be allowed by `extension`. Warns if positions are scaled by less than the context grows.
+    Checks the model, the context length, the tokenizer and the trained parameters. `base` is by
+    default the model of `extension.from`. A shorter context and another scaling must be allowed by
+    `extension`. Warns if positions are scaled by less than the context grows.
     """
     base = base or find_base(config.extension.from_)
     _check_same_model(config.model, base)
     _check_length(config, base)
     _check_scaling(config, base)
+
+    # New parameters are initialized, so they must be trained.
     new = _encoding_parameters(config.model) - _encoding_parameters(base.model)
     if new and not {"position", "all"} & set(config.extension.trains):
         raise ConfigError(
@@ -359,14 +403,19 @@ def check_base(config: RunConfig, base: Base | None = None) -> None:
 
 
 def _check_same_model(model: ModelConfig, base: Base) -> None:
-    """Raise ConfigError if `model` differs from the base model in what must stay the same."""
+    """Raise ConfigError if `model` differs from the base model in what must stay the same.
+
+    The model may get another positional encoding that starts as the old one or replaces it.
+    """
     was = base.model.position_encoding
     now = model.position_encoding
+    # The other encodings that the model may get.
     encodings = [
         name
         for name, encoding in ENCODINGS.items()
         if name != was and (encoding.starts_as == was or was in encoding.replaces)
     ]
+    # The settings that may change without another encoding; `free` adds those of the new encoding.
     changeable = {*CHANGEABLE_MODEL_KEYS}
     changeable |= {f"position.{key}" for key in _keys_of_position("rope")}
     changeable |= {f"position.{key}" for key in ENCODINGS[now].extended_by}
@@ -378,6 +427,7 @@ def _check_same_model(model: ModelConfig, base: Base) -> None:
         changeable.discard("position.increments")
         free.discard("position.increments")
     if was in ENCODINGS[now].replaces:
+        # The new encoding has no positions in any layer.
         free.add("layers_without_positions")
     if base.state is None and model.vocab_size >= base.model.vocab_size:
         free.add("vocab_size")  # an import adds the missing rows
@@ -392,6 +442,7 @@ def _check_same_model(model: ModelConfig, base: Base) -> None:
             f" {keys}, and model.position_encoding from {was} to one of: {', '.join(encodings)}",
         )
 
+    # The weights of the encoding in the base model must fit the new one.
     shapes = parameter_shapes(model)
     for name, shape in parameter_shapes(base.model).items():
         if kind_of(name) == "position" and shapes.get(name) != shape:
@@ -404,8 +455,9 @@ def _check_same_model(model: ModelConfig, base: Base) -> None:
 
 
 def _check_length(config: RunConfig, base: Base) -> None:
-    """Raise ConfigError if a run's context is shorter than that of its base model, unless this is
-    allowed.
+    """Raise ConfigError if a run's context is shorter than that of its base model.
+
+    With `extension.allow_shorter_context`, it may be.
     """
     length = config.model.seq_length
     own_length = base.model.seq_length
@@ -420,13 +472,12 @@ def _check_length(config: RunConfig, base: Base) -> None:
 
 
 def _check_scaling(config: RunConfig, base: Base) -> None:
-    """Raise ConfigError if a run replaces the scaling of its base model's RoPE, unless this is
-    allowed.
+    """Raise ConfigError if a run's RoPE scaling does not fit that of its base model.
 
-    A larger factor, or a larger base of the frequencies, replaces nothing.
-    `rope_original_seq_length` must not exceed the base model's context. It may be smaller, because
-    some models state a longer context than they were trained on. Warns if positions leave the
-    trained range.
+    The scaling may be replaced only with `extension.allow_other_scaling`. A larger factor, or a
+    larger base of the frequencies, replaces nothing. `rope_original_seq_length` must not exceed the
+    base model's context. It may be smaller, because some models state a longer context than they
+    were trained on. Warns if positions leave the trained range.
     """
     position = config.model.position
     if "rope_theta" not in _keys_of_position(config.model.position_encoding):
@@ -444,14 +495,16 @@ def _check_scaling(config: RunConfig, base: Base) -> None:
             f"is 1, so model.position.rope_scaling_type {kind} has no effect",
             "set it to the new context length divided by the old one",
         )
-    needed = was.rope_scaling_factor * config.model.seq_length / base.model.seq_length
-    if scaling in (None, kind) and factor < needed and position.rope_theta <= was.rope_theta:
+    # Positions stay in the trained range if the factor grows as much as the context.
+    needed_factor = was.rope_scaling_factor * config.model.seq_length / base.model.seq_length
+    if scaling in (None, kind) and factor < needed_factor and position.rope_theta <= was.rope_theta:
         command_line.log(
             f"warning: model.position.rope_scaling_factor is {factor:g}, but contexts of {KEY}"
             f" {base.path} grow from {base.model.seq_length} to {config.model.seq_length} tokens;"
-            f" set it to {needed:g} unless this is intended"
+            f" set it to {needed_factor:g} unless this is intended"
         )
 
+    # These types scale relative to the context on which the model was trained without scaling.
     if factor != 1.0 and kind != "linear":
         trained = base.model.seq_length
         if scaling in ("llama3", "yarn"):
@@ -466,8 +519,9 @@ def _check_scaling(config: RunConfig, base: Base) -> None:
 
 
 def _check_not_replaced(position: Any, base: Base) -> None:
-    """Raise ConfigError if `position`, the settings of `model.position`, replaces the scaling of
-    the base model.
+    """Raise ConfigError if a run replaces the RoPE scaling of its base model.
+
+    `position` are the run's settings of `model.position`.
     """
     was = base.model.position
     scaling = _scaling_of(base.model)
@@ -503,13 +557,15 @@ def _encoding_parameters(model: ModelConfig) -> set[str]:
 
 
 def _check_tokenizer(config: RunConfig, base: Base) -> None:
-    """Raise ConfigError if `data.tokenizer` and the tokenizer of the base model are both known and
-    differ.
+    """Raise ConfigError if `data.tokenizer` differs from the tokenizer of the base model.
+
+    Do nothing if one of them does not exist or cannot be loaded from a Hugging Face model.
     """
     path = config.data.tokenizer
     directory = base.tokenizer
     if path is None or directory is None or not Path(path).exists():
         return
+
     tokenizer = None
     if base.state is not None and base.path.is_dir():
         tokenizer = load_saved_tokenizer(base.path)
@@ -521,11 +577,12 @@ def _check_tokenizer(config: RunConfig, base: Base) -> None:
 
 
 def with_base_tokenizer(config: RunConfig, base: Base) -> tuple[RunConfig, TokenizerRecord | None]:
-    """Return `config` with the tokenizer of the model that the run extends, and the record of that
-    tokenizer.
+    """Return `config` with `data.tokenizer` set to that of the model that the run extends, and the
+    tokenizer's record.
 
-    Returns `config` unchanged, and no record, if a Hugging Face model's tokenizer cannot be used or
-    if `data` already has a tokenizer or a generator. Raises ConfigError.
+    For a Hugging Face model, return `config` unchanged and None if the model's tokenizer cannot be
+    used, or if `data` already has a tokenizer or a generator. Raises ConfigError if the model is a
+    checkpoint and `data.tokenizer` differs from its tokenizer.
     """
     if base.state is not None:
         return with_saved_tokenizer(config, base.path), base.state["progress"].get("tokenizer")
@@ -537,10 +594,10 @@ def with_base_tokenizer(config: RunConfig, base: Base) -> tuple[RunConfig, Token
 
 
 def check_command(config: RunConfig, extends: bool) -> None:
-    """Raise ConfigError if `config` is for the other command.
+    """Raise ConfigError if `config` is not for the command that was started.
 
-    With `extends` (`pretrain.extend_context`), `extension.from` must be set. Otherwise
-    (`pretrain.train`), the section `extension` must have its defaults.
+    `extends` is true for `pretrain.extend_context`, which requires `extension.from`. It is false
+    for `pretrain.train`, which requires the defaults of the section `extension`.
     """
     if extends and config.extension.from_ is None:
         raise ConfigError(KEY, "is not set", "set it to the model to extend, or run pretrain.train")

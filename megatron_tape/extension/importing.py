@@ -26,38 +26,46 @@ from megatron_tape.run.watch import Watch
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
+"""Seconds between two reports of rank 0 to the other ranks."""
 
 
 def base_of_run(config: RunConfig, layout: ParallelLayout, watch: Watch) -> Path:
     """Return the checkpoint that a run starts from. All ranks must call this together.
 
-    Imports a Hugging Face model to `base` in the run's directory, unless this was done before. A
-    failed import leaves nothing there. Raises CheckpointError on every rank.
+    A Hugging Face model is imported to `base` in the run's directory, unless this was done before.
+    A failed import leaves nothing there. Raises CheckpointError on every rank if the model cannot
+    be used.
     """
-    return import_on_rank_0(lambda advance: _checkpoint(config, advance), layout, watch)
+    return import_on_rank_0(lambda advance: _import_if_needed(config, advance), layout, watch)
 
 
-def _checkpoint(config: RunConfig, advance: Callable[[], None]) -> Path:
+def _import_if_needed(config: RunConfig, advance: Callable[[], None]) -> Path:
+    """Return the checkpoint that a run starts from, after importing a Hugging Face model.
+
+    `advance` is called before each tensor is read, so that the watchdog sees progress.
+    """
     base = find_base(config.extension.from_)
     if base.state is not None:
         return base.path
     target = Path(config.logging.directory) / IMPORTED
-    if target.exists():
+    if target.exists():  # an earlier attempt has imported the model
         _check_imported(target, base, config)
         logger.info("starting from %s, which was imported from %s before", target, base.path)
         return target
+
     logger.info("importing %s to %s", base.path, target)
+    # The run's vocabulary may be padded for its tensor-parallel size.
     model = dataclasses.replace(base.model, vocab_size=config.model.vocab_size)
     weights = open_model(base.path, model)
 
-    def read(name: str) -> Tensor:
+    def read_weight(name: str) -> Tensor:
         advance()
         return weights[name]
 
     write_imported(
         target,
         model,
-        LazyTensors(weights, read, weights.shapes),
+        LazyTensors(weights, read_weight, weights.shapes),
         f"the model {base.path.resolve().name}",
         find_tokenizer(base.path, model.unpadded_vocab_size),
         identity=base.identity,
@@ -88,8 +96,9 @@ def import_on_rank_0(
 ) -> Path:
     """Run `work` on rank 0, and return its result or raise its error on every rank.
 
-    `work` receives a function that it must call after each tensor, so that the watchdog does not
-    mistake a long import for a hang.
+    `work` receives a function that it must call for each tensor, so that the watchdog does not
+    mistake a long import for a hang. All errors become CheckpointError. All ranks call this
+    together.
     """
     status: dict = {"tensors": 0, "path": None, "error": None}
 
@@ -106,6 +115,7 @@ def import_on_rank_0(
                 KEY, f"cannot be imported: {type(error).__name__}: {error}"
             )
 
+    # Rank 0 works in a thread, so that it can tell the others about its progress meanwhile.
     thread = threading.Thread(target=run, name="import", daemon=True)
     if layout.rank == 0:
         thread.start()
