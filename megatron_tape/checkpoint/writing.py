@@ -228,7 +228,7 @@ class Save:
 
 
 def _gather(value: Any, layout: ParallelLayout) -> list[Any]:
-    """Return the values of all ranks on rank 0, and an empty list on the others."""
+    """Return the `value` of each rank on rank 0, and an empty list on the others."""
     values: list[Any] = []
     if layout.rank == 0:
         values = [None] * layout.world_size
@@ -241,15 +241,15 @@ def _state(writer: Writer, step: int, samples: int, progress: dict) -> dict:
     """Return the contents of `state.json`; see `CheckpointState`. All ranks call this together."""
     engine = writer.engine
     layout = engine.layout
-    own_sharded = {
+    sharded_in_stage = {
         name: {"dim": parameter.partition_dim, "stride": parameter.partition_stride}
         for name, parameter in engine.parameters.items()
         if getattr(parameter, "tensor_model_parallel", False)
     }
-    own_frozen = [name for name in engine.parameters if name not in engine.trained]
+    frozen_in_stage = [name for name in engine.parameters if name not in engine.trained]
     sharded: dict[str, dict] = {}
-    for of_stage in layout.gather_pipeline_stages(own_sharded):
-        sharded |= of_stage
+    for sharded_in_one in layout.gather_pipeline_stages(sharded_in_stage):
+        sharded |= sharded_in_one
     return {
         "step": step,
         "optimizer_steps": engine.optimizer_steps,
@@ -258,7 +258,7 @@ def _state(writer: Writer, step: int, samples: int, progress: dict) -> dict:
         "tensor_model_parallel_size": layout.tensor_parallel_size,
         "data_parallel_size": layout.replica_size,
         "sharded": sharded,
-        "frozen": list(itertools.chain(*layout.gather_pipeline_stages(own_frozen))),
+        "frozen": list(itertools.chain(*layout.gather_pipeline_stages(frozen_in_stage))),
         "frozen_from": writer.frozen_from,
         "config": config_dict(writer.config),
     }

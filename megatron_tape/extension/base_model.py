@@ -139,7 +139,7 @@ def with_base_settings(values: dict, base: Base | None = None) -> dict:
     is_complete = model.keys() >= _REQUIRED_MODEL_KEYS
     factor = section.context_factor
     if source is None:
-        _check_extends_nothing(factor, is_complete or not extension)
+        _check_needs_no_base(factor, extension and not is_complete)
         return values
 
     if factor is not None:
@@ -171,11 +171,11 @@ def with_base_settings(values: dict, base: Base | None = None) -> dict:
     }
 
 
-def _check_extends_nothing(factor: float | None, is_valid: bool) -> None:
-    """Raise ConfigError if settings that name no model to extend require one.
+def _check_needs_no_base(factor: float | None, inherits: bool) -> None:
+    """Raise ConfigError if settings that name no model to extend need one.
 
-    `factor` is `extension.context_factor`. `is_valid` is whether the settings describe a model
-    completely, or have no section `extension`.
+    `factor` is `extension.context_factor`. `inherits` is whether the run must inherit settings of
+    the model: it has a section `extension`, but not all required settings.
     """
     if factor is not None:
         raise ConfigError(
@@ -183,7 +183,7 @@ def _check_extends_nothing(factor: float | None, is_valid: bool) -> None:
             f"is {factor}, but {KEY} names no model to extend",
             f"set {KEY}, or remove {_FACTOR_KEY}",
         )
-    if not is_valid:
+    if inherits:
         raise ConfigError(
             KEY,
             "is not set",
@@ -407,39 +407,44 @@ def _check_same_model(model: ModelConfig, base: Base) -> None:
 
     The model may get another positional encoding that starts as the old one or replaces it.
     """
-    was = base.model.position_encoding
-    now = model.position_encoding
-    # The other encodings that the model may get.
-    encodings = [
+    base_encoding = base.model.position_encoding
+    new_encoding = model.position_encoding
+    # The encodings that the model may get instead of its own.
+    possible_encodings = [
         name
         for name, encoding in ENCODINGS.items()
-        if name != was and (encoding.starts_as == was or was in encoding.replaces)
+        if name != base_encoding
+        and (encoding.starts_as == base_encoding or base_encoding in encoding.replaces)
     ]
-    # The settings that may change without another encoding; `free` adds those of the new encoding.
+    # The settings that may always change; `may_differ` adds those of a new encoding.
     changeable = {*CHANGEABLE_MODEL_KEYS}
     changeable |= {f"position.{key}" for key in _keys_of_position("rope")}
-    changeable |= {f"position.{key}" for key in ENCODINGS[now].extended_by}
-    free = set(changeable)
-    if now in encodings:
-        free |= {"position_encoding", *(f"position.{key}" for key in _keys_of_position(now))}
+    changeable |= {f"position.{key}" for key in ENCODINGS[new_encoding].extended_by}
+    may_differ = set(changeable)
+    if new_encoding in possible_encodings:
+        may_differ |= {
+            "position_encoding",
+            *(f"position.{key}" for key in _keys_of_position(new_encoding)),
+        }
     if getattr(base.model.position, "increments", "fixed") != "fixed":
         # Trained increments mean something else in another mode.
         changeable.discard("position.increments")
-        free.discard("position.increments")
-    if was in ENCODINGS[now].replaces:
+        may_differ.discard("position.increments")
+    if base_encoding in ENCODINGS[new_encoding].replaces:
         # The new encoding has no positions in any layer.
-        free.add("layers_without_positions")
+        may_differ.add("layers_without_positions")
     if base.state is None and model.vocab_size >= base.model.vocab_size:
-        free.add("vocab_size")  # an import adds the missing rows
+        may_differ.add("vocab_size")  # an import adds the missing rows
 
-    differences = model_differences(as_dict(base.model), as_dict(model), free)
+    differences = model_differences(as_dict(base.model), as_dict(model), may_differ)
     if differences:
         keys = ", ".join(f"model.{key}" for key in sorted(changeable))
         raise ConfigError(
             KEY,
             f"{base.path} is another model than these settings describe ({'; '.join(differences)})",
             "remove these settings from the recipe or the command line: an extension changes only"
-            f" {keys}, and model.position_encoding from {was} to one of: {', '.join(encodings)}",
+            f" {keys}, and model.position_encoding from {base_encoding} to one of:"
+            f" {', '.join(possible_encodings)}",
         )
 
     # The weights of the encoding in the base model must fit the new one.
@@ -448,9 +453,9 @@ def _check_same_model(model: ModelConfig, base: Base) -> None:
         if kind_of(name) == "position" and shapes.get(name) != shape:
             raise ConfigError(
                 (KEY, "model.position_encoding"),
-                f"{base.path} has the parameter {name}, which {now} does not have or has in another"
-                " shape",
-                f"keep model.position_encoding {was}, or extend a model without it",
+                f"{base.path} has the parameter {name}, which {new_encoding} does not have or has"
+                " in another shape",
+                f"keep model.position_encoding {base_encoding}, or extend a model without it",
             )
 
 
@@ -485,19 +490,25 @@ def _check_scaling(config: RunConfig, base: Base) -> None:
     if not config.extension.allow_other_scaling:
         _check_not_replaced(position, base)
 
-    was = base.model.position
+    base_position = base.model.position
     scaling = _scaling_of(base.model)
     kind = position.rope_scaling_type
     factor = position.rope_scaling_factor
-    if factor == 1.0 and kind not in ("linear", was.rope_scaling_type):
+    if factor == 1.0 and kind not in ("linear", base_position.rope_scaling_type):
         raise ConfigError(
             ("model.position.rope_scaling_factor", "model.position.rope_scaling_type"),
             f"is 1, so model.position.rope_scaling_type {kind} has no effect",
             "set it to the new context length divided by the old one",
         )
     # Positions stay in the trained range if the factor grows as much as the context.
-    needed_factor = was.rope_scaling_factor * config.model.seq_length / base.model.seq_length
-    if scaling in (None, kind) and factor < needed_factor and position.rope_theta <= was.rope_theta:
+    needed_factor = (
+        base_position.rope_scaling_factor * config.model.seq_length / base.model.seq_length
+    )
+    if (
+        scaling in (None, kind)
+        and factor < needed_factor
+        and position.rope_theta <= base_position.rope_theta
+    ):
         command_line.log(
             f"warning: model.position.rope_scaling_factor is {factor:g}, but contexts of {KEY}"
             f" {base.path} grow from {base.model.seq_length} to {config.model.seq_length} tokens;"
@@ -508,7 +519,7 @@ def _check_scaling(config: RunConfig, base: Base) -> None:
     if factor != 1.0 and kind != "linear":
         trained = base.model.seq_length
         if scaling in ("llama3", "yarn"):
-            trained = was.rope_original_seq_length
+            trained = base_position.rope_original_seq_length
         if position.rope_original_seq_length > trained:
             raise ConfigError(
                 ("model.position.rope_original_seq_length", KEY),
@@ -523,28 +534,28 @@ def _check_not_replaced(position: Any, base: Base) -> None:
 
     `position` are the run's settings of `model.position`.
     """
-    was = base.model.position
+    base_position = base.model.position
     scaling = _scaling_of(base.model)
 
     replaced = []
-    if position.rope_share != was.rope_share:
+    if position.rope_share != base_position.rope_share:
         replaced.append("rope_share")
-    if position.rope_theta < was.rope_theta:
+    if position.rope_theta < base_position.rope_theta:
         replaced.append("rope_theta")
     if scaling is not None and position.rope_scaling_type != scaling:
         replaced.append("rope_scaling_type")
-    if scaling is not None and position.rope_scaling_factor < was.rope_scaling_factor:
+    if scaling is not None and position.rope_scaling_factor < base_position.rope_scaling_factor:
         replaced.append("rope_scaling_factor")
     if position.rope_scaling_type == scaling:  # others may have any value in these settings
         keys = _SCALING_KEYS[scaling]
-        replaced += [key for key in keys if getattr(position, key) != getattr(was, key)]
+        replaced += [key for key in keys if getattr(position, key) != getattr(base_position, key)]
 
     if not replaced:
         return
     key = replaced[0]
     raise ConfigError(
         (*(f"model.position.{one}" for one in replaced), "extension.allow_other_scaling", KEY),
-        f"is {getattr(position, key)}, but {KEY} {base.path} has {getattr(was, key)}",
+        f"is {getattr(position, key)}, but {KEY} {base.path} has {getattr(base_position, key)}",
         f"to keep its scaling, remove model.position.rope_*, and set {_FACTOR_KEY}: 2 instead of"
         " model.seq_length for contexts twice as long; to replace it, set"
         " extension.allow_other_scaling: true",

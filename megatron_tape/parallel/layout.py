@@ -181,17 +181,17 @@ def initialize_distributed(
     )
     prepare_cpu()
     device = _own_device()
-    limit = WITHOUT_LIMIT
+    group_timeout = WITHOUT_LIMIT
     if timeout is not None:
-        limit = timedelta(seconds=timeout) + MARGIN
+        group_timeout = timedelta(seconds=timeout) + MARGIN
     if not dist.is_initialized():
-        _initialize_process_group("nccl" if device.type == "cuda" else "gloo", limit)
+        _initialize_process_group("nccl" if device.type == "cuda" else "gloo", group_timeout)
 
     groups = _megatron_groups(*sizes)
     # New groups have default timeouts of 10 or 30 minutes, and reused groups have the timeout of
     # the previous call.
     for group in distributed_c10d._world.pg_map:
-        distributed_c10d._set_pg_timeout(limit, group)
+        distributed_c10d._set_pg_timeout(group_timeout, group)
     if sequence_parallel is None:
         sequence_parallel = tensor_model_parallel_size > 1
     return ParallelLayout(groups, device, sequence_parallel)
@@ -267,8 +267,8 @@ def check_devices(requested: str) -> None:
         return
 
     # With an empty variable, the user has asked for a run without GPUs.
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-    has_gpu = NVIDIA_DRIVER.exists() and not hidden
+    hides_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    has_gpu = NVIDIA_DRIVER.exists() and not hides_gpus
     if requested == "cuda" or has_gpu and torch.version.cuda is not None:
         raise ConfigError(
             "train.device",

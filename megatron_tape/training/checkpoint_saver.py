@@ -76,6 +76,7 @@ class CheckpointSaver:
         self.finish()
         if step == self._config.train.steps:
             return self._save_last(step, samples, progress)
+
         self._watch.progress("saving")
         in_thread = self._config.checkpoint.asynchronous and not wait
         with self._failure_reported(NEXT_INTERVAL):
@@ -159,4 +160,4 @@ class CheckpointSaver:
                     return False
                 self._watch.progress("waiting to save")
                 time.sleep(min(LAST_SAVE_WAIT, POLL_SECONDS))
-        return False
+        return False  # not reached: the last try returns or raises

@@ -404,6 +404,7 @@ class Engine:
         With several pipeline stages, only the last one returns a result; the others return
         uninitialized memory.
         """
+        # As in `_run_pipeline`, a pipeline stage runs without DeepSpeed's engine.
         model = self.module
         if self.layout.pipeline_size == 1:
             model = self.deepspeed_engine

@@ -158,8 +158,8 @@ class ScatteredGradients:
     def _accumulate(self, parameter: Parameter, gradient: Tensor, group: int) -> None:
         """Add a gradient to its place in the flat sum of its parameter group."""
         first = self._zero.round_robin_bit16_offsets[group][parameter.param_idx_in_group]
-        last = first + parameter.numel()
-        self._flat_sum(group)[first:last].add_(gradient.reshape(-1))
+        stop = first + parameter.numel()
+        self._flat_sum(group)[first:stop].add_(gradient.reshape(-1))
 
     def _flat_sum(self, group: int) -> Tensor:
         """Return the flat gradients of a group that this rank has accumulated; zeros at first."""
@@ -180,9 +180,9 @@ class ScatteredGradients:
         flat = self._flat_sum(group).to(self._zero.communication_data_type)
         del self._sums[group]
 
-        ranks = self._zero.dp_process_group
-        shard = flat.chunk(ranks.size())[ranks.rank()]
-        work = dist.reduce_scatter_tensor(shard, flat, group=ranks, async_op=True)
+        process_group = self._zero.dp_process_group
+        shard = flat.chunk(process_group.size())[process_group.rank()]
+        work = dist.reduce_scatter_tensor(shard, flat, group=process_group, async_op=True)
         self._pending.append(_PendingReduceScatter(group, work, shard))
         if not self._overlap:
             self._finish_pending()

@@ -96,7 +96,7 @@ class Matrices:
         self._model_config = model_config
         self._layout = layout
         self._dtype = dtype
-        self._ranks = zero.dp_process_group
+        self._process_group = zero.dp_process_group
         matrix_names = {
             parameter: name for name, parameter in parameters.items() if is_matrix(name)
         }
@@ -118,9 +118,9 @@ class Matrices:
         """
         numel = direction.numel()
         local = direction.reshape(-1).to(self._dtype)
-        begin = self._ranks.rank() * numel
-        whole = local.new_empty(numel * self._ranks.size())
-        dist.all_gather_into_tensor(whole, local, group=self._ranks)
+        begin = self._process_group.rank() * numel
+        whole = local.new_empty(numel * self._process_group.size())
+        dist.all_gather_into_tensor(whole, local, group=self._process_group)
 
         # In `whole`, this rank's partition is [begin, begin + numel).
         result = torch.zeros_like(direction).view(-1)
@@ -152,8 +152,8 @@ class Matrices:
         # Each part of a fused matrix, such as the queries, is orthogonalized by itself.
         updates = {}
         momenta = from_megatron(name, unshard(shards, parameter), self._model_config)
-        for key, x in momenta.items():
-            updates[key] = 0.2 * math.sqrt(max(x.shape)) * orthogonalize(x)
+        for key, part in momenta.items():
+            updates[key] = 0.2 * math.sqrt(max(part.shape)) * orthogonalize(part)
         whole = to_megatron(updates, name, self._model_config)
         return shard(whole, parameter, layout.tensor_parallel_rank, size)
 
@@ -168,19 +168,19 @@ class AdamWAndMuon(torch.optim.AdamW):
     def step(self, closure=None):
         """Update all parameters with a gradient. `closure` is ignored."""
         groups = self.param_groups
-        of_adamw = []
+        adamw_groups = []
         for group in groups:
             if not group["muon"]:
-                of_adamw.append(group)
+                adamw_groups.append(group)
                 continue
             for tensor in group["params"]:
                 if tensor.grad is not None:
                     self._muon_step(tensor, group["lr"], group["weight_decay"])
 
         # AdamW updates the tensors of all groups in `param_groups`.
-        self.param_groups = of_adamw
+        self.param_groups = adamw_groups
         try:
-            if of_adamw:
+            if adamw_groups:
                 super().step()
         finally:
             self.param_groups = groups

@@ -97,7 +97,7 @@ class StepTimes(Hook):
         self._names = self._names or layout.gather(_device_name(layout.device))
         computing = sum(seconds.get(name, 0.0) for name in COMPUTING)
         computing_times, data_times = zip(*layout.gather((computing, seconds.get(DATA, 0.0))))
-        slowest = computing_times.index(max(computing_times))
+        slowest = computing_times.index(max(computing_times))  # a rank
         metrics.scalars["seconds/compute_median"] = statistics.median_low(computing_times)
         metrics.scalars["seconds/compute_slowest"] = computing_times[slowest]
         metrics.scalars["seconds/data_slowest"] = max(data_times)
@@ -117,6 +117,7 @@ class StepTimes(Hook):
         # Of two ranks, the faster one is the median, so the other one can be slow.
         median = statistics.median_low(means)
         for rank, mean in enumerate(means):
+            # The median is 0 if the clock measured no phase.
             if 0 < SLOW * median < mean and rank not in self._reported:
                 self._reported.add(rank)
                 logger.warning(

@@ -244,9 +244,10 @@ class Trainer:
 
         The run may enter a stage in its middle, if it skips the stage's first data.
         """
-        # The first step of a run leaves no stage.
+        # Before its first step, the run is in no stage.
         if self._trained == 0:
             return False
+        # A step belongs to the stage of its last sequence.
         last = self.samples + self.config.train.batch_size(self.samples) - 1
         return stage_at(self.stages, last) != stage_at(self.stages, self._trained - 1)
 
