@@ -86,7 +86,10 @@ class RankErrors:
                     raise error
 
     def _failure(self, path: Path) -> StaleAttempt | CheckpointError:
-        """Return this rank's error, to be sent to the other ranks."""
+        """Return this rank's error as one that can be sent to the other ranks.
+
+        The error of an attempt that no longer owns the run is StaleAttempt, whatever has failed.
+        """
         try:
             self._check_owner()
         except StaleAttempt as error:

@@ -494,12 +494,14 @@ def _check_scaling(config: RunConfig, base: Base) -> None:
     scaling = _scaling_of(base.model)
     kind = position.rope_scaling_type
     factor = position.rope_scaling_factor
+    # A factor of 1 is no scaling. `linear` is the default, and the base model's type is inherited.
     if factor == 1.0 and kind not in ("linear", base_position.rope_scaling_type):
         raise ConfigError(
             ("model.position.rope_scaling_factor", "model.position.rope_scaling_type"),
             f"is 1, so model.position.rope_scaling_type {kind} has no effect",
             "set it to the new context length divided by the old one",
         )
+
     # Positions stay in the trained range if the factor grows as much as the context.
     needed_factor = (
         base_position.rope_scaling_factor * config.model.seq_length / base.model.seq_length
@@ -517,15 +519,15 @@ def _check_scaling(config: RunConfig, base: Base) -> None:
 
     # These types scale relative to the context on which the model was trained without scaling.
     if factor != 1.0 and kind != "linear":
-        trained = base.model.seq_length
+        trained_length = base.model.seq_length
         if scaling in ("llama3", "yarn"):
-            trained = base_position.rope_original_seq_length
-        if position.rope_original_seq_length > trained:
+            trained_length = base_position.rope_original_seq_length
+        if position.rope_original_seq_length > trained_length:
             raise ConfigError(
                 ("model.position.rope_original_seq_length", KEY),
                 f"is {position.rope_original_seq_length}, but contexts of {KEY} {base.path} have"
-                f" {trained} tokens",
-                f"set it to {trained}",
+                f" {trained_length} tokens",
+                f"set it to {trained_length}",
             )
 
 

@@ -110,7 +110,7 @@ def import_on_rank_0(
             status["path"] = work(advance)
         except UserError as error:
             status["error"] = CheckpointError(error.subjects, error.problem, error.fix)
-        except Exception as error:
+        except Exception as error:  # or it would be lost in the thread
             status["error"] = CheckpointError(
                 KEY, f"cannot be imported: {type(error).__name__}: {error}"
             )

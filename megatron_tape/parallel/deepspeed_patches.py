@@ -181,6 +181,7 @@ def _wait(
         return
     with waiting():
         handle.allgather_handle.wait()
+
     # `partitions` are views of one buffer, which has the partitions of all parameters of rank 0,
     # then those of rank 1, and so on.
     gathered = handle.partitions[0]._base
@@ -192,6 +193,7 @@ def _wait(
         parameter.data = flat.view(parameter.ds_shape).to(parameter.ds_tensor.dtype)
         parameter.ds_status = ZeroParamStatus.AVAILABLE
         first += size
+
     # The buffer was allocated in the stream of the all-gather. It must not be reused before the
     # copies above have run in this stream.
     if gathered.is_cuda:

@@ -225,7 +225,7 @@ class TokenLayout:
         Data-parallel rank r of R takes micro-batches r, r + R, r + 2 R, ... Micro-batches at the
         end that are not enough for all R ranks are dropped.
         """
-        step = size * self.data_shards
-        for start in range(first, stop - step + 1, step):
-            own = start + size * self.data_group.rank()
-            yield list(range(own, own + size))
+        all_ranks = size * self.data_shards  # samples that all ranks process at a time
+        for start in range(first, stop - all_ranks + 1, all_ranks):
+            begin = start + size * self.data_group.rank()
+            yield list(range(begin, begin + size))

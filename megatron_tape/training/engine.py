@@ -575,7 +575,7 @@ def _torch_launcher_variables(layout: ParallelLayout) -> Iterator[None]:
     """
     local_rank = layout.rank
     if layout.device.type == "cuda":
-        local_rank = layout.device.index or 0
+        local_rank = layout.device.index or 0  # no index means GPU 0
     values = {"RANK": layout.rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": layout.world_size}
     added = {key: str(value) for key, value in values.items() if key not in os.environ}
     os.environ |= added

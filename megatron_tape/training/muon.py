@@ -153,6 +153,7 @@ class Matrices:
         updates = {}
         momenta = from_megatron(name, unshard(shards, parameter), self._model_config)
         for key, part in momenta.items():
+            # The factor gives the update about the root mean square of AdamW's.
             updates[key] = 0.2 * math.sqrt(max(part.shape)) * orthogonalize(part)
         whole = to_megatron(updates, name, self._model_config)
         return shard(whole, parameter, layout.tensor_parallel_rank, size)

@@ -146,6 +146,7 @@ class SpikeHook(Hook):
             norm,
             *map(median, self._spikes.values),
         )
+
         if action == "warn":
             return
         if number > self._settings.limit:

@@ -205,6 +205,7 @@ class Trainer:
         if self.step > 0:
             for change in changes(self.checkpoint.state["config"], self.config):
                 logger.info("since %s: %s", self.checkpoint.path.name, change)
+
         # Exclude imported modules from garbage collection: scanning them takes longer than a step
         # of a small model.
         gc.collect()
@@ -220,7 +221,8 @@ class Trainer:
             stopped = self._train()
             if stopped is not None:
                 reason = f"{self.watch.stop or 'a signal to another rank'} {stopped}"
-        except Rewind as rewind:  # like TrainingStopped, raised on all ranks
+        # Both are raised on all ranks. A save may be pending, and the run continues from it later.
+        except Rewind as rewind:
             self.saves.finish()
             reason = str(rewind)
         except TrainingStopped:
