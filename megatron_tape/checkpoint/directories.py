@@ -180,6 +180,7 @@ def publish(
     final = root / _name(step)
     discarded = _discard(final)
     os.rename(staging, final)
+    # The new checkpoint must be on disk before the files of the old one disappear.
     sync_directory(root)
     remove(discarded)
     return final

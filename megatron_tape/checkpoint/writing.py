@@ -198,7 +198,7 @@ class Save:
             self._entries[name], self._index[name] = write_safetensors(
                 self._staging / name, dict(sorted(self._tensors.items()))
             )
-        if self._random:
+        if self._random:  # empty except on rank 0
             self._entries[RANDOM], _ = write_safetensors(
                 self._staging / RANDOM, pack_states(self._random)
             )
