@@ -105,7 +105,7 @@ def import_on_rank_0(
     def advance() -> None:
         status["tensors"] += 1
 
-    def run() -> None:
+    def run_work() -> None:
         try:
             status["path"] = work(advance)
         except UserError as error:
@@ -116,13 +116,15 @@ def import_on_rank_0(
             )
 
     # Rank 0 works in a thread, so that it can tell the others about its progress meanwhile.
-    thread = threading.Thread(target=run, name="import", daemon=True)
+    thread = threading.Thread(target=run_work, name="import", daemon=True)
     if layout.rank == 0:
         thread.start()
     reported = -1
     while True:
         if layout.rank == 0:
             thread.join(POLL_SECONDS)
+
+        # The other ranks wait here for rank 0.
         shared = [dict(status)]
         dist.broadcast_object_list(shared, src=0)
         current = shared[0]
@@ -130,6 +132,7 @@ def import_on_rank_0(
             raise current["error"]
         if current["path"] is not None:
             return current["path"]
+        # Without another tensor, this is no progress, and the watchdog may end the process.
         if current["tensors"] > reported:
             reported = current["tensors"]
             watch.progress("importing the model to extend")

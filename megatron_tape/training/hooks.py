@@ -280,6 +280,7 @@ class PositionNorms(Hook):
 
         scalars = {}
         norms = _position_norms(trainer.model)
+        # By layer, `norms` has the values of the state and of its update.
         for column, name in enumerate(("state_norm", "update_norm")):
             values = [of_layer[column] for of_layer in norms.values()]
             if values:

@@ -442,6 +442,7 @@ class Trainer:
         """Open the metrics writer, log the configuration, and write `config.yaml`."""
         config = self.config
         attempt = self.watch.attempt
+        # A newer attempt may have started meanwhile, and its files must not be replaced.
         attempt.check_owner()
         directory = config.logging.directory
         # `self.step` and `self.samples` change, but `work` below must count from the start.
@@ -461,6 +462,7 @@ class Trainer:
             work=lambda steps: config.train.samples_after(steps - start, samples_at_start),
             wandb=to_wandb,
         )
+
         writer.text("configuration", to_yaml(config), start)
         writer.text("parameters", self.parameters, start)
         writer.text("layout", config.parallel.describe(self.layout.world_size), start)
