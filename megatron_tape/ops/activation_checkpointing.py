@@ -35,6 +35,7 @@ class AttentionRecorder:
     """
 
     def __init__(self):
+        # A queue for each layer, since shifted sparse attention calls attention twice in a layer.
         self._calls: dict[Hashable, deque[_RecordedCall]] = defaultdict(deque)
 
     def run(
@@ -43,11 +44,11 @@ class AttentionRecorder:
         """Return `function(*tensors)` in the first run of a layer, and the recorded outputs in the
         second.
 
-        The runs differ by whether gradients are enabled. If a layer was recorded several times, the
-        oldest call is replayed first. The backward pass computes the gradients of all `tensors`,
-        because the first run cannot tell which of them the second run needs. Raises RuntimeError if
-        there is no recorded call to replay.
+        If a layer was recorded several times, the oldest call is replayed first. The backward pass
+        computes the gradients of all `tensors`, because the first run cannot tell which of them the
+        second run needs. Raises RuntimeError if there is no recorded call to replay.
         """
+        # Checkpointing disables gradients in the first run only.
         if not torch.is_grad_enabled():
             call = _RecordedCall(function, tensors)
             self._calls[layer].append(call)
@@ -68,6 +69,7 @@ class _RecordedCall:
     """
 
     def __init__(self, function: AttentionFunction, tensors: tuple[Tensor | None, ...]):
+        # `_pack` recognizes the inputs among the tensors that attention saves.
         self._inputs = tensors
         self.gradients: tuple[Tensor | None, ...] = ()
         """Gradients of the inputs, which the graph sets as its last step."""
@@ -78,10 +80,11 @@ class _RecordedCall:
         # Detached: otherwise parameters would be leaves of this graph, and their hooks would run
         # without a gradient.
         detached = (None if x is None else x.detach() for x in tensors)
+        # Autograd builds a graph only if an argument requires a gradient; no detached tensor does.
+        requires_grad = torch.empty(0, requires_grad=True)
         with torch.enable_grad(), hooks:
-            self._outputs = function(
-                *_GraphInputs.apply(call, torch.empty(0, requires_grad=True), *detached)
-            )
+            self._outputs = function(*_GraphInputs.apply(call, requires_grad, *detached))
+        # The inputs are recomputed before the backward pass, so they need no memory until then.
         self._inputs = ()
 
     def results(self) -> tuple[Tensor, ...]:
@@ -94,16 +97,20 @@ class _RecordedCall:
         """Return the gradients of `inputs`, given the `gradients` of the outputs, and free the
         graph.
         """
+        # `_unpack` gives the recomputed inputs to the graph, which sets `self.gradients`.
         self._inputs = inputs
         torch.autograd.backward(self._outputs, gradients)
-        of_inputs = self.gradients
+        input_gradients = self.gradients
+
         self._inputs = ()
         self._outputs = ()
         self.gradients = ()
-        return of_inputs
+        return input_gradients
 
     def _pack(self, saved: Tensor) -> Tensor | int:
-        """Return the index of `saved` among the inputs or, if it is not an input, `saved` itself,
+        """Return what the graph keeps of a tensor that attention saves for its backward pass.
+
+        This is the index of `saved` among the inputs or, if it is not an input, `saved` itself,
         detached.
         """
         view = _storage_view(saved)
@@ -114,15 +121,17 @@ class _RecordedCall:
         return saved.detach()
 
     def _unpack(self, packed: Tensor | int) -> Tensor:
+        """Return the saved tensor for the result of `_pack`: an input of the second run, or the
+        tensor itself.
+        """
         if isinstance(packed, int):
             return self._inputs[packed]
         return packed
 
 
 def _storage_view(x: Tensor) -> tuple:
-    """Return a key that identifies the storage and the view of x, also of fake tensors, which have
-    no address.
-    """
+    """Return a key that is equal for tensors with the same memory, dtype, shape and strides."""
+    # `_cdata` instead of `data_ptr`, since fake tensors have no address.
     return x.untyped_storage()._cdata, x.storage_offset(), x.dtype, x.shape, x.stride()
 
 
@@ -135,12 +144,13 @@ class _GraphInputs(Function):
     def forward(
         ctx,
         call: ref[_RecordedCall],
-        learned: Tensor,
+        requires_grad: Tensor,
         *tensors: Tensor | None,
     ):
         ctx.call = call
+        # The gradient of an input that attention does not use stays None.
         ctx.set_materialize_grads(False)
-        # The results are not leaves, which the graph would keep alive.
+        # New tensors: an input returned as it is would be a leaf, which the graph keeps alive.
         return tuple(None if x is None else x.detach() for x in tensors)
 
     @staticmethod

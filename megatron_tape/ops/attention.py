@@ -24,6 +24,9 @@ _MODULES = {name: name for name in BACKENDS} | {
     "torch_wide": "sdpa_wide",
     "flash_attn": "flash",
 }
+"""The module in `ops/backends` of each backend. A module cannot have the name of a library that it
+imports.
+"""
 
 
 def attention(
@@ -68,6 +71,7 @@ def attend(x: AttentionInputs, backend: str = "torch") -> tuple[Tensor, Tensor |
     _check(x)
     if why := lacks(backend, _needs(x)):
         raise ValueError(f"backend is {backend}, which {why}; choose another")
+    # Triton's interpreter would compute wrong results in bf16 without an error.
     if backend == "triton" and not x.q_SBHD.is_cuda:
         if why := unsupported(
             "triton",
@@ -76,6 +80,7 @@ def attend(x: AttentionInputs, backend: str = "torch") -> tuple[Tensor, Tensor |
             x.q_SBHD.shape[-1],
         ):
             raise ValueError(f"backend is triton, which {why}; choose another")
+    # Imported here, since most backends need an optional library.
     module = importlib.import_module(f"megatron_tape.ops.backends.{_MODULES[backend]}")
     o, *u = module.attend(_prepared(x))
     return o, u[0] if u else None
@@ -86,8 +91,8 @@ def _prepared(x: AttentionInputs) -> AttentionInputs:
     rescoring in fp32.
     """
     if x.factor_TB1D is not None and x.rotate:
-        # Backends rotate afterwards. The order does not matter, as both parts of a number have the
-        # same factor.
+        # Backends rotate afterwards. The order does not matter, as the real and the imaginary part
+        # of a number have the same factor.
         q = x.q_SBHD * x.factor_TB1D
         x = replace(
             x,
@@ -106,7 +111,7 @@ def _prepared(x: AttentionInputs) -> AttentionInputs:
 
 def _needs(x: AttentionInputs) -> Set[str]:
     """Return the capabilities that these inputs require of a backend."""
-    needs = {
+    required = {
         ROTATION: x.z_TBGD is not None and x.rotate,
         AVERAGE: x.average_state,
         POINTWISE: x.bias is not None and x.bias.score is not None,
@@ -114,8 +119,8 @@ def _needs(x: AttentionInputs) -> Set[str]:
         GATE: x.log_gate_TBH is not None,
     }
     if x.rescore is not None:
-        needs[x.rescore.need] = True
-    return {need for need, required in needs.items() if required}
+        required[x.rescore.need] = True
+    return {capability for capability, is_required in required.items() if is_required}
 
 
 def _check(x: AttentionInputs) -> None:
@@ -126,14 +131,14 @@ def _check(x: AttentionInputs) -> None:
     k = x.k_TBGD
     v = x.v_TBGD
     z = x.z_TBGD
-    fit = f"queries {tuple(q.shape)} and keys {tuple(k.shape)}"
+    shapes = f"queries {tuple(q.shape)} and keys {tuple(k.shape)}"
     if q.dim() != 4 or k.dim() != 4:
-        raise ValueError(f"{fit} must have four axes each, (S, B, H, D) and (T, B, G, D)")
+        raise ValueError(f"{shapes} must have four axes each, (S, B, H, D) and (T, B, G, D)")
     S, B, H, D = q.shape
     T, _, G, _ = k.shape
     if k.shape != (T, B, G, D) or H % G:
         raise ValueError(
-            f"{fit} do not fit: expected (S, B, H, D) and (T, B, G, D), where G divides H"
+            f"{shapes} do not fit: expected (S, B, H, D) and (T, B, G, D), where G divides H"
         )
     if S > T:
         raise ValueError(
@@ -141,20 +146,21 @@ def _check(x: AttentionInputs) -> None:
             " keys"
         )
 
-    sizes: dict[str, tuple[set[int], ...]] = {
+    # The allowed sizes of each axis; an axis of size 1 is broadcast.
+    allowed_sizes: dict[str, tuple[set[int], ...]] = {
         "v_TBGD": ({T}, {B}, {G}, {D}),
         "z_TBGD": ({T}, {1, B}, {1, G}, {D}),
         "log_gate_TBH": ({T}, {B}, {H}),
     }
     if x.rotate:
-        sizes["factor_TB1D"] = ({T}, {1, B}, {1}, {D})
-    for name, allowed in sizes.items():
+        allowed_sizes["factor_TB1D"] = ({T}, {1, B}, {1}, {D})
+    for name, axes in allowed_sizes.items():
         tensor = getattr(x, name)
         if tensor is None:
             continue
         shape = tuple(tensor.shape)
-        if len(shape) != len(allowed) or any(n not in axis for n, axis in zip(shape, allowed)):
-            raise ValueError(f"{name} has shape {shape}, which does not fit {fit}")
+        if len(shape) != len(axes) or any(size not in axis for size, axis in zip(shape, axes)):
+            raise ValueError(f"{name} has shape {shape}, which does not fit {shapes}")
     if x.packing is not None and x.packing.bounds_2BT.shape != (2, B, T):
         raise ValueError(
             f"document bounds have shape {tuple(x.packing.bounds_2BT.shape)}; expected {(2, B, T)}"

@@ -50,6 +50,7 @@ class AttentionInputs(PositionInputs):
         if z is None or not self.rotate:
             return q, k
         if fused and rotates_fused(q):
+            # Imported here, since Triton is installed only on some systems.
             from megatron_tape.ops.kernels.triton_rotation import prepared
 
             return prepared(q, k, self.v_TBGD, z, wide=False)
@@ -59,6 +60,7 @@ class AttentionInputs(PositionInputs):
         """Return q and k as `rotated` does, and v (T, B, G, D) or, with `average_state`, [v | z]
         (T, B, G, 2D).
         """
+        # One kernel rotates and concatenates, if possible: it reads z only once.
         if not self.average_state:
             return *self.rotated(), self.v_TBGD
         if self.rotate and rotates_fused(self.q_SBHD):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 NEAR = 256
-"""Maximum number of queries in a tile that may omit constants per query from its bias, since
-softmax cancels them. In larger tiles, biases without these constants would be so large that scores
+"""Maximum number of queries in a tile that may omit constants per query from its bias. Softmax
+cancels constants per query. Without them, the biases of larger tiles would be so large that scores
 lose precision."""
 
 
@@ -21,9 +21,9 @@ class Bias:
     and keys.
 
     `rows` (of queries) and `columns` (of keys) are slices of the T tokens. A tile is (B or 1, H or
-    1, rows or 1, columns or 1). It must be finite even for masked pairs, and differentiable in
-    `tensors`, which must include every tensor that needs a gradient. Attention passes `tensors` in
-    at least float32, since the gradient of a table is a sum over all pairs of query and key.
+    1, rows or 1, columns or 1). It must be finite even for masked pairs. It must be differentiable
+    in `tensors`, which must include every tensor that needs a gradient. Attention passes `tensors`
+    in at least float32, since the gradient of a table is a sum over all pairs of query and key.
     """
 
     tile: Callable[..., Tensor]
@@ -34,9 +34,9 @@ class Bias:
     all of its intermediate results must be 0-d."""
     left_out: Callable[..., Tensor] | None = None
     """Optional; `left_out(rows, *tensors)` returns the constants per query, (B or 1, H or 1, rows),
-    that tiles of at most `NEAR` queries omit. They do not change attention's outputs. In the
-    backward pass, they absorb the sum of a query's score gradients, which is not exactly zero for
-    rounded outputs and would otherwise reach other tokens."""
+    that tiles of at most `NEAR` queries omit. They do not change attention's outputs, but they have
+    a gradient: the sum of a query's score gradients. This sum is zero in exact arithmetic. With
+    rounded outputs it is not, and without the constants the rest would reach other tokens."""
 
     def in_float32(self) -> "Bias":
         """Return a copy whose tensors are in at least float32."""
@@ -51,26 +51,27 @@ class Bias:
 
     def of_heads(self, heads: slice) -> "Bias":
         """Return the bias of the query heads in the slice `heads`."""
-        whole = self.without_tensors()
+        all_heads = self.without_tensors()
 
         def tile(rows: slice, columns: slice, *tensors: Tensor) -> Tensor:
-            every = whole.tile(rows, columns, *tensors)
-            if every.shape[1] == 1:
-                return every
-            return every[:, heads]
+            bias = all_heads.tile(rows, columns, *tensors)
+            # All heads may have the same bias.
+            if bias.shape[1] == 1:
+                return bias
+            return bias[:, heads]
 
         def score(b: Tensor, h: Tensor, q: Tensor, k: Tensor, *tensors: Tensor) -> Tensor:
-            return whole.score(b, h + heads.start, q, k, *tensors)
+            return all_heads.score(b, h + heads.start, q, k, *tensors)
 
         def left_out(rows: slice, *tensors: Tensor) -> Tensor:
-            return whole.left_out(rows, *tensors)[:, heads]
+            return all_heads.left_out(rows, *tensors)[:, heads]
 
         return Bias(
             tile, self.tensors, score if self.score else None, left_out if self.left_out else None
         )
 
     def of(self, rows: slice, columns: slice) -> Tensor:
-        """Return the tile of these queries and keys, through which gradients reach `tensors`."""
+        """Return the bias of these queries and keys, differentiable in `tensors`."""
         return self.tile(rows, columns, *self.tensors)
 
 
@@ -90,18 +91,26 @@ def gates_as_bias(log_gate_TBH: Tensor, bias: Bias | None = None) -> Bias:
     high = sums_BHT.to(dtype)
     low = (sums_BHT - high).detach().to(dtype)
 
+    # `of_query` and `of_key` are both `high`, (B, H, T).
     def tile(
-        rows: slice, columns: slice, of_query: Tensor, of_key: Tensor, low: Tensor, *of_bias: Tensor
+        rows: slice,
+        columns: slice,
+        of_query: Tensor,
+        of_key: Tensor,
+        low: Tensor,
+        *bias_tensors: Tensor,
     ) -> Tensor:
-        origin, origin_low = (x[..., rows.start, None].detach() for x in (of_query, low))
-        gates = ((origin - of_key[..., columns]) + (origin_low - low[..., columns]))[..., None, :]
+        # Differences to the tile's first query are small, so float32 suffices for them.
+        origin = of_query[..., rows.start, None].detach()
+        origin_low = low[..., rows.start, None]
+        to_keys = (origin - of_key[..., columns]) + (origin_low - low[..., columns])
+        gates = to_keys[..., None, :]
         if rows.stop - rows.start > NEAR:
-            gates = (
-                gates + ((of_query[..., rows] - origin) + (low[..., rows] - origin_low))[..., None]
-            )
+            to_queries = (of_query[..., rows] - origin) + (low[..., rows] - origin_low)
+            gates = gates + to_queries[..., None]
         if bias is None:
             return gates
-        return gates + bias.tile(rows, columns, *of_bias)
+        return gates + bias.tile(rows, columns, *bias_tensors)
 
     def score(
         b: Tensor,
@@ -111,19 +120,23 @@ def gates_as_bias(log_gate_TBH: Tensor, bias: Bias | None = None) -> Bias:
         of_query: Tensor,
         of_key: Tensor,
         low: Tensor,
-        *of_bias: Tensor,
+        *bias_tensors: Tensor,
     ) -> Tensor:
         gates = (of_query[b, h, q] - of_key[b, h, k]) + (low[b, h, q] - low[b, h, k])
         if bias is None:
             return gates
-        return gates + bias.score(b, h, q, k, *of_bias)
+        return gates + bias.score(b, h, q, k, *bias_tensors)
 
     def left_out(rows: slice, of_query: Tensor, *_: Tensor) -> Tensor:
         return of_query[..., rows]
 
-    of_bias = () if bias is None else bias.tensors
-    bias = None if bias is None else bias.without_tensors()
-    pointwise = bias is None or bias.score is not None
-    # Passed twice, because FlexAttention's compiled gradient requires tensors that are indexed
-    # once.
-    return Bias(tile, (high, high.clone(), low, *of_bias), score if pointwise else None, left_out)
+    # `high` is passed twice, because FlexAttention's compiled gradient requires tensors that are
+    # indexed once.
+    tensors = (high, high.clone(), low)
+    pointwise = True
+    if bias is not None:
+        tensors += bias.tensors
+        # The functions above keep `bias`, and must not keep its tensors.
+        bias = bias.without_tensors()
+        pointwise = bias.score is not None
+    return Bias(tile, tensors, score if pointwise else None, left_out)

@@ -14,7 +14,7 @@ from torch.autograd.function import Function, once_differentiable
 _QUERIES = 32
 _KEYS = 64
 """Queries and keys of a tile of scores that fits into a CPU's cache. On GPUs a tile has all r
-queries, because the host waits for the device after each tile."""
+queries, so that there are few tiles: the host waits for the device after each."""
 
 
 def add_contextual_positions(
@@ -40,10 +40,10 @@ class _ContextualPositions(Function):
     """
 
     @staticmethod
-    def forward(ctx, scores, of_positions, seen, learns):
+    def forward(ctx, scores, of_positions, seen, saves):
         r, t = scores.shape[-2:]
         largest = of_positions.shape[-1] - 1
-        added = torch.empty_like(scores)
+        result = torch.empty_like(scores)
         # A value and the difference to the next one form a complex number, so that one gather reads
         # both.
         differences = of_positions.diff(dim=-1)
@@ -58,71 +58,80 @@ class _ContextualPositions(Function):
 
         for first in range(0, r, height):
             rows = slice(first, min(first + height, r))
+            # Keys from `stop` on come after all of these queries, so any finite score will do.
             stop = t - r + rows.stop
-            counted = 0.0
+            result[..., rows, stop:] = scores[..., rows, stop:]
+            gate_sum = 0.0
             finished = False
-            added[..., rows, stop:] = scores[..., rows, stop:]
 
             while stop > 0 and not finished:
                 keys = slice(max(stop - width, 0), stop)
-                near = scores[..., rows, keys]
+                tile_scores = scores[..., rows, keys]
                 visible = seen[..., rows, keys]
-                gates = near.sigmoid()
+                gates = tile_scores.sigmoid()
                 if not visible.all():
                     gates.mul_(visible)
 
-                of_farther = gates.flip(-1).cumsum(-1)
-                position = of_farther.flip(-1).add_(counted)
-                counted = position[..., :1].clone()
+                # A position is the sum of the gates from its key to the query. The keys are flipped
+                # to sum from the right; `gate_sum` is the sum over the tiles further right.
+                from_right = gates.flip(-1).cumsum(-1)
+                position = from_right.flip(-1).add_(gate_sum)
+                gate_sum = position[..., :1].clone()
                 stop = keys.start
 
-                whole = position.floor().clamp_(max=largest)
-                index = whole.long()
+                # Interpolate between the values of the nearest integers. From `largest` on, the
+                # difference to the next value is zero, whatever the fraction.
+                integer = position.floor().clamp_(max=largest)
+                index = integer.long()
                 pair = pairs[..., rows, :].gather(-1, index)
-                fraction = position.sub_(whole)
+                fraction = position.sub_(integer)
                 slope = pair.imag.contiguous()
                 interpolated = torch.addcmul(pair.real, slope, fraction)
-                added[..., rows, keys] = interpolated.add_(near)
+                result[..., rows, keys] = interpolated.add_(tile_scores)
 
-                if learns:
+                if saves:
                     tiles.append((rows, keys))
                     saved += gates, fraction, index, slope
                 unseen = ~seen[..., rows, :stop].any(-1, keepdim=True)
-                complete = (counted >= largest) | unseen
+                complete = (gate_sum >= largest) | unseen
                 finished = bool(complete.all())
 
             far = scores[..., rows, :stop]
-            torch.add(far, of_positions[..., rows, -1:], out=added[..., rows, :stop])
+            torch.add(far, of_positions[..., rows, -1:], out=result[..., rows, :stop])
 
         ctx.save_for_backward(*saved)
         ctx.tiles = tiles
         ctx.shape = of_positions.shape
-        return added
+        return result
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dadded):
-        dscores = dadded.clone()
-        dpairs = dadded.new_zeros(ctx.shape, dtype=dadded.dtype.to_complex())
-        dfar = dadded.new_zeros(ctx.shape[:-1])
+    def backward(ctx, dresult):
+        dscores = dresult.clone()
+        dpairs = dresult.new_zeros(ctx.shape, dtype=dresult.dtype.to_complex())
+        dfar = dresult.new_zeros(ctx.shape[:-1])
         saved = ctx.saved_tensors
         previous_rows = None
 
+        # In the reverse order of the forward pass: from the farthest tile to the nearest.
         for i, (rows, keys) in reversed(list(enumerate(ctx.tiles))):
             gates, fraction, index, slope = saved[4 * i : 4 * i + 4]
             if rows != previous_rows:  # the farthest tile of these queries
                 previous_rows = rows
-                dposition = 0.0
-                dfar[..., rows] = dadded[..., rows, : keys.start].sum(-1)
-            d = dadded[..., rows, keys]
-            dpair = torch.complex(d, fraction * d)
+                dposition_sum = 0.0
+                dfar[..., rows] = dresult[..., rows, : keys.start].sum(-1)
+
+            dtile = dresult[..., rows, keys]
+            dpair = torch.complex(dtile, fraction * dtile)
             dpairs[..., rows, :].scatter_add_(-1, index, dpair)
+
             # A gate contributes to the positions of its key and of all farther keys.
-            dgates = slope.mul(d).cumsum(-1)
-            dgates.add_(dposition)
-            dposition = dgates[..., -1:]
+            dgates = slope.mul(dtile).cumsum(-1)
+            dgates.add_(dposition_sum)
+            dposition_sum = dgates[..., -1:]
             dscores[..., rows, keys] += torch.ops.aten.sigmoid_backward(dgates, gates)
 
+        # The slope of position p is value[p + 1] - value[p].
         dof_positions = dpairs.real.contiguous()
         dslopes = dpairs.imag[..., :-1]
         dof_positions[..., :-1] -= dslopes

@@ -49,11 +49,11 @@ def through_reflections(
 
     def blocks(k_BGTD: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         w_TBGD, beta_TBG = directions(*inputs)
-        return blocks_of_reflections(
-            k_BGTD.to(w_TBGD.dtype), w_TBGD.permute(1, 2, 0, 3), beta_TBG.permute(1, 2, 0)
-        )
+        w_BGTD = w_TBGD.permute(1, 2, 0, 3)
+        return blocks_of_reflections(k_BGTD.to(w_TBGD.dtype), w_BGTD, beta_TBG.permute(1, 2, 0))
 
     def prepare(q_BHSD: Tensor, k_BGTD: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        # Saves only the inputs; the intermediate results of `blocks` take several times the memory.
         return checkpoint(blocks, k_BGTD, *inputs, use_reentrant=False, preserve_rng_state=False)
 
     def rows(
@@ -76,23 +76,29 @@ def blocks_of_reflections(
     product of the block's H.
     """
     D = k_BGTD.shape[-1]
-    keys, w = (_blocks(x) for x in (k_BGTD, w_BGTD))
-    wb = w * _blocks(beta_BGT[..., None])
-    written = torch.cat([(wb @ keys.mT).tril(-1), wb], dim=-1)
-    # With unitriangular=True the diagonal is not read.
-    solved = torch.linalg.solve_triangular(
-        (wb @ w.mT).tril(-1), written, upper=False, unitriangular=True
-    )
-    unit = torch.eye(D, dtype=w.dtype, device=w.device).expand(*w.shape[:2], -1, -1)
-    return torch.cat([keys, w], dim=2), solved, torch.cat([keys.mT, unit], dim=-1) - w.mT @ solved
+    keys = _blocks(k_BGTD)
+    w = _blocks(w_BGTD)
+    beta_w = w * _blocks(beta_BGT[..., None])
+    right_side = torch.cat([(beta_w @ keys.mT).tril(-1), beta_w], dim=-1)
+    # The identity on the diagonal is implied: with unitriangular=True the diagonal is not read.
+    matrix = (beta_w @ w.mT).tril(-1)
+    U = torch.linalg.solve_triangular(matrix, right_side, upper=False, unitriangular=True)
+
+    identity = torch.eye(D, dtype=w.dtype, device=w.device).expand(*w.shape[:2], -1, -1)
+    at_end = torch.cat([keys.mT, identity], dim=-1) - w.mT @ U
+    return torch.cat([keys, w], dim=2), U, at_end
 
 
 def scores_through_reflections(
-    q_BHrD: Tensor, tokens: slice, local: Tensor, solved: Tensor, carried: Tensor
+    q_BHrD: Tensor,
+    tokens: slice,
+    keys_and_w: Tensor,
+    U: Tensor,
+    at_end: Tensor,
 ) -> Tensor:
     """Return the scores (B, H, r, t) of the queries at `tokens` with all keys up to the last query.
 
-    `local`, `solved` and `carried` are the results of `blocks_of_reflections`. Scores of keys after
+    `keys_and_w`, `U` and `at_end` are the results of `blocks_of_reflections`. Scores of keys after
     a query are meaningless, but finite.
     """
     B, _, r, D = q_BHrD.shape
@@ -101,36 +107,40 @@ def scores_through_reflections(
     count = -(-tokens.stop // C)
     # The R queries of a token are adjacent, so that the queries of a block, and those of later
     # blocks, are slices.
-    q_ArRD = (q_BHrD.to(local.dtype) * D**-0.5).reshape(local.shape[1], -1, r, D).transpose(1, 2)
+    scaled = q_BHrD.to(U.dtype) * D**-0.5
+    q_ArRD = scaled.reshape(U.shape[1], -1, r, D).transpose(1, 2)
     R = q_ArRD.shape[2]
-    q_AxD = q_ArRD.reshape(len(q_ArRD), r * R, D)
-    local, solved, carried = (x[:count].unbind(0) for x in (local, solved, carried))
-    later = q_AxD[:, r * R :]
-    columns = []
+    queries = q_ArRD.reshape(len(q_ArRD), r * R, D)
+    # The queries of later blocks, transformed to the end of block j; none yet.
+    later = queries[:, r * R :]
+    scores_of_blocks = []
 
     for j in reversed(range(count)):
-        low, high = (min(max(x * C - first, 0), r) for x in (j, j + 1))
-        parts = [q_AxD.new_zeros(len(q_AxD), low * R, C)]
-        of_later = None
+        # Queries below `low` come before block j, those from `high` on after it.
+        low = min(max(j * C - first, 0), r)
+        high = min(max((j + 1) * C - first, 0), r)
+        parts = [queries.new_zeros(len(queries), low * R, C)]
+        later_scores = None
         if later.shape[1]:
-            of_later, later = (later @ carried[j]).split([C, D], dim=-1)
+            # One product computes their scores and transforms them to the start of the block.
+            later_scores, later = (later @ at_end[j]).split([C, D], dim=-1)
 
         if low < high:
-            inside = q_AxD[:, low * R : high * R]
-            products, of_w = (inside @ local[j].mT).split([C, C], dim=-1)
-            # The rows are those of w up to each query's own token.
+            inside = queries[:, low * R : high * R]
+            products, w_products = (inside @ keys_and_w[j].mT).split([C, C], dim=-1)
+            # Only the H up to each query's own token apply to it.
             index = torch.arange(C, device=inside.device)
             own = index[first + low - j * C : first + high - j * C].repeat_interleave(R)
-            of_w = of_w.masked_fill(index > own[:, None], 0.0)
-            reflected, start = (of_w @ solved[j]).split([C, D], dim=-1)
+            w_products = w_products.masked_fill(index > own[:, None], 0.0)
+            reflected, change = (w_products @ U[j]).split([C, D], dim=-1)
             parts.append(products - reflected)
-            later = torch.cat([inside - start, later], dim=1)
+            later = torch.cat([inside - change, later], dim=1)
 
-        if of_later is not None:
-            parts.append(of_later)
-        columns.append(torch.cat(parts, dim=1))
+        if later_scores is not None:
+            parts.append(later_scores)
+        scores_of_blocks.append(torch.cat(parts, dim=1))
 
-    scores = torch.cat(columns[::-1], dim=-1)[..., : tokens.stop]
+    scores = torch.cat(scores_of_blocks[::-1], dim=-1)[..., : tokens.stop]
     return scores.unflatten(1, (r, R)).transpose(1, 2).reshape(B, -1, r, tokens.stop)
 
 

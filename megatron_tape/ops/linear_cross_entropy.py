@@ -75,19 +75,23 @@ class _LinearCrossEntropy(Function):
         gradient,
     ):
         sharded_tokens = hidden.shape[0] < labels.shape[1]
-        whole = hidden
+        hidden_SBC = hidden
         if sharded_tokens:
-            whole = hidden.new_empty(labels.shape[1], *hidden.shape[1:])
-            dist.all_gather_into_tensor(whole, hidden.contiguous(), group=group)
+            hidden_SBC = hidden.new_empty(labels.shape[1], *hidden.shape[1:])
+            dist.all_gather_into_tensor(hidden_SBC, hidden.contiguous(), group=group)
+
+        # Outside training, `gradient` is False although parameters require gradients.
         needed = (gradient and needs for needs in ctx.needs_input_grad[:2])
-        factors = None if weights is None else weights.T.flatten().to(_wide(hidden))
-        tokens = whole.flatten(0, 1)
-        chunked = _ChunkedLoss(
-            tokens, weight, labels.T.flatten(), factors, group, fused, first, z_loss
-        )
+        # Transposed, since the sequence is the first axis of hidden states, but not of labels.
+        factors_N = None if weights is None else weights.T.flatten().to(_loss_dtype(hidden))
+        labels_N = labels.T.flatten()
+        hidden_NC = hidden_SBC.flatten(0, 1)
+        chunked = _ChunkedLoss(hidden_NC, weight, labels_N, factors_N, group, fused, first, z_loss)
         losses, d_hidden, d_weight = chunked.run(*needed)
+
+        # Each rank has the gradient from its own shard of the vocabulary.
         if d_hidden is not None:
-            d_hidden = d_hidden.view_as(whole)
+            d_hidden = d_hidden.view_as(hidden_SBC)
             if sharded_tokens:
                 shard = torch.empty_like(hidden, memory_format=torch.contiguous_format)
                 dist.reduce_scatter_tensor(shard, d_hidden, group=group)
@@ -95,7 +99,8 @@ class _LinearCrossEntropy(Function):
             elif group is not None:
                 dist.all_reduce(d_hidden, group=group)
         ctx.save_for_backward(d_hidden, d_weight)
-        loss = losses.mean() if factors is None else (losses * factors).sum()
+
+        loss = losses.mean() if factors_N is None else (losses * factors_N).sum()
         losses = losses.view(labels.T.shape).T.contiguous()
         ctx.mark_non_differentiable(losses, chunked.z_loss)
         return loss, losses, chunked.z_loss
@@ -103,9 +108,10 @@ class _LinearCrossEntropy(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_loss, *_):
-        # In place, to save memory: both are as large as the gradients. Autograd then refuses a
-        # second backward pass.
-        return (*(None if x is None else x.mul_(d_loss) for x in ctx.saved_tensors), *(None,) * 7)
+        # In place, to save memory: the saved gradients are the large tensors here. Autograd then
+        # refuses a second backward pass.
+        gradients = (None if x is None else x.mul_(d_loss) for x in ctx.saved_tensors)
+        return (*gradients, *(None,) * 7)
 
 
 class _ChunkedLoss:
@@ -127,22 +133,27 @@ class _ChunkedLoss:
         self._labels = labels_N
         self._group = group
         N = hidden_NC.shape[0]
-        wide = _wide(hidden_NC)
+        dtype = _loss_dtype(hidden_NC)
         if factors_N is None:
-            self._factors = torch.full_like(labels_N, 1 / N, dtype=wide)
+            self._factors = torch.full_like(labels_N, 1 / N, dtype=dtype)
         else:
             self._factors = factors_N
+
         self._kernels = None
         if fused:
+            # Imported here, since liger-kernel is an optional package.
             from megatron_tape.ops.kernels import liger
 
             self._kernels = liger
+
         self._first = first
+        # The labels' rows in this shard of the weight; any row will do for labels of other shards.
         rows = labels_N - first
-        self._other_shards = (rows < 0) | (rows >= weight_VC.shape[0])
-        self._rows = rows.masked_fill(self._other_shards, 0)
+        self._in_other_shard = (rows < 0) | (rows >= weight_VC.shape[0])
+        self._rows = rows.masked_fill(self._in_other_shard, 0)
+
         self._z_factor = z_loss
-        self.z_loss = torch.zeros((), dtype=wide, device=hidden_NC.device)
+        self.z_loss = torch.zeros((), dtype=dtype, device=hidden_NC.device)
 
     def run(
         self, need_d_hidden: bool, need_d_weight: bool
@@ -154,18 +165,22 @@ class _ChunkedLoss:
         weight = self._weight
         N = hidden.shape[0]
         size = chunk_size(weight.shape[0])
-        losses = hidden.new_empty(N, dtype=_wide(hidden))
+        losses = hidden.new_empty(N, dtype=_loss_dtype(hidden))
         d_hidden = torch.empty_like(hidden) if need_d_hidden else None
         d_weight = None
+
         for start in range(0, N, size):
             chunk = slice(start, min(start + size, N))
             logits = hidden[chunk] @ weight.T
+            # Liger's kernels convert each element themselves.
             if self._kernels is None:
-                logits = logits.to(_wide(hidden))
+                logits = logits.to(losses.dtype)
             losses[chunk], exponentials, sums = self._losses(logits, chunk)
+            # Deleted as soon as possible: chunks of logits are the largest tensors here.
             del logits
             if not (need_d_hidden or need_d_weight):
                 continue
+
             d_logits = self._d_logits(exponentials, sums, chunk).to(hidden.dtype)
             del exponentials
             if need_d_hidden:
@@ -183,9 +198,13 @@ class _ChunkedLoss:
         return losses, d_hidden, None if d_weight is None else d_weight.to(weight.dtype)
 
     def _losses(self, logits_nV: Tensor, chunk: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the losses (n,), exponentials (n, V), which may overwrite the logits, and their
-        divisors (n,).
+        """Return the losses (n,), exponentials (n, V) and divisors (n,).
+
+        The exponentials may overwrite the logits. Divided by the divisors, they are the softmax or,
+        with the z-loss, the softmax times the factor that the z-loss adds to its gradient.
         """
+        # Softmax does not change if all logits of a token are reduced by their maximum, and exp
+        # then cannot overflow.
         largest = logits_nV.amax(-1).to(self._factors.dtype)
         if self._group is not None:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
@@ -196,15 +215,18 @@ class _ChunkedLoss:
         else:
             logits_nV.sub_(largest[:, None])
             of_label = logits_nV.gather(1, self._rows[chunk, None])[:, 0].masked_fill(
-                self._other_shards[chunk], 0.0
+                self._in_other_shard[chunk], 0.0
             )
             exps = logits_nV.exp_()
             sums = exps.sum(-1)
+
+        # One collective for both sums over the shards of the vocabulary.
         reduced = torch.stack([of_label, sums])
         if self._group is not None:
             dist.all_reduce(reduced, group=self._group)
         of_label, sums = reduced
         losses = sums.log() - of_label
+
         if self._z_factor:
             log_z = sums.log() + largest
             self.z_loss += self._z_factor * (self._factors[chunk] * log_z.square()).sum()
@@ -220,10 +242,12 @@ class _ChunkedLoss:
             return self._kernels.to_gradients(
                 exponentials_nV, sums, self._labels[chunk], factors, self._first
             )
+        # The gradient of a token's loss is softmax minus 1 at the label.
         exponentials_nV.mul_((factors / sums)[:, None])
-        of_label = -factors.masked_fill(self._other_shards[chunk], 0.0)
+        of_label = -factors.masked_fill(self._in_other_shard[chunk], 0.0)
         return exponentials_nV.scatter_add_(1, self._rows[chunk, None], of_label[:, None])
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def _loss_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which the loss is computed: that of x, but at least float32."""
     return torch.promote_types(x.dtype, torch.float32)

@@ -20,7 +20,8 @@ def document_bounds(documents_BT: Tensor) -> Tensor:
 
     `documents_BT` holds the number of each token's document, ascending along a sequence. Padding
     before a sequence counts as a document, so an attention mask of zeros followed by ones can be
-    passed. Raises ValueError if the numbers decrease, which is checked only on CPUs.
+    passed. Raises ValueError if the numbers decrease, which is checked only on CPUs, since the
+    check would block the host on a GPU.
     """
     documents_BT = documents_BT.contiguous().long()
     if documents_BT.device.type == "cpu" and (documents_BT.diff() < 0).any():
@@ -28,6 +29,7 @@ def document_bounds(documents_BT: Tensor) -> Tensor:
             "documents_BT decreases within a row; number documents in ascending order and pad on"
             " the left"
         )
+    # Numbers ascend, so a binary search finds the first token with a token's number.
     starts = torch.searchsorted(documents_BT, documents_BT)
     ends = torch.searchsorted(documents_BT, documents_BT, right=True)
     return torch.stack([starts, ends]).int()
@@ -46,7 +48,8 @@ def causal_mask(
     mask = (keys <= keys[T - S :, None])[None, None]
     if bounds_2BT is None:
         return mask
-    return mask & (keys >= bounds_2BT[0, :, None, T - S :, None])
+    starts_B1S1 = bounds_2BT[0, :, None, T - S :, None]
+    return mask & (keys >= starts_B1S1)
 
 
 def additive_mask(
@@ -56,8 +59,8 @@ def additive_mask(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return `causal_mask` as a bias: 0 where a query may attend to a key, minus infinity
-    elsewhere.
+    """Return `causal_mask` as a bias (B or 1, 1, S, T): 0 where a query may attend to a key, and
+    minus infinity elsewhere.
     """
     mask = causal_mask(S, T, bounds_2BT, device)
     bias = torch.zeros(mask.shape, dtype=dtype, device=device)
@@ -111,14 +114,16 @@ class Packing:
         def lengths() -> tuple[Tensor, Tensor, int, int]:
             _, B, T = self.bounds_2BT.shape
             starts_BT = self.bounds_2BT[0]
-            begins = torch.arange(T, device=starts_BT.device) == starts_BT
-            k_ends = F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=B * T)
+            is_start = torch.arange(T, device=starts_BT.device) == starts_BT
+            k_starts = is_start.flatten().nonzero().flatten()
+            cu_seqlens_k = F.pad(k_starts, (0, 1), value=B * T)
 
             # Documents that end before the first query have no queries.
-            within = (k_ends % T - (T - S)).clamp(min=0)
-            q_ends = k_ends // T * S + within
+            queries_before = (cu_seqlens_k % T - (T - S)).clamp(min=0)
+            cu_seqlens_q = cu_seqlens_k // T * S + queries_before
 
-            longest = torch.stack([q_ends.diff().max(), k_ends.diff().max()])
-            return q_ends.int(), k_ends.int(), *longest.tolist()
+            # One copy of both numbers to the host.
+            longest = torch.stack([cu_seqlens_q.diff().max(), cu_seqlens_k.diff().max()])
+            return cu_seqlens_q.int(), cu_seqlens_k.int(), *longest.tolist()
 
         return self.cached(("lengths", S), lengths)

@@ -82,30 +82,30 @@ def deviations(
     tensor.
     """
 
-    def run(function: Function, inputs: list[Tensor]) -> list[Tensor]:
+    def outputs_and_gradients(function: Function, inputs: list[Tensor]) -> list[Tensor]:
         leaves = [x.detach().requires_grad_() for x in inputs]
         outputs = [x for x in function(*leaves) if x is not None]
+        # The same random gradients in every run: rounded to `dtype`, whatever the outputs' dtype.
         generator = torch.Generator(outputs[0].device).manual_seed(1)
-        directions = []
+        output_gradients = []
         for x in outputs:
-            direction = torch.randn(x.shape, generator=generator, device=x.device)
-            directions.append(direction.to(dtype).to(x))
-        torch.autograd.backward(outputs, directions)
+            gradient = torch.randn(x.shape, generator=generator, device=x.device)
+            output_gradients.append(gradient.to(dtype).to(x))
+        torch.autograd.backward(outputs, output_gradients)
 
         gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
         return [x.detach().double() for x in (*outputs, *gradients)]
 
-    of_ours = run(ours, inputs)
-    of_plain = run(plain, [x.to(dtype) for x in inputs])
-    exact = run(plain, [x.double() for x in inputs])
+    of_ours = outputs_and_gradients(ours, inputs)
+    of_plain = outputs_and_gradients(plain, [x.to(dtype) for x in inputs])
+    exact = outputs_and_gradients(plain, [x.double() for x in inputs])
     for index, (our, theirs, truth) in enumerate(zip(of_ours, of_plain, exact, strict=True)):
         length = len(truth)
-        blocks = [range(length)]
+        blocks = [slice(0, length)]
         for first in range(0, length, ROWS):
-            blocks.append(range(first, min(first + ROWS, length)))
+            blocks.append(slice(first, min(first + ROWS, length)))
 
-        for rows in blocks:
-            block = slice(rows.start, rows.stop)
+        for block in blocks:
             true_block = truth[block]
             # At least the norm of ones, since the size of a gradient of mere rounding errors is
             # meaningless.
@@ -113,7 +113,7 @@ def deviations(
             error = float((our[block] - true_block).norm() / size)
             rounding = float((theirs[block] - true_block).norm() / size)
             allowed = 2 * rounding + FLOOR[dtype]
-            yield Deviation(index, (rows[0], rows[-1]), error, rounding, allowed)
+            yield Deviation(index, (block.start, block.stop - 1), error, rounding, allowed)
 
 
 def inexact(
@@ -156,6 +156,7 @@ class Shapes:
         groups = self.groups // self.tensor_parallel_size
         ranks = self.context_parallel_size
         heads = self.heads // self.tensor_parallel_size // ranks
+        # If the ranks cannot divide the groups evenly, several ranks hold the same group.
         return heads, math.lcm(groups, ranks) // ranks
 
 
@@ -189,14 +190,15 @@ def attention_checks(
     """Return checks of `backend` against naive by name, on two sequences of `length` tokens, packed
     and not packed.
     """
-    draw = _drawing(dtype, device)
+    draw = _random_tensors(dtype, device)
     H, G = shapes.local
     *qkv, z = (draw(length, 2, n, shapes.head_dim) for n in (H, G, G, G))
 
+    # The state is the last of `tensors` or, if it needs no gradient, the constant z.
     def attend(average: bool, backend: str, packing: Packing | None, *tensors: Tensor) -> Outputs:
-        q, k, v, *state = tensors
-        own = state[0] if state else z.to(q)
-        return attention(q, k, v, own, average, packing, backend)
+        q, k, v, *learned = tensors
+        state = learned[0] if learned else z.to(q)
+        return attention(q, k, v, state, average, packing, backend)
 
     if not shapes.averages:
         return _of_attention("", partial(attend, False), backend, qkv)
@@ -219,7 +221,7 @@ def update_checks(
     G = shapes.groups
     if not (shapes.averages and fits_fused(G, H)):
         return {}
-    draw = _drawing(dtype, device)
+    draw = _random_tensors(dtype, device)
     D = shapes.head_dim
     P = shapes.inner
     mixing: tuple[int, ...] = (H,)
@@ -228,6 +230,7 @@ def update_checks(
     states = [draw(tokens, G, D), draw(tokens, H, D), draw(tokens, P)]
     matrices = []
     for shape in (mixing, (P, G), (G, P)):
+        # Scaled, so that products have about the size of their inputs.
         matrices.append(draw(*shape) * shape[-1] ** -0.5)
     fused = partial(_update, fused_update, shapes.fp32_state)
     plain = partial(_update, plain_update, shapes.fp32_state)
@@ -242,7 +245,7 @@ def score_checks(
     They cover reflections with and without gates if `shapes.reflects`, otherwise gates. A bias
     takes the same path through flex as gates.
     """
-    draw = _drawing(dtype, device)
+    draw = _random_tensors(dtype, device)
     H, G = shapes.local
     D = shapes.head_dim
     qkv = [draw(LENGTH, 2, n, D) for n in (H, G, G)]
@@ -257,7 +260,9 @@ def score_checks(
     return alone | _of_attention(f"{name} with gates", _with_reflections, backend, tensors)
 
 
-def _drawing(dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
+def _random_tensors(dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
+    """Return a function that draws a normal tensor of the shape of its arguments."""
+    # On the CPU, so that all devices draw the same numbers.
     generator = torch.Generator().manual_seed(0)
     return lambda *shape: torch.randn(shape, generator=generator).to(device, dtype)
 
@@ -270,6 +275,7 @@ def _of_attention(
     """
     length = len(inputs[0])
     device = inputs[0].device
+    # Two documents in each of the two sequences; the second one starts inside a tile.
     starts = torch.tensor([[3 * length // 8], [5 * length // 8 + 1]], device=device)
     documents = torch.arange(length, device=device) >= starts
     checks = {}
@@ -281,12 +287,14 @@ def _of_attention(
 
 
 def _with_gates(backend: str, packing: Packing | None, *tensors: Tensor) -> Outputs:
+    """Return attention with forget gates; `tensors` are q, k, v and the logits of the gates."""
     *qkv, logits = tensors
     gates = _gates(logits)
     return attention(*qkv, packing=packing, backend=backend, log_gate_TBH=gates)
 
 
 def _gates(logits: Tensor) -> Tensor:
+    """Return the logarithms of the gates, at least in float32, as `position.fox` does."""
     return logsigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))
 
 
@@ -296,22 +304,22 @@ def _with_reflections(backend: str, packing: Packing | None, *tensors: Tensor) -
 
     The naive backend rounds its precomputed tensors to the keys' dtype, as a kernel does.
     """
-    q, k, v, w, betas, *logits = tensors
+    q, k, v, w, beta_logits, *gate_logits = tensors
 
-    def directions(w: Tensor, betas: Tensor) -> tuple[Tensor, Tensor]:
-        return normalize(w, dim=-1), 2 * betas.sigmoid()
+    def directions(w: Tensor, beta_logits: Tensor) -> tuple[Tensor, Tensor]:
+        return normalize(w, dim=-1), 2 * beta_logits.sigmoid()
 
-    reflections = through_reflections(directions, (w, betas))
-    exact = reflections.prepare
+    reflections = through_reflections(directions, (w, beta_logits))
+    prepare = reflections.prepare
 
-    def rounded(q: Tensor, k: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.to(k.dtype) for x in exact(q, k, *tensors))
+    def prepare_rounded(q: Tensor, k: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.to(k.dtype) for x in prepare(q, k, *tensors))
 
     if backend == "naive":
-        reflections = replace(reflections, prepare=rounded)
+        reflections = replace(reflections, prepare=prepare_rounded)
     fields: dict[str, Any] = {"packing": packing, "rescore": reflections}
-    if logits:
-        fields["log_gate_TBH"] = _gates(logits[0])
+    if gate_logits:
+        fields["log_gate_TBH"] = _gates(gate_logits[0])
     return attention(q, k, v, backend=backend, **fields)
 
 
@@ -322,6 +330,7 @@ def _update(
     cannot represent.
     """
     if fp32_state and z.dtype.itemsize == 2:
+        # 1.0001 differs from 1 by less than bf16 can represent.
         z = z.float() * 1.0001
     return [function(z, *tensors)]
 
@@ -339,6 +348,7 @@ def backend_fails(
     This compiles and runs the backend's kernels and compares them with plain torch. For the
     backends in `LIBRARIES`, packed documents are checked only if `packed` is True.
     """
+    # These two run only with encodings that change scores.
     if backend in ("flex", "fla"):
         return first_failure(score_checks(backend, shapes, dtype, device), dtype, device)
     if backend not in LIBRARIES:
@@ -382,19 +392,21 @@ def loss_check(vocabulary: int, dtype: torch.dtype, device: torch.device) -> Che
     `vocabulary` is the size of this rank's shard, for which the kernels are compiled.
     """
     generator = torch.Generator().manual_seed(0)
+    # Labels of two shards; half of them are not in the second one.
     labels = torch.randint(2 * vocabulary, (2, 35), generator=generator).to(device)
     weights = torch.rand(labels.shape, generator=generator).to(device)
     shapes = (35, 2, 16), (vocabulary, 16)
     inputs = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
     def losses(fused: bool, hidden: Tensor, weight: Tensor) -> list[Tensor]:
-        def loss(labels: Tensor, first: int) -> Tensor:
+        def loss_of(labels: Tensor, first: int) -> Tensor:
             loss, *_ = linear_cross_entropy(
                 hidden, weight, labels, weights, fused=fused, first=first, z_loss=0.1
             )
             return loss
 
-        return [torch.stack([loss(labels % vocabulary, 0), loss(labels, vocabulary)])]
+        unsharded = loss_of(labels % vocabulary, 0)
+        return [torch.stack([unsharded, loss_of(labels, vocabulary)])]
 
     return Check(partial(losses, True), partial(losses, False), inputs)
 
@@ -405,5 +417,5 @@ def swiglu_check(width: int, dtype: torch.dtype, device: torch.device) -> Check:
     def run(fused: bool, gate_and_up: Tensor) -> list[Tensor]:
         return [swiglu(gate_and_up, fused)]
 
-    gate_and_up = _drawing(dtype, device)(35, 2, 2 * width)
+    gate_and_up = _random_tensors(dtype, device)(35, 2, 2 * width)
     return Check(partial(run, True), partial(run, False), [gate_and_up])

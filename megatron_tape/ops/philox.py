@@ -17,7 +17,7 @@ from torch import Tensor
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
-LOW = 0xFFFFFFFF
+WORD = 0xFFFFFFFF  # the mask of a 32-bit word
 MANTISSA_BITS = 23
 SQRT_HALF_BITS = 0x3F3504F3  # of float32
 
@@ -40,6 +40,7 @@ def philox(counter: Words, key: Key) -> Words:
     """Return four random 32-bit words for each counter of four 32-bit words, all as int64; the
     shapes broadcast.
     """
+    # Cloned, since `_mix` overwrites words.
     c0, c1, c2, c3 = (word.clone() for word in torch.broadcast_tensors(*counter))
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -51,17 +52,18 @@ def philox(counter: Words, key: Key) -> Words:
         _mix(p0, c3, k1, out=c2)
         c1 = p1
         c3 = p0
-        k0 = (k0 + INCREMENTS[0]) & LOW
-        k1 = (k1 + INCREMENTS[1]) & LOW
-    return c0, c1 & LOW, c2, c3 & LOW
+        k0 = (k0 + INCREMENTS[0]) & WORD
+        k1 = (k1 + INCREMENTS[1]) & WORD
+    return c0, c1 & WORD, c2, c3 & WORD
 
 
 def _mix(product: Tensor, word: Tensor, key: int, out: Tensor) -> None:
-    """Write the upper halves of the products, combined with the words and the key, to `out`."""
+    """Write the upper 32 bits of the products, combined with the words and the key, to `out`."""
+    # The shift copies the sign, so the upper half of the result is masked out at the end.
     torch.bitwise_right_shift(product, 32, out=out)
     out.bitwise_xor_(word)
     out.bitwise_xor_(key)
-    out.bitwise_and_(LOW)
+    out.bitwise_and_(WORD)
 
 
 def normal(
@@ -96,6 +98,7 @@ def uniform(
 
 
 def _words(key: Key, rows: range, columns: range, device: torch.device | str) -> Words:
+    """Return four words (rows, blocks) for each block of four columns that `columns` touches."""
     last_block = -(-columns.stop // 4)
     block = torch.arange(columns.start // 4, last_block, device=device)
     row = torch.arange(rows.start, rows.stop, device=device)[:, None]
@@ -113,6 +116,7 @@ def _crop(numbers: Tensor, columns: range) -> Tensor:
 
 def _unit(word: Tensor) -> Tensor:
     """Convert 32-bit words to float32 numbers between 2^-33 and 1."""
+    # The 0.5 excludes zero, which has no logarithm.
     return word.float().add_(0.5).mul_(2.0**-32)
 
 
@@ -121,7 +125,8 @@ def box_muller(first: Tensor, second: Tensor, pair: Tensor) -> None:
     (...).
     """
     radius = _log(_unit(first)).mul_(-2.0).sqrt_()
-    # The angle is between -pi/2 and pi/2. A negative radius yields the other half of the plane.
+    # The last bit of `second` is a sign, its other 31 bits the angle between -pi/2 and pi/2, where
+    # few terms of the series suffice. A negative radius yields the other half of the plane.
     radius = torch.where((second & 1).bool(), radius, -radius)
     angle = (second >> 1).float().mul_(2.0**-31).sub_(0.5).mul_(math.pi)
     square = angle * angle
@@ -135,6 +140,7 @@ def _log(x: Tensor) -> Tensor:
     """Return the natural logarithm: the series of artanh, for a mantissa between sqrt(1/2) and
     sqrt(2).
     """
+    # Integer arithmetic on the bits of a float splits x = 2^exponent * mantissa exactly.
     bits = x.view(torch.int32)
     exponent = (bits - SQRT_HALF_BITS) >> MANTISSA_BITS
     mantissa = (bits - (exponent << MANTISSA_BITS)).view(torch.float32)
@@ -144,6 +150,7 @@ def _log(x: Tensor) -> Tensor:
 
 
 def _polynomial(x: Tensor, coefficients: list[float]) -> Tensor:
+    """Return the sum of coefficients[i] * x^i, by Horner's rule in a fixed order of operations."""
     value = x * coefficients[-1]
     for coefficient in reversed(coefficients[1:-1]):
         value.add_(coefficient).mul_(x)

@@ -25,8 +25,8 @@ def matrix_gradients(
     up: Tensor,
     down: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of `gate` (N, P), the mixing matrix A, W_up (`up`, P, G) and W_down
-    (`down`, G, P).
+    """Return the gradients of `gate` (N, P), the mixing matrix A, `up` W_up (P, G) and `down`
+    W_down (G, P).
 
     `dM` is the gradient of M = silu(gate) @ outer, (N, G*G). `d_mixing` is already A's gradient and
     is passed through. `g` is silu(gate), and `outer` is `outer_products(up, down)`.

@@ -66,6 +66,8 @@ def compact_update(
 def _kept(z: Tensor, u: Tensor, rounded: Tensor | None) -> Tensor | None:
     """Return z in u's dtype to save for the backward pass, or None if z has that dtype and is saved
     itself.
+
+    `rounded` is z in u's dtype, or None if the caller does not have it.
     """
     if z.dtype == u.dtype:
         return None
@@ -91,6 +93,7 @@ class _CompactUpdate(Function):
         outer = outer_products(up, down)
         M = (g @ outer).view(N, G, G)
 
+        # z'' = z' + M z': `dz` is first the gradient of z'', then that of z', which z shares.
         rounded = dz.to(u.dtype)
         dM = torch.bmm(rounded, z.mT).flatten(1)
         if dz.dtype == u.dtype:
@@ -99,6 +102,7 @@ class _CompactUpdate(Function):
             dz = dz + torch.bmm(M.mT, rounded)
             rounded = dz.to(u.dtype)
 
+        # z' = z + A u, with A a matrix or one scale per head.
         if mixing.dim() == 2:
             du = torch.matmul(mixing.T, rounded)
             by_group = rounded.transpose(0, 1).flatten(1)
@@ -107,20 +111,16 @@ class _CompactUpdate(Function):
         else:
             du = rounded * mixing[:, None]
             d_mixing = (rounded * u).sum((0, 2))
-        return (
-            dz,
-            du,
-            *matrix_gradients(
-                dM,
-                d_mixing,
-                g,
-                outer,
-                gate,
-                up,
-                down,
-            ),
-            None,
+        gradients = matrix_gradients(
+            dM,
+            d_mixing,
+            g,
+            outer,
+            gate,
+            up,
+            down,
         )
+        return dz, du, *gradients, None
 
 
 def fused_update(
@@ -154,10 +154,11 @@ def mix_tokens(z_NGD: Tensor, u_NHD: Tensor, mixing: Tensor) -> Tensor:
     """
     if mixing.dim() == 1:
         return torch.addcmul(z_NGD, u_NHD, mixing[:, None])
-    for_all = mixing.expand(u_NHD.shape[0], -1, -1)
+    mixing_NGH = mixing.expand(u_NHD.shape[0], -1, -1)
+    # `baddbmm` requires equal dtypes; z may be in fp32 while u is in bf16.
     if z_NGD.dtype != u_NHD.dtype:
-        return z_NGD + torch.bmm(for_all, u_NHD)
-    return torch.baddbmm(z_NGD, for_all, u_NHD)
+        return z_NGD + torch.bmm(mixing_NGH, u_NHD)
+    return torch.baddbmm(z_NGD, mixing_NGH, u_NHD)
 
 
 def contextualize(z_NGD: Tensor, gate_NP: Tensor, up_PG: Tensor, down_GP: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ from megatron_tape.ops.backends import SCORES
 
 @dataclass(frozen=True)
 class Rescore:
-    """Scores of a block of queries, (B, H, r, t), returned by `rows(scores, q, k, seen, tokens,
-    *tensors)`.
+    """Replaces attention scores: `rows(scores, q, k, seen, tokens, *tensors)` returns those of a
+    block of queries, (B, H, r, t).
 
     - `scores` (B, H, r, t) are the products of `q` and `k`, divided by sqrt(D).
     - `q` (B, H, r, D) and `k` (B, G, t, D) are the rotated queries and keys.

@@ -46,6 +46,8 @@ def phases(
 
 
 class _Phases(Function):
+    """The differentiable form of `_phases`."""
+
     @staticmethod
     def forward(ctx, p, theta, modulus, dtype):
         ctx.save_for_backward(p, theta)
@@ -64,8 +66,9 @@ class _Phases(Function):
             ctx.dtype,
         ).chunk(2, dim=-1)
         dz_re, dz_im = dz.chunk(2, dim=-1)
-        of_angles = re * dz_im - im * dz_re
-        return of_angles.double() @ theta.double(), None, None, None
+        # The derivative of exp(i a) by the angle a is i exp(i a).
+        d_angles = re * dz_im - im * dz_re
+        return d_angles.double() @ theta.double(), None, None, None
 
 
 def _phases(
@@ -74,8 +77,10 @@ def _phases(
     modulus: float,
     dtype: torch.dtype,
 ) -> Tensor:
+    """Return the result of `phases`, without a gradient."""
     angles = p[..., None] * theta.double()
     angles = torch.remainder(angles, 2 * math.pi)
+    # Reduced angles are small, so sines and cosines in fp32 are exact enough.
     if dtype is not torch.float64:
         angles = angles.float()
     unit = torch.cat([angles.cos(), angles.sin()], dim=-1)
@@ -83,7 +88,7 @@ def _phases(
 
 
 SHORTEST = 1e-3
-"""Smallest modulus that `with_modulus` normalizes; it scales smaller numbers linearly, which bounds
+"""Smallest modulus that `with_modulus` normalizes. It scales smaller numbers linearly, which bounds
 the gradients.
 """
 
@@ -99,6 +104,8 @@ def with_modulus(z: Tensor, modulus: float) -> Tensor:
 
 
 class _WithModulus(Function):
+    """The differentiable form of `with_modulus`."""
+
     @staticmethod
     def forward(ctx, z, modulus):
         ctx.save_for_backward(z)
@@ -115,6 +122,8 @@ class _WithModulus(Function):
         re, im = z.chunk(2, dim=-1)
         dy_re, dy_im = dy.chunk(2, dim=-1)
 
+        # The modulus of the result is fixed, so the part of the gradient along z vanishes. Short
+        # numbers are only scaled, and keep the whole gradient.
         along = (re * dy_re + im * dy_im) / clamped.square()
         along = torch.where(moduli > SHORTEST, along, 0)
         across = dy - z * _twice(along)
@@ -123,10 +132,12 @@ class _WithModulus(Function):
 
 
 def _moduli(z: Tensor) -> Tensor:
+    """Return the moduli (..., D/2) of the complex numbers z (..., D), at least in float32."""
     if z.dtype is not torch.float64:
         z = z.float()
     return torch.hypot(*z.chunk(2, dim=-1))
 
 
 def _twice(x: Tensor) -> Tensor:
+    """Return a factor (..., D) of real and imaginary parts, given one (..., D/2) per number."""
     return torch.cat([x, x], dim=-1)

@@ -50,14 +50,14 @@ class ShiftedSegments:
             )
         length = T // SEGMENTS
         tokens = torch.arange(T, device=tokens_BT.device)
-        starts, ends = 0, T
+        document_starts, document_ends = 0, T
         if packing is not None:
-            starts, ends = packing.bounds_2BT
+            document_starts, document_ends = packing.bounds_2BT
 
         def shifted_by(shift: int) -> Packing:
-            first = (tokens + shift) // length * length - shift
-            last = first + length
-            bounds = first.clamp(min=starts), last.clamp(max=ends)
+            starts = (tokens + shift) // length * length - shift
+            ends = starts + length
+            bounds = starts.clamp(min=document_starts), ends.clamp(max=document_ends)
             return Packing(torch.stack([x.expand(B, T) for x in bounds]).int())
 
         return cls(shifted_by(0), shifted_by(length // 2), unshifted_groups)
@@ -88,14 +88,16 @@ def attend_in_segments(
         raise ValueError(
             "shifted segments cannot be combined with scores of whole rows; set rescore=None"
         )
-    count = segments.unshifted_groups
+    unshifted = segments.unshifted_groups
     G = x.k_TBGD.shape[2]
-    if count == 0:
+    # Under tensor parallelism, all groups of a rank may be of one kind.
+    if unshifted == 0:
         return attend(replace(x, packing=segments.shifted), backend)
-    if count == G:
+    if unshifted == G:
         return attend(replace(x, packing=segments.plain), backend)
-    plain = replace(_of_groups(x, slice(0, count)), packing=segments.plain)
-    shifted = replace(_of_groups(x, slice(count, G)), packing=segments.shifted)
+
+    plain = replace(_of_groups(x, slice(0, unshifted)), packing=segments.plain)
+    shifted = replace(_of_groups(x, slice(unshifted, G)), packing=segments.shifted)
     plain_o, plain_u = attend(plain, backend)
     shifted_o, shifted_u = attend(shifted, backend)
     o = torch.cat([plain_o, shifted_o], dim=2)
@@ -113,6 +115,7 @@ def _of_groups(x: AttentionInputs, groups: slice) -> AttentionInputs:
         "k_TBGD": x.k_TBGD[:, :, groups],
         "v_TBGD": x.v_TBGD[:, :, groups],
     }
+    # A state of one group is broadcast to all groups.
     if x.z_TBGD is not None and x.z_TBGD.shape[2] > 1:
         fields["z_TBGD"] = x.z_TBGD[:, :, groups]
     if x.bias is not None:

@@ -43,14 +43,21 @@ def packed_width(
 
 
 def _join(hidden_sBC: Tensor, state: Tensor) -> Tensor:
+    """Return the result of `pack`, without a gradient."""
+    # The T tokens of the state are T / s blocks of s tokens; each token of this rank carries one
+    # token of every block.
     by_token = state.unflatten(0, (-1, len(hidden_sBC))).movedim(0, 2)
     by_token = _with_strides_of_its_shape(by_token).flatten(2)
     return torch.cat([hidden_sBC, by_token.view(hidden_sBC.dtype)], dim=2)
 
 
 def _split(
-    packed: Tensor, hidden_size: int, shape: tuple[int, ...], dtype: torch.dtype
+    packed: Tensor,
+    hidden_size: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
+    """Return the result of `unpack`, without a gradient: the inverse of `_join`."""
     hidden_sBC = packed[..., :hidden_size]
     by_token = _with_strides_of_its_shape(packed[..., hidden_size:]).view(dtype)
     by_token = by_token.unflatten(2, (-1, *shape[2:]))
@@ -59,13 +66,14 @@ def _split(
 
 
 def _with_strides_of_its_shape(tensor: Tensor) -> Tensor:
-    """Return a copy that can be viewed as another dtype; `contiguous` keeps the strides of axes of
-    size 1.
-    """
+    """Return a contiguous copy that can be viewed as another dtype."""
+    # Not `contiguous`, which keeps the strides of axes of size 1, whatever they are.
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
 class _Pack(torch.autograd.Function):
+    """The differentiable form of `_join`; its gradient is split into the same bits."""
+
     @staticmethod
     def forward(ctx, hidden_sBC, state):
         ctx.sizes = hidden_sBC.shape[2], state.shape, state.dtype
@@ -77,6 +85,8 @@ class _Pack(torch.autograd.Function):
 
 
 class _Unpack(torch.autograd.Function):
+    """The differentiable form of `_split`; its gradients are joined into the same bits."""
+
     @staticmethod
     def forward(ctx, packed, hidden_size, shape, dtype):
         return _split(packed, hidden_size, shape, dtype)

@@ -14,10 +14,13 @@ def swiglu(gate_and_up: Tensor, fused: bool = False) -> Tensor:
 
 
 class _SwiGLU(Function):
+    """The differentiable form of `swiglu`."""
+
     @staticmethod
     def forward(ctx, gate_and_up, fused):
         ctx.fused = fused
         if fused:
+            # Imported here, since Triton is installed only on some systems.
             from megatron_tape.ops.kernels import triton_swiglu
 
             gate_and_up = gate_and_up.contiguous()
@@ -35,6 +38,7 @@ class _SwiGLU(Function):
             from megatron_tape.ops.kernels import triton_swiglu
 
             return triton_swiglu.backward(gate_and_up, dy.contiguous()), None
+        # Both gradients are written into one tensor: concatenating them would copy them.
         d_gate_and_up = torch.empty_like(gate_and_up)
         gate, up = gate_and_up.chunk(2, dim=-1)
         d_gate, d_up = d_gate_and_up.chunk(2, dim=-1)
