@@ -61,6 +61,7 @@ row of its table.
 
 def described(needs: Set[str]) -> str:
     """Return the `MEANINGS` of `needs`, joined by "and", in a fixed order."""
+    # Encodings of other packages may have needs that are not in `MEANINGS`.
     ordered = [*(need for need in MEANINGS if need in needs), *sorted(needs - set(MEANINGS))]
     return " and ".join(MEANINGS.get(need, need) for need in ordered)
 
@@ -69,14 +70,14 @@ def unsupported_heads(backend: str, head_dim: int) -> str | None:
     """Return why the backend does not support this head dimension, as the predicate of a sentence,
     or None.
     """
-    widths = BACKENDS[backend].head_dims
-    if widths is None or head_dim in widths:
+    supported = BACKENDS[backend].head_dims
+    if supported is None or head_dim in supported:
         return None
-    if isinstance(widths, range):
-        known = f"{widths[0]} to {widths[-1]} in steps of 8"
+    if isinstance(supported, range):
+        in_words = f"{supported[0]} to {supported[-1]} in steps of 8"
     else:
-        known = ", ".join(map(str, widths))
-    return f"supports head dimensions {known}, not {head_dim}"
+        in_words = ", ".join(map(str, supported))
+    return f"supports head dimensions {in_words}, not {head_dim}"
 
 
 def lacks(backend: str, needs: Set[str]) -> str | None:

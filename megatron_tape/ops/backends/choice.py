@@ -27,6 +27,7 @@ _PACKAGES = {
     "flex": "triton",
     "fla": "fla.ops.forgetting_attn",
 }
+"""The module that each backend imports. A package may be installed, but not importable."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -67,6 +68,7 @@ def choose_backend(
                 "set it to auto or another",
             )
         return Choice(requested, "as set by model.attention_backend")
+
     case = Case(
         generation(device),
         frozenset(needs),
@@ -102,6 +104,7 @@ def generation(device: torch.device) -> str:
     if device.type != "cuda":
         return CPU
     major, _ = torch.cuda.get_device_capability(device)
+    # AMD numbers its GPUs in the same way: major 9 is not Hopper there.
     if torch.version.hip:
         return OTHER_GPU
     return {9: HOPPER, 10: BLACKWELL}.get(major, OTHER_GPU)
@@ -120,8 +123,10 @@ def unsupported(
     the capabilities.
     """
     precisions = BACKENDS[backend].precisions
+    # Backends in plain torch support all dtypes, and run everywhere.
     if precisions is None:
         return None
+
     if backend in _PACKAGES and (why := why_not_importable(_PACKAGES[backend])):
         return why
     if device.type != "cuda" and not (backend == "triton" and triton_interprets()):
@@ -141,6 +146,7 @@ def unsupported(
             )
         if torch.are_deterministic_algorithms_enabled():
             return "is not deterministic, as this run must be"
+
     if dtype not in [_DTYPES[name] for name in precisions]:
         return f"supports {' and '.join(precisions)}, not {dtype}"
     if why := unsupported_heads(backend, head_dim):
@@ -160,9 +166,9 @@ def flash_attn_version(device: torch.device) -> int | None:
 
 @functools.cache
 def _flash_attn_version(major: int, amd: bool) -> int | None:
-    runs = {4: major in (9, 10) and not amd, 2: major >= 8}
+    runs_here = {4: major in (9, 10) and not amd, 2: major >= 8}
     for version, module in FLASH_ATTN.items():
-        if runs[version] and why_not_importable(module) is None:
+        if runs_here[version] and why_not_importable(module) is None:
             # Version 4 also installs a package flash_attn, without functions.
             if hasattr(importlib.import_module(module), "flash_attn_func"):
                 return version
@@ -188,6 +194,7 @@ def rotates_fused(x: torch.Tensor) -> bool:
 @functools.cache
 def _rotation_runs(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the rotation kernel compiles and runs on `device`; log a warning if not."""
+    # 64 is one of the supported head dimensions; the kernel itself supports all.
     why = unsupported("triton", device, dtype, 64)
     if why is None:
         from megatron_tape.ops.kernels.triton_rotation import prepared
@@ -196,6 +203,7 @@ def _rotation_runs(device: torch.device, dtype: torch.dtype) -> bool:
         try:
             prepared(x, x, x, x, wide=True)
         except torch.OutOfMemoryError:
+            # Running out of memory says nothing about the kernel.
             raise
         except Exception as error:  # a compiler may raise anything
             why = f"fails ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
@@ -206,6 +214,7 @@ def _rotation_runs(device: torch.device, dtype: torch.dtype) -> bool:
 
 def why_not_importable(package: str) -> str | None:
     """Return why a package cannot be imported, as the predicate of a sentence, or None."""
+    # Only the top level: `find_spec` of a submodule imports its parents.
     if importlib.util.find_spec(package.partition(".")[0]) is None:
         return "is not installed"
     try:
@@ -227,6 +236,6 @@ def why_not_interpreted(dtype: torch.dtype) -> str | None:
     None if it can.
     """
     if dtype is torch.bfloat16:
-        # It truncates to bf16 and multiplies the raw bits.
+        # The interpreter truncates to bf16 and multiplies the raw bits as integers.
         return "computes bfloat16 incorrectly in Triton's interpreter, unlike float32"
     return None

@@ -13,8 +13,8 @@ from megatron_tape.ops.householder import Reflections
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
-    """Return the weighted average of the value, (S, B, H, D). Raises ValueError for fewer queries
-    than keys.
+    """Return a tuple with the weighted average of v, (S, B, H, D). Raises ValueError for fewer
+    queries than keys.
     """
     q, k = x.rotated()
     S, B, H, D = q.shape
@@ -39,15 +39,18 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
 
         kernel = parallel_forgetting_attn
         reflections = []
+        # This kernel requires gates; the logarithm of an open gate is zero.
         if gates is None:
             gates = torch.zeros(S, B, H, device=q.device)
 
+    # The kernels expect the sequences first, (B, S, ...).
     tensors = [q, k, *x.values(), *reflections, gates]
     tensors = [y.transpose(0, 1).contiguous() for y in tensors if y is not None]
     if x.packing is not None:
         # The same tensor object in all layers, so that fla reuses its cached block counts.
-        lengths = x.packing.cached(("fla", S), lambda: x.packing.lengths(S)[1].long())
-        kernel = partial(kernel, cu_seqlens=lengths)
+        cu_seqlens = x.packing.cached(("fla", S), lambda: x.packing.lengths(S)[1].long())
+        kernel = partial(kernel, cu_seqlens=cu_seqlens)
+        # All documents of the batch are passed as one sequence.
         tensors = [y.flatten(0, 1)[None] for y in tensors]
 
     (averaged,) = x.run(partial(_average, kernel), *tensors)

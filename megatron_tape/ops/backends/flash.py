@@ -35,6 +35,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     options: dict[str, Any] = {"causal": True, "deterministic": deterministic}
 
+    # One call for [v | z] if the kernel supports it, otherwise a call for v and one for z.
     grouped = H != x.k_TBGD.shape[2]
     if x.average_state and x.packing is None and takes_wide_value(device, D, grouped):
         _choose_tiles(functions)
@@ -48,6 +49,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         kernel = functions.flash_attn_varlen_func
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
         options |= zip(names, x.packing.lengths(S))
+        # The sequences of the batch are concatenated, (B * S, H, D).
         tensors = [y.flatten(0, 1) for y in tensors]
 
     def averages(q: Tensor, k: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
@@ -68,9 +70,11 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
 
 
 def _choose_tiles(functions: Any) -> None:
-    """Override version 4's tile sizes for [v | z] on Hopper; those of the backward pass cannot be
-    set by arguments.
+    """Override version 4's tile sizes for [v | z] on Hopper in its module `functions`.
+
+    Its arguments cannot set the tile sizes of the backward pass.
     """
+    # Once per process: each call would wrap the functions again.
     if hasattr(functions, "has_our_tiles"):
         return
     functions.has_our_tiles = True
@@ -83,7 +87,9 @@ def _choose_tiles(functions: Any) -> None:
 def _with_tiles(
     ours: dict[tuple[int, int], object], theirs: Callable[..., object]
 ) -> Callable[..., object]:
-    """Return a function that selects tile sizes by key and value width: `ours`, else `theirs`."""
+    """Return a function that selects tile sizes by key and value width: from `ours`, else by
+    `theirs`.
+    """
 
     def select(
         head_dim: int,

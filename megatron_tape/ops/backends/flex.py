@@ -20,7 +20,7 @@ RECOMPILATIONS = 1 << 16
 
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
-    """Return the weighted average of the value, (S, B, H, D)."""
+    """Return a tuple with the weighted average of v, (S, B, H, D)."""
     q, k = x.rotated()
     S = q.shape[0]
     T = k.shape[0]
@@ -37,18 +37,18 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     if q.is_cuda and T > BLOCK:
         function = _compiled()
     grouped = q.shape[2] != k.shape[2]
+    bias_of_pair = None if x.bias is None else x.bias.score
+    offset = T - S
 
     def average(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *tensors: Tensor) -> tuple[Tensor]:
-        add_bias = None
-        if x.bias is not None:
-            of_pair = x.bias.score
-            offset = T - S
+        # FlexAttention counts queries from 0, `Bias.score` from the start of the T tokens.
+        def biased(score, b, h, query, key):
+            return score + bias_of_pair(b, h, query + offset, key, *tensors)
 
-            def add_bias(score, b, h, query, key):
-                return score + of_pair(b, h, query + offset, key, *tensors)
+        score_mod = biased if bias_of_pair else None
+        return (function(q_BHSD, k_BGTD, v_BGTD, score_mod, mask, enable_gqa=grouped),)
 
-        return (function(q_BHSD, k_BGTD, v_BGTD, add_bias, mask, enable_gqa=grouped),)
-
+    # The bias's tensors are arguments, so that `x.run` computes their gradients.
     tensors = [y.permute(1, 2, 0, 3) for y in (q, k, *x.values())]
     if x.bias is not None:
         tensors += x.bias.tensors
@@ -58,6 +58,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
 
 @functools.cache
 def _compiled():
+    """Return the compiled `flex_attention`, which torch compiles again for each bias and shape."""
     import torch._dynamo
 
     # Beyond these limits torch would run the uncompiled function, which materializes all scores.
@@ -69,6 +70,7 @@ def _compiled():
 
 @functools.lru_cache(maxsize=8)
 def _causal_mask(S: int, T: int, device: torch.device) -> BlockMask:
+    """Return `block_mask` for sequences of one document each, the same object in all layers."""
     return block_mask(S, T, None, device)
 
 
@@ -86,20 +88,21 @@ def block_mask(
     """
     offset = T - S
     # The first and last tokens of each block of queries, and of each block of keys.
-    first = torch.arange(offset, T, BLOCK, device=device)[:, None]
-    last = (first + BLOCK - 1).clamp(max=T - 1)
-    keys = torch.arange(0, T, BLOCK, device=device)
-    ends = keys + BLOCK - 1
+    first_query = torch.arange(offset, T, BLOCK, device=device)[:, None]
+    last_query = (first_query + BLOCK - 1).clamp(max=T - 1)
+    first_key = torch.arange(0, T, BLOCK, device=device)
+    last_key = first_key + BLOCK - 1
 
     # Starts never decrease, so the first query of a block attends to the earliest keys.
     starts = starts_BT
     if starts is None:
         starts = torch.zeros(1, T, dtype=torch.int32, device=device)
-    earliest = starts[:, None, first]
-    latest = starts[:, None, last]
-    some = (keys <= last) & (ends >= earliest)
-    whole = (ends <= first) & (keys >= latest)
-    whole = whole & (first + BLOCK <= T) & (ends < T)
+    earliest = starts[:, None, first_query]
+    latest = starts[:, None, last_query]
+    visible_in_part = (first_key <= last_query) & (last_key >= earliest)
+    visible = (last_key <= first_query) & (first_key >= latest)
+    # Blocks that extend beyond the last token need the mask, too.
+    visible = visible & (first_query + BLOCK <= T) & (last_key < T)
 
     def seen(b, h, query, key):
         past = key <= query + offset
@@ -108,8 +111,8 @@ def block_mask(
         return past & (key >= starts_BT[b, query + offset])
 
     return BlockMask.from_kv_blocks(
-        *_listed(some & ~whole),
-        *_listed(whole),
+        *_listed(visible_in_part & ~visible),
+        *_listed(visible),
         BLOCK_SIZE=BLOCK,
         mask_mod=seen,
         seq_lengths=(S, T),
@@ -117,8 +120,8 @@ def block_mask(
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of key blocks that are True for each query block, and the indices of key
-    blocks, these first.
+    """Return, for each block of queries, the number of key blocks that are True, and the indices of
+    all key blocks, with these first.
     """
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.int()

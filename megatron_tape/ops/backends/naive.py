@@ -21,6 +21,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         bounds = x.packing.bounds_2BT
     seen = causal_mask(S, T, bounds, q.device)
 
+    # Each key/value group serves H / G adjacent heads.
     k_BHTD = k_BGTD.repeat_interleave(H // G, dim=1)
     scores = q_BHSD @ k_BHTD.mT / D**0.5
     if x.rescore is not None:
@@ -33,6 +34,6 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     p = scores.softmax(-1).to(q.dtype)
     averages = []
     for value in x.values():
-        of_heads = value.repeat_interleave(H // G, dim=2)
-        averages.append(torch.einsum("bhst,tbhe->sbhe", p, of_heads))
+        value_TBHD = value.repeat_interleave(H // G, dim=2)
+        averages.append(torch.einsum("bhst,tbhd->sbhd", p, value_TBHD))
     return tuple(averages)

@@ -25,9 +25,10 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
     q, k = x.rotated()
     D = q.shape[-1]
     dtype = torch.promote_types(q.dtype, torch.float32)
-    values = [y.expand_as(k) for y in x.values()]
+    value, *state = x.values()
     # Concatenating a single value would copy it.
-    value = torch.cat(values, dim=-1) if len(values) > 1 else values[0]
+    if state:
+        value = torch.cat([value, *state], dim=-1)
     output_dtype = value.dtype
     q_BHSD, k_BGTD, v_BGTE = (y.permute(1, 2, 0, 3).to(dtype) for y in (q, k, value))
     # Blocks keep what they use until the backward pass, so they must not use `x`, which holds
@@ -36,8 +37,8 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
     rescore = x.rescore
     packing = x.packing
     tensors = rescore.prepared(q_BHSD, k_BGTD)
-    count = len(q)
-    offset = len(k) - count
+    S = len(q)
+    offset = len(k) - S
 
     def attend_block(first: int) -> Tensor:
         """Return the average (r, B, H, E) of the block that starts at query `first`."""
@@ -49,28 +50,26 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
 
         scores = None
         if rescore.takes_scores:
-            scores = _times(queries * D**-0.5, keys.mT)
+            scores = _group_products(queries * D**-0.5, keys.mT)
         scores = rescore.rows(scores, queries, keys, seen, tokens, *tensors)
         if bias is not None:
             scores = scores + bias.of(tokens, slice(0, tokens.stop))
 
         p = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        return _times(p, v_BGTE[:, :, : tokens.stop]).permute(2, 0, 1, 3).to(output_dtype)
+        average_BHrE = _group_products(p, v_BGTE[:, :, : tokens.stop])
+        return average_BHrE.permute(2, 0, 1, 3).to(output_dtype)
 
     blocks = [
         checkpoint(attend_block, first, use_reentrant=False, preserve_rng_state=False)
-        for first in range(0, count, rows)
+        for first in range(0, S, rows)
     ]
     return torch.cat(blocks).split(D, dim=-1)
 
 
-def _times(x_BHrm: Tensor, y_BGmn: Tensor) -> Tensor:
+def _group_products(x_BHrm: Tensor, y_BGmn: Tensor) -> Tensor:
     """Return (B, H, r, n), the product of each head with the matrix of its group."""
     B, H, r, m = x_BHrm.shape
     G = y_BGmn.shape[1]
-    return (x_BHrm.reshape(B, G, H // G * r, m) @ y_BGmn).view(
-        B,
-        H,
-        r,
-        -1,
-    )
+    # The rows of all heads of a group form one matrix, so that the group's matrix is not repeated.
+    products = x_BHrm.reshape(B, G, H // G * r, m) @ y_BGmn
+    return products.view(B, H, r, -1)

@@ -51,15 +51,10 @@ def attend_to(
         else:
             averages = x.run(_averages, mask, *tensors)
 
-    D = q.shape[-1]
-    return tuple(
-        part
-        for y in averages
-        for part in parts(
-            y.permute(2, 0, 1, 3),
-            D,
-        )
-    )
+    outputs: list[Tensor] = []
+    for average in averages:
+        outputs += parts(average.permute(2, 0, 1, 3), q.shape[-1])
+    return tuple(outputs)
 
 
 def parts(average: Tensor, width: int) -> tuple[Tensor, ...]:
@@ -68,6 +63,7 @@ def parts(average: Tensor, width: int) -> tuple[Tensor, ...]:
     """
     if average.shape[-1] == width:
         return (average,)
+    # The kernel concatenates the gradients of both parts faster than torch does.
     if rotates_fused(average):
         from megatron_tape.ops.kernels.triton_rotation import halves
 
@@ -87,6 +83,8 @@ def _without_cudnn(q: Tensor, mask: Tensor | None) -> AbstractContextManager:
 def _averages(
     mask: Tensor | None, q_BHSD: Tensor, k_BGTD: Tensor, *values_BGTE: Tensor
 ) -> tuple[Tensor, ...]:
+    """Return the averages (B, H, S, E) of the values, one call of SDPA each."""
+    # A single query is the last token and attends to all keys; `is_causal` would hide all but one.
     return tuple(
         F.scaled_dot_product_attention(
             q_BHSD,
@@ -114,6 +112,9 @@ def needs_mask(x: AttentionInputs) -> bool:
 
 
 def _mask(x: AttentionInputs) -> Tensor | None:
+    """Return the bias plus minus infinity at masked pairs, (B or 1, H or 1, S, T), or None if not
+    needed.
+    """
     if not needs_mask(x):
         return None
     S = x.q_SBHD.shape[0]
@@ -132,9 +133,12 @@ def _mask(x: AttentionInputs) -> Tensor | None:
 def _bias(bias: Bias, rows: slice, keys: int) -> Tensor:
     """Return the bias with the constants that small tiles omit; without them, it is too large to
     round to bf16.
+
+    `rows` are the queries' tokens, `keys` is the number of keys.
     """
     tile = bias.of(rows, slice(0, keys))
     if bias.left_out is None or rows.stop - rows.start > NEAR:
         return tile
     left_out = bias.left_out(rows, *bias.tensors)
+    # Relative to the first query, as in large tiles, so that numbers stay small.
     return tile + (left_out - left_out[..., :1].detach())[..., None]

@@ -82,8 +82,8 @@ class Row:
 
     def fits(self, case: Case) -> bool:
         """Return whether the row applies to the case."""
-        same = self.kind == case.kind and case.generation in self.generations
-        return same and case.head_dim in self.head_dims and self.condition(case)
+        same_kind = self.kind == case.kind and case.generation in self.generations
+        return same_kind and case.head_dim in self.head_dims and self.condition(case)
 
     def __str__(self) -> str:
         return f"{self.reason} ({self.measured or 'not measured'})"
@@ -97,6 +97,9 @@ def _free(case: Case) -> bool:
 
 
 def _divided(case: Case) -> bool:
+    """Return whether sequences are divided into documents or segments, whose keys a kernel may
+    skip.
+    """
     return not case.whole
 
 

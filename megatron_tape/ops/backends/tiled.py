@@ -32,34 +32,36 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     """Return the averages over keys of v and, if averaged, z, each (S, B, H, D). bf16 and fp16 are
     computed in fp32.
     """
+    # Such a score depends on all keys of a query, not only on those of a tile.
     if x.rescore is not None:
         return attend_by_rows(x, QUERIES)
-    q, k = x.rotated()
-    q, k, *values = (
-        y.permute(
-            1,
-            2,
-            0,
-            3,
-        )
-        for y in (q, k, *x.values())
-    )
+
+    q, k, *values = (y.permute(1, 2, 0, 3) for y in (*x.rotated(), *x.values()))
     S = q.shape[2]
-    starts, first = (
-        (None, [0] * S) if x.packing is None else (x.packing.bounds_2BT[0], x.packing.first_seen(S))
-    )
-    tensors = () if x.bias is None else x.bias.tensors
+    starts = None
+    first_seen = [0] * S
+    if x.packing is not None:
+        starts = x.packing.bounds_2BT[0]
+        first_seen = x.packing.first_seen(S)
+
+    bias = None
+    bias_tensors: tuple[Tensor, ...] = ()
+    if x.bias is not None:
+        # Passed apart from the bias, since autograd tracks only tensors that are arguments.
+        bias_tensors = x.bias.tensors
+        bias = x.bias.without_tensors()
+
     q_BGRSD = q.unflatten(1, (k.shape[1], -1))
-    bias = None if x.bias is None else x.bias.without_tensors()
-    attend_in_tiles = partial(_TiledAttention.apply, len(values), bias, first, starts)
-    averages = x.run(attend_in_tiles, q_BGRSD, k, *values, *tensors)
+    attend_in_tiles = partial(_TiledAttention.apply, len(values), bias, first_seen, starts)
+    averages = x.run(attend_in_tiles, q_BGRSD, k, *values, *bias_tensors)
     return tuple(y.flatten(1, 2).permute(2, 0, 1, 3) for y in averages)
 
 
 class _Tiles:
     """The tiles with at least one visible pair of query and key, and the masks inside them.
 
-    `first` holds, for each query, the first key that it or a later query may attend to in any
+    `starts` (B, T) are the starts of the tokens' documents; None if each sequence is one document.
+    `first_seen` holds, for each query, the first key that it or a later query may attend to in any
     sequence of the batch.
     """
 
@@ -70,7 +72,7 @@ class _Tiles:
         T: int,
         R: int,
         starts: Tensor | None,
-        first: list[int],
+        first_seen: list[int],
         device: torch.device,
     ):
         self.B = B
@@ -81,7 +83,7 @@ class _Tiles:
         self.offset = T - S
         self.queries = self.keys[self.offset :]
         self.starts = None if starts is None else starts[:, self.offset :]
-        self.first = first
+        self.first_seen = first_seen
 
     def of_tokens(self, rows: slice) -> slice:
         """Return the slice of the T tokens to which the queries `rows` belong."""
@@ -89,15 +91,19 @@ class _Tiles:
 
     def blocks(self) -> Iterator[tuple[slice, list[slice]]]:
         """Yield each block of queries, and the blocks of keys to which they attend."""
-        for a in range(0, self.S, QUERIES):
-            b = min(a + QUERIES, self.S)
-            low = self.first[a] // KEYS * KEYS
-            high = b + self.offset
-            yield slice(a, b), [slice(c, min(c + KEYS, high)) for c in range(low, high, KEYS)]
+        for start in range(0, self.S, QUERIES):
+            stop = min(start + QUERIES, self.S)
+            # The first key is rounded down, so that blocks of keys start at multiples of KEYS.
+            low = self.first_seen[start] // KEYS * KEYS
+            high = stop + self.offset
+            columns = [slice(c, min(c + KEYS, high)) for c in range(low, high, KEYS)]
+            yield slice(start, stop), columns
 
     def biased(self, scores: Tensor, bias: Tensor) -> Tensor:
         """Add a bias (B or 1, H or 1, rows or 1, columns or 1) to scores (B*G, R*rows, columns), in
         place.
+
+        The scores are base-2 logarithms, the bias is a natural one.
         """
         rows = scores.shape[1] // self.R
         columns = scores.shape[2]
@@ -116,6 +122,7 @@ class _Tiles:
                 return
             scores = scores[..., first - columns.start :]
             columns = slice(first, columns.stop)
+
         queries = self.queries[rows, None]
         keys = self.keys[columns]
         hidden = keys > queries
@@ -126,52 +133,63 @@ class _Tiles:
 
 
 class _TiledAttention(Function):
+    """Maps q (B, G, R, S, D), k (B, G, T, D) and `count` values (B, G, T, E) to averages of the
+    values, (B, G, R, S, E).
+
+    `tensors` are the values, then the tensors of `bias`. See `_Tiles` for `first_seen` and
+    `starts`. Scores are base-2 logarithms: they include the factor LOG2_E.
+    """
+
     @staticmethod
-    def forward(ctx, count: int, bias: Bias | None, first: list[int], starts, q, k, *tensors):
+    def forward(ctx, count: int, bias: Bias | None, first_seen: list[int], starts, q, k, *tensors):
         values = tensors[:count]
-        of_bias = tensors[count:]
+        bias_tensors = tensors[count:]
         B, G, R, S, D = q.shape
         dtype = torch.promote_types(q.dtype, torch.float32)
-        tiles = _Tiles(B, S, k.shape[2], R, starts, first, q.device)
-        keys, wide = (x.flatten(0, 1).to(dtype) for x in (k, torch.cat(values, dim=-1)))
+        tiles = _Tiles(B, S, k.shape[2], R, starts, first_seen, q.device)
+        keys, value = (x.flatten(0, 1).to(dtype) for x in (k, torch.cat(values, dim=-1)))
+
         # In memory, the sequence axis comes first, as the output projection expects; otherwise it
         # would make a copy.
-        laid_out = [
-            torch.empty(S, B, G, R, v.shape[-1], dtype=v.dtype, device=q.device) for v in values
-        ]
-        outputs = [x.permute(1, 2, 3, 0, 4) for x in laid_out]
+        outputs = []
+        for v in values:
+            output = torch.empty(S, B, G, R, v.shape[-1], dtype=v.dtype, device=q.device)
+            outputs.append(output.permute(1, 2, 3, 0, 4))
         lse = torch.empty(B, G, R, S, dtype=dtype, device=q.device)
+
         for rows, blocks in tiles.blocks():
-            queries = _rows(q, rows, dtype) * (D**-0.5 * LOG2_E)
+            queries = _query_block(q, rows, dtype) * (D**-0.5 * LOG2_E)
             largest = queries.new_full((*queries.shape[:2], 1), float("-inf"))
             total = torch.zeros_like(largest)
-            averaged = queries.new_zeros(*queries.shape[:2], wide.shape[-1])
+            averaged = queries.new_zeros(*queries.shape[:2], value.shape[-1])
+
             for columns in blocks:
                 scores = queries @ keys[:, columns].mT
                 if bias is not None:
-                    tiles.biased(scores, bias.tile(tiles.of_tokens(rows), columns, *of_bias))
+                    tiles.biased(scores, bias.tile(tiles.of_tokens(rows), columns, *bias_tensors))
                 tiles.hide(scores, rows, columns, float("-inf"))
-                now = torch.maximum(largest, scores.amax(-1, keepdim=True))
+                new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
                 # A query without any visible key so far has no largest score to subtract.
-                shift = now.masked_fill(now == float("-inf"), 0.0)
+                shift = new_largest.masked_fill(new_largest == float("-inf"), 0.0)
                 p = _exp2(scores.sub_(shift))
-                shrink = largest.sub_(shift).exp2_()
+                # `_exp2` gives masked keys a small weight instead of zero.
                 tiles.hide(p, rows, columns, 0.0)
+                # Earlier sums subtracted the previous largest score.
+                shrink = largest.sub_(shift).exp2_()
                 total.mul_(shrink).add_(p.sum(-1, keepdim=True))
-                averaged.mul_(shrink).baddbmm_(p, wide[:, columns])
-                largest = now
-            parts = (
-                averaged.div_(total)
-                .view(B, G, R, -1, wide.shape[-1])
-                .split([v.shape[-1] for v in values], dim=-1)
-            )
-            for output, part in zip(outputs, parts):
-                output[:, :, :, rows] = part
+                averaged.mul_(shrink).baddbmm_(p, value[:, columns])
+                largest = new_largest
+
+            averages = averaged.div_(total).view(B, G, R, -1, value.shape[-1])
+            widths = [v.shape[-1] for v in values]
+            for output, average in zip(outputs, averages.split(widths, dim=-1)):
+                output[:, :, :, rows] = average
             lse[:, :, :, rows] = total.log2_().add_(largest).view(B, G, R, -1)
-        ctx.save_for_backward(q, k, lse, starts, *values, *outputs, *of_bias)
+
+        ctx.save_for_backward(q, k, lse, starts, *values, *outputs, *bias_tensors)
         ctx.count = count
         ctx.bias = bias
-        ctx.first = first
+        ctx.first_seen = first_seen
         return tuple(outputs)
 
     @staticmethod
@@ -180,44 +198,52 @@ class _TiledAttention(Function):
         q, k, lse, starts, *rest = ctx.saved_tensors
         values = rest[: ctx.count]
         outputs = rest[ctx.count : 2 * ctx.count]
-        of_bias = rest[2 * ctx.count :]
+        bias_tensors = rest[2 * ctx.count :]
         B, G, R, S, D = q.shape
         dtype = lse.dtype
-        tiles = _Tiles(B, S, k.shape[2], R, starts, ctx.first, q.device)
-        keys, wide = (x.flatten(0, 1).to(dtype) for x in (k, torch.cat(values, dim=-1)))
+        tiles = _Tiles(B, S, k.shape[2], R, starts, ctx.first_seen, q.device)
+        keys, value = (x.flatten(0, 1).to(dtype) for x in (k, torch.cat(values, dim=-1)))
         dq = torch.empty_like(q)
         dk = torch.zeros_like(keys)
-        dwide = torch.zeros_like(wide)
+        dvalue = torch.zeros_like(value)
+        # The gradient of the softmax subtracts the dot product of each output and its gradient.
         delta = sum((do.to(dtype) * o).sum(-1) for do, o in zip(gradients, outputs))
-        if ctx.bias is None:
-            bias = None
-        else:
-            bias = _BiasGradient(ctx.bias, of_bias, ctx.needs_input_grad[-len(of_bias) :])
+        bias = None
+        if ctx.bias is not None:
+            needed = ctx.needs_input_grad[-len(bias_tensors) :]
+            bias = _BiasGradient(ctx.bias, bias_tensors, needed)
+
         for rows, blocks in tiles.blocks():
-            queries = _rows(q, rows, dtype) * (D**-0.5 * LOG2_E)
-            gradient = torch.cat([_rows(do, rows, dtype) for do in gradients], dim=-1)
-            of_row = [x[:, :, :, rows].reshape(B * G, -1, 1) for x in (lse, delta)]
+            queries = _query_block(q, rows, dtype) * (D**-0.5 * LOG2_E)
+            gradient = torch.cat([_query_block(do, rows, dtype) for do in gradients], dim=-1)
+            row_lse, row_delta = (x[:, :, :, rows].reshape(B * G, -1, 1) for x in (lse, delta))
             dqueries = torch.zeros_like(queries)
+
             for columns in blocks:
                 scores = queries @ keys[:, columns].mT
                 if bias is not None:
                     tiles.biased(scores, bias.tile(tiles.of_tokens(rows), columns))
-                p = _exp2(scores.sub_(of_row[0]))
+                p = _exp2(scores.sub_(row_lse))
                 tiles.hide(p, rows, columns, 0.0)
-                dwide[:, columns].baddbmm_(p.mT, gradient)
-                ds = (gradient @ wide[:, columns].mT).sub_(of_row[1]).mul_(p)
+                dvalue[:, columns].baddbmm_(p.mT, gradient)
+                # The gradient of the scores as natural logarithms.
+                ds = (gradient @ value[:, columns].mT).sub_(row_delta).mul_(p)
                 if bias is not None:
                     bias.add(ds.view(B, G * R, -1, ds.shape[-1]))
                 dqueries.baddbmm_(ds, keys[:, columns])
                 dk[:, columns].baddbmm_(ds.mT, queries)
+
             if bias is not None:
                 bias.end(tiles.of_tokens(rows))
             dq[:, :, :, rows] = dqueries.mul_(D**-0.5).view(B, G, R, -1, D).to(q.dtype)
-        dvalues = dwide.view(B, G, k.shape[2], -1).split([v.shape[-1] for v in values], dim=-1)
+
+        # `queries` include LOG2_E, unlike the scores of `ds`.
+        dk = dk.div_(LOG2_E).view_as(k).to(k.dtype)
+        dvalues = dvalue.view(B, G, k.shape[2], -1).split([v.shape[-1] for v in values], dim=-1)
         return (
-            *(None, None, None, None, dq, dk.div_(LOG2_E).view_as(k).to(k.dtype)),
+            *(None, None, None, None, dq, dk),
             *(dv.to(v.dtype) for dv, v in zip(dvalues, values)),
-            *(() if bias is None else bias.gradients),
+            *(bias.gradients if bias else ()),
         )
 
 
@@ -233,6 +259,8 @@ def _exp2(x: Tensor) -> Tensor:
 class _BiasGradient:
     """Recomputes the tiles of a bias in the backward pass and accumulates the gradients of its
     tensors.
+
+    For each block of queries, call `tile` and `add` for every block of keys, then `end`.
     """
 
     def __init__(self, bias: Bias, tensors: list[Tensor], needed: tuple[bool, ...]):
@@ -240,9 +268,12 @@ class _BiasGradient:
         self._leaves = [x.detach().requires_grad_(need) for x, need in zip(tensors, needed)]
         self._learned = [i for i, need in enumerate(needed) if need]
         self.gradients = [torch.zeros_like(x) if need else None for x, need in zip(tensors, needed)]
-        self._left: Tensor | float = 0.0
+        # The sums over keys of the score gradients of the current queries, (B, H, rows).
+        self._row_sums: Tensor | float = 0.0
 
     def tile(self, rows: slice, columns: slice) -> Tensor:
+        """Return the bias of a tile, and keep its graph for `add`."""
+        # Autograd disables gradients in a backward pass.
         with torch.enable_grad():
             self._tile = self._bias.tile(rows, columns, *self._leaves)
         return self._tile.detach()
@@ -252,20 +283,23 @@ class _BiasGradient:
         if self._learned and self._tile.requires_grad:
             self._add(self._tile, ds_BHrc.sum_to_size(self._tile.shape))
             if self._bias.left_out is not None:
-                self._left = self._left + ds_BHrc.sum(-1)
+                self._row_sums = self._row_sums + ds_BHrc.sum(-1)
 
     def end(self, rows: slice) -> None:
         """Add the gradient of the constants that the tiles of the queries `rows` omit
         (`Bias.left_out`).
         """
-        if isinstance(self._left, Tensor):
+        if isinstance(self._row_sums, Tensor):
             with torch.enable_grad():
                 constants = self._bias.left_out(rows, *self._leaves)
             if constants.requires_grad:
-                self._add(constants, self._left.sum_to_size(constants.shape))
-            self._left = 0.0
+                self._add(constants, self._row_sums.sum_to_size(constants.shape))
+            self._row_sums = 0.0
 
     def _add(self, output: Tensor, gradient: Tensor) -> None:
+        """Add to `gradients` those of the tensors, given the `gradient` of an `output` of `Bias`'s
+        functions.
+        """
         leaves = [self._leaves[i] for i in self._learned]
         parts = torch.autograd.grad(output, leaves, gradient.to(output.dtype), allow_unused=True)
         for i, part in zip(self._learned, parts):
@@ -273,6 +307,6 @@ class _BiasGradient:
                 self.gradients[i] += part
 
 
-def _rows(x: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
+def _query_block(x: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
     """Return the block (B*G, R*rows, ...) of x (B, G, R, S, ...)."""
     return x[:, :, :, rows].flatten(0, 1).flatten(1, 2).to(dtype)

@@ -11,6 +11,7 @@ from megatron_tape.ops.attention_inputs import AttentionInputs
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     """Return the averages over keys of v and, if it is averaged, z, each (S, B, H, D)."""
+    # Imported here, since Triton is installed only on some systems.
     from megatron_tape.ops.kernels.triton_attention import attention
 
     bounds = None
