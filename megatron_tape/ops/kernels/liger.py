@@ -18,6 +18,7 @@ from torch import Tensor
 BLOCK = 32768
 """Maximum number of logits that a program loads at once, with 32 warps, as in Liger's own calls."""
 NOTHING_IGNORED = -1
+"""The kernels skip tokens with this label, which no token has."""
 
 
 def exponentials(
@@ -33,6 +34,7 @@ def exponentials(
     results = logits_nV.new_empty(n, V, dtype=torch.float32)
     sums = results.new_empty(n)
     of_label = results.new_empty(n)
+    # Triton launches on the current device, which may be another one. Each program has one token.
     with torch.cuda.device_of(logits_nV):
         liger_vocab_parallel_ce_forward_kernel[(n,)](
             logits_nV,
@@ -55,8 +57,10 @@ def exponentials(
 def to_gradients(
     exponentials_nV: Tensor, sums_n: Tensor, labels_n: Tensor, factors_n: Tensor, first: int
 ) -> Tensor:
-    """Return the logits' gradient, which overwrites the exponentials; the sums are those over the
-    whole vocabulary.
+    """Return the logits' gradient (n, V), which overwrites the exponentials.
+
+    `sums_n` are the sums of the exponentials over the whole vocabulary, and `factors_n` the
+    gradients of the tokens' losses.
     """
     n, V = exponentials_nV.shape
     with torch.cuda.device_of(exponentials_nV):
@@ -69,7 +73,7 @@ def to_gradients(
             first,
             V,
             NOTHING_IGNORED,
-            0.0,
+            0.0,  # without label smoothing
             0.0,
             HAS_LABEL_SMOOTHING=False,
             BLOCK_SIZE=_block(V),
@@ -79,4 +83,5 @@ def to_gradients(
 
 
 def _block(V: int) -> int:
+    """Return the number of logits that a program loads at once, a power of two."""
     return min(BLOCK, triton.next_power_of_2(V))

@@ -14,8 +14,9 @@ Each kernel visits its keys or queries in two loops: one over the unmasked tiles
 tiles that the causal mask or a document boundary masks in part, which lie before and after the
 unmasked ones.
 
-All tensors are contiguous, so that strides follow from sizes. A line is a head of a sequence, one
-of B * H; rows of a line are B * H * D numbers apart. Group lines are those of keys and values.
+All tensors are contiguous, so that strides follow from sizes. In kernels, `batch_head` is the index
+b * H + h of a head of a sequence, and `batch_group` is b * G + g. In a tensor (S, B, H, D), the rows
+of a head, one per token, start at batch_head * D and are B * H * D numbers apart.
 """
 
 import math
@@ -76,30 +77,39 @@ def _forward(
     BLOCK_T: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    # Blocks of the last queries run first, as they attend to the most keys.
+    """Compute o and, if E > D, u, and the log-sum-exp of one block of one head's queries.
+
+    Q, OUT and U are (S, B, H, D), K (T, B, G, D), VALUE (T, B, G, E) and LSE (B, H, S). With
+    PACKED, STARTS (B, T) holds the starts of the tokens' documents. `scale` is log2(e) / sqrt(D),
+    since GPUs compute exp2 faster than exp. PER_GROUP is H / G; BLOCK_D and BLOCK_E are D and E,
+    rounded up to powers of two. The grid is (blocks of BLOCK_S queries, B * H).
+    """
+    # Blocks of the last queries attend to the most keys. They run first, so that the programs that
+    # run last are short.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
-    lines = tl.num_programs(1)
-    line = tl.program_id(1).to(tl.int64)
-    group_lines = lines // PER_GROUP
+    batch_heads = tl.num_programs(1)
+    batch_head = tl.program_id(1).to(tl.int64)
+    batch_groups = batch_heads // PER_GROUP
     queries = block * BLOCK_S + tl.arange(0, BLOCK_S)
     offset = T - S
 
-    K += line // PER_GROUP * D
-    VALUE += line // PER_GROUP * E
-    q = load_rows(Q + line * D, queries, lines * D, S, D, BLOCK_D)
+    K += batch_head // PER_GROUP * D
+    VALUE += batch_head // PER_GROUP * E
+    q = load_rows(Q + batch_head * D, queries, batch_heads * D, S, D, BLOCK_D)
     averaged = tl.zeros((BLOCK_S, BLOCK_E), tl.float32)
     largest = tl.full((BLOCK_S,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_S,), tl.float32)
 
     # All queries attend to the keys before the first query's own token that are in the last query's
-    # document: the tiles from `middle` to `diagonal`.
+    # document: the tiles from `middle` to `diagonal`. The tiles from `low` to `middle` and from
+    # `diagonal` to `end` are masked in part.
     diagonal = (block * BLOCK_S + offset) // BLOCK_T
     end = tl.cdiv(tl.minimum(T, (block + 1) * BLOCK_S + offset), BLOCK_T)
     low = 0
     middle = 0
-    starts = queries
+    starts = queries  # unused without documents, but Triton requires a value
     if PACKED:
-        STARTS += line // H * T + offset
+        STARTS += batch_head // H * T + offset
         starts = tl.load(STARTS + queries, mask=queries < S, other=0)
         low = tl.load(STARTS + block * BLOCK_S) // BLOCK_T
         last = tl.load(STARTS + tl.minimum((block + 1) * BLOCK_S, S) - 1)
@@ -117,7 +127,7 @@ def _forward(
                 tile += tl.where(tile < middle, 0, diagonal - middle)
             keys = tile * BLOCK_T + tl.arange(0, BLOCK_T)
 
-            k = load_rows(K, keys, group_lines * D, T, D, BLOCK_D, MASKED)
+            k = load_rows(K, keys, batch_groups * D, T, D, BLOCK_D, MASKED)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             if MASKED:
                 seen = _seen(
@@ -129,7 +139,8 @@ def _forward(
                 )
                 scores = tl.where(seen, scores, float("-inf"))
 
-            # The scale is applied in the exponent.
+            # The scale is applied in the exponent, where a fused multiply-add also subtracts the
+            # largest score.
             largest_now = tl.maximum(largest, tl.max(scores, 1))
             shift = largest_now * scale
             if MASKED and PACKED:
@@ -139,20 +150,24 @@ def _forward(
             shrink = tl.exp2(largest * scale - shift)
             total = total * shrink + tl.sum(p, 1)
 
-            value = load_rows(VALUE, keys, group_lines * E, T, E, BLOCK_E, MASKED)
+            # The weights are rounded to the dtype of the values; sums are in fp32.
+            value = load_rows(VALUE, keys, batch_groups * E, T, E, BLOCK_E, MASKED)
             averaged = averaged * shrink[:, None]
             averaged = tl.dot(p.to(value.dtype), value, averaged, input_precision="ieee")
             largest = largest_now
 
+    # The first D columns of the average [o | u] go to OUT, the others to U.
     averaged = averaged / total[:, None]
-    store_rows(OUT + line * D, queries, lines * D, S, averaged, D, BLOCK_E)
+    store_rows(OUT + batch_head * D, queries, batch_heads * D, S, averaged, D, BLOCK_E)
     if E > D:
         columns = tl.arange(0, BLOCK_E)[None, :]
-        places = U + line * D + queries.to(tl.int64)[:, None] * (lines * D) + (columns - D)
+        places = (
+            U + batch_head * D + queries.to(tl.int64)[:, None] * (batch_heads * D) + (columns - D)
+        )
         inside = (queries[:, None] < S) & (columns >= D) & (columns < E)
         tl.store(places, averaged.to(U.dtype.element_ty), mask=inside)
     lse = largest * scale + tl.log2(total)
-    tl.store(LSE + line * S + queries, lse, mask=queries < S)
+    tl.store(LSE + batch_head * S + queries, lse, mask=queries < S)
 
 
 @triton.jit
@@ -169,41 +184,42 @@ def _delta(
     BLOCK_S: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Compute delta, the dot product of each output and its gradient, which the softmax's backward
-    pass subtracts.
+    """Compute DELTA (B, H, S), the dot product of each output and its gradient, which the softmax's
+    backward pass subtracts.
 
-    With WIDE, also store [do | du], the gradient of the output [o | u].
+    OUT, U, DO and DU are (S, B, H, D). With WIDE, also store [do | du], the gradient of the output
+    [o | u], to DOUT (S, B, H, 2D). The grid is (blocks of BLOCK_S queries, B * H).
     """
-    lines = tl.num_programs(1)
-    line = tl.program_id(1).to(tl.int64)
+    batch_heads = tl.num_programs(1)
+    batch_head = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
 
     o = load_rows(
-        OUT + line * D,
+        OUT + batch_head * D,
         rows,
-        lines * D,
+        batch_heads * D,
         S,
         D,
         BLOCK_D,
     ).to(tl.float32)
-    do = load_rows(DO + line * D, rows, lines * D, S, D, BLOCK_D)
+    do = load_rows(DO + batch_head * D, rows, batch_heads * D, S, D, BLOCK_D)
     delta = tl.sum(o * do.to(tl.float32), 1)
 
     if WIDE:
         u = load_rows(
-            U + line * D,
+            U + batch_head * D,
             rows,
-            lines * D,
+            batch_heads * D,
             S,
             D,
             BLOCK_D,
         ).to(tl.float32)
-        du = load_rows(DU + line * D, rows, lines * D, S, D, BLOCK_D)
+        du = load_rows(DU + batch_head * D, rows, batch_heads * D, S, D, BLOCK_D)
         delta += tl.sum(u * du.to(tl.float32), 1)
-        DOUT += line * 2 * D
-        store_rows(DOUT, rows, lines * 2 * D, S, do, D, BLOCK_D)
-        store_rows(DOUT + D, rows, lines * 2 * D, S, du, D, BLOCK_D)
-    tl.store(DELTA + line * S + rows, delta, mask=rows < S)
+        DOUT += batch_head * 2 * D
+        store_rows(DOUT, rows, batch_heads * 2 * D, S, do, D, BLOCK_D)
+        store_rows(DOUT + D, rows, batch_heads * 2 * D, S, du, D, BLOCK_D)
+    tl.store(DELTA + batch_head * S + rows, delta, mask=rows < S)
 
 
 @triton.jit
@@ -237,36 +253,42 @@ def _backward_keys(
 ):
     """Compute the gradients of one block of keys, from all later queries of all heads of the group.
 
-    VALUES stores the gradients of values, KEYS stores those of keys, and QUERIES adds to those of
-    queries, in fp32. Scores have the shape (keys, queries), so that the products with p and ds need
-    no transposed registers.
+    VALUES stores the gradients of values to DVALUE (T, B, G, E), KEYS stores those of keys to DK
+    (T, B, G, D), and QUERIES adds to those of queries, DQ (S, B, H, D) in fp32. DOUT (S, B, H, E)
+    is the gradient of the output, and DELTA the result of `_delta`. With PACKED, ENDS (B, T) holds
+    the ends of the tokens' documents. For the other arguments see `_forward`. The grid is (blocks
+    of BLOCK_T keys, B * G).
+
+    Scores have the shape (keys, queries), so that the products with p and ds need no transposed
+    registers.
     """
     block = tl.program_id(0)
-    lines = B * H
-    group_lines = lines // PER_GROUP
-    group_line = tl.program_id(1).to(tl.int64)
+    batch_heads = B * H
+    batch_groups = batch_heads // PER_GROUP
+    batch_group = tl.program_id(1).to(tl.int64)
     keys = block * BLOCK_T + tl.arange(0, BLOCK_T)
     offset = T - S
 
-    k = load_rows(K + group_line * D, keys, group_lines * D, T, D, BLOCK_D)
-    value = k
+    k = load_rows(K + batch_group * D, keys, batch_groups * D, T, D, BLOCK_D)
+    value = k  # unused without KEYS, but Triton requires a value
     if KEYS:
-        value = load_rows(VALUE + group_line * E, keys, group_lines * E, T, E, BLOCK_E)
+        value = load_rows(VALUE + batch_group * E, keys, batch_groups * E, T, E, BLOCK_E)
     dk = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     dvalue = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
 
+    # Tiles of queries from `low` to `high` attend to keys of this block.
     low = tl.maximum(block * BLOCK_T - offset, 0) // BLOCK_S
     high = tl.cdiv(S, BLOCK_S)
     # From tile `middle` on, all queries come after the block's keys; a partial last block has no
     # such tiles.
     middle = tl.cdiv(tl.maximum((block + 1) * BLOCK_T - 1 - offset, 0), BLOCK_S)
-    # From tile `tail` on, tiles are masked again. It is the partial last tile or,
+    # From tile `tail` on, tiles are masked again. Without documents, only a partial last tile is.
     tail = S // BLOCK_S
-    ends = keys
+    ends = keys  # unused without documents, but Triton requires a value
     if PACKED:
-        # if packed, the first tile with queries of a later document than that of the block's first
-        # key.
-        ENDS += group_line * PER_GROUP // H * T
+        # With documents, it is the first tile with queries of a later document than that of the
+        # block's first key.
+        ENDS += batch_group * PER_GROUP // H * T
         ends = tl.load(ENDS + keys, mask=keys < T, other=0)
         last = tl.load(ENDS + tl.minimum((block + 1) * BLOCK_T, T) - 1)
         high = tl.cdiv(last - offset, BLOCK_S)
@@ -274,15 +296,15 @@ def _backward_keys(
     middle = tl.minimum(middle, high)
     tail = tl.maximum(tail, middle)
 
-    # `scale` includes the conversion to base-2 logarithms.
+    # `scale` includes the factor log2(e) for exp2. Times ln(2), it is 1 / sqrt(D).
     factor = scale * 0.6931471805599453
     # From here on, the pointers are those of the group's first head.
-    line = group_line * PER_GROUP
-    Q += line * D
-    DOUT += line * E
-    LSE += line * S
-    DELTA += line * S
-    DQ += line * D
+    batch_head = batch_group * PER_GROUP
+    Q += batch_head * D
+    DOUT += batch_head * E
+    LSE += batch_head * S
+    DELTA += batch_head * S
+    DQ += batch_head * D
     for MASKED in tl.static_range(2):
         tiles = tail - middle
         if MASKED:
@@ -304,7 +326,7 @@ def _backward_keys(
             q = load_rows(
                 Q + head * D,
                 queries,
-                lines * D,
+                batch_heads * D,
                 S,
                 D,
                 BLOCK_D,
@@ -323,7 +345,7 @@ def _backward_keys(
             do = load_rows(
                 DOUT + head * E,
                 queries,
-                lines * E,
+                batch_heads * E,
                 S,
                 E,
                 BLOCK_E,
@@ -343,28 +365,28 @@ def _backward_keys(
                     else:
                         dq = tl.dot(tl.trans(ds), k, input_precision="ieee")
                     columns = tl.arange(0, BLOCK_D)[None, :]
-                    rows = queries.to(tl.int64)[:, None] * (lines * D)
+                    rows = queries.to(tl.int64)[:, None] * (batch_heads * D)
                     inside = columns < D
                     if MASKED:
                         inside = inside & (queries[:, None] < S)
                     places = DQ + head * D + rows + columns
                     tl.atomic_add(places, dq * factor, mask=inside, sem="relaxed")
 
-    # The same number as `group_lines`, but computed again: otherwise the addresses above would be
+    # The same number as `batch_groups`, but computed again: otherwise the addresses above would be
     # kept for the stores during the whole loop, and registers would spill.
-    group_lines = tl.num_programs(1)
+    batch_groups = tl.num_programs(1)
     if KEYS:
         store_rows(
-            DK + group_line * D,
+            DK + batch_group * D,
             keys,
-            group_lines * D,
+            batch_groups * D,
             T,
             dk * factor,
             D,
             BLOCK_D,
         )
     if VALUES:
-        store_rows(DVALUE + group_line * E, keys, group_lines * E, T, dvalue, E, BLOCK_E)
+        store_rows(DVALUE + batch_group * E, keys, batch_groups * E, T, dvalue, E, BLOCK_E)
 
 
 @triton.jit
@@ -390,34 +412,39 @@ def _backward_queries(
     BLOCK_T: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Compute the gradient of one head's block of queries from the keys to which it attends, in
-    their order.
+    """Compute the gradient DQ (S, B, H, D) of one block of one head's queries from the keys to
+    which it attends, in their order.
+
+    For the arguments see `_forward` and `_backward_keys`. The grid is (blocks of BLOCK_S queries, B
+    * H).
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)
-    lines = tl.num_programs(1)
-    line = tl.program_id(1).to(tl.int64)
-    group_lines = lines // PER_GROUP
+    batch_heads = tl.num_programs(1)
+    batch_head = tl.program_id(1).to(tl.int64)
+    batch_groups = batch_heads // PER_GROUP
     queries = block * BLOCK_S + tl.arange(0, BLOCK_S)
     offset = T - S
 
-    K += line // PER_GROUP * D
-    VALUE += line // PER_GROUP * E
-    q = load_rows(Q + line * D, queries, lines * D, S, D, BLOCK_D)
-    do = load_rows(DOUT + line * E, queries, lines * E, S, E, BLOCK_E)
-    lse = load_numbers(LSE + line * S, queries, S, float("inf"), True)
-    delta = load_numbers(DELTA + line * S, queries, S, 0.0, True)
+    K += batch_head // PER_GROUP * D
+    VALUE += batch_head // PER_GROUP * E
+    q = load_rows(Q + batch_head * D, queries, batch_heads * D, S, D, BLOCK_D)
+    do = load_rows(DOUT + batch_head * E, queries, batch_heads * E, S, E, BLOCK_E)
+    lse = load_numbers(LSE + batch_head * S, queries, S, float("inf"), True)
+    delta = load_numbers(DELTA + batch_head * S, queries, S, 0.0, True)
     dq = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
 
     low = 0
-    starts = queries
+    starts = queries  # unused without documents, but Triton requires a value
     if PACKED:
-        STARTS += line // H * T + offset
+        STARTS += batch_head // H * T + offset
         starts = tl.load(STARTS + queries, mask=queries < S, other=0)
         low = tl.load(STARTS + block * BLOCK_S) // BLOCK_T * BLOCK_T
+
+    # All tiles are masked: this kernel runs only in deterministic mode, so it is kept simple.
     for first in range(low, tl.minimum(T, (block + 1) * BLOCK_S + offset), BLOCK_T):
         keys = first + tl.arange(0, BLOCK_T)
-        k = load_rows(K, keys, group_lines * D, T, D, BLOCK_D)
-        value = load_rows(VALUE, keys, group_lines * E, T, E, BLOCK_E)
+        k = load_rows(K, keys, batch_groups * D, T, D, BLOCK_D)
+        value = load_rows(VALUE, keys, batch_groups * E, T, E, BLOCK_E)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         seen = _seen(
             queries[:, None],
@@ -431,8 +458,9 @@ def _backward_queries(
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
 
+    # log2(e) / sqrt(D) times ln(2) is 1 / sqrt(D).
     dq *= scale * 0.6931471805599453
-    store_rows(DQ + line * D, queries, lines * D, S, dq, D, BLOCK_D)
+    store_rows(DQ + batch_head * D, queries, batch_heads * D, S, dq, D, BLOCK_D)
 
 
 _TILES = {
@@ -488,12 +516,14 @@ heads are wider than 64.
 binaries for capabilities 9.0, 8.0 and 8.6 and for gfx942, not by measurements: no kernel used in
 training spills registers, and loops prefetch where shared memory suffices."""
 _TILE_FP32 = {False: (32, 32, 4, 1), True: (16, 32, 4, 1)}
+"""The same for fp32, on all GPUs and for all kernels, by whether heads are wider than 64."""
 
 
 def shared_memory(device: torch.device) -> int:
-    """Return the KiB of shared memory in `_TILES` that a program may use."""
+    """Return the KiB of shared memory that a program may use on `device`: a key of `_TILES`."""
     if torch.version.hip:
         return 64
+    # Triton's interpreter has no limit.
     if device.type != "cuda":
         return 227
     capability = torch.cuda.get_device_capability(device)
@@ -501,6 +531,7 @@ def shared_memory(device: torch.device) -> int:
         return 227
     if capability in ((8, 0), (8, 7)):
         return 163
+    # GPUs for consumers and workstations (8.6, 8.9, 12.x).
     return 99
 
 
@@ -512,7 +543,7 @@ def _launch(
 ) -> None:
     """Launch `kernel` in the tiles that `_TILES` has for `name` on this GPU.
 
-    `tensors` are q, k, the value and further tensors, `options` further arguments.
+    `tensors` are q, k, the value and further tensors; `options` are the kernel's last arguments.
     """
     q, _, value, *_ = tensors
     S, B, H, D = q.shape
@@ -521,6 +552,7 @@ def _launch(
     block_s, block_t, warps, stages = _TILES[shared_memory(q.device), wide][name]
     if q.dtype is torch.float32:
         block_s, block_t, warps, stages = _TILE_FP32[wide]
+    # Few queries, as in decoding, need only a small tile. Products need 16 rows.
     block_s = min(block_s, max(16, triton.next_power_of_2(S)))
     grid = (triton.cdiv(S, block_s), B * H)
     if kernel is _backward_keys:
@@ -548,6 +580,9 @@ def _launch(
 class _Attention(Function):
     """Differentiable attention. With `rotate`, z rotates q and k; with `wide`, z is averaged along
     with v.
+
+    q is (S, B, H, D); k, v and z are (T, B, G, D). `starts` and `ends` (B, T) are the bounds of the
+    tokens' documents, or None. Rotated queries and keys are not saved, but computed again.
     """
 
     @staticmethod
@@ -556,7 +591,7 @@ class _Attention(Function):
         if z is not None:
             z = last_contiguous(z)
         o, u, lse = attend(
-            *_prepared(
+            *_contiguous_inputs(
                 q,
                 k,
                 v,
@@ -575,7 +610,7 @@ class _Attention(Function):
     @once_differentiable
     def backward(ctx, do, du=None):
         q, k, v, z, o, u, lse, starts, ends = ctx.saved_tensors
-        inputs = _prepared(q, k, v, z, ctx.rotate, ctx.wide)
+        inputs = _contiguous_inputs(q, k, v, z, ctx.rotate, ctx.wide)
         dq, dk, dvalue = attend_backward(
             inputs,
             (o, u, lse),
@@ -585,6 +620,7 @@ class _Attention(Function):
 
         dz = None
         if ctx.rotate:
+            # z's gradient from the rotation and the average are added in one kernel.
             split = dvalue if ctx.wide else None
             dq, dk, dv, dz = prepare_backward(
                 q,
@@ -599,10 +635,11 @@ class _Attention(Function):
             dv, dz = dvalue.chunk(2, dim=-1)
         if not ctx.wide:
             dv = dvalue
+        # The gradient of q is in fp32 if blocks of keys added to it and no rotation rounded it.
         return dq.to(q.dtype), dk, dv, dz, None, None, None, None
 
 
-def _prepared(
+def _contiguous_inputs(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -610,7 +647,7 @@ def _prepared(
     rotate: bool,
     wide: bool,
 ) -> list[Tensor]:
-    """Return the contiguous inputs of `attend`.
+    """Return the contiguous inputs of `attend`: q and k, rotated if `rotate`, and v or [v | z].
 
     The results of the rotation kernel are contiguous already. What it leaves as it is may be a view
     of the projection and is copied: v if z is not averaged, and q and k if they are not rotated.
@@ -676,7 +713,7 @@ def attend_backward(
     starts, ends = bounds
     S, B, H, D = q.shape
     wide = u is not None
-    repeatable = sums_in_one_order()
+    in_one_order = sums_in_one_order()
 
     dout = q.new_empty(S, B, H, 2 * D) if wide else do
     delta = torch.empty_like(lse)
@@ -695,7 +732,8 @@ def attend_backward(
         wide,
     )
 
-    dq = torch.empty_like(q) if repeatable else torch.zeros_like(q, dtype=torch.float32)
+    # Blocks of keys add to dq, unless a kernel of its own stores it.
+    dq = torch.empty_like(q) if in_one_order else torch.zeros_like(q, dtype=torch.float32)
     dk = torch.empty_like(k)
     dvalue = torch.empty_like(value)
     tensors = (q, k, value, dout, lse, delta)
@@ -714,9 +752,9 @@ def attend_backward(
             B=B,
             VALUES=name != "keys",
             KEYS=name != "values",
-            QUERIES=name != "values" and not repeatable,
+            QUERIES=name != "values" and not in_one_order,
         )
-    if repeatable:
+    if in_one_order:
         _launch(_backward_queries, "queries", *tensors, starts, dq, PACKED=packed)
     return dq, dk, dvalue
 
@@ -752,6 +790,7 @@ def attention(
         )
 
     rotate = rotate and z is not None
+    # An unused z would be saved for the backward pass.
     if not (rotate or average_state):
         z = None
     starts, ends = (None, None) if bounds_2BT is None else bounds_2BT.contiguous()

@@ -47,7 +47,7 @@ def _matrix(
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Load a block of an (R, C) matrix, padded with zeros."""
+    """Load the elements at `rows` and `columns` of an (R, C) matrix; those outside are zero."""
     inside = (rows[:, None] < R) & (columns[None, :] < C)
     return tl.load(pointer + rows[:, None] * row_stride + columns[None, :], mask=inside, other=0.0)
 
@@ -61,6 +61,7 @@ def _store_matrix(
     R: tl.constexpr,
     C: tl.constexpr,
 ):
+    """Store the elements at `rows` and `columns` of a contiguous (R, C) matrix."""
     inside = (rows[:, None] < R) & (columns[None, :] < C)
     places = pointer + rows[:, None] * C + columns[None, :]
     tl.store(places, value.to(pointer.dtype.element_ty), mask=inside)
@@ -114,18 +115,26 @@ def _update(
     BLOCK_D: tl.constexpr,
     FULL: tl.constexpr,
 ):
+    """Write z'' of `tokens` adjacent tokens to OUT (N, G, D).
+
+    Z is (N, G, D), M (N, G, G), and MIXING (G, H), or (H,) without FULL. U is (N / B, B, H, D) with
+    the strides `u_sequence`, `u_batch` and `u_head` of the first three axes. BLOCK_G and BLOCK_H
+    are G and H, rounded up to powers of two and at least 16. A loop visits D in pieces of BLOCK_D
+    columns, so that they fit into registers.
+    """
     groups = tl.arange(0, BLOCK_G)
     heads = tl.arange(0, BLOCK_H)
+    # A stays in registers for all tokens of the program.
     mixing = _load_mixing(MIXING, groups, heads, G, H, FULL)
     first = tl.program_id(0).to(tl.int64) * tokens
 
     for token in range(first, tl.minimum(first + tokens, N)):
         m = _matrix(M + token * G * G, groups, groups, G, G, G)
-        of_token = U + token // B * u_sequence + token % B * u_batch
+        u_token = U + token // B * u_sequence + token % B * u_batch
         for column in range(0, D, BLOCK_D):
             columns = column + tl.arange(0, BLOCK_D)
             z = _matrix(Z + token * G * D, groups, columns, D, G, D)
-            u = _matrix(of_token, heads, columns, u_head, H, D)
+            u = _matrix(u_token, heads, columns, u_head, H, D)
             mixed = _mixed(z, u, mixing, FULL)
             out = mixed + tl.dot(m, mixed.to(m.dtype), input_precision="ieee")
             _store_matrix(OUT + token * G * D, groups, columns, out, G, D)
@@ -156,6 +165,13 @@ def _update_backward(
     BLOCK_D: tl.constexpr,
     FULL: tl.constexpr,
 ):
+    """Write the gradients of z, u and M of `tokens` adjacent tokens, given DOUT (N, G, D), that of
+    z''.
+
+    DZ is (N, G, D), DM (N, G, G), and DU contiguous (N, H, D). DMIXING holds the sum over the
+    program's tokens of the gradient of A, (programs, G, H), or (programs, H) without FULL. For the
+    other arguments see `_update`.
+    """
     groups = tl.arange(0, BLOCK_G)
     heads = tl.arange(0, BLOCK_H)
     mixing = _load_mixing(MIXING, groups, heads, G, H, FULL)
@@ -169,18 +185,20 @@ def _update_backward(
 
     for token in range(first, tl.minimum(first + tokens, N)):
         m = _matrix(M + token * G * G, groups, groups, G, G, G)
-        of_token = U + token // B * u_sequence + token % B * u_batch
+        u_token = U + token // B * u_sequence + token % B * u_batch
         dm = tl.zeros((BLOCK_G, BLOCK_G), tl.float32)
         for column in range(0, D, BLOCK_D):
             columns = column + tl.arange(0, BLOCK_D)
             z = _matrix(Z + token * G * D, groups, columns, D, G, D)
-            u = _matrix(of_token, heads, columns, u_head, H, D)
+            u = _matrix(u_token, heads, columns, u_head, H, D)
             dout = _matrix(DOUT + token * G * D, groups, columns, D, G, D)
 
+            # z' is computed again, since the forward pass does not save it. Factors of products are
+            # rounded to the dtype of A, sums are in fp32.
             mixed = _mixed(z, u, mixing, FULL).to(dtype)
-            factor = dout.to(dtype)
-            dm += tl.dot(factor, tl.trans(mixed), input_precision="ieee")
-            dmixed = dout.to(tl.float32) + tl.dot(tl.trans(m), factor, input_precision="ieee")
+            rounded_dout = dout.to(dtype)
+            dm += tl.dot(rounded_dout, tl.trans(mixed), input_precision="ieee")
+            dmixed = dout.to(tl.float32) + tl.dot(tl.trans(m), rounded_dout, input_precision="ieee")
             _store_matrix(DZ + token * G * D, groups, columns, dmixed, G, D)
 
             if FULL:
@@ -199,6 +217,8 @@ def _update_backward(
 
 
 class _Update(Function):
+    """The differentiable form of `_update`; `kept` is saved instead of z unless None."""
+
     @staticmethod
     def forward(ctx, z, u, gate, mixing, up, down, kept):
         # u may be a view of [o | u], with gaps between heads, and some libraries store one sequence
@@ -231,24 +251,20 @@ class _Update(Function):
         du = u.new_empty(u.shape)
         dM = torch.empty_like(M)
         programs = triton.cdiv(len(z), _tokens(z))
-        sums = z.new_empty(programs, *mixing.shape, dtype=torch.float32)
-        _launch(_update_backward, z, u, M, mixing, dout, dz, du, dM, sums)
+        mixing_sums = z.new_empty(programs, *mixing.shape, dtype=torch.float32)
+        _launch(_update_backward, z, u, M, mixing, dout, dz, du, dM, mixing_sums)
 
-        d_mixing = sums.sum(0).to(mixing.dtype)
-        return (
-            dz,
-            du,
-            *matrix_gradients(
-                dM,
-                d_mixing,
-                g,
-                outer,
-                gate,
-                up,
-                down,
-            ),
-            None,
+        d_mixing = mixing_sums.sum(0).to(mixing.dtype)
+        gradients = matrix_gradients(
+            dM,
+            d_mixing,
+            g,
+            outer,
+            gate,
+            up,
+            down,
         )
+        return dz, du, *gradients, None
 
 
 def _tokens(z: Tensor) -> int:
@@ -267,13 +283,17 @@ def _launch(
     mixing: Tensor,
     *tensors: Tensor,
 ) -> None:
+    """Launch `_update` or `_update_backward`; `tensors` are the kernel's arguments after A."""
     N, G, D = z.shape
     _, B, H, _ = u.shape
     tokens = _tokens(z)
+    # Products of tiles need at least 16 rows and columns.
     block_g, block_h, block_d = (max(16, triton.next_power_of_2(n)) for n in (G, H, D))
     columns = COLUMNS
     if block_g * block_h * u.element_size() > MIXING_BYTES:
         columns = COLUMNS // 2
+    # A warp for each 512 elements of the largest matrix.
+    warps = min(8, max(1, block_g * max(block_g, block_h) // 512))
     kernel[(triton.cdiv(N, tokens),)](
         z,
         u,
@@ -291,7 +311,7 @@ def _launch(
         block_h,
         min(block_d, columns),
         mixing.dim() == 2,
-        num_warps=min(8, max(1, block_g * max(block_g, block_h) // 512)),
+        num_warps=warps,
     )
 
 
@@ -314,8 +334,10 @@ def update(
     N, G, D = z_NGD.shape
     P = gate_NP.shape[1]
     H = G if mixing.dim() == 1 else u_NHD.shape[-2]
+    # The third shape is that of A: (G, H), or (H,) with one scale per head.
     expected = [(N, H, D), (N, P), (G, H)[-mixing.dim() :], (P, G), (G, P)]
     shapes = [tuple(x.shape) for x in (u_NHD, gate_NP, mixing, up_PG, down_GP)]
+    # u may have an axis for the sequence and one for the batch.
     shapes[0] = (u_NHD.shape[:-2].numel(), *u_NHD.shape[-2:])
     if shapes != expected:
         raise ValueError(f"u, gate, mixing, up and down have shapes {shapes}; expected {expected}")

@@ -28,10 +28,12 @@ def load_rows(
     BLOCK_D: tl.constexpr,
     CHECKED: tl.constexpr = True,
 ):
-    """Load rows of D numbers, padded to BLOCK_D with zeros; a row is zero from `limit` on.
+    """Load the rows with the indices `rows`: D numbers each, `stride` apart, padded with zeros to
+    BLOCK_D.
 
-    Without CHECKED, all rows must be below `limit`.
+    Rows from `limit` on are zero. Without CHECKED, all rows must be below `limit`.
     """
+    # 64-bit offsets, since tensors may have more than 2^31 elements.
     columns = tl.arange(0, BLOCK_D)
     places = pointer + rows.to(tl.int64)[:, None] * stride + columns[None, :]
 
@@ -44,8 +46,9 @@ def load_rows(
 
 @triton.jit
 def load_numbers(pointer, rows, limit, other, CHECKED: tl.constexpr):
-    """Load one number per row, or `other` from row `limit` on; without CHECKED, all rows must be
-    below it.
+    """Load one number per row, or `other` from row `limit` on.
+
+    Without CHECKED, all rows must be below `limit`.
     """
     if CHECKED:
         return tl.load(pointer + rows, mask=rows < limit, other=other)
@@ -86,8 +89,16 @@ def _load_complex(
 
 @triton.jit
 def _store_complex(
-    pointer, rows, stride, limit, real, imaginary, F: tl.constexpr, BLOCK_F: tl.constexpr
+    pointer,
+    rows,
+    stride,
+    limit,
+    real,
+    imaginary,
+    F: tl.constexpr,
+    BLOCK_F: tl.constexpr,
 ):
+    """Store rows of F complex numbers as [real | imaginary], in the rows below `limit`."""
     store_rows(pointer, rows, stride, limit, real, F, BLOCK_F)
     store_rows(pointer + F, rows, stride, limit, imaginary, F, BLOCK_F)
 
@@ -105,7 +116,10 @@ def _rotate(
     F: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """Multiply rows of X by the state as complex numbers; write the products to Y."""
+    """Multiply rows of X by the state as complex numbers; write the products to Y.
+
+    X and Y point to one head of a sequence; `x_row` and `y_row` are the strides of their rows.
+    """
     re, im = _load_complex(X, rows, x_row, limit, F, BLOCK_F)
     new_re = re * z_re - im * z_im
     new_im = re * z_im + im * z_re
@@ -142,12 +156,18 @@ def _prepare(
     ROTATE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """With ROTATE, rotate the queries and keys of one group; with WIDE, store its [v | z]."""
+    """With ROTATE, rotate the queries and keys of one group; with WIDE, store its [v | z].
+
+    The arguments such as `q_row`, `q_batch` and `q_head` are the strides of the first three axes of
+    Q (T, B, H, D), K, V and Z (T, B, G, D). The results Q_OUT (T, B, H, D), K_OUT (T, B, G, D) and
+    VALUE (T, B, G, 2D) are contiguous. PER_GROUP is H / G; BLOCK_F is F, rounded up to a power of
+    two. The grid is (B * G, blocks of BLOCK_T tokens).
+    """
     D: tl.constexpr = 2 * F
-    lines = tl.num_programs(0)
-    line = tl.program_id(0).to(tl.int64)  # counts the groups of all sequences
-    batch = line // G
-    group = line % G
+    batch_groups = tl.num_programs(0)
+    batch_group = tl.program_id(0).to(tl.int64)  # counts the groups of all sequences
+    batch = batch_group // G
+    group = batch_group % G
     rows = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
 
     Z += batch * z_batch + group * z_head
@@ -155,8 +175,8 @@ def _prepare(
 
     if ROTATE:
         Q += batch * q_batch + group * PER_GROUP * q_head
-        Q_OUT += line * PER_GROUP * D
-        out_row = lines * PER_GROUP * D
+        Q_OUT += batch_group * PER_GROUP * D
+        out_row = batch_groups * PER_GROUP * D
         for head in range(PER_GROUP):
             q = Q + head * q_head
             _rotate(
@@ -175,10 +195,10 @@ def _prepare(
         K += batch * k_batch + group * k_head
         _rotate(
             K,
-            K_OUT + line * D,
+            K_OUT + batch_group * D,
             rows,
             k_row,
-            lines * D,
+            batch_groups * D,
             T,
             z_re,
             z_im,
@@ -188,13 +208,13 @@ def _prepare(
 
     if WIDE:
         V += batch * v_batch + group * v_head
-        VALUE += line * 2 * D
+        VALUE += batch_group * 2 * D
         v = load_rows(V, rows, v_row, T, D, 2 * BLOCK_F)
-        store_rows(VALUE, rows, lines * 2 * D, T, v, D, 2 * BLOCK_F)
+        store_rows(VALUE, rows, batch_groups * 2 * D, T, v, D, 2 * BLOCK_F)
         _store_complex(
             VALUE + D,
             rows,
-            lines * 2 * D,
+            batch_groups * 2 * D,
             T,
             z_re,
             z_im,
@@ -218,15 +238,19 @@ def _rotate_backward(
     dz_im,
     F: tl.constexpr,
     BLOCK_F: tl.constexpr,
-    NEEDED: tl.constexpr,
+    NEEDS_DZ: tl.constexpr,
 ):
-    """Write the gradient of X; return the gradient of the state, increased if NEEDED."""
+    """Write the gradient of X to DX, given the gradient DY of Y = X z; return the gradient of z.
+
+    With NEEDS_DZ, the part of this product is added to the gradient `dz_re`, `dz_im`.
+    """
+    # The gradient of a factor is the product with the conjugate of the other one.
     dy_re, dy_im = _load_complex(DY, rows, dy_row, limit, F, BLOCK_F)
     dx_re = dy_re * z_re + dy_im * z_im
     dx_im = dy_im * z_re - dy_re * z_im
     _store_complex(DX, rows, dy_row, limit, dx_re, dx_im, F, BLOCK_F)
 
-    if NEEDED:
+    if NEEDS_DZ:
         x_re, x_im = _load_complex(X, rows, x_row, limit, F, BLOCK_F)
         dz_re = dz_re + dy_re * x_re + dy_im * x_im
         dz_im = dz_im + dy_im * x_re - dy_re * x_im
@@ -261,18 +285,19 @@ def _prepare_backward(
     BLOCK_F: tl.constexpr,
     BLOCK_S: tl.constexpr,
     WIDE: tl.constexpr,
-    NEEDED: tl.constexpr,
+    NEEDS_DZ: tl.constexpr,
 ):
     """Compute the gradients of queries, keys and the state from those of rotated queries and keys.
 
     With WIDE, split the gradient of the value [v | z]: store that of v, and add that of z to the
-    state's gradient.
+    state's gradient. For shapes, strides and the grid see `_prepare`; the gradients DQ, DK and
+    DVALUE and all results are contiguous.
     """
     D: tl.constexpr = 2 * F
-    lines = tl.num_programs(0)
-    line = tl.program_id(0).to(tl.int64)  # counts the groups of all sequences
-    batch = line // G
-    group = line % G
+    batch_groups = tl.num_programs(0)
+    batch_group = tl.program_id(0).to(tl.int64)  # counts the groups of all sequences
+    batch = batch_group // G
+    group = batch_group % G
     rows = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
 
     Z += batch * z_batch + group * z_head
@@ -281,30 +306,30 @@ def _prepare_backward(
     dz_im = tl.zeros((BLOCK_S, BLOCK_F), tl.float32)
 
     if WIDE:
-        DVALUE += line * 2 * D
-        dv = load_rows(DVALUE, rows, lines * 2 * D, S, D, 2 * BLOCK_F)
+        DVALUE += batch_group * 2 * D
+        dv = load_rows(DVALUE, rows, batch_groups * 2 * D, S, D, 2 * BLOCK_F)
         store_rows(
-            DV_OUT + line * D,
+            DV_OUT + batch_group * D,
             rows,
-            lines * D,
+            batch_groups * D,
             S,
             dv,
             D,
             2 * BLOCK_F,
         )
-        if NEEDED:
+        if NEEDS_DZ:
             dz_re, dz_im = _load_complex(
                 DVALUE + D,
                 rows,
-                lines * 2 * D,
+                batch_groups * 2 * D,
                 S,
                 F,
                 BLOCK_F,
             )
 
     Q += batch * q_batch + group * PER_GROUP * q_head
-    DQ += line * PER_GROUP * D
-    DQ_OUT += line * PER_GROUP * D
+    DQ += batch_group * PER_GROUP * D
+    DQ_OUT += batch_group * PER_GROUP * D
     for head in range(PER_GROUP):
         dz_re, dz_im = _rotate_backward(
             Q + head * q_head,
@@ -312,7 +337,7 @@ def _prepare_backward(
             DQ_OUT + head * D,
             rows,
             q_row,
-            lines * PER_GROUP * D,
+            batch_groups * PER_GROUP * D,
             S,
             z_re,
             z_im,
@@ -320,16 +345,16 @@ def _prepare_backward(
             dz_im,
             F,
             BLOCK_F,
-            NEEDED,
+            NEEDS_DZ,
         )
 
     dz_re, dz_im = _rotate_backward(
         K + batch * k_batch + group * k_head,
-        DK + line * D,
-        DK_OUT + line * D,
+        DK + batch_group * D,
+        DK_OUT + batch_group * D,
         rows,
         k_row,
-        lines * D,
+        batch_groups * D,
         S,
         z_re,
         z_im,
@@ -337,13 +362,13 @@ def _prepare_backward(
         dz_im,
         F,
         BLOCK_F,
-        NEEDED,
+        NEEDS_DZ,
     )
-    if NEEDED:
+    if NEEDS_DZ:
         _store_complex(
-            DZ_OUT + line * D,
+            DZ_OUT + batch_group * D,
             rows,
-            lines * D,
+            batch_groups * D,
             S,
             dz_re,
             dz_im,
@@ -353,7 +378,10 @@ def _prepare_backward(
 
 
 def last_contiguous(x: Tensor) -> Tensor:
-    """Return x if its last axis is contiguous, otherwise a contiguous copy."""
+    """Return x if its last axis is contiguous, otherwise a contiguous copy.
+
+    The kernels take the strides of the other axes as arguments.
+    """
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -389,6 +417,7 @@ def prepare(
     if wide:
         value = v.new_empty(T, B, G, 2 * D)
 
+    # Each program rotates about 2048 complex numbers of a head at once.
     block_f = triton.next_power_of_2(D // 2)
     block_t = max(1, 2048 // block_f)
     _prepare[(B * G, triton.cdiv(T, block_t))](
@@ -419,9 +448,9 @@ def prepare_backward(
     dq: Tensor,
     dk: Tensor,
     dvalue: Tensor | None,
-    needed: bool,
+    needs_dz: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of q (in its dtype), k, v, and z, which is None unless `needed`.
+    """Return the gradients of q (in its dtype), k, v, and z, which is None unless `needs_dz`.
 
     `dq` and `dk` are the gradients of the rotated q and k, and `dvalue` that of [v | z] (S, B, G,
     2D); all are contiguous. If `dvalue` is None, the gradient of v is None, and that of z comes
@@ -432,8 +461,9 @@ def prepare_backward(
     dq_out = q.new_empty(q.shape)
     dk_out = k.new_empty(k.shape)
     dv_out = k.new_empty(k.shape) if wide else None
-    dz_out = z.new_empty(k.shape) if needed else None
+    dz_out = z.new_empty(k.shape) if needs_dz else None
 
+    # Half as many numbers as in `prepare`, since a program also holds gradients in registers.
     block_f = triton.next_power_of_2(D // 2)
     block_s = max(1, 1024 // block_f)
     _prepare_backward[(B * G, triton.cdiv(S, block_s))](
@@ -455,12 +485,14 @@ def prepare_backward(
         block_f,
         block_s,
         wide,
-        needed,
+        needs_dz,
     )
     return dq_out, dk_out, dv_out, dz_out
 
 
 class _Prepared(Function):
+    """The differentiable form of `prepare`."""
+
     @staticmethod
     def forward(ctx, q, k, v, z, wide):
         q, k, v, z = (last_contiguous(x) for x in (q, k, v, z))
@@ -528,21 +560,27 @@ def _join(
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Store [left | right] of one head of a sequence."""
-    lines = tl.num_programs(0)
-    line = tl.program_id(0).to(tl.int64)  # counts the heads of all sequences
-    rows = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
-    OUT += line // H * out_batch + line % H * out_head
+    """Store [left | right] of one head of a sequence to OUT (S, B, H, 2D), of any strides.
 
-    left = load_rows(LEFT + line * D, rows, lines * D, S, D, BLOCK_D)
-    right = load_rows(RIGHT + line * D, rows, lines * D, S, D, BLOCK_D)
+    LEFT and RIGHT (S, B, H, D) are contiguous. The grid is (B * H, blocks of BLOCK_S tokens).
+    """
+    batch_heads = tl.num_programs(0)
+    batch_head = tl.program_id(0).to(tl.int64)  # counts the heads of all sequences
+    rows = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
+    OUT += batch_head // H * out_batch + batch_head % H * out_head
+
+    left = load_rows(LEFT + batch_head * D, rows, batch_heads * D, S, D, BLOCK_D)
+    right = load_rows(RIGHT + batch_head * D, rows, batch_heads * D, S, D, BLOCK_D)
     store_rows(OUT, rows, out_row, S, left, D, BLOCK_D)
     store_rows(OUT + D, rows, out_row, S, right, D, BLOCK_D)
 
 
 class _Halves(Function):
+    """The differentiable form of `halves`."""
+
     @staticmethod
     def forward(ctx, x):
+        # Keeps the shape, dtype and strides of x, but not its memory.
         ctx.like = torch.empty_like(x, device="meta")
         return x.chunk(2, dim=-1)
 

@@ -18,16 +18,19 @@ BLOCK = 1024
 
 @triton.jit
 def _load(pointer, columns, F):
+    """Load these columns of a row of F numbers as fp32."""
     return tl.load(pointer + columns, mask=columns < F, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _store(pointer, columns, F, values):
+    """Store `values` in these columns of a row of F numbers."""
     tl.store(pointer + columns, values.to(pointer.dtype.element_ty), mask=columns < F)
 
 
 @triton.jit
 def _swiglu(X, Y, F, BLOCK: tl.constexpr):
+    """Map a row of X (rows, 2F) to a row of Y (rows, F); the grid is (rows, blocks of columns)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     X += row * 2 * F
@@ -38,6 +41,9 @@ def _swiglu(X, Y, F, BLOCK: tl.constexpr):
 
 @triton.jit
 def _swiglu_backward(X, DY, DX, F, BLOCK: tl.constexpr):
+    """Write the gradient DX of X, given the gradient DY of Y, with the shapes and grid of
+    `_swiglu`.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     X += row * 2 * F
@@ -48,6 +54,7 @@ def _swiglu_backward(X, DY, DX, F, BLOCK: tl.constexpr):
 
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
+    # The derivative of silu is sigmoid + silu * (1 - sigmoid).
     _store(
         DX,
         columns,
@@ -75,8 +82,10 @@ def backward(gate_and_up: Tensor, dy: Tensor) -> Tensor:
 
 
 def _launch(kernel: Any, gate_and_up: Tensor, *tensors: Tensor) -> None:
+    """Launch a kernel on the rows of [gate | up] and of `tensors`."""
     F = gate_and_up.shape[-1] // 2
     rows = gate_and_up.numel() // (2 * F)
+    # CUDA refuses an empty grid.
     if rows:
         with torch.cuda.device_of(gate_and_up):
             kernel[(rows, triton.cdiv(F, BLOCK))](
