@@ -15,6 +15,9 @@ class AlibiPosition(PositionEncoding):
     needs = frozenset({POINTWISE})
 
     def costs(self, layer, batch):
+        """Return the costs: one product per head and key; a query attends to half of the keys on
+        average.
+        """
         return Costs(multiply_adds=self.model.num_attention_heads * self.model.seq_length // 2)
 
     def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache):
@@ -25,7 +28,8 @@ class AlibiPosition(PositionEncoding):
 
         from megatron_tape.ops.bias import Bias
 
-        slopes = self.constant("slopes", self._slopes, hidden_states_sBC.device)
+        all_slopes = self.constant("slopes", self._slopes, hidden_states_sBC.device)
+        slopes = self.token_layout.local_heads(all_slopes)
 
         def tile(rows, columns, slopes):
             queries = torch.arange(rows.start, rows.stop, device=slopes.device)
@@ -35,9 +39,10 @@ class AlibiPosition(PositionEncoding):
         def score(batch, head, query, key, slopes):
             return slopes[head] * (key - query)
 
-        return PositionInputs(bias=Bias(tile, (self.token_layout.local_heads(slopes),), score))
+        return PositionInputs(bias=Bias(tile, (slopes,), score))
 
     def _slopes(self):
+        """Return the slopes of all heads, (H,)."""
         import torch
 
         return torch.tensor(alibi_slopes(self.model.num_attention_heads))
@@ -51,5 +56,6 @@ def alibi_slopes(heads: int) -> list[float]:
     """
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** (-8 * h / power) for h in range(1, power + 1)]
+    # The slopes of 2 * power heads, without those that `slopes` has.
     between = [2.0 ** (-4 * h / power) for h in range(1, 2 * power + 1, 2)]
     return slopes + between[: heads - power]

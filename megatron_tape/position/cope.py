@@ -40,8 +40,10 @@ class CopePosition(PositionEncoding):
         return {"table": Parameter((self.settings.cope_max_position + 1, self.model.head_dim))}
 
     def costs(self, layer, batch):
-        """Return the costs. In bf16 or fp16, an fp32 copy of the embeddings is saved for the
-        backward pass.
+        """Return the costs: the products of queries and embeddings, and two operations per key, of
+        which half are visible on average.
+
+        In bf16 or fp16, an fp32 copy of the embeddings is saved for the backward pass.
         """
         elements = (self.settings.cope_max_position + 1) * self.model.head_dim
         products = self.model.num_attention_heads * (elements + self.model.seq_length)
@@ -62,6 +64,8 @@ class CopePosition(PositionEncoding):
 def _rows(scores_BHrt, q_BHrD, k, seen, tokens, table):
     """Return each score plus the product of the query and the embedding of the key's position, (B,
     H, r, t).
+
+    This is the function `rows` of `ops.rescore.Rescore`; `table` is the parameter.
     """
     from megatron_tape.ops.contextual import add_contextual_positions
 

@@ -43,6 +43,7 @@ class Bounds:
         self.bounds = bounds
 
     def __get_pydantic_core_schema__(self, kind: Any, handler: Callable[[Any], dict]) -> dict:
+        """Return pydantic's schema of the type `kind` with the bounds; pydantic calls this."""
         return handler(kind) | self.bounds
 
 
@@ -104,6 +105,7 @@ class MicroBatchSizes:
         If the context-parallel ranks cannot divide a tensor-parallel rank's groups evenly, several
         hold the same group.
         """
+        # The least number of copies that the context-parallel ranks can divide evenly.
         return math.lcm(query_groups // self.tensor_size, self.context_size) // self.context_size
 
     def sent_groups(self, query_groups: int) -> int:
@@ -145,7 +147,9 @@ class Costs:
     """
 
     def state_bytes(self, width: int) -> int:
-        """Return the bytes of one token's state in a run with `width` bytes per element."""
+        """Return the bytes of one token's state in a run whose precision has `width` bytes per
+        element.
+        """
         return self.state * (self.state_width or width)
 
 
@@ -265,7 +269,8 @@ class PositionEncoding:
             # Autograd cannot use inference tensors if training follows.
             with torch.inference_mode(False):
                 constant = make().to(device)
-            # Tensors created during torch.export are invalid afterwards.
+            # Tensors created during torch.export are invalid afterwards. Older versions of torch
+            # lack `is_exporting`.
             if not getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)():
                 self._constants[name] = constant
         return constant
@@ -356,7 +361,7 @@ class PositionEncoding:
         hidden_states_sBC: Tensor,
         cache: TokenCache,
     ) -> Tensor | None:
-        """Return the state to use in layer `layer`, given the state that enters it and its
+        """Return the state to use in layer `layer` (from 0), given the state that enters it and its
         normalized input.
         """
         return state

@@ -14,6 +14,7 @@ from megatron_tape.position.encoding import (
 )
 
 _EPSILON = 1e-6
+"""Added to the divisor of distances, which is 0 if c is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,9 @@ class FirePosition(PositionEncoding):
         }
 
     def costs(self, layer, batch):
+        """Return the costs: the MLP for each pair of query and key, of which half are visible; the
+        state is a token's position.
+        """
         mlp = self.settings.fire_mlp_size * (1 + self.model.num_attention_heads)
         return Costs(multiply_adds=mlp * self.model.seq_length // 2, state=1, state_width=4)
 
@@ -65,25 +69,38 @@ class FirePosition(PositionEncoding):
         return positions_SB.float()
 
     def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache):
+        """Return the bias of all pairs of query and key, from the positions of all tokens."""
         import torch
 
         from megatron_tape.ops.bias import Bias
 
-        def tile(rows, columns, positions_BT, c, scale, up, up_bias, down):
-            queries = positions_BT[:, rows].to(c.dtype)
-            keys = positions_BT[:, columns].to(c.dtype)
-            normalizer = torch.maximum(queries, (scale * self.settings.fire_threshold).abs())
+        # The parameters have the shapes and the order of `parameters`, h heads of this rank.
+        def tile(
+            rows,
+            columns,
+            positions_BT,
+            log_scale,
+            threshold_scale,
+            up_W,
+            up_bias_W,
+            down_hW,
+        ):
+            queries = positions_BT[:, rows].to(log_scale.dtype)
+            keys = positions_BT[:, columns].to(log_scale.dtype)
+            threshold = (threshold_scale * self.settings.fire_threshold).abs()
+            # Keys after a query are masked; their distances only have to be finite.
             distances = (queries[:, :, None] - keys[:, None]).abs()
-            largest = (c * normalizer).abs().log1p() + _EPSILON
-            normalized = (c * distances).abs().log1p() / largest[:, :, None]
+            largest = torch.maximum(queries, threshold)
+            divisors = (log_scale * largest).abs().log1p() + _EPSILON
+            normalized = (log_scale * distances).abs().log1p() / divisors[:, :, None]
 
             # Batched matrix products: the gradients of broadcast factors would be as large as
             # `inner` before summation.
             batch = len(normalized)
-            up = up[:, None].expand(batch, -1, -1)
-            up_bias = up_bias[:, None].expand(batch, -1, -1)
+            up = up_W[:, None].expand(batch, -1, -1)
+            up_bias = up_bias_W[:, None].expand(batch, -1, -1)
             inner = torch.relu(torch.baddbmm(up_bias, up, normalized.flatten(1)[:, None]))
-            return (down @ inner).unflatten(2, normalized.shape[1:])
+            return (down_hW @ inner).unflatten(2, normalized.shape[1:])
 
         positions_TB = cache.append("positions", state)
         return PositionInputs(bias=Bias(tile, (positions_TB.T, *parameters.values())))

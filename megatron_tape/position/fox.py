@@ -57,7 +57,7 @@ class FoxPosition(PositionEncoding):
         """
         heads = self.model.num_attention_heads
         model = self.model
-        gates = 4 * batch.local_tokens * heads
+        gates = 4 * batch.local_tokens * heads  # bytes in fp32
         return Costs(
             multiply_adds=heads * (model.hidden_size + model.seq_length // 2),
             saved=2 * gates + 8 * batch.tokens * heads // batch.head_shards,

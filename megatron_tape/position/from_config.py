@@ -32,6 +32,7 @@ def encoding_of(
     assert isinstance(model.position, encoding.Settings), (
         "a model's encoding and its settings change together"
     )
+    # A subclass overrides the methods for the layers that the encoding skips.
     if model.layers_without_positions is not None:
         encoding = in_some_layers(encoding)
     return encoding(model, token_layout, fused)

@@ -86,6 +86,7 @@ class PathPosition(PositionEncoding):
         heads = model.num_attention_heads
         dim = model.head_dim
         hidden = model.hidden_size
+        # The triangular solve has a right side with a column for each key and each element of w.
         wide = BLOCK + dim
         w = rank * (hidden + groups * dim) + groups * dim * self.settings.path_conv_size
         beta = groups * hidden
@@ -118,10 +119,14 @@ class PathPosition(PositionEncoding):
         return positions_SB.float()
 
     def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache):
+        """Return the function that rescores, with its tensors for all tokens and this rank's
+        groups.
+        """
         from torch.nn.functional import linear
 
         from megatron_tape.ops.householder import through_reflections
 
+        # Cached before `w_up`, as only `path_rank` numbers per token.
         narrow = cache.append("narrow", linear(hidden_states_sBC, parameters["w_down"]))
         w_sBGD = linear(narrow, parameters["w_up"]).unflatten(2, (self.model.query_groups, -1))
         betas_sBG = linear(hidden_states_sBC, parameters["beta_weight"], parameters["beta_bias"])
@@ -133,6 +138,9 @@ class PathPosition(PositionEncoding):
 
 
 def _unit_w_and_beta(w_TBGD, betas_TBG, positions_TB, conv_GDK=None):
+    """Return the unit vectors w (T, B, G, D) and beta (T, B, G), given the outputs of their
+    projections.
+    """
     if conv_GDK is not None:
         w_TBGD = short_convolution(w_TBGD, positions_TB, conv_GDK)
     squares = w_TBGD.square().sum(-1, keepdim=True)
@@ -150,6 +158,7 @@ def short_convolution(x_TBGD, positions_TB, weight_GDK):
     total = x_TBGD * weight_GDK[..., -1]
     count = len(x_TBGD)
     for back in range(1, weight_GDK.shape[-1]):
+        # Tokens are the first axis, which is the last pair in `pad`.
         earlier = pad(x_TBGD, (0, 0, 0, 0, 0, 0, back, 0))[:count]
         same_document = (positions_TB >= back)[:, :, None, None]
         total = total + earlier * weight_GDK[..., -1 - back] * same_document

@@ -22,6 +22,7 @@ class PathFoxPosition(PathPosition, FoxPosition):
         return {**PathPosition.parameters(self, layer), **FoxPosition.parameters(self, layer)}
 
     def costs(self, layer, batch):
+        """Return the sum of both costs; the state and the other fields are those of PaTH."""
         path = PathPosition.costs(self, layer, batch)
         fox = FoxPosition.costs(self, layer, batch)
         return replace(
@@ -33,6 +34,7 @@ class PathFoxPosition(PathPosition, FoxPosition):
         )
 
     def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache):
+        """Return the inputs of PaTH, with the gates of FoX."""
         arguments = (layer, parameters, state, hidden_states_sBC, cache)
         gates = FoxPosition.position_inputs(self, *arguments).log_gate_TBH
         return replace(PathPosition.position_inputs(self, *arguments), log_gate_TBH=gates)

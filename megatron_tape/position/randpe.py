@@ -63,6 +63,7 @@ class RandomizedPosition(RotaryPosition):
         return self.settings.randpe_range or 4 * self.model.seq_length
 
     def token_positions(self, length, random):
+        """Return sorted positions, drawn with `random` in training and evenly spaced outside."""
         import numpy as np
 
         whole = max(self.position_range, length)

@@ -9,15 +9,17 @@ def register(encoding: type[PositionEncoding]) -> type[PositionEncoding]:
 
     Raises ValueError if its `name` is taken, or `restarts_in_documents` must be set.
     """
+    # Registering the same class twice does no harm.
     if ENCODINGS.get(encoding.name, encoding) is not encoding:
         raise ValueError(
             f"there is already a positional encoding named {encoding.name}; choose another name"
         )
-    # The declaration of a base class is about that class's methods.
-    for kind in encoding.__mro__[: encoding.__mro__.index(PositionEncoding)]:
-        if "restarts_in_documents" in vars(kind):
+    # From the class to its bases: a class that overrides a method must set the attribute itself,
+    # as the value of a base class is about the methods of that base class.
+    for cls in encoding.__mro__[: encoding.__mro__.index(PositionEncoding)]:
+        if "restarts_in_documents" in vars(cls):
             break
-        if methods := [name for name in FROM_POSITIONS if name in vars(kind)]:
+        if methods := [name for name in FROM_POSITIONS if name in vars(cls)]:
             raise ValueError(
                 f"positional encoding {encoding.name} defines {' and '.join(methods)}, but not"
                 " restarts_in_documents; set it to True if the encoding depends on absolute"

@@ -60,6 +60,7 @@ class Reposition(RotaryPosition):
         first = self.settings.repo_first_layer
         layers = self.model.num_layers
         if first is None:
+            # Not layer 0, but a model of one layer has no other.
             return min(max(1, layers // 3), layers - 1)
         return first
 
@@ -91,6 +92,7 @@ class Reposition(RotaryPosition):
         if not self.predicts(layer):
             return base
         angles = batch.groups(model.query_groups) * model.head_dim // 2
+        # Bytes are those of fp32.
         sent = 4 * batch.sent_groups(model.query_groups) * batch.local_tokens
         return replace(
             base,
@@ -103,6 +105,7 @@ class Reposition(RotaryPosition):
         )
 
     def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache):
+        """Return the phases of all tokens for this rank's groups: predicted, or those of RoPE."""
         if not self.predicts(layer):
             return PositionInputs(state)
         positions_SBg = self.token_layout.to_heads(self.predicted(parameters, hidden_states_sBC))

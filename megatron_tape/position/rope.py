@@ -133,6 +133,7 @@ class RotaryPosition(PositionEncoding):
         return self.settings.increments != "fixed"
 
     def check(self):
+        """Raise ConfigError if no frequency rotates, or if the scaling's bounds are not in order."""
         settings = self.settings
         dim = self.model.head_dim
         if settings.rope_share * dim // 2 < 1:
@@ -141,12 +142,14 @@ class RotaryPosition(PositionEncoding):
                 f"is {settings.rope_share}, which keeps none of the {dim // 2} frequencies",
                 f"set it to a number from {2 / dim:.4g} to 1",
             )
+
         if settings.rope_scaling_type == "llama3":
             lower, upper = "rope_low_freq_factor", "rope_high_freq_factor"
         elif settings.rope_scaling_type == "yarn":
             lower, upper = "rope_beta_slow", "rope_beta_fast"
         else:
             return
+        # The interpolation between both bounds divides by their difference.
         if getattr(settings, lower) >= getattr(settings, upper):
             raise ConfigError(
                 (f"model.position.{lower}", f"model.position.{upper}"),
@@ -154,6 +157,7 @@ class RotaryPosition(PositionEncoding):
                 f" {getattr(settings, upper)}",
                 f"set it below model.position.{upper}",
             )
+        # yarn divides by the logarithm of the base.
         if settings.rope_scaling_type == "yarn" and settings.rope_theta <= 1:
             raise ConfigError(
                 ("model.position.rope_theta", "model.position.rope_scaling_type"),
@@ -181,7 +185,7 @@ class RotaryPosition(PositionEncoding):
         model = self.model
         state = model.head_dim
         if self.learns_increments:
-            state *= model.query_groups * (layer > 0)
+            state *= model.query_groups * (layer > 0)  # no state enters the first layer
         if not self.learns_on_entry(layer):
             return Costs(state=state)
         sent = batch.sent_groups(model.query_groups) * batch.width * batch.local_tokens
@@ -215,15 +219,11 @@ class RotaryPosition(PositionEncoding):
         """Return the shape and dtype of the phases of all tokens for this rank's groups."""
         import torch
 
-        groups = len(
-            self.token_layout.local_heads(torch.empty(self.model.query_groups, device="meta"))
-        )
-        return (
-            tokens * self.token_layout.sequence_shards,
-            batch,
-            groups,
-            self.model.head_dim,
-        ), dtype
+        # A tensor without memory, to count what the layout gives to this rank.
+        all_groups = torch.empty(self.model.query_groups, device="meta")
+        groups = len(self.token_layout.local_heads(all_groups))
+        all_tokens = tokens * self.token_layout.sequence_shards
+        return (all_tokens, batch, groups, self.model.head_dim), dtype
 
     def phases(self, positions: "Tensor") -> "Tensor":
         """Return the phases times the attention factor, (..., D), in the dtype of the real
@@ -243,6 +243,7 @@ class RotaryPosition(PositionEncoding):
             return state
         from torch.nn.functional import linear
 
+        # Sums need all tokens of a group, so tokens are exchanged for heads.
         logits_SBG = self.token_layout.to_heads(linear(hidden_states_sBC, parameters["increments"]))
         return self._exact_phases(self.running_sum(logits_SBG, cache), hidden_states_sBC.dtype)
 
@@ -257,7 +258,8 @@ class RotaryPosition(PositionEncoding):
         else:
             increments_SBN = 2 * logits_SBN.sigmoid()
         # Cache the increments, not their sum, so that a cache can be cropped.
-        return cache.append("increments", increments_SBN).cumsum(0)[-len(increments_SBN) :]
+        positions_TBN = cache.append("increments", increments_SBN).cumsum(0)
+        return positions_TBN[-len(increments_SBN) :]
 
     def _exact_phases(self, positions_SBG: "Tensor", dtype: "torch.dtype") -> "Tensor":
         """Return the phases of real positions times the attention factor, (S, B, G, D), rounded
@@ -291,30 +293,37 @@ class RotaryPosition(PositionEncoding):
         turns, yarn by the index of the frequency.
         """
         frequencies = self._scaled_frequencies()
-        frequencies[int(self.settings.rope_share * self.model.head_dim // 2) :] = 0
+        # The fastest frequencies come first.
+        rotating = int(self.settings.rope_share * self.model.head_dim // 2)
+        frequencies[rotating:] = 0
         return frequencies
 
     def _scaled_frequencies(self) -> "Tensor":
+        """Return `frequencies` for a `rope_share` of 1."""
         import torch
 
         settings = self.settings
         factor = settings.rope_scaling_factor
         dim = self.model.head_dim
-        inverse = settings.rope_theta ** (torch.arange(0, dim, 2).float() / dim)
-        frequencies = 1.0 / inverse
+        # Here and below, in transformers' order of operations, so that results are bitwise equal.
+        inverse_frequencies = settings.rope_theta ** (torch.arange(0, dim, 2).float() / dim)
+        frequencies = 1.0 / inverse_frequencies
         if settings.rope_scaling_type == "linear":
             return frequencies / factor
+
         if settings.rope_scaling_type == "yarn":
-            # In transformers' order of operations, so that results are bitwise equal.
-            unscaled = self._unscaled_by_yarn()
-            return 1.0 / (factor * inverse) * (1 - unscaled) + frequencies * unscaled
+            unscaled = self._yarn_unscaled_weights()
+            scaled = 1.0 / (factor * inverse_frequencies)
+            return scaled * (1 - unscaled) + frequencies * unscaled
+
+        # llama3: the weight of the unscaled frequency rises from 0 at `low` turns to 1 at `high`.
         low = settings.rope_low_freq_factor
         high = settings.rope_high_freq_factor
         turns = settings.rope_original_seq_length / (2 * torch.pi / frequencies)
         unscaled = ((turns - low) / (high - low)).clamp(0, 1)
         return (1 - unscaled) * frequencies / factor + unscaled * frequencies
 
-    def _unscaled_by_yarn(self) -> "Tensor":
+    def _yarn_unscaled_weights(self) -> "Tensor":
         """Return the weight of each unscaled frequency in yarn's interpolation, (D/2,), falling
         from 1 to 0.
         """
@@ -338,6 +347,7 @@ class RotaryPosition(PositionEncoding):
         # transformers has the same upper bound, D - 1, although there are only D/2 frequencies.
         first = max(first, 0)
         last = min(last, dim - 1)
+        # As in transformers, to avoid a division by zero.
         if first == last:
             last += 0.001
         return 1 - ((torch.arange(dim // 2).float() - first) / (last - first)).clamp(0, 1)

@@ -15,6 +15,7 @@ class SinusoidalPosition(PositionEncoding):
     restarts_in_documents = True
 
     def check(self):
+        """Raise ConfigError for an odd hidden size, as elements are pairs of sine and cosine."""
         size = self.model.hidden_size
         if size % 2 == 1:
             raise ConfigError(

@@ -21,6 +21,9 @@ class _SomeLayers:
         return "plain"
 
     def without_positions(self, layer: int) -> bool:
+        """Return whether layer `layer` (from 0) is skipped: every n-th one, as SmolLM3 counts from
+        1.
+        """
         return (layer + 1) % self.model.layers_without_positions == 0  # type: ignore[attr-defined]
 
     def parameters(self, layer):
@@ -36,11 +39,13 @@ class _SomeLayers:
     def updates(self, layer):
         if self.without_positions(layer):
             return False
+        # If no later layer uses the state, it need not be updated.
         later = range(layer + 1, self.model.num_layers)
         return not all(map(self.without_positions, later)) and super().updates(layer)
 
     def costs(self, layer, batch):
         costs = super().costs(layer, batch)
+        # The state passes through a skipped layer.
         if self.without_positions(layer):
             return Costs(state=costs.state, state_width=costs.state_width)
         return costs
@@ -59,4 +64,5 @@ class _SomeLayers:
 @functools.cache
 def in_some_layers(encoding: type[PositionEncoding]) -> type[PositionEncoding]:
     """Return the subclass of `encoding` that skips the layers without positions."""
+    # The module of `encoding`, since an export contains the file of the class's module.
     return type(encoding.__name__, (_SomeLayers, encoding), {"__module__": encoding.__module__})

@@ -56,6 +56,9 @@ class T5Position(PositionEncoding):
         return {"table": Parameter(shape, std=self.model.init_std, partition_dim=1)}
 
     def costs(self, layer, batch):
+        """Return the costs: one addition per head and key; a query attends to half of the keys on
+        average.
+        """
         return Costs(multiply_adds=self.model.num_attention_heads * self.model.seq_length // 2)
 
     def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache):
@@ -68,11 +71,13 @@ class T5Position(PositionEncoding):
 
         def tile(rows, columns, table):
             # A tile has few distinct distances: look up each once, from the largest to the
-            # smallest, then unfold.
+            # smallest, then unfold. Keys after a query have negative distances; they are masked,
+            # and only need some bucket.
             nearest = rows.start - columns.stop + 1
             farthest = rows.stop - 1 - columns.start
             distances = torch.arange(farthest, nearest - 1, -1, device=table.device).clamp(min=0)
             by_distance = table[self.buckets(distances)].T.contiguous()
+            # A window is a query's row of keys; the first window is that of the last query.
             return by_distance.unfold(1, columns.stop - columns.start, 1).flip(1)[None]
 
         def score(batch, head, query, key, table):

@@ -67,6 +67,7 @@ class TapePosition(RotaryPosition):
 
     def __init__(self, model, token_layout=None, fused=False):
         super().__init__(model, token_layout, fused)
+        # Chosen on the first use, as declarations need no torch.
         self._update = None
 
     @property
@@ -92,6 +93,7 @@ class TapePosition(RotaryPosition):
 
     @property
     def fused_update(self):
+        """The sizes and options for which the kernel of the update is compiled."""
         fp32 = self.settings.state_precision == "fp32"
         return {"inner": self.mlp_width, "full_mixing": self.mixes_fully, "fp32_state": fp32}
 
@@ -112,9 +114,10 @@ class TapePosition(RotaryPosition):
             )
 
     def updates(self, layer):
-        return layer < self.model.num_layers - 1
+        return layer < self.model.num_layers - 1  # nothing reads the state after the last layer
 
     def parameters(self, layer):
+        """Return the parameters, whose shapes the class describes; the last layer has none."""
         model = self.model
         heads = model.num_attention_heads
         groups = model.query_groups
@@ -157,47 +160,52 @@ class TapePosition(RotaryPosition):
         """
         model = self.model
         width = batch.width
-        heads = model.num_attention_heads * model.head_dim
-        groups = model.query_groups * model.head_dim
+        averages_size = model.num_attention_heads * model.head_dim
+        state_size = model.query_groups * model.head_dim
         inner = self.mlp_width
         tokens = batch.local_tokens
         sharded = batch.head_shards > 1
         products = saved = sent = 0
 
+        # The state on its way to attention; shared phases are sent once for all sequences.
         sent_state = batch.sent_groups(model.query_groups) * model.head_dim * width
         if self.state_is_learned(layer):
             sent_state *= tokens
         else:
             sent_state *= model.seq_length // batch.head_shards
+
+        # The increments.
         if self.learns_on_entry(layer):
             phases = model.head_dim
             if sharded:
-                phases = groups
+                phases = state_size
             products += model.hidden_size
             saved += tokens * (self.position_bytes + phases * width)
             sent += batch.head_shards * (width + 8) * tokens
+
+        # The update.
         if self.updates(layer):
-            averages = heads * model.seq_length // 2
-            mixing = heads
+            averaging = averages_size * model.seq_length // 2
+            mixing = averages_size
             if self.mixes_fully:
                 mixing *= model.query_groups
             gate = inner * model.hidden_size
-            matrix = model.query_groups**2 * inner
-            update = model.query_groups * groups
-            products += averages + mixing + gate + matrix + update
+            forming_M = model.query_groups**2 * inner
+            applying_M = model.query_groups * state_size
+            products += averaging + mixing + gate + forming_M + applying_M
 
-            elements = model.hidden_size + inner
+            elements = model.hidden_size + inner  # the gate's input, and the gate
             if sharded:
-                elements += heads  # the averages
+                elements += averages_size
             if sharded or not (layer > 0 or self.learns_on_entry(0)):
-                elements += groups  # the state
+                elements += state_size
             saved += tokens * elements * width
             if self.settings.state_norm == "unit":
-                saved += tokens * groups * self._state_bytes(width)
-            sent += heads * width * tokens
+                saved += tokens * state_size * self._state_bytes(width)
+            sent += averages_size * width * tokens
 
         # The state that enters the first layer is RoPE's, which all groups share.
-        state = groups
+        state = state_size
         if layer == 0:
             state = super().costs(0, batch).state
         sent_backward = sent
@@ -213,6 +221,7 @@ class TapePosition(RotaryPosition):
         )
 
     def _state_bytes(self, width):
+        """Return the bytes per element of the state in a run with `width` bytes per element."""
         if self.settings.state_precision == "fp32":
             return 4
         return width
@@ -223,14 +232,18 @@ class TapePosition(RotaryPosition):
         return super().initial_state(local, self._state_dtype(dtype))
 
     def sent_state(self, layer, tokens, batch, dtype):
+        """Return the shape and dtype of the state of this rank's tokens."""
+        # All groups share the state until a layer updates it.
         groups = 1
         if any(self.updates(earlier) for earlier in range(layer)):
             groups = self.model.query_groups
         return (tokens, batch, groups, self.model.head_dim), self._state_dtype(dtype)
 
     def _state_dtype(self, dtype):
+        """Return the dtype in which the state accumulates updates, in a run of `dtype`."""
         import torch
 
+        # Not for float64, which tests use.
         if self.settings.state_precision == "fp32" and dtype.itemsize < 4:
             return torch.float32
         return dtype
@@ -248,6 +261,7 @@ class TapePosition(RotaryPosition):
         logits = linear(hidden_states_sBC, parameters["increments"])
         copies = logits.expand(-1, -1, self.token_layout.sequence_shards)
         positions = self.running_sum(self.token_layout.to_heads(copies), cache)
+        # All copies are equal.
         local = self.token_layout.to_tokens(positions)[..., :1]
         return self._exact_phases(local, self._state_dtype(hidden_states_sBC.dtype))
 
@@ -276,22 +290,22 @@ class TapePosition(RotaryPosition):
         u = self.token_layout.to_tokens(averaged_SBhD)
         S, B, _, D = u.shape
 
-        def of_tokens(x):
+        def by_token(x):
             return x.expand(S, B, self.model.query_groups, D).reshape(S * B, -1, D)
 
         # Reuse attention's rounded copy of the state, unless an all-to-all moved it, so that
         # autograd saves one tensor.
         rounded = None
         if self.token_layout.sequence_shards == 1:
-            rounded = of_tokens(inputs.z_TBGD)
+            rounded = by_token(inputs.z_TBGD)
+
         gate_input = attention_output_sBC
         if self.settings.gate_input == "mlp":
             gate_input = mlp_output_sBC
         gate = linear(gate_input, parameters["x_proj"]).flatten(0, 1)
         matrices = (parameters[name] for name in ("token_mixing", "up_proj", "down_proj"))
-        new = self.update_function()(of_tokens(state), u, gate, *matrices, rounded).view(
-            S, B, -1, D
-        )
+        update = self.update_function()
+        new = update(by_token(state), u, gate, *matrices, rounded).view(S, B, -1, D)
         if self.settings.state_norm == "none":
             return new
         from megatron_tape.ops.rotation import with_modulus

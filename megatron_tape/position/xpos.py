@@ -10,6 +10,7 @@ from megatron_tape.position.encoding import Costs, PositionInputs
 from megatron_tape.position.rope import FrequencySettings, RotaryPosition
 
 _GAMMA = 0.4
+"""The paper's gamma, which keeps the decay of the fastest frequency above zero."""
 _LARGEST_LOGARITHM = 40.0
 """Largest logarithm of a query's factor, for which products of queries and keys stay within
 float32's range.
@@ -44,8 +45,10 @@ class XposPosition(RotaryPosition):
         super().check()
         length = self.model.seq_length
         base = self.settings.xpos_scale_base
-        slowest = math.log((1 + _GAMMA) / _GAMMA)
-        least = length / 2 * slowest / _LARGEST_LOGARITHM
+        # The largest factor is that of the fastest decay, length / 2 tokens from the middle.
+        fastest_decay = math.log((1 + _GAMMA) / _GAMMA)
+        least = length / 2 * fastest_decay / _LARGEST_LOGARITHM
+        # Also true for NaN.
         if not base >= least:
             raise ConfigError(
                 ("model.position.xpos_scale_base", "model.seq_length"),
@@ -55,6 +58,7 @@ class XposPosition(RotaryPosition):
             )
 
     def costs(self, layer, batch):
+        """Return the costs: the state has a phase and a factor for each element of a head."""
         return Costs(state=2 * self.model.head_dim)
 
     def initial_state(self, positions_SB, dtype):
@@ -68,6 +72,7 @@ class XposPosition(RotaryPosition):
         model = self.model
         phases = super().initial_state(positions_SB, dtype)
         ratios = torch.arange(0, model.head_dim, 2, device=positions_SB.device) / model.head_dim
+        # Like phases, factors have equal halves: one for real parts, one for imaginary parts.
         zeta = (ratios + _GAMMA) / (1 + _GAMMA)
         centered = positions_SB.float() - model.seq_length // 2
         exponents = centered[..., None, None] / self.settings.xpos_scale_base
@@ -75,5 +80,6 @@ class XposPosition(RotaryPosition):
         return torch.cat([phases, factors, factors], dim=-1)
 
     def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache):
+        """Return the phases and the factors, which attention applies to queries and keys."""
         phases, factors = state.chunk(2, dim=-1)
         return PositionInputs(phases, factor_TB1D=factors)

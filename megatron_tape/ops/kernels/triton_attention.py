@@ -15,8 +15,8 @@ tiles that the causal mask or a document boundary masks in part, which lie befor
 unmasked ones.
 
 All tensors are contiguous, so that strides follow from sizes. In kernels, `batch_head` is the index
-b * H + h of a head of a sequence, and `batch_group` is b * G + g. In a tensor (S, B, H, D), the rows
-of a head, one per token, start at batch_head * D and are B * H * D numbers apart.
+b * H + h of a head of a sequence, and `batch_group` is b * G + g. In a tensor (S, B, H, D), the
+rows of a head, one per token, start at batch_head * D and are B * H * D numbers apart.
 """
 
 import math
