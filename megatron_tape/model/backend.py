@@ -147,6 +147,8 @@ def verified_backend(
     auto = model_config.attention_backend == "auto"
     shapes = kernel_shapes(model_config, layout.tensor_parallel_size, layout.context_parallel_size)
     failed: set[str] = set()
+
+    # Each round checks one backend on all ranks, until one works everywhere.
     while True:
         chosen = choice(model_config, dtype, device, shifted_sparse, packed, failed)
         backend = chosen.backend
@@ -169,6 +171,7 @@ def verified_backend(
         # All backends that follow a slow one in the table are even slower.
         replaceable = auto and is_library and not chosen.slow
         inexact = mismatch and backend
+        # Decide from the failures of all ranks, so that all ranks decide the same.
         failures = _gather_failures(layout, problem, inexact, replaceable)
         failed |= {failure.inexact for failure in failures if failure.inexact}
         if not failures:
@@ -222,6 +225,7 @@ def _why_slow(
     it need not.
     """
     needs = encoding_of(model_config).needs
+    # If no kernel supports the encoding, slow attention is all there is.
     supporting = [name for name in _COMPILED if not lacks(name, needs)]
     if device.type != "cuda" or not chosen.slow or not supporting:
         return None
@@ -243,6 +247,7 @@ def _error_of(failures: list[_Failure], world_size: int, auto: bool) -> UserErro
     node, rank, problem, *_ = failures[0]
     ranks = f"rank {rank}"
     if len(failures) > 1:
+        # The first few, since there may be thousands.
         ranks = f"ranks {', '.join(str(failure.rank) for failure in failures[:8])}"
     fallback = ""
     if auto:
@@ -255,6 +260,7 @@ def _error_of(failures: list[_Failure], world_size: int, auto: bool) -> UserErro
             f"{problem} ({ranks}, {node})",
             f"fix this, or choose another backend{fallback}",
         )
+    # On some ranks only: the cause is the node, not the settings.
     return NodeError(
         tuple(dict.fromkeys(failure.node for failure in failures)),
         f"({ranks} of {world_size}) cannot train with the other nodes: model.attention_backend"
@@ -278,13 +284,16 @@ def verified_kernels(
     device = torch.device(layout.device)
     if device.type != "cuda":
         return FusedKernels()
+
     size = layout.tensor_parallel_size
     shapes = kernel_shapes(model_config, size, layout.context_parallel_size)
+    # 64 is a supported head dimension, which does not matter for these kernels.
     without_triton = unsupported("triton", device, dtype, 64)
     required = model_config.attention_backend in ("auto", "triton") and not allow_slow
     ffn_width = model_config.ffn_hidden_size // size
     vocabulary = model_config.vocab_size // size
 
+    # Functions, since a check's inputs take memory.
     checks = {"swiglu": lambda: {"swiglu": swiglu_check(ffn_width, dtype, device)}}
     if shapes.averages:
         checks["position_update"] = lambda: update_checks(shapes, dtype, device)
@@ -292,13 +301,13 @@ def verified_kernels(
         checks["loss"] = lambda: {"loss": loss_check(vocabulary, dtype, device)}
 
     usable = {}
-    for name, check in checks.items():
+    for name, make_checks in checks.items():
         problem = f"triton {without_triton}"
         inexact = None
         # All ranks enter the block, also those without Triton, since it contains a barrier.
         with layout.first_on_node():
             if not without_triton:
-                problem = first_failure(check(), dtype, device)
+                problem = first_failure(make_checks(), dtype, device)
                 inexact = problem and name
         # Decide from the failures of all ranks, so that all ranks decide the same.
         failures = _gather_failures(layout, problem, inexact)
@@ -307,6 +316,7 @@ def verified_kernels(
             logger.info("the fused %s agrees with plain torch here", name.replace("_", " "))
             continue
 
+        # Plain torch is slower than the kernel of the update, so that users must allow it.
         wrong = [failure for failure in failures if failure.inexact]
         if wrong and name == "position_update" and required:
             problem = f"requires the fused position update, which {wrong[0].problem}"

@@ -49,16 +49,9 @@ class Initialization:
         if self.std:
             return philox.normal(key, rows, columns, device).mul_(self.std)
         if self.bound:
-            return (
-                philox.uniform(
-                    key,
-                    rows,
-                    columns,
-                    device,
-                )
-                .mul_(2 * self.bound)
-                .sub_(self.bound)
-            )
+            uniform = philox.uniform(key, rows, columns, device)
+            return uniform.mul_(2 * self.bound).sub_(self.bound)
+        # Rows and columns of a constant are cut from the whole parameter; `expand` takes no memory.
         value = torch.tensor(self.value, dtype=torch.float32, device=device)
         matrix = value.expand(self.shape).view(-1, self.shape[-1])
         return matrix[rows.start : rows.stop, columns.start : columns.stop]
@@ -77,6 +70,7 @@ def weight_initializations(
     """
     encoding = encoding_of(model_config)
     factors = lora_factors(model_config, extension)
+    # Each layer adds two outputs to the residual stream.
     residual_scale = (2 * model_config.num_layers) ** -0.5
     initials = {}
     for name, shape in parameter_shapes(model_config, extension).items():
@@ -102,14 +96,8 @@ def initialized_whole(name: str, initial: Initialization, seed: int) -> Tensor:
     """Return the initial value of the unsharded parameter `name`, float32 on the CPU."""
     whole = torch.empty(initial.shape)
     rows, columns = _shard_ranges(initial.shape, None, 0, 1)
-    _fill(
-        whole.view(-1),
-        0,
-        rows,
-        columns,
-        initial,
-        philox.key_of(seed, seed_name(name)),
-    )
+    key = philox.key_of(seed, seed_name(name))
+    _fill(whole.view(-1), 0, rows, columns, initial, key)
     return whole
 
 
@@ -131,16 +119,11 @@ def initialize_weights(
     for name, parameter in model.named_parameters():
         if names is None or name in names:
             initial = initials[name]
+            # Under ZeRO 3 this is a part of the flattened shard, which begins at index `first`.
             memory, first = local_storage(parameter)
             rows, columns = _shard_ranges(initial.shape, parameter, rank, size)
-            _fill(
-                memory,
-                first,
-                rows,
-                columns,
-                initial,
-                philox.key_of(seed, seed_name(name)),
-            )
+            key = philox.key_of(seed, seed_name(name))
+            _fill(memory, first, rows, columns, initial, key)
 
 
 def _shard_ranges(
@@ -157,19 +140,21 @@ def _shard_ranges(
     if size == 1 or parameter is None or not is_sharded(parameter):
         return all_rows, range(width)
 
+    # A fused matrix, such as gate and up, is cut into `partition_stride` pieces per rank.
     axis = parameter.partition_dim % len(shape)
     pieces = size * parameter.partition_stride
     length = shape[axis] // pieces
-    local = [range(piece * length, (piece + 1) * length) for piece in range(rank, pieces, size)]
+    starts = [piece * length for piece in range(rank, pieces, size)]
     if axis == len(leading):
-        assert len(local) == 1, "no parameter is sharded into interleaved columns"
-        return all_rows, local[0]
+        assert len(starts) == 1, "no parameter is sharded into interleaved columns"
+        return all_rows, range(starts[0], starts[0] + length)
 
+    # A row of the matrix is one index of each leading axis; those after `axis` change faster.
     inner = prod(leading[axis + 1 :])
     rows = []
     for outer in range(prod(leading[:axis])):
-        for x in local:
-            start = outer * shape[axis] + x.start
+        for start in starts:
+            start += outer * shape[axis]
             rows.append(range(start * inner, (start + length) * inner))
     return rows, range(width)
 
@@ -186,14 +171,16 @@ def _fill(
     index `first`.
     """
     width = len(columns)
-    step = max(1, CHUNKS[memory.device.type] // width)
+    rows_at_once = max(1, CHUNKS[memory.device.type] // width)
+    # Index in `memory` at which the next chunk begins; negative before element `first`.
     begin = -first
     for block in rows:
-        for top in range(0, len(block), step):
-            chunk = block[top : top + step]
+        for row in range(0, len(block), rows_at_once):
+            chunk = block[row : row + rows_at_once]
             end = begin + len(chunk) * width
             if end > 0 and begin < len(memory):
                 values = initial.block(key, chunk, columns, memory.device).flatten()
+                # The first and the last chunk may extend beyond `memory`.
                 low = max(0, begin)
                 high = min(end, len(memory))
                 memory[low:high] = values[low - begin : high - begin]

@@ -37,7 +37,10 @@ def transformer_config(
     sequence_parallel: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> TransformerConfig:
-    """Convert `ModelConfig` to Megatron-core's `TransformerConfig`, which its modules read."""
+    """Convert `ModelConfig` to Megatron-core's `TransformerConfig`, which its modules read.
+
+    `dtype` is that of the parameters.
+    """
     return TransformerConfig(
         num_layers=model_config.num_layers,
         hidden_size=model_config.hidden_size,
@@ -59,7 +62,7 @@ def transformer_config(
         output_layer_init_method=scaled_init_method_normal(
             model_config.init_std, model_config.num_layers
         ),
-        use_cpu_initialization=True,
+        use_cpu_initialization=True,  # otherwise Megatron asks for a GPU
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         pipeline_dtype=dtype,
@@ -77,6 +80,7 @@ class LanguageModel(torch.nn.Module):
 
     Args:
         config: the settings of `model` for Megatron, from `transformer_config`.
+        groups: the process groups of Megatron's layout.
         device: the device that the model will run on, for the choice of the attention backend.
         shifted_sparse: use shifted sparse attention (`ops.shifted`) in training mode.
         recompute: `train.recompute`: none, selective (recompute everything except attention) or
@@ -112,6 +116,7 @@ class LanguageModel(torch.nn.Module):
             model_config, self.dtype, torch.device(device), shifted_sparse
         )
         """The attention backend for `device`, where the caller must place the parameters."""
+        # Triton works here if the attention backend could be triton.
         self.fused = fused or FusedKernels(position_update=self.attention_backend == "triton")
         self.token_layout = TokenLayout.of(groups, config.sequence_parallel)
         self.encoding = encoding_of(model_config, self.token_layout, self.fused.position_update)
@@ -123,9 +128,11 @@ class LanguageModel(torch.nn.Module):
         """Whether this model chunk begins with the embedding."""
         self.is_last = layers.stop == model_config.num_layers
         """Whether this model chunk ends with the output layer."""
+        # A state that follows from positions alone is not sent, but computed again.
         self._receives_state = self.encoding.sends_state(layers.start)
         self._sends_state = not self.is_last and self.encoding.sends_state(layers.stop)
 
+        # Without memory: under ZeRO 3 a rank cannot hold all parameters.
         with torch.device("meta"):
             if self.is_first:
                 self.embedding = VocabParallelEmbedding(
@@ -136,7 +143,8 @@ class LanguageModel(torch.nn.Module):
                     config=config,
                     tp_group=groups.tp,
                 )
-            # By index in the whole model, so that parameters have the same names in a model chunk.
+            # A dict instead of a list: its keys are indices in the whole model, so that parameters
+            # have the same names in a model chunk.
             self.layers = torch.nn.ModuleDict()
             for index in layers:
                 self.layers[str(index)] = PositionTransformerLayer(
@@ -156,6 +164,9 @@ class LanguageModel(torch.nn.Module):
         """The copy of a tied embedding's weight in a chunk that has the output layer, but not the
         embedding. `pipeline.TiedWeight` sets it."""
         self._received: Tensor | None = None
+        """The input of a chunk that is not the first, from `set_input_tensor` to `forward`."""
+
+        # The layout slices tensors, so the indices of this rank's groups are those of a slice.
         groups_of_model = torch.arange(model_config.query_groups, device="cpu")
         own_groups = self.token_layout.local_heads(groups_of_model).tolist()
         self._unshifted_groups = unshifted_groups(model_config.query_groups, own_groups)
@@ -192,7 +203,7 @@ class LanguageModel(torch.nn.Module):
         recomputes = self.recompute != "none" and self.training
         recorder = None
         if recomputes and self.recompute == "selective" and torch.is_grad_enabled():
-            # Without a backward pass, what it records would never be replayed.
+            # Without a backward pass, the recorded calls would never be replayed.
             recorder = AttentionRecorder()
 
         if self.is_first:
@@ -228,6 +239,7 @@ class LanguageModel(torch.nn.Module):
         if packing is None or not self.encoding.restarts_in_documents:
             return positions[:, None]
 
+        # A token's position is that of its index in the document.
         starts_SB = packing.bounds_2BT[0].T.long()
         index_S = torch.arange(len(positions), device=positions.device)
         return positions[index_S[:, None] - starts_SB]
@@ -259,6 +271,7 @@ class LanguageModel(torch.nn.Module):
         if not self._receives_state:
             return received, self.encoding.initial_state(positions_SB, self.dtype)
 
+        # The shape of the state is not sent, but follows from that of the tensor.
         tokens, batch, _ = received.shape
         shape, dtype = self.encoding.sent_state(self._first_layer, tokens, batch, self.dtype)
         return unpack(received, self.model_config.hidden_size, shape, dtype)
@@ -283,6 +296,7 @@ class LanguageModel(torch.nn.Module):
         by_token: bool,
     ) -> Tensor:
         """Return the result of `forward` for the normalized output (s, B, C) of the last layer."""
+        # In a pipeline, the last stage has a copy of the first stage's weight.
         tied_weight = None
         if self.model_config.tie_embeddings:
             if self.is_first:

@@ -41,6 +41,7 @@ from megatron_tape.parallel.token_layout import TokenLayout
 from megatron_tape.position import PositionEncoding, PositionInputs
 from megatron_tape.position.encoding import NO_CACHE
 
+# Before any module of Megatron is built.
 megatron_patches.split_qkv_with_torch()
 megatron_patches.reduce_tensors_of_any_strides()
 
@@ -136,6 +137,7 @@ class PositionSelfAttention(SelfAttention):
         layer: int,
         backend: str,
     ):
+        # Megatron builds these modules, and passes them arguments of its own.
         norm = RMSNorm if model_config.qk_norm else None
         parts = SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
@@ -179,6 +181,7 @@ class PositionSelfAttention(SelfAttention):
             run = partial(recorder.run, self.layer_number)
 
         query, key, value = self.get_query_key_value_tensors(hidden_states)
+        # With context parallelism, this exchanges this rank's tokens for all tokens of fewer heads.
         query, key, value = self.token_layout.enter_attention(query, key, value)
         output, averaged = self.core_attention(query, key, value, positions, packing, run)
         output = self.token_layout.leave_attention(output).flatten(2)
@@ -205,12 +208,15 @@ class LayerEncoding(Module):
         self.encoding = encoding
         self.layer = layer
         self._head_axes: dict[str, int] = {}
+        """The axis of heads or groups of each parameter that has one."""
         for name, declared in encoding.parameters(layer).items():
             shard = torch.empty(declared.shape, dtype=config.params_dtype)
             dim = declared.partition_dim
             if dim is not None:
                 shard = encoding.token_layout.tensor_parallel_shard(shard, dim).contiguous()
             weight = Parameter(shard)
+            # Under sequence parallelism, a rank has the gradient of a replicated parameter only
+            # from its own tokens; `training.gradients` sums the gradients of flagged parameters.
             weight.sequence_parallel = config.sequence_parallel and dim is None
             if dim is not None:
                 set_tensor_model_parallel_attributes(weight, True, dim, 1)
@@ -240,8 +246,8 @@ class LayerEncoding(Module):
         input.
         """
         if state is not None and not self._learned:
-            # Activation checkpointing makes every state require a gradient; fixed phases do not
-            # need it.
+            # Under activation checkpointing, the inputs of all layers require gradients. A state
+            # that depends on no parameter is detached, to save the computation of its gradient.
             state = state.detach()
         hidden_states = self._with_summed_gradient(hidden_states)
         parameters = self._attention_parameters()
@@ -252,8 +258,9 @@ class LayerEncoding(Module):
         return state, inputs
 
     def _attention_parameters(self) -> Mapping[str, Tensor]:
-        """Return the parameters of the heads that this rank has in attention, fewer with context
-        parallelism.
+        """Return the parameters by name, restricted to the heads that this rank has in attention.
+
+        With context parallelism these are only some of the rank's heads.
         """
         layout = self.encoding.token_layout
         parameters = dict(self._parameters)
@@ -292,6 +299,7 @@ class LayerEncoding(Module):
         )
         if self.record_norms:
             with torch.no_grad():
+                # In fp32, as bf16 would round sums of many squares.
                 after = new.float()
                 squares = after.square().sum((0, 1, 3))
                 update_squares = (after - state.float()).square().sum((0, 1, 3))

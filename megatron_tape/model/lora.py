@@ -35,24 +35,27 @@ def add_lora(model: LanguageModel, model_config: ModelConfig, extension: Extensi
     """
     factors = lora_factors(model_config, extension)
     scale = extension.lora_scale
+    layout = model.token_layout
     for layer in model.layers.values():
-        for path, build in (
+        for path, lora_class in (
             ("self_attention.linear_qkv", QKVLora),
             ("self_attention.linear_proj", OutputLora),
         ):
             prefix = f"{path}.lora."
-            of_linear = {
+            linear_factors = {
                 name.removeprefix(prefix): factor
                 for name, factor in factors.items()
                 if name.startswith(prefix)
             }
-            if of_linear:
+            if linear_factors:
                 linear = layer.get_submodule(path)
-                linear.lora = build(of_linear, model_config, scale, model.token_layout, model.dtype)
+                linear.lora = lora_class(linear_factors, model_config, scale, layout, model.dtype)
+                # A hook, so that Megatron's code and the names of its weights stay as they are.
                 linear.register_forward_hook(_add_update)
 
 
 def _add_update(linear: nn.Module, inputs: tuple, outputs: tuple[Tensor, Tensor | None]):
+    """Return the outputs of Megatron's `linear`, (output, bias), with the LoRA update added."""
     output, bias = outputs
     return linear.lora(inputs[0], output), bias
 
@@ -109,9 +112,12 @@ class QKVLora(Lora):
 
         `output` (S, B, X) contains this rank's queries, keys and values in Megatron's order.
         """
+        # One product for all targets, with n r results per token.
         targets = [target for target in "qkv" if hasattr(self, f"{target}_A")]
         factors = [getattr(self, f"{target}_A") for target in targets]
         narrow = F.linear(hidden_states, torch.cat(factors))
+
+        # As in Megatron's column-parallel layer; both functions sum the gradient over the ranks.
         if self.token_layout.sequence_parallel:
             enter = gather_from_sequence_parallel_region
         else:
@@ -129,10 +135,12 @@ class QKVLora(Lora):
         for target, heads in {"q": self.group_heads, "k": 1, "v": 1}.items():
             if target in targets:
                 block = getattr(self, f"{target}_B").unflatten(0, (self.local_groups, -1))
+                # Zeros for the columns of the other targets' A.
                 before = targets.index(target)
                 after = len(targets) - 1 - before
                 blocks.append(F.pad(block, (before * rank, after * rank)))
             else:
+                # Rows of a projection that LoRA does not adapt.
                 shape = self.local_groups, heads * self.head_dim, len(targets) * rank
                 blocks.append(some_b.new_zeros(shape))
         return torch.cat(blocks, dim=1).flatten(0, 1)
@@ -147,6 +155,7 @@ class OutputLora(Lora):
         """Return the projection's `output` (s, B, C) plus the LoRA update for this rank's heads (S,
         B, h D).
         """
+        # Each rank has the product with its own heads; the sum over the ranks is the whole product.
         narrow = F.linear(heads, self.o_A)
         if self.token_layout.sequence_parallel:
             leave = reduce_scatter_to_sequence_parallel_region

@@ -91,6 +91,7 @@ def hugging_face_prefix(layer: int | None) -> str:
 
 def hugging_face_name(layer: int | None, suffix: str) -> str:
     """Return Hugging Face's name of an unfused parameter, from the results of `split_layer`."""
+    # In Hugging Face's models, each matrix of an encoding is a linear layer with a `weight`.
     if suffix.startswith(POSITION):
         return f"{hugging_face_prefix(layer)}{suffix}.weight"
     return hugging_face_prefix(layer) + PLAIN.get(suffix, suffix)
@@ -126,6 +127,7 @@ def kind_of(name: str) -> str:
         return "embeddings"
     if name == OUTPUT:
         return "output"
+    # Before the kinds of matrices and biases, whose names these parameters may also contain.
     if f".{POSITION}" in name:
         return "position"
     if ".lora." in name:

@@ -76,10 +76,12 @@ class OutputLayer(ColumnParallelLinear):
             return logits_SBV.transpose(0, 1).contiguous()
 
         weight = self.weight if tied_weight is None else tied_weight
+        # In evaluation, the z-loss would only mix with the logged sum of training.
         z_loss = self.z_loss if torch.is_grad_enabled() else 0.0
         loss, losses_BS, z_loss_sum = linear_cross_entropy(
             hidden_states, weight, labels, loss_weights, self.tp_group, self.fused, z_loss=z_loss
         )
         if z_loss:
+            # Summed on the device; reading the value would block the host.
             self._z_losses = self._z_losses + z_loss_sum
         return loss, losses_BS

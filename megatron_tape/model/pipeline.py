@@ -40,26 +40,32 @@ class Pipeline(nn.Module):
         super().__init__()
         self.model_chunks = nn.ModuleList(model_chunks)
         self.groups = groups
+
         first = model_chunks[0]
         self.token_layout = first.token_layout
         self.model_config = first.model_config
         self.encoding = first.encoding
         self.dtype = first.dtype
         self.attention_backend = first.attention_backend
-        # All model chunks except the first receive tensors of the same shape.
+
+        # Megatron derives the shape of sent tensors from `hidden_size`. All model chunks except the
+        # first receive tensors of the same shape.
         self._config = copy.copy(config)
         self._config.hidden_size = first.sent_width(1)
         self._config.pipeline_model_parallel_size = groups.pp.size()
         self._config.microbatch_group_size_per_vp_stage = groups.pp.size()
+
         is_virtual = len(model_chunks) > 1
         virtual_size = len(model_chunks) if is_virtual else None
         self._config.virtual_pipeline_model_parallel_size = virtual_size
-        # Two stages can be neighbours in both directions; batched sends would then mix up their
+        # Two stages can be neighbors in both directions; batched sends would then mix up their
         # tensors.
         self._config.overlap_p2p_comm = is_virtual
         self._config.batch_p2p_comm = not is_virtual
         self._config.batch_p2p_sync = False
+        # With virtual stages, the next chunk may be on this rank and still need the output.
         self._config.deallocate_pipeline_outputs = not is_virtual
+        # Megatron's schedules read these attributes of a chunk.
         for chunk in model_chunks:
             chunk.config = self._config
             chunk.model_type = ModelType.encoder_or_decoder
@@ -96,34 +102,38 @@ class Pipeline(nn.Module):
         self,
         batches: list[dict[str, Tensor]],
         positions: Tensor,
-        scaled: Callable[[Tensor], Tensor],
-        accumulating: Callable[[], AbstractContextManager],
+        scale_loss: Callable[[Tensor], Tensor],
+        without_gradient_sync: Callable[[], AbstractContextManager],
     ) -> Tensor:
         """Run the forward and backward passes of one training step, and return the sum of the
         micro-batches' losses.
 
         The sum is 0 in all stages except the last. `batches` are the keyword arguments of
         `LanguageModel.forward` for each micro-batch, apart from the `positions` (S,) that all
-        share. The gradients are those of the mean of `scaled(loss)`. `accumulating` is Megatron's
-        `no_sync_func`: its context covers all backward passes of a model chunk except the last one.
+        share. The gradients are those of the mean of `scale_loss(loss)`. `without_gradient_sync` is
+        Megatron's `no_sync_func`: its context covers all backward passes of a model chunk except
+        the last one.
         """
         tokens = batches[0]["tokens"]
-        self._config.no_sync_func = accumulating
+        self._config.no_sync_func = without_gradient_sync
 
-        def forward(
+        # Megatron calls this for each micro-batch and chunk. It returns the chunk's output, and the
+        # function that Megatron calls with the output of the last chunk, which is the loss.
+        def forward_step(
             batches: Iterator[dict[str, Tensor]], chunk: LanguageModel
         ) -> tuple[Tensor, Callable]:
             return chunk(**next(batches), positions=positions), loss_of
 
+        # Returns the loss to differentiate, its number of tokens, and what `self._run` returns.
         def loss_of(loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            # The schedule multiplies by the number of context ranks unless it is given a number of
-            # tokens.
+            # Without a number of tokens, the schedule would multiply the loss by the number of
+            # context-parallel ranks.
             one_token = torch.ones((), dtype=torch.int, device=loss.device)
-            return scaled(loss), one_token, loss.detach()
+            return scale_loss(loss), one_token, loss.detach()
 
         losses = self._run(
-            forward_step_func=forward,
-            data_iterator=[iter(batches) for _ in self.model_chunks],
+            forward_step_func=forward_step,
+            data_iterator=[iter(batches) for _ in self.model_chunks],  # each chunk has its own
             model=list(self.model_chunks),
             num_microbatches=len(batches),
             seq_length=tokens.shape[1],
@@ -135,7 +145,7 @@ class Pipeline(nn.Module):
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, **settings) -> Tensor:
         """Return the result of `LanguageModel.forward` in the last stage; elsewhere, an
-        uninitialized tensor.
+        uninitialized tensor of the same shape and dtype.
         """
         shape = [
             tokens.shape[1] // self.token_layout.sequence_shards,
@@ -148,6 +158,8 @@ class Pipeline(nn.Module):
             self._communicator.send_forward(result, chunk.is_last)
         if self.is_last:
             return result
+
+        # The caller can then broadcast the result from the last stage.
         result_shape: tuple[int, ...] = ()
         if labels is None:
             result_shape = *tokens.shape, self.model_config.vocab_size
@@ -202,10 +214,12 @@ class TiedWeight:
             self.weight = torch.empty(self.shape, dtype=pipeline.dtype, device=device)
             pipeline.model_chunks[-1].received_embedding = self.weight
             if self.trained:
+                # The copy is not a parameter, so ZeRO does not accumulate its gradient.
                 self.weight.requires_grad_().register_post_accumulate_grad_hook(self._accumulate)
         self.share()
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
+        """Broadcast from the first stage if `source` is 0, from the last one if it is 1."""
         dist.broadcast(tensor, dist.get_global_rank(self._group, source), self._group)
 
     def _accumulate(self, weight: Tensor) -> None:

@@ -61,12 +61,12 @@ def rope_frequencies(config: ReferenceConfig, head_dim: int) -> Tensor:
     `rope_share` of the frequencies, the highest, is not 0.
     """
     f = torch.arange(head_dim // 2)
-    frequencies = (f < int(config.rope_share * head_dim // 2)) / config.rope_theta ** (
-        2 * f.float() / head_dim
-    )
+    rotates = f < int(config.rope_share * head_dim // 2)
+    frequencies = rotates / config.rope_theta ** (2 * f.float() / head_dim)
     scaled = frequencies / config.rope_scaling_factor
     if config.rope_scaling_type == "linear":
         return scaled
+
     turns = config.rope_original_seq_length * frequencies / (2 * torch.pi)
     if config.rope_scaling_type == "llama3":
         low = config.rope_low_freq_factor
@@ -123,6 +123,7 @@ def attend(
     """
     B, S, H, D = q_BSHD.shape
     T = k_BTGD.shape[1]
+    # Adjacent heads share the keys and values of a group.
     k_BTHD, v_BTHE = (x.repeat_interleave(H // x.shape[2], dim=2) for x in (k_BTGD, v_BTGE))
     scores_BHST = torch.einsum("bshd,bthd->bhst", q_BSHD, k_BTHD) / D**0.5
     visible = torch.ones(T, T, dtype=torch.bool, device=q_BSHD.device).tril().expand(B, 1, T, T)
@@ -179,6 +180,7 @@ def forward(
             key.removeprefix(name): value for key, value in weights.items() if key.startswith(name)
         }
 
+        # Attention.
         y = F.rms_norm(
             x,
             x.shape[-1:],
@@ -186,11 +188,12 @@ def forward(
             config.norm_epsilon,
         )
         if "position.increments.weight" in w:
-            a_BSG = (y @ w["position.increments.weight"].T).double()
-            steps_BSG = 2 * a_BSG.sigmoid()
+            # In float64, since float32 rounds the fractions of large positions.
+            logits_BSG = (y @ w["position.increments.weight"].T).double()
+            increments_BSG = 2 * logits_BSG.sigmoid()
             if config.increments == "signed":
-                steps_BSG = 1 + a_BSG
-            z = factor * rope_phases(steps_BSG.cumsum(1), frequencies)
+                increments_BSG = 1 + logits_BSG
+            z = factor * rope_phases(increments_BSG.cumsum(1), frequencies)
             z = z.to(x.dtype).expand(B, S, G, D)
         q, k, v = (
             F.linear(y, w[f"self_attn.{p}_proj.weight"], w.get(f"self_attn.{p}_proj.bias"))
@@ -202,10 +205,12 @@ def forward(
         if "self_attn.q_norm.weight" in w:
             q = F.rms_norm(q, (D,), w["self_attn.q_norm.weight"], config.norm_epsilon)
             k = F.rms_norm(k, (D,), w["self_attn.k_norm.weight"], config.norm_epsilon)
+        # Every n-th layer, counted from 1, does not rotate.
         every = config.layers_without_positions
         if not every or (layer + 1) % every:
             q = rotate(q, z.repeat_interleave(H // G, dim=2))
             k = rotate(k, z)
+        # The same weights average the values and the position states.
         o, u = attend(
             q,
             k,
@@ -218,6 +223,7 @@ def forward(
         attention_output = o @ w["self_attn.o_proj.weight"].T
         x = x + attention_output
 
+        # MLP.
         y = F.rms_norm(
             x,
             x.shape[-1:],
@@ -228,6 +234,7 @@ def forward(
         m = gated @ w["mlp.down_proj.weight"].T
         x = x + m
 
+        # Update of the position state: token mixing, then position contextualization.
         if "position.token_mixing.weight" in w:
             z = z + torch.einsum("gh,bshd->bsgd", w["position.token_mixing.weight"], u)
             gate_input = m if config.gate_input == "mlp" else attention_output
@@ -238,16 +245,8 @@ def forward(
             )
             if config.state_norm == "unit":
                 moduli = torch.linalg.vector_norm(z.unflatten(-1, (2, -1)), dim=-2)
-                z = (
-                    factor
-                    * z
-                    / moduli.repeat(
-                        1,
-                        1,
-                        1,
-                        2,
-                    ).clamp(min=1e-3)
-                )
+                # The same modulus for real and imaginary parts. Short numbers are only scaled.
+                z = factor * z / moduli.repeat(1, 1, 1, 2).clamp(min=1e-3)
 
         hidden_states.append(x)
         position_states.append(z)
@@ -290,7 +289,7 @@ def from_released(weights: dict[str, Tensor]) -> dict[str, Tensor]:
             renamed[name] = value.sum(1).diag()
         elif ".pe." in name:
             renamed[name.replace(".pe.", ".position.")] = value
-        elif ".rotary_emb." in name:
+        elif ".rotary_emb." in name:  # FIRE, whose scalars and vectors have further axes there
             prefix, fire_name = name.split("self_attn.rotary_emb.")
             if fire_name != "mlp.2.weight":
                 value = value.reshape(-1)

@@ -74,9 +74,12 @@ def lora_factors(model_config: ModelConfig, extension: ExtensionConfig | None) -
     for target, (width_in, width_out) in lora_widths(model_config).items():
         if target not in extension.lora_targets:
             continue
-        linear, dim_a, dim_b = "linear_qkv", None, 0
+        # B is sharded by heads, as q, k and v are outputs; o's A, as heads are the input.
+        linear = "linear_qkv"
+        dim_a, dim_b = None, 0
         if target == "o":
-            linear, dim_a, dim_b = "linear_proj", 1, None
+            linear = "linear_proj"
+            dim_a, dim_b = 1, None
         name = f"self_attention.{linear}.lora.{target}"
         factors[f"{name}_A"] = Factor(target, "A", (rank, width_in), dim_a)
         factors[f"{name}_B"] = Factor(target, "B", (width_out, rank), dim_b)
@@ -88,6 +91,8 @@ def cut_shapes(
 ) -> dict[str, ParameterShape]:
     """Return shape and sharding of every parameter by name, in layer order; includes `extension`'s
     LoRA layers.
+
+    Layers have the same parameters, apart from those of the positional encoding.
     """
     C = model_config.hidden_size
     H = model_config.num_attention_heads
@@ -162,7 +167,7 @@ def whole_shapes(model_config: ModelConfig) -> dict[str, tuple[int, ...]]:
             for p in ("gate", "up"):
                 shapes[f"{prefix}mlp.{p}_proj.weight"] = (shape[0] // 2, *shape[1:])
         elif is_diagonal(model_config, layer, suffix):
-            shapes[hugging_face_name(layer, suffix)] = shape * 2
+            shapes[hugging_face_name(layer, suffix)] = shape * 2  # (H,) becomes (H, H)
         else:
             shapes[hugging_face_name(layer, suffix)] = shape
     return shapes

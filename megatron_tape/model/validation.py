@@ -35,6 +35,7 @@ def validate_model(model: ModelConfig) -> None:
             " elements",
             "change one of them, or set model.kv_channels",
         )
+
     if heads % groups != 0:
         raise ConfigError(
             ("model.num_attention_heads", "model.num_query_groups"),
@@ -48,6 +49,8 @@ def validate_model(model: ModelConfig) -> None:
             " includes padding",
             "raise model.vocab_size",
         )
+
+    # `auto` is resolved on the device, where only supported backends are candidates.
     if model.attention_backend != "auto":
         why = lacks(model.attention_backend, encoding.needs)
         if why is not None:
@@ -64,6 +67,7 @@ def validate_model(model: ModelConfig) -> None:
                 f"is {model.attention_backend}, which {why}",
                 "choose another backend, or auto",
             )
+
     every = model.layers_without_positions
     if every is not None and not encoding.needs:
         raise ConfigError(

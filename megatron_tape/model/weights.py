@@ -39,6 +39,7 @@ def to_megatron(weights: Mapping[str, Tensor], name: str, model_config: ModelCon
     prefix = hugging_face_prefix(layer)
     if match := FUSED.fullmatch(suffix):
         qkv = [weights[f"{prefix}self_attn.{p}_proj.{match[1]}"] for p in "qkv"]
+        # Megatron's order: for each group its queries, its key, its value.
         by_group = [weight.unflatten(0, (model_config.query_groups, -1)) for weight in qkv]
         return torch.cat(by_group, dim=1).flatten(0, 1)
     if suffix == "mlp.linear_fc1.weight":
@@ -110,6 +111,7 @@ def shard(whole: Tensor, parameter: Tensor, rank: int, size: int) -> Tensor:
     """
     if size == 1 or not is_sharded(parameter):
         return whole
+    # A fused matrix is cut into `stride` pieces per rank, so that each rank has a part of both.
     dim = parameter.partition_dim
     stride = parameter.partition_stride
     pieces = whole.chunk(size * stride, dim=dim)
@@ -123,6 +125,7 @@ def unshard(parts: list[Tensor], parameter: Tensor) -> Tensor:
     dim = parameter.partition_dim
     stride = parameter.partition_stride
     pieces = [part.chunk(stride, dim=dim) for part in parts]
+    # The first pieces of all ranks, then the second ones.
     interleaved = itertools.chain(*zip(*pieces))
     return torch.cat([*interleaved], dim=dim)
 

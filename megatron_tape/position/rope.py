@@ -133,7 +133,7 @@ class RotaryPosition(PositionEncoding):
         return self.settings.increments != "fixed"
 
     def check(self):
-        """Raise ConfigError if no frequency rotates, or if the scaling's bounds are not in order."""
+        """Raise ConfigError if no frequency rotates, or the scaling's bounds are not in order."""
         settings = self.settings
         dim = self.model.head_dim
         if settings.rope_share * dim // 2 < 1:
