@@ -186,8 +186,8 @@ class TiedWeight:
     its output layer.
 
     The copy has no optimizer state. In every step, its gradient is sent to the first stage
-    (`gradient`), and the updated weight is sent back (`share`). Set `trained` to whether the
-    parameter is trained before calling `start`.
+    (`send_gradient`), and the updated weight is sent back (`send_weight`). Set `trained` to whether
+    the parameter is trained before calling `start`.
     """
 
     def __init__(self, pipeline: Pipeline):
@@ -216,7 +216,7 @@ class TiedWeight:
             if self.trained:
                 # The copy is not a parameter, so ZeRO does not accumulate its gradient.
                 self.weight.requires_grad_().register_post_accumulate_grad_hook(self._accumulate)
-        self.share()
+        self.send_weight()
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         """Broadcast from the first stage if `source` is 0, from the last one if it is 1."""
@@ -233,12 +233,12 @@ class TiedWeight:
         else:
             self._gradient.add_(gradient)
 
-    def share(self) -> None:
+    def send_weight(self) -> None:
         """Send the weight from the first stage to the last one."""
         if self.weight is not None:
             self._broadcast(self.weight.detach(), 0)
 
-    def gradient(self) -> Tensor | None:
+    def send_gradient(self) -> Tensor | None:
         """Send the copy's gradient to the first stage, and return it there in fp32; return None in
         other stages.
 

@@ -86,7 +86,7 @@ def lora_factors(model_config: ModelConfig, extension: ExtensionConfig | None) -
     return factors
 
 
-def cut_shapes(
+def sharded_shapes(
     model_config: ModelConfig, extension: ExtensionConfig | None = None
 ) -> dict[str, ParameterShape]:
     """Return shape and sharding of every parameter by name, in layer order; includes `extension`'s
@@ -137,7 +137,7 @@ def parameter_shapes(
     model_config: ModelConfig, extension: ExtensionConfig | None = None
 ) -> dict[str, tuple[int, ...]]:
     """Return the whole shape of every parameter by name; includes `extension`'s LoRA factors."""
-    return {name: shape.whole for name, shape in cut_shapes(model_config, extension).items()}
+    return {name: shape.whole for name, shape in sharded_shapes(model_config, extension).items()}
 
 
 def is_diagonal(model_config: ModelConfig, layer: int | None, suffix: str) -> bool:
@@ -151,7 +151,7 @@ def is_diagonal(model_config: ModelConfig, layer: int | None, suffix: str) -> bo
     return declared[suffix.removeprefix(POSITION)].diagonal
 
 
-def whole_shapes(model_config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def hugging_face_shapes(model_config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every weight of an exported model by Hugging Face's name, in layer
     order.
     """

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatron_tape.config.schema import ExtensionConfig, ModelConfig
 from megatron_tape.model.names import KINDS, MATRICES, kind_of, split_layer
-from megatron_tape.model.shapes import ParameterShape, cut_shapes, lora_factors
+from megatron_tape.model.shapes import ParameterShape, lora_factors, sharded_shapes
 
 
 class Parameter(NamedTuple):
@@ -83,7 +83,7 @@ def _without_lora(model: ModelConfig, contents: PipelineStageContents | None) ->
     # Cached because a search for layouts calls it thousands of times.
     return Counter(
         Parameter(kind_of(name), shape)
-        for name, shape in cut_shapes(model).items()
+        for name, shape in sharded_shapes(model).items()
         if contents is None or contents.includes(name)
     )
 

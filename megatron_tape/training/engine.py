@@ -309,7 +309,7 @@ class Engine:
             if zero.persistent_parameters:
                 zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
         if self._tied is not None:
-            self._tied.share()
+            self._tied.send_weight()
 
     def _master_weights(self) -> list[Tensor]:
         """Return the flat fp32 tensors that this rank's optimizer updates: its partition of each
@@ -364,7 +364,7 @@ class Engine:
         tied_is_trained = self._tied is not None and self._tied.trained
         with self.clock.phase(COMMUNICATION):
             self._loss_sum = self.layout.broadcast_from_last_pipeline_stage(total)
-            gradient = self._tied.gradient() if tied_is_trained else None
+            gradient = self._tied.send_gradient() if tied_is_trained else None
             if gradient is not None:
                 self._scattered.add_to_deferred(gradient)
             engine.allreduce_gradients()
@@ -374,7 +374,7 @@ class Engine:
             # DeepSpeed does this in its `forward`, which the schedule does not call.
             engine.optimizer.clear_backward_seen_flag()
             if tied_is_trained:
-                self._tied.share()
+                self._tied.send_weight()
 
     def _finish_gradients(self) -> None:
         """Sum the averaged gradients of replicated parameters, and call `before_update`."""

@@ -15,7 +15,7 @@ from megatron_tape.checks.combinations import validate
 from megatron_tape.config.schema import ENCODINGS, config_dict
 from megatron_tape.extension.base_model import check_base
 from megatron_tape.huggingface.export.to_transformers import huggingface_config
-from megatron_tape.model.shapes import whole_shapes
+from megatron_tape.model.shapes import hugging_face_shapes
 
 LLAMA2_7B = model_config(
     position_encoding="rope",
@@ -94,7 +94,7 @@ def write_sparse_weights(path, model):
     """
     header = {}
     end = 0
-    for name, shape in whole_shapes(model).items():
+    for name, shape in hugging_face_shapes(model).items():
         size = 2 * math.prod(shape)
         header[name] = {
             "dtype": "BF16",

@@ -322,13 +322,13 @@ def write_start(folder: Path, encoding: str) -> None:
     from megatron_tape.huggingface.imports.new_checkpoint import write_imported
     from megatron_tape.io.records import read_yaml
     from megatron_tape.model.names import POSITION
-    from megatron_tape.model.shapes import whole_shapes
+    from megatron_tape.model.shapes import hugging_face_shapes
 
     path = folder / f"{encoding}.yaml"
     path.write_text(recipe(folder, encoding), encoding="utf-8")
     model = model_config(read_yaml(path, dict[str, dict[str, Any]])["model"])
     weights = {}
-    for name, shape in whole_shapes(model).items():
+    for name, shape in hugging_face_shapes(model).items():
         seed = int.from_bytes(
             hashlib.sha256(name.encode()).digest()[:4],
             "little",

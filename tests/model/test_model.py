@@ -19,7 +19,7 @@ from models import (
 )
 
 from megatron_tape.model import layers, reference
-from megatron_tape.model.shapes import parameter_shapes, whole_shapes
+from megatron_tape.model.shapes import hugging_face_shapes, parameter_shapes
 from megatron_tape.model.weights import from_megatron, load_weights
 from megatron_tape.planning.parameters import parameter_count
 
@@ -159,7 +159,9 @@ def test_whole_shapes_match_the_converted_megatron_weights(variant):
     parts = {}
     for name, shape in parameter_shapes(model).items():
         parts |= from_megatron(name, torch.empty(shape, device="meta"), model)
-    assert whole_shapes(model) == {name: tuple(tensor.shape) for name, tensor in parts.items()}
+    assert hugging_face_shapes(model) == {
+        name: tuple(tensor.shape) for name, tensor in parts.items()
+    }
 
 
 @pytest.mark.parametrize("variant", ["plain", "scaled", "llama3", "yarn"])

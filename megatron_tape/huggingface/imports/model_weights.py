@@ -13,7 +13,7 @@ from megatron_tape.config.schema import ModelConfig
 from megatron_tape.errors import FileError
 from megatron_tape.huggingface.imports.config_json import PHI3, read_settings
 from megatron_tape.huggingface.imports.weight_files import MISMATCH, LazyTensors, open_directory
-from megatron_tape.model.shapes import whole_shapes
+from megatron_tape.model.shapes import hugging_face_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +46,7 @@ def _split(weights: LazyTensors, model: ModelConfig, origin: str) -> LazyTensors
 
     Raises FileError if a fused weight is missing or has another number of rows.
     """
-    expected = whole_shapes(model)
+    expected = hugging_face_shapes(model)
     shapes = dict(weights.shapes)
     names = dict.fromkeys(weights)
     # For each of Llama's weights: the name of the fused weight, and its rows there.

@@ -32,7 +32,7 @@ from megatron_tape.io.safetensors import write_safetensors
 from megatron_tape.io.strict_yaml import dump
 from megatron_tape.model.initialization import initialized_whole, weight_initializations
 from megatron_tape.model.names import HUGGING_FACE_OUTPUT, POSITION, hugging_face_name, layer_name
-from megatron_tape.model.shapes import parameter_shapes, whole_shapes
+from megatron_tape.model.shapes import hugging_face_shapes, parameter_shapes
 from megatron_tape.model.weights import from_megatron, to_megatron
 from megatron_tape.position import encoding_of
 
@@ -46,7 +46,7 @@ def _padded(weights: LazyTensors, model: ModelConfig, origin: str) -> LazyTensor
     Reading a weight raises FileError if its shape or dtype is wrong, or if it contains NaN or
     infinity.
     """
-    shapes = whole_shapes(model)
+    shapes = hugging_face_shapes(model)
     padding = model.vocab_size - model.unpadded_vocab_size
 
     def read(name: str) -> Tensor:

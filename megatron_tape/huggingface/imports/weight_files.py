@@ -19,7 +19,7 @@ from megatron_tape.config.schema import ModelConfig
 from megatron_tape.errors import FileError
 from megatron_tape.io.records import read_record
 from megatron_tape.model.names import HUGGING_FACE_OUTPUT
-from megatron_tape.model.shapes import whole_shapes
+from megatron_tape.model.shapes import hugging_face_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -152,7 +152,7 @@ def check_weights(weights: LazyTensors, model: ModelConfig, origin: str) -> None
     Compares names, and the shapes in `weights.shapes`. With tied embeddings, the output layer's
     name is allowed. `origin` is the subject of messages.
     """
-    expected = whole_shapes(dataclasses.replace(model, vocab_size=model.unpadded_vocab_size))
+    expected = hugging_face_shapes(dataclasses.replace(model, vocab_size=model.unpadded_vocab_size))
     for name in sorted(weights):
         # Older versions of transformers also saved rotary frequencies, which follow from the
         # settings.
