@@ -87,15 +87,13 @@ def choice(
     Raises ConfigError if a named backend cannot run on `device`, or does not support the positional
     encoding.
     """
-    requested = model_config.attention_backend
-    needs = encoding_of(model_config).needs
     grouped = model_config.query_groups < model_config.num_attention_heads
     return choose_backend(
-        requested,
+        model_config.attention_backend,
         device,
         dtype,
         model_config.head_dim,
-        needs,
+        encoding_of(model_config).needs,
         shifted_sparse,
         packed,
         without,
@@ -104,7 +102,9 @@ def choice(
 
 
 def kernel_shapes(
-    model_config: ModelConfig, tensor_parallel_size: int = 1, context_parallel_size: int = 1
+    model_config: ModelConfig,
+    tensor_parallel_size: int = 1,
+    context_parallel_size: int = 1,
 ) -> Shapes:
     """Return the sizes for which a model's Triton kernels are compiled, for `ops.parity` to compare
     with torch.
@@ -162,7 +162,11 @@ def verified_backend(
                 # Shifted sparse attention passes its segments to the kernels as packed documents.
                 if checked:
                     mismatch = backend_fails(
-                        backend, shapes, dtype, device, packed or shifted_sparse
+                        backend,
+                        shapes,
+                        dtype,
+                        device,
+                        packed or shifted_sparse,
                     )
 
         problem = _why_slow(model_config, chosen, dtype, device)
@@ -207,7 +211,10 @@ def verified_backend(
 
 
 def _gather_failures(
-    layout, problem: str | None, inexact: str | None, replaceable: bool = False
+    layout,
+    problem: str | None,
+    inexact: str | None,
+    replaceable: bool = False,
 ) -> list[_Failure]:
     """Return the failures of all ranks, given the problem of this one. All ranks call this
     together.
@@ -219,7 +226,10 @@ def _gather_failures(
 
 
 def _why_slow(
-    model_config: ModelConfig, chosen: Choice, dtype: torch.dtype, device: torch.device
+    model_config: ModelConfig,
+    chosen: Choice,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> str | None:
     """Return why a GPU must use slow attention although some kernels support the model, or None if
     it need not.
@@ -240,7 +250,11 @@ def _why_slow(
     )
 
 
-def _error_of(failures: list[_Failure], world_size: int, auto: bool) -> UserError:
+def _error_of(
+    failures: list[_Failure],
+    world_size: int,
+    auto: bool,
+) -> UserError:
     """Return a ConfigError if all ranks failed, else a NodeError that names the nodes of those that
     did.
     """
@@ -270,7 +284,10 @@ def _error_of(failures: list[_Failure], world_size: int, auto: bool) -> UserErro
 
 
 def verified_kernels(
-    model_config: ModelConfig, layout, dtype: torch.dtype, allow_slow: bool = False
+    model_config: ModelConfig,
+    layout,
+    dtype: torch.dtype,
+    allow_slow: bool = False,
 ) -> FusedKernels:
     """Return the fused kernels, apart from attention, that all ranks of `layout` use, and log the
     reasons.

@@ -41,7 +41,11 @@ class Initialization:
     """
 
     def block(
-        self, key: philox.Key, rows: range, columns: range, device: torch.device | str
+        self,
+        key: philox.Key,
+        rows: range,
+        columns: range,
+        device: torch.device | str,
     ) -> Tensor:
         """Return the initial values of these rows and columns, float32 (len(rows),
         len(columns)).
@@ -92,7 +96,11 @@ def weight_initializations(
     return initials
 
 
-def initialized_whole(name: str, initial: Initialization, seed: int) -> Tensor:
+def initialized_whole(
+    name: str,
+    initial: Initialization,
+    seed: int,
+) -> Tensor:
     """Return the initial value of the unsharded parameter `name`, float32 on the CPU."""
     whole = torch.empty(initial.shape)
     rows, columns = _shard_ranges(initial.shape, None, 0, 1)

@@ -53,7 +53,12 @@ class RMSNorm(Module):
     these gradients.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+    ):
         super().__init__()
         self.eps = eps
         self.weight = Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
@@ -203,7 +208,12 @@ class LayerEncoding(Module):
     Parameters are created uninitialized (see `model.initialization`). `layer` counts from 0.
     """
 
-    def __init__(self, encoding: PositionEncoding, layer: int, config: TransformerConfig):
+    def __init__(
+        self,
+        encoding: PositionEncoding,
+        layer: int,
+        config: TransformerConfig,
+    ):
         super().__init__()
         self.encoding = encoding
         self.layer = layer
@@ -253,7 +263,11 @@ class LayerEncoding(Module):
         parameters = self._attention_parameters()
         state = self.encoding.enter(self.layer, parameters, state, hidden_states, NO_CACHE)
         inputs = self.encoding.position_inputs(
-            self.layer, parameters, state, hidden_states, NO_CACHE
+            self.layer,
+            parameters,
+            state,
+            hidden_states,
+            NO_CACHE,
         )
         return state, inputs
 
@@ -295,7 +309,12 @@ class LayerEncoding(Module):
             return state
         outputs = (self._with_summed_gradient(x) for x in (attention_output, mlp_output))
         new = self.encoding.next_state(
-            self.layer, self._attention_parameters(), state, positions, averaged, *outputs
+            self.layer,
+            self._attention_parameters(),
+            state,
+            positions,
+            averaged,
+            *outputs,
         )
         if self.record_norms:
             with torch.no_grad():
@@ -336,7 +355,12 @@ class PositionTransformerLayer(Module):
         )
         self.input_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
         self.self_attention = PositionSelfAttention(
-            model_config, config, groups, encoding.token_layout, layer, backend
+            model_config,
+            config,
+            groups,
+            encoding.token_layout,
+            layer,
+            backend,
         )
         self.pre_mlp_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
         self.mlp = MLP(config, parts, ffn_hidden_size=config.ffn_hidden_size, tp_group=groups.tp)

@@ -26,7 +26,11 @@ from megatron_tape.model.shapes import Factor, lora_factors
 from megatron_tape.parallel.token_layout import TokenLayout
 
 
-def add_lora(model: LanguageModel, model_config: ModelConfig, extension: ExtensionConfig) -> None:
+def add_lora(
+    model: LanguageModel,
+    model_config: ModelConfig,
+    extension: ExtensionConfig,
+) -> None:
     """Add LoRA layers to the projections in `extension.lora_targets`. B starts at 0, so the output
     does not change yet.
 
@@ -54,7 +58,11 @@ def add_lora(model: LanguageModel, model_config: ModelConfig, extension: Extensi
                 linear.register_forward_hook(_add_update)
 
 
-def _add_update(linear: nn.Module, inputs: tuple, outputs: tuple[Tensor, Tensor | None]):
+def _add_update(
+    linear: nn.Module,
+    inputs: tuple,
+    outputs: tuple[Tensor, Tensor | None],
+):
     """Return the outputs of Megatron's `linear`, (output, bias), with the LoRA update added."""
     output, bias = outputs
     return linear.lora(inputs[0], output), bias

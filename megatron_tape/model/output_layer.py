@@ -79,7 +79,13 @@ class OutputLayer(ColumnParallelLinear):
         # In evaluation, the z-loss would only mix with the logged sum of training.
         z_loss = self.z_loss if torch.is_grad_enabled() else 0.0
         loss, losses_BS, z_loss_sum = linear_cross_entropy(
-            hidden_states, weight, labels, loss_weights, self.tp_group, self.fused, z_loss=z_loss
+            hidden_states,
+            weight,
+            labels,
+            loss_weights,
+            self.tp_group,
+            self.fused,
+            z_loss=z_loss,
         )
         if z_loss:
             # Summed on the device; reading the value would block the host.

@@ -143,7 +143,12 @@ class Pipeline(nn.Module):
         )
         return sum(losses, torch.zeros((), device=tokens.device))
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, **settings) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        **settings,
+    ) -> Tensor:
         """Return the result of `LanguageModel.forward` in the last stage; elsewhere, an
         uninitialized tensor of the same shape and dtype.
         """
@@ -161,11 +166,12 @@ class Pipeline(nn.Module):
 
         # The caller can then broadcast the result from the last stage.
         result_shape: tuple[int, ...] = ()
+        dtype = torch.float32
         if labels is None:
+            dtype = self.dtype
             result_shape = *tokens.shape, self.model_config.vocab_size
         elif settings.get("by_token"):
             result_shape = tokens.shape
-        dtype = self.dtype if labels is None else torch.float32
         return torch.empty(result_shape, dtype=dtype, device=tokens.device)
 
     def token_positions(self, tokens: Tensor, random: np.random.Generator | None = None) -> Tensor:

@@ -115,7 +115,10 @@ def rotate(x: Tensor, z: Tensor) -> Tensor:
 
 
 def attend(
-    q_BSHD: Tensor, k_BTGD: Tensor, v_BTGE: Tensor, documents_BT: Tensor | None = None
+    q_BSHD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGE: Tensor,
+    documents_BT: Tensor | None = None,
 ) -> Tensor:
     """Compute causal softmax attention (B, S, H, E). The queries belong to the last S of T tokens.
 

@@ -140,7 +140,11 @@ def parameter_shapes(
     return {name: shape.whole for name, shape in sharded_shapes(model_config, extension).items()}
 
 
-def is_diagonal(model_config: ModelConfig, layer: int | None, suffix: str) -> bool:
+def is_diagonal(
+    model_config: ModelConfig,
+    layer: int | None,
+    suffix: str,
+) -> bool:
     """Return whether a parameter is a vector that exported models store as a diagonal matrix.
 
     `layer` and `suffix` are its layer and its name in the layer, as returned by `split_layer`.

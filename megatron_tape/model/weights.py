@@ -29,7 +29,11 @@ from megatron_tape.parallel.partitions import is_sharded
 _LORA = re.compile(r"self_attention\.linear_(?:qkv|proj)\.lora\.([qkvo])_([AB])")
 
 
-def to_megatron(weights: Mapping[str, Tensor], name: str, model_config: ModelConfig) -> Tensor:
+def to_megatron(
+    weights: Mapping[str, Tensor],
+    name: str,
+    model_config: ModelConfig,
+) -> Tensor:
     """Return the model's unsharded parameter `name` from Hugging Face's `weights`.
 
     Raises KeyError if `weights` lacks one that is needed, and FileError if a matrix that Megatron
@@ -61,7 +65,11 @@ def to_megatron(weights: Mapping[str, Tensor], name: str, model_config: ModelCon
     return tensor.diag()
 
 
-def from_megatron(name: str, tensor: Tensor, model_config: ModelConfig) -> dict[str, Tensor]:
+def from_megatron(
+    name: str,
+    tensor: Tensor,
+    model_config: ModelConfig,
+) -> dict[str, Tensor]:
     """Return the Hugging Face weights by name that make up the model's unsharded parameter
     `name`.
     """
@@ -98,14 +106,23 @@ def lora_pairs(model_config: ModelConfig, extension: ExtensionConfig) -> dict[st
     return pairs
 
 
-def lora_name(prefix: str, target: str, side: str) -> str:
+def lora_name(
+    prefix: str,
+    target: str,
+    side: str,
+) -> str:
     """Return peft's name of LoRA factor `side` (A or B) of projection `target` (q, k, v or o) in a
     layer.
     """
     return f"{prefix}self_attn.{target}_proj.lora_{side}.weight"
 
 
-def shard(whole: Tensor, parameter: Tensor, rank: int, size: int) -> Tensor:
+def shard(
+    whole: Tensor,
+    parameter: Tensor,
+    rank: int,
+    size: int,
+) -> Tensor:
     """Return the shard of `whole` on tensor-parallel rank `rank` of `size`, by Megatron's
     attributes of `parameter`.
     """

@@ -39,7 +39,10 @@ class AttentionRecorder:
         self._calls: dict[Hashable, deque[_RecordedCall]] = defaultdict(deque)
 
     def run(
-        self, layer: Hashable, function: AttentionFunction, *tensors: Tensor | None
+        self,
+        layer: Hashable,
+        function: AttentionFunction,
+        *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """Return `function(*tensors)` in the first run of a layer, and the recorded outputs in the
         second.

@@ -19,14 +19,8 @@ from megatron_tape.ops.backends.choice import unsupported
 from megatron_tape.ops.bias import gates_as_bias
 from megatron_tape.ops.packing import Packing
 
-_MODULES = {name: name for name in BACKENDS} | {
-    "torch": "sdpa",
-    "torch_wide": "sdpa_wide",
-    "flash_attn": "flash",
-}
-"""The module in `ops/backends` of each backend. A module cannot have the name of a library that it
-imports.
-"""
+_MODULES = {"torch": "sdpa", "torch_wide": "sdpa_wide", "flash_attn": "flash"}
+"""The modules in `ops/backends` that do not have the name of their backend."""
 
 
 def attention(
@@ -43,7 +37,13 @@ def attention(
     fields by name.
     """
     x = AttentionInputs(
-        z_TBGD, average_state, q_SBHD=q_SBHD, k_TBGD=k_TBGD, v_TBGD=v_TBGD, packing=packing, **more
+        z_TBGD,
+        average_state,
+        q_SBHD=q_SBHD,
+        k_TBGD=k_TBGD,
+        v_TBGD=v_TBGD,
+        packing=packing,
+        **more,
     )
     return attend(x, backend)
 
@@ -81,7 +81,8 @@ def attend(x: AttentionInputs, backend: str = "torch") -> tuple[Tensor, Tensor |
         ):
             raise ValueError(f"backend is triton, which {why}; choose another")
     # Imported here, since most backends need an optional library.
-    module = importlib.import_module(f"megatron_tape.ops.backends.{_MODULES[backend]}")
+    module_name = _MODULES.get(backend, backend)
+    module = importlib.import_module(f"megatron_tape.ops.backends.{module_name}")
     o, *u = module.attend(_prepared(x))
     return o, u[0] if u else None
 
@@ -93,10 +94,9 @@ def _prepared(x: AttentionInputs) -> AttentionInputs:
     if x.factor_TB1D is not None and x.rotate:
         # Backends rotate afterwards. The order does not matter, as the real and the imaginary part
         # of a number have the same factor.
-        q = x.q_SBHD * x.factor_TB1D
         x = replace(
             x,
-            q_SBHD=q,
+            q_SBHD=x.q_SBHD * x.factor_TB1D,
             k_TBGD=x.k_TBGD / x.factor_TB1D,
             factor_TB1D=None,
         )

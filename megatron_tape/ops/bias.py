@@ -60,7 +60,13 @@ class Bias:
                 return bias
             return bias[:, heads]
 
-        def score(b: Tensor, h: Tensor, q: Tensor, k: Tensor, *tensors: Tensor) -> Tensor:
+        def score(
+            b: Tensor,
+            h: Tensor,
+            q: Tensor,
+            k: Tensor,
+            *tensors: Tensor,
+        ) -> Tensor:
             return all_heads.score(b, h + heads.start, q, k, *tensors)
 
         def left_out(rows: slice, *tensors: Tensor) -> Tensor:

@@ -18,7 +18,9 @@ queries, so that there are few tiles: the host waits for the device after each."
 
 
 def add_contextual_positions(
-    scores_BHrt: Tensor, of_positions_BHrp: Tensor, seen: Tensor
+    scores_BHrt: Tensor,
+    of_positions_BHrp: Tensor,
+    seen: Tensor,
 ) -> Tensor:
     """Return the scores plus the values of the keys' positions, (B, H, r, t).
 
@@ -94,7 +96,7 @@ class _ContextualPositions(Function):
                     saved += gates, fraction, index, slope
                 unseen = ~seen[..., rows, :stop].any(-1, keepdim=True)
                 complete = (gate_sum >= largest) | unseen
-                finished = bool(complete.all())
+                finished = complete.all()
 
             far = scores[..., rows, :stop]
             torch.add(far, of_positions[..., rows, -1:], out=result[..., rows, :stop])

@@ -57,7 +57,12 @@ def through_reflections(
         return checkpoint(blocks, k_BGTD, *inputs, use_reentrant=False, preserve_rng_state=False)
 
     def rows(
-        scores: None, q: Tensor, k: Tensor, seen: Tensor, tokens: slice, *prepared: Tensor
+        scores: None,
+        q: Tensor,
+        k: Tensor,
+        seen: Tensor,
+        tokens: slice,
+        *prepared: Tensor,
     ) -> Tensor:
         return scores_through_reflections(q, tokens, *prepared)
 
@@ -65,7 +70,9 @@ def through_reflections(
 
 
 def blocks_of_reflections(
-    k_BGTD: Tensor, w_BGTD: Tensor, beta_BGT: Tensor
+    k_BGTD: Tensor,
+    w_BGTD: Tensor,
+    beta_BGT: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the factors of the scores that do not depend on queries, for each block of tokens.
 

@@ -235,12 +235,21 @@ class _ChunkedLoss:
             sums = sums / (1 + 2 * self._z_factor * log_z)
         return losses, exps, sums
 
-    def _d_logits(self, exponentials_nV: Tensor, sums: Tensor, chunk: slice) -> Tensor:
+    def _d_logits(
+        self,
+        exponentials_nV: Tensor,
+        sums: Tensor,
+        chunk: slice,
+    ) -> Tensor:
         """Return the gradient of the logits (n, V), which overwrites their exponentials."""
         factors = self._factors[chunk]
         if self._kernels is not None:
             return self._kernels.to_gradients(
-                exponentials_nV, sums, self._labels[chunk], factors, self._first
+                exponentials_nV,
+                sums,
+                self._labels[chunk],
+                factors,
+                self._first,
             )
         # The gradient of a token's loss is softmax minus 1 at the label.
         exponentials_nV.mul_((factors / sums)[:, None])

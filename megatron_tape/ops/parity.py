@@ -71,7 +71,10 @@ class Deviation:
 
 
 def deviations(
-    ours: Function, plain: Function, inputs: list[Tensor], dtype: torch.dtype
+    ours: Function,
+    plain: Function,
+    inputs: list[Tensor],
+    dtype: torch.dtype,
 ) -> Iterator[Deviation]:
     """Yield the deviations of `ours` from `plain` in float64, compared with those of `plain` in
     `dtype`.
@@ -117,7 +120,10 @@ def deviations(
 
 
 def inexact(
-    ours: Function, plain: Function, inputs: list[Tensor], dtype: torch.dtype
+    ours: Function,
+    plain: Function,
+    inputs: list[Tensor],
+    dtype: torch.dtype,
 ) -> str | None:
     """Return a sentence about the first of the `deviations` that is not exact, or None if all
     are.
@@ -185,7 +191,11 @@ def kernel_checks(
 
 
 def attention_checks(
-    backend: str, shapes: Shapes, dtype: torch.dtype, device: torch.device, length: int
+    backend: str,
+    shapes: Shapes,
+    dtype: torch.dtype,
+    device: torch.device,
+    length: int,
 ) -> dict[str, Check]:
     """Return checks of `backend` against naive by name, on two sequences of `length` tokens, packed
     and not packed.
@@ -195,7 +205,12 @@ def attention_checks(
     *qkv, z = (draw(length, 2, n, shapes.head_dim) for n in (H, G, G, G))
 
     # The state is the last of `tensors` or, if it needs no gradient, the constant z.
-    def attend(average: bool, backend: str, packing: Packing | None, *tensors: Tensor) -> Outputs:
+    def attend(
+        average: bool,
+        backend: str,
+        packing: Packing | None,
+        *tensors: Tensor,
+    ) -> Outputs:
         q, k, v, *learned = tensors
         state = learned[0] if learned else z.to(q)
         return attention(q, k, v, state, average, packing, backend)
@@ -212,7 +227,10 @@ def attention_checks(
 
 
 def update_checks(
-    shapes: Shapes, dtype: torch.dtype, device: torch.device, tokens: int = 48
+    shapes: Shapes,
+    dtype: torch.dtype,
+    device: torch.device,
+    tokens: int = 48,
 ) -> dict[str, Check]:
     """Return the check of the fused position update by name, or nothing if the model cannot use
     it.
@@ -238,7 +256,10 @@ def update_checks(
 
 
 def score_checks(
-    backend: str, shapes: Shapes, dtype: torch.dtype, device: torch.device
+    backend: str,
+    shapes: Shapes,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> dict[str, Check]:
     """Return the checks of `backend`, flex or fla, by name.
 
@@ -268,7 +289,10 @@ def _random_tensors(dtype: torch.dtype, device: torch.device) -> Callable[..., T
 
 
 def _of_attention(
-    name: str, attend: Callable[..., Outputs], backend: str, inputs: list[Tensor]
+    name: str,
+    attend: Callable[..., Outputs],
+    backend: str,
+    inputs: list[Tensor],
 ) -> dict[str, Check]:
     """Return checks of `attend(backend, packing, *inputs)` against naive, without and with
     packing.
@@ -298,7 +322,11 @@ def _gates(logits: Tensor) -> Tensor:
     return logsigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))
 
 
-def _with_reflections(backend: str, packing: Packing | None, *tensors: Tensor) -> Outputs:
+def _with_reflections(
+    backend: str,
+    packing: Packing | None,
+    *tensors: Tensor,
+) -> Outputs:
     """Return attention with reflections; `tensors` are q, k, v, w, the logits of beta and,
     optionally, of gates.
 
@@ -324,7 +352,10 @@ def _with_reflections(backend: str, packing: Packing | None, *tensors: Tensor) -
 
 
 def _update(
-    function: Callable[..., Tensor], fp32_state: bool, z: Tensor, *tensors: Tensor
+    function: Callable[..., Tensor],
+    fp32_state: bool,
+    z: Tensor,
+    *tensors: Tensor,
 ) -> Outputs:
     """Return the updated state. With `fp32_state`, z is in fp32, with values that a 16-bit dtype
     cannot represent.
@@ -364,7 +395,9 @@ def backend_fails(
 
 
 def first_failure(
-    checks: Mapping[str, Check], dtype: torch.dtype, device: torch.device
+    checks: Mapping[str, Check],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> str | None:
     """Return why the first kernel that fails its check cannot be used, as the predicate of a
     sentence, or None.
@@ -378,14 +411,18 @@ def first_failure(
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a compiler may raise anything
-            first_line, *_ = str(error).splitlines() or [""]
+            first_line = str(error).partition("\n")[0]
             why = f"{type(error).__name__}: {first_line}"
         if why:
             return f"does not work here ({name} on {where}; {why})"
     return None
 
 
-def loss_check(vocabulary: int, dtype: torch.dtype, device: torch.device) -> Check:
+def loss_check(
+    vocabulary: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Check:
     """Return the check of Liger's kernels, for an unsharded vocabulary and for the second of two
     shards.
 
@@ -401,7 +438,13 @@ def loss_check(vocabulary: int, dtype: torch.dtype, device: torch.device) -> Che
     def losses(fused: bool, hidden: Tensor, weight: Tensor) -> list[Tensor]:
         def loss_of(labels: Tensor, first: int) -> Tensor:
             loss, *_ = linear_cross_entropy(
-                hidden, weight, labels, weights, fused=fused, first=first, z_loss=0.1
+                hidden,
+                weight,
+                labels,
+                weights,
+                fused=fused,
+                first=first,
+                z_loss=0.1,
             )
             return loss
 
@@ -411,7 +454,11 @@ def loss_check(vocabulary: int, dtype: torch.dtype, device: torch.device) -> Che
     return Check(partial(losses, True), partial(losses, False), inputs)
 
 
-def swiglu_check(width: int, dtype: torch.dtype, device: torch.device) -> Check:
+def swiglu_check(
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Check:
     """Return the check of the fused SwiGLU; `width` is the size of this rank's shard of the MLP."""
 
     def run(fused: bool, gate_and_up: Tensor) -> list[Tensor]:

@@ -57,7 +57,12 @@ def philox(counter: Words, key: Key) -> Words:
     return c0, c1 & WORD, c2, c3 & WORD
 
 
-def _mix(product: Tensor, word: Tensor, key: int, out: Tensor) -> None:
+def _mix(
+    product: Tensor,
+    word: Tensor,
+    key: int,
+    out: Tensor,
+) -> None:
     """Write the upper 32 bits of the products, combined with the words and the key, to `out`."""
     # The shift copies the sign, so the upper half of the result is masked out at the end.
     torch.bitwise_right_shift(product, 32, out=out)
@@ -97,7 +102,12 @@ def uniform(
     return _crop(_unit(words), columns)
 
 
-def _words(key: Key, rows: range, columns: range, device: torch.device | str) -> Words:
+def _words(
+    key: Key,
+    rows: range,
+    columns: range,
+    device: torch.device | str,
+) -> Words:
     """Return four words (rows, blocks) for each block of four columns that `columns` touches."""
     last_block = -(-columns.stop // 4)
     block = torch.arange(columns.start // 4, last_block, device=device)
@@ -120,7 +130,11 @@ def _unit(word: Tensor) -> Tensor:
     return word.float().add_(0.5).mul_(2.0**-32)
 
 
-def box_muller(first: Tensor, second: Tensor, pair: Tensor) -> None:
+def box_muller(
+    first: Tensor,
+    second: Tensor,
+    pair: Tensor,
+) -> None:
     """Write two independent normal numbers into `pair` (..., 2) for the words `first` and `second`
     (...).
     """

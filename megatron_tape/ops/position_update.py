@@ -34,7 +34,12 @@ def fits_fused(groups: int, heads: int) -> bool:
 
 
 def plain_update(
-    z_NGD: Tensor, u_NHD: Tensor, gate_NP: Tensor, mixing: Tensor, up_PG: Tensor, down_GP: Tensor
+    z_NGD: Tensor,
+    u_NHD: Tensor,
+    gate_NP: Tensor,
+    mixing: Tensor,
+    up_PG: Tensor,
+    down_GP: Tensor,
 ) -> Tensor:
     """Return z'' (N, G, D), computed step by step: the reference. `u_NHD` may also be (S, B, H, D),
     N = S * B.
@@ -59,11 +64,21 @@ def compact_update(
     """
     u_NHD = u_NHD.flatten(0, -3)
     return _CompactUpdate.apply(
-        z_NGD, u_NHD, gate_NP, mixing, up_PG, down_GP, _kept(z_NGD, u_NHD, rounded_NGD)
+        z_NGD,
+        u_NHD,
+        gate_NP,
+        mixing,
+        up_PG,
+        down_GP,
+        _kept(z_NGD, u_NHD, rounded_NGD),
     )
 
 
-def _kept(z: Tensor, u: Tensor, rounded: Tensor | None) -> Tensor | None:
+def _kept(
+    z: Tensor,
+    u: Tensor,
+    rounded: Tensor | None,
+) -> Tensor | None:
     """Return z in u's dtype to save for the backward pass, or None if z has that dtype and is saved
     itself.
 
@@ -148,7 +163,11 @@ def fused_update(
     )
 
 
-def mix_tokens(z_NGD: Tensor, u_NHD: Tensor, mixing: Tensor) -> Tensor:
+def mix_tokens(
+    z_NGD: Tensor,
+    u_NHD: Tensor,
+    mixing: Tensor,
+) -> Tensor:
     """Return z' = z + A u (N, G, D); `mixing` is A (G, H), or (H,) for one scale per head when G =
     H.
     """
@@ -161,7 +180,12 @@ def mix_tokens(z_NGD: Tensor, u_NHD: Tensor, mixing: Tensor) -> Tensor:
     return torch.baddbmm(z_NGD, mixing_NGH, u_NHD)
 
 
-def contextualize(z_NGD: Tensor, gate_NP: Tensor, up_PG: Tensor, down_GP: Tensor) -> Tensor:
+def contextualize(
+    z_NGD: Tensor,
+    gate_NP: Tensor,
+    up_PG: Tensor,
+    down_GP: Tensor,
+) -> Tensor:
     """Return z'' = z + W_down diag(silu(gate)) W_up z (N, G, D); `z_NGD` is z' of the module's
     formula.
     """

@@ -36,7 +36,10 @@ class ShiftedSegments:
 
     @classmethod
     def of(
-        cls, tokens_BT: Tensor, packing: Packing | None, unshifted_groups: int
+        cls,
+        tokens_BT: Tensor,
+        packing: Packing | None,
+        unshifted_groups: int,
     ) -> "ShiftedSegments":
         """Return the segments of a batch of token ids; segments also end where a document of
         `packing` ends.
@@ -76,7 +79,9 @@ def unshifted_groups(query_groups: int, own_groups: list[int] | None = None) -> 
 
 
 def attend_in_segments(
-    x: AttentionInputs, segments: ShiftedSegments, backend: str = "torch"
+    x: AttentionInputs,
+    segments: ShiftedSegments,
+    backend: str = "torch",
 ) -> tuple[Tensor, Tensor | None]:
     """Return o and u of `ops.attention.attend`, with each head restricted to its segments. Requires
     S = T.

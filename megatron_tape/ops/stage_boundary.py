@@ -21,7 +21,10 @@ def pack(hidden_sBC: Tensor, state: Tensor) -> Tensor:
 
 
 def unpack(
-    packed: Tensor, hidden_size: int, shape: tuple[int, ...], dtype: torch.dtype
+    packed: Tensor,
+    hidden_size: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Split the result of `pack` into hidden states (s, B, `hidden_size`) and a state of `shape`
     and `dtype`.

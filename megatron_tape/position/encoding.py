@@ -219,7 +219,10 @@ class PositionEncoding:
     `FROM_POSITIONS` must set it."""
 
     def __init__(
-        self, model: ModelConfig, token_layout: TokenLayout | None = None, fused: bool = False
+        self,
+        model: ModelConfig,
+        token_layout: TokenLayout | None = None,
+        fused: bool = False,
     ):
         """Create the encoding of `model`.
 
@@ -258,7 +261,12 @@ class PositionEncoding:
         """Return whether attention in layer `layer` (from 0) also averages the state."""
         return AVERAGE in self.needs and self.updates(layer)
 
-    def constant(self, name: str, make: Callable[[], Tensor], device: torch.device) -> Tensor:
+    def constant(
+        self,
+        name: str,
+        make: Callable[[], Tensor],
+        device: torch.device,
+    ) -> Tensor:
         """Return `make()` on `device`, cached by `name`, since copying it in every layer would
         block the host.
         """
@@ -341,7 +349,11 @@ class PositionEncoding:
         return None
 
     def sent_state(
-        self, layer: int, tokens: int, batch: int, dtype: torch.dtype
+        self,
+        layer: int,
+        tokens: int,
+        batch: int,
+        dtype: torch.dtype,
     ) -> tuple[tuple[int, ...], torch.dtype]:
         """Return the shape (T, B, ...) and dtype of the state that enters layer `layer`. Requires
         `sends_state(layer)`.

@@ -55,8 +55,8 @@ class FoxPosition(PositionEncoding):
         and the cumulative sums in float64. Each rank computes the gates of all heads for its own
         tokens; an all-to-all then gives it the gates of its own heads for all tokens.
         """
-        heads = self.model.num_attention_heads
         model = self.model
+        heads = model.num_attention_heads
         gates = 4 * batch.local_tokens * heads  # bytes in fp32
         return Costs(
             multiply_adds=heads * (model.hidden_size + model.seq_length // 2),

@@ -23,7 +23,9 @@ def model_config(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def encoding_of(
-    model: ModelConfig, token_layout: TokenLayout | None = None, fused: bool = False
+    model: ModelConfig,
+    token_layout: TokenLayout | None = None,
+    fused: bool = False,
 ) -> PositionEncoding:
     """Return the positional encoding of `model`; for `token_layout` and `fused` see
     `PositionEncoding`.

@@ -35,19 +35,27 @@ class Backend:
     head_dims: tuple[int, ...] | range | None = None
 
 
+_ALL = frozenset(MEANINGS)
+_STATE_ONLY = frozenset({ROTATION, AVERAGE})
+_HALF = ("bf16", "fp16")
+_HALF_AND_FP32 = (*_HALF, "fp32")
 BACKENDS = {
-    "triton": Backend(
-        frozenset({ROTATION, AVERAGE}), ("bf16", "fp16", "fp32"), (32, 64, 80, 96, 128)
-    ),
-    "tiled": Backend(frozenset({ROTATION, AVERAGE, POINTWISE, BIAS, GATE, SCORES, REFLECTIONS})),
-    "torch": Backend(frozenset({ROTATION, AVERAGE, POINTWISE, BIAS, GATE})),
-    "torch_wide": Backend(frozenset({ROTATION, AVERAGE}), ("bf16", "fp16"), range(8, 65, 8)),
-    "flash_attn": Backend(frozenset({ROTATION, AVERAGE}), ("bf16", "fp16"), range(8, 257, 8)),
+    "triton": Backend(_STATE_ONLY, _HALF_AND_FP32, (32, 64, 80, 96, 128)),
+    "tiled": Backend(_ALL),
+    "torch": Backend(_ALL - {SCORES, REFLECTIONS}),
+    "torch_wide": Backend(_STATE_ONLY, _HALF, range(8, 65, 8)),
+    "flash_attn": Backend(_STATE_ONLY, _HALF, range(8, 257, 8)),
     "flex": Backend(
-        frozenset({ROTATION, POINTWISE, GATE}), ("bf16", "fp16", "fp32"), range(16, 257, 8)
+        frozenset({ROTATION, POINTWISE, GATE}),
+        _HALF_AND_FP32,
+        range(16, 257, 8),
     ),
-    "fla": Backend(frozenset({ROTATION, GATE, REFLECTIONS}), ("bf16", "fp16"), range(16, 257, 8)),
-    "naive": Backend(frozenset({ROTATION, AVERAGE, POINTWISE, BIAS, GATE, SCORES, REFLECTIONS})),
+    "fla": Backend(
+        frozenset({ROTATION, GATE, REFLECTIONS}),
+        _HALF,
+        range(16, 257, 8),
+    ),
+    "naive": Backend(_ALL),
 }
 ONLY_HALF = frozenset(
     name for name, backend in BACKENDS.items() if "fp32" not in (backend.precisions or ("fp32",))

@@ -175,7 +175,11 @@ def _flash_attn_version(major: int, amd: bool) -> int | None:
     return None
 
 
-def takes_wide_value(device: torch.device, head_dim: int, grouped: bool) -> bool:
+def takes_wide_value(
+    device: torch.device,
+    head_dim: int,
+    grouped: bool,
+) -> bool:
     """Return whether flash-attn supports [v | z] as a value: version 4 does for some head
     dimensions, without GQA.
     """

@@ -40,7 +40,12 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     bias_of_pair = None if x.bias is None else x.bias.score
     offset = T - S
 
-    def average(q_BHSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *tensors: Tensor) -> tuple[Tensor]:
+    def average(
+        q_BHSD: Tensor,
+        k_BGTD: Tensor,
+        v_BGTD: Tensor,
+        *tensors: Tensor,
+    ) -> tuple[Tensor]:
         # FlexAttention counts queries from 0, `Bias.score` from the start of the T tokens.
         def biased(score, b, h, query, key):
             return score + bias_of_pair(b, h, query + offset, key, *tensors)

@@ -81,7 +81,10 @@ def _without_cudnn(q: Tensor, mask: Tensor | None) -> AbstractContextManager:
 
 
 def _averages(
-    mask: Tensor | None, q_BHSD: Tensor, k_BGTD: Tensor, *values_BGTE: Tensor
+    mask: Tensor | None,
+    q_BHSD: Tensor,
+    k_BGTD: Tensor,
+    *values_BGTE: Tensor,
 ) -> tuple[Tensor, ...]:
     """Return the averages (B, H, S, E) of the values, one call of SDPA each."""
     # A single query is the last token and attends to all keys; `is_causal` would hide all but one.
@@ -120,9 +123,8 @@ def _mask(x: AttentionInputs) -> Tensor | None:
     S = x.q_SBHD.shape[0]
     T = x.k_TBGD.shape[0]
     dtype = x.q_SBHD.dtype
-    device = x.q_SBHD.device
     if x.packing is None:
-        mask = additive_mask(S, T, None, device, dtype)
+        mask = additive_mask(S, T, None, x.q_SBHD.device, dtype)
     else:
         mask = x.packing.mask(S, dtype)
     if x.bias is None:
@@ -130,7 +132,11 @@ def _mask(x: AttentionInputs) -> Tensor | None:
     return _bias(x.bias, slice(T - S, T), T).to(dtype) + mask
 
 
-def _bias(bias: Bias, rows: slice, keys: int) -> Tensor:
+def _bias(
+    bias: Bias,
+    rows: slice,
+    keys: int,
+) -> Tensor:
     """Return the bias with the constants that small tiles omit; without them, it is too large to
     round to bf16.
 

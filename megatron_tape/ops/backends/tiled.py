@@ -110,7 +110,13 @@ class _Tiles:
         scores.view(self.B, -1, rows, columns).add_(bias, alpha=LOG2_E)
         return scores
 
-    def hide(self, scores: Tensor, rows: slice, columns: slice, value: float) -> None:
+    def hide(
+        self,
+        scores: Tensor,
+        rows: slice,
+        columns: slice,
+        value: float,
+    ) -> None:
         """Overwrite the masked elements of `scores` (B*G, R*rows, columns) with `value`."""
         if self.starts is None:
             # All queries of the block attend to every key up to the first query's own token.
@@ -241,7 +247,12 @@ class _TiledAttention(Function):
         dk = dk.div_(LOG2_E).view_as(k).to(k.dtype)
         dvalues = dvalue.view(B, G, k.shape[2], -1).split([v.shape[-1] for v in values], dim=-1)
         return (
-            *(None, None, None, None, dq, dk),
+            None,
+            None,
+            None,
+            None,
+            dq,
+            dk,
             *(dv.to(v.dtype) for dv, v in zip(dvalues, values)),
             *(bias.gradients if bias else ()),
         )
@@ -263,7 +274,12 @@ class _BiasGradient:
     For each block of queries, call `tile` and `add` for every block of keys, then `end`.
     """
 
-    def __init__(self, bias: Bias, tensors: list[Tensor], needed: tuple[bool, ...]):
+    def __init__(
+        self,
+        bias: Bias,
+        tensors: list[Tensor],
+        needed: tuple[bool, ...],
+    ):
         self._bias = bias
         self._leaves = [x.detach().requires_grad_(need) for x, need in zip(tensors, needed)]
         self._learned = [i for i, need in enumerate(needed) if need]
@@ -307,6 +323,10 @@ class _BiasGradient:
                 self.gradients[i] += part
 
 
-def _query_block(x: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
+def _query_block(
+    x: Tensor,
+    rows: slice,
+    dtype: torch.dtype,
+) -> Tensor:
     """Return the block (B*G, R*rows, ...) of x (B, G, R, S, ...)."""
     return x[:, :, :, rows].flatten(0, 1).flatten(1, 2).to(dtype)

@@ -22,7 +22,10 @@ NOTHING_IGNORED = -1
 
 
 def exponentials(
-    logits_nV: Tensor, largest_n: Tensor, labels_n: Tensor, first: int
+    logits_nV: Tensor,
+    largest_n: Tensor,
+    labels_n: Tensor,
+    first: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return exp(logits - largest) (n, V), its sums (n,), and the labels' logits - largest (n,),
     all in float32.
@@ -55,7 +58,11 @@ def exponentials(
 
 
 def to_gradients(
-    exponentials_nV: Tensor, sums_n: Tensor, labels_n: Tensor, factors_n: Tensor, first: int
+    exponentials_nV: Tensor,
+    sums_n: Tensor,
+    labels_n: Tensor,
+    factors_n: Tensor,
+    first: int,
 ) -> Tensor:
     """Return the logits' gradient (n, V), which overwrites the exponentials.
 

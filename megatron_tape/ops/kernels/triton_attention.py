@@ -667,7 +667,10 @@ def _contiguous_inputs(
 
 
 def attend(
-    q: Tensor, k: Tensor, value: Tensor, starts: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    value: Tensor,
+    starts: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return o and, if the value is [v | z], u (S, B, H, D), and the scores' base-2 log-sum-exp (B,
     H, S).
