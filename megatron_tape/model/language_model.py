@@ -196,9 +196,9 @@ class LanguageModel(torch.nn.Module):
             positions = self.token_positions(tokens)
         packing = None if documents is None else Packing.of(documents)
         positions_SB = self._in_documents(positions, packing)
-        attended: Packing | ShiftedSegments | None = packing
+        attention_packing: Packing | ShiftedSegments | None = packing
         if self.shifted_sparse and self.training:
-            attended = ShiftedSegments.of(tokens, packing, self._unshifted_groups)
+            attention_packing = ShiftedSegments.of(tokens, packing, self._unshifted_groups)
 
         recomputes = self.recompute != "none" and self.training
         recorder = None
@@ -217,7 +217,7 @@ class LanguageModel(torch.nn.Module):
             hidden_states.requires_grad_()
 
         for layer in self.layers.values():
-            run_layer = partial(layer, packing=attended, recorder=recorder)
+            run_layer = partial(layer, packing=attention_packing, recorder=recorder)
             if recomputes:
                 # False: every tensor-parallel rank keeps the whole input of the layer.
                 hidden_states, state = checkpoint(run_layer, False, hidden_states, state)

@@ -62,8 +62,8 @@ class Pipeline(nn.Module):
         # tensors.
         self._config.overlap_p2p_comm = is_virtual
         self._config.batch_p2p_comm = not is_virtual
-        self._config.batch_p2p_sync = False
-        # With virtual stages, the next chunk may be on this rank and still need the output.
+        self._config.batch_p2p_sync = False  # a workaround for a bug of old versions of torch
+        # With virtual stages, sends overlap with computation: an output might be freed too early.
         self._config.deallocate_pipeline_outputs = not is_virtual
         # Megatron's schedules read these attributes of a chunk.
         for chunk in model_chunks:
@@ -75,6 +75,7 @@ class Pipeline(nn.Module):
 
     def named_parameters(self, *args, **kwargs) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the names and parameters of this stage, including those that `add_empty` added."""
+        # Without the prefix of `model_chunks`, since layers are numbered in the whole model.
         yield from self._parameters.items()
         for chunk in self.model_chunks:
             yield from chunk.named_parameters(*args, **kwargs)
@@ -152,6 +153,7 @@ class Pipeline(nn.Module):
         """Return the result of `LanguageModel.forward` in the last stage; elsewhere, an
         uninitialized tensor of the same shape and dtype.
         """
+        # The shape of the tensors between chunks, (s, B, `LanguageModel.sent_width`).
         shape = [
             tokens.shape[1] // self.token_layout.sequence_shards,
             len(tokens),

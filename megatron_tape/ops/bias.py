@@ -54,6 +54,7 @@ class Bias:
         all_heads = self.without_tensors()
 
         def tile(rows: slice, columns: slice, *tensors: Tensor) -> Tensor:
+            """Return these heads of a tile of the whole bias."""
             bias = all_heads.tile(rows, columns, *tensors)
             # All heads may have the same bias.
             if bias.shape[1] == 1:
@@ -67,9 +68,11 @@ class Bias:
             k: Tensor,
             *tensors: Tensor,
         ) -> Tensor:
+            """Return the bias of one pair; `h` counts these heads."""
             return all_heads.score(b, h + heads.start, q, k, *tensors)
 
         def left_out(rows: slice, *tensors: Tensor) -> Tensor:
+            """Return the constants of these heads."""
             return all_heads.left_out(rows, *tensors)[:, heads]
 
         return Bias(
@@ -106,6 +109,7 @@ def gates_as_bias(log_gate_TBH: Tensor, bias: Bias | None = None) -> Bias:
         low: Tensor,
         *bias_tensors: Tensor,
     ) -> Tensor:
+        """Return the gates (B, H, 1 or rows, columns) of a tile, plus `bias`."""
         # Differences to the tile's first query are small, so float32 suffices for them.
         origin = of_query[..., rows.start, None].detach()
         origin_low = low[..., rows.start, None]
@@ -128,12 +132,14 @@ def gates_as_bias(log_gate_TBH: Tensor, bias: Bias | None = None) -> Bias:
         low: Tensor,
         *bias_tensors: Tensor,
     ) -> Tensor:
+        """Return the gates of one pair of query and key, plus `bias`."""
         gates = (of_query[b, h, q] - of_key[b, h, k]) + (low[b, h, q] - low[b, h, k])
         if bias is None:
             return gates
         return gates + bias.score(b, h, q, k, *bias_tensors)
 
     def left_out(rows: slice, of_query: Tensor, *_: Tensor) -> Tensor:
+        """Return the sums at the queries, (B, H, rows)."""
         return of_query[..., rows]
 
     # `high` is passed twice, because FlexAttention's compiled gradient requires tensors that are

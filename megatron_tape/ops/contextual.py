@@ -38,7 +38,8 @@ class _ContextualPositions(Function):
     distance.
 
     Once all queries of a tile have reached the largest position or have no keys left, all earlier
-    keys have it, too.
+    keys have it, too. The arguments are those of `add_contextual_positions`; `saves` is whether a
+    backward pass may follow.
     """
 
     @staticmethod
@@ -94,10 +95,12 @@ class _ContextualPositions(Function):
                 if saves:
                     tiles.append((rows, keys))
                     saved += gates, fraction, index, slope
+                # Stop at keys whose positions are all the largest one, or that are all masked.
                 unseen = ~seen[..., rows, :stop].any(-1, keepdim=True)
                 complete = (gate_sum >= largest) | unseen
                 finished = complete.all()
 
+            # All keys further left have the largest position.
             far = scores[..., rows, :stop]
             torch.add(far, of_positions[..., rows, -1:], out=result[..., rows, :stop])
 
@@ -109,6 +112,8 @@ class _ContextualPositions(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dresult):
+        # The gradients of scores, of pairs of a value and a slope, and of the values that far keys
+        # share.
         dscores = dresult.clone()
         dpairs = dresult.new_zeros(ctx.shape, dtype=dresult.dtype.to_complex())
         dfar = dresult.new_zeros(ctx.shape[:-1])

@@ -48,11 +48,15 @@ def through_reflections(
     """
 
     def blocks(k_BGTD: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return the factors of the scores; `inputs` are the tensors of `directions`."""
         w_TBGD, beta_TBG = directions(*inputs)
         w_BGTD = w_TBGD.permute(1, 2, 0, 3)
         return blocks_of_reflections(k_BGTD.to(w_TBGD.dtype), w_BGTD, beta_TBG.permute(1, 2, 0))
 
     def prepare(q_BHSD: Tensor, k_BGTD: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return the result of `blocks`, with its intermediate results recomputed in the backward
+        pass.
+        """
         # Saves only the inputs; the intermediate results of `blocks` take several times the memory.
         return checkpoint(blocks, k_BGTD, *inputs, use_reentrant=False, preserve_rng_state=False)
 
@@ -64,6 +68,7 @@ def through_reflections(
         tokens: slice,
         *prepared: Tensor,
     ) -> Tensor:
+        """Return the scores of a block of queries; `prepared` is the result of `prepare`."""
         return scores_through_reflections(q, tokens, *prepared)
 
     return Reflections(rows, tensors, prepare, takes_scores=False, directions=directions)
@@ -135,7 +140,7 @@ def scores_through_reflections(
         if low < high:
             inside = queries[:, low * R : high * R]
             products, w_products = (inside @ keys_and_w[j].mT).split([C, C], dim=-1)
-            # Only the H up to each query's own token apply to it.
+            # Only the H up to each query's own token apply to it; `own` is its index in the block.
             index = torch.arange(C, device=inside.device)
             own = index[first + low - j * C : first + high - j * C].repeat_interleave(R)
             w_products = w_products.masked_fill(index > own[:, None], 0.0)

@@ -61,6 +61,11 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(Function):
+    """The differentiable form of `linear_cross_entropy`, whose arguments it takes.
+
+    `gradient` is whether gradients are enabled; the forward pass then computes them.
+    """
+
     @staticmethod
     def forward(
         ctx,
@@ -80,7 +85,7 @@ class _LinearCrossEntropy(Function):
             hidden_SBC = hidden.new_empty(labels.shape[1], *hidden.shape[1:])
             dist.all_gather_into_tensor(hidden_SBC, hidden.contiguous(), group=group)
 
-        # Outside training, `gradient` is False although parameters require gradients.
+        # In evaluation, parameters require gradients although `gradient` is False.
         needed = (gradient and needs for needs in ctx.needs_input_grad[:2])
         # Transposed, since the sequence is the first axis of hidden states, but not of labels.
         factors_N = None if weights is None else weights.T.flatten().to(_loss_dtype(hidden))
@@ -115,7 +120,11 @@ class _LinearCrossEntropy(Function):
 
 
 class _ChunkedLoss:
-    """Computes the losses of N tokens and the gradients of the loss, chunk by chunk."""
+    """Computes the losses of N tokens and the gradients of the loss, chunk by chunk.
+
+    The loss is the sum of the tokens' losses times `factors_N`; None stands for 1 / N. For the
+    other arguments see `linear_cross_entropy`.
+    """
 
     def __init__(
         self,

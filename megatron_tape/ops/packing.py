@@ -112,6 +112,7 @@ class Packing:
         """
 
         def lengths() -> tuple[Tensor, Tensor, int, int]:
+            """Return the lengths, which are cached below."""
             _, B, T = self.bounds_2BT.shape
             starts_BT = self.bounds_2BT[0]
             is_start = torch.arange(T, device=starts_BT.device) == starts_BT

@@ -63,6 +63,7 @@ class Deviation:
         return self.error <= self.allowed
 
     def __str__(self) -> str:
+        """Return a sentence with the place and the size of the error."""
         first, last = self.rows
         return (
             f"tensor {self.tensor}, rows {first} to {last}, is off by {self.error:.1e} (allowed:"
@@ -86,6 +87,7 @@ def deviations(
     """
 
     def outputs_and_gradients(function: Function, inputs: list[Tensor]) -> list[Tensor]:
+        """Return the outputs and the gradients of `inputs`, in float64."""
         leaves = [x.detach().requires_grad_() for x in inputs]
         outputs = [x for x in function(*leaves) if x is not None]
         # The same random gradients in every run: rounded to `dtype`, whatever the outputs' dtype.
@@ -335,6 +337,7 @@ def _with_reflections(
     q, k, v, w, beta_logits, *gate_logits = tensors
 
     def directions(w: Tensor, beta_logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return unit vectors w, and beta between 0 and 2."""
         return normalize(w, dim=-1), 2 * beta_logits.sigmoid()
 
     reflections = through_reflections(directions, (w, beta_logits))
@@ -436,7 +439,10 @@ def loss_check(
     inputs = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
     def losses(fused: bool, hidden: Tensor, weight: Tensor) -> list[Tensor]:
+        """Return the losses for both kinds of vocabulary as one tensor, (2,)."""
+
         def loss_of(labels: Tensor, first: int) -> Tensor:
+            """Return the loss of labels for a shard that starts at `first`."""
             loss, *_ = linear_cross_entropy(
                 hidden,
                 weight,

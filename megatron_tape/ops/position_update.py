@@ -92,6 +92,8 @@ def _kept(
 
 
 class _CompactUpdate(Function):
+    """The differentiable form of `plain_update`; `kept` is saved instead of z unless None."""
+
     @staticmethod
     def forward(ctx, z, u, gate, mixing, up, down, kept):
         saved = z if kept is None else kept

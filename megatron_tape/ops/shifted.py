@@ -58,6 +58,7 @@ class ShiftedSegments:
             document_starts, document_ends = packing.bounds_2BT
 
         def shifted_by(shift: int) -> Packing:
+            """Return the segments whose bounds are `shift` tokens before multiples of `length`."""
             starts = (tokens + shift) // length * length - shift
             ends = starts + length
             bounds = starts.clamp(min=document_starts), ends.clamp(max=document_ends)

@@ -32,11 +32,13 @@ class AlibiPosition(PositionEncoding):
         slopes = self.token_layout.local_heads(all_slopes)
 
         def tile(rows, columns, slopes):
+            """Return the bias of a tile, (1, h, rows, columns)."""
             queries = torch.arange(rows.start, rows.stop, device=slopes.device)
             keys = torch.arange(columns.start, columns.stop, device=slopes.device)
             return slopes[None, :, None, None] * (keys - queries[:, None])
 
         def score(batch, head, query, key, slopes):
+            """Return the bias of one pair of query and key."""
             return slopes[head] * (key - query)
 
         return PositionInputs(bias=Bias(tile, (slopes,), score))

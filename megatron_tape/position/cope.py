@@ -37,6 +37,7 @@ class CopePosition(PositionEncoding):
     needs = frozenset({SCORES})
 
     def parameters(self, layer):
+        """Return the table of embeddings, which starts at zero."""
         return {"table": Parameter((self.settings.cope_max_position + 1, self.model.head_dim))}
 
     def costs(self, layer, batch):

@@ -85,6 +85,7 @@ class FirePosition(PositionEncoding):
             up_bias_W,
             down_hW,
         ):
+            """Return the bias of a tile, (B or 1, h, rows, columns)."""
             queries = positions_BT[:, rows].to(log_scale.dtype)
             keys = positions_BT[:, columns].to(log_scale.dtype)
             threshold = (threshold_scale * self.settings.fire_threshold).abs()

@@ -19,6 +19,7 @@ class PathFoxPosition(PathPosition, FoxPosition):
     needs = PathPosition.needs | FoxPosition.needs
 
     def parameters(self, layer):
+        """Return the parameters of both."""
         return {**PathPosition.parameters(self, layer), **FoxPosition.parameters(self, layer)}
 
     def costs(self, layer, batch):

@@ -41,6 +41,7 @@ class RandomizedPosition(RotaryPosition):
     restarts_in_documents = True
 
     def check(self):
+        """Raise ConfigError if the range is shorter than a sequence, or too long for float32."""
         super().check()
         length = self.model.seq_length
         if self.position_range < length:

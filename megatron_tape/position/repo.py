@@ -40,6 +40,7 @@ class Reposition(RotaryPosition):
     exports_to = "code"
 
     def check(self):
+        """Raise ConfigError if the first layer that predicts positions does not exist."""
         super().check()
         last = self.model.num_layers - 1
         if not 0 <= self.predicts_from <= last:
@@ -69,6 +70,7 @@ class Reposition(RotaryPosition):
         return layer >= self.predicts_from
 
     def parameters(self, layer):
+        """Return the matrices of the MLP; layers that use RoPE have none."""
         if not self.predicts(layer):
             return {}
         model = self.model

@@ -167,9 +167,11 @@ class RotaryPosition(PositionEncoding):
             )
 
     def learns_on_entry(self, layer):
+        """Return True for the first layer if increments are learned."""
         return layer == 0 and self.learns_increments
 
     def parameters(self, layer):
+        """Return the parameter `increments` in the first layer if increments are learned."""
         if not self.learns_on_entry(layer):
             return {}
         return {"increments": Parameter((self.model.query_groups, self.model.hidden_size))}

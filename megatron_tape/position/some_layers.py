@@ -27,16 +27,19 @@ class _SomeLayers:
         return (layer + 1) % self.model.layers_without_positions == 0  # type: ignore[attr-defined]
 
     def parameters(self, layer):
+        """Return no parameters for a skipped layer."""
         if self.without_positions(layer):
             return {}
         return super().parameters(layer)
 
     def needs_in(self, layer):
+        """Return no capabilities for a skipped layer."""
         if self.without_positions(layer):
             return frozenset()
         return super().needs_in(layer)
 
     def updates(self, layer):
+        """Return False for a skipped layer, and if all later layers are skipped."""
         if self.without_positions(layer):
             return False
         # If no later layer uses the state, it need not be updated.
@@ -44,6 +47,7 @@ class _SomeLayers:
         return not all(map(self.without_positions, later)) and super().updates(layer)
 
     def costs(self, layer, batch):
+        """Return only the size of the state for a skipped layer."""
         costs = super().costs(layer, batch)
         # The state passes through a skipped layer.
         if self.without_positions(layer):
@@ -51,11 +55,13 @@ class _SomeLayers:
         return costs
 
     def enter(self, layer, parameters, state, hidden_states_sBC, cache):
+        """Return the unchanged state for a skipped layer."""
         if self.without_positions(layer):
             return state
         return super().enter(layer, parameters, state, hidden_states_sBC, cache)
 
     def position_inputs(self, layer, parameters, state, hidden_states_sBC, cache):
+        """Return inputs that change nothing for a skipped layer."""
         if self.without_positions(layer):
             return PositionInputs()
         return super().position_inputs(layer, parameters, state, hidden_states_sBC, cache)

@@ -40,6 +40,7 @@ class T5Position(PositionEncoding):
     needs = frozenset({POINTWISE})
 
     def check(self):
+        """Raise ConfigError if no distances are left for the logarithmic buckets."""
         buckets = self.settings.t5_num_buckets
         distance = self.settings.t5_max_distance
         if distance <= buckets // 2:
@@ -70,6 +71,7 @@ class T5Position(PositionEncoding):
         from megatron_tape.ops.bias import Bias
 
         def tile(rows, columns, table):
+            """Return the bias of a tile, (1, h, rows, columns)."""
             # A tile has few distinct distances: look up each once, from the largest to the
             # smallest, then unfold. Keys after a query have negative distances; they are masked,
             # and only need some bucket.
@@ -81,6 +83,7 @@ class T5Position(PositionEncoding):
             return by_distance.unfold(1, columns.stop - columns.start, 1).flip(1)[None]
 
         def score(batch, head, query, key, table):
+            """Return the bias of one pair of query and key."""
             return table[self.buckets((query - key).clamp(min=0)), head]
 
         return PositionInputs(bias=Bias(tile, (parameters["table"],), score))

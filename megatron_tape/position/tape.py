@@ -98,6 +98,7 @@ class TapePosition(RotaryPosition):
         return {"inner": self.mlp_width, "full_mixing": self.mixes_fully, "fp32_state": fp32}
 
     def check(self):
+        """Raise ConfigError if one scale per head is set with grouped heads."""
         super().check()
         heads = self.model.num_attention_heads
         groups = self.model.query_groups
@@ -114,6 +115,7 @@ class TapePosition(RotaryPosition):
             )
 
     def updates(self, layer):
+        """Return whether layer `layer` (from 0) updates the state: all but the last one do."""
         return layer < self.model.num_layers - 1  # nothing reads the state after the last layer
 
     def parameters(self, layer):
@@ -291,6 +293,7 @@ class TapePosition(RotaryPosition):
         S, B, _, D = u.shape
 
         def by_token(x):
+            """Return a state (S, B, G or 1, D) as (S * B, G, D)."""
             return x.expand(S, B, self.model.query_groups, D).reshape(S * B, -1, D)
 
         # Reuse attention's rounded copy of the state, unless an all-to-all moved it, so that

@@ -42,6 +42,7 @@ class XposPosition(RotaryPosition):
     restarts_in_documents = False
 
     def check(self):
+        """Raise ConfigError if factors would exceed float32's range at the ends of a sequence."""
         super().check()
         length = self.model.seq_length
         base = self.settings.xpos_scale_base

@@ -166,6 +166,7 @@ def flash_attn_version(device: torch.device) -> int | None:
 
 @functools.cache
 def _flash_attn_version(major: int, amd: bool) -> int | None:
+    """Return the result of `flash_attn_version` for a GPU of compute capability `major`.x."""
     runs_here = {4: major in (9, 10) and not amd, 2: major >= 8}
     for version, module in FLASH_ATTN.items():
         if runs_here[version] and why_not_importable(module) is None:

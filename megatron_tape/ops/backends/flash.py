@@ -53,6 +53,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         tensors = [y.flatten(0, 1) for y in tensors]
 
     def averages(q: Tensor, k: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+        """Return the average of each value, one call of the kernel each."""
         outputs = []
         for value in values:
             output = kernel(q, k, value, **options)
@@ -97,6 +98,7 @@ def _with_tiles(
         *arguments: object,
         **named: object,
     ) -> object:
+        """Return the tile sizes; the arguments are those of `theirs`."""
         if (head_dim, head_dim_v) in ours:
             return ours[head_dim, head_dim_v]
         return theirs(head_dim, head_dim_v, *arguments, **named)

@@ -46,6 +46,8 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         v_BGTD: Tensor,
         *tensors: Tensor,
     ) -> tuple[Tensor]:
+        """Return the average (B, H, S, D); `tensors` are those of the bias."""
+
         # FlexAttention counts queries from 0, `Bias.score` from the start of the T tokens.
         def biased(score, b, h, query, key):
             return score + bias_of_pair(b, h, query + offset, key, *tensors)
@@ -110,6 +112,7 @@ def block_mask(
     visible = visible & (first_query + BLOCK <= T) & (last_key < T)
 
     def seen(b, h, query, key):
+        """Return whether a query attends to a key, given their 0-d indices."""
         past = key <= query + offset
         if starts_BT is None:
             return past

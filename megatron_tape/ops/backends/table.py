@@ -86,6 +86,7 @@ class Row:
         return same_kind and case.head_dim in self.head_dims and self.condition(case)
 
     def __str__(self) -> str:
+        """Return the reason for the row, and where it was measured."""
         return f"{self.reason} ({self.measured or 'not measured'})"
 
 

@@ -99,7 +99,7 @@ class _Tiles:
             columns = [slice(c, min(c + KEYS, high)) for c in range(low, high, KEYS)]
             yield slice(start, stop), columns
 
-    def biased(self, scores: Tensor, bias: Tensor) -> Tensor:
+    def add_bias(self, scores: Tensor, bias: Tensor) -> None:
         """Add a bias (B or 1, H or 1, rows or 1, columns or 1) to scores (B*G, R*rows, columns), in
         place.
 
@@ -108,7 +108,6 @@ class _Tiles:
         rows = scores.shape[1] // self.R
         columns = scores.shape[2]
         scores.view(self.B, -1, rows, columns).add_(bias, alpha=LOG2_E)
-        return scores
 
     def hide(
         self,
@@ -132,6 +131,7 @@ class _Tiles:
         queries = self.queries[rows, None]
         keys = self.keys[columns]
         hidden = keys > queries
+        # Each sequence of the batch has documents of its own.
         if self.starts is not None:
             hidden = (hidden | (keys < self.starts[:, rows, None]))[:, None, None]
             scores = scores.unflatten(0, (len(self.starts), -1))
@@ -172,7 +172,7 @@ class _TiledAttention(Function):
             for columns in blocks:
                 scores = queries @ keys[:, columns].mT
                 if bias is not None:
-                    tiles.biased(scores, bias.tile(tiles.of_tokens(rows), columns, *bias_tensors))
+                    tiles.add_bias(scores, bias.tile(tiles.of_tokens(rows), columns, *bias_tensors))
                 tiles.hide(scores, rows, columns, float("-inf"))
                 new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
                 # A query without any visible key so far has no largest score to subtract.
@@ -228,7 +228,7 @@ class _TiledAttention(Function):
             for columns in blocks:
                 scores = queries @ keys[:, columns].mT
                 if bias is not None:
-                    tiles.biased(scores, bias.tile(tiles.of_tokens(rows), columns))
+                    tiles.add_bias(scores, bias.tile(tiles.of_tokens(rows), columns))
                 p = _exp2(scores.sub_(row_lse))
                 tiles.hide(p, rows, columns, 0.0)
                 dvalue[:, columns].baddbmm_(p.mT, gradient)

@@ -112,9 +112,10 @@ def _forward(
         STARTS += batch_head // H * T + offset
         starts = tl.load(STARTS + queries, mask=queries < S, other=0)
         low = tl.load(STARTS + block * BLOCK_S) // BLOCK_T
-        last = tl.load(STARTS + tl.minimum((block + 1) * BLOCK_S, S) - 1)
-        middle = tl.minimum(tl.cdiv(last, BLOCK_T), diagonal)
+        last_start = tl.load(STARTS + tl.minimum((block + 1) * BLOCK_S, S) - 1)
+        middle = tl.minimum(tl.cdiv(last_start, BLOCK_T), diagonal)
 
+    # First the unmasked tiles, in a faster loop, then the masked ones before and after them.
     for MASKED in tl.static_range(2):
         tiles = diagonal - middle
         if MASKED:
@@ -128,6 +129,7 @@ def _forward(
             keys = tile * BLOCK_T + tl.arange(0, BLOCK_T)
 
             k = load_rows(K, keys, batch_groups * D, T, D, BLOCK_D, MASKED)
+            # "ieee": products of fp32 are not rounded to TF32.
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             if MASKED:
                 seen = _seen(
@@ -147,6 +149,7 @@ def _forward(
                 # Queries without any visible key so far have no maximum to subtract.
                 shift = tl.where(largest_now == float("-inf"), 0.0, shift)
             p = tl.exp2(tl.fma(scores, scale, -shift[:, None]))
+            # Earlier sums subtracted a smaller score.
             shrink = tl.exp2(largest * scale - shift)
             total = total * shrink + tl.sum(p, 1)
 
@@ -290,8 +293,8 @@ def _backward_keys(
         # block's first key.
         ENDS += batch_group * PER_GROUP // H * T
         ends = tl.load(ENDS + keys, mask=keys < T, other=0)
-        last = tl.load(ENDS + tl.minimum((block + 1) * BLOCK_T, T) - 1)
-        high = tl.cdiv(last - offset, BLOCK_S)
+        last_end = tl.load(ENDS + tl.minimum((block + 1) * BLOCK_T, T) - 1)
+        high = tl.cdiv(last_end - offset, BLOCK_S)
         tail = (tl.load(ENDS + block * BLOCK_T) - offset) // BLOCK_S
     middle = tl.minimum(middle, high)
     tail = tl.maximum(tail, middle)
@@ -305,6 +308,7 @@ def _backward_keys(
     LSE += batch_head * S
     DELTA += batch_head * S
     DQ += batch_head * D
+    # First the unmasked tiles, in a faster loop, then the masked ones before and after them.
     for MASKED in tl.static_range(2):
         tiles = tail - middle
         if MASKED:
@@ -334,6 +338,7 @@ def _backward_keys(
             )
             # An infinite log-sum-exp zeroes the weights of queries beyond the last one.
             lse = load_numbers(LSE + head * S, queries, S, float("inf"), MASKED)
+            # "ieee": products of fp32 are not rounded to TF32.
             scores = tl.dot(k, tl.trans(q), input_precision="ieee")
             p = tl.exp2(tl.fma(scores, scale, -lse[None, :]))
             if MASKED:
@@ -355,6 +360,7 @@ def _backward_keys(
                 dvalue = tl.dot(p.to(do.dtype), do, dvalue, input_precision="ieee")
             if KEYS:
                 dp = tl.dot(value, tl.trans(do), input_precision="ieee")
+                # The gradient of the scores, by the derivative of softmax.
                 delta = load_numbers(DELTA + head * S, queries, S, 0.0, MASKED)
                 ds = (p * (dp - delta[None, :])).to(q.dtype)
                 dk = tl.dot(ds, q, dk, input_precision="ieee")

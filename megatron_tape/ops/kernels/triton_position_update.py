@@ -87,6 +87,7 @@ def _load_mixing(
 @triton.jit
 def _mixed(z, u, mixing, FULL: tl.constexpr):
     """Return z + A u in fp32; without FULL, A is one scale per head."""
+    # "ieee": products of fp32 are not rounded to TF32.
     if FULL:
         added = tl.dot(mixing, u, input_precision="ieee")
     else:
