@@ -223,6 +223,7 @@ class LayerEncoding(Module):
             shard = torch.empty(declared.shape, dtype=config.params_dtype)
             dim = declared.partition_dim
             if dim is not None:
+                # Contiguous, since the shard may be a view of the whole parameter.
                 shard = encoding.token_layout.tensor_parallel_shard(shard, dim).contiguous()
             weight = Parameter(shard)
             # Under sequence parallelism, a rank has the gradient of a replicated parameter only
@@ -245,6 +246,8 @@ class LayerEncoding(Module):
         self.updates = encoding.updates(layer)
         """Whether this layer updates the state."""
         self._learned = encoding.state_is_learned(layer)
+        # The ranks over which `_with_summed_gradient` sums. With sequence parallelism, each rank has
+        # the whole gradient of its own tokens.
         self._group = None if config.sequence_parallel else encoding.token_layout.model_group
 
     def enter(
@@ -318,7 +321,8 @@ class LayerEncoding(Module):
         )
         if self.record_norms:
             with torch.no_grad():
-                # In fp32, as bf16 would round sums of many squares.
+                # In fp32, as bf16 would round sums of many squares. A complex number has two
+                # elements; only the axis of groups remains.
                 after = new.float()
                 squares = after.square().sum((0, 1, 3))
                 update_squares = (after - state.float()).square().sum((0, 1, 3))

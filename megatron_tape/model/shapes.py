@@ -74,7 +74,8 @@ def lora_factors(model_config: ModelConfig, extension: ExtensionConfig | None) -
     for target, (width_in, width_out) in lora_widths(model_config).items():
         if target not in extension.lora_targets:
             continue
-        # B is sharded by heads, as q, k and v are outputs; o's A, as heads are the input.
+        # Tensor parallelism shards heads: they are the outputs of q, k and v (the rows of B), and
+        # the input of o (the columns of A).
         linear = "linear_qkv"
         dim_a, dim_b = None, 0
         if target == "o":

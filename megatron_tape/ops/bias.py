@@ -110,7 +110,8 @@ def gates_as_bias(log_gate_TBH: Tensor, bias: Bias | None = None) -> Bias:
         *bias_tensors: Tensor,
     ) -> Tensor:
         """Return the gates (B, H, 1 or rows, columns) of a tile, plus `bias`."""
-        # Differences to the tile's first query are small, so float32 suffices for them.
+        # Differences to the tile's first query are small, so float32 suffices for them. Softmax
+        # cancels its sums, so they need no gradient.
         origin = of_query[..., rows.start, None].detach()
         origin_low = low[..., rows.start, None]
         to_keys = (origin - of_key[..., columns]) + (origin_low - low[..., columns])

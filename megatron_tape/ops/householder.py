@@ -131,6 +131,7 @@ def scores_through_reflections(
         # Queries below `low` come before block j, those from `high` on after it.
         low = min(max(j * C - first, 0), r)
         high = min(max((j + 1) * C - first, 0), r)
+        # The scores of block j's keys: zeros for queries before it, then those inside and after it.
         parts = [queries.new_zeros(len(queries), low * R, C)]
         later_scores = None
         if later.shape[1]:

@@ -200,6 +200,7 @@ class _ChunkedLoss:
                     if N > size:
                         # Each product of bf16 matrices is rounded to bf16, but their sum is not.
                         d_weight = d_weight.to(losses.dtype)
+                # If the sum has the dtype of the products, no temporary is needed.
                 elif d_weight.dtype == hidden.dtype:
                     d_weight.addmm_(d_logits.T, hidden[chunk])
                 else:

@@ -48,6 +48,7 @@ def causal_mask(
     mask = (keys <= keys[T - S :, None])[None, None]
     if bounds_2BT is None:
         return mask
+    # Keys of later documents are hidden already, as they follow the query.
     starts_B1S1 = bounds_2BT[0, :, None, T - S :, None]
     return mask & (keys >= starts_B1S1)
 
@@ -112,7 +113,7 @@ class Packing:
         """
 
         def lengths() -> tuple[Tensor, Tensor, int, int]:
-            """Return the lengths, which are cached below."""
+            """Return the four values of the outer `lengths`, which caches them."""
             _, B, T = self.bounds_2BT.shape
             starts_BT = self.bounds_2BT[0]
             is_start = torch.arange(T, device=starts_BT.device) == starts_BT

@@ -101,10 +101,11 @@ def deviations(
         gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
         return [x.detach().double() for x in (*outputs, *gradients)]
 
-    of_ours = outputs_and_gradients(ours, inputs)
-    of_plain = outputs_and_gradients(plain, [x.to(dtype) for x in inputs])
-    exact = outputs_and_gradients(plain, [x.double() for x in inputs])
-    for index, (our, theirs, truth) in enumerate(zip(of_ours, of_plain, exact, strict=True)):
+    our_results = outputs_and_gradients(ours, inputs)
+    plain_results = outputs_and_gradients(plain, [x.to(dtype) for x in inputs])
+    exact_results = outputs_and_gradients(plain, [x.double() for x in inputs])
+    results = zip(our_results, plain_results, exact_results, strict=True)
+    for index, (our, theirs, truth) in enumerate(results):
         length = len(truth)
         blocks = [slice(0, length)]
         for first in range(0, length, ROWS):
@@ -247,6 +248,7 @@ def update_checks(
     mixing: tuple[int, ...] = (H,)
     if shapes.full_mixing:
         mixing = (G, H)
+    # z, u and the gate, then A, W_up and W_down.
     states = [draw(tokens, G, D), draw(tokens, H, D), draw(tokens, P)]
     matrices = []
     for shape in (mixing, (P, G), (G, P)):

@@ -28,9 +28,11 @@ def matrix_gradients(
     """Return the gradients of `gate` (N, P), the mixing matrix A, `up` W_up (P, G) and `down`
     W_down (G, P).
 
-    `dM` is the gradient of M = silu(gate) @ outer, (N, G*G). `d_mixing` is already A's gradient and
-    is passed through. `g` is silu(gate), and `outer` is `outer_products(up, down)`.
+    `dM` is the gradient of M = silu(gate) @ outer, (N, G*G). `d_mixing` is already A's gradient; it
+    is passed through, so that the results have the order of the arguments of an update. `g` is
+    silu(gate), and `outer` is `outer_products(up, down)`.
     """
+    # outer[p] is the product of column p of W_down and row p of W_up.
     G = len(down)
     d_outer = (g.T @ dM).view(-1, G, G)
     d_gate = torch.ops.aten.silu_backward(dM @ outer.T, gate)

@@ -21,9 +21,7 @@ class _SomeLayers:
         return "plain"
 
     def without_positions(self, layer: int) -> bool:
-        """Return whether layer `layer` (from 0) is skipped: every n-th one, as SmolLM3 counts from
-        1.
-        """
+        """Return whether layer `layer` (from 0) is skipped: every n-th layer, counted from 1."""
         return (layer + 1) % self.model.layers_without_positions == 0  # type: ignore[attr-defined]
 
     def parameters(self, layer):

@@ -183,7 +183,7 @@ class TapePosition(RotaryPosition):
                 phases = state_size
             products += model.hidden_size
             saved += tokens * (self.position_bytes + phases * width)
-            sent += batch.head_shards * (width + 8) * tokens
+            sent += batch.head_shards * (width + 8) * tokens  # a position takes 8 bytes
 
         # The update.
         if self.updates(layer):

@@ -246,6 +246,7 @@ class _TiledAttention(Function):
         # `queries` include LOG2_E, unlike the scores of `ds`.
         dk = dk.div_(LOG2_E).view_as(k).to(k.dtype)
         dvalues = dvalue.view(B, G, k.shape[2], -1).split([v.shape[-1] for v in values], dim=-1)
+        # No gradients of `count`, `bias`, `first_seen` and `starts`.
         return (
             None,
             None,
