@@ -246,8 +246,8 @@ class LayerEncoding(Module):
         self.updates = encoding.updates(layer)
         """Whether this layer updates the state."""
         self._learned = encoding.state_is_learned(layer)
-        # The ranks over which `_with_summed_gradient` sums. With sequence parallelism, each rank has
-        # the whole gradient of its own tokens.
+        # `_with_summed_gradient` sums over these ranks. With sequence parallelism it need not: each
+        # rank has the whole gradient of its own tokens.
         self._group = None if config.sequence_parallel else encoding.token_layout.model_group
 
     def enter(

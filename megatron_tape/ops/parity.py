@@ -414,6 +414,7 @@ def first_failure(
         try:
             why = inexact(*check, dtype)
         except torch.OutOfMemoryError:
+            # Running out of memory says nothing about the kernel.
             raise
         except Exception as error:  # a compiler may raise anything
             first_line = str(error).partition("\n")[0]

@@ -88,6 +88,8 @@ class PathPosition(PositionEncoding):
         hidden = model.hidden_size
         # The triangular solve has a right side with a column for each key and each element of w.
         wide = BLOCK + dim
+
+        # Multiply-adds per token.
         w = rank * (hidden + groups * dim) + groups * dim * self.settings.path_conv_size
         beta = groups * hidden
         # Per key: the products of w with w and with keys, the triangular solve (half of its matrix
@@ -97,6 +99,7 @@ class PathPosition(PositionEncoding):
         other_blocks = dim * dim * model.seq_length // (2 * BLOCK)
         queries = heads * (BLOCK * dim + BLOCK * wide + other_blocks)
 
+        # Bytes. The closed form has the results [K; W], U and [K^T | I] - W^T U.
         local_groups = batch.groups(groups)
         sequences = batch.tokens // model.seq_length
         blocks = sequences * -(-model.seq_length // BLOCK) * local_groups

@@ -122,7 +122,7 @@ class RotaryPosition(PositionEncoding):
         file.
         """
         settings = self.settings
-        # No architecture of transformers has both a share of the frequencies and their scaling.
+        # In transformers a share is a `rope_type` of its own, so it excludes llama3 and yarn.
         scales_some = settings.rope_share < 1 and settings.rope_scaling_type != "linear"
         if scales_some or self.learns_increments or self.model.attention_output_gate:
             return "code"

@@ -199,6 +199,7 @@ def _update_backward(
             mixed = _mixed(z, u, mixing, FULL).to(dtype)
             rounded_dout = dout.to(dtype)
             dm += tl.dot(rounded_dout, tl.trans(mixed), input_precision="ieee")
+            # The gradient of z', which is also that of z and of A u.
             dmixed = dout.to(tl.float32) + tl.dot(tl.trans(m), rounded_dout, input_precision="ieee")
             _store_matrix(DZ + token * G * D, groups, columns, dmixed, G, D)
 
