@@ -142,6 +142,8 @@ def _shard_ranges(
 ) -> tuple[list[range], range]:
     """Return the shard of `model.weights.shard` as ranges of rows and of columns of the parameter
     of `shape`.
+
+    With None for `parameter`, which holds Megatron's attributes, the shard is the whole parameter.
     """
     *leading, width = shape
     all_rows = [range(prod(leading))]

@@ -50,7 +50,7 @@ def _join(hidden_sBC: Tensor, state: Tensor) -> Tensor:
     # The T tokens of the state are T / s blocks of s tokens; each token of this rank carries one
     # token of every block.
     by_token = state.unflatten(0, (-1, len(hidden_sBC))).movedim(0, 2)
-    by_token = _with_strides_of_its_shape(by_token).flatten(2)
+    by_token = _contiguous_copy(by_token).flatten(2)
     return torch.cat([hidden_sBC, by_token.view(hidden_sBC.dtype)], dim=2)
 
 
@@ -62,13 +62,14 @@ def _split(
 ) -> tuple[Tensor, Tensor]:
     """Return the result of `unpack`, without a gradient: the inverse of `_join`."""
     hidden_sBC = packed[..., :hidden_size]
-    by_token = _with_strides_of_its_shape(packed[..., hidden_size:]).view(dtype)
+    by_token = _contiguous_copy(packed[..., hidden_size:]).view(dtype)
+    # The blocks of s tokens become the first axis again.
     by_token = by_token.unflatten(2, (-1, *shape[2:]))
     state = by_token.movedim(2, 0).flatten(0, 1)
     return hidden_sBC.contiguous(), state.contiguous()
 
 
-def _with_strides_of_its_shape(tensor: Tensor) -> Tensor:
+def _contiguous_copy(tensor: Tensor) -> Tensor:
     """Return a contiguous copy that can be viewed as another dtype."""
     # Not `contiguous`, which keeps the strides of axes of size 1, whatever they are.
     return tensor.clone(memory_format=torch.contiguous_format)
