@@ -142,9 +142,13 @@ def add_runs(comparison: Comparison, path: Path, base: RunConfig) -> None:
     recorded = read_comparison(path)
     differences = changed_settings(recorded.settings, base, of_variants=True)
     for task, settings in comparison.evaluation.items():
+        before = recorded.evaluation.get(task, {})
         if task not in recorded.evaluation:
             differences.append(f"{task} was not evaluated")
-        differences += _changes(task, recorded.evaluation.get(task, {}), settings)
+        # Earlier versions of passkey had the setting `form`, and other prompts.
+        if "form" in before:
+            differences.append(f"{task} was evaluated with other prompts")
+        differences += _changes(task, before, settings)
     if recorded.runs:
         refuse_changed(path, differences)
 

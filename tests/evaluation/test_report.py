@@ -213,6 +213,16 @@ def test_settings_without_effect_on_scores_have_no_warning(tmp_path):
     assert "may not be comparable: data, dtype." in page.sections["Shiny"]
 
 
+def test_passkeys_of_earlier_versions_have_a_warning(tmp_path):
+    old = {"samples": 1, "form": "exact", "batch_size": 1}
+    page = evaluated(
+        tmp_path,
+        x={"passkey": task([score()], settings=old)},
+        y={"passkey": task([score()], settings={"samples": 1})},
+    )
+    assert "may not be comparable: form." in page.sections["Passkey"]
+
+
 @pytest.mark.parametrize(
     "second, digest, bold",
     [

@@ -267,7 +267,8 @@ def comparison_warnings(results: Sequence[Results], name: str) -> list[str]:
 
     settings = {}
     for task in tasks:
-        for key, value in task.settings.items():
+        # Earlier versions of passkey had the setting `form`, and other prompts.
+        for key, value in {"form": None, **task.settings}.items():
             if key not in _NOT_COMPARED:
                 settings.setdefault(key, []).append(value)
     # The contents of the files matter, not their paths.
