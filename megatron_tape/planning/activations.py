@@ -57,8 +57,8 @@ def activations(plan: Plan) -> Activations:
     layers = [_layer(plan, layer) for layer in contents.layers]
     inputs = _inputs(plan)
 
-    # The backward pass of a layer needs about as much memory as its MLP keeps; the logits are freed
-    # by then.
+    # The backward pass of a layer needs most memory in its MLP: five tensors of its width. The
+    # logits are freed by then.
     backward = inputs + plan.mlp_width * plan.matrix_tokens * 5 * plan.width
     if plan.recomputes:
         recomputed = layers
@@ -67,13 +67,15 @@ def activations(plan: Plan) -> Activations:
             outputs = [_attention_outputs(plan, layer) for layer in contents.layers]
         entering = [_layer_input(plan, layer) for layer in contents.layers]
         layers = [sum(kept) for kept in zip(entering, outputs)]
-        # Each layer is recomputed after the layers above it have freed their activations.
-        present = zip(accumulate(layers), recomputed, outputs)
-        backward += max(below + layer - output for below, layer, output in present)
+        # Each layer is recomputed after the layers above it have freed their activations. Outputs
+        # that the forward pass kept are not recomputed.
+        moments = zip(accumulate(layers), recomputed, outputs)
+        backward += max(kept + layer - output for kept, layer, output in moments)
     else:
         backward += sum(layers)
 
     kept = sum(layers) + inputs
+
     gradient = 0
     loss = 0
     if contents.last:
@@ -82,9 +84,12 @@ def activations(plan: Plan) -> Activations:
         if plan.trains_output:
             gradient = plan.vocabulary * plan.model.hidden_size * plan.width
         loss = _loss(plan, gradient)
+    # `backward` is in addition to what the forward pass saves.
     backward -= kept + gradient
+
     if plan.pipeline_size > 1:
         kept += _between_chunks(plan)
+        # All micro-batches in flight keep these tensors; those in transit exist once.
         kept = int(plan.in_flight * kept) + _in_transit(plan)
     return Activations(kept, gradient, loss, backward)
 
@@ -97,6 +102,7 @@ def _between_chunks(plan: Plan) -> int:
     """
     tensors = 0
     for chunk in plan.model_chunks:
+        # Without a state, the received tensor is the first layer's input, which that layer keeps.
         if chunk.start > 0 and plan.encoding.sends_state(1):
             tensors += 1
         if chunk.stop < plan.model.num_layers and len(plan.model_chunks) > 1:
@@ -110,6 +116,7 @@ def _in_transit(plan: Plan) -> int:
     """
     outputs = int(not plan.contents.last)
     gradients = 0
+    # Otherwise all micro-batches are in flight before the first gradients exist.
     if plan.micro_batches > plan.in_flight:
         gradients = outputs + (not plan.contents.first)
     return plan.sent_bytes * (outputs + gradients)
@@ -122,21 +129,23 @@ def _inputs(plan: Plan) -> int:
     packed = plan.config.data.reset_attention_mask
     costs = plan.costs[0]
 
-    token_ids = plan.matrix_tokens * 8
+    token_ids = plan.matrix_tokens * 8  # int64
     # A recomputed layer keeps its input state in the state's precision; otherwise attention keeps
     # it in the run's.
-    state = costs.state * plan.width
+    state_bytes = costs.state * plan.width
     if plan.recomputes:
-        state = costs.state_bytes(plan.width)
+        state_bytes = costs.state_bytes(plan.width)
+
     # All sequences have the same initial state, unless positions restart in each document of a
     # packed sequence.
-    states = plan.model.seq_length
+    distinct_states = plan.model.seq_length
     if packed and plan.encoding.restarts_in_documents:
-        states = plan.batch.tokens
+        distinct_states = plan.batch.tokens
+
     mask = 0
     if packed and _needs_mask(plan):
         mask = plan.batch.tokens * plan.model.seq_length * plan.width
-    return token_ids + states * state + mask
+    return token_ids + distinct_states * state_bytes + mask
 
 
 def _layer_input(plan: Plan, layer: int) -> int:
@@ -144,21 +153,27 @@ def _layer_input(plan: Plan, layer: int) -> int:
     layer changed.
     """
     encoding = plan.encoding
-    before = layer - 1
-    element = plan.model.hidden_size * plan.width
-    if layer > 0 and (encoding.updates(before) or encoding.learns_on_entry(before)):
-        element += plan.costs[layer].state_bytes(plan.width)
-    return plan.batch.local_tokens * element
+    previous = layer - 1
+    token_bytes = plan.model.hidden_size * plan.width
+    if layer > 0 and (encoding.updates(previous) or encoding.learns_on_entry(previous)):
+        token_bytes += plan.costs[layer].state_bytes(plan.width)
+    return plan.batch.local_tokens * token_bytes
 
 
 def _layer(plan: Plan, layer: int) -> int:
     """Return the bytes that a layer keeps if it is not recomputed."""
     encoding = plan.encoding
     costs = plan.costs[layer]
-    only_encoding = not plan.trained_kinds - {"position", "output"}
-    after_attention = encoding.updates(0) or not encoding.parameters(0)
-    if layer == 0 and only_encoding and after_attention and not encoding.learns_on_entry(0):
-        return costs.saved  # operations before the encoding's update need no gradient
+    trains_only_encoding = not plan.trained_kinds - {"position", "output"}
+    learns_after_attention = encoding.updates(0) or not encoding.parameters(0)
+    # Operations before the first trained parameter need no gradient, and so keep nothing.
+    if (
+        layer == 0
+        and trains_only_encoding
+        and learns_after_attention
+        and not encoding.learns_on_entry(0)
+    ):
+        return costs.saved
 
     norms = 2 * _norm(plan)
     attention = _attention(plan, layer) + _attention_outputs(plan, layer)
@@ -167,11 +182,14 @@ def _layer(plan: Plan, layer: int) -> int:
     if plan.trains_matrices:
         mlp_tensors += 1  # input of the down projection
     else:
+        # `_norm` counts the inputs of attention and of the MLP, which frozen matrices do not keep.
+        # Attention's is kept if the encoding or LoRA multiplies it by trained parameters.
         reads_input = encoding.learns_on_entry(layer) or costs.reads_hidden_states
         inputs_of_frozen_matrices = 2
         if reads_input or plan.lora_targets & {*"qkv"}:
             inputs_of_frozen_matrices = 1
     mlp = plan.matrix_tokens * mlp_tensors * plan.mlp_width * plan.width
+    # A LoRA layer keeps the product with its first factor.
     lora = plan.matrix_tokens * len(plan.lora_targets) * plan.extension.lora_rank * plan.width
     hidden_states = plan.batch.local_tokens * plan.model.hidden_size * plan.width
     return norms + attention + mlp + lora + costs.saved - inputs_of_frozen_matrices * hidden_states
@@ -179,7 +197,8 @@ def _layer(plan: Plan, layer: int) -> int:
 
 def _norm(plan: Plan) -> int:
     """Return the bytes that one RMSNorm over the hidden states keeps, including its output."""
-    scale = 4
+    scale = 4  # in fp32, one per token
+    # The input and the output.
     return plan.batch.local_tokens * (plan.model.hidden_size * 2 * plan.width + scale)
 
 
@@ -202,7 +221,8 @@ def _attention(plan: Plan, layer: int) -> int:
     learns_rotation = rotates and learned
     keeps_projection = learns_rotation or rotates_again
 
-    # The heads that each kept tensor has per token.
+    # The heads that each kept tensor has per token: the projection's output, the normed queries and
+    # keys, attention's inputs, and what follows attention.
     projected = heads + 2 * groups
     normed = 0
     queries = 0
@@ -220,6 +240,7 @@ def _attention(plan: Plan, layer: int) -> int:
             normed = projected  # context-parallel ranks exchange all as one tensor
         elif keeps_projection:
             normed = heads + groups
+        # The norm keeps its input.
         keeps_projection = True
 
     # Megatron copies queries when it separates them from keys and values.
@@ -283,6 +304,7 @@ def _keeps_state_elsewhere(plan: Plan, layer: int) -> bool:
     encoding = plan.encoding
     if not encoding.state_is_learned(layer):
         return False
+    # The nearest earlier layer that reads a state keeps this one, unless it changed it afterwards.
     for earlier in reversed(range(layer)):
         if encoding.needs_in(earlier):
             return not encoding.updates(earlier)
@@ -297,8 +319,10 @@ def _attention_outputs(plan: Plan, layer: int) -> int:
     averages = 1 + plan.encoding.averages_state(layer)
     log_sums = 1
     if plan.computes_whole_rows:
+        # The backward pass recomputes whole rows, which needs none.
         log_sums = 0
     elif plan.attention.backend in CALLED_TWICE:
+        # One for the call with the values, and one for the call with the state.
         log_sums = averages
     return plan.batch.tokens * heads * (averages * plan.model.head_dim * plan.width + 4 * log_sums)
 
@@ -327,7 +351,9 @@ def _loss(plan: Plan, gradient: int) -> int:
     product = 0
     if chunk == tokens or plan.width == 2:
         product = gradient
+    # First the logits in fp32 and in the run's precision, then only the latter and the product.
     largest = max(logits + rounded, (rounded or logits) + product)
+    # `output_gradient` counts the gradient already.
     return hidden_states + total + largest - gradient
 
 
@@ -337,4 +363,5 @@ def _needs_mask(plan: Plan) -> bool:
     """
     if plan.attention.backend not in ("torch", "torch_wide", "naive"):
         return False
+    # With any of these needs, attention masks its scores block by block.
     return not {BIAS, POINTWISE, GATE, SCORES, REFLECTIONS} & plan.encoding.needs

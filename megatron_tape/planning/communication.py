@@ -38,21 +38,21 @@ def communication(plan: Plan, replicated_share: int | None = None) -> Counter[tu
     """
     sent: Counter[tuple[str, str]] = Counter()
     if plan.tensor_size > 1:
-        sent.update(_of_layers(plan))
-    sent.update(_between_tokens_and_heads(plan))
+        sent.update(_layer_traffic(plan))
+    sent.update(_all_to_all_traffic(plan))
     if plan.tensor_size > 1 and plan.config.parallel.uses_sequence_parallel:
         if replicated_share is None:
             replicated = replicated_count(plan.model, plan.extension, plan.contents)
-            replicated_share = -(-replicated // plan.data_context_size)
+            replicated_share = -(-replicated // plan.data_context_size)  # rounded up
         sent[TENSOR, ALL_REDUCE] += 4 * replicated_share  # sums their gradients in fp32
     if plan.pipeline_size > 1:
-        sent.update(_between_stages(plan))
+        sent.update(_pipeline_traffic(plan))
     if plan.data_context_size > 1:
-        sent.update(_of_zero(plan))
+        sent.update(_zero_traffic(plan))
     return sent
 
 
-def _of_layers(plan: Plan) -> dict[tuple[str, str], int]:
+def _layer_traffic(plan: Plan) -> dict[tuple[str, str], int]:
     """Return the bytes that Megatron's layers exchange among the tensor-parallel ranks."""
     layers = len(plan.contents.layers)
     tokens = plan.matrix_tokens * plan.micro_batches
@@ -61,9 +61,10 @@ def _of_layers(plan: Plan) -> dict[tuple[str, str], int]:
     # Attention and MLP each reduce their output and, in the backward pass, the gradient of their
     # input. The embedding reduces only its output, the output layer only the gradient of its input.
     # The gate of attention's output has its own gradient of attention's input.
-    of_layers = layers * (4 + 2 * plan.recomputes)
+    # Recomputation repeats the reductions of outputs.
+    layer_sums = layers * (4 + 2 * plan.recomputes)
     gates = layers * plan.model.attention_output_gate
-    sums = of_layers + gates + plan.contents.first + plan.contents.last
+    sums = layer_sums + gates + plan.contents.first + plan.contents.last
     # The loss reduces the maximum over the vocabulary, the sum of exponentials and the label's
     # logit, in fp32.
     softmax = tokens * plan.contents.last * 3 * 4
@@ -72,18 +73,18 @@ def _of_layers(plan: Plan) -> dict[tuple[str, str], int]:
 
     # Sequence parallelism reduce-scatters these sums and gathers inputs, twice if trained weights
     # need a gradient.
-    gathers = of_layers + gates * plan.forward_passes + plan.contents.last
+    gathers = layer_sums + gates * plan.forward_passes + plan.contents.last
     if plan.trains_matrices:
         gathers += layers * 2 + gates
     if plan.contents.first and "embeddings" in plan.trained_kinds:
         gathers += 1
     # LoRA gathers the low-rank tensors of q, k and v and reduce-scatters that of o; the backward
     # pass does the reverse.
-    narrow = tokens * plan.extension.lora_rank * plan.width * layers
+    low_rank = tokens * plan.extension.lora_rank * plan.width * layers
     qkv = len(plan.lora_targets - {"o"})
     o = len(plan.lora_targets) - qkv
-    gathered_by_lora = narrow * (qkv * plan.forward_passes + o)
-    summed_by_lora = narrow * (qkv + o * plan.forward_passes)
+    gathered_by_lora = low_rank * (qkv * plan.forward_passes + o)
+    summed_by_lora = low_rank * (qkv + o * plan.forward_passes)
     return {
         (TENSOR, ALL_GATHER): hidden_states * gathers + gathered_by_lora,
         (TENSOR, REDUCE_SCATTER): hidden_states * sums + summed_by_lora,
@@ -91,7 +92,7 @@ def _of_layers(plan: Plan) -> dict[tuple[str, str], int]:
     }
 
 
-def _between_tokens_and_heads(plan: Plan) -> dict[tuple[str, str], int]:
+def _all_to_all_traffic(plan: Plan) -> dict[tuple[str, str], int]:
     """Return the bytes of the all-to-alls of attention and of the positional encoding.
 
     Context-parallel ranks exchange q, k and v as one tensor, and the output of attention. All ranks
@@ -99,43 +100,51 @@ def _between_tokens_and_heads(plan: Plan) -> dict[tuple[str, str], int]:
     """
     model = plan.model
     batch = plan.batch
+    # Every rank has all heads or all tokens, so that none are exchanged.
     if batch.head_shards == 1 or batch.local_tokens == batch.tokens:
         return {}
+
     exchanged = 0
     for layer in plan.contents.layers:
         costs = plan.costs[layer]
         exchanged += costs.sent_forward * plan.forward_passes + costs.sent_backward
     exchanged *= plan.micro_batches
+    # Without context parallelism, only the encoding exchanges tensors.
     if plan.context_size == 1:
         return {(TENSOR, ALL_TO_ALL): exchanged}
 
+    # Queries and outputs have all heads, keys and values only groups.
     heads = model.num_attention_heads // batch.head_shards
-    tensors = 2 * heads + 2 * batch.groups(model.query_groups)
+    sent_heads = 2 * heads + 2 * batch.groups(model.query_groups)
     passes = plan.micro_batches * len(plan.contents.layers) * (plan.forward_passes + 1)
-    of_attention = passes * batch.tokens * tensors * model.head_dim * plan.width
+    of_attention = passes * batch.tokens * sent_heads * model.head_dim * plan.width
     if plan.tensor_size > 1:
         return {(CONTEXT, ALL_TO_ALL): of_attention, (SEQUENCE, ALL_TO_ALL): exchanged}
     return {(CONTEXT, ALL_TO_ALL): of_attention + exchanged}
 
 
-def _between_stages(plan: Plan) -> dict[tuple[str, str], int]:
+def _pipeline_traffic(plan: Plan) -> dict[tuple[str, str], int]:
     """Return the bytes that a pipeline stage sends: outputs of its model chunks, gradients, and a
     tied embedding.
     """
+    # Each chunk but the last sends its output, and each but the first its input's gradient.
     sends = 0
     for chunk in plan.model_chunks:
         sends += (chunk.stop < plan.model.num_layers) + (chunk.start > 0)
     sent = {(PIPELINE, SEND): sends * plan.micro_batches * plan.sent_bytes}
+
     has_embedding = plan.contents.first or plan.contents.last
     if plan.model.tie_embeddings and has_embedding and plan.trains_output:
         elements = plan.vocabulary * plan.model.hidden_size
+        # The gradient in fp32, and the updated weights.
         sent[PIPELINE, BROADCAST] = (4 + plan.width) * elements
     return sent
 
 
-def _of_zero(plan: Plan) -> dict[tuple[str, str], int]:
+def _zero_traffic(plan: Plan) -> dict[tuple[str, str], int]:
     """Return the bytes that ZeRO exchanges among the ranks with the same weights."""
     gradients = plan.gradient_width * plan.trained_elements
+    # ZeRO 1 averages gradients once per step, ZeRO 2 and 3 after each micro-batch.
     if plan.zero_stage > 1:
         gradients *= plan.micro_batches
     gathered = plan.trained_elements
@@ -147,6 +156,7 @@ def _of_zero(plan: Plan) -> dict[tuple[str, str], int]:
             size = parameter.shape.elements(plan.tensor_size)
             if size > PERSISTENCE_THRESHOLD:
                 large += size * count
+        # Between the two uses of a parameter, all elements behind it are used twice.
         released = max(0, large - REUSE_DISTANCE // 2)
         gathered = plan.elements
         gathered += (plan.micro_batches - 1) * large

@@ -35,24 +35,29 @@ def layer_works(model: ModelConfig) -> tuple[LayerWork, ...]:
     layout.
     """
     hidden = model.hidden_size
-    heads = model.num_attention_heads * model.head_dim
-    groups = model.query_groups * model.head_dim
+    query_width = model.num_attention_heads * model.head_dim
+    group_width = model.query_groups * model.head_dim
     encoding = encoding_of(model)
-    sequence = MicroBatchSizes(model.seq_length, model.seq_length, 2, 1)
+    # On one GPU. The bytes per element, 2, have no effect on multiply-adds.
+    one_sequence = MicroBatchSizes(model.seq_length, model.seq_length, 2, 1)
 
-    qkv = hidden * (heads + 2 * groups)
-    output = hidden * heads
+    qkv = hidden * (query_width + 2 * group_width)
+    output = hidden * query_width
+    # The gate is computed from attention's input by a matrix of the same size.
     gate = output * model.attention_output_gate
+    # Gate, up and down projection.
     mlp = 3 * hidden * model.ffn_hidden_size
-    scores = heads * model.seq_length // 2
+    # The mean number of keys is half of the length. Averages of values take as much as scores.
+    scores = query_width * model.seq_length // 2
+
     works = []
     for layer in range(model.num_layers):
-        position = encoding.costs(layer, sequence).multiply_adds
-        averages = 1
+        encoding_work = encoding.costs(layer, one_sequence).multiply_adds
+        averaged = 1
         if encoding.averages_state(layer):
-            averages = 2  # `position` includes the average of the state
-        total = qkv + output + gate + mlp + 2 * scores + position
-        works.append(LayerWork(total, (1 + averages) * scores))
+            averaged = 2  # values and state; `encoding_work` includes the latter
+        total = qkv + output + gate + mlp + 2 * scores + encoding_work
+        works.append(LayerWork(total, (1 + averaged) * scores))
     return tuple(works)
 
 
@@ -75,12 +80,15 @@ def flops_per_token(
         output *= contents.last
 
     forward = sum(work.total for work in works) + output
+    # Each element of a LoRA layer takes one multiply-add per token.
     forward += parameter_count(model, extension, {"lora"}, contents=contents)
+
     frozen = 0
     if not trains_matrices(extension):
         frozen += parameter_count(model, None, MATRICES, contents=contents)
     if not trains_output(model, extension):
         frozen += output
+    # Two FLOPs for each multiply-add, of one forward and two backward products.
     return 6 * forward - 2 * frozen
 
 

@@ -50,6 +50,7 @@ KINDS = {
     )
 }
 """GPU models for estimates, by name."""
+# Without memory sizes: the device name of an A100-80GB is NVIDIA A100-SXM4-80GB.
 # Half of the figures with sparsity in NVIDIA's data sheets of GH200, HGX B300 (36 PFLOP/s, 8 GPUs),
 # GB200 NVL72 and GB300 NVL72 (360 PFLOP/s, 72 GPUs).
 PEAKS = {name.split("-")[0]: kind.peak for name, kind in KINDS.items()} | {
@@ -80,8 +81,10 @@ def host_memory() -> int:
     """Return the bytes of memory that this process may use: the lower of the limits of its cgroups
     (version 2) and the node's memory.
     """
+    # The memory of the node.
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     with contextlib.suppress(OSError):
+        # With version 2, the file has one line, `0::/PATH`.
         group = Path("/proc/self/cgroup").read_text().rpartition(":")[2].strip()
         # A container may hide the path of its group, but has its limit at the top.
         for folder in (Path(group), *Path(group).parents):

@@ -77,7 +77,9 @@ def memory_of_pipeline_stage(plan: Plan) -> Memory:
     weights = state.weights
     gradients = state.gradients
     buffers = state.buffers
+
     if plan.copies_embedding:
+        # Its gradient is in fp32.
         copied = plan.vocabulary * plan.model.hidden_size
         weights += plan.width * copied
         gradients += 4 * copied * plan.trains_output
@@ -93,21 +95,23 @@ def memory_of_pipeline_stage(plan: Plan) -> Memory:
         loss -= state.buffers  # allocated at the first gradient, after the logits are freed
     # When the first bucket is full, activations of the last layers and of other micro-batches are
     # already freed.
-    reduced = min(1, plan.config.deepspeed.reduce_bucket_size / max(1, plan.trained_elements))
-    layers_left = int((1 - reduced) * (micro_batch + max(0, kept.backward)))
+    share_reduced = min(1, plan.config.deepspeed.reduce_bucket_size / max(1, plan.trained_elements))
+    layers_left = int((1 - share_reduced) * (micro_batch + max(0, kept.backward)))
     reducing = state.bucket_copy + layers_left - kept.saved
     # The update begins after all activations and most buffers are freed.
     updating = state.update - kept.saved - buffers
 
     # Pairs of the gradients and the additional memory at these moments.
     moments = [(gradients, extra) for extra in (loss, kept.backward, reducing, updating)]
+    # The first backward pass may then begin without any gradients.
     if plan.zero_stage < 3 and plan.micro_batches <= plan.in_flight:
-        of_copy = gradients - state.gradients
-        first = _first_backward(plan, state, kept, of_copy)
-        moments = [(0, loss), *first, (gradients, updating)]
+        copy_gradients = gradients - state.gradients
+        first_backward = _first_backward(plan, state, kept, copy_gradients)
+        moments = [(0, loss), *first_backward, (gradients, updating)]
         if plan.micro_batches > 1:
-            later = kept.backward - int(micro_batch)
-            moments += [(gradients, later), (gradients, reducing)]
+            # One micro-batch less is in flight.
+            later_backward = kept.backward - int(micro_batch)
+            moments += [(gradients, later_backward), (gradients, reducing)]
     gradients, additional = max(moments, key=sum)
     # If the memory peaks in the update, the gradients take the place of activations that are freed
     # before it.
@@ -126,10 +130,10 @@ def memory_of_pipeline_stage(plan: Plan) -> Memory:
 
 
 def _first_backward(
-    plan: Plan, state: ModelStateMemory, kept: Activations, of_copied_embedding: int
+    plan: Plan, state: ModelStateMemory, kept: Activations, copy_gradients: int
 ) -> Iterator[tuple[int, int]]:
-    """Yield the gradients and the additional memory during the first backward pass of a step, under
-    ZeRO 1 and 2.
+    """Yield pairs of the bytes of gradients and of additional memory during the first backward pass
+    of a step, under ZeRO 1 and 2. `copy_gradients` are the bytes of a copied embedding's gradients.
 
     All micro-batches are in flight when it begins, so activations are freed while gradients are
     allocated. A parameter group is allocated at its first gradient (see `training.gradients`). Its
@@ -152,20 +156,20 @@ def _first_backward(
     layers_begin = plan.elements_of({"embeddings"} & plan.trained_kinds)
     layers_end = trained - plan.elements_of({"output"} & plan.trained_kinds)
 
-    def left(place: int) -> float:
+    def share_before(element: int) -> float:
         """Return the fraction of the layers before an element."""
         layers = max(1, layers_end - layers_begin)
-        return min(1, max(0, (place - layers_begin) / layers))
+        return min(1, max(0, (element - layers_begin) / layers))
 
     # More than 256 groups hardly change the result.
     size = max(plan.config.deepspeed.reduce_bucket_size, trained // 256)
     for begin in range(0, trained, size):
         end = min(begin + size, trained)
         gradients = int(allocated * (end - begin) + averaged * (trained - end))
-        gradients += of_copied_embedding
-        yield gradients, kept.backward - int((1 - left(end)) * micro_batch)
+        gradients += copy_gradients
+        yield gradients, kept.backward - int((1 - share_before(end)) * micro_batch)
         if is_last:
-            layers_left = int(left(begin) * (micro_batch + max(0, kept.backward)))
+            layers_left = int(share_before(begin) * (micro_batch + max(0, kept.backward)))
             yield gradients, state.bucket_copy + layers_left - kept.saved
 
 
@@ -177,16 +181,17 @@ def check_host_memory(config: RunConfig, processes: int) -> None:
     pipeline stages, that with the lowest counts.
     """
     stages = Plan(config, processes, generation=CPU).pipeline_stages()
-    needed = min(map(memory_of_pipeline_stage, stages), key=_without_buffers)
-    least = _without_buffers(needed)
-    sharing = local_world_size()
-    available = host_memory() // sharing
-    if least <= available:
+    stage_memory = min(map(memory_of_pipeline_stage, stages), key=_without_buffers)
+    required = _without_buffers(stage_memory)
+    processes_here = local_world_size()
+    available = host_memory() // processes_here
+    if required <= available:
         return
 
+    # A smaller batch does not help if the model state alone is too large.
     key = "train.micro_batch_size"
     fix = "lower it"
-    if needed.weights + needed.gradients + needed.optimizer > available:
+    if stage_memory.weights + stage_memory.gradients + stage_memory.optimizer > available:
         key = "model.hidden_size"
         fix = "lower it or model.num_layers, or train on a node with more memory"
     elif config.train.micro_batch_size == 1:
@@ -195,22 +200,23 @@ def check_host_memory(config: RunConfig, processes: int) -> None:
             fix = "lower it, or set train.recompute to full"
     raise ConfigError(
         key,
-        f"is {attrgetter(key)(config)}, with which a step needs at least {byte_size(least)} per"
+        f"is {attrgetter(key)(config)}, with which a step needs at least {byte_size(required)} per"
         f" process, but {byte_size(available)} are available to each of"
-        f" {counted(sharing, 'process', 'processes')} here",
+        f" {counted(processes_here, 'process', 'processes')} here",
         fix,
     )
 
 
-def _without_buffers(needed: Memory) -> int:
-    return needed.peak - needed.buffers
+def _without_buffers(stage_memory: Memory) -> int:
+    """Return the peak without ZeRO's buffers, in bytes."""
+    return stage_memory.peak - stage_memory.buffers
 
 
 def zero_state(plan: Plan) -> ModelStateMemory:
     """Return the bytes of weights, gradients, optimizer state and buffers in DeepSpeed."""
     ranks = plan.data_context_size
     trained = plan.trained_elements
-    partition = -(-trained // ranks)
+    partition = -(-trained // ranks)  # rounded up
     # ZeRO has master weights even in fp32 runs.
     optimizer = _moments(plan, ranks) + 4 * partition
     if plan.zero_stage == 3:
@@ -233,9 +239,11 @@ def zero_state(plan: Plan) -> ModelStateMemory:
         gradients = 4 * trained
     counts = parameters(plan.model, plan.extension, plan.contents)
     sizes = [x.shape.elements(plan.tensor_size) for x in counts if x.kind in plan.trained_kinds]
+    # A large matrix may be in several partitions.
     largest = min(partition, max(sizes, default=0))
     norm = 8 * largest  # of each matrix, computed in float64
     buffers, bucket_copy = _buckets(plan)
+    # In the update, a rank needs only the gradients of its partition.
     return ModelStateMemory(
         weights=plan.width * plan.elements,
         gradients=gradients,
@@ -250,9 +258,11 @@ def _moments(plan: Plan, ranks: int) -> int:
     """Return the bytes per rank of the optimizer's moments and the averaged weights, partitioned
     over `ranks`.
     """
+    # Two moments and, for averaged weights, half as many bytes; all in fp32.
     moments = 8 * -(-plan.trained_elements // ranks)
     if plan.config.train.average is not None:
         moments += moments // 2
+    # Muon has one moment.
     return moments - 4 * -(-plan.muon_elements // ranks)
 
 
@@ -280,6 +290,7 @@ def checkpoint_bytes(plan: Plan) -> int:
     """
     total = 0
     for stage in plan.pipeline_stages():
+        # Moments of all ranks together, and master weights.
         total += _moments(stage, 1) + 4 * stage.trained_elements
         if plan.config.checkpoint.frozen:
             total += 4 * (stage.elements - stage.trained_elements)

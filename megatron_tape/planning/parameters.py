@@ -57,6 +57,7 @@ class PipelineStageContents(NamedTuple):
             return layer in self.layers
         if name.startswith("embedding."):
             return self.first
+        # The last norm and the output layer.
         return self.last
 
 
@@ -69,10 +70,12 @@ def parameters(
 
     `contents` restricts the count to a pipeline stage.
     """
+    # A copy, because the argument is cached.
     counts = Counter(_without_lora(model, contents))
     layers = model.num_layers
     if contents is not None:
         layers = len(contents.layers)
+    # Every layer has the same factors.
     for factor in lora_factors(model, extension).values():
         counts[Parameter("lora", ParameterShape(factor.shape, factor.partition_dim))] += layers
     return counts
@@ -80,7 +83,9 @@ def parameters(
 
 @functools.lru_cache(maxsize=64)
 def _without_lora(model: ModelConfig, contents: PipelineStageContents | None) -> Counter[Parameter]:
-    # Cached because a search for layouts calls it thousands of times.
+    """Return the number of parameters by kind and shape, without LoRA layers. Cached, because a
+    search for layouts calls it thousands of times.
+    """
     return Counter(
         Parameter(kind_of(name), shape)
         for name, shape in sharded_shapes(model).items()

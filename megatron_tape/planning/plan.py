@@ -54,6 +54,7 @@ class Plan:
 
     @cached_property
     def encoding(self) -> PositionEncoding:
+        """The positional encoding, without weights."""
         return encoding_of(self.model)
 
     @cached_property
@@ -82,6 +83,7 @@ class Plan:
             generations = frozenset({self.generation})
             reason = "as set by model.attention_backend"
             return Row(case.kind, generations, model.attention_backend, reason)
+        # As at run time: the first row of the table whose backend can run.
         for row in rows(case):
             if self._runs(row.backend):
                 return row
@@ -129,16 +131,18 @@ class Plan:
         """The layers of each model chunk of this stage. There are several chunks with virtual
         stages.
         """
-        return self.config.parallel.model_chunks(self.model.num_layers)[
-            self.pipeline_stage :: self.pipeline_size
-        ]
+        chunks = self.config.parallel.model_chunks(self.model.num_layers)
+        # Consecutive chunks are on consecutive stages.
+        return chunks[self.pipeline_stage :: self.pipeline_size]
 
     @cached_property
     def contents(self) -> PipelineStageContents:
         """The layers of this stage, and whether it has the embedding and the output layer."""
         layers = tuple(layer for chunk in self.model_chunks for layer in chunk)
         return PipelineStageContents(
-            layers, self.pipeline_stage == 0, self.pipeline_stage == self.pipeline_size - 1
+            layers,
+            first=self.pipeline_stage == 0,
+            last=self.pipeline_stage == self.pipeline_size - 1,
         )
 
     @property
@@ -148,11 +152,14 @@ class Plan:
 
         With V virtual stages, a micro-batch in one of this stage's V model chunks counts as 1/V.
         """
-        behind = self.pipeline_size - 1 - self.pipeline_stage
+        later_stages = self.pipeline_size - 1 - self.pipeline_stage
         virtual = len(self.model_chunks)
         if virtual == 1:
-            return min(behind + 1, self.micro_batches)
-        chunks = 2 * behind + (virtual - 1) * self.pipeline_size + 1
+            # A stage waits for the first backward pass of each later stage.
+            return min(later_stages + 1, self.micro_batches)
+        # Megatron's interleaved schedule runs so many forward passes of chunks before the first
+        # backward pass.
+        chunks = 2 * later_stages + (virtual - 1) * self.pipeline_size + 1
         return min(chunks, virtual * self.micro_batches) / virtual
 
     @property
@@ -162,10 +169,11 @@ class Plan:
         """
         if self.pipeline_size == 1:
             return 0
-        element = self.model.hidden_size * self.width
+        token_bytes = self.model.hidden_size * self.width
+        # Layer 1 stands for all layers that a later stage may begin with.
         if self.encoding.sends_state(1):
-            element += self.costs[1].state_bytes(self.width)
-        return self.batch.local_tokens * element
+            token_bytes += self.costs[1].state_bytes(self.width)
+        return self.batch.local_tokens * token_bytes
 
     @property
     def copies_embedding(self) -> bool:
@@ -205,6 +213,7 @@ class Plan:
 
     @property
     def recomputes(self) -> bool:
+        """Whether the backward pass recomputes activations, all or selected ones."""
         return self.config.train.recompute != "none"
 
     @property
@@ -231,8 +240,9 @@ class Plan:
     @property
     def micro_batches(self) -> int:
         """Micro-batches per step on each GPU."""
-        ranks = self.processes // self.config.parallel.ranks_per_sequence
-        return self.config.train.global_batch_size // (self.config.train.micro_batch_size * ranks)
+        train = self.config.train
+        data_parallel_size = self.processes // self.config.parallel.ranks_per_sequence
+        return train.global_batch_size // (train.micro_batch_size * data_parallel_size)
 
     @property
     def tokens_per_step(self) -> int:
@@ -240,13 +250,16 @@ class Plan:
 
     @property
     def tokens(self) -> int:
+        """Tokens of the whole training."""
         return self.config.train.samples_after(self.config.train.steps) * self.model.seq_length
 
     @cached_property
     def batch(self) -> MicroBatchSizes:
+        """The part of a micro-batch that one GPU computes."""
         parallel = self.config.parallel
         tokens = self.config.train.micro_batch_size * self.model.seq_length
         local_tokens = tokens // self.context_size
+        # Outside attention, tensor-parallel ranks then share the tokens too.
         if parallel.uses_sequence_parallel:
             local_tokens = tokens // parallel.ranks_per_pipeline_stage
         return MicroBatchSizes(
@@ -270,6 +283,7 @@ class Plan:
 
     @cached_property
     def trained_kinds(self) -> frozenset[str]:
+        """The kinds of trained parameters, of `model.names.KINDS`."""
         return frozenset(trained_kinds(self.extension))
 
     @property

@@ -47,7 +47,7 @@ from megatron_tape.parallel import layout as parallel_layout
 from megatron_tape.parallel import megatron_patches
 from megatron_tape.parallel.layout import ParallelLayout, initialize_distributed, prepare_cpu
 from megatron_tape.parallel.partitions import allocate
-from megatron_tape.planning import communication as sent
+from megatron_tape.planning import communication
 from megatron_tape.planning.memory import memory_of_pipeline_stage
 from megatron_tape.planning.plan import Plan
 from megatron_tape.run.watch import Watch
@@ -67,12 +67,12 @@ PEAK_TOLERANCE = 0.10
 ANY = 1.0
 """Allowed relative differences between measurement and estimate; ANY compares nothing."""
 KINDS = (
-    sent.ALL_GATHER,
-    sent.REDUCE_SCATTER,
-    sent.ALL_TO_ALL,
-    sent.ALL_REDUCE,
-    sent.BROADCAST,
-    sent.SEND,
+    communication.ALL_GATHER,
+    communication.REDUCE_SCATTER,
+    communication.ALL_TO_ALL,
+    communication.ALL_REDUCE,
+    communication.BROADCAST,
+    communication.SEND,
 )
 """Kinds of collectives. An operator's name begins with the kind, but has no hyphens."""
 aten = torch.ops.aten
@@ -135,13 +135,13 @@ class Rehearsal:
         yield Row("kept by a forward pass", self.activations, kept, TOLERANCE)
         yield Row("peak", self.peak, expected.peak, PEAK_TOLERANCE)
 
-        planned = sent.communication(plan, self.replicated_share)
+        planned = communication.communication(plan, self.replicated_share)
         negligible = 0.001 * max(planned.values(), default=0)
         for group, kind in sorted({*self.traffic, *planned}):
             measured = self.traffic[group, kind]
             estimated = planned[group, kind]
             tolerance = TOLERANCE
-            by_muon = plan.muon_elements > 0 and kind == sent.ALL_GATHER  # not estimated
+            by_muon = plan.muon_elements > 0 and kind == communication.ALL_GATHER  # not estimated
             if by_muon or max(measured, estimated) <= negligible:
                 tolerance = ANY
             yield Row(f"{group}: {kind}", measured, estimated, tolerance)
@@ -158,12 +158,14 @@ def rehearse(config: RunConfig) -> Rehearsal:
     tracker = Tracker(outcome)
     try:
         with (
+            # Modes such as FakeTensorMode are active in one thread only.
             torch.autograd.set_multithreading_enabled(False),
             FakeTensorMode(allow_non_fake_inputs=True),
             tracker,
         ):
             _train(outcome.config, tracker)
-    except Exception as error:
+    except Exception as error:  # any operation may fail on the fake GPU
+        # The innermost frame is the last of a traceback.
         line = _code_line(reversed([*traceback.walk_tb(error.__traceback__)]))
         outcome.faults[f"{type(error).__name__}: {one_line(error)} at {line}"] += 1
     return outcome
@@ -190,6 +192,7 @@ def _train(config: RunConfig, tracker: "Tracker") -> None:
     engine = Engine(model, config, layout)
     tracker.observe_forward(model)
 
+    # The values of the tokens have no effect on memory or collectives.
     tokens = torch.zeros(config.model.seq_length, dtype=torch.int64)
     samples = range(STEPS * config.train.global_batch_size)
     dataset: Any = [{"tokens": tokens, "labels": tokens} for _ in samples]
@@ -197,22 +200,25 @@ def _train(config: RunConfig, tracker: "Tracker") -> None:
     for step in range(1, STEPS):
         engine.train_step(batches, config.optimizer.lr, step)
 
+    # Under ZeRO 3, `ds_tensor` is this rank's partition.
     weights = [getattr(parameter, "ds_tensor", parameter) for parameter in model.parameters()]
     tied = getattr(model, "tied", None)
     if tied is not None and tied.weight is not None:  # on the first and the last pipeline stage
         weights.append(tied.weight)
     optimizer = [*engine.adam.state, *tree_leaves([*engine.adam.state.values()])]
     outcome.weights = _bytes_of(weights)
+    # Tensors that are both count as weights.
     outcome.optimizer = _bytes_of([*weights, *optimizer]) - outcome.weights
 
     for parameter in replicated_parameters(engine.module):
         if hasattr(parameter, "ds_id"):  # under ZeRO 3
             outcome.replicated_share += parameter.partition_numel()
-        elif parameter._hp_mapping is not None:
+        elif parameter._hp_mapping is not None:  # part of it is in this rank's partition
             outcome.replicated_share += parameter._hp_mapping.lp_fragment_address.numel
 
+    # The peak of earlier steps includes allocations that happen only once.
     tracker._peak_mem.clear()
-    tracker.steady = True
+    tracker.measuring = True
     engine.train_step(batches, config.optimizer.lr, STEPS)
     outcome.peak = tracker._peak_mem[GPU]
 
@@ -226,6 +232,7 @@ def install_fake_world(world_size: int, rank: int) -> None:
     from megatron.core import parallel_state
 
     def own_device() -> torch.device:
+        # Megatron asks torch for the device.
         torch.cuda.current_device = lambda: GPU
         return GPU
 
@@ -249,7 +256,7 @@ def install_fake_world(world_size: int, rank: int) -> None:
         ranks, **others | {"backend": FAKE}
     )
 
-    # Code for a GPU, on the fake one.
+    # Code for a GPU runs on the fake one.
     choice.unsupported = nothing
     F.scaled_dot_product_attention = _attention
     functional: Any = F
@@ -267,7 +274,7 @@ def install_fake_world(world_size: int, rank: int) -> None:
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "8",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
+        "MASTER_PORT": "1",  # required, but no connection is made
     }
     dist.init_process_group(FAKE, rank=rank, world_size=world_size, store=FakeStore())
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
@@ -289,7 +296,9 @@ class FusedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        scales = x.new_empty(x.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(x, weight, scales)
+        # Of the right shape and dtype; fake tensors have no values.
         return x * weight
 
     @staticmethod
@@ -299,8 +308,8 @@ class FusedRMSNorm(torch.autograd.Function):
 
 
 def _apply(module: Module, function: Callable, recurse: bool = True) -> Module:
-    """Replace `Module._apply`, which would create new fake parameters: other objects refer to the
-    present ones.
+    """Replace `Module._apply`, and return `module`. It would create new fake parameters, but other
+    objects refer to the present ones.
     """
     for tensor in [*module.parameters(recurse), *module.buffers(recurse)]:
         with torch.no_grad():
@@ -318,13 +327,14 @@ def _attention(
     scale=None,
     enable_gqa=False,
 ):
-    """Replace SDPA: call the operator that a GPU would select, because the saved tensors depend on
-    the operator.
+    """Replace torch's `scaled_dot_product_attention`: call the operator that a GPU would select,
+    because the saved tensors depend on the operator. Arguments have its names and shapes.
     """
     if v.shape[-1] != q.shape[-1]:  # only cuDNN supports wider values
         return aten._scaled_dot_product_cudnn_attention(q, k, v, attn_mask, True, 0.0, is_causal)[0]
     if attn_mask is None and q.dtype.itemsize == 2:
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+    # This operator supports neither grouped keys nor broadcast masks.
     repeats = q.shape[1] // k.shape[1]
     k = k.repeat_interleave(repeats, dim=1)
     v = v.repeat_interleave(repeats, dim=1)
@@ -339,6 +349,7 @@ def _shortened(config: RunConfig) -> RunConfig:
     train = config.train
     plan = Plan(config, dist.get_world_size())
     micro_batches = min(plan.micro_batches, MICRO_BATCHES * plan.pipeline_size)
+    # Triton kernels cannot run on fake tensors.
     backend = "torch"
     if plan.attention.backend == "torch_wide":
         backend = "torch_wide"
@@ -358,18 +369,20 @@ def _shortened(config: RunConfig) -> RunConfig:
 class Tracker(MemTracker):
     """Records collectives, synchronizations and memory.
 
-    The caller sets `steady` at the measured step, and runs forward passes within `forward`.
+    The caller sets `measuring` before the measured step, and calls `observe_forward` before it.
     """
 
     def __init__(self, outcome: Rehearsal):
         super().__init__()
         self.outcome = outcome
-        self.steady = False
+        self.measuring = False
         """Whether this is the measured step, where waiting for the GPU in a forward or backward
         pass is a fault.
         """
-        self.names: dict[tuple[int, ...], str] = {}
+        self.group_labels: dict[tuple[int, ...], str] = {}
         """Labels of process groups by their ranks."""
+        # MemTracker counts new tensors as activations unless this is set. Here, only those of forward
+        # passes are.
         self._in_opt = True
         # MemTracker's hooks for per-module figures support one micro-batch only, and would keep a
         # pipeline's tensors.
@@ -382,36 +395,37 @@ class Tracker(MemTracker):
         named = (
             (dist.group.WORLD, "all ranks"),
             (groups.mp, "tensor and pipeline parallel"),
-            (groups.tp_cp, sent.SEQUENCE),
-            (groups.cp, sent.CONTEXT),
-            (groups.embd, sent.PIPELINE),
-            (groups.pp, sent.PIPELINE),
-            (groups.tp, sent.TENSOR),
-            (groups.dp_cp, sent.DATA),
+            (groups.tp_cp, communication.SEQUENCE),
+            (groups.cp, communication.CONTEXT),
+            (groups.embd, communication.PIPELINE),
+            (groups.pp, communication.PIPELINE),
+            (groups.tp, communication.TENSOR),
+            (groups.dp_cp, communication.DATA),
         )
         for group, name in named:
             if group is not None:  # inner stages have no group for the embedding
-                self.names[tuple(dist.get_process_group_ranks(group))] = name
+                self.group_labels[tuple(dist.get_process_group_ranks(group))] = name
 
     def observe_forward(self, model: LanguageModel | Pipeline) -> None:
         """Record the activations at the end of every forward pass of `model`."""
 
         def end_forward(*_: Any) -> None:
-            if self.steady:
+            if self.measuring:
                 # Not activations: weights gathered by ZeRO 3, the output layer's gradient of the
                 # previous micro-batch, and Megatron's permanent buffer for gathered inputs.
-                others = [*model.parameters(), *get_global_memory_buffer().buffer.values()]
-                others += [x.grad for x in model.parameters() if x.grad is not None]
-                self.outcome.activations = self._activations(others)
+                excluded = [*model.parameters(), *get_global_memory_buffer().buffer.values()]
+                excluded += [x.grad for x in model.parameters() if x.grad is not None]
+                self.outcome.activations = self._activations(excluded)
 
         chunks: Iterable[Any] = [model]
-        name = "forward"
+        method = "forward"
         if isinstance(model, Pipeline):
             chunks = model.model_chunks
-            name = "train_micro_batches"  # in it, pipeline stages also keep received tensors
+            method = "train_micro_batches"  # in it, pipeline stages also keep received tensors
         for chunk in chunks:
             chunk.register_forward_hook(end_forward)
-        setattr(model, name, self._in_forward()(getattr(model, name)))
+        # The context manager decorates the method.
+        setattr(model, method, self._in_forward()(getattr(model, method)))
 
     @contextlib.contextmanager
     def _in_forward(self) -> Iterator[None]:
@@ -420,17 +434,19 @@ class Tracker(MemTracker):
         yield
         self._in_opt = True
 
-    def _activations(self, others: list[Tensor]) -> int:
-        """Return the bytes that MemTracker counts as activations, except the tensors `others`."""
+    def _activations(self, excluded: list[Tensor]) -> int:
+        """Return the bytes that MemTracker counts as activations, without those of `excluded`."""
         activations = self.get_tracker_snapshot("current")[GPU][_MemRefType.ACT]
-        for storage in {x.untyped_storage() for x in others}:
-            for found in (self._WINFO.get(storage) or ())[:1]:
-                if found.reftype == _MemRefType.ACT:
-                    activations -= found.mem_consumed
+        # Several tensors may view one storage.
+        for storage in {x.untyped_storage() for x in excluded}:
+            # MemTracker's record and a weak reference, if it has seen the storage.
+            for record in (self._WINFO.get(storage) or ())[:1]:
+                if record.reftype == _MemRefType.ACT:
+                    activations -= record.mem_consumed
         return activations
 
     def _register_global_optimizer_hook(self) -> None:
-        """Register no hook: `forward` sets `_in_opt`."""
+        """Register no hook, since `_in_forward` sets `_in_opt`."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run `func` on fake tensors, and record collectives and synchronizations."""
@@ -447,6 +463,7 @@ class Tracker(MemTracker):
             self._note_collective(func, args, inputs)
         result = super().__torch_dispatch__(func, types, args, kwargs)
 
+        # The last input is the source of a copy.
         copies = func in (aten._to_copy.default, aten.copy_.default)
         if copies and inputs[-1].device != result.device:
             target = "host" if inputs[-1].device == GPU else "GPU"
@@ -454,7 +471,8 @@ class Tracker(MemTracker):
         return result
 
     def _note_wait(self, reason: str) -> None:
-        if not self.steady:
+        """Record that the host waits for the GPU: a fault in a forward or backward pass."""
+        if not self.measuring:
             return
         phase = "forward"
         if self._mod_tracker.is_bw:
@@ -467,8 +485,10 @@ class Tracker(MemTracker):
             self.outcome.faults[f"the host waits for the GPU in the {wait}"] += 1
 
     def _note_collective(self, func: Any, args: tuple, inputs: list[Tensor]) -> None:
+        """Record the bytes of a collective `func`, and tensors that NCCL would refuse."""
         name = func.__name__.partition(".")[0].replace("_", "")  # such as allgatherbase
         kind = next((kind for kind in KINDS if name.startswith(kind.replace("-", ""))), name)
+        # Operators receive process groups as script objects.
         objects = (x for x in args if isinstance(x, torch.ScriptObject))
         boxed = next(x for x in objects if "ProcessGroup" in str(x._type()))
         group = dist.ProcessGroup.unbox(boxed)
@@ -480,18 +500,21 @@ class Tracker(MemTracker):
             fault = f"{kind} of a tensor on the CPU or not contiguous fails with NCCL, at {line}"
             self.outcome.faults[fault] += 1
 
-        if not self.steady or name.startswith("recv") or all(x.numel() <= 1 for x in inputs):
+        # A message counts on the rank that sends it.
+        if not self.measuring or name.startswith("recv") or all(x.numel() <= 1 for x in inputs):
             return
         ranks = tuple(dist.get_process_group_ranks(group))
-        label = self.names.get(ranks, f"{len(ranks)} ranks")
-        if kind == sent.SEND:
-            label = sent.PIPELINE  # some are sent in the group of all ranks
+        label = self.group_labels.get(ranks, f"{len(ranks)} ranks")
+        if kind == communication.SEND:
+            label = communication.PIPELINE  # some are sent in the group of all ranks
+        # The larger of input and output is the whole tensor.
         self.outcome.traffic[label, kind] += max(x.nbytes for x in inputs)
 
 
 def _bytes_of(tensors: Iterable[Any]) -> int:
     """Return the bytes of the storages of those `tensors` that are on the fake GPU."""
     on_gpu = [x.untyped_storage() for x in tensors if isinstance(x, Tensor) and x.device == GPU]
+    # By address, so that a storage with several views counts once.
     return sum(storage.nbytes() for storage in {x._cdata: x for x in on_gpu}.values())
 
 
@@ -500,6 +523,7 @@ def _code_line(frames: Iterable[Any]) -> str:
     module.
     """
     root = Path(__file__).parents[2]
+    # A virtual environment may be inside of the project's folder.
     for frame, line in frames:
         path = Path(frame.f_code.co_filename)
         in_project = path.is_relative_to(root) and "site-packages" not in path.parts

@@ -47,11 +47,11 @@ Validate = Callable[[RunConfig, int], None]
 """A function that raises ConfigError if the settings are invalid for a number of processes."""
 
 
-def fits(needed: Memory, gib: float) -> bool:
-    """Return whether a run with the memory `needed` fits on GPUs of `gib` GiB, if HEADROOM of it
-    stays free.
+def fits(run_memory: Memory, gib: float) -> bool:
+    """Return whether a run with `run_memory` fits on GPUs of `gib` GiB, if HEADROOM of it stays
+    free.
     """
-    return needed.peak <= (1 - HEADROOM) * gib * GIB
+    return run_memory.peak <= (1 - HEADROOM) * gib * GIB
 
 
 class Candidate(NamedTuple):
@@ -88,6 +88,7 @@ def search(
     cannot be estimated.
     """
     result = SearchResult()
+    # Memory is estimated below, only until enough layouts fit.
     layouts = list(candidates(plan, validate, result.refused))
     timed = [(step_time(changed, hardware), changed) for changed in layouts]
     # The sort is stable: among equally fast layouts, the one that needs less memory comes first.
@@ -109,9 +110,11 @@ def candidates(plan: Plan, validate: Validate, refused: Counter[str]) -> Iterato
     batch_size = plan.config.train.global_batch_size
     for layout in _layouts(plan):
         tensor_size, context_size, pipeline_size, virtual_size, layers = layout
+        # Pipeline parallelism requires ZeRO 1.
         zero_stages = ZERO_STAGES
         if pipeline_size > 1:
             zero_stages = ZERO_STAGES[:1]
+        # A micro-batch has 1, 2, 4, ... of the sequences that a data-parallel rank has in a step.
         sequences = batch_size * tensor_size * context_size * pipeline_size // plan.processes
         exponents = range(max(1, sequences.bit_length()))
         for exponent, zero_stage in itertools.product(exponents, zero_stages):
@@ -131,6 +134,7 @@ def candidates(plan: Plan, validate: Validate, refused: Counter[str]) -> Iterato
             except ConfigError as error:
                 refused[str(error)] += 1
                 continue
+            # Recomputation has no effect on validity.
             for recompute in RECOMPUTATION:
                 recomputing = replace_settings(config, {"train.recompute": recompute})
                 yield dataclasses.replace(plan, config=recomputing)
@@ -142,15 +146,17 @@ def _layouts(plan: Plan) -> Iterator[tuple[int, int, int, int, list[int] | None]
     """
     layers = plan.model.num_layers
     for tensor_size in _divisors(plan.processes, NODE_SIZE):
-        others = plan.processes // tensor_size
-        for context_size in _divisors(others, plan.model.num_attention_heads):
+        other_ranks = plan.processes // tensor_size
+        for context_size in _divisors(other_ranks, plan.model.num_attention_heads):
             sizes = (tensor_size, context_size)
             yield *sizes, 1, 1, None
-            for pipeline_size in _divisors(others // context_size, layers // 2)[1:]:
+            # A stage has at least two layers.
+            for pipeline_size in _divisors(other_ranks // context_size, layers // 2)[1:]:
                 if layers % pipeline_size == 0:
                     for virtual_size in _divisors(layers // pipeline_size, MOST_VIRTUAL):
                         yield *sizes, pipeline_size, virtual_size, None
-                # The embedding and the loss each take about as long as a layer.
+                # The embedding and the loss each take about as long as a layer. With two stages,
+                # numbers of layers that divide evenly are equal after that too.
                 inner, remainder = divmod(layers + 2, pipeline_size)
                 if remainder == 0 and (pipeline_size > 2 or layers % pipeline_size):
                     unequal = [inner - 1, *[inner] * (pipeline_size - 2), inner - 1]
@@ -158,4 +164,5 @@ def _layouts(plan: Plan) -> Iterator[tuple[int, int, int, int, list[int] | None]
 
 
 def _divisors(number: int, largest: int) -> list[int]:
+    """Return the divisors of `number` from 1 to at most `largest`."""
     return [divisor for divisor in range(1, min(number, largest) + 1) if number % divisor == 0]

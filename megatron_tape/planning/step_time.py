@@ -55,24 +55,28 @@ def step_time(plan: Plan, hardware: Hardware) -> StepTime:
         )
     stages = plan.pipeline_stages()
     if not plan.config.parallel.pipeline_layers:
-        # Inner stages are alike.
+        # Inner stages are alike, so three are enough.
         stages = [*stages[:2], *stages[2:][-1:]]
-    times = (_of_pipeline_stage(stage, hardware) for stage in stages)
+    times = (_pipeline_stage_time(stage, hardware) for stage in stages)
     return max(times, key=lambda time: time.total)
 
 
-def _of_pipeline_stage(plan: Plan, hardware: Hardware) -> StepTime:
+def _pipeline_stage_time(plan: Plan, hardware: Hardware) -> StepTime:
     """Return the step time of the plan's pipeline stage."""
     flops = flops_per_token(plan.model, plan.extension, plan.contents)
     flops += recomputed_flops_per_token(plan)
+    # Each rank computes all layers of its stage for its share of the tokens; tensor-parallel ranks
+    # share the FLOPs.
     tokens = plan.tokens_per_step * plan.pipeline_size / plan.processes
     computation = flops * tokens / (EFFICIENCY * hardware.peak)
 
-    sent = communication(plan).items()
-    seconds = {key: _seconds(plan, *key, size, hardware) for key, size in sent}
-    in_micro_batches = sum(time for (group, _), time in seconds.items() if group != DATA)
-    waiting = (plan.pipeline_size - 1) / len(plan.model_chunks) / plan.micro_batches
-    bubble = waiting * (computation + in_micro_batches)
+    traffic = communication(plan).items()
+    seconds = {key: _seconds(plan, *key, size, hardware) for key, size in traffic}
+    # ZeRO's collectives are not part of the pipeline's schedule.
+    in_schedule = sum(time for (group, _), time in seconds.items() if group != DATA)
+    # A stage waits once for each other stage, as long as a micro-batch takes in one of its chunks.
+    idle_share = (plan.pipeline_size - 1) / len(plan.model_chunks) / plan.micro_batches
+    bubble = idle_share * (computation + in_schedule)
     return StepTime(computation, sum(seconds.values()), bubble)
 
 
@@ -107,6 +111,7 @@ def _seconds(
     intra = hardware.intra_node_bandwidth
     inter = hardware.inter_node_bandwidth
     if kind == ALL_TO_ALL:
+        # A rank sends an equal part to each rank, over both kinds of links at once.
         return size / ranks * max((on_node - 1) / intra, (ranks - on_node) / inter)
     bandwidth = intra
     if kind in (SEND, BROADCAST):
@@ -116,5 +121,6 @@ def _seconds(
     if on_node < ranks:
         bandwidth = min(intra, on_node * inter)
     if kind == ALL_REDUCE:
+        # A reduce-scatter and an all-gather.
         size *= 2
     return size * (ranks - 1) / ranks / bandwidth
