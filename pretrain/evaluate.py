@@ -305,7 +305,7 @@ def _run(
         return
     label = model.info.label
     record = ModelRecord(
-        path=model_source.given,
+        path=model_source.user_path,
         digest=plan.model_digest,
         parameters=model.model.num_parameters(),
         trained_length=model.info.trained_length,

@@ -125,6 +125,7 @@ def write_comparison(path: Path, comparison: Comparison) -> None:
     are omitted.
     """
     content = dataclasses.asdict(comparison)
+    # Most scores have few fields, and the file is to stay small enough to be committed.
     defaults = {field.name: field.default for field in dataclasses.fields(Score)}
     for run in content["runs"]:
         run["scores"] = [
@@ -149,6 +150,7 @@ def add_runs(comparison: Comparison, path: Path, base: RunConfig) -> None:
         if "form" in before:
             differences.append(f"{task} was evaluated with other prompts")
         differences += _changes(task, before, settings)
+    # A file without runs has no results that could differ.
     if recorded.runs:
         refuse_changed(path, differences)
 
@@ -167,21 +169,24 @@ def refuse_changed(path: Path, differences: Sequence[str]) -> None:
 
 
 def changed_settings(saved: Settings, config: RunConfig, of_variants: bool = False) -> list[str]:
-    """Describe how `config` differs from `saved`, as `key: was X, is now Y`, except in settings
-    without effect on results.
+    """Return how `config` differs from `saved`: sentences such as `key: was X, is now Y`. Settings
+    without effect on results may differ.
 
-    With `of_variants`, the positional encoding may differ.
+    With `of_variants`, the positional encoding may differ too.
     """
-    free = ["attention_backend"]
+    ignored = ["attention_backend"]
     if of_variants:
-        free.append("position_encoding")
+        ignored.append("position_encoding")
+    # Types are those of the file.
     now = json.loads(json.dumps(config_dict(config)))
     model = now.pop("model")
-    differences = model_differences(saved.get("model", {}), model, free, ("was", "is now"))
+    differences = model_differences(saved.get("model", {}), model, ignored, ("was", "is now"))
+    # Without the section `model`, which `now` no longer contains.
     return differences + _changes("", saved, now)
 
 
 def _changes(name: str, before: dict, now: dict) -> list[str]:
+    """Return how the settings of section `name` differ, like `changed_settings`."""
     return [
         f"{key}: was {json.dumps(was)}, is now {json.dumps(value)}"
         for key, was, value in changed_values(before, now, name)
@@ -203,6 +208,7 @@ def results_by_metric(comparison: Comparison) -> dict[Score, list[VariantResult]
 
 
 def _variant_results(by_variant: dict[str, dict[int, float]], baseline: str) -> list[VariantResult]:
+    """Return the result of each variant, given its values of one metric by seed."""
     reference = by_variant.get(baseline, {})
     tests = {}
     for variant, values in by_variant.items():
@@ -211,6 +217,8 @@ def _variant_results(by_variant: dict[str, dict[int, float]], baseline: str) -> 
         ]
         if differences and variant != baseline:
             tests[variant] = paired_t(differences)
+
+    # Every variant is another chance that a difference seems significant.
     corrected = dict(zip(tests, holm(list(tests.values()))))
     return [
         VariantResult(variant, dict(sorted(values.items())), corrected.get(variant))
@@ -230,10 +238,14 @@ def training_scores(config: RunConfig, run: Run) -> list[Score]:
         Score("parameters", parameters, "neither", task=TRAINING),
         Score("arithmetic", teraflops, "neither", unit="TFLOP", task=TRAINING),
     ]
-    speed = run.curve(TOKENS_PER_SECOND).median
-    if speed:
-        seconds = train.global_batch_size * config.model.seq_length / speed
+
+    # The first metric that ranks variants is in the headline, so time comes before parameters, and
+    # the loss before both.
+    tokens_per_second = run.curve(TOKENS_PER_SECOND).median
+    if tokens_per_second:
+        seconds = train.global_batch_size * config.model.seq_length / tokens_per_second
         scores.insert(0, Score("seconds per step", seconds, "lower", unit="s", task=TRAINING))
+    # An earlier validation would be of a model that was trained less.
     step, loss = run.curve(VALIDATION_LOSS).last or (0, None)
     if loss is not None and step == train.steps:
         score = Score("validation loss", loss, "lower", unit="nats per token", task=TRAINING)

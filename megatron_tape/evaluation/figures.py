@@ -86,6 +86,7 @@ def styles(labels: Iterable[str]) -> dict[str, dict]:
     """
     labels = list(labels)
     encodings = dict(_ENCODINGS.get())
+    # Known models come first, so that their styles do not depend on `labels`.
     for label in labels:
         encodings.setdefault(label, None)
     # Models of unknown encodings never get the colors of RoPE and TAPE.
@@ -95,12 +96,12 @@ def styles(labels: Iterable[str]) -> dict[str, dict]:
 
     uses = Counter()
     looks = {}
-
     for index, (label, encoding) in enumerate(encodings.items()):
         color = ENCODING_COLORS.get(encoding or "") or next(other_colors)
         # Shortened labels may be equal.
         shown = plain(label, LONGEST_LABEL)
         if any(look["label"] == shown for look in looks.values()):
+            # The number, with brackets and space, takes at most 6 characters.
             shown = f"{plain(label, LONGEST_LABEL - 6)} ({index + 1})"
         looks[label] = {
             "color": shade(color, uses[color]),
@@ -142,6 +143,7 @@ def encoding_of(config: Mapping[str, Any]) -> str | None:
     for key in ("position_encoding", "model_type"):
         if config.get(key) in list(ENCODING_COLORS):
             return config[key]
+    # Models of transformers, such as Llama.
     if "rope_theta" in config or "rope_parameters" in config:
         return "rope"
     return None
@@ -153,6 +155,7 @@ def shade(color: str, number: int) -> str:
     """
     gray, fraction = BLENDS[number % len(BLENDS)]
     channels = np.array(list(bytes.fromhex(color[1:])))
+    # Channels are from 0 to 255.
     blended = (1 - fraction) * channels + fraction * 255 * gray
     return "#" + bytes(map(round, blended)).hex()
 
@@ -171,7 +174,7 @@ def clean(text: str, longest: int = 10_000) -> str:
     text = " ".join(_UNSHOWABLE.sub("\N{REPLACEMENT CHARACTER}", text).split())
     if len(text) <= longest:
         return text
-    tail = (longest - 1) // 2
+    tail = (longest - 1) // 2  # 1 for the ellipsis
     return text[: longest - 1 - tail] + "\N{HORIZONTAL ELLIPSIS}" + text[len(text) - tail :]
 
 
@@ -207,6 +210,7 @@ def new_figure(
     # Labels come from files, and a single $ would raise an error.
     matplotlib.rcParams["text.parse_math"] = False
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    # Connects itself to the figure, which pyplot would do otherwise.
     FigureCanvasAgg(figure)
     grid = figure.subplots(rows, columns, squeeze=False, **subplots)
 
@@ -252,6 +256,7 @@ def curve(
     values = _numbers(y)
     axes.plot(x, values, **style)
     if low is not None and high is not None:
+        # Rounding may put a value slightly outside of its interval.
         distances = np.clip([values - _numbers(low), _numbers(high) - values], 0, None)
         axes.errorbar(
             x,
@@ -272,6 +277,7 @@ def length_axis(axes: Axes, lengths: Iterable[int]) -> None:
     from matplotlib.ticker import NullLocator
 
     known = sorted(set(lengths))
+    # At least 1, since the step of a slice must not be 0.
     shown = known[:: math.ceil(len(known) / 10) or 1]
     axes.set_xscale("log", base=2)
     axes.set_xticks(shown, [length_name(length) for length in shown])
@@ -290,6 +296,7 @@ def log_scale(axes: Axes, which: Literal["x", "y"], base: float = 10) -> None:
     axis = axes.xaxis if which == "x" else axes.yaxis
     formatter: Any = LogFormatter(base)
     if base == 2:
+        # 12 digits show every integer in full.
         formatter = FuncFormatter(lambda value, _: f"{value:,.12g}")
     axis.set_major_formatter(formatter)
     axis.set_minor_formatter(formatter)
@@ -314,8 +321,9 @@ def limits(values: Iterable[float], fraction: bool = False) -> tuple[float, floa
         finite = [0.0, 1.0]
     low = min(finite)
     high = max(finite)
-    least = 0.02 * max(abs(low), abs(high)) or 1.0
-    margin = max(0.05 * (high - low), (least - (high - low)) / 2)
+    # All values may be 0.
+    shortest = 0.02 * max(abs(low), abs(high)) or 1.0
+    margin = max(0.05 * (high - low), (shortest - (high - low)) / 2)
     return low - margin, high + margin
 
 
@@ -324,6 +332,7 @@ def legend(figure: Figure) -> None:
     figure for it.
     """
     handles = {}
+    # Panels share most labels; each is shown once.
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
@@ -331,9 +340,11 @@ def legend(figure: Figure) -> None:
         return
     longest = max(map(len, handles))
 
+    # An inch has room for 12 characters. The line and the space of an entry take that of 6.
     fitting = int(figure.get_figwidth() * 12 / (longest + 6))
     columns = max(1, min(len(handles), fitting))
     rows = math.ceil(len(handles) / columns)
+    # A row is 0.2 inches high.
     figure.set_figheight(figure.get_figheight() + 0.2 * rows + 0.1)
     figure.legend(
         handles.values(),
@@ -373,15 +384,18 @@ def heat_map(
     axes.tick_params(length=0, labelsize=9)
     axes.set(xlabel=column_label, ylabel=row_label)
 
+    # At most 12 names fit along an axis.
     for set_ticks, names in ((axes.set_xticks, columns), (axes.set_yticks, rows)):
         shown = range(0, len(names), math.ceil(len(names) / 12) or 1)
         set_ticks(shown, [plain(str(names[index])) for index in shown])
+    # Longer texts would overlap.
     if sum(len(label.get_text()) for label in axes.get_xticklabels()) > 44:
         axes.tick_params(axis="x", rotation=45)
 
     if matrix.size <= CELLS_WITH_TEXT:
         for (row, column), value in np.ndenumerate(matrix):
             text = "\N{MULTIPLICATION SIGN}" if np.isnan(value) else f"{value:.2f}"
+            # Weights of red, green and blue in perceived brightness (ITU-R BT.601).
             luminance = np.dot(image.to_rgba(value)[:3], (0.299, 0.587, 0.114))
             color = ON_LIGHT if luminance > 0.5 or np.isnan(value) else ON_DARK
             axes.text(

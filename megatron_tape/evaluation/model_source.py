@@ -60,7 +60,7 @@ class ModelSource:
     """Directory of the results without --output."""
     runs_foreign_code: bool = False
     """Whether transformers would run Python files in the directory that are not this project's."""
-    given: str = ""
+    user_path: str = ""
     """The path as the user gave it."""
     average: bool = False
     """Whether to use the averaged weights of a checkpoint."""
@@ -74,10 +74,11 @@ class ModelSource:
         if self.is_checkpoint:
             return model_digest(self.path, self.average)
 
-        whole = hashlib.sha256()
+        # With the names, since exchanged contents are another model.
+        combined = hashlib.sha256()
         for file in self.files():
-            whole.update(f"{file.name} {digest(file)['sha256']}\n".encode())
-        return whole.hexdigest()
+            combined.update(f"{file.name} {digest(file)['sha256']}\n".encode())
+        return combined.hexdigest()
 
     def files(self) -> list[Path]:
         """Return the files of a directory in transformers format that determine the model's
@@ -117,7 +118,7 @@ class ModelSource:
         if self.runs_foreign_code and not trust_remote_code:
             raise ConfigError(
                 "--model",
-                f"{self.given} contains Python code, which transformers would run",
+                f"{self.user_path} contains Python code, which transformers would run",
                 "read the code, and pass --trust-remote-code if you trust it",
             )
 
@@ -134,10 +135,10 @@ class ModelSource:
             export(self.path, directory, dtype, tokenizer=tokenizer, average=self.average)
             command_line.log(f"exported {self.path} to a temporary directory")
         except (ValueError, OSError) as error:
-            raise ConfigError("--model", f"{self.given} cannot be exported: {error}") from None
+            raise ConfigError("--model", f"{self.user_path} cannot be exported: {error}") from None
 
 
-def find_model(given: str, label: str | None = None, average: bool = False) -> ModelSource:
+def find_model(user_path: str, label: str | None = None, average: bool = False) -> ModelSource:
     """Return the model at a path: a run, its checkpoints, one checkpoint, or a directory in
     transformers format.
 
@@ -145,20 +146,20 @@ def find_model(given: str, label: str | None = None, average: bool = False) -> M
     averaged weights of a run. Only the sizes of a checkpoint's files are checked. Raises
     ConfigError if the model cannot be used.
     """
-    path = Path(given)
+    path = Path(user_path)
     if not path.exists():
         fix = "give a run, a checkpoint, or a directory in the format of transformers"
         # Such a path looks like the name of a model on the hub.
-        if given.count("/") == 1 and not path.parent.is_dir():
+        if user_path.count("/") == 1 and not path.parent.is_dir():
             fix += (
-                f"; to download a model from the hub, run hf download {given} --local-dir"
+                f"; to download a model from the hub, run hf download {user_path} --local-dir"
                 f" models/{path.name}"
             )
-        raise ConfigError("--model", f"{given} does not exist", fix)
+        raise ConfigError("--model", f"{user_path} does not exist", fix)
     if (path / "adapter_config.json").is_file():
         raise ConfigError(
             "--model",
-            f"{given} is an adapter",
+            f"{user_path} is an adapter",
             "merge it with its base model first (see docs/extension.md), and give the merged model",
         )
 
@@ -168,17 +169,18 @@ def find_model(given: str, label: str | None = None, average: bool = False) -> M
         else:
             model_source = _from_checkpoint(path, label, average)
     except (ValueError, OSError) as error:
-        raise ConfigError("--model", f"{given} cannot be used: {error}") from None
+        raise ConfigError("--model", f"{user_path} cannot be used: {error}") from None
     if average and not model_source.is_checkpoint:
         raise ConfigError(
             "--average",
-            f"requires a run or a checkpoint, but {given} is in transformers format",
+            f"requires a run or a checkpoint, but {user_path} is in transformers format",
             "omit it",
         )
-    return replace(model_source, given=given)
+    return replace(model_source, user_path=user_path)
 
 
 def _from_transformers(path: Path, label: str | None) -> ModelSource:
+    """Return the model of a directory in transformers format. Raises FileError."""
     settings = read_settings(path / "config.json")
     if not any(path.glob("*.safetensors")):
         raise FileError(
@@ -188,10 +190,12 @@ def _from_transformers(path: Path, label: str | None) -> ModelSource:
             " they may run code",
         )
 
+    # Models that also read images have a section for the language model.
     text_config = settings.get("text_config")
     if not isinstance(text_config, dict):
         text_config = settings
     vocab_size = text_config.get("vocab_size")
+    # `type`, because True is an int.
     if type(vocab_size) is not int or vocab_size < 1:
         raise FileError(
             path / "config.json",
@@ -202,6 +206,7 @@ def _from_transformers(path: Path, label: str | None) -> ModelSource:
     names = ("max_position_embeddings", "n_positions", "max_seq_len")
     length = next((text_config[name] for name in names if name in text_config), None)
     if type(length) is not int or length < 1:
+        # Tasks then require lengths.
         length = None
 
     name = path.resolve().name
@@ -213,6 +218,7 @@ def _from_transformers(path: Path, label: str | None) -> ModelSource:
         has_tokenizer=any((path / file).is_file() for file in _TOKENIZERS),
         tokenizer=_tokenizer_record(path),
     )
+    # Both the model and the tokenizer may name classes in Python files.
     foreign = "auto_map" in settings and not _is_own_code(path, settings)
     return ModelSource(
         path,
@@ -225,7 +231,7 @@ def _from_transformers(path: Path, label: str | None) -> ModelSource:
 
 def _tokenizer_record(path: Path) -> TokenizerRecord | None:
     """Return the record of a directory's tokenizer; None if only transformers can read it."""
-    with suppress(FileError):
+    with suppress(FileError):  # in a format that this project does not read
         return tokenizer_record(load_tokenizer(path))
     return None
 
@@ -239,6 +245,7 @@ def _is_own_code(path: Path, settings: dict) -> bool:
     """
     if not isinstance(settings["auto_map"], dict):
         return False
+    # Exports of TAPE and of other encodings consist of different files.
     classes = set(map(str, settings["auto_map"].values()))
     if classes <= set(AUTO_MAP.values()):
         return is_own_code(path)
@@ -249,6 +256,7 @@ def _is_own_code(path: Path, settings: dict) -> bool:
 
 
 def _tokenizer_runs_code(directory: Path) -> bool:
+    """Return whether the tokenizer names a class in a Python file."""
     file = directory / "tokenizer_config.json"
     return file.is_file() and "auto_map" in read_record(file, dict[str, Any])
 
@@ -276,6 +284,7 @@ def info_of_run(config: RunConfig, tokenizer: Tokenizer | None = None) -> ModelI
 
 def check_trained_on(task: str, model_source: ModelSource) -> None:
     """Raise ConfigError if `task` is synthetic and the model was trained on other data."""
+    # A directory in transformers format does not say what its model was trained on.
     data = model_source.run["settings"].get("data", {}) if model_source.run else {}
     trained_on = task
     if model_source.info.has_tokenizer or data.get("prefix") or data.get("examples"):
@@ -292,6 +301,9 @@ def check_trained_on(task: str, model_source: ModelSource) -> None:
 
 
 def _from_checkpoint(path: Path, label: str | None, average: bool) -> ModelSource:
+    """Return the model of a checkpoint, or of the newest one in a run. Raises CheckpointError or
+    FileError.
+    """
     path = find_checkpoint(path, deep=False)
     state = read_state(path)
     # The averaged weights are another model, with results of their own.
@@ -306,6 +318,7 @@ def _from_checkpoint(path: Path, label: str | None, average: bool) -> ModelSourc
             path, f"was written by another version of this project ({error})"
         ) from None
 
+    # Results of a run stay with it; a checkpoint elsewhere may be in a read-only directory.
     if path.parent.name == "checkpoints":
         run = path.parent.parent
         output = run / "evaluation" / f"{path.name}{suffix}"
@@ -326,6 +339,7 @@ def _from_checkpoint(path: Path, label: str | None, average: bool) -> ModelSourc
 def _info(
     model: ModelConfig, label: str, has_tokenizer: bool, tokenizer: TokenizerRecord | None = None
 ) -> ModelInfo:
+    """Return the `ModelInfo` of a model of this project."""
     # The model_type of an export, but the name of the encoding if an export has a built-in type of
     # transformers.
     model_type = model.position_encoding

@@ -51,6 +51,7 @@ class Ranks:
         if self.rank == 0:
             values = [None] * self.count
         with _others_alive():
+            # torch accepts a list only on the destination rank.
             dist.gather_object(value, values or None, dst=0)
             dist.barrier()
         return values
@@ -70,13 +71,14 @@ class Ranks:
         if self.count > 1:
             import torch.distributed as dist
 
+            # Errors cannot always be pickled, so the others learn only that there was one.
             messages = [(value, failure is not None)]
             with _others_alive():
                 dist.broadcast_object_list(messages, src=0)
             value, failed = messages[0]
         if failure is not None:
             raise failure
-        if failed:
+        if failed:  # on rank 0, and this is another rank
             raise ConfigError("the evaluation", "failed on rank 0", "see the message of rank 0")
         return value
 
@@ -93,6 +95,7 @@ class Ranks:
             raise ValueError(str(error)) from None
 
     def leave(self) -> None:
+        """Disconnect this process from the others."""
         if self.count > 1:
             import torch.distributed as dist
 
@@ -101,11 +104,13 @@ class Ranks:
     def assign(self, units: list[Unit]) -> list[list[Unit]]:
         """Return the units of each rank. The most expensive unit comes first, and each goes to the
         least loaded rank."""
+        # The order keeps the ranks balanced: cheap units at the end even out the loads.
         loads = [0.0] * self.count
         rank_of = {}
         for unit in sorted(units, key=lambda unit: -unit.cost):
             rank_of[unit.key] = loads.index(min(loads))
             loads[rank_of[unit.key]] += unit.cost
+        # A rank evaluates its units in their original order.
         return [[unit for unit in units if rank_of[unit.key] == rank] for rank in range(self.count)]
 
 

@@ -21,7 +21,8 @@ from megatron_tape.io.records import RECORD_BYTES, parse_record, read_small, val
 from megatron_tape.text import counted
 
 NAME = "results.json"
-_BYTES = 1 << 28
+_MOST_BYTES = 1 << 28
+"""Maximum size of the file, which contains the values of all units."""
 Number = Annotated[float, Strict()]
 Whole = Annotated[int, Strict()]
 """Types of numbers in files. Strings and booleans are refused instead of converted."""
@@ -69,6 +70,7 @@ class Score:
 
     @property
     def shown_value(self) -> str:
+        """The value as text with its unit, in four significant digits."""
         return f"{self.value:.4g} {self.unit}".rstrip()
 
     @property
@@ -80,6 +82,7 @@ class Score:
 
     @property
     def shown_interval(self) -> str:
+        """The 95 % confidence interval as text; empty if there is none."""
         if self.low is None or self.high is None:
             return ""
         return f"{self.low:.4g} to {self.high:.4g}"
@@ -145,7 +148,8 @@ def read_results(path: str | Path) -> Results:
     """Read `results.json`, given its path or its directory. Raises OSError, or FileError if it is
     invalid.
     """
-    results = read_dataclass(results_file(path), Results, _BYTES)
+    results = read_dataclass(results_file(path), Results, _MOST_BYTES)
+    # The key in the file counts, whatever its scores contain.
     tasks = {
         name: replace(task, scores=[replace(score, task=name) for score in task.scores])
         for name, task in results.tasks.items()
@@ -164,6 +168,7 @@ def read_dataclass(file: str | Path, cls: type, limit: int = RECORD_BYTES) -> An
     try:
         return validator(cls).validate_python(value)
     except ValidationError as error:
+        # One problem is enough. Keys of a damaged file may be long.
         first = error.errors()[0]
         key = ".".join(str(part)[:40] for part in first["loc"]) or "the whole file"
         raise FileError(file, f"cannot be used: {key}: {first['msg']}") from None
@@ -179,6 +184,7 @@ def locked(directory: Path) -> Iterator[None]:
     """Lock the results in a directory within the context, so that other processes of this project
     wait.
     """
+    # Closing the descriptor releases the lock, also if the process is killed.
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

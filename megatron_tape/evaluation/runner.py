@@ -68,8 +68,12 @@ def plan_task(task: Task, model_digest: str, dtype: str) -> TaskPlan:
 
 
 @functools.lru_cache
-def _sha256(path: Path, size: int, modified: int) -> str:
-    """Return the SHA-256 of a file. Cached, since several tasks may read the file."""
+def _sha256(path: Path, size: int, modified_ns: int) -> str:
+    """Return the SHA-256 of a file. Cached, since several tasks may read the file.
+
+    `modified_ns`, the time of its last change, is only a key of the cache: a changed file is read
+    again.
+    """
     command_line.log(f"reading {path} ({byte_size(size)})")
     return digest(path)["sha256"]
 
@@ -80,15 +84,16 @@ def unfinished(plans: list[TaskPlan], output: Path, overwrite: bool) -> list[Tas
 
     Raises FileError if the directory holds results of another model.
     """
-    left = []
+    remaining = []
     for plan in plans:
         finished = _finished_tasks(output, plan)
+        # A result with other settings or data is replaced.
         same = plan.task in finished and finished[plan.task].identity == plan.identity
         if same and not overwrite:
             command_line.log(f"{plan.task} is finished already; --overwrite evaluates it again")
         else:
-            left.append(plan)
-    return left
+            remaining.append(plan)
+    return remaining
 
 
 def _finished_tasks(output: Path, plan: TaskPlan) -> dict[str, TaskResult]:
@@ -109,6 +114,8 @@ def _finished_tasks(output: Path, plan: TaskPlan) -> dict[str, TaskResult]:
 
 
 class _Part(TypedDict):
+    """A line of a file in `parts`: the value of one finished unit."""
+
     key: str
     value: dict[str, Any]
 
@@ -118,6 +125,7 @@ def read_parts(directory: Path) -> dict[str, dict]:
     are ignored.
     """
     values = {}
+    # One file for each rank, of this attempt and of earlier ones.
     for file in sorted(directory.glob("*.jsonl")):
         for line in file.read_bytes().splitlines():
             with suppress(ValueError):
@@ -136,11 +144,12 @@ def append_part(directory: Path, rank: int, key: str, value: dict) -> dict:
     # Starts with a newline, in case a killed process left an incomplete line.
     with open(directory / f"rank-{rank:05d}.jsonl", "ab") as file:
         file.write(f"\n{line}\n".encode())
+    # Values of this attempt and those that are read from files must have the same types.
     return json.loads(line)["value"]
 
 
 def hardware(device: Any) -> str:
-    """Return the name of the GPU, or the name of the CPU and its number of cores."""
+    """Return the name of the GPU `device`; for a CPU or None, its name and number of cores."""
     if getattr(device, "type", "cpu") == "cuda":
         import torch
 
@@ -159,14 +168,15 @@ def run_task(
     started = time.monotonic()
     units = task.units(model)
     values = ranks.run_on_rank_0(lambda: read_parts(plan.parts(output)))
-    left = [unit for unit in units if unit.key not in values]
-    finished = len(units) - len(left)
+    remaining = [unit for unit in units if unit.key not in values]
+    finished = len(units) - len(remaining)
     if ranks.rank == 0:
         command_line.log(f"{task.name}: {counted(len(units), 'part')}")
         if finished:
             command_line.log(f"{task.name}: {finished:,} of them already finished")
 
-    rank_values = _evaluate(task, model, ranks, plan.parts(output), ranks.assign(left)[ranks.rank])
+    rank_units = ranks.assign(remaining)[ranks.rank]
+    rank_values = _evaluate(task, model, ranks, plan.parts(output), rank_units)
     # Not read from the files: a network file system may show files of other machines only after a
     # minute.
     for gathered in ranks.gather(rank_values):
@@ -174,6 +184,7 @@ def run_task(
     if ranks.rank != 0:
         return None
 
+    # In the order of the units, not in that of the ranks.
     examples = {unit.key: values[unit.key] for unit in units}
     summary = task.summarize(examples, model.info)
     return TaskResult(
@@ -199,6 +210,7 @@ def _evaluate(
     """Evaluate this rank's units, and save each value at once; return the values by unit key. Rank
     0 shows progress.
     """
+    # Progress is in costs, since units may differ in length.
     total = round(sum(unit.cost for unit in units))
     progress = command_line.Progress(total)
     finished = 0.0
@@ -208,8 +220,8 @@ def _evaluate(
             values[unit.key] = append_part(parts, ranks.rank, unit.key, task.evaluate(unit, model))
         finished += unit.cost
         if ranks.rank == 0:
-            shown = f"{task.name}: {number:,} of {len(units):,} parts"
-            progress.update(round(finished), lambda _: shown)  # noqa: B023
+            message = f"{task.name}: {number:,} of {len(units):,} parts"
+            progress.update(round(finished), lambda _: message)  # noqa: B023
     if ranks.rank == 0:
         progress.end()
     return values
@@ -240,16 +252,17 @@ def draw(output: Path, task: Task, results: Results) -> list[Path]:
     """
     from megatron_tape.evaluation.figures import encoding_of, model_encodings, png
 
-    shown = with_group_names(task.name, results.tasks[task.name])
+    result = with_group_names(task.name, results.tasks[task.name])
     images = {}
     try:
         with model_encodings({results.label: encoding_of(results.model.config)}):
-            for picture in task.draw({results.label: shown}):
+            for picture in task.draw({results.label: result}):
                 images[output / f"{picture.name}.png"] = png(picture)
-    except Exception as error:
+    except Exception as error:  # of matplotlib, for values that it cannot draw
         command_line.log(
             f"warning: pictures of {task.name} are missing ({type(error).__name__}: {error})"
         )
+    # Outside of `try`, so that a full disk is an error.
     for file, image in images.items():
         write_whole(file, [image])
     return list(images)

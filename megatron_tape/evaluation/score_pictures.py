@@ -45,8 +45,8 @@ def by_length(
     axis: str,
     steep: float = math.inf,
 ) -> list[Picture]:
-    """Return a picture of a metric by context length, with intervals; an empty list if no model has
-    the metric.
+    """Return a picture of a metric by context length, with intervals and a panel for each group; an
+    empty list if no model has the metric.
 
     `name` is the file name, and `axis` the label of the y axis. The y axis is logarithmic if the
     largest value is more than `steep` times the smallest.
@@ -57,6 +57,7 @@ def by_length(
     looks = styles(results)
 
     def draw(axes: Axes, group: str) -> list[str]:
+        """Draw the curves of all models on one group; describe each in a sentence."""
         sentences = []
         lengths = []
         values = []
@@ -80,13 +81,14 @@ def by_length(
             sentences.append(f"{label}: {', '.join(points)}")
 
         length_axis(axes, lengths)
+        # Panels share the y axis, so the scores of all groups decide.
         if all(score.is_fraction for score in shown):
             axes.set_ylim(*limits((), fraction=True))
         elif 0 < steep * min(values) < max(values):
             log_scale(axes, "y")
         return sentences
 
-    return _panels(groups, name, f"{axis.capitalize()} by context length", axis, draw)
+    return _group_panels(groups, name, f"{axis.capitalize()} by context length", axis, draw)
 
 
 def by_position(results: Results, name: str) -> list[Picture]:
@@ -99,6 +101,7 @@ def by_position(results: Results, name: str) -> list[Picture]:
     looks = styles(results)
 
     def draw(axes: Axes, group: str) -> list[str]:
+        """Draw the curves of all models on one group; describe each in a sentence."""
         sentences = []
         for label, curves in by_label.items():
             if group not in curves:
@@ -115,16 +118,21 @@ def by_position(results: Results, name: str) -> list[Picture]:
         axes.set_xlabel("number of tokens before")
         return sentences
 
-    return _panels(groups, name, "Loss by position", "loss (nats per token)", draw)
+    return _group_panels(groups, name, "Loss by position", "loss (nats per token)", draw)
 
 
-def _panels(
+def _group_panels(
     groups: list[str],
     name: str,
     title: str,
     axis: str,
     draw: Callable[[Axes, str], list[str]],
 ) -> list[Picture]:
+    """Return a picture with a panel for each group; an empty list without groups.
+
+    `draw` draws one panel, and returns sentences that describe it. `axis` is the label of the y
+    axes.
+    """
     if not groups:
         return []
     figure, shown = panels(min(len(groups), MOST_PANELS), sharey=True)
@@ -161,6 +169,7 @@ def by_group(
         return []
 
     rows = list(all_rows)[:_MOST_ROWS]
+    # In inches: the axis and its label, and rows with a point for each model.
     height = 1.2 + (0.24 + 0.09 * len(results)) * len(rows)
     figure, (axes,) = new_figure(width=7.0, height=height)
     sentences = []
@@ -170,14 +179,13 @@ def by_group(
         offset = (number - middle) * 0.7 / max(2, len(results))
         scores = {row: score for row, score in by_label[label].items() if row in rows}
         values = [score.value for score in scores.values()]
-        y = [rows.index(row) + offset for row in scores]
-        axes.plot(values, y, **look | {"linestyle": "none"})
-        for score, height in zip(scores.values(), y):
+        heights = [rows.index(row) + offset for row in scores]
+        axes.plot(values, heights, **look | {"linestyle": "none"})
+        for score, y in zip(scores.values(), heights):
             if score.low is not None and score.high is not None:
-                ends = [score.low, score.high]
                 axes.plot(
-                    ends,
-                    [height, height],
+                    [score.low, score.high],
+                    [y, y],
                     color=look["color"],
                     linewidth=1,
                 )
@@ -185,6 +193,7 @@ def by_group(
         sentences.append(f"{label}: {', '.join(shown)}.")
 
     axes.set_yticks(range(len(rows)), [plain(row) for row in rows])
+    # The first row is at the top.
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlabel(plain(title, LONGEST_AXIS_LABEL))
     if all(score.is_fraction for scores in by_label.values() for score in scores.values()):
@@ -195,26 +204,28 @@ def by_group(
 
 def fraction_maps(
     results: Results,
-    read: Callable[[TaskResult], tuple[Sequence[Any], Sequence[Any], Sequence[Any]]],
+    matrix_of: Callable[[TaskResult], tuple[Sequence[Any], Sequence[Any], Sequence[Any]]],
     name: str,
     title: str,
     axes_labels: tuple[str, str] = ("", "context length (tokens)"),
 ) -> list[Picture]:
     """Return a picture with a heat map for each model.
 
-    `read` returns a result's matrix of values from 0 to 1, and the names of its rows and of its
-    columns.
+    `matrix_of` returns a result's matrix of values from 0 to 1, and the names of its rows and of
+    its columns.
     """
     row_label, column_label = axes_labels
     figure, shown = model_panels(results, width=4.6, height=3.6)
     sentences = []
     for axes, (label, result) in zip(shown, results.items()):
-        matrix, rows, columns = read(result)
+        matrix, rows, columns = matrix_of(result)
+        # Panels have the same range, so one color bar is enough.
         bar = "fraction" if axes is shown[-1] else None
         heat_map(
             axes, matrix, rows, columns, row_label=row_label, column_label=column_label, bar=bar
         )
 
+        # Cells without samples have no value.
         cells = [
             (value, f"{row}, {column}")
             for row, values in zip(rows, matrix)

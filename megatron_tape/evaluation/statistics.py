@@ -35,11 +35,13 @@ def bootstrap_ratio(
         return None, None
     pairs = np.column_stack((numerators, denominators)).astype(np.float64)
     count = len(pairs)
+    # The seed is fixed, so that the same values have the same interval.
     random = np.random.default_rng(0)
     ratios = []
     for _ in range(samples):
         drawn = random.integers(count, size=count)
         numerator, denominator = pairs[drawn].sum(axis=0)
+        # Some documents may have nothing to measure, such as no key tokens.
         if denominator != 0:
             ratios.append(numerator / denominator)
     return percentiles(np.array(ratios))
@@ -63,6 +65,7 @@ def ratio_score(
     Both arguments have one number for each document; denominators are whole numbers. `fields` are
     other fields of `Score`.
     """
+    # Without anything to measure, the ratio is 0.
     ratio = float(sum(numerators)) / max(1, int(sum(denominators)))
     interval = bootstrap_ratio(numerators, denominators)
     return Score(metric, ratio, better, *interval, **fields)
@@ -83,6 +86,7 @@ def wilson(successes: float, count: int) -> tuple[float, float]:
     samples with several answers, which `scipy.stats.binomtest` does not support.
     """
     if count == 0:
+        # Nothing is known about the fraction.
         return 0.0, 1.0
     fraction = successes / count
     z = NORMAL_QUANTILE
@@ -126,10 +130,11 @@ def paired_t(differences: Sequence[float]) -> PairedTest:
     # Differences that vary only by rounding count as equal.
     if count < 2 or np.std(differences) <= 1e-12 * max(map(abs, differences)):
         return PairedTest(count, mean)
-    error = float(np.std(differences, ddof=1)) / math.sqrt(count)
-    reach = t_quantile(count - 1) * error
-    p = 2 * float(stdtr(count - 1, -abs(mean / error)))
-    return PairedTest(count, mean, mean - reach, mean + reach, p)
+    standard_error = float(np.std(differences, ddof=1)) / math.sqrt(count)
+    half_width = t_quantile(count - 1) * standard_error
+    # Both tails of the distribution.
+    p = 2 * float(stdtr(count - 1, -abs(mean / standard_error)))
+    return PairedTest(count, mean, mean - half_width, mean + half_width, p)
 
 
 def holm(tests: Sequence[PairedTest]) -> list[PairedTest]:
@@ -140,6 +145,8 @@ def holm(tests: Sequence[PairedTest]) -> list[PairedTest]:
     corrected = list(tests)
     largest = 0.0
     for rank, (p, index) in enumerate(known):
+        # The smallest p value is multiplied by the number of tests, the next by one less. The order
+        # of the values stays.
         largest = max(largest, min(1.0, p * (len(known) - rank)))
         corrected[index] = replace(tests[index], p=largest)
     return corrected

@@ -177,6 +177,7 @@ class Task:
         self.section = section or self.name
 
     def key(self, setting: str) -> str:
+        """Return the full key of one of the task's settings, for error messages."""
         return f"{self.section}.{setting}"
 
     def context_lengths(self, info: ModelInfo) -> list[int]:
@@ -186,6 +187,7 @@ class Task:
         lengths = self.settings.lengths
         trained = info.trained_length
         if lengths is None:
+            # A quarter of 8 is the shortest valid length.
             if trained is None or trained < 8:
                 raise ConfigError(
                     self.key("lengths"),
@@ -201,6 +203,7 @@ class Task:
                 f"is {format_value(lengths)}",
                 "give one or more numbers of tokens, each at least 2 and only once",
             )
+        # Others have a position for any number of tokens.
         has_limit = trained is not None and info.config.get("model_type") in LEARNED_POSITIONS
         if has_limit and max(lengths) > trained:
             raise ConfigError(
@@ -254,6 +257,7 @@ class Task:
 
     def require(self, *packages: str) -> None:
         """Raise ConfigError if one of `packages`, given by import name, is not installed."""
+        # Importing them would take seconds.
         missing = [package for package in packages if importlib.util.find_spec(package) is None]
         if missing:
             raise ConfigError(

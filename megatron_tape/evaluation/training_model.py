@@ -57,20 +57,25 @@ class TrainingModel:
         return self.tokenizer.prefix
 
     def losses(self, tokens: np.ndarray, first: int) -> np.ndarray:
-        ids = torch.tensor(tokens, dtype=torch.int64)[None]
+        ids = torch.tensor(tokens, dtype=torch.int64)[None]  # a batch of one text
         inputs = ids[:, :-1]
         labels = ids[:, 1:]
         losses = self._forward(self._engine.losses, inputs, labels)
+        # The loss at position i is that of token i + 1.
         return losses[0, first - 1 :].double().cpu().numpy()
 
     def logits(self, tokens: Tensor) -> Tensor:
         logits = self._forward(self._engine.logits, tokens)
+        # Without the rows that pad the vocabulary.
         return logits[..., : self.info.vocab_size].float().cpu()
 
     def _forward(self, function: Any, *tokens_BS: Tensor) -> Tensor:
+        """Call a function of the engine; return its output (B, S, ...) for the tokens (B, S)."""
+        # A long evaluation must not look like a hang.
         self._watch.progress(self._phase)
         self._any_rank_works(True)
         length = tokens_BS[0].shape[1]
+        # All shards of a sequence have the same length. Padding has no effect on earlier tokens.
         padding = -length % self._tokens.sequence_shards
         padded_BS = [F.pad(part, (0, padding)).to(self._device) for part in tokens_BS]
         return function(*padded_BS)[:, :length]
@@ -78,6 +83,7 @@ class TrainingModel:
     def join_other_ranks(self) -> None:
         """Take part in forward passes of other ranks until all have finished. Each rank calls this
         after its last pass."""
+        # The shortest input that has a token for each shard.
         dummy = torch.zeros(1, self._tokens.sequence_shards, dtype=torch.int64, device=self._device)
         while self._any_rank_works(False):
             self._watch.progress(self._phase)
@@ -102,6 +108,7 @@ class TaskHook(Hook):
         self._task = task
         self._every = every
         self._units: list[Unit] = []
+        """Filled by `before_step`."""
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         """Read the task's data before the first step, so that errors in the data appear at once."""
@@ -110,6 +117,7 @@ class TaskHook(Hook):
             self._units = self._task.units(self._model(trainer))
 
     def due(self, trainer: Trainer, step: int) -> bool:
+        """Return whether the task is evaluated after this step."""
         return step % self._every == 0 or step == trainer.config.train.steps
 
     def evaluate(self, trainer: Trainer, step: int) -> HookResult:
@@ -125,11 +133,11 @@ class TaskHook(Hook):
         for unit in Ranks(rank, group.size()).assign(self._units)[rank]:
             try:
                 values[unit.key] = self._task.evaluate(unit, model)
-            except ValueError as error:
+            except ValueError as error:  # such as an infinite loss of a diverged model
                 failures.append(str(error))
+        # Under ZeRO 3, ranks must not wait below while others still run forward passes.
         model.join_other_ranks()
 
-        # Under ZeRO 3, ranks must not wait here while others still run forward passes.
         gathered: list[Any] = [None] * group.size()
         dist.all_gather_object(gathered, (values, failures), group=group)
         all_values = {}
@@ -146,18 +154,21 @@ class TaskHook(Hook):
             )
             return HookResult()
 
+        # Tasks expect the values in the order of their units.
         in_order = {unit.key: all_values[unit.key] for unit in self._units}
         scores = self._task.summarize(in_order, model.info).scores
         scalars = {f"evaluation/{self._tag(score)}": score.value for score in scores}
-        if trainer.writer is not None:
+        if trainer.writer is not None:  # on the rank that logs
             shown = [f"{self._tag(score)} {score.value:.4g}" for score in scores]
             logger.info("evaluation at step %d | %s", step, " | ".join(shown))
         return HookResult(scalars=scalars)
 
     def _model(self, trainer: Trainer) -> TrainingModel:
+        """Return the model in training, as tasks see it."""
         return TrainingModel(trainer, f"evaluating {self._task.name}")
 
     def _tag(self, score: Score) -> str:
+        """Return `TASK/METRIC/GROUP/LENGTH` without empty parts."""
         length = str(score.length or "")
         return "/".join(filter(None, (self._task.name, score.metric, score.group, length)))
 

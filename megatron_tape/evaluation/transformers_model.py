@@ -74,6 +74,7 @@ class HFModel:
             return self._saved_tokenizer.prefix
         if self.tokenizer is None:
             return []
+        # Some tokenizers have a beginning-of-text token but do not add it.
         first = self.tokenizer("a", verbose=False)["input_ids"][:1]
         if first == [self.tokenizer.bos_token_id]:
             return first
@@ -92,6 +93,7 @@ class HFModel:
 
     @cached_property
     def _rope_types(self) -> set[str]:
+        """The kinds of RoPE scaling that the model's layers have, such as `dynamic`."""
         config = self.model.config.get_text_config(decoder=True)
         parameters = getattr(config, "rope_parameters", None) or {}
         # Some models have parameters for each type of layer.
@@ -100,6 +102,7 @@ class HFModel:
 
     def _supports_cache(self, length: int) -> bool:
         """Return whether the positional encoding supports a cache for a text of `length` tokens."""
+        # Models that this project exports have this function.
         check = getattr(self.model.base_model, "check_cached", None)
         try:
             if check is not None:
@@ -122,17 +125,19 @@ class HFModel:
     def losses(self, tokens: np.ndarray, first: int) -> np.ndarray:
         self.reset_rope_frequencies()
         ids = torch.from_numpy(np.ascontiguousarray(tokens, dtype=np.int64)).to(self.device)
-        length = len(tokens) - 1
+        length = len(tokens) - 1  # the last token is only a label
         if length > self.chunk and self.supports_chunks and self._supports_cache(length):
             losses = self._losses_by_chunk(ids, first)
             if losses is not None:
                 return losses
             # Models with their own code may not support the cache.
             self.supports_chunks = False
+        # `logits_to_keep` = 0 would keep all.
         if first == len(tokens):
             return np.empty(0)
         scored = len(tokens) - first
         output = self.model(ids[None, :-1], use_cache=False, logits_to_keep=scored)
+        # Models that ignore `logits_to_keep` return all logits.
         return _cross_entropy(output.logits[0, -scored:], ids[first:]).cpu().numpy()
 
     def _losses_by_chunk(self, ids: Tensor, first: int) -> np.ndarray | None:
@@ -147,6 +152,7 @@ class HFModel:
         if "cache" in inspect.signature(self.model.forward).parameters:
             cache_name = "cache"
 
+        # There may be no scored tokens, and `torch.cat` needs a tensor.
         losses = [torch.empty(0, dtype=torch.float64, device=self.device)]
         input_chunks = ids[:-1].split(self.chunk)
         label_chunks = ids[1:].split(self.chunk)
@@ -161,7 +167,7 @@ class HFModel:
                 **{cache_name: cache},
             )
             if cache.get_seq_length() != start + len(inputs):
-                return None
+                return None  # the model ignored the cache
             if scored:
                 losses.append(_cross_entropy(output.logits[0, -scored:], labels[-scored:]))
         return torch.cat(losses).cpu().numpy()
@@ -175,6 +181,7 @@ class HFModel:
     def answer(self, prompt: Sequence[int], count: int) -> tuple[str, bool]:
         from transformers import GenerationConfig
 
+        # transformers allows an id, a list of ids or None.
         end_ids = self.model.generation_config.eos_token_id
         if not isinstance(end_ids, list):
             end_ids = [end_ids]
@@ -185,7 +192,7 @@ class HFModel:
             num_beams=1,
             repetition_penalty=1.0,
             eos_token_id=ends or None,
-            pad_token_id=next(iter(ends), 0),
+            pad_token_id=next(iter(ends), 0),  # one prompt needs no padding, but None is a warning
         )
         self.reset_rope_frequencies()
         ids = torch.tensor([prompt], device=self.device)
@@ -193,6 +200,7 @@ class HFModel:
             ids, attention_mask=torch.ones_like(ids), generation_config=settings
         )
         answer = output[0, len(prompt) :].tolist()
+        # Otherwise, generation ended after `count` tokens.
         ended = bool(answer) and answer[-1] in ends
         if ended:
             answer.pop()

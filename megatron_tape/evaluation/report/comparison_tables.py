@@ -52,6 +52,7 @@ def by_task(comparison: Comparison) -> dict[str, ByMetric]:
 
 
 def _with_group_names(task: str, by_metric: ByMetric, settings: Mapping[str, Any]) -> ByMetric:
+    """Return results whose groups have their names for readers, given the task's settings."""
     named = named_scores(task, settings, by_metric)
     return {shown: by_metric[metric] for metric, shown in named}
 
@@ -72,6 +73,7 @@ def task_tables(by_metric: ByMetric, baseline: str) -> list[Table]:
     """
     rows = {}
     for metric in by_metric:
+        # By default, a metric is a row and its group a column.
         row = tables.metric_name(metric)
         column = metric.group
         if metric.length is not None:
@@ -82,6 +84,7 @@ def task_tables(by_metric: ByMetric, baseline: str) -> list[Table]:
             row = ""
         rows.setdefault(row, {})[column] = metric
 
+    # By the names of the columns.
     shared = {}
     for row, by_column in rows.items():
         shared.setdefault(tuple(by_column), {})[row] = by_column
@@ -91,11 +94,14 @@ def task_tables(by_metric: ByMetric, baseline: str) -> list[Table]:
 def _task_table(
     by_metric: ByMetric, rows: Mapping[str, Mapping[str, Score]], baseline: str
 ) -> Table:
-    """Return a table with the metrics in `rows`, by the names of row and column."""
+    """Return a table of the metrics in `rows`, by the names of row and column. A row is shown once
+    for each variant.
+    """
     # The most seeds that a variant has in one of the metrics.
     seeds = Counter()
     for by_column in rows.values():
         for metric in by_column.values():
+            # The maximum of two counters.
             seeds |= Counter({result.variant: len(result.values) for result in by_metric[metric]})
 
     cells = []
@@ -103,6 +109,7 @@ def _task_table(
     for row, by_column in rows.items():
         for variant, count in seeds.items():
             label = tables.text(variant)
+            # If all variants have the same number, the headline says it.
             if len(set(seeds.values())) > 1:
                 label = replace(label, detail=counted(count, "seed"))
             values = [_cell(by_metric, metric, variant) for metric in by_column.values()]
@@ -127,7 +134,7 @@ def _decimals(by_metric: ByMetric, metric: Score) -> int | None:
         if (other.metric, other.unit) == (metric.metric, metric.unit):
             values += _values(results)
     decimals = tables.decimals_for(values)
-    # Whole numbers and large ones keep their form.
+    # Means over seeds have one more decimal, but not whole numbers (0) and large ones (None).
     return decimals and decimals + 1
 
 
@@ -150,6 +157,7 @@ def _cell(by_metric: ByMetric, metric: Score, variant: str) -> Cell:
     if test is None:
         return Cell(shown, result.mean)
     detail = tables.shown_number(test.mean, decimals)
+    # A difference that rounds to 0 has no sign.
     if test.mean > 0 and detail.strip("0."):
         detail = f"+{detail}"
     if test.p is None:
@@ -159,6 +167,7 @@ def _cell(by_metric: ByMetric, metric: Score, variant: str) -> Cell:
 
 
 def _shown_p(p: float) -> str:
+    """Return what follows `p` in a table, such as `= 0.03`."""
     if p < 0.0001:
         return "< 0.0001"
     if p < 0.1:
@@ -174,6 +183,7 @@ def picture(by_metric: ByMetric, variants: Sequence[str]) -> list[Picture]:
     if no metric varies.
     """
     ranking = [metric for metric in by_metric if metric.better != "neither"]
+    # If no metric ranks variants, the others are shown.
     varying = [
         metric for metric in ranking or by_metric if len(set(_values(by_metric[metric]))) > 1
     ]
@@ -183,6 +193,7 @@ def picture(by_metric: ByMetric, variants: Sequence[str]) -> list[Picture]:
 
     labels = list(variants)
     looks = figures.variant_styles(labels)
+
     # A line of text for each variant, and room for the title and the axis.
     height = 0.9 + 0.28 * len(labels)
     figure, panels = figures.panels(
@@ -214,17 +225,20 @@ def picture(by_metric: ByMetric, variants: Sequence[str]) -> list[Picture]:
         title = tables.subject_name(metric)
         descriptions.append(f"{title}: {', '.join(means)}")
         axes.set_yticks(range(len(labels)), [looks[label]["label"] for label in labels], fontsize=8)
+        # The first variant is at the top.
         axes.set_ylim(len(labels) - 0.5, -0.5)
         axes.set_xlabel(figures.plain(title, 60), fontsize=9)
         same_metric = [other for other in shown if other.metric == metric.metric]
         values = [value for other in same_metric for value in _values(by_metric[other])]
         axes.set_xlim(*figures.limits(values, fraction=metric.is_fraction))
+        # Readers would overlook an offset such as +3.2 at the end of an axis.
         axes.ticklabel_format(axis="x", useOffset=False)
         axes.locator_params(axis="x", nbins=6)
     return [Picture("comparison", f"{kind}. {'; '.join(descriptions)}.", figure)]
 
 
 def _values(results: Sequence[VariantResult]) -> list[float]:
+    """Return the values of all variants and seeds."""
     return [value for result in results for value in result.values.values()]
 
 
@@ -237,13 +251,13 @@ def headline(comparison: Comparison) -> tuple[str, list[str]]:
         return "Comparison", ["No run is finished."]
 
     counts = [len(seeds) for seeds in _seeds(comparison).values()]
-    seeds = counted(max(counts), "seed")
+    shown_seeds = counted(max(counts), "seed")
     if min(counts) < max(counts):
-        seeds = f"{min(counts)} to {seeds}"
+        shown_seeds = f"{min(counts)} to {shown_seeds}"
     evaluated = [task_title(task) for task in by_task(comparison) if task != TRAINING]
     compared = (
         f"Compared: {counted(len(variants), 'variant')} of one recipe ({enumerated(variants, 6)}),"
-        f" trained with {seeds} each, by {enumerated(evaluated) or 'the validation loss'}."
+        f" trained with {shown_seeds} each, by {enumerated(evaluated) or 'the validation loss'}."
     )
 
     findings = _findings(comparison)
@@ -272,6 +286,7 @@ def _findings(comparison: Comparison) -> list[str]:
     some have would make them look better or worse than the others.
     """
     seeds = _seeds(comparison).values()
+    # Without shared seeds, all count.
     shared = set.intersection(*seeds) or set.union(*seeds)
     runs = [run for run in comparison.runs if run.seed in shared]
     tasks = by_task(replace(comparison, runs=runs))
@@ -288,6 +303,7 @@ def _findings(comparison: Comparison) -> list[str]:
         if values is not None:
             title = f"{task_title(task)}: " if len(evaluated) > 1 else ""
             sentences.append(title + finding(values, comparison.baseline))
+    # Readers would otherwise miss values that the table has.
     if len(runs) < len(comparison.runs):
         names = ", ".join(map(str, sorted(shared)))
         sentences.append(f"This counts only the seeds that all variants have: {names}.")
@@ -306,6 +322,7 @@ def _outcome(comparison: Comparison) -> tuple[str, bool | None]:
         return "None of the measured metrics ranks variants.", None
 
     first = ranking[0]
+    # The smallest p of each variant, under any condition of the first metric.
     p_values = {}
     for metric, results in tasks[first.task].items():
         for result in results:
@@ -344,7 +361,8 @@ def notes(comparison: Comparison, missing: Sequence[str] = ()) -> list[str]:
     sentences = [f"{counted(len(variants), 'variant')} on {enumerated(machines)}."]
     most = max(map(len, _seeds(comparison).values()), default=0)
     if most > 1:
-        reach = t_quantile(most - 1) / math.sqrt(most)
+        # The 95 % interval of the mean reaches this far, in standard deviations.
+        half_width = t_quantile(most - 1) / math.sqrt(most)
         sentences += [
             (
                 "Each point is one run. A seed sets the order of the data and the initial weights"
@@ -356,8 +374,8 @@ def notes(comparison: Comparison, missing: Sequence[str] = ()) -> list[str]:
                 f" {SIGNIFICANT}. A test needs differences that vary."
             ),
             (
-                f"With {most} seeds, a single difference reaches p < {SIGNIFICANT} only if it is"
-                f" more than {reach:.2g} times the standard deviation of the differences: a large p"
+                f"With {most} seeds, a single difference reaches p < {SIGNIFICANT} only if it is more"
+                f" than {half_width:.2g} times the standard deviation of the differences: a large p"
                 " does not show that there is no difference."
             ),
         ]
@@ -370,7 +388,8 @@ def warnings(comparison: Comparison) -> list[str]:
     """Return a warning if hardware, versions or data differ between runs, else an empty list."""
     facts = {}
     for run in comparison.runs:
-        for name, value in {"the hardware": run.hardware, **run.versions, **run.data}.items():
+        origin = {"the hardware": run.hardware, **run.versions, **run.data}
+        for name, value in origin.items():
             facts.setdefault(name, set()).add(value)
     changed = [name for name, values in facts.items() if len(values) > 1]
     if changed:

@@ -43,13 +43,16 @@ class Measured:
 
     @cached_property
     def _flat_values(self) -> list[float]:
+        """All values, of every condition and label."""
         return [value for values in self.values.values() for value in values.values()]
 
     @cached_property
     def _are_fractions(self) -> bool:
+        """Whether the values are fractions such as accuracies, which are shown as percentages."""
         return self.better == "higher" and all(0 <= value <= 1 for value in self._flat_values)
 
     def _shown(self, value: float) -> str:
+        """Return a value as text: a percentage, or a number as in a table of all values."""
         if self._are_fractions:
             return _percent(value)
         return shown_number(value, decimals_for(self._flat_values))
@@ -58,6 +61,7 @@ class Measured:
         """Return the labels with the best value under a condition, or one that counts as equal."""
 
         def rounded(label: str) -> str:
+            """Return the text by which values are compared, with whole percentages."""
             value = self.values[condition][label]
             if self._are_fractions:
                 return f"{value:.0%}"
@@ -82,12 +86,14 @@ class Measured:
                 return f"{shown} from {conditions[0]} to {conditions[-1]}"
             return shown + at(conditions)
 
+        # Conditions with the same values share a phrase.
         by_range = {}
         for condition in conditions:
             by_range.setdefault(self._range(labels, [condition]), []).append(condition)
         return enumerated([shown + at(conditions) for shown, conditions in by_range.items()])
 
     def _range(self, labels: Sequence[str], conditions: Sequence[str]) -> str:
+        """Return the values of `labels` under `conditions` as one range, such as `97 to 99 %`."""
         values = [self.values[condition][label] for condition in conditions for label in labels]
         low = self._shown(min(values))
         high = self._shown(max(values))
@@ -136,6 +142,7 @@ def finding(measured: Measured, reference: str = "") -> str:
 
 
 def _sentence(measured: Measured, reference: str) -> str:
+    """Return `finding` for the labels that have all values."""
     name = measured.name
     labels = measured.labels
     best = {condition: measured.best(condition) for condition in measured.values}
@@ -147,6 +154,7 @@ def _sentence(measured: Measured, reference: str) -> str:
         names = enumerated(labels, MOST_LISTED)
         return f"{names} have about the same {name}: {measured.describe(labels)}."
 
+    # Exactly the variants with one setting are best everywhere.
     setting = _common_setting(always, labels)
     if setting:
         return (
@@ -155,23 +163,26 @@ def _sentence(measured: Measured, reference: str) -> str:
         )
 
     extreme = "highest" if measured.better == "higher" else "lowest"
+    # The same labels are best everywhere.
     if always:
         compared = _compared(measured, others, reference)
         verb = "has" if len(always) == 1 else "have"
         subject = f"{enumerated(always, MOST_LISTED)} {verb} the {extreme} {name}"
         return f"{subject}: {measured.describe(always)}{compared}."
 
-    led = {}
+    # Different labels are best under different conditions.
+    conditions_led = {}
     for condition, leaders in best.items():
-        led.setdefault(tuple(leaders), []).append(condition)
+        conditions_led.setdefault(tuple(leaders), []).append(condition)
     parts = [
         f"that of {enumerated(leaders, MOST_LISTED)} with {measured.describe(leaders, conditions)}"
-        for leaders, conditions in led.items()
+        for leaders, conditions in conditions_led.items()
     ]
-    never = [label for label in labels if not any(label in leaders for leaders in led)]
+    others = [label for label in labels if not any(label in leaders for leaders in conditions_led)]
+    # Its values are given even if it is sometimes the best.
     if reference in labels:
-        never.append(reference)
-    compared = _compared(measured, never, reference)
+        others.append(reference)
+    compared = _compared(measured, others, reference)
     return f"The {extreme} {name} is {enumerated(parts, MOST_LISTED)}{compared}."
 
 
@@ -191,8 +202,10 @@ def _common_setting(chosen: Sequence[str], labels: Sequence[str]) -> str:
     """Return the part of variants' names that all of `chosen` have and no other label has; empty
     without one.
     """
+    # One variant is named by its own name.
     if len(chosen) < 2:
         return ""
+    # A variant's name is its encoding and its settings.
     for part in chosen[0].split("+"):
         if [label for label in labels if part in label.split("+")] == list(chosen):
             return part
@@ -201,7 +214,7 @@ def _common_setting(chosen: Sequence[str], labels: Sequence[str]) -> str:
 
 def at(conditions: Sequence[str]) -> str:
     """Return a phrase for conditions, such as ` at 8 blanks and 16 blanks` or ` for books`."""
-    if conditions == [""]:
+    if conditions == [""]:  # the only one, which has no name
         return ""
     preposition = "at" if _are_sizes(conditions) else "for"
     return f" {preposition} {enumerated(conditions, MOST_LISTED)}"
@@ -215,6 +228,7 @@ def _are_sizes(conditions: Sequence[str]) -> bool:
 def _percent(fraction: float) -> str:
     """Return a fraction as percent. Only 0 and 1 are shown as 0 % and 100 %."""
     decimals = 0
+    # 0.999 becomes 99.9 %, since 100 % would say that nothing was wrong.
     while fraction not in (0, 1) and float(f"{100 * fraction:.{decimals}f}") in (0, 100):
         decimals += 1
     return f"{100 * fraction:.{decimals}f} %"

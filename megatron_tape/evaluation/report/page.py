@@ -103,6 +103,7 @@ def read(paths: Iterable[str | Path]) -> tuple[dict[str, Run], dict[str, Results
         files = [path]
         is_run = (path / METRICS).exists() or (path / SETTINGS).exists()
         if not path.is_file():
+            # A run has an evaluation for each checkpoint that was evaluated.
             files = [*sorted(path.glob(f"evaluation/*/{NAME}")), *path.glob(NAME)]
         if not is_run and not files:
             raise FileError(
@@ -125,6 +126,7 @@ def read(paths: Iterable[str | Path]) -> tuple[dict[str, Run], dict[str, Results
 
 
 def _label(name: str, path: Path, taken: dict) -> str:
+    """Return a label that is not yet in `taken`: `name`, or else with the path."""
     if name in taken:
         return f"{name} ({path})"
     return name
@@ -167,6 +169,7 @@ def page(
             warnings = training_warnings(runs)
             sections.append(Section("Training", runs_table(runs), pictures, warnings))
 
+    # Figures of training are not the first thing to read if models were evaluated.
     if results:
         titles.append(f"evaluation of {enumerated(list(results), 4)}")
         sentences += _outcome(results, comparable)
@@ -175,6 +178,7 @@ def page(
         if len(runs) > 1:
             sentences.append(_ONE_RUN_EACH)
 
+    # Every text is escaped, since names of models and tasks come from files.
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -185,7 +189,9 @@ def page(
     )
     title = "; ".join(titles)
     return environment.get_template("page.html").render(
-        title=title[:1].upper() + title[1:], sentences=sentences, sections=sections
+        title=title[:1].upper() + title[1:],
+        sentences=sentences,
+        sections=sections,
     )
 
 
@@ -196,6 +202,7 @@ def _outcome(results: Mapping[str, Results], comparable: Sequence[str]) -> list[
     `comparable` names the tasks whose scores can be compared.
     """
     findings = []
+    # Numbers of scores that several models have, and of those in which one leads.
     compared = 0
     led = 0
     for name in comparable:
@@ -208,9 +215,9 @@ def _outcome(results: Mapping[str, Results], comparable: Sequence[str]) -> list[
                 values[subject] = {label: score.value for label, score in scores.items()}
                 compared += len(scores) > 1
                 led += leader(scores) is not None
-        best = measured(values)
-        if best is not None:
-            findings.append(f"{title_of(name)}: {finding(best)}")
+        first_metric = measured(values)
+        if first_metric is not None:
+            findings.append(f"{title_of(name)}: {finding(first_metric)}")
 
     models = f"{counted(len(results), 'model')} evaluated: {enumerated(list(results), 6)}."
     if not compared:
@@ -240,6 +247,7 @@ def training_warnings(runs: Mapping[str, Run]) -> list[str]:
     differing = []
     for section, key in _LOSS_SETTINGS:
         values = [run.settings.get(section, {}).get(key) for run in runs.values()]
+        # Values may be dictionaries, which a set cannot hold.
         if any(value != values[0] for value in values):
             differing.append(f"{section}.{key}")
     if not differing:
@@ -269,7 +277,7 @@ def draw(drawings: Iterable[Drawing]) -> list[tuple[str, str, float]]:
             for picture in make():
                 address = Markup(f"data:image/png;base64,{base64.b64encode(png(picture)).decode()}")
                 pictures.append((address, picture.alternative_text, picture.figure.get_figwidth()))
-        except Exception as error:
+        except Exception as error:  # of a task's drawing; the other pictures are still shown
             reason = f"{type(error).__name__}: {error}"
             sentence = clean(f"The picture of {subject} could not be drawn ({reason}).", 300)
             print(f"warning: {sentence}", file=sys.stderr)
@@ -279,6 +287,7 @@ def draw(drawings: Iterable[Drawing]) -> list[tuple[str, str, float]]:
 
 
 def _comparison_sections(comparison: Comparison, missing: Sequence[str]) -> list[Section]:
+    """Return a section for each task and for the training, and one on how to read them."""
     sections = []
     for task, by_metric in comparison_tables.by_task(comparison).items():
         make = partial(comparison_tables.picture, by_metric, comparison.variants)
@@ -286,26 +295,30 @@ def _comparison_sections(comparison: Comparison, missing: Sequence[str]) -> list
         sections.append(Section(comparison_tables.task_title(task), tables, draw([(task, make)])))
     notes = comparison_tables.notes(comparison, missing)
     sections.append(Section("How to read the comparison", notes=notes))
+    # Warnings concern all sections, and come before the first table.
     sections[0].warnings = comparison_tables.warnings(comparison)
     return sections
 
 
 def _task_section(results: Mapping[str, Results], name: str) -> Section:
+    """Return the section of the task `name`, with all models that have results of it."""
     results = {label: result for label, result in results.items() if name in result.tasks}
     tasks = {label: result.tasks[name] for label, result in results.items()}
     warnings = comparison_warnings(list(results.values()), name)
     pictures = []
+    # The file may be of a version with other tasks.
     if name in TASKS:
         pictures = draw([(name, partial(TASKS[name].draw, tasks))])
 
-    labels = {}
+    labels_by_note = {}
     for label, task in tasks.items():
         for note in task.notes:
-            labels.setdefault(note, []).append(label)
+            labels_by_note.setdefault(note, []).append(label)
     notes = []
-    for note, noted in labels.items():
-        if len(noted) < len(tasks):
-            note = f"{enumerated(noted)}: {note}"
+    for note, labels in labels_by_note.items():
+        # A note about all models needs no names.
+        if len(labels) < len(tasks):
+            note = f"{enumerated(labels)}: {note}"
         notes.append(note)
     return Section(title_of(name), score_table(tasks, not warnings), pictures, warnings, notes)
 
@@ -346,13 +359,16 @@ def curves(runs: Mapping[str, Run]) -> Iterator[Drawing]:
     """Yield a drawing for each of `_NAMES` and each task evaluated during training that was logged
     at least twice; a task has a panel per metric.
     """
+    # A single point is no curve.
     keys = {
         key for run in runs.values() for key, curve in run.curves.items() if len(curve.steps) > 1
     }
+    # For each drawing, the titles of its panels by the key of the metric.
     panels = {_NAMES[key]: {key: ""} for key in _NAMES if key in keys}
     for key in sorted(keys):
         if key.startswith(DURING):
             task, *parts = key.removeprefix(DURING).split("/")
+            # Groups have the names that the settings of the runs give them.
             names = {}
             for run in runs.values():
                 names |= group_names(task, run.settings.get("evaluation", {}).get(task) or {})
@@ -364,7 +380,6 @@ def curves(runs: Mapping[str, Run]) -> Iterator[Drawing]:
 
 def _draw_curves(runs: Mapping[str, Run], name: str, titles: Mapping[str, str]) -> list[Picture]:
     """Draw a panel for each metric; `titles` are those of the panels, by the key of the metric."""
-
     figure, panels = figures.panels(len(titles), width=4.6)
     looks = figures.styles(runs)
     ends = []
@@ -374,6 +389,7 @@ def _draw_curves(runs: Mapping[str, Run], name: str, titles: Mapping[str, str]) 
             if curve.last is not None:
                 steps = _thinned(curve.steps)
                 axes.plot(steps, _thinned(curve.values), **looks[label] | {"marker": ""})
+                # A single panel has no title.
                 ends.append(f"{label} {title} {curve.last[1]:.4g}".replace("  ", " "))
         axes.set(xlabel="step", ylabel=figures.plain(name, figures.LONGEST_AXIS_LABEL))
         axes.set_title(figures.plain(title, figures.LONGEST_LABEL), fontsize=10)

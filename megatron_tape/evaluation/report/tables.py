@@ -50,6 +50,7 @@ class Table:
     @property
     def grouped_rows(self) -> list[tuple[str, list[Sequence[Cell]]]]:
         """The names of groups, and their rows; without groups, all rows with an empty name."""
+        # Called once for each row, in order.
         names = iter(self.row_groups or [""] * len(self.rows))
         return [(name, list(rows)) for name, rows in groupby(self.rows, lambda _: next(names))]
 
@@ -68,9 +69,10 @@ def table(
     row_groups: Sequence[str] = (),
 ) -> Table:
     """Return a table without the columns that are empty in every row."""
-    known = [any(cell.sort not in (None, "") for cell in column) for column in zip(*rows)]
-    kept = [list(compress(row, known)) for row in rows]
-    return Table(caption, list(compress(columns, known)), kept, row_groups)
+    # Such as the group and the length, which many scores do not have.
+    filled = [any(cell.sort not in (None, "") for cell in column) for column in zip(*rows)]
+    kept = [list(compress(row, filled)) for row in rows]
+    return Table(caption, list(compress(columns, filled)), kept, row_groups)
 
 
 def markdown(shown: Table, escape: Callable[[str], str]) -> list[str]:
@@ -85,9 +87,11 @@ def markdown(shown: Table, escape: Callable[[str], str]) -> list[str]:
     for row in shown.rows:
         cells.append([_in_one_line(cell) for cell in row])
 
+    # Each column has its heading, a rule, and its values.
     columns = []
     for column, is_number in zip(zip(*cells), shown.are_numbers):
         texts = [escape(text).replace("|", "\\|") for text in column]
+        # A rule has at least three characters.
         width = max(3, *map(len, texts))
         align = str.ljust
         rule = "-" * width
@@ -100,6 +104,7 @@ def markdown(shown: Table, escape: Callable[[str], str]) -> list[str]:
 
 
 def _in_one_line(cell: Cell) -> str:
+    """Return the text of a cell, with its detail in brackets."""
     if not cell.detail:
         return cell.text
     return f"{cell.text} ({', '.join(cell.detail.splitlines())})"
@@ -201,6 +206,7 @@ def score_table(tasks: Mapping[str, TaskResult], comparable: bool = True) -> lis
     for subject, scores in subjects.items():
         for score in scores.values():
             known = {score.value, score.low, score.high} - {None}
+            # A metric has the same number of decimals in all its rows.
             values.setdefault(subject.metric, []).extend(known)
 
     rows = []
@@ -229,6 +235,7 @@ def score_table(tasks: Mapping[str, TaskResult], comparable: bool = True) -> lis
 
 
 def _score_cell(score: Score | None, decimals: int | None, strong: bool) -> Cell:
+    """Return a cell with a score, its interval and its number of samples; a dash for None."""
     if score is None:
         return Cell(MISSING)
     details = (interval(score.low, score.high, decimals), score.shown_count)
@@ -299,6 +306,7 @@ def comparison_warnings(results: Sequence[Results], name: str) -> list[str]:
 
 
 def _differ(values: Iterable[Any]) -> bool:
+    """Return whether not all values are equal, as JSON."""
     return len({json.dumps(value, sort_keys=True) for value in values}) > 1
 
 

@@ -64,7 +64,7 @@ def group_names(name: str, settings: Mapping[str, Any]) -> dict[str, str]:
     try:
         valid = validator(task.Settings).validate_python({key: settings[key] for key in known})
         names = task(valid).group_names()
-    except ValueError:
+    except ValueError:  # such as settings that this version refuses
         return {}
     # Two groups with one name would be mixed.
     if len(set(names.values())) == len(names):
@@ -79,6 +79,7 @@ def named_scores(
     has its name for readers.
     """
     names = group_names(name, settings)
+    # Groups without a name come last, in their own order.
     order = {group: index for index, group in enumerate(names)}
     ordered = sorted(scores, key=lambda score: order.get(score.group, len(order)))
     return [(score, replace(score, group=names.get(score.group, score.group))) for score in ordered]

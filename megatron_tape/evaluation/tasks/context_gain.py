@@ -75,11 +75,13 @@ class ContextGain(WindowTask):
 
     def summarize(self, values: Values, info: ModelInfo) -> Summary:
         short, *longer = self.context_lengths(info)
+        # Arrays of losses by unit key, `SOURCE/NUMBER/LENGTH`.
         losses = {key: np.array(value["losses"]) for key, value in values.items()}
         key_tokens = {}
         by_source = {}
         for document in dict.fromkeys(key.rpartition("/")[0] for key in values):
             by_source.setdefault(document.split("/")[0], []).append(document)
+            # The scored tokens are the same at every length, so their losses can be subtracted.
             longest = losses[f"{document}/{longer[-1]}"]
             gain = losses[f"{document}/{short}"] - longest
             key_tokens[document] = np.flatnonzero(
@@ -90,20 +92,21 @@ class ContextGain(WindowTask):
         notes = []
         for source_name, documents in by_source.items():
             before = [losses[f"{document}/{short}"] for document in documents]
-            chosen = [key_tokens[document] for document in documents]
+            key_indices = [key_tokens[document] for document in documents]
             for length in longer:
                 after = [losses[f"{document}/{length}"] for document in documents]
-                scores += _scores(before, after, chosen, length, source_name)
+                scores += _scores(before, after, key_indices, length, source_name)
             notes.append(
                 f"{source_name}: gains are relative to a context of {short:,} tokens;"
-                f" {_size(chosen):,} of {_size(before):,} tokens of"
+                f" {_size(key_indices):,} of {_size(before):,} tokens of"
                 f" {counted(len(documents), 'document')} are key tokens."
             )
 
         details = {
             "scored": self.scored(),
             "short": short,
-            "key_tokens": {document: chosen.tolist() for document, chosen in key_tokens.items()},
+            # Scores of models with other key tokens cannot be compared.
+            "key_tokens": {document: indices.tolist() for document, indices in key_tokens.items()},
         }
         return Summary(scores, details, [*notes, BIAS, *self.notes_on_documents()])
 
@@ -129,22 +132,28 @@ def _scores(
     `after` with this context, and the indices of key tokens.
     """
     common = {"length": length, "group": group, "counted": "token"}
-    gains = [b - a for b, a in zip(before, after)]
+    # Positive if the longer context lowers the loss.
+    gains = [short - longer for short, longer in zip(before, after)]
     scores = [_mean("gain", gains, "higher", **common)]
     if _size(key_tokens):
-        key_gains = [gain[chosen] for gain, chosen in zip(gains, key_tokens)]
+        key_gains = [gain[indices] for gain, indices in zip(gains, key_tokens)]
         scores.append(_mean("key_gain", key_gains, "higher", **common))
-        key_losses = [losses[chosen] for losses, chosen in zip(after, key_tokens)]
+        key_losses = [losses[indices] for losses, indices in zip(after, key_tokens)]
+        # LongPPL is the perplexity of key tokens.
         loss = _mean("key_loss", key_losses, "lower", **common)
         scores.append(exponential(loss, "key_perplexity"))
     return scores
 
 
 def _mean(metric: str, parts: list[np.ndarray], better: str, **fields: Any) -> Score:
+    """Return the mean over the tokens of all documents as a score. `parts` has their values by
+    document.
+    """
     sums = [float(part.sum()) for part in parts]
     sizes = [len(part) for part in parts]
     return ratio_score(metric, sums, sizes, better, count=sum(sizes), unit=NATS, **fields)
 
 
 def _size(parts: list[np.ndarray]) -> int:
+    """Return the number of tokens of all documents."""
     return sum(map(len, parts))

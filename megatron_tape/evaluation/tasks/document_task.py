@@ -62,6 +62,7 @@ class DocumentTask(Task):
 
     @property
     def text_sources(self) -> list[TextSource]:
+        """The files and datasets that the setting `data` names."""
         return find_sources(self.settings, self.section)
 
     @property
@@ -69,12 +70,12 @@ class DocumentTask(Task):
         """Maximum number of documents of a source; None for all."""
         return self.settings.documents
 
-    def needed(self, info: ModelInfo) -> int:
+    def minimum_tokens(self, info: ModelInfo) -> int:
         """Return the minimum number of tokens of a document."""
         raise NotImplementedError
 
     def check(self, info: ModelInfo) -> None:
-        check_sources(self.text_sources, info, self.needed(info), self.most_documents)
+        check_sources(self.text_sources, info, self.minimum_tokens(info), self.most_documents)
 
     def inputs(self) -> list[Path]:
         return [file for text_source in self.text_sources for file in text_source.files]
@@ -91,9 +92,11 @@ class WindowTask(DocumentTask):
 
     @property
     def most_documents(self) -> int | None:
+        # A document takes several forward passes at each length.
         return self.settings.documents or 50
 
-    def needed(self, info: ModelInfo) -> int:
+    def minimum_tokens(self, info: ModelInfo) -> int:
+        # One more than the longest context: the token that it predicts.
         return max(self.context_lengths(info)) + 1
 
     def units(self, model: EvaluatedModel) -> list[Unit]:
@@ -101,11 +104,12 @@ class WindowTask(DocumentTask):
         self.skipped = {}
         for text_source in self.text_sources:
             documents, short = long_documents(
-                text_source, model, self.needed(model.info), self.most_documents
+                text_source, model, self.minimum_tokens(model.info), self.most_documents
             )
             self.skipped[text_source.name] = short
             self.work |= self.plan(text_source, documents, model)
-        # The time per token grows with the context, because of attention.
+        # The time per token grows with the context, because of attention. At 65,536 tokens,
+        # attention is assumed to take as long as all else.
         return [
             Unit(key, sum(map(len, work.windows)) * (1 + work.length / 65_536))
             for key, work in self.work.items()
@@ -140,6 +144,7 @@ class WindowTask(DocumentTask):
         windows = []
         step = scored_per_window(length, stride)
         for start in range(first, stop, step):
+            # The last window may score fewer tokens.
             end = min(start + step, stop)
             windows.append(Window(end - size, end, scored=end - start))
         return windows
@@ -158,19 +163,22 @@ class WindowTask(DocumentTask):
         counts = {}
         digests = {}
         for key, works in by_document.items():
-            first = min(work.scored[0] for work in works)
-            last = max(work.scored[1] for work in works)
+            # Scored tokens are contiguous in a document.
+            start = min(work.scored[0] for work in works)
+            stop = max(work.scored[1] for work in works)
             name = key.split("/")[0]
-            counts[name] = counts.get(name, 0) + last - first
+            counts[name] = counts.get(name, 0) + stop - start
             digest = digests.setdefault(name, hashlib.sha256())
-            digest.update(f"{key} {first} {last} ".encode())
-            digest.update(np.ascontiguousarray(works[0].document.tokens[first:last], "<i8"))
+            digest.update(f"{key} {start} {stop} ".encode())
+            # Datasets store ids in different types, which must not change the digest.
+            digest.update(np.ascontiguousarray(works[0].document.tokens[start:stop], "<i8"))
         return {
             name: {"count": count, "digest": digests[name].hexdigest()[:16]}
             for name, count in counts.items()
         }
 
     def notes_on_documents(self) -> list[str]:
+        """Return a sentence for each source with documents that were too short."""
         return [
             f"{name}: skipped as too short: {counted(short, 'document')}."
             for name, short in self.skipped.items()
@@ -201,6 +209,7 @@ def window_losses(
     tokens = np.concatenate(
         [np.asarray(prefix, np.int64), document.tokens[window.start : window.stop]]
     )
+    # The first token has no tokens before it that could predict it.
     first = 1 if whole else len(tokens) - window.scored
     losses = model.losses(tokens, first)
     if not np.isfinite(losses).all():
@@ -216,7 +225,7 @@ def exponential(loss: Score, metric: str) -> Score:
     """Return the perplexity for the score of a loss in nats, limited to finite values."""
     # A diverged model must not make the results invalid JSON.
     perplexities: dict[str, Any] = {
-        end: math.exp(min(getattr(loss, end), 700.0))
+        end: math.exp(min(getattr(loss, end), 700.0))  # exp(710) overflows
         for end in ("value", "low", "high")
         if getattr(loss, end) is not None
     }

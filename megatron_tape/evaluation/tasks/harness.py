@@ -41,6 +41,7 @@ def find_tasks(names: Sequence[str], include: Sequence[str] = ()) -> TaskManager
     so they are read only if these directories lack a name. Raises ConfigError for an unknown name.
     """
     missing = []
+    # First without the harness's own tasks.
     for defaults in (False, True):
         manager = index(tuple(include), defaults)
         known = set(manager.all_tasks)
@@ -68,7 +69,7 @@ def index(include: tuple[str, ...], defaults: bool) -> TaskManager:
         with quiet():
             return TaskManager(include_path=list(include), include_defaults=defaults)
     except Exception as error:  # the harness does not validate task files
-        if not include:
+        if not include:  # the harness itself is broken
             raise
         raise ConfigError(
             "lm_eval.include_path",
@@ -121,6 +122,7 @@ def builtin_configuration(folder: str, name: str) -> dict:
         contextlib.redirect_stdout(io.StringIO()),
     ):
         config = load_yaml(Path(lm_eval.tasks.__file__).parent / folder / f"{name}.yaml")
+    # A task of this configuration belongs to no group.
     for key in ("tag", "group"):
         config.pop(key, None)
     return config
@@ -155,6 +157,7 @@ def run(model: Any, tasks: dict, seed: str, limit: int | None = None) -> list[di
             model, tasks, limit=limit, bootstrap_iters=_RESAMPLINGS, log_samples=True
         )
 
+    # Only a `HarnessModel` records these.
     truncated = getattr(model, "truncated", set())
     return [
         {
@@ -172,15 +175,18 @@ def _metrics(values: dict, higher_is_better: dict) -> dict:
     """Return the field `metrics` of an outcome, given the harness's results of a task or group."""
     metrics = {}
     for key, value in values.items():
+        # Results also have other keys, such as the alias of the task.
         metric, _, filter_name = key.partition(",")
         is_metric = filter_name and not metric.endswith("_stderr")
         if is_metric and isinstance(value, (int, float)):
             error = values.get(f"{metric}_stderr,{filter_name}")
+            # The harness gives N/A for metrics without a standard error.
             if not isinstance(error, (int, float)) or not math.isfinite(error):
                 error = None
             metrics[key] = {
                 "value": float(value),
                 "error": error,
+                # True also for metrics that do not say it.
                 "higher_is_better": higher_is_better.get(metric) is not False,
             }
     return metrics
@@ -193,12 +199,14 @@ def _documents(samples: list[dict], truncated: set[tuple[str, ...]]) -> dict:
     by_number = {}
     values = {}
     for sample in samples:
+        # Documents and requests are the same with every filter.
         by_number.setdefault(sample["doc_id"], sample)
         for metric in sample["metrics"]:
             column = values.setdefault(f"{metric},{sample['filter']}", {})
             column[sample["doc_id"]] = sample[metric]
 
     def is_truncated(sample: dict) -> bool:
+        # As `HarnessModel.truncated` has them, without the options of a request.
         texts = [
             tuple(part for part in request if isinstance(part, str))
             for request in sample["arguments"]

@@ -46,15 +46,15 @@ class HarnessModel(HFLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         for request in requests:
             prompt, options = request.args
-            generated = normalize_gen_kwargs(options, self.max_gen_toks)["max_gen_toks"]
-            if generated >= self.max_length:
+            most_generated = normalize_gen_kwargs(options, self.max_gen_toks)["max_gen_toks"]
+            if most_generated >= self.max_length:
                 raise ConfigError(
                     "lm_eval.tasks",
-                    f"has {request.task_name}, which generates up to {generated:,} tokens, but the"
-                    f" model reads at most {self.max_length:,}, including the prompt",
+                    f"has {request.task_name}, which generates up to {most_generated:,} tokens, but"
+                    f" the model reads at most {self.max_length:,}, including the prompt",
                     "remove it",
                 )
-            if len(self.tok_encode(prompt)) > self.max_length - generated:
+            if len(self.tok_encode(prompt)) > self.max_length - most_generated:
                 self.truncated.add((prompt,))
         return super().generate_until(requests, disable_tqdm)
 
@@ -101,6 +101,7 @@ def harness_model(model: Any, batch_size: int, max_length: int | None) -> Harnes
             f"of {model.info.label} has no end-of-text token, which lm_eval requires",
             "set eos_token in its tokenizer_config.json",
         )
+    # The harness encodes prompt and answer one after the other.
     last = tokenizer("a", verbose=False)["input_ids"][-1]
     if last != tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"][-1]:
         raise ConfigError(

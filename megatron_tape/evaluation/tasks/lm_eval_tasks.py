@@ -22,6 +22,7 @@ from megatron_tape.evaluation.task import (
 )
 
 _TASK_FILES = (".yaml", ".yml")
+# Task files may read the others.
 _FILES = (*_TASK_FILES, ".py", ".json", ".jsonl", ".csv", ".txt")
 
 
@@ -59,6 +60,7 @@ class LmEval(Task):
                 )
         from megatron_tape.evaluation.tasks.harness import find_tasks
 
+        # Raises ConfigError for an unknown name.
         find_tasks(tasks, self._include)
 
     def refuse_code(self) -> None:
@@ -125,10 +127,12 @@ class LmEval(Task):
 
     @property
     def _include(self) -> tuple[str, ...]:
+        """The directory of the user's own task files, or nothing."""
         return tuple(filter(None, [self.settings.include_path]))
 
     @property
     def _task_files(self) -> list[str]:
+        """Those of `tasks` that are paths of YAML files."""
         return [name for name in self.settings.tasks if name.endswith(_TASK_FILES)]
 
 
@@ -137,9 +141,11 @@ def _finite(outcome: dict) -> dict:
     in `not_finite`.
     """
     metrics = outcome["metrics"]
+    # JSON has neither infinite numbers nor NaN.
     finite = {key: metric for key, metric in metrics.items() if math.isfinite(metric["value"])}
     values = {}
     for key in finite:
+        # Some metrics have no value per document, or one that is no number.
         column = outcome["values"].get(key)
         if column and all(
             isinstance(value, (int, float)) and math.isfinite(value) for value in column
@@ -151,6 +157,7 @@ def _finite(outcome: dict) -> dict:
 
 
 def _scores(outcome: dict) -> list[Score]:
+    """Return the metrics of a task or group as scores."""
     scores = []
     for key, metric in outcome["metrics"].items():
         interval = _interval(metric, outcome["values"].get(key))
@@ -162,13 +169,14 @@ def _scores(outcome: dict) -> list[Score]:
                 better,
                 *interval,
                 group=outcome["name"],
-                count=len(outcome["documents"]) or None,
+                count=len(outcome["documents"]) or None,  # unknown for a group
             )
         )
     return scores
 
 
 def _notes(outcome: dict, max_length: int) -> list[str]:
+    """Return sentences about truncated documents and omitted metrics."""
     notes = []
     if outcome["truncated"]:
         notes.append(
@@ -189,6 +197,7 @@ def _interval(metric: dict, values: list[float] | None) -> Interval:
     harness's standard error.
     """
     value = metric["value"]
+    # A metric may also aggregate such values in another way, such as F1.
     if values and set(values) <= {0.0, 1.0} and math.isclose(sum(values) / len(values), value):
         return wilson(sum(values), len(values))
     if metric["error"] is None:

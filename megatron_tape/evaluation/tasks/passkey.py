@@ -53,9 +53,10 @@ class Passkey(Task):
         lengths = self.context_lengths(model.info)
         # Raises ConfigError before any unit runs if the shortest length has no room for a key.
         self.prompt(model, lengths[0], 0.0, "9" * self.settings.digits)
-        cost = self.settings.samples
+        samples = self.settings.samples
+        # The index is that of the depth; the cost is in tokens.
         return [
-            Unit(f"{length}/{index}", cost * length)
+            Unit(f"{length}/{index}", samples * length)
             for length in lengths
             for index in range(self.settings.depths)
         ]
@@ -69,6 +70,7 @@ class Passkey(Task):
         keys = []
         answers = []
         for _ in range(self.settings.samples):
+            # The first digit is not 0.
             key = str(generator.randrange(10 ** (digits - 1), 10**digits))
             answer, _ = model.answer(self.prompt(model, length, depth, key), self._answer_tokens)
             keys.append(key)
@@ -95,16 +97,17 @@ class Passkey(Task):
                 f"has {length}, but a prompt without filler and its answer have {shortest} tokens",
                 f"set lengths of at least {shortest}",
             )
-        # Encoding the whole filler would take long for contexts of a million tokens.
+        # Repeated, since encoding the whole filler would take long for a million tokens.
         encoded = model.encode(" ".join([FILLER] * REPEATS))
         filler = np.resize(encoded, length - shortest).tolist()
-        before = round(depth * len(filler))
-        return [*task, *filler[:before], *information, *filler[before:], *question]
+        place = round(depth * len(filler))
+        return [*task, *filler[:place], *information, *filler[place:], *question]
 
     def summarize(self, values: Values, info: ModelInfo) -> Summary:
         lengths = self.context_lengths(info)
         samples = self.settings.samples
         scores = []
+        # Accuracies by depth, for each length.
         columns = []
         for length in lengths:
             right = [
@@ -116,7 +119,7 @@ class Passkey(Task):
         details = {
             "lengths": lengths,
             "depths": self._depths(),
-            "accuracy": [list(row) for row in zip(*columns)],
+            "accuracy": [list(row) for row in zip(*columns)],  # a row for each depth
         }
         note = (
             "Prompt and answer together have exactly as many tokens as the length,"

@@ -68,10 +68,10 @@ class Perplexity(WindowTask):
             return self.settings.documents
         return super().most_documents
 
-    def needed(self, info: ModelInfo) -> int:
+    def minimum_tokens(self, info: ModelInfo) -> int:
         if self._longlora:
             return 2
-        return super().needed(info)
+        return super().minimum_tokens(info)
 
     def plan(
         self, text_source: TextSource, documents: list[Document], model: EvaluatedModel
@@ -82,6 +82,7 @@ class Perplexity(WindowTask):
         if not self._longlora:
             return super().plan(text_source, documents, model)
 
+        # The protocol reads the whole source as one text.
         tokens = np.concatenate([document.tokens for document in documents])
         stream = Document(text_source.name, tokens, documents[0].is_text)
         work = {}
@@ -96,7 +97,9 @@ class Perplexity(WindowTask):
                     " longlora",
                     f"give more data, or set shorter {self.key('lengths')}",
                 )
+            # All tokens but the first are scored.
             windows = [Window(start, start + length, length - 1) for start in starts]
+            # One unit would be too long to repeat after an interruption.
             for first in range(0, len(windows), WINDOWS_PER_UNIT):
                 part = windows[first : first + WINDOWS_PER_UNIT]
                 work[f"{text_source.name}/{first}/{length}"] = Work(stream, length, part)
@@ -112,6 +115,7 @@ class Perplexity(WindowTask):
         tokens = sum(window.scored for window in work.windows)
         value: Value = {"nats": 0.0, "tokens": tokens}
         for number, window in enumerate(work.windows):
+            # The curve by position needs the losses of all positions.
             whole = number == 0 and work.length == max(self.context_lengths(model.info))
             losses = window_losses(model, document, window, model.bos, whole)
             value["nats"] += float(losses[-window.scored :].sum())
@@ -128,8 +132,8 @@ class Perplexity(WindowTask):
     def summarize(self, values: Values, info: ModelInfo) -> Summary:
         groups = {}
         for key, value in values.items():
-            name, _, tokens_of_window = key.split("/")
-            groups.setdefault((name, int(tokens_of_window)), []).append(value)
+            name, _, length_of_unit = key.split("/")
+            groups.setdefault((name, int(length_of_unit)), []).append(value)
 
         scored = self.scored()
         if self._longlora:
@@ -166,10 +170,12 @@ class Perplexity(WindowTask):
 
 
 def _text_bytes(model: EvaluatedModel, tokens: np.ndarray) -> int:
+    """Return the number of bytes of the text of `tokens` (N,)."""
     return len(model.decode(tokens.tolist()).encode("utf-8", "replace"))
 
 
 def _by_position(losses: np.ndarray) -> list[np.ndarray]:
+    """Split the losses (N,) of a window into at most `POSITION_BINS` ranges of positions."""
     return np.array_split(losses, min(POSITION_BINS, len(losses)))
 
 
@@ -177,6 +183,7 @@ def _mean_by_position(sums: list[list[float]], length: int) -> dict[str, list[fl
     """Return the mean loss of each range of positions, and the mean number of tokens before its
     positions.
     """
+    # The first token is not scored, so the losses are of tokens 1 to `length`.
     parts = _by_position(np.arange(1, length + 1))
     counts = np.array([len(part) for part in parts]) * len(sums)
     return {
@@ -186,6 +193,7 @@ def _mean_by_position(sums: list[list[float]], length: int) -> dict[str, list[fl
 
 
 def _scores_of_documents(values: list[Value], length: int, group: str) -> list[Score]:
+    """Return the scores of a source at a length, given the values of its documents."""
     nats = [value["nats"] for value in values]
     tokens = [value["tokens"] for value in values]
     place = {"length": length, "group": group, "count": len(values), "counted": "document"}
@@ -200,6 +208,7 @@ def _scores_of_documents(values: list[Value], length: int, group: str) -> list[S
 
 
 def _scores_of_means(values: list[Value], length: int, group: str) -> list[Score]:
+    """Return the scores of a source at a length with protocol longlora, without intervals."""
     # Windows overlap, so an interval over windows would be too narrow.
     means = [mean for value in values for mean in value["means"]]
     loss = Score(

@@ -49,6 +49,7 @@ def similarity(state: Tensor, distances: Collection[int]) -> list[float]:
     groups. Shifting all positions does not change the result.
     """
     normalized = state.float() / state_norms(state).unsqueeze(-1)
+    # The halves of the head dimension.
     real, imaginary = normalized.chunk(2, dim=-1)
     z = torch.complex(real.contiguous(), imaginary.contiguous())
     means = []
@@ -63,6 +64,7 @@ def losses(model: Any, tokens: Tensor) -> np.ndarray:
     """Return the losses (N - 1,), float64, in nats of all `tokens` (1, N) but the first."""
     hidden_states = model.model(input_ids=tokens, use_cache=False).last_hidden_state[0, :-1]
     labels = tokens[0, 1:]
+    # Logits of a whole text would take too much memory.
     parts = []
     for states, targets in zip(hidden_states.split(LOSS_ROWS), labels.split(LOSS_ROWS)):
         logits = model.lm_head(states).float()
@@ -78,8 +80,9 @@ def watching(model: Any, on_state: Callable[[int, Tensor, Tensor], None]) -> Ite
     phases = None
 
     def hook(index: int, _: nn.Module, arguments: tuple) -> None:
+        """Read a layer's arguments: hidden states, position state, ...."""
         nonlocal phases
-        state = arguments[1][0]
+        state = arguments[1][0]  # of the first sequence
         if index == 0:
             phases = state
         on_state(index, state, phases)
@@ -107,13 +110,16 @@ def with_phases(
     layers = layers_of(model)
     phases = None
 
-    def keep(_: nn.Module, arguments: tuple) -> None:
+    def keep_phases(_: nn.Module, arguments: tuple) -> None:
+        """Remember the state that enters layer 0."""
         nonlocal phases
         phases = arguments[1]
 
     def hook(
         index: int, layer: nn.Module, arguments: tuple, keywords: dict, output: tuple
     ) -> tuple | None:
+        """Replace the output of a layer, unless `on_maps` only receives maps."""
+        # `forward`, unlike a call of the layer, runs no hooks.
         hidden_states, _, weights = layer.forward(arguments[0], phases, *arguments[2:], **keywords)
         if on_maps is not None:
             on_maps(index, output[2], weights)
@@ -121,7 +127,7 @@ def with_phases(
         return (hidden_states, *output[1:])
 
     with ExitStack() as stack:
-        stack.enter_context(layers[0].register_forward_pre_hook(keep))
+        stack.enter_context(layers[0].register_forward_pre_hook(keep_phases))
         for index in layer_indices:
             stack.enter_context(
                 layers[index].register_forward_hook(partial(hook, index), with_kwargs=True)

@@ -62,7 +62,7 @@ class PositionPictures(DocumentTask):
     Settings = PositionSettings
     generates = True
 
-    def needed(self, info: ModelInfo) -> int:
+    def minimum_tokens(self, info: ModelInfo) -> int:
         return self.settings.length or info.trained_length or _LENGTH
 
     def check(self, info: ModelInfo) -> None:
@@ -73,13 +73,17 @@ class PositionPictures(DocumentTask):
                 f"requires a TAPE model, but {info.label} has the model_type {model_type}",
                 "remove the task, or evaluate a TAPE model",
             )
-        if self.needed(info) < 2:
-            raise ConfigError(self.key("length"), f"is {self.needed(info)}", "set it to at least 2")
+        if self.minimum_tokens(info) < 2:
+            raise ConfigError(
+                self.key("length"), f"is {self.minimum_tokens(info)}", "set it to at least 2"
+            )
         super().check(info)
 
     def units(self, model: HuggingFaceModel) -> list[Unit]:
-        length = self.needed(model.info)
+        length = self.minimum_tokens(model.info)
+        # The length includes the beginning-of-text token.
         size = length - len(model.bos)
+        # The settings allow only one.
         (text_source,) = self.text_sources
         documents, _ = long_documents(text_source, model, size, self.most_documents)
         self._tokens = [
@@ -93,6 +97,7 @@ class PositionPictures(DocumentTask):
         units = [
             Unit(f"document/{index}", float(length * passes)) for index in range(len(documents))
         ]
+        # Each layer computes its maps twice.
         return [*units, Unit(MAPS, 2.0 * min(self.settings.map_tokens, length))]
 
     def evaluate(self, unit: Unit, model: HuggingFaceModel) -> Value:
@@ -101,6 +106,7 @@ class PositionPictures(DocumentTask):
         from megatron_tape.evaluation.tasks.position_probes import attention_changes
 
         if unit.key == MAPS:
+            # Maps take memory quadratic in the length, so only the first tokens have them.
             tokens = torch.from_numpy(self._tokens[0][: self.settings.map_tokens])
             return {"change": attention_changes(model.model, tokens.to(model.device)[None])}
         index = int(unit.key.partition("/")[2])
@@ -112,17 +118,20 @@ class PositionPictures(DocumentTask):
         from megatron_tape.evaluation.tasks import position_probes as probes
 
         distances = distances_of(tokens.shape[1])
+        # Filled by `on_state`, one item per layer.
         by_group = []
         by_position = []
         similarity = []
 
         def on_state(_: int, state: Tensor, phases: Tensor) -> None:
+            """Measure the state of a layer, (N, G, D)."""
             distance = probes.relative_distance(state, phases)
             by_group.append(distance.mean(0).tolist())
             by_position.append(_bucket_means(distance.mean(1)))
             similarity.append(probes.similarity(state, distances))
 
         def ablated_loss(layers: Sequence[int]) -> float:
+            """Return the sum of losses if `layers` read RoPE's phases."""
             with probes.with_phases(model, layers):
                 return float(probes.losses(model, tokens).sum())
 
@@ -143,21 +152,23 @@ class PositionPictures(DocumentTask):
         return value
 
     def summarize(self, values: Values, info: ModelInfo) -> Summary:
-        length = self.needed(info)
+        length = self.minimum_tokens(info)
         documents = [value for key, value in values.items() if key != MAPS]
         count = len(documents)
         common = {"length": length, "count": count, "counted": "document"}
 
         def column(key: str) -> np.ndarray:
+            """Return one field of the values of all documents, documents first."""
             return np.array([value[key] for value in documents])
 
         def loss_score(metric: str, sums: np.ndarray, better: str, group: str = "") -> Score:
             tokens = column("tokens")
             return ratio_score(metric, sums, tokens, better, group=group, unit=NATS, **common)
 
-        distance = column("distance")
+        distance = column("distance")  # (documents, layers, head groups)
         scores = []
         for layer, by_document in enumerate(distance.mean(2).T):
+            # Each document counts as one, so the ratio is the mean over documents.
             ones = np.ones(count)
             group = f"layer {layer}"
             scores.append(
@@ -202,6 +213,7 @@ class PositionPictures(DocumentTask):
 def distances_of(length: int) -> list[int]:
     """Return distances from 1 to `length` - 1, evenly spaced on a logarithmic scale."""
     spaced = np.geomspace(1, length - 1, _DISTANCES)
+    # Small distances are repeated after rounding.
     return np.unique(spaced.round().astype(int)).tolist()
 
 
@@ -212,7 +224,9 @@ def _bucket_means(values: np.ndarray) -> list[float]:
 
 
 def _distances(results: TaskResults) -> Picture:
+    """Return a picture of distances from RoPE's phases by layer and head group."""
     distances = {label: result.details["distance"] for label, result in results.items()}
+    # The end of the color range must not be 0.
     high = max(np.max(distance) for distance in distances.values()) or 1.0
     return _heat_maps(
         distances,
@@ -225,6 +239,7 @@ def _distances(results: TaskResults) -> Picture:
 
 
 def _changes(results: TaskResults) -> Picture:
+    """Return a picture of the attention that the states move, by layer and head."""
     changes = {label: result.details["maps"]["change"] for label, result in results.items()}
     return _heat_maps(
         changes,
@@ -240,11 +255,16 @@ def _changes(results: TaskResults) -> Picture:
 def _heat_maps(
     values: dict[str, list[list[float]]], column: str, bar: str, high: float, name: str, text: str
 ) -> Picture:
-    """Return a picture with a heat map of each model's matrix (layers, columns)."""
+    """Return a picture with a heat map of each model's matrix (layers, columns).
+
+    `column` says what a column is, `bar` is the label of the color bar, `high` the end of its
+    range, and `text` the beginning of the description.
+    """
     figure, panels = model_panels(values)
     maxima = []
     for axes, (label, matrix) in zip(panels, values.items()):
         rows, columns = np.shape(matrix)
+        # Panels have the same range, so one color bar is enough.
         bar_label = bar if axes is panels[-1] else None
         heat_map(
             axes,
@@ -262,6 +282,7 @@ def _heat_maps(
 
 
 def _along(results: TaskResults) -> Picture:
+    """Return a picture of distances from RoPE's phases by position in the document."""
     figure, panels = model_panels(results)
     for axes, result in zip(panels, results.values()):
         _layer_curves(axes, result.details["positions"], result.details["distance_by_position"])
@@ -277,6 +298,7 @@ def _along(results: TaskResults) -> Picture:
 
 
 def _similarities(results: TaskResults) -> Picture:
+    """Return a picture of the similarity of states by the distance of their tokens."""
     figure, panels = model_panels(results)
     for axes, result in zip(panels, results.values()):
         distances = result.details["distances"]
@@ -298,6 +320,7 @@ def _similarities(results: TaskResults) -> Picture:
 
 def _layer_curves(axes: Any, x: list[float], layers: list[list[float]]) -> None:
     """Draw the curves of at most `_CURVES` layers, evenly spaced, without layer 0."""
+    # Layer 0 reads RoPE's phases, so its distance is 0.
     count = min(_CURVES, len(layers) - 1)
     shown = np.linspace(1, len(layers) - 1, count).astype(int)
     for layer, color in zip(shown, shades(count)):

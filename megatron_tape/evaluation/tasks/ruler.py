@@ -102,6 +102,7 @@ class Ruler(Task):
         files = [getattr(settings, QUESTIONS[task]) for task in self.tasks if task in QUESTIONS]
         if set(self.tasks) & set(ESSAYS):
             files.insert(0, settings.haystack)
+        # Other data is downloaded.
         return [Path(file) for file in files if file is not None]
 
     def units(self, model: HuggingFaceModel) -> list[Unit]:
@@ -110,6 +111,7 @@ class Ruler(Task):
         checked = [lengths[0], *(length for length in lengths[1:] if length <= _CHECKED)]
         for task in self.tasks:
             for length in checked:
+                # Ten show whether samples fit, without making all of them twice.
                 self._samples(task, length, min(self.settings.samples, 10), model)
         return [
             Unit(f"{task}/{length}", cost=self.settings.samples * length)
@@ -125,6 +127,7 @@ class Ruler(Task):
         harness = model.harness(self.settings.batch_size, int(length))
         (outcome,) = run(harness, samples.tasks, seed=unit.key)
         return {
+            # The harness names the metric by the length.
             "scores": list(map(float, outcome["values"][f"{length},none"])),
             "answers": outcome["responses"],
             "expected": [row["outputs"] for row in samples.rows],
@@ -154,17 +157,18 @@ class Ruler(Task):
         means = []
         by_task: dict[str, list[float]] = {task: [] for task in self.tasks}
         for length in lengths:
-            of_length = []
+            length_scores = []
             for task in self.tasks:
-                of_task = values[f"{task}/{length}"]["scores"]
-                of_length += of_task
-                total = sum(of_task)
+                task_scores = values[f"{task}/{length}"]["scores"]
+                length_scores += task_scores
+                total = sum(task_scores)
                 scores.append(
-                    fraction_score("score", total, len(of_task), length=length, group=task)
+                    fraction_score("score", total, len(task_scores), length=length, group=task)
                 )
                 by_task[task].append(scores[-1].value)
             # Tasks have equal numbers of samples, so this is the mean of the tasks' scores.
-            means.append(fraction_score(mean_name, sum(of_length), len(of_length), length=length))
+            total = sum(length_scores)
+            means.append(fraction_score(mean_name, total, len(length_scores), length=length))
 
         effective, notes = self._effective(means, info)
         details = {"lengths": lengths, "tasks": by_task, "mean_name": mean_name}
@@ -191,6 +195,7 @@ class Ruler(Task):
 
     @property
     def tasks(self) -> list[str]:
+        """The names of RULER's tasks to run, each once."""
         tasks = self.settings.tasks
         if tasks == "offline":
             return list(OFFLINE)
@@ -210,10 +215,13 @@ class Ruler(Task):
         return f"mean of {len(tasks)} chosen tasks"
 
     def _effective(self, means: list[Score], info: ModelInfo) -> tuple[list[Score], list[str]]:
-        """Return the effective length and the own effective length as scores, with notes."""
+        """Return scores and notes: the effective length by RULER's threshold, and the one by the
+        model's own score at its training length.
+        """
         name = self._mean_name()
 
         def longest(metric: str, threshold: float) -> Score:
+            """Return the longest length with a mean of at least `threshold`, or 0."""
             lengths = [mean.length for mean in means if mean.value >= threshold]
             value = float(max(lengths, default=0))
             return Score(metric, value, "higher", group=name, unit="tokens")
@@ -223,6 +231,7 @@ class Ruler(Task):
             f"The effective length is the longest with a {name} of at least {THRESHOLD}, or 0."
         ]
         trained = self.settings.trained_length or info.trained_length
+        # 0 if the training length is not one of the lengths.
         own = max((mean.value for mean in means if mean.length == trained), default=0)
         if own > 0:
             scores.append(longest("own effective length", own))
@@ -238,6 +247,7 @@ class Ruler(Task):
         return scores, notes
 
     def _notes(self) -> list[str]:
+        """Return sentences on what the samples were made from."""
         notes = [
             f"The {self._mean_name()} is over {', '.join(self.tasks)}; samples per task and"
             f" length: {self.settings.samples}."

@@ -87,11 +87,13 @@ def make_samples(
     reserve = 0
     for _ in range(_ROUNDS):
         measure = _Measure(tokenizer, reserve)
+        # Each round draws the same samples, as far as they fit.
         with seeded(f"{settings.seed} {task} {length}"):
             rows = _generate(task, config["custom_dataset"], length, count, measure, settings)
         _check(task, rows, count)
 
         data = datasets.Dataset.from_list(rows)
+        # `data=data` binds the samples of this round.
         tasks = own_task({**config, "custom_dataset": lambda data=data, **_: {"test": data}})
         (harness_task,) = tasks["tasks"].values()
         # Includes the beginning of the answer, `gen_prefix`, which base models need.
@@ -122,6 +124,7 @@ class _Measure:
         self._last = ""
         self._times = 0
         self._interruption: BaseException | None = None
+        """The first error or interruption while a text was tokenized."""
 
     def __call__(self, text: str) -> SimpleNamespace:
         # fwe tokenizes the same text forever if it has no words left and is still too long.
@@ -132,12 +135,14 @@ class _Measure:
         if self._times > _SAME_TEXT:
             raise TooShort("its smallest sample does not fit")
         try:
+            # The harness uses only the length of `input_ids`.
             return SimpleNamespace(input_ids=range(self.count(text)))
         except BaseException as error:  # such as from Ctrl-C, which vt and cwe would suppress
             self._interruption = error
             raise
 
     def count(self, text: str) -> int:
+        """Return the number of tokens of a text, plus `reserve`."""
         return len(self._tokenizer(text, verbose=False)["input_ids"]) + self._reserve
 
     def each(self, samples: Iterable[Any], **_: Any) -> Iterator[Any]:
@@ -173,27 +178,29 @@ def _generate(
         for name in ("read_squad", "read_hotpotqa"):  # without their caches
             replaced[name] = module[name].__wrapped__
 
+    # Sentences are split in the module that defines `generate_samples`, which niah tasks import.
     splitting = {}
     if not has_punkt():
         splitting["cached_sent_tokenize"] = _sentences
-    makers = module
+    splitting_module = module
     if "generate_samples" in module:
-        makers = module["generate_samples"].__globals__
+        splitting_module = module["generate_samples"].__globals__
 
     with (
-        mock.patch.dict(makers, splitting),
+        mock.patch.dict(splitting_module, splitting),
         mock.patch.dict(module, replaced),
         quiet(),
         without_bars(),
         contextlib.redirect_stdout(io.StringIO()),
     ):
         try:
+            # The name of a tokenizer is required, but `get_tokenizer` is replaced.
             return function(max_seq_lengths=[length], tokenizer="given")["test"].to_list()
-        except ConfigError:
+        except ConfigError:  # a ValueError too, of `_haystack` or `_questions`
             raise
-        except ValueError as error:
+        except ValueError as error:  # such as of random.sample, without room for all needles
             raise TooShort(one_line(error)) from error
-        except IndexError:
+        except IndexError:  # of a list of questions
             raise ConfigError(
                 "ruler.samples",
                 f"is {count}, but the data of {task} has fewer questions",
@@ -215,6 +222,7 @@ def _limited(function: Callable[..., Any], count: int, measure: _Measure) -> Cal
     """
 
     def limited(*arguments: Any, **options: Any) -> Any:
+        # The first samples do not depend on their number.
         options["num_samples"] = min(options.get("num_samples", _MOST), count)
         if function.__name__ in _ENDLESS:
             _refuse_endless(function, options, measure)
@@ -231,9 +239,11 @@ def _refuse_endless(function: Callable[..., Any], options: dict, measure: _Measu
     """
     parameters = inspect.signature(function).parameters
     arguments = {name: parameter.default for name, parameter in parameters.items()} | options
+    # Samples grow in steps of so many words, so this is also the smallest size.
     size = arguments["incremental"]
     length = arguments["max_seq_length"]
     available = length - arguments["tokens_to_generate"]
+    # Samples of vt have an example before them, which is itself made without one.
     example = arguments.get("icl_example")
     if example is not None:
         available -= measure.count(f"{example['input']} {' '.join(example['outputs'])}\n\n")
@@ -261,10 +271,12 @@ def _check(task: str, rows: list[dict], count: int) -> None:
         raise TooShort("not all of its samples fit")
     for row in rows:
         answers = row["outputs"]
+        # Answers of questions need not be in the text word for word.
         is_question = task.startswith("qa_")
         if not answers or not (is_question or all(answer in row["input"] for answer in answers)):
             raise TooShort("its samples lack their answers")
         if task == "fwe":
+            # The text follows the instruction.
             text = row["input"].partition("coded words. ")[2]
             ranks = Counter(re.findall(r"\b[a-z]{6}\b", text)).most_common(4)
             unique = len(ranks) == 4 and ranks[2][1] > ranks[3][1]
@@ -280,15 +292,17 @@ def _haystack(
     """
 
     def get_haystack(type_haystack: str) -> Any:
+        # Other types are repeated sentences or needles, which need no file.
         if type_haystack != "essay":
             return original(type_haystack)
         if file is not None:
             words = Path(file).read_text(encoding="utf-8").split()
-            # A word has at least one token. As in RULER, a short haystack is repeated.
+            # As in RULER, a short haystack is repeated. `length` words are enough, since a word has
+            # at least one token.
             return words * -(-length // len(words))
         try:
             return original(type_haystack)
-        except Exception as error:
+        except Exception as error:  # of the network or the hub
             raise ConfigError(
                 "ruler.haystack",
                 f"is null, and RULER's essays cannot be loaded from the hub ({one_line(error)})",
@@ -308,7 +322,7 @@ def _questions(original: Callable[[str], Any], settings: RulerSettings) -> Calla
             return json.loads(Path(file).read_bytes())
         try:
             return original(url)
-        except Exception as error:
+        except Exception as error:  # of the network
             raise ConfigError(
                 f"ruler.{name}",
                 f"is null, and {url} cannot be loaded ({one_line(error)})",

@@ -109,12 +109,14 @@ class Scrolls(Task):
                     f"has {format_value(path)} for {name}, but there is no such file",
                     "correct the path",
                 )
+            # Raises FileError for an invalid line.
             self._read(name)
 
     def inputs(self) -> list[Path]:
         return [Path(path) for path in self.settings.data.values()]
 
     def _length(self, info: ModelInfo) -> int:
+        """Return the context length in tokens. Raises ConfigError if it is unknown."""
         length = self.settings.length or info.trained_length
         if length is None:
             raise ConfigError(
@@ -126,9 +128,11 @@ class Scrolls(Task):
         return length
 
     def _metric(self, name: str) -> str:
+        """Return the metric of a dataset, such as `rouge`."""
         return self.settings.metrics.get(name) or METRICS[name]
 
     def _target_tokens(self, name: str, length: int) -> int:
+        """Return the maximum number of tokens of a dataset's answers at a context length."""
         if self.settings.target_tokens is not None:
             return self.settings.target_tokens
         return min(TARGET_TOKENS[self._metric(name)], length // _SHARE_OF_TARGET)
@@ -166,6 +170,7 @@ class Scrolls(Task):
             for index, example in enumerate(self._read(name)):
                 key = f"{name}/{index}"
                 self._examples[key] = example
+                # Longer inputs are truncated to the context length.
                 cost = min(length, 1 + len(example.input) / _CHARACTERS_PER_TOKEN)
                 if settings.generate:
                     cost += _COST_OF_TOKEN * count
@@ -173,6 +178,7 @@ class Scrolls(Task):
         return units
 
     def _bos(self, model: HuggingFaceModel) -> list[int]:
+        """Return the beginning-of-text token of prompts: a list of one id, or an empty list."""
         if self.settings.bos is None:
             return model.bos
         if not self.settings.bos:
@@ -197,6 +203,7 @@ class Scrolls(Task):
             "target_cut": encoded.target_truncated,
         }
         if self.settings.loss:
+            # The prompt has no loss.
             losses = model.losses(np.array([*prompt, *target]), len(prompt))
             value |= {"nats": float(losses.sum()), "tokens": len(target)}
         if self.settings.generate:
@@ -219,9 +226,9 @@ class Scrolls(Task):
 
             if self.settings.generate:
                 metric = self._metric(name)
-                of_examples = np.array([value["scores"] for value in examples])
-                means = of_examples.mean(0)
-                resampled.append(_resample(of_examples))
+                example_parts = np.array([value["scores"] for value in examples])
+                means = example_parts.mean(0)
+                resampled.append(_resample(example_parts))
                 interval = _interval(resampled[-1], count)
                 scores.append(
                     Score(
@@ -245,6 +252,7 @@ class Scrolls(Task):
 
             notes += self._notes(name, examples)
 
+        # The mean is comparable with published figures only if no dataset is missing.
         if resampled and set(self.settings.data) == set(METRICS):
             datasets = [score for score in scores if score.metric in SHOWN.values()]
             mean = float(np.mean([score.value for score in datasets]))
@@ -258,6 +266,7 @@ class Scrolls(Task):
         return Summary(scores, {"parts": parts}, notes)
 
     def _notes(self, name: str, examples: list[Value]) -> list[str]:
+        """Return sentences on truncated inputs and targets, and on answers that did not end."""
         cut_inputs = sum(value["input_cut"] for value in examples)
         cut_targets = sum(value["target_cut"] and "nats" in value for value in examples)
         unfinished = sum(not value.get("ended", True) for value in examples)
@@ -267,8 +276,8 @@ class Scrolls(Task):
             "answers did not end within the maximum length": unfinished,
         }
         return [
-            f"{name}: {count:,} of {len(examples):,} {what}."
-            for what, count in counts.items()
+            f"{name}: {count:,} of {len(examples):,} {problem}."
+            for problem, count in counts.items()
             if count
         ]
 
@@ -282,6 +291,8 @@ class Scrolls(Task):
 
 
 def _resample(parts: np.ndarray) -> np.ndarray:
+    """Return `_SAMPLES` bootstrap scores of a dataset, from its values (examples, `PARTS`)."""
+    # All datasets have the same seed, so that results can be repeated.
     random = np.random.default_rng(0)
     count = len(parts)
     means = []
@@ -292,6 +303,7 @@ def _resample(parts: np.ndarray) -> np.ndarray:
 
 
 def _interval(resampled: np.ndarray, examples: int) -> Interval:
+    """Return the 95 % interval of bootstrap scores; none for fewer than two examples."""
     if examples < 2:
         return None, None
     return percentiles(resampled)
@@ -321,23 +333,28 @@ def normalize(text: str) -> str:
 
 
 def _f1(prediction: str, reference: str) -> tuple[float]:
+    """Return the F1 of words, from 0 to 1."""
     predicted = normalize(prediction).split()
     expected = normalize(reference).split()
+    # Words in both, as often as in the one with fewer of them.
     common = (Counter(predicted) & Counter(expected)).total()
     return (2 * common / max(1, len(predicted) + len(expected)),)
 
 
 def _exact_match(prediction: str, reference: str) -> tuple[float]:
+    """Return 1 if the normalized texts are equal, else 0."""
     return (float(normalize(prediction) == normalize(reference)),)
 
 
 def _rouge(prediction: str, reference: str) -> tuple[float, ...]:
+    """Return ROUGE-1, ROUGE-2 and ROUGE-L, from 0 to 1."""
     scores = _scorer().score(reference, prediction)
     return tuple(scores[part].fmeasure for part in PARTS["rouge"])
 
 
 @functools.cache
 def _scorer() -> Any:
+    """Return the scorer of the package rouge_score."""
     from rouge_score.rouge_scorer import RougeScorer
 
     return RougeScorer(list(PARTS["rouge"]), use_stemmer=False)

@@ -96,7 +96,7 @@ class SyntheticTask(Task):
             )
 
     def random(self, index: int) -> Any:
-        """Return the random generator of a sample."""
+        """Return the random generator of a sample, which differs from those of training."""
         return sample_random(self.settings.seed, EVALUATION, index)
 
 
@@ -117,14 +117,17 @@ class Addition(SyntheticTask):
 
     @property
     def longest(self) -> int:
+        """Number of digits of the longest operand."""
         return self.settings.longest or 2 * self.settings.digits
 
     @property
     def sums(self) -> synthetic.Addition:
+        """The generator of sums."""
         return synthetic.Addition(digits=self.longest, hints=self.settings.hints)
 
     @property
     def lengths(self) -> list[int]:
+        """Evaluated numbers of digits of an operand."""
         return list(range(self.settings.step, self.longest + 1, self.settings.step))
 
     def group_names(self) -> dict[str, str]:
@@ -151,12 +154,14 @@ class Addition(SyntheticTask):
         sums = self.sums
         right = []
         for second in self.lengths:
+            # Sums of other lengths have other random numbers.
             offset = (first * MOST + second) * MOST
             problems = [
                 sums.problem(self.random(offset + sample), first, second)
                 for sample in range(self.settings.samples)
             ]
             masks = correct_answers(model, problems, self.settings.batch_size)
+            # A sum is correct if all its digits are.
             right.append([int(mask.all()) for mask in masks])
         return {"right": right}
 
@@ -164,6 +169,7 @@ class Addition(SyntheticTask):
         trained = self.settings.digits
         lengths = np.array(self.lengths)
         right = np.array([values[str(first)]["right"] for first in self.lengths])
+        # Axes: digits of the first operand, digits of the second.
         within = np.maximum(lengths[:, None], lengths) <= trained
         groups = {f"up to {self.longest} digits": np.ones_like(within)}
         # Without both kinds of operands, there is only one group.
@@ -240,6 +246,7 @@ class Variants(SyntheticTask):
             generator.sequence(self.random(offset + number)) for number in self._part(int(start))
         ]
         masks = correct_answers(model, sequences, self.settings.batch_size)
+        # A model that always answers blank would have this many correct answers.
         blanks = sum((tokens[answers] == generator.blank).sum() for tokens, answers in sequences)
         return {
             "right": [int(mask.sum()) for mask in masks],
@@ -261,7 +268,7 @@ class Variants(SyntheticTask):
             right = np.concatenate([part["right"] for part in parts])
             answers = np.concatenate([part["answers"] for part in parts])
             count = len(right)
-            whole = int((right == answers).sum())
+            whole = int((right == answers).sum())  # sequences without an error
             scores += [
                 ratio_score("accuracy", right, answers, "higher", group=name, count=count),
                 fraction_score("exact match", whole, count, group=name),
@@ -272,6 +279,7 @@ class Variants(SyntheticTask):
         return Summary(scores)
 
     def notes(self, blanks: dict[str, float]) -> list[str]:
+        """Return sentences for the results, given the fraction of blank answers by variant."""
         return []
 
     @classmethod
@@ -292,6 +300,7 @@ class SelectiveCopy(Variants):
         blanks = self.settings.blanks
         shown = sorted(blanks, key=blanks.__getitem__)
         names = {name: counted(blanks[name], "blank") for name in shown}
+        # The first variant, if there is one.
         for trained in list(blanks)[:1]:
             names[trained] += f" ({TRAINED})"
         return names
@@ -341,6 +350,7 @@ class GridNavigation(Variants):
 
     def check(self, info: ModelInfo) -> None:
         for name, values in self.settings.variants.items():
+            # Steps and width are whole numbers.
             if len(values) != 3 or any(value % 1 for value in values[:2]):
                 raise ConfigError(
                     self.key(f"variants.{name}"),
@@ -353,6 +363,7 @@ class GridNavigation(Variants):
         variants = self.settings.variants
         trained = next(iter(variants), "")
         names = {}
+        # By steps, then by width and blanks.
         for name in sorted(variants, key=variants.__getitem__):
             steps, width, blanks = variants[name]
             cells = " \N{MULTIPLICATION SIGN} ".join([f"{width:g}"] * self.settings.dimensions)

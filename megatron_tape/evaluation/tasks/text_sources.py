@@ -62,6 +62,7 @@ def find_sources(settings: Any, section: str) -> list[TextSource]:
     """
     data = settings.data
     if isinstance(data, str):
+        # Without any suffix, such as .jsonl.gz.
         data = {Path(data).name.split(".")[0]: data}
     if not data:
         raise ConfigError(f"{section}.data", "is empty", "give a path, or {NAME: path}")
@@ -73,7 +74,9 @@ def find_sources(settings: Any, section: str) -> list[TextSource]:
 
 
 def _find_source(name: str, path: str, settings: TextSettings, section: str) -> TextSource:
+    """Return the source at a path; its kind follows from the files there. Raises ConfigError."""
     key = f"{section}.data"
+    # Keys of units separate their parts by slashes.
     if not name or "/" in name:
         raise ConfigError(
             key,
@@ -104,6 +107,7 @@ def _find_source(name: str, path: str, settings: TextSettings, section: str) -> 
 
 
 def _check_split(split: str, text_sources: list[TextSource], key: str) -> None:
+    """Raise ConfigError for a split without validation documents, or of files without an index."""
     try:
         validation = split_shares(split)[1]
     except ConfigError as error:
@@ -131,6 +135,7 @@ def check_sources(
     `minimum` tokens.
     """
     tokenized = [text_source.path for text_source in text_sources if text_source.kind != "text"]
+    # Datasets record the tokenizer that encoded them, which must be the model's.
     if info.tokenizer is not None:
         origins = check_tokenizer(tokenized, info.tokenizer, f"that of {info.label}")
         if warning := unknown_tokenizers(origins, f"that of {info.label}"):
@@ -143,6 +148,7 @@ def check_sources(
     for text_source in text_sources:
         if text_source.kind != "text":
             documents = _token_documents(text_source, info)
+            # Raises the errors of `long_documents`.
             _select(text_source, documents, minimum, most, info)
         elif not info.has_tokenizer:
             raise ConfigError(
@@ -151,6 +157,7 @@ def check_sources(
                 "give token ids, as an indexed dataset or a .bin",
             )
         else:
+            # A token has at least one byte.
             sizes = (len(text.encode()) for text in _texts(text_source))
             longest = max(sizes, default=0)
             # A tokenizer may add a token before the text.
@@ -182,9 +189,10 @@ def _select(
     most: int | None,
     info: ModelInfo,
 ) -> tuple[list[Document], int]:
+    """Do what `long_documents` does, for the tokens (N,) of all documents of a source."""
     is_text = text_source.kind == "text"
     long = []
-    short_sizes = [0]
+    short_sizes = [0]  # for `max`, if there are no documents
     for number, tokens in enumerate(documents):
         if len(tokens) < minimum:
             short_sizes.append(len(tokens))
@@ -206,6 +214,7 @@ def _select(
 
 
 def _too_short(text_source: TextSource, minimum: int, longest: str) -> FileError:
+    """Return the error that no document is long enough; `longest` is the size of the longest."""
     return FileError(
         text_source.path,
         f"has no document of the {minimum:,} tokens that lengths need: the longest has {longest}",
@@ -214,10 +223,11 @@ def _too_short(text_source: TextSource, minimum: int, longest: str) -> FileError
 
 
 def _texts(text_source: TextSource) -> Iterator[str]:
+    """Yield the documents of a source of texts. Raises FileError for an invalid line."""
     texts = read_texts(
         [text_source.path],
         text_source.settings.text_key,
-        keep_empty=True,
+        keep_empty=True,  # they are skipped later, as too short
         document_bytes=TEXT_BYTES,
         option=f"--{text_source.section}.text_key",
     )
@@ -239,6 +249,7 @@ def _token_documents(text_source: TextSource, info: ModelInfo) -> Iterator[np.nd
     if problem is not None:
         raise FileError(path, f"is damaged: {problem}", "write it again")
 
+    # Without a split, all documents are read; with one, those of the validation.
     train = 0.0
     validation = 1.0
     if text_source.settings.split is not None:
@@ -255,6 +266,7 @@ def _raw_tokens(text_source: TextSource, info: ModelInfo) -> np.ndarray:
     """
     path = text_source.path
     key = f"{text_source.section}.token_dtype"
+    # Such files are little-endian.
     dtype = np.dtype(text_source.settings.token_dtype).newbyteorder("<")
     ids = np.iinfo(dtype).max + 1
     if ids < info.vocab_size:
@@ -274,6 +286,7 @@ def _raw_tokens(text_source: TextSource, info: ModelInfo) -> np.ndarray:
             f"copy it again, or correct {key}",
         )
 
+    # The file may be larger than the memory.
     tokens = np.memmap(path, dtype, "r")
     # Ids below 65,536 that were written as uint32 have an upper half of 0.
     if dtype.itemsize == 2 and len(tokens) % 2 == 0 and not tokens[1::2].any():
