@@ -236,7 +236,13 @@ def training_scores(config: RunConfig, run: Run) -> list[Score]:
     parameters = float(parameter_count(config.model))
     scores = [
         Score("parameters", parameters, "neither", task=TRAINING),
-        Score("arithmetic", teraflops, "neither", unit="TFLOP", task=TRAINING),
+        Score(
+            "arithmetic",
+            teraflops,
+            "neither",
+            unit="TFLOP",
+            task=TRAINING,
+        ),
     ]
 
     # The first metric that ranks variants is in the headline, so time comes before parameters, and
@@ -244,10 +250,25 @@ def training_scores(config: RunConfig, run: Run) -> list[Score]:
     tokens_per_second = run.curve(TOKENS_PER_SECOND).median
     if tokens_per_second:
         seconds = train.global_batch_size * config.model.seq_length / tokens_per_second
-        scores.insert(0, Score("seconds per step", seconds, "lower", unit="s", task=TRAINING))
+        scores.insert(
+            0,
+            Score(
+                "seconds per step",
+                seconds,
+                "lower",
+                unit="s",
+                task=TRAINING,
+            ),
+        )
     # An earlier validation would be of a model that was trained less.
     step, loss = run.curve(VALIDATION_LOSS).last or (0, None)
     if loss is not None and step == train.steps:
-        score = Score("validation loss", loss, "lower", unit="nats per token", task=TRAINING)
+        score = Score(
+            "validation loss",
+            loss,
+            "lower",
+            unit="nats per token",
+            task=TRAINING,
+        )
         scores.insert(0, score)
     return scores

@@ -191,7 +191,12 @@ def plain(text: str, longest: int = _LONGEST_TEXT) -> str:
 
 
 def new_figure(
-    rows: int = 1, columns: int = 1, *, width: float = 4.6, height: float = 3.2, **subplots: Any
+    rows: int = 1,
+    columns: int = 1,
+    *,
+    width: float = 4.6,
+    height: float = 3.2,
+    **subplots: Any,
 ) -> tuple[Figure, list[Axes]]:
     """Return a figure and its axes in reading order. `width` and `height` are the size of one panel
     in inches.
@@ -377,7 +382,12 @@ def heat_map(
     matrix = np.array([_numbers(row) for row in values]).reshape(len(rows), len(columns))
 
     image = axes.imshow(
-        matrix, vmin=0, vmax=high, cmap=COLOR_MAP, aspect="auto", interpolation="none"
+        matrix,
+        vmin=0,
+        vmax=high,
+        cmap=COLOR_MAP,
+        aspect="auto",
+        interpolation="none",
     )
     axes.grid(False)
     axes.spines[:].set_visible(False)

@@ -337,7 +337,10 @@ def _from_checkpoint(path: Path, label: str | None, average: bool) -> ModelSourc
 
 
 def _info(
-    model: ModelConfig, label: str, has_tokenizer: bool, tokenizer: TokenizerRecord | None = None
+    model: ModelConfig,
+    label: str,
+    has_tokenizer: bool,
+    tokenizer: TokenizerRecord | None = None,
 ) -> ModelInfo:
     """Return the `ModelInfo` of a model of this project."""
     # The model_type of an export, but the name of the encoding if an export has a built-in type of

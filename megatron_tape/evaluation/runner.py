@@ -158,7 +158,11 @@ def hardware(device: Any) -> str:
 
 
 def run_task(
-    task: Task, model: HuggingFaceModel, ranks: Ranks, output: Path, plan: TaskPlan
+    task: Task,
+    model: HuggingFaceModel,
+    ranks: Ranks,
+    output: Path,
+    plan: TaskPlan,
 ) -> TaskResult | None:
     """Evaluate the unfinished units of a task together with the other ranks; return the result on
     rank 0, else None.
@@ -205,7 +209,11 @@ def run_task(
 
 
 def _evaluate(
-    task: Task, model: HuggingFaceModel, ranks: Ranks, parts: Path, units: list[Unit]
+    task: Task,
+    model: HuggingFaceModel,
+    ranks: Ranks,
+    parts: Path,
+    units: list[Unit],
 ) -> dict:
     """Evaluate this rank's units, and save each value at once; return the values by unit key. Rank
     0 shows progress.
@@ -228,7 +236,11 @@ def _evaluate(
 
 
 def add_result(
-    output: Path, label: str, model: ModelRecord, plan: TaskPlan, result: TaskResult
+    output: Path,
+    label: str,
+    model: ModelRecord,
+    plan: TaskPlan,
+    result: TaskResult,
 ) -> Results:
     """Add the result of a task to `results.json` in the output directory, and remove the saved
     values of its units.

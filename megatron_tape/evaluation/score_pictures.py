@@ -5,8 +5,8 @@ by position.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -204,7 +204,7 @@ def by_group(
 
 def fraction_maps(
     results: Results,
-    matrix_of: Callable[[TaskResult], tuple[Sequence[Any], Sequence[Any], Sequence[Any]]],
+    matrix_of: Callable[[TaskResult], tuple[list, list, list]],
     name: str,
     title: str,
     axes_labels: tuple[str, str] = ("", "context length (tokens)"),
@@ -222,7 +222,13 @@ def fraction_maps(
         # Panels have the same range, so one color bar is enough.
         bar = "fraction" if axes is shown[-1] else None
         heat_map(
-            axes, matrix, rows, columns, row_label=row_label, column_label=column_label, bar=bar
+            axes,
+            matrix,
+            rows,
+            columns,
+            row_label=row_label,
+            column_label=column_label,
+            bar=bar,
         )
 
         # Cells without samples have no value.

@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron_tape.evaluation.results import Score
 
+Numbers = Sequence[float] | np.ndarray
 Interval = tuple[float | None, float | None]
 """Low and high end of a confidence interval; None if the data does not determine them."""
 TAIL = 2.5
@@ -21,8 +22,8 @@ NORMAL_QUANTILE = 1.959963984540054
 
 
 def bootstrap_ratio(
-    numerators: Sequence[float] | np.ndarray,
-    denominators: Sequence[float] | np.ndarray,
+    numerators: Numbers,
+    denominators: Numbers,
     samples: int = 1000,
 ) -> Interval:
     """Return the bootstrap interval of sum(`numerators`) / sum(`denominators`), such as of nats per
@@ -55,8 +56,8 @@ def percentiles(resampled: np.ndarray) -> Interval:
 
 def ratio_score(
     metric: str,
-    numerators: Sequence[float] | np.ndarray,
-    denominators: Sequence[float] | np.ndarray,
+    numerators: Numbers,
+    denominators: Numbers,
     better: Any,
     **fields: Any,
 ) -> Score:

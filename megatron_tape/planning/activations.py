@@ -91,7 +91,12 @@ def activations(plan: Plan) -> Activations:
         kept += _between_chunks(plan)
         # All micro-batches in flight keep these tensors; those in transit exist once.
         kept = int(plan.in_flight * kept) + _in_transit(plan)
-    return Activations(kept, gradient, loss, backward)
+    return Activations(
+        kept,
+        gradient,
+        loss,
+        backward,
+    )
 
 
 def _between_chunks(plan: Plan) -> int:

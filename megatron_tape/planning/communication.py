@@ -17,6 +17,8 @@ ALL_REDUCE = "all-reduce"
 ALL_TO_ALL = "all-to-all"
 SEND = "send"
 BROADCAST = "broadcast"
+KINDS = (ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, ALL_REDUCE, BROADCAST, SEND)
+"""Kinds of collectives. The name of torch's operator begins with the kind, but has no hyphens."""
 
 PERSISTENCE_THRESHOLD = 100_000
 """DeepSpeed's default of stage3_param_persistence_threshold: parameters with fewer elements are not
@@ -36,7 +38,7 @@ def communication(plan: Plan, replicated_share: int | None = None) -> Counter[tu
     that are replicated over tensor-parallel ranks. It differs between GPUs, because ZeRO 1 and 2
     partition at arbitrary elements; None stands for the mean.
     """
-    sent: Counter[tuple[str, str]] = Counter()
+    sent = Counter()
     if plan.tensor_size > 1:
         sent.update(_layer_traffic(plan))
     sent.update(_all_to_all_traffic(plan))

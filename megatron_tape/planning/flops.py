@@ -39,7 +39,12 @@ def layer_works(model: ModelConfig) -> tuple[LayerWork, ...]:
     group_width = model.query_groups * model.head_dim
     encoding = encoding_of(model)
     # On one GPU. The bytes per element, 2, have no effect on multiply-adds.
-    one_sequence = MicroBatchSizes(model.seq_length, model.seq_length, 2, 1)
+    one_sequence = MicroBatchSizes(
+        model.seq_length,
+        model.seq_length,
+        2,
+        1,
+    )
 
     qkv = hidden * (query_width + 2 * group_width)
     output = hidden * query_width

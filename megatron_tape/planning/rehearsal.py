@@ -66,15 +66,6 @@ TOLERANCE = 0.05
 PEAK_TOLERANCE = 0.10
 ANY = 1.0
 """Allowed relative differences between measurement and estimate; ANY compares nothing."""
-KINDS = (
-    communication.ALL_GATHER,
-    communication.REDUCE_SCATTER,
-    communication.ALL_TO_ALL,
-    communication.ALL_REDUCE,
-    communication.BROADCAST,
-    communication.SEND,
-)
-"""Kinds of collectives. An operator's name begins with the kind, but has no hyphens."""
 aten = torch.ops.aten
 
 
@@ -85,7 +76,7 @@ class Row:
     name: str
     rehearsed: int
     estimated: int
-    tolerance: float
+    tolerance: float = TOLERANCE
     """The allowed relative difference."""
 
     @property
@@ -130,9 +121,9 @@ class Rehearsal:
         plan = Plan(self.config, dist.get_world_size(), pipeline_stage)
         expected = memory_of_pipeline_stage(plan)
         kept = expected.layer_activations + expected.output_gradient
-        yield Row("weights", self.weights, expected.weights, TOLERANCE)
-        yield Row("optimizer state", self.optimizer, expected.optimizer, TOLERANCE)
-        yield Row("kept by a forward pass", self.activations, kept, TOLERANCE)
+        yield Row("weights", self.weights, expected.weights)
+        yield Row("optimizer state", self.optimizer, expected.optimizer)
+        yield Row("kept by a forward pass", self.activations, kept)
         yield Row("peak", self.peak, expected.peak, PEAK_TOLERANCE)
 
         planned = communication.communication(plan, self.replicated_share)
@@ -144,7 +135,12 @@ class Rehearsal:
             by_muon = plan.muon_elements > 0 and kind == communication.ALL_GATHER  # not estimated
             if by_muon or max(measured, estimated) <= negligible:
                 tolerance = ANY
-            yield Row(f"{group}: {kind}", measured, estimated, tolerance)
+            yield Row(
+                f"{group}: {kind}",
+                measured,
+                estimated,
+                tolerance,
+            )
 
 
 def rehearse(config: RunConfig) -> Rehearsal:
@@ -196,7 +192,15 @@ def _train(config: RunConfig, tracker: "Tracker") -> None:
     tokens = torch.zeros(config.model.seq_length, dtype=torch.int64)
     samples = range(STEPS * config.train.global_batch_size)
     dataset: Any = [{"tokens": tokens, "labels": tokens} for _ in samples]
-    batches = Batches(dataset, None, config, layout, 0, samples, STEPS).training()
+    batches = Batches(
+        dataset,
+        None,
+        config,
+        layout,
+        0,
+        samples,
+        STEPS,
+    ).training()
     for step in range(1, STEPS):
         engine.train_step(batches, config.optimizer.lr, step)
 
@@ -276,8 +280,17 @@ def install_fake_world(world_size: int, rank: int) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "1",  # required, but no connection is made
     }
-    dist.init_process_group(FAKE, rank=rank, world_size=world_size, store=FakeStore())
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    dist.init_process_group(
+        FAKE,
+        rank=rank,
+        world_size=world_size,
+        store=FakeStore(),
+    )
+    deepspeed.init_distributed(
+        dist_backend="gloo",
+        auto_mpi_discovery=False,
+        verbose=False,
+    )
 
 
 class _Accelerator(CPU_Accelerator):
@@ -487,7 +500,8 @@ class Tracker(MemTracker):
     def _note_collective(self, func: Any, args: tuple, inputs: list[Tensor]) -> None:
         """Record the bytes of a collective `func`, and tensors that NCCL would refuse."""
         name = func.__name__.partition(".")[0].replace("_", "")  # such as allgatherbase
-        kind = next((kind for kind in KINDS if name.startswith(kind.replace("-", ""))), name)
+        kinds = communication.KINDS
+        kind = next((kind for kind in kinds if name.startswith(kind.replace("-", ""))), name)
         # Operators receive process groups as script objects.
         objects = (x for x in args if isinstance(x, torch.ScriptObject))
         boxed = next(x for x in objects if "ProcessGroup" in str(x._type()))

@@ -374,9 +374,9 @@ def notes(comparison: Comparison, missing: Sequence[str] = ()) -> list[str]:
                 f" {SIGNIFICANT}. A test needs differences that vary."
             ),
             (
-                f"With {most} seeds, a single difference reaches p < {SIGNIFICANT} only if it is more"
-                f" than {half_width:.2g} times the standard deviation of the differences: a large p"
-                " does not show that there is no difference."
+                f"With {most} seeds, a single difference reaches p < {SIGNIFICANT} only if it is"
+                f" more than {half_width:.2g} times the standard deviation of the differences: a"
+                " large p does not show that there is no difference."
             ),
         ]
     if missing:

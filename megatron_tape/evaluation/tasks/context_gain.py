@@ -151,7 +151,15 @@ def _mean(metric: str, parts: list[np.ndarray], better: str, **fields: Any) -> S
     """
     sums = [float(part.sum()) for part in parts]
     sizes = [len(part) for part in parts]
-    return ratio_score(metric, sums, sizes, better, count=sum(sizes), unit=NATS, **fields)
+    return ratio_score(
+        metric,
+        sums,
+        sizes,
+        better,
+        count=sum(sizes),
+        unit=NATS,
+        **fields,
+    )
 
 
 def _size(parts: list[np.ndarray]) -> int:

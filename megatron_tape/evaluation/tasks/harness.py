@@ -40,7 +40,6 @@ def find_tasks(names: Sequence[str], include: Sequence[str] = ()) -> TaskManager
     `include` are directories of task files. The harness's own 14,000 task files are slow to read,
     so they are read only if these directories lack a name. Raises ConfigError for an unknown name.
     """
-    missing = []
     # First without the harness's own tasks.
     for defaults in (False, True):
         manager = index(tuple(include), defaults)
@@ -154,7 +153,11 @@ def run(model: Any, tasks: dict, seed: str, limit: int | None = None) -> list[di
         mock.patch.dict(os.environ, DISABLE_MULTIPROC="1"),
     ):
         results = evaluate(
-            model, tasks, limit=limit, bootstrap_iters=_RESAMPLINGS, log_samples=True
+            model,
+            tasks,
+            limit=limit,
+            bootstrap_iters=_RESAMPLINGS,
+            log_samples=True,
         )
 
     # Only a `HarnessModel` records these.

@@ -59,7 +59,10 @@ class HarnessModel(HFLM):
         return super().generate_until(requests, disable_tqdm)
 
     def _loglikelihood_tokens(
-        self, requests: list[Any], *arguments: Any, **options: Any
+        self,
+        requests: list[Any],
+        *arguments: Any,
+        **options: Any,
     ) -> list[tuple[float, bool]]:
         # A context of spaces, which become part of the continuation, has no tokens if the tokenizer
         # adds none.

@@ -74,7 +74,10 @@ class Perplexity(WindowTask):
         return super().minimum_tokens(info)
 
     def plan(
-        self, text_source: TextSource, documents: list[Document], model: EvaluatedModel
+        self,
+        text_source: TextSource,
+        documents: list[Document],
+        model: EvaluatedModel,
     ) -> dict[str, Work]:
         """Return the work for a source by unit key: documents or, with longlora, groups of windows,
         at each length.
@@ -197,13 +200,29 @@ def _scores_of_documents(values: list[Value], length: int, group: str) -> list[S
     nats = [value["nats"] for value in values]
     tokens = [value["tokens"] for value in values]
     place = {"length": length, "group": group, "count": len(values), "counted": "document"}
-    loss = ratio_score("loss", nats, tokens, "lower", unit=NATS, **place)
+    loss = ratio_score(
+        "loss",
+        nats,
+        tokens,
+        "lower",
+        unit=NATS,
+        **place,
+    )
     scores = [loss, exponential(loss, "perplexity")]
     if "bytes" in values[0]:
         bits = [value / math.log(2) for value in nats]
         sizes = [value["bytes"] for value in values]
         unit = "bits per byte"
-        scores.append(ratio_score("bits_per_byte", bits, sizes, "lower", unit=unit, **place))
+        scores.append(
+            ratio_score(
+                "bits_per_byte",
+                bits,
+                sizes,
+                "lower",
+                unit=unit,
+                **place,
+            )
+        )
     return scores
 
 

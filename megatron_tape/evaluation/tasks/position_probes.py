@@ -116,7 +116,11 @@ def with_phases(
         phases = arguments[1]
 
     def hook(
-        index: int, layer: nn.Module, arguments: tuple, keywords: dict, output: tuple
+        index: int,
+        layer: nn.Module,
+        arguments: tuple,
+        keywords: dict,
+        output: tuple,
     ) -> tuple | None:
         """Replace the output of a layer, unless `on_maps` only receives maps."""
         # `forward`, unlike a call of the layer, runs no hooks.

@@ -163,7 +163,15 @@ class PositionPictures(DocumentTask):
 
         def loss_score(metric: str, sums: np.ndarray, better: str, group: str = "") -> Score:
             tokens = column("tokens")
-            return ratio_score(metric, sums, tokens, better, group=group, unit=NATS, **common)
+            return ratio_score(
+                metric,
+                sums,
+                tokens,
+                better,
+                group=group,
+                unit=NATS,
+                **common,
+            )
 
         distance = column("distance")  # (documents, layers, head groups)
         scores = []
@@ -172,7 +180,14 @@ class PositionPictures(DocumentTask):
             ones = np.ones(count)
             group = f"layer {layer}"
             scores.append(
-                ratio_score("state_distance", by_document, ones, "neither", group=group, **common)
+                ratio_score(
+                    "state_distance",
+                    by_document,
+                    ones,
+                    "neither",
+                    group=group,
+                    **common,
+                )
             )
 
         losses = column("loss")
@@ -253,7 +268,12 @@ def _changes(results: TaskResults) -> Picture:
 
 
 def _heat_maps(
-    values: dict[str, list[list[float]]], column: str, bar: str, high: float, name: str, text: str
+    values: dict[str, list[list[float]]],
+    column: str,
+    bar: str,
+    high: float,
+    name: str,
+    text: str,
 ) -> Picture:
     """Return a picture with a heat map of each model's matrix (layers, columns).
 

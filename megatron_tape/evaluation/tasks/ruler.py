@@ -155,7 +155,7 @@ class Ruler(Task):
         mean_name = self._mean_name()
         scores = []
         means = []
-        by_task: dict[str, list[float]] = {task: [] for task in self.tasks}
+        by_task = {task: [] for task in self.tasks}
         for length in lengths:
             length_scores = []
             for task in self.tasks:

@@ -74,7 +74,11 @@ class Samples:
 
 
 def make_samples(
-    task: str, length: int, count: int, tokenizer: Callable[..., Any], settings: RulerSettings
+    task: str,
+    length: int,
+    count: int,
+    tokenizer: Callable[..., Any],
+    settings: RulerSettings,
 ) -> Samples:
     """Return `count` samples whose prompts and generated tokens fit into `length` tokens.
 

@@ -159,13 +159,18 @@ class Scrolls(Task):
         settings = self.settings
         length = self._length(model.info)
         bos = self._bos(model)
-        self._examples: dict[str, _Example] = {}
-        self._encoders: dict[str, ExampleEncoder] = {}
+        # Examples by unit key, and encoders by dataset.
+        self._examples = {}
+        self._encoders = {}
         units = []
         for name in settings.data:
             count = self._target_tokens(name, length)
             self._encoders[name] = ExampleEncoder(
-                model.encode, bos, settings.template, length, count
+                model.encode,
+                bos,
+                settings.template,
+                length,
+                count,
             )
             for index, example in enumerate(self._read(name)):
                 key = f"{name}/{index}"
@@ -247,7 +252,14 @@ class Scrolls(Task):
                 tokens = [value["tokens"] for value in examples]
                 unit = "nats per target token"
                 scores.append(
-                    ratio_score("target_loss", nats, tokens, "lower", unit=unit, **common)
+                    ratio_score(
+                        "target_loss",
+                        nats,
+                        tokens,
+                        "lower",
+                        unit=unit,
+                        **common,
+                    )
                 )
 
             notes += self._notes(name, examples)
@@ -260,7 +272,13 @@ class Scrolls(Task):
             interval = _interval(np.mean(resampled, axis=0), min(counts))
             scores.append(
                 Score(
-                    "scrolls_score", mean, "higher", *interval, length, count=sum(counts), unit="%"
+                    "scrolls_score",
+                    mean,
+                    "higher",
+                    *interval,
+                    length,
+                    count=sum(counts),
+                    unit="%",
                 )
             )
         return Summary(scores, {"parts": parts}, notes)

@@ -270,7 +270,14 @@ class Variants(SyntheticTask):
             count = len(right)
             whole = int((right == answers).sum())  # sequences without an error
             scores += [
-                ratio_score("accuracy", right, answers, "higher", group=name, count=count),
+                ratio_score(
+                    "accuracy",
+                    right,
+                    answers,
+                    "higher",
+                    group=name,
+                    count=count,
+                ),
                 fraction_score("exact match", whole, count, group=name),
             ]
             blanks[name] = sum(part["blanks"] for part in parts) / max(1, int(answers.sum()))
