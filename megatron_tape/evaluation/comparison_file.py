@@ -56,6 +56,7 @@ class FinishedRun:
 
     @property
     def name(self) -> tuple[str, int]:
+        """Variant and seed, which identify a run in a comparison."""
         return self.variant, self.seed
 
 
@@ -76,6 +77,7 @@ class Comparison:
 
     @property
     def variants(self) -> list[str]:
+        """The variants that have a run, in the order of their first runs."""
         return list(dict.fromkeys(run.variant for run in self.runs))
 
 
@@ -93,6 +95,7 @@ class VariantResult:
 
     @property
     def mean(self) -> float:
+        """Mean over the seeds."""
         return float(np.mean(list(self.values.values())))
 
     @property

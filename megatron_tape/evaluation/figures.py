@@ -141,6 +141,7 @@ def encoding_of(config: Mapping[str, Any]) -> str | None:
     `model` of its run; None if it is unknown.
     """
     for key in ("position_encoding", "model_type"):
+        # A list, because values from files, such as lists, may not be hashable.
         if config.get(key) in list(ENCODING_COLORS):
             return config[key]
     # Models of transformers, such as Llama.
@@ -328,6 +329,7 @@ def limits(values: Iterable[float], fraction: bool = False) -> tuple[float, floa
     high = max(finite)
     # All values may be 0.
     shortest = 0.02 * max(abs(low), abs(high)) or 1.0
+    # 5 % at each end, or more if the range is shorter than that.
     margin = max(0.05 * (high - low), (shortest - (high - low)) / 2)
     return low - margin, high + margin
 

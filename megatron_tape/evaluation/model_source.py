@@ -67,6 +67,7 @@ class ModelSource:
 
     @property
     def is_checkpoint(self) -> bool:
+        """Whether this is a checkpoint of this project, or a run that will have one."""
         return self.run is not None
 
     def digest(self) -> str:
@@ -343,8 +344,8 @@ def _info(
     tokenizer: TokenizerRecord | None = None,
 ) -> ModelInfo:
     """Return the `ModelInfo` of a model of this project."""
-    # The model_type of an export, but the name of the encoding if an export has a built-in type of
-    # transformers.
+    # As in an export's config.json. If that has a built-in type of transformers, the name of the
+    # encoding says more.
     model_type = model.position_encoding
     if encoding_of(model).exports_to == "code":
         model_type = ENCODED

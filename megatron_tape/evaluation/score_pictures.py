@@ -158,7 +158,8 @@ def by_group(
     title: str,
 ) -> list[Picture]:
     """Return a picture of the scores that `keep` selects, a row per group and metric; no picture
-    without scores. At most the first `_MOST_ROWS` rows are shown.
+    without scores. At most the first `_MOST_ROWS` rows are shown. `title` is also the label of the
+    x axis.
     """
     by_label = {}
     for label, result in results.items():

@@ -45,18 +45,22 @@ class TrainingModel:
         self._device = trainer.layout.device
 
     def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, without beginning-of-text and end-of-text tokens."""
         return self.tokenizer.encode(text)
 
     def decode(self, tokens: list[int]) -> str:
+        """Return the text of token ids."""
         return self.tokenizer.decode(tokens)
 
     @property
     def bos(self) -> list[int]:
+        """The beginning-of-text token: a list of one id, or an empty list."""
         if self.tokenizer is None:
             return []
         return self.tokenizer.prefix
 
     def losses(self, tokens: np.ndarray, first: int) -> np.ndarray:
+        """Return the losses (N - first,), float64, of `tokens[first:]` for tokens (N,)."""
         ids = torch.tensor(tokens, dtype=torch.int64)[None]  # a batch of one text
         inputs = ids[:, :-1]
         labels = ids[:, 1:]
@@ -65,6 +69,7 @@ class TrainingModel:
         return losses[0, first - 1 :].double().cpu().numpy()
 
     def logits(self, tokens: Tensor) -> Tensor:
+        """Return the logits (B, S, V) of tokens (B, S), in float32 on the CPU."""
         logits = self._forward(self._engine.logits, tokens)
         # Without the rows that pad the vocabulary.
         return logits[..., : self.info.vocab_size].float().cpu()
@@ -73,6 +78,7 @@ class TrainingModel:
         """Call a function of the engine; return its output (B, S, ...) for the tokens (B, S)."""
         # A long evaluation must not look like a hang.
         self._watch.progress(self._phase)
+        # Under ZeRO 3, tells ranks without work that this pass comes.
         self._any_rank_works(True)
         length = tokens_BS[0].shape[1]
         # All shards of a sequence have the same length. Padding has no effect on earlier tokens.

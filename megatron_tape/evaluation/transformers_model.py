@@ -54,14 +54,17 @@ class HFModel:
 
     @property
     def device(self) -> torch.device:
+        """The device of the weights."""
         return self.model.device
 
     def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, without beginning-of-text and end-of-text tokens."""
         if self._saved_tokenizer is not None:
             return self._saved_tokenizer.encode(text)
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def decode(self, tokens: list[int]) -> str:
+        """Return the text of token ids, including special tokens and all spaces."""
         if self._saved_tokenizer is not None:
             return self._saved_tokenizer.decode(tokens)
         return self.tokenizer.decode(
@@ -70,6 +73,7 @@ class HFModel:
 
     @cached_property
     def bos(self) -> list[int]:
+        """The beginning-of-text token that the tokenizer adds, as a list, or an empty list."""
         if self._saved_tokenizer is not None:
             return self._saved_tokenizer.prefix
         if self.tokenizer is None:
@@ -123,6 +127,7 @@ class HFModel:
 
     @torch.inference_mode()
     def losses(self, tokens: np.ndarray, first: int) -> np.ndarray:
+        """Return the losses (N - first,), float64, of `tokens[first:]` for tokens (N,)."""
         self.reset_rope_frequencies()
         ids = torch.from_numpy(np.ascontiguousarray(tokens, dtype=np.int64)).to(self.device)
         length = len(tokens) - 1  # the last token is only a label
@@ -174,11 +179,13 @@ class HFModel:
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor) -> Tensor:
+        """Return the logits (B, S, V) of tokens (B, S), in float32 on the CPU."""
         self.reset_rope_frequencies()
         return self.model(tokens.to(self.device), use_cache=False).logits.float().cpu()
 
     @torch.inference_mode()
     def answer(self, prompt: Sequence[int], count: int) -> tuple[str, bool]:
+        """Generate at most `count` tokens greedily; return the text, and whether an end came."""
         from transformers import GenerationConfig
 
         # transformers allows an id, a list of ids or None.
@@ -192,7 +199,8 @@ class HFModel:
             num_beams=1,
             repetition_penalty=1.0,
             eos_token_id=ends or None,
-            pad_token_id=next(iter(ends), 0),  # one prompt needs no padding, but None is a warning
+            # One prompt needs no padding, but None would be a warning.
+            pad_token_id=next(iter(ends), 0),
         )
         self.reset_rope_frequencies()
         ids = torch.tensor([prompt], device=self.device)
@@ -207,6 +215,7 @@ class HFModel:
         return self.tokenizer.decode(answer, skip_special_tokens=True).strip(), ended
 
     def harness(self, batch_size: int = 1, max_length: int | None = None) -> Any:
+        """Return this model as an `HFLM` of lm-evaluation-harness."""
         from megatron_tape.evaluation.tasks.harness_model import harness_model
 
         self.reset_rope_frequencies()

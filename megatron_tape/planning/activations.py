@@ -65,6 +65,8 @@ def activations(plan: Plan) -> Activations:
         outputs = [0 for _ in layers]
         if plan.keeps_attention:
             outputs = [_attention_outputs(plan, layer) for layer in contents.layers]
+        # A recomputed layer keeps its inputs and, with selective recomputation, attention's
+        # outputs.
         entering = [_layer_input(plan, layer) for layer in contents.layers]
         layers = [sum(kept) for kept in zip(entering, outputs)]
         # Each layer is recomputed after the layers above it have freed their activations. Outputs
@@ -123,6 +125,7 @@ def _in_transit(plan: Plan) -> int:
     gradients = 0
     # Otherwise all micro-batches are in flight before the first gradients exist.
     if plan.micro_batches > plan.in_flight:
+        # Received from the next stage, and sent to the previous one.
         gradients = outputs + (not plan.contents.first)
     return plan.sent_bytes * (outputs + gradients)
 

@@ -59,6 +59,7 @@ class Memory(ModelStateMemory):
 
     @property
     def peak(self) -> int:
+        """Peak memory in bytes."""
         state = self.weights + self.gradients + self.optimizer
         return state + self.layer_activations + self.output_gradient + self.buffers + self.working
 
@@ -156,6 +157,7 @@ def _first_backward(
         elif plan.config.deepspeed.overlap_comm:
             averaged = plan.gradient_width
 
+    # Where the layers begin and end among the trained elements.
     layers_begin = plan.elements_of({"embeddings"} & plan.trained_kinds)
     layers_end = trained - plan.elements_of({"output"} & plan.trained_kinds)
 
@@ -168,6 +170,7 @@ def _first_backward(
     size = max(plan.config.deepspeed.reduce_bucket_size, trained // 256)
     for begin in range(0, trained, size):
         end = min(begin + size, trained)
+        # Groups behind this one are averaged already, and the activations of their layers freed.
         gradients = int(allocated * (end - begin) + averaged * (trained - end))
         gradients += copy_gradients
         yield gradients, kept.backward - int((1 - share_before(end)) * micro_batch)
@@ -288,8 +291,8 @@ def _buckets(plan: Plan) -> tuple[int, int]:
 
 
 def checkpoint_bytes(plan: Plan) -> int:
-    """Return the bytes of the fp32 weights and the optimizer state in one checkpoint (see
-    `checkpoint.frozen`).
+    """Return the bytes of the fp32 weights and the optimizer state in one checkpoint. Frozen
+    weights are included if `checkpoint.frozen` is true.
     """
     total = 0
     for stage in plan.pipeline_stages():
@@ -297,6 +300,7 @@ def checkpoint_bytes(plan: Plan) -> int:
         total += _moments(stage, 1) + 4 * stage.trained_elements
         if plan.config.checkpoint.frozen:
             total += 4 * (stage.elements - stage.trained_elements)
+    # Each tensor-parallel rank has a shard of this size.
     return plan.tensor_size * total
 
 

@@ -70,14 +70,14 @@ def parameters(
 
     `contents` restricts the count to a pipeline stage.
     """
-    # A copy, because the argument is cached.
+    # A copy, because the counter is cached.
     counts = Counter(_without_lora(model, contents))
-    layers = model.num_layers
+    num_layers = model.num_layers
     if contents is not None:
-        layers = len(contents.layers)
+        num_layers = len(contents.layers)
     # Every layer has the same factors.
     for factor in lora_factors(model, extension).values():
-        counts[Parameter("lora", ParameterShape(factor.shape, factor.partition_dim))] += layers
+        counts[Parameter("lora", ParameterShape(factor.shape, factor.partition_dim))] += num_layers
     return counts
 
 

@@ -45,6 +45,7 @@ class Plan:
 
     @property
     def model(self) -> ModelConfig:
+        """The settings of the section `model`."""
         return self.config.model
 
     @property
@@ -155,7 +156,8 @@ class Plan:
         later_stages = self.pipeline_size - 1 - self.pipeline_stage
         virtual = len(self.model_chunks)
         if virtual == 1:
-            # A stage waits for the first backward pass of each later stage.
+            # Before its first backward pass, a stage runs a forward pass for each later stage and
+            # one more.
             return min(later_stages + 1, self.micro_batches)
         # Megatron's interleaved schedule runs so many forward passes of chunks before the first
         # backward pass.
@@ -195,6 +197,7 @@ class Plan:
 
     @property
     def zero_stage(self) -> int:
+        """DeepSpeed's ZeRO stage."""
         return self.config.deepspeed.zero_stage
 
     @property
@@ -246,6 +249,7 @@ class Plan:
 
     @property
     def tokens_per_step(self) -> int:
+        """Tokens of the global batch."""
         return self.config.train.global_batch_size * self.model.seq_length
 
     @property
@@ -292,10 +296,12 @@ class Plan:
 
     @property
     def trains_matrices(self) -> bool:
+        """Whether the matrices of attention and the MLP are trained."""
         return trains_matrices(self.extension)
 
     @property
     def trains_output(self) -> bool:
+        """Whether the output layer's matrix is trained."""
         return trains_output(self.model, self.extension)
 
     @property

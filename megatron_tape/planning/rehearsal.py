@@ -81,6 +81,7 @@ class Row:
 
     @property
     def agrees(self) -> bool:
+        """Whether measurement and estimate differ by at most `tolerance`."""
         larger = max(self.rehearsed, self.estimated)
         return abs(self.rehearsed - self.estimated) <= self.tolerance * larger
 
@@ -127,6 +128,7 @@ class Rehearsal:
         yield Row("peak", self.peak, expected.peak, PEAK_TOLERANCE)
 
         planned = communication.communication(plan, self.replicated_share)
+        # Less than a thousandth of the largest hardly matters for the time of a step.
         negligible = 0.001 * max(planned.values(), default=0)
         for group, kind in sorted({*self.traffic, *planned}):
             measured = self.traffic[group, kind]
@@ -174,13 +176,13 @@ def _train(config: RunConfig, tracker: "Tracker") -> None:
     layout = initialize_distributed(
         parallel.tensor_model_parallel_size,
         parallel.uses_sequence_parallel,
-        None,
+        None,  # the default timeout
         parallel.context_parallel_size,
         parallel.pipeline_model_parallel_size,
     )
     tracker.name_groups(layout)
 
-    watch = Watch(None)
+    watch = Watch(None)  # without a timeout
     model = build_model(config, layout, watch)
     watch.close()
     freeze_parameters(model, parameter_filter(config.extension))
@@ -194,10 +196,10 @@ def _train(config: RunConfig, tracker: "Tracker") -> None:
     dataset: Any = [{"tokens": tokens, "labels": tokens} for _ in samples]
     batches = Batches(
         dataset,
-        None,
+        None,  # no validation data
         config,
         layout,
-        0,
+        0,  # id of the end-of-document token
         samples,
         STEPS,
     ).training()
@@ -236,6 +238,7 @@ def install_fake_world(world_size: int, rank: int) -> None:
     from megatron.core import parallel_state
 
     def own_device() -> torch.device:
+        """Replace the choice of this rank's device."""
         # Megatron asks torch for the device.
         torch.cuda.current_device = lambda: GPU
         return GPU
@@ -243,29 +246,33 @@ def install_fake_world(world_size: int, rank: int) -> None:
     def all_gather_own_object(
         gathered: list, own: object, group: dist.ProcessGroup | None = None
     ) -> None:
+        """Fill `gathered` as if all ranks had this rank's object."""
         gathered[:] = [own] * len(gathered)
 
     nothing = lambda *_, **__: None  # noqa: E731
     # The order matters: before DeepSpeed compiles its operators for CPUs.
     prepare_cpu()
     parallel_layout._own_device = own_device
+    # Megatron's buffers are on the GPU.
     zeros = lambda *sizes, device=None, **others: torch.zeros(*sizes, device=GPU, **others)  # noqa: E731
     megatron_patches._TorchOnCpu.zeros = staticmethod(zeros)
 
     # These would exchange objects with other ranks.
     coordinator.assert_ints_same_as_other_ranks = dist.broadcast_object_list = nothing
     dist.all_gather_object = all_gather_own_object
+    # All process groups are fake ones.
     create_group = parallel_state.create_group
     parallel_state.create_group = lambda ranks=None, **others: create_group(
         ranks, **others | {"backend": FAKE}
     )
 
     # Code for a GPU runs on the fake one.
-    choice.unsupported = nothing
+    choice.unsupported = nothing  # so that every backend seems to be supported
     F.scaled_dot_product_attention = _attention
     functional: Any = F
     functional.rms_norm = lambda x, shape, weight, eps=None: FusedRMSNorm.apply(x, weight)
     Module._apply = _apply
+    # Adam is fused, as on a GPU.
     optimizers: Any = sys.modules["torch.optim.optimizer"]
     optimizers._get_fused_kernels_supported_devices = lambda: ["meta"]
     deepspeed.accelerator.set_accelerator(_Accelerator())
@@ -297,6 +304,7 @@ class _Accelerator(CPU_Accelerator):
     """DeepSpeed's accelerator for the fake GPU."""
 
     def device_name(self, device_index: int | None = None) -> str:
+        """Return the name of the fake GPU."""
         return str(GPU)
 
     current_device_name = device_name
@@ -309,6 +317,7 @@ class FusedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        """Return a tensor like `x`, and save what the kernel saves."""
         scales = x.new_empty(x.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(x, weight, scales)
         # Of the right shape and dtype; fake tensors have no values.
@@ -316,6 +325,7 @@ class FusedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Return tensors like the gradients of `x` and of the weight."""
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), torch.empty_like(weight)
 
@@ -343,8 +353,10 @@ def _attention(
     """Replace torch's `scaled_dot_product_attention`: call the operator that a GPU would select,
     because the saved tensors depend on the operator. Arguments have its names and shapes.
     """
+    # After the mask, the arguments are: whether to return the log-sum-exp, dropout, and causality.
     if v.shape[-1] != q.shape[-1]:  # only cuDNN supports wider values
         return aten._scaled_dot_product_cudnn_attention(q, k, v, attn_mask, True, 0.0, is_causal)[0]
+    # FlashAttention supports neither masks nor fp32.
     if attn_mask is None and q.dtype.itemsize == 2:
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
     # This operator supports neither grouped keys nor broadcast masks.
@@ -423,6 +435,7 @@ class Tracker(MemTracker):
         """Record the activations at the end of every forward pass of `model`."""
 
         def end_forward(*_: Any) -> None:
+            """Record the activations in the measured step."""
             if self.measuring:
                 # Not activations: weights gathered by ZeRO 3, the output layer's gradient of the
                 # previous micro-batch, and Megatron's permanent buffer for gathered inputs.

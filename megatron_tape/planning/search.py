@@ -120,6 +120,7 @@ def candidates(plan: Plan, validate: Validate, refused: Counter[str]) -> Iterato
             zero_stages = ZERO_STAGES[:1]
         # A micro-batch has 1, 2, 4, ... of the sequences that a data-parallel rank has in a step.
         sequences = batch_size * tensor_size * context_size * pipeline_size // plan.processes
+        # At least one, so that `validate` says why the batch is too small.
         exponents = range(max(1, sequences.bit_length()))
         for exponent, zero_stage in itertools.product(exponents, zero_stages):
             changes = {
@@ -159,10 +160,10 @@ def _layouts(plan: Plan) -> Iterator[tuple[int, int, int, int, list[int] | None]
                 if layers % pipeline_size == 0:
                     for virtual_size in _divisors(layers // pipeline_size, MOST_VIRTUAL):
                         yield *sizes, pipeline_size, virtual_size, None
-                # The embedding and the loss each take about as long as a layer. With two stages,
-                # numbers of layers that divide evenly are equal after that too.
+                # The embedding and the loss each take about as long as a layer, so the first and
+                # the last stage get one layer less. Two stages would be equal again.
                 inner, remainder = divmod(layers + 2, pipeline_size)
-                if remainder == 0 and (pipeline_size > 2 or layers % pipeline_size):
+                if remainder == 0 and pipeline_size > 2:
                     unequal = [inner - 1, *[inner] * (pipeline_size - 2), inner - 1]
                     yield *sizes, pipeline_size, 1, unequal
 

@@ -42,6 +42,7 @@ class StepTime(NamedTuple):
 
     @property
     def total(self) -> float:
+        """The time of the whole step."""
         return sum(self)
 
 

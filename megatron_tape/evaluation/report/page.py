@@ -158,6 +158,7 @@ def page(
         encodings.setdefault(label, result.model.config)
     with model_encodings({label: encoding_of(config) for label, config in encodings.items()}):
         evaluated = dict.fromkeys(name for result in results.values() for name in result.tasks)
+        # In the order of `TASKS`; tasks of other versions come last.
         for name in sorted(evaluated, key=[*TASKS, *sorted(evaluated)].index):
             section = _task_section(results, name)
             sections.append(section)
@@ -366,6 +367,7 @@ def curves(runs: Mapping[str, Run]) -> Iterator[Drawing]:
     # For each drawing, the titles of its panels by the key of the metric.
     panels = {_NAMES[key]: {key: ""} for key in _NAMES if key in keys}
     for key in sorted(keys):
+        # Keys are DURING, then TASK/METRIC/GROUP/LENGTH without empty parts.
         if key.startswith(DURING):
             task, *parts = key.removeprefix(DURING).split("/")
             # Groups have the names that the settings of the runs give them.
@@ -379,7 +381,9 @@ def curves(runs: Mapping[str, Run]) -> Iterator[Drawing]:
 
 
 def _draw_curves(runs: Mapping[str, Run], name: str, titles: Mapping[str, str]) -> list[Picture]:
-    """Draw a panel for each metric; `titles` are those of the panels, by the key of the metric."""
+    """Return a picture with a panel for each metric. `titles` are those of the panels, by the key
+    of the metric; `name` is what all of them show, such as `training loss`.
+    """
     figure, panels = figures.panels(len(titles), width=4.6)
     looks = figures.styles(runs)
     ends = []

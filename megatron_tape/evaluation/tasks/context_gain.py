@@ -57,6 +57,7 @@ class ContextGain(WindowTask):
         return [self.settings.short or max(longer) // 8, *longer]
 
     def check(self, info: ModelInfo) -> None:
+        """Raise UserError if the short length is not below all others, or for invalid data."""
         short, *longer = self.context_lengths(info)
         if not 2 <= short < min(longer):
             raise ConfigError(
@@ -67,6 +68,7 @@ class ContextGain(WindowTask):
         super().check(info)
 
     def evaluate(self, unit: Unit, model: EvaluatedModel) -> Value:
+        """Return the losses of the scored tokens of a document at one context length."""
         work = self.work[unit.key]
         losses = np.concatenate(
             [window_losses(model, work.document, window, model.bos) for window in work.windows]
@@ -74,6 +76,7 @@ class ContextGain(WindowTask):
         return {"losses": np.round(losses, DECIMALS).tolist()}
 
     def summarize(self, values: Values, info: ModelInfo) -> Summary:
+        """Return gains and losses by length and source, and each document's key tokens."""
         short, *longer = self.context_lengths(info)
         # Arrays of losses by unit key, `SOURCE/NUMBER/LENGTH`.
         losses = {key: np.array(value["losses"]) for key, value in values.items()}
@@ -112,6 +115,7 @@ class ContextGain(WindowTask):
 
     @classmethod
     def draw(cls, results: TaskResults) -> list[Picture]:
+        """Return pictures of the gains by context length, on all tokens and on key tokens."""
         key_axis = "gain of key tokens (nats per token)"
         return [
             *by_length(results, "gain", "context-gain", "gain (nats per token)"),

@@ -75,9 +75,11 @@ class DocumentTask(Task):
         raise NotImplementedError
 
     def check(self, info: ModelInfo) -> None:
+        """Raise UserError if a source is invalid, or has no document that is long enough."""
         check_sources(self.text_sources, info, self.minimum_tokens(info), self.most_documents)
 
     def inputs(self) -> list[Path]:
+        """Return the files of all sources."""
         return [file for text_source in self.text_sources for file in text_source.files]
 
 
@@ -92,14 +94,17 @@ class WindowTask(DocumentTask):
 
     @property
     def most_documents(self) -> int | None:
+        """Maximum number of documents of a source, 50 by default."""
         # A document takes several forward passes at each length.
         return self.settings.documents or 50
 
     def minimum_tokens(self, info: ModelInfo) -> int:
+        """Return the number of tokens that the longest context length needs."""
         # One more than the longest context: the token that it predicts.
         return max(self.context_lengths(info)) + 1
 
     def units(self, model: EvaluatedModel) -> list[Unit]:
+        """Read the documents, and return a unit for each document and length."""
         self.work = {}
         self.skipped = {}
         for text_source in self.text_sources:

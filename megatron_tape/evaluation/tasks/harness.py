@@ -209,6 +209,7 @@ def _documents(samples: list[dict], truncated: set[tuple[str, ...]]) -> dict:
             column[sample["doc_id"]] = sample[metric]
 
     def is_truncated(sample: dict) -> bool:
+        """Return whether one of the requests of a sample was truncated."""
         # As `HarnessModel.truncated` has them, without the options of a request.
         texts = [
             tuple(part for part in request if isinstance(part, str))
@@ -267,6 +268,7 @@ def without_bars() -> Iterator[None]:
     original = tqdm.tqdm.__init__
 
     def hidden(self: Any, *arguments: Any, **options: Any) -> None:
+        """Initialize a progress bar that shows nothing."""
         original(self, *arguments, **options | {"disable": True})
 
     with mock.patch.object(tqdm.tqdm, "__init__", hidden):

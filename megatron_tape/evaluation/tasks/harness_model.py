@@ -28,22 +28,28 @@ class HarnessModel(HFLM):
         """
 
     def tok_encode(self, *arguments: Any, **options: Any) -> list[int]:
+        """Encode a text; the characters of a beginning-of-text token are like any other."""
         with _no_bos_in_texts():
             return super().tok_encode(*arguments, **options)
 
     def tok_batch_encode(self, *arguments: Any, **options: Any) -> tuple[Any, Any]:
+        """Encode several texts like `tok_encode`."""
         with _no_bos_in_texts():
             return super().tok_batch_encode(*arguments, **options)
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
+        """Return the log-likelihoods of whole texts."""
         # The harness puts a token before the text, and would score the one that the tokenizer adds
         # as part of the text (https://github.com/EleutherAI/lm-evaluation-harness/issues/3333).
         with mock.patch.object(self, "add_bos_token", False):
             return super().loglikelihood_rolling(requests, disable_tqdm)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Generate texts, and record the prompts that are truncated for it. Raises ConfigError if
+        there is no room for a prompt.
+        """
         for request in requests:
             prompt, options = request.args
             most_generated = normalize_gen_kwargs(options, self.max_gen_toks)["max_gen_toks"]
@@ -64,6 +70,10 @@ class HarnessModel(HFLM):
         *arguments: Any,
         **options: Any,
     ) -> list[tuple[float, bool]]:
+        """Return log-likelihoods, and record the requests that are truncated for them.
+
+        A request consists of its texts, and the token ids of context and continuation.
+        """
         # A context of spaces, which become part of the continuation, has no tokens if the tokenizer
         # adds none.
         requests = [

@@ -40,6 +40,7 @@ class LmEval(Task):
     generates = True
 
     def check(self, info: ModelInfo) -> None:
+        """Raise ConfigError if a task, a file or a directory in the settings does not exist."""
         self.require("lm_eval")
         tasks = self.settings.tasks
         if not tasks:
@@ -64,6 +65,7 @@ class LmEval(Task):
         find_tasks(tasks, self._include)
 
     def refuse_code(self) -> None:
+        """Raise ConfigError if the settings name task files."""
         # The harness imports functions named in task files, and its templates can run any Python
         # code.
         files = [*self._include, *self._task_files]
@@ -75,6 +77,7 @@ class LmEval(Task):
             )
 
     def inputs(self) -> list[Path]:
+        """Return the user's own task files, and the files that they may read."""
         files = [Path(name) for name in self._task_files]
         for folder in self._include:
             files += sorted(
@@ -83,9 +86,11 @@ class LmEval(Task):
         return files
 
     def units(self, model: HuggingFaceModel) -> list[Unit]:
+        """Return a unit for each name in `tasks`."""
         return [Unit(name) for name in dict.fromkeys(self.settings.tasks)]
 
     def evaluate(self, unit: Unit, model: HuggingFaceModel) -> Value:
+        """Run the tasks with the name of the unit."""
         from megatron_tape.evaluation.tasks.harness import find_tasks, load_tasks, run
 
         settings = self.settings
@@ -100,6 +105,7 @@ class LmEval(Task):
         }
 
     def summarize(self, values: Values, info: ModelInfo) -> Summary:
+        """Return the metrics of all tasks and groups as scores."""
         scores = []
         notes = []
         tasks = {}
@@ -123,6 +129,7 @@ class LmEval(Task):
 
     @classmethod
     def draw(cls, results: TaskResults) -> list[Picture]:
+        """Return a picture of the metrics that are fractions."""
         return by_group(results, lambda score: score.is_fraction, "lm_eval", "score")
 
     @property

@@ -47,9 +47,11 @@ class Passkey(Task):
     generates = True
 
     def check(self, info: ModelInfo) -> None:
+        """Raise ConfigError for invalid lengths."""
         self.context_lengths(info)
 
     def units(self, model: HuggingFaceModel) -> list[Unit]:
+        """Return a unit for each length and depth, with the key `LENGTH/INDEX OF THE DEPTH`."""
         lengths = self.context_lengths(model.info)
         # Raises ConfigError before any unit runs if the shortest length has no room for a key.
         self.prompt(model, lengths[0], 0.0, "9" * self.settings.digits)
@@ -62,6 +64,7 @@ class Passkey(Task):
         ]
 
     def evaluate(self, unit: Unit, model: HuggingFaceModel) -> Value:
+        """Let the model answer the prompts of one length and depth."""
         length, index = map(int, unit.key.split("/"))
         depth = self._depths()[index]
         digits = self.settings.digits
@@ -104,6 +107,7 @@ class Passkey(Task):
         return [*task, *filler[:place], *information, *filler[place:], *question]
 
     def summarize(self, values: Values, info: ModelInfo) -> Summary:
+        """Return the accuracy by length, and by length and depth."""
         lengths = self.context_lengths(info)
         samples = self.settings.samples
         scores = []
@@ -130,7 +134,10 @@ class Passkey(Task):
 
     @classmethod
     def draw(cls, results: TaskResults) -> list[Picture]:
+        """Return a heat map by depth and length, and curves by length."""
+
         def accuracy(result: TaskResult) -> tuple[list, list, list]:
+            """Return the matrix, rows and columns for `fraction_maps`."""
             rows = [f"{depth:.0%}" for depth in result.details["depths"]]
             columns = [f"{length:,}" for length in result.details["lengths"]]
             return result.details["accuracy"], rows, columns

@@ -60,15 +60,18 @@ class Perplexity(WindowTask):
 
     @property
     def _longlora(self) -> bool:
+        """Whether the protocol is longlora, that of published tables."""
         return self.settings.protocol == "longlora"
 
     @property
     def most_documents(self) -> int | None:
+        """Maximum number of documents of a source; all by default with protocol longlora."""
         if self._longlora:
             return self.settings.documents
         return super().most_documents
 
     def minimum_tokens(self, info: ModelInfo) -> int:
+        """Return the minimum number of tokens of a document, 2 with protocol longlora."""
         if self._longlora:
             return 2
         return super().minimum_tokens(info)
@@ -109,6 +112,7 @@ class Perplexity(WindowTask):
         return work
 
     def evaluate(self, unit: Unit, model: EvaluatedModel) -> Value:
+        """Return the sums of losses of a document, or the mean losses of windows with longlora."""
         work = self.work[unit.key]
         document = work.document
         if self._longlora:
@@ -133,6 +137,7 @@ class Perplexity(WindowTask):
         return value
 
     def summarize(self, values: Values, info: ModelInfo) -> Summary:
+        """Return losses, perplexities and bits per byte by source and length."""
         groups = {}
         for key, value in values.items():
             name, _, length_of_unit = key.split("/")
@@ -141,31 +146,34 @@ class Perplexity(WindowTask):
         scored = self.scored()
         if self._longlora:
             scores = []
-            for (name, length), of_group in groups.items():
-                scores += _scores_of_means(of_group, length, f"{name} (longlora)")
+            for (name, length), group_values in groups.items():
+                scores += _scores_of_means(group_values, length, f"{name} (longlora)")
             notes = [*self.notes_on_documents(), LONGLORA_NOTE]
             return Summary(scores, {"scored": scored}, notes)
 
         scores = []
         notes = []
         positions = {}
-        for (name, length), of_group in groups.items():
-            scores += _scores_of_documents(of_group, length, name)
+        for (name, length), group_values in groups.items():
+            scores += _scores_of_documents(group_values, length, name)
             # What follows is the same at every length, or measured at the longest only.
             if length != max(self.context_lengths(info)):
                 continue
-            positions[name] = _mean_by_position([value["positions"] for value in of_group], length)
-            tokens = sum(value["tokens"] for value in of_group)
+            positions[name] = _mean_by_position(
+                [value["positions"] for value in group_values], length
+            )
+            tokens = sum(value["tokens"] for value in group_values)
             note = f"{name}: the same tokens are scored at every length: {tokens:,}"
-            if "bytes" in of_group[0]:
-                scored[name]["bytes"] = sum(value["bytes"] for value in of_group)
+            if "bytes" in group_values[0]:
+                scored[name]["bytes"] = sum(value["bytes"] for value in group_values)
                 note += f" ({scored[name]['bytes']:,} bytes)"
-            notes.append(f"{note}, in {counted(len(of_group), 'document')}.")
+            notes.append(f"{note}, in {counted(len(group_values), 'document')}.")
         details = {"scored": scored, "loss_by_position": positions}
         return Summary(scores, details, notes + self.notes_on_documents())
 
     @classmethod
     def draw(cls, results: TaskResults) -> list[Picture]:
+        """Return pictures of the perplexity by context length, and of the loss by position."""
         return [
             *by_length(results, "perplexity", "perplexity", "perplexity", steep=10),
             *by_position(results, "perplexity-by-position"),

@@ -80,7 +80,7 @@ def watching(model: Any, on_state: Callable[[int, Tensor, Tensor], None]) -> Ite
     phases = None
 
     def hook(index: int, _: nn.Module, arguments: tuple) -> None:
-        """Read a layer's arguments: hidden states, position state, ...."""
+        """Read the arguments of a layer: hidden states, position state, and others."""
         nonlocal phases
         state = arguments[1][0]  # of the first sequence
         if index == 0:
@@ -122,7 +122,9 @@ def with_phases(
         keywords: dict,
         output: tuple,
     ) -> tuple | None:
-        """Replace the output of a layer, unless `on_maps` only receives maps."""
+        """Replace the output of a layer (hidden states, position state, attention map), unless
+        `on_maps` only receives the maps.
+        """
         # `forward`, unlike a call of the layer, runs no hooks.
         hidden_states, _, weights = layer.forward(arguments[0], phases, *arguments[2:], **keywords)
         if on_maps is not None:
@@ -148,6 +150,7 @@ def attention_changes(model: Any, tokens: Tensor) -> list[list[float]]:
     changes = []
 
     def on_maps(_: int, state_map: Tensor, phases_map: Tensor) -> None:
+        """Compare the attention maps (B, H, N, N) of a layer."""
         difference = (state_map[0].float() - phases_map[0].float()).abs()
         # The total variation distance, averaged over queries.
         changes.append((difference.sum(-1).mean(-1) / 2).tolist())

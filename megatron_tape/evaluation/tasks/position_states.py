@@ -63,9 +63,11 @@ class PositionPictures(DocumentTask):
     generates = True
 
     def minimum_tokens(self, info: ModelInfo) -> int:
+        """Return the number of tokens of each document that are used."""
         return self.settings.length or info.trained_length or _LENGTH
 
     def check(self, info: ModelInfo) -> None:
+        """Raise UserError if the model is not a TAPE model, or if the data is invalid."""
         model_type = info.config.get("model_type")
         if model_type != MODEL_TYPE:
             raise ConfigError(
@@ -80,6 +82,7 @@ class PositionPictures(DocumentTask):
         super().check(info)
 
     def units(self, model: HuggingFaceModel) -> list[Unit]:
+        """Read the documents, and return a unit for each of them and one for attention maps."""
         length = self.minimum_tokens(model.info)
         # The length includes the beginning-of-text token.
         size = length - len(model.bos)
@@ -101,6 +104,7 @@ class PositionPictures(DocumentTask):
         return [*units, Unit(MAPS, 2.0 * min(self.settings.map_tokens, length))]
 
     def evaluate(self, unit: Unit, model: HuggingFaceModel) -> Value:
+        """Measure the states of a document, or compare the attention maps of the first one."""
         import torch
 
         from megatron_tape.evaluation.tasks.position_probes import attention_changes
@@ -114,7 +118,9 @@ class PositionPictures(DocumentTask):
         return self._measure(model.model, tokens)
 
     def _measure(self, model: Any, tokens: Tensor) -> dict:
-        """Return losses, distances from RoPE's phases and similarities for tokens (1, N)."""
+        """Return losses, and distances from RoPE's phases and similarities by layer, for tokens
+        (1, N).
+        """
         from megatron_tape.evaluation.tasks import position_probes as probes
 
         distances = distances_of(tokens.shape[1])
@@ -152,6 +158,7 @@ class PositionPictures(DocumentTask):
         return value
 
     def summarize(self, values: Values, info: ModelInfo) -> Summary:
+        """Return distances and losses by layer, and the data of the pictures."""
         length = self.minimum_tokens(info)
         documents = [value for key, value in values.items() if key != MAPS]
         count = len(documents)
@@ -162,6 +169,7 @@ class PositionPictures(DocumentTask):
             return np.array([value[key] for value in documents])
 
         def loss_score(metric: str, sums: np.ndarray, better: str, group: str = "") -> Score:
+            """Return a sum of losses by document as a score per token."""
             tokens = column("tokens")
             return ratio_score(
                 metric,
@@ -215,6 +223,7 @@ class PositionPictures(DocumentTask):
 
     @classmethod
     def draw(cls, results: TaskResults) -> list[Picture]:
+        """Return pictures of distances, similarities, losses and attention."""
         ablation = by_group(
             results,
             lambda score: score.metric == "loss_increase",

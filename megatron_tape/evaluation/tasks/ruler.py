@@ -69,6 +69,7 @@ class Ruler(Task):
     generates = True
 
     def check(self, info: ModelInfo) -> None:
+        """Raise ConfigError or FileError if tasks, files or lengths are invalid."""
         settings = self.settings
         self.require("lm_eval", "wonderwords", "nltk", "scipy")
         if not self.tasks:
@@ -98,6 +99,7 @@ class Ruler(Task):
         self.context_lengths(info)
 
     def inputs(self) -> list[Path]:
+        """Return the files that replace downloads."""
         settings = self.settings
         files = [getattr(settings, QUESTIONS[task]) for task in self.tasks if task in QUESTIONS]
         if set(self.tasks) & set(ESSAYS):
@@ -106,6 +108,7 @@ class Ruler(Task):
         return [Path(file) for file in files if file is not None]
 
     def units(self, model: HuggingFaceModel) -> list[Unit]:
+        """Return a unit for each task and length, after a test whether samples fit."""
         lengths = self.context_lengths(model.info)
         # Missing data leads to an error at the first length.
         checked = [lengths[0], *(length for length in lengths[1:] if length <= _CHECKED)]
@@ -120,6 +123,7 @@ class Ruler(Task):
         ]
 
     def evaluate(self, unit: Unit, model: HuggingFaceModel) -> Value:
+        """Let the model answer the samples of one task and length."""
         from megatron_tape.evaluation.tasks.harness import run
 
         task, length = unit.key.split("/")
@@ -151,6 +155,7 @@ class Ruler(Task):
             ) from None
 
     def summarize(self, values: Values, info: ModelInfo) -> Summary:
+        """Return the score of each task and of all tasks by length, and effective lengths."""
         lengths = self.context_lengths(info)
         mean_name = self._mean_name()
         scores = []
@@ -176,6 +181,7 @@ class Ruler(Task):
 
     @classmethod
     def draw(cls, results: TaskResults) -> list[Picture]:
+        """Return curves of the means by length, and heat maps of tasks by length."""
         # Means over different tasks are never in one panel.
         by_tasks = {}
         for label, result in results.items():
@@ -186,6 +192,7 @@ class Ruler(Task):
             pictures += by_length(comparable, mean_name, "ruler", mean_name)
 
         def fractions(result: TaskResult) -> tuple[list, list, list]:
+            """Return the matrix, rows and columns for `fraction_maps`."""
             tasks = result.details["tasks"]
             columns = [f"{length:,}" for length in result.details["lengths"]]
             return list(tasks.values()), list(tasks), columns

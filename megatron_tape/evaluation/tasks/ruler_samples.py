@@ -226,6 +226,7 @@ def _limited(function: Callable[..., Any], count: int, measure: _Measure) -> Cal
     """
 
     def limited(*arguments: Any, **options: Any) -> Any:
+        """Call the function with at most `count` as its number of samples."""
         # The first samples do not depend on their number.
         options["num_samples"] = min(options.get("num_samples", _MOST), count)
         if function.__name__ in _ENDLESS:
@@ -296,6 +297,7 @@ def _haystack(
     """
 
     def get_haystack(type_haystack: str) -> Any:
+        """Return the text in which needles are hidden, for a type such as `essay`."""
         # Other types are repeated sentences or needles, which need no file.
         if type_haystack != "essay":
             return original(type_haystack)
@@ -320,6 +322,7 @@ def _questions(original: Callable[[str], Any], settings: RulerSettings) -> Calla
     """Return a replacement of `download_json` that reads questions from a file, if given."""
 
     def download_json(url: str) -> Any:
+        """Return the content of the file, or of the URL."""
         name = "squad" if "SQuAD" in url else "hotpotqa"
         file = getattr(settings, name)
         if file is not None:

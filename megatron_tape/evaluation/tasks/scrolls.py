@@ -83,6 +83,7 @@ class Scrolls(Task):
     generates = True
 
     def check(self, info: ModelInfo) -> None:
+        """Raise UserError if the settings are invalid, or an example."""
         settings = self.settings
         if not (settings.generate or settings.loss):
             raise ConfigError(
@@ -113,6 +114,7 @@ class Scrolls(Task):
             self._read(name)
 
     def inputs(self) -> list[Path]:
+        """Return the files of the datasets."""
         return [Path(path) for path in self.settings.data.values()]
 
     def _length(self, info: ModelInfo) -> int:
@@ -156,6 +158,7 @@ class Scrolls(Task):
         return list(examples.values())
 
     def units(self, model: HuggingFaceModel) -> list[Unit]:
+        """Read all examples; return a unit for each, with the key `DATASET/NUMBER`."""
         settings = self.settings
         length = self._length(model.info)
         bos = self._bos(model)
@@ -198,6 +201,7 @@ class Scrolls(Task):
         return [token]
 
     def evaluate(self, unit: Unit, model: HuggingFaceModel) -> Value:
+        """Return the loss on the first target of an example, and the scores of an answer."""
         example = self._examples[unit.key]
         name = example.dataset
         encoded = self._encoders[name](example.input, example.targets[0])
@@ -219,6 +223,7 @@ class Scrolls(Task):
         return value
 
     def summarize(self, values: Values, info: ModelInfo) -> Summary:
+        """Return scores and losses by dataset and, with all datasets, their mean."""
         length = self._length(info)
         scores = []
         notes = []
@@ -301,6 +306,7 @@ class Scrolls(Task):
 
     @classmethod
     def draw(cls, results: TaskResults) -> list[Picture]:
+        """Return pictures of the scores and of the losses by dataset."""
         loss_axis = "loss (nats per target token)"
         return [
             *by_group(results, lambda score: score.unit == "%", "scrolls-scores", "score (%)"),

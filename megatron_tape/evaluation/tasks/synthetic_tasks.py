@@ -40,9 +40,9 @@ from megatron_tape.text import counted
 SEQUENCES_PER_UNIT = 100
 TRAINED = "as trained"
 """Marks the group with the sizes of the training in names for readers."""
-MOST = 10**6
-"""More than the numbers of digits and samples can be: the factor that makes the sample index of
-every sum unique.
+INDEX_FACTOR = 10**6
+"""Factor that makes the sample index of every sum unique. The numbers of digits and of samples are
+smaller.
 """
 
 
@@ -107,6 +107,7 @@ class Addition(SyntheticTask):
     Settings = AdditionSettings
 
     def check(self, info: ModelInfo) -> None:
+        """Raise ConfigError if no length is tested, or if the model's vocabulary is too small."""
         if not self.lengths:
             raise ConfigError(
                 self.key("step"),
@@ -131,6 +132,7 @@ class Addition(SyntheticTask):
         return list(range(self.settings.step, self.longest + 1, self.settings.step))
 
     def group_names(self) -> dict[str, str]:
+        """Return names with the sizes of the sequences, from small to large."""
         trained = self.settings.digits
         longest = self.longest
         names = {f"up to {trained} digits": f"operands up to {trained} digits ({TRAINED})"}
@@ -140,6 +142,7 @@ class Addition(SyntheticTask):
         return names
 
     def units(self, model: EvaluatedModel) -> list[Unit]:
+        """Return a unit for each length of the first operand."""
         # The cost is the number of tokens: two operands, and a sum as long as the longer one.
         return [
             Unit(str(first), sum(first + second + max(first, second) for second in self.lengths))
@@ -155,7 +158,7 @@ class Addition(SyntheticTask):
         right = []
         for second in self.lengths:
             # Sums of other lengths have other random numbers.
-            offset = (first * MOST + second) * MOST
+            offset = (first * INDEX_FACTOR + second) * INDEX_FACTOR
             problems = [
                 sums.problem(self.random(offset + sample), first, second)
                 for sample in range(self.settings.samples)
@@ -166,6 +169,7 @@ class Addition(SyntheticTask):
         return {"right": right}
 
     def summarize(self, values: Values, info: ModelInfo) -> Summary:
+        """Return the fraction of correct sums within and beyond the lengths of training."""
         trained = self.settings.digits
         lengths = np.array(self.lengths)
         right = np.array([values[str(first)]["right"] for first in self.lengths])
@@ -185,7 +189,10 @@ class Addition(SyntheticTask):
 
     @classmethod
     def draw(cls, results: TaskResults) -> list[Picture]:
+        """Return pictures of the fractions of correct answers."""
+
         def accuracy(result: TaskResult) -> tuple[list, list, list]:
+            """Return the matrix, rows and columns for `fraction_maps`."""
             lengths = result.details["lengths"]
             return result.details["accuracy"], lengths, lengths
 
@@ -212,6 +219,7 @@ class Variants(SyntheticTask):
         raise NotImplementedError
 
     def check(self, info: ModelInfo) -> None:
+        """Raise ConfigError without variants, or if a generator does not fit to the model."""
         if not getattr(self.settings, self.variants):
             raise ConfigError(
                 self.key(self.variants), "is empty", f"give a variant, such as {self.example}"
@@ -291,6 +299,7 @@ class Variants(SyntheticTask):
 
     @classmethod
     def draw(cls, results: TaskResults) -> list[Picture]:
+        """Return pictures of the fractions of correct answers."""
         title = "fraction of correct answers"
         return by_group(results, lambda score: score.metric == "accuracy", cls.name, title)
 
@@ -304,6 +313,7 @@ class SelectiveCopy(Variants):
     example = "{IID: 128}"
 
     def group_names(self) -> dict[str, str]:
+        """Return names with the sizes of the sequences, from small to large."""
         blanks = self.settings.blanks
         shown = sorted(blanks, key=blanks.__getitem__)
         names = {name: counted(blanks[name], "blank") for name in shown}
@@ -313,6 +323,7 @@ class SelectiveCopy(Variants):
         return names
 
     def generators(self) -> dict[str, Generator]:
+        """Return the generator of each variant."""
         settings = self.settings
         return {
             name: synthetic.SelectiveCopy(
@@ -331,11 +342,13 @@ class Recall(Variants):
     example = "[256]"
 
     def group_names(self) -> dict[str, str]:
+        """Return names with the sizes of the sequences, from small to large."""
         return {
             f"{length} tokens": f"{length:,} tokens" for length in sorted(self.settings.lengths)
         }
 
     def generators(self) -> dict[str, Generator]:
+        """Return the generator of each variant."""
         settings = self.settings
         return {
             f"{length} tokens": synthetic.Recall(
@@ -356,6 +369,7 @@ class GridNavigation(Variants):
     example = "{IID: [128, 64, 0.5]}"
 
     def check(self, info: ModelInfo) -> None:
+        """Raise ConfigError if a variant does not consist of three valid numbers."""
         for name, values in self.settings.variants.items():
             # Steps and width are whole numbers.
             if len(values) != 3 or any(value % 1 for value in values[:2]):
@@ -367,6 +381,7 @@ class GridNavigation(Variants):
         super().check(info)
 
     def group_names(self) -> dict[str, str]:
+        """Return names with the sizes of the sequences, from small to large."""
         variants = self.settings.variants
         trained = next(iter(variants), "")
         names = {}
@@ -381,6 +396,7 @@ class GridNavigation(Variants):
         return names
 
     def generators(self) -> dict[str, Generator]:
+        """Return the generator of each variant."""
         settings = self.settings
         return {
             name: synthetic.GridNavigation(
@@ -395,6 +411,7 @@ class GridNavigation(Variants):
         }
 
     def notes(self, blanks: dict[str, float]) -> list[str]:
+        """Return how often the answer blank would be correct."""
         fractions = [
             f"{100 * blanks[name]:.1f} % for {shown}" for name, shown in self.group_names().items()
         ]

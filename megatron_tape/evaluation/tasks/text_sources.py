@@ -39,6 +39,7 @@ class TextSource:
 
     @property
     def files(self) -> list[Path]:
+        """The files of the source: one, or those of an indexed dataset."""
         if self.kind == "indexed":
             return list(dataset_paths(self.path))
         return [Path(self.path)]
@@ -195,7 +196,7 @@ def _select(
     most: int | None,
     info: ModelInfo,
 ) -> tuple[list[Document], int]:
-    """Do what `long_documents` does, for the tokens (N,) of all documents of a source."""
+    """Return the result of `long_documents`, given the tokens (N,) of each document of a source."""
     is_text = text_source.kind == "text"
     long = []
     short_sizes = [0]  # for `max`, if there are no documents
