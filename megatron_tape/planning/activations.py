@@ -54,8 +54,8 @@ def activations(plan: Plan) -> Activations:
     kernel. The input of a frozen matrix is kept only if the matrix has LoRA layers.
     """
     contents = plan.contents
-    layers = [_layer(plan, layer) for layer in contents.layers]
-    inputs = _inputs(plan)
+    layers = [_layer_bytes(plan, layer) for layer in contents.layers]
+    inputs = _input_bytes(plan)
 
     # The backward pass of a layer needs most memory in its MLP: five tensors of its width. The
     # logits are freed by then.
@@ -64,10 +64,10 @@ def activations(plan: Plan) -> Activations:
         recomputed = layers
         outputs = [0 for _ in layers]
         if plan.keeps_attention:
-            outputs = [_attention_outputs(plan, layer) for layer in contents.layers]
+            outputs = [_attention_output_bytes(plan, layer) for layer in contents.layers]
         # A recomputed layer keeps its inputs and, with selective recomputation, attention's
         # outputs.
-        entering = [_layer_input(plan, layer) for layer in contents.layers]
+        entering = [_layer_input_bytes(plan, layer) for layer in contents.layers]
         layers = [sum(kept) for kept in zip(entering, outputs)]
         # Each layer is recomputed after the layers above it have freed their activations. Outputs
         # that the forward pass kept are not recomputed.
@@ -82,17 +82,17 @@ def activations(plan: Plan) -> Activations:
     loss = 0
     if contents.last:
         # The loss keeps the gradient of the last norm's output.
-        kept += _norm(plan)
+        kept += _norm_bytes(plan)
         if plan.trains_output:
             gradient = plan.vocabulary * plan.model.hidden_size * plan.width
-        loss = _loss(plan, gradient)
+        loss = _loss_bytes(plan, gradient)
     # `backward` is in addition to what the forward pass saves.
     backward -= kept + gradient
 
     if plan.pipeline_size > 1:
-        kept += _between_chunks(plan)
+        kept += _bytes_between_chunks(plan)
         # All micro-batches in flight keep these tensors; those in transit exist once.
-        kept = int(plan.in_flight * kept) + _in_transit(plan)
+        kept = int(plan.in_flight * kept) + _bytes_in_transit(plan)
     return Activations(
         kept,
         gradient,
@@ -101,7 +101,7 @@ def activations(plan: Plan) -> Activations:
     )
 
 
-def _between_chunks(plan: Plan) -> int:
+def _bytes_between_chunks(plan: Plan) -> int:
     """Return the bytes of tensors between model chunks that a pipeline stage keeps.
 
     A stage keeps the tensor that it receives, and copies of the hidden states and the position
@@ -117,7 +117,7 @@ def _between_chunks(plan: Plan) -> int:
     return tensors * plan.sent_bytes
 
 
-def _in_transit(plan: Plan) -> int:
+def _bytes_in_transit(plan: Plan) -> int:
     """Return the bytes of a pipeline stage's latest output and of the latest gradients that it
     received and sent.
     """
@@ -130,7 +130,7 @@ def _in_transit(plan: Plan) -> int:
     return plan.sent_bytes * (outputs + gradients)
 
 
-def _inputs(plan: Plan) -> int:
+def _input_bytes(plan: Plan) -> int:
     """Return the bytes kept once for all layers: token ids, initial position state and mask of
     packed documents.
     """
@@ -156,7 +156,7 @@ def _inputs(plan: Plan) -> int:
     return token_ids + distinct_states * state_bytes + mask
 
 
-def _layer_input(plan: Plan, layer: int) -> int:
+def _layer_input_bytes(plan: Plan, layer: int) -> int:
     """Return the bytes of a recomputed layer's inputs: hidden states, and a state that the previous
     layer changed.
     """
@@ -168,7 +168,7 @@ def _layer_input(plan: Plan, layer: int) -> int:
     return plan.batch.local_tokens * token_bytes
 
 
-def _layer(plan: Plan, layer: int) -> int:
+def _layer_bytes(plan: Plan, layer: int) -> int:
     """Return the bytes that a layer keeps if it is not recomputed."""
     encoding = plan.encoding
     costs = plan.costs[layer]
@@ -183,15 +183,15 @@ def _layer(plan: Plan, layer: int) -> int:
     ):
         return costs.saved
 
-    norms = 2 * _norm(plan)
-    attention = _attention(plan, layer) + _attention_outputs(plan, layer)
+    norms = 2 * _norm_bytes(plan)
+    attention = _attention_bytes(plan, layer) + _attention_output_bytes(plan, layer)
     mlp_tensors = 2  # gate and up projection
     inputs_of_frozen_matrices = 0
     if plan.trains_matrices:
         mlp_tensors += 1  # input of the down projection
     else:
-        # `_norm` counts the inputs of attention and of the MLP, which frozen matrices do not keep.
-        # Attention's is kept if the encoding or LoRA multiplies it by trained parameters.
+        # `_norm_bytes` counts the inputs of attention and of the MLP, which frozen matrices do not
+        # keep. Attention's is kept if the encoding or LoRA multiplies it by trained parameters.
         reads_input = encoding.learns_on_entry(layer) or costs.reads_hidden_states
         inputs_of_frozen_matrices = 2
         if reads_input or plan.lora_targets & {*"qkv"}:
@@ -203,15 +203,15 @@ def _layer(plan: Plan, layer: int) -> int:
     return norms + attention + mlp + lora + costs.saved - inputs_of_frozen_matrices * hidden_states
 
 
-def _norm(plan: Plan) -> int:
+def _norm_bytes(plan: Plan) -> int:
     """Return the bytes that one RMSNorm over the hidden states keeps, including its output."""
     scale = 4  # in fp32, one per token
     # The input and the output.
     return plan.batch.local_tokens * (plan.model.hidden_size * 2 * plan.width + scale)
 
 
-def _attention(plan: Plan, layer: int) -> int:
-    """Return the bytes that one layer's attention keeps, except those of `_attention_outputs`."""
+def _attention_bytes(plan: Plan, layer: int) -> int:
+    """Return the bytes that a layer's attention keeps, except `_attention_output_bytes`."""
     model = plan.model
     encoding = plan.encoding
     batch = plan.batch
@@ -319,7 +319,7 @@ def _keeps_state_elsewhere(plan: Plan, layer: int) -> bool:
     return True
 
 
-def _attention_outputs(plan: Plan, layer: int) -> int:
+def _attention_output_bytes(plan: Plan, layer: int) -> int:
     """Return the bytes of the outputs of one layer's attention: averages of values and state, and
     log-sum-exp.
     """
@@ -335,7 +335,7 @@ def _attention_outputs(plan: Plan, layer: int) -> int:
     return plan.batch.tokens * heads * (averages * plan.model.head_dim * plan.width + 4 * log_sums)
 
 
-def _loss(plan: Plan, gradient: int) -> int:
+def _loss_bytes(plan: Plan, gradient: int) -> int:
     """Return the additional bytes while the loss is computed, given the bytes of the output
     weight's `gradient`.
     """

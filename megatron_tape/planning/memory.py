@@ -73,7 +73,7 @@ def memory(plan: Plan) -> Memory:
 
 def memory_of_pipeline_stage(plan: Plan) -> Memory:
     """Return the memory of a GPU on the plan's pipeline stage."""
-    state = zero_state(plan)
+    state = model_state_memory(plan)
     kept = activations(plan)
     weights = state.weights
     gradients = state.gradients
@@ -218,13 +218,13 @@ def _without_buffers(stage_memory: Memory) -> int:
     return stage_memory.peak - stage_memory.buffers
 
 
-def zero_state(plan: Plan) -> ModelStateMemory:
+def model_state_memory(plan: Plan) -> ModelStateMemory:
     """Return the bytes of weights, gradients, optimizer state and buffers in DeepSpeed."""
     ranks = plan.data_context_size
     trained = plan.trained_elements
     partition = -(-trained // ranks)  # rounded up
     # ZeRO has master weights even in fp32 runs.
-    optimizer = _moments(plan, ranks) + 4 * partition
+    optimizer = _moment_bytes(plan, ranks) + 4 * partition
     if plan.zero_stage == 3:
         # A bucket is in the communication precision. The optimizer step makes an fp32 copy of the
         # gradients.
@@ -248,7 +248,7 @@ def zero_state(plan: Plan) -> ModelStateMemory:
     # A large matrix may be in several partitions.
     largest = min(partition, max(sizes, default=0))
     norm = 8 * largest  # of each matrix, computed in float64
-    buffers, bucket_copy = _buckets(plan)
+    buffers, bucket_copy = _bucket_bytes(plan)
     # In the update, a rank needs only the gradients of its partition.
     return ModelStateMemory(
         weights=plan.width * plan.elements,
@@ -260,7 +260,7 @@ def zero_state(plan: Plan) -> ModelStateMemory:
     )
 
 
-def _moments(plan: Plan, ranks: int) -> int:
+def _moment_bytes(plan: Plan, ranks: int) -> int:
     """Return the bytes per rank of the optimizer's moments and the averaged weights, partitioned
     over `ranks`.
     """
@@ -272,7 +272,7 @@ def _moments(plan: Plan, ranks: int) -> int:
     return moments - 4 * -(-plan.muon_elements // ranks)
 
 
-def _buckets(plan: Plan) -> tuple[int, int]:
+def _bucket_bytes(plan: Plan) -> tuple[int, int]:
     """Return the bytes of the gradient bucket of ZeRO 1 or 2, and the additional bytes while it is
     averaged.
     """
@@ -297,7 +297,7 @@ def checkpoint_bytes(plan: Plan) -> int:
     total = 0
     for stage in plan.pipeline_stages():
         # Moments of all ranks together, and master weights.
-        total += _moments(stage, 1) + 4 * stage.trained_elements
+        total += _moment_bytes(stage, 1) + 4 * stage.trained_elements
         if plan.config.checkpoint.frozen:
             total += 4 * (stage.elements - stage.trained_elements)
     # Each tensor-parallel rank has a shard of this size.

@@ -331,8 +331,8 @@ class FusedRMSNorm(torch.autograd.Function):
 
 
 def _apply(module: Module, function: Callable, recurse: bool = True) -> Module:
-    """Replace `Module._apply`, and return `module`. It would create new fake parameters, but other
-    objects refer to the present ones.
+    """Replace `Module._apply`: apply `function` to the data of parameters and buffers. The original
+    would create new fake parameters, but other objects refer to the present ones.
     """
     for tensor in [*module.parameters(recurse), *module.buffers(recurse)]:
         with torch.no_grad():

@@ -84,13 +84,15 @@ class Measured:
             shown = self._range(labels, conditions)
             if _are_sizes(conditions):
                 return f"{shown} from {conditions[0]} to {conditions[-1]}"
-            return shown + at(conditions)
+            return shown + _phrase_of(conditions)
 
         # Conditions with the same values share a phrase.
         by_range = {}
         for condition in conditions:
             by_range.setdefault(self._range(labels, [condition]), []).append(condition)
-        return enumerated([shown + at(conditions) for shown, conditions in by_range.items()])
+        return enumerated(
+            [shown + _phrase_of(conditions) for shown, conditions in by_range.items()]
+        )
 
     def _range(self, labels: Sequence[str], conditions: Sequence[str]) -> str:
         """Return the values of `labels` under `conditions` as one range, such as `97 to 99 %`."""
@@ -212,7 +214,7 @@ def _common_setting(chosen: Sequence[str], labels: Sequence[str]) -> str:
     return ""
 
 
-def at(conditions: Sequence[str]) -> str:
+def _phrase_of(conditions: Sequence[str]) -> str:
     """Return a phrase for conditions, such as ` at 8 blanks and 16 blanks` or ` for books`."""
     if conditions == [""]:  # the only one, which has no name
         return ""

@@ -29,7 +29,7 @@ from megatron_tape.evaluation.task import (
 from megatron_tape.evaluation.tasks.document_task import (
     NATS,
     WindowTask,
-    exponential,
+    perplexity_score,
     window_losses,
 )
 from megatron_tape.text import counted
@@ -145,7 +145,7 @@ def _scores(
         key_losses = [losses[indices] for losses, indices in zip(after, key_tokens)]
         # LongPPL is the perplexity of key tokens.
         loss = _mean("key_loss", key_losses, "lower", **common)
-        scores.append(exponential(loss, "key_perplexity"))
+        scores.append(perplexity_score(loss, "key_perplexity"))
     return scores
 
 

@@ -232,7 +232,7 @@ def window_losses(
     return losses
 
 
-def exponential(loss: Score, metric: str) -> Score:
+def perplexity_score(loss: Score, metric: str) -> Score:
     """Return the perplexity for the score of a loss in nats, limited to finite values."""
     # A diverged model must not make the results invalid JSON.
     perplexities: dict[str, Any] = {

@@ -26,7 +26,7 @@ from megatron_tape.evaluation.tasks.document_task import (
     Window,
     WindowTask,
     Work,
-    exponential,
+    perplexity_score,
     window_losses,
 )
 from megatron_tape.evaluation.tasks.text_sources import Document, TextSource
@@ -216,7 +216,7 @@ def _scores_of_documents(values: list[Value], length: int, group: str) -> list[S
         unit=NATS,
         **place,
     )
-    scores = [loss, exponential(loss, "perplexity")]
+    scores = [loss, perplexity_score(loss, "perplexity")]
     if "bytes" in values[0]:
         bits = [value / math.log(2) for value in nats]
         sizes = [value["bytes"] for value in values]
@@ -248,4 +248,4 @@ def _scores_of_means(values: list[Value], length: int, group: str) -> list[Score
         unit=NATS,
         counted="window",
     )
-    return [loss, exponential(loss, "perplexity")]
+    return [loss, perplexity_score(loss, "perplexity")]
