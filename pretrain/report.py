@@ -50,7 +50,7 @@ def make(paths: list[str | Path], output: Path, missing: Sequence[str] = ()) -> 
             f"is {output}",
             "give a file that ends in .html; an existing file of that name is replaced",
         )
-    from megatron_tape.evaluation.report.page import page, read
+    from megatron_tape.evaluation.report.page import page, read_runs_and_results
 
     comparisons = []
     others = []
@@ -61,7 +61,7 @@ def make(paths: list[str | Path], output: Path, missing: Sequence[str] = ()) -> 
             comparisons.append(read_comparison(file))
         else:
             others.append(path)
-    runs, results = read(others)
+    runs, results = read_runs_and_results(others)
     # Generated text may contain lone surrogates, which UTF-8 cannot encode.
     content = page(runs, results, comparisons, missing).encode("utf-8", errors="replace")
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -106,7 +106,7 @@ class VariantResult:
         return None
 
 
-def empty(base: RunConfig, tasks: Iterable[Task], baseline: str) -> Comparison:
+def empty_comparison(base: RunConfig, tasks: Iterable[Task], baseline: str) -> Comparison:
     """Return a comparison without runs. `base` is the recipe, and `baseline` the name of a
     variant.
     """

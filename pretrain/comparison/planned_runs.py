@@ -242,7 +242,7 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> ComparisonPl
     runs.sort(key=lambda run: run.seed)
 
     # First the file with all results: the directories of the runs may be on another machine.
-    known = comparison_file.empty(base, tasks, variants[0].label)
+    known = comparison_file.empty_comparison(base, tasks, variants[0].label)
     if (output / NAME).is_file():
         comparison_file.add_runs(known, output / NAME, base)
     plan = ComparisonPlan(output, runs, base, tasks, known)

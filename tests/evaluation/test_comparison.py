@@ -14,7 +14,7 @@ from megatron_tape.evaluation.comparison_file import (
     Comparison,
     FinishedRun,
     add_runs,
-    empty,
+    empty_comparison,
     read_comparison,
     results_by_metric,
     write_comparison,
@@ -448,7 +448,7 @@ def test_a_file_omits_defaults_and_can_be_read_back(tmp_path):
 def recorded(path, config):
     """Write a comparison of one run with the settings `config`."""
     made = replace(
-        empty(config, [], "rope"),
+        empty_comparison(config, [], "rope"),
         runs=[run("rope", 1, score(0.5))],
     )
     write_comparison(path, made)
@@ -460,7 +460,7 @@ def test_runs_of_a_file_are_added_unless_they_are_known(tmp_path):
     # Neither the recipe's own encoding nor what is logged has an effect.
     now = base("--model.position_encoding", "nope", "--logging.interval", "7")
     target = replace(
-        empty(now, [], "rope"),
+        empty_comparison(now, [], "rope"),
         runs=[run("tape", 1, score(0.6))],
     )
     for _ in range(2):
@@ -485,7 +485,7 @@ def test_runs_with_other_settings_are_refused(tmp_path, key, before, now):
     path = recorded(tmp_path / "a.json", base())
     changed = base(f"--{key}", now)
     with pytest.raises(FileError) as error:
-        add_runs(empty(changed, [], "rope"), path, changed)
+        add_runs(empty_comparison(changed, [], "rope"), path, changed)
     assert error.value.subject == str(path)
     # The order of the data follows from train.steps; only the setting itself is named.
     assert f"({key}: was {before}, is now {now})" in error.value.problem

@@ -11,7 +11,7 @@ from megatron_tape.config.evaluation import SelectiveCopySettings
 from megatron_tape.evaluation import figures
 from megatron_tape.evaluation.figures import clean
 from megatron_tape.evaluation.report import page as page_module
-from megatron_tape.evaluation.report.page import page, read
+from megatron_tape.evaluation.report.page import page, read_runs_and_results
 from megatron_tape.evaluation.report.tables import decimals_for, shown_number
 from megatron_tape.evaluation.task import Picture, Task
 from megatron_tape.position import ENCODINGS
@@ -55,7 +55,7 @@ def evaluated(tmp_path, **models):
     files = [
         write_results(tmp_path / label, results(label, tasks)) for label, tasks in models.items()
     ]
-    return Page(page(*read(files)))
+    return Page(page(*read_runs_and_results(files)))
 
 
 def accuracies(value, **changes):
@@ -186,7 +186,7 @@ def test_scores_over_different_tokens_have_a_warning(tmp_path, first, second, wa
         write_results(tmp_path / str(index), losses(1.5, **changes))
         for index, changes in enumerate((first, second))
     ]
-    warnings = Page(page(*read(files))).root.xpath("//p[@class='warning']")
+    warnings = Page(page(*read_runs_and_results(files))).root.xpath("//p[@class='warning']")
     assert bool(warnings) == (warning is not None)
     assert all(warning in shown.text for shown in warnings)
 
@@ -307,7 +307,7 @@ def test_equal_labels_are_distinguished_by_path(tmp_path):
     b = write_run(tmp_path / "b" / "tape")
     for step in (100, 300):
         write_results(a / "evaluation" / f"step-{step:08}", results("tape"))
-    runs, models = read([a, b, a])
+    runs, models = read_runs_and_results([a, b, a])
     assert list(runs) == ["tape", f"tape ({b})"]
     assert list(models) == ["tape", f"tape ({a / 'evaluation' / 'step-00000300'})"]
 
@@ -409,7 +409,7 @@ def test_a_model_has_the_same_color_in_every_picture(tmp_path, monkeypatch):
     second = results("second", {"shiny": accuracies(0.5)}, config)
     files = [write_results(tmp_path / "1", first), write_results(tmp_path / "2", second)]
     color = figures.shade(figures.ENCODING_COLORS["rope"], 1)
-    assert Page(page(*read(files))).pictures["Shiny"] == [f"second in {color}."]
+    assert Page(page(*read_runs_and_results(files))).pictures["Shiny"] == [f"second in {color}."]
 
 
 def test_a_picture_that_cannot_be_drawn_is_a_sentence_in_its_place(tmp_path, capsys):

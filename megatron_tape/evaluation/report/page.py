@@ -90,7 +90,7 @@ class Section:
     notes: list[str] = field(default_factory=list)
 
 
-def read(paths: Iterable[str | Path]) -> tuple[dict[str, Run], dict[str, Results]]:
+def read_runs_and_results(paths: Iterable[str | Path]) -> tuple[dict[str, Run], dict[str, Results]]:
     """Read runs with their evaluations, and results files or their directories; return runs and
     results by label.
 
