@@ -494,6 +494,15 @@ def test_runs_with_other_settings_are_refused(tmp_path, key, before, now):
 OTHER_FORMAT = '{"settings": {}, "evaluation": {}, "baseline": "", "format": 2}'
 
 
+def test_passkeys_of_earlier_prompts_are_refused(tmp_path):
+    path = recorded(tmp_path / "a.json", base())
+    old = replace(read_comparison(path), evaluation={"passkey": {"form": "exact"}})
+    write_comparison(path, old)
+    target = replace(empty_comparison(base(), [], "rope"), evaluation={"passkey": {}})
+    with pytest.raises(FileError, match="passkey was evaluated with other prompts"):
+        add_runs(target, path, base())
+
+
 @pytest.mark.parametrize("content", ["{", '{"format": 1}', "[]", OTHER_FORMAT])
 def test_damaged_files_and_files_of_another_format_are_refused_by_name(tmp_path, content):
     (tmp_path / "a.json").write_text(content)
