@@ -219,8 +219,8 @@ def _attention_bytes(plan: Plan, layer: int) -> int:
     dim = model.head_dim
     groups = batch.groups(model.query_groups)
     heads = model.num_attention_heads // batch.head_shards
-    grouped = heads > groups
-    exchanged = batch.context_size > 1
+    grouped = heads > groups  # several heads of queries share keys and values
+    exchanged = batch.context_size > 1  # ranks exchange tokens and heads around attention
     rotates = ROTATION in encoding.needs_in(layer)
     # The Triton kernel keeps its inputs and repeats the rotation in the backward pass.
     rotates_again = plan.attention.backend == "triton"
@@ -229,18 +229,18 @@ def _attention_bytes(plan: Plan, layer: int) -> int:
     learns_rotation = rotates and learned
     keeps_projection = learns_rotation or rotates_again
 
-    # The heads that each kept tensor has per token: the projection's output, the normed queries and
-    # keys, attention's inputs, and what follows attention.
-    projected = heads + 2 * groups
-    normed = 0
+    # The heads that each kept tensor has per token.
+    projected = heads + 2 * groups  # output of the projection to queries, keys and values
+    normed = 0  # queries and keys after their norms
+    # Attention's inputs, if they are not views of these tensors.
     queries = 0
     keys = 0
     values = 0
-    returned = 0
+    returned = 0  # input of the output projection
     gate = 0
     # Bytes per token of other tensors.
     scales_of_norms = 0
-    widened = 0
+    widened = 0  # inputs in fp32
 
     if model.qk_norm:
         scales_of_norms = 4 * (heads + groups)

@@ -181,7 +181,8 @@ class PositionPictures(DocumentTask):
                 **common,
             )
 
-        distance = column("distance")  # (documents, layers, head groups)
+        # How far the states are from RoPE's phases: (documents, layers, head groups).
+        distance = column("distance")
         scores = []
         for layer, by_document in enumerate(distance.mean(2).T):
             # Each document counts as one, so the ratio is the mean over documents.
@@ -198,6 +199,7 @@ class PositionPictures(DocumentTask):
                 )
             )
 
+        # How much the loss depends on the states.
         losses = column("loss")
         scores.append(loss_score("loss", losses, "lower"))
         if self.settings.ablation:
@@ -211,6 +213,7 @@ class PositionPictures(DocumentTask):
                 for group, increase in increases.items()
             ]
 
+        # What the pictures show, as means over the documents.
         details = {
             "distance": distance.mean(0).tolist(),
             "distance_by_position": column("by_position").mean(0).tolist(),

@@ -234,6 +234,7 @@ class Scrolls(Task):
             count = len(examples)
             common = {"length": length, "count": count, "counted": "example", "group": name}
 
+            # Values of generated answers, (examples, `PARTS`).
             if self.settings.generate:
                 metric = self._metric(name)
                 example_parts = np.array([value["scores"] for value in examples])
@@ -252,6 +253,7 @@ class Scrolls(Task):
                 )
                 parts[name] = dict(zip(PARTS[metric], means.tolist()))
 
+            # Losses on the first targets.
             if self.settings.loss:
                 nats = [value["nats"] for value in examples]
                 tokens = [value["tokens"] for value in examples]
