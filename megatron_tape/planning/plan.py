@@ -153,15 +153,15 @@ class Plan:
 
         With V virtual stages, a micro-batch in one of this stage's V model chunks counts as 1/V.
         """
-        later_stages = self.pipeline_size - 1 - self.pipeline_stage
+        later_pipeline_stages = self.pipeline_size - 1 - self.pipeline_stage
         virtual = len(self.model_chunks)
         if virtual == 1:
-            # Before its first backward pass, a stage runs a forward pass for each later stage and
-            # one more.
-            return min(later_stages + 1, self.micro_batches)
+            # Before its first backward pass, a pipeline stage runs one forward pass for each later
+            # one, and its own.
+            return min(later_pipeline_stages + 1, self.micro_batches)
         # Megatron's interleaved schedule runs so many forward passes of chunks before the first
         # backward pass.
-        chunks = 2 * later_stages + (virtual - 1) * self.pipeline_size + 1
+        chunks = 2 * later_pipeline_stages + (virtual - 1) * self.pipeline_size + 1
         return min(chunks, virtual * self.micro_batches) / virtual
 
     @property

@@ -155,13 +155,13 @@ def _layouts(plan: Plan) -> Iterator[tuple[int, int, int, int, list[int] | None]
         for context_size in _divisors(other_ranks, plan.model.num_attention_heads):
             sizes = (tensor_size, context_size)
             yield *sizes, 1, 1, None
-            # A stage has at least two layers.
+            # A pipeline stage has at least two layers.
             for pipeline_size in _divisors(other_ranks // context_size, layers // 2)[1:]:
                 if layers % pipeline_size == 0:
                     for virtual_size in _divisors(layers // pipeline_size, MOST_VIRTUAL):
                         yield *sizes, pipeline_size, virtual_size, None
                 # The embedding and the loss each take about as long as a layer, so the first and
-                # the last stage get one layer less. Two stages would be equal again.
+                # the last pipeline stage get one layer less. Two would be equal again.
                 inner, remainder = divmod(layers + 2, pipeline_size)
                 if remainder == 0 and pipeline_size > 2:
                     unequal = [inner - 1, *[inner] * (pipeline_size - 2), inner - 1]

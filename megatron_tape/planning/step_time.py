@@ -75,7 +75,8 @@ def _pipeline_stage_time(plan: Plan, hardware: Hardware) -> StepTime:
     seconds = {key: _seconds(plan, *key, size, hardware) for key, size in traffic}
     # ZeRO's collectives are not part of the pipeline's schedule.
     in_schedule = sum(time for (group, _), time in seconds.items() if group != DATA)
-    # A stage waits once for each other stage, as long as a micro-batch takes in one of its chunks.
+    # A pipeline stage waits once for each other one, as long as a micro-batch takes in one of its
+    # model chunks.
     idle_share = (plan.pipeline_size - 1) / len(plan.model_chunks) / plan.micro_batches
     bubble = idle_share * (computation + in_schedule)
     return StepTime(computation, sum(seconds.values()), bubble)
