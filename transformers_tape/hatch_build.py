@@ -9,8 +9,8 @@ class ModelFiles(BuildHookInterface):
     """Includes modeling code from the surrounding repository."""
 
     def initialize(self, version, build_data):
-        """Add the files of TAPE models. Models with other encodings need code that only their
-        exports contain.
+        """Add the files of TAPE models to `build_data`, for the wheel of any `version`. Raises
+        FileNotFoundError outside a clone of the repository.
         """
         files = sorted(
             Path(self.root, "..", "megatron_tape", "huggingface", "modeling").glob("*_tape.py")
@@ -21,6 +21,7 @@ class ModelFiles(BuildHookInterface):
                 " ./transformers_tape"
             )
         for file in files:
+            # Models with other encodings need code that only their exports contain.
             if file.stem.endswith("_encoded_tape"):
                 continue
             build_data["force_include"][str(file.resolve())] = f"transformers_tape/{file.name}"

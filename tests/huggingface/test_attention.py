@@ -68,7 +68,7 @@ MASKS = {
 )
 @pytest.mark.parametrize("kind", ["causal", "empty_static_cache", *MASKS])
 def test_attention_by_blocks_equals_eager(kind, sizes, monkeypatch, unwritten_memory_is_nan):
-    for name, size in zip(("ROWS", "LONGEST", "SCORES"), sizes):
+    for name, size in zip(("BLOCK_ROWS", "BLOCK_SCORES", "THREAD_SCORES"), sizes):
         monkeypatch.setattr(attention_tape, name, size)
     S, T, mask = MASKS.get(
         kind,

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
 from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
-from megatron_tape.huggingface.modeling.position_tape import matrix_of
+from megatron_tape.huggingface.modeling.position_tape import effective_weight
 
 SMALL = small_models.SMALL | dict(position_mlp_size=6)
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -127,7 +127,7 @@ def parametrize_weight(linear):
 @pytest.mark.parametrize("change", [hook, parametrize_weight])
 def test_the_matrix_of_a_module_is_its_effective_weight(change):
     linear = nn.Linear(5, 3, bias=False)
-    assert matrix_of(linear, 5, torch.ones(1)) is linear.weight
+    assert effective_weight(linear, 5, torch.ones(1)) is linear.weight
     expected = 2 * linear.weight.detach()
     change(linear)
-    assert torch.equal(matrix_of(linear, 5, torch.ones(1)), expected)
+    assert torch.equal(effective_weight(linear, 5, torch.ones(1)), expected)

@@ -26,17 +26,17 @@ ENCODED = "encoded_tape"
 PHI3 = "phi3"
 """`model_type` of Phi-3 and Phi-4."""
 
-_LLAMA = {"attention_bias": False, "rms_norm_eps": 1e-6}
-_QWEN2 = {"rms_norm_eps": 1e-6, "use_sliding_window": False, "num_key_value_heads": 32}
-_OURS = {"attention_bias": False, "qk_norm": False, "rms_norm_eps": 1e-5}
+_LLAMA_DEFAULTS = {"attention_bias": False, "rms_norm_eps": 1e-6}
+_QWEN2_DEFAULTS = {"rms_norm_eps": 1e-6, "use_sliding_window": False, "num_key_value_heads": 32}
+_EXPORT_DEFAULTS = {"attention_bias": False, "qk_norm": False, "rms_norm_eps": 1e-5}
 # transformers' defaults for required keys that may be missing in config.json.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": _LLAMA,
+    "llama": _LLAMA_DEFAULTS,
     "mistral": {"rms_norm_eps": 1e-6, "sliding_window": 4096, "num_key_value_heads": 8},
-    "qwen2": _QWEN2,
-    "qwen3": _QWEN2 | {"attention_bias": False, "head_dim": 128},
+    "qwen2": _QWEN2_DEFAULTS,
+    "qwen3": _QWEN2_DEFAULTS | {"attention_bias": False, "head_dim": 128},
     "smollm3": (
-        _LLAMA
+        _LLAMA_DEFAULTS
         | {
             "use_sliding_window": False,
             "num_key_value_heads": 4,
@@ -45,13 +45,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         }
     ),
     PHI3: {"rms_norm_eps": 1e-5},
-    "tape": _OURS | {"position_state_precision": "bf16"},
-    ENCODED: _OURS | {"attention_output_gate": False},
+    "tape": _EXPORT_DEFAULTS | {"position_state_precision": "bf16"},
+    ENCODED: _EXPORT_DEFAULTS | {"attention_output_gate": False},
 }
-_THETAS = {"smollm3": 2e6}
+_DEFAULT_THETAS = {"smollm3": 2e6}
 """Defaults of `rope_theta` by `model_type`, unless 10,000."""
 # Fixed settings of an architecture, which override config.json.
-_FIXED: dict[str, dict[str, Any]] = {
+_FIXED_SETTINGS: dict[str, dict[str, Any]] = {
     "llama": {"qk_norm": False, "use_sliding_window": False},
     "mistral": {"attention_bias": False, "qk_norm": False, "use_sliding_window": True},
     "qwen2": {"attention_bias": True, "qk_norm": False},
@@ -85,7 +85,7 @@ _UNLIKE_LLAMA = {
     "gemma3": _GEMMA2,
     "gemma3_text": _GEMMA2,
 }
-_TAPE_KEYS = {
+_TAPE_SETTINGS = {
     "gate_input": "gate_input",
     "position_mlp_size": "mlp_size",
     "position_state_precision": "state_precision",
@@ -108,7 +108,7 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "proportional": ("factor",),
 }
 # `finetuned` records only whether the model was trained with the scaling.
-_ROPE_SHARED = (
+_SHARED_ROPE_KEYS = (
     "rope_theta",
     "partial_rotary_factor",
     "original_max_position_embeddings",
@@ -120,6 +120,9 @@ _ROPE_SHARED = (
 def errors_of_settings(path: Path) -> Iterator[None]:
     """Within the context, convert errors in the settings of the file `path` to a FileError about
     the file.
+
+    Functions that read settings need not check types: a missing key or a wrong type raises a
+    KeyError, TypeError, AttributeError or ArithmeticError.
     """
     try:
         yield
@@ -140,7 +143,9 @@ def errors_of_settings(path: Path) -> Iterator[None]:
 
 
 def read_settings(path: Path) -> dict:
-    """Return the contents of a `config.json`. Raises FileError."""
+    """Return the contents of a `config.json`. Raises FileError if it is missing, too large or not a
+    JSON object.
+    """
     if not path.is_file():
         raise FileError(path, "is not a file", "give the model's config.json")
     return read_record(path, dict[str, Any], _CONFIG_BYTES)
@@ -152,8 +157,10 @@ def padded_vocabulary(rows: int, multiple: int) -> int:
 
 
 def shared_settings(settings: dict, vocab_multiple: int) -> dict:
-    """Return the settings of a ModelConfig that have the same keys in all architectures. Raises
-    KeyError.
+    """Return the settings of a ModelConfig whose keys in config.json are the same in all
+    architectures.
+
+    The vocabulary is padded to a multiple of `vocab_multiple`. Raises KeyError for a missing key.
     """
     return {
         "num_layers": settings["num_hidden_layers"],
@@ -177,20 +184,21 @@ def model_settings(
     """Return the ModelConfig for `settings`, the contents of the `config.json` at `path`.
 
     `position_encoding` replaces RoPE by another encoding; None keeps the model's. The vocabulary
-    is padded to a multiple of `vocab_multiple`. Raises UserError, KeyError, TypeError or
-    AttributeError for unsupported settings.
+    is padded to a multiple of `vocab_multiple`. Raises UserError for unsupported settings, and the
+    errors that `errors_of_settings` converts.
     """
-    kind = settings.get("model_type")
-    if not isinstance(kind, str) or kind not in DEFAULTS:
-        reason = _UNLIKE_LLAMA.get(str(kind), "")
+    model_type = settings.get("model_type")
+    if not isinstance(model_type, str) or model_type not in DEFAULTS:
+        reason = _UNLIKE_LLAMA.get(str(model_type), "")
         raise cannot_import(settings, path, "model_type", ", ".join(DEFAULTS), reason)
 
-    own_encoding = {"tape": "tape", ENCODED: settings.get("position_encoding")}.get(kind, "rope")
-    encoding = position_encoding or own_encoding
-    if kind in ("tape", ENCODED) and encoding != own_encoding:
+    encodings_of_exports = {"tape": "tape", ENCODED: settings.get("position_encoding")}
+    saved_encoding = encodings_of_exports.get(model_type, "rope")
+    encoding = position_encoding or saved_encoding
+    if model_type in encodings_of_exports and encoding != saved_encoding:
         raise FileError(
             path,
-            f"has the positional encoding {own_encoding!s:.100}, which cannot become {encoding}",
+            f"has the positional encoding {saved_encoding!s:.100}, which cannot become {encoding}",
             "omit --position-encoding",
         )
 
@@ -200,12 +208,13 @@ def model_settings(
         for key, value in settings.items()
         if value is not None or key == "sliding_window"
     }
-    settings = DEFAULTS[kind] | explicit | _FIXED[kind]
+    settings = DEFAULTS[model_type] | explicit | _FIXED_SETTINGS[model_type]
     _check_supported(settings, path)
 
-    position = _encoded(settings, path) if kind == ENCODED else _rope(settings, path)
-    if kind == "tape":
-        position |= {own: settings[key] for key, own in _TAPE_KEYS.items() if key in settings}
+    read_position = _encoding_settings if model_type == ENCODED else _rope_position
+    position = read_position(settings, path)
+    if model_type == "tape":
+        position |= {name: settings[key] for key, name in _TAPE_SETTINGS.items() if key in settings}
     model = model_config(
         {
             "position_encoding": encoding,
@@ -229,8 +238,9 @@ def model_settings(
 def cannot_import(
     settings: dict, path: Path, key: str, accepted: str, reason: str = ""
 ) -> UserError:
-    """Return the error that the value of a setting cannot be imported; `accepted` describes the
-    supported values.
+    """Return the error that the value of the setting `key` cannot be imported.
+
+    `accepted` describes the supported values, and `reason` why the value is not one of them.
     """
     problem = f"is {settings.get(key)!r:.200} in {path}, which cannot be imported"
     if reason:
@@ -240,16 +250,16 @@ def cannot_import(
 
 def _check_supported(settings: dict, path: Path) -> None:
     """Raise UserError if a setting that affects the model is not supported."""
-    kind = settings["model_type"]
+    model_type = settings["model_type"]
     for key, accepted in _SUPPORTED.items():
-        if key == "partial_rotary_factor" and kind == PHI3:
-            continue  # `_rope` reads it
+        if key == "partial_rotary_factor" and model_type == PHI3:
+            continue  # `_rope_position` reads it
         if settings.get(key, accepted) != accepted:
             raise cannot_import(settings, path, key, format_value(accepted))
 
     # In these architectures, but not in Qwen2 and TAPE, attention_bias also adds a bias to the
     # output projection.
-    if kind in ("llama", "qwen3", "smollm3") and settings["attention_bias"]:
+    if model_type in ("llama", "qwen3", "smollm3") and settings["attention_bias"]:
         raise cannot_import(settings, path, "attention_bias", "false")
 
     # Qwen's settings contain the size of a sliding window even if it is disabled.
@@ -277,20 +287,26 @@ def _check_supported(settings: dict, path: Path) -> None:
 
 
 def _layers_without_positions(settings: dict, path: Path) -> int | None:
-    """Return n if every n-th layer has no positions, None if all have.
+    """Return n if every n-th layer has no positions, None if all layers have positions.
 
     Raises UserError for other patterns.
     """
+    # This project's exports have the key of ModelConfig.
     if settings["model_type"] != "smollm3":
         return settings.get("layers_without_positions")
+
     layers = settings["num_hidden_layers"]
     interval = settings["no_rope_layer_interval"]
     key = "no_rope_layer_interval"
-    if rotates := settings.get("no_rope_layers"):
+    # In spite of its name, this list has 1 for each layer with RoPE. It overrides the interval.
+    if has_rope := settings.get("no_rope_layers"):
         key = "no_rope_layers"
-        interval = [*rotates, 0].index(0) + 1
-        if rotates != [int(layer % interval > 0) for layer in range(1, layers + 1)]:
-            interval = 0
+        # The first layer without RoPE; beyond the last layer if all have it.
+        interval = [*has_rope, 0].index(0) + 1
+        if has_rope != [int(layer % interval > 0) for layer in range(1, layers + 1)]:
+            interval = 0  # irregular
+
+    # With an interval of 1, no layer would have positions.
     if interval < 2:
         raise cannot_import(
             settings, path, key, "layers without positions at a fixed interval of at least 2"
@@ -300,8 +316,11 @@ def _layers_without_positions(settings: dict, path: Path) -> int | None:
     return None
 
 
-def _encoded(settings: dict, path: Path) -> dict:
-    """Return `model.position` for an export with `model_type` ENCODED. Raises UserError."""
+def _encoding_settings(settings: dict, path: Path) -> dict:
+    """Return `model.position` for an export with `model_type` ENCODED.
+
+    Raises UserError for an unknown encoding or settings that are not a dictionary.
+    """
     name = settings["position_encoding"]
     if not isinstance(name, str) or name not in ENCODINGS:
         raise UserError(
@@ -313,23 +332,25 @@ def _encoded(settings: dict, path: Path) -> dict:
     return dict(position)
 
 
-def _rope(settings: dict, path: Path) -> dict:
-    """Return `model.position` for rotary settings. Raises UserError.
+def _rope_position(settings: dict, path: Path) -> dict:
+    """Return `model.position` for rotary settings.
 
     transformers 5 stores them in rope_parameters; older versions use rope_scaling and the top level
-    of config.json.
+    of config.json. Raises UserError for unsupported or contradictory settings.
     """
     is_phi3 = settings["model_type"] == PHI3
     key = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
-    rope, current = (_rotary(settings, name, path) for name in (key, "rope_parameters"))
-    # transformers would use rope_scaling and silently ignore rope_parameters.
+    rope = _rope_parameters(settings, key, path)
+    current = _rope_parameters(settings, "rope_parameters", path)
+    # transformers would use rope_scaling and silently ignore rope_parameters. rope_theta is
+    # compared below, since it may be missing in either.
     if current and {**rope, "rope_theta": None} != {**current, "rope_theta": None}:
         raise UserError(
             "rope_scaling", f"and rope_parameters differ in {path}", "remove the wrong one"
         )
 
     # transformers uses the first of these; the others must be equal.
-    default = _THETAS.get(settings["model_type"], 10000.0)
+    default = _DEFAULT_THETAS.get(settings["model_type"], 10000.0)
     theta = rope.get("rope_theta", settings.get("rope_theta", default))
     for place in (current, settings):
         other = place.get("rope_theta", theta)
@@ -339,32 +360,35 @@ def _rope(settings: dict, path: Path) -> dict:
             )
             raise UserError("rope_theta", problem, "remove the wrong one")
 
-    kind = rope.get("rope_type", "default")
+    rope_type = rope.get("rope_type", "default")
     share = rope.get("partial_rotary_factor", 1.0)
     if is_phi3:
         share = rope.get("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0))
         theta = _theta_of_share(theta, share, settings, path)
-    elif share != 1.0 and kind != "proportional":
+    elif share != 1.0 and rope_type != "proportional":
         raise UserError(
             f"{key}.partial_rotary_factor",
             f"is {share} in {path}, which cannot be imported",
-            f"with rope_type {kind}, only 1 is supported; with rope_type proportional, any share",
+            f"with rope_type {rope_type}, only 1 is supported; with rope_type proportional, any"
+            " share",
         )
 
-    if kind in ("default", "linear", "proportional"):
-        factor = rope["factor"] if kind == "linear" else rope.get("factor", 1.0)
+    if rope_type in ("default", "linear", "proportional"):
+        # Only linear scaling requires a factor.
+        factor = rope["factor"] if rope_type == "linear" else rope.get("factor", 1.0)
         return {"rope_theta": theta, "rope_share": share, "rope_scaling_factor": factor}
 
+    # llama3 and yarn scale relative to the context length of the first training.
     length = settings["max_position_embeddings"]
     original = "original_max_position_embeddings"
     original_length = settings.get(original, rope.get(original, length))
     position = {
         "rope_theta": theta,
-        "rope_scaling_type": kind,
+        "rope_scaling_type": rope_type,
         "rope_original_seq_length": original_length,
     }
-    if kind == "yarn":
-        return position | _yarn(rope, length / original_length)
+    if rope_type == "yarn":
+        return position | _yarn_position(rope, length / original_length)
     return position | {
         "rope_scaling_factor": rope["factor"],
         "rope_low_freq_factor": rope["low_freq_factor"],
@@ -378,10 +402,11 @@ def _theta_of_share(
     settings: dict,
     path: Path,
 ) -> float:
-    """Return the `rope_theta` with which `rope_share` gives Phi-3's frequencies.
+    """Return the `rope_theta` of this project that gives the frequencies of a Phi-3 model.
 
-    For R rotated of D elements of a head, Phi-3's are theta^(-2i / R). Those of `rope_share` are
-    theta^(-2i / D).
+    Phi-3 rotates R of the D elements of a head (`share` is R / D) at the frequencies
+    theta^(-2i / R). This project's `rope_share` rotates as many elements at theta'^(-2i / D). Both
+    are equal for theta' = theta^(D / R). Raises UserError if R is not an even number in [2, D].
     """
     dim = settings.get("head_dim", settings["hidden_size"] // settings["num_attention_heads"])
     rotated = int(dim * share) if 0 < share <= 1 else 0
@@ -394,10 +419,11 @@ def _theta_of_share(
     return theta ** (dim / rotated)
 
 
-def _yarn(rope: dict, length_ratio: float) -> dict:
+def _yarn_position(rope: dict, length_ratio: float) -> dict:
     """Return yarn's settings in `model.position`.
 
     A factor of null stands for `length_ratio`, the context length divided by the original one.
+    `mscale` and `mscale_all_dim` are DeepSeek's way to give the attention factor.
     """
     factor = length_ratio if rope["factor"] is None else rope["factor"]
     attention = rope.get("attention_factor")
@@ -405,6 +431,7 @@ def _yarn(rope: dict, length_ratio: float) -> dict:
     if attention is None and mscale and mscale_all_dim:
         attention = yarn_attention_factor(factor, mscale)
         attention /= yarn_attention_factor(factor, mscale_all_dim)
+    # None stands for yarn's own value, which then also follows a later change of the factor.
     if attention is not None and math.isclose(attention, yarn_attention_factor(factor)):
         attention = None
     return {
@@ -416,35 +443,39 @@ def _yarn(rope: dict, length_ratio: float) -> dict:
     }
 
 
-def _rotary(settings: dict, key: str, path: Path) -> dict:
-    """Return the rotary settings under `key` that are not null, with `rope_type`, or {}.
+def _rope_parameters(settings: dict, key: str, path: Path) -> dict:
+    """Return the rotary settings under `key` that are not null, always with `rope_type`; {} if
+    there are none.
 
-    Raises UserError.
+    Raises UserError for an unsupported rope_type, or a setting that it does not have.
     """
     rope = settings.get(key, {})
     if not rope:
         return {}
 
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    # In transformers, Phi-3 has no others but longrope, and reads yarn as longrope.
+    # transformers called it `type` before 4.43.
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    # transformers' Phi-3 supports only default and longrope, and reads yarn as longrope.
     supported = ["default"] if settings["model_type"] == PHI3 else list(_ROPE_KEYS)
-    if kind not in supported:
+    if rope_type not in supported:
         raise UserError(
             f"{key}.rope_type",
-            f"is {kind!r:.100} in {path}, which cannot be imported",
+            f"is {rope_type!r:.100} in {path}, which cannot be imported",
             f"supported: {', '.join(supported)}",
         )
 
-    known = (*_ROPE_KEYS[kind], *_ROPE_SHARED)
-    nullable = ("factor", "truncate") if kind == "yarn" else ()
-    result = {"rope_type": kind}
+    known = (*_ROPE_KEYS[rope_type], *_SHARED_ROPE_KEYS)
+    # null has a meaning in these; elsewhere it is the same as a missing key.
+    nullable = ("factor", "truncate") if rope_type == "yarn" else ()
+    result = {"rope_type": rope_type}
     for name, value in rope.items():
         if name in ("type", "rope_type") or (value is None and name not in nullable):
             continue
+        # A factor of 1 changes nothing.
         if name not in known and (name, value) != ("factor", 1):
             raise UserError(
                 f"{key}.{name[:40]}",
-                f"in {path} is not a setting of the rope_type {kind} for all layers",
+                f"in {path} is not a setting of the rope_type {rope_type} for all layers",
                 f"supported: {', '.join(known)}",
             )
         result[name] = value

@@ -24,6 +24,7 @@ from megatron_tape.model.validation import validate_model
 from megatron_tape.position import ENCODINGS, model_config
 from megatron_tape.position.fire import FireSettings
 
+# By `rpe_type` of the released code: the encoding of this project.
 _ENCODINGS = {
     "adape": "tape",
     "rope": "rope",
@@ -35,11 +36,12 @@ _ENCODINGS = {
     "xpos": "xpos",
     "yarn": "rope",
 }
-_OWN_SETTINGS = {
+# By `rpe_type`: keys that must be positive integers.
+_REQUIRED_SETTINGS = {
     "t5rb": ("relative_attention_num_buckets", "relative_attention_max_distance"),
     "yarn": ("original_max_position_embeddings",),
 }
-_THRESHOLD = "self_attn.rotary_emb.init_L"
+_FIRE_THRESHOLD = "self_attn.rotary_emb.init_L"
 
 
 def import_released(
@@ -50,20 +52,23 @@ def import_released(
     token_mixing: str = "full",
     allow_pickle: bool = False,
 ) -> None:
-    """Import the released checkpoint `weights`, with settings in the JSON file `config`, as the
+    """Import the released checkpoint `weights`, with settings in the JSON file `config`, as the new
     checkpoint `output`.
 
-    Raises UserError or OSError if weights and settings do not match, or if this project does not
-    support the model.
+    The vocabulary is padded to a multiple of `vocab_multiple`. `token_mixing` is the setting of
+    TAPE, `full` or `diagonal`. `allow_pickle` allows `weights` to be a pickle. Raises UserError or
+    OSError if weights and settings do not match, or if this project does not support the model.
     """
     refuse_existing(output, fix="choose another output, or move it away")
     settings = read_settings(Path(config))
     with errors_of_settings(Path(config)):
-        model = _model(settings, Path(config), vocab_multiple, token_mixing)
+        model = _model_config(settings, Path(config), vocab_multiple, token_mixing)
     released = open_files([Path(weights)], allow_pickle)
+
+    # The released code learns FIRE's threshold; this project has it as a constant.
     threshold = FireSettings.fire_threshold
     for key in released:
-        if key.endswith(_THRESHOLD):
+        if key.endswith(_FIRE_THRESHOLD):
             thresholds = released[key].flatten()[:10].tolist()
             if thresholds != [threshold]:
                 values = ", ".join(f"{value:g}" for value in thresholds)
@@ -73,41 +78,49 @@ def import_released(
                     f"supported: {threshold:g}",
                 )
 
-    unread: tuple[str, ...] = ()
+    unread_prefixes: tuple[str, ...] = ()
     if model.position_encoding == "tape":
         # Nothing reads the position state after the last layer, so the last layer has no update.
-        unread = (f"model.layers.{model.num_layers - 1}.position.",)
+        unread_prefixes = (f"model.layers.{model.num_layers - 1}.position.",)
     write_imported(
         output,
         model,
-        _renamed(released, unread),
+        _renamed(released, unread_prefixes),
         f"a checkpoint of the TAPE authors' code, {Path(weights).name}",
     )
     advise(output, model)
 
 
-def _renamed(released: Mapping[str, Tensor], unread: tuple[str, ...]) -> LazyTensors:
+def _renamed(released: Mapping[str, Tensor], unread_prefixes: tuple[str, ...]) -> LazyTensors:
     """Return the weights of the released code under the names of this project's exports.
 
-    Names that start with one of `unread` are left out.
+    Names that start with one of `unread_prefixes` are left out.
     """
+    # By name in exports: the name in the released code, of which one may become several.
     sources = {}
     for key in released:
         names: Iterable[str]
         try:
+            # Only names are needed here, so no weight is read.
             names = from_released({key: torch.empty(1, 1, device="meta")})
-        except (KeyError, ValueError):  # not a name of the released code
+        except (KeyError, ValueError):  # not a name of the released code; an error names it later
             names = [key]
-        sources |= {name: key for name in names if not name.startswith(unread)}
+        sources |= {name: key for name in names if not name.startswith(unread_prefixes)}
 
-    def read(name: str) -> Tensor:
+    def load_weight(name: str) -> Tensor:
         key = sources[name]
         return from_released({key: released[key]})[name]
 
-    return LazyTensors(sources, read)
+    return LazyTensors(sources, load_weight)
 
 
-def _model(settings: dict, path: Path, vocab_multiple: int, token_mixing: str) -> ModelConfig:
+def _model_config(
+    settings: dict, path: Path, vocab_multiple: int, token_mixing: str
+) -> ModelConfig:
+    """Return the ModelConfig for `settings`, the contents of the JSON file at `path`.
+
+    Raises UserError for unsupported settings, and the errors that `errors_of_settings` converts.
+    """
     kind = settings.get("rpe_type")
     if kind not in tuple(_ENCODINGS):
         raise cannot_import(settings, path, "rpe_type", ", ".join(_ENCODINGS))
@@ -118,7 +131,10 @@ def _model(settings: dict, path: Path, vocab_multiple: int, token_mixing: str) -
             raise cannot_import(settings, path, key, "false or null")
 
     encoding = _ENCODINGS[kind]
-    position = {"rope_theta": settings.get("rope_theta", 10000.0), **_own_settings(settings, path)}
+    position = {
+        "rope_theta": settings.get("rope_theta", 10000.0),
+        **_position_settings(settings, path),
+    }
     if encoding == "tape":
         position |= {"mlp_size": settings["position_size"], "token_mixing": token_mixing}
     keys = keys_of(ENCODINGS[encoding].Settings)
@@ -136,12 +152,13 @@ def _model(settings: dict, path: Path, vocab_multiple: int, token_mixing: str) -
     return model
 
 
-def _own_settings(settings: dict, path: Path) -> dict:
-    """Return the settings of the encoding and of its scaling, with this project's keys. Raises
-    UserError.
+def _position_settings(settings: dict, path: Path) -> dict:
+    """Return the settings of the encoding and of its scaling, by this project's names.
+
+    Raises UserError for unsupported values.
     """
     kind = settings["rpe_type"]
-    for key in _OWN_SETTINGS.get(kind, ()):
+    for key in _REQUIRED_SETTINGS.get(kind, ()):
         if type(settings.get(key)) is not int or settings[key] < 1:
             raise cannot_import(settings, path, key, "a positive integer")
     scaling = settings.get("rope_scaling") or {"type": "linear", "factor": 1.0}
@@ -158,8 +175,8 @@ def _own_settings(settings: dict, path: Path) -> dict:
             "rope_scaling_factor": -(-settings["max_position_embeddings"] // original),
             "rope_original_seq_length": original,
         }
-    own: dict[str, Any] = {"rope_scaling_factor": scaling["factor"]}
+    position: dict[str, Any] = {"rope_scaling_factor": scaling["factor"]}
     if kind == "t5rb":
-        own["t5_num_buckets"] = settings["relative_attention_num_buckets"]
-        own["t5_max_distance"] = settings["relative_attention_max_distance"]
-    return own
+        position["t5_num_buckets"] = settings["relative_attention_num_buckets"]
+        position["t5_max_distance"] = settings["relative_attention_max_distance"]
+    return position

@@ -2,7 +2,7 @@
 in plain torch.
 
 Axes: B batch, S new tokens, T all tokens, H query heads, G key/value heads, D head dimension, E
-size of the values, r queries of a block, t keys up to the block's last query.
+size of the values, r queries of a block, t keys up to the block's last query (`num_keys`).
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -22,10 +22,10 @@ def under_autocast(x: Tensor) -> bool:
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:
-    """Return a context without autocast on the device of x, because encodings choose their own
-    precision.
+    """Return a context without autocast on the device of x.
 
-    The backward passes of their autograd functions never run under autocast.
+    Encodings choose their own precision. The backward passes of their autograd functions do not run
+    under autocast, so neither may the forward passes.
     """
     if under_autocast(x):
         return torch.autocast(x.device.type, enabled=False)
@@ -46,8 +46,9 @@ def attend_with_scores(
 
     query (B, H, S, D), key (B, G, T, D), value (B, G, T, E). The mask (B or 1, 1, S, T) is boolean
     (True: attend) or additive. The queries are the last S of T tokens; attention is causal.
-    `positions` has the encoding's `bias`, `log_gate_TBH` and `rescore`, for all tokens. Computes at
-    least in float32. Training recomputes blocks in the backward pass, and saves no S x T tensors.
+    `positions` (`PositionInputs`) has the encoding's `bias`, `log_gate_TBH` and `rescore`, for all
+    tokens. Computes at least in float32. Training recomputes blocks in the backward pass, and saves
+    no S x T tensors.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     S = query.shape[2]
@@ -69,61 +70,69 @@ def attend_with_scores(
         # tokens.
         sums_BHT = positions.log_gate_TBH.double().cumsum(0).permute(1, 2, 0)
 
-    def block(q: Tensor, tokens: slice) -> tuple[Tensor, Tensor | None]:
-        """Return the averages and the weights of the queries `q` of these tokens."""
-        t = tokens.stop
-        keys = torch.arange(t, device=q.device)
-        seen = (keys <= keys[tokens, None])[None, None]
+    def attend_block(q: Tensor, tokens: slice) -> tuple[Tensor, Tensor | None]:
+        """Return the averages (B, H, r, E), and the weights (B, H, r, T) or None, of the queries
+        `q` (B, H, r, D) at these indices among the T tokens.
+        """
+        num_keys = tokens.stop
+        keys = torch.arange(num_keys, device=q.device)
+        attended = (keys <= keys[tokens, None])[None, None]
         additive = None
         if attention_mask is not None:
-            rows = slice(tokens.start - T + S, t - T + S)
-            mask = attention_mask.expand(-1, -1, S, T)[:, :, rows, :t]
+            mask_rows = slice(tokens.start - T + S, num_keys - T + S)
+            mask = attention_mask.expand(-1, -1, S, T)[:, :, mask_rows, :num_keys]
             if mask.dtype != torch.bool:
+                # Its masked keys must also be masked for `rescore`, which has no additive mask.
                 additive = mask
                 mask = mask > torch.finfo(mask.dtype).min / 2
-            seen = seen & mask
+            attended = attended & mask
 
-        k_BGtD = k[:, :, :t]
+        k_BGtD = k[:, :, :num_keys]
         B, H, r, D = q.shape
         G = k.shape[1]
         scores = 0.0
         if rescore is None or rescore.takes_scores:
             scaled_q = q.reshape(B, G, -1, D) * D**-0.5
-            scores = (scaled_q @ k_BGtD.mT).view(B, H, r, t)
+            scores = (scaled_q @ k_BGtD.mT).view(B, H, r, num_keys)
         if rescore is not None:
             scores = rescore.rows(
-                scores if rescore.takes_scores else None, q, k_BGtD, seen, tokens, *prepared
+                scores if rescore.takes_scores else None, q, k_BGtD, attended, tokens, *prepared
             )
 
         if bias is not None:
-            scores = scores + bias.of(tokens, slice(0, t))
+            scores = scores + bias.of(tokens, slice(0, num_keys))
         if sums_BHT is not None:
+            # The sum of the log gates after key j up to query i. Relative to the block's first
+            # query, sums are small enough for float32.
             first_sums_BH1 = sums_BHT[..., tokens.start, None].detach()
-            since_BHt = (sums_BHT[..., :t] - first_sums_BH1).to(dtype)
+            since_BHt = (sums_BHT[..., :num_keys] - first_sums_BH1).to(dtype)
             scores = scores + (since_BHt[..., tokens, None] - since_BHt[..., None, :])
         if additive is not None:
             scores = scores + additive
 
         # Queries at padding attend to no key; their averages must still be finite.
-        p = scores.masked_fill(~seen, torch.finfo(dtype).min).softmax(-1)
-        p = F.dropout(p, dropout)
-        averages = (p.view(B, G, -1, t) @ v[:, :, :t]).view(B, H, r, -1)
+        weights = scores.masked_fill(~attended, torch.finfo(dtype).min).softmax(-1)
+        weights = F.dropout(weights, dropout)
+        averages = (weights.view(B, G, -1, num_keys) @ v[:, :, :num_keys]).view(B, H, r, -1)
         if not with_weights:
             return averages, None
-        return averages, F.pad(p, (0, T - t))
+        return averages, F.pad(weights, (0, T - num_keys))
 
     outputs = []
-    size = S if with_weights else ROWS
-    for start in range(0, S, size):
-        stop = min(start + size, S)
+    # Attention weights of all queries have S x T elements anyway.
+    queries_per_block = S if with_weights else ROWS
+    for start in range(0, S, queries_per_block):
+        stop = min(start + queries_per_block, S)
         tokens = slice(T - S + start, T - S + stop)
         inputs = q[:, :, start:stop], tokens
         if torch.is_grad_enabled():
             outputs.append(
-                checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=dropout > 0)
+                checkpoint(
+                    attend_block, *inputs, use_reentrant=False, preserve_rng_state=dropout > 0
+                )
             )
         else:
-            outputs.append(block(*inputs))
+            outputs.append(attend_block(*inputs))
 
     averages = torch.cat([average for average, _ in outputs], dim=2).to(value.dtype)
     weights = outputs[0][1]

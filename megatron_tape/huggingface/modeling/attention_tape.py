@@ -14,12 +14,14 @@ from transformers.utils.import_utils import is_tracing
 
 from .configuration_tape import TapeConfig
 
-ROWS = 192
-"""Maximum rows of a block in `attend_by_blocks`: queries times query heads per key/value head."""
-LONGEST = 2**21
+BLOCK_ROWS = 192
+"""Maximum rows of scores in a block of `attend_by_blocks`: queries times query heads per key/value
+head.
+"""
+BLOCK_SCORES = 2**21
 """Maximum scores of one key/value head in a block."""
-SCORES = 2**19
-"""Maximum scores that a thread computes at a time."""
+THREAD_SCORES = 2**19
+"""Maximum scores that a thread computes at a time, so that they stay in the CPU's caches."""
 SERVERS = ("vllm", "sglang")
 """Attention functions of servers, which store one key and one value per token, but no position
 state.
@@ -36,9 +38,11 @@ class TapeAttention(nn.Module):
         self.config = config
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
+        # transformers' attention functions read these attributes.
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = config.head_dim**-0.5
         self.is_causal = True
+
         C = config.hidden_size
         D = config.head_dim
         bias = config.attention_bias
@@ -61,10 +65,11 @@ class TapeAttention(nn.Module):
         **kwargs,
     ):
         """Return the output (B, S, C), the averaged state (B, S, H, D) or None, and the attention
-        weights or None.
+        weights (B, H, S, T) or None.
 
-        hidden_states (B, S, C), state (B, S, G, D); the mask is in the format of the attention
-        implementation. The state is averaged if `average_state` is set.
+        hidden_states (B, S, C), state (B, S, G, D). The mask is in the format of the attention
+        implementation. `cache` is a Cache of transformers, and cache_position (S,) has the indices
+        of the new tokens in it. The state is averaged if `average_state` is set.
         """
         query, key, value = self.project(hidden_states, state, average_state)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
@@ -79,6 +84,7 @@ class TapeAttention(nn.Module):
         output = self.o_proj(averages[0].flatten(2))
         averaged_state = None
         if average_state:
+            # `project` has concatenated the state to the values.
             averaged_state = averages[1]
         return output, averaged_state, weights
 
@@ -122,11 +128,11 @@ def rotate(x: Tensor, z: Tensor) -> Tensor:
 def eager_attention_forward(
     module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs
 ):
-    """Compute attention with explicit scores, without repeating keys and values for the heads of a
-    group.
+    """Return the averages (B, S, H, E) and the attention weights (B, H, S, T), in plain torch.
 
-    query (B, H, S, D), key (B, G, T, D), value (B, G, T, E), mask (B or 1, 1, S, T), boolean (True:
-    attend) or additive. Returns the averages (B, S, H, E) and the attention weights (B, H, S, T).
+    query (B, H, S, D), key (B, G, T, D), value (B, G, T, E). The mask (B or 1, 1, S, T) is boolean
+    (True: attend) or additive. Has the name and signature of the functions in transformers' models,
+    but does not repeat keys and values for the query heads of a group.
     """
     B, H, S, D = query.shape
     G = key.shape[1]
@@ -139,6 +145,7 @@ def eager_attention_forward(
     else:
         scores = scores + attention_mask
 
+    # The softmax of half-precision scores needs float32.
     dtype = torch.promote_types(scores.dtype, torch.float32)
     weights = scores.softmax(-1, dtype=dtype).to(value.dtype)
     weights = F.dropout(weights, dropout, training=module.training)
@@ -167,12 +174,13 @@ def attend(
     attention_mask: Tensor | None,
     **kwargs,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Return a list of averages (B, S, H, D), and the attention weights or None.
+    """Return a list of averages (B, S, H, D), and the attention weights (B, H, S, T) or None.
 
     query (B, H, S, D), key (B, G, T, D). The value is (B, G, T, D) or, with the position state,
-    [value | z] of size 2 D; the list has one average for each part of size D. The mask is in the
+    [value | z] of size 2 D. The list has one average for each part of size D. The mask is in the
     format of the attention implementation in `module.config`. Without a mask, query i attends to
-    the first i + 1 keys.
+    the first i + 1 keys. kwargs are those of transformers' attention functions, with `scaling` and
+    `dropout`. Raises NotImplementedError for a server's attention function.
     """
     implementation = module.config._attn_implementation
     D = query.shape[-1]
@@ -184,6 +192,7 @@ def attend(
         )
         return averages.split(D, dim=-1), weights
 
+    # On a CPU, SDPA would run once for the values and once for the state.
     has_state = value.shape[-1] > D
     has_plain_mask = attention_mask is not None and attention_mask.shape[1] == 1
     is_causal = attention_mask is None and kwargs.get("is_causal") is not False
@@ -192,12 +201,13 @@ def attend(
         and query.device.type == "cpu"
         and has_state
         and (has_plain_mask or is_causal)
-        and _only_inference(module, query, key, value, **kwargs)
+        and _is_inference(module, query, key, value, **kwargs)
     ):
         return attend_by_blocks(query, key, value, attention_mask, kwargs["scaling"]), None
 
     attention = ALL_ATTENTION_FUNCTIONS[implementation]
     if implementation == "flex_attention":
+        # It accepts values of another size than keys.
         averages, *_ = attention(module, query, key, value, attention_mask, **kwargs)
         return averages.split(D, dim=-1), None
     # Other kernels require values of the same size as keys, so they run once for the values and
@@ -208,12 +218,15 @@ def attend(
     ], None
 
 
-def _only_inference(module: nn.Module, *tensors: Tensor, dropout: float = 0.0, **kwargs) -> bool:
-    """Return whether attention runs without gradients, dropout and tracing."""
-    # In training, gradient checkpointing runs without gradients first, and must compute the same
-    # with gradients later.
-    gradients = module.training or any(x.requires_grad for x in tensors)
-    return not (gradients or dropout or is_tracing(tensors[0]))
+def _is_inference(module: nn.Module, *tensors: Tensor, dropout: float = 0.0, **kwargs) -> bool:
+    """Return whether attention runs without gradients, dropout and tracing.
+
+    The keyword arguments are those of transformers' attention functions.
+    """
+    # In training, gradient checkpointing runs first without gradients, then with them. Both runs
+    # must compute the same.
+    needs_gradient = module.training or any(x.requires_grad for x in tensors)
+    return not (needs_gradient or dropout or is_tracing(tensors[0]))
 
 
 def attend_by_blocks(
@@ -230,6 +243,8 @@ def attend_by_blocks(
     G, T = key.shape[1:3]
     E = value.shape[-1]
     R = H // G
+    # Half-precision matrix products are slow on CPUs. Below, the first axis has the B G pairs of a
+    # sequence and a key/value head ("heads").
     dtype = torch.promote_types(query.dtype, torch.float32)
     scaled_query = query.to(dtype).mul(scaling)
     queries = scaled_query.unflatten(1, (G, R)).flatten(0, 1)
@@ -237,64 +252,74 @@ def attend_by_blocks(
     values = value.flatten(0, 1).to(dtype)
 
     output = query.new_empty(B, S, H, E)
-    rows = min(S, max(16, min(ROWS, LONGEST // T) // R))
-    pairs = min(B * G, max(1, SCORES * torch.get_num_threads() // (R * rows * T)))
+    # At least 16 queries per block, even if long sequences then exceed BLOCK_SCORES.
+    block_queries = min(S, max(16, min(BLOCK_ROWS, BLOCK_SCORES // T) // R))
+    heads_at_once = min(
+        B * G, max(1, THREAD_SCORES * torch.get_num_threads() // (R * block_queries * T))
+    )
     # Allocating memory for every block would take longer than the computation.
-    scores_memory, weights_memory = queries.new_empty(2, pairs * R * rows * T)
-    later = torch.ones(rows, rows, dtype=torch.bool).triu(1)
+    scores_memory, weights_memory = queries.new_empty(2, heads_at_once * R * block_queries * T)
+    is_later = torch.ones(block_queries, block_queries, dtype=torch.bool).triu(1)
 
-    for start in range(0, S, rows):
-        stop = min(start + rows, S)
+    for start in range(0, S, block_queries):
+        stop = min(start + block_queries, S)
         n = stop - start
-        block = None
-        low = 0
-        high = stop
+        # Without a mask, attention is causal, so the block attends to no key after its last query.
+        mask = None
+        first_key = 0
+        end_key = stop
         if attention_mask is not None:
-            block = attention_mask.expand(-1, -1, S, T)[:, :, start:stop]
-            low, high = _keys_seen(block)
+            mask = attention_mask.expand(-1, -1, S, T)[:, :, start:stop]
+            first_key, end_key = _attended_keys(mask)
 
         averages = queries.new_zeros(B * G, R * n, E)
-        for first in range(0, B * G, pairs):
-            if low == high:
+        for first_head in range(0, B * G, heads_at_once):
+            # All queries of the block are padding, so their averages remain zero.
+            if first_key == end_key:
                 break
-            here = slice(first, min(first + pairs, B * G))
-            shape = (here.stop - first, R * n, high - low)
+            heads = slice(first_head, min(first_head + heads_at_once, B * G))
+            shape = (heads.stop - first_head, R * n, end_key - first_key)
             size = math.prod(shape)
             scores = scores_memory[:size].view(shape)
             weights = weights_memory[:size].view(shape)
 
-            block_queries = queries[here, :, start:stop].flatten(1, 2)
-            torch.bmm(block_queries, keys[here, low:high].mT, out=scores)
+            query_rows = queries[heads, :, start:stop].flatten(1, 2)
+            torch.bmm(query_rows, keys[heads, first_key:end_key].mT, out=scores)
             head_scores = scores.unflatten(1, (R, n))
-            if block is None:
-                head_scores[..., start:].masked_fill_(later[:n, :n], float("-inf"))
-            elif len(block) == 1:
-                _apply_mask(head_scores, block[..., low:high])
+            if mask is None:
+                # Keys before `start` are visible to all queries of the block.
+                head_scores[..., start:].masked_fill_(is_later[:n, :n], float("-inf"))
+            elif len(mask) == 1:
+                _apply_mask(head_scores, mask[..., first_key:end_key])
             else:
-                sequences = torch.arange(first, here.stop) // G
-                _apply_mask(head_scores, block[sequences, ..., low:high])
+                # Each of the G heads of a sequence has the sequence's mask.
+                sequences = torch.arange(first_head, heads.stop) // G
+                _apply_mask(head_scores, mask[sequences, ..., first_key:end_key])
 
             torch.softmax(scores, -1, out=weights)
-            torch.bmm(weights, values[here, low:high], out=averages[here])
+            torch.bmm(weights, values[heads, first_key:end_key], out=averages[heads])
         output[:, start:stop] = averages.view(B, H, n, E).transpose(1, 2)
     return list(output.split(D, dim=-1))
 
 
-def _keys_seen(block: Tensor) -> tuple[int, int]:
-    """Return the range of keys that any query of a block of the mask (B or 1, 1, rows, T) attends
-    to.
+def _attended_keys(mask: Tensor) -> tuple[int, int]:
+    """Return the first key and the end of the range of keys that any query of a mask (B or 1, 1,
+    queries, T) attends to.
+
+    An additive mask gives all T keys.
     """
-    if block.dtype != torch.bool:
-        return 0, block.shape[-1]
-    seen = block.flatten(0, 2).any(0).nonzero()
-    if len(seen) == 0:
+    if mask.dtype != torch.bool:
+        return 0, mask.shape[-1]
+    attended = mask.flatten(0, 2).any(0).nonzero()
+    if len(attended) == 0:
         return 0, 0
-    return int(seen[0]), int(seen[-1]) + 1
+    return int(attended[0]), int(attended[-1]) + 1
 
 
 def _apply_mask(scores: Tensor, mask: Tensor) -> None:
-    """Apply a boolean or additive mask to scores in place. Scores stay finite in rows that attend
-    to no key.
+    """Apply a boolean or additive mask to scores in place.
+
+    Scores stay finite, since a row of -inf, of a query at padding, would give NaN.
     """
     if mask.dtype == torch.bool:
         scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)

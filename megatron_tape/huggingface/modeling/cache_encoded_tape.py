@@ -27,32 +27,39 @@ class EncodedLayer(GrowingLayer):
         """The encoding's tensors by name, (B, T, ...)."""
 
     def __reduce__(self):
+        """Copy and pickle without buffers, since only one layer may write to a buffer."""
         state = {name: value for name, value in vars(self).items() if name != "_buffers"}
         return type(self), (), state
 
-    def _apply(self, function: Callable[[Tensor], Tensor]) -> None:
+    # transformers calls the methods below for beam search, assisted generation and new prompts.
+
+    def _apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Replace each of the encoding's tensors by `function` of it."""
         self.encoding_tensors = {
             name: function(tensor) for name, tensor in self.encoding_tensors.items()
         }
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
-        self._apply(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+        self._apply_to_tensors(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        self._apply(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+        self._apply_to_tensors(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        self._apply(lambda tensor: tensor[indices, ...])
+        self._apply_to_tensors(lambda tensor: tensor[indices, ...])
 
     def crop(self, *args, **kwargs) -> None:
         super().crop(*args, **kwargs)
         length = self.get_seq_length()
-        self._apply(lambda tensor: tensor[:, :length])
+        self._apply_to_tensors(lambda tensor: tensor[:, :length])
 
     def reset(self) -> None:
+        """Empty the layer. In some versions of transformers, DynamicLayer only zeroes the tensors,
+        and keeps their length.
+        """
         self.keys = self.values = None
         self.is_initialized = False
         self._buffers.clear()
@@ -71,11 +78,13 @@ class EncodingCache(TokenCache):
     def append(self, name: str, new: Tensor) -> Tensor:
         """Append `new` (S, B or 1, ...) to the tensor `name`, and return the tensor of all tokens
         (T, B, ...).
+
+        Call it before the layer's keys of the same tokens are appended.
         """
         new = new.expand(-1, self.batch, *new.shape[2:]).transpose(0, 1)
-        if (before := self.layer.get_seq_length()) > 0:
+        if (past_length := self.layer.get_seq_length()) > 0:
             # The slice drops tokens that a failed forward pass appended.
-            new = torch.cat([self.layer.encoding_tensors[name][:, :before], new], dim=1)
+            new = torch.cat([self.layer.encoding_tensors[name][:, :past_length], new], dim=1)
         # Not in place, since a shallow copy of the layer shares the dictionary.
         self.layer.encoding_tensors = self.layer.encoding_tensors | {name: new}
         return new.transpose(0, 1)
@@ -85,10 +94,11 @@ def check_cache(cache: Cache | None) -> None:
     """Raise NotImplementedError for a cache that cannot store an encoding's tensors."""
     if cache is None:
         return
-    kind = type(cache).__name__
+    unsupported = type(cache).__name__
     if type(cache) is DynamicCache and cache.offloading:
-        kind = "offloaded caches"
+        unsupported = "offloaded caches"
     elif type(cache) is DynamicCache:
+        # `prepare_cache` can replace layers only while they are empty.
         for layer in cache.layers:
             if type(layer) is not EncodedLayer and layer.get_seq_length() > 0:
                 raise NotImplementedError(
@@ -97,17 +107,19 @@ def check_cache(cache: Cache | None) -> None:
                 )
         return
     raise NotImplementedError(
-        f"this model does not support {kind}, which cannot store the positional encoding's tensors"
-        " of earlier tokens; use a DynamicCache"
+        f"this model does not support {unsupported}, which cannot store the positional encoding's"
+        " tensors of earlier tokens; use a DynamicCache"
     )
 
 
 def prepare_cache(cache: Cache | None, layers: int) -> None:
-    """Make the first `layers` layers of a cache able to store an encoding's tensors; call
-    `check_cache` before.
+    """Make the first `layers` layers of a cache able to store an encoding's tensors.
+
+    `check_cache` must have accepted the cache.
     """
     if cache is None:
         return
+    # A DynamicCache may create its layers only when they are first updated.
     cache.layers.extend(EncodedLayer() for _ in range(layers - len(cache.layers)))
     for i in range(layers):
         if type(cache.layers[i]) is not EncodedLayer:

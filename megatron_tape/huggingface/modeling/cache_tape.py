@@ -13,13 +13,13 @@ from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import create_causal_mask
 
-_RENAMED = "cache" in inspect.signature(create_causal_mask).parameters
-CACHE = "cache" if _RENAMED else "past_key_values"
+_IS_RENAMED = "cache" in inspect.signature(create_causal_mask).parameters
+CACHE = "cache" if _IS_RENAMED else "past_key_values"
 """The name of the cache in transformers' arguments and outputs. transformers 5.24 renamed it."""
-CACHES = (DynamicCache, StaticCache)
-_STATE = {"keys", "values", "is_initialized", "dtype", "device"}
-"""Attributes of a DynamicLayer. If a version of transformers adds others, layers are not replaced
-by GrowingLayers.
+SUPPORTED_CACHES = (DynamicCache, StaticCache)
+_LAYER_ATTRIBUTES = {"keys", "values", "is_initialized", "dtype", "device"}
+"""The attributes of a DynamicLayer that GrowingLayer knows. If a version of transformers adds
+others, layers are not replaced by GrowingLayers.
 """
 
 
@@ -27,7 +27,8 @@ def check_cache(cache: Cache | None) -> None:
     """Raise NotImplementedError for a cache that may not be able to store the position state with
     the values.
     """
-    if cache is not None and type(cache) not in CACHES:
+    # Not isinstance: subclasses such as QuantizedCache store values in other formats.
+    if cache is not None and type(cache) not in SUPPORTED_CACHES:
         raise NotImplementedError(
             f"TAPE models do not support {type(cache).__name__}, which may be unable to store the"
             " position state with the values; use DynamicCache or StaticCache"
@@ -43,12 +44,12 @@ def refuse_paged() -> NoReturn:
 
 
 class GrowingLayer(DynamicLayer):
-    """A layer of a dynamic cache that appends in place; DynamicLayer copies all tokens for each new
+    """A layer of a dynamic cache that appends in place. DynamicLayer copies all tokens for each new
     one.
 
-    `keys` and `values` are views of the used part of larger buffers. If another method or a copy of
-    the cache has replaced such a view, `update` allocates a new buffer, so it never writes to
-    tensors of others.
+    `keys` and `values` are views of the used part of larger buffers. Another method, or a copy of
+    the cache, may have replaced such a view. `update` then allocates a new buffer, so it never
+    writes to tensors that another object uses.
     """
 
     # With a layer type, some versions of transformers would use this class instead of DynamicLayer
@@ -57,10 +58,11 @@ class GrowingLayer(DynamicLayer):
 
     def __init__(self) -> None:
         super().__init__()
+        # By attribute name: the buffer, and the view of its used part that the attribute holds.
         self._buffers: dict[str, tuple[Tensor, Tensor]] = {}
 
     def __reduce__(self):
-        # Copies and pickles become DynamicLayers, since only one layer may write to a buffer.
+        """Copy and pickle as a DynamicLayer, since only one layer may write to a buffer."""
         state = {name: value for name, value in vars(self).items() if name != "_buffers"}
         return DynamicLayer, (), state
 
@@ -71,6 +73,7 @@ class GrowingLayer(DynamicLayer):
         of all tokens.
         """
         if not can_write_in_place(key_states):
+            # DynamicLayer replaces the views, so the buffers would only take memory.
             self._buffers.clear()
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
@@ -80,10 +83,11 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def _append(self, name: str, new: Tensor) -> Tensor:
-        """Append `new` to the attribute `name` along the tokens, and return the tensor of all
-        tokens.
+        """Append `new` (B, G, S, ...) to the attribute `name` along the tokens, and return the
+        tensor of all tokens.
         """
         old = getattr(self, name)
+        # An empty layer holds a tensor without a token axis.
         used = old.shape[-2] if old.numel() else 0
         total = used + new.shape[-2]
         buffer, view = self._buffers.pop(name, (None, None))
@@ -91,9 +95,11 @@ class GrowingLayer(DynamicLayer):
             view is not old
             or buffer.shape[-2] < total
             or buffer.dtype != new.dtype
+            # torch forbids writing to inference tensors outside inference mode.
             or (buffer.is_inference() and not torch.is_inference_mode_enabled())
         ):
             dtype = torch.promote_types(old.dtype, new.dtype)
+            # Room for an eighth more tokens keeps the copies per token constant on average.
             buffer = new.new_empty(
                 *new.shape[:2], total + max(32, total // 8), new.shape[-1], dtype=dtype
             )
@@ -105,9 +111,9 @@ class GrowingLayer(DynamicLayer):
         return view
 
     def reset(self) -> None:
-        """Reset as DynamicLayer does, which in some versions of transformers zeroes the tensors in
-        place.
-        """
+        """Reset as DynamicLayer does."""
+        # Some versions of transformers zero the tensors in place. `update` has returned views of
+        # the same memory, which must not change.
         if self._buffers:
             self.keys, self.values = self.keys.clone(), self.values.clone()
             self._buffers.clear()
@@ -127,11 +133,12 @@ def can_write_in_place(states: Tensor) -> bool:
 def preallocate(cache: Cache | None, states: Tensor) -> None:
     """Replace the layers of a DynamicCache by `GrowingLayer`s, if `can_write_in_place(states)`.
 
-    Caches of other classes and offloaded caches remain unchanged.
+    Caches of other classes and offloaded caches, which move their layers between devices, remain
+    unchanged.
     """
     if type(cache) is not DynamicCache or not can_write_in_place(states) or cache.offloading:
         return
     for i, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer and vars(layer).keys() <= _STATE:
+        if type(layer) is DynamicLayer and vars(layer).keys() <= _LAYER_ATTRIBUTES:
             cache.layers[i] = growing = GrowingLayer()
             vars(growing).update(vars(layer))

@@ -29,6 +29,7 @@ class DecoderConfig(transformers.PreTrainedConfig):
         qk_norm: apply RMSNorm to each head's query and key before the positions, as in Qwen3.
     """
 
+    # Trainer leaves the cache out of predictions. Its name depends on transformers' version.
     keys_to_ignore_at_inference = ["cache", "past_key_values"]
 
     def __init__(
@@ -69,6 +70,8 @@ class DecoderConfig(transformers.PreTrainedConfig):
         self.attention_bias = attention_bias
         self.attention_dropout = attention_dropout
         self.qk_norm = qk_norm
+
+        # TAPE's modules group query heads by key/value heads.
         if num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads {num_attention_heads} is not a multiple of"
@@ -93,10 +96,10 @@ class TapeConfig(DecoderConfig):
         rope_parameters: `rope_theta` and `rope_type` (default, linear, llama3 or yarn) with the
             keys of that type.
         position_mlp_size: hidden size of the position MLP; default 4 * num_attention_heads.
-        gate_input: input of the position MLP's gate before the residual: the output of the `mlp`
-            or of `attention`.
-        position_state_precision: precision in which the position state accumulates: `fp32`, or
-            `bf16`, which stands for the model's dtype.
+        gate_input: which output of the layer, before the residual is added, gates the position MLP:
+            that of the `mlp` or of `attention`.
+        position_state_precision: precision in which the position state accumulates over layers:
+            `fp32`, or `bf16`, which stands for the model's dtype.
     """
 
     model_type = "tape"
@@ -110,6 +113,7 @@ class TapeConfig(DecoderConfig):
         position_state_precision: str = "bf16",
         **kwargs,
     ):
+        # transformers allows nested settings, one dictionary for each type of layer.
         for name, value in (rope_parameters or {}).items():
             if isinstance(value, dict):
                 raise ValueError(
@@ -129,6 +133,7 @@ class TapeConfig(DecoderConfig):
                 f"gate_input is {gate_input!r}; choose one of {', '.join(GATE_INPUTS)}"
             )
         super().__init__(num_attention_heads=num_attention_heads, **kwargs)
+        # transformers' constructor has filled in missing rope_parameters.
         if (rope_type := self.rope_parameters["rope_type"]) not in ROPE_TYPES:
             raise ValueError(f"rope_type is {rope_type!r}; TAPE supports {', '.join(ROPE_TYPES)}")
 

@@ -44,8 +44,10 @@ class SingleProcess:
 
 
 def make_encoding(config: EncodedConfig):
-    """Return the encoding with the settings in `config`. Raises ValueError if `config` is for
-    another encoding.
+    """Return an instance of this directory's encoding class, `Encoding`, with the settings in
+    `config`.
+
+    Raises ValueError if `config` is for another encoding.
     """
     if config.position_encoding != Encoding.name:
         raise ValueError(
@@ -54,6 +56,7 @@ def make_encoding(config: EncodedConfig):
         )
 
     settings = Encoding.Settings(**config.position_settings)
+    # Encodings read a ModelConfig of the training code, which exports do not contain.
     model = types.SimpleNamespace(
         position=settings,
         position_encoding=config.position_encoding,
@@ -83,8 +86,9 @@ def make_encoding(config: EncodedConfig):
 
 
 class EncodedParameter(nn.Module):
-    """One parameter of an encoding, which `declared` describes. It is a module so that its name
-    ends in `weight`.
+    """One parameter of an encoding. It is a module so that its name ends in `weight`.
+
+    `declared` is the encoding's `Parameter`: its shape and its initial value or distribution.
     """
 
     def __init__(self, declared):
@@ -93,14 +97,19 @@ class EncodedParameter(nn.Module):
         self.weight = nn.Parameter(torch.empty(declared.shape))
 
     def forward(self) -> Tensor:
-        """Return the parameter; offloaded weights are available only while their module is
+        """Return the parameter.
+
+        It is read by a call, because offloaded weights are loaded only while their module is
         called.
         """
         return self.weight
 
 
 class EncodedPosition(nn.Module):
-    """The encoding's parameters in one layer."""
+    """The encoding's parameters in one layer.
+
+    `declared` has the encoding's `Parameter`s by name.
+    """
 
     def __init__(self, declared: dict):
         super().__init__()
@@ -108,8 +117,10 @@ class EncodedPosition(nn.Module):
             self.add_module(name, EncodedParameter(parameter))
 
     def forward(self) -> dict[str, Tensor]:
-        """Return the parameters by name. For `modules_to_save`, peft redirects this call to a copy
-        of the module.
+        """Return the parameters by name.
+
+        They are read by a call, because peft trains a copy of a module in `modules_to_save`, and
+        redirects only calls to it.
         """
         return {name: module() for name, module in self.named_children()}
 
@@ -128,18 +139,21 @@ class EncodedAttention(TapeAttention):
         self, hidden_states, positions, attention_mask, cache, cache_position=None, **kwargs
     ):
         """Return the output (B, S, C), the averaged state (S, B, H, D) or None, and the attention
-        weights or None.
+        weights (B, H, S, T) or None.
 
-        hidden_states (B, S, C); `positions` are the encoding's inputs to attention in this layer.
+        hidden_states (B, S, C); `positions` are the encoding's inputs to attention in this layer
+        (`PositionInputs`). The other arguments are those of `TapeAttention.forward`.
         """
+        # Encodings have the sequence as the first axis.
         state = positions.z_TBGD
         if state is not None:
             state = state.transpose(0, 1)
         query, key, value = self.project(hidden_states, state, positions.average_state)
         if positions.factor_TB1D is not None:
-            factor = positions.factor_TB1D.transpose(0, 1)
-            query = query * factor
-            key = key / factor
+            # xPos: scores decay with the distance between query and key.
+            scale = positions.factor_TB1D.transpose(0, 1)
+            query = query * scale
+            key = key / scale
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if cache is not None:
             key, value = cache.update(
@@ -147,16 +161,17 @@ class EncodedAttention(TapeAttention):
             )
 
         dropout = self.config.attention_dropout if self.training else 0.0
+        # Without changes of scores, transformers' attention functions can be used.
         if positions.bias is None and positions.log_gate_TBH is None and positions.rescore is None:
             kwargs |= {"dropout": dropout, "scaling": self.scaling}
             averages, weights = attend(self, query, key, value, attention_mask, **kwargs)
         else:
             is_eager = self.config._attn_implementation == "eager"
             with without_autocast(query):
-                whole, weights = attend_with_scores(
+                all_averages, weights = attend_with_scores(
                     query, key, value, attention_mask, positions, dropout, with_weights=is_eager
                 )
-            averages = whole.split(self.head_dim, dim=-1)
+            averages = all_averages.split(self.head_dim, dim=-1)
 
         output = averages[0].flatten(2)
         if self.config.attention_output_gate:
@@ -182,20 +197,21 @@ class EncodedDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.position = EncodedPosition(encoding.parameters(layer_idx))
 
-    def forward(self, hidden_states, state, attention_mask=None, last=False, **kwargs):
-        """Return the next layer's hidden states (B, S, C) and state, and the attention weights or
-        None.
+    def forward(self, hidden_states, state, attention_mask=None, is_last=False, **kwargs):
+        """Return the next layer's hidden states (B, S, C) and state (S, B or 1, ...) or None, and
+        the attention weights (B, H, S, T) or None.
 
-        The state is (S, B or 1, ...) or None.
+        `state` is the encoding's state that enters this layer. With `is_last`, it is not updated.
         """
         layer = self.layer_idx
         encoding = self.encoding
+        # Gradient checkpointing looks for the cache among the keyword arguments.
         cache = kwargs.pop(CACHE, None)
         token_cache = TokenCache()
         if cache is not None:
             token_cache = EncodingCache(cache.layers[layer], len(hidden_states))
         parameters = self.position()
-        normed = self.input_layernorm(hidden_states)
+        normed_states = self.input_layernorm(hidden_states)
         # Encodings get the dtype of the weights even under autocast.
         dtype = hidden_states.dtype
         if under_autocast(hidden_states):
@@ -206,16 +222,19 @@ class EncodedDecoderLayer(GradientCheckpointingLayer):
             return x.to(dtype).transpose(0, 1)
 
         with without_autocast(hidden_states):
-            x = for_encoding(normed)
+            x = for_encoding(normed_states)
             state = encoding.enter(layer, parameters, state, x, token_cache)
             positions = encoding.position_inputs(layer, parameters, state, x, token_cache)
         attention_output, averaged, weights = self.self_attn(
-            normed, positions, attention_mask, cache, **kwargs
+            normed_states, positions, attention_mask, cache, **kwargs
         )
         hidden_states = hidden_states + attention_output
         mlp_output = self.mlp(self.post_attention_layernorm(hidden_states))
-        if encoding.updates(layer) and not last:
+
+        # No layer reads the state after the last layer.
+        if encoding.updates(layer) and not is_last:
             if averaged is not None:
+                # Under autocast, attention returns another dtype.
                 averaged = averaged.to(dtype)
             with without_autocast(hidden_states):
                 state = encoding.next_state(
@@ -235,6 +254,7 @@ class EncodedPreTrainedModel(TapePreTrainedModel):
 
     config_class = EncodedConfig
     _no_split_modules = ["EncodedDecoderLayer"]
+    # Encodings may change scores, which these implementations do not support.
     _supports_flash_attn = False
     _supports_flex_attn = False
     _supports_attention_backend = False
@@ -242,8 +262,10 @@ class EncodedPreTrainedModel(TapePreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
+        """Initialize one module as `TapePreTrainedModel` does, or as the encoding declares it."""
         if not isinstance(module, EncodedParameter):
             return super()._init_weights(module)
+        # transformers protects loaded weights only from functions of torch.nn.init.
         if getattr(module.weight, "_is_hf_initialized", False):
             return
         if module.declared.std:
@@ -256,14 +278,19 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
     """The decoder without its language-model head."""
 
     def _add_layers(self, config: EncodedConfig) -> None:
+        """Create the encoding and the decoder layers."""
         self.encoding = make_encoding(config)
         layers = range(config.num_hidden_layers)
         self.layers = nn.ModuleList([EncodedDecoderLayer(config, i, self.encoding) for i in layers])
 
     def check_cached(self, length: int) -> None:
+        """Raise NotImplementedError if generation with a cache cannot extend a sequence to `length`
+        tokens.
+        """
         self.encoding.check_cached(length)
 
-    def _check(self, cache) -> None:
+    def _check_supported(self, cache) -> None:
+        """Raise NotImplementedError for an unsupported attention implementation or cache."""
         implementation = self.config._attn_implementation
         if implementation not in _IMPLEMENTATIONS:
             raise NotImplementedError(
@@ -274,32 +301,45 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
         check_cache(cache)
 
     def _prepare_cache(self, cache, hidden_states: Tensor) -> None:
+        """Make `cache` able to store the encoding's tensors, and check its new length."""
         prepare_cache(cache, self.config.num_hidden_layers)
-        if cache is not None and (before := cache.get_seq_length()) > 0:
-            self.check_cached(before + hidden_states.shape[1])
+        if cache is not None and (past_length := cache.get_seq_length()) > 0:
+            self.check_cached(past_length + hidden_states.shape[1])
 
-    def _count(self, cache_position: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Return the positions of the new tokens, (B or 1, S), without counting padding."""
+    def _default_positions(self, cache_position: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Return the positions of the new tokens, (B or 1, S), given their indices in the cache,
+        (S,).
+
+        Padding is not counted, because encodings may depend on absolute positions. It is known only
+        from a mask (B, T).
+        """
         if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-            counted = attention_mask.long().cumsum(-1)[:, -len(cache_position) :] - 1
-            if counted.shape[1] == len(cache_position):
-                return counted.clamp(min=0)
+            positions = attention_mask.long().cumsum(-1)[:, -len(cache_position) :] - 1
+            if positions.shape[1] == len(cache_position):
+                # Padding before the first token has -1.
+                return positions.clamp(min=0)
         return cache_position.unsqueeze(0)
 
-    def _start(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the first layer's hidden states (B, S, C) and the encoding's initial state."""
+    def _first_inputs(
+        self, hidden_states: Tensor, position_ids: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the first layer's hidden states (B, S, C) and the encoding's initial state (S, B
+        or 1, ...) or None.
+
+        hidden_states (B, S, C) are the embedded tokens, position_ids (B or 1, S).
+        """
+        # Some encodings replace 0, 1, ... by positions that depend on the length of a sequence,
+        # but not on that of others in the batch.
         if self.encoding.token_positions(1, None) is not None:
-            # The positions of a sequence depend on its own length, not on that of others in the
-            # batch.
-            rows = []
-            for row in position_ids:
-                table = torch.as_tensor(self.encoding.token_positions(int(row.max()) + 1, None))
-                rows.append(table.to(row.device)[row])
-            position_ids = torch.stack(rows)
+            new_ids = []
+            for ids in position_ids:
+                table = torch.as_tensor(self.encoding.token_positions(int(ids.max()) + 1, None))
+                new_ids.append(table.to(ids.device)[ids])
+            position_ids = torch.stack(new_ids)
         positions_SB = position_ids.T
-        added = self.encoding.embedding(positions_SB, hidden_states.dtype)
-        if added is not None:
-            hidden_states = hidden_states + added.transpose(0, 1)
+        token_embedding = self.encoding.embedding(positions_SB, hidden_states.dtype)
+        if token_embedding is not None:
+            hidden_states = hidden_states + token_embedding.transpose(0, 1)
         return hidden_states, self.encoding.initial_state(positions_SB, hidden_states.dtype)
 
 

@@ -40,7 +40,7 @@ from .position_tape import TapePhases, TapePosition, warn_if_frozen
 
 logger = logging.get_logger(__name__)
 # Before transformers 5.4, caches and masks need the positions of the new tokens.
-_MASK_WANTS_CACHE_POSITION = "cache_position" in inspect.signature(create_causal_mask).parameters
+_MASK_NEEDS_CACHE_POSITION = "cache_position" in inspect.signature(create_causal_mask).parameters
 
 
 class TapeMLP(nn.Module):
@@ -64,6 +64,7 @@ class TapeDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: TapeConfig, layer_idx: int):
         super().__init__()
+        # "mlp" or "attention": the output that gates the position MLP.
         self.gate_input = config.gate_input
         self.self_attn = TapeAttention(config, layer_idx)
         self.mlp = TapeMLP(config)
@@ -73,23 +74,26 @@ class TapeDecoderLayer(GradientCheckpointingLayer):
         is_last = layer_idx == config.num_hidden_layers - 1
         self.position = None if is_last else TapePosition(config)
 
-    def forward(self, hidden_states, state, attention_mask=None, last=False, **kwargs):
+    def forward(self, hidden_states, state, attention_mask=None, is_last=False, **kwargs):
         """Return the next layer's hidden states (B, S, C) and state (B, S, G, D), and the attention
-        weights or None.
+        weights (B, H, S, T) or None.
 
-        The `last` layer leaves the state unchanged, since nothing reads it.
+        With `is_last`, the state is returned unchanged, since no layer reads it.
         """
+        # Gradient checkpointing looks for the cache among the keyword arguments.
         cache = kwargs.pop(CACHE, None)
-        updates = self.position is not None and not last
-        attention_output, averaged, weights = self.self_attn(
-            self.input_layernorm(hidden_states), state, attention_mask, cache, updates, **kwargs
+        updates_state = self.position is not None and not is_last
+        normed = self.input_layernorm(hidden_states)
+        attention_output, averaged_state, attention_weights = self.self_attn(
+            normed, state, attention_mask, cache, updates_state, **kwargs
         )
         hidden_states = hidden_states + attention_output
         mlp_output = self.mlp(self.post_attention_layernorm(hidden_states))
-        if updates:
+        if updates_state:
+            # The gate reads this layer's output before the residual is added.
             gate_input = mlp_output if self.gate_input == "mlp" else attention_output
-            state = self.position(state, averaged, gate_input)
-        return hidden_states + mlp_output, state, weights
+            state = self.position(state, averaged_state, gate_input)
+        return hidden_states + mlp_output, state, attention_weights
 
 
 class TapePreTrainedModel(PreTrainedModel):
@@ -108,13 +112,15 @@ class TapePreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        """Allow `set_attn_implementation`. transformers' check searches this file for names that
-        vary by version.
+        """Return True, which allows `set_attn_implementation`.
+
+        transformers' own method would search this file's text for a call that TAPE does not use.
         """
         return True
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
+        """Load a model. Raises NotImplementedError for transformers' own model parallelism."""
         for name in ("tp_plan", "tp_size", "distributed_config", "device_mesh"):
             if kwargs.get(name) is not None:
                 raise NotImplementedError(
@@ -125,12 +131,15 @@ class TapePreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Start as RoPE: with token_mixing and down_proj at zero the position state does not
-        change.
+        """Initialize one module. transformers calls this for modules that no checkpoint has fully
+        loaded.
         """
+        # TapePosition sets `initial_std` on its matrices. It is 0 for token_mixing and down_proj,
+        # so that the position state does not change and the model starts as RoPE.
         if hasattr(module, "initial_std"):
             nn.init.normal_(module.weight, std=module.initial_std)
         elif isinstance(module, TapePhases):
+            # Checkpoints do not contain this buffer, so loading leaves it uninitialized.
             module.inv_freq.copy_(module.frequencies()[0])
         else:
             super()._init_weights(module)
@@ -140,44 +149,56 @@ class TapeModel(TapePreTrainedModel):
     """The decoder without its language-model head."""
 
     def __init__(self, config: TapeConfig):
+        # Attention refuses these too, but only after a server has loaded the weights.
         refuse_servers(config._attn_implementation)
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self._add_layers(config)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        # transformers sets it to True in `gradient_checkpointing_enable`.
         self.gradient_checkpointing = False
-        self._is_checked = False
+        self._warned_if_frozen = False
         self.post_init()
 
     # Models with other positional encodings override these methods.
 
     def _add_layers(self, config: TapeConfig) -> None:
+        """Create the decoder layers, and the module that computes the initial position state."""
         self.layers = nn.ModuleList(
             [TapeDecoderLayer(config, i) for i in range(config.num_hidden_layers)]
         )
         self.phases = TapePhases(config)
 
-    def _check(self, cache: Cache | None) -> None:
+    def _check_supported(self, cache: Cache | None) -> None:
+        """Raise NotImplementedError for an unsupported cache; in the first training step, call
+        `warn_if_frozen`.
+        """
         check_cache(cache)
         # A compiled graph cannot depend on the values of weights.
-        if self.training and not self._is_checked and not torch.compiler.is_compiling():
-            self._is_checked = True
+        if self.training and not self._warned_if_frozen and not torch.compiler.is_compiling():
+            self._warned_if_frozen = True
             warn_if_frozen(self)
 
     def _prepare_cache(self, cache: Cache | None, hidden_states: Tensor) -> None:
+        """Change the layers of `cache` in place for this model, before its first update."""
         preallocate(cache, hidden_states)
 
-    def _count(self, cache_position: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Return the default positions of the new tokens, (1, S)."""
+    def _default_positions(self, cache_position: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Return the default positions of the new tokens, (1, S), given their indices in the cache,
+        (S,).
+        """
+        # Padding need not be subtracted: TAPE depends only on differences of positions.
         return cache_position.unsqueeze(0)
 
-    def _start(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the first layer's hidden states and position state, given the embedded tokens (B,
-        S, C).
+    def _first_inputs(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the first layer's hidden states (B, S, C) and position state (B, S, G, D).
+
+        hidden_states (B, S, C) are the embedded tokens, position_ids (B or 1, S).
         """
         config = self.config
         B, S, _ = hidden_states.shape
         phases = self.phases(position_ids)
+        # A float64 model would lose precision with a float32 state.
         if config.position_state_precision != "fp32" or hidden_states.dtype == torch.float64:
             phases = phases.to(hidden_states.dtype)
         return hidden_states, phases.unsqueeze(2).expand(B, S, config.num_key_value_heads, -1)
@@ -199,9 +220,12 @@ class TapeModel(TapePreTrainedModel):
         """Run the decoder on token ids (B, S) or embeddings (B, S, C).
 
         The cache is called `past_key_values` before transformers 5.24, and `cache` since; either
-        name is accepted. attention_mask (B, T) is 0 at padding. Shifting all position_ids (B or 1,
-        S) changes nothing. Without a mask and with use_cache=False, position_ids that restart begin
-        a new document, which does not attend to earlier ones.
+        name is accepted. attention_mask (B, T) is 0 at padding. Adding a constant to all
+        position_ids (B or 1, S) changes no output. Without a mask and with use_cache=False, a
+        restart of position_ids begins a new document, which does not attend to earlier ones.
+
+        Raises ValueError unless exactly one of input_ids and inputs_embeds is given, and for
+        output_attentions without eager attention; NotImplementedError for an unsupported cache.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
@@ -229,47 +253,52 @@ class TapeModel(TapePreTrainedModel):
             hidden_states = self.embed_tokens(input_ids)
         if cache is None:
             cache = past_key_values
-        self._check(cache)
+        self._check_supported(cache)
         if use_cache and cache is None:
             cache = DynamicCache(config=config)
         self._prepare_cache(cache, hidden_states)
 
+        # Indices of the new tokens in the cache, (S,).
         cache_position = kwargs.pop("cache_position", None)
         if cache_position is None:
             past_length = cache.get_seq_length() if cache is not None else 0
-            new = torch.arange(hidden_states.shape[1], device=hidden_states.device)
-            cache_position = new + past_length
+            new_indices = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+            cache_position = new_indices + past_length
         if position_ids is None:
-            position_ids = self._count(cache_position, attention_mask)
-        for_mask = {CACHE: cache, "position_ids": position_ids}
-        if _MASK_WANTS_CACHE_POSITION:
-            for_mask["cache_position"] = cache_position
-        for_layers = kwargs | {
+            position_ids = self._default_positions(cache_position, attention_mask)
+
+        mask_inputs = {CACHE: cache, "position_ids": position_ids}
+        if _MASK_NEEDS_CACHE_POSITION:
+            mask_inputs["cache_position"] = cache_position
+        mask = create_causal_mask(config, hidden_states, attention_mask, **mask_inputs)
+        layer_inputs = kwargs | {
             CACHE: cache,
-            "attention_mask": create_causal_mask(config, hidden_states, attention_mask, **for_mask),
+            "attention_mask": mask,
             "position_ids": position_ids,
             "cache_position": cache_position,
         }
 
-        hidden_states, state = self._start(hidden_states, position_ids)
+        hidden_states, state = self._first_inputs(hidden_states, position_ids)
         all_hidden_states = []
-        all_weights = []
+        all_attentions = []
         # Assisted generation with early exit temporarily lowers config.num_hidden_layers.
         depth = min(config.num_hidden_layers, len(self.layers))
         for layer, i in zip(self.layers, range(depth)):
             if output_hidden_states:
                 all_hidden_states.append(hidden_states)
-            hidden_states, state, weights = layer(
-                hidden_states, state, last=i == depth - 1, **for_layers
+            hidden_states, state, attention_weights = layer(
+                hidden_states, state, is_last=i == depth - 1, **layer_inputs
             )
-            all_weights.append(weights)
+            all_attentions.append(attention_weights)
+
         hidden_states = self.norm(hidden_states)
+        # As in transformers' models, the last entry is the normed output.
         all_hidden_states.append(hidden_states)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_states,
             **{CACHE: cache},
             hidden_states=tuple(all_hidden_states) if output_hidden_states else None,
-            attentions=tuple(all_weights) if output_attentions else None,
+            attentions=tuple(all_attentions) if output_attentions else None,
         )
 
 
@@ -287,8 +316,11 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _get_static_cache_init_shape(self) -> None:
-        """Return None: static caches take their sizes from the first tokens, as values may be wider
-        than keys.
+        """Return None instead of the shape of a static cache, which transformers would derive from
+        the configuration.
+
+        The cache then takes its shape from the first keys and values. Values may be wider than
+        keys, because they contain the position state.
         """
 
     @can_return_tuple
@@ -305,11 +337,11 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
         cache: Cache | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
-        """Return logits (B, S, V), only of the last `logits_to_keep` tokens if that is not 0, and
-        the loss on `labels`.
+        """Return logits (B, S, V) and, with `labels`, the mean cross-entropy loss.
 
-        labels (B, S) are the input ids, with -100 at tokens to ignore; the loss shifts them by one
-        token.
+        A `logits_to_keep` above 0 restricts the logits to that many last tokens; a tensor selects
+        tokens by index. labels (B, S) are the input ids, with -100 at tokens to ignore; the loss
+        shifts them by one token. The other arguments are those of `TapeModel.forward`.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -322,6 +354,7 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
             **kwargs,
         )
         if isinstance(logits_to_keep, int):
+            # With 0, slice(0, None) keeps all tokens.
             logits_to_keep = slice(-logits_to_keep, None)
         logits = self.lm_head(outputs.last_hidden_state[:, logits_to_keep])
         loss = None
@@ -338,17 +371,18 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
         )
 
     def init_continuous_batching(self, *args, **kwargs):
+        """Raise NotImplementedError; see `refuse_paged`."""
         refuse_paged()
 
 
-# The constructor of transformers' mixin would use AutoModel, which does not support code from a
-# repository.
 class TapeForSequenceClassification(GenericForSequenceClassification, TapePreTrainedModel):
     """The decoder with a classification head on the last token that is not padding."""
 
     model_class = TapeModel
 
     def __init__(self, config: TapeConfig):
+        # Not `super()`: transformers' mixin would create the model with AutoModel, which does not
+        # know classes from an export's own files.
         TapePreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
         self.model = self.model_class(config)

@@ -36,9 +36,11 @@ class TapePhases(nn.Module):
         return ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.config)
 
     def _apply(self, fn, recurse=True):
+        """Apply `fn` as `nn.Module` does, but let it change only the device of the frequencies."""
         # Long contexts need angles in float32, even if the model is converted to bfloat16.
         original = self.inv_freq
         super()._apply(fn, recurse)
+        # A meta tensor has no data to restore.
         if not original.is_meta:
             self.inv_freq = original.to(self.inv_freq.device)
         return self
@@ -51,15 +53,17 @@ class TapePhases(nn.Module):
         return torch.cat([angles.cos(), angles.sin()], dim=-1) * self.attention_factor
 
 
-def matrix_of(linear: nn.Module, columns: int, like: Tensor) -> Tensor:
-    """Return the effective weight (rows, columns) of a linear module.
+def effective_weight(linear: nn.Module, columns: int, like: Tensor) -> Tensor:
+    """Return the weight (rows, columns) of a linear module, including changes by other libraries.
 
-    LoRA layers, quantized or offloaded weights and hooks take effect only when the module is
-    called, so such a module is applied to the identity in the dtype of `like`.
+    LoRA layers, quantization, offloading and hooks take effect only when the module is called.
+    Such a module is applied to the identity matrix, with the dtype and device of `like`.
     """
+    # accelerate replaces `forward` on the instance to load offloaded weights.
     is_hooked = linear._forward_pre_hooks or linear._forward_hooks or "forward" in vars(linear)
     if type(linear) is nn.Linear and not is_hooked:
         weight = linear.weight
+        # Quantized weights are subclasses of Tensor.
         if type(weight) in (nn.Parameter, Tensor):
             return weight
     # A batch of one sequence: with one adapter per sequence, peft would reject another batch size.
@@ -82,7 +86,8 @@ class TapePosition(nn.Module):
         self.x_proj = nn.Linear(config.hidden_size, P, bias=False)
         self.up_proj = nn.Linear(G, P, bias=False)
         self.down_proj = nn.Linear(P, G, bias=False)
-        # transformers initializes only modules that own parameters, which this one does not.
+        # `TapePreTrainedModel._init_weights` reads these. transformers calls it for the matrices,
+        # not for this module, which owns no parameters.
         self.token_mixing.initial_std = 0.0
         self.down_proj.initial_std = 0.0
         self.up_proj.initial_std = G**-0.5
@@ -91,53 +96,57 @@ class TapePosition(nn.Module):
         nn.init.zeros_(self.down_proj.weight)
 
     def forward(self, state: Tensor, averaged: Tensor, gate_input: Tensor) -> Tensor:
-        """Return the next layer's state, given `state` (B, S, G, D), averages (B, S, H, D) and gate
-        input (B, S, C).
+        """Return the next layer's state (B, S, G, D): z'' = z' + M z' with z' = z + A u.
+
+        `state` z (B, S, G, D); `averaged` u, its averages by the attention weights (B, S, H, D);
+        `gate_input` (B, S, C). A is the weight of token_mixing, and M = W_down diag(gate) W_up.
         """
         B, S, G, D = state.shape
         N = B * S
         state = state.reshape(N, G, D)
         averaged = averaged.reshape(N, -1, D)
         # An fp32 state accumulates in fp32, and is rounded only as a factor of products.
-        wider = state.dtype != averaged.dtype
+        state_is_wider = state.dtype != averaged.dtype
         if averaged.shape[1] == self.num_heads:
-            mixing = matrix_of(self.token_mixing, self.num_heads, averaged).expand(N, -1, -1)
-            if wider:
+            mixing = effective_weight(self.token_mixing, self.num_heads, averaged).expand(N, -1, -1)
+            if state_is_wider:
                 mixed = state + torch.bmm(mixing, averaged)
             else:
                 mixed = torch.baddbmm(state, mixing, averaged)
-        else:  # heads of one tensor-parallel process of vLLM; the module sums over processes
+        else:
+            # Heads of one tensor-parallel process of vLLM, whose module sums over processes.
             by_head = averaged.transpose(1, 2).contiguous()
             mixed = state + self.token_mixing(by_head).transpose(1, 2)
 
         gate = F.silu(self.x_proj(gate_input)).view(N, -1)
-        # W_down diag(gate) W_up for all tokens is one matrix product with the outer products of
-        # columns and rows.
-        up = matrix_of(self.up_proj, G, gate)
-        down = matrix_of(self.down_proj, gate.shape[-1], gate)
-        outer = (down.T.unsqueeze(2) * up.unsqueeze(1)).flatten(1)
+        # M = sum over p of gate_p (column p of W_down) (row p of W_up). One product of the gates
+        # (N, P) with these outer products (P, G G) computes it for all tokens.
+        up_weight = effective_weight(self.up_proj, G, gate)
+        down_weight = effective_weight(self.down_proj, gate.shape[-1], gate)
+        outer = (down_weight.T.unsqueeze(2) * up_weight.unsqueeze(1)).flatten(1)
         M = (gate @ outer).view(N, G, G)
 
-        if wider:
-            new = mixed + torch.bmm(M, mixed.to(M.dtype))
+        if state_is_wider:
+            new_state = mixed + torch.bmm(M, mixed.to(M.dtype))
         else:
-            new = torch.baddbmm(mixed, M, mixed)
-        return new.view(B, S, G, D)
+            new_state = torch.baddbmm(mixed, M, mixed)
+        return new_state.view(B, S, G, D)
 
 
 def warn_if_frozen(model: nn.Module) -> None:
     """Warn if TAPE's matrices are zero and frozen, so that the model stays RoPE."""
-    position = {name: weight for name, weight in model.named_parameters() if ".position." in name}
-    for weight in position.values():
+    weights = {name: weight for name, weight in model.named_parameters() if ".position." in name}
+    for weight in weights.values():
         # Offloaded or sharded weights cannot be checked.
         if weight.requires_grad or weight.is_meta or not weight.numel():
             return
-    last = [
+    # If these are zero, the update of the state is zero.
+    output_weights = [
         weight
-        for name, weight in position.items()
+        for name, weight in weights.items()
         if ".token_mixing." in name or ".down_proj." in name
     ]
-    if last and not any(weight.any() for weight in last):
+    if output_weights and not any(weight.any() for weight in output_weights):
         logger.warning(
             "TAPE's matrices are all zero and frozen, so the model remains plain RoPE in this"
             ' training; to train them with peft, use target_modules="all-linear", or add'

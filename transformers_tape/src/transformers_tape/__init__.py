@@ -29,63 +29,77 @@ matrices.
 """
 
 _MODULE = f"transformers.models.{MODEL_TYPE}"
-_FILES = {CONFIG: "configuration_tape", "TapePreTrainedModel": "modeling_tape"}
-_FILES.update(dict.fromkeys(AUTO_CLASSES.values(), "modeling_tape"))
-__all__ = sorted(_FILES)
+"""The module from which transformers imports the classes of this model type."""
+_FILE_OF_NAME = {CONFIG: "configuration_tape", "TapePreTrainedModel": "modeling_tape"}
+_FILE_OF_NAME.update(dict.fromkeys(AUTO_CLASSES.values(), "modeling_tape"))
+__all__ = sorted(_FILE_OF_NAME)
 
 
 def __getattr__(name):
-    if name not in _FILES:
+    """Return a model or configuration class, whose file is imported on first use."""
+    if name not in _FILE_OF_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_FILE_OF_NAME[name]}"), name)
 
 
 def _add_architectures(transformers):
+    """Add the classes of TAPE models to transformers' lazy module."""
     # `transformers serve` looks up architectures in this dictionary.
-    for name in _FILES:
+    for name in _FILE_OF_NAME:
         transformers._class_to_module.setdefault(name, f"models.{MODEL_TYPE}")
 
 
 def _add_architectures_again(module):
+    """Repeat `_add_architectures` after the import of transformers.processing_utils."""
     # transformers.processing_utils executes transformers' __init__.py again and replaces the module
     # by the result.
     _add_architectures(sys.modules["transformers"])
 
 
 def _add_configuration(module):
+    """Add TapeConfig to the classes that AutoConfig knows."""
     module.CONFIG_MAPPING_NAMES[MODEL_TYPE] = CONFIG
     # Names for documentation; early versions require one for each configuration.
     getattr(module, "MODEL_NAMES_MAPPING", {})[MODEL_TYPE] = "TAPE"
 
 
 def _add_models(module):
+    """Add the TAPE models to the auto classes."""
     for auto_class, name in AUTO_CLASSES.items():
-        _add(getattr(module, auto_class)._model_mapping, name)
+        _register(getattr(module, auto_class)._model_mapping, name)
 
 
 def _add_tokenizer(module):
-    _add(module.TOKENIZER_MAPPING, "TokenizersBackend")
+    """Let AutoTokenizer load the tokenizer.json of TAPE models unchanged."""
+    _register(module.TOKENIZER_MAPPING, "TokenizersBackend")
     module.CONFIG_TO_TYPE[CONFIG] = MODEL_TYPE
 
 
-def _add(mapping, name):
+def _register(mapping, name):
+    """Add the class `name` for TapeConfig to one of transformers' lazy mappings from configuration
+    classes.
+    """
     mapping._model_mapping[MODEL_TYPE] = name
     mapping._reverse_config_mapping[CONFIG] = MODEL_TYPE
 
 
 def _save_code_with_models(module):
-    # Saved models include the code, so that they also load without this package.
+    """Make `save_pretrained` copy the modeling code, so that saved models also load without this
+    package.
+    """
     for auto_class, name in AUTO_CLASSES.items():
         getattr(module, name).register_for_auto_class(auto_class)
     module.TapeConfig.register_for_auto_class()
 
 
 def _add_lora_targets(module):
+    """Set the default `target_modules` of peft's LoraConfig for TAPE models."""
     module.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault(MODEL_TYPE, LORA_TARGETS)
 
 
+# By module: the function to call with it after its import.
 _AFTER_IMPORT = {
     "transformers": _add_architectures,
     "transformers.processing_utils": _add_architectures_again,
@@ -97,10 +111,11 @@ _AFTER_IMPORT = {
 }
 
 
-def _run(name):
+def _run_after_import(name):
+    """Call the function of `_AFTER_IMPORT` for the imported module `name`."""
     try:
         _AFTER_IMPORT[name](sys.modules[name])
-    except Exception as error:
+    except Exception as error:  # an import of transformers must not fail because of this package
         import warnings
 
         warnings.warn(
@@ -112,44 +127,51 @@ def _run(name):
         )
 
 
-class _Alias:
+class _AliasLoader:
     """Loader of the module `transformers.models.tape`, an alias of this package."""
 
     @staticmethod
     def create_module(spec):
+        """Return None, with which Python creates an ordinary module."""
         return None
 
     @staticmethod
     def exec_module(module):
+        """Give the module the lazily imported classes of this package."""
         module.__getattr__ = __getattr__
         module.__all__ = __all__
 
 
-class _Finder:
+class _ImportHook:
     """Import hook that runs the functions of `_AFTER_IMPORT` after their modules have been
     imported.
     """
 
     @staticmethod
     def find_spec(name, path=None, target=None):
+        """Return the spec of the module `name` if this hook changes its import, otherwise None."""
         if name == _MODULE:
             from importlib.machinery import ModuleSpec
 
-            return ModuleSpec(name, _Alias)
+            return ModuleSpec(name, _AliasLoader)
         if name not in _AFTER_IMPORT:
             return None
-        others = (
+
+        # Let another finder locate the module, and extend its loader.
+        other_finders = (
             finder
             for finder in sys.meta_path
-            if finder is not _Finder and hasattr(finder, "find_spec")
+            if finder is not _ImportHook and hasattr(finder, "find_spec")
         )
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        spec = next(
+            filter(None, (finder.find_spec(name, path, target) for finder in other_finders)), None
+        )
         if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
+            original_exec_module = spec.loader.exec_module
 
             def exec_module(module):
-                execute(module)
-                _run(name)
+                original_exec_module(module)
+                _run_after_import(name)
 
             spec.loader.exec_module = exec_module
         return spec
@@ -157,9 +179,9 @@ class _Finder:
 
 # After a reload of this module, two finders would call each other endlessly.
 sys.meta_path[:] = [
-    _Finder,
+    _ImportHook,
     *(finder for finder in sys.meta_path if getattr(finder, "__module__", "") != __name__),
 ]
 for _name in _AFTER_IMPORT:
     if _name in sys.modules:
-        _run(_name)
+        _run_after_import(_name)

@@ -62,10 +62,13 @@ class VllmTapeAttention(nn.Module):
             self.q_norm = RMSNorm(D, eps=config.rms_norm_eps)
             self.k_norm = RMSNorm(D, eps=config.rms_norm_eps)
 
+        # Heads of this process. Several processes share a key/value head if there are more
+        # processes than such heads.
         H = self.qkv_proj.num_heads
         G = self.qkv_proj.num_kv_heads
-        self.sizes = H, G, D
-        self.first_group = get_tensor_model_parallel_rank() * H // (heads // groups)
+        self.local_sizes = H, G, D
+        self.first_local_group = get_tensor_model_parallel_rank() * H // (heads // groups)
+        # Of twice the size, since values are [value | z]; the scale is that of queries and keys.
         self.attn = Attention(
             H,
             2 * D,
@@ -77,23 +80,28 @@ class VllmTapeAttention(nn.Module):
         )
 
     def forward(self, hidden_states: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output (N, C) and the averaged state (N, H, D), given hidden states (N, C) and
-        state (N, K, D).
+        """Return the output (N, C) and the averaged state (N, H, D).
+
+        hidden_states (N, C), state (N, K, D).
         """
-        H, G, D = self.sizes
+        H, G, D = self.local_sizes
         N = hidden_states.shape[0]
         qkv, _ = self.qkv_proj(hidden_states)
         query, key, value = qkv.view(N, H + 2 * G, D).split([H, G, G], dim=1)
         query = self.q_norm(query)
         key = self.k_norm(key)
 
-        z = state[:, self.first_group : self.first_group + G].to(query.dtype)
+        # Every process holds the state of all K key/value heads, but rotates only its own.
+        first = self.first_local_group
+        z = state[:, first : first + G].to(query.dtype)
         query = rotate(query.unflatten(1, (G, -1)), z.unsqueeze(2)).flatten(1, 2)
         key = rotate(key, z)
 
+        # Zeros do not change scores; vLLM's kernels need keys of the size of values.
         query, key = (F.pad(x, (0, D)).flatten(1) for x in (query, key))
         value = torch.cat([value, z], dim=-1).flatten(1)
 
+        # [average of the values | average of the states].
         averages = self.attn(query, key, value).view(N, H, 2 * D)
         output, _ = self.o_proj(averages[..., :D].flatten(1))
         return output, averages[..., D:]
@@ -104,7 +112,7 @@ class VllmTapeDecoderLayer(nn.Module):
     layer.
     """
 
-    def __init__(self, config: TapeConfig, vllm_config: VllmConfig, prefix: str, last: bool):
+    def __init__(self, config: TapeConfig, vllm_config: VllmConfig, prefix: str, is_last: bool):
         super().__init__()
         self.gate_by_mlp = config.gate_input == "mlp"
         self.self_attn = VllmTapeAttention(config, vllm_config, f"{prefix}.self_attn")
@@ -118,7 +126,8 @@ class VllmTapeDecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-        self.position = None if last else TapePosition(config)
+        # No layer reads the state after the last layer.
+        self.position = None if is_last else TapePosition(config)
         if self.position is not None and get_tensor_model_parallel_world_size() > 1:
             # Each process multiplies its H heads by H columns of the matrix; the products are
             # summed over processes.
@@ -132,17 +141,18 @@ class VllmTapeDecoderLayer(nn.Module):
     def forward(
         self, hidden_states: Tensor, residual: Tensor | None, state: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Map the previous layer's output (N, C), residual (N, C) and state (N, K, D) to those of
-        this layer.
+        """Return this layer's MLP output (N, C), the residual (N, C) and the next state (N, K, D).
 
-        Inputs of the first layer are the embedded tokens, None and RoPE's phases.
+        The arguments are those of the previous layer. The first layer gets the embedded tokens,
+        None and RoPE's phases. As in vLLM's Llama, the next layer's norm adds the MLP output to the
+        residual.
         """
         if residual is None:
             hidden_states, residual = self.input_layernorm(hidden_states), hidden_states
         else:
             hidden_states, residual = self.input_layernorm(hidden_states, residual)
 
-        attention_output, averaged = self.self_attn(hidden_states, state)
+        attention_output, averaged_state = self.self_attn(hidden_states, state)
 
         gate_input = None
         if not self.gate_by_mlp:
@@ -152,7 +162,8 @@ class VllmTapeDecoderLayer(nn.Module):
         if self.position is not None:
             if self.gate_by_mlp:
                 gate_input = mlp_output
-            state = self.position(state[None], averaged[None], gate_input[None])[0]
+            # TapePosition expects a batch axis.
+            state = self.position(state[None], averaged_state[None], gate_input[None])[0]
         return mlp_output, residual, state
 
 
@@ -160,6 +171,7 @@ class VllmTapeDecoderLayer(nn.Module):
 class VllmTapeModel(nn.Module):
     """The decoder without its language-model head."""
 
+    # vLLM creates models with these arguments; `prefix` is the module's name within the model.
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
         config: TapeConfig = vllm_config.model_config.hf_config
@@ -187,8 +199,10 @@ class VllmTapeModel(nn.Module):
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the hidden states (N, C) of tokens or embeddings (N, C) at positions (N,) within
-        their requests.
+        """Return the hidden states (N, C) of token ids (N,) or of embeddings (N, C).
+
+        `positions` (N,) are those of the tokens within their requests. `intermediate_tensors` is
+        unused, since pipeline parallelism is not supported.
         """
         hidden_states = inputs_embeds
         if hidden_states is None:
@@ -207,6 +221,7 @@ class VllmTapeModel(nn.Module):
 class VllmTapeForCausalLM(nn.Module):
     """The decoder with its language-model head."""
 
+    # By the exported weight's name: vLLM's fused weight, and the part that it becomes.
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_stacked={
             ".self_attn.q_proj": (".self_attn.qkv_proj", "q"),
@@ -223,6 +238,7 @@ class VllmTapeForCausalLM(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
+        # Again, in case this version of vLLM does not call `verify_and_update_config`.
         prepare(vllm_config)
         config: TapeConfig = vllm_config.model_config.hf_config
         self.config = config
@@ -237,7 +253,10 @@ class VllmTapeForCausalLM(nn.Module):
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
         self.logits_processor = LogitsProcessor(config.vocab_size)
 
+    # The methods below are the interface that vLLM calls.
+
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings (N, C) of token ids (N,)."""
         return self.model.embed_tokens(input_ids)
 
     def forward(
@@ -247,10 +266,18 @@ class VllmTapeForCausalLM(nn.Module):
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Return hidden states (N, C); see `VllmTapeModel.forward`."""
         return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """Return logits (N, vocabulary) of hidden states (N, C).
+
+        With tensor parallelism, processes to which vLLM does not gather logits get None.
+        """
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load pairs of an exported weight's name and tensor; return the names of the loaded
+        parameters.
+        """
         return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)

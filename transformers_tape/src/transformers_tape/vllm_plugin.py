@@ -13,8 +13,8 @@ SPECULATIVE_METHODS = ("ngram", "ngram_gpu", "suffix", "draft_model")
 
 
 def register() -> None:
-    """Register TAPE models with vLLM; warns instead of failing if vLLM's interfaces have
-    changed.
+    """Register TAPE models with vLLM. If vLLM's interfaces have changed, issue a RuntimeWarning,
+    so that vLLM can still serve other models.
     """
     try:
         from vllm import ModelRegistry
@@ -31,6 +31,8 @@ def register() -> None:
         return
 
     class TapeModels(VerifyAndUpdateConfig):
+        """vLLM calls `verify_and_update_config` before it chooses an attention backend."""
+
         verify_and_update_config = staticmethod(prepare)
 
     # Registered by name, so that vLLM imports the model only in the processes that run it.
@@ -39,10 +41,10 @@ def register() -> None:
 
 
 def prepare(vllm_config) -> None:
-    """Double the head size in `vllm_config`, from which vLLM chooses an attention backend and
-    allocates its cache.
+    """Double the head size in `vllm_config`, so that vLLM's cache can hold [value | z].
 
-    Raises NotImplementedError for settings that TAPE models do not support.
+    vLLM chooses an attention backend and allocates its cache by this size. Raises
+    NotImplementedError for settings that TAPE models do not support.
     """
     model = vllm_config.model_config
     speculative = vllm_config.speculative_config
@@ -63,4 +65,5 @@ def prepare(vllm_config) -> None:
             " uses hidden states without the position state; choose one of"
             f" {', '.join(SPECULATIVE_METHODS)}"
         )
+    # Computed from hf_config, since this may run more than once.
     model.model_arch_config.head_size = 2 * model.hf_config.head_dim
