@@ -31,17 +31,17 @@ GENERATION = "generation_config.json"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FROM_THE_FILE = "PreTrainedTokenizerFast"
 """The class of transformers that uses a tokenizer.json unchanged."""
-_FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
-_SHOWN = 500
+_TOKEN_FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+_SHOWN_CHARACTERS = 500
 """Maximum characters of a list of tokens in a message."""
-_WITHOUT = "export the model without a tokenizer: --tokenizer none"
-_GIVE = f"give an exact tokenizer.json with --tokenizer, or {_WITHOUT}"
+_EXPORT_WITHOUT = "export the model without a tokenizer: --tokenizer none"
+_GIVE_EXACT = f"give an exact tokenizer.json with --tokenizer, or {_EXPORT_WITHOUT}"
 _NORMAL = 1
 _UNKNOWN = 2
 _CONTROL = 3
 _USER_DEFINED = 4
 """Types of SentencePiece pieces."""
-_NEVER = -1e9
+_NO_MATCH_SCORE = -1e9
 """Score of a SentencePiece piece that must not match text."""
 
 
@@ -69,28 +69,31 @@ def write_tokenizer(
     `source` names the tokenizer in messages, and `warn` prints warnings. Raises FileError if it
     cannot be converted exactly.
     """
+    # The tokenizer itself, in the format of the `tokenizers` library.
     files = {name: content for name, content in tokenizer.files.items() if _is_exported(name)}
-    with library_errors(source, "cannot be converted", _GIVE):
+    with library_errors(source, "cannot be converted", _GIVE_EXACT):
         if TOKENIZER_JSON in files:
-            library, special, settings = _of_hugging_face(tokenizer, context)
+            hf_tokenizer, special_ids, settings = _from_tokenizer_json(tokenizer, context)
         else:
-            library, special, settings = _of_sentencepiece(tokenizer, source, context)
-            files[TOKENIZER_JSON] = library.to_str(pretty=True).encode()
-        named, missing = tokenizer.names.existing(library.token_to_id)
+            hf_tokenizer, special_ids, settings = _from_sentencepiece(tokenizer, source, context)
+            files[TOKENIZER_JSON] = hf_tokenizer.to_str(pretty=True).encode()
+        token_by_key, missing_tokens = tokenizer.names.existing(hf_tokenizer.token_to_id)
 
-    if missing:
-        tokens = ", ".join(missing)[:_SHOWN]
+    if missing_tokens:
+        tokens = ", ".join(missing_tokens)[:_SHOWN_CHARACTERS]
         warn(f"warning: the export omits special tokens that {source} names but lacks: {tokens}")
 
-    for key, token in named.items():
+    # tokenizer_config.json: the tokens eos and bos are those of the training, the others those that
+    # the source's settings name.
+    for key, token in token_by_key.items():
         if key not in ("eos_token", "bos_token"):
             settings[key] = token
-    if "pad_token" in named:
-        special["pad"] = library.token_to_id(named["pad_token"])
+    if "pad_token" in token_by_key:
+        special_ids["pad"] = hf_tokenizer.token_to_id(token_by_key["pad_token"])
 
-    added = sorted(library.get_added_tokens_decoder().items())
+    added = sorted(hf_tokenizer.get_added_tokens_decoder().items())
     settings["added_tokens_decoder"] = {
-        str(i): {key: getattr(token, key) for key in _FLAGS} for i, token in added
+        str(i): {key: getattr(token, key) for key in _TOKEN_FLAGS} for i, token in added
     }
     has_template = bool(settings.get("chat_template")) or any(
         name.startswith(("chat_template.jinja", CHAT_TEMPLATES)) for name in files
@@ -104,29 +107,31 @@ def write_tokenizer(
 
     if TOKENIZER_JSON not in tokenizer.files:
         converted = load_tokenizer(output)
-        # With the settings that keep text from becoming special tokens.
+        # `load_tokenizer` adds settings that keep text from becoming special tokens.
         write_files(converted.files, output)
         _check_same_ids(converted, tokenizer, source)
 
-    generation = _generation(tokenizer, source, warn)
+    # For generation, the ids in generation_config.json take precedence.
+    generation = _generation_config(tokenizer, source, warn)
     ids = {}
     for key, role in zip(SPECIAL_IDS, ("bos", "eos", "pad"), strict=True):
         ids[key] = generation.get(key)
         if ids[key] is None:
-            ids[key] = special.get(role)
+            ids[key] = special_ids.get(role)
     generation |= {key: value for key, value in ids.items() if value is not None}
     return ExportedTokenizer(tokenizer.vocab_size, ids, generation)
 
 
 def export_problem(tokenizer: Tokenizer, context: int) -> str | None:
-    """Return why `write_tokenizer` would refuse a tokenizer, such as "cannot be converted: ...", or
-    None.
+    """Return why `write_tokenizer` would refuse a tokenizer for a model with a context of `context`
+    tokens, such as "cannot be converted: ...", or None.
     """
     source = "the tokenizer"
     try:
         with tempfile.TemporaryDirectory() as directory:
             write_tokenizer(tokenizer, Path(directory), context, source, lambda warning: None)
     except FileError as error:
+        # The subject is the tokenizer, or one of its files.
         if error.subject == source:
             return error.problem
         return f"has a file {error.subject} that {error.problem}"
@@ -134,14 +139,18 @@ def export_problem(tokenizer: Tokenizer, context: int) -> str | None:
 
 
 def _is_exported(name: str) -> bool:
-    """Return whether an export includes the file `name`. Other files could add tokens in
+    """Return whether an export includes the tokenizer file `name`. Other files could add tokens in
     transformers.
     """
     return name.startswith((TOKENIZER_JSON, TOKENIZER_MODEL, "chat_template.jinja", CHAT_TEMPLATES))
 
 
-def _generation(tokenizer: Tokenizer, source: str, warn: Callable[[str], None]) -> dict:
-    """Return the contents of `generation_config.json` without ids that the tokenizer lacks."""
+def _generation_config(tokenizer: Tokenizer, source: str, warn: Callable[[str], None]) -> dict:
+    """Return the contents of `generation_config.json` without ids that the tokenizer lacks.
+
+    Call `warn` about these. `source` names the tokenizer in messages. Raises FileError if the file
+    is not a JSON object.
+    """
     try:
         settings = parse_record(tokenizer.files.get(GENERATION, b"{}"), dict[str, Any])
     except ValueError as error:
@@ -150,11 +159,12 @@ def _generation(tokenizer: Tokenizer, source: str, warn: Callable[[str], None]) 
         ) from None
 
     dropped = []
+    # A copy of the keys, since the loop deletes some.
     for key in [key for key in settings if key.endswith("_token_id")]:
         value = settings[key]
-        several = value if isinstance(value, list) else [value]
-        valid = [i for i in several if i is None or i in range(tokenizer.vocab_size)]
-        dropped += [f"{key} {i!r:.40}" for i in several if i not in valid]
+        ids = value if isinstance(value, list) else [value]
+        valid = [i for i in ids if i is None or i in range(tokenizer.vocab_size)]
+        dropped += [f"{key} {i!r:.40}" for i in ids if i not in valid]
         if not valid:
             del settings[key]
         elif isinstance(value, list):
@@ -163,7 +173,7 @@ def _generation(tokenizer: Tokenizer, source: str, warn: Callable[[str], None]) 
     if dropped:
         warn(
             f"warning: the export omits ids in {GENERATION} of {source} that do not exist:"
-            f" {', '.join(dropped)[:_SHOWN]}"
+            f" {', '.join(dropped)[:_SHOWN_CHARACTERS]}"
         )
     return settings
 
@@ -179,137 +189,160 @@ def read_tokenizer(directory: str | Path, **options: Any) -> Any:
 
     file = Path(directory) / CONFIG
     settings = read_record(file, dict[str, Any]) if file.is_file() else {}
+    # Only AutoTokenizer can run a tokenizer's own code, or convert other files.
     if "auto_map" in settings or not (Path(directory) / TOKENIZER_JSON).is_file():
         return transformers.AutoTokenizer.from_pretrained(directory, **options)
     return transformers.PreTrainedTokenizerFast.from_pretrained(directory, **options)
 
 
-def _of_hugging_face(tokenizer: Tokenizer, context: int) -> tuple[Any, dict[str, int | None], dict]:
-    """Return a tokenizer of the `tokenizers` library, the ids of special tokens and a new
-    tokenizer_config.json.
+def _from_tokenizer_json(
+    tokenizer: Tokenizer, context: int
+) -> tuple[Any, dict[str, int | None], dict]:
+    """Return a tokenizer of the `tokenizers` library, the ids of special tokens and the contents of
+    a new tokenizer_config.json.
 
-    `tokenizer` has a tokenizer.json.
+    `tokenizer` has a tokenizer.json. The ids have the keys `bos` and `eos`; an id is None if the
+    tokenizer has no such token.
     """
     import tokenizers
 
-    library = tokenizers.Tokenizer.from_buffer(tokenizer.files[TOKENIZER_JSON])
-    special = {"bos": tokenizer.bos, "eos": tokenizer.eod}
-    named = {
-        f"{role}_token": library.id_to_token(index)
-        for role, index in special.items()
+    hf_tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer.files[TOKENIZER_JSON])
+    special_ids = {"bos": tokenizer.bos, "eos": tokenizer.eod}
+    token_by_key = {
+        f"{role}_token": hf_tokenizer.id_to_token(index)
+        for role, index in special_ids.items()
         if index is not None
     }
-    own = tokenizer.names.config
-    if not own:
-        if unknown := getattr(library.model, "unk_token", None):
-            named["unk_token"] = unknown
-        return library, special, _new_settings(context, named)
+    original_settings = tokenizer.names.config
+    if not original_settings:
+        if unknown := getattr(hf_tokenizer.model, "unk_token", None):
+            token_by_key["unk_token"] = unknown
+        return hf_tokenizer, special_ids, _new_settings(context, token_by_key)
 
-    settings = {key: value for key, value in own.items() if not names_tokens(key, value)}
+    settings = {
+        key: value for key, value in original_settings.items() if not names_tokens(key, value)
+    }
     settings.pop("auto_map", None)  # the code is not copied
-    # Classes such as GPT2Tokenizer build another tokenizer from the vocabulary and ignore the
-    # file's other steps.
-    if str(own.get("tokenizer_class")).startswith("Llama"):
+    # LlamaTokenizer's default, which the class below does not have.
+    if str(original_settings.get("tokenizer_class")).startswith("Llama"):
         settings.setdefault("padding_side", "left")
-    return library, special, settings | named | {"tokenizer_class": FROM_THE_FILE}
+    # Other classes, such as GPT2Tokenizer, build a tokenizer from the vocabulary alone and ignore
+    # the file's other steps.
+    return hf_tokenizer, special_ids, settings | token_by_key | {"tokenizer_class": FROM_THE_FILE}
 
 
-def _of_sentencepiece(
+def _from_sentencepiece(
     tokenizer: Tokenizer, source: str, context: int
 ) -> tuple[Any, dict[str, int | None], dict]:
-    """Convert a SentencePiece model; return the same as `_of_hugging_face`."""
+    """Convert a SentencePiece model; return the same as `_from_tokenizer_json`.
+
+    The ids also have the keys `unk` and `pad` if the model has these tokens. `source` names the
+    tokenizer in messages. Raises FileError if transformers is not installed.
+    """
     from sentencepiece import sentencepiece_model_pb2
     from tokenizers import processors
 
     model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.files[TOKENIZER_MODEL])
     try:
-        converted = _converted(model)
+        converted = _convert_sentencepiece(model)
     except ImportError:
         raise FileError(
             source,
             "is a SentencePiece model, and converting it requires the package transformers",
-            f"run: pip install transformers; or {_WITHOUT}",
+            f"run: pip install transformers; or {_EXPORT_WITHOUT}",
         ) from None
 
-    special = {"bos": tokenizer.bos, "eos": tokenizer.eod}
+    special_ids = {"bos": tokenizer.bos, "eos": tokenizer.eod}
     optional = {"unk": model.trainer_spec.unk_id, "pad": model.trainer_spec.pad_id}
     for role, index in optional.items():
         if index in range(tokenizer.vocab_size):
-            special[role] = index
-    named = {
+            special_ids[role] = index
+    token_by_key = {
         f"{role}_token": converted.id_to_token(index)
-        for role, index in special.items()
+        for role, index in special_ids.items()
         if index is not None
     }
 
+    # In training, every text began with the token bos.
     if tokenizer.prefix:
-        begin = named["bos_token"]
+        bos_token = token_by_key["bos_token"]
         converted.post_processor = processors.TemplateProcessing(
-            single=f"{begin} $A",
-            pair=f"{begin} $A {begin} $B",
-            special_tokens=[(begin, tokenizer.bos)],
+            single=f"{bos_token} $A",
+            pair=f"{bos_token} $A {bos_token} $B",
+            special_tokens=[(bos_token, tokenizer.bos)],
         )
 
-    settings = _new_settings(context, named)
-    own = tokenizer.names.config
+    # Settings that do not change the ids of a text.
+    settings = _new_settings(context, token_by_key)
+    original_settings = tokenizer.names.config
     for key in ("chat_template", "model_max_length", "padding_side", "split_special_tokens"):
-        if key in own:
-            settings[key] = own[key]
-    return converted, special, settings
+        if key in original_settings:
+            settings[key] = original_settings[key]
+    return converted, special_ids, settings
 
 
-def _converted(model: Any) -> Any:
-    """Convert a SentencePiece model to a tokenizer of the `tokenizers` library with transformers'
-    converter.
+def _convert_sentencepiece(model: Any) -> Any:
+    """Return the tokenizer of the `tokenizers` library for a SentencePiece model (a `ModelProto`).
 
-    Unlike in transformers' own conversion, text such as `<0x41>` does not become the token of that
-    name, and a space is prepended to every text or to none, as in SentencePiece.
+    Uses transformers' converter for the vocabulary and the merges only. Unlike in transformers' own
+    conversion, text such as `<0x41>` does not become the token of that name, and a space is
+    prepended to every text or to none, as in SentencePiece.
     """
     from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
     from transformers.convert_slow_tokenizer import SpmConverter, generate_merges
 
+    # Special and byte tokens must not match text. One of a single character cannot be cut below.
     pieces = model.pieces
-    never = [piece.piece for piece in pieces if piece.type != _NORMAL and len(piece.piece) > 1]
+    unmatched_names = [
+        piece.piece for piece in pieces if piece.type != _NORMAL and len(piece.piece) > 1
+    ]
     if model.trainer_spec.model_type == model.trainer_spec.UNIGRAM:
         scores = [
-            (piece.piece, piece.score if piece.type == _NORMAL else _NEVER) for piece in pieces
+            (piece.piece, piece.score if piece.type == _NORMAL else _NO_MATCH_SCORE)
+            for piece in pieces
         ]
         result = SpmConverter.build_tokenizer_from_spm_proto(model, scores)
         # A low score does not suffice: next to characters that no piece contains, such a piece
         # would still match.
-        cuts = "|".join(f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in never)
+        cuts = "|".join(
+            f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in unmatched_names
+        )
         result.pre_tokenizer = pre_tokenizers.Split(Regex(cuts), "merged_with_previous")
     else:
         ids = {piece.piece: index for index, piece in enumerate(pieces)}
         scores = [(piece.piece, piece.score) for piece in pieces]
-        merges = generate_merges(ids, scores, skip_tokens=never)
+        merges = generate_merges(ids, scores, skip_tokens=unmatched_names)
         result = SpmConverter.build_tokenizer_from_spm_proto(model, ids, merges)
         result.pre_tokenizer = None
 
-    rules = model.normalizer_spec
-    steps = []
-    if rules.precompiled_charsmap:  # SentencePiece's rules for character sequences are all NFKC
-        steps += [normalizers.NFKC(), normalizers.Precompiled(rules.precompiled_charsmap)]
-    if rules.remove_extra_whitespaces:
+    # "▁" stands for a space in pieces.
+    spec = model.normalizer_spec
+    normalizer_steps = []
+    if spec.precompiled_charsmap:
+        # In SentencePiece's maps, the rules for sequences of characters are all those of NFKC.
+        normalizer_steps += [normalizers.NFKC(), normalizers.Precompiled(spec.precompiled_charsmap)]
+    if spec.remove_extra_whitespaces:
         # SentencePiece removes its space symbol at the end, but not at the beginning.
-        steps.append(normalizers.Replace(Regex(r"\A +|[ ▁]+\z"), ""))
-        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
-    back = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if rules.add_dummy_prefix:
-        steps.append(normalizers.Prepend("▁"))
-        back.append(decoders.Strip(" ", 1, 0))
-    result.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
-    result.decoder = decoders.Sequence(back)
-    special = [piece.piece for piece in pieces if piece.type in (_UNKNOWN, _CONTROL)]
+        normalizer_steps.append(normalizers.Replace(Regex(r"\A +|[ ▁]+\z"), ""))
+        normalizer_steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+    decoder_steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if spec.add_dummy_prefix:
+        # A text that begins with a word has the same tokens as within a sentence.
+        normalizer_steps.append(normalizers.Prepend("▁"))
+        decoder_steps.append(decoders.Strip(" ", 1, 0))
+    result.normalizer = normalizers.Sequence([*normalizer_steps, normalizers.Replace(" ", "▁")])
+    result.decoder = decoders.Sequence(decoder_steps)
+
+    special_names = [piece.piece for piece in pieces if piece.type in (_UNKNOWN, _CONTROL)]
     result.add_special_tokens(
-        [AddedToken(name, normalized=False, special=True) for name in special]
+        [AddedToken(name, normalized=False, special=True) for name in special_names]
     )
     return result
 
 
 def _check_same_ids(converted: Tokenizer, tokenizer: Any, source: str) -> None:
     """Raise FileError if `converted` encodes a sample text to other ids than the SentencePiece
-    model `tokenizer`.
+    model `tokenizer`. `source` names the tokenizer in messages.
     """
     from sentencepiece import sentencepiece_model_pb2
 
@@ -322,14 +355,17 @@ def _check_same_ids(converted: Tokenizer, tokenizer: Any, source: str) -> None:
             source,
             "cannot be converted: its tokenizer.json would give different ids for the text"
             f" {ascii(text):.100}",
-            _GIVE,
+            _GIVE_EXACT,
         )
 
 
-def _new_settings(context: int, named: dict[str, str]) -> dict:
+def _new_settings(context: int, token_by_key: dict[str, str]) -> dict:
+    """Return a tokenizer_config.json with these special tokens, such as `bos_token`, for a context
+    of `context` tokens.
+    """
     return {
         "tokenizer_class": FROM_THE_FILE,
-        **named,
+        **token_by_key,
         "clean_up_tokenization_spaces": False,
         "model_max_length": context,
     }

@@ -144,7 +144,9 @@ def test_trained_weights_are_kept_and_only_missing_ones_are_initialized(
         assert {kind_of(name) for name in names} == kinds
     (_, newest), *_ = list_checkpoints(f"{bases['tape']}/checkpoints")
     saved = open_weights(newest)
-    assert any(saved.read(f"layers.{layer}.position.token_mixing").any() for layer in (0, 1))
+    assert any(
+        saved.read_parameter(f"layers.{layer}.position.token_mixing").any() for layer in (0, 1)
+    )
     assert (logits["tape"] - logits["rope"]).abs().max() > 1e-3
 
 

@@ -125,7 +125,7 @@ def training_logits(checkpoint):
     built, _ = build(saved.model, randomize=False)
     with torch.no_grad():
         for name, parameter in built.named_parameters():
-            parameter.copy_(saved.read(name))
+            parameter.copy_(saved.read_parameter(name))
         return built(IDS)[..., :90]
 
 

@@ -24,7 +24,7 @@ def test_a_full_disk_gives_one_sentence_and_leaves_nothing_behind(exports, tmp_p
 
 
 def test_weights_are_read_and_written_one_at_a_time(exports, tmp_path, monkeypatch):
-    read = SavedWeights.read
+    read = SavedWeights.read_parameter
     alive = []
     most = 0
 
@@ -35,7 +35,7 @@ def test_weights_are_read_and_written_one_at_a_time(exports, tmp_path, monkeypat
         alive.append(StorageWeakRef(tensor.untyped_storage()))
         return tensor
 
-    monkeypatch.setattr(SavedWeights, "read", watched)
+    monkeypatch.setattr(SavedWeights, "read_parameter", watched)
     export(exports["rope"].checkpoint, tmp_path / "out", "bf16", 20_000, tokenizer="none")
     assert len(alive) > 20
     assert most <= 1

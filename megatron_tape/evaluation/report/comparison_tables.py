@@ -30,7 +30,7 @@ SIGNIFICANT = 0.05
 """Differences with a smaller p value are bold."""
 
 
-_escape = partial(markdown_text.plain, longest=10_000)
+_escape = partial(markdown_text.escape_markdown, max_length=10_000)
 
 
 def by_task(comparison: Comparison) -> dict[str, ByMetric]:

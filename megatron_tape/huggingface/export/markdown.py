@@ -11,18 +11,19 @@ kept.
 # HTML, entities, links, code, emphasis, tables, headings, mathematics and addresses. a_b_c has no
 # emphasis.
 _SPECIAL = re.compile(r"[\\`*\[\]<>&|~$#@]|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=www)\.")
+# A list marker or a rule at the beginning of a line: group 2 is the character to escape.
 _LIST_OR_LINE = re.compile(r"\A(\d*)([-+=]|(?<=\d)[.)](?!\S))")
 
 
-def plain(value: object, longest: int = 1000) -> str:
-    """Return a value as one line of Markdown that renders as plain text, truncated to `longest`
+def escape_markdown(value: object, max_length: int = 1000) -> str:
+    """Return a value as one line of Markdown that renders as plain text, truncated to `max_length`
     characters.
 
     Special characters become character references, which Markdown never interprets. Line breaks and
     characters that are not printable become spaces.
     """
     text = str(value)
-    text = text if len(text) <= longest else f"{text[:longest]}..."
+    text = text if len(text) <= max_length else f"{text[:max_length]}..."
     printable = (
         character if character.isprintable() or character in _JOINERS else " " for character in text
     )
@@ -32,4 +33,5 @@ def plain(value: object, longest: int = 1000) -> str:
 
 
 def _reference(character: str) -> str:
+    """Return the character reference of HTML, such as `&#42;`."""
     return f"&#{ord(character)};"

@@ -21,7 +21,7 @@ from megatron_tape import command_line
 from megatron_tape.checkpoint.locate import model_digest
 from megatron_tape.config.data import blend
 from megatron_tape.evaluation.results import Results, read_results, results_file
-from megatron_tape.huggingface.export.markdown import plain
+from megatron_tape.huggingface.export.markdown import escape_markdown
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.huggingface.imports.source_card import CARD, CardFacts
 from megatron_tape.io.records import parse_record
@@ -37,15 +37,17 @@ CARD_SENTENCES = (
     "The trained parameters of a language model as a peft adapter",
 )
 """The beginnings of the cards of models and adapters."""
-_HERE = Path(__file__).parent
+_TEMPLATES = Path(__file__).parent
 _PAPER = "https://arxiv.org/abs/2501.00712"
 _OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon for matrices, AdamW for the rest"}
-_BASE = (
+_BASE_MODEL_NOTE = (
     "This is the base model of an adapter, without LoRA layers. The adapter's card describes the"
     " training."
 )
+# Packages whose versions the notes on scores show.
 _SHOWN_VERSIONS = ("torch", "transformers", "lm_eval", "megatron-tape", "commit")
-_FOLDERS = re.compile(r"(?<![\w./])/(?:[^\s/]+/)+")
+_ABSOLUTE_FOLDERS = re.compile(r"(?<![\w./])/(?:[^\s/]+/)+")
+"""The folders of an absolute path, without its last component."""
 
 
 @dataclass(frozen=True)
@@ -66,19 +68,20 @@ class ExportOptions:
 
 def write_card(
     directory: Path,
-    kind: str,
+    model_type: str,
     saved: SavedWeights,
     options: ExportOptions,
-    rows: int,
+    vocab_size: int,
     loader: str | None,
 ) -> None:
     """Write the README.md of an exported model.
 
-    `kind` is its `model_type` in transformers, `rows` the number of its embedding rows, and
+    `model_type` is its type in transformers, `vocab_size` the number of its embedding rows, and
     `loader` the name of the class that loads its tokenizer, or None if the export has no tokenizer.
     """
     encoding = encoding_of(saved.model)
-    tag = encoding.name if encoding.exports_to == "code" else kind
+    # Tags make a model found on the Hub. All exports with "code" have the same model_type.
+    tag = encoding.name if encoding.exports_to == "code" else model_type
     tags = [tag]
     pretrained = _was_pretrained_here(saved.state)
     if pretrained:
@@ -87,38 +90,45 @@ def write_card(
     short_positions = {
         "tape": "TAPE",
         "plain": "RoPE",
-        "code": f"the positional encoding {plain(encoding.name)}",
+        "code": f"the positional encoding {escape_markdown(encoding.name)}",
     }
 
     card = ModelCard.from_template(
         _card_data(saved, library_name="transformers", tags=tags),
-        _HERE / "model_card.md",
-        name=plain(options.name),
+        _TEMPLATES / "model_card.md",
+        name=escape_markdown(options.name),
         short_positions=short_positions[str(encoding.exports_to)],
-        facts=_facts(saved, rows, options.dtype),
-        training=_training(saved) if options.with_lora else _BASE,
-        scores=_rows_of(options.results),
-        notes=_notes_of(options.results),
-        remote=_remote(saved),
+        facts=_model_facts(saved, vocab_size, options.dtype),
+        training=_training_table(saved) if options.with_lora else _BASE_MODEL_NOTE,
+        scores=_score_rows(options.results),
+        notes=_score_notes(options.results),
+        remote=_remote_code_argument(saved),
         loader=loader,
-        padding=saved.model.vocab_size - rows,
+        padding=saved.model.vocab_size - vocab_size,
+        # The card warns that a model pretrained on plain text follows no instructions.
         text_only=pretrained and saved.state["config"]["data"].get("prefix") is not None,
         adapts=encoding.exports_to == "tape" and options.with_lora,
     )
-    _save(card, directory)
+    _write(card, directory)
 
 
-def _facts(saved: SavedWeights, rows: int, dtype: str) -> dict[str, object]:
+def _model_facts(saved: SavedWeights, vocab_size: int, dtype: str) -> dict[str, object]:
+    """Return the rows of the card's first table: labels and Markdown.
+
+    The arguments are those of `write_card`, and the `dtype` of the weights.
+    """
     model = saved.model
     encoding = encoding_of(model)
+    # The first line of the docstring of the encoding's file describes the encoding.
     described = (sys.modules[type(encoding).__module__].__doc__ or "").strip().partition("\n")[0]
     positions = {
         "tape": f"contextualized equivariant positional encoding ([TAPE]({_PAPER}))",
         "plain": "rotary (RoPE)",
-        "code": plain(f"{encoding.name}: {described.rstrip('.')}"),
+        "code": escape_markdown(f"{encoding.name}: {described.rstrip('.')}"),
     }
+    # Exports omit the padding of the vocabulary, in the embedding and in the output layer.
     matrices = 1 if model.tie_embeddings else 2
-    padding = matrices * (model.vocab_size - rows) * model.hidden_size
+    padding = matrices * (model.vocab_size - vocab_size) * model.hidden_size
     return {
         "Parameters": f"{parameter_count(model) - padding:,}",
         "Positions": positions[str(encoding.exports_to)],
@@ -127,13 +137,15 @@ def _facts(saved: SavedWeights, rows: int, dtype: str) -> dict[str, object]:
         "MLP size": model.ffn_hidden_size,
         "Query heads, key/value heads": f"{model.num_attention_heads}, {model.query_groups}",
         "Context": f"{model.seq_length:,} tokens",
-        "Vocabulary": f"{rows:,} tokens",
+        "Vocabulary": f"{vocab_size:,} tokens",
         "Weights": dtype,
     }
 
 
-def _remote(saved: SavedWeights) -> str:
-    """Return the argument that lets transformers run the code of an export, if it has any."""
+def _remote_code_argument(saved: SavedWeights) -> str:
+    """Return the argument of `from_pretrained`, with a leading comma, that lets transformers run
+    the code of an export; "" if it has no code.
+    """
     if encoding_of(saved.model).exports_to == "plain":
         return ""
     return ", trust_remote_code=True"
@@ -145,34 +157,41 @@ def write_adapter_card(
     saved: SavedWeights,
     dtype: str,
 ) -> None:
-    """Write README.md of an adapter in peft's format for the base model in its directory `base`."""
+    """Write the README.md of an adapter in peft's format, in `directory`.
+
+    `name` is the adapter's name, and `dtype` that of its weights. Its base model is in `directory`,
+    too.
+    """
     card = ModelCard.from_template(
         # The exported base model has no name on the Hub.
         _card_data(saved, library_name="peft", base_model=None),
-        _HERE / "adapter_card.md",
-        name=plain(name),
+        _TEMPLATES / "adapter_card.md",
+        name=escape_markdown(name),
         dtype=dtype,
-        training=_training(saved),
-        remote=_remote(saved),
+        training=_training_table(saved),
+        remote=_remote_code_argument(saved),
     )
-    _save(card, directory)
+    _write(card, directory)
 
 
 def _card_data(saved: SavedWeights, **facts: Any) -> ModelCardData:
     """Return the card's metadata: `facts`, and the license, languages and name of an imported model
     if known.
+
+    `facts` have the keys of the Hub's metadata, and override what is known.
     """
     known = saved.state["progress"].get("card", {})
     imported = {key: known[key] for key in CardFacts.__annotations__ if key in known}
     return ModelCardData(**{"pipeline_tag": "text-generation"} | imported | facts)
 
 
-def _save(card: ModelCard, directory: Path) -> None:
+def _write(card: ModelCard, directory: Path) -> None:
+    """Write a card to README.md, with one line break at its end."""
     (directory / CARD).write_text(card.content.rstrip() + "\n", encoding="utf-8")
 
 
 def _was_pretrained_here(state: dict) -> bool:
-    """Return whether training started from random weights."""
+    """Return whether training started from random weights. `state` is that of the checkpoint."""
     config = state["config"]
     return (
         "train" in config
@@ -181,28 +200,33 @@ def _was_pretrained_here(state: dict) -> bool:
     )
 
 
-def _training(saved: SavedWeights) -> str:
-    """Return a Markdown table of the run's start, trained parameters and settings."""
+def _training_table(saved: SavedWeights) -> str:
+    """Return a Markdown table of the run's start, trained parameters, settings and losses; a
+    sentence for a checkpoint that has only been imported.
+    """
     state = saved.state
     config = state["config"]
     origin = state["progress"].get("origin")
     if "train" not in config:
-        return f"Imported from {plain(origin)}; not trained further."
+        return f"Imported from {escape_markdown(origin)}; not trained further."
 
     facts: dict[str, object] = {}
     if origin is not None:
         facts["Started from"] = origin
-    facts |= _extension(config.get("extension", {}))
+    facts |= _extension_facts(config.get("extension", {}))
     if saved.average:
         facts["Weights"] = f"averaged over steps ({config['train']['average']['kind']})"
-    facts |= _trained(saved) | _settings(state, config) | _final_losses(saved)
-    rows = [f"| {key} | {plain(value)} |" for key, value in facts.items()]
+    facts |= _trained_parameters(saved) | _training_settings(state, config) | _final_losses(saved)
+    rows = [f"| {key} | {escape_markdown(value)} |" for key, value in facts.items()]
     return "\n".join(["| | |", "|---|---|", *rows])
 
 
 def _final_losses(saved: SavedWeights) -> dict[str, str]:
-    """Return the last losses that the run logged up to this checkpoint."""
+    """Return the last losses that the run logged up to this checkpoint, by their labels in the
+    card.
+    """
     names = {LOSS: "Training loss", VALIDATION_LOSS: "Validation loss"}
+    # The training loss is that of the weights before averaging.
     if saved.average:
         names = {VALIDATION_LOSS_AVERAGED: "Validation loss"}
 
@@ -216,9 +240,14 @@ def _final_losses(saved: SavedWeights) -> dict[str, str]:
     return losses
 
 
-def _extension(extension: dict) -> dict[str, object]:
+def _extension_facts(extension: dict) -> dict[str, object]:
+    """Return which model the run extended and how, for the card; {} if it extended none.
+
+    `extension` is the run's section of that name.
+    """
     facts: dict[str, object] = {}
     if extended := extension.get("from"):
+        # Only names, since paths of the machine mean nothing to readers of the card.
         path = Path(extended)
         facts["Extends"] = path.name
         if step := re.fullmatch(r"step-(\d+)", path.name):
@@ -231,8 +260,10 @@ def _extension(extension: dict) -> dict[str, object]:
     return facts
 
 
-def _trained(saved: SavedWeights) -> dict[str, object]:
-    """Return the number of trained parameters of each kind; nothing if all were trained."""
+def _trained_parameters(saved: SavedWeights) -> dict[str, object]:
+    """Return the number of trained parameters of each kind, and the settings of LoRA, for the card;
+    {} if all parameters were trained.
+    """
     shapes = parameter_shapes(saved.model, saved.extension)
     extension = saved.extension
     if len(saved.trained) == len(shapes):
@@ -253,7 +284,10 @@ def _trained(saved: SavedWeights) -> dict[str, object]:
     return facts
 
 
-def _settings(state: dict, config: dict) -> dict[str, object]:
+def _training_settings(state: dict, config: dict) -> dict[str, object]:
+    """Return the settings of the run by their labels in the card. `config` is that in the
+    checkpoint's `state`.
+    """
     train = config["train"]
     optimizer = config["optimizer"]
     schedule = config["schedule"]
@@ -265,7 +299,7 @@ def _settings(state: dict, config: dict) -> dict[str, object]:
     return {
         "Steps": f"{state['step']:,} of {train['steps']:,}",
         "Tokens": f"{tokens:,} ({batch} sequences of {length:,} per step)",
-        "Data": _data(config["data"]),
+        "Data": _describe_data(config["data"]),
         "Optimizer": (
             f"{_OPTIMIZERS[optimizer['kind']]}, weight decay {optimizer['weight_decay']:g}, "
             f"betas {optimizer['beta1']:g} and {optimizer['beta2']:g}"
@@ -278,20 +312,25 @@ def _settings(state: dict, config: dict) -> dict[str, object]:
     }
 
 
-def _data(data: dict) -> str:
-    """Describe the training data by the names of datasets, without their paths."""
+def _describe_data(data: dict) -> str:
+    """Return the names of the training datasets, without their paths, with their shares.
+
+    `data` is the run's section of that name.
+    """
     if data.get("examples") is not None:
         return f"examples of {Path(data['examples']['path']).name}"
+    # Generated data has no files.
     if data["prefix"] is None:
         settings = data["generator"].items()
         return ", ".join(f"{key} {value}" for key, value in settings if value is not None)
-    text = _names(data["prefix"])
+    text = _dataset_names(data["prefix"])
     for stage in data.get("stages") or ():
-        text += f"; then, for {stage['share']:.0%} of the tokens, {_names(stage['prefix'])}"
+        text += f"; then, for {stage['share']:.0%} of the tokens, {_dataset_names(stage['prefix'])}"
     return text
 
 
-def _names(prefix: dict | list | str) -> str:
+def _dataset_names(prefix: dict | list | str) -> str:
+    """Return the names in a setting such as `data.prefix`, with shares if it has weights."""
     prefixes, weights = blend(prefix)
     names = [Path(prefix).name for prefix in prefixes]
     if weights is not None:
@@ -303,6 +342,8 @@ def _names(prefix: dict | list | str) -> str:
 def find_results(checkpoint: Path, average: bool = False) -> list[Results]:
     """Return the results that `pretrain.evaluate` wrote to the run's directory for a checkpoint
     or, with `average`, for its averaged weights.
+
+    The list is empty if there are none, if they cannot be read, or if they are for other weights.
     """
     # The default of evaluation.model_source: `evaluation/STEP` in the run's directory.
     step = f"{checkpoint.name}-{AVERAGE}" if average else checkpoint.name
@@ -319,8 +360,10 @@ def find_results(checkpoint: Path, average: bool = False) -> list[Results]:
     return [results]
 
 
-def _rows_of(all_results: Sequence[Results]) -> list[list[str]]:
-    """Return the rows of the card's table of scores; cells are Markdown."""
+def _score_rows(all_results: Sequence[Results]) -> list[list[str]]:
+    """Return the rows of the card's table of scores. Cells are Markdown, in the order of the
+    columns in model_card.md.
+    """
     rows = []
     for results in all_results:
         for task in results.tasks.values():
@@ -328,14 +371,15 @@ def _rows_of(all_results: Sequence[Results]) -> list[list[str]]:
                 length = f"{score.length:,}" if score.length else ""
                 shown = (score.shown_value, score.shown_interval, score.shown_count)
                 cells = [score.task, score.group, length, score.metric, *shown]
-                rows.append([plain(cell) for cell in cells])
+                rows.append([escape_markdown(cell) for cell in cells])
     return rows
 
 
-def _notes_of(all_results: Sequence[Results]) -> list[str]:
+def _score_notes(all_results: Sequence[Results]) -> list[str]:
     """Return notes on the scores in Markdown, without paths of the machine that ran the
     evaluation.
     """
+    # A dictionary keeps the order, but no duplicates.
     notes: dict[str, None] = {}
     for results in all_results:
         for name, task in results.tasks.items():
@@ -344,6 +388,6 @@ def _notes_of(all_results: Sequence[Results]) -> list[str]:
             )
             data = "".join(f", on {Path(path).name}" for path in task.data)
             measured = f"measured in {task.dtype} on {task.hardware}{data} ({versions})."
-            for note in (measured, *(_FOLDERS.sub("", note) for note in task.notes)):
-                notes[plain(f"{name}: {note}")] = None
+            for note in (measured, *(_ABSOLUTE_FOLDERS.sub("", note) for note in task.notes)):
+                notes[escape_markdown(f"{name}: {note}")] = None
     return list(notes)

@@ -21,10 +21,10 @@ from pathlib import Path
 from megatron_tape.errors import FileError, UserError
 from megatron_tape.position import PositionEncoding
 
-_ENCODED = "modeling_encoded_tape.py"
-_CONFIGURATION = "configuration_encoded_tape.py"
+_ENCODED_MODELING = "modeling_encoded_tape.py"
+_ENCODED_CONFIGURATION = "configuration_encoded_tape.py"
 
-
+# The values of auto_map in config.json: by auto class, the file and the class in it.
 AUTO_MAP = {
     "AutoConfig": "configuration_tape.TapeConfig",
     "AutoModel": "modeling_tape.TapeModel",
@@ -40,11 +40,11 @@ ENCODED_AUTO_MAP = {
     ),
 }
 _MODELING = Path(__file__).parents[1] / "modeling"
-_COMMENT = "# Some versions of transformers copy only what this file imports directly.\n"
-_IMPORT = "from .encoding_tape import Encoding, TokenCache, in_some_layers\n"
+_IMPORTS_COMMENT = "# Some versions of transformers copy only what this file imports directly.\n"
+_ENCODING_IMPORT = "from .encoding_tape import Encoding, TokenCache, in_some_layers\n"
 _PACKAGE = __name__.partition(".")[0]
 _ROOT = Path(__file__).parents[2]
-_AVAILABLE = {*sys.stdlib_module_names, "torch", "transformers", "numpy"}
+_IMPORTABLE = {*sys.stdlib_module_names, "torch", "transformers", "numpy"}
 """Modules that are installed wherever transformers loads a model."""
 _TYPES_ONLY = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 _KERNELS = f"{_PACKAGE}.ops.kernels"
@@ -69,30 +69,35 @@ def code_files(encoding: type[PositionEncoding] | None = None) -> dict[str, byte
     if encoding is None:
         return {name: content for name, content in files.items() if "encoded" not in name}
 
-    added = {name: text.encode() for name, text in encoding_files(encoding).items()}
-    assert not files.keys() & added.keys(), "names of files clash"
-    # If two directories have the same name, transformers distinguishes their configuration files
-    # only by the text. It finds a model's class by its configuration's class. So this text must
+    encoding_texts = {name: text.encode() for name, text in encoding_files(encoding).items()}
+    assert not files.keys() & encoding_texts.keys(), "names of files clash"
+    # transformers finds a model's class by its configuration's class. If two directories have the
+    # same name, it distinguishes their configuration files only by the text. So this text must
     # differ between encodings.
-    digest = hashlib.sha256(b"".join(added[name] for name in sorted(added))).hexdigest()[:16]
-    files[_CONFIGURATION] += f"# For the positional encoding {encoding.name}, {digest}.\n".encode()
-    files |= added
+    digest = hashlib.sha256(
+        b"".join(encoding_texts[name] for name in sorted(encoding_texts))
+    ).hexdigest()[:16]
+    files[_ENCODED_CONFIGURATION] += (
+        f"# For the positional encoding {encoding.name}, {digest}.\n".encode()
+    )
+    files |= encoding_texts
 
-    # Some versions of transformers copy only files that this one imports directly.
+    # Some versions of transformers copy only files that the modeling file imports directly.
     modules = sorted(name.removesuffix(".py") for name in files)
     imports = "".join(
         f"from .{name} import __name__ as _\n"
         for name in modules
-        if f"{name}.py" not in (_ENCODED, "encoding_tape.py")
+        if f"{name}.py" not in (_ENCODED_MODELING, "encoding_tape.py")
     )
-    text = files[_ENCODED].decode()
-    assert text.count(_IMPORT) == 1
-    files[_ENCODED] = text.replace(_IMPORT, f"{_IMPORT}{_COMMENT}{imports}").encode()
+    text = files[_ENCODED_MODELING].decode()
+    assert text.count(_ENCODING_IMPORT) == 1
+    with_imports = f"{_ENCODING_IMPORT}{_IMPORTS_COMMENT}{imports}"
+    files[_ENCODED_MODELING] = text.replace(_ENCODING_IMPORT, with_imports).encode()
     return files
 
 
 def write_code(directory: Path, encoding: type[PositionEncoding] | None = None) -> None:
-    """Write the Python files of an export to `directory`."""
+    """Write the Python files of an export to `directory`; see `code_files`."""
     for name, content in code_files(encoding).items():
         (directory / name).write_bytes(content)
 
@@ -117,6 +122,8 @@ def is_own_code(directory: Path, encoding: type[PositionEncoding] | None = None)
 
 @dataclass(frozen=True)
 class _Module:
+    """A module to export: of this package, or the file of a user's encoding."""
+
     name: str
     """Dotted name in this package; for a user's module, the name of its file."""
     path: Path
@@ -130,29 +137,35 @@ def encoding_files(encoding: type[PositionEncoding]) -> dict[str, str]:
 
     Raises UserError for an import that cannot be exported.
     """
-    own = _module_of(encoding)
-    interface = _of_package(f"{_PACKAGE}.position.encoding")
-    some_layers = _of_package(f"{_PACKAGE}.position.some_layers")
+    encoding_module = _module_of_encoding(encoding)
+    interface = _package_module(f"{_PACKAGE}.position.encoding")
+    some_layers = _package_module(f"{_PACKAGE}.position.some_layers")
     assert interface is not None and some_layers is not None
     texts = {}
-    pending = [own, interface, some_layers]
-    while pending:
-        module = pending.pop()
+    # The encoding's module, and all that it imports, directly or not.
+    pending_modules = [encoding_module, interface, some_layers]
+    while pending_modules:
+        module = pending_modules.pop()
         if f"{module.flat}.py" not in texts:
-            texts[f"{module.flat}.py"], imported = _flattened(module)
-            pending += imported
+            texts[f"{module.flat}.py"], imported = _flatten(module)
+            pending_modules += imported
+
     entry = _ENTRY.format(
         name=encoding.name,
         encoding=encoding.__qualname__,
         interface=interface.flat,
         some_layers=some_layers.flat,
-        module=own.flat,
+        module=encoding_module.flat,
     )
     return {"encoding_tape.py": entry} | dict(sorted(texts.items()))
 
 
-def _module_of(encoding: type[PositionEncoding]) -> _Module:
-    module = _of_package(encoding.__module__)
+def _module_of_encoding(encoding: type[PositionEncoding]) -> _Module:
+    """Return the module that defines an encoding, of this package or of the user.
+
+    Raises UserError unless the class is at the top level of a file.
+    """
+    module = _package_module(encoding.__module__)
     if module is not None:
         return module
     try:
@@ -166,12 +179,13 @@ def _module_of(encoding: type[PositionEncoding]) -> _Module:
             " file",
             "define the class there",
         )
+    # The prefix `own` keeps names apart from those of this package's modules.
     name = re.sub(r"[^A-Za-z0-9_]", "_", path.stem)
     return _Module(path.stem, path, f"own_{name}_tape")
 
 
-def _of_package(name: str) -> _Module | None:
-    """Return the module of this package with this dotted name, or None."""
+def _package_module(name: str) -> _Module | None:
+    """Return the module of this package with the dotted name `name`, or None if there is none."""
     first, *rest = name.split(".")
     if first != _PACKAGE or not rest:
         return None
@@ -182,20 +196,29 @@ def _of_package(name: str) -> _Module | None:
     return None
 
 
-def _flattened(module: _Module) -> tuple[str, list[_Module]]:
-    """Return the text of a module as a flat file, and the modules that it imports."""
+def _flatten(module: _Module) -> tuple[str, list[_Module]]:
+    """Return the text of a module as a flat file, and the modules of this package that it imports.
+
+    Imports from this package become relative. Imports for type checkers are removed, since they
+    need not be installed. Raises FileError for an import that cannot be exported.
+    """
     text = module.path.read_text(encoding="utf-8")
     tree = ast.parse(text)
-    blocks = [
+    type_checking_blocks = [
         node
         for node in ast.walk(tree)
         if isinstance(node, ast.If) and ast.unparse(node.test) in _TYPES_ONLY
     ]
-    omitted = {node for block in blocks for statement in block.body for node in ast.walk(statement)}
-    needed = []
+    omitted = {
+        node
+        for block in type_checking_blocks
+        for statement in block.body
+        for node in ast.walk(statement)
+    }
+    imported_modules = []
     # The first and the last statement of each range to replace, and the new text.
     changes: list[tuple[ast.stmt, ast.stmt, str]] = [
-        (block.body[0], block.body[-1], "pass") for block in blocks
+        (block.body[0], block.body[-1], "pass") for block in type_checking_blocks
     ]
     for node in ast.walk(tree):
         if node in omitted or not isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -203,35 +226,42 @@ def _flattened(module: _Module) -> tuple[str, list[_Module]]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif node.level:
-            names = ["."]
+            names = ["."]  # relative, which is never importable
         elif f"{node.module}".startswith(f"{_PACKAGE}."):
-            changes.append((node, node, _relative(module, node, needed)))
+            changes.append((node, node, _relative_imports(module, node, imported_modules)))
             continue
         else:
             names = [str(node.module)]
         for name in names:
-            if name.partition(".")[0] not in _AVAILABLE:
+            if name.partition(".")[0] not in _IMPORTABLE:
                 raise _not_exportable(module, node, f"imports {name}")
 
+    # From the last to the first, so that line numbers remain valid.
     lines = text.split("\n")
     for first, last, new in sorted(changes, key=lambda change: -change[0].lineno):
         before = lines[first.lineno - 1][: first.col_offset]
         after = lines[last.end_lineno - 1][last.end_col_offset :]  # type: ignore[operator]
         lines[first.lineno - 1 : last.end_lineno] = [before + new + after]
-    return "\n".join(lines), needed
+    return "\n".join(lines), imported_modules
 
 
-def _relative(module: _Module, node: ast.ImportFrom, needed: list[_Module]) -> str:
-    """Return the relative imports that replace an import, and add the imported modules to
-    `needed`.
+def _relative_imports(
+    module: _Module, node: ast.ImportFrom, imported_modules: list[_Module]
+) -> str:
+    """Return the relative imports, separated by semicolons, that replace an import of this package,
+    and add the imported modules to `imported_modules`.
+
+    An import of kernels is replaced by an error. Raises FileError for an import that cannot be
+    exported.
     """
     if f"{node.module}.".startswith(f"{_KERNELS}."):
+        # At the top level, the error would be raised when the export is loaded.
         if node.col_offset == 0:
             raise _not_exportable(module, node, "loads GPU kernels outside of a function")
         return 'raise NotImplementedError("an exported model has no GPU kernels of its own")'
     by_module = {}
     for alias in node.names:
-        target = _defining(str(node.module), alias.name)
+        target = _defining_module(str(node.module), alias.name)
         if target is None:
             raise _not_exportable(
                 module,
@@ -239,25 +269,29 @@ def _relative(module: _Module, node: ast.ImportFrom, needed: list[_Module]) -> s
                 f"imports {alias.name}, which is no function, class or constant of a module",
             )
         by_module.setdefault(target, []).append(ast.unparse(alias))
-    needed += by_module
+    imported_modules += by_module
     return "; ".join(
         f"from .{target.flat} import {', '.join(names)}" for target, names in by_module.items()
     )
 
 
-def _defining(module_name: str, name: str) -> _Module | None:
-    """Return the module of this package that defines a name imported from `module_name`, or
-    None.
+def _defining_module(module_name: str, name: str) -> _Module | None:
+    """Return the module of this package that defines `name`, which can be imported from
+    `module_name`.
+
+    Returns None if `name` is a module, or not defined in this package.
     """
     value = getattr(importlib.import_module(module_name), name, None)
     if value is None or inspect.ismodule(value):
         return None
+    # `module_name` may only pass on the name. Constants do not know their module.
     if inspect.isclass(value) or inspect.isfunction(value):
         module_name = value.__module__
-    return _of_package(module_name)
+    return _package_module(module_name)
 
 
 def _not_exportable(module: _Module, node: ast.stmt, why: str) -> FileError:
+    """Return the error about the import `node` of a module; `why` continues "it ..."."""
     return FileError(
         "this import",
         f"cannot be exported with the encoding: it {why}",

@@ -59,40 +59,49 @@ class SavedWeights:
 
     @cached_property
     def _lora(self) -> dict[str, dict[str, str]]:
+        """By Hugging Face's name of each adapted matrix: the model's names of its LoRA factors A
+        and B.
+        """
         return lora_pairs(self.model, self.extension)
 
-    def parts(self, name: str, with_lora: bool) -> dict[str, Tensor]:
-        """Return the parameter `name` of the model as unsharded fp32 weights, by Hugging Face's
-        names.
+    def exported(self, name: str, with_lora: bool) -> dict[str, Tensor]:
+        """Return the unsharded fp32 weights by Hugging Face's names that the parameter `name` of
+        the model becomes, such as q_proj, k_proj and v_proj.
 
         With `with_lora`, LoRA layers are merged into the matrices.
         """
-        parts = from_megatron(name, self.read(name), self.model)
+        weights = from_megatron(name, self.read_parameter(name), self.model)
         if not with_lora:
-            return parts
-        for matrix in parts.keys() & self._lora.keys():
-            factors = {side: self.read(factor) for side, factor in self._lora[matrix].items()}
-            parts[matrix] = torch.addmm(
-                parts[matrix], factors["B"], factors["A"], alpha=self.extension.lora_scale
+            return weights
+        for matrix in weights.keys() & self._lora.keys():
+            names = self._lora[matrix]
+            factors = {side: self.read_parameter(names[side]) for side in names}
+            weights[matrix] = torch.addmm(
+                weights[matrix], factors["B"], factors["A"], alpha=self.extension.lora_scale
             )
-        return parts
+        return weights
 
-    def read(self, name: str) -> Tensor:
-        """Return the unsharded fp32 tensor of the parameter `name` of the model.
-
-        Closes the file after each parameter, because the pages of an open file stay in memory.
-        """
+    def read_parameter(self, name: str) -> Tensor:
+        """Return the unsharded fp32 tensor of the parameter `name` of the model."""
         if self.source is not None and name not in self.files[0]:
-            return self.source.read(name)
-        parts = []
+            return self.source.read_parameter(name)
+
+        shards = []
         for files in self.files:
             path, key = files[name]
+            # Opened for each parameter, because the pages of an open file stay in memory.
             with safe_open(path, "pt") as file:
-                parts.append(file.get_tensor(key))
-        if (cut := self.state["sharded"].get(name)) is None:
-            return parts[0]
-        attributes = {"partition_dim": cut["dim"], "partition_stride": cut["stride"]}
-        return unshard(parts, SimpleNamespace(tensor_model_parallel=True, **attributes))
+                shards.append(file.get_tensor(key))
+        # All ranks have the whole of a parameter that is not sharded.
+        if (sharding := self.state["sharded"].get(name)) is None:
+            return shards[0]
+        # `unshard` reads the attributes that Megatron sets on a sharded parameter.
+        attributes = SimpleNamespace(
+            tensor_model_parallel=True,
+            partition_dim=sharding["dim"],
+            partition_stride=sharding["stride"],
+        )
+        return unshard(shards, attributes)
 
 
 def open_weights(path: Path, average: bool = False) -> SavedWeights:
@@ -127,16 +136,18 @@ def open_weights(path: Path, average: bool = False) -> SavedWeights:
                 if kind == prefix:
                     shards[name] = path / file, key
 
+    # The run may have stored its frozen parameters only in the checkpoint from which it started.
     source = None
     source_path = find_source(path, state)
     if source_path is not None:
         source = open_weights(find_checkpoint(source_path, lambda message: None))
     saved = SavedWeights(path, state, model, files, source, extension, average)
-    required = set(parameter_shapes(model, extension))
+
+    required_names = set(parameter_shapes(model, extension))
     if source is not None:
-        required -= set(state["frozen"])
+        required_names -= set(state["frozen"])
     for shards in files:
-        for name in required - shards.keys():
+        for name in required_names - shards.keys():
             raise CheckpointError(
                 path, f"has another architecture than its settings: it lacks {name:.100}"
             )

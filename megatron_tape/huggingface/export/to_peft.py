@@ -15,9 +15,9 @@ from megatron_tape.huggingface.export.model_card import ExportOptions, write_ada
 from megatron_tape.huggingface.export.saved_weights import SavedWeights
 from megatron_tape.huggingface.export.to_transformers import (
     DTYPES,
+    exported_shapes,
     new_export,
     open_exportable,
-    part_shapes,
     write_json,
     write_model,
 )
@@ -55,6 +55,7 @@ def export_adapter(
     arguments are those of `to_transformers.export`. Raises UserError or OSError, for example if an
     adapter cannot contain a trained parameter.
     """
+    # For the card; the context's directory has a temporary name.
     name = Path(output).resolve().name
     with new_export(output, overwrite) as directory:
         saved = open_exportable(checkpoint, average)
@@ -67,10 +68,11 @@ def export_adapter(
                     "omit --adapter to export the whole model",
                 )
 
-        base = directory / BASE
-        base.mkdir()
-        write_model(saved, base, ExportOptions(BASE, dtype, tokenizer, with_lora=False))
-        rows = read_settings(base / "config.json")["vocab_size"]
+        base_directory = directory / BASE
+        base_directory.mkdir()
+        write_model(saved, base_directory, ExportOptions(BASE, dtype, tokenizer, with_lora=False))
+        # Without the padding for tensor parallelism.
+        rows = read_settings(base_directory / "config.json")["vocab_size"]
         _write_tensors(saved, directory / "adapter_model.safetensors", rows, DTYPES[dtype])
         config = _adapter_config(saved, Path(output) / BASE)
         write_json(directory / "adapter_config.json", config)
@@ -81,62 +83,68 @@ def export_adapter(
 
 
 def _write_tensors(saved: SavedWeights, path: Path, rows: int, dtype: torch.dtype) -> None:
-    """Write all trained parameters with peft's names.
+    """Write all trained parameters with peft's names to the file `path`.
 
-    A tied embedding is written under both of its names.
+    Embeddings and output layer have `rows` rows. A tied embedding is written under both of its
+    names.
     """
     shapes = parameter_shapes(saved.model, saved.extension)
-    is_tied = saved.model.tie_embeddings
+    embedding_is_tied = saved.model.tie_embeddings
 
     def peft_keys(key: str) -> list[str]:
-        if is_tied and key == _EMBEDDING:
+        if embedding_is_tied and key == _EMBEDDING:
             return [_PREFIX + key, _PREFIX + _HEAD]
         return [_PREFIX + key]
 
-    written = {}
+    peft_shapes = {}
     for name in saved.trained:
-        for key, shape in part_shapes(saved.model, name, shapes[name], rows).items():
-            written |= dict.fromkeys(peft_keys(key), shape)
+        for key, shape in exported_shapes(saved.model, name, shapes[name], rows).items():
+            peft_shapes |= dict.fromkeys(peft_keys(key), shape)
+    # In the same order. A generator, so that only one parameter at a time is in memory.
     tensors = (
-        part[: written[peft_key][0]]
+        weight[: peft_shapes[peft_key][0]]
         for name in saved.trained
-        for key, part in saved.parts(name, with_lora=False).items()
+        for key, weight in saved.exported(name, with_lora=False).items()
         for peft_key in peft_keys(key)
     )
-    write_safetensors(path, on_meta(written, dtype), tensors, {"format": "pt"})
+    write_safetensors(path, on_meta(peft_shapes, dtype), tensors, {"format": "pt"})
 
 
-def _adapter_config(saved: SavedWeights, base: Path) -> dict:
+def _adapter_config(saved: SavedWeights, base_directory: Path) -> dict:
+    """Return the contents of adapter_config.json, which refers to the base model by this path."""
     model = saved.model
     extension = saved.extension
     shapes = parameter_shapes(model)
-    modules = {}
+    # Names of modules that peft replaces as a whole; a dictionary keeps their order.
+    saved_modules = {}
     for name in saved.trained:
         kind = kind_of(name)
         if kind == "position":
-            # All of a layer's TAPE matrices are one module, since the MLP also has an up_proj.
-            modules["position"] = None
+            # All of a layer's TAPE matrices are one module. By its own name, up_proj would also be
+            # that of the MLP.
+            saved_modules["position"] = None
         elif kind != "lora":
-            parts = from_megatron(name, torch.empty(shapes[name], device="meta"), model)
-            modules |= {key.split(".")[-2]: None for key in parts}
-    is_tied = model.tie_embeddings and "embed_tokens" in modules
-    if is_tied:
-        modules["lm_head"] = None
+            weights = from_megatron(name, torch.empty(shapes[name], device="meta"), model)
+            saved_modules |= {key.split(".")[-2]: None for key in weights}
+    embedding_is_tied = model.tie_embeddings and "embed_tokens" in saved_modules
+    if embedding_is_tied:
+        saved_modules["lm_head"] = None
 
     targets: str | list[str] = _NO_TARGETS
     if extension.adds_lora:
         targets = [f"{target}_proj" for target in extension.lora_targets]
+    # JSON as peft writes it: 16 instead of 16.0.
     alpha = extension.lora_alpha
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base),
+        "base_model_name_or_path": str(base_directory),
         "inference_mode": True,
         "r": extension.lora_rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": targets,
-        "modules_to_save": list(modules) or None,
-        "ensure_weight_tying": is_tied,
+        "modules_to_save": list(saved_modules) or None,
+        "ensure_weight_tying": embedding_is_tied,
     }

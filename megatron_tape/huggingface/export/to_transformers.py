@@ -44,7 +44,12 @@ from megatron_tape.huggingface.export.saved_weights import (
     open_weights,
 )
 from megatron_tape.huggingface.imports.source_card import CARD
-from megatron_tape.huggingface.tensor_files import in_parts, on_meta, with_progress
+from megatron_tape.huggingface.tensor_files import (
+    VOCABULARY_WEIGHTS,
+    in_parts,
+    on_meta,
+    with_progress,
+)
 from megatron_tape.huggingface.tokenizer_files import (
     FROM_THE_FILE,
     GENERATION,
@@ -62,9 +67,8 @@ NO_TOKENIZER = "none"
 _GIVE_TOKENIZER = (
     f"give the model's tokenizer with --tokenizer, or --tokenizer {NO_TOKENIZER} to export none"
 )
-VOCABULARY_ROWS = ("model.embed_tokens.weight", "lm_head.weight")
-# Architecture and model_type of a model with rope, by model.qkv_bias and model.qk_norm.
-_PLAIN = {
+# Prefix of the class and model_type of a model with rope, by model.qkv_bias and model.qk_norm.
+_ROPE_ARCHITECTURES = {
     (False, False): ("Llama", "llama"),
     (True, False): ("Qwen2", "qwen2"),
     (False, True): ("Qwen3", "qwen3"),
@@ -90,7 +94,7 @@ def export(
     overwrite: bool = False,
 ) -> Path:
     """Export the model of a run, a checkpoints directory or one step to `output`; return the
-    checkpoint's path.
+    exported checkpoint's path.
 
     Merges LoRA layers into the matrices. Raises UserError or OSError, and does not change `output`,
     if the checkpoint is damaged, cannot be exported or has no averaged weights, if the tokenizer is
@@ -104,6 +108,7 @@ def export(
         overwrite: replace `output` when the new export is complete, if it is an export of this
             project.
     """
+    # For the card; the context's directory has a temporary name.
     name = Path(output).resolve().name
     with new_export(output, overwrite) as directory:
         saved = open_exportable(checkpoint, average)
@@ -117,7 +122,8 @@ def new_export(output: str | Path, overwrite: bool) -> AbstractContextManager[Pa
     """Return a context with an empty directory that becomes `output` if the block succeeds; see
     `atomic_directory`.
 
-    With `overwrite`, it may replace another export, but no other directory.
+    Raises FileError if `output` exists. With `overwrite`, an export of this project is replaced,
+    but no other directory.
     """
     return atomic_directory(
         output,
@@ -130,6 +136,7 @@ def check_export(directory: Path) -> None:
     """Raise FileError if `directory` is not an export of this project, or contains files that
     exports do not have.
     """
+    # A user may have named another directory by mistake, or have added files.
     fix = "choose another output, or move it away"
     card = directory / CARD
     text = card.read_text("utf-8", "replace") if card.is_file() else ""
@@ -145,7 +152,8 @@ def check_export(directory: Path) -> None:
 
 
 def open_exportable(checkpoint: str | Path, average: bool = False) -> SavedWeights:
-    """Check and open the newest complete checkpoint.
+    """Check and open the newest complete checkpoint in `checkpoint`, a run, a checkpoints directory
+    or one step. With `average`, its averaged weights are read.
 
     Raises UserError or OSError if it cannot be exported.
     """
@@ -159,7 +167,7 @@ def open_exportable(checkpoint: str | Path, average: bool = False) -> SavedWeigh
             path, f"has model.position_encoding {encoding.name}, which does not support export"
         )
     if encoding.exports_to == "code":
-        code_files(type(encoding))
+        code_files(type(encoding))  # raises UserError if the encoding's file cannot be exported
     if encoding.exports_to == "plain" and model.qkv_bias and model.qk_norm:
         raise CheckpointError(
             path,
@@ -174,6 +182,7 @@ def write_model(saved: SavedWeights, directory: Path, options: ExportOptions) ->
     """Write a whole model to an empty directory, and flush it to disk; see `export`."""
     model = saved.model
     encoding = encoding_of(model)
+    # First, because the tokenizer determines the number of embedding rows and the special ids.
     tokenizer = _write_tokenizer(saved, options.tokenizer, directory)
 
     rows = vocabulary_rows(model, tokenizer)
@@ -210,8 +219,8 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
     """
     encoding = encoding_of(model)
     if encoding.exports_to == "code":
-        return _shape("Encoded", "encoded_tape", model, rows, dtype) | {
-            "auto_map": dict(ENCODED_AUTO_MAP),
+        return _shared_config("Encoded", "encoded_tape", model, rows, dtype) | {
+            "auto_map": ENCODED_AUTO_MAP,
             "qk_norm": model.qk_norm,
             "attention_output_gate": model.attention_output_gate,
             "layers_without_positions": model.layers_without_positions,
@@ -221,32 +230,33 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
 
     rope = _rope_parameters(model.position)
     if encoding.exports_to == "tape":
-        return _shape("Tape", "tape", model, rows, dtype) | {
+        return _shared_config("Tape", "tape", model, rows, dtype) | {
             "rope_parameters": rope,
-            "auto_map": dict(AUTO_MAP),
+            "auto_map": AUTO_MAP,
             "qk_norm": model.qk_norm,
             "position_mlp_size": encoding.mlp_width,  # type: ignore[attr-defined]
             "gate_input": model.position.gate_input,
             "position_state_precision": model.position.state_precision,
         }
 
-    name, kind = _PLAIN[model.qkv_bias, model.qk_norm]
+    name, kind = _ROPE_ARCHITECTURES[model.qkv_bias, model.qk_norm]
     if model.layers_without_positions is not None:
         name, kind = "SmolLM3", "smollm3"
     elif kind == "llama" and model.hidden_size % model.num_attention_heads:
-        # Mistral is the same model, but does not require that the number of heads divides the
-        # hidden size.
+        # Llama requires that the number of heads divides the hidden size. Mistral is the same
+        # model without this rule.
         name, kind = "Mistral", "mistral"
 
     # transformers 4 reads rotary settings only outside rope_parameters; transformers 5 reads both.
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-    config = _shape(name, kind, model, rows, dtype) | {
+    config = _shared_config(name, kind, model, rows, dtype) | {
         "max_position_embeddings": _rotary_context(model),
         "rope_parameters": rope,
         "rope_theta": model.position.rope_theta,
         "rope_scaling": scaling if "factor" in rope else None,
     }
 
+    # Settings of these architectures whose defaults are wrong here.
     if kind == "mistral":
         return config | {"sliding_window": None}
     if kind != "llama":
@@ -262,7 +272,9 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
 
 
 def _rope_parameters(position: Any) -> dict:
-    """Return rotary settings in the format of transformers 5."""
+    """Return rotary settings in the format of transformers 5. `position` is `model.position` of
+    `rope` or `tape`.
+    """
     rope: dict = {"rope_type": "default", "rope_theta": position.rope_theta}
     if position.rope_scaling_type == "llama3":
         rope |= {
@@ -284,33 +296,39 @@ def _rope_parameters(position: Any) -> dict:
         if position.rope_attention_factor is not None:
             rope["attention_factor"] = position.rope_attention_factor
     elif position.rope_share < 1.0:
-        share = {"partial_rotary_factor": position.rope_share}
-        rope |= {"rope_type": "proportional", **share, "factor": position.rope_scaling_factor}
+        rope |= {
+            "rope_type": "proportional",
+            "partial_rotary_factor": position.rope_share,
+            "factor": position.rope_scaling_factor,
+        }
     elif position.rope_scaling_factor != 1.0:
         rope |= {"rope_type": "linear", "factor": position.rope_scaling_factor}
     return rope
 
 
 def _rotary_context(model: ModelConfig) -> int:
-    """Return the context length in tokens of a model of transformers' own.
-
-    Since 0.30, vLLM serves `max_position_embeddings` tokens. With yarn, it computes sines and
-    cosines for only as many positions as yarn scales to, and a longer request would read past them.
-    """
+    """Return `max_position_embeddings` in tokens, for an architecture of transformers with RoPE."""
     position: Any = model.position
     if position.rope_scaling_type != "yarn":
         return model.seq_length
+    # vLLM since 0.30 accepts requests of `max_position_embeddings` tokens. Its table of sines and
+    # cosines ends at the length to which yarn scales. A longer request would read past its end.
     scaled_length = math.ceil(position.rope_original_seq_length * position.rope_scaling_factor)
     return min(model.seq_length, scaled_length)
 
 
-def _shape(
+def _shared_config(
     name: str,
     kind: str,
     model: ModelConfig,
     rows: int,
     dtype: str,
 ) -> dict:
+    """Return the settings that all architectures have in `config.json`.
+
+    `name` is the prefix of the class, such as Llama, and `kind` the `model_type`. The model has
+    `rows` embedding rows.
+    """
     return {
         "architectures": [f"{name}ForCausalLM"],
         "model_type": kind,
@@ -329,11 +347,12 @@ def _shape(
         "attention_bias": model.qkv_bias,
         "attention_dropout": 0.0,
         "use_cache": True,
-        "dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[dtype],
+        "dtype": str(DTYPES[dtype]).removeprefix("torch."),
     }
 
 
 def _position_settings(model: ModelConfig) -> dict:
+    """Return the settings of the encoding, which the export's code reads."""
     settings = dict(sorted(dataclasses.asdict(model.position).items()))
     if "token_mixing" in settings:
         settings["token_mixing"] = "full"  # exported weights store the scales of heads as a matrix
@@ -344,7 +363,8 @@ def vocabulary_rows(model: ModelConfig, tokenizer: ExportedTokenizer | None) -> 
     """Return the number of embedding rows of an export, without the padding for tensor parallelism.
 
     An imported model keeps its original number. Other models have one row for each id of the
-    tokenizer. Without a tokenizer, all rows are exported.
+    tokenizer. Without a tokenizer, all rows are exported. Raises UserError if the tokenizer has
+    more ids than the model has rows.
     """
     rows = model.unpadded_vocab_size or model.vocab_size
     if tokenizer is not None and tokenizer.vocab_size > rows:
@@ -365,14 +385,15 @@ def _write_weights(
     options: ExportOptions,
 ) -> None:
     """Write `model.safetensors`, or several shards of at most `max_shard_size` bytes with their
-    index.
+    index. Embeddings and output layer have `rows` rows.
 
     Peak memory is at most three times the unsharded fp32 size of the largest parameter.
     """
-    names = parameter_shapes(saved.model)
+    # Shapes by Hugging Face's names, in the order in which the weights are written.
+    parameters = parameter_shapes(saved.model)
     shapes = {}
-    for name, shape in names.items():
-        shapes |= part_shapes(saved.model, name, shape, rows)
+    for name, shape in parameters.items():
+        shapes |= exported_shapes(saved.model, name, shape, rows)
     announced = on_meta(shapes, DTYPES[options.dtype])
     shards = in_parts(announced, options.max_shard_size)
     count = len(shards)
@@ -380,12 +401,16 @@ def _write_weights(
     if count > 1:
         file_names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
-    parts = (part for name in names for part in saved.parts(name, options.with_lora).items())
-    tensors = with_progress((part[: shapes[key][0]] for key, part in parts), announced.values())
-    places = {}
+    # Generators, so that only one parameter at a time is in memory.
+    weights = (
+        item for name in parameters for item in saved.exported(name, options.with_lora).items()
+    )
+    without_padding = (weight[: shapes[key][0]] for key, weight in weights)
+    tensors = with_progress(without_padding, announced.values())
+    file_of_weight = {}
     for file_name, shard in zip(file_names, shards, strict=True):
         write_safetensors(directory / file_name, shard, tensors, {"format": "pt"})
-        places |= dict.fromkeys(shard, file_name)
+        file_of_weight |= dict.fromkeys(shard, file_name)
 
     tensors.close()
     if count > 1:
@@ -393,11 +418,11 @@ def _write_weights(
             "total_parameters": sum(math.prod(shape) for shape in shapes.values()),
             "total_size": sum(tensor.nbytes for tensor in announced.values()),
         }
-        index = {"metadata": metadata, "weight_map": places}
+        index = {"metadata": metadata, "weight_map": file_of_weight}
         write_json(directory / "model.safetensors.index.json", index)
 
 
-def part_shapes(
+def exported_shapes(
     model: ModelConfig, name: str, shape: tuple[int, ...], rows: int
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the exported weights of a Megatron parameter, by Hugging Face's names.
@@ -406,34 +431,39 @@ def part_shapes(
     with `rows` rows.
     """
     shapes = {}
-    for key, part in from_megatron(name, torch.empty(shape, device="meta"), model).items():
-        if key in VOCABULARY_ROWS:
-            part = part[:rows]
-        shapes[key] = tuple(part.shape)
+    for key, weight in from_megatron(name, torch.empty(shape, device="meta"), model).items():
+        if key in VOCABULARY_WEIGHTS:
+            weight = weight[:rows]
+        shapes[key] = tuple(weight.shape)
     return shapes
 
 
 def _write_tokenizer(
     saved: SavedWeights, replacement: str | None, directory: Path
 ) -> ExportedTokenizer | None:
-    """Write the tokenizer of the run, or its `replacement` if it is the same. Raises FileError."""
+    """Write the run's tokenizer to `directory`, or its `replacement`, a path, if both give the same
+    ids.
+
+    `none` writes no tokenizer and returns None. Raises FileError if the replacement differs, and
+    CheckpointError if there is no tokenizer.
+    """
     if replacement == NO_TOKENIZER:
         return None
-    own = load_saved_tokenizer(saved.path)
-    length = saved.model.seq_length
+    saved_tokenizer = load_saved_tokenizer(saved.path)
+    context = saved.model.seq_length
     if replacement is None:
-        if own is None:
+        if saved_tokenizer is None:
             raise CheckpointError(saved.path, "has no tokenizer", _GIVE_TOKENIZER)
-        return write_tokenizer(own, directory, length, str(saved.path / TOKENIZER))
+        return write_tokenizer(saved_tokenizer, directory, context, str(saved.path / TOKENIZER))
 
     tokenizer = load_tokenizer(replacement)
     recorded = saved.state["progress"].get("tokenizer")
-    if own is not None:
-        recorded = tokenizer_record(own)
-        if TOKENIZER_MODEL in own.files:
+    if saved_tokenizer is not None:
+        recorded = tokenizer_record(saved_tokenizer)
+        if TOKENIZER_MODEL in saved_tokenizer.files:
             # `difference` compares a tokenizer.json with the SentencePiece model it was made from
             # by the ids of texts.
-            tokenizer.files.setdefault(TOKENIZER_MODEL, own.files[TOKENIZER_MODEL])
+            tokenizer.files.setdefault(TOKENIZER_MODEL, saved_tokenizer.files[TOKENIZER_MODEL])
     if recorded:
         record = tokenizer_record(tokenizer)
         if different := difference(record, recorded, "the one that trained the model"):
@@ -443,7 +473,7 @@ def _write_tokenizer(
                 f"omit --tokenizer, or give --tokenizer {NO_TOKENIZER} and copy the files into the"
                 " export yourself",
             )
-    return write_tokenizer(tokenizer, directory, length, replacement)
+    return write_tokenizer(tokenizer, directory, context, replacement)
 
 
 def write_json(path: Path, value: dict) -> None:

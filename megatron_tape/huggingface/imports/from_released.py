@@ -56,7 +56,7 @@ def import_released(
     checkpoint `output`.
 
     The vocabulary is padded to a multiple of `vocab_multiple`. `token_mixing` is the setting of
-    TAPE, `full` or `diagonal`. `allow_pickle` allows `weights` to be a pickle. Raises UserError or
+    TAPE, `full` or `per_head`. `allow_pickle` allows `weights` to be a pickle. Raises UserError or
     OSError if weights and settings do not match, or if this project does not support the model.
     """
     refuse_existing(output, fix="choose another output, or move it away")
@@ -65,7 +65,7 @@ def import_released(
         model = _model_config(settings, Path(config), vocab_multiple, token_mixing)
     released = open_files([Path(weights)], allow_pickle)
 
-    # The released code learns FIRE's threshold; this project has it as a constant.
+    # The released code stores FIRE's threshold with the weights; here it is a setting.
     threshold = FireSettings.fire_threshold
     for key in released:
         if key.endswith(_FIRE_THRESHOLD):
@@ -122,6 +122,7 @@ def _model_config(
     Raises UserError for unsupported settings, and the errors that `errors_of_settings` converts.
     """
     kind = settings.get("rpe_type")
+    # A tuple, since `in` a dictionary would raise TypeError for a list.
     if kind not in tuple(_ENCODINGS):
         raise cannot_import(settings, path, "rpe_type", ", ".join(_ENCODINGS))
     if settings.get("hidden_act", "silu") != "silu":
@@ -137,6 +138,7 @@ def _model_config(
     }
     if encoding == "tape":
         position |= {"mlp_size": settings["position_size"], "token_mixing": token_mixing}
+    # Not every encoding has settings of rotation and scaling.
     keys = keys_of(ENCODINGS[encoding].Settings)
     groups = settings.get("num_key_value_heads") or settings["num_attention_heads"]
     model = model_config(

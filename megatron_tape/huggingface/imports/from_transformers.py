@@ -37,6 +37,7 @@ def import_model(
         position_encoding: `tape`, the default for models with RoPE, adds TAPE's parameters to a
             model without them. They are initialized with `seed` and do not change the logits. This
             project's exports keep their encoding; the code in an export is not read.
+        allow_pickle: whether weights may be pickles, which are loaded without running their code.
         base_model: the model's name on the Hub, for model cards.
         vocab_multiple: pad the vocabulary to a multiple of this.
     """
@@ -56,12 +57,14 @@ def import_model(
             position_encoding = "tape"
         config = model_settings(settings, path, position_encoding, vocab_multiple)
 
+    # A model of one of these types has been exported by this project.
     is_export = settings["model_type"] in ("tape", ENCODED)
     card = source_card(source, base_model, is_export)
     name = card.get("base_model") or source.resolve().name
     origin = f"the {settings['model_type']} model {name}"
     tokenizer = find_tokenizer(source, config.unpadded_vocab_size)
     weights = open_model(source, config, allow_pickle)
+    # A TAPE export already has these parameters.
     if config.position_encoding == "tape" and not is_export:
         weights = with_new_tape(weights, config, seed)
     write_imported(output, config, weights, origin, tokenizer, card=card)

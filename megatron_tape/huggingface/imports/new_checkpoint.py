@@ -24,42 +24,46 @@ from megatron_tape.data.tokenizer import (
 from megatron_tape.errors import FileError
 from megatron_tape.huggingface.imports.config_json import read_settings
 from megatron_tape.huggingface.imports.weight_files import LazyTensors, check_weights
-from megatron_tape.huggingface.tensor_files import in_parts, on_meta, with_progress
+from megatron_tape.huggingface.tensor_files import (
+    VOCABULARY_WEIGHTS,
+    in_parts,
+    on_meta,
+    with_progress,
+)
 from megatron_tape.huggingface.tokenizer_files import GENERATION, SPECIAL_IDS
 from megatron_tape.io.files import atomic_directory, digest
 from megatron_tape.io.records import write_record
 from megatron_tape.io.safetensors import write_safetensors
 from megatron_tape.io.strict_yaml import dump
 from megatron_tape.model.initialization import initialized_whole, weight_initializations
-from megatron_tape.model.names import HUGGING_FACE_OUTPUT, POSITION, hugging_face_name, layer_name
+from megatron_tape.model.names import POSITION, hugging_face_name, layer_name
 from megatron_tape.model.shapes import hugging_face_shapes, parameter_shapes
 from megatron_tape.model.weights import from_megatron, to_megatron
 from megatron_tape.position import encoding_of
 
-_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-_VOCABULARY = ("model.embed_tokens.weight", HUGGING_FACE_OUTPUT)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _padded(weights: LazyTensors, model: ModelConfig, origin: str) -> LazyTensors:
-    """Return `weights` with the padded vocabulary of `model`; each added row is the mean of all.
+def _checked_and_padded(weights: LazyTensors, model: ModelConfig, origin: str) -> LazyTensors:
+    """Return `weights` with the padded vocabulary of `model`. Each added row is the mean of all.
 
-    Reading a weight raises FileError if its shape or dtype is wrong, or if it contains NaN or
-    infinity.
+    Access to a weight raises FileError, about `origin`, if its shape or dtype is wrong, or if it
+    contains NaN or infinity.
     """
     shapes = hugging_face_shapes(model)
     padding = model.vocab_size - model.unpadded_vocab_size
 
-    def read(name: str) -> Tensor:
+    def load_weight(name: str) -> Tensor:
         tensor = weights[name]
         shape = shapes[name]
-        if name in _VOCABULARY:
+        if name in VOCABULARY_WEIGHTS:
             shape = (model.unpadded_vocab_size, *shape[1:])
         if tuple(tensor.shape) != shape:
             actual = tuple(tensor.shape)
             raise FileError(
                 origin, f"gives {name} the shape {actual!s:.100}, but its settings require {shape}"
             )
-        if tensor.dtype not in _TYPES:
+        if tensor.dtype not in _DTYPES:
             raise FileError(
                 origin, f"contains {name} as {tensor.dtype}", "fp32, bf16 and fp16 can be imported"
             )
@@ -70,31 +74,38 @@ def _padded(weights: LazyTensors, model: ModelConfig, origin: str) -> LazyTensor
                 "choose an earlier checkpoint of the model",
             )
 
-        if name not in _VOCABULARY or padding == 0:
+        if name not in VOCABULARY_WEIGHTS or padding == 0:
             return tensor
+        # In fp32, since a sum over the vocabulary would lose precision in bf16.
         mean = tensor.float().mean(0, keepdim=True).to(tensor.dtype)
         return torch.cat([tensor, mean.expand(padding, -1)])
 
-    return LazyTensors(weights, read)
+    return LazyTensors(weights, load_weight)
 
 
 def with_new_tape(weights: LazyTensors, model: ModelConfig, seed: int) -> LazyTensors:
-    """Return the weights of a model without TAPE, with newly initialized TAPE parameters."""
-    initials = weight_initializations(model)
+    """Return `weights`, of a model without TAPE, together with the TAPE parameters of `model`.
+
+    These are initialized with `seed`, as in training.
+    """
+    initializations = weight_initializations(model)
     encoding = encoding_of(model)
-    own_names = {
+    tape_names = {
         hugging_face_name(layer, f"{POSITION}{name}"): layer_name(layer, f"{POSITION}{name}")
         for layer in range(model.num_layers)
         for name in encoding.parameters(layer)
     }
 
-    def read(name: str) -> Tensor:
-        if name not in own_names:
+    def load_weight(name: str) -> Tensor:
+        if name not in tape_names:
             return weights[name]
-        own = own_names[name]
-        return from_megatron(own, initialized_whole(own, initials[own], seed), model)[name]
+        own_name = tape_names[name]
+        # Names and shapes of exports may differ from the model's own.
+        return from_megatron(
+            own_name, initialized_whole(own_name, initializations[own_name], seed), model
+        )[name]
 
-    return LazyTensors([*weights, *own_names], read, weights.shapes)
+    return LazyTensors([*weights, *tape_names], load_weight, weights.shapes)
 
 
 def write_imported(
@@ -124,14 +135,16 @@ def write_imported(
     if not isinstance(weights, LazyTensors):
         weights = LazyTensors(weights, weights.__getitem__)
     check_weights(weights, model, origin)
-    embedding, head = _VOCABULARY
+    # A model of this project with tied embeddings has no weight of the output layer.
+    embedding, head = VOCABULARY_WEIGHTS
     if model.tie_embeddings and head in weights:
         if not torch.equal(weights[embedding], weights[head]):
             raise FileError(origin, f"has tie_word_embeddings, but {head} differs from {embedding}")
 
-    padded = _padded(weights, model, origin)
+    padded = _checked_and_padded(weights, model, origin)
     shapes = parameter_shapes(model)
     with atomic_directory(output) as directory:
+        # The weights, in files of at most FILE_BYTES bytes; each is read when it is written.
         announced = on_meta(shapes, torch.float32)
         converted = (to_megatron(padded, name, model) for name in shapes)
         tensors = with_progress(converted, announced.values())
@@ -146,6 +159,7 @@ def write_imported(
         tensors.close()
         write_record(directory / INDEX, {"files": index})
 
+        # The state of a run at step 0.
         progress = {"bad_steps": 0, "origin": origin} | {
             key: value for key, value in progress.items() if value
         }
@@ -164,6 +178,8 @@ def write_imported(
             "config": {"model": as_dict(model)},
         }
         write_record(directory / checkpoint_files.STATE, state)
+
+        # The manifest comes last, since it has the digests of all other files.
         settings = dump({"model": as_dict(model)})
         (directory / "model.yaml").write_text(settings, encoding="utf-8")
         for name in names:
@@ -173,8 +189,9 @@ def write_imported(
 
 
 def advise(output: str | Path, model: ModelConfig) -> None:
-    """Print the commands that train and extend `model`, the checkpoint written to `output` by
-    `write_imported`.
+    """Print the commands that train `model`, and that extend its context.
+
+    `output` is its checkpoint, which `write_imported` has written.
     """
     output = Path(output)
     checkpoint = shlex.quote(str(output))
@@ -208,8 +225,10 @@ def find_tokenizer(source: Path, rows: int) -> Tokenizer | None:
     special ids only in config.json; these are added to the tokenizer's generation settings. Raises
     FileError if a tokenizer file is a link to a file outside `source`.
     """
+    # The first two are the files of vocabularies; the others only add settings.
     if not any((source / name).is_file() for name in TOKENIZER_FILES[:2]):
         return None
+    # Outside of the block below: an unsafe link must not become a warning.
     find_files(source)
     try:
         tokenizer = load_tokenizer(source)

@@ -13,12 +13,12 @@ from megatron_tape.errors import UserError
 from megatron_tape.io.records import parse_yaml, read_small
 
 CARD = "README.md"
-_BYTES = 4 << 20
-_METADATA = 100_000
+_CARD_BYTES = 4 << 20
+_METADATA_CHARACTERS = 100_000
 """Maximum number of characters of a card's metadata; parsing more YAML would take seconds."""
 _FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_LONGEST = 200
+_FACT_CHARACTERS = 200
 
 
 class CardFacts(TypedDict, total=False):
@@ -38,23 +38,24 @@ def source_card(
 ) -> CardFacts:
     """Return license, languages and Hub name of the model in `directory`, as far as they are known.
 
-    License and languages come from the metadata of its README.md. The Hub name is `base_model`; for
-    an export of this project (`is_export`), it may also come from the README.md. Raises UserError
-    if `base_model` is not a valid Hub name.
+    License and languages come from the metadata of its README.md. The Hub name is `base_model`. If
+    that is None, an export of this project (`is_export`) has the name in its README.md. Raises
+    UserError if `base_model` is not a valid Hub name.
     """
     if base_model is not None and not _NAME.fullmatch(base_model):
         raise UserError(
             "--base-model", f"is {base_model!r}, but names on the Hub have the form OWNER/NAME"
         )
     metadata = _metadata(directory / CARD)
+    # In other models' cards, base_model is the model from which they were trained.
     name = base_model
     if name is None and is_export:
-        name = _text(metadata.get("base_model"))
+        name = _short_text(metadata.get("base_model"))
     facts: CardFacts = {}
     if name:
         facts["base_model"] = name
     for key in ("license", "license_name", "license_link"):
-        if text := _text(metadata.get(key)):
+        if text := _short_text(metadata.get(key)):
             facts[key] = text
     if "://" not in facts.get("license_link", "://"):
         del facts["license_link"]  # a relative link to a file that the export does not have
@@ -63,7 +64,7 @@ def source_card(
     if not isinstance(languages, list):
         languages = [languages]
     # In YAML, an unquoted `no` (Norwegian) is false.
-    languages = ["no" if item is False else _text(item) for item in languages]
+    languages = ["no" if item is False else _short_text(item) for item in languages]
     if languages := [text for text in languages if text]:
         facts["language"] = languages
     return facts
@@ -76,19 +77,22 @@ def _metadata(path: Path) -> dict:
     if not path.is_file():
         return {}
     try:
-        match = _FRONT_MATTER.match(read_small(path, _BYTES).decode("utf-8"))
+        match = _FRONT_MATTER.match(read_small(path, _CARD_BYTES).decode("utf-8"))
         if match is None:
             return {}
-        if len(match[1]) > _METADATA:
-            raise ValueError(f"its metadata has more than {_METADATA:,} characters")
+        if len(match[1]) > _METADATA_CHARACTERS:
+            raise ValueError(f"its metadata has more than {_METADATA_CHARACTERS:,} characters")
+        # Empty metadata is None in YAML.
         return parse_yaml(match[1], dict[str, Any] | None) or {}
     except (ValueError, OSError) as error:
         command_line.log(f"the license and languages in {path} are not imported: {error}")
         return {}
 
 
-def _text(value: Any) -> str | None:
-    """Return `value` if it is a short, printable text; None otherwise."""
-    if isinstance(value, str) and value.isprintable() and len(value) <= _LONGEST:
+def _short_text(value: Any) -> str | None:
+    """Return `value` without surrounding spaces if it is a short, printable text; otherwise, and
+    for an empty text, None.
+    """
+    if isinstance(value, str) and value.isprintable() and len(value) <= _FACT_CHARACTERS:
         return value.strip() or None
     return None

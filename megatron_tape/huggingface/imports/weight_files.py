@@ -28,7 +28,7 @@ PICKLES = (".bin", ".pt", ".pth")
 # In the order in which transformers looks for them.
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-_FILE = re.compile(r"[\w-][\w.-]{0,200}")
+_FILE_NAME = re.compile(r"[\w-][\w.-]{0,200}")
 _INDEX_BYTES = 32 << 20
 """Maximum size of an index file, enough for about 200,000 tensors."""
 MISMATCH = "give the config.json that belongs to the weights, or download them again"
@@ -39,23 +39,23 @@ class _Index(TypedDict):
 
 
 class LazyTensors(Mapping):
-    """Tensors by name, which `read` loads on access.
+    """Tensors by name. Every access calls `load(name)`.
 
-    `shapes` has those shapes that are known before reading.
+    `shapes` has those shapes that are known before loading.
     """
 
     def __init__(
         self,
         names: Iterable[str],
-        read: Callable[[str], Tensor],
+        load: Callable[[str], Tensor],
         shapes: Mapping[str, tuple[int, ...]] | None = None,
     ):
         self._names = dict.fromkeys(names)
-        self._read = read
+        self._load = load
         self.shapes = shapes or {}
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._read(name)
+        return self._load(name)
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
@@ -68,14 +68,18 @@ class LazyTensors(Mapping):
 
 
 def _open_safetensors(paths: list[Path]) -> LazyTensors:
-    """Return the tensors of several files. A file is open only while one of them is read."""
-    files = {}
+    """Return the tensors of several files. A file is open only while one of them is read.
+
+    Raises FileError for a damaged file.
+    """
+    path_of_tensor = {}
     shapes = {}
     for path in paths:
         try:
-            with safe_open(path, "np") as file:  # reads names and shapes only
+            # Only names and shapes are read, so numpy suffices, without an import of torch.
+            with safe_open(path, "np") as file:
                 for name in file.keys():
-                    files[name] = path
+                    path_of_tensor[name] = path
                     shapes[name] = tuple(file.get_slice(name).get_shape())
         except SafetensorError as error:
             raise FileError(
@@ -84,17 +88,18 @@ def _open_safetensors(paths: list[Path]) -> LazyTensors:
                 "download or write it again",
             ) from None
 
-    def read(name: str) -> Tensor:
-        with safe_open(files[name], "pt") as file:
+    def load_tensor(name: str) -> Tensor:
+        with safe_open(path_of_tensor[name], "pt") as file:
             return file.get_tensor(name)
 
-    return LazyTensors(files, read, shapes)
+    return LazyTensors(path_of_tensor, load_tensor, shapes)
 
 
 def open_files(paths: list[Path], allow_pickle: bool) -> LazyTensors:
-    """Return the tensors of all files by name. Raises FileError.
+    """Return the tensors of all files by name.
 
-    If two files have the same tensor, the last one is used, as in transformers.
+    If two files have the same tensor, the last one is used, as in transformers. Raises FileError if
+    a file is missing or damaged, or a pickle without `allow_pickle`.
     """
     for path in paths:
         if not path.is_file():
@@ -114,32 +119,39 @@ def open_files(paths: list[Path], allow_pickle: bool) -> LazyTensors:
 
 
 def open_directory(directory: Path, allow_pickle: bool) -> LazyTensors:
-    """Return the weights of a model directory in the format of transformers. Raises FileError."""
+    """Return the weights of a model directory in the format of transformers.
+
+    Raises FileError if a file is missing or damaged, or a pickle without `allow_pickle`.
+    """
     names = [*_SAFETENSORS, *_PICKLED]
-    first = next((directory / name for name in names if (directory / name).is_file()), None)
-    if first is None:
+    weights_or_index = next(
+        (directory / name for name in names if (directory / name).is_file()), None
+    )
+    if weights_or_index is None:
         raise FileError(
             directory,
             f"contains none of {', '.join(names)}",
             "give a directory with a complete model",
         )
-    if first.suffix != ".json":
-        return open_files([first], allow_pickle)
+    if weights_or_index.suffix != ".json":
+        return open_files([weights_or_index], allow_pickle)
 
-    places = read_record(first, _Index, _INDEX_BYTES)["weight_map"]
-    files = sorted(set(places.values()))
-    for name in files:
-        if not _FILE.fullmatch(name):
+    file_of_tensor = read_record(weights_or_index, _Index, _INDEX_BYTES)["weight_map"]
+    file_names = sorted(set(file_of_tensor.values()))
+    for name in file_names:
+        # A path in an index could lead out of the directory.
+        if not _FILE_NAME.fullmatch(name):
             raise FileError(
-                first, f"is not an index of weights: {name!r:.100} is not the name of a file"
+                weights_or_index,
+                f"is not an index of weights: {name!r:.100} is not the name of a file",
             )
         if not (directory / name).is_file():
             raise FileError(
                 directory, f"is incomplete: the file {name} is in its index, but missing"
             )
 
-    weights = open_files([directory / name for name in files], allow_pickle)
-    if missing := sorted(set(places) - set(weights)):
+    weights = open_files([directory / name for name in file_names], allow_pickle)
+    if missing := sorted(set(file_of_tensor) - set(weights)):
         raise FileError(
             directory, f"is incomplete: {missing[0]:.100} is in its index, but in none of its files"
         )
@@ -177,6 +189,7 @@ def check_weights(weights: LazyTensors, model: ModelConfig, origin: str) -> None
 
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a pickle by name. Raises FileError if it contains other objects."""
     import torch
 
     try:
