@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.environment import Record
 from benchmarks.tables import DIRECTIONS, attention_table
-from benchmarks.timing import DTYPES, add_time_arguments, device_here, reason, timed
+from benchmarks.timing import DTYPES, add_time_arguments, describe_error, device_here, timed
 from megatron_tape import command_line
 from megatron_tape.command_line import whole_number
 from megatron_tape.model.reference import rope_phases
@@ -56,7 +56,10 @@ class Shape(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Shape":
-        """Parse `HxD@S` or `H/GxD@S`, such as `12x64@1024` or `32/8x128@4096`."""
+        """Parse `HxD@S` or `H/GxD@S`, such as `12x64@1024` or `32/8x128@4096`.
+
+        Raises ArgumentTypeError for other texts, groups that do not divide heads, or an odd D.
+        """
         match = re.fullmatch(r"(\d+)(?:/(\d+))?x(\d+)@(\d+)", text)
         if match:
             # Without G, there are as many groups as heads.
@@ -79,8 +82,11 @@ TOY = Shape(2, 1, 32, 64)
 """The shape of --toy."""
 
 
-def inputs(shape: Shape, batch: int, dtype: torch.dtype) -> list[Tensor]:
-    """Return random q (S, B, H, D) and k, v, z (S, B, G, D); z is RoPE's phases plus noise."""
+def random_inputs(shape: Shape, batch: int, dtype: torch.dtype) -> list[Tensor]:
+    """Return random q (S, B, H, D) and k, v, z (S, B, G, D) that require gradients.
+
+    B is `batch`. z is RoPE's phases plus noise.
+    """
     device = device_here()
     generator = torch.Generator(device).manual_seed(0)
     q, k, v, z = (
@@ -92,13 +98,16 @@ def inputs(shape: Shape, batch: int, dtype: torch.dtype) -> list[Tensor]:
         )
         for heads in (shape.heads, shape.groups, shape.groups, shape.groups)
     )
-    z.mul_(0.1).add_(rope(shape.length, shape.head_dim, dtype))
+    z.mul_(0.1).add_(initial_phases(shape.length, shape.head_dim, dtype))
     return [x.requires_grad_() for x in (q, k, v, z)]
 
 
 @functools.lru_cache(maxsize=4)
-def rope(length: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """Return RoPE's phases (S, 1, 1, D)."""
+def initial_phases(length: int, dim: int, dtype: torch.dtype) -> Tensor:
+    """Return RoPE's phases (S, 1, 1, D), the position state before the first layer.
+
+    S is `length` and D is `dim`. Cached, so that timed runs do not compute them.
+    """
     frequencies = 10000.0 ** -(torch.arange(0, dim, 2).float() / dim)
     return rope_phases(torch.arange(length), frequencies)[:, None, None].to(device_here(), dtype)
 
@@ -106,17 +115,21 @@ def rope(length: int, dim: int, dtype: torch.dtype) -> Tensor:
 def attend(
     encoding: str, backend: str, q: Tensor, k: Tensor, v: Tensor, z: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention with an encoding and a backend. RoPE uses its phases instead of z."""
+    """Return the averages of the values (S, B, H, D) and, with TAPE, those of z; None with RoPE.
+
+    Shapes are those of `random_inputs`. RoPE uses its phases instead of z.
+    """
     if encoding == "tape":
         return attention(q, k, v, z, True, None, backend)
-    phases = rope(len(z), z.shape[-1], q.dtype)  # without a gradient
+    phases = initial_phases(len(z), z.shape[-1], q.dtype)  # without a gradient
     return attention(q, k, v, phases, False, None, backend)
 
 
 def candidates(
     dim: int, dtype: torch.dtype, flex: bool = False
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the names of the candidates that can run, and the reason for each backend that cannot.
+    """Return the names of the candidates that can run with a head dimension `dim`, and the reason
+    for each backend that cannot.
 
     FlexAttention, which takes a minute to compile, is included only with `flex`. Three backends are
     left out: fla, which is for forget gates; naive, which is the reference; and, on a GPU, tiled,
@@ -129,11 +142,11 @@ def candidates(
         if backend in ("naive", "fla") or (backend == "flex" and not flex):
             continue
 
-        why = unsupported(backend, device, dtype, dim)
-        if not why and backend == "tiled" and device.type != "cpu":
-            why = "is for CPUs"
-        if why:
-            rejected[backend] = why
+        problem = unsupported(backend, device, dtype, dim)
+        if not problem and backend == "tiled" and device.type != "cpu":
+            problem = "is for CPUs"
+        if problem:
+            rejected[backend] = problem
             continue
 
         for encoding, needs in NEEDS.items():
@@ -142,32 +155,34 @@ def candidates(
     return names, rejected
 
 
-def check(name: str, shape: Shape, dtype: torch.dtype) -> Check:
+def naive_comparison(name: str, shape: Shape, dtype: torch.dtype) -> Check:
     """Return the comparison of a candidate with the naive backend, for one sequence of `shape`."""
     encoding, backend = name.split()
-    ours, plain = (functools.partial(attend, encoding, each) for each in (backend, "naive"))
-    return Check(ours, plain, inputs(shape, 1, dtype))
+    candidate, naive = (functools.partial(attend, encoding, each) for each in (backend, "naive"))
+    return Check(candidate, naive, random_inputs(shape, 1, dtype))
 
 
-def inexact_at(name: str, length: int, shape: Shape, dtype: torch.dtype) -> str | None:
+def why_inexact(name: str, length: int, shape: Shape, dtype: torch.dtype) -> str | None:
     """Return why a candidate is not exact at a length, or None if its errors are at most twice
     those of plain torch.
+
+    `shape` gives the other sizes.
     """
     try:
-        why = inexact(*check(name, shape._replace(length=length), dtype), dtype)
+        problem = inexact(*naive_comparison(name, shape._replace(length=length), dtype), dtype)
     except Exception as error:  # a compiler may raise anything
-        why = reason(error)
-    if why:
-        return f"{length} tokens: {why}"
+        problem = describe_error(error)
+    if problem:
+        return f"{length} tokens: {problem}"
     return None
 
 
 def measure(shape: Shape, arguments: argparse.Namespace, deadline: float) -> Iterator[dict]:
-    """Time every exact candidate, forward and forward + backward; yield the result so far after
-    each step.
+    """Time every exact candidate, forward and forward + backward.
 
-    Candidates that are not yet checked at `deadline` (of `time.monotonic`) are listed under
-    `no_time`.
+    Yield the result so far after each candidate's check and each direction, so that it can be
+    recorded. It is one dictionary, which is completed in place. Candidates that are not yet checked
+    at `deadline` (of `time.monotonic`) are listed under `no_time`.
     """
     dtype = DTYPES[arguments.precision]
     batch = max(1, arguments.tokens // shape.length)
@@ -175,12 +190,15 @@ def measure(shape: Shape, arguments: argparse.Namespace, deadline: float) -> Ite
     result = {
         "shape": str(shape),
         "batch": batch,
-        "auto": automatic(shape, dtype),
+        "auto": auto_candidates(shape, dtype),
         "timed": {},
         "of_rope": {},
         "rejected": rejected,
         "no_time": [],
     }
+
+    # Only exact candidates are timed. The check is at most at 1,024 tokens, since scores in float64
+    # need much memory.
     exact = []
     for name in names:
         _, backend = name.split()
@@ -188,43 +206,49 @@ def measure(shape: Shape, arguments: argparse.Namespace, deadline: float) -> Ite
             rejected[backend] = "is excluded by --without"
         elif time.monotonic() > deadline:
             result["no_time"].append(name)
-        elif why := inexact_at(name, min(shape.length, 1024), shape, dtype):
-            rejected[name] = why
+        elif problem := why_inexact(name, min(shape.length, 1024), shape, dtype):
+            rejected[name] = problem
         else:
             exact.append(name)
         yield result
 
-    tensors = inputs(shape, batch, dtype)
+    tensors = random_inputs(shape, batch, dtype)
     # Random, because constants would be faster to multiply.
     output_grads = [torch.randn_like(tensors[0]) for _ in range(2)]
-    product = 1e-12 * shape.heads * shape.length**2 * shape.head_dim * batch
+    # 2 FLOP for a multiply-add, halved for the causal mask.
+    tflop_per_product = 1e-12 * shape.heads * shape.length**2 * shape.head_dim * batch
     for direction in DIRECTIONS:
         runs = {
-            name: functools.partial(_run, name, tensors, output_grads, direction != "forward")
+            name: functools.partial(
+                _run_candidate, name, tensors, output_grads, direction != "forward"
+            )
             for name in exact
         }
         timings, failed = timed(runs, arguments.repetitions, device_here())
-        for name, why in failed.items():
-            rejected[f"{name}, {direction}"] = why
+        for name, problem in failed.items():
+            rejected[f"{name}, {direction}"] = problem
 
-        tape = fastest(timings, "tape")
-        rope = fastest(timings, "rope")
+        fastest_tape = fastest(timings, "tape")
+        fastest_rope = fastest(timings, "rope")
         for name, timing in timings.items():
             if "seconds" not in timing:
-                continue
+                continue  # interpreted
             encoding, _ = name.split()
-            timing["tflops"] = PRODUCTS[encoding][direction] * product / timing["seconds"]
-            if rope:
-                timing["ratio"] = timing["seconds"] / timings[rope]["seconds"]
+            timing["tflops"] = PRODUCTS[encoding][direction] * tflop_per_product / timing["seconds"]
+            if fastest_rope:
+                timing["ratio"] = timing["seconds"] / timings[fastest_rope]["seconds"]
 
         result["timed"][direction] = timings
-        if tape and rope:
-            ratio = timings[tape]["ratio"]
-            result["of_rope"][direction] = {"ratio": ratio, "tape": tape, "rope": rope}
+        if fastest_tape and fastest_rope:
+            result["of_rope"][direction] = {
+                "ratio": timings[fastest_tape]["ratio"],
+                "tape": fastest_tape,
+                "rope": fastest_rope,
+            }
         yield result
 
 
-def automatic(shape: Shape, dtype: torch.dtype) -> dict[str, str]:
+def auto_candidates(shape: Shape, dtype: torch.dtype) -> dict[str, str]:
     """Return the candidate that `auto` selects for each encoding."""
     grouped = shape.groups < shape.heads
     names = {}
@@ -237,7 +261,9 @@ def automatic(shape: Shape, dtype: torch.dtype) -> dict[str, str]:
 
 
 def fastest(timings: dict[str, dict], encoding: str) -> str | None:
-    """Return the name of an encoding's fastest candidate, or None if none was timed."""
+    """Return the name of an encoding's fastest candidate, or None if none was timed. `timings` are
+    those that `timed` returns.
+    """
     times = {
         name: timing["seconds"]
         for name, timing in timings.items()
@@ -246,18 +272,21 @@ def fastest(timings: dict[str, dict], encoding: str) -> str | None:
     return min(times, key=times.get, default=None)
 
 
-def _run(name: str, tensors: list[Tensor], output_grads: list[Tensor], backward: bool) -> None:
+def _run_candidate(
+    name: str, tensors: list[Tensor], output_grads: list[Tensor], backward: bool
+) -> None:
     """Run a candidate's forward pass and, with `backward`, the backward pass from
     `output_grads`.
     """
     with torch.set_grad_enabled(backward):
         outputs = [x for x in attend(*name.split(), *tensors) if x is not None]
     if backward:
+        # RoPE does not use z.
         torch.autograd.grad(outputs, tensors, output_grads[: len(outputs)], allow_unused=True)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
+    """Parse the command line, or `argv` if it is not None."""
     parser = command_line.Parser(description=__doc__)
     add = parser.add_argument
     default = "default here: %(default)s"
@@ -297,6 +326,7 @@ def main(argv: list[str] | None = None) -> None:
             print(f"skipped {shape}: out of time; increase --minutes", file=sys.stderr)
             continue
         print(shape, file=sys.stderr)
+        # Recorded after every step, in case a kernel hangs.
         for result in measure(shape, arguments, deadline):
             record.write({"results": [*results, result]})
         results.append(result)

@@ -23,6 +23,7 @@ class Llama(nn.Module):
     """
 
     def __init__(self, model: ModelConfig, dtype: torch.dtype, device: torch.device):
+        # Only here, since transformers is optional.
         from transformers import LlamaConfig, LlamaForCausalLM
 
         super().__init__()
@@ -46,7 +47,10 @@ class Llama(nn.Module):
 
 
 class PlainEngine:
-    """An optimizer in plain torch, with the method `train_step` of `training.engine.Engine`."""
+    """An optimizer in plain torch, with the method `train_step` of `training.engine.Engine`.
+
+    `model` has weights in `dtype`, bf16 or fp32; its `forward` returns the loss of a batch.
+    """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         self.model = model.train()
@@ -60,7 +64,9 @@ class PlainEngine:
         self.adam = torch.optim.AdamW(self.fp32, weight_decay=0.01, fused=True)
 
     def train_step(self, batches: list[dict[str, Tensor]], lr: float) -> StepResult:
-        """Take one optimizer step on the mean gradient of all batches."""
+        """Take one optimizer step on the mean gradient of all batches. Return their mean loss and
+        the gradient's norm before clipping.
+        """
         self.adam.param_groups[0]["lr"] = lr
         total = 0.0
         for batch in batches:
@@ -68,6 +74,7 @@ class PlainEngine:
             loss.backward()
             total += loss.detach()
 
+        # Gradients are clipped and applied in fp32.
         for master, weight in self.copies:
             master.grad = weight.grad.float()
             weight.grad = None
@@ -95,13 +102,16 @@ class Baseline(MeasuredModel):
         self.engine = PlainEngine(self.model, dtype)
 
     def description(self) -> dict[str, str]:
+        """Return no implementations, which are transformers' own."""
         return {}
 
     def memory(self) -> dict[str, int]:
         """Return the measured peaks in bytes (see `peaks`), without an estimate."""
-        state = sum(4 * weight.nbytes for weight in self.engine.fp32)
-        copies = sum(weight.nbytes for _, weight in self.engine.copies)
-        return self.peaks(state + copies)
+        # Weights, gradients and Adam's two moments, all in fp32.
+        state_bytes = sum(4 * weight.nbytes for weight in self.engine.fp32)
+        copied_bytes = sum(weight.nbytes for _, weight in self.engine.copies)
+        return self.peaks(state_bytes + copied_bytes)
 
     def release(self) -> None:
+        """Free the memory of the model and its optimizer, which cannot be used afterwards."""
         self.engine = self.model = self.batches = None

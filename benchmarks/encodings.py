@@ -28,7 +28,7 @@ import transformers
 from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.environment import Record, add_record_arguments, quiet_libraries
-from benchmarks.generate import cached_seconds
+from benchmarks.generate import decode_seconds
 from benchmarks.measured_model import (
     MAX_LOSS_ERROR,
     SHAPES,
@@ -37,7 +37,7 @@ from benchmarks.measured_model import (
     free_memory,
     run_config,
 )
-from benchmarks.timing import median_ratio, reason
+from benchmarks.timing import describe_error, median_ratio
 from megatron_tape import command_line
 from megatron_tape.checks.combinations import validate
 from megatron_tape.command_line import whole_number
@@ -51,7 +51,7 @@ from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import BUILT_IN, encoding_of
 
 BASELINE = "rope"
-LEARNED = {"position.increments": "learned"}
+LEARNED_INCREMENTS = {"position.increments": "learned"}
 VARIANTS: dict[str, dict] = {
     encoding.name: {"position_encoding": encoding.name} for encoding in BUILT_IN
 } | {
@@ -61,11 +61,11 @@ VARIANTS: dict[str, dict] = {
         "position.rope_scaling_factor": 4.0,
         "position.rope_original_seq_length": 256,
     },
-    "rope, learned increments": {"position_encoding": "rope", **LEARNED},
-    "tape, learned increments": {"position_encoding": "tape", **LEARNED},
+    "rope, learned increments": {"position_encoding": "rope", **LEARNED_INCREMENTS},
+    "tape, learned increments": {"position_encoding": "tape", **LEARNED_INCREMENTS},
     "tape, learned increments, unit modulus": {
         "position_encoding": "tape",
-        **LEARNED,
+        **LEARNED_INCREMENTS,
         "position.state_norm": "unit",
     },
 }
@@ -95,14 +95,15 @@ def main(argv: list[str] | None = None) -> None:
         "encodings": rows,
     }
     record = Record(arguments)
-    for measure in (steps, decoding):
+    for measure in (measure_steps, measure_decoding):
+        # Each adds to `rows`, and yields when it has measured another variant.
         for _ in measure(configs, arguments, layout, rows):
             record.write(result)
     print("\n".join(table(rows)))
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
+    """Parse the command line, or `argv` if it is not None."""
     on_gpu = torch.cuda.is_available()
     parser = command_line.Parser(prog="python -m benchmarks.encodings", description=__doc__)
     others = [name for name in VARIANTS if name != BASELINE]
@@ -124,7 +125,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def config_of(name: str, arguments: argparse.Namespace) -> RunConfig:
-    """Return the configuration of the variant `name`. Raises ConfigError if it is invalid."""
+    """Return the configuration of the variant `name`, a key of VARIANTS. Raises ConfigError if it
+    is invalid.
+    """
     config = run_config(BASELINE, SHAPES[arguments.shape], arguments.precision)
     settings = {f"model.{key}": value for key, value in VARIANTS[name].items()}
     config = replace_settings(config, settings)
@@ -132,38 +135,41 @@ def config_of(name: str, arguments: argparse.Namespace) -> RunConfig:
     return config
 
 
-def steps(
+def measure_steps(
     configs: dict[str, RunConfig],
     arguments: argparse.Namespace,
     layout: ParallelLayout,
     rows: dict[str, dict],
 ) -> Iterator[None]:
-    """Add step time and memory of each variant to its row, and yield after each; its steps
-    alternate with RoPE's.
+    """Add the step time and the memory of each variant to its row, and yield after each.
+
+    The steps of a variant alternate with RoPE's. `configs` and `rows` have RoPE and the variants by
+    name. A variant that cannot be measured gets the reason under `failed`.
     """
-    before = allocated()
+    bytes_before = allocated_bytes()
     rope = build_model(configs[BASELINE], layout)
     rope.step()  # creates the optimizer's state
     baseline = rows[BASELINE]
-    baseline["memory"] = peak_of_step(rope, before)
+    baseline["memory"] = peak_of_step(rope, bytes_before)
     for name in arguments.only:
         print(f"training steps: {name}", flush=True)
         row = rows[name]
-        free_memory()  # the previous encoding may have failed
-        before = allocated()
+        free_memory()  # a variant that failed was not released
+        bytes_before = allocated_bytes()
         try:
             variant = build_model(configs[name], layout)
         except (ConfigError, RuntimeError) as error:
-            row["failed"] = reason(error)
+            row["failed"] = describe_error(error)
             continue
 
-        taken = [
+        # Pairs of steps; the first step of a variant creates the optimizer's state.
+        seconds_of_pairs = [
             (rope.step().seconds, variant.step().seconds) for _ in range(arguments.repetitions + 1)
         ]
-        of_rope, of_variant = zip(*taken[1:])
+        of_rope, of_variant = zip(*seconds_of_pairs[1:])
         row["seconds_per_step"] = statistics.median(of_variant)
         row["step_over_rope"] = median_ratio(of_variant, of_rope)
-        row["memory"] = peak_of_step(variant, before)
+        row["memory"] = peak_of_step(variant, bytes_before)
         row["memory_over_rope"] = row["memory"] / baseline["memory"]
         row["attention"] = variant.backend
         baseline.setdefault("seconds_per_step", statistics.median(of_rope))
@@ -172,32 +178,34 @@ def steps(
     rope.release()
 
 
-def allocated() -> int:
+def allocated_bytes() -> int:
     """Return the bytes allocated on the GPU, or 0 without a GPU."""
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated()
     return 0
 
 
-def peak_of_step(measured: MeasuredModel, before: int) -> int:
-    """Return a step's peak memory in bytes, without the `before` bytes that the GPU held before the
+def peak_of_step(measured: MeasuredModel, bytes_before: int) -> int:
+    """Return a step's peak memory in bytes, without the `bytes_before` that the GPU held before the
     model was built.
     """
+    # On a CPU, the peak is computed without a step.
     if measured.layout.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         measured.step()
-    return measured.memory()["peak"] - before
+    return measured.memory()["peak"] - bytes_before
 
 
 def build_model(config: RunConfig, layout: ParallelLayout) -> MeasuredModel:
-    """Return a model with its optimizer. Raises ConfigError if its losses differ from those of
-    naive attention.
+    """Return a model with its optimizer. Raises ConfigError if its token losses differ from those
+    with naive attention.
     """
     dtype = dtype_of(config)
     backend = chosen_backend(config.model, dtype, layout.device)
     measured = MeasuredModel(config, layout, backend)
     difference = measured.attention_error
     allowed = MAX_LOSS_ERROR if dtype is torch.float32 else 0.1
+    # Not `>`, which is false for NaN.
     if not difference <= allowed:
         raise ConfigError(
             "token losses", f"differ by {difference:.2g} from those of the naive attention"
@@ -205,53 +213,59 @@ def build_model(config: RunConfig, layout: ParallelLayout) -> MeasuredModel:
     return measured
 
 
-def decoding(
+def measure_decoding(
     configs: dict[str, RunConfig],
     arguments: argparse.Namespace,
     layout: ParallelLayout,
     rows: dict[str, dict],
 ) -> Iterator[None]:
-    """Add each exported model's decode time per token to its row, and yield after each; its tokens
-    alternate with a Llama's.
+    """Add each exported variant's decode time per token to its row, and yield after each.
+
+    The tokens of a variant alternate with a Llama's. `configs` and `rows` have RoPE and the
+    variants by name. A variant that cannot be measured gets the reason under `decoding_failed`.
     """
-    plain = configs[BASELINE].model
+    rope_config = configs[BASELINE].model
     dtype = dtype_of(configs[BASELINE])
-    llama = decoder(plain, dtype, layout.device)
-    length = min(arguments.context, plain.seq_length) - arguments.tokens - 1
-    prompt = torch.randint(plain.vocab_size, (1, length), device=layout.device)
+    llama = checked_export(rope_config, dtype, layout.device)
+    # With the decoded tokens and a warm-up token, it fills the context.
+    length = min(arguments.context, rope_config.seq_length) - arguments.tokens - 1
+    prompt = torch.randint(rope_config.vocab_size, (1, length), device=layout.device)
     for name in arguments.only:
         print(f"decoding: {name}", flush=True)
         row = rows[name]
         try:
-            variant = decoder(configs[name].model, dtype, layout.device)
+            variant = checked_export(configs[name].model, dtype, layout.device)
         except (ConfigError, NotImplementedError, ValueError) as error:
-            row["decoding_failed"] = reason(error)
+            row["decoding_failed"] = describe_error(error)
             continue
 
         models = {"llama": llama, "variant": variant}
         with torch.inference_mode():
-            taken = cached_seconds(models, "dynamic", prompt, 1 + arguments.tokens)
-        of_llama = taken["llama"][1:]
-        of_variant = taken["variant"][1:]
+            seconds_by_model = decode_seconds(models, "dynamic", prompt, 1 + arguments.tokens)
+        # Without the first token, which is the warm-up.
+        of_llama = seconds_by_model["llama"][1:]
+        of_variant = seconds_by_model["variant"][1:]
         row["seconds_per_token"] = statistics.median(of_variant)
         row["decoding_over_rope"] = median_ratio(of_variant, of_llama)
         yield
 
 
 @torch.inference_mode()
-def decoder(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Return an exported model with random weights. Raises ConfigError if using a cache changes its
-    logits.
+def checked_export(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Return a model of transformers with random weights, as an export of `model`. Raises
+    ConfigError if using a cache changes its logits.
     """
-    exported = random_model(model).to(device, dtype).eval()
+    exported = export_with_random_weights(model).to(device, dtype).eval()
     text = torch.randint(model.vocab_size, (1, 24), device=device)
     cache = DynamicCache(config=exported.config)
     uncached = exported(text, use_cache=False).logits.float()
+    # A prompt of 12 tokens, then 3 at once, then 9 one by one.
     cached = [
         exported(part, cache=cache).logits.float() for part in text.split([12, 3, *[1] * 9], 1)
     ]
     difference = ((torch.cat(cached, 1) - uncached).abs().max() / uncached.std()).item()
     allowed = MAX_LOGIT_ERROR if dtype is torch.float32 else 10 * MAX_LOGIT_ERROR
+    # Not `>`, which is false for NaN.
     if not difference <= allowed:
         raise ConfigError(
             "logits with a cache",
@@ -260,9 +274,10 @@ def decoder(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Pre
     return exported
 
 
-def random_model(model: ModelConfig) -> PreTrainedModel:
-    """Return a transformers model with random weights. Only those of the encoding depend on the
-    encoding.
+def export_with_random_weights(model: ModelConfig) -> PreTrainedModel:
+    """Return a model of transformers with random weights, as an export of `model`.
+
+    Models that differ only in the encoding have equal weights outside it.
     """
     encoding = encoding_of(model)
     with tempfile.TemporaryDirectory() as folder:
@@ -277,6 +292,8 @@ def random_model(model: ModelConfig) -> PreTrainedModel:
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=True)
         torch.manual_seed(0)
         exported = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+
+    # At initialization, TAPE equals RoPE, which would hide errors.
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in exported.named_parameters():
@@ -286,7 +303,9 @@ def random_model(model: ModelConfig) -> PreTrainedModel:
 
 
 def table(rows: dict[str, dict]) -> list[str]:
-    """Return the lines of a Markdown table of ratios to RoPE, and a line per failure."""
+    """Return the lines of a Markdown table of ratios to RoPE, and a line per failure. `rows` are
+    the results by variant.
+    """
     lines = ["| encoding | step | memory | parameters | token |", "|---|---|---|---|---|"]
     failures = []
     for name, row in rows.items():
@@ -297,8 +316,8 @@ def table(rows: dict[str, dict]) -> list[str]:
         step = _ratio(row, "step_over_rope")
         memory = _ratio(row, "memory_over_rope")
         token = _ratio(row, "decoding_over_rope")
-        added = row["additional_parameters"]
-        lines.append(f"| {name} | {step} | {memory} | {added:+,} | {token} |")
+        additional = row["additional_parameters"]
+        lines.append(f"| {name} | {step} | {memory} | {additional:+,} | {token} |")
         for key in ("failed", "decoding_failed"):
             if key in row:
                 failures.append(f"{name}: no figure: {row[key]}")
@@ -306,6 +325,7 @@ def table(rows: dict[str, dict]) -> list[str]:
 
 
 def _ratio(row: dict, key: str) -> str:
+    """Return the text of a cell, "-" if the row does not have the figure."""
     if key not in row:
         return "-"
     return f"{row[key]:.2f}"

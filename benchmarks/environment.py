@@ -49,6 +49,7 @@ def describe() -> dict:
         "python": platform.python_version(),
         "packages": versions(PACKAGES),
     }
+    # Importing torch here would slow down programs that do not use it.
     torch = sys.modules.get("torch")
     if torch is None:
         return facts
@@ -70,7 +71,7 @@ def describe() -> dict:
 class Record:
     """The JSON file that --output names, rewritten with every new result.
 
-    Without --output, nothing is written.
+    `arguments` are the options of the program. Without --output, nothing is written.
     """
 
     def __init__(self, arguments: argparse.Namespace):
@@ -87,14 +88,16 @@ class Record:
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, result: dict) -> None:
-        """Replace the file by one with the environment, the options and `result`."""
+        """Replace the file by one with the environment, the options and `result`, all results so
+        far.
+        """
         if self.path is not None:
             with atomic_output(self.path, "w", overwrite=True) as file:
                 file.write(json.dumps(self.origin | result, indent=1) + "\n")
 
 
 def add_record_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options --output and --commit."""
+    """Add the options --output and --commit to `parser`."""
     parser.add_argument(
         "--output", type=Path, metavar="FILE.json", help="write results to this file as they arrive"
     )
@@ -102,8 +105,8 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def quiet_libraries(rank: int = 0) -> None:
-    """Reduce the logging of libraries, as training does; without a GPU, select DeepSpeed's CPU
-    accelerator.
+    """Reduce the logging of libraries, as training does. Only rank 0 logs below errors. Without a
+    GPU, select DeepSpeed's CPU accelerator.
 
     Call it before DeepSpeed and Megatron-core are imported.
     """
@@ -115,5 +118,6 @@ def quiet_libraries(rank: int = 0) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="megatron")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    # DeepSpeed would otherwise search for accelerators, and warn.
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -52,9 +52,11 @@ TOY = {
 """The options of --toy."""
 
 
-def build(arguments: argparse.Namespace, layers: int, dtype: torch.dtype) -> Models:
-    """Return a Llama and a TAPE model with the same weights; the matrices that only TAPE has are
-    zero.
+def build_models(arguments: argparse.Namespace, layers: int, dtype: torch.dtype) -> Models:
+    """Return a `llama` and a `tape` model of `layers` layers with the same weights, which have the
+    same logits.
+
+    The widths are those of `arguments`. TAPE's matrices are at their initial values.
     """
     width = arguments.heads * arguments.head_dim
     settings = dict(
@@ -74,6 +76,7 @@ def build(arguments: argparse.Namespace, layers: int, dtype: torch.dtype) -> Mod
             "llama": LlamaForCausalLM(LlamaConfig(**settings)),
             "tape": TapeForCausalLM(TapeConfig(**settings)),
         }
+    # Not strict, since the Llama has no TAPE matrices.
     models["tape"].load_state_dict(models["llama"].state_dict(), strict=False)
     for model in models.values():
         for parameter in model.parameters():  # not buffers: phases must stay in float32
@@ -83,7 +86,7 @@ def build(arguments: argparse.Namespace, layers: int, dtype: torch.dtype) -> Mod
 
 
 def randomize(model: PreTrainedModel) -> None:
-    """Add noise to TAPE's matrices, which are zero at initialization."""
+    """Add noise to TAPE's matrices, since zeros would hide errors."""
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if ".position." in name:
@@ -95,15 +98,17 @@ def check_parity(arguments: argparse.Namespace) -> None:
     fails.
     """
     # In float64, where rounding does not change which token is sampled.
-    models = build(arguments, min(arguments.layers, PARITY_LAYERS), torch.float64)
+    models = build_models(arguments, min(arguments.layers, PARITY_LAYERS), torch.float64)
     llama, tape = (models[name].double() for name in ("llama", "tape"))
     prompt = torch.randint(1, arguments.vocab_size, (1, PARITY_TOKENS), device=device_here())
+
     zero_logits = tape(prompt).logits
     randomize(tape)
     logits = tape(prompt).logits
     tape.set_attn_implementation("eager")
     sdpa_and_eager = (logits - tape(prompt).logits).abs().max().item()
     tape_and_llama = (zero_logits - llama(prompt).logits).abs().max().item()
+    # Both models compute phases in float32, hence 1e-5. Not `>`, which is false for NaN.
     if not (tape_and_llama <= 1e-5 and sdpa_and_eager <= 1e-9):
         sys.exit(
             f"error: logits of TAPE with zero matrices differ by {tape_and_llama:.1e} from Llama's,"
@@ -123,7 +128,10 @@ def check_parity(arguments: argparse.Namespace) -> None:
 
 
 def sampled_tokens(model: PreTrainedModel, prompt: torch.Tensor, **options) -> torch.Tensor:
-    """Return the beginning of the prompt with 32 sampled tokens."""
+    """Return the first 48 tokens of the prompt (1, S) and 32 sampled tokens, (1, 80).
+
+    `options` are further arguments of `generate`. Every call draws the same random numbers.
+    """
     torch.manual_seed(2)
     return model.generate(
         prompt[:, :48],
@@ -144,57 +152,61 @@ def new_cache(kind: str, model: PreTrainedModel, length: int) -> Cache:
     return StaticCache(model.config, max_cache_len=length)
 
 
-def cached_seconds(
+def decode_seconds(
     models: Models, kind: str, prompt: torch.Tensor, steps: int
 ) -> dict[str, list[float]]:
-    """Return each model's seconds for each of `steps` tokens after `prompt` (1, S); the models
-    alternate by token.
+    """Return each model's seconds for each of `steps` tokens after `prompt` (1, S), with a cache of
+    this `kind`. The models alternate by token.
     """
     length = prompt.shape[1]
     caches = {name: new_cache(kind, model, length + steps) for name, model in models.items()}
     for name, model in models.items():
         model(prompt, cache=caches[name], use_cache=True, logits_to_keep=1)
 
-    taken = {name: [] for name in models}
+    seconds_by_model = {name: [] for name in models}
     for step in range(steps):
+        # Any token will do: the time does not depend on it.
         token = prompt[:, step % length, None]
         for name, model in models.items():
             call = functools.partial(model, token, cache=caches[name], use_cache=True)
-            taken[name].append(seconds(call, prompt.device))
-    return taken
+            seconds_by_model[name].append(seconds(call, prompt.device))
+    return seconds_by_model
 
 
-def prompt_seconds(models: Models, prompt: torch.Tensor, passes: int) -> dict[str, list[float]]:
+def prefill_seconds(models: Models, prompt: torch.Tensor, passes: int) -> dict[str, list[float]]:
     """Return each model's seconds for each of `passes` prefills of an empty cache with `prompt` (1,
     S).
     """
-    taken = {name: [] for name in models}
+    seconds_by_model = {name: [] for name in models}
     for _ in range(passes):
         for name, model in models.items():
             cache = new_cache("dynamic", model, prompt.shape[1])
             call = functools.partial(model, prompt, cache=cache, use_cache=True, logits_to_keep=1)
-            taken[name].append(seconds(call, prompt.device))
-    return taken
+            seconds_by_model[name].append(seconds(call, prompt.device))
+    return seconds_by_model
 
 
-def summarize(what: str, taken: dict[str, list[float]], warmup: int) -> dict:
-    """Return and print the medians and the ratio of TAPE's time to Llama's."""
-    llama = taken["llama"][warmup:]
-    tape = taken["tape"][warmup:]
+def summarize(label: str, seconds_by_model: dict[str, list[float]], warmup: int) -> dict:
+    """Return and print the medians and the ratio of TAPE's time to Llama's.
+
+    The first `warmup` times are left out. `label` begins the printed line.
+    """
+    llama = seconds_by_model["llama"][warmup:]
+    tape = seconds_by_model["tape"][warmup:]
     medians = {"llama": statistics.median(llama), "tape": statistics.median(tape)}
     ratio = median_ratio(tape, llama)
     times = ", ".join(f"{name} {value:.4f} s" for name, value in medians.items())
-    print(f"{what}: {times}; TAPE / Llama {ratio:.3f}", flush=True)
+    print(f"{label}: {times}; TAPE / Llama {ratio:.3f}", flush=True)
     return {"seconds": medians, "tape_over_llama": ratio, "timed": len(tape)}
 
 
 def measure(arguments: argparse.Namespace, record: Record) -> None:
-    """Check parity, then measure prefill and decoding at every length; print and record each result
-    at once.
+    """Check parity, then measure prefill and decoding at every length. Print each result, and
+    record those of a length together.
     """
     check_parity(arguments)
     print("parity checked: logits equal Llama's, and a cache changes no token", flush=True)
-    models = build(arguments, arguments.layers, DTYPES[arguments.precision])
+    models = build_models(arguments, arguments.layers, DTYPES[arguments.precision])
     randomize(models["tape"])
     rows: dict[int, dict] = {}
     parameters = {name: model.num_parameters() for name, model in models.items()}
@@ -203,10 +215,12 @@ def measure(arguments: argparse.Namespace, record: Record) -> None:
         prompt = text[:, :length]
         row = rows[length] = {}
         for kind in CACHES:
-            taken = cached_seconds(models, kind, prompt, arguments.cached_tokens)
-            row[kind] = summarize(f"a token after {length}, {kind} cache", taken, warmup=4)
-        taken = prompt_seconds(models, prompt, 1 + arguments.passes)
-        row["prompt"] = summarize(f"prompt of {length} tokens", taken, warmup=1)
+            seconds_by_model = decode_seconds(models, kind, prompt, arguments.cached_tokens)
+            row[kind] = summarize(
+                f"a token after {length}, {kind} cache", seconds_by_model, warmup=4
+            )
+        seconds_by_model = prefill_seconds(models, prompt, 1 + arguments.passes)
+        row["prompt"] = summarize(f"prompt of {length} tokens", seconds_by_model, warmup=1)
         record.write({"parameters": parameters, "lengths": rows})
 
 

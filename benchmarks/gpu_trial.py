@@ -38,13 +38,13 @@ from megatron_tape import command_line
 from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.io.versions import ROOT, commit
 
-GRACE = 3.0
+GRACE_SECONDS = 3.0
 """Seconds to wait for a part to end after SIGTERM, and again after SIGKILL."""
-RESERVE = 5.0
+RESERVED_SECONDS = 5.0
 """Seconds at the end of the trial that no part may use."""
-NEEDED = ("numpy", "torch", "triton", "typing_extensions", "pydantic", "yaml")
+REQUIRED_MODULES = ("numpy", "torch", "triton", "typing_extensions", "pydantic", "yaml")
 """Modules that every part needs."""
-NOT_BEGUN = ("skipped", "not run")
+NOT_STARTED = ("skipped", "not run")
 """Statuses of parts that have not started."""
 
 
@@ -89,11 +89,15 @@ class Trial:
             "minutes": options.minutes,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        ahead = {"status": "not run", "seconds": 0.0, "reason": "the trial ended before this part"}
+        not_run = {
+            "status": "not run",
+            "seconds": 0.0,
+            "reason": "the trial ended before this part",
+        }
         self.record: dict = {
             "trial": origin,
             "problems": [],
-            "stages": dict.fromkeys((part.name for part in parts), ahead),
+            "stages": dict.fromkeys((part.name for part in parts), not_run),
         }
         paths = [str(ROOT), str(packages), os.environ.get("PYTHONPATH", "")]
         self.variables = os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
@@ -101,10 +105,15 @@ class Trial:
 
     def command(self, part: Part, seconds: float) -> list[str]:
         """Return the command that runs a part with a time limit of `seconds`."""
-        command = [sys.executable, "-m", "benchmarks.trial_parts", part.name]
-        command += ["--seconds", f"{seconds:.0f}"]
-        command += ["--output", str(self.output / f"{part.name}.json")]
-        command += ["--commit", self.record["trial"]["commit"]]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.trial_parts",
+            part.name,
+            f"--seconds={seconds:.0f}",
+            f"--output={self.output / part.name}.json",
+            f"--commit={self.record['trial']['commit']}",
+        ]
         if self.options.toy:
             command.append("--toy")
         if self.options.also:
@@ -114,41 +123,37 @@ class Trial:
     def run(self, part: Part, deadline: float) -> None:
         """Run a part, or skip it if too little time is left before `deadline` (of
         `time.monotonic`).
+
+        Its status and results are added to the record, which is saved before and after.
         """
         entry = self.record["stages"][part.name] = {"status": "skipped", "seconds": 0.0}
-        left = deadline - time.monotonic() - RESERVE
+        left = deadline - time.monotonic() - RESERVED_SECONDS
         if left < part.min_seconds:
             entry["reason"] = (
                 f"it needs {part.min_seconds:.0f} s, but {max(0, left):.0f} s are left"
             )
             print(f"=== {part.name}: skipped: {entry['reason']}", flush=True)
             return
+
         seconds = min(part.limit, left)
         started = time.monotonic()
         log = self.output / f"{part.name}.log"
         print(f"=== {part.name}: {part.purpose} (at most {seconds:.0f} s)", flush=True)
+        # What the record says if this program is killed in the meantime.
         entry |= {
             "status": "interrupted",
             "limit": seconds,
             "reason": "it was still running when this was written",
         }
         self.save()
-        with open(log, "wb") as file:
-            program = subprocess.Popen(
-                self.command(part, seconds),
-                cwd=ROOT,
-                env=self.variables,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                preexec_fn=os.setpgrp,  # a process group, so that `end` also reaches children
-            )
+
+        program = self._start(part, seconds, log)
         try:
             status = program.wait(seconds)
             if status == 0:
                 entry["status"] = "done"
                 del entry["reason"]
-            elif status < 0:
+            elif status < 0:  # minus the number of the signal that ended the program
                 entry |= {"status": "failed", "reason": signal.Signals(-status).name}
             else:
                 last = _last_line(log.read_text(errors="replace"))
@@ -156,13 +161,28 @@ class Trial:
         except subprocess.TimeoutExpired:
             entry |= {"status": "out of time", "reason": f"it was stopped after {seconds:.0f} s"}
         finally:
-            end(program)
+            terminate(program)
             entry["seconds"] = round(time.monotonic() - started, 1)
             with suppress(OSError, ValueError):  # the part may have written nothing
                 entry["results"] = json.loads((self.output / f"{part.name}.json").read_bytes())
             self.save()
+
+        # The end of the log, in which an error would be.
         print(log.read_text(errors="replace")[-3000:].strip())
         print(f"=== {part.name}: {entry['status']} after {entry['seconds']:.0f} s", flush=True)
+
+    def _start(self, part: Part, seconds: float, log: Path) -> subprocess.Popen:
+        """Start the process of a part, whose output goes to the file `log`."""
+        with open(log, "wb") as file:
+            return subprocess.Popen(
+                self.command(part, seconds),
+                cwd=ROOT,
+                env=self.variables,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                preexec_fn=os.setpgrp,  # a process group, so that `terminate` reaches children
+            )
 
     def save(self) -> None:
         """Write results.json and summary.md."""
@@ -178,12 +198,15 @@ class Trial:
             os.replace(partial, self.output / name)  # atomic, so that the file is always complete
 
 
-def end(program: subprocess.Popen) -> None:
-    """Terminate a program and its children, and kill them if they still run after GRACE seconds."""
+def terminate(program: subprocess.Popen) -> None:
+    """Terminate a program and its children, and kill them if they still run after GRACE_SECONDS.
+
+    The program must lead a process group.
+    """
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(program.pid, number)
-            program.wait(GRACE)
+            program.wait(GRACE_SECONDS)
         except ProcessLookupError:
             return
         except subprocess.TimeoutExpired:
@@ -191,12 +214,16 @@ def end(program: subprocess.Popen) -> None:
 
 
 def problems(record: dict) -> Iterator[tuple[str, str]]:
-    """Yield a pair of place and problem for every failed part and every wrong result."""
+    """Yield a pair of place and problem for every failed part and every wrong result.
+
+    `record` has the format of results.json.
+    """
+    # The name in records of the first trials.
     parts = record["stages"]
-    if all(part["status"] in NOT_BEGUN for part in parts.values()):
+    if all(part["status"] in NOT_STARTED for part in parts.values()):
         yield "nothing ran", next(iter(parts.values()))["reason"]
     for name, part in parts.items():
-        if part["status"] not in ("done", *NOT_BEGUN):
+        if part["status"] not in ("done", *NOT_STARTED):
             yield name, f"{part['status']} ({part['reason']})"
         results = part.get("results", {})
         for case in results.get("cases", []):
@@ -215,29 +242,35 @@ def problems(record: dict) -> Iterator[tuple[str, str]]:
 
 
 def summary(record: dict) -> list[str]:
-    """Return the lines of summary.md; the results of failed parts may be missing."""
-    found = {name: part.get("results", {}) for name, part in record["stages"].items()}
+    """Return the lines of summary.md. `record` has the format of results.json; the results of
+    failed parts may be missing.
+    """
+    results_by_part = {name: part.get("results", {}) for name, part in record["stages"].items()}
     origin = record["trial"]
     lines = ["# GPU trial", ""]
     environments = [
-        results["environment"] for results in found.values() if "environment" in results
+        results["environment"] for results in results_by_part.values() if "environment" in results
     ]
     if environments and not environments[0]["gpus"]:
         lines += ["**No GPU: toy size on a CPU. The figures say nothing about a GPU.**", ""]
-    lines += [f"Machine: {_machine(environments, found.get('machine', {}))}", ""]
+    lines += [f"Machine: {_machine(environments, results_by_part.get('machine', {}))}", ""]
     lines += [f"Commit {origin['commit']}, {origin['date']}: `{origin['command']}`", ""]
-    if listed := [f"- {where}: {why}" for where, why in problems(record)]:
-        lines += ["Problems:", "", *listed]
+    if problem_lines := [f"- {where}: {why}" for where, why in problems(record)]:
+        lines += ["Problems:", "", *problem_lines]
     else:
         lines.append("No problems were found.")
 
-    steps = {name: found[name] for name in ("step-155m", "step-1.3b") if name in found}
+    steps = {
+        name: results_by_part[name]
+        for name in ("step-155m", "step-1.3b")
+        if name in results_by_part
+    }
     tables = (
         _parts(record),
-        _cases(found),
-        attention_table(found.get("attention", {}).get("results", [])),
+        _cases(results_by_part),
+        attention_table(results_by_part.get("attention", {}).get("results", [])),
         step_table(steps),
-        _training(found),
+        _training(results_by_part),
     )
     for name, results in steps.items():
         if "ratio_time" in results:
@@ -249,6 +282,9 @@ def summary(record: dict) -> list[str]:
 
 
 def _machine(environments: list[dict], rates: dict) -> str:
+    """Describe the machine of the first of `environments` in one line. `rates` are the results of
+    the part `machine`.
+    """
     if not environments:
         return "unknown"
     environment = environments[0]
@@ -267,6 +303,7 @@ def _machine(environments: list[dict], rates: dict) -> str:
 
 
 def _parts(record: dict) -> Iterator[str]:
+    """Yield the lines of the table of all parts."""
     yield "| part | status | seconds | cases | reason |"
     yield "|---|---|--:|--:|---|"
     for name, part in record["stages"].items():
@@ -278,10 +315,12 @@ def _parts(record: dict) -> Iterator[str]:
         yield f"| {name} | {part['status']} | {part['seconds']:.0f} | {cases} | {reason} |"
 
 
-def _cases(found: dict) -> Iterator[str]:
-    """Yield a table of the largest errors, divided by the allowed errors, by kernel and shape."""
+def _cases(results_by_part: dict) -> Iterator[str]:
+    """Yield the lines of a table of the largest errors, divided by the allowed errors, by kernel
+    and shape. There are no lines without results.
+    """
     cases = {}
-    for case in found.get("correctness", {}).get("cases", []):
+    for case in results_by_part.get("correctness", {}).get("cases", []):
         cases[f"{case['shape']}@{case['length']}", case["name"]] = case
     columns = sorted({column for column, _ in cases})
     names = sorted({name for _, name in cases})
@@ -294,6 +333,7 @@ def _cases(found: dict) -> Iterator[str]:
 
 
 def _worst(case: dict) -> str:
+    """Return the cell of a case, in bold if it is a problem; "" if the case has not run."""
     if "error" in case:
         return "**fails**"
     if "worst" not in case:
@@ -306,8 +346,9 @@ def _worst(case: dict) -> str:
     return worst
 
 
-def _training(found: dict) -> Iterator[str]:
-    if tests := found.get("training", {}).get("tests", {}):
+def _training(results_by_part: dict) -> Iterator[str]:
+    """Yield the lines of the table of tests that the part `training` has run."""
+    if tests := results_by_part.get("training", {}).get("tests", {}):
         yield "| training | |"
         yield "|---|---|"
         for test, outcome in tests.items():
@@ -315,8 +356,9 @@ def _training(found: dict) -> Iterator[str]:
 
 
 def prepare(options: argparse.Namespace, packages: Path) -> None:
-    """Create the output folder and install wheels into `packages`. Raises ConfigError if no part
-    could run.
+    """Create the output folder and install wheels into `packages`.
+
+    Raises ConfigError if no part could run, and FileError if the folder has results.
     """
     if (options.output / "results.json").exists():
         raise FileError(
@@ -337,7 +379,7 @@ def prepare(options: argparse.Namespace, packages: Path) -> None:
                 "collect them with: python -m benchmarks.wheels DIR",
             )
         sys.path.insert(0, str(packages))  # find_spec below must find them
-    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+    if missing := [name for name in REQUIRED_MODULES if importlib.util.find_spec(name) is None]:
         fix = (
             "use .venv/bin/python of `make install`, or install torch, Triton and numpy, and the"
             " others with --wheels"
@@ -346,11 +388,14 @@ def prepare(options: argparse.Namespace, packages: Path) -> None:
 
 
 def _last_line(text: str) -> str:
+    """Return the last line of a program's output, which has the error, in at most 200
+    characters.
+    """
     return text.strip().rpartition("\n")[2][:200]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
+    """Parse the command line, or `argv` if it is not None."""
     parts = "\n".join(f"  {part.name:12} {part.purpose}" for part in PARTS)
     parser = command_line.Parser(
         prog="python3 -m benchmarks.gpu_trial", description=f"{__doc__}\nparts:\n{parts}"
@@ -385,12 +430,14 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="gpu-trial-") as work:
         prepare(options, Path(work))
         trial = Trial(options, parts, Path(work))
+        # A signal, too, must leave a complete record.
         try:
             for part in parts:
                 trial.run(part, deadline)
         finally:
             trial.save()
             print("", *summary(trial.record), sep="\n")
+    # `save` has listed them.
     return int(bool(trial.record["problems"]))
 
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.attention import Shape, candidates, check
-from benchmarks.timing import device_here, reason
+from benchmarks.attention import Shape, candidates, naive_comparison
+from benchmarks.timing import describe_error, device_here
 from megatron_tape.ops.parity import (
     LENGTH,
     Check,
@@ -66,13 +66,13 @@ class Case(NamedTuple):
     name: str
     length: int
 
-    def check(self) -> Check:
+    def comparison(self) -> Check:
         """Return the functions to compare, and their inputs."""
         shape = Shape.parse(f"{self.shape}@{self.length}")
-        kernels = _kernels(shape, dtype_here())
+        kernels = _kernel_checks(shape, dtype_here())
         if self.name in kernels:
             return kernels[self.name]
-        return check(self.name, shape, dtype_here())
+        return naive_comparison(self.name, shape, dtype_here())
 
 
 def dtype_here() -> torch.dtype:
@@ -85,16 +85,18 @@ def dtype_here() -> torch.dtype:
 def kernel_cases(toy: bool) -> list[Case]:
     """Return the cases of this project's Triton kernels, at toy size with `toy`."""
     if toy:
-        return _kernel_cases(TOY_SHAPES, TOY_LENGTH)
+        return _cases_of_kernels(TOY_SHAPES, TOY_LENGTH)
     shape, length = LONG_CASE
-    return [*_kernel_cases(SHAPES, LENGTH), Case(shape, "attention", length)]
+    return [*_cases_of_kernels(SHAPES, LENGTH), Case(shape, "attention", length)]
 
 
-def _kernel_cases(shapes: Sequence[str], length: int) -> list[Case]:
+def _cases_of_kernels(shapes: Sequence[str], length: int) -> list[Case]:
+    """Return the cases of all kernels at these shapes and this length."""
+    # The length does not matter for the names.
     return [
         Case(shape, name, length)
         for shape in shapes
-        for name in _kernels(Shape.parse(f"{shape}@1"), dtype_here())
+        for name in _kernel_checks(Shape.parse(f"{shape}@1"), dtype_here())
     ]
 
 
@@ -110,11 +112,14 @@ def library_cases(toy: bool) -> list[Case]:
 
 
 def compile_case(case: Case) -> dict:
-    """Run a kernel forward and backward, which compiles it; return no results."""
-    kernel = case.check()
+    """Run a kernel forward and backward, which compiles it. Return {}, since only a failure
+    counts.
+    """
+    kernel = case.comparison()
     leaves = [x.detach().requires_grad_() for x in kernel.inputs]
     outputs = [x for x in kernel.ours(*leaves) if x is not None]
     torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
+    # A kernel's error is raised at the next synchronization.
     if device_here().type == "cuda":
         torch.cuda.synchronize()
     return {}
@@ -126,7 +131,7 @@ def check_case(case: Case) -> dict:
     Return `worst`, the largest ratio of an error to its allowed error (None if an error is not
     finite), and `inexact`, up to three descriptions of errors above the allowed ones.
     """
-    errors = list(deviations(*case.check(), dtype_here()))
+    errors = list(deviations(*case.comparison(), dtype_here()))
     inexact = [str(deviation) for deviation in errors if not deviation.exact]
     worst = None
     if all(math.isfinite(deviation.error) for deviation in errors):
@@ -140,13 +145,16 @@ def run_cases(function: Callable[[Case], dict], cases: list[Case]) -> Iterator[d
     Yield the result of each case when it arrives, with its `seconds`, or with an `error` and no
     seconds if the process died or took too long.
     """
+    # A process that has used CUDA cannot be forked. Spawned processes would import everything anew.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
 
     def run(case: Case) -> dict:
+        """Return the result of a case, which runs in a new process."""
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_send, args=(sender, function, case), daemon=True)
+        process = context.Process(target=_run_and_send, args=(sender, function, case), daemon=True)
         process.start()
+        # The pipe then ends when the process dies.
         sender.close()
         result = {"error": f"took more than {CASE_SECONDS:.0f} s"}
         if receiver.poll(CASE_SECONDS):
@@ -163,7 +171,8 @@ def run_cases(function: Callable[[Case], dict], cases: list[Case]) -> Iterator[d
             yield done.result()
 
 
-def _send(sender: Connection, function: Callable[[Case], dict], case: Case) -> None:
+def _run_and_send(sender: Connection, function: Callable[[Case], dict], case: Case) -> None:
+    """Send the result of `function(case)`, or its error. This runs in the case's own process."""
     faulthandler.enable()
     torch.set_num_threads(1)
     started = time.monotonic()
@@ -171,11 +180,12 @@ def _send(sender: Connection, function: Callable[[Case], dict], case: Case) -> N
         result = function(case)
     except Exception as error:  # a compiler may raise anything
         # After a fault of the GPU, `reason` raises the error again, which ends this process.
-        result = {"error": reason(error)}
+        result = {"error": describe_error(error)}
     sender.send(result | {"seconds": round(time.monotonic() - started, 2)})
 
 
-def _kernels(shape: Shape, dtype: torch.dtype) -> dict[str, Check]:
+def _kernel_checks(shape: Shape, dtype: torch.dtype) -> dict[str, Check]:
+    """Return the checks of this project's kernels at a shape, by the kernel's name."""
     device = device_here()
     width = 4 * shape.heads * shape.head_dim
     shapes = Shapes(shape.heads, shape.groups, shape.head_dim, averages=True, inner=4 * shape.heads)

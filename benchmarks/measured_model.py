@@ -45,7 +45,7 @@ ENCODINGS = ("rope", "tape")
 MAX_LOSS_ERROR = 1e-4
 """Maximum of `rms_difference` of two models' token losses in fp32, in nats."""
 LEARNING_RATE = 1e-4
-COMPARED = 1024
+COMPARED_TOKENS = 1024
 """Tokens at the beginning of a sequence whose losses are compared; later tokens do not affect these
 losses.
 """
@@ -97,8 +97,12 @@ def run_config(
 ) -> RunConfig:
     """Return the configuration of a run that trains a model of `shape`. Raises ConfigError if it is
     invalid.
+
+    The other arguments are the run's settings of the same or a similar name; `backend` is that of
+    attention.
     """
     width = shape.heads * shape.head_dim
+    # Number of data-parallel ranks; `validate` refuses a world_size that is too small.
     data_size = max(1, world_size // tensor_parallel)
     position = {"mlp_size": shape.position_mlp} if encoding == "tape" else {}
     config = RunConfig(
@@ -180,27 +184,29 @@ class MeasuredModel:
         )
         self.batches = random_batches(config, layout)
 
+        # Before the first step, because training in bf16 amplifies differences.
         self.first_losses = self._token_losses()
         self._perturb_encoding()
         losses = self._token_losses()
-        self._attend_by("naive")
+        self._set_attention_backend("naive")
         self.attention_error = rms_difference(losses, self._token_losses())
-        self._attend_by(backend)
+        self._set_attention_backend(backend)
 
         self.engine = Engine(self.model, config, layout)
 
     def step(self) -> Step:
-        """Take one optimizer step. Raises RuntimeError if the loss or the gradient is not
-        finite.
+        """Take one optimizer step on all micro-batches. Raises RuntimeError if the loss or the
+        gradient is not finite.
         """
         started = synchronized_time(self.layout.device)
         result = self.engine.train_step(self.batches, LEARNING_RATE)
-        taken = synchronized_time(self.layout.device) - started
+        elapsed = synchronized_time(self.layout.device) - started
         if result.skipped:
             raise RuntimeError(f"a step was skipped: {result}")
-        return Step(taken, result.loss)
+        return Step(elapsed, result.loss)
 
-    def _attend_by(self, backend: str) -> None:
+    def _set_attention_backend(self, backend: str) -> None:
+        """Let all layers use `backend` from now on."""
         for module in self.model.modules():
             if isinstance(module, CoreAttention):
                 module.backend = backend
@@ -219,9 +225,10 @@ class MeasuredModel:
         return activation_bytes(self.model, functools.partial(self.model, **self.batches[0]))
 
     def memory(self) -> dict[str, int]:
-        """Return the measured peaks (see `peaks`) and the peak that planning.memory estimates, in
-        bytes.
+        """Return the measured peaks (see `peaks`) and the peak that planning.memory estimates, as
+        `estimated_peak`, in bytes.
         """
+        # The estimate depends on the backend that `auto` has chosen.
         config = replace_settings(
             self.config, {"model.attention_backend": self.model.attention_backend}
         )
@@ -230,7 +237,7 @@ class MeasuredModel:
         return self.peaks(state) | {"estimated_peak": estimated.peak}
 
     def peaks(self, state: int) -> dict[str, int]:
-        """Return the measured peaks of memory in bytes.
+        """Return the measured peaks of memory in bytes, as `peak` and, on a GPU, `reserved`.
 
         On a GPU, they are the peaks of torch's allocator since the last reset. On a CPU, the peak
         is `state` (the bytes of weights, gradients and optimizer state) plus the saved activations.
@@ -244,15 +251,18 @@ class MeasuredModel:
 
     def release(self) -> None:
         """Free the memory of the model and its optimizer, which cannot be used afterwards."""
+        # DeepSpeed's hooks would otherwise keep the model alive.
         self.engine.deepspeed_engine.destroy()
         del self.engine, self.batches, self.model
         free_memory()
 
     @torch.no_grad()
     def _token_losses(self) -> Tensor:
-        """Return the losses (COMPARED,) of the first tokens of one sequence, in fp32 on the CPU."""
-        tokens = self.batches[0]["tokens"][:1, :COMPARED]
-        labels = self.batches[0]["labels"][0, :COMPARED]
+        """Return the losses (COMPARED_TOKENS,) of the first tokens of one sequence, in fp32 on the
+        CPU.
+        """
+        tokens = self.batches[0]["tokens"][:1, :COMPARED_TOKENS]
+        labels = self.batches[0]["labels"][0, :COMPARED_TOKENS]
         self.model.eval()
         logits = self.model(tokens)[0].float()
         self.model.train()
@@ -272,25 +282,32 @@ def activation_bytes(model: torch.nn.Module, forward: Callable[[], Tensor]) -> i
     """Return the bytes that `forward()` saves for the backward pass, not counting the model's
     weights.
     """
+    # By address, since several operations may save the same memory, or views of it.
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved_bytes: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
+        """Count a tensor that autograd saves, and return what it saves instead."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             saved_bytes[storage.data_ptr()] = storage.nbytes()
         # Detached: an operation that saves its own result would otherwise create a reference cycle.
         return tensor.detach()
 
-    def recorded(call: _RecordedCall, saved: Tensor) -> Tensor | int:
-        # Tensors that activation checkpointing saves do not reach the autograd hooks below.
-        packed = keep(call, saved)
+    def pack_recorded_call(call: _RecordedCall, saved: Tensor) -> Tensor | int:
+        """Count a tensor that activation checkpointing saves. It does not reach the autograd hooks
+        below.
+        """
+        packed = original_pack(call, saved)
+        # An index of a tensor that is recomputed instead.
         if isinstance(packed, int):
             return packed
         return pack(packed)
 
-    def checkpointed(block: Callable, *arguments: Any, **options: Any) -> Tensor:
-        # A block of rows keeps the tensors that it uses until it is recomputed.
+    def checkpoint_and_count(block: Callable, *arguments: Any, **options: Any) -> Tensor:
+        """Count the tensors that a block of rows keeps until it is recomputed: those of its
+        closure.
+        """
         cells = block.__closure__ if torch.is_grad_enabled() else ()
         for cell in cells:
             contents = cell.cell_contents
@@ -298,15 +315,16 @@ def activation_bytes(model: torch.nn.Module, forward: Callable[[], Tensor]) -> i
             for tensor in tensors:
                 if isinstance(tensor, Tensor):
                     pack(tensor)
-        return checkpoint(block, *arguments, **options)
+        return original_checkpoint(block, *arguments, **options)
 
-    keep = _RecordedCall._pack
-    checkpoint = rows.checkpoint
+    original_pack = _RecordedCall._pack
+    original_checkpoint = rows.checkpoint
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     patches = (
-        mock.patch.object(_RecordedCall, "_pack", recorded),
-        mock.patch.object(rows, "checkpoint", checkpointed),
+        mock.patch.object(_RecordedCall, "_pack", pack_recorded_call),
+        mock.patch.object(rows, "checkpoint", checkpoint_and_count),
     )
+    # The result keeps the graph alive, so that no address is used twice.
     with hooks, patches[0], patches[1]:
         loss = forward()
     del loss
@@ -319,7 +337,9 @@ def rms_difference(a: Tensor, b: Tensor) -> float:
 
 
 def free_memory() -> None:
-    """Collect reference cycles, and empty torch's cache of GPU memory."""
+    """Free the memory of deleted models: collect reference cycles, and empty torch's cache of GPU
+    memory.
+    """
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -340,6 +360,7 @@ def random_batches(config: RunConfig, layout: ParallelLayout) -> list[dict[str, 
     train = config.train
     generator = torch.Generator().manual_seed(layout.data_parallel_rank)
     count = train.global_batch_size // (train.micro_batch_size * layout.data_parallel_size)
+    # One more token, since labels are the next tokens.
     shape = (train.micro_batch_size, model.seq_length + 1)
     batches = []
     for _ in range(count):

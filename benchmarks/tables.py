@@ -8,7 +8,9 @@ DIRECTIONS = ("forward", "forward+backward")
 
 
 def attention_table(results: list[dict]) -> Iterator[str]:
-    """Yield the lines of a table of results of `benchmarks.attention`, one result per shape."""
+    """Yield the lines of a table of results of `benchmarks.attention.measure`, one per shape. There
+    are no lines without results.
+    """
     rows = []
     for result in results:
         both = [result["timed"].get(direction, {}) for direction in DIRECTIONS]
@@ -25,8 +27,12 @@ def attention_table(results: list[dict]) -> Iterator[str]:
 
 
 def _timing(timing: dict | None) -> str:
+    """Return a cell: milliseconds, TFLOP/s and the ratio to RoPE. `timing` is None if the candidate
+    failed.
+    """
     if timing is None:
         return ""
+    # An interpreted kernel.
     if "seconds" not in timing:
         return "exact, not timed"
     return (
@@ -36,13 +42,15 @@ def _timing(timing: dict | None) -> str:
 
 
 def step_table(results: dict[str, dict]) -> Iterator[str]:
-    """Yield the lines of a table of results of `benchmarks.train_step`; their keys are the first
-    column.
+    """Yield the lines of a table of results of `benchmarks.train_step`, one row per model.
+
+    The keys of `results` are the first column. Results without models have no rows.
     """
     rows = []
     for label, result in results.items():
         for name, model in result.get("models", {}).items():
             memory = model["memory"]
+            # The baseline has no estimate.
             peaks = [memory[key] for key in ("peak", "estimated_peak") if key in memory]
             cells = [
                 label,
@@ -66,6 +74,7 @@ def step_table(results: dict[str, dict]) -> Iterator[str]:
 
 
 def _percent(share: float | None) -> str:
+    """Return a cell, which is empty if the share is not known."""
     if share is None:
         return ""
     return f"{share:.1%}"

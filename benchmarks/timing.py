@@ -23,7 +23,7 @@ def device_here() -> torch.device:
 
 
 def add_time_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options --precision, --toy, --output and --commit."""
+    """Add the options --precision, --toy, --output and --commit to `parser`."""
     precision = "bf16" if torch.cuda.is_available() else "fp32"
     parser.add_argument(
         "--precision", choices=DTYPES, default=precision, help="default here: %(default)s"
@@ -34,10 +34,11 @@ def add_time_arguments(parser: argparse.ArgumentParser) -> None:
     add_record_arguments(parser)
 
 
-def reason(error: Exception) -> str:
-    """Describe an error in one line. Raises AcceleratorError if the GPU's context is unusable after
-    the error.
+def describe_error(error: Exception) -> str:
+    """Return an error's class and message in one line. Raises AcceleratorError if the GPU's context
+    is unusable after the error.
     """
+    # Older versions of torch do not have the class.
     fault = getattr(torch, "AcceleratorError", ())
     if not isinstance(error, fault) and torch.cuda.is_initialized():
         # Triton reports a fault as an ordinary error; torch then raises at the next
@@ -49,14 +50,14 @@ def reason(error: Exception) -> str:
 
 
 def synchronized_time(device: torch.device) -> float:
-    """Return the time in seconds, after the kernels that were launched on the GPU."""
+    """Return the time in seconds, after waiting for the kernels that were launched on the GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def seconds(call: Callable[[], object], device: torch.device, count: int = 1) -> float:
-    """Return the mean seconds of `count` calls, including their kernels on the GPU."""
+    """Return the mean seconds of one of `count` calls, including their kernels on the GPU."""
     started = synchronized_time(device)
     for _ in range(count):
         call()
@@ -64,61 +65,66 @@ def seconds(call: Callable[[], object], device: torch.device, count: int = 1) ->
 
 
 def median_ratio(ours: Iterable[float], others: Iterable[float]) -> float:
-    """Return the median of the ratios of paired times."""
+    """Return the median of the ratios of paired times, `ours` divided by `others`."""
     return statistics.median(a / b for a, b in zip(ours, others))
 
 
 def timed(
     functions: dict[str, Callable[[], object]], repetitions: int, device: torch.device
 ) -> tuple[dict[str, dict], dict[str, str]]:
-    """Time functions, alternating between them; return their median seconds, and the reasons of
-    those that failed.
+    """Time functions, alternating between them.
 
-    On a GPU, one repetition calls a function for 20 ms, which hides the launch time. On a CPU,
-    where kernels are interpreted, functions with names that end in triton run once and are not
-    timed.
+    Return two dictionaries by name: `seconds` (the median) and `repetitions` of each timed
+    function, and the error of each function that failed. On a GPU, one repetition calls a function
+    for 20 ms, which hides the launch time. On a CPU, where kernels are interpreted, functions with
+    names that end in triton run once and are not timed; they have `interpreted` instead.
     """
     on_gpu = device.type == "cuda"
     timings: dict[str, dict] = {}
     failed: dict[str, str] = {}
-    calls: dict[str, int] = {}
+    calls_per_time: dict[str, int] = {}
     for name, function in functions.items():
         try:
+            # The first call compiles kernels, so it is not timed.
             seconds(function, device)
             if name.endswith("triton") and not on_gpu:
                 timings[name] = {"interpreted": True}
                 continue
-            calls[name] = 1
+            calls_per_time[name] = 1
             if on_gpu:
-                calls[name] = max(1, int(0.02 / seconds(function, device)))
+                calls_per_time[name] = max(1, int(0.02 / seconds(function, device)))
         except Exception as error:
-            failed[name] = reason(error)
+            failed[name] = describe_error(error)
 
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls_per_time}
     for _ in range(repetitions):
-        for name, taken in list(times.items()):
-            if len(taken) >= 3 and sum(taken) * calls[name] > ENOUGH_SECONDS:
+        # A copy, since functions that fail are removed.
+        for name, times_so_far in list(times.items()):
+            if len(times_so_far) >= 3 and sum(times_so_far) * calls_per_time[name] > ENOUGH_SECONDS:
                 continue
             try:
-                taken.append(seconds(functions[name], device, calls[name]))
+                times_so_far.append(seconds(functions[name], device, calls_per_time[name]))
             except Exception as error:
-                failed[name] = reason(error)
+                failed[name] = describe_error(error)
                 del times[name]
 
-    for name, taken in times.items():
-        timings[name] = {"seconds": statistics.median(taken), "repetitions": len(taken)}
+    for name, times_so_far in times.items():
+        timings[name] = {
+            "seconds": statistics.median(times_so_far),
+            "repetitions": len(times_so_far),
+        }
     return timings, failed
 
 
 def matmul_peak(dtype: torch.dtype, device: torch.device) -> float:
-    """Measure the FLOP/s of a large matrix product."""
+    """Return the measured FLOP/s of a large matrix product."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = torch.randn(2, size, size, dtype=dtype, device=device)
     return 2 * size**3 / _median_seconds(lambda: a @ b, device)
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Measure the bytes per second, reads plus writes, of a large copy."""
+    """Return the measured bytes per second, reads plus writes, of a large copy."""
     size = 2**28 if device.type == "cuda" else 2**25
     source = torch.ones(size, device=device)
     target = torch.empty_like(source)
@@ -126,5 +132,6 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def _median_seconds(function: Callable[[], object], device: torch.device) -> float:
+    """Return the median seconds of up to 10 repetitions of `timed`."""
     timings, _ = timed({"function": function}, 10, device)
     return timings["function"]["seconds"]

@@ -49,7 +49,7 @@ from benchmarks.measured_model import (
     run_config,
 )
 from benchmarks.tables import step_table
-from benchmarks.timing import matmul_peak, median_ratio, reason
+from benchmarks.timing import describe_error, matmul_peak, median_ratio
 from megatron_tape import command_line
 from megatron_tape.command_line import whole_number
 from megatron_tape.config.schema import ATTENTION_BACKENDS, RunConfig
@@ -104,6 +104,7 @@ def main(argv: list[str] | None = None) -> None:
     if rank == 0:
         print("\n".join(step_table({arguments.shape: result})))
         print(f"TAPE / RoPE: time {result['ratio_time']:.3f}, memory {result['ratio_memory']:.3f}")
+        # The ratios to the baseline, if it was measured.
         for name, ratio in result.get("ratios_to_fastest_rival", {}).items():
             print(f"{name} / {BASELINE}: time {ratio:.3f}", flush=True)
 
@@ -151,8 +152,8 @@ class Comparison:
         }
 
     def run(self) -> dict:
-        """Measure all models and return the results. Raises ConfigError if RoPE and TAPE differ
-        (`_check_parity`).
+        """Measure all models and return the results, which are those of the record. Raises
+        ConfigError if RoPE and TAPE differ (`_check_parity`).
         """
         self.log(f"large matrix product: {self.result['matmul_flops'] / 1e12:.2f} TFLOP/s")
         # On a GPU, TAPE comes first because it needs the most memory.
@@ -160,63 +161,66 @@ class Comparison:
         if self._measures_baseline():
             names.append(BASELINE)
 
+        # Models of a group are in memory together. A GPU may hold only one.
         groups = [names]
         if self.on_gpu:
             groups = [[name] for name in names]
         for group in groups:
             with ExitStack() as stack:
-                models = {name: stack.enter_context(self._built(name)) for name in group}
+                models = {name: stack.enter_context(self._build_model(name)) for name in group}
                 if len(self.first_losses) == len(ENCODINGS) and "parity" not in self.result:
                     self._check_parity()
                 self._measure(models)
         return self.result
 
     def _measures_baseline(self) -> bool:
-        """Return whether the baseline is wanted and can take a step; if it cannot, record the
-        reason.
+        """Return whether --against requests the baseline and it can take a step. If it cannot,
+        record the reason.
         """
-        wanted = self.arguments.against
-        if wanted is None:
-            wanted = self.layout.world_size == 1 and importlib.util.find_spec(BASELINE)
-        if not wanted:
+        is_requested = self.arguments.against
+        if is_requested is None:
+            is_requested = self.layout.world_size == 1 and importlib.util.find_spec(BASELINE)
+        if not is_requested:
             return False
 
         try:
-            with self._built(BASELINE) as measured:
+            with self._build_model(BASELINE) as measured:
                 measured.step()
         except Exception as error:  # an error in a library, or out of memory
-            why = reason(error)
-            self.result["rejected_rivals"] = {BASELINE: why}
-            self.log(f"warning: {BASELINE} is not measured: {why}")
+            problem = describe_error(error)
+            self.result["rejected_rivals"] = {BASELINE: problem}
+            self.log(f"warning: {BASELINE} is not measured: {problem}")
             return False
         return True
 
     def log(self, text: str) -> None:
-        """Print a line on rank 0."""
+        """Print `text` on rank 0."""
         if self.layout.rank == 0:
             print(text, flush=True)
 
     def _measure(self, models: dict[str, MeasuredModel]) -> None:
-        """Time steps of these models, which alternate, and add the results."""
+        """Time steps of these models, which alternate, and add the results to the record."""
         warmup = self.arguments.warmup
         total = warmup + self.arguments.repetitions
         steps: dict[str, list] = {name: [] for name in models}
         for repetition in range(total):
+            # The peak is that of the timed steps.
             if repetition == warmup and self.on_gpu:
                 torch.cuda.reset_peak_memory_stats()
             for name, measured in models.items():
                 steps[name].append(measured.step())
-            taken = ", ".join(f"{name} {done[-1].seconds:.4f} s" for name, done in steps.items())
-            self.log(f"step {repetition + 1} of {total}: {taken}")
+            times = ", ".join(f"{name} {done[-1].seconds:.4f} s" for name, done in steps.items())
+            self.log(f"step {repetition + 1} of {total}: {times}")
         for name, measured in models.items():
             self._add_result(measured, steps[name][warmup:])
-        self._compare()
+        self._add_ratios()
+        # Last, because a profiler slows down steps.
         if self.arguments.profile:
             for measured in models.values():
                 self._profile(measured)
 
     def _add_result(self, measured: MeasuredModel, steps: list[Step]) -> None:
-        """Add the speed and the memory of a model."""
+        """Add the speed and the memory of a model to the results. `steps` are its timed steps."""
         model = measured.config.model
         flops = flops_per_token(model)
         seconds = statistics.median(step.seconds for step in steps)
@@ -228,6 +232,7 @@ class Comparison:
             "seconds_per_step": seconds,
             "tokens_per_second": tokens,
             "tflops": rate / 1e12,
+            # None if the peak is not known.
             "mfu": peak and rate / peak,
             "of_matmul": rate / self.result["matmul_flops"],
             "flops_per_token": flops,
@@ -237,9 +242,9 @@ class Comparison:
             "parameters": parameter_count(model),
         }
 
-    def _compare(self) -> None:
-        """Add the ratios between the models measured so far, and write the record once parity has
-        been checked.
+    def _add_ratios(self) -> None:
+        """Add the ratios between the models measured so far. Write the record if parity has been
+        checked.
         """
         models = self.result["models"]
         if {"rope", "tape"} <= models.keys():
@@ -261,8 +266,8 @@ class Comparison:
             self.record.write(self.result)
 
     def _ratio(self, name: str, other: str) -> float:
-        """Return the ratio of two models' step times. On a CPU, it is the median over pairs of
-        alternating steps.
+        """Return the step time of the model `name` divided by that of the model `other`. On a CPU,
+        it is the median over pairs of alternating steps.
         """
         ours, others = (self.result["models"][each] for each in (name, other))
         if self.on_gpu:
@@ -270,8 +275,11 @@ class Comparison:
         return median_ratio(ours["seconds"], others["seconds"])
 
     @contextmanager
-    def _built(self, name: str) -> Iterator[MeasuredModel]:
-        """Yield a new model, and free its memory after the block."""
+    def _build_model(self, name: str) -> Iterator[MeasuredModel]:
+        """Yield a new model, `rope`, `tape` or the baseline, and free its memory after the block.
+
+        Keeps the losses of RoPE and TAPE for `_check_parity`.
+        """
         started = time.perf_counter()
         if name in ENCODINGS:
             config = self.configs[name]
@@ -294,8 +302,8 @@ class Comparison:
         """Raise ConfigError if RoPE and TAPE have different losses at initialization, where TAPE's
         matrices are zero.
 
-        In bf16 they may differ by twice RoPE's rounding error, which is its difference from naive
-        attention.
+        In bf16 they may differ by twice RoPE's rounding error. Its estimate is the difference of
+        RoPE's losses from those with naive attention.
         """
         rope, tape = (self.first_losses[encoding] for encoding in ENCODINGS)
         difference = rms_difference(tape, rope)
@@ -303,12 +311,14 @@ class Comparison:
         if self.arguments.precision == "bf16":
             allowed = 2 * self.attention_errors["rope"]
         self.result["parity"] = {"difference": difference, "allowed": allowed}
-        differ = f"of RoPE and TAPE differ by {difference:.2g} before the first step"
+        difference_text = f"of RoPE and TAPE differ by {difference:.2g} before the first step"
+        # Not `>`, which is false for NaN.
         if not difference <= allowed:
             raise ConfigError(
-                "token losses", f"{differ}, not at most {allowed:.2g}, so nothing is measured"
+                "token losses",
+                f"{difference_text}, not at most {allowed:.2g}, so nothing is measured",
             )
-        self.log(f"token losses {differ} (allowed: {allowed:.2g})")
+        self.log(f"token losses {difference_text} (allowed: {allowed:.2g})")
 
     def _profile(self, measured: MeasuredModel) -> None:
         """Profile a step of TAPE or RoPE: print the slowest operations, and write a trace next to
@@ -326,7 +336,9 @@ class Comparison:
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Shape]:
-    """Parse the command line. Return the options, and the shape that they describe."""
+    """Parse the command line, or `argv` if it is not None. Return the options, and the shape that
+    they describe.
+    """
     on_gpu = torch.cuda.is_available()
     parser = command_line.Parser(prog="python -m benchmarks.train_step", description=__doc__)
     default = "default: %(default)s"
