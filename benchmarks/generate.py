@@ -228,8 +228,13 @@ def main() -> None:
     """Measure, print times and ratios, and write the record to the file that --output names."""
     sizes: dict = {"layers": 8, "heads": 12, "head_dim": 64, "lengths": [256, 1024, 4096]}
     if torch.cuda.is_available():
-        sizes = {"layers": 24, "heads": 16, "head_dim": 128, "ffn": 5504}
-        sizes["lengths"] = [1024, 4096, 8192]
+        sizes = {
+            "layers": 24,
+            "heads": 16,
+            "head_dim": 128,
+            "ffn": 5504,
+            "lengths": [1024, 4096, 8192],
+        }
     default = "default: %(default)s"
     parser = command_line.Parser(description=__doc__)
     add = parser.add_argument

@@ -253,13 +253,18 @@ def summary(record: dict) -> list[str]:
     ]
     if environments and not environments[0]["gpus"]:
         lines += ["**No GPU: toy size on a CPU. The figures say nothing about a GPU.**", ""]
-    lines += [f"Machine: {_machine(environments, results_by_part.get('machine', {}))}", ""]
-    lines += [f"Commit {origin['commit']}, {origin['date']}: `{origin['command']}`", ""]
+    lines += [
+        f"Machine: {_machine(environments, results_by_part.get('machine', {}))}",
+        "",
+        f"Commit {origin['commit']}, {origin['date']}: `{origin['command']}`",
+        "",
+    ]
     if problem_lines := [f"- {where}: {why}" for where, why in problems(record)]:
         lines += ["Problems:", "", *problem_lines]
     else:
         lines.append("No problems were found.")
 
+    # The tables of the two parts of steps are one.
     steps = {
         name: results_by_part[name]
         for name in ("step-155m", "step-1.3b")

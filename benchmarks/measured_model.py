@@ -320,12 +320,12 @@ def activation_bytes(model: torch.nn.Module, forward: Callable[[], Tensor]) -> i
     original_pack = _RecordedCall._pack
     original_checkpoint = rows.checkpoint
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    patches = (
+    with (
+        hooks,
         mock.patch.object(_RecordedCall, "_pack", pack_recorded_call),
         mock.patch.object(rows, "checkpoint", checkpoint_and_count),
-    )
-    # The result keeps the graph alive, so that no address is used twice.
-    with hooks, patches[0], patches[1]:
+    ):
+        # The result keeps the graph alive, so that no address is used twice.
         loss = forward()
     del loss
     return sum(saved_bytes.values())

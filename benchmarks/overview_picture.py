@@ -37,6 +37,7 @@ CHANCE = 1 / 8
 
 def main(argv: list[str] | None = None) -> None:
     """Plot both panels and save them as a PNG."""
+    # Here, since matplotlib takes long to import and is optional.
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -66,15 +67,20 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def draw_losses(axes: Axes) -> None:
-    """Plot the loss of language models at the trained length and beyond it."""
+    """Plot the loss of language models at the trained length and beyond it.
+
+    Places of texts and limits of axes are for the data of the committed records.
+    """
     rope = draw_line(axes, scores("language_512", "rope", "loss", LENGTHS), ROPE)
     tape = draw_line(axes, scores("language_512", "tape", "loss", LENGTHS), TAPE)
     yarn = [scores("language_512_yarn", name, "loss", LENGTHS) for name in ("rope", "tape")]
+    # RoPE and TAPE are equal with YaRN, so one line shows the mean of both.
     draw_line(axes, np.concatenate(yarn), NEUTRAL, linestyle=":")
 
     axes.text(1.5, 4.14, "RoPE", color=ROPE, ha="right", va="bottom", weight="bold")
     axes.text(1.55, 3.91, "TAPE", color=TAPE, va="top", weight="bold")
     axes.text(2, 3.64, "both with YaRN", color=NEUTRAL, ha="right", va="bottom")
+    # Arrows from RoPE to TAPE at two and four times the trained length, with the difference.
     for place in (1, 2):
         axes.annotate(
             "",
@@ -82,6 +88,7 @@ def draw_losses(axes: Axes) -> None:
             (place + 0.07, rope[place]),
             arrowprops={"arrowstyle": "->"},
         )
+        # `annotate` draws only the arrow, so that its label can stand beside its middle.
         middle = (tape[place] + rope[place]) / 2
         axes.text(place + 0.1, middle + 0.04, f"−{rope[place] - tape[place]:.2f}")
 
@@ -94,7 +101,11 @@ def draw_losses(axes: Axes) -> None:
 
 
 def draw_copying(axes: Axes) -> None:
-    """Plot the copying accuracy with the trained number of blanks, with fewer and with more."""
+    """Plot the copying accuracy with the trained number of blanks, with fewer and with more.
+
+    Places of texts and limits of axes are for the data of the committed records.
+    """
+    # RoPE and TAPE have almost equal values, so their lines are shifted apart.
     for variant, name, color, shift in (
         ("rope", "RoPE", ROPE, -0.012),
         ("tape", "TAPE", TAPE, 0.012),
@@ -117,25 +128,30 @@ def draw_copying(axes: Axes) -> None:
 
 
 def scores(record: str, variant: str, metric: str, columns: Iterable[int | str]) -> np.ndarray:
-    """Return a variant's scores (seeds, columns) in a record; a column is a length or a group."""
+    """Return the scores (seeds, columns) of `metric` that the runs of `variant` have in a record.
+
+    `record` is the record's file name without .json. A column is a length or a group.
+    """
     runs = read_comparison(RECORDS / f"{record}.json").runs
     return np.array(
         [
-            [value(run, metric, column) for column in columns]
+            [single_score(run, metric, column) for column in columns]
             for run in runs
             if run.variant == variant
         ]
     )
 
 
-def value(run: FinishedRun, metric: str, column: int | str) -> float:
-    """Return a run's only score of a metric at a length or in a group."""
-    (found,) = (
+def single_score(run: FinishedRun, metric: str, column: int | str) -> float:
+    """Return a run's only score of a metric at a length or in a group. Raises ValueError unless
+    there is exactly one.
+    """
+    (score_value,) = (
         score.value
         for score in run.scores
         if score.metric == metric and column in (score.length, score.group)
     )
-    return found
+    return score_value
 
 
 def draw_line(

@@ -19,21 +19,23 @@ from benchmarks.environment import Record, add_record_arguments
 from megatron_tape.command_line import Parser
 from megatron_tape.io.versions import ROOT
 
-_RUN = "test_a_run_has_the_losses_and_gradient_norms_of_the_cpu"
-_GRADIENTS = "test_gradients_have_at_most_twice_the_error_of_plain_torch"
-TRAINED = [
-    f"{_RUN}[tape fp32]",
-    f"{_RUN}[tape bf16 ZeRO 2]",
-    f"{_RUN}[rope fp32]",
-    f"{_RUN}[rope bf16 ZeRO 2]",
-    f"{_GRADIENTS}[gradients of tape-dtype0]",
-    f"{_GRADIENTS}[gradients of tape-dtype1]",
+_RUN_TEST = "test_a_run_has_the_losses_and_gradient_norms_of_the_cpu"
+_GRADIENTS_TEST = "test_gradients_have_at_most_twice_the_error_of_plain_torch"
+TRAINING_TESTS = [
+    f"{_RUN_TEST}[tape fp32]",
+    f"{_RUN_TEST}[tape bf16 ZeRO 2]",
+    f"{_RUN_TEST}[rope fp32]",
+    f"{_RUN_TEST}[rope bf16 ZeRO 2]",
+    f"{_GRADIENTS_TEST}[gradients of tape-dtype0]",
+    f"{_GRADIENTS_TEST}[gradients of tape-dtype1]",
 ]
 """The tests of tests/gpu/test_training_on_gpu.py that the part `training` runs."""
-TRAINED_TOY = [
-    f"{_RUN}[tape bf16 ZeRO 2]",
-    f"{_GRADIENTS}[gradients of tape packed-dtype0]",
+TOY_TRAINING_TESTS = [
+    f"{_RUN_TEST}[tape bf16 ZeRO 2]",
+    f"{_GRADIENTS_TEST}[gradients of tape packed-dtype0]",
 ]
+# Each part below imports its modules itself, so that one that cannot be imported fails only its own
+# part.
 
 
 def machine(record: Record, options: argparse.Namespace) -> None:
@@ -51,7 +53,7 @@ def machine(record: Record, options: argparse.Namespace) -> None:
 
 
 def compile_kernels(record: Record, options: argparse.Namespace) -> None:
-    """Compile the kernels for the recipes' shapes in parallel; later parts find them in Triton's
+    """Compile the kernels for the recipes' shapes in parallel. Later parts find them in Triton's
     cache.
     """
     from benchmarks import kernel_cases as kernels
@@ -70,6 +72,7 @@ def correctness(record: Record, options: argparse.Namespace) -> None:
 
 
 def _run_cases(record: Record, function: Callable, cases: list) -> None:
+    """Call `function` for each case in its own process. Record and print each result at once."""
     from benchmarks.kernel_cases import run_cases
 
     results = []
@@ -87,7 +90,7 @@ def attention(record: Record, options: argparse.Namespace) -> None:
 
     # Nothing starts in the last ten seconds.
     seconds = max(1.0, options.seconds - 10)
-    arguments = ["--minutes", str(seconds / 60), *_output(options)]
+    arguments = ["--minutes", str(seconds / 60), *_record_arguments(options)]
     if options.also == "flex":
         arguments.append("--flex")
     if options.toy:
@@ -96,13 +99,17 @@ def attention(record: Record, options: argparse.Namespace) -> None:
 
 
 def step(shape: str, warmup: list[str], record: Record, options: argparse.Namespace) -> None:
-    """Time training steps of TAPE, RoPE and transformers' Llama at a shape."""
+    """Time training steps of TAPE, RoPE and transformers' Llama.
+
+    `shape` is a key of `measured_model.SHAPES`, and `warmup` has further arguments of
+    `benchmarks.train_step`.
+    """
     from benchmarks import train_step
 
     size = ["--shape", shape, "--repetitions", "3"]
     if options.toy:
         size = ["--shape", "toy", "--repetitions", "1"]
-    train_step.main([*size, *warmup, *_output(options)])
+    train_step.main([*size, *warmup, *_record_arguments(options)])
 
 
 def training(record: Record, options: argparse.Namespace) -> None:
@@ -113,10 +120,11 @@ def training(record: Record, options: argparse.Namespace) -> None:
 
     outcomes: dict[str, str] = {}
 
-    class Reports:
+    class OutcomeRecorder:
         """A pytest plugin that records the outcome of each test."""
 
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            # A test also has a setup and a teardown, which matter only if they fail.
             if report.passed and report.when != "call":
                 return
             test = report.nodeid.partition("::")[2]
@@ -129,10 +137,12 @@ def training(record: Record, options: argparse.Namespace) -> None:
 
     os.environ["TESTS_ON"] = "cpu" if options.toy else "gpu"
     file = ROOT / "tests" / "gpu" / "test_training_on_gpu.py"
-    names = TRAINED_TOY if options.toy else TRAINED
+    names = TOY_TRAINING_TESTS if options.toy else TRAINING_TESTS
     tests = [f"{file}::{name}" for name in names]
+    # Without the repository's options, which need plug-ins that a GPU machine may lack.
     arguments = ["-o", "addopts=", "--tb=short", "-p", "no:cacheprovider", *tests]
-    status = pytest.main(arguments, plugins=[Reports()])
+    status = pytest.main(arguments, plugins=[OutcomeRecorder()])
+    # Failed tests are in the record, as problems of the trial.
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise SystemExit(f"pytest ended with {status!r}")
 
@@ -148,7 +158,8 @@ PARTS: dict[str, Callable[[Record, argparse.Namespace], None]] = {
 }
 
 
-def _output(options: argparse.Namespace) -> list[str]:
+def _record_arguments(options: argparse.Namespace) -> list[str]:
+    """Return the options --output and --commit for the program that measures a part."""
     arguments = ["--output", str(options.output)]
     if options.commit:
         arguments += ["--commit", options.commit]
@@ -158,11 +169,14 @@ def _output(options: argparse.Namespace) -> list[str]:
 def watch(seconds: float) -> None:
     """Start a thread that kills this process and its group when the parent ends or after
     `seconds`.
+
+    The parent stops this process in time, unless it is killed itself.
     """
     parent = os.getppid()
     deadline = time.monotonic() + seconds
 
     def kill_when_due() -> None:
+        # A process whose parent ends gets another parent.
         while os.getppid() == parent and time.monotonic() < deadline:
             time.sleep(0.2)
         if os.getpgrp() == os.getpid():  # true under gpu_trial
@@ -187,6 +201,7 @@ def main(argv: list[str] | None = None) -> None:
     # Print the stacks of a part that crashes, or that still runs shortly before its limit.
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(1.0, options.seconds - 2))
+    # Before torch is imported, which reads it.
     if options.toy:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch

@@ -66,23 +66,25 @@ names exactly.
 
 
 def pinned_for(python: str) -> dict[str, str]:
-    """Return the requirements, by package, that requirements.txt has only for some versions of
-    Python, such as this.
+    """Return the requirements, by package, that requirements.txt pins for this version of Python,
+    but not for all.
 
     `python` is a version such as 3.12.
     """
-    found = {}
+    pins = {}
     for line in (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines():
         if ";" not in line or line.startswith("#"):
             continue
         requirement = Requirement(line)
         if requirement.marker.evaluate({"python_version": python}):
-            found[requirement.name] = f"{requirement.name}{requirement.specifier}"
-    return found
+            pins[requirement.name] = f"{requirement.name}{requirement.specifier}"
+    return pins
 
 
 def main() -> None:
-    """Write the wheels to a new folder and print their size."""
+    """Write the wheels to a new folder and print their size. Raises FileError if a package is not
+    installed here, or if pip fails.
+    """
     parser = command_line.Parser(description=__doc__)
     parser.add_argument("directory", metavar="DIR", type=Path, help="new directory to create")
     parser.add_argument(
@@ -95,20 +97,26 @@ def main() -> None:
         raise FileError(
             error.name, "is not installed here", "run this in the environment of make install"
         ) from None
-    pinned = pinned_for(arguments.python)
-    requirements = {name: pinned.get(name, requirement) for name, requirement in installed.items()}
+    pins = pinned_for(arguments.python)
+    requirements = {name: pins.get(name, requirement) for name, requirement in installed.items()}
     platforms = [f"manylinux_2_{minor}_{platform.machine()}" for minor in GLIBC]
     platforms += [
         f"{old}_{platform.machine()}" for old in ("manylinux2014", "manylinux2010", "manylinux1")
     ]
-    target = ["--only-binary=:all:", "--implementation=cp", f"--python-version={arguments.python}"]
-    target += [f"--platform={name}" for name in platforms]
+    target_options = [
+        "--only-binary=:all:",
+        "--implementation=cp",
+        f"--python-version={arguments.python}",
+        *(f"--platform={name}" for name in platforms),
+    ]
+
     with atomic_directory(arguments.directory) as partial:
         downloaded = [each for name, each in requirements.items() if name not in SOURCE_PACKAGES]
-        _pip("download", "--no-deps", *target, "--dest", str(partial), *downloaded)
+        _pip("download", "--no-deps", *target_options, "--dest", str(partial), *downloaded)
         command_line.log("building deepspeed from source, which takes a minute ...")
         # In a new folder, since pip might otherwise use a wheel of an earlier build.
         with tempfile.TemporaryDirectory() as folder:
+            # Without compiled extensions, for which DeepSpeed would search a compiler and a GPU.
             os.environ |= {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
             sources = [requirements[name] for name in SOURCE_PACKAGES]
             _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, *sources)
@@ -119,6 +127,7 @@ def main() -> None:
 
 
 def _pip(*arguments: str) -> None:
+    """Run pip; the first of `arguments` is its command. Raises FileError if pip fails."""
     command = [
         sys.executable,
         "-m",
