@@ -54,14 +54,14 @@ class PlainEngine:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         self.model = model.train()
-        self.fp32 = list(model.parameters())
+        self.fp32_weights = list(model.parameters())
         # Pairs of an fp32 weight and its bf16 copy; with fp32, the model's weights are trained.
         self.copies: list[tuple[nn.Parameter, nn.Parameter]] = []
         if dtype is torch.bfloat16:
-            weights = self.fp32
-            self.fp32 = [nn.Parameter(weight.detach().float()) for weight in weights]
-            self.copies = list(zip(self.fp32, weights))
-        self.adam = torch.optim.AdamW(self.fp32, weight_decay=0.01, fused=True)
+            bf16_weights = self.fp32_weights
+            self.fp32_weights = [nn.Parameter(weight.detach().float()) for weight in bf16_weights]
+            self.copies = list(zip(self.fp32_weights, bf16_weights))
+        self.adam = torch.optim.AdamW(self.fp32_weights, weight_decay=0.01, fused=True)
 
     def train_step(self, batches: list[dict[str, Tensor]], lr: float) -> StepResult:
         """Take one optimizer step on the mean gradient of all batches. Return their mean loss and
@@ -78,7 +78,7 @@ class PlainEngine:
         for master, weight in self.copies:
             master.grad = weight.grad.float()
             weight.grad = None
-        norm = nn.utils.clip_grad_norm_(self.fp32, 1.0)
+        norm = nn.utils.clip_grad_norm_(self.fp32_weights, 1.0)
         self.adam.step()
         self.adam.zero_grad()
         for master, weight in self.copies:
@@ -92,6 +92,7 @@ class Baseline(MeasuredModel):
     """
 
     def __init__(self, config: RunConfig, layout: ParallelLayout):
+        # Not `super()`, which would build a model of this project.
         self.name = BASELINE
         self.config = config
         self.layout = layout
@@ -108,7 +109,7 @@ class Baseline(MeasuredModel):
     def memory(self) -> dict[str, int]:
         """Return the measured peaks in bytes (see `peaks`), without an estimate."""
         # Weights, gradients and Adam's two moments, all in fp32.
-        state_bytes = sum(4 * weight.nbytes for weight in self.engine.fp32)
+        state_bytes = sum(4 * weight.nbytes for weight in self.engine.fp32_weights)
         copied_bytes = sum(weight.nbytes for _, weight in self.engine.copies)
         return self.peaks(state_bytes + copied_bytes)
 

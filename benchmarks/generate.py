@@ -99,6 +99,7 @@ def check_parity(arguments: argparse.Namespace) -> None:
     """
     # In float64, where rounding does not change which token is sampled.
     models = build_models(arguments, min(arguments.layers, PARITY_LAYERS), torch.float64)
+    # `double` also converts buffers, which `build_models` leaves in float32.
     llama, tape = (models[name].double() for name in ("llama", "tape"))
     prompt = torch.randint(1, arguments.vocab_size, (1, PARITY_TOKENS), device=device_here())
 
@@ -226,6 +227,7 @@ def measure(arguments: argparse.Namespace, record: Record) -> None:
 
 def main() -> None:
     """Measure, print times and ratios, and write the record to the file that --output names."""
+    # The default sizes, larger on a GPU.
     sizes: dict = {"layers": 8, "heads": 12, "head_dim": 64, "lengths": [256, 1024, 4096]}
     if torch.cuda.is_available():
         sizes = {

@@ -89,6 +89,7 @@ class Trial:
             "minutes": options.minutes,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
+        # The entry of a part until it runs.
         not_run = {
             "status": "not run",
             "seconds": 0.0,
@@ -99,6 +100,7 @@ class Trial:
             "problems": [],
             "stages": dict.fromkeys((part.name for part in parts), not_run),
         }
+        # The environment of the parts, which use no network and find the wheels in `packages`.
         paths = [str(ROOT), str(packages), os.environ.get("PYTHONPATH", "")]
         self.variables = os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
         self.variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

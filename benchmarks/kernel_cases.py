@@ -163,6 +163,7 @@ def run_cases(function: Callable[[Case], dict], cases: list[Case]) -> Iterator[d
             except EOFError:
                 process.join()
                 result = {"error": f"the process died with exit status {process.exitcode}"}
+        # It may still run, if it took too long.
         process.kill()
         return case._asdict() | result
 
@@ -188,6 +189,7 @@ def _kernel_checks(shape: Shape, dtype: torch.dtype) -> dict[str, Check]:
     """Return the checks of this project's kernels at a shape, by the kernel's name."""
     device = device_here()
     width = 4 * shape.heads * shape.head_dim
+    # `inner` is the default width of TAPE's position MLP, whose update is checked on few tokens.
     shapes = Shapes(shape.heads, shape.groups, shape.head_dim, averages=True, inner=4 * shape.heads)
     checks = kernel_checks(shapes, dtype, device, shape.length, tokens=min(shape.length, 48))
     checks["swiglu"] = swiglu_check(width, dtype, device)

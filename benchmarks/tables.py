@@ -13,9 +13,9 @@ def attention_table(results: list[dict]) -> Iterator[str]:
     """
     rows = []
     for result in results:
-        both = [result["timed"].get(direction, {}) for direction in DIRECTIONS]
-        for name in sorted({name for timings in both for name in timings}):
-            cells = [_timing(timings.get(name)) for timings in both]
+        timings_by_direction = [result["timed"].get(direction, {}) for direction in DIRECTIONS]
+        for name in sorted({name for timings in timings_by_direction for name in timings}):
+            cells = [_timing(timings.get(name)) for timings in timings_by_direction]
             auto = " (auto)" if name in result["auto"].values() else ""
             rows.append(f"| {result['shape']} | {name}{auto} | {' | '.join(cells)} |")
         missing = dict.fromkeys(result["no_time"], "out of time") | result["rejected"]

@@ -118,6 +118,7 @@ def timed(
 
 def matmul_peak(dtype: torch.dtype, device: torch.device) -> float:
     """Return the measured FLOP/s of a large matrix product."""
+    # Large enough for the peak rate, and small enough to be quick.
     size = 8192 if device.type == "cuda" else 1024
     a, b = torch.randn(2, size, size, dtype=dtype, device=device)
     return 2 * size**3 / _median_seconds(lambda: a @ b, device)
@@ -125,6 +126,7 @@ def matmul_peak(dtype: torch.dtype, device: torch.device) -> float:
 
 def copy_bandwidth(device: torch.device) -> float:
     """Return the measured bytes per second, reads plus writes, of a large copy."""
+    # Much larger than the caches.
     size = 2**28 if device.type == "cuda" else 2**25
     source = torch.ones(size, device=device)
     target = torch.empty_like(source)

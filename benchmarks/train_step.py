@@ -168,6 +168,7 @@ class Comparison:
         for group in groups:
             with ExitStack() as stack:
                 models = {name: stack.enter_context(self._build_model(name)) for name in group}
+                # As soon as RoPE and TAPE have both been built.
                 if len(self.first_losses) == len(ENCODINGS) and "parity" not in self.result:
                     self._check_parity()
                 self._measure(models)
@@ -322,7 +323,7 @@ class Comparison:
 
     def _profile(self, measured: MeasuredModel) -> None:
         """Profile a step of TAPE or RoPE: print the slowest operations, and write a trace next to
-        the record.
+        the record. Do nothing for the baseline.
         """
         if measured.name not in ENCODINGS:
             return

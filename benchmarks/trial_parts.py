@@ -179,7 +179,7 @@ def watch(seconds: float) -> None:
         # A process whose parent ends gets another parent.
         while os.getppid() == parent and time.monotonic() < deadline:
             time.sleep(0.2)
-        if os.getpgrp() == os.getpid():  # true under gpu_trial
+        if os.getpgrp() == os.getpid():  # true under gpu_trial, where each part leads a group
             os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
@@ -197,6 +197,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--also", choices=["flex"], help="also time FlexAttention")
     add_record_arguments(parser)
     options = parser.parse_args(argv)
+    # The trial stops a part at its limit. This is in case the trial itself is killed.
     watch(options.seconds + 10)
     # Print the stacks of a part that crashes, or that still runs shortly before its limit.
     faulthandler.enable()

@@ -91,6 +91,7 @@ def write_tokenizer(
     if "pad_token" in token_by_key:
         special_ids["pad"] = hf_tokenizer.token_to_id(token_by_key["pad_token"])
 
+    # In this list, transformers finds the flags of added tokens.
     added = sorted(hf_tokenizer.get_added_tokens_decoder().items())
     settings["added_tokens_decoder"] = {
         str(i): {key: getattr(token, key) for key in _TOKEN_FLAGS} for i, token in added

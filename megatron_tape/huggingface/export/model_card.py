@@ -192,6 +192,7 @@ def _write(card: ModelCard, directory: Path) -> None:
 
 def _was_pretrained_here(state: dict) -> bool:
     """Return whether training started from random weights. `state` is that of the checkpoint."""
+    # An imported model has an origin, and an extension starts from another model.
     config = state["config"]
     return (
         "train" in config
@@ -250,6 +251,7 @@ def _extension_facts(extension: dict) -> dict[str, object]:
         # Only names, since paths of the machine mean nothing to readers of the card.
         path = Path(extended)
         facts["Extends"] = path.name
+        # A checkpoint in RUN/checkpoints/step-N, or RUN/step-N.
         if step := re.fullmatch(r"step-(\d+)", path.name):
             run = path.parent
             if run.name == "checkpoints":

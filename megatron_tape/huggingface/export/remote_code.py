@@ -170,7 +170,7 @@ def _module_of_encoding(encoding: type[PositionEncoding]) -> _Module:
         return module
     try:
         path = Path(inspect.getfile(encoding))
-    except (OSError, TypeError):
+    except (OSError, TypeError):  # such as in an interactive session
         path = Path()
     if not path.is_file() or encoding.__qualname__ != encoding.__name__:
         raise UserError(

@@ -461,8 +461,8 @@ def _write_tokenizer(
     if saved_tokenizer is not None:
         recorded = tokenizer_record(saved_tokenizer)
         if TOKENIZER_MODEL in saved_tokenizer.files:
-            # `difference` compares a tokenizer.json with the SentencePiece model it was made from
-            # by the ids of texts.
+            # With this file, `difference` can compare a tokenizer.json that was made from the
+            # SentencePiece model: by the ids of texts.
             tokenizer.files.setdefault(TOKENIZER_MODEL, saved_tokenizer.files[TOKENIZER_MODEL])
     if recorded:
         record = tokenizer_record(tokenizer)

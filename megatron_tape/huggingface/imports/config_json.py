@@ -192,6 +192,7 @@ def model_settings(
         reason = _UNLIKE_LLAMA.get(str(model_type), "")
         raise cannot_import(settings, path, "model_type", ", ".join(DEFAULTS), reason)
 
+    # This project's exports keep their encoding. All other models have RoPE.
     encodings_of_exports = {"tape": "tape", ENCODED: settings.get("position_encoding")}
     saved_encoding = encodings_of_exports.get(model_type, "rope")
     encoding = position_encoding or saved_encoding
@@ -215,6 +216,7 @@ def model_settings(
     position = read_position(settings, path)
     if model_type == "tape":
         position |= {name: settings[key] for key, name in _TAPE_SETTINGS.items() if key in settings}
+
     model = model_config(
         {
             "position_encoding": encoding,

@@ -69,6 +69,7 @@ def import_released(
     threshold = FireSettings.fire_threshold
     for key in released:
         if key.endswith(_FIRE_THRESHOLD):
+            # Usually one number. Of more, the message shows ten.
             thresholds = released[key].flatten()[:10].tolist()
             if thresholds != [threshold]:
                 values = ", ".join(f"{value:g}" for value in thresholds)

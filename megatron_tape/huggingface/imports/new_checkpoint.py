@@ -159,14 +159,15 @@ def write_imported(
         tensors.close()
         write_record(directory / INDEX, {"files": index})
 
-        # The state of a run at step 0.
+        # The state of a run at step 0, and the model's settings.
+        model_section = {"model": as_dict(model)}
         progress = {"bad_steps": 0, "origin": origin} | {
             key: value for key, value in progress.items() if value
         }
-        names = [INDEX, checkpoint_files.STATE, "model.yaml"]
+        other_files = [INDEX, checkpoint_files.STATE, "model.yaml"]
         if tokenizer is not None:
             progress["tokenizer"] = tokenizer_record(tokenizer)
-            names += write_tokenizer_files(tokenizer.files, directory)
+            other_files += write_tokenizer_files(tokenizer.files, directory)
         state = {
             "step": 0,
             "optimizer_steps": 0,
@@ -175,14 +176,13 @@ def write_imported(
             "tensor_model_parallel_size": 1,
             "data_parallel_size": 1,
             "sharded": {},
-            "config": {"model": as_dict(model)},
+            "config": model_section,
         }
         write_record(directory / checkpoint_files.STATE, state)
+        (directory / "model.yaml").write_text(dump(model_section), encoding="utf-8")
 
         # The manifest comes last, since it has the digests of all other files.
-        settings = dump({"model": as_dict(model)})
-        (directory / "model.yaml").write_text(settings, encoding="utf-8")
-        for name in names:
+        for name in other_files:
             entries[name] = digest(directory / name)
         manifest = {"format_version": checkpoint_files.FORMAT_VERSION, "step": 0, "files": entries}
         write_record(directory / checkpoint_files.MANIFEST, manifest)
@@ -240,6 +240,7 @@ def find_tokenizer(source: Path, rows: int) -> Tokenizer | None:
     except (ValueError, OSError) as error:
         command_line.log(f"warning: the model is imported without its tokenizer: {error}")
         return None
+
     ids = {key: settings[key] for key in SPECIAL_IDS if settings.get(key) is not None}
     if ids and GENERATION not in tokenizer.files:
         tokenizer.files[GENERATION] = (json.dumps(ids, indent=2) + "\n").encode()

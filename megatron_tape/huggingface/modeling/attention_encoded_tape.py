@@ -62,11 +62,12 @@ def attend_with_scores(
     prepared = ()
     if rescore is not None:
         rescore = rescore.in_float32()
+        # What all blocks need, computed once.
         prepared = rescore.prepared(q, k)
 
     sums_BHT = None
     if positions.log_gate_TBH is not None:
-        # In float64: in long sequences, float32 would lose the differences between neighboring
+        # In float64. In long sequences, float32 would lose the differences between neighboring
         # tokens.
         sums_BHT = positions.log_gate_TBH.double().cumsum(0).permute(1, 2, 0)
 
@@ -82,7 +83,7 @@ def attend_with_scores(
             mask_rows = slice(tokens.start - T + S, num_keys - T + S)
             mask = attention_mask.expand(-1, -1, S, T)[:, :, mask_rows, :num_keys]
             if mask.dtype != torch.bool:
-                # Its masked keys must also be masked for `rescore`, which has no additive mask.
+                # `rescore` needs a boolean mask. Values near the minimum mask a key.
                 additive = mask
                 mask = mask > torch.finfo(mask.dtype).min / 2
             attended = attended & mask
@@ -103,7 +104,8 @@ def attend_with_scores(
             scores = scores + bias.of(tokens, slice(0, num_keys))
         if sums_BHT is not None:
             # The sum of the log gates after key j up to query i. Relative to the block's first
-            # query, sums are small enough for float32.
+            # query, sums are small enough for float32. The first sum cancels, so it needs no
+            # gradient.
             first_sums_BH1 = sums_BHT[..., tokens.start, None].detach()
             since_BHt = (sums_BHT[..., :num_keys] - first_sums_BH1).to(dtype)
             scores = scores + (since_BHt[..., tokens, None] - since_BHt[..., None, :])

@@ -192,7 +192,8 @@ def attend(
         )
         return averages.split(D, dim=-1), weights
 
-    # On a CPU, SDPA would run once for the values and once for the state.
+    # On a CPU, SDPA would run once for the values and once for the state. attend_by_blocks runs
+    # once, but needs a mask that is the same for all heads.
     has_state = value.shape[-1] > D
     has_plain_mask = attention_mask is not None and attention_mask.shape[1] == 1
     is_causal = attention_mask is None and kwargs.get("is_causal") is not False

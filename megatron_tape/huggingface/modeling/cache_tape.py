@@ -111,9 +111,8 @@ class GrowingLayer(DynamicLayer):
         return view
 
     def reset(self) -> None:
-        """Reset as DynamicLayer does."""
-        # Some versions of transformers zero the tensors in place. `update` has returned views of
-        # the same memory, which must not change.
+        """Reset as DynamicLayer does, without changing tensors that `update` has returned."""
+        # Some versions of transformers zero the tensors in place, so these become copies.
         if self._buffers:
             self.keys, self.values = self.keys.clone(), self.values.clone()
             self._buffers.clear()
@@ -126,6 +125,7 @@ def can_write_in_place(states: Tensor) -> bool:
         torch.is_grad_enabled()
         or torch.compiler.is_compiling()
         or torch.jit.is_tracing()
+        # Other tracers, such as torch.export's, use subclasses.
         or type(states) is not Tensor
     )
 

@@ -79,6 +79,7 @@ def make_encoding(config: EncodedConfig):
         tie_embeddings=config.tie_word_embeddings,
     )
 
+    # `in_some_layers` returns a subclass that encodes nothing in the other layers.
     encoding = Encoding
     if config.layers_without_positions is not None:
         encoding = in_some_layers(Encoding)
@@ -268,6 +269,7 @@ class EncodedPreTrainedModel(TapePreTrainedModel):
         # transformers protects loaded weights only from functions of torch.nn.init.
         if getattr(module.weight, "_is_hf_initialized", False):
             return
+        # A standard deviation of 0 stands for a constant.
         if module.declared.std:
             module.weight.normal_(std=module.declared.std)
         else:

@@ -29,6 +29,7 @@ class TapePhases(nn.Module):
         yarn.
         """
         rope = self.config.rope_parameters
+        # transformers 5 has no function for this type.
         if rope["rope_type"] == "default":
             D = self.config.head_dim
             exponents = torch.arange(0, D, 2).float() / D
