@@ -106,6 +106,7 @@ def library_cases(toy: bool) -> list[Case]:
     length = TOY_LENGTH if toy else LIBRARY_LENGTH
     cases = []
     for shape in shapes:
+        # `kernel_cases` has those of triton.
         names, _ = candidates(Shape.parse(f"{shape}@1").head_dim, dtype_here())
         cases += [Case(shape, name, length) for name in names if not name.endswith("triton")]
     return cases
@@ -180,7 +181,7 @@ def _run_and_send(sender: Connection, function: Callable[[Case], dict], case: Ca
     try:
         result = function(case)
     except Exception as error:  # a compiler may raise anything
-        # After a fault of the GPU, `reason` raises the error again, which ends this process.
+        # After a fault of the GPU, `describe_error` raises it again, which ends this process.
         result = {"error": describe_error(error)}
     sender.send(result | {"seconds": round(time.monotonic() - started, 2)})
 

@@ -179,6 +179,7 @@ class Comparison:
         record the reason.
         """
         is_requested = self.arguments.against
+        # By default, if the package is installed whose name BASELINE is.
         if is_requested is None:
             is_requested = self.layout.world_size == 1 and importlib.util.find_spec(BASELINE)
         if not is_requested:

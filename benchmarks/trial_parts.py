@@ -98,10 +98,12 @@ def attention(record: Record, options: argparse.Namespace) -> None:
     attention.main(arguments)
 
 
-def step(shape: str, warmup: list[str], record: Record, options: argparse.Namespace) -> None:
+def step(
+    shape: str, more_arguments: list[str], record: Record, options: argparse.Namespace
+) -> None:
     """Time training steps of TAPE, RoPE and transformers' Llama.
 
-    `shape` is a key of `measured_model.SHAPES`, and `warmup` has further arguments of
+    `shape` is a key of `measured_model.SHAPES`, and `more_arguments` are those of
     `benchmarks.train_step`.
     """
     from benchmarks import train_step
@@ -109,7 +111,7 @@ def step(shape: str, warmup: list[str], record: Record, options: argparse.Namesp
     size = ["--shape", shape, "--repetitions", "3"]
     if options.toy:
         size = ["--shape", "toy", "--repetitions", "1"]
-    train_step.main([*size, *warmup, *_record_arguments(options)])
+    train_step.main([*size, *more_arguments, *_record_arguments(options)])
 
 
 def training(record: Record, options: argparse.Namespace) -> None:

@@ -107,6 +107,7 @@ def write_card(
         padding=saved.model.vocab_size - vocab_size,
         # The card warns that a model pretrained on plain text follows no instructions.
         text_only=pretrained and saved.state["config"]["data"].get("prefix") is not None,
+        # The card says how to train TAPE's matrices with peft.
         adapts=encoding.exports_to == "tape" and options.with_lora,
     )
     _write(card, directory)

@@ -329,6 +329,7 @@ def _encoding_settings(settings: dict, path: Path) -> dict:
             "position_encoding",
             f"is {name!r:.200} in {path}, which is not one of {', '.join(ENCODINGS)}",
         )
+
     position = settings["position_settings"]
     check_shape(position, dict[str, Any], f"position_settings in {path}")
     return dict(position)
@@ -343,10 +344,10 @@ def _rope_position(settings: dict, path: Path) -> dict:
     is_phi3 = settings["model_type"] == PHI3
     key = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
     rope = _rope_parameters(settings, key, path)
-    current = _rope_parameters(settings, "rope_parameters", path)
+    new_format = _rope_parameters(settings, "rope_parameters", path)
     # transformers would use rope_scaling and silently ignore rope_parameters. rope_theta is
     # compared below, since it may be missing in either.
-    if current and {**rope, "rope_theta": None} != {**current, "rope_theta": None}:
+    if new_format and {**rope, "rope_theta": None} != {**new_format, "rope_theta": None}:
         raise UserError(
             "rope_scaling", f"and rope_parameters differ in {path}", "remove the wrong one"
         )
@@ -354,7 +355,7 @@ def _rope_position(settings: dict, path: Path) -> dict:
     # transformers uses the first of these; the others must be equal.
     default = _DEFAULT_THETAS.get(settings["model_type"], 10000.0)
     theta = rope.get("rope_theta", settings.get("rope_theta", default))
-    for place in (current, settings):
+    for place in (new_format, settings):
         other = place.get("rope_theta", theta)
         if other != theta:
             problem = (

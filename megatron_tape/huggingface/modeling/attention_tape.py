@@ -107,6 +107,7 @@ class TapeAttention(nn.Module):
             query = self.q_norm(query)
             key = self.k_norm(key)
         if state is not None:
+            # An fp32 state is rounded only as a factor of products.
             state = state.to(query.dtype)
             grouped_query = query.view(B, S, G, -1, D)
             query = rotate(grouped_query, state.unsqueeze(3)).flatten(2, 3)
@@ -244,10 +245,10 @@ def attend_by_blocks(
     G, T = key.shape[1:3]
     E = value.shape[-1]
     R = H // G
-    # Half-precision matrix products are slow on CPUs. Below, the first axis has the B G pairs of a
-    # sequence and a key/value head ("heads").
+    # Half-precision matrix products are slow on CPUs.
     dtype = torch.promote_types(query.dtype, torch.float32)
     scaled_query = query.to(dtype).mul(scaling)
+    # The first axis has the B G key/value heads of all sequences.
     queries = scaled_query.unflatten(1, (G, R)).flatten(0, 1)
     keys = key.flatten(0, 1).to(dtype)
     values = value.flatten(0, 1).to(dtype)
