@@ -72,6 +72,7 @@ class Shape(NamedTuple):
         )
 
     def __str__(self) -> str:
+        """Return the text that `parse` accepts."""
         groups = "" if self.groups == self.heads else f"/{self.groups}"
         return f"{self.heads}{groups}x{self.head_dim}@{self.length}"
 

@@ -42,6 +42,7 @@ class Llama(nn.Module):
             self.llama = LlamaForCausalLM(config).to(dtype)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        # The loss is in fp32, as in training.
         logits = self.llama(tokens).logits.float()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 

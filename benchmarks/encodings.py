@@ -50,6 +50,7 @@ from megatron_tape.parallel.layout import ParallelLayout, initialize_distributed
 from megatron_tape.planning.parameters import parameter_count
 from megatron_tape.position import BUILT_IN, encoding_of
 
+# The encoding with which all others are compared.
 BASELINE = "rope"
 LEARNED_INCREMENTS = {"position.increments": "learned"}
 VARIANTS: dict[str, dict] = {

@@ -37,6 +37,7 @@ from megatron_tape.huggingface.modeling.modeling_tape import TapeForCausalLM
 
 Models = dict[str, PreTrainedModel]
 CACHES = ("dynamic", "static")
+# Sizes of the parity check.
 PARITY_LAYERS = 4
 PARITY_TOKENS = 300
 TOY = {

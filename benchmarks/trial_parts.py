@@ -19,6 +19,7 @@ from benchmarks.environment import Record, add_record_arguments
 from megatron_tape.command_line import Parser
 from megatron_tape.io.versions import ROOT
 
+# The names of the tests in tests/gpu/test_training_on_gpu.py.
 _RUN_TEST = "test_a_run_has_the_losses_and_gradient_norms_of_the_cpu"
 _GRADIENTS_TEST = "test_gradients_have_at_most_twice_the_error_of_plain_torch"
 TRAINING_TESTS = [
@@ -126,6 +127,7 @@ def training(record: Record, options: argparse.Namespace) -> None:
         """A pytest plugin that records the outcome of each test."""
 
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            """Record an outcome. pytest calls this after each phase of a test."""
             # A test also has a setup and a teardown, which matter only if they fail.
             if report.passed and report.when != "call":
                 return
@@ -178,6 +180,7 @@ def watch(seconds: float) -> None:
     deadline = time.monotonic() + seconds
 
     def kill_when_due() -> None:
+        """Wait until the parent ends or the time is over, and kill this process and its group."""
         # A process whose parent ends gets another parent.
         while os.getppid() == parent and time.monotonic() < deadline:
             time.sleep(0.2)

@@ -40,6 +40,7 @@ CARD_SENTENCES = (
 _TEMPLATES = Path(__file__).parent
 _PAPER = "https://arxiv.org/abs/2501.00712"
 _OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon for matrices, AdamW for the rest"}
+# The section about the training of a base model that is exported with an adapter.
 _BASE_MODEL_NOTE = (
     "This is the base model of an adapter, without LoRA layers. The adapter's card describes the"
     " training."

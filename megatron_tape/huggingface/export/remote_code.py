@@ -39,16 +39,20 @@ ENCODED_AUTO_MAP = {
         "modeling_encoded_tape.EncodedForSequenceClassification"
     ),
 }
+# The folder of the files that all exports share.
 _MODELING = Path(__file__).parents[1] / "modeling"
+# In _ENCODED_MODELING: the line after which an export gets further imports, and their comment.
 _IMPORTS_COMMENT = "# Some versions of transformers copy only what this file imports directly.\n"
 _ENCODING_IMPORT = "from .encoding_tape import Encoding, TokenCache, in_some_layers\n"
 _PACKAGE = __name__.partition(".")[0]
 _ROOT = Path(__file__).parents[2]
 _IMPORTABLE = {*sys.stdlib_module_names, "torch", "transformers", "numpy"}
 """Modules that are installed wherever transformers loads a model."""
+# The conditions of blocks that only type checkers read.
 _TYPES_ONLY = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 _KERNELS = f"{_PACKAGE}.ops.kernels"
 """The package of GPU kernels, which are not exported: an exported encoding uses plain torch."""
+# The text of encoding_tape.py, by which the shared files import the encoding.
 _ENTRY = '''"""The positional encoding {name}, under the names that modeling_encoded_tape uses."""
 
 from .{interface} import TokenCache

@@ -49,6 +49,7 @@ class SavedWeights:
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """The unsharded shapes of all parameters, by the model's names."""
         return parameter_shapes(self.model, self.extension)
 
     @cached_property

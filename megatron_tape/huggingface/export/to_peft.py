@@ -33,6 +33,7 @@ BASE = "base"
 """Directory of the base model within the adapter's directory."""
 SUPPORTED_KINDS = ("lora", "embeddings", "output", "norms", "position")
 """Kinds of trained parameters that an adapter can contain."""
+# The beginning of all names of weights in an adapter.
 _PREFIX = "base_model.model."
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
@@ -92,6 +93,7 @@ def _write_tensors(saved: SavedWeights, path: Path, rows: int, dtype: torch.dtyp
     embedding_is_tied = saved.model.tie_embeddings
 
     def peft_keys(key: str) -> list[str]:
+        """Return peft's names of the weight with Hugging Face's name `key`."""
         if embedding_is_tied and key == _EMBEDDING:
             return [_PREFIX + key, _PREFIX + _HEAD]
         return [_PREFIX + key]

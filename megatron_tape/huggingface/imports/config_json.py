@@ -69,6 +69,7 @@ _SUPPORTED = {
     "partial_rotary_factor": 1.0,
 }
 """Settings of which only one value can be imported."""
+# How these architectures differ from Llama.
 _OLMO2 = "its norms follow attention and the MLP, and its norms of queries and keys span all heads"
 _GEMMA = (
     "its norms multiply by 1 + weight, its embeddings are scaled, and its MLP uses GELU"

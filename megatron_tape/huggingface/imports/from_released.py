@@ -41,6 +41,7 @@ _REQUIRED_SETTINGS = {
     "t5rb": ("relative_attention_num_buckets", "relative_attention_max_distance"),
     "yarn": ("original_max_position_embeddings",),
 }
+# The end of the names of FIRE's thresholds in the released code.
 _FIRE_THRESHOLD = "self_attn.rotary_emb.init_L"
 
 
@@ -109,6 +110,7 @@ def _renamed(released: Mapping[str, Tensor], unread_prefixes: tuple[str, ...]) -
         sources |= {name: key for name in names if not name.startswith(unread_prefixes)}
 
     def load_weight(name: str) -> Tensor:
+        """Read a weight by its name in exports, and convert it from the released code's format."""
         key = sources[name]
         return from_released({key: released[key]})[name]
 

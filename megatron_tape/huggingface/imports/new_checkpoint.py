@@ -54,6 +54,7 @@ def _checked_and_padded(weights: LazyTensors, model: ModelConfig, origin: str) -
     padding = model.vocab_size - model.unpadded_vocab_size
 
     def load_weight(name: str) -> Tensor:
+        """Read and check the weight `name`, and pad its vocabulary if it has one."""
         tensor = weights[name]
         shape = shapes[name]
         if name in VOCABULARY_WEIGHTS:
@@ -97,6 +98,9 @@ def with_new_tape(weights: LazyTensors, model: ModelConfig, seed: int) -> LazyTe
     }
 
     def load_weight(name: str) -> Tensor:
+        """Return the weight with Hugging Face's name `name`: a new TAPE parameter, or one that is
+        read.
+        """
         if name not in tape_names:
             return weights[name]
         own_name = tape_names[name]

@@ -18,6 +18,7 @@ _METADATA_CHARACTERS = 100_000
 """Maximum number of characters of a card's metadata; parsing more YAML would take seconds."""
 _FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
+# Longer facts are not imported.
 _FACT_CHARACTERS = 200
 
 

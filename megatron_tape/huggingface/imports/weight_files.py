@@ -24,17 +24,22 @@ from megatron_tape.model.shapes import hugging_face_shapes
 if TYPE_CHECKING:
     from torch import Tensor
 
+# The endings of files that torch.load reads.
 PICKLES = (".bin", ".pt", ".pth")
 # In the order in which transformers looks for them.
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+# A name without a folder.
 _FILE_NAME = re.compile(r"[\w-][\w.-]{0,200}")
 _INDEX_BYTES = 32 << 20
 """Maximum size of an index file, enough for about 200,000 tensors."""
+# How to fix weights that do not belong to the settings.
 MISMATCH = "give the config.json that belongs to the weights, or download them again"
 
 
 class _Index(TypedDict):
+    """The contents of an index file: the name of the file of each tensor."""
+
     weight_map: dict[str, str]
 
 
@@ -89,6 +94,7 @@ def _open_safetensors(paths: list[Path]) -> LazyTensors:
             ) from None
 
     def load_tensor(name: str) -> Tensor:
+        """Read a tensor, and close its file again."""
         with safe_open(path_of_tensor[name], "pt") as file:
             return file.get_tensor(name)
 

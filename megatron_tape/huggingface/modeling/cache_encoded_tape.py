@@ -40,18 +40,22 @@ class EncodedLayer(GrowingLayer):
         }
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace each sequence by the one at its index in beam_idx (B,), for beam search."""
         super().reorder_cache(beam_idx)
         self._apply_to_tensors(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence, (B, ...) to (B repeats, ...)."""
         super().batch_repeat_interleave(repeats)
         self._apply_to_tensors(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the sequences at these indices."""
         super().batch_select_indices(indices)
         self._apply_to_tensors(lambda tensor: tensor[indices, ...])
 
     def crop(self, *args, **kwargs) -> None:
+        """Remove the last tokens. The arguments depend on the version of transformers."""
         super().crop(*args, **kwargs)
         length = self.get_seq_length()
         self._apply_to_tensors(lambda tensor: tensor[:, :length])

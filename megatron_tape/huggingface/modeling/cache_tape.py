@@ -16,6 +16,7 @@ from transformers.masking_utils import create_causal_mask
 _IS_RENAMED = "cache" in inspect.signature(create_causal_mask).parameters
 CACHE = "cache" if _IS_RENAMED else "past_key_values"
 """The name of the cache in transformers' arguments and outputs. transformers 5.24 renamed it."""
+# These accept values that are wider than keys.
 SUPPORTED_CACHES = (DynamicCache, StaticCache)
 _LAYER_ATTRIBUTES = {"keys", "values", "is_initialized", "dtype", "device"}
 """The attributes of a DynamicLayer that GrowingLayer knows. If a version of transformers adds

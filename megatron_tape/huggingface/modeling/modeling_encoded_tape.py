@@ -26,6 +26,7 @@ from .modeling_tape import (
     TapePreTrainedModel,
 )
 
+# The attention implementations of transformers that these models support.
 _IMPLEMENTATIONS = ("sdpa", "eager")
 
 
@@ -38,6 +39,7 @@ class SingleProcess:
     sequence_shards = 1
 
     def local_heads(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Return x unchanged, since this process has all heads and tokens."""
         return x
 
     local_tokens = to_heads = to_tokens = local_heads

@@ -30,6 +30,7 @@ matrices.
 
 _MODULE = f"transformers.models.{MODEL_TYPE}"
 """The module from which transformers imports the classes of this model type."""
+# By class: the module of this package that defines it.
 _FILE_OF_NAME = {CONFIG: "configuration_tape", "TapePreTrainedModel": "modeling_tape"}
 _FILE_OF_NAME.update(dict.fromkeys(AUTO_CLASSES.values(), "modeling_tape"))
 __all__ = sorted(_FILE_OF_NAME)
@@ -170,6 +171,7 @@ class _ImportHook:
             original_exec_module = spec.loader.exec_module
 
             def exec_module(module):
+                """Execute the module, and change it afterwards."""
                 original_exec_module(module)
                 _run_after_import(name)
 
