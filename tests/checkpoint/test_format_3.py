@@ -85,7 +85,7 @@ def test_weights_of_format_3_are_read_by_their_current_names(average):
         "embedding.weight": "weight/gpt.embedding.word_embeddings.weight",
     }
     for name, key in names.items():
-        assert torch.equal(saved.read(name), tensors[key])
+        assert torch.equal(saved.read_parameter(name), tensors[key])
     assert saved.trained == [
         name for name in parameter_shapes(saved.model) if name != "embedding.weight"
     ]

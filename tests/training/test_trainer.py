@@ -115,10 +115,10 @@ def test_only_trained_parameters_are_saved_and_an_export_merges_them_with_the_fr
     merged = open_weights(newest(lean_run.part))
     saved = tensors(newest(lean_run.part))
     for name in begin.files[0]:
-        expected = begin.read(name)
+        expected = begin.read_parameter(name)
         if kind_of(name) == "position":
             expected = saved[f"weight/{name}"]
-        assert torch.equal(merged.read(name), expected)
+        assert torch.equal(merged.read_parameter(name), expected)
 
 
 def test_a_missing_or_changed_checkpoint_with_the_frozen_parameters_is_refused(lean_run, capfd):
