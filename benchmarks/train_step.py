@@ -133,6 +133,7 @@ class Comparison:
         peak = None
         if self.on_gpu:
             gpu = torch.cuda.get_device_name(layout.device)
+            # The table of peaks is for bf16.
             if arguments.precision == "bf16":
                 peak = peak_flops(gpu)
         self.result: dict = {

@@ -97,6 +97,8 @@ def main() -> None:
         raise FileError(
             error.name, "is not installed here", "run this in the environment of make install"
         ) from None
+
+    # What pip needs to know about the GPU machine, which differs from this one.
     pins = pinned_for(arguments.python)
     requirements = {name: pins.get(name, requirement) for name, requirement in installed.items()}
     platforms = [f"manylinux_2_{minor}_{platform.machine()}" for minor in GLIBC]
@@ -113,6 +115,7 @@ def main() -> None:
     with atomic_directory(arguments.directory) as partial:
         downloaded = [each for name, each in requirements.items() if name not in SOURCE_PACKAGES]
         _pip("download", "--no-deps", *target_options, "--dest", str(partial), *downloaded)
+
         command_line.log("building deepspeed from source, which takes a minute ...")
         # In a new folder, since pip might otherwise use a wheel of an earlier build.
         with tempfile.TemporaryDirectory() as folder:

@@ -142,6 +142,7 @@ def encoding_files(encoding: type[PositionEncoding]) -> dict[str, str]:
     Raises UserError for an import that cannot be exported.
     """
     encoding_module = _module_of_encoding(encoding)
+    # `_ENTRY` imports from these two, even if the encoding does not.
     interface = _package_module(f"{_PACKAGE}.position.encoding")
     some_layers = _package_module(f"{_PACKAGE}.position.some_layers")
     assert interface is not None and some_layers is not None

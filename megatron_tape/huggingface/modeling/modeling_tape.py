@@ -230,6 +230,8 @@ class TapeModel(TapePreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
+
+        # None stands for the setting in the configuration.
         config = self.config
         if use_cache is None:
             use_cache = config.use_cache
@@ -237,6 +239,7 @@ class TapeModel(TapePreTrainedModel):
             output_attentions = config.output_attentions
         if output_hidden_states is None:
             output_hidden_states = config.output_hidden_states
+
         if output_attentions and config._attn_implementation != "eager":
             raise ValueError(
                 f"{config._attn_implementation} attention does not return attention weights for"
