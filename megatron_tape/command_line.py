@@ -121,6 +121,7 @@ def run(
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _interrupt)
 
+    # All of this happens within `status_of`, which reports its errors.
     def flushed_main() -> int | None:
         provide_caches()
         status = main()
@@ -128,6 +129,7 @@ def run(
         return status
 
     status = status_of(flushed_main, unavailable, interrupted)
+    # After an error, `main` may have left output that is not flushed.
     if status:
         _end_output()
     sys.exit(status)
@@ -230,6 +232,7 @@ def escape_unprintable() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+            # For the other characters, which the encoding can represent.
             stream.write = functools.partial(_write_printable, stream)
 
 

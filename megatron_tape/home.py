@@ -73,6 +73,7 @@ def provide_caches() -> None:
         getpass.getuser()
     except (KeyError, OSError):
         os.environ["USER"] = str(os.getuid())  # torch's compiler asks for a name
+    # Without HF_HOME, Hugging Face's libraries use this directory.
     home = os.path.expanduser("~")
     models = os.environ.get("HF_HOME") or os.path.join(home, ".cache", "huggingface")
     names = []

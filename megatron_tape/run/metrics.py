@@ -93,7 +93,7 @@ class MetricsWriter:
         self._wandb = wandb
         self._last_step = resume_step
         self._clock = clock
-        # RECENT intervals between steps have one more end.
+        # RECENT intervals lie between RECENT + 1 steps.
         self._recent = deque([(resume_step, clock())], maxlen=RECENT + 1)
 
         directory = Path(directory)
@@ -219,6 +219,7 @@ class MetricsWriter:
 
     def _seconds_left(self) -> float:
         """Estimate the remaining time from the seconds per unit of work in recent steps."""
+        # Recent steps only: the first ones are slower, and evaluations take time now and then.
         first_step, first_time = self._recent[0]
         last_step, last_time = self._recent[-1]
         first, last, total = map(self._work, (first_step, last_step, self.total_steps))
