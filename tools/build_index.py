@@ -44,7 +44,7 @@ def main() -> None:
     from megatron_tape.parallel.layout import initialize_distributed
 
     tokenizer = load_run_tokenizer(config)
-    build_batches(config, initialize_distributed(), tokenizer and tokenizer.eod)
+    build_batches(config, initialize_distributed(), None if tokenizer is None else tokenizer.eod)
     command_line.log(f"the index is in {config.data.resolved_cache_directory}")
 
 

@@ -44,7 +44,7 @@ def describe(
 
     Negative token ids count as damage and, with `tokenizer`, ids outside its vocabulary.
     """
-    vocab_size = tokenizer and tokenizer.vocab_size
+    vocab_size = None if tokenizer is None else tokenizer.vocab_size
     size = f"{counted(len(dataset), 'document')}, {dataset.bin_size / 1e6:,.1f} MB"
     with command_line.step(f"checking {size}"):
         # Documents are found by the index, which must be intact.

@@ -75,14 +75,15 @@ class Variant:
     @property
     def arguments(self) -> list[str]:
         """The variant's settings as arguments `--section.key value` of pretrain.train."""
-        fields = dataclasses.fields(ENCODINGS[self.encoding].Settings)
-        encoding_keys = {field.name for field in fields}
+        field_names = {
+            field.name for field in dataclasses.fields(ENCODINGS[self.encoding].Settings)
+        }
         arguments = ["--model.position_encoding", self.encoding]
         for key, value in self.settings:
             # A variant names its settings without the section, except those of the learning.
             if key.partition(".")[0] in _LEARNING:
                 section = ""
-            elif key in encoding_keys:
+            elif key in field_names:
                 section = "model.position."
             else:
                 section = "model."
