@@ -318,7 +318,7 @@ def _arguments(arguments: list[str], scratch: str) -> list[str]:
 
 def _refuse_other_job(run: Path, attempts: list[AttemptRecord], job: str) -> None:
     """Raise ConfigError if Slurm still lists another job that uses the run's directory."""
-    # A verdict is the last thing that a job writes.
+    # An attempt with a verdict has ended.
     if not attempts or attempts[-1].verdict is not None:
         return
     owner = attempts[-1].facts.get("job")

@@ -253,7 +253,7 @@ def _state_after_end(last: AttemptRecord, queue: str | None) -> RunState:
     # By hand, with Ctrl-C.
     if last.outcome == INTERRUPTED and queue is None:
         return RunState("interrupted", True, "run the same command to continue")
-    # By a signal from Slurm, which should have requeued the job.
+    # By a signal to a job, such as that before its time limit.
     if last.outcome == INTERRUPTED or last.stop_reason:
         return RunState(
             "stopped",

@@ -87,7 +87,7 @@ def supervised(config: RunConfig, extends: bool, trains: "ParameterFilter | None
             if rank == 0:
                 watch.record_end(FINISHED, f"finished all {config.train.steps} steps")
             return 0
-        # A signal has ended the training, which has saved a checkpoint and recorded the end.
+        # A signal has stopped the run, which has recorded its end already.
         _say(rank, f"{reason}; run the same command to continue")
         if watch.stop == CTRL_C:
             return EXIT_INTERRUPTED

@@ -125,8 +125,7 @@ def continuations(
     for number, prompt in enumerate(prompts, 1):
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         length = inputs["input_ids"].shape[1]
-        context = source.info.trained_length
-        count = _new_tokens(number, length, arguments.max_new_tokens, context)
+        count = _new_tokens(number, length, arguments.max_new_tokens, source.info.trained_length)
         requests.append((inputs, count))
 
     with command_line.step(f"loading {arguments.model}"):
