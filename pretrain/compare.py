@@ -90,12 +90,12 @@ def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]
         "--only",
         type=int,
         metavar="K",
-        help="do only run K, counted from 0, without tables and page (for job arrays)",
+        help="execute only run K, counted from 0, and write no tables and no page (for job arrays)",
     )
     add(
         "--report-only",
         action="store_true",
-        help="write tables and page of the finished runs, without starting runs",
+        help="start no runs; write the tables and the page of the finished runs",
     )
 
     options, overrides = parser.parse_known_args(argv)

@@ -130,6 +130,7 @@ def continuations(
 
     with command_line.step(f"loading {arguments.model}"):
         model = load_with(transformers.AutoModelForCausalLM.from_pretrained)
+    # Of the model's own settings, only the ids of special tokens are kept.
     model.generation_config = transformers.GenerationConfig(
         **_sampling(arguments),
         **{name: getattr(model.generation_config, name) for name in SPECIAL_IDS},

@@ -135,6 +135,7 @@ def build_on_rank_0(
     Raises the same error on all ranks: ConfigError if the cache cannot store the index; a UserError
     of `build`; or MemoryError or RuntimeError if the index cannot be built for another reason.
     """
+    # The thread's result, and the path of the temporary directory, which the thread adds.
     future: Future = Future()
     staging = []
     is_rank_0 = dist.get_rank() == 0
@@ -159,6 +160,7 @@ def build_on_rank_0(
                     megabytes = f"{message[0].bytes_written / 1e6:,.0f}"
                     logger.info("indexing the data: %s MB written", megabytes)
 
+            # Rank 0's message replaces the item in the list of each rank.
             dist.broadcast_object_list(message, src=0)
             before = state
             state = message[0]
