@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     SIGTERM and SIGUSR1 interrupt the evaluation, so that a Slurm job can be requeued.
     """
     command_line.escape_unprintable()
-    handlers = {
+    old_handlers = {
         number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGUSR1)
     }
     failure_mark = os.environ.get("TAPE_FAILURE")
@@ -68,8 +68,8 @@ def main(argv: list[str] | None = None) -> int:
             with suppress(OSError):
                 Path(failure_mark).touch()
             # A signal must not change the exit status of a failed process.
-            handlers = dict.fromkeys(handlers, signal.SIG_IGN)
-        for number, handler in handlers.items():
+            old_handlers = dict.fromkeys(old_handlers, signal.SIG_IGN)
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
 

@@ -81,6 +81,7 @@ class Batches:
         # page cache. Workers would either be forked while NCCL threads are running, or be idle
         # between evaluations.
         samples = range(self.config.train.eval_steps * self.config.train.global_batch_size)
+        # The loss is averaged over all samples, as if they were one global batch.
         batches = self._load(self.validation, samples, 0, iter([len(samples)]))
         return map(model_inputs, batches)
 

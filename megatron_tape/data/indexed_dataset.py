@@ -251,7 +251,10 @@ class IndexedDatasetWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Keep the unfinished files if there was a `mark`, and otherwise remove them."""
+        """Keep the unfinished files if there was a `mark`, and otherwise remove them.
+
+        After `finish`, there are none.
+        """
         if self._progress is not None and not self._bin.file.closed:
             # On a full disk, the documents up to the last save are kept.
             with contextlib.suppress(OSError):

@@ -538,6 +538,7 @@ class DocumentWindows(Dataset):
         # The windows are numbered: first all whole ones, then those of remainders.
         window = int(self._windows[index])
         if window < self._whole_windows:
+            # The first document with more whole windows up to its end than precede this one.
             document = int(np.searchsorted(self._ends_of_whole, window, side="right"))
             offset = (window - self._first_whole(document)) * self._seq_length
             ids = self._read(document, offset, self._seq_length + 1)

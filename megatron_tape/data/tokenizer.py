@@ -412,6 +412,7 @@ class _HuggingFace(Tokenizer):
         self.files[TOKENIZER_JSON] = content
         self._model = None  # free the old model first, since models can be large
         self._model = tokenizers.Tokenizer.from_buffer(content)
+        # The file may set both, but documents must be encoded as they are.
         self._model.no_truncation()
         self._model.no_padding()
         # Otherwise a document that mentions <|endoftext|> would end there.
