@@ -78,7 +78,7 @@ def trial(tp, zero_stage, what, precision):
         result = e.train_step(batches(e, 10), 1e-2)
         assert judged == [(result.loss, result.grad_norm)]
     else:
-        parameter = e.names[
+        parameter = e.parameters[
             REPLICATED if what == "replicated" else "layers.1.mlp.linear_fc1.weight"
         ]
         handle = parameter.register_hook(lambda g: g * math.inf if rank == 1 else g)
@@ -112,7 +112,7 @@ def averaged(zero_stage, **zero):
     names = [f"layers.0.{name}" for name in GRADIENTS]
     for name, of_ranks in zip(names, GRADIENTS.values()):
         left = iter(of_ranks[dist.get_rank()])
-        e.names[name].register_hook(lambda g, left=left: torch.full_like(g, next(left)))
+        e.parameters[name].register_hook(lambda g, left=left: torch.full_like(g, next(left)))
     e.train_step(batches(e, 0), 1e-2)
     moments = [weights(e)[f"exp_avg/{name}"].double() for name in names]
     return [(moment * 10 * 2).flatten()[[0, -1]].tolist() for moment in moments]
@@ -134,7 +134,7 @@ def summed(zero_stage):
     before = weights(e)
     for name, of_ranks in SHARES.items():
         left = iter(of_ranks[dist.get_rank()])
-        e.names[name].register_hook(lambda g, left=left: torch.full_like(g, next(left)))
+        e.parameters[name].register_hook(lambda g, left=left: torch.full_like(g, next(left)))
     e.train_step(batches(e, 0), 0.0)
     after = weights(e)
     moments = []
