@@ -186,6 +186,7 @@ def takes_wide_value(
     """
     if grouped or flash_attn_version(device) != 4:
         return False
+    # Version 4 runs on no other generation.
     return head_dim in {HOPPER: (64, 128), BLACKWELL: (64,)}[generation(device)]
 
 

@@ -564,6 +564,7 @@ def _launch(
     if kernel is _backward_keys:
         grid = (triton.cdiv(T, block_t), B * G)
 
+    # The scores' scale 1 / sqrt(D), times log2(e), as kernels compute exp2.
     kernel[grid](
         *tensors,
         D**-0.5 / math.log(2),
