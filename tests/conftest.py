@@ -51,7 +51,7 @@ LONGEST = (
     "test_resuming.py",
     "test_two_processes.py",
     "test_rehearse.py",
-    "test_demos.py",
+    "test_documented_runs.py",
     "test_export.py",
     "test_ecosystem.py",
     "test_train_command.py",

@@ -1,9 +1,11 @@
-"""The commands of the documentation run, page by page, in a copy of the repository: two processes,
-small models, few steps (tests/documented_python.py), and a small Llama in place of downloads.
-Commands in SKIPPED do nothing."""
+"""The demo, and then the commands of the documentation, page by page, run in a copy of the
+repository: two processes, small models, few steps (tests/documented_python.py), and a small Llama
+in place of downloads. Commands in SKIPPED do nothing.
+"""
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,12 +16,14 @@ from pathlib import Path
 import pytest
 from small_llama import write_llama
 from test_documentation import PAGES, ROOT
+from test_documented_commands import commands
 from tool_runs import write_lines
+from training_cases import rows
 
 SKIPPED = {
     "make": (
-        "continuous integration runs make install, docs and test; tests/pretrain/test_demos.py the"
-        " demos"
+        "continuous integration runs make install, docs and test; the fixture and"
+        " tests/pretrain/test_demo_smollm2.py run the demos"
     ),
     "pip": "continuous integration installs the packages",
     "sbatch": "tests/slurm runs the job scripts",
@@ -32,7 +36,7 @@ SKIPPED = {
     "unzip": "needs a download",
 }
 ELSEWHERE = {
-    "demo.md": "the fixture runs it",
+    "demo.md": "its commands are those of pretrain/demo.sh",
     "cluster.md": "tests/slurm runs the job scripts",
     "gpu.md": "needs a GPU",
     "install.md": "continuous integration runs make install; the rest needs a cluster",
@@ -90,6 +94,7 @@ PREPARED = {
     "your-encoding.md": (
         r"""
         imported='from megatron_tape.position.kerple import KerplePosition'
+        grep "^    $imported$" docs/your-encoding.md
         sed -i "s/^BUILT_IN.*/$imported\n\n&\n    KerplePosition,/" \
             megatron_tape/position/__init__.py"""
     ),
@@ -118,7 +123,7 @@ def parts(text):
 def run(folder, code, *command):
     environment = os.environ | {
         "HOME": str(folder / "home"),
-        "PATH": f"{folder}/home/bin:{os.environ['PATH']}",
+        "PATH": f"{folder}/home/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(folder),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
@@ -134,6 +139,7 @@ def run(folder, code, *command):
     )
     errors = "".join(re.findall(r"^.*error: .*\n", done.stderr, re.M))
     assert done.returncode == 0, f"{code}\n{errors}{done.stdout[-2000:]}{done.stderr[-4000:]}"
+    return done
 
 
 def shell(folder, code):
@@ -182,6 +188,9 @@ def repository(tmp_path_factory):
     for path in git(ROOT, "ls-files").splitlines():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, folder / path)
+    shown = run(folder, None, "bash", "pretrain/demo.sh", "4").stdout
+    (folder / "shown.txt").write_text(shown, encoding="utf-8")
+    # From here on, "python" and "torchrun" are the programs that shorten commands.
     programs = folder / "home" / "bin"
     programs.mkdir(parents=True)
     stand_in = (ROOT / "tests" / "documented_python.py").read_text(encoding="utf-8")
@@ -197,7 +206,6 @@ def repository(tmp_path_factory):
         write_lines(folder / name, texts[-6:])
     for name in ("Llama-2-7b-hf", "Qwen3-0.6B", "mine", "base"):
         write_llama(folder / "models" / name, texts)
-    follow(folder, ROOT / "docs" / "demo.md")
     shutil.copy(folder / "runs/demo/data/tokenizer.model", folder)
     for name in ("text.jsonl", "more.jsonl"):
         shutil.copy(folder / "runs/demo/data/stdlib.jsonl", folder / name)
@@ -217,6 +225,39 @@ FOLLOWED = [
     if page.parent.name != "reproductions" and page.name not in ELSEWHERE
     if any(SHELL.match(code) for code in parts(page.read_text(encoding="utf-8")))
 ]
+
+
+@pytest.mark.slow
+def test_the_demo_makes_its_page_and_skips_finished_steps_when_repeated(repository, tmp_path):
+    folder = tmp_path / "repository"
+    # Without "home", which contains the programs that shorten commands.
+    shutil.copytree(repository, folder, ignore=shutil.ignore_patterns("home"))
+    demo = folder / "runs" / "demo"
+    for name in ("tape", "rope", "tape-1024", "rope-1024"):
+        assert 6 < rows(demo / name)[-1]["validation/loss"] < 8.4  # log(4096) is 8.3
+    page = (demo / "report.html").read_text(encoding="utf-8")
+    for part in ("tape-1024", "perplexity", "tape+increments=signed"):
+        assert part in page
+
+    files = [*demo.rglob("*.safetensors"), *(demo / "data").glob("*.*")]
+    stamps = {path: path.stat().st_mtime_ns for path in files}
+    repeated = run(folder, None, "bash", "pretrain/demo.sh", "4").stderr
+    assert repeated.count("is finished already") == repeated.count("nothing to do") == 4
+    assert "all runs are finished already" in repeated
+    assert {path: path.stat().st_mtime_ns for path in files} == stamps
+
+
+@pytest.mark.slow
+def test_the_page_of_the_demo_has_the_commands_of_its_script(repository):
+    shown = (repository / "shown.txt").read_text(encoding="utf-8")
+    printed = [set(shlex.split(line)) for line in re.findall(r"^\[\d+ minutes\] (.*)", shown, re.M)]
+    page = (ROOT / "docs" / "demo.md").read_text(encoding="utf-8")
+    # The script was given another number of steps, and starts one process on one core.
+    documented = [set(words) - {"400", "40", "2"} for words in commands(page)]
+    checked = [words for words in documented if words & {"python", "torchrun"}]
+    assert len(checked) == 11
+    for words in checked:
+        assert any(words <= others for others in printed), words
 
 
 @pytest.mark.slow
