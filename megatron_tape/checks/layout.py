@@ -16,6 +16,7 @@ VIRTUAL = "parallel.virtual_pipeline_size"
 LAYERS = "parallel.pipeline_layers"
 SEQUENCE = "parallel.sequence_parallel"
 ENCODING = "model.position_encoding"
+# The names above are keys of settings, for the subjects and messages of errors.
 
 
 def check_processes(config: RunConfig, processes: int) -> None:
@@ -24,6 +25,7 @@ def check_processes(config: RunConfig, processes: int) -> None:
     """
     validate_processes(config, processes)
 
+    # A missing rank would silently write no trace.
     highest = max(config.train.profile.ranks)
     if highest >= processes:
         raise ConfigError(
@@ -92,6 +94,7 @@ def validate_processes(config: RunConfig, processes: int) -> None:
 def _validate_batches(config: RunConfig) -> None:
     train = config.train
 
+    # All batch sizes of a ramp are multiples of the first one.
     if train.batch_ramp is not None and train.global_batch_size % train.batch_ramp.from_ != 0:
         raise ConfigError(
             ("train.batch_ramp.from", "train.global_batch_size"),
