@@ -192,6 +192,7 @@ def begin(options: argparse.Namespace) -> None:
 
     step = checkpointed_step(checkpoints)
     attempts = read_attempts(run)
+    # Those of this job, before it was requeued.
     earlier = [attempt for attempt in attempts if attempt.facts.get("job") == options.job]
     resume = resolve_resume(config.checkpoint.resume, checkpoints)
     if requeued and earlier and step > earlier[0].facts.get("checkpoint_step", 0):
@@ -205,6 +206,7 @@ def begin(options: argparse.Namespace) -> None:
 
     # After the settings, since it asks Slurm.
     _refuse_other_job(run, attempts, options.job)
+
     # Only a requeued job can be in a crash loop. A new job may always start, since a user has
     # submitted it.
     if requeued and earlier:

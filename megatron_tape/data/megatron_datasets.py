@@ -358,7 +358,7 @@ def _mix_of_windows(
             long = np.flatnonzero(lengths >= config.data.long_documents.minimum)
             return divide_documents(lengths, long, seq_length)
 
-        # The name of the cache's directory depends on the other settings.
+        # The prefix is key enough: the directory's name is a digest of all other settings.
         names = ("documents", "ends_of_whole", "left")
         cache = settings.path_to_cache
         divided = cached(cache, "DocumentWindows", names, prefix, make, settings.build)
@@ -591,6 +591,7 @@ class DocumentWindows(Dataset):
             skipped = max(0, start - begin)
             length = min(missing, left - skipped)
 
+            # The remainder begins after the document's whole windows.
             whole = int(self._ends_of_whole[document]) - self._first_whole(document)
             part = self._read(document, whole * self._seq_length + skipped, length)
             if parts:
