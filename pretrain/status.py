@@ -178,23 +178,23 @@ def read_status(run: Path) -> RunStatus:
 
     # An empty row stands for a run that has logged nothing yet.
     rows: list[Any] = [{}, *last_rows(run / METRICS, Row, TAIL_BYTES)]
-    row = rows[-1]
+    last_row = rows[-1]
     validated = next((row for row in reversed(rows) if VALIDATION_LOSS in row), {})
 
     seconds_left = None
     # Rows after the step that the last attempt continued from are its own.
     first_step = last.heartbeat.get("from_step")
-    if state.name == "running" and first_step is not None and row.get("step", 0) > first_step:
-        seconds_left = row.get("seconds_left")
+    if state.name == "running" and first_step is not None and last_row.get("step", 0) > first_step:
+        seconds_left = last_row.get("seconds_left")
 
     until = None
     if state.name in ("waiting", "between attempts"):
         until = now  # the time since the last attempt counts, too
 
-    error = None
+    crash = None
     crashes = [attempt for attempt in attempts if attempt.crashed and attempt.outcome is not None]
     if crashes and last.outcome != FINISHED:
-        error = f"attempt {crashes[-1].number}, {last_error(crashes[-1])}"
+        crash = f"attempt {crashes[-1].number}, {last_error(crashes[-1])}"
 
     # The recorded path is wrong if the run's directory has been moved or copied.
     checkpoints = run / "checkpoints"
@@ -205,18 +205,18 @@ def read_status(run: Path) -> RunStatus:
         state=state.name,
         well=state.well,
         explanation=state.explanation,
-        step=max(row.get("step", 0), last.heartbeat.get("step") or 0),
+        step=max(last_row.get("step", 0), last.heartbeat.get("step") or 0),
         total_steps=_total_steps(run),
-        loss=row.get(LOSS),
-        loss_step=row.get("step"),
+        loss=last_row.get(LOSS),
+        loss_step=last_row.get("step"),
         validation_loss=validated.get(VALIDATION_LOSS),
         validation_step=validated.get("step"),
-        tokens_per_second=row.get(TOKENS_PER_SECOND),
+        tokens_per_second=last_row.get(TOKENS_PER_SECOND),
         seconds_left=seconds_left,
         time_shares=shares(seconds_by_kind(attempts, until)),
         layout=last.facts.get("layout"),
         **_newest_checkpoint(checkpoints),
-        last_error=error,
+        last_error=crash,
         spikes=sum(len(attempt.spikes) for attempt in attempts),
         wandb=_wandb(run),
         log=last.facts.get("log") or None,
