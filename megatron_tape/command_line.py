@@ -108,20 +108,21 @@ UNTOUCHED = "nothing unfinished was left behind"
 def run(
     main: Callable[[], int | None], unavailable: int = 1, interrupted: str = UNTOUCHED
 ) -> NoReturn:
-    """Run a program's `main`, and exit with the status that `status_of` returns for the same
-    arguments.
+    """Run a program's `main`, report its error, if any, in one sentence on stderr, and exit.
+    `status_of` describes the arguments and the exit statuses.
 
     SIGINT, SIGTERM and SIGHUP raise Interrupted in `main`, so that its context managers remove
     unfinished output. Failing to write stdout, for example to a full disk, counts as an OSError of
     `main`.
     """
     escape_unprintable()
-    # A parent such as nohup ignores a signal to let the program live on.
+    # A signal that is ignored from the start stays ignored, since a parent such as nohup wants the
+    # program to survive it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _interrupt)
 
-    # All of this happens within `status_of`, which reports its errors.
+    # `status_of` also reports the errors of the steps before and after `main`.
     def flushed_main() -> int | None:
         provide_caches()
         status = main()
@@ -226,13 +227,13 @@ def escape_unprintable() -> None:
     """Make stdout and stderr escape control characters, and characters that their encoding cannot
     represent.
 
-    Otherwise a name from an untrusted file could change what a terminal shows, and an é could raise
-    an error at the end of a long run if PYTHONIOENCODING is ascii.
+    Without this, a name from an untrusted file could change what a terminal shows. If
+    PYTHONIOENCODING is ascii, an é could raise an error at the end of a long run.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-            # For the other characters, which the encoding can represent.
+            # The encoding can represent control characters, so `errors` does not escape them.
             stream.write = functools.partial(_write_printable, stream)
 
 
@@ -279,7 +280,7 @@ def _end_output() -> None:
     try:
         sys.stdout.flush()
     except OSError:
-        # Python would flush again at exit and report the failure in several lines.
+        # Python flushes again at exit. To /dev/null, this does not fail with a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -310,9 +311,9 @@ class Progress:
     def __init__(self, total: int | None, start: int = 0):
         self._total = total
         self._start = start
-        self._terminal = sys.stderr.isatty()
-        self._interval = 1.0 if self._terminal else 10.0
-        self._started = self._last = time.monotonic()
+        self._is_terminal = sys.stderr.isatty()
+        self._interval = 1.0 if self._is_terminal else 10.0
+        self._started = self._last_update = time.monotonic()
 
     @property
     def seconds(self) -> float:
@@ -324,9 +325,9 @@ class Progress:
         update is due.
         """
         now = time.monotonic()
-        if now - self._last < self._interval:
+        if now - self._last_update < self._interval:
             return
-        self._last = now
+        self._last_update = now
         elapsed = now - self._started
         line = message(elapsed)
         # A total that was estimated may be too small, so fractions end at 1.
@@ -336,14 +337,14 @@ class Progress:
             # At first, startup takes most of the time, so the time left cannot be estimated.
             if share >= 0.01 or elapsed > 60:
                 line += f", {duration(elapsed * (1 - share) / share)} left"
-        if self._terminal:
+        if self._is_terminal:
             self._rewrite(line)
         else:
             log(line)
 
     def end(self) -> None:
         """Remove the progress line from a terminal."""
-        if self._terminal:
+        if self._is_terminal:
             self._rewrite("")
 
     def _rewrite(self, line: str) -> None:

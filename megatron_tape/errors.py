@@ -41,7 +41,7 @@ class UserError(ValueError):
             fix: what the user can do, as an imperative.
             place: where the subject was set, such as `recipe.yaml:12`.
         """
-        # pickle calls the class with these arguments, for errors that cross processes.
+        # pickle copies an error to another process by calling the class with these arguments.
         super().__init__(subject, problem, fix, place)
         self.subjects = subject if isinstance(subject, tuple) else (str(subject),)
         self.problem = problem

@@ -23,7 +23,7 @@ def expand_home(path: str) -> str:
     """
     if not path.startswith("~"):
         return path
-    # It returns the path unchanged if it finds no home directory.
+    # This function returns the path unchanged if it finds no home directory.
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
         fix = f"give the full path, or ./{path} for a file of that name"
@@ -75,27 +75,27 @@ def provide_caches() -> None:
         os.environ["USER"] = str(os.getuid())  # torch's compiler asks for a name
     # Without HF_HOME, Hugging Face's libraries use this directory.
     home = os.path.expanduser("~")
-    models = os.environ.get("HF_HOME") or os.path.join(home, ".cache", "huggingface")
-    names = []
+    hf_home = os.environ.get("HF_HOME") or os.path.join(home, ".cache", "huggingface")
+    variables = []
     if not _is_writable(home):
-        names += ["MPLCONFIGDIR", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR"]
-    if not _is_writable(models):
-        names.append("HF_MODULES_CACHE")
+        variables += ["MPLCONFIGDIR", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR"]
+    if not _is_writable(hf_home):
+        variables.append("HF_MODULES_CACHE")
         # HF_HOME may be a read-only directory of models that many users share.
-        if not os.access(models, os.R_OK | os.X_OK):
-            names.append("HF_HOME")
-    names = [name for name in names if name not in os.environ]
-    if not names:
+        if not os.access(hf_home, os.R_OK | os.X_OK):
+            variables.append("HF_HOME")
+    moved = [name for name in variables if name not in os.environ]
+    if not moved:
         return
 
     # The number of the user keeps apart the caches of several users of a node.
     directory = private_directory(f"megatron-tape-caches-{os.getuid()}")
-    for name in names:
+    for name in moved:
         os.environ[name] = os.path.join(directory, name.lower())
-    # Moving the cache of modules alone is no news: it holds only copies of small files.
-    if names != ["HF_MODULES_CACHE"] and os.environ.get("RANK", "0") == "0":
-        unwritable = models if _is_writable(home) else home
-        message = f"{unwritable} is not writable; the caches {', '.join(names)} are in {directory}"
+    # A move of the cache of modules alone is not worth a message: it holds copies of small files.
+    if moved != ["HF_MODULES_CACHE"] and os.environ.get("RANK", "0") == "0":
+        unwritable = hf_home if _is_writable(home) else home
+        message = f"{unwritable} is not writable; the caches {', '.join(moved)} are in {directory}"
         print(message, file=sys.stderr, flush=True)
 
 

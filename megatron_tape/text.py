@@ -40,8 +40,8 @@ def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
     """
     power = 0
     while power + 1 < len(units) and round(abs(value)) >= base:
-        value = value / base
-        power = power + 1
+        value /= base
+        power += 1
 
     # Three digits of the rounded value: 9.996 is 10.0. The first unit has no fractions.
     digits = 2

@@ -77,26 +77,26 @@ def check(
 
     # The checkpoint to continue from, or None. One with weights only, such as a converted model,
     # has no state.
-    start = check_start(config)
+    checkpoint = check_start(config)
     state = None
     progress: Any = {}
-    if start is not None and (start / STATE).is_file():
-        state = read_state(start)
+    if checkpoint is not None and (checkpoint / STATE).is_file():
+        state = read_state(checkpoint)
         progress = state["progress"]
         # The run is finished, so it needs no data.
         if state["step"] >= config.train.steps:
             return
-    check_same_data(config, progress.get("data", {}), start)
+    check_same_data(config, progress.get("data", {}), checkpoint)
 
     # A run keeps the tokenizer that it began with, which its checkpoints contain.
-    config = with_saved_tokenizer(config, start)
-    saved = progress.get("tokenizer")
+    config = with_saved_tokenizer(config, checkpoint)
+    tokenizer_record = progress.get("tokenizer")
     if starts_from_base(config):
         base = find_base(config.extension.from_)
         check_base(config, base)
-        config, saved = with_base_tokenizer(config, base)
+        config, tokenizer_record = with_base_tokenizer(config, base)
 
-    check_datasets(config, saved)
+    check_datasets(config, tokenizer_record)
     check_tasks(config)
     # A resumed run has printed the warning at its first start.
     if state is None:

@@ -90,7 +90,7 @@ def with_directories(config: RunConfig, name: str) -> RunConfig:
     """Return `config` with all directories set. The default of `logging.directory` is
     `runs/<name>`.
     """
-    # First, since the default of the checkpoint directory depends on it.
+    # The directory of the run is set first, since that of the checkpoints is inside it by default.
     directory = config.logging.directory or f"runs/{name}"
     config = replace_settings(config, {"logging.directory": directory})
     changes = {

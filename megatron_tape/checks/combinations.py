@@ -16,7 +16,7 @@ from megatron_tape.model.shapes import lora_widths
 from megatron_tape.model.validation import validate_model
 from megatron_tape.ops.backends import ONLY_HALF, REFLECTIONS, SCORES
 from megatron_tape.position import encoding_of
-from megatron_tape.run.weights_and_biases import INSTALL, installed
+from megatron_tape.run.weights_and_biases import INSTALL, is_wandb_installed
 from megatron_tape.training.hooks import HOOKS
 
 
@@ -120,7 +120,8 @@ def _validate_average(config: RunConfig) -> None:
 
     if average is None:
         return
-    # A setting of the other kind of average would have no effect.
+    # A setting of the other kind of average would have no effect. The class's attributes are the
+    # defaults.
     for name, kind in (("decay", "ema"), ("count", "last"), ("every", "last")):
         is_set = getattr(average, name) != getattr(AverageSettings, name)
         if is_set and kind != average.kind:
@@ -216,13 +217,15 @@ def _validate_data(config: RunConfig) -> None:
     # 0 disables evaluations. By default (None), a run without validation data is not an error.
     if not train.eval_interval:
         return
-    if train.validates and data.source == "prefix" and split_shares(data.split)[1] == 0:
-        raise ConfigError(
-            ("train.eval_interval", "data.split"),
-            f"is {train.eval_interval}, but data.split is {data.split}, which leaves no validation"
-            " data",
-            "raise the second number of data.split, or set train.eval_interval to null",
-        )
+    if train.validates and data.source == "prefix":
+        _, validation_share, _ = split_shares(data.split)
+        if validation_share == 0:
+            raise ConfigError(
+                ("train.eval_interval", "data.split"),
+                f"is {train.eval_interval}, but data.split is {data.split}, which leaves no"
+                " validation data",
+                "raise the second number of data.split, or set train.eval_interval to null",
+            )
     if train.validates and data.examples is not None and data.examples.validation is None:
         raise ConfigError(
             ("train.eval_interval", "data.examples.validation"),
@@ -308,8 +311,8 @@ def _validate_examples(config: RunConfig) -> None:
 
 
 def _validate_monitoring(config: RunConfig) -> None:
-    steps = config.train.profile.steps
-    last = config.train.steps
+    profile_steps = config.train.profile.steps
+    run_steps = config.train.steps
 
     for name in config.train.evaluations:
         if name not in HOOKS:
@@ -319,14 +322,15 @@ def _validate_monitoring(config: RunConfig) -> None:
                 f"choose from {', '.join(HOOKS)}",
             )
     build_tasks(config)  # for its ConfigError
-    if steps is not None and not steps[0] <= min(steps[1], last):
+    # The trace ends with the run if its last step comes later.
+    if profile_steps is not None and profile_steps[0] > min(profile_steps[1], run_steps):
         raise ConfigError(
             ("train.profile.steps", "train.steps"),
-            f"is {format_value(steps)}, but the run ends at step {last}",
+            f"is {format_value(profile_steps)}, but the run ends at step {run_steps}",
             "give the first and the last step, such as [10, 12], within the run",
         )
-    # Otherwise the run would only warn, and train without logging to W&B.
-    if config.logging.wandb is not None and not installed():
+    # Without this check, the run would only warn, and train without logging to W&B.
+    if config.logging.wandb is not None and not is_wandb_installed():
         raise ConfigError(
             "logging.wandb",
             "is set, but the package wandb is not installed",
@@ -354,7 +358,8 @@ def _validate_trained_kinds(config: RunConfig) -> None:
         )
 
     multipliers = [scales.get(kind, 1) for kind in trains]
-    # A multiplier of one parameter, such as position.increments, overrides that of position.
+    # A multiplier of one parameter, such as position.increments, overrides that of position. One
+    # that is not set adds nothing, since the list has that of position already.
     if "position" in trains:
         multipliers += [scales.get(kind, 0) for kind in encoding_kinds]
     if not any(multipliers):
@@ -387,7 +392,8 @@ def _validate_lora(config: RunConfig) -> None:
                     f"add lora to extension.trains, or remove extension.{key}",
                 )
         return
-    # A product of two matrices has at most the rank of the projection's smaller dimension.
+    # LoRA adds a product of two matrices to the weight of a projection. Its rank cannot exceed the
+    # smaller dimension of the projection.
     for target, widths in lora_widths(config.model).items():
         if target in extension.lora_targets and extension.lora_rank > min(widths):
             raise ConfigError(

@@ -109,13 +109,13 @@ def _validate_tensor_and_context(config: RunConfig) -> None:
     parallel = config.parallel
     tensor_size = parallel.tensor_model_parallel_size
     context_size = parallel.context_parallel_size
-    both = f"{TENSOR} {tensor_size} times {CONTEXT} {context_size}"
+    product = f"{TENSOR} {tensor_size} times {CONTEXT} {context_size}"
 
     # Tensor and context parallelism both shard the heads inside attention.
     if model.num_attention_heads % parallel.ranks_per_pipeline_stage != 0:
         raise ConfigError(
             ("model.num_attention_heads", TENSOR, CONTEXT),
-            f"{model.num_attention_heads} is not divisible by {both}",
+            f"{model.num_attention_heads} is not divisible by {product}",
             "change one of them",
         )
     # Outside attention, they both shard the tokens, tensor parallelism only if it is sequence
@@ -124,7 +124,7 @@ def _validate_tensor_and_context(config: RunConfig) -> None:
     if shards_tokens and model.seq_length % parallel.ranks_per_pipeline_stage != 0:
         raise ConfigError(
             ("model.seq_length", TENSOR, CONTEXT),
-            f"{model.seq_length} is not divisible by {both}",
+            f"{model.seq_length} is not divisible by {product}",
             "change one of them",
         )
 
@@ -144,6 +144,9 @@ def _validate_tensor_and_context(config: RunConfig) -> None:
 
 
 def _validate_sequence_parallel(config: RunConfig) -> None:
+    """Raise ConfigError if sequence parallelism is enabled without tensor parallelism, or disabled
+    although the layout or the model requires it.
+    """
     model = config.model
     tensor_size = config.parallel.tensor_model_parallel_size
     context_size = config.parallel.context_parallel_size
@@ -158,8 +161,8 @@ def _validate_sequence_parallel(config: RunConfig) -> None:
     if tensor_size == 1 or config.parallel.uses_sequence_parallel:
         return
 
-    # `TokenLayout` shards the tokens over tensor and context ranks together, which is sequence
-    # parallelism.
+    # All settings below need sequence parallelism. With context parallelism, `TokenLayout` shards
+    # the tokens over the tensor-parallel ranks, too, which is sequence parallelism.
     if context_size > 1:
         raise ConfigError(
             (SEQUENCE, TENSOR, CONTEXT),
@@ -173,7 +176,8 @@ def _validate_sequence_parallel(config: RunConfig) -> None:
             " whose gradients are only summed over ranks with sequence parallelism",
             fix,
         )
-    # Each rank normalizes its own heads with a copy of the same weights.
+    # Each rank normalizes its own heads with a copy of the norms' weights, so the copies have
+    # different gradients.
     if model.qk_norm:
         raise ConfigError(
             (SEQUENCE, TENSOR, "model.qk_norm"),
@@ -217,14 +221,16 @@ def _validate_pipeline(config: RunConfig) -> None:
         return
 
     if chunk_sizes is None and layers % chunks != 0:
-        # Suggest the largest smaller number of stages that divides the layers.
-        smaller = [size for size in range(1, pipeline_size) if layers % (size * virtual_size) == 0]
+        # Suggest the largest pipeline size below this one for which the layers can be divided.
+        smaller_sizes = [
+            size for size in range(1, pipeline_size) if layers % (size * virtual_size) == 0
+        ]
         raise ConfigError(
             (PIPELINE, VIRTUAL, "model.num_layers"),
             f"{pipeline_size} times {VIRTUAL} {virtual_size} does not divide model.num_layers"
             f" {layers}",
-            f"set {PIPELINE} to {max(smaller, default=1)}, or set {LAYERS} to the number of layers"
-            f" of each of the {chunks} model chunks",
+            f"set {PIPELINE} to {max(smaller_sizes, default=1)}, or set {LAYERS} to the number of"
+            f" layers of each of the {chunks} model chunks",
         )
     if chunk_sizes is not None and (
         len(chunk_sizes) != chunks or min(chunk_sizes) < 1 or sum(chunk_sizes) != layers
@@ -250,9 +256,10 @@ def _validate_sent_state(config: RunConfig) -> None:
     """
     encoding = encoding_of(config.model)
     pipeline_size = config.parallel.pipeline_model_parallel_size
-    # Layer 0 receives no state. Layer 1 stands for all others, which is checked below.
+    # Layer 0 receives no state. Whether later layers do as layer 1 is checked below.
     sends_state = encoding.sends_state(1)
 
+    # A class that does not override the method has that of the base class.
     if sends_state and type(encoding).sent_state is PositionEncoding.sent_state:
         raise ConfigError(
             (PIPELINE, ENCODING),
@@ -260,7 +267,7 @@ def _validate_sent_state(config: RunConfig) -> None:
             " implement PositionEncoding.sent_state",
             f"set {PIPELINE} to 1",
         )
-    # All stages exchange messages of the same shape, with a state or without.
+    # All stages exchange messages of the same shape, so either all or none contain a state.
     later_chunks = config.parallel.model_chunks(config.model.num_layers)[1:]
     if any(encoding.sends_state(chunk.start) != sends_state for chunk in later_chunks):
         raise ConfigError(

@@ -142,7 +142,8 @@ class DataConfig:
         """`cache_directory` with its default resolved. None if neither it nor `prefix` is set."""
         if self.cache_directory is not None or self.prefix is None:
             return self.cache_directory
-        return str(Path(blend(self.prefix)[0][0]).parent / "index_cache")
+        prefixes, _ = blend(self.prefix)
+        return str(Path(prefixes[0]).parent / "index_cache")
 
 
 def blend(
@@ -170,7 +171,7 @@ def split_shares(split: str) -> tuple[float, float, float]:
         numbers = [float(part) for part in split.split(",")]
     except ValueError:
         numbers = []  # refused below
-    valid = all(math.isfinite(number) and number >= 0 for number in numbers)
+    valid = all(0 <= number < math.inf for number in numbers)
     if len(numbers) != 3 or not valid or numbers[0] == 0:
         raise ConfigError(
             "data.split",

@@ -47,8 +47,12 @@ def match_datasets(prefix: str) -> list[str]:
     datasets_in_parts = {part.groups() for part in map(_PART.fullmatch, matches) if part}
     for begin, end, count in datasets_in_parts:
         parts = [f"{begin}{number:05}{end}" for number in range(int(count))]
-        name = os.path.basename(prefix)
-        matches.update(part for part in parts if fnmatch.fnmatchcase(os.path.basename(part), name))
+        # Only names are compared: the directory has matched, and a `*` of fnmatch also matches
+        # slashes.
+        name_pattern = os.path.basename(prefix)
+        matches.update(
+            part for part in parts if fnmatch.fnmatchcase(os.path.basename(part), name_pattern)
+        )
     return sorted(matches) or [prefix]
 
 
@@ -72,7 +76,8 @@ def resolve_patterns(
     for names, weight in zip(matches, weights):
         sizes = [_size(name) for name in names]
         for name, size in zip(names, sizes):
-            # Its weights by several patterns add up. The sum of sizes is 0 for empty datasets.
+            # A dataset that several patterns match gets the sum of its weights. If all datasets of
+            # a pattern are empty, the sum of sizes is 0.
             resolved[name] = resolved.get(name, 0.0) + weight * (size / max(1, sum(sizes)))
     return resolved
 

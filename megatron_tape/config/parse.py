@@ -25,7 +25,7 @@ from megatron_tape.config.values import format_value
 from megatron_tape.errors import ConfigError
 from megatron_tape.io.strict_yaml import parse_value, read_recipe
 
-# A schema's words in the text of `describe`.
+# Words with which `describe` renders the types and the bounds in a JSON schema.
 _TYPES = {
     "integer": "a whole number",
     "number": "a number",
@@ -70,7 +70,8 @@ class ParsedCommandLine:
             yield
         except ConfigError as error:
             # An error's subjects are the keys of the settings, or other names without a place.
-            places = list(dict.fromkeys(filter(None, map(self._place_of, error.subjects))))
+            known_places = filter(None, map(self._place_of, error.subjects))
+            places = list(dict.fromkeys(known_places))
             if all(place.startswith("--") for place in places):
                 raise
             raise error.at(" and ".join(places)) from None
@@ -114,9 +115,10 @@ def read_settings(
         raise _unknown_option(unknown[0], settings_by_key)
 
     parsed = ParsedCommandLine(options)
-    # Alternate between groups of consecutive recipes and groups of consecutive settings.
-    for is_file, group in itertools.groupby(options.in_order, lambda item: item[0] == "config"):
-        if is_file:
+    # `in_order` has tuples (key, text). Alternate between groups of consecutive recipes and groups
+    # of consecutive settings.
+    for is_recipe, group in itertools.groupby(options.in_order, lambda item: item[0] == "config"):
+        if is_recipe:
             for _, path_or_name in group:
                 file = find_recipe(path_or_name)
                 values, places = read_recipe(file)
@@ -172,10 +174,15 @@ def _parse_value(text: str, settings: list[Setting]) -> Any:
         return text  # YAML would truncate it at a #, and strip quotes and spaces
 
     # A setting that allows several types lists them in `anyOf`.
-    schemas = [setting.schema for setting in settings]
-    types = [option.get("type") for schema in schemas for option in schema.get("anyOf", [schema])]
+    types = [
+        option.get("type")
+        for setting in settings
+        for option in setting.schema.get("anyOf", [setting.schema])
+    ]
+    # If the setting takes a mapping or a list, text that begins like one is never used as a path,
+    # even if it is invalid.
     if {"{": "object", "[": "array"}.get(text[:1]) in types:
-        return value  # even if it is invalid: as text, it would be used as a path
+        return value
     # A number is text for a setting that only takes text, such as a name.
     for candidate in (value, text):
         if any(is_valid(candidate, setting.kind) for setting in settings):
@@ -216,9 +223,11 @@ def settings_parser(section: type, usage: str, description: str) -> argparse.Arg
     _add_setting(
         parser,
         "config",
-        "RECIPE",
-        "YAML file with settings, or the name of a recipe in pretrain/recipes, such as tape_demo."
-        " May be repeated.",
+        metavar="RECIPE",
+        description=(
+            "YAML file with settings, or the name of a recipe in pretrain/recipes, such as"
+            " tape_demo. May be repeated."
+        ),
     )
     parser.add_argument(
         "--print_config", action="store_true", help="Print the resulting configuration and exit."
@@ -233,7 +242,7 @@ def _print_help(parser: argparse.ArgumentParser, section: type, key: str) -> Non
     """
     if key:
         settings = list(settings_of(section))
-        # The dots let `train` select `train.steps`, but not `train.step` select it.
+        # With the dots, `train` selects `train.steps`, and `train.step` does not.
         shown = [setting for setting in settings if f"{setting.key}.".startswith(f"{key}.")]
         if not shown:
             raise unknown_key(key, (setting.key for setting in settings))
@@ -269,8 +278,8 @@ def _add_settings(parser: argparse.ArgumentParser, settings: Iterable[Setting]) 
         # Of several settings with the same key, the help shows the first.
         if outer and key not in added:
             added.add(key)
-            about = f"{setting.schema.get('description', '')} ({_allowed(setting)})"
-            _add_setting(group, key, name.upper(), about)
+            description = f"{setting.schema.get('description', '')} ({_allowed(setting)})"
+            _add_setting(group, key, name.upper(), description)
 
 
 def _allowed(setting: Setting) -> str:
@@ -285,8 +294,11 @@ def _allowed(setting: Setting) -> str:
 
 
 def _add_setting(group: Any, key: str, metavar: str, description: str) -> None:
-    """Add the option `--KEY` to a parser or to a group of its options; see `settings_parser`."""
-    # All options share one list, which keeps their order. argparse formats the help with `%`.
+    """Add the option `--KEY` to a parser or to a group of its options. Its values are appended to
+    the list `in_order` of the parsed arguments, as tuples (key, text).
+    """
+    # All options share one list, which keeps their order. argparse formats the help with `%`, so
+    # that a literal % must be doubled.
     group.add_argument(
         f"--{key}",
         dest="in_order",
@@ -306,5 +318,6 @@ def describe(schema: dict[str, Any]) -> str:
         return " or ".join(map(describe, schema["anyOf"]))
     if "enum" in schema:
         return f"one of {', '.join(map(str, schema['enum']))}"
-    bounds = (f"{words} {schema[name]:,}" for name, words in _BOUNDS.items() if name in schema)
-    return f"{_TYPES.get(schema.get('type', ''), 'a value')} {' and '.join(bounds)}".rstrip()
+    kind = _TYPES.get(schema.get("type", ""), "a value")
+    bounds = [f"{words} {schema[name]:,}" for name, words in _BOUNDS.items() if name in schema]
+    return f"{kind} {' and '.join(bounds)}".rstrip()

@@ -238,11 +238,9 @@ class ParallelConfig:
         """Return the layers (from 0) of each model chunk, in order. Pipeline stage p of P holds the
         chunks p, p + P, p + 2 P, ...
         """
-        count = self.pipeline_model_parallel_size * self.virtual_pipeline_size
-        numbers = self.pipeline_layers or [num_layers // count] * count
-        return [
-            range(end - number, end) for number, end in zip(numbers, itertools.accumulate(numbers))
-        ]
+        chunks = self.pipeline_model_parallel_size * self.virtual_pipeline_size
+        sizes = self.pipeline_layers or [num_layers // chunks] * chunks
+        return [range(end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes))]
 
     def describe(self, processes: int) -> str:
         """Describe the layout of a run on `processes` ranks, such as `2 tensor parallel x 4 data

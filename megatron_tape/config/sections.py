@@ -87,9 +87,10 @@ def settings_of(section: type, name: str = "") -> Iterator[Setting]:
         if field.default_factory is not MISSING:
             default = field.default_factory()
         sections = _sections_in(section, field)
-        yield Setting(key, _hints(section)[field.name], default, sections, section)
+        kind = _hints(section)[field.name]
+        yield Setting(key, kind, default, sections=sections, within=section)
         for nested in sections:
-            yield from settings_of(nested, key)
+            yield from settings_of(nested, name=key)
 
 
 def _sections_in(section: type, field: dataclasses.Field) -> tuple[type, ...]:
@@ -149,7 +150,7 @@ def validate_as(kind: Any, value: Any) -> Any:
     ValidationError.
     """
     # pydantic's strict mode accepts a mapping for a dataclass only in JSON. A value that is a
-    # section already is converted back to a mapping.
+    # section already is converted back to a mapping. The adapter takes a list of one value.
     text = json.dumps([value], default=as_dict, ensure_ascii=False)
     return _adapter(kind).validate_json(text.encode())[0]
 
@@ -175,30 +176,35 @@ def _refusal(
     error: ValidationError, section: type, values: Any, name: str, fix: str
 ) -> ConfigError:
     """Convert pydantic's error to a ConfigError about the first invalid value, or about all missing
-    settings if no value is invalid. The other parameters are those of `build`.
+    settings if no value is invalid.
+
+    `values` were validated as the dataclass `section`, whose key is `name`. `fix` is the advice
+    about missing settings, in which {key} is replaced by the first missing key.
     """
     settings = list(settings_of(section, name))
-    by_key = []
+    keyed_errors = []
     for item in error.errors(include_url=False):
         # The first part of the location is the index in the tuple of `_adapter`.
         location = item["loc"][1:]
-        by_key.append((path_of_error(values, location, name, item["type"] == "missing"), item))
+        is_missing = item["type"] == "missing"
+        keyed_errors.append((path_of_error(values, location, name, is_missing), item))
 
     # A missing setting may be a consequence of an invalid one, such as a misspelled key.
-    invalid = [(key, item) for key, item in by_key if item["type"] != "missing"]
+    invalid = [(key, item) for key, item in keyed_errors if item["type"] != "missing"]
     if not invalid:
-        missing = tuple(key for key, _ in by_key)
+        missing = tuple(key for key, _ in keyed_errors)
         problem = "must be set"
         if len(missing) > 1:
             problem += f" (also missing: {', '.join(missing[1:])})"
         return ConfigError(missing, problem, fix.replace("{key}", missing[0]))
 
     # A value of a union has an error for each member of the union. The member that fits best has
-    # the error with the longest path. Among its errors, those about a value of the right type say
-    # more.
-    key = max((key for key, _ in invalid if key.startswith(invalid[0][0])), key=len)
-    errors = [item for path, item in invalid if path == key]
-    errors = [item for item in errors if not item["type"].endswith("_type")] or errors
+    # the error with the longest key. Among the errors of this member, those about a value of the
+    # right type say more.
+    first_key, _ = invalid[0]
+    key = max((key for key, _ in invalid if key.startswith(first_key)), key=len)
+    same_key = [item for other, item in invalid if other == key]
+    errors = [item for item in same_key if not item["type"].endswith("_type")] or same_key
     first = errors[0]
     shown = format_value(first["input"])
 
@@ -245,7 +251,9 @@ def merge(section: type, values: Mapping[str, Any], later: Mapping[str, Any]) ->
         # The task stays the same, or there is none since another setting selects the dataclass.
         elif new.get("task", old.get("task")) == old.get("task"):
             among = field.metadata.get("among", {})
+            # None unless `later` contains the field that selects the dataclass.
             chosen = among.get(later.get(field.metadata.get("chosen_by")))
+            # Drop the old values that the selected dataclass does not have.
             if chosen is not None:
                 old = {name: old[name] for name in old if name in keys_of(chosen.Settings)}
             merged[key] = old | new
@@ -255,7 +263,8 @@ def merge(section: type, values: Mapping[str, Any], later: Mapping[str, Any]) ->
 def as_dict(section: Any) -> dict[str, Any]:
     """Return a section as nested dictionaries, with the keys of recipes."""
     kind: Any = type(section)
-    # Values of the wrong type are reported when settings are validated, not here.
+    # Values of the wrong type are reported when settings are validated, not here. The adapter takes
+    # a tuple of one value.
     return _adapter(kind).dump_python((section,), by_alias=True, warnings=False)[0]
 
 
@@ -297,7 +306,7 @@ def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
         return ConfigError(
             key, "does not apply to the selected task or positional encoding", "remove it"
         )
-    # `section` is a setting with one value, not a section.
+    # `section` is a setting that is not a section.
     if section in known and not siblings:
         return ConfigError(
             key, "is an unknown key", f"give {section} a mapping, such as {{{name}: ...}}"
@@ -306,8 +315,9 @@ def unknown_key(key: str, known: Iterable[str]) -> ConfigError:
     suggestions = [siblings[other] for other in difflib.get_close_matches(name, siblings)]
     if "." not in section:
         suggestions += [other for other in known if other.rpartition(".")[2] == name]
+    # The section is missing or unknown, and it is not an item of a list such as `data.stages[0]`,
+    # which is never in `known`.
     if not section or not (siblings or "[" in section):
-        # The section may be missing or misspelled.
         suggestions += difflib.get_close_matches(key, known)
     fix = "correct or remove it"
     if suggestions:

@@ -57,7 +57,7 @@ def stages_of(config: RunConfig) -> list[Stage]:
     """
     later_stages = config.data.stages or []
     train = config.train
-    samples = train.samples_after(train.steps)
+    total_samples = train.samples_after(train.steps)
     # The share of the run's samples in the next stage and all stages after it.
     remaining = sum(settings.share for settings in later_stages)
     # The first stage has no setting for its share. It gets what the later ones leave.
@@ -68,18 +68,19 @@ def stages_of(config: RunConfig) -> list[Stage]:
             "lower the shares to less than 1 in total",
         )
 
-    stages = [Stage(_with_datasets(config, config.data.prefix, 0), 0, 0)]
+    stages = [_stage(config, config.data.prefix, number=0, start=0)]
     for number, settings in enumerate(later_stages, start=1):
         # The sample at which the stage begins may be within a step. Start at the beginning of that
-        # step, the last one with at most `first` samples before it.
-        first = round(samples * (1 - remaining))
-        step = bisect.bisect_right(range(train.steps + 1), first, key=train.samples_after) - 1
+        # step, the last one with at most `sample` samples before it.
+        sample = round(total_samples * (1 - remaining))
+        step = bisect.bisect_right(range(train.steps + 1), sample, key=train.samples_after) - 1
         start = train.samples_after(step)
-        stages.append(Stage(_with_datasets(config, settings.prefix, number), number, start))
+        stages.append(_stage(config, settings.prefix, number, start))
         remaining -= settings.share
 
     # Rounding down to the beginning of a step may leave a stage without samples.
-    for stage, end in zip(stages, [*(stage.start for stage in stages[1:]), samples]):
+    ends = [stage.start for stage in stages[1:]] + [total_samples]
+    for stage, end in zip(stages, ends):
         if stage.start >= end:
             raise ConfigError(
                 (KEY, "train.steps"),
@@ -91,7 +92,10 @@ def stages_of(config: RunConfig) -> list[Stage]:
 
 def prefixes_of(stages: list[Stage]) -> list[str]:
     """Return the prefixes of the datasets of all stages, without duplicates."""
-    prefixes = [prefix for stage in stages for prefix in blend(stage.config.data.prefix)[0]]
+    prefixes = []
+    for stage in stages:
+        stage_prefixes, _ = blend(stage.config.data.prefix)
+        prefixes += stage_prefixes
     return list(dict.fromkeys(prefixes))
 
 
@@ -99,13 +103,17 @@ def stage_at(stages: Sequence[Stage], sample: int) -> int:
     """Return the `Stage.number` of the stage that contains the training sample with index
     `sample`.
     """
+    # The last stage that begins at or before the sample. The numbers begin with 0.
     return sum(stage.start <= sample for stage in stages) - 1
 
 
-def _with_datasets(config: RunConfig, prefix: dict | list | str | None, number: int) -> RunConfig:
-    """Return the settings of stage `number`, whose datasets are `prefix`."""
+def _stage(config: RunConfig, prefix: dict | list | str | None, number: int, start: int) -> Stage:
+    """Return stage `number`, with the datasets `prefix`. `config` has the settings of the run, and
+    `start` is the index of the stage's first sample.
+    """
     # All stages share one cache. Its default depends on `data.prefix`, which is replaced here.
     cache = config.data.resolved_cache_directory
     data = replace(config.data, prefix=prefix, stages=None, cache_directory=cache)
+    # With the same seed, two stages would shuffle the same dataset in the same way.
     train = replace(config.train, seed=config.train.seed + number)
-    return replace(config, data=data, train=train)
+    return Stage(replace(config, data=data, train=train), number, start)

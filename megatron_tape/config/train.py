@@ -88,14 +88,14 @@ class AverageSettings:
         # Skipped steps count, since the mean is over fixed steps: the last one of the run, and
         # every `every`-th before it.
         first_step = steps - (self.count - 1) * self.every
-        number, remainder = divmod(step - first_step, self.every)
+        averaged_before, remainder = divmod(step - first_step, self.every)
         # Before the first of these steps, the average equals the current weights.
-        if number < 0:
+        if averaged_before < 0:
             return 1.0
         if remainder:
             return 0.0
-        # The running mean: after n steps, each has a weight of 1 / n.
-        return 1 / (number + 1)
+        # The running mean: the weights of the n-th averaged step are added with a factor of 1 / n.
+        return 1 / (averaged_before + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,13 +169,13 @@ class TrainConfig:
     hour. null disables the timeout."""
 
     def batch_size_keys(self) -> dict[str, int]:
-        """Return the configured batch sizes by the keys of their settings: the global batch size,
-        and that of the first step if it differs.
+        """Return the configured batch sizes by the keys of their settings: the global batch size
+        and, with `batch_ramp`, that of the first step.
         """
         sizes = {"train.global_batch_size": self.global_batch_size}
-        if self.batch_ramp is None:
-            return sizes
-        return sizes | {"train.batch_ramp.from": self.batch_ramp.from_}
+        if self.batch_ramp is not None:
+            sizes["train.batch_ramp.from"] = self.batch_ramp.from_
+        return sizes
 
     def batch_size(self, samples: int) -> int:
         """Return the global batch size of the step that follows the first `samples` sequences of

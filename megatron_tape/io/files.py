@@ -51,7 +51,7 @@ class PartialFile:
             raise FileError(str(self.path), "is a directory", "name a file to write")
 
         descriptor = _open_locked(self.partial_path, self.path, os.O_RDWR | os.O_CREAT)
-        # Emptied only now: without the lock, it could be the file of another writer.
+        # The file is emptied under the lock. Before, it could be the file of another writer.
         if not continues:
             os.ftruncate(descriptor, 0)
         self.file = os.fdopen(descriptor, "r+b")
@@ -81,7 +81,7 @@ class PartialFile:
     def discard(self) -> None:
         """Remove the unfinished file; does nothing after `publish` or `leave`."""
         if not self.file.closed:
-            # Removed while it is locked, so that the file of the next writer is not removed.
+            # Remove the file while it is locked. Later, it could be the file of the next writer.
             self.partial_path.unlink(missing_ok=True)
             # Closing writes what is still buffered, which fails if the disk is full.
             with suppress(OSError):
@@ -108,7 +108,7 @@ def atomic_output(
             if mode == "wb":
                 yield partial.file
             else:
-                # A copy of the descriptor, since closing the text file must not release the lock.
+                # Open a copy of the descriptor: closing the text file must not release the lock.
                 with open(os.dup(partial.file.fileno()), "w", encoding="utf-8", newline="") as text:
                     yield text
             partial.sync()
@@ -219,8 +219,8 @@ def _open_locked(partial: Path, path: Path, flags: int) -> int:
             # one output.
             pass
 
-        # The previous holder of the lock may have renamed or removed the file after it was opened
-        # here. Then open the new one.
+        # The previous holder of the lock may have renamed or removed the file between the opening
+        # and the locking. In this case, open the file that now has this name.
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), os.stat(partial)):
                 return descriptor
@@ -252,8 +252,8 @@ def refuse_existing(
 
 @contextmanager
 def hold_signals() -> Iterator[None]:
-    """Delay SIGINT, SIGTERM and SIGHUP until the end of the block, which must be short. Outside of
-    the main thread, do nothing.
+    """Within the context, which must be short, delay SIGINT, SIGTERM and SIGHUP until its end.
+    Outside of the main thread, do nothing.
     """
     # Python runs signal handlers in the main thread, and only that thread can replace them.
     if threading.current_thread() is not threading.main_thread():
@@ -269,7 +269,7 @@ def hold_signals() -> Iterator[None]:
         yield
     finally:
         for number, handler in handlers.items():
-            # None is a handler that was not set from Python, which Python cannot set again.
+            # `handler` is None if it was not set from Python. Python cannot set such a handler.
             signal.signal(number, handler or signal.SIG_DFL)
         for received_number in received:
             signal.raise_signal(received_number)
@@ -372,25 +372,26 @@ def digest(
     return {"bytes": size, "sha256": hasher.hexdigest()}
 
 
-BLOCKS = 15
+INTERVALS = 15
 """Number of intervals between the blocks of a large file that `fingerprint` reads."""
 BLOCK_BYTES = 64 << 10
+"""Size of such a block."""
 
 
 def fingerprint(path: str | Path) -> str:
     """Return the size and a short sha256 of a file, as in "12 bytes, sha256 0123456789ab".
 
-    Datasets may have terabytes, so only samples of large files are read: of a file of more than
-    `BLOCKS` * 256 KiB, `BLOCKS` + 1 evenly spaced blocks of 64 KiB, with the first and the last.
+    Datasets may have terabytes, so a file of more than 15 * 256 KiB is not read as a whole. Of such
+    a file, 16 evenly spaced blocks of 64 KiB are read, from its beginning to its end.
     """
     size = os.path.getsize(path)
     hasher = hashlib.sha256()
     with open(path, "rb") as file:
-        if size <= BLOCKS << 18:
+        if size <= INTERVALS << 18:  # 256 KiB each
             hasher.update(file.read())
         else:
-            # One more block than intervals, so that the last one ends at the end of the file.
-            for block in range(BLOCKS + 1):
-                file.seek((size - BLOCK_BYTES) * block // BLOCKS)
+            # There is one more block than intervals, so the last block ends with the file.
+            for block in range(INTERVALS + 1):
+                file.seek((size - BLOCK_BYTES) * block // INTERVALS)
                 hasher.update(file.read(BLOCK_BYTES))
     return f"{size} bytes, sha256 {hasher.hexdigest()[:12]}"

@@ -96,14 +96,14 @@ def write_safetensors(
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> tuple[bytes, int]:
-    """Return the beginning of a file, up to the first tensor, and the size of the whole file."""
+    """Return the bytes of a file before its first tensor, and the size of the whole file."""
     header: dict[str, Any] = {}
     if metadata:
         header["__metadata__"] = dict(metadata)
     end = 0
     for name, tensor in tensors.items():
         start = end
-        end = end + tensor.nbytes
+        end += tensor.nbytes
         dtype = _DTYPES[str(tensor.dtype).removeprefix("torch.")]
         header[name] = {
             "dtype": dtype,

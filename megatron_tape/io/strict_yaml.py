@@ -46,11 +46,11 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 raise _refusal("a list or a mapping cannot be a key; correct it", key)
             if key.value in lines:
-                first = lines[key.value]
+                first_line = lines[key.value]
                 raise _refusal(
-                    f"{key.value} is given twice, first in line {first}; remove one", key
+                    f"{key.value} is given twice, first in line {first_line}; remove one", key
                 )
-            lines[key.value] = key.start_mark.line + 1
+            lines[key.value] = key.start_mark.line + 1  # PyYAML counts lines from 0
             key.tag = "tag:yaml.org,2002:str"  # a path such as 1.10 is not the number 1.1
         return node
 

@@ -174,14 +174,15 @@ class Attempt:
         project wrote the newest checkpoint.
         """
         attempts = Path(run_directory) / "attempts"
-        root = Path(checkpoint_directory)
-        checkpointed_step(root)  # for its CheckpointError
+        checkpoints = Path(checkpoint_directory)
+        checkpointed_step(checkpoints)  # for its CheckpointError
 
         attempts.mkdir(parents=True, exist_ok=True)
-        root.mkdir(parents=True, exist_ok=True)
+        checkpoints.mkdir(parents=True, exist_ok=True)
         # Only one process can create a directory, so two that start at once get different numbers.
         while True:
-            number = 1 + max([*_numbers(attempts, ""), *_numbers(root, ".attempt-")], default=0)
+            numbers = _numbers_in(attempts) + _numbers_in(checkpoints, prefix=".attempt-")
+            number = 1 + max(numbers, default=0)
             attempt = cls.open(run_directory, checkpoint_directory, number)
             try:
                 attempt.directory.mkdir()
@@ -190,34 +191,33 @@ class Attempt:
             except FileExistsError:
                 time.sleep(0.05)
 
-        for earlier in _numbers(root, ".attempt-"):
+        for earlier in _numbers_in(checkpoints, prefix=".attempt-"):
             if earlier < number:
-                _revoke(root / f".attempt-{earlier:06d}")
-        sync_directory(root)
-        # An earlier attempt that is still alive may write to its directory and make this fail. The
-        # next attempt then removes it.
-        for revoked in root.glob(".revoked-*"):
+                _revoke(checkpoints / f".attempt-{earlier:06d}")
+        sync_directory(checkpoints)
+        # An earlier attempt that is still alive may write to its directory, so that the removal
+        # fails. The next attempt then removes the directory.
+        for revoked in checkpoints.glob(".revoked-*"):
             with contextlib.suppress(OSError):
                 remove(revoked)
 
-        started = {
+        record = {
             "attempt": number,
             "started": time.time(),
-            "checkpoint_directory": str(root.resolve()),
-            # Read again: an earlier attempt may have published a checkpoint until it was revoked.
-            "checkpoint_step": checkpointed_step(root),
+            "checkpoint_directory": str(checkpoints.resolve()),
+            # Read again, since an earlier attempt may have published a checkpoint before it was
+            # revoked.
+            "checkpoint_step": checkpointed_step(checkpoints),
             **facts,
         }
-        write_record(attempt.directory / "attempt.json", started)
+        write_record(attempt.directory / "attempt.json", record)
         return attempt
 
     @classmethod
     def open(
         cls, run_directory: str | Path, checkpoint_directory: str | Path, number: int
     ) -> "Attempt":
-        """Return attempt `number` of a run, which `claim` has started before, also in another
-        process.
-        """
+        """Return attempt `number` of a run, which `claim` has started, possibly in another process."""
         directory = Path(run_directory) / "attempts" / f"{number:06d}"
         return cls(number, directory, Path(checkpoint_directory) / f".attempt-{number:06d}")
 
@@ -232,7 +232,7 @@ class Attempt:
         missing or cannot be read.
         """
         fix = "unset it, so that the run starts an attempt itself, or use a script in slurm/"
-        number = environment_number(ATTEMPT_VARIABLE, 0, least=1, most=999_999, fix=fix)
+        number = environment_number(ATTEMPT_VARIABLE, default=0, least=1, most=999_999, fix=fix)
         if number == 0:
             return None
 
@@ -258,7 +258,7 @@ class Attempt:
         """Remove the staging directory, and with it the ownership. Call it when all ranks have
         finished writing.
         """
-        with contextlib.suppress(OSError):  # it holds an unfinished checkpoint
+        with contextlib.suppress(OSError):  # the directory holds an unfinished checkpoint
             self.staging.rmdir()
 
     def request_stop(self, reason: str) -> None:
@@ -285,7 +285,7 @@ class Attempt:
 
         Raises OSError if this attempt no longer owns the run, or if the disk fails.
         """
-        # A newer attempt has renamed the staging directory, so this attempt cannot write then.
+        # Once a newer attempt has renamed the staging directory, this attempt cannot write into it.
         write_whole(
             self.staging.parent / SKIPPED,
             [f"{json.dumps(skipped)}\n".encode()],
@@ -295,7 +295,8 @@ class Attempt:
     def record_end(
         self, rank: int, outcome: str, message: str, detail: str = "", bad_nodes: Iterable[str] = ()
     ) -> None:
-        """Write `rank-RRRRR.json`; the arguments are entries of `End`.
+        """Write `rank-RRRRR.json`: the outcome of a rank, such as FAILED, in one line (`message`)
+        and, after an error, its traceback (`detail`). `bad_nodes` are the nodes that caused it.
 
         If the rank has already recorded its end, nothing is written, since the first error is the
         cause of later ones. In addition to rank 0, about RECORDS ranks write a record: ranks that
@@ -342,33 +343,34 @@ def read_skipped_data(checkpoint_directory: Path) -> SkippedData | None:
 def attempt_numbers(run_directory: str | Path) -> list[int]:
     """Return the numbers of a run's attempts in ascending order."""
     attempts = Path(run_directory) / "attempts"
-    return sorted(
-        number for number in _numbers(attempts, "") if (attempts / f"{number:06d}").is_dir()
-    )
+    numbers = _numbers_in(attempts)
+    return sorted(number for number in numbers if (attempts / f"{number:06d}").is_dir())
 
 
-def _numbers(directory: Path, prefix: str) -> list[int]:
-    """Return the numbers in the names of a directory's entries that consist of `prefix` and six
-    digits.
+def _numbers_in(directory: Path, prefix: str = "") -> list[int]:
+    """Return N for each entry of a directory that is called `prefix` + N, where N has six digits.
+    Return an empty list if there is no such directory.
     """
     if not directory.is_dir():
         return []
-    names = [name.removeprefix(prefix) for name in os.listdir(directory) if name.startswith(prefix)]
-    return [int(name) for name in names if re.fullmatch("[0-9]{6}", name)]
+    pattern = f"{re.escape(prefix)}([0-9]{{6}})"
+    matches = [re.fullmatch(pattern, name) for name in os.listdir(directory)]
+    return [int(match[1]) for match in matches if match]
 
 
 def _revoke(staging: Path) -> None:
-    """Take the ownership from an earlier attempt, which may be publishing a checkpoint at the same
-    time: rename its staging directory.
+    """End the ownership of an earlier attempt: rename its staging directory `staging`, and then the
+    checkpoints in it.
 
-    Then rename each checkpoint in it, too. To publish a checkpoint, the earlier attempt renames it.
-    Only one of the two renames can succeed, so no checkpoint is published after this function has
-    returned.
+    The earlier attempt may be publishing a checkpoint at the same time, by renaming it. Only one of
+    the two renames of a checkpoint can succeed, so the earlier attempt publishes none after this
+    function has returned.
     """
     revoked = staging.with_name(staging.name.replace("attempt", "revoked"))
     with contextlib.suppress(FileNotFoundError):  # the attempt has just left
         os.rename(staging, revoked)
-    # On network file systems, a rename that has looked up the directory before may still succeed.
+    # On a network file system, the earlier attempt can still rename a checkpoint if it has looked
+    # up the directory before. The list is complete before the loop changes the directory.
     for staged in list(revoked.glob("step-*")):
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError):  # the attempt has just published it
             os.rename(staged, staging.with_name(f"{revoked.name}-{staged.name}"))

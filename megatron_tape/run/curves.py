@@ -48,8 +48,8 @@ class Curve:
 
     @classmethod
     def thinned(cls, points: list[tuple[int, float]]) -> Curve:
-        """Return the curve of `points`, a list of at least one (step, value), or of MOST_POINTS of
-        them at most.
+        """Return the curve of at most MOST_POINTS of the `points`, a list of (step, value) that is
+        not empty.
         """
         last = points[-1]
         while len(points) > MOST_POINTS:
@@ -68,7 +68,8 @@ class Curve:
         """Mean of the last twentieth of the points, or None if there are none."""
         if not self.values:
             return None
-        return statistics.fmean(self.values[-max(1, len(self.values) // 20) :])
+        count = max(1, len(self.values) // 20)
+        return statistics.fmean(self.values[-count:])
 
 
 @dataclass(frozen=True)
@@ -99,18 +100,18 @@ def read_run(path: Path) -> Run:
     file = path / METRICS
     points: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
     row: dict[str, float] = {}
-    for number, line in enumerate(read_lines(file), 1):
+    for number, line in enumerate(read_lines(file), start=1):
         if not line.endswith(b"\n"):
-            break  # The run is still writing this line.
+            break  # the run is still writing this line
         try:
             values = parse_record(line, _Row)
         except ValueError as error:
             raise FileError(str(file), f"cannot be used: line {number}: {error}") from None
         # Texts and null are no points of a curve. The test excludes booleans, which are integers.
-        row = {key: value for key, value in values.items() if type(value) in (int, float)}
-        for key, value in row.items():
-            if key in METRICS_READ or key.startswith(DURING):
-                points[key].append((int(row["step"]), value))
+        row = {name: value for name, value in values.items() if type(value) in (int, float)}
+        for metric, value in row.items():
+            if metric in METRICS_READ or metric.startswith(DURING):
+                points[metric].append((int(row["step"]), value))
 
-    curves = {key: Curve.thinned(logged) for key, logged in points.items()}
+    curves = {metric: Curve.thinned(logged) for metric, logged in points.items()}
     return Run(settings, curves, row)

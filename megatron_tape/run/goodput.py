@@ -34,69 +34,72 @@ def seconds_by_kind(
     """
     totals = dict.fromkeys(KINDS, 0.0)
     # The start of the next attempt, and the earliest step that a later attempt continued from.
+    # There are none for the newest attempt.
     next_start = float("inf")
-    oldest_step = float("inf")
+    resumed_step = float("inf")
     # Newest first, since later attempts decide which steps of an attempt are kept.
     for attempt in reversed(attempts):
         if "started" not in attempt.facts:
             continue
         started = attempt.facts["started"]
-        beat = attempt.heartbeat
+        heartbeat = attempt.heartbeat
         ended = attempt.ended
         # A killed attempt has recorded no end. Its last heartbeat is the last sign of it.
         if ended is None:
-            ended = beat.get("time", started)
+            ended = heartbeat.get("time", started)
         # The clocks of nodes differ, and an attempt may live on after a newer one has started.
         ended = max(started, min(ended, next_start))
 
-        for kind, seconds in _attempt_seconds(attempt, ended, oldest_step).items():
+        for kind, seconds in _attempt_seconds(attempt, ended, resumed_step).items():
             totals[kind] += seconds
+        # No attempt runs until the next one starts, or until the end of the period.
         totals[BETWEEN] += max(0.0, min(next_start, until or ended) - ended)
 
-        oldest_step = min(oldest_step, beat.get("from_step", oldest_step))
+        resumed_step = min(resumed_step, heartbeat.get("from_step", resumed_step))
         next_start = started
         until = started
     return totals
 
 
-def _attempt_seconds(attempt: AttemptRecord, ended: float, oldest_step: float) -> dict[str, float]:
+def _attempt_seconds(attempt: AttemptRecord, ended: float, resumed_step: float) -> dict[str, float]:
     """Return the seconds that an attempt has spent on each use in `KINDS`.
 
-    It ended at the Unix time `ended`. Later attempts repeated its steps after `oldest_step`, which
-    is infinite if there was none.
+    The attempt ended at the Unix time `ended`. Later attempts repeated its steps after
+    `resumed_step`, which is infinite if there was no later attempt.
     """
     started = attempt.facts["started"]
-    beat = attempt.heartbeat
+    heartbeat = attempt.heartbeat
     seconds = dict.fromkeys(KINDS, 0.0)
-    # The phases in the heartbeat end with the last progress, so the time after it is missing there.
-    # It belongs to the current phase, unless the attempt hung in it.
-    idle = max(0.0, ended - max(started, beat.get("since", ended)))
-    limit = beat.get("hang_timeout") or float("inf")
-    stalled = attempt.outcome == HUNG or idle > limit
+    # The seconds of the phases in the heartbeat do not include the time after the last progress.
+    # This time belongs to the current phase, unless the attempt hung.
+    idle = max(0.0, ended - max(started, heartbeat.get("since", ended)))
+    hang_timeout = heartbeat.get("hang_timeout") or float("inf")
+    stalled = attempt.outcome == HUNG or idle > hang_timeout
     if stalled:
         seconds[STALLS] = idle
 
     busy = ended - started - seconds[STALLS]
-    # The attempt ended before its first step.
-    if "began" not in beat:
+    # Training had not begun when the attempt ended.
+    if "began" not in heartbeat:
         seconds[START] = busy
         return seconds
 
-    seconds[START] = min(max(0.0, beat["began"] - started), busy)
-    phases = dict(beat.get("phases", {}))
+    seconds[START] = min(max(0.0, heartbeat["began"] - started), busy)
+    phases = dict(heartbeat.get("phases", {}))
     if not stalled:
-        phases[beat["phase"]] = phases.get(beat["phase"], 0.0) + idle
+        current = heartbeat["phase"]
+        phases[current] = phases.get(current, 0.0) + idle
     for phase, duration in phases.items():
         seconds[_USES.get(phase, EVALUATION)] += max(0.0, duration)
 
     # The fraction of the attempt's steps that no later attempt repeated.
-    first = beat.get("from_step", 0)
-    last = beat.get("step") or 0
-    kept = 0.0
+    first = heartbeat.get("from_step", 0)
+    last = heartbeat.get("step") or 0
+    kept_fraction = 0.0
     if last > first:
-        kept = max(0, min(last, oldest_step) - first) / (last - first)
-    seconds[REPEATED] = (1 - kept) * seconds[KEPT]
-    seconds[KEPT] *= kept
+        kept_fraction = max(0, min(last, resumed_step) - first) / (last - first)
+    seconds[REPEATED] = (1 - kept_fraction) * seconds[KEPT]
+    seconds[KEPT] *= kept_fraction
     seconds[OTHER] = max(0.0, ended - started - sum(seconds.values()))
     return seconds
 

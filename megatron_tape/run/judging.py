@@ -114,11 +114,11 @@ def crash_loop(attempts: list[AttemptRecord], step: int, job: str | None) -> str
     """
     job_attempts = [attempt for attempt in attempts if attempt.facts.get("job") == job]
     for limit, verb in ((CRASH_LIMIT, "crashed"), (IDLE_LIMIT, "ended")):
-        last = job_attempts[-limit:]
+        newest = job_attempts[-limit:]
         # A newer checkpoint than at the start of these attempts means that one of them saved it.
-        if len(last) < limit or step > last[0].facts.get("checkpoint_step", 0):
+        if len(newest) < limit or step > newest[0].facts.get("checkpoint_step", 0):
             continue
-        if limit == IDLE_LIMIT or all(attempt.crashed for attempt in last):
+        if limit == IDLE_LIMIT or all(attempt.crashed for attempt in newest):
             return f"{limit} attempts in a row {verb} without a checkpoint beyond step {step}"
     return None
 
@@ -145,13 +145,14 @@ def decide(
     if attempt.outcome == REFUSED:
         return "stop", attempt.message
 
-    # The next attempt would refuse to continue from such a checkpoint.
+    # The next attempt would refuse the newest checkpoint with the same error.
     try:
         step = checkpointed_step(checkpoint_directory)
     except CheckpointError as error:
         return "stop", str(error)
 
-    # The newer attempt, such as that of another job, owns the run. One more would end it.
+    # The newer attempt, such as that of another job, owns the run. Another attempt of this job
+    # would end it.
     if attempts[-1].number > number:
         return "stop", f"attempt {attempts[-1].number} has taken over this run"
 
@@ -165,7 +166,7 @@ def decide(
 
 
 def last_error(attempt: AttemptRecord) -> str:
-    """Return one sentence about how an attempt ended, if it did not finish the run."""
+    """Return one sentence about the end of an attempt that did not finish the run."""
     if not attempt.crashed:
         too_early = f"{attempt.stop_reason} came before the first step, or left no time to save"
         return attempt.message or too_early
@@ -202,8 +203,8 @@ def queue_state(job: str | None) -> str | None:
 def nodes_to_exclude(attempt: AttemptRecord) -> list[str]:
     """Return the nodes that the next attempt should exclude, because they made this one fail.
 
-    Returns none if all of several nodes failed: a cause that they share, such as a file system, is
-    more likely than several bad nodes.
+    The list is empty if all of several nodes failed: a cause that they share, such as a file
+    system, is more likely than several bad nodes.
     """
     nodes = attempt.facts.get("nodes", [])
     bad = [node for node in nodes if node in attempt.bad_nodes]
@@ -221,24 +222,25 @@ and the others lose their connection to it only then.
 
 def _read_attempt(directory: Path, number: int) -> AttemptRecord:
     """Return the records of attempt `number` in `directory`. Invalid records count as missing."""
+    # The record of each rank, and the time by the file system's clock at which it was written.
     ends: list[tuple[End, float]] = []
     for path in directory.glob("rank-*.json"):
-        if end := _read_advisory(path, End):
+        if end := _read_if_valid(path, End):
             ends.append((end, _written_at(path)))
-    # The clocks of two nodes differ, so the file system's clock comes before the recorded time.
+    # The clocks of two nodes differ, so the file system's time comes before the recorded time.
     ends.sort(key=lambda item: (_PRIORITY[item[0]["outcome"]], item[1], item[0]["time"]))
     decisive: Any = ends[0][0] if ends else {}
 
     return AttemptRecord(
         number=number,
-        facts=_read_advisory(directory / "attempt.json", Facts),
+        facts=_read_if_valid(directory / "attempt.json", Facts),
         outcome=decisive.get("outcome"),
         message=decisive.get("message", ""),
         detail=decisive.get("detail", ""),
         rank=decisive.get("rank"),
         bad_nodes=tuple(decisive.get("bad_nodes", ())),
         stop_reason=stop_reason(directory),
-        verdict=_read_advisory(directory / "verdict.json", Verdict) or None,
+        verdict=_read_if_valid(directory / "verdict.json", Verdict) or None,
         heartbeat=_read_heartbeat(directory / "heartbeat.json"),
         claimed_at=_written_at(directory / "attempt.json"),
         beaten_at=_written_at(directory / "heartbeat.json"),
@@ -267,8 +269,8 @@ def _read_spikes(path: Path) -> Iterator[Spike]:
 
 def _read_heartbeat(path: Path) -> Any:
     """Return the contents of `heartbeat.json` as a Heartbeat, or {} if it is missing or invalid."""
+    record = _read_if_valid(path, dict[str, Any])
     # Earlier versions called phases stages.
-    record = _read_advisory(path, dict[str, Any])
     for earlier, current in (("stage", "phase"), ("stages", "phases")):
         if earlier in record:
             record[current] = record.pop(earlier)
@@ -281,14 +283,14 @@ def _read_heartbeat(path: Path) -> Any:
     return record
 
 
-def _read_advisory(path: Path, shape: Any) -> Any:
+def _read_if_valid(path: Path, shape: Any) -> Any:
     """Return a record of the type `shape`, or {} if it is missing or invalid, with a warning in the
     second case.
 
     A damaged record must not stop a job from starting its next attempt.
     """
     try:
-        return read_record(path, shape, RECORD_BYTES)
+        return read_record(path, shape)
     except FileNotFoundError:
         return {}
     except ValueError as error:

@@ -107,7 +107,7 @@ class MetricsWriter:
         self._rows = _RecordFile(path)
 
         self._events: SummaryWriter | None = None
-        self._tensorboard = directory / "tensorboard" if tensorboard else None
+        self._events_directory = directory / "tensorboard" if tensorboard else None
         # TensorBoard hides what earlier attempts logged from this step on. A new run also hides
         # step 0, at which an earlier attempt has shown its configuration.
         first_step = resume_step + 1 if resume_step else 0
@@ -139,7 +139,7 @@ class MetricsWriter:
             for name, value in values.items():
                 events.add_scalar(name, value, step)
 
-        self._show(add_scalars)
+        self._write_events(add_scalars)
         if self._wandb is not None:
             self._wandb.log(step, values)
 
@@ -152,7 +152,7 @@ class MetricsWriter:
         """
         # TensorBoard reads texts as Markdown, in which indented lines are code.
         verbatim = "\n".join(f"    {line}" for line in text.splitlines())
-        self._show(lambda events: events.add_text(tag, verbatim, step))
+        self._write_events(lambda events: events.add_text(tag, verbatim, step))
 
     def sync(self) -> None:
         """Flush all outputs and sync `metrics.jsonl` to disk. Call it before a checkpoint is
@@ -166,8 +166,8 @@ class MetricsWriter:
     def close(self) -> None:
         """Close all outputs. Warns if rows are lost because they could not be written."""
         self._rows.close()
-        self._show(lambda events: events.close())
-        self._events = self._tensorboard = None
+        self._write_events(lambda events: events.close())
+        self._events = self._events_directory = None
         if self._wandb is not None:
             self._wandb.close()
 
@@ -175,13 +175,13 @@ class MetricsWriter:
         """Create a TensorBoard file, if they are enabled and the disk has space. TensorBoard then
         hides the values of `purge_step` and later steps in earlier files.
         """
-        if self._tensorboard is not None:
+        if self._events_directory is not None:
             from torch.utils.tensorboard import SummaryWriter
 
             with suppress(OSError):  # the disk is full
-                self._events = SummaryWriter(str(self._tensorboard), purge_step=purge_step)
+                self._events = SummaryWriter(str(self._events_directory), purge_step=purge_step)
 
-    def _show(self, add: Callable[[SummaryWriter], None]) -> None:
+    def _write_events(self, add: Callable[[SummaryWriter], None]) -> None:
         """Call `add` with the TensorBoard writer, if there is one, and flush the file.
 
         If that fails, the file is not continued: its last record may be incomplete, and readers
@@ -198,7 +198,7 @@ class MetricsWriter:
             logger.warning(message, error)
 
     def _line(self, step: int, values: Mapping[str, float], seconds_left: float) -> str:
-        """Return the line of a step on the console, with the metrics in the order of `formats`."""
+        """Return the line of a step on the console: step, metrics and remaining time."""
         width = len(str(self.total_steps))
         parts = [f"step {step:>{width}}/{self.total_steps}"]
         formats = {
@@ -208,13 +208,15 @@ class MetricsWriter:
             TOKENS_PER_SECOND: "{:,.0f} tokens/s".format,
             TFLOPS_PER_SECOND: lambda value: f"{flop_count(1e12 * value)}/s",
             MFU: "MFU {:.1%}".format,
-            # Not a metric. Its place in the line is before the validation.
-            "": lambda _: f"ETA {duration(seconds_left)}",
             VALIDATION_LOSS: "validation loss {:.4f}".format,
             VALIDATION_PERPLEXITY: "perplexity {:.2f}".format,
         }
-        shown = {**values, "": seconds_left}
-        parts += [show(shown[name]) for name, show in formats.items() if name in shown]
+        for name, show in formats.items():
+            # The remaining time comes before the validation, also in steps without one.
+            if name == VALIDATION_LOSS:
+                parts.append(f"ETA {duration(seconds_left)}")
+            if name in values:
+                parts.append(show(values[name]))
         return " | ".join(parts)
 
     def _seconds_left(self) -> float:
@@ -222,8 +224,10 @@ class MetricsWriter:
         # Recent steps only: the first ones are slower, and evaluations take time now and then.
         first_step, first_time = self._recent[0]
         last_step, last_time = self._recent[-1]
-        first, last, total = map(self._work, (first_step, last_step, self.total_steps))
-        return (last_time - first_time) / (last - first) * max(0, total - last)
+        steps = (first_step, last_step, self.total_steps)
+        first_work, last_work, total_work = map(self._work, steps)
+        seconds_per_unit = (last_time - first_time) / (last_work - first_work)
+        return seconds_per_unit * max(0, total_work - last_work)
 
 
 class _RecordFile:
@@ -299,8 +303,8 @@ def read_lines(path: Path) -> Iterator[bytes]:
             yield from file
 
 
-def last_rows(path: Path, shape: Any, tail: int) -> list[Any]:
-    """Return the rows in the last `tail` bytes of a file, validated as the TypedDict `shape`.
+def last_rows(path: Path, shape: Any, tail_bytes: int) -> list[Any]:
+    """Return the rows in the last `tail_bytes` of a file, validated as the TypedDict `shape`.
 
     Skips invalid rows, since another process may be writing the file. Returns [] if the file does
     not exist.
@@ -309,8 +313,8 @@ def last_rows(path: Path, shape: Any, tail: int) -> list[Any]:
         return []
 
     with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - tail))
-        lines = file.read(tail).split(b"\n")
+        file.seek(max(0, path.stat().st_size - tail_bytes))
+        lines = file.read(tail_bytes).split(b"\n")
     rows = []
     for line in lines:
         # The first row may be cut off, and the last one incomplete.

@@ -102,7 +102,8 @@ def differences(facts_by_node: dict[str, dict[str, Any]]) -> list[Problem]:
 
 
 def _difference(key: str, values: dict[str, str]) -> list[Problem]:
-    """Return one problem if the values of `key` by node differ or cannot be read, otherwise none.
+    """Return a list with one problem if a file cannot be read or the `values` by node differ. The
+    list is empty otherwise. `key` is the name of a package or a tool, or the path of the file.
 
     The value of most nodes is taken to be right, so the problem names the other nodes.
     """
@@ -132,13 +133,14 @@ def directory_problems(
         facts_by_node: the facts of all nodes.
         staging: the staging directory of the attempt, in the checkpoint directory.
         checkpoint_bytes: the size of a checkpoint.
-        keep: `checkpoint.keep`.
+        keep: the number of checkpoints that the run keeps (`checkpoint.keep`).
     """
     root = staging.parent
     absent = [node for node in facts_by_node if not (staging / f"preflight-{node}").is_file()]
-    # If no other node shares the directory, it is on a local disk, which is a mistake in the
-    # settings. Of two nodes, the other one may simply be bad.
-    is_local = 1 < len(absent) == len(facts_by_node) - 1
+    # If no node but that of rank 0 shares the directory, it is on a local disk, which is a mistake
+    # in the settings. A single other node may simply be bad.
+    others = len(facts_by_node) - 1
+    is_local = others > 1 and len(absent) == others
     problems = []
     for node in absent:
         reason = (
@@ -148,13 +150,13 @@ def directory_problems(
             f"{node}: checkpoint.directory {root} is not shared or not writable ({reason}); set it"
             " to a directory on a shared file system"
         )
-        problems.append(Problem(sentence, (node,), is_local))
+        problems.append(Problem(sentence, (node,), mistake=is_local))
 
-    # The next checkpoint is written before the oldest one is deleted. Until there are `keep`, two
-    # saves delete none.
-    has_all = len(list_checkpoints(root)) >= keep
+    # A checkpoint is written before the oldest one is deleted. If there are fewer than `keep` yet,
+    # the next save deletes none, so the save after it needs space for a second checkpoint.
+    deletes_next = len(list_checkpoints(root)) >= keep
     free = shutil.disk_usage(root).free
-    if free < checkpoint_bytes or (free < 2 * checkpoint_bytes and not has_all):
+    if free < checkpoint_bytes or (free < 2 * checkpoint_bytes and not deletes_next):
         sentence = (
             f"checkpoint.directory {root} has {byte_size(free)} of free space, but two checkpoints"
             f" need {byte_size(2 * checkpoint_bytes)}; free some space, or set another directory"
@@ -174,7 +176,7 @@ def gpu_problems(
         needed: estimated number of bytes that a rank needs on its GPU.
     """
     problems = []
-    # Another attempt on other nodes would fail, too, so the settings are a mistake.
+    # If every GPU is too small, an attempt on other nodes would fail, too. The settings are wrong.
     all_too_small = all(gpu["total"] < needed for on_node in gpus.values() for gpu in on_node)
     for node, on_node in gpus.items():
         if len(on_node) < expected:
@@ -189,5 +191,5 @@ def gpu_problems(
                     f" run needs about {byte_size(needed)}; `python -m pretrain.estimate` shows"
                     " what uses the memory"
                 )
-                problems.append(Problem(sentence, (node,), all_too_small))
+                problems.append(Problem(sentence, (node,), mistake=all_too_small))
     return problems

@@ -96,6 +96,7 @@ class Watch:
         self._step: int | None = None
         self._since = time.monotonic()
         self._begun: dict[str, float] = {}
+        """The entries `from_step` and `began` of the heartbeat; empty before training."""
         self._phases: dict[str, float] | None = None
         """Seconds by phase since training began."""
         self._ended = threading.Event()
@@ -106,7 +107,7 @@ class Watch:
         # A shell script lets its background processes ignore Ctrl-C, which is not for them.
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             handlers[signal.SIGINT] = self._on_interrupt
-        self._previous = {
+        self._previous_handlers = {
             number: signal.signal(number, handler) for number, handler in handlers.items()
         }
 
@@ -120,8 +121,8 @@ class Watch:
             raise KeyboardInterrupt
         self.stop = CTRL_C
         if self._rank == 0:
-            # The signal may have interrupted a print, so do not call print. Ctrl-C may have ended a
-            # `tee` of stderr.
+            # The signal may have interrupted a print, which must not be called again within itself.
+            # Descriptor 2 is stderr. The write fails if Ctrl-C has ended a `tee` of stderr.
             with contextlib.suppress(OSError):
                 os.write(2, CTRL_C_MESSAGE)
 
@@ -179,7 +180,7 @@ class Watch:
         """Stop watching, and restore the previous signal handlers."""
         self._ended.set()
         faulthandler.cancel_dump_traceback_later()
-        for number, handler in self._previous.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
     def record_end(
@@ -189,8 +190,11 @@ class Watch:
         error: BaseException | None = None,
         bad_nodes: Iterable[str] = (),
     ) -> None:
-        """Record how this rank ended, with the traceback of `error`; see `Attempt.record_end`. Do
-        nothing before `attach`, and ignore errors of the file system.
+        """Record how this rank ended: its outcome, such as FAILED, a line about it, and the
+        traceback of `error`. `bad_nodes` are the nodes that caused the failure.
+
+        Do nothing before `attach` or if the rank has already recorded its end, and ignore errors of
+        the file system.
         """
         if self.attempt is None:
             return
@@ -200,7 +204,7 @@ class Watch:
             detail = "".join(traceback.format_exception(error))
         with contextlib.suppress(OSError):
             self.attempt.record_end(self._rank, outcome, message, detail, bad_nodes)
-            # So that the heartbeat contains the last step and the last phase.
+            # The last heartbeat may lack the last step and the last phase.
             if self._rank == 0:
                 self._write_heartbeat()
 
@@ -209,22 +213,23 @@ class Watch:
         `close`.
         """
         owner_seconds = OWNER_SECONDS if local_rank() == 0 else OWNER_SECONDS_OF_OTHERS
-        checked_owner = float("-inf")
-        beaten = float("-inf")
+        # Times of the last check and of the last heartbeat; the first ones are due at once.
+        owner_checked = float("-inf")
+        heartbeat_written = float("-inf")
         while not self._ended.wait(POLL_SECONDS):
             now = time.monotonic()
             # A full disk or a temporary error of the file system must not end the run.
             with contextlib.suppress(OSError):
-                if now - checked_owner >= owner_seconds:
+                if now - owner_checked >= owner_seconds:
                     self._check_owner()
-                    checked_owner = now
+                    owner_checked = now
 
                 # Only rank 0 reads requests to stop, since all ranks exchange `stop` after every
                 # step.
                 if self._rank == 0:
                     self._read_stop_request()
-                    if now - beaten >= OWNER_SECONDS:
-                        beaten = now
+                    if now - heartbeat_written >= OWNER_SECONDS:
+                        heartbeat_written = now
                         self._write_heartbeat()
 
             if self._hang_timeout is not None and now - self._since > self._hang_timeout:

@@ -29,7 +29,7 @@ class WandbRecord(TypedDict):
     """Web page of the W&B run; None in offline mode."""
 
 
-def installed() -> bool:
+def is_wandb_installed() -> bool:
     """Return whether the package wandb is installed. A directory `wandb` with logs of offline runs
     does not count.
     """

@@ -62,17 +62,17 @@ class Addition(Generator):
 
     def sequence(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Draw a sum; every pair of operand lengths is equally likely."""
-        first, second = random.integers(1, self.digits + 1, size=2)
-        return self.problem(random, int(first), int(second))
+        a_digits, b_digits = random.integers(1, self.digits + 1, size=2)
+        return self.problem(random, int(a_digits), int(b_digits))
 
     def problem(
-        self, random: np.random.Generator, first: int, second: int
+        self, random: np.random.Generator, a_digits: int, b_digits: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Draw a sum of two numbers with `first` and `second` digits, and return the same as
-        `sequence`.
+        """Draw a sum of two numbers with `a_digits` and `b_digits` digits. Return its N token ids
+        (N,), int64, and a mask (N,), bool, which is true after `=`.
         """
-        a = _number(random, first)
-        b = _number(random, second)
+        a = _number(random, a_digits)
+        b = _number(random, b_digits)
         first_hint = 0
         if self.hints:
             first_hint = int(random.integers(self.hints))
@@ -91,6 +91,7 @@ class Addition(Generator):
         if not self.hints:
             return number
         hints = self.END + 1 + (first_hint + np.arange(len(number))) % self.hints
+        # Rows (hint, digit), then flat: hint, digit, hint, digit, ...
         return np.stack([hints, number], axis=1).reshape(-1)
 
 
@@ -108,12 +109,11 @@ def add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     columns = np.zeros(max(len(a), len(b)) + 1, dtype=np.int64)
     columns[: len(a)] += a
     columns[: len(b)] += b
-    # A column carries if it is above 9, or if it is 9 and the column below it carries. So the
-    # nearest column that is not 9, at or below this one, decides.
-    decides = np.maximum.accumulate(np.where(columns != 9, np.arange(len(columns)), -1))
-    carries = (decides >= 0) & (columns[decides] > 9)
-    columns[1:] += carries[:-1]
-    total = columns % 10
-    if total[-1]:
-        return total
-    return total[:-1]
+    digits = []
+    carry = 0
+    for column in columns.tolist():
+        carry, digit = divmod(column + carry, 10)
+        digits.append(digit)
+    if digit == 0:
+        digits.pop()
+    return np.array(digits)

@@ -85,10 +85,11 @@ class GridNavigation(Generator):
         """
         longest = self.longest_run or {1: 10, 2: 3}[self.dimensions]
         # As many runs as steps are enough, since a run has at least one step.
-        runs = random.integers(1, longest + 1, size=self.steps)
+        run_lengths = random.integers(1, longest + 1, size=self.steps)
         directions = random.integers(2 * self.dimensions, size=self.steps)
-        actions = np.repeat(directions, runs)[: self.steps]
+        actions = np.repeat(directions, run_lengths)[: self.steps]
 
+        # Each step changes the coordinate of one dimension by 1 or, for odd actions, by -1.
         moves = np.zeros((self.steps, self.dimensions), dtype=np.int64)
         moves[np.arange(self.steps), actions // 2] = 1 - 2 * (actions % 2)
         start = random.integers(self.width, size=self.dimensions)

@@ -75,15 +75,15 @@ class Recall(Generator):
         """Draw a sequence of one of the lengths."""
         length = self.tokens
         if self.shortest is not None:
-            # How many lengths there are: `shortest` times 1, 2, 4, ... up to `tokens`.
-            lengths = (self.tokens // self.shortest).bit_length()
-            length = self.shortest << int(random.integers(lengths))
+            # The number of lengths `shortest` times 1, 2, 4, ... up to `tokens`.
+            length_count = (self.tokens // self.shortest).bit_length()
+            length = self.shortest << int(random.integers(length_count))
 
-        # Different keys, so that each query has one answer.
+        # All keys of a sequence differ, so that each query has one answer.
         pairs = length // self.tokens_per_pair
         keys = random.permutation(self.keys)[:pairs]
         values = self.keys + random.integers(self.keys, size=pairs)
-        key_values = np.stack([keys, values], 1)
+        key_values = np.stack([keys, values], axis=1)
 
         slots = np.full((length // 2, 2), self.blank)
         slots[:pairs] = key_values

@@ -49,7 +49,7 @@ class SelectiveCopy(Generator):
         """Draw symbols, blanks and the copy."""
         symbols = random.integers(self.symbols, size=self.copied)
         source = np.full(self.copied + self.blanks, self.blank)
-        # Different positions in ascending order, so that the symbols keep their order.
+        # The positions of the symbols, sorted so that the source and the copy have the same order.
         positions = np.sort(random.permutation(len(source))[: self.copied])
         source[positions] = symbols
         tokens = np.concatenate([source, [self.mark], symbols])

@@ -244,9 +244,9 @@ def test_pipeline_stages_are_refused_if_only_some_receive_a_state(monkeypatch):
 
 def test_logging_to_wandb_is_refused_without_the_package(monkeypatch):
     config = make(logging__wandb={"project": "tape"})
-    monkeypatch.setattr(combinations, "installed", lambda: True)
+    monkeypatch.setattr(combinations, "is_wandb_installed", lambda: True)
     validate(config, 1)
-    monkeypatch.setattr(combinations, "installed", lambda: False)
+    monkeypatch.setattr(combinations, "is_wandb_installed", lambda: False)
     with pytest.raises(ConfigError, match="run pip install wandb==") as refused:
         validate(config, 1)
     assert refused.value.key == "logging.wandb"
