@@ -304,7 +304,7 @@ class Preflight:
         """Print the versions, which are the same on all nodes, and the memory and checkpoints."""
         plan = Plan(self.config, self.size)
         self._log(", ".join(f"{name} {value}" for name, value in node_versions.items()))
-        self._log(f"{len(nodes.inputs(self.config))} input files are the same on every node")
+        self._log(f"{len(nodes.input_files(self.config))} input files are the same on every node")
         per_rank = byte_size(memory(plan).peak)
         self._log(f"about {per_rank} per rank, {byte_size(checkpoint_bytes(plan))} per checkpoint")
 

@@ -358,8 +358,8 @@ def _validate_trained_kinds(config: RunConfig) -> None:
         )
 
     multipliers = [scales.get(kind, 1) for kind in trains]
-    # A multiplier of one parameter, such as position.increments, overrides that of position. One
-    # that is not set adds nothing, since the list has that of position already.
+    # A multiplier of one parameter, such as position.increments, overrides that of position. A
+    # parameter without a multiplier of its own has that of position, which is in the list already.
     if "position" in trains:
         multipliers += [scales.get(kind, 0) for kind in encoding_kinds]
     if not any(multipliers):

@@ -161,8 +161,8 @@ def _validate_sequence_parallel(config: RunConfig) -> None:
     if tensor_size == 1 or config.parallel.uses_sequence_parallel:
         return
 
-    # All settings below need sequence parallelism. With context parallelism, `TokenLayout` shards
-    # the tokens over the tensor-parallel ranks, too, which is sequence parallelism.
+    # All cases below need sequence parallelism. With context parallelism, `TokenLayout` shards the
+    # tokens over the tensor-parallel ranks, too, which is sequence parallelism.
     if context_size > 1:
         raise ConfigError(
             (SEQUENCE, TENSOR, CONTEXT),

@@ -150,7 +150,8 @@ def validate_as(kind: Any, value: Any) -> Any:
     ValidationError.
     """
     # pydantic's strict mode accepts a mapping for a dataclass only in JSON. A value that is a
-    # section already is converted back to a mapping. The adapter takes a list of one value.
+    # section already is converted back to a mapping. The adapter takes a tuple of one
+    # value, which is a list in JSON.
     text = json.dumps([value], default=as_dict, ensure_ascii=False)
     return _adapter(kind).validate_json(text.encode())[0]
 

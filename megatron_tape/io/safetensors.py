@@ -104,9 +104,8 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -
     for name, tensor in tensors.items():
         start = end
         end += tensor.nbytes
-        dtype = _DTYPES[str(tensor.dtype).removeprefix("torch.")]
         header[name] = {
-            "dtype": dtype,
+            "dtype": _DTYPES[str(tensor.dtype).removeprefix("torch.")],
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }

@@ -217,7 +217,7 @@ class Attempt:
     def open(
         cls, run_directory: str | Path, checkpoint_directory: str | Path, number: int
     ) -> "Attempt":
-        """Return attempt `number` of a run, which `claim` has started, possibly in another process."""
+        """Return attempt `number`, which `claim` has started, possibly in another process."""
         directory = Path(run_directory) / "attempts" / f"{number:06d}"
         return cls(number, directory, Path(checkpoint_directory) / f".attempt-{number:06d}")
 
@@ -295,8 +295,10 @@ class Attempt:
     def record_end(
         self, rank: int, outcome: str, message: str, detail: str = "", bad_nodes: Iterable[str] = ()
     ) -> None:
-        """Write `rank-RRRRR.json`: the outcome of a rank, such as FAILED, in one line (`message`)
-        and, after an error, its traceback (`detail`). `bad_nodes` are the nodes that caused it.
+        """Write `rank-RRRRR.json`, the record of how a rank ended.
+
+        The record contains the outcome, such as FAILED, one line about it (`message`), the
+        traceback of an error or "" (`detail`), and the nodes that caused a failure (`bad_nodes`).
 
         If the rank has already recorded its end, nothing is written, since the first error is the
         cause of later ones. In addition to rank 0, about RECORDS ranks write a record: ranks that

@@ -77,12 +77,13 @@ class MetricsWriter:
             total_steps: number of steps of the whole run.
             resume_step: step that the run continues from.
             tensorboard: whether to write TensorBoard files.
-            clock: returns the current time in seconds.
+            clock: a function that returns the current time in seconds.
             staging: directory for the copy of `metrics.jsonl` without the dropped rows, which
                 replaces the file. Once a newer attempt has removed it, the file cannot be replaced.
                 Ignored on another file system.
-            work: returns the amount of work in the first n steps, such as the number of sequences.
-                The remaining time is estimated in proportion to the remaining work.
+            work: a function that returns the amount of work in the first n steps, such as their
+                number of sequences. The remaining time is estimated in proportion to the remaining
+                work. By default, all steps are the same amount of work.
             wandb: W&B run that also receives the scalars.
 
         Raises:
@@ -172,8 +173,9 @@ class MetricsWriter:
             self._wandb.close()
 
     def _open_events(self, purge_step: int) -> None:
-        """Create a TensorBoard file, if they are enabled and the disk has space. TensorBoard then
-        hides the values of `purge_step` and later steps in earlier files.
+        """Create a TensorBoard file, if TensorBoard is enabled and the disk has space.
+
+        TensorBoard then hides the values of `purge_step` and later steps in earlier files.
         """
         if self._events_directory is not None:
             from torch.utils.tensorboard import SummaryWriter
@@ -194,8 +196,9 @@ class MetricsWriter:
             self._events.flush()
         except OSError as error:
             self._events = None
-            message = "warning: TensorBoard files are not written until the disk has space (%s)"
-            logger.warning(message, error)
+            logger.warning(
+                "warning: TensorBoard files are not written until the disk has space (%s)", error
+            )
 
     def _line(self, step: int, values: Mapping[str, float], seconds_left: float) -> str:
         """Return the line of a step on the console: step, metrics and remaining time."""
@@ -212,7 +215,7 @@ class MetricsWriter:
             VALIDATION_PERPLEXITY: "perplexity {:.2f}".format,
         }
         for name, show in formats.items():
-            # The remaining time comes before the validation, also in steps without one.
+            # The remaining time comes before the validation, also in steps without validation.
             if name == VALIDATION_LOSS:
                 parts.append(f"ETA {duration(seconds_left)}")
             if name in values:
@@ -221,13 +224,13 @@ class MetricsWriter:
 
     def _seconds_left(self) -> float:
         """Estimate the remaining time from the seconds per unit of work in recent steps."""
-        # Recent steps only: the first ones are slower, and evaluations take time now and then.
+        # Only recent steps count: the first ones are slower, and evaluations take time now and
+        # then.
         first_step, first_time = self._recent[0]
         last_step, last_time = self._recent[-1]
-        steps = (first_step, last_step, self.total_steps)
-        first_work, last_work, total_work = map(self._work, steps)
-        seconds_per_unit = (last_time - first_time) / (last_work - first_work)
-        return seconds_per_unit * max(0, total_work - last_work)
+        work_done = self._work(last_step) - self._work(first_step)
+        work_left = self._work(self.total_steps) - self._work(last_step)
+        return (last_time - first_time) / work_done * max(0, work_left)
 
 
 class _RecordFile:
@@ -260,8 +263,11 @@ class _RecordFile:
             self.failing = False
         except OSError as error:
             if not self.failing:
-                message = "warning: metrics are kept in memory, since %s cannot be written (%s)"
-                logger.warning(message, self._path, error)
+                logger.warning(
+                    "warning: metrics are kept in memory, since %s cannot be written (%s)",
+                    self._path,
+                    error,
+                )
             self.failing = True
 
     def sync(self) -> None:
@@ -273,8 +279,11 @@ class _RecordFile:
         """Try once more to write the waiting records. Log a warning if some are lost."""
         self.append(b"")
         if self._waiting:
-            message = "warning: the last %d bytes of metrics are lost, since %s cannot be written"
-            logger.warning(message, len(self._waiting), self._path)
+            logger.warning(
+                "warning: the last %d bytes of metrics are lost, since %s cannot be written",
+                len(self._waiting),
+                self._path,
+            )
         with suppress(OSError):
             self._file.close()
 

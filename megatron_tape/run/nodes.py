@@ -36,7 +36,7 @@ class Problem:
     """
 
 
-def inputs(config: RunConfig) -> list[str]:
+def input_files(config: RunConfig) -> list[str]:
     """Return the paths of the files that every node reads: datasets, examples and the tokenizer."""
     files = [
         prefix + suffix for prefix in prefixes_of(stages_of(config)) for suffix in (".idx", ".bin")
@@ -75,7 +75,7 @@ def node_facts(config: RunConfig, staging: Path | None, code: str) -> dict[str, 
         "data": {},
         "error": None,
     }
-    for path in inputs(config):
+    for path in input_files(config):
         try:
             facts["data"][path] = fingerprint(path)
         except OSError as error:

@@ -273,8 +273,9 @@ class Watch:
         where = f"{self._phase} (step {self._step})"
         path = self.attempt.directory / f"stacks-{self._rank:05d}.txt"
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-            process = f"rank {self._rank} on {os.uname().nodename}, pid {os.getpid()}"
-            file.write(f"{process}, while {where}\n")
+            file.write(
+                f"rank {self._rank} on {os.uname().nodename}, pid {os.getpid()}, while {where}\n"
+            )
             file.flush()  # faulthandler writes to the descriptor, past Python's buffer
             faulthandler.dump_traceback(file, all_threads=True)
 

@@ -41,7 +41,7 @@ class SelectiveCopy(Generator):
         return self.symbols
 
     @property
-    def mark(self) -> int:
+    def separator(self) -> int:
         """Id of the separator, after which the copy begins."""
         return self.symbols + 1
 
@@ -52,5 +52,5 @@ class SelectiveCopy(Generator):
         # The positions of the symbols, sorted so that the source and the copy have the same order.
         positions = np.sort(random.permutation(len(source))[: self.copied])
         source[positions] = symbols
-        tokens = np.concatenate([source, [self.mark], symbols])
+        tokens = np.concatenate([source, [self.separator], symbols])
         return tokens, np.arange(self.length) >= self.length - self.copied

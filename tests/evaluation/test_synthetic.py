@@ -69,9 +69,9 @@ def fails_at(first, second):
 
 def next_of_copy(prefix):
     task = Copies(symbols=4)
-    if task.mark not in prefix:
+    if task.separator not in prefix:
         return 0
-    mark = prefix.index(task.mark)
+    mark = prefix.index(task.separator)
     copied = [token for token in prefix[:mark] if token != task.blank]
     return [*copied, *[0] * 20][len(prefix) - mark - 1]
 

@@ -45,7 +45,7 @@ def test_nodes_with_different_code_or_data_or_unreadable_data_are_named():
 
 def test_the_files_of_every_data_source_are_compared():
     def files(**data):
-        return nodes.inputs(make(data__tokenizer=None, **data))
+        return nodes.input_files(make(data__tokenizer=None, **data))
 
     assert files() == ["somewhere/corpus.idx", "somewhere/corpus.bin"]
     examples = {"path": "a.jsonl", "validation": "b.jsonl"}

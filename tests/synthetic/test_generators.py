@@ -135,7 +135,7 @@ def test_symbols_are_copied_in_order_without_blanks():
         among = tokens[:15]
         mark = tokens[15]
         copy = tokens[16:]
-        assert mark == task.mark
+        assert mark == task.separator
         assert (among == task.blank).sum() == 9
         assert among[among != task.blank].tolist() == copy.tolist()
         assert np.flatnonzero(answers).tolist() == list(range(16, 22))
