@@ -333,10 +333,11 @@ class Progress:
         # A total that was estimated may be too small, so fractions end at 1.
         if self._total and done > self._start:
             line += f", {min(done / self._total, 1.0):.1%}"
-            share = min((done - self._start) / (self._total - self._start), 1.0)
+            # The fraction since `start`: the time of an earlier run is not in `elapsed`.
+            fraction = min((done - self._start) / (self._total - self._start), 1.0)
             # At first, startup takes most of the time, so the time left cannot be estimated.
-            if share >= 0.01 or elapsed > 60:
-                line += f", {duration(elapsed * (1 - share) / share)} left"
+            if fraction >= 0.01 or elapsed > 60:
+                line += f", {duration(elapsed * (1 - fraction) / fraction)} left"
         if self._is_terminal:
             self._rewrite(line)
         else:

@@ -66,6 +66,7 @@ def resolve_patterns(
     """
     prefixes, weights = blend(prefix)
     matches = [match_datasets(name) for name in prefixes]
+    # No pattern was replaced.
     if matches == [[name] for name in prefixes]:
         return prefix
     # Several patterns may match the same dataset, which must be read only once.

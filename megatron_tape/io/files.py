@@ -261,14 +261,14 @@ def hold_signals() -> Iterator[None]:
         return
 
     received: list[int] = []
-    handlers = {
+    previous_handlers = {
         number: signal.signal(number, lambda held, frame: received.append(held))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     }
     try:
         yield
     finally:
-        for number, handler in handlers.items():
+        for number, handler in previous_handlers.items():
             # `handler` is None if it was not set from Python. Python cannot set such a handler.
             signal.signal(number, handler or signal.SIG_DFL)
         for received_number in received:

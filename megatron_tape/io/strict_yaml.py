@@ -130,7 +130,7 @@ def read_recipe(path: str) -> tuple[dict[str, Any], dict[str, str]]:
                 fix = "write a recipe's keys below their section"
                 raise ConfigError(key.value, "is not a section", fix, places[key.value])
         return loader.construct_document(root), places
-    except ConfigError:
+    except ConfigError:  # a ValueError, like the errors that are converted below
         raise
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1

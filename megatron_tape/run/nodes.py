@@ -48,19 +48,19 @@ def input_files(config: RunConfig) -> list[str]:
     # all nodes.
     tokenizer = config.data.tokenizer
     if tokenizer is not None and saved_tokenizer_directory(config) is None:
-        directory = Path(tokenizer)
+        path = Path(tokenizer)
         # A tokenizer is a file, such as tokenizer.model, or a directory of a Hugging Face model.
-        if directory.is_dir():
-            files += sorted(str(path) for path in directory.iterdir() if path.is_file())
+        if path.is_dir():
+            files += sorted(str(file) for file in path.iterdir() if file.is_file())
         else:
             files.append(tokenizer)
     return files
 
 
-def node_facts(config: RunConfig, staging: Path | None, code: str) -> dict[str, Any]:
+def node_facts(config: RunConfig, staging: Path | None, code_digest: str) -> dict[str, Any]:
     """Return facts about this node:
 
-    - `versions`: the versions of packages and tools by name, and the digest `code`;
+    - `versions`: the versions of packages and tools by name, and `code_digest` under `code`;
     - `data`: the fingerprint of each input file, or why it cannot be read, by path;
     - `error`: why the node cannot write to the checkpoint directory, or None.
 
@@ -68,10 +68,10 @@ def node_facts(config: RunConfig, staging: Path | None, code: str) -> dict[str, 
         config: the settings of the run.
         staging: the staging directory of the attempt's checkpoints. The node writes a file into it,
             whose existence rank 0 checks (`directory_problems`). None skips this check.
-        code: a digest of the code that this node runs.
+        code_digest: a digest of the code that this node runs.
     """
     facts: dict[str, Any] = {
-        "versions": versions(PACKAGES) | toolchain() | {"code": code},
+        "versions": versions(PACKAGES) | toolchain() | {"code": code_digest},
         "data": {},
         "error": None,
     }
@@ -166,30 +166,33 @@ def directory_problems(
 
 
 def gpu_problems(
-    gpus: dict[str, list[dict[str, Any]]], expected: int, needed: int
+    gpus: dict[str, list[dict[str, Any]]], expected_gpus: int, needed_bytes: int
 ) -> list[Problem]:
     """Return a problem for each node with too few GPUs, and for each GPU that is too small.
 
     Args:
         gpus: the GPUs of each node by its name, each with its `name` and `total` bytes of memory.
-        expected: number of GPUs that the job has on each node.
-        needed: estimated number of bytes that a rank needs on its GPU.
+        expected_gpus: number of GPUs that the job has on each node.
+        needed_bytes: estimated number of bytes that a rank needs on its GPU.
     """
     problems = []
     # If every GPU is too small, an attempt on other nodes would fail, too. The settings are wrong.
-    all_too_small = all(gpu["total"] < needed for on_node in gpus.values() for gpu in on_node)
-    for node, on_node in gpus.items():
-        if len(on_node) < expected:
+    all_too_small = all(
+        gpu["total"] < needed_bytes for node_gpus in gpus.values() for gpu in node_gpus
+    )
+    for node, node_gpus in gpus.items():
+        if len(node_gpus) < expected_gpus:
             sentence = (
-                f"{node}: torch finds {len(on_node)} of the {expected} GPUs that the job has there"
+                f"{node}: torch finds {len(node_gpus)} of the {expected_gpus} GPUs that the job has"
+                " there"
             )
             problems.append(Problem(sentence, (node,)))
-        for index, gpu in enumerate(on_node):
-            if gpu["total"] < needed:
+        for index, gpu in enumerate(node_gpus):
+            if gpu["total"] < needed_bytes:
                 sentence = (
                     f"{node}: GPU {index} ({gpu['name']}) has {byte_size(gpu['total'])}, and the"
-                    f" run needs about {byte_size(needed)}; `python -m pretrain.estimate` shows"
-                    " what uses the memory"
+                    f" run needs about {byte_size(needed_bytes)}; `python -m pretrain.estimate`"
+                    " shows what uses the memory"
                 )
                 problems.append(Problem(sentence, (node,), mistake=all_too_small))
     return problems

@@ -98,7 +98,7 @@ class Watch:
         self._begun: dict[str, float] = {}
         """The entries `from_step` and `began` of the heartbeat; empty before training."""
         self._phases: dict[str, float] | None = None
-        """Seconds by phase since training began."""
+        """Seconds by phase since training began; None before."""
         self._ended = threading.Event()
         self._profile_requested = False
 

@@ -85,6 +85,7 @@ class Recall(Generator):
         values = self.keys + random.integers(self.keys, size=pairs)
         key_values = np.stack([keys, values], axis=1)
 
+        # One row per slot of two tokens.
         slots = np.full((length // 2, 2), self.blank)
         slots[:pairs] = key_values
         # Each pair is queried once, in a random slot after the pairs; see _GAP_POWER.
