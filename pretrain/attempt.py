@@ -80,15 +80,16 @@ def main(argv: list[str] | None = None) -> None:
     """
     parser = command_line.Parser(prog="python -m pretrain.attempt", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    arguments = {"nargs": "*", "type": str, "help": "after --: RECIPE --section.key value ..."}
+    # The type, since the parser's default is a path. `parse_run_config` parses these later.
+    recipe_arguments = {"nargs": "*", "type": str, "help": "after --: RECIPE --section.key ..."}
 
     check_parser = verbs.add_parser("check", help="validate settings before a job is submitted")
     check_parser.add_argument("--module", help="module that each process will run")
-    check_parser.add_argument("arguments", **arguments)
+    check_parser.add_argument("arguments", **recipe_arguments)
 
     chain = verbs.add_parser("chain", help="validate a run, and its extension and evaluation")
     chain.add_argument("--scratch", default="", help="as for begin")
-    chain.add_argument("arguments", **arguments)
+    chain.add_argument("arguments", **recipe_arguments)
 
     add = verbs.add_parser(
         "begin", help="create the next attempt of a run, and print shell variables"
@@ -102,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--processes", type=int, required=True, help="number of ranks of the job")
     add("--scratch", default="", help="directory of runs/RECIPE unless logging.directory is set")
     add("--log", default="", help="path of the job's output, to be recorded")
-    add("arguments", **arguments)
+    add("arguments", **recipe_arguments)
 
     add = verbs.add_parser("decide", help="print what to do: done, again or stop").add_argument
     add("--run", required=True, type=Path, help="the run's directory")
@@ -112,9 +113,10 @@ def main(argv: list[str] | None = None) -> None:
 
     options = parser.parse_args(argv)
     if options.verb == "check":
-        check_job(_arguments(options.arguments, ""), options.module)
+        check_job(_training_arguments(options.arguments, scratch=""), options.module)
     elif options.verb == "chain":
-        print(*check_chain(options.arguments, options.scratch), sep="\n")
+        directories = checked_chain_directories(options.arguments, options.scratch)
+        print(*directories, sep="\n")
     elif options.verb == "decide":
         judge(options.run, options.checkpoints, options.attempt, options.exit_status)
     else:
@@ -135,7 +137,7 @@ def check_job(arguments: list[str], module: str | None) -> None:
     check(config, Level.FILES, extends=extends, base=base)
 
 
-def check_chain(arguments: list[str], scratch: str) -> list[str]:
+def checked_chain_directories(arguments: list[str], scratch: str) -> list[str]:
     """Validate a run, its extension and the evaluation of the last model.
 
     `arguments` is RECIPE ... [--extend RECIPE ...] [--evaluate TASK ...]. Returns the directory of
@@ -145,15 +147,15 @@ def check_chain(arguments: list[str], scratch: str) -> list[str]:
     training, evaluation = _split(arguments, "--evaluate")
     pretraining, extension = _split(training, "--extend")
 
-    first = last = parse_run_config(_arguments(pretraining, scratch))
-    check(first, Level.FILES, extends=False)
-    directories = [first.logging.directory]
+    config = parse_run_config(_training_arguments(pretraining, scratch))
+    check(config, Level.FILES, extends=False)
+    directories = [config.logging.directory]
     if extension:
         # The model that the first run will save; nothing of it exists yet.
-        base = Base.made_by(first)
-        last = parse_run_config(_arguments(extension, scratch), base=base)
-        check(last, Level.FILES, extends=True, base=base)
-        directories.append(last.logging.directory)
+        base = Base.made_by(config)
+        config = parse_run_config(_training_arguments(extension, scratch), base=base)
+        check(config, Level.FILES, extends=True, base=base)
+        directories.append(config.logging.directory)
         if Path(directories[0]).resolve() == Path(directories[1]).resolve():
             raise ConfigError(
                 "logging.directory",
@@ -161,7 +163,8 @@ def check_chain(arguments: list[str], scratch: str) -> list[str]:
                 "give one of them --logging.directory NEW, after its recipe",
             )
     if evaluation:
-        check_evaluation(evaluation, model_of_run(last))
+        # `config` is now that of the last run.
+        check_evaluation(evaluation, model_of_run(config))
     return directories
 
 
@@ -186,13 +189,13 @@ def begin(options: argparse.Namespace) -> None:
     if requeued:
         config = parse_run_config(["--config", str(copied_config)])
     else:
-        config = parse_run_config(_arguments(options.arguments, options.scratch))
+        config = parse_run_config(_training_arguments(options.arguments, options.scratch))
     run = Path(config.logging.directory)
     checkpoints = config.checkpoint.directory
 
     step = checkpointed_step(checkpoints)
     attempts = read_attempts(run)
-    # Those of this job, before it was requeued.
+    # The attempts of this job before it was requeued.
     earlier = [attempt for attempt in attempts if attempt.facts.get("job") == options.job]
     resume = resolve_resume(config.checkpoint.resume, checkpoints)
     if requeued and earlier and step > earlier[0].facts.get("checkpoint_step", 0):
@@ -204,7 +207,7 @@ def begin(options: argparse.Namespace) -> None:
         if path is not None:
             Path(path).mkdir(parents=True, exist_ok=True)
 
-    # After the settings, since it asks Slurm.
+    # Checked after the settings, since this asks Slurm.
     _refuse_other_job(run, attempts, options.job)
 
     # Only a requeued job can be in a crash loop. A new job may always start, since a user has
@@ -215,8 +218,8 @@ def begin(options: argparse.Namespace) -> None:
     # A requeued job has its copy of the code already.
     directory = run / "jobs" / options.job
     if not requeued:
-        _copy(Path(options.source), directory, config)
-        _point(options.job_link, directory)
+        _copy_code_and_config(Path(options.source), directory, config)
+        _link(options.job_link, directory)
 
     facts = {
         "job": options.job,
@@ -278,7 +281,7 @@ def judge(run: Path, checkpoints: str, number: int, exit_status: int = 0) -> Non
         print(f"exclude {','.join(bad)}")
     sys.stdout.flush()
 
-    # The Slurm script needs only the output, so the job continues even if the disk is full.
+    # The Slurm script needs only the output above, so a full disk must not stop the job here.
     path = run / "attempts" / f"{number:06d}" / "verdict.json"
     try:
         write_record(path, {"verdict": verdict, "reason": reason, "time": time.time()})
@@ -297,12 +300,13 @@ def _record_missing_start(run: Path, checkpoints: str, number: int) -> None:
     for attempt in read_attempts(run):
         if attempt.number == number and attempt.outcome is None and not attempt.heartbeat:
             log = attempt.facts.get("log") or "the output of the job"
+            # As rank 0: there is no process that could record it.
             Attempt.open(run, checkpoints, number).record_end(
                 0, UNREADY, f"the processes did not start on the nodes; see the errors in {log}"
             )
 
 
-def _arguments(arguments: list[str], scratch: str) -> list[str]:
+def _training_arguments(arguments: list[str], scratch: str) -> list[str]:
     """Turn `RECIPE --section.key value ...` into arguments of pretrain.train.
 
     If `scratch` is not empty, the default directory of the run is SCRATCH/runs/RECIPE.
@@ -334,14 +338,14 @@ def _refuse_other_job(run: Path, attempts: list[AttemptRecord], job: str) -> Non
         )
 
 
-def _point(link: Path, directory: Path) -> None:
+def _link(link: Path, directory: Path) -> None:
     """Make `link` a symbolic link to `directory`, replacing an old one."""
     link.parent.mkdir(parents=True, exist_ok=True)
     remove(link)
     link.symlink_to(directory.resolve())
 
 
-def _copy(source: Path, directory: Path, config: RunConfig) -> None:
+def _copy_code_and_config(source: Path, directory: Path, config: RunConfig) -> None:
     """Copy the code in `source` and the complete configuration to RUN/jobs/ID."""
     remove(directory)
     ignored = shutil.ignore_patterns("__pycache__", "*.pyc", "*.partial")
@@ -367,24 +371,24 @@ def _copy_file(source: str | Path, target: str | Path) -> None:
     except OSError as error:
         if error.errno not in command_line.LASTING_ERRORS:
             raise
-        # Otherwise, copytree would try all other files, and report each of them.
+        # After an OSError, copytree would try all other files, and report each of them.
         raise FileError(
             target, f"cannot be written: {error.strerror}", "free space, or correct the rights"
         ) from None
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return `count` free TCP ports of this node, fewer if it has not so many."""
+    """Return `count` free TCP ports of this node. Raises OSError if it has not so many."""
     ports = []
-    # Below the range that Linux uses for outgoing connections, which could take them before they
-    # are used.
+    # Below the range of ports that Linux gives to outgoing connections: one of these could take a
+    # port before the job uses it.
     for port in random.sample(range(20000, 32000), 1000):
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("", port))
             ports.append(port)
         if len(ports) == count:
-            break
-    return ports
+            return ports
+    raise OSError(f"this node has no {count} free ports between 20000 and 32000")
 
 
 if __name__ == "__main__":

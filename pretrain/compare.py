@@ -119,25 +119,26 @@ def main(argv: list[str] | None = None) -> int:
     refuse_launcher("pretrain.compare", "starts its own processes")
     plan = make_plan(options, overrides)
     count = len(plan.runs)
-    left = plan.left
+    to_execute = plan.unfinished
     if options.check:
-        print(f"{counted(count, 'run')}, {count - len(left)} finished, output in {plan.output}")
+        finished = count - len(to_execute)
+        print(f"{counted(count, 'run')}, {finished} finished, output in {plan.output}")
         return 0
     if options.only is not None:
         if not 0 <= options.only < count:
             raise ConfigError(
                 "--only", f"is {options.only}", f"give a number from 0 to {count - 1}"
             )
-        left = [run for run in left if run is plan.runs[options.only]]
+        to_execute = [run for run in to_execute if run is plan.runs[options.only]]
 
     stopping_signal = None
     if not options.report_only:
-        stopping_signal = _execute(plan, left, options)
+        stopping_signal = _execute(plan, to_execute, options)
     if options.only is None:
         _conclude(plan)
 
-    # A task of a job array answers only for its own run.
-    missing = [run for run in plan.left if options.only is None or run in left]
+    # With --only, as in a task of a job array, the exit status is about that run alone.
+    missing = [run for run in plan.unfinished if options.only is None or run in to_execute]
     if missing:
         log(
             f"not finished: {len(missing)} of {counted(count, 'run')}; run the same command to"
@@ -151,10 +152,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _execute(
-    plan: ComparisonPlan, left: list[PlannedRun], options: argparse.Namespace
+    plan: ComparisonPlan, runs: list[PlannedRun], options: argparse.Namespace
 ) -> int | None:
-    """Execute the runs in `left`; return the number of the signal that ended them, or None."""
-    if not left:
+    """Execute unfinished runs of the plan; return the signal that ended them, or None.
+
+    `options` are those of the command line.
+    """
+    if not runs:
         log("all runs are finished already")
         return None
 
@@ -162,17 +166,18 @@ def _execute(
     slots = options.jobs or len(gpus) or len(os.sched_getaffinity(0))
     in_array = options.only is not None
 
-    def finish(run: PlannedRun, seconds: float) -> None:
+    def record(run: PlannedRun, seconds: float) -> None:
         plan.record(run, seconds, device)
         # The tasks of an array would overwrite each other's files.
         if not in_array:
-            _write(plan)
+            _write_tables(plan)
 
     with _locked(plan, shared=in_array) as lock:
         # A task of an array does not know what the others have finished.
-        finished = 0 if in_array else len(plan.runs) - len(left)
+        finished_before = 0 if in_array else len(plan.runs) - len(runs)
         start = partial(start_program, gpus=gpus, lock=lock)
-        jobs = Jobs(left, min(slots, len(left)), start, finish, finished)
+        slots = min(slots, len(runs))
+        jobs = Jobs(runs, slots, start, on_finished=record, finished_before=finished_before)
         jobs.run()
     return jobs.stopped
 
@@ -204,7 +209,7 @@ def _locked(plan: ComparisonPlan, shared: bool) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _write(plan: ComparisonPlan) -> str:
+def _write_tables(plan: ComparisonPlan) -> str:
     """Write the results to comparison.json and comparison.md, and return the tables as plain text.
 
     The text has no characters that a terminal could interpret.
@@ -214,12 +219,12 @@ def _write(plan: ComparisonPlan) -> str:
 
     # Variants are in the order of the command line, with the baseline first.
     order = list(dict.fromkeys(run.variant.label for run in plan.runs))
-    order += plan.known.variants  # other variants, of earlier commands
-    plan.known.runs.sort(key=lambda run: (order.index(run.variant), run.seed))
-    write_comparison(plan.output / NAME, plan.known)
-    left = [run.name for run in plan.left]
-    write_whole(plan.output / "comparison.md", [markdown(plan.known, left).encode()])
-    return markdown(plan.known, left, clean)
+    order += plan.results.variants  # other variants, of earlier commands
+    plan.results.runs.sort(key=lambda run: (order.index(run.variant), run.seed))
+    write_comparison(plan.output / NAME, plan.results)
+    missing = [run.name for run in plan.unfinished]
+    write_whole(plan.output / "comparison.md", [markdown(plan.results, missing).encode()])
+    return markdown(plan.results, missing, clean)
 
 
 def _conclude(plan: ComparisonPlan) -> None:
@@ -228,11 +233,12 @@ def _conclude(plan: ComparisonPlan) -> None:
     Does nothing if no run is finished.
     """
     plan.collect()
-    if not plan.known.runs:
+    if not plan.results.runs:
         return
     plan.output.mkdir(parents=True, exist_ok=True)
-    print(_write(plan))
-    report.make([plan.output], plan.output / "report.html", [run.name for run in plan.left])
+    print(_write_tables(plan))
+    missing = [run.name for run in plan.unfinished]
+    report.write_report([plan.output], plan.output / "report.html", missing)
 
 
 if __name__ == "__main__":

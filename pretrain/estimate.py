@@ -77,16 +77,16 @@ def main(argv: list[str] | None = None) -> int:
 
     config = parse_run_config(settings)
     hardware = KINDS[options.gpu]
-    gib = options.gpu_memory or hardware.memory
+    gpu_gib = options.gpu_memory or hardware.memory
     processes = options.processes or config.parallel.ranks_per_sequence
     plan = Plan(config, processes, generation=hardware.generation)
     if options.search:
-        result = search(plan, hardware, gib, validate)
-        print(*_describe_search(result, plan, hardware, gib), sep="\n")
+        result = search(plan, hardware, gpu_gib, validate)
+        print(*_describe_search(result, plan, hardware, gpu_gib), sep="\n")
         _warn_of_encoding(config.model)
         return int(not result.fitting)
 
-    check(config, Level.SETTINGS, processes)
+    check(config, Level.SETTINGS, processes=processes)
     estimated = memory(plan)
     for name, value in (*_rows(plan, estimated), *_time(plan, hardware)):
         print(f"{name:<40}{value}")
@@ -97,8 +97,8 @@ def main(argv: list[str] | None = None) -> int:
     if config.train.precision == "bf16":
         _warn_of_encoding(config.model)
         fix = "--processes N --search lists layouts that do"
-    if not fits(estimated, gib):
-        _warn(f"{byte_size(estimated.peak)} does not fit in {_usable(gib)}; {fix}")
+    if not fits(estimated, gpu_gib):
+        _warn(f"{byte_size(estimated.peak)} does not fit in {_usable(gpu_gib)}; {fix}")
     return 0
 
 
@@ -237,13 +237,13 @@ def _assumed(hardware: Hardware) -> str:
     return f"{hardware.name} at {EFFICIENCY:.0%} of the peak"
 
 
-def _usable(gib: float) -> str:
+def _usable(gpu_gib: float) -> str:
     """Describe the memory of a GPU that `fits` lets a run use."""
-    return f"{gib:g} GiB with {HEADROOM:.0%} kept free"
+    return f"{gpu_gib:g} GiB with {HEADROOM:.0%} kept free"
 
 
 def _describe_search(
-    result: SearchResult, plan: Plan, hardware: Hardware, gib: float
+    result: SearchResult, plan: Plan, hardware: Hardware, gpu_gib: float
 ) -> Iterator[str]:
     """Yield the lines that show the result of a search: a table of layouts, or why none fits."""
     gpus = counted(plan.processes, "GPU")
@@ -255,7 +255,7 @@ def _describe_search(
         yield from map(_row, result.fitting)
         yield f"the first of these: {_settings(result.fitting[0].plan.config)}"
     elif result.too_large:
-        yield f"none fits in {_usable(gib)}; the smallest:"
+        yield f"none fits in {_usable(gpu_gib)}; the smallest:"
         yield ROW.format(*COLUMNS)
         # With its largest component, which shows what to change.
         for candidate in sorted(result.too_large, key=lambda candidate: candidate.memory.peak)[:5]:

@@ -57,13 +57,13 @@ def main(argv: list[str] | None = None) -> int:
     old_handlers = {
         number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGUSR1)
     }
-    failure_mark = os.environ.get("TAPE_FAILURE")
-    status = 1  # after an exception
+    failure_mark = os.environ.get("TAPE_FAILURE")  # the path of a file
+    status = 1  # stays so if `_main` raises an exception
     try:
         status = _main(argv)
         return status
     finally:
-        # The Slurm script requeues the job unless this file shows that a rank failed.
+        # If this file exists, a rank has failed, and the Slurm script does not requeue the job.
         if failure_mark is not None and status not in (0, EXIT_RESTART):
             with suppress(OSError):
                 Path(failure_mark).touch()
@@ -85,7 +85,7 @@ def _main(argv: list[str] | None) -> int:
     try:
         options, tasks = read_command(argv)
         provide_caches()
-        model_source = find_model(options.model, options.label, options.average)
+        model_source = find_model(options.model, options.label, average=options.average)
         model_source.check_code(options.trust_remote_code)
         for task in tasks:
             check_task(task, model_source)
@@ -97,7 +97,7 @@ def _main(argv: list[str] | None) -> int:
         return 0
     except KeyboardInterrupt:
         command_line.log("interrupted; run the same command to continue")
-        return 130
+        return 128 + signal.SIGINT
     except command_line.Interrupted:
         command_line.log("interrupted; run the same command to continue")
         return EXIT_RESTART
@@ -107,7 +107,7 @@ def _main(argv: list[str] | None) -> int:
         return EXIT_REFUSED
     except BaseException as error:
         # One rank may fail alone, so each reports its error. A sentence is enough for a full disk,
-        # invalid data or missing memory; other errors are bugs.
+        # invalid data or missing memory. Without a sentence, the error is a bug.
         sentence = command_line.describe_fatal_error(error)
         if isinstance(error, OSError) and error.filename:
             sentence = f"{error.strerror}: {error.filename}"
@@ -120,13 +120,13 @@ def _main(argv: list[str] | None) -> int:
 
 
 def _interrupt(number: int, frame: object) -> None:
-    """Raise Interrupted; a handler of signal `number`."""
+    """Raise Interrupted. This is the handler of signal `number`."""
     raise command_line.Interrupted(number)
 
 
 def read_command(argv: list[str] | None) -> tuple[argparse.Namespace, list[Task]]:
     """Parse the command line; return the options and the tasks to evaluate. Raises ConfigError."""
-    # Each task has a section with its settings.
+    # A dataclass with a field per task, the section of its settings: name, type and default.
     fields = [(name, task.Settings | None, None) for name, task in TASKS.items()]
     sections = dataclasses.make_dataclass("Tasks", fields, frozen=True, kw_only=True)
     parser = settings_parser(
@@ -264,7 +264,7 @@ def evaluate(
     default_dtype = "bf16" if device.startswith("cuda") else "fp32"
     dtype = options.dtype or default_dtype
 
-    # On rank 0 alone, since reading the model for its digest takes long.
+    # Only rank 0 calls this, since reading the model for its digest takes long.
     def unfinished_plans() -> list[TaskPlan]:
         command_line.log(f"reading {model_source.path}")
         digest = model_source.digest()
@@ -273,15 +273,15 @@ def evaluate(
 
     plans = ranks.run_on_rank_0(unfinished_plans)
     if plans:
-        with _as_transformers(model_source, output, dtype, ranks) as directory:
+        with _in_transformers_format(model_source, output, dtype, ranks) as directory:
             with ranks.rank_0_reports():
                 model = load_model(
                     model_source.info,
                     directory,
                     dtype,
                     device,
-                    model_source.needs_trust,
-                    model_source.load_saved_tokenizer(),
+                    trust_remote_code=model_source.needs_trust,
+                    saved_tokenizer=model_source.load_saved_tokenizer(),
                 )
             tasks_by_name = {task.name: task for task in tasks}
             for plan in plans:
@@ -326,7 +326,7 @@ def _run(
 
 
 @contextmanager
-def _as_transformers(
+def _in_transformers_format(
     model_source: ModelSource, output: Path, dtype: str, ranks: Ranks
 ) -> Iterator[Path]:
     """Yield a directory with the model in a format that transformers can load.

@@ -11,14 +11,14 @@ import sys
 
 from megatron_tape.checks.arguments import parse_run_config
 from megatron_tape.command_line import exit_on_user_error
-from pretrain.train import supervised
+from pretrain.train import run_attempt
 
 
 def main(argv: list[str] | None = None) -> int:
     """Extend a model and return the exit status, as `pretrain.train.main` does."""
     with exit_on_user_error():
         config = parse_run_config(argv, __doc__.strip())
-    return supervised(config, extends=True)
+    return run_attempt(config, extends=True)
 
 
 if __name__ == "__main__":

@@ -102,9 +102,9 @@ def main(argv: list[str] | None = None) -> int:
     bad_nodes = []
     outcome = UNREADY
     try:
-        check(config, Level.SETTINGS, size)
-        verdict = Preflight(config, options, rank, size, attempt).run()
-        return int(verdict != "")
+        check(config, Level.SETTINGS, processes=size)
+        problems = Preflight(config, options, rank, size, attempt).run()
+        return int(problems != "")
     except ConfigError as error:
         message = str(error)
         outcome = REFUSED
@@ -169,7 +169,7 @@ class Preflight:
         if self.rank == 0:
             self._describe_run(facts["versions"])
         if self.size > 1:
-            self._measure(torch, store)
+            self._measure_all_reduce(torch, store)
         self._log(f"passed in {time.monotonic() - started:.1f} s")
         return ""
 
@@ -215,7 +215,7 @@ class Preflight:
         # Recorded and printed before the other ranks read the verdict and exit, because srun then
         # ends this rank, too.
         bad_nodes = [node for problem in problems for node in problem.nodes]
-        _record(self.attempt, 0, outcome, verdict, bad_nodes)
+        _record(self.attempt, self.rank, outcome, verdict, bad_nodes)
         print(f"error: preflight: {verdict}", file=sys.stderr, flush=True)
         return verdict
 
@@ -308,7 +308,7 @@ class Preflight:
         per_rank = byte_size(memory(plan).peak)
         self._log(f"about {per_rank} per rank, {byte_size(checkpoint_bytes(plan))} per checkpoint")
 
-    def _measure(self, torch, store) -> None:
+    def _measure_all_reduce(self, torch, store) -> None:
         """Print the bus bandwidth of an all-reduce over all ranks.
 
         For n ranks, it is 2 (n - 1) / n times the bytes, divided by the time: so much does each

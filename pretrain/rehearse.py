@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         raise ConfigError("--processes", f"is {options.processes}", "give 1 or more")
     config = parse_run_config(settings)
     processes = options.processes or config.parallel.ranks_per_sequence
-    check(config, Level.SETTINGS, processes)
+    check(config, Level.SETTINGS, processes=processes)
     rank = options.rank
     # Checked last, since the settings decide the number of processes.
     if not 0 <= rank < processes:

@@ -32,14 +32,14 @@ def main(argv: list[str] | None = None) -> None:
         help="output file, which is replaced (default: %(default)s)",
     )
     arguments = parser.parse_args(argv)
-    make(arguments.paths, arguments.output)
+    write_report(arguments.paths, arguments.output)
 
 
-def make(paths: list[str | Path], output: Path, missing: Sequence[str] = ()) -> None:
+def write_report(paths: list[str | Path], output: Path, missing: Sequence[str] = ()) -> None:
     """Write a page about runs, results and comparisons to `output`.
 
-    `paths` are directories of runs, results files or their directories. `missing` names unfinished
-    runs of a comparison.
+    `paths` are directories of runs, results files or their directories. `missing` are the names of
+    a comparison's unfinished runs, which the page lists.
 
     Raises UserError if `output` is not a .html file or an input is invalid, and OSError if reading
     or writing fails.

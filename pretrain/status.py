@@ -47,6 +47,8 @@ ATTEMPTS_SHOWN = 8
 """Maximum number of attempts that are shown of one run."""
 MESSAGE_CHARACTERS = 120
 """Maximum characters shown of the message with which an attempt ended."""
+NOT_WELL = ("failed", "gone", "stopped", "stuck")
+"""Names of the states in which a run needs an action."""
 COLUMNS = ("run", "state", "step", "loss", "validation", "tokens/s", "ETA", "checkpoint")
 
 
@@ -63,9 +65,12 @@ class RunState:
     """The state of a run, such as `running`."""
 
     name: str
-    well: bool
-    """Whether the run needs no action."""
     explanation: str = ""
+
+    @property
+    def well(self) -> bool:
+        """Whether the run needs no action."""
+        return self.name not in NOT_WELL
 
 
 @dataclass(frozen=True)
@@ -187,6 +192,7 @@ def read_status(run: Path) -> RunStatus:
     if state.name == "running" and first_step is not None and last_row.get("step", 0) > first_step:
         seconds_left = last_row.get("seconds_left")
 
+    # None ends the shares of time with the last attempt.
     until = None
     if state.name in ("waiting", "between attempts"):
         until = now  # the time since the last attempt counts, too
@@ -232,11 +238,11 @@ def state_of(last: AttemptRecord, queue: str | None, now: float) -> RunState:
     `now` is the Unix time by the file system's clock, with which the ages of files are compared.
     """
     if last.outcome == FINISHED:
-        return RunState("finished", True)
+        return RunState("finished")
     if last.verdict is not None and last.verdict["verdict"] == "stop":
-        return RunState("failed", False, last.verdict["reason"])
+        return RunState("failed", last.verdict["reason"])
     if queue == "PENDING":
-        return RunState("waiting", True, "requeued, and waiting for nodes")
+        return RunState("waiting", "requeued, and waiting for nodes")
     if last.outcome is not None or last.verdict is not None:
         return _state_after_end(last, queue)
     return _state_before_end(last, queue, now)
@@ -249,27 +255,27 @@ def _state_after_end(last: AttemptRecord, queue: str | None) -> RunState:
     without a job, or if Slurm does not answer.
     """
     if queue:
-        return RunState("between attempts", True, f"the job is {queue.lower()}")
-    # By hand, with Ctrl-C.
+        return RunState("between attempts", f"the job is {queue.lower()}")
+    # Without a job, the run was interrupted by hand, with Ctrl-C.
     if last.outcome == INTERRUPTED and queue is None:
-        return RunState("interrupted", True, "run the same command to continue")
-    # By a signal to a job, such as that before its time limit.
+        return RunState("interrupted", "run the same command to continue")
+    # A signal to the job has stopped the run, such as that before its time limit.
     if last.outcome == INTERRUPTED or last.stop_reason:
         return RunState(
             "stopped",
-            False,
             "its job has ended; submit the same command to continue, unless a new job is queued",
         )
     if last.facts.get("job") is None:
-        return RunState("failed", False, "run the same command to continue")
-    return RunState("failed", False, "its job has ended; submit the same command to continue")
+        return RunState("failed", "run the same command to continue")
+    return RunState("failed", "its job has ended; submit the same command to continue")
 
 
 def _state_before_end(last: AttemptRecord, queue: str | None, now: float) -> RunState:
     """Return the state of a run whose last attempt has not recorded an end: it is in progress,
     stuck or killed.
 
-    `queue` and `now` are those of `state_of`.
+    `queue` is the state of its job, "" if Slurm no longer has the job, or None. `now` is the Unix
+    time by the file system's clock.
     """
     # Times of files, not those in the heartbeat: the clocks of the run's nodes may differ from
     # those of this node and of the file system.
@@ -281,22 +287,22 @@ def _state_before_end(last: AttemptRecord, queue: str | None, now: float) -> Run
         allowed = SILENT_SECONDS
     elif queue == "RUNNING":
         allowed = STARTING_SECONDS_OF_JOBS
-    # Slurm says that the job has ended if `queue` is "".
+    # If `queue` is "", Slurm no longer has the job.
     if silent > allowed or queue == "":
         explanation = f"no heartbeat from its processes for {duration(silent)}"
         if queue == "RUNNING":
-            return RunState("stuck", False, f"{explanation}, although its job runs")
-        return RunState("gone", False, explanation)
+            return RunState("stuck", f"{explanation}, although its job runs")
+        return RunState("gone", explanation)
     if not beat:
-        return RunState("starting", True)
+        return RunState("starting")
 
-    # The seconds since the last progress: those of the clock that wrote the heartbeat, and those
-    # after that.
+    # Seconds without progress: those before the heartbeat, by the clock of the node that wrote it,
+    # and those after it.
     idle = silent + beat["time"] - beat["since"]
     limit = beat.get("hang_timeout")
     if limit is not None and idle > limit:
-        return RunState("stuck", False, f"no progress for {duration(idle)} while {beat['phase']}")
-    return RunState("running", True, f"{beat['phase']}, for {duration(idle)}")
+        return RunState("stuck", f"no progress for {duration(idle)} while {beat['phase']}")
+    return RunState("running", f"{beat['phase']}, for {duration(idle)}")
 
 
 def screen(status: RunStatus) -> list[str]:
@@ -306,10 +312,10 @@ def screen(status: RunStatus) -> list[str]:
     """
     rows = {"step": _progress(status)}
     if status.loss_step is not None:
-        rows["loss"] = f"{_number(status.loss)} at step {status.loss_step:,}"
+        rows["loss"] = f"{_format_loss(status.loss)} at step {status.loss_step:,}"
         rows["speed"] = f"{status.tokens_per_second or 0:,.0f} tokens/s"
     if status.validation_step is not None:
-        loss = _number(status.validation_loss)
+        loss = _format_loss(status.validation_loss)
         rows["loss"] += f"; validation {loss} at step {status.validation_step:,}"
     if status.seconds_left is not None:
         rows["speed"] += f", ETA {duration(status.seconds_left)}"
@@ -365,8 +371,8 @@ def _cells(status: RunStatus) -> tuple[str, ...]:
         status.run,
         status.state,
         _progress(status),
-        _number(status.loss) if status.loss_step is not None else "",
-        _number(status.validation_loss) if status.validation_step is not None else "",
+        _format_loss(status.loss) if status.loss_step is not None else "",
+        _format_loss(status.validation_loss) if status.validation_step is not None else "",
         _cell(status.tokens_per_second, ",.0f"),
         left,
         _cell(status.checkpoint_step, ","),
@@ -428,7 +434,7 @@ def _total_steps(run: Path) -> int | None:
     """Return `train.steps` of a run, or None if its settings cannot be read."""
     try:
         settings = read_yaml(run / SETTINGS, dict[str, dict[str, Any]])
-    # The run may be about to write the file.
+    # The run may not have written the file yet, or be writing it.
     except (FileNotFoundError, ValueError):
         return None
     return settings.get("train", {}).get("steps")
@@ -461,7 +467,7 @@ def _wandb(run: Path) -> str | None:
     return record["url"] or f"offline; upload with: wandb sync {run}/wandb/offline-run-*"
 
 
-def _number(value: float | None) -> str:
+def _format_loss(value: float | None) -> str:
     """Return a logged loss as text; None stands for a value that is not finite."""
     if value is None:
         return "not finite"

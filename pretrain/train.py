@@ -46,14 +46,14 @@ def main(argv: list[str] | None = None, trains: "ParameterFilter | None" = None)
     """
     with exit_on_user_error():
         config = parse_run_config(argv)
-    return supervised(config, extends=False, trains=trains)
+    return run_attempt(config, extends=False, trains=trains)
 
 
-def supervised(config: RunConfig, extends: bool, trains: "ParameterFilter | None" = None) -> int:
+def run_attempt(config: RunConfig, extends: bool, trains: "ParameterFilter | None" = None) -> int:
     """Validate the settings, train, record how the attempt ended, and return the exit status.
 
-    `extends` is true for pretrain.extend_context (see `checks.check`), and `trains` is that of
-    `main`. Raises errors that are bugs, after they are recorded.
+    `extends` is true for pretrain.extend_context. `trains` selects the parameters to train; None
+    selects all. Raises errors that are bugs, after they are recorded.
     """
     with exit_on_user_error():
         check_launcher_environment()
@@ -87,7 +87,7 @@ def supervised(config: RunConfig, extends: bool, trains: "ParameterFilter | None
             if rank == 0:
                 watch.record_end(FINISHED, f"finished all {config.train.steps} steps")
             return 0
-        # A signal has stopped the run, which has recorded its end already.
+        # A signal has stopped the run. Its end is already recorded.
         _say(rank, f"{reason}; run the same command to continue")
         if watch.stop == CTRL_C:
             return EXIT_INTERRUPTED
@@ -105,7 +105,7 @@ def _check(config: RunConfig, watch: Watch, extends: bool, rank: int, size: int)
             level = Level.START
         elif local_rank() == 0:  # one rank per node checks the node's files
             level = Level.FILES
-        check(config, level, size, extends)
+        check(config, level, processes=size, extends=extends)
     except UserError as error:
         print_error(error)
         if rank == 0:
@@ -113,7 +113,7 @@ def _check(config: RunConfig, watch: Watch, extends: bool, rank: int, size: int)
         return EXIT_REFUSED
     except (OSError, MemoryError) as error:
         message = describe_fatal_error(error) or f"an input file cannot be read: {error}"
-        # On any rank, since the file may be readable on the other nodes.
+        # Every rank records this, since the file may be readable on the other nodes.
         watch.record_end(FAILED, message)
         print(f"error (rank {rank}): {message}", file=sys.stderr)
         return 1
@@ -167,7 +167,7 @@ def _record_failure(error: Exception, watch: Watch, rank: int) -> int | None:
     # Recorded first, since aborting the process groups makes the other ranks fail, too.
     if isinstance(error, (TrainingStopped, UserError, StaleAttempt)):
         sentence: str | None = str(error)
-        watch.record_end(outcome, str(error), None, bad_nodes)
+        watch.record_end(outcome, str(error), bad_nodes=bad_nodes)
     else:
         sentence = describe_fatal_error(error)
         watch.record_end(outcome, sentence or f"{type(error).__name__}: {error}", error)
@@ -189,6 +189,7 @@ def _abort_process_groups() -> None:
     """Abort torch's process groups, if they exist, so that this rank does not wait for the others
     when it exits.
     """
+    # Process groups exist only if this module was imported, which would take seconds.
     layout = sys.modules.get("megatron_tape.parallel.layout")
     if layout is not None:
         layout.abort_process_groups()
@@ -209,12 +210,12 @@ def load_libraries(config: RunConfig, is_rank_0: bool) -> None:
     provide_caches()
     if config.train.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also DeepSpeed must not use a GPU
-    # On a local disk: otherwise hundreds of nodes would write compiled kernels to a shared home
-    # directory.
+    # A directory on a local disk. By default, hundreds of nodes would write compiled kernels to a
+    # shared home directory.
     defaults = {"TRITON_CACHE_DIR": private_directory(f"triton-cache-{os.getuid()}")}
     if config.parallel.uses_sequence_parallel:
         defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron needs it to overlap collectives
-    # The older names also work, and the user may have set these.
+    # The user may have set one of these variables by its older name, which also works.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         # Avoids out-of-memory errors by fragmentation.
         defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -228,7 +229,7 @@ def load_libraries(config: RunConfig, is_rank_0: bool) -> None:
     import torch
 
     if not torch.cuda.is_available():
-        # Otherwise DeepSpeed warns that it found no accelerator.
+        # Without this variable, DeepSpeed warns that it found no accelerator.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 

@@ -12,7 +12,7 @@ import os
 import warnings
 
 from megatron_tape import command_line
-from megatron_tape.checkpoint.saved_settings import check_start
+from megatron_tape.checkpoint.saved_settings import checked_start_checkpoint
 from megatron_tape.checkpoint.saved_tokenizer import with_saved_tokenizer
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
@@ -23,10 +23,11 @@ from megatron_tape.data.tokenizer import load_run_tokenizer
 
 def main() -> None:
     """Parse the settings, check the datasets and build their index."""
-    config = parse_run_config(None, __doc__)
+    config = parse_run_config(purpose=__doc__)
     check(config, Level.FILES)
     # A run that continues a checkpoint uses the tokenizer saved with it.
-    config = with_saved_tokenizer(config, check_start(config))
+    start = checked_start_checkpoint(config)
+    config = with_saved_tokenizer(config, start)
     check_datasets(config)
     if config.data.source in SAMPLE_SOURCES:
         command_line.log(f"data.{config.data.source} needs no index; nothing to do")
@@ -44,7 +45,9 @@ def main() -> None:
     from megatron_tape.parallel.layout import initialize_distributed
 
     tokenizer = load_run_tokenizer(config)
-    build_batches(config, initialize_distributed(), None if tokenizer is None else tokenizer.eod)
+    eod = None if tokenizer is None else tokenizer.eod
+    # Opening the run's data builds its index.
+    build_batches(config, initialize_distributed(), eod)
     command_line.log(f"the index is in {config.data.resolved_cache_directory}")
 
 

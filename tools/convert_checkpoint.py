@@ -18,8 +18,10 @@ from megatron_tape import command_line
 
 def main() -> None:
     """Parse the command line and convert a checkpoint or a model."""
-    arguments = vars(parser().parse_args())
-    arguments.pop("convert")(**arguments)
+    options = vars(parser().parse_args())
+    # `parser` sets this to the function for the direction, whose parameters are the options.
+    convert = options.pop("convert")
+    convert(**options)
 
 
 def to_hf(output: str, adapter: bool, **options) -> None:
@@ -75,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_export(add: Callable) -> None:
-    """Add the options of to-hf. `add` is the method `add_argument` of the subcommand's parser."""
+    """Add the options of to-hf. `add` is `add_argument` of its parser."""
     add(
         "--checkpoint",
         required=True,
@@ -115,7 +117,7 @@ def add_export(add: Callable) -> None:
 
 
 def add_import(add: Callable) -> None:
-    """Add the options of from-hf."""
+    """Add the options of from-hf. `add` is `add_argument` of its parser."""
     add(
         "--model",
         required=True,
@@ -146,7 +148,7 @@ def add_import(add: Callable) -> None:
 
 
 def add_released(add: Callable) -> None:
-    """Add the options of from-released."""
+    """Add the options of from-released. `add` is `add_argument` of its parser."""
     add(
         "--weights",
         required=True,
@@ -170,7 +172,7 @@ def add_released(add: Callable) -> None:
 
 
 def add_checkpoint(add: Callable) -> None:
-    """Add the options that from-hf and from-released share."""
+    """Add the options that from-hf and from-released share. `add` is `add_argument`."""
     add(
         "--output", required=True, metavar="CKPT", help="the checkpoint to write; it must not exist"
     )

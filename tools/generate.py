@@ -100,7 +100,7 @@ def _in_transformers_format(source: ModelSource) -> Iterator[Path]:
         yield source.path
         return
     with tempfile.TemporaryDirectory(prefix="exported-") as directory:
-        source.export(Path(directory, "model"), "fp32")
+        source.export(Path(directory, "model"), dtype="fp32")
         yield Path(directory, "model")
 
 
@@ -125,8 +125,9 @@ def continuations(
     for number, prompt in enumerate(prompts, 1):
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         length = inputs["input_ids"].shape[1]
-        count = _new_tokens(number, length, arguments.max_new_tokens, source.info.trained_length)
-        requests.append((inputs, count))
+        context = source.info.trained_length
+        new_tokens = _count_new_tokens(number, length, arguments.max_new_tokens, context)
+        requests.append((inputs, new_tokens))
 
     with command_line.step(f"loading {arguments.model}"):
         model = load_with(transformers.AutoModelForCausalLM.from_pretrained)
@@ -136,19 +137,19 @@ def continuations(
         **{name: getattr(model.generation_config, name) for name in SPECIAL_IDS},
     )
 
-    # One by one, since a model with padding computes slightly different logits, and some encodings
-    # count padding.
-    for number, (inputs, count) in enumerate(requests, 1):
+    # One prompt at a time: a batch needs padding, with which a model computes slightly different
+    # logits, and which some encodings count as positions.
+    for number, (inputs, new_tokens) in enumerate(requests, 1):
         # Anew for each prompt, so that its continuation does not depend on the others.
         transformers.set_seed(arguments.seed)
         with command_line.step(f"continuing prompt {number}"):
-            output = model.generate(**inputs, max_new_tokens=count)
-        # Decoding only the new tokens would drop the space before the first word with some
-        # tokenizers.
+            output = model.generate(**inputs, max_new_tokens=new_tokens)
+        # With some tokenizers, decoding only the new tokens would drop the space before the first
+        # word.
         length = inputs["input_ids"].shape[1]
-        before = tokenizer.decode(output[0, :length], skip_special_tokens=True)
+        prompt_text = tokenizer.decode(output[0, :length], skip_special_tokens=True)
         whole = tokenizer.decode(output[0], skip_special_tokens=True)
-        yield whole.removeprefix(before)
+        yield whole.removeprefix(prompt_text)
 
 
 def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -166,7 +167,7 @@ def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _new_tokens(number: int, length: int, maximum: int, context: int | None) -> int:
+def _count_new_tokens(number: int, length: int, maximum: int, context: int | None) -> int:
     """Return how many tokens to add to prompt `number`, which has `length` tokens.
 
     That is `maximum`, or fewer if they exceed the context. `context` is the length that the model

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_tape import command_line
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader
-from megatron_tape.data.origins import Origin, check_tokenizer, read_origin, unknown_tokenizers
+from megatron_tape.data.origins import Origin, checked_origins, read_origin, unknown_tokenizers
 from megatron_tape.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_record
 from megatron_tape.errors import FileError
 from megatron_tape.text import counted
@@ -27,7 +27,7 @@ def main() -> None:
     origin = read_origin(arguments.prefix)
     if tokenizer is not None:
         record = tokenizer_record(tokenizer)
-        origins = check_tokenizer([arguments.prefix], record, arguments.tokenizer)
+        origins = checked_origins([arguments.prefix], record, arguments.tokenizer)
         warning = unknown_tokenizers(origins, arguments.tokenizer)
         if warning is not None:
             command_line.log(warning)
@@ -47,7 +47,7 @@ def describe(
     vocab_size = None if tokenizer is None else tokenizer.vocab_size
     size = f"{counted(len(dataset), 'document')}, {dataset.bin_size / 1e6:,.1f} MB"
     with command_line.step(f"checking {size}"):
-        # Documents are found by the index, which must be intact.
+        # The index first: reading documents needs an intact one.
         problem = dataset.damage() or dataset.invalid_id(vocab_size)
     if problem is not None:
         raise FileError(

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from megatron_tape import command_line
 from megatron_tape.data.documents import LONE_SURROGATE, Problems, document_bytes_option
-from megatron_tape.data.raw_chunks import too_large
+from megatron_tape.data.raw_chunks import too_large_reason
 from megatron_tape.errors import FileError
 from megatron_tape.io.files import atomic_output
 from megatron_tape.text import counted
@@ -41,12 +41,13 @@ def main() -> None:
     with atomic_output(arguments.output, overwrite=arguments.overwrite) as file:
         limit = arguments.max_document_bytes
         problems = Problems()
+        seed = arguments.shuffle
         if arguments.source == "stdlib":
-            records = standard_library(arguments.shuffle)
+            records = standard_library(seed)
         else:
-            records = folders(arguments.directory, arguments.suffixes, arguments.shuffle)
+            records = folders(arguments.directory, arguments.suffixes, seed)
 
-        progress = command_line.Progress(None)
+        progress = command_line.Progress(total=None)
         count = size = 0
         for record in records:
             try:
@@ -55,7 +56,7 @@ def main() -> None:
                 problems.add(LONE_SURROGATE, record["path"])
                 continue
             if len(line) > limit:
-                problems.add(too_large(limit), record["path"])
+                problems.add(too_large_reason(limit), record["path"])
                 continue
             size += file.write(line + b"\n")
             count += 1
@@ -72,10 +73,10 @@ def standard_library(seed: int | None = None) -> Iterator[dict[str, str]]:
     They are sorted by path, or shuffled with the seed.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    # The order depends only on relative paths, not on where Python is installed.
+    # By relative path, so that the order does not depend on where Python is installed.
     files = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
     for name in _in_order(files, seed):
-        if _EXCLUDED.isdisjoint(name.split("/")) and (text := _source(files[name])):
+        if _EXCLUDED.isdisjoint(name.split("/")) and (text := _read_text(files[name])):
             yield {"text": text, "path": name}
 
 
@@ -113,7 +114,7 @@ def folders(
         texts = []
         for path in files[folder]:
             name = path.relative_to(root).as_posix()
-            text = _source(path)
+            text = _read_text(path)
             if text is None:
                 command_line.log(f"{name} is not text and is skipped")
             elif text:
@@ -135,7 +136,7 @@ def _in_order(names: Iterable[str], seed: int | None) -> list[str]:
     return ordered
 
 
-def _source(path: Path) -> str | None:
+def _read_text(path: Path) -> str | None:
     """Return a file's text, or None if it cannot be decoded, like some tests of the library."""
     raw = path.read_bytes()
     encoding = "utf-8-sig"

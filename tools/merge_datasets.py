@@ -16,7 +16,7 @@ from megatron_tape.data.indexed_dataset import (
     check_output_prefix,
     raise_file_limit,
 )
-from megatron_tape.data.origins import check_tokenizer, common_origin, unknown_tokenizers
+from megatron_tape.data.origins import checked_origins, common_origin, unknown_tokenizers
 from megatron_tape.errors import FileError
 from megatron_tape.text import counted
 
@@ -35,8 +35,8 @@ def merge(prefixes: list[str], output_prefix: str, *, overwrite: bool) -> None:
     The origin of the result records their common tokenizer. Raises FileError if a dataset is
     damaged, if its tokenizer or dtype differs from that of the first one, or if all are empty.
     """
-    # Without an expected tokenizer, the datasets are compared with the first one that records its.
-    origins = check_tokenizer(prefixes, None, "")
+    # Without an expected tokenizer, the datasets are compared with each other.
+    origins = checked_origins(prefixes, tokenizer=None)
     warning = unknown_tokenizers(origins, "the same as for the others")
     if warning is not None:
         command_line.log(warning)

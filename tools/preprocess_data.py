@@ -45,7 +45,7 @@ from megatron_tape.data.indexed_dataset import (
 from megatron_tape.data.inputs import check_writable
 from megatron_tape.data.origins import DatasetSource, read_origin
 from megatron_tape.data.preprocessing import Encoding, encode_files
-from megatron_tape.data.raw_chunks import too_large
+from megatron_tape.data.raw_chunks import too_large_reason
 from megatron_tape.data.tokenizer import load_tokenizer
 from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.io.files import refuse_existing
@@ -62,7 +62,7 @@ def main() -> None:
 
     prefix = arguments.output_prefix
     overwrite = arguments.overwrite
-    # From here on, only this part and its files.
+    # From here on, `prefix` and `paths` are those of this part.
     if arguments.part is not None:
         prefix = prefix_of_part(prefix, *arguments.part)
         paths = files_of_part(paths, *arguments.part)
@@ -97,7 +97,7 @@ def main() -> None:
         overwrite=overwrite,
         # A run with --on-error stop must not continue one that has left documents out.
         source={**origin, "on_error": arguments.on_error},
-        inputs=[version(path) for path in paths],
+        inputs=[size_and_time(path) for path in paths],
     ) as writer:
         summary = write(writer, paths, encoding, arguments)
         if not writer.documents:
@@ -120,11 +120,13 @@ def make_encoding(arguments: argparse.Namespace) -> Encoding:
 
 
 def is_complete(prefix: str, origin: dict) -> bool:
-    """Return whether a part exists. `origin` is what it must have been made from.
+    """Return whether the dataset of a part exists, which must have the origin `origin`.
 
-    Raises FileError if it was made from something else.
+    Raises FileError if it was made from other files or with other options.
     """
-    if not dataset_paths(prefix)[1].exists():
+    _, index_path = dataset_paths(prefix)
+    # The writer creates the index last.
+    if not index_path.exists():
         return False
     existing: Any = read_origin(prefix) or {}
     # `files`, the fingerprints of the dataset itself, are not known before it is written.
@@ -134,9 +136,10 @@ def is_complete(prefix: str, origin: dict) -> bool:
     return True
 
 
-def version(path: str) -> list[int] | None:
-    """Return the size and time of a file, which change when it is replaced; None on the Hub."""
-    if hub.is_remote(path):  # its name contains the commit
+def size_and_time(path: str) -> list[int] | None:
+    """Return the size in bytes and the time in ns of a file's last change, or None on the Hub."""
+    # The name of a file of the Hub contains the commit, so its content never changes.
+    if hub.is_remote(path):
         return None
     status = os.stat(path)
     return [status.st_size, status.st_mtime_ns]
@@ -202,19 +205,20 @@ def write(
     Logs the progress. Continues after the files that an interrupted run has completed. Raises
     FileError at a bad document, unless `--on-error skip` is given.
     """
-    if writer.complete:
+    completed_before = writer.completed_files
+    if completed_before:
         command_line.log(
-            f"continuing after {writer.complete:,} of {len(paths):,} files, which an interrupted"
+            f"continuing after {completed_before:,} of {len(paths):,} files, which an interrupted"
             " run has completed"
         )
-    remaining = paths[writer.complete :]
+    remaining = paths[completed_before:]
     size = sum(map(hub.file_size, remaining))
-    end = "no token marks the ends of documents"
+    ends = "no token marks the ends of documents"
     if encoding.append_eod:
-        end = f"every document ends in the end-of-document token {encoding.tokenizer.eod}"
+        ends = f"every document ends in the end-of-document token {encoding.tokenizer.eod}"
     command_line.log(
         f"{counted(len(remaining), 'file')}, {size / 1e6:,.1f} MB,"
-        f" {counted(arguments.workers, 'worker')}; {end}"
+        f" {counted(arguments.workers, 'worker')}; {ends}"
     )
     problems = Problems()
     text_bytes = 0
@@ -231,13 +235,14 @@ def write(
         with contextlib.closing(chunks):
             for chunk in chunks:
                 # Chunks are in the order of the files, so all files before this one are complete.
-                number = paths.index(chunk.path, writer.complete)
-                if number > writer.complete:
-                    writer.mark(number)
+                files_before = paths.index(chunk.path, writer.completed_files)
+                if files_before > writer.completed_files:
+                    writer.mark_completed(files_before)
                 if arguments.on_error == "stop":
                     refuse_problem(chunk.problems, arguments.max_document_bytes)
                 problems.merge(chunk.problems)
 
+                # The tokens of the chunk are cut after the last document that is still wanted.
                 lengths = chunk.lengths
                 if arguments.max_documents is not None:
                     lengths = lengths[: arguments.max_documents - writer.documents]
@@ -246,7 +251,7 @@ def write(
                 text_bytes += chunk.text_bytes
                 if writer.documents == arguments.max_documents:
                     break
-                progress.update(chunk.position, summary)
+                progress.update(chunk.bytes_read, summary)
     finally:
         progress.end()
         # The run that continues an interrupted one reports only the bad documents of its own files.
@@ -262,12 +267,12 @@ def refuse_problem(problems: Problems, max_document_bytes: int) -> None:
         return
     place, reason = bad
     fix = "repair it, or pass --on-error skip to leave it out"
-    if reason == too_large(max_document_bytes):
+    if reason == too_large_reason(max_document_bytes):
         fix = "split it, raise --max-document-bytes, or pass --on-error skip to leave it out"
     raise FileError(place, f"cannot be used: {reason}", fix)
 
 
-def part(text: str) -> tuple[int, int]:
+def parse_part(text: str) -> tuple[int, int]:
     """Parse the option --part, I/N, into (I, N). Raises ArgumentTypeError unless 0 <= I < N."""
     match = re.fullmatch("([0-9]{1,5})/([0-9]{1,5})", text)
     if not match or int(match[1]) >= int(match[2]):
@@ -312,7 +317,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--part",
-        type=part,
+        type=parse_part,
         metavar="I/N",
         help="write part I (from 0) of N: the dataset P-I-of-N of every N-th file",
     )

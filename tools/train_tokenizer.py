@@ -48,6 +48,7 @@ def main() -> None:
         command_line.log(f"training on {counted(len(texts), 'document')}, {size / 1e6:,.1f} MB")
         with (
             command_line.step(f"training {arguments.vocab_size:,} {arguments.model_type} pieces"),
+            # Python's handlers would run only after the library's C++ code has returned.
             default_signal_handlers(),
         ):
             file.write(train(texts, arguments.vocab_size, arguments.model_type))
@@ -57,19 +58,19 @@ def main() -> None:
 def sample_texts(documents: Iterable[tuple[str, int]], max_bytes: int, seed: int) -> list[str]:
     """Return a random sample of the documents, in order, of at most `max_bytes` UTF-8 bytes.
 
-    `documents` yields texts and the input bytes read so far, for the progress. Each document is
-    given a random number, and those with the smallest numbers are kept. This takes one pass over
-    the input, and memory for `max_bytes`. Only the beginning of a document of more than `max_bytes`
-    is used.
+    `documents` yields texts and the number of input bytes read so far, for the progress. Each
+    document is given a random number, and those with the smallest numbers are kept. This takes one
+    pass over the input, and memory for `max_bytes`. Only the beginning of a document of more than
+    `max_bytes` is used.
     """
     draw = random.Random(seed)
-    progress = command_line.Progress(None)
+    progress = command_line.Progress(total=None)
     # A heap with the largest number first: `heapq` pops the smallest, so numbers are negative.
     sample = []
-    size = 0
+    size = 0  # of the sample in bytes
     # A document whose number exceeds that of one already dropped cannot be among the smallest.
     limit = 1.0
-    for order, (text, position) in enumerate(documents):
+    for order, (text, bytes_read) in enumerate(documents):
         length = len(text.encode("utf-8"))
         if length > max_bytes:
             text = text[: max_bytes // 4]  # a character has at most 4 bytes
@@ -83,7 +84,7 @@ def sample_texts(documents: Iterable[tuple[str, int]], max_bytes: int, seed: int
             negative_number, _, dropped_length, _ = heapq.heappop(sample)
             limit = -negative_number
             size -= dropped_length
-        progress.update(position, lambda _: f"reading: {position / 1e6:,.1f} MB")  # noqa: B023
+        progress.update(bytes_read, lambda _: f"reading: {bytes_read / 1e6:,.1f} MB")  # noqa: B023
     progress.end()
     return [text for _, _, _, text in sorted(sample, key=lambda entry: entry[1])]
 
@@ -112,7 +113,7 @@ def train(texts: list[str], vocab_size: int, model_type: str = "bpe") -> bytes:
             model_writer=model,
             model_type=model_type,
             vocab_size=vocab_size,
-            max_sentence_length=4 * _SENTENCE_CHARACTERS,  # in bytes
+            max_sentence_length=4 * _SENTENCE_CHARACTERS,  # in bytes, 4 per character at most
             # Rare characters become bytes instead of pieces.
             byte_fallback=True,
             character_coverage=0.9995,
@@ -131,7 +132,7 @@ def train(texts: list[str], vocab_size: int, model_type: str = "bpe") -> bytes:
     # A ValueError is raised for numbers that SentencePiece cannot hold.
     except (RuntimeError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())
-        # The message for a small text names the maximum.
+        # If the text is too small for so many pieces, the message names the maximum.
         maximum = re.search("set it to a value <= ([0-9]+)", reason)
         problem = f"is {vocab_size}, which SentencePiece refuses: {reason}"
         fix = "choose another size"
@@ -144,7 +145,11 @@ def train(texts: list[str], vocab_size: int, model_type: str = "bpe") -> bytes:
 
 @contextlib.contextmanager
 def default_signal_handlers() -> Iterator[None]:
-    """Let signals end the process at once, since SentencePiece returns only after training."""
+    """Within the context, SIGINT and SIGTERM end the process at once.
+
+    A Python handler runs only when a call of C++ code has returned, and SentencePiece returns only
+    after training.
+    """
     numbers = (signal.SIGINT, signal.SIGTERM)
     handlers = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
     try:

@@ -168,7 +168,7 @@ def _as_json(config: RunConfig) -> dict[str, dict[str, Any]]:
     return json.loads(json.dumps(config_dict(config)))
 
 
-def check_start(config: RunConfig) -> Path | None:
+def checked_start_checkpoint(config: RunConfig) -> Path | None:
     """Return the checkpoint that a run will continue, or None if it starts without one.
 
     Compares only the sizes of files. Raises ConfigError if `checkpoint.resume` is not a complete

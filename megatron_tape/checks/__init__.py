@@ -10,7 +10,7 @@ from typing import Any
 from megatron_tape import command_line
 from megatron_tape.checkpoint.directories import STATE, read_state
 from megatron_tape.checkpoint.locate import check_directories
-from megatron_tape.checkpoint.saved_settings import check_start
+from megatron_tape.checkpoint.saved_settings import checked_start_checkpoint
 from megatron_tape.checkpoint.saved_tokenizer import check_tokenizer_exists, with_saved_tokenizer
 from megatron_tape.checks.layout import check_processes
 from megatron_tape.config.schema import RunConfig
@@ -77,7 +77,7 @@ def check(
 
     # The checkpoint to continue from, or None. One with weights only, such as a converted model,
     # has no state.
-    checkpoint = check_start(config)
+    checkpoint = checked_start_checkpoint(config)
     state = None
     progress: Any = {}
     if checkpoint is not None and (checkpoint / STATE).is_file():

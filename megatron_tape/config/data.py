@@ -138,12 +138,17 @@ class DataConfig:
         return configured[0]
 
     @property
+    def prefixes(self) -> list[str]:
+        """The paths in `prefix`, without their weights."""
+        prefixes, _ = blend(self.prefix)
+        return prefixes
+
+    @property
     def resolved_cache_directory(self) -> str | None:
         """`cache_directory` with its default resolved. None if neither it nor `prefix` is set."""
         if self.cache_directory is not None or self.prefix is None:
             return self.cache_directory
-        prefixes, _ = blend(self.prefix)
-        return str(Path(prefixes[0]).parent / "index_cache")
+        return str(Path(self.prefixes[0]).parent / "index_cache")
 
 
 def blend(

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_tape.config.data import blend
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.errors import ConfigError
 
@@ -92,10 +91,7 @@ def stages_of(config: RunConfig) -> list[Stage]:
 
 def prefixes_of(stages: list[Stage]) -> list[str]:
     """Return the prefixes of the datasets of all stages, without duplicates."""
-    prefixes = []
-    for stage in stages:
-        stage_prefixes, _ = blend(stage.config.data.prefix)
-        prefixes += stage_prefixes
+    prefixes = [prefix for stage in stages for prefix in stage.config.data.prefixes]
     return list(dict.fromkeys(prefixes))
 
 

@@ -69,29 +69,30 @@ class Batches:
 
         Starts `data.num_workers` loader processes.
         """
-        sizes = self.config.train.batch_sizes(self.samples.start, self.steps)
-        return self._load(self.train, self.samples, self.config.data.num_workers, sizes)
+        batch_sizes = self.config.train.batch_sizes(self.samples.start, self.steps)
+        return self._load(self.train, self.samples, self.config.data.num_workers, batch_sizes)
 
     def evaluation(self) -> Iterator[dict[str, Tensor]]:
         """Return this rank's micro-batches of the validation data.
 
         They are the same at every evaluation.
         """
-        # Load in the training process: the same few sequences are used every time and remain in the
-        # page cache. Workers would either be forked while NCCL threads are running, or be idle
+        # 0 workers: the training process loads the same few sequences every time, which remain in
+        # the page cache. Workers would either be forked while NCCL threads are running, or be idle
         # between evaluations.
         samples = range(self.config.train.eval_steps * self.config.train.global_batch_size)
         # The loss is averaged over all samples, as if they were one global batch.
-        batches = self._load(self.validation, samples, 0, iter([len(samples)]))
+        batch_sizes = iter([len(samples)])
+        batches = self._load(self.validation, samples, 0, batch_sizes)
         return map(model_inputs, batches)
 
     def _load(
-        self, dataset: Dataset, samples: range, num_workers: int, sizes: Iterator[int]
+        self, dataset: Dataset, samples: range, num_workers: int, batch_sizes: Iterator[int]
     ) -> Iterator[dict[str, Tensor]]:
         """Yield this rank's micro-batches of `samples`, indices into `dataset`.
 
-        `sizes` are the sizes of consecutive global batches, over which the loss of a `SampleSource`
-        is averaged.
+        `batch_sizes` are the sizes of consecutive global batches, over which the loss of a
+        `SampleSource` is averaged.
         """
         keys = ["tokens", "labels"]
         eod = None
@@ -108,30 +109,31 @@ class Batches:
             num_workers=num_workers,
             pin_memory=self.layout.device.type == "cuda",
             worker_init_fn=functools.partial(_obey_only_the_parent, os.getpid()),
-            # otherwise each loader draws a number from the run's default generator
+            # By default, each loader would draw a number from the generator that the run uses.
             generator=torch.Generator(),
         )
         batches = self._on_device(_start_workers(loader))
         if "loss_mask" in keys:
-            return self._weighted(batches, sizes)
+            return self._weighted(batches, batch_sizes)
         return batches
 
     def _weighted(
-        self, batches: Iterator[dict[str, Tensor]], sizes: Iterator[int]
+        self, batches: Iterator[dict[str, Tensor]], batch_sizes: Iterator[int]
     ) -> Iterator[dict[str, Tensor]]:
         """Replace the `loss_mask` of each micro-batch by `loss_weights`.
 
-        `sizes` are the sizes of the global batches. The loss of a micro-batch is the weighted sum
-        of its tokens' losses. Averaged over all micro-batches of a global batch, it is the mean
+        `batch_sizes` are the sizes of the global batches. The loss of a micro-batch is the weighted
+        sum of its tokens' losses. Averaged over all micro-batches of a global batch, it is the mean
         loss of the tokens that the masks select.
         """
         shards = self.layout.token_layout.data_shards
-        for size in sizes:
-            # This rank's micro-batches of the global batch. Its weight is known after all of them.
-            count = size // (self.config.train.micro_batch_size * shards)
+        for batch_size in batch_sizes:
+            # The weight depends on all of this rank's micro-batches of the global batch.
+            count = batch_size // (self.config.train.micro_batch_size * shards)
             group = list(itertools.islice(batches, count))
             in_loss = torch.stack([batch["loss_mask"].sum() for batch in group]).sum()
             # There are `count * shards` micro-batches on all ranks; their average divides by that.
+            # Without any token in the loss, dividing by 0 would make the weights NaN.
             weight = count * shards / self.layout.token_layout.total(in_loss).clamp(min=1)
             for batch in group:
                 mask = batch.pop("loss_mask")
@@ -195,8 +197,8 @@ class _MicroBatches(Dataset):
             return error
         batch = {key: torch.stack([sample[key] for sample in samples]) for key in self._keys}
         if "dataset_id" in samples[0]:  # one number for each sample, not a tensor
-            ids = [sample["dataset_id"] for sample in samples]
-            batch["dataset_id"] = torch.tensor(ids, dtype=torch.int64)
+            dataset_ids = [sample["dataset_id"] for sample in samples]
+            batch["dataset_id"] = torch.tensor(dataset_ids, dtype=torch.int64)
         if self._eod is not None:
             batch["documents"] = documents_from_tokens(batch["tokens"], self._eod)
         return batch
@@ -325,8 +327,8 @@ def _open_indexed(
     for stage in stages:
         with stage.rename_error_subjects():
             # Validation uses the data of the first stage.
-            plans.append(plan_for_all(stage.config, evaluates and stage.number == 0))
-    # The plan has no validation split if its data is not enough.
+            plans.append(plan_for_all(stage.config, evaluates=evaluates and stage.number == 0))
+    # `plan_for_all` leaves the validation split out if its data is not enough.
     evaluates = len(plans[0].splits) > 1
 
     # Everything that the index depends on.
@@ -346,13 +348,14 @@ def _open_indexed(
     directory = os.path.join(config.data.resolved_cache_directory, digest)
 
     def open_all(directory: str, build: bool) -> list[list[Dataset]]:
-        opened: dict = {}  # shared, since stages may have datasets in common
+        opened: dict = {}  # datasets by prefix; stages may have some in common
         return [
             open_datasets(stage.config, plan, size, directory, build, opened)
             for stage, plan, size in zip(stages, plans, sizes)
         ]
 
     build_on_rank_0(directory, lambda temporary: open_all(temporary, build=True), on_progress)
+    # Of each stage, the training dataset and, of the first one, the validation dataset.
     splits_by_stage = open_all(directory, build=False)
     if is_rank_0:
         _log_epochs([plan.splits[0] for plan in plans], sizes, config.model.seq_length)
@@ -366,13 +369,16 @@ def _open_indexed(
 
 
 def _log_epochs(blends: list[DatasetBlend | None], sizes: list[int], seq_length: int) -> None:
-    """Log how often the run repeats the most repeated dataset of the stages' blends."""
+    """Log how often the run repeats the most repeated dataset of the stages' training data.
+
+    `blends` and `sizes`, the numbers of samples, have an entry per stage.
+    """
     epochs: Counter = Counter()
     for datasets, size in zip(blends, sizes):
         if datasets is not None:  # those with long documents are logged when they are opened
             epochs.update(epochs_by_dataset(datasets, size * seq_length))
-    for prefix, most in epochs.most_common(1):
+    for prefix, most_epochs in epochs.most_common(1):
         name = prefix
         if len(epochs) > 1:
             name = f"{prefix}, the most repeated of {len(epochs)} datasets"
-        log_epochs(most, name)
+        log_epochs(most_epochs, name)

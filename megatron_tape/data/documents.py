@@ -22,7 +22,7 @@ from megatron_tape.data.raw_chunks import (
     UnreadableFile,
     is_text_file,
     read_chunks,
-    too_large,
+    too_large_reason,
 )
 from megatron_tape.errors import FileError
 
@@ -175,7 +175,7 @@ def parse_chunk(
     numbers = []
     for number, raw in _documents(chunk):
         try:
-            text = _parse(raw, text_key, chunk)
+            text = _parse_text(raw, text_key, chunk)
             if not text and not keep_empty:
                 raise ValueError("empty text")
         except ValueError as error:
@@ -196,6 +196,7 @@ def check_text_keys(paths: list[str], text_key: str, option: str = "--text-key")
     """
     streamed = [path for path in paths if hub.local_path(path) is None]
     for path in paths:
+        # Of the streamed files, only the first.
         if path in streamed[:1] or (path not in streamed and os.path.isfile(hub.local_path(path))):
             _check_text_key(path, text_key, option)
 
@@ -205,13 +206,13 @@ def _check_text_key(path: str, text_key: str, option: str) -> None:
 
     A file that cannot be read or parsed is left to the caller, who reports its bad documents.
     """
-    first = next(iter(read_chunks([path], text_key, 1 << 16)), None)
-    if isinstance(first, UnreadableFile) and first.columns:
-        raise FileError(first.subject, first.problem, _how_to_choose_text(first.columns, option))
+    chunk = next(iter(read_chunks([path], text_key, chunk_bytes=1 << 16)), None)
+    if isinstance(chunk, UnreadableFile) and chunk.columns:
+        raise FileError(chunk.subject, chunk.problem, _how_to_choose_text(chunk.columns, option))
     # Plain text has no keys.
-    if not isinstance(first, Chunk) or first.unit != "line":
+    if not isinstance(chunk, Chunk) or chunk.unit != "line":
         return
-    number, line = next(_documents(first), (0, b""))
+    number, line = next(_documents(chunk), (0, b""))
     record = None
     with contextlib.suppress(ValueError):
         record = parse_json(line)
@@ -220,10 +221,10 @@ def _check_text_key(path: str, text_key: str, option: str) -> None:
     fix = _how_to_choose_text(list(record), option)
     if text_key not in record:
         raise FileError(
-            first.place(number), f"has no key {text_key!r}, only {list(record)[:_KEYS_SHOWN]}", fix
+            chunk.place(number), f"has no key {text_key!r}, only {list(record)[:_KEYS_SHOWN]}", fix
         )
     if isinstance(record[text_key], list):
-        raise FileError(first.place(number), f"has a list under {text_key!r} instead of text", fix)
+        raise FileError(chunk.place(number), f"has a list under {text_key!r} instead of text", fix)
 
 
 def _how_to_choose_text(keys: Sequence[str], option: str) -> str:
@@ -251,19 +252,20 @@ def read_texts(
     See `parse_chunk` for bad documents. A document of more than `document_bytes` is bad, too.
     """
     check_text_keys(paths, text_key, option)
-    for chunk in read_chunks(paths, text_key, 1 << 18, document_bytes):
+    for chunk in read_chunks(paths, text_key, chunk_bytes=1 << 18, document_bytes=document_bytes):
         if isinstance(chunk, UnreadableFile):
             raise chunk
         texts, _, problems = parse_chunk(chunk, text_key, keep_empty)
         bad = problems.first()
         if bad is not None:
+            place, reason = bad
             raise FileError(
-                bad[0],
-                f"cannot be used: {bad[1]}",
+                place,
+                f"cannot be used: {reason}",
                 f"repair, split or remove it, or choose another text key with {option}",
             )
         for text in texts:
-            yield text, chunk.position
+            yield text, chunk.bytes_read
 
 
 def _documents(chunk: Chunk) -> Iterator[tuple[int, bytes | None]]:
@@ -271,7 +273,7 @@ def _documents(chunk: Chunk) -> Iterator[tuple[int, bytes | None]]:
 
     The content of a row is None if it is null.
     """
-    for number, raw in enumerate(chunk.documents, start=chunk.first):
+    for number, raw in enumerate(chunk.documents, start=chunk.first_number):
         if chunk.unit != "line" or raw.strip():
             yield number, raw
 
@@ -289,7 +291,7 @@ def parse_json(line: bytes) -> Any:
     raise ValueError(reason)
 
 
-def _parse(raw: bytes | None, text_key: str, chunk: Chunk) -> str:
+def _parse_text(raw: bytes | None, text_key: str, chunk: Chunk) -> str:
     """Return the text of a JSON line, or of the raw text of a parquet row or a text file.
 
     Raises ValueError with the reason why the document is bad.
@@ -297,7 +299,7 @@ def _parse(raw: bytes | None, text_key: str, chunk: Chunk) -> str:
     if raw is None:
         raise ValueError("no text (null)")
     if len(raw) > chunk.document_bytes:
-        raise ValueError(too_large(chunk.document_bytes))
+        raise ValueError(too_large_reason(chunk.document_bytes))
     if chunk.unit != "line":
         try:
             return raw.decode("utf-8")

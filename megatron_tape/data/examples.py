@@ -20,7 +20,7 @@ from megatron_tape.data.raw_chunks import (
     UnreadableFile,
     read_chunks,
     split_lines,
-    too_large,
+    too_large_reason,
 )
 from megatron_tape.data.tokenizer import Tokenizer
 from megatron_tape.errors import ConfigError, FileError, UserError
@@ -53,7 +53,9 @@ def read_examples(path: str, split: str) -> Iterator[Example]:
         lines = _zipped_lines(path, split) if zipfile.is_zipfile(path) else _lines(path)
         for place, line in lines:
             if len(line) > DOCUMENT_BYTES:
-                raise FileError(place, f"has {too_large(DOCUMENT_BYTES)}", "shorten or remove it")
+                raise FileError(
+                    place, f"has {too_large_reason(DOCUMENT_BYTES)}", "shorten or remove it"
+                )
             if line.strip():
                 yield parse_example(place, line)
     except (UserError, MemoryError):
@@ -73,10 +75,11 @@ def _lines(path: str) -> Iterator[tuple[str, bytes]]:
             "has an unknown format",
             "choose a .jsonl or .json file, which may be compressed, or a zip of SCROLLS",
         )
-    for chunk in read_chunks([path], "", _CHUNK, DOCUMENT_BYTES):
+    # The key is only for parquet files.
+    for chunk in read_chunks([path], text_key="", chunk_bytes=_CHUNK):
         if isinstance(chunk, UnreadableFile):
             raise chunk
-        for number, line in enumerate(chunk.documents, start=chunk.first):
+        for number, line in enumerate(chunk.documents, start=chunk.first_number):
             yield chunk.place(number), line
 
 
@@ -174,8 +177,8 @@ class ExampleEncoder:
         self._before = [*bos, *encode(before)]
         self._after = list(encode(self._after_text))
         template_tokens = len(self._before) + len(self._after)
-        self._room = length - target_tokens - template_tokens
-        if self._room < 1:
+        self._max_input_tokens = length - target_tokens - template_tokens
+        if self._max_input_tokens < 1:
             raise ConfigError(
                 ("target_tokens", "template"),
                 f"is {target_tokens}; together with {template_tokens} tokens of the template, this"
@@ -185,7 +188,7 @@ class ExampleEncoder:
 
     def __call__(self, input: str, target: str) -> EncodedExample:
         """Return the token ids of an example's prompt and target."""
-        input_ids, input_truncated = first_tokens(self._encode, input, self._room)
+        input_ids, input_truncated = first_tokens(self._encode, input, self._max_input_tokens)
         # Encode the target together with the template's end, because tokens depend on the text
         # before them.
         separator = " " if self._after_text else ""
@@ -193,7 +196,8 @@ class ExampleEncoder:
         target_ids = list(end_with_target[len(self._after) :])
         kept = target_ids[: self._target_tokens]
         prompt = [*self._before, *input_ids, *self._after]
-        return EncodedExample(prompt, kept, input_truncated, len(kept) < len(target_ids))
+        target_truncated = len(kept) < len(target_ids)
+        return EncodedExample(prompt, kept, input_truncated, target_truncated)
 
 
 def example_encoder(config: RunConfig, tokenizer: Tokenizer) -> ExampleEncoder:
@@ -235,6 +239,7 @@ def first_tokens(
         ids = encode(text[:characters])
         # The last tokens before the cut may differ from those of the whole text, so there must be a
         # few more than are returned.
-        if len(ids) > count + _CHARACTERS_PER_TOKEN or characters >= len(text):
-            return list(ids[:count]), len(ids) > count or characters < len(text)
+        is_whole = characters >= len(text)
+        if len(ids) > count + _CHARACTERS_PER_TOKEN or is_whole:
+            return list(ids[:count]), len(ids) > count or not is_whole
         characters *= 2

@@ -66,6 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def refuse_options(arguments: argparse.Namespace) -> None:
     """Raise ConfigError if an option of `add_options` is given although no input is on the Hub."""
     for option in ("--config-name", "--split", "--revision", "--data-files", "--streaming"):
+        # argparse names the attribute without the hyphens.
         if getattr(arguments, option[2:].replace("-", "_")):
             raise ConfigError(
                 option, f"is only for datasets of the Hub ({PREFIX}NAME)", "remove it"
@@ -125,8 +126,8 @@ def find_files(name: str, arguments: argparse.Namespace) -> list[str]:
         )
     for file in splits[split]:
         extension = text_format(file)
-        # Only with --data-files is a text file known to be one document; the library reads one
-        # document per line.
+        # The library would read one document per line of a text file. Here, the whole file is one,
+        # which the user knows only of the files that --data-files names.
         if extension not in _FORMATS and (extension != ".txt" or not arguments.data_files):
             raise FileError(
                 file,
@@ -198,7 +199,7 @@ def local_path(path: str) -> str | None:
 
     name, commit, file = match.groups()
     copy = huggingface_hub.try_to_load_from_cache(name, file, revision=commit, repo_type="dataset")
-    # Otherwise None, or an object that stands for a file known to be missing.
+    # If the file is not in the cache, `copy` is None, or an object for a file known to be missing.
     if isinstance(copy, str):
         return copy
     return None
@@ -226,8 +227,7 @@ def file_size(path: str) -> int:
 @functools.lru_cache(maxsize=1 << 16)
 def _remote_size(path: str) -> int:
     """Return the size in bytes of a file of the Hub that is not in the local cache."""
-    # The file system keeps the listing of a directory, so that this is one request for each
-    # directory.
+    # The file system keeps the listing of a directory, so there is one request per directory.
     with _network_errors(path):
         return _file_system().info(path)["size"]
 

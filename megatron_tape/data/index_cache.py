@@ -135,7 +135,7 @@ def build_on_rank_0(
     Raises the same error on all ranks: ConfigError if the cache cannot store the index; a UserError
     of `build`; or MemoryError or RuntimeError if the index cannot be built for another reason.
     """
-    # The thread's result, and the path of the temporary directory, which the thread adds.
+    # The thread sets the result of `future`, and adds the temporary directory to `staging`.
     future: Future = Future()
     staging = []
     is_rank_0 = dist.get_rank() == 0
@@ -162,10 +162,10 @@ def build_on_rank_0(
 
             # Rank 0's message replaces the item in the list of each rank.
             dist.broadcast_object_list(message, src=0)
-            before = state
+            last = state
             state = message[0]
-            grown = state.bytes_written != before.bytes_written
-            if grown or state.cpu_seconds - before.cpu_seconds > _BUSY_SECONDS:
+            has_grown = state.bytes_written != last.bytes_written
+            if has_grown or state.cpu_seconds - last.cpu_seconds > _BUSY_SECONDS:
                 on_progress()
             if state.error is not None:
                 raise state.error
@@ -229,7 +229,7 @@ def _state_of(future: Future, staging: list[Path], cache: str) -> _BuildState:
     error = None
     if finished and future.exception() is not None:
         error = _error_for_all(future.exception(), cache)
-        # For the traceback on rank 0: the other ranks receive the error without its cause.
+        # Rank 0 shows the cause in its traceback; the other ranks receive the error without it.
         error.__cause__ = future.exception()
     size = 0
     with contextlib.suppress(OSError):  # files may be renamed meanwhile

@@ -183,7 +183,7 @@ class IndexedDatasetWriter:
 
     Lengths are written directly to the unfinished index file, so memory does not grow with the
     number of documents. Use it as a context manager: leaving it without `finish` removes the
-    unfinished files, unless there was a `mark`.
+    unfinished files, unless there was a `mark_completed`.
 
     Raises FileError if the dataset exists and `overwrite` is false, or if another process is
     writing it; OSError if its directory cannot be written. With `overwrite`, an old dataset stays
@@ -191,11 +191,11 @@ class IndexedDatasetWriter:
 
     `documents` and `tokens` are the numbers of documents and tokens that have been appended.
 
-    After a `mark`, an interrupted or killed writer leaves the unfinished files and P.progress. The
-    next writer continues them if it is created with the same `source` and `inputs`. `source`
-    describes the tokenizer and the options as JSON. `inputs` are the versions of all input files;
-    only those of the complete files must be the same. `complete` is the number of complete input
-    files.
+    After a `mark_completed`, an interrupted or killed writer leaves the unfinished files and
+    P.progress. The next writer continues them if it is created with the same `source` and `inputs`.
+    `source` describes the tokenizer and the options as JSON. `inputs` are the versions of all input
+    files, such as their sizes; only those of the complete files must be the same. `completed_files`
+    is the number of input files that are complete.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class IndexedDatasetWriter:
         self.dtype = np.dtype(dtype)
         self.documents = 0
         self.tokens = 0
-        self.complete = 0
+        self.completed_files = 0
         self._source = source
         self._inputs = list(inputs)
         self._progress_path = Path(f"{prefix}.progress")
@@ -233,7 +233,7 @@ class IndexedDatasetWriter:
         # Both files are locked now, so no other writer changes P.progress.
         progress = self._read_progress()
         if progress is not None:
-            self.complete = len(progress["inputs"])
+            self.completed_files = len(progress["inputs"])
             self.documents = progress["documents"]
             self.tokens = progress["tokens"]
         else:
@@ -243,7 +243,7 @@ class IndexedDatasetWriter:
         # Drop what was written after the last save.
         self._bin.file.truncate(self.tokens * self.dtype.itemsize)
         self._bin.file.seek(0, os.SEEK_END)
-        # The space of the header, which is written last, and an int32 length for each document.
+        # Keep the space of the header, which is written last, and an int32 length per document.
         self._idx.file.truncate(_HEADER.size + 4 * self.documents)
         self._idx.file.seek(0, os.SEEK_END)
 
@@ -251,7 +251,7 @@ class IndexedDatasetWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Keep the unfinished files if there was a `mark`, and otherwise remove them.
+        """Keep the unfinished files if there was a `mark_completed`, and otherwise remove them.
 
         After `finish`, there are none.
         """
@@ -265,16 +265,16 @@ class IndexedDatasetWriter:
         # Discards the files unless they were published or left.
         self._partial_files.close()
 
-    def mark(self, complete: int) -> None:
+    def mark_completed(self, files: int) -> None:
         """Keep the documents so far for the next writer if this one is interrupted.
 
-        They are the documents of the first `complete` input files. Marks are saved once a minute. A
-        process that is killed by SIGKILL keeps the documents of the last saved mark.
+        They are the documents of the first `files` input files. This is saved once a minute. After
+        SIGKILL, the next writer continues from what was saved last.
         """
-        self.complete = complete
+        self.completed_files = files
         self._progress = {
             "source": self._source,
-            "inputs": self._inputs[:complete],
+            "inputs": self._inputs[:files],
             "documents": self.documents,
             "tokens": self.tokens,
         }
@@ -282,7 +282,7 @@ class IndexedDatasetWriter:
             self._save()
 
     def _save(self) -> None:
-        """Write P.progress about the last `mark`."""
+        """Write P.progress about the last `mark_completed`."""
         # First the files: P.progress must not describe documents that a power failure loses.
         self._bin.sync()
         self._idx.sync()
@@ -295,8 +295,8 @@ class IndexedDatasetWriter:
             progress = read_record(self._progress_path, Progress)
         except (OSError, FileError):  # missing, or damaged
             return None
-        complete = len(progress["inputs"])
-        if progress["source"] != self._source or progress["inputs"] != self._inputs[:complete]:
+        files = len(progress["inputs"])
+        if progress["source"] != self._source or progress["inputs"] != self._inputs[:files]:
             return None
 
         # The user may have removed the unfinished files.
@@ -314,6 +314,7 @@ class IndexedDatasetWriter:
         `tokens` are their ids back to back as bytes of `dtype`, `lengths` (int32) their lengths in
         tokens.
         """
+        # A file can write the memory of an array only if it is contiguous.
         lengths = np.ascontiguousarray(lengths, dtype="<i4")
         total = int(lengths.sum(dtype=np.int64))
         assert len(tokens) == total * self.dtype.itemsize, "the lengths do not add up to the tokens"
@@ -348,6 +349,7 @@ class IndexedDatasetWriter:
         for block in self._document_indices():
             self._idx.file.write(block.astype("<i8").data)
         header = (_MAGIC, 1, _CODES[self.dtype], self._sequences, self.documents + 1)
+        # The constructor has left space for the header.
         self._idx.file.seek(0)
         self._idx.file.write(_HEADER.pack(*header))
 
@@ -355,10 +357,10 @@ class IndexedDatasetWriter:
         for file in files:
             file.sync()
         if origin is not None:
-            prints = {file.path.suffix: fingerprint(file.partial_path) for file in files}
+            fingerprints = {file.path.suffix: fingerprint(file.partial_path) for file in files}
             record = PartialFile(self._origin_path)
             self._partial_files.callback(record.discard)
-            record.file.write(json.dumps({**origin, "files": prints}, indent=1).encode())
+            record.file.write(json.dumps({**origin, "files": fingerprints}, indent=1).encode())
             record.sync()
             files.insert(0, record)
         # Remove the index while the files change, so that a partial dataset never looks complete.
@@ -376,7 +378,7 @@ class IndexedDatasetWriter:
             for start in range(0, self.documents + 1, BLOCK):
                 yield np.arange(start, min(start + BLOCK, self.documents + 1))
             return
-        yield np.zeros(1)
+        yield np.zeros(1)  # the first document begins with sequence 0
         sequences_before = 0
         for dataset in self._datasets:
             # From 1: the first index of a dataset is the last one of the dataset before it.
@@ -431,6 +433,7 @@ class IndexedDatasetReader:
 
         self.dtype = np.dtype(_DTYPES[dtype_code])
         index = np.memmap(self.idx_path, mode="r")
+        # The byte offsets at which the header and each of the three arrays end.
         ends = np.cumsum([_HEADER.size, 4 * sequences, 8 * sequences, 8 * entries])
         self.lengths = index[ends[0] : ends[1]].view("<i4")
         self.pointers = index[ends[1] : ends[2]].view("<i8")
@@ -450,6 +453,7 @@ class IndexedDatasetReader:
 
     def document(self, index: int) -> np.ndarray:
         """Return the token ids of a document."""
+        # The document's first sequence, and the first of the next document.
         first, stop = self.document_indices[index : index + 2]
         if first == stop:  # a document without sequences, which has no pointer
             return self.tokens[:0]
@@ -459,7 +463,9 @@ class IndexedDatasetReader:
     def document_lengths(self) -> np.ndarray:
         """Return the number of tokens of every document (int64)."""
         ends = np.cumsum(self.lengths, dtype=np.int64)
-        return np.diff(np.append(0, ends)[self.document_indices])
+        # The number of tokens before each document, and of all tokens, in order.
+        document_starts = np.append(0, ends)[self.document_indices]
+        return np.diff(document_starts)
 
     def wrong_size(self) -> str | None:
         """Return a sentence if the token file has another size than the index implies, or None.

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_tape import command_line
-from megatron_tape.config.data import blend, split_shares
+from megatron_tape.config.data import split_shares
 from megatron_tape.config.datasets import is_pattern
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.stages import prefixes_of, stages_of
@@ -24,7 +24,7 @@ from megatron_tape.data.indexed_dataset import (
 )
 from megatron_tape.data.long_documents import find_pools, split_lengths
 from megatron_tape.data.origins import (
-    check_tokenizer,
+    checked_origins,
     fingerprints_of,
     read_origin,
     unknown_tokenizers,
@@ -86,7 +86,7 @@ def _example_files(config: RunConfig) -> dict[str, str]:
 
 def _check_prefixes(config: RunConfig) -> None:
     """Raise ConfigError if the files of a dataset in `data.prefix` do not exist."""
-    for prefix in blend(config.data.prefix)[0]:
+    for prefix in config.data.prefixes:
         try:
             with convert_path_errors("data.prefix", prefix):
                 check_files_exist(prefix, config.data.tokenizer or "TOKENIZER")
@@ -123,7 +123,7 @@ def check_writable(key: str, directory: str | None, existing_is_enough: bool = F
 
 @contextmanager
 def convert_path_errors(key: str, path: str | None) -> Iterator[None]:
-    """Convert an OSError that the path causes into ConfigError for the setting `key`."""
+    """Convert an OSError that `path`, the value of `key`, causes into a ConfigError about `key`."""
     try:
         yield
     except OSError as error:
@@ -148,12 +148,12 @@ def check_datasets(config: RunConfig, saved: TokenizerRecord | None = None) -> N
     tokenizer = load_run_tokenizer(config)
     for stage in stages_of(config):
         with stage.rename_error_subjects():
-            for prefix in blend(stage.config.data.prefix)[0]:
+            for prefix in stage.config.data.prefixes:
                 _check_dataset(prefix, stage.config, tokenizer)
             if config.data.long_documents is not None:
                 find_pools(stage.config)
             elif config.data.source == "prefix":
-                find_large_enough(stage.config, "training")
+                find_large_enough(stage.config, "training")  # raises if there is none
     # All stages share the validation data of the first one.
     if config.data.source == "prefix" and config.train.validates and config.train.eval_interval:
         find_large_enough(config, "validation")
@@ -238,10 +238,10 @@ def _check_tokenizers(
     origins = {}
     for stage in stages_of(config):
         # If the run's tokenizer is unknown, compare the datasets with those of previous stages.
-        prefixes = [*origins, *blend(stage.config.data.prefix)[0]]
+        prefixes = [*origins, *stage.config.data.prefixes]
         with stage.rename_error_subjects():
             try:
-                origins = check_tokenizer(prefixes, expected, name)
+                origins = checked_origins(prefixes, expected, name)
             except FileError as error:
                 raise ConfigError(
                     ("data.prefix", "data.tokenizer"),
@@ -312,7 +312,7 @@ def check_same_data(config: RunConfig, saved: Mapping[str, str], checkpoint: Pat
 
     key = f"data.{config.data.source}"
     # The changed datasets are only in later stages.
-    if key == "data.prefix" and not set(changed) & set(blend(config.data.prefix)[0]):
+    if key == "data.prefix" and not set(changed) & set(config.data.prefixes):
         key = "data.stages"
     raise ConfigError(
         (key, "data.allow_changed"),
@@ -331,7 +331,7 @@ def find_large_enough(config: RunConfig, split: str) -> tuple[dict[int, int], li
 
     Raises ConfigError if all datasets are too small, FileError if one cannot be read.
     """
-    prefixes = blend(config.data.prefix)[0]
+    prefixes = config.data.prefixes
     seq_length = config.model.seq_length
     tokens_by_index = {}
     problems = []
@@ -393,10 +393,11 @@ def missing_validation(config: RunConfig) -> ConfigError | None:
 
 def _check_examples(config: RunConfig, tokenizer: Tokenizer) -> None:
     """Raise ConfigError if a file of examples is empty or invalid, or the context too short."""
-    example_encoder(config, tokenizer)  # checks the context
+    example_encoder(config, tokenizer)  # raises if the context is too short
     for key, path in _example_files(config).items():
         try:
-            count = sum(1 for _ in read_examples(path, ""))
+            # These files are not zips, which have splits.
+            count = sum(1 for _ in read_examples(path, split=""))
         except FileError as error:
             raise ConfigError(key, f"is {path}, which cannot be used: {error}") from None
         if count == 0:

@@ -81,6 +81,7 @@ def plan_for_all(config: RunConfig, evaluates: bool) -> DatasetPlan:
     if dist.get_rank() == 0:
         try:
             plan[0] = _plan(config, evaluates)
+        # The other ranks wait for the plan, so errors are sent to them instead of raised here.
         except ConfigError as error:
             plan[0] = error
         # The datasets were read before, by `check_datasets`.
@@ -88,7 +89,7 @@ def plan_for_all(config: RunConfig, evaluates: bool) -> DatasetPlan:
             plan[0] = ConfigError(
                 "data.prefix", f"contains a dataset that can no longer be read: {error}"
             )
-    # An error is sent instead of raised, since the other ranks would wait for the plan.
+    # Replaces the item of the list on the other ranks.
     dist.broadcast_object_list(plan, src=0)
     if isinstance(plan[0], ConfigError):
         raise plan[0]
@@ -107,7 +108,7 @@ def _plan(config: RunConfig, evaluates: bool, log: bool = True) -> DatasetPlan:
 
     splits = []
     pools = None
-    names = ["training"]
+    names = ["training"]  # of the splits that need a blend
     if config.data.long_documents is not None:
         pools = find_pools(config)
         splits.append(None)
@@ -239,10 +240,14 @@ def interleave(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
 
     These are arrays (size,), int16 and int64. `shares` are the datasets' fractions of all samples.
     """
-    dataset = np.zeros(size, np.int16)
-    sample = np.zeros(size, np.int64)
-    helpers.build_blending_indices(dataset, sample, shares, len(shares), size, False)
-    return dataset, sample
+    dataset_of_sample = np.zeros(size, np.int16)
+    index_in_dataset = np.zeros(size, np.int64)
+    # This fills both arrays.
+    verbose = False
+    helpers.build_blending_indices(
+        dataset_of_sample, index_in_dataset, shares, len(shares), size, verbose
+    )
+    return dataset_of_sample, index_in_dataset
 
 
 class Mixed(Dataset):
@@ -259,23 +264,24 @@ class Mixed(Dataset):
         shares = [weight / sum(weights) for weight in weights]
 
         def make() -> dict[str, np.ndarray]:
-            dataset, sample = interleave(shares, size)
+            dataset_of_sample, index_in_dataset = interleave(shares, size)
             return {
-                "counts": np.bincount(dataset, minlength=len(shares)),
-                "dataset": dataset,
-                "sample": sample,
+                "counts": np.bincount(dataset_of_sample, minlength=len(shares)),
+                "dataset": dataset_of_sample,
+                "sample": index_in_dataset,
             }
 
         names = ("counts", "dataset", "sample")
-        index = cached(settings.path_to_cache, "Mixed", names, [shares, size], make, settings.build)
-        self.counts = index["counts"].tolist()
-        self._dataset = index["dataset"]
-        self._sample = index["sample"]
+        key = [shares, size]
+        arrays = cached(settings.path_to_cache, "Mixed", names, key, make, settings.build)
+        self.counts = arrays["counts"].tolist()
+        self._dataset_of_sample = arrays["dataset"]
+        self._index_in_dataset = arrays["sample"]
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        dataset = self._dataset[index]
-        sample = self.datasets[dataset][int(self._sample[index])]
-        return {**sample, "dataset_id": dataset}
+        dataset_id = self._dataset_of_sample[index]
+        sample = self.datasets[dataset_id][int(self._index_in_dataset[index])]
+        return {**sample, "dataset_id": dataset_id}
 
 
 def open_split(
@@ -303,7 +309,7 @@ def open_split(
     # Set after construction: Megatron's constructor rejects these options together with `split`,
     # even though the cached indices follow it.
     one_split.fast_cache_load = one_split.defer_npy_index_mmap = not settings.build
-    # Megatron asks the lambda whether this rank opens datasets.
+    # Megatron asks the lambda whether this rank opens datasets: every rank that is here does.
     builder = BlendedMegatronDatasetBuilder(dataset_class, sizes, lambda: True, one_split)
     if not settings.build:
         return builder.build()[split]
@@ -333,7 +339,7 @@ def mix_with_long_documents(
     if has_others and mix.counts[1]:
         shorter = replace(settings, documents_below=minimum)  # type: ignore[call-arg]
         others = _without_single_weight(pools.others)
-        dataset = open_split(ShorterDocuments, shorter, others, 0, mix.counts[1])
+        dataset = open_split(ShorterDocuments, shorter, others, split=0, size=mix.counts[1])
         mix.datasets.append(dataset)
 
     if not settings.build and dist.get_rank() == 0:
@@ -352,23 +358,24 @@ def _mix_of_windows(
     seq_length = config.model.seq_length
     mix = Mixed(settings, datasets.weights, size)
     for prefix in datasets.prefixes:
-
+        # The default binds this prefix, and not the one of the last iteration.
         def make(prefix: str = prefix) -> dict[str, np.ndarray]:
             lengths = split_lengths(prefix, config.data.split, "training")
             long = np.flatnonzero(lengths >= config.data.long_documents.minimum)
             return divide_documents(lengths, long, seq_length)
 
-        # The prefix is key enough: the directory's name is a digest of all other settings.
         names = ("documents", "ends_of_whole", "left")
         cache = settings.path_to_cache
-        divided = cached(cache, "DocumentWindows", names, prefix, make, settings.build)
+        # The cache directory's name is a digest of all other settings that `make` depends on.
+        key = prefix
+        divided = cached(cache, "DocumentWindows", names, key, make, settings.build)
         dataset = settings.open(prefix)
         mix.datasets.append(DocumentWindows(dataset, divided, seq_length, config.train.seed))
     return mix
 
 
 def _without_single_weight(datasets: DatasetBlend) -> DatasetBlend:
-    """Return the blend without weights if it has one dataset, which Megatron reads directly then.
+    """Return the blend, without weights if it has only one dataset.
 
     Megatron would draw more samples than necessary from a single dataset with a weight.
     """
@@ -382,7 +389,8 @@ def open_datasets(
 ) -> list[Dataset]:
     """Return one dataset per split of `plan`; that of the training split has `size` samples.
 
-    `cache` is the directory of the index. `build` and `opened` are fields of `DatasetSettings`.
+    `cache` is the directory of the index, which this builds if `build` is true. `opened` keeps the
+    indexed datasets that are open, by prefix.
     """
     settings = DatasetSettings(
         random_seed=config.train.seed,
@@ -404,11 +412,13 @@ def open_datasets(
     datasets = []
     # Open each split separately, since the plan may exclude different datasets from each. Megatron
     # would loop forever while indexing a split without documents.
-    for i, split_blend in enumerate(plan.splits):
-        if split_blend is None:
+    for split, datasets_of_split in enumerate(plan.splits):
+        if datasets_of_split is None:
             datasets.append(mix_with_long_documents(config, settings, plan.pools, size))
         else:
-            datasets.append(open_split(AllDocuments, settings, split_blend, i, sizes[i]))
+            datasets.append(
+                open_split(AllDocuments, settings, datasets_of_split, split, sizes[split])
+            )
     return datasets
 
 
@@ -442,7 +452,7 @@ def _shuffled_epochs(config: RunConfig, size: int) -> list[tuple[int, bool]]:
     """Return `shuffled_epochs` of each dataset of `GPTDataset`, for `size` training samples in
     total.
     """
-    plan = _plan(config, False, log=False)
+    plan = _plan(config, evaluates=False, log=False)
     datasets = plan.splits[0]
     # With long documents, only the others depend on `size`: `DocumentWindows` has the same order
     # for every number of samples.
@@ -450,7 +460,7 @@ def _shuffled_epochs(config: RunConfig, size: int) -> list[tuple[int, bool]]:
         share = config.data.long_documents.share
         datasets = _without_single_weight(plan.pools.others)
         dataset_of_sample, _ = interleave([share, 1 - share], size)
-        size = int(np.count_nonzero(dataset_of_sample))
+        size = int(np.count_nonzero(dataset_of_sample))  # dataset 1 is the others
     sizes = [size]
     if datasets.weights is not None:
         # Megatron requests more samples of each dataset than its weight requires.
@@ -459,7 +469,10 @@ def _shuffled_epochs(config: RunConfig, size: int) -> list[tuple[int, bool]]:
         per_dataset = _get_size_per_split_per_dataset(weights, [size], surplus)
         sizes = [split_sizes[0] for split_sizes in per_dataset]
     seq_length = config.model.seq_length
-    return [shuffled_epochs(*counts, seq_length) for counts in zip(datasets.tokens, sizes)]
+    return [
+        shuffled_epochs(tokens, samples, seq_length)
+        for tokens, samples in zip(datasets.tokens, sizes)
+    ]
 
 
 def shuffled_epochs(tokens: int, samples: int, seq_length: int) -> tuple[int, bool]:
@@ -490,10 +503,11 @@ def divide_documents(
 
     - `documents`: the argument.
     - `ends_of_whole`: the number of whole windows of this document and all before it.
-    - `left`: the number of tokens after the document's whole windows; 0 if the only one is the last
-      label of a whole window.
+    - `left`: the number of tokens after the document's whole windows, the remainder. It is 0 if the
+      only such token is already the last label of a whole window.
     """
     lengths = lengths[documents].astype(np.int64)
+    # The first token of a document is no label.
     whole = np.maximum(lengths - 1, 0) // seq_length
     left = lengths - whole * seq_length
     left[(whole > 0) & (left == 1)] = 0
@@ -532,11 +546,11 @@ class DocumentWindows(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return sample `index`, counted from the beginning of the first epoch."""
-        epoch, index = divmod(int(index), self.samples_per_epoch)
+        epoch, index_in_epoch = divmod(int(index), self.samples_per_epoch)
         if epoch != self._epoch:
             self._shuffle(epoch)
         # The windows are numbered: first all whole ones, then those of remainders.
-        window = int(self._windows[index])
+        window = int(self._windows[index_in_epoch])
         if window < self._whole_windows:
             # The first document with more whole windows up to its end than precede this one.
             document = int(np.searchsorted(self._ends_of_whole, window, side="right"))

@@ -66,14 +66,15 @@ def fingerprints_of(prefix: str | Path) -> dict[str, str]:
     return {path.suffix: fingerprint(path) for path in dataset_paths(prefix) if path.is_file()}
 
 
-def check_tokenizer(
-    prefixes: Iterable[str], tokenizer: TokenizerRecord | None, name: str
+def checked_origins(
+    prefixes: Iterable[str], tokenizer: TokenizerRecord | None, name: str = ""
 ) -> dict[str, Origin | None]:
-    """Return the datasets' origins by prefix.
+    """Return the datasets' origins by prefix, None for a dataset without one.
 
     Raises FileError if a dataset was made with a tokenizer other than `tokenizer`, which `name`
-    describes in messages. If `tokenizer` is None, the datasets are compared with each other. The
-    end-of-document token is compared only for datasets whose documents end in it.
+    describes in messages. If `tokenizer` is None, the datasets are compared with the first one that
+    has an origin, and `name` is not used. The end-of-document token is compared only for datasets
+    whose documents end in it.
     """
     origins = {prefix: read_origin(prefix) for prefix in prefixes}
     known = {prefix: origin for prefix, origin in origins.items() if origin is not None}

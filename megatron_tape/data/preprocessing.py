@@ -55,22 +55,22 @@ class EncodedChunk:
 
     `tokens` are the token ids of its good documents, as bytes of the dataset's dtype, and `lengths`
     (int32) their lengths in tokens; `problems` are those of its bad documents. `text_bytes` is the
-    number of UTF-8 bytes of text, `position` the number of input bytes read so far, and `path` the
-    input file.
+    number of UTF-8 bytes of text, `bytes_read` the number of input bytes read so far, of all files,
+    and `path` the input file.
     """
 
     path: str
     tokens: bytes
     lengths: np.ndarray
     text_bytes: int
-    position: int
+    bytes_read: int
     problems: Problems
 
 
 def encode_chunk(chunk: Chunk, encoding: Encoding) -> EncodedChunk:
     """Parse and tokenize the documents of a chunk."""
     texts, numbers, problems = parse_chunk(chunk, encoding.text_key)
-    end = np.empty(0, np.int32)
+    end = np.empty(0, np.int32)  # the ids at the end of every document
     if encoding.append_eod:
         end = np.array([encoding.tokenizer.eod], np.int32)
     parts = [np.empty(0, np.int32)]  # `np.concatenate` needs at least one array
@@ -87,7 +87,7 @@ def encode_chunk(chunk: Chunk, encoding: Encoding) -> EncodedChunk:
         tokens=np.concatenate(parts).astype(encoding.dtype).tobytes(),
         lengths=np.array(lengths, dtype=np.int32),
         text_bytes=sum(len(text.encode("utf-8")) for text in texts),
-        position=chunk.position,
+        bytes_read=chunk.bytes_read,
         problems=problems,
     )
 
@@ -140,7 +140,10 @@ def _result(pending: Future | UnreadableFile) -> EncodedChunk:
         return pending.result()
     problems = Problems()
     problems.add(f"the file {pending.problem}, so the rest was not read", pending.subject)
-    return EncodedChunk(pending.subject, b"", np.empty(0, np.int32), 0, 0, problems)
+    lengths = np.empty(0, np.int32)
+    return EncodedChunk(
+        pending.subject, b"", lengths, text_bytes=0, bytes_read=0, problems=problems
+    )
 
 
 _encoding: Encoding

@@ -34,17 +34,18 @@ class Chunk:
     """Consecutive unparsed documents of a file.
 
     `documents` are JSON lines, or UTF-8 texts, in which None is a null. Of a document that is too
-    large, they contain only the first `document_bytes` + 1 bytes. `first` is the number, from 1, of
-    the first line or row. `unit` is "line", "row", or "" for a file that is a single document.
-    `position` is the number of input bytes read so far, before decompression.
+    large, they contain only the first `document_bytes` + 1 bytes. `first_number` is the number,
+    from 1, of the first line or row. `unit` is "line", "row", or "" for a file that is a single
+    document. `bytes_read` is the number of input bytes read so far, of all files and before
+    decompression.
     """
 
     path: str
     unit: str
-    first: int
+    first_number: int
     documents: list[bytes | None]
     document_bytes: int
-    position: int
+    bytes_read: int
 
     def place(self, number: int) -> str:
         """Return where line or row `number` is, for messages, such as `corpus.jsonl:12`."""
@@ -55,8 +56,8 @@ class Chunk:
         return self.path
 
 
-def too_large(document_bytes: int) -> str:
-    """Return the problem of a document of more than `document_bytes`."""
+def too_large_reason(document_bytes: int) -> str:
+    """Return the reason why a document of more than `document_bytes` is bad."""
     return f"more than {document_bytes:,} bytes in one document"
 
 
@@ -77,22 +78,23 @@ def read_chunks(
     Raises hub.NetworkError if a file of the Hub is streamed and the network fails: the file itself
     may be good.
     """
-    start = 0
+    previous_bytes = 0  # of the files before this one
     for path in paths:
         unit = {".parquet": "row", ".txt": ""}.get(text_format(path), "line")
         failure = None
-        first = 1
+        number = 1  # that of the chunk's first document
         documents = []
-        size = position = 0
+        size = bytes_read = 0
         try:
-            for document, position in _read_file(path, unit, text_key, document_bytes):
+            for document, bytes_read in _read_file(path, unit, text_key, document_bytes):
                 documents.append(document)
                 length = len(document or b"")
                 # At least 1, so that a chunk of empty documents ends, too.
                 size += length + 1
                 if size >= chunk_bytes or length > document_bytes:
-                    yield Chunk(path, unit, first, documents, document_bytes, start + position)
-                    first += len(documents)
+                    total = previous_bytes + bytes_read
+                    yield Chunk(path, unit, number, documents, document_bytes, total)
+                    number += len(documents)
                     documents = []
                     size = 0
         except UnreadableFile as error:
@@ -102,16 +104,17 @@ def read_chunks(
         except OSError as error:
             failure = UnreadableFile(path, f"cannot be read to its end ({error})")
         if documents:
-            yield Chunk(path, unit, first, documents, document_bytes, start + position)
+            total = previous_bytes + bytes_read
+            yield Chunk(path, unit, number, documents, document_bytes, total)
         if failure is not None:
             yield failure
-        start += hub.file_size(path)
+        previous_bytes += hub.file_size(path)
 
 
 class _Counted:
     """Count the bytes read from a file, since a pipe cannot report its position."""
 
-    closed = False
+    closed = False  # pyarrow asks for it
 
     def __init__(self, file: IO[bytes]):
         self._file = file
@@ -190,7 +193,7 @@ def split_lines(blocks: Iterator[bytes], document_bytes: int) -> Iterator[bytes]
     If reading a block fails, the unfinished line before it is dropped.
     """
     unfinished = bytearray()
-    is_skipped = False  # whether the unfinished line is too large and was yielded already
+    is_skipped = False  # whether the unfinished line is too large, and its beginning was yielded
     for block in blocks:
         # Split only the block: a long line would be searched again with each of its blocks.
         *lines, rest = block.split(b"\n")
@@ -231,7 +234,7 @@ def _read_parquet(path: str, text_key: str) -> Iterator[tuple[bytes | None, int]
             _check_column(path, file.schema_arrow, text_key)
             row = 0
             for batch in file.iter_batches(_ROWS, columns=[text_key], use_threads=False):
-                # Read bytes, so that invalid UTF-8 in a row makes only that row bad.
+                # Cast to bytes: decoding the column would fail for all rows if one is not UTF-8.
                 for text in batch.column(text_key).cast(pyarrow.large_binary()).to_pylist():
                     row += 1
                     yield text, size * row // file.metadata.num_rows
@@ -250,8 +253,8 @@ def _check_column(path: str, schema: Any, text_key: str) -> None:
     if text_key in schema.names:
         column = schema.field(text_key).type
         # A column of repeated texts may be stored as indices into a dictionary of strings.
-        values = column.value_type if pyarrow.types.is_dictionary(column) else column
-        if str(values) in ("string", "large_string", "string_view"):
+        text_type = column.value_type if pyarrow.types.is_dictionary(column) else column
+        if str(text_type) in ("string", "large_string", "string_view"):
             return
         problem = f"has a column {text_key!r} of type {column} instead of string"
     error = UnreadableFile(path, problem)

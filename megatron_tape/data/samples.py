@@ -78,7 +78,7 @@ class ExampleSamples(SampleSource):
         self._seed = config.train.seed
         if validation:
             self._path = settings.validation
-            self._seed = None  # the order of the file
+            self._seed = None  # not shuffled
         self._encode = example_encoder(config, tokenizer)
         self._eod = tokenizer.eod
         self._seq_length = config.model.seq_length
@@ -98,6 +98,7 @@ class ExampleSamples(SampleSource):
             )
         self.lines = np.array(lines)
         """The number, offset and length of each line that is not blank."""
+        # The epoch of the last sample, and its order of the lines.
         self._epoch = -1
         self._order = np.empty(0, int)
 

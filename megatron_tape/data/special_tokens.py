@@ -115,7 +115,7 @@ class SpecialTokens:
                 elif token is not None:
                     missing.append(f"{token!r:.100}")
 
-            # A list, a dictionary by name, or a single token.
+            # A list, a dictionary by name, or a single token, whose name is "".
             if isinstance(value, list):
                 settings[key] = [*tokens.values()]
             elif isinstance(value, dict) and "content" not in value:
@@ -134,6 +134,7 @@ class SpecialTokens:
         `default` exist.
         """
         if key in self._settings:
+            # The name of a single token is "".
             token = _token_texts(self._settings[key]).get("")
             if token is None:
                 return None

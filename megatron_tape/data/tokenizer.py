@@ -44,7 +44,7 @@ _SAVE = "save the tokenizer again"
 _FILE_BYTES = 1 << 29
 """Maximum size of a tokenizer's file."""
 _TEXTS_AT_ONCE = 1 << 14
-"""Number of texts that `sample` encodes at a time, which limits its memory."""
+"""Number of texts that `sample_digest` encodes at a time, which limits its memory."""
 _SPACES = str.maketrans({"▁": " ", "Ġ": " ", "Ċ": "\n"})
 """Spaces and line breaks in the tokens of SentencePiece and of tokenizers of bytes."""
 _ADDS_BOS = ("Llama", "CodeLlama", "Gemma")
@@ -52,14 +52,18 @@ _ADDS_BOS = ("Llama", "CodeLlama", "Gemma")
 
 
 class TokenizerRecord(TypedDict):
-    """Identifies a tokenizer in checkpoints and datasets. The fields are those of `Tokenizer`."""
+    """Identifies a tokenizer in checkpoints and datasets."""
 
     digest: str
+    """`Tokenizer.digest`."""
     same_as: NotRequired[str]
     """The digest of the SentencePiece model next to a `tokenizer.json`, if both give equal ids."""
     sample: NotRequired[str]
+    """`Tokenizer.sample_digest`: the sha256 of the vocabulary and of the ids of sample texts."""
     vocab_size: int
+    """One more than the largest id."""
     eod: int | None
+    """The id of the end-of-document token, or None."""
 
 
 class Tokenizer:
@@ -71,7 +75,7 @@ class Tokenizer:
     """The id of the end-of-document token."""
     bos: int | None
     """The id of the beginning-of-sequence token."""
-    prefix: list[int]
+    prefix_ids: list[int]
     """The ids that transformers prepends to a text by default: `bos`, or nothing. `encode` does not
     add them.
     """
@@ -83,7 +87,7 @@ class Tokenizer:
         self._path = path
         self.files = dict(files)
         """The contents of the tokenizer's files, by their names in a Hugging Face directory."""
-        self.names = SpecialTokens(files, path)
+        self.special_tokens = SpecialTokens(files, path)
         """The special tokens named in the tokenizer's settings files."""
 
     @property
@@ -92,17 +96,19 @@ class Tokenizer:
         raise NotImplementedError
 
     @property
-    def same_as(self) -> str | None:
-        """The digest of the SentencePiece model next to a `tokenizer.json`, if both agree."""
+    def equal_model_digest(self) -> str | None:
+        """The digest of the SentencePiece model next to a `tokenizer.json`, if both give equal ids;
+        otherwise None.
+        """
         return None
 
     @functools.cached_property
-    def sample(self) -> str:
+    def sample_digest(self) -> str:
         """The sha256 of the vocabulary and of the ids of sample texts.
 
-        It tells apart all tokenizers that were trained or configured differently, and is the same
-        for two files of one tokenizer. A file that was edited so that only rare text changes may
-        have the sample of the original.
+        This digest tells apart all tokenizers that were trained or configured differently, and is
+        the same for two files of one tokenizer. A file that was edited so that only rare text
+        changes may have the digest of the original.
         """
         tokens = [self._token(index) or "" for index in range(self.vocab_size)]
         digest = hashlib.sha256(_dump(tokens))
@@ -257,12 +263,12 @@ def tokenizer_record(tokenizer: Tokenizer) -> TokenizerRecord:
     """Return the record that a checkpoint or a dataset stores, to compare tokenizers later."""
     record: TokenizerRecord = {
         "digest": tokenizer.digest,
-        "sample": tokenizer.sample,
+        "sample": tokenizer.sample_digest,
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
     }
-    if tokenizer.same_as is not None:
-        record["same_as"] = tokenizer.same_as
+    if tokenizer.equal_model_digest is not None:
+        record["same_as"] = tokenizer.equal_model_digest
     return record
 
 
@@ -275,7 +281,8 @@ def difference(
     describes `other`. The end-of-document tokens are compared only if `with_eod` is true.
 
     transformers writes other files than those that it has read, so different digests do not mean
-    different ids. The samples decide then, except for records of versions that did not store them.
+    different ids. The digests of samples decide then, except for records of versions that did not
+    store them.
     """
     digests = {one["digest"], one.get("same_as")} - {None}
     if digests.isdisjoint({other["digest"], other.get("same_as")}):
@@ -295,10 +302,11 @@ def difference(
 def _read_files(main: Path) -> dict[str, bytes]:
     """Return the contents of a tokenizer's main file and those next to it, by standard name."""
     names: tuple[str, ...] = SIBLINGS
-    # The SentencePiece model that a tokenizer.json was made from, for `same_as`.
+    # The SentencePiece model that a tokenizer.json was made from, for `equal_model_digest`.
     if main.name == TOKENIZER_JSON:
         names += (TOKENIZER_MODEL,)
     paths = {name: main.parent / name for name in find_files(main.parent, names)}
+    # The main file may have any name, such as `mine.model`.
     standard_name = TOKENIZER_JSON if main.suffix == ".json" else TOKENIZER_MODEL
     paths[standard_name] = main
 
@@ -326,24 +334,25 @@ class _SentencePiece(Tokenizer):
             raise FileError(path, "is not a SentencePiece model", _GIVE) from error
 
         self.vocab_size = self._model.vocab_size()
-        self.names.check_added(self.token_to_id)
+        self.special_tokens.check_added(self.token_to_id)
         eos_pieces = self._piece(self._model.eos_id())
         bos_pieces = self._piece(self._model.bos_id())
-        self.eod = self.names.id_of("eos_token", self.token_to_id, eos_pieces)
-        self.bos = self.names.id_of("bos_token", self.token_to_id, bos_pieces)
-        config = self.names.config
+        self.eod = self.special_tokens.id_of("eos_token", self.token_to_id, eos_pieces)
+        self.bos = self.special_tokens.id_of("bos_token", self.token_to_id, bos_pieces)
+        config = self.special_tokens.config
         adds_bos = str(config.get("tokenizer_class")).startswith(_ADDS_BOS)
-        self.prefix = []
+        self.prefix_ids = []
         if config.get("add_bos_token", adds_bos) and self.bos is not None:
-            self.prefix.append(self.bos)
+            self.prefix_ids.append(self.bos)
 
         pieces = range(self.vocab_size)
         self.scores = [self._model.get_score(index) for index in pieces]
-        if not any(score % 1 for score in self.scores):  # ranks, of a model of another type
+        # Only unigram models have fractions; models of other types have whole numbers as scores.
+        if not any(score % 1 for score in self.scores):
             self.scores = None
 
         # No text may encode to these; only the unknown token stands for text.
-        ids = {self.token_to_id(token) for token in self.names.special()}
+        ids = {self.token_to_id(token) for token in self.special_tokens.special()}
         ids.discard(self._model.unk_id())
         ids |= {index for index in pieces if self._model.is_control(index)}
         ids |= {self.eod, self.bos}
@@ -387,7 +396,7 @@ class _HuggingFace(Tokenizer):
         with library_errors(path, "is not a Hugging Face tokenizer.json"):
             settings = json.loads(files[TOKENIZER_JSON])
             self._load(files[TOKENIZER_JSON])
-            # Ids may have gaps, so they are not counted.
+            # Ids may have gaps, so their number may be less than the size.
             ids = self._model.get_vocab(with_added_tokens=True).values()
             self.vocab_size = max(ids, default=-1) + 1
         if settings["model"].get("dropout"):
@@ -397,13 +406,13 @@ class _HuggingFace(Tokenizer):
                 "set model.dropout to null, or remove it",
             )
 
-        self.eod = self.names.id_of("eos_token", self._model.token_to_id, _END_OF_DOCUMENT)
-        self.bos = self.names.id_of("bos_token", self._model.token_to_id, _BEGINNING)
+        self.eod = self.special_tokens.id_of("eos_token", self._model.token_to_id, _END_OF_DOCUMENT)
+        self.bos = self.special_tokens.id_of("bos_token", self._model.token_to_id, _BEGINNING)
         special = self._make_special(settings)
         refuse_specials_in_text(path, self.encode_batch, special)
         # The post-processor of the file decides whether texts begin with `bos`, so try it.
         first_ids = self._model.encode("a", add_special_tokens=True).ids[:1]
-        self.prefix = first_ids if first_ids == [self.bos] else []
+        self.prefix_ids = first_ids if first_ids == [self.bos] else []
 
     def _load(self, content: bytes) -> None:
         """Load the tokenizer from the content of a `tokenizer.json`, and keep that in `files`."""
@@ -426,7 +435,7 @@ class _HuggingFace(Tokenizer):
         which this changes.
         """
         begin_and_end = [i for i in (self.eod, self.bos) if i is not None]
-        tokens = self.names.special() | {self._token(i) for i in begin_and_end}
+        tokens = self.special_tokens.special() | {self._token(i) for i in begin_and_end}
         added = settings.get("added_tokens") or ()
         # The library would find an added token in text unless it is marked as special.
         ordinary = [t for t in added if t["content"] in tokens and not t.get("special")]
@@ -451,17 +460,17 @@ class _HuggingFace(Tokenizer):
         return _digest(self.files[TOKENIZER_JSON])
 
     @functools.cached_property
-    def same_as(self) -> str | None:
+    def equal_model_digest(self) -> str | None:
         if TOKENIZER_MODEL not in self.files:
             return None
         try:
             model = _SentencePiece(self.files, self._path)
             if (model.vocab_size, model.eod) != (self.vocab_size, self.eod):
                 return None
-            text = find_difference(model.encode, self.encode, trial_texts(), model.scores)
+            different_text = find_difference(model.encode, self.encode, trial_texts(), model.scores)
         except FileError:  # an unusable model next to a good tokenizer.json does no harm
             return None
-        if text is None:
+        if different_text is None:
             return model.digest
         return None
 

@@ -85,8 +85,10 @@ def find_difference(
         if not scores or max([*ids, *other_ids], default=0) >= len(scores):
             return True
         score = sum(scores[i] for i in ids)
-        return not math.isclose(score, sum(scores[i] for i in other_ids), rel_tol=1e-6)
+        other_score = sum(scores[i] for i in other_ids)
+        return not math.isclose(score, other_score, rel_tol=1e-6)
 
-    text = next(filter(differs, texts), None)
-    # A short line is a better example, unless only the whole text differs.
-    return text and next(filter(differs, text.splitlines()), text)
+    for text in filter(differs, texts):
+        # A short line is a better example, unless only the whole text differs.
+        return next(filter(differs, text.splitlines()), text)
+    return None

@@ -57,7 +57,7 @@ class TrainingModel:
         """The beginning-of-text token: a list of one id, or an empty list."""
         if self.tokenizer is None:
             return []
-        return self.tokenizer.prefix
+        return self.tokenizer.prefix_ids
 
     def losses(self, tokens: np.ndarray, first: int) -> np.ndarray:
         """Return the losses (N - first,), float64, of `tokens[first:]` for tokens (N,)."""

@@ -75,7 +75,7 @@ class HFModel:
     def bos(self) -> list[int]:
         """The beginning-of-text token that the tokenizer adds, as a list, or an empty list."""
         if self._saved_tokenizer is not None:
-            return self._saved_tokenizer.prefix
+            return self._saved_tokenizer.prefix_ids
         if self.tokenizer is None:
             return []
         # Some tokenizers have a beginning-of-text token but do not add it.

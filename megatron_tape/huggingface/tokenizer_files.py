@@ -77,7 +77,7 @@ def write_tokenizer(
         else:
             hf_tokenizer, special_ids, settings = _from_sentencepiece(tokenizer, source, context)
             files[TOKENIZER_JSON] = hf_tokenizer.to_str(pretty=True).encode()
-        token_by_key, missing_tokens = tokenizer.names.existing(hf_tokenizer.token_to_id)
+        token_by_key, missing_tokens = tokenizer.special_tokens.existing(hf_tokenizer.token_to_id)
 
     if missing_tokens:
         tokens = ", ".join(missing_tokens)[:_SHOWN_CHARACTERS]
@@ -214,7 +214,7 @@ def _from_tokenizer_json(
         for role, index in special_ids.items()
         if index is not None
     }
-    original_settings = tokenizer.names.config
+    original_settings = tokenizer.special_tokens.config
     if not original_settings:
         if unknown := getattr(hf_tokenizer.model, "unk_token", None):
             token_by_key["unk_token"] = unknown
@@ -265,7 +265,7 @@ def _from_sentencepiece(
     }
 
     # In training, every text began with the token bos.
-    if tokenizer.prefix:
+    if tokenizer.prefix_ids:
         bos_token = token_by_key["bos_token"]
         converted.post_processor = processors.TemplateProcessing(
             single=f"{bos_token} $A",
@@ -275,7 +275,7 @@ def _from_sentencepiece(
 
     # Settings that do not change the ids of a text.
     settings = _new_settings(context, token_by_key)
-    original_settings = tokenizer.names.config
+    original_settings = tokenizer.special_tokens.config
     for key in ("chat_template", "model_max_length", "padding_side", "split_special_tokens"):
         if key in original_settings:
             settings[key] = original_settings[key]

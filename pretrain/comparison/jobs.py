@@ -2,6 +2,7 @@
 each in its own process.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -64,7 +65,7 @@ def find_gpus() -> tuple[list[str], str | None]:
     # Without a driver, do not spend seconds on importing torch.
     if not Path("/dev/nvidiactl").exists() or visible == "":
         return [], None
-    # In another process, since counting them here would initialize CUDA.
+    # In another process, since counting the GPUs here would initialize CUDA.
     command = [sys.executable, "-c", _PRINT_GPUS]
     names = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
     gpus = [str(index) for index in range(len(names))]
@@ -92,11 +93,12 @@ class _Active:
 class Jobs:
     """Executes runs, at most `slots` at a time, in the order given.
 
-    `start(module, arguments, log, slot)` starts a phase. `finish(run, seconds)` is called when all
-    phases of a run have succeeded. A failed run does not stop the others; `failed` maps its name to
-    the reason. `finished` is the number of other runs of the comparison, which have finished
-    before; the log counts them. `pause` is the number of seconds between two checks of the
-    processes.
+    `start(module, arguments, log, slot)` starts the process of a phase and returns it, as
+    `start_program` does. `on_finished(run, seconds)` is called when all phases of a run have
+    succeeded, after `seconds` in total. A failed run does not stop the others; `failed` maps its
+    name to the reason. `finished_before` is the number of other runs of the comparison, which
+    earlier commands have finished; the log counts them. `pause` is the number of seconds between
+    two checks of the processes.
     """
 
     def __init__(
@@ -104,19 +106,19 @@ class Jobs:
         runs: list[PlannedRun],
         slots: int,
         start: Callable[[str, list[str], Path, int], subprocess.Popen],
-        finish: Callable[[PlannedRun, float], None],
-        finished: int = 0,
+        on_finished: Callable[[PlannedRun, float], None],
+        finished_before: int = 0,
         pause: float = 0.2,
     ):
         self._waiting = list(runs)
         self._slots = slots
         self._start = start
-        self._finish = finish
+        self._on_finished = on_finished
         self._pause = pause
         self._active: dict[int, _Active] = {}
-        self._total = finished + len(runs)
-        self._finished = finished
-        self._progress = command_line.Progress(self._total, start=finished)
+        self._total = finished_before + len(runs)
+        self._finished = finished_before
+        self._progress = command_line.Progress(self._total, start=finished_before)
         self._signals: list[int] = []
         self.failed: dict[str, str] = {}
 
@@ -154,7 +156,8 @@ class Jobs:
         """Start waiting runs in the free slots."""
         for slot in range(self._slots):
             if self._waiting and slot not in self._active and self.stopped is None:
-                self._start_phase(self._waiting.pop(0), 0, slot, time.monotonic())
+                run = self._waiting.pop(0)
+                self._start_phase(run, phase=0, slot=slot, started=time.monotonic())
 
     def _start_phase(self, run: PlannedRun, phase: int, slot: int, started: float) -> None:
         """Start a phase of a run, whose first phase was started at `started`, in a free slot."""
@@ -181,9 +184,11 @@ class Jobs:
             return
         del self._active[slot]
         run = active.run
-        # After EXIT_RESTART, a phase is repeated, and continues from its checkpoint.
-        next_phase = active.phase + (status == 0)
-        if status == 0 and next_phase == len(run.phases):
+        # After EXIT_RESTART, the same phase starts again, and continues from its checkpoint.
+        next_phase = active.phase
+        if status == 0:
+            next_phase += 1
+        if next_phase == len(run.phases):
             self._conclude(run, time.monotonic() - active.started)
         elif self.stopped is not None:
             return  # the same command continues the run
@@ -196,7 +201,7 @@ class Jobs:
     def _conclude(self, run: PlannedRun, seconds: float) -> None:
         """Have the results of a finished run recorded, and log that."""
         try:
-            self._finish(run, seconds)
+            self._on_finished(run, seconds)
         # Invalid results of one run must not end the other runs.
         except (ValueError, KeyError, OSError) as error:
             self._fail(run, f"its results cannot be recorded: {type(error).__name__}: {error}")
@@ -227,9 +232,11 @@ def _last_error(run: PlannedRun) -> str:
     """Return, in parentheses, the last line of a run's log that contains "error", or "" without
     one.
     """
-    # The error that ended a program is at the end of its log.
-    lines = run.log.read_text(encoding="utf-8", errors="replace")[-8192:].splitlines()
-    for line in reversed(lines):
-        if "error" in line.lower():
-            return f" ({line[:600]})"
+    # A log that somebody has removed must not end the comparison.
+    with contextlib.suppress(OSError):
+        # The error that ended a program is at the end of its log.
+        lines = run.log.read_text(encoding="utf-8", errors="replace")[-8192:].splitlines()
+        for line in reversed(lines):
+            if "error" in line.lower():
+                return f" ({line[:600]})"
     return ""

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_tape import command_line
-from megatron_tape.checkpoint.saved_settings import check_start
+from megatron_tape.checkpoint.saved_settings import checked_start_checkpoint
 from megatron_tape.checks import Level, check
 from megatron_tape.checks.arguments import parse_run_config
-from megatron_tape.config.data import blend
 from megatron_tape.config.schema import RunConfig
 from megatron_tape.config.sections import as_dict
 from megatron_tape.data.indexed_dataset import dataset_paths
@@ -95,8 +94,8 @@ class Variant:
 class PlannedRun:
     """The run of one variant with one seed.
 
-    `arguments` are those of pretrain.train, `evaluation` those of pretrain.evaluate; `config`
-    results from `arguments`.
+    `arguments` are those of pretrain.train, and `config` is the configuration that they give.
+    `evaluation_arguments` are those of pretrain.evaluate.
     """
 
     variant: Variant
@@ -104,7 +103,7 @@ class PlannedRun:
     directory: Path
     config: RunConfig
     arguments: list[str]
-    evaluation: list[str] | None
+    evaluation_arguments: list[str] | None
     """None if no tasks are evaluated."""
 
     @property
@@ -117,8 +116,8 @@ class PlannedRun:
         arguments.
         """
         phases = [("training", "pretrain.train", self.arguments)]
-        if self.evaluation is not None:
-            phases.append(("evaluation", "pretrain.evaluate", self.evaluation))
+        if self.evaluation_arguments is not None:
+            phases.append(("evaluation", "pretrain.evaluate", self.evaluation_arguments))
         return phases
 
     @property
@@ -133,7 +132,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class ComparisonPlan:
-    """All runs of a comparison, and `known`, the results of those that are finished.
+    """All runs of a comparison, and `results`, those of the runs that are finished.
 
     `base` is the configuration of the recipe; `tasks` are the tasks that each run is evaluated on.
     """
@@ -142,33 +141,33 @@ class ComparisonPlan:
     runs: list[PlannedRun]
     base: RunConfig
     tasks: list[Task]
-    known: Comparison
+    results: Comparison
 
     @property
-    def left(self) -> list[PlannedRun]:
+    def unfinished(self) -> list[PlannedRun]:
         """The runs that are not finished."""
-        finished = {run.name for run in self.known.runs}
+        finished = {run.name for run in self.results.runs}
         return [run for run in self.runs if (run.variant.label, run.seed) not in finished]
 
     def record(self, run: PlannedRun, seconds: float, device: str | None) -> None:
         """Write the results of a run whose phases took `seconds` to `run.result`, and add them to
-        `known`.
+        `results`.
 
         `device` is the model name of the GPU; None stands for the CPU.
         """
         scores = []
-        if run.evaluation is not None:
+        if run.evaluation_arguments is not None:
             # The names of evaluations have leading zeros, so the last name is the last step.
             evaluations = (run.directory / "evaluation").glob("step-*")
             newest = max(evaluations, default=run.directory)
-            results = read_results(newest).tasks
+            results_by_task = read_results(newest).tasks
             for task in self.tasks:
-                scores += results[task.name].scores
+                scores += results_by_task[task.name].scores
 
         scores += comparison_file.training_scores(run.config, read_run(run.directory))
 
         files = [file for task in self.tasks for file in task.inputs()]
-        for prefix in blend(run.config.data.prefix)[0]:
+        for prefix in run.config.data.prefixes:
             files += dataset_paths(prefix)
         finished = FinishedRun(
             run.variant.label,
@@ -180,8 +179,8 @@ class ComparisonPlan:
             versions=versions_with_commit(),
             data={str(file): fingerprint(file) for file in files},
         )
-        comparison_file.write_comparison(run.result, replace(self.known, runs=[finished]))
-        self.known.runs.append(finished)
+        comparison_file.write_comparison(run.result, replace(self.results, runs=[finished]))
+        self.results.runs.append(finished)
 
     def collect(self) -> None:
         """Add the results of runs that other processes, such as tasks of a job array, have
@@ -198,7 +197,7 @@ class ComparisonPlan:
             except (ValueError, OSError) as error:
                 command_line.log(f"warning: {run.name} counts as not finished: {error}")
             else:
-                comparison_file.add_runs(self.known, run.result, self.base)
+                comparison_file.add_runs(self.results, run.result, self.base)
 
 
 def make_plan(options: argparse.Namespace, overrides: list[str]) -> ComparisonPlan:
@@ -219,11 +218,11 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> ComparisonPl
             f"is {base.checkpoint.directory}, but runs of a comparison cannot share a directory",
             "remove this setting",
         )
-    evaluation = _evaluation(options, base)
+    evaluation = _evaluation_arguments(options, base)
     check(base, Level.START, processes=1, extends=False)
     tasks = []
     if evaluation is not None:
-        tasks = evaluate.read_command([*evaluation, "--model", str(output)])[1]
+        _, tasks = evaluate.read_command([*evaluation, "--model", str(output)])
     elif missing := missing_validation(base):
         raise ConfigError(
             missing.subjects,
@@ -243,10 +242,10 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> ComparisonPl
     runs.sort(key=lambda run: run.seed)
 
     # First the file with all results: the directories of the runs may be on another machine.
-    known = comparison_file.empty_comparison(base, tasks, variants[0].label)
+    results = comparison_file.empty_comparison(base, tasks, variants[0].label)
     if (output / NAME).is_file():
-        comparison_file.add_runs(known, output / NAME, base)
-    plan = ComparisonPlan(output, runs, base, tasks, known)
+        comparison_file.add_runs(results, output / NAME, base)
+    plan = ComparisonPlan(output, runs, base, tasks, results)
     plan.collect()
     return plan
 
@@ -308,7 +307,10 @@ def parse_seeds(text: str) -> range:
 def _plan_run(
     variant: Variant, seed: int, recipe: list[str], base: RunConfig, evaluation: list[str] | None
 ) -> PlannedRun:
-    """Return the run of a variant with one seed. `recipe` are the arguments of all runs.
+    """Return the run of a variant with one seed.
+
+    `recipe` are the arguments of pretrain.train that all runs share, `base` the configuration that
+    they give, and `evaluation` the arguments of pretrain.evaluate, or None without tasks.
 
     Raises UserError for invalid settings, and if the run has started with other settings.
     """
@@ -324,7 +326,7 @@ def _plan_run(
         saved = read_yaml(directory / SETTINGS, comparison_file.Settings)
         differences = comparison_file.changed_settings(saved, config)
         comparison_file.refuse_changed(directory, differences)
-        check_start(config)
+        checked_start_checkpoint(config)  # raises ConfigError if the run cannot continue
 
     if evaluation is not None:
         label = f"{variant.label}, seed {seed}"
@@ -332,7 +334,7 @@ def _plan_run(
     return PlannedRun(variant, seed, directory, config, arguments, evaluation)
 
 
-def _evaluation(options: argparse.Namespace, base: RunConfig) -> list[str] | None:
+def _evaluation_arguments(options: argparse.Namespace, base: RunConfig) -> list[str] | None:
     """Return the tasks and their settings as arguments of pretrain.evaluate, or None if there are
     no tasks.
 
@@ -367,7 +369,7 @@ def _check_model(run: PlannedRun) -> None:
     """
     config = run.config
     check(config, Level.SETTINGS, processes=1, extends=False)
-    if run.evaluation is None:
+    if run.evaluation_arguments is None:
         return
     if encoding_of(config.model).exports_to is None:
         raise ConfigError(
@@ -376,4 +378,4 @@ def _check_model(run: PlannedRun) -> None:
             " evaluated",
             "remove it from --encodings",
         )
-    evaluate.check_evaluation(run.evaluation, model_of_run(config))
+    evaluate.check_evaluation(run.evaluation_arguments, model_of_run(config))

@@ -79,7 +79,7 @@ def write_until(prefix, documents, killed):
     """Add and mark two documents, add the others, and end like an interrupted or killed process."""
     writer = IndexedDatasetWriter(prefix, np.dtype("<u2"), source={"a": 1}, inputs=[[7, 1], None])
     add(writer, documents[:2])
-    writer.mark(1)
+    writer.mark_completed(1)
     add(writer, documents[2:])
     if killed:
         writer._bin.file.close()
@@ -111,7 +111,7 @@ def test_a_writer_continues_unfinished_files_that_fit(
         source={"a": 2 if change == "source" else 1},
         inputs=[[7, 2 if change == "inputs" else 1], [8, 1]],
     ) as writer:
-        assert (writer.complete, writer.documents) == ((0, 0) if change else (1, 2))
+        assert (writer.completed_files, writer.documents) == ((0, 0) if change else (1, 2))
         assert (tmp_path / "data.progress").exists() == (change is None)
         add(writer, documents[writer.documents :])
         writer.finish()

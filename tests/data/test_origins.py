@@ -10,7 +10,7 @@ from datasets_for_tests import EOD, write_dataset, write_documents, write_tokeni
 from tool_runs import run_here
 
 from megatron_tape.data.inputs import check_datasets, check_same_data, fingerprints
-from megatron_tape.data.origins import check_tokenizer, fingerprints_of, read_origin
+from megatron_tape.data.origins import checked_origins, fingerprints_of, read_origin
 from megatron_tape.data.tokenizer import load_tokenizer, tokenizer_record
 from megatron_tape.errors import ConfigError, FileError
 
@@ -176,7 +176,7 @@ def test_a_malformed_origin_is_one_sentence(preprocess):
     with open(f"{prefix}.origin", "w") as file:
         file.write('{"tokenizer": []}')
     with pytest.raises(FileError, match="out.origin cannot be used: .*; remove that file"):
-        check_tokenizer([prefix], None, "")
+        checked_origins([prefix], tokenizer=None)
 
 
 def documents(*ends):

@@ -96,7 +96,7 @@ def test_the_run_is_named_after_the_last_recipe_unless_a_recipe_sets_its_directo
     (tmp_path / "own.yaml").write_text(text)
 
     def directory(scratch):
-        arguments = attempt._arguments([*given, "--data.prefix=a"], scratch)
+        arguments = attempt._training_arguments([*given, "--data.prefix=a"], scratch)
         return parse_run_config(arguments).logging.directory
 
     assert directory("/scratch") == "/scratch/runs/b"

@@ -200,10 +200,10 @@ def run_jobs(runs, programs, slots=2, **options):
 
 def test_a_continued_comparison_counts_the_runs_that_were_finished_before(recipe, tmp_path, capsys):
     run_jobs(
-        plan_of(recipe, tmp_path).left[1:],
+        plan_of(recipe, tmp_path).unfinished[1:],
         FakePrograms(),
         1,
-        finished=1,
+        finished_before=1,
     )
     lines = [line.partition(" runs: ")[0] for line in capsys.readouterr().err.splitlines()]
     assert lines == ["2 of 4", "3 of 4", "4 of 4"]
@@ -212,7 +212,7 @@ def test_a_continued_comparison_counts_the_runs_that_were_finished_before(recipe
 def test_runs_are_trained_then_evaluated_with_limited_concurrency(recipe, tmp_path):
     plan = plan_of(recipe, tmp_path)
     programs = FakePrograms()
-    jobs, names = run_jobs(plan.left, programs)
+    jobs, names = run_jobs(plan.unfinished, programs)
     assert sorted(names) == sorted(run.name for run in plan.runs)
     assert programs.most == 2
     assert not jobs.failed
@@ -234,7 +234,7 @@ def test_other_runs_finish_if_one_fails_and_a_phase_that_exits_with_75_is_restar
         repeated: [EXIT_RESTART],
     }
     programs = FakePrograms(statuses)
-    jobs, names = run_jobs(plan_of(recipe, tmp_path).left, programs)
+    jobs, names = run_jobs(plan_of(recipe, tmp_path).unfinished, programs)
     assert names == [f"tape+token_mixing=per_head, seed {seed}" for seed in (1, 2)]
     assert programs.started.count(repeated) == 2
     assert jobs.stopped is None
@@ -255,7 +255,7 @@ def test_other_runs_finish_if_the_results_of_one_cannot_be_recorded(recipe, tmp_
         names.append(run.name)
 
     plan = plan_of(recipe, tmp_path)
-    jobs = Jobs(plan.left, 2, FakePrograms(), finish, pause=0)
+    jobs = Jobs(plan.unfinished, 2, FakePrograms(), finish, pause=0)
     jobs.run()
     assert len(names) == 3
     assert list(jobs.failed) == ["rope, seed 1"]
@@ -266,7 +266,7 @@ def test_a_run_with_an_unreadable_record_counts_as_not_finished(recipe, tmp_path
     result = tmp_path / "rope" / "seed-1" / "comparison.json"
     result.parent.mkdir(parents=True)
     result.write_text("{")
-    assert len(plan_of(recipe, tmp_path).left) == 4
+    assert len(plan_of(recipe, tmp_path).unfinished) == 4
     assert f"rope, seed 1 counts as not finished: {result}" in capsys.readouterr().err
 
 
@@ -275,7 +275,7 @@ def test_tasks_may_come_from_a_file(recipe, tmp_path):
     file.write_text("selective_copy: {copied: 4, symbols: 4, blanks: {far: 7}, samples: 3}")
     plan = plan_of(recipe, tmp_path / "out", f"--evaluation={file}")
     assert [task.settings.blanks for task in plan.tasks] == [{"far": 7}]
-    assert plan.runs[0].evaluation[:2] == ["--config", str(file)]
+    assert plan.runs[0].evaluation_arguments[:2] == ["--config", str(file)]
     # The recipe's tasks are not evaluated during training.
     assert all(run.config.evaluation.enabled_tasks() == {} for run in plan.runs)
 
@@ -318,7 +318,7 @@ def test_a_language_model_without_tasks_is_compared_by_its_validation_loss(tmp_p
     assert recorded.hardware == "GPU x"
     files = [f"{prefix}{suffix}" for suffix in (".idx", ".bin")]
     assert recorded.data == {file: fingerprint(file) for file in files}
-    assert [run.name for run in plan.left] == ["rope, seed 1"]
+    assert [run.name for run in plan.unfinished] == ["rope, seed 1"]
 
 
 # ----- a real comparison -----
@@ -429,7 +429,7 @@ def test_results_from_another_machine_are_reused(compared, recipe, tmp_path, cap
     write_comparison(tmp_path / "new" / "comparison.json", content)
     plan = plan_of(recipe, tmp_path / "new")
     missing = "tape+token_mixing=per_head, seed 2"
-    assert [run.name for run in plan.left] == [missing]
+    assert [run.name for run in plan.unfinished] == [missing]
 
     assert compare.main(arguments(recipe, tmp_path / "new", "--report-only")) == 1
     printed = capsys.readouterr()

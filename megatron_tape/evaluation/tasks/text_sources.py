@@ -15,7 +15,7 @@ from megatron_tape.config.evaluation import TextSettings
 from megatron_tape.config.values import format_value
 from megatron_tape.data.documents import read_texts
 from megatron_tape.data.indexed_dataset import IndexedDatasetReader, dataset_paths, first_invalid_id
-from megatron_tape.data.origins import check_tokenizer, unknown_tokenizers
+from megatron_tape.data.origins import checked_origins, unknown_tokenizers
 from megatron_tape.data.raw_chunks import is_text_file
 from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.evaluation.task import EvaluatedModel, ModelInfo
@@ -141,7 +141,7 @@ def check_sources(
     tokenized = [text_source.path for text_source in text_sources if text_source.kind != "text"]
     # Datasets record the tokenizer that encoded them, which must be the model's.
     if info.tokenizer is not None:
-        origins = check_tokenizer(tokenized, info.tokenizer, f"that of {info.label}")
+        origins = checked_origins(tokenized, info.tokenizer, f"that of {info.label}")
         if warning := unknown_tokenizers(origins, f"that of {info.label}"):
             command_line.log(warning)
     elif tokenized:
