@@ -176,7 +176,6 @@ def _execute(
         # A task of an array does not know what the others have finished.
         finished_before = 0 if in_array else len(plan.runs) - len(runs)
         start = partial(start_program, gpus=gpus, lock=lock)
-        slots = min(slots, len(runs))
         jobs = Jobs(runs, slots, start, on_finished=record, finished_before=finished_before)
         jobs.run()
     return jobs.stopped

@@ -20,12 +20,11 @@ from megatron_tape.text import counted
 def main() -> None:
     """Parse the command line, check the dataset and describe it."""
     arguments = parser().parse_args()
+    dataset = IndexedDatasetReader(arguments.prefix)
+    origin = read_origin(arguments.prefix)
     tokenizer = None
     if arguments.tokenizer:
         tokenizer = load_tokenizer(arguments.tokenizer)
-    dataset = IndexedDatasetReader(arguments.prefix)
-    origin = read_origin(arguments.prefix)
-    if tokenizer is not None:
         record = tokenizer_record(tokenizer)
         origins = checked_origins([arguments.prefix], record, arguments.tokenizer)
         warning = unknown_tokenizers(origins, arguments.tokenizer)

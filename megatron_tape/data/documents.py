@@ -66,7 +66,9 @@ class Problems:
     def first(self) -> tuple[str, str] | None:
         """Return the place and the reason of the first bad document, or None."""
         # Dictionaries keep the order in which reasons were added.
-        return next(((places[0], reason) for reason, places in self.examples.items()), None)
+        for reason, places in self.examples.items():
+            return places[0], reason
+        return None
 
     def report(self) -> Iterator[str]:
         """Yield one sentence per reason: the number of documents and the places of the first."""
@@ -194,10 +196,15 @@ def check_text_keys(paths: list[str], text_key: str, option: str = "--text-key")
     first is checked, since opening thousands of them over the network takes minutes. Files that can
     be read only once, such as pipes, are not checked.
     """
-    streamed = [path for path in paths if hub.local_path(path) is None]
+    has_streamed = False
     for path in paths:
-        # Of the streamed files, only the first.
-        if path in streamed[:1] or (path not in streamed and os.path.isfile(hub.local_path(path))):
+        local = hub.local_path(path)
+        if local is None:
+            is_checked = not has_streamed
+            has_streamed = True
+        else:
+            is_checked = os.path.isfile(local)
+        if is_checked:
             _check_text_key(path, text_key, option)
 
 

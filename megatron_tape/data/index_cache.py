@@ -233,8 +233,9 @@ def _state_of(future: Future, staging: list[Path], cache: str) -> _BuildState:
         error.__cause__ = future.exception()
     size = 0
     with contextlib.suppress(OSError):  # files may be renamed meanwhile
-        for path in (path for directory in staging for path in directory.rglob("*.npy")):
-            size += path.stat().st_size
+        for temporary in staging:
+            for path in temporary.rglob("*.npy"):
+                size += path.stat().st_size
     return _BuildState(finished, size, time.process_time(), error)
 
 

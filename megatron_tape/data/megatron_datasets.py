@@ -242,10 +242,9 @@ def interleave(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
     """
     dataset_of_sample = np.zeros(size, np.int16)
     index_in_dataset = np.zeros(size, np.int64)
-    # This fills both arrays.
-    verbose = False
+    # This fills both arrays. The last argument makes it print messages.
     helpers.build_blending_indices(
-        dataset_of_sample, index_in_dataset, shares, len(shares), size, verbose
+        dataset_of_sample, index_in_dataset, shares, len(shares), size, False
     )
     return dataset_of_sample, index_in_dataset
 
@@ -326,18 +325,18 @@ def mix_with_long_documents(
     All ranks pass the same `pools`. Unless the index is being built, rank 0 logs the number of
     epochs over the long and the other documents of each dataset.
     """
-    minimum = config.data.long_documents.minimum
-    share = config.data.long_documents.share
+    long_documents = config.data.long_documents
     has_others = bool(pools.others.prefixes)
     shares = [1.0]
     if has_others:
-        shares = [share, 1 - share]
+        shares = [long_documents.share, 1 - long_documents.share]
     mix = Mixed(settings, shares, size)
 
     mix.datasets.append(_mix_of_windows(config, settings, pools.long, mix.counts[0]))
     # A short run may draw no sample from the other documents.
     if has_others and mix.counts[1]:
-        shorter = replace(settings, documents_below=minimum)  # type: ignore[call-arg]
+        limit = long_documents.minimum
+        shorter = replace(settings, documents_below=limit)  # type: ignore[call-arg]
         others = _without_single_weight(pools.others)
         dataset = open_split(ShorterDocuments, shorter, others, split=0, size=mix.counts[1])
         mix.datasets.append(dataset)
@@ -366,9 +365,8 @@ def _mix_of_windows(
 
         names = ("documents", "ends_of_whole", "left")
         cache = settings.path_to_cache
-        # The cache directory's name is a digest of all other settings that `make` depends on.
-        key = prefix
-        divided = cached(cache, "DocumentWindows", names, key, make, settings.build)
+        # The prefix is enough as a key: the directory's name is a digest of all other settings.
+        divided = cached(cache, "DocumentWindows", names, prefix, make, settings.build)
         dataset = settings.open(prefix)
         mix.datasets.append(DocumentWindows(dataset, divided, seq_length, config.train.seed))
     return mix

@@ -84,16 +84,16 @@ def read_chunks(
         failure = None
         number = 1  # that of the chunk's first document
         documents = []
-        size = bytes_read = 0
+        size = 0
         try:
-            for document, bytes_read in _read_file(path, unit, text_key, document_bytes):
+            for document, bytes_of_file in _read_file(path, unit, text_key, document_bytes):
+                bytes_read = previous_bytes + bytes_of_file
                 documents.append(document)
                 length = len(document or b"")
                 # At least 1, so that a chunk of empty documents ends, too.
                 size += length + 1
                 if size >= chunk_bytes or length > document_bytes:
-                    total = previous_bytes + bytes_read
-                    yield Chunk(path, unit, number, documents, document_bytes, total)
+                    yield Chunk(path, unit, number, documents, document_bytes, bytes_read)
                     number += len(documents)
                     documents = []
                     size = 0
@@ -104,8 +104,7 @@ def read_chunks(
         except OSError as error:
             failure = UnreadableFile(path, f"cannot be read to its end ({error})")
         if documents:
-            total = previous_bytes + bytes_read
-            yield Chunk(path, unit, number, documents, document_bytes, total)
+            yield Chunk(path, unit, number, documents, document_bytes, bytes_read)
         if failure is not None:
             yield failure
         previous_bytes += hub.file_size(path)

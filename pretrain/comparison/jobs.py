@@ -155,12 +155,12 @@ class Jobs:
     def _fill_slots(self) -> None:
         """Start waiting runs in the free slots."""
         for slot in range(self._slots):
-            if self._waiting and slot not in self._active and self.stopped is None:
+            if self._waiting and slot not in self._active and not self._signals:
                 run = self._waiting.pop(0)
-                self._start_phase(run, phase=0, slot=slot, started=time.monotonic())
+                self._start_phase(run, slot, time.monotonic())
 
-    def _start_phase(self, run: PlannedRun, phase: int, slot: int, started: float) -> None:
-        """Start a phase of a run, whose first phase was started at `started`, in a free slot."""
+    def _start_phase(self, run: PlannedRun, slot: int, started: float, phase: int = 0) -> None:
+        """Start a phase of a run in a free slot. The first phase was started at `started`."""
         _, module, arguments = run.phases[phase]
         process = self._start(module, arguments, run.log, slot)
         self._active[slot] = _Active(run, process, phase, started)
@@ -193,7 +193,7 @@ class Jobs:
         elif self.stopped is not None:
             return  # the same command continues the run
         elif status in (0, EXIT_RESTART):
-            self._start_phase(run, next_phase, slot, active.started)
+            self._start_phase(run, slot, active.started, next_phase)
         else:
             reason = f"{active.phase_name} ended with status {status}"
             self._fail(run, f"{reason}{_last_error(run)}")
