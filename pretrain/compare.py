@@ -162,12 +162,12 @@ def _execute(
         log("all runs are finished already")
         return None
 
-    gpus, device = find_gpus()
+    gpus, gpu_model = find_gpus()
     slots = options.jobs or len(gpus) or len(os.sched_getaffinity(0))
     in_array = options.only is not None
 
     def record(run: PlannedRun, seconds: float) -> None:
-        plan.record(run, seconds, device)
+        plan.record(run, seconds, gpu_model)
         # The tasks of an array would overwrite each other's files.
         if not in_array:
             _write_tables(plan)

@@ -149,7 +149,7 @@ class Preflight:
         import torch
 
         store = self._connect()
-        home = None if self.attempt is None else self.attempt.staging
+        staging = None if self.attempt is None else self.attempt.staging
         facts: dict[str, Any] = {
             "node": node_name(),
             "gpu": _gpu(torch),
@@ -158,10 +158,12 @@ class Preflight:
         # One rank per node reports the facts that its ranks share.
         if local_rank() == 0:
             facts |= {"host": os.uname().nodename, "gloo": gloo_address()}
-            facts |= nodes.node_facts(self.config, home, code_digest(("megatron_tape", "pretrain")))
+            facts |= nodes.node_facts(
+                self.config, staging, code_digest(("megatron_tape", "pretrain"))
+            )
         store.set(f"facts/{self.rank}", json.dumps(facts))
         if self.rank == 0:
-            store.set("verdict", self._verdict(store, home))
+            store.set("verdict", self._verdict(store, staging))
 
         verdict = self._read_verdict(store)
         if verdict:
@@ -201,9 +203,9 @@ class Preflight:
                 f"rank 0 at {address}:{port} does not answer ({one_line(error)})"
             ) from None
 
-    def _verdict(self, store, home: Path | None) -> str:
+    def _verdict(self, store, staging: Path | None) -> str:
         """On rank 0, find and record the problems of all nodes; return them as text, or ""."""
-        problems = self._silent_ranks(store) or self._problems(store, home)
+        problems = self._silent_ranks(store) or self._problems(store, staging)
         if not problems:
             return ""
 
@@ -257,22 +259,23 @@ class Preflight:
         sentence += f" did not answer within {self.options.timeout:g} s"
         return [nodes.Problem(sentence, tuple(silent_nodes))]
 
-    def _problems(self, store, home: Path | None) -> list[nodes.Problem]:
-        """Return the problems that the facts of all ranks show. `home` is the run's directory, or
-        None without an attempt.
+    def _problems(self, store, staging: Path | None) -> list[nodes.Problem]:
+        """Return the problems that the facts of all ranks show. `staging` is the attempt's
+        directory in the checkpoint directory, or None without an attempt.
         """
         facts_of_ranks = [
             json.loads(facts)
             for facts in store.multi_get([f"facts/{rank}" for rank in range(self.size)])
         ]
+        # Only the first rank of each node reports versions.
         by_node = {facts["node"]: facts for facts in facts_of_ranks if "versions" in facts}
         plan = Plan(self.config, self.size)
         problems = nodes.differences(by_node)
-        if home is not None:
+        if staging is not None:
             keep = self.config.checkpoint.keep
-            problems += nodes.directory_problems(by_node, home, checkpoint_bytes(plan), keep)
+            problems += nodes.directory_problems(by_node, staging, checkpoint_bytes(plan), keep)
             # The files with which each node has shown that it can write there.
-            for path in home.glob("preflight*"):
+            for path in staging.glob("preflight*"):
                 path.unlink(missing_ok=True)
 
         on_cpu = self.config.train.device == "cpu"
@@ -361,7 +364,7 @@ def _unreachable(by_node: dict[str, dict]) -> list[nodes.Problem]:
         " own name to; set TAPE_NETWORK_INTERFACE in slurm/site.env, or correct /etc/hosts on the"
         " node"
     )
-    # If it concerns all nodes, the network is configured wrongly, and other nodes do not help.
+    # If no node can be reached, the network is configured wrongly, and other nodes do not help.
     return [nodes.Problem(sentence, unreachable, mistake=len(unreachable) == len(by_node))]
 
 

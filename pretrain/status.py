@@ -187,7 +187,7 @@ def read_status(run: Path) -> RunStatus:
     validated = next((row for row in reversed(rows) if VALIDATION_LOSS in row), {})
 
     seconds_left = None
-    # Rows after the step that the last attempt continued from are its own.
+    # Only a row after the step that the last attempt continued from is of this attempt.
     first_step = last.heartbeat.get("from_step")
     if state.name == "running" and first_step is not None and last_row.get("step", 0) > first_step:
         seconds_left = last_row.get("seconds_left")

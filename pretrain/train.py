@@ -167,7 +167,7 @@ def _record_failure(error: Exception, watch: Watch, rank: int) -> int | None:
     # Recorded first, since aborting the process groups makes the other ranks fail, too.
     if isinstance(error, (TrainingStopped, UserError, StaleAttempt)):
         sentence: str | None = str(error)
-        watch.record_end(outcome, str(error), bad_nodes=bad_nodes)
+        watch.record_end(outcome, sentence, bad_nodes=bad_nodes)
     else:
         sentence = describe_fatal_error(error)
         watch.record_end(outcome, sentence or f"{type(error).__name__}: {error}", error)

@@ -140,7 +140,7 @@ def continuations(
     # One prompt at a time: a batch needs padding, with which a model computes slightly different
     # logits, and which some encodings count as positions.
     for number, (inputs, new_tokens) in enumerate(requests, 1):
-        # Anew for each prompt, so that its continuation does not depend on the others.
+        # The seed is set for each prompt, so that its continuation does not depend on the others.
         transformers.set_seed(arguments.seed)
         with command_line.step(f"continuing prompt {number}"):
             output = model.generate(**inputs, max_new_tokens=new_tokens)

@@ -392,6 +392,7 @@ class IndexedDatasetWriter:
         This takes little memory, since both are read and written in blocks.
         """
         offset = 0
+        # Each length takes 4 bytes, each pointer 8. The pointers follow all lengths.
         for start in range(0, self._sequences, BLOCK):
             count = min(BLOCK, self._sequences - start)
             self._idx.file.seek(_HEADER.size + 4 * start)

@@ -112,7 +112,7 @@ def encode_files(
         executor.submit(os.getpid).result()
         pending: deque[Future | UnreadableFile] = deque()
         for chunk in read_chunks(paths, encoding.text_key, chunk_bytes, encoding.document_bytes):
-            allowed = CHUNKS_IN_FLIGHT * workers - 1
+            max_pending = CHUNKS_IN_FLIGHT * workers - 1
             if isinstance(chunk, UnreadableFile):
                 pending.append(chunk)
             else:
@@ -120,8 +120,8 @@ def encode_files(
                 # Report a document that is too large at once: its end may be far away, or never
                 # come, as in a pipe.
                 if len(chunk.documents[-1] or b"") > encoding.document_bytes:
-                    allowed = 0
-            while len(pending) > allowed:
+                    max_pending = 0
+            while len(pending) > max_pending:
                 yield _result(pending.popleft())
         while pending:
             yield _result(pending.popleft())

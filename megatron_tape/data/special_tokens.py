@@ -201,13 +201,14 @@ def _token_texts(value: Any) -> dict:
     or an object with its text under `content`. The names are "" for a single token, and the indices
     of a list. A text is not a string if the file is malformed.
     """
+    tokens = {"": value}
     if isinstance(value, list):
-        value = {str(index): token for index, token in enumerate(value)}
-    elif not isinstance(value, dict) or "content" in value:
-        value = {"": value}
+        tokens = {str(index): token for index, token in enumerate(value)}
+    elif isinstance(value, dict) and "content" not in value:
+        tokens = value
     texts = {}
-    for name, token in value.items():
-        if isinstance(token, dict):
-            token = token.get("content")
+    for name, token in tokens.items():
         texts[name] = token
+        if isinstance(token, dict):
+            texts[name] = token.get("content")
     return texts

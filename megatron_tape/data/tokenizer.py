@@ -284,6 +284,7 @@ def difference(
     different ids. The digests of samples decide then, except for records of versions that did not
     store them.
     """
+    # A common digest, also that of an equal SentencePiece model, means equal ids.
     digests = {one["digest"], one.get("same_as")} - {None}
     if digests.isdisjoint({other["digest"], other.get("same_as")}):
         size = one["vocab_size"]

@@ -149,11 +149,11 @@ class ComparisonPlan:
         finished = {run.name for run in self.results.runs}
         return [run for run in self.runs if (run.variant.label, run.seed) not in finished]
 
-    def record(self, run: PlannedRun, seconds: float, device: str | None) -> None:
+    def record(self, run: PlannedRun, seconds: float, gpu_model: str | None) -> None:
         """Write the results of a run whose phases took `seconds` to `run.result`, and add them to
         `results`.
 
-        `device` is the model name of the GPU; None stands for the CPU.
+        `gpu_model` is the model name of the GPU; None stands for the CPU.
         """
         scores = []
         if run.evaluation_arguments is not None:
@@ -175,7 +175,7 @@ class ComparisonPlan:
             scores,
             seconds,
             created=time.time(),
-            hardware=device or hardware(None),
+            hardware=gpu_model or hardware(device=None),
             versions=versions_with_commit(),
             data={str(file): fingerprint(file) for file in files},
         )
