@@ -266,9 +266,9 @@ def _check_last_attempt(run: Path, earlier: list[AttemptRecord], step: int, job:
 
 
 def judge(run: Path, checkpoints: str, number: int, exit_status: int = 0) -> None:
-    """Print and record the verdict on attempt `number`, which has ended (see `decide`).
+    """Print and record the verdict on attempt `number`, which has ended: done, again or stop.
 
-    After the verdict `stop`, also print the traceback. `exit_status` is that of srun; those in
+    After `stop`, also print the traceback. `exit_status` is that of srun; those in
     NOT_STARTED show that the processes did not start.
     """
     if exit_status in NOT_STARTED:
@@ -300,7 +300,7 @@ def _record_missing_start(run: Path, checkpoints: str, number: int) -> None:
     for attempt in read_attempts(run):
         if attempt.number == number and attempt.outcome is None and not attempt.heartbeat:
             log = attempt.facts.get("log") or "the output of the job"
-            # As rank 0: there is no process that could record it.
+            # Recorded in place of rank 0, which did not start.
             Attempt.open(run, checkpoints, number).record_end(
                 0, UNREADY, f"the processes did not start on the nodes; see the errors in {log}"
             )
@@ -314,11 +314,12 @@ def _training_arguments(arguments: list[str], scratch: str) -> list[str]:
     arguments = with_config_option(arguments)
     parser = command_line.Parser(add_help=False)
     parser.add_argument("--config", action="append", default=[])
-    recipes = parser.parse_known_args(arguments)[0].config
-    if scratch and recipes:
+    options, _ = parser.parse_known_args(arguments)
+    if scratch and options.config:
+        name = Path(options.config[-1]).stem
         # Placed first, so that a logging.directory in a recipe, such as a run's config.yaml,
         # overrides it.
-        arguments = [f"--logging.directory={scratch}/runs/{Path(recipes[-1]).stem}", *arguments]
+        arguments = [f"--logging.directory={scratch}/runs/{name}", *arguments]
     return arguments
 
 

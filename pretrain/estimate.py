@@ -57,8 +57,6 @@ def main(argv: list[str] | None = None) -> int:
     memory, a warning is printed. Raises ConfigError for invalid settings.
     """
     options, settings = _parser().parse_known_args(argv)
-    if options.processes is not None and options.processes < 1:
-        raise ConfigError("--processes", f"is {options.processes}", "give 1 or more")
     if options.gpu_memory is not None and not 0 < options.gpu_memory < math.inf:
         raise ConfigError(
             "--gpu-memory", f"is {options.gpu_memory}", "give a number of GiB above 0"
@@ -116,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--processes",
-        type=int,
+        type=command_line.whole_number,
         metavar="N",
         help="number of GPUs (default: as many as one model replica needs)",
     )
@@ -257,7 +255,7 @@ def _describe_search(
     elif result.too_large:
         yield f"none fits in {_usable(gpu_gib)}; the smallest:"
         yield ROW.format(*COLUMNS)
-        # With its largest component, which shows what to change.
+        # The row ends with the largest component, which shows what to change.
         for candidate in sorted(result.too_large, key=lambda candidate: candidate.memory.peak)[:5]:
             largest = max(COMPONENTS, key=lambda name: getattr(candidate.memory, name))  # noqa: B023
             size = getattr(candidate.memory, largest) / GIB

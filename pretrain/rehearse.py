@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--processes",
-        type=int,
+        type=command_line.whole_number,
         metavar="N",
         help="number of GPUs (default: as many as one model replica needs)",
     )
@@ -41,8 +41,6 @@ def main(argv: list[str] | None = None) -> int:
         "--rank", type=int, metavar="R", default=0, help="rank to rehearse (default: 0)"
     )
     options, settings = parser.parse_known_args(argv)
-    if options.processes is not None and options.processes < 1:
-        raise ConfigError("--processes", f"is {options.processes}", "give 1 or more")
     config = parse_run_config(settings)
     processes = options.processes or config.parallel.ranks_per_sequence
     check(config, Level.SETTINGS, processes=processes)

@@ -91,7 +91,7 @@ def sample_texts(documents: Iterable[tuple[str, int]], max_bytes: int, seed: int
 
 def sentences(texts: list[str]) -> Iterator[str]:
     """Split texts into pieces of at most `_SENTENCE_CHARACTERS`, after a newline if possible."""
-    # As many characters as possible that end in a newline, or else as many as possible.
+    # Matches up to the last newline that fits, or as many characters as fit if there is none.
     pattern = re.compile(
         rf"(?s:.{{1,{_SENTENCE_CHARACTERS}}}(?<=\n)|.{{1,{_SENTENCE_CHARACTERS}}})"
     )

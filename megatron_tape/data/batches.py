@@ -322,7 +322,8 @@ def _open_indexed(
         logger.info("building the index of %s training sequences", f"{end:,}")
     started = time.monotonic()
     train = config.train
-    evaluates = train.validates and split_shares(config.data.split)[1] > 0
+    _, validation_share, _ = split_shares(config.data.split)
+    evaluates = train.validates and validation_share > 0
     plans = []
     for stage in stages:
         with stage.rename_error_subjects():
@@ -355,7 +356,7 @@ def _open_indexed(
         ]
 
     build_on_rank_0(directory, lambda temporary: open_all(temporary, build=True), on_progress)
-    # Of each stage, the training dataset and, of the first one, the validation dataset.
+    # A list per stage: its training dataset and, for the first stage, the validation dataset.
     splits_by_stage = open_all(directory, build=False)
     if is_rank_0:
         _log_epochs([plan.splits[0] for plan in plans], sizes, config.model.seq_length)

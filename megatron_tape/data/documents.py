@@ -88,7 +88,7 @@ def find_inputs(patterns: list[str], hub_options: argparse.Namespace) -> list[st
     """
     if not any(pattern.startswith(hub.PREFIX) for pattern in patterns):
         hub.refuse_options(hub_options)
-    # By the real path, so that a file is read once even if links lead to it.
+    # Keyed by the real path, so that a file is read once even if links lead to it.
     files = {}
     for pattern in patterns:
         if pattern.startswith(hub.PREFIX):
@@ -209,7 +209,7 @@ def check_text_keys(paths: list[str], text_key: str, option: str = "--text-key")
 
 
 def _check_text_key(path: str, text_key: str, option: str) -> None:
-    """Raise FileError if a file has no text under `text_key` (see `check_text_keys`).
+    """Raise FileError if a file has no text under `text_key`, the value of `option`.
 
     A file that cannot be read or parsed is left to the caller, who reports its bad documents.
     """

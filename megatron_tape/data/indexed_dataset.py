@@ -71,7 +71,7 @@ class Progress(TypedDict):
 
 def raise_file_limit() -> None:
     """Raise the soft limit of open files to the hard limit: each mapped file takes a descriptor."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Some systems refuse the hard limit, and few datasets do not need it.
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -108,7 +108,7 @@ def check_output_prefix(prefix: str) -> None:
 
     The index would be `data/.idx`.
     """
-    # For `data/`, `data/.` and `data/..`.
+    # These are the names for `data/`, `data/.` and `data/..`.
     if Path(f"{prefix}.idx").name in (".idx", "..idx", "...idx"):
         raise ConfigError(
             "--output-prefix",
@@ -256,7 +256,7 @@ class IndexedDatasetWriter:
         After `finish`, there are none.
         """
         if self._progress is not None and not self._bin.file.closed:
-            # On a full disk, the documents up to the last save are kept.
+            # If the disk is full, the documents up to the last save are kept.
             with contextlib.suppress(OSError):
                 self._save()
         if self._progress_path.exists():
@@ -299,7 +299,7 @@ class IndexedDatasetWriter:
         if progress["source"] != self._source or progress["inputs"] != self._inputs[:files]:
             return None
 
-        # The user may have removed the unfinished files.
+        # If the user has removed the unfinished files, those that were opened now are empty.
         bin_size = os.path.getsize(self._bin.partial_path)
         idx_size = os.path.getsize(self._idx.partial_path)
         if bin_size < progress["tokens"] * self.dtype.itemsize:

@@ -378,7 +378,8 @@ def missing_validation(config: RunConfig) -> ConfigError | None:
     # Examples and generated samples have no splits.
     if data.prefix is None:
         return None
-    if split_shares(data.split)[1] == 0:
+    _, validation_share, _ = split_shares(data.split)
+    if validation_share == 0:
         return ConfigError(
             "data.split",
             f"is {data.split}, without validation documents",

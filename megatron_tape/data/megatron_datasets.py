@@ -97,7 +97,9 @@ def plan_for_all(config: RunConfig, evaluates: bool) -> DatasetPlan:
 
 
 def _plan(config: RunConfig, evaluates: bool, log: bool = True) -> DatasetPlan:
-    """Return the plan on this process (see `plan_for_all`). `log` enables the warnings.
+    """Return the plan, on this process alone. `log` enables warnings about excluded datasets.
+
+    If `evaluates` is true, the plan includes the validation split, as in `plan_for_all`.
 
     Raises OSError or UserError if a dataset cannot be read.
     """
@@ -452,8 +454,8 @@ def _shuffled_epochs(config: RunConfig, size: int) -> list[tuple[int, bool]]:
     """
     plan = _plan(config, evaluates=False, log=False)
     datasets = plan.splits[0]
-    # With long documents, only the others depend on `size`: `DocumentWindows` has the same order
-    # for every number of samples.
+    # With `data.long_documents`, only the order of the other documents depends on `size`:
+    # `DocumentWindows` has the same order for every number of samples.
     if datasets is None:
         share = config.data.long_documents.share
         datasets = _without_single_weight(plan.pools.others)
@@ -480,7 +482,7 @@ def shuffled_epochs(tokens: int, samples: int, seq_length: int) -> tuple[int, bo
     `seq_length` tokens. Two requests with equal results shuffle the dataset in the same way.
     Follows Megatron's `GPTDataset._build_document_sample_shuffle_indices`.
     """
-    # One more token is the label of the last one.
+    # The last of the tokens needs one more as its label.
     epochs = max(1, math.ceil((samples * seq_length + 1) / tokens))
     if epochs == 1:
         return 1, False

@@ -44,7 +44,7 @@ class _Config(TypedDict):
 
 
 _SHAPES: dict[str, Any] = {CONFIG: _Config, MAP: dict[str, Any], ADDED: dict[str, NonNegativeInt]}
-"""The types of the settings files' contents (see `parse_record`), by name."""
+"""The types with which `parse_record` validates the settings files, by name."""
 
 
 class SpecialTokens:

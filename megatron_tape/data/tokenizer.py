@@ -117,7 +117,7 @@ class Tokenizer:
         texts = [*FIXED_TEXTS, *(token.translate(_SPACES) for token in tokens)]
         for start in range(0, len(texts), _TEXTS_AT_ONCE):
             for ids in self.encode_batch(texts[start : start + _TEXTS_AT_ONCE]):
-                # With the lengths, so that ids cannot move from one text to the next unnoticed.
+                # The lengths show if ids move from one text to the next.
                 digest.update(len(ids).to_bytes(8, "little"))
                 digest.update(ids.astype("<i4").tobytes())
         return digest.hexdigest()
@@ -425,7 +425,7 @@ class _HuggingFace(Tokenizer):
         # The file may set both, but documents must be encoded as they are.
         self._model.no_truncation()
         self._model.no_padding()
-        # Otherwise a document that mentions <|endoftext|> would end there.
+        # Without this, a document that mentions <|endoftext|> would end there.
         self._model.encode_special_tokens = True
 
     def _make_special(self, settings: dict) -> dict[str, int]:

@@ -201,10 +201,12 @@ class ComparisonPlan:
 
 
 def make_plan(options: argparse.Namespace, overrides: list[str]) -> ComparisonPlan:
-    """Return the plan for the command line `options` and `overrides` (see `compare.read_command`).
+    """Return the plan for the options of the command line.
 
-    Also adds the results of runs that are finished. Raises UserError if the settings of a run are
-    invalid, or differ from those of existing results.
+    `overrides` are arguments `--section.key value`, which change settings of the recipe.
+    The plan contains the results of runs that are finished.
+
+    Raises UserError if the settings of a run are invalid, or differ from those of existing results.
     """
     variants = parse_variants(options.encodings)
     seeds = parse_seeds(options.seeds)
@@ -223,11 +225,11 @@ def make_plan(options: argparse.Namespace, overrides: list[str]) -> ComparisonPl
     tasks = []
     if evaluation is not None:
         _, tasks = evaluate.read_command([*evaluation, "--model", str(output)])
-    elif missing := missing_validation(base):
+    elif reason := missing_validation(base):
         raise ConfigError(
-            missing.subjects,
-            f"{missing.problem}, and there are no tasks: nothing can be compared",
-            f"{missing.fix}, or give --evaluation FILE.yaml",
+            reason.subjects,
+            f"{reason.problem}, and there are no tasks: nothing can be compared",
+            f"{reason.fix}, or give --evaluation FILE.yaml",
         )
 
     runs = []

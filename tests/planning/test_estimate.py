@@ -121,7 +121,7 @@ def test_fitting_into_the_gpu_memory_gives_no_warning(run):
     "arguments, named",
     [
         (["--processes", "3", *TWO], "the number of processes is 3"),
-        (["--processes", "0"], "--processes is 0; give 1 or more"),
+        (["--processes", "0"], "argument --processes: 0 is below 1"),
         (["--gpu-memory", "-1"], "--gpu-memory is -1.0"),
         (["--model.num_layers", "1000000000"], "model.num_layers"),
         (["--model.kv_channels=2048"], "gives heads of 2048 elements"),

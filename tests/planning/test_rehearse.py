@@ -110,7 +110,7 @@ def test_the_command_prints_a_report(quick):
     "arguments, named",
     [
         (["--processes=4", "--rank=4"], "--rank is 4"),
-        (["--processes=0"], "--processes is 0"),
+        (["--processes=0"], "argument --processes: 0 is below 1"),
         (["--train.stepps=3"], "train.stepps"),
     ],
 )
