@@ -121,9 +121,9 @@ def attend(
     Shapes are those of `random_inputs`. RoPE uses its phases instead of z.
     """
     if encoding == "tape":
-        return attention(q, k, v, z, True, None, backend)
+        return attention(q, k, v, z, average_state=True, backend=backend)
     phases = initial_phases(len(z), z.shape[-1], q.dtype)  # without a gradient
-    return attention(q, k, v, phases, False, None, backend)
+    return attention(q, k, v, phases, backend=backend)
 
 
 def candidates(

@@ -76,9 +76,9 @@ class _RecordedCall:
         self._inputs = tensors
         self.gradients: tuple[Tensor | None, ...] = ()
         """Gradients of the inputs, which the graph sets as its last step."""
-        call = ref(self)
+        weak_call = ref(self)
         hooks = saved_tensors_hooks(
-            lambda saved: call()._pack(saved), lambda packed: call()._unpack(packed)
+            lambda saved: weak_call()._pack(saved), lambda packed: weak_call()._unpack(packed)
         )
         # Detached: otherwise parameters would be leaves of this graph, and their hooks would run
         # without a gradient.
@@ -86,7 +86,7 @@ class _RecordedCall:
         # Autograd builds a graph only if an argument requires a gradient; no detached tensor does.
         requires_grad = torch.empty(0, requires_grad=True)
         with torch.enable_grad(), hooks:
-            self._outputs = function(*_GraphInputs.apply(call, requires_grad, *detached))
+            self._outputs = function(*_GraphInputs.apply(weak_call, requires_grad, *detached))
         # The inputs are recomputed before the backward pass, so they need no memory until then.
         self._inputs = ()
 
@@ -97,8 +97,8 @@ class _RecordedCall:
     def backward(
         self, inputs: tuple[Tensor | None, ...], gradients: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of `inputs`, given the `gradients` of the outputs, and free the
-        graph.
+        """Return the gradients of the recomputed `inputs`, given the `gradients` of the outputs,
+        and free the graph.
         """
         # `_unpack` gives the recomputed inputs to the graph, which sets `self.gradients`.
         self._inputs = inputs
@@ -116,9 +116,9 @@ class _RecordedCall:
         This is the index of `saved` among the inputs or, if it is not an input, `saved` itself,
         detached.
         """
-        view = _storage_view(saved)
+        key = _storage_key(saved)
         for i, x in enumerate(self._inputs):
-            if x is not None and _storage_view(x) == view:
+            if x is not None and _storage_key(x) == key:
                 return i
         # Detached: an operation that saves its own output would otherwise form a reference cycle.
         return saved.detach()
@@ -132,7 +132,7 @@ class _RecordedCall:
         return packed
 
 
-def _storage_view(x: Tensor) -> tuple:
+def _storage_key(x: Tensor) -> tuple:
     """Return a key that is equal for tensors with the same memory, dtype, shape and strides."""
     # `_cdata` instead of `data_ptr`, since fake tensors have no address.
     return x.untyped_storage()._cdata, x.storage_offset(), x.dtype, x.shape, x.stride()
@@ -146,11 +146,11 @@ class _GraphInputs(Function):
     @staticmethod
     def forward(
         ctx,
-        call: ref[_RecordedCall],
+        weak_call: ref[_RecordedCall],
         requires_grad: Tensor,
         *tensors: Tensor | None,
     ):
-        ctx.call = call
+        ctx.weak_call = weak_call
         # The gradient of an input that attention does not use stays None.
         ctx.set_materialize_grads(False)
         # New tensors: an input returned as it is would be a leaf, which the graph keeps alive.
@@ -159,7 +159,8 @@ class _GraphInputs(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients):
-        ctx.call().gradients = gradients
+        ctx.weak_call().gradients = gradients
+        # The arguments are detached, so nothing needs their gradients.
         return None, None, *(None for _ in gradients)
 
 

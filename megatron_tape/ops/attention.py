@@ -17,7 +17,6 @@ from megatron_tape.ops.attention_inputs import AttentionInputs
 from megatron_tape.ops.backends import AVERAGE, BACKENDS, BIAS, GATE, POINTWISE, ROTATION, lacks
 from megatron_tape.ops.backends.choice import unsupported
 from megatron_tape.ops.bias import gates_as_bias
-from megatron_tape.ops.packing import Packing
 
 _MODULES = {"torch": "sdpa", "torch_wide": "sdpa_wide", "flash_attn": "flash"}
 """The modules in `ops/backends` that do not have the name of their backend."""
@@ -28,23 +27,16 @@ def attention(
     k_TBGD: Tensor,
     v_TBGD: Tensor,
     z_TBGD: Tensor | None = None,
-    average_state: bool = False,
-    packing: Packing | None = None,
+    *,
     backend: str = "torch",
-    **more: Any,
+    **fields: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the result of `attend` for `AttentionInputs` with these fields; `more` holds further
-    fields by name.
+    """Return the averages o and u (see `attend`), for tensors instead of `AttentionInputs`.
+
+    `fields` holds the other fields of `AttentionInputs` by name, such as `average_state` and
+    `packing`.
     """
-    x = AttentionInputs(
-        z_TBGD,
-        average_state,
-        q_SBHD=q_SBHD,
-        k_TBGD=k_TBGD,
-        v_TBGD=v_TBGD,
-        packing=packing,
-        **more,
-    )
+    x = AttentionInputs(z_TBGD, q_SBHD=q_SBHD, k_TBGD=k_TBGD, v_TBGD=v_TBGD, **fields)
     return attend(x, backend)
 
 
@@ -83,11 +75,12 @@ def attend(x: AttentionInputs, backend: str = "torch") -> tuple[Tensor, Tensor |
     # Imported here, since most backends need an optional library.
     module_name = _MODULES.get(backend, backend)
     module = importlib.import_module(f"megatron_tape.ops.backends.{module_name}")
-    o, *u = module.attend(_prepared(x))
+    # The backend returns (o, u), or (o,) if it does not average z.
+    o, *u = module.attend(_simplified(x))
     return o, u[0] if u else None
 
 
-def _prepared(x: AttentionInputs) -> AttentionInputs:
+def _simplified(x: AttentionInputs) -> AttentionInputs:
     """Return `x` with its factors applied to q and k, its gates added to its bias, and bias and
     rescoring in fp32.
     """

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_tape.ops.activation_checkpointing import run_directly
-from megatron_tape.ops.backends.choice import rotates_fused
+from megatron_tape.ops.backends.choice import supports_rotation_kernels
 from megatron_tape.ops.packing import Packing
 from megatron_tape.ops.position_inputs import PositionInputs
 from megatron_tape.ops.rotation import rotate_groups
@@ -49,7 +49,7 @@ class AttentionInputs(PositionInputs):
         z = self.z_TBGD
         if z is None or not self.rotate:
             return q, k
-        if fused and rotates_fused(q):
+        if fused and supports_rotation_kernels(q):
             # Imported here, since Triton is installed only on some systems.
             from megatron_tape.ops.kernels.triton_rotation import prepared
 
@@ -60,10 +60,10 @@ class AttentionInputs(PositionInputs):
         """Return q and k as `rotated` does, and v (T, B, G, D) or, with `average_state`, [v | z]
         (T, B, G, 2D).
         """
-        # One kernel rotates and concatenates, if possible: it reads z only once.
+        # If possible, one kernel rotates and concatenates, so that z is read only once.
         if not self.average_state:
             return *self.rotated(), self.v_TBGD
-        if self.rotate and rotates_fused(self.q_SBHD):
+        if self.rotate and supports_rotation_kernels(self.q_SBHD):
             from megatron_tape.ops.kernels.triton_rotation import prepared
 
             return prepared(self.q_SBHD, self.k_TBGD, self.v_TBGD, self.z_TBGD, wide=True)

@@ -100,7 +100,7 @@ def gates_as_bias(log_gate_TBH: Tensor, bias: Bias | None = None) -> Bias:
     high = sums_BHT.to(dtype)
     low = (sums_BHT - high).detach().to(dtype)
 
-    # `of_query` and `of_key` are both `high`, (B, H, T).
+    # The arguments `of_query` and `of_key` are both `high`, (B, H, T).
     def tile(
         rows: slice,
         columns: slice,
@@ -110,8 +110,8 @@ def gates_as_bias(log_gate_TBH: Tensor, bias: Bias | None = None) -> Bias:
         *bias_tensors: Tensor,
     ) -> Tensor:
         """Return the gates (B, H, 1 or rows, columns) of a tile, plus `bias`."""
-        # Differences to the tile's first query are small, so float32 suffices for them. Softmax
-        # cancels its sums, so they need no gradient.
+        # Differences to the sums at the tile's first query, (B, H, 1), are small, so float32
+        # suffices for them. Softmax cancels the first query's sums, so they need no gradient.
         origin = of_query[..., rows.start, None].detach()
         origin_low = low[..., rows.start, None]
         to_keys = (origin - of_key[..., columns]) + (origin_low - low[..., columns])
@@ -140,7 +140,7 @@ def gates_as_bias(log_gate_TBH: Tensor, bias: Bias | None = None) -> Bias:
         return gates + bias.score(b, h, q, k, *bias_tensors)
 
     def left_out(rows: slice, of_query: Tensor, *_: Tensor) -> Tensor:
-        """Return the sums at the queries, (B, H, rows)."""
+        """Return the sums at the queries, (B, H, rows), which small tiles omit."""
         return of_query[..., rows]
 
     # `high` is passed twice, because FlexAttention's compiled gradient requires tensors that are

@@ -38,8 +38,8 @@ class _ContextualPositions(Function):
     distance.
 
     Once all queries of a tile have reached the largest position or have no keys left, all earlier
-    keys have it, too. The arguments are those of `add_contextual_positions`; `saves` is whether a
-    backward pass may follow.
+    keys have the largest position, too. `scores` and `seen` are (B, H or 1, r, t), `of_positions`
+    (B, H, r, p). With `saves`, tensors are saved for a backward pass.
     """
 
     @staticmethod
@@ -65,9 +65,9 @@ class _ContextualPositions(Function):
             stop = t - r + rows.stop
             result[..., rows, stop:] = scores[..., rows, stop:]
             gate_sum = 0.0
-            finished = False
+            all_done = False
 
-            while stop > 0 and not finished:
+            while stop > 0 and not all_done:
                 keys = slice(max(stop - width, 0), stop)
                 tile_scores = scores[..., rows, keys]
                 visible = seen[..., rows, keys]
@@ -79,6 +79,7 @@ class _ContextualPositions(Function):
                 # to sum from the right; `gate_sum` is the sum over the tiles further right.
                 from_right = gates.flip(-1).cumsum(-1)
                 position = from_right.flip(-1).add_(gate_sum)
+                # Copied, since `position` is overwritten below.
                 gate_sum = position[..., :1].clone()
                 stop = keys.start
 
@@ -95,12 +96,11 @@ class _ContextualPositions(Function):
                 if saves:
                     tiles.append((rows, keys))
                     saved += gates, fraction, index, slope
-                # Stop at keys whose positions are all the largest one, or that are all masked.
-                unseen = ~seen[..., rows, :stop].any(-1, keepdim=True)
-                complete = (gate_sum >= largest) | unseen
-                finished = complete.all()
+                # A query is done if all earlier keys have the largest position or are masked.
+                has_keys = seen[..., rows, :stop].any(-1, keepdim=True)
+                all_done = ((gate_sum >= largest) | ~has_keys).all()
 
-            # All keys further left have the largest position.
+            # All keys further left have the largest position, or are masked.
             far = scores[..., rows, :stop]
             torch.add(far, of_positions[..., rows, -1:], out=result[..., rows, :stop])
 
@@ -133,6 +133,7 @@ class _ContextualPositions(Function):
             dpairs[..., rows, :].scatter_add_(-1, index, dpair)
 
             # A gate contributes to the positions of its key and of all farther keys.
+            # `dposition_sum` is the sum over the farther tiles.
             dgates = slope.mul(dtile).cumsum(-1)
             dgates.add_(dposition_sum)
             dposition_sum = dgates[..., -1:]

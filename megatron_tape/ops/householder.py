@@ -48,7 +48,9 @@ def through_reflections(
     """
 
     def blocks(k_BGTD: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the factors of the scores; `inputs` are the tensors of `directions`."""
+        """Return the three results of `blocks_of_reflections`; `inputs` are the tensors of
+        `directions`.
+        """
         w_TBGD, beta_TBG = directions(*inputs)
         w_BGTD = w_TBGD.permute(1, 2, 0, 3)
         return blocks_of_reflections(k_BGTD.to(w_TBGD.dtype), w_BGTD, beta_TBG.permute(1, 2, 0))
@@ -116,6 +118,7 @@ def scores_through_reflections(
     B, _, r, D = q_BHrD.shape
     C = BLOCK
     first = tokens.start
+    # Blocks up to the last query, rounded up.
     count = -(-tokens.stop // C)
     # The R queries of a token are adjacent, so that the queries of a block, and those of later
     # blocks, are slices.
@@ -123,7 +126,7 @@ def scores_through_reflections(
     q_ArRD = scaled.reshape(U.shape[1], -1, r, D).transpose(1, 2)
     R = q_ArRD.shape[2]
     queries = q_ArRD.reshape(len(q_ArRD), r * R, D)
-    # The queries of later blocks, transformed to the end of block j; none yet.
+    # The queries after block j, transformed to its end; none after the last block.
     later = queries[:, r * R :]
     scores_of_blocks = []
 
@@ -135,7 +138,8 @@ def scores_through_reflections(
         parts = [queries.new_zeros(len(queries), low * R, C)]
         later_scores = None
         if later.shape[1]:
-            # One product computes their scores and transforms them to the start of the block.
+            # One product computes these queries' scores with the block's keys, and transforms them
+            # to the block's start.
             later_scores, later = (later @ at_end[j]).split([C, D], dim=-1)
 
         if low < high:
@@ -153,6 +157,7 @@ def scores_through_reflections(
             parts.append(later_scores)
         scores_of_blocks.append(torch.cat(parts, dim=1))
 
+    # The last block was computed first. (B*G, r*R, t) becomes (B, H, r, t).
     scores = torch.cat(scores_of_blocks[::-1], dim=-1)[..., : tokens.stop]
     return scores.unflatten(1, (r, R)).transpose(1, 2).reshape(B, -1, r, tokens.stop)
 

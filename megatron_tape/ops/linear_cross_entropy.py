@@ -25,7 +25,7 @@ def linear_cross_entropy(
     weights_BS: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     fused: bool = False,
-    first: int | None = None,
+    first_label: int | None = None,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss of logits `hidden_sBC` @ `weight_VC`^T, each token's loss (B, S), and the
@@ -41,12 +41,13 @@ def linear_cross_entropy(
     summed over the group.
 
     With `fused`, Liger's kernels compute in float32; they require a GPU and the package
-    liger-kernel. `first` is the label of the first row of `weight_VC`; default: rank * V.
+    liger-kernel. `first_label` is the label of the first row of `weight_VC`; default:
+    rank * V.
     """
     if group is not None and group.size() == 1:
         group = None
-    if first is None:
-        first = 0 if group is None else group.rank() * weight_VC.shape[0]
+    if first_label is None:
+        first_label = 0 if group is None else group.rank() * weight_VC.shape[0]
     return _LinearCrossEntropy.apply(
         hidden_sBC,
         weight_VC,
@@ -54,16 +55,16 @@ def linear_cross_entropy(
         weights_BS,
         group,
         fused,
-        first,
+        first_label,
         z_loss,
         torch.is_grad_enabled(),
     )
 
 
 class _LinearCrossEntropy(Function):
-    """The differentiable form of `linear_cross_entropy`, whose arguments it takes.
+    """The differentiable form of `linear_cross_entropy`, with the same arguments in the same order.
 
-    `gradient` is whether gradients are enabled; the forward pass then computes them.
+    If `grad_enabled`, the forward pass computes the gradients of `hidden` and `weight`.
     """
 
     @staticmethod
@@ -75,9 +76,9 @@ class _LinearCrossEntropy(Function):
         weights,
         group,
         fused,
-        first,
+        first_label,
         z_loss,
-        gradient,
+        grad_enabled,
     ):
         sharded_tokens = hidden.shape[0] < labels.shape[1]
         hidden_SBC = hidden
@@ -85,14 +86,18 @@ class _LinearCrossEntropy(Function):
             hidden_SBC = hidden.new_empty(labels.shape[1], *hidden.shape[1:])
             dist.all_gather_into_tensor(hidden_SBC, hidden.contiguous(), group=group)
 
-        # In evaluation, parameters require gradients although `gradient` is False.
-        needed = (gradient and needs for needs in ctx.needs_input_grad[:2])
         # Transposed, since the sequence is the first axis of hidden states, but not of labels.
         factors_N = None if weights is None else weights.T.flatten().to(_loss_dtype(hidden))
         labels_N = labels.T.flatten()
         hidden_NC = hidden_SBC.flatten(0, 1)
-        chunked = _ChunkedLoss(hidden_NC, weight, labels_N, factors_N, group, fused, first, z_loss)
-        losses, d_hidden, d_weight = chunked.run(*needed)
+        chunked = _ChunkedLoss(
+            hidden_NC, weight, labels_N, factors_N, group, fused, first_label, z_loss
+        )
+        # In evaluation, parameters require gradients although `grad_enabled` is False.
+        needs_d_hidden, needs_d_weight, *_ = ctx.needs_input_grad
+        losses, d_hidden, d_weight = chunked.run(
+            grad_enabled and needs_d_hidden, grad_enabled and needs_d_weight
+        )
 
         # Each rank has the gradient from its own shard of the vocabulary.
         if d_hidden is not None:
@@ -116,14 +121,16 @@ class _LinearCrossEntropy(Function):
         # In place, to save memory: the saved gradients are the large tensors here. Autograd then
         # refuses a second backward pass.
         gradients = (None if x is None else x.mul_(d_loss) for x in ctx.saved_tensors)
+        # The seven arguments after `hidden` and `weight` have no gradients.
         return (*gradients, *(None,) * 7)
 
 
 class _ChunkedLoss:
     """Computes the losses of N tokens and the gradients of the loss, chunk by chunk.
 
-    The loss is the sum of the tokens' losses times `factors_N`; None stands for 1 / N. For the
-    other arguments see `linear_cross_entropy`.
+    The loss is the sum of the tokens' losses times `factors_N`; None stands for 1 / N. The ranks of
+    `group` shard the vocabulary; this rank's shard `weight_VC` begins at label `first_label`. With
+    `fused`, Liger's kernels compute. `z_loss` is the coefficient of the z-loss.
     """
 
     def __init__(
@@ -134,7 +141,7 @@ class _ChunkedLoss:
         factors_N: Tensor | None,
         group: dist.ProcessGroup | None,
         fused: bool,
-        first: int,
+        first_label: int,
         z_loss: float,
     ):
         self._hidden = hidden_NC
@@ -155,9 +162,9 @@ class _ChunkedLoss:
 
             self._kernels = liger
 
-        self._first = first
+        self._first_label = first_label
         # The labels' rows in this shard of the weight; any row will do for labels of other shards.
-        rows = labels_N - first
+        rows = labels_N - first_label
         self._in_other_shard = (rows < 0) | (rows >= weight_VC.shape[0])
         self._rows = rows.masked_fill(self._in_other_shard, 0)
 
@@ -165,7 +172,7 @@ class _ChunkedLoss:
         self.z_loss = torch.zeros((), dtype=dtype, device=hidden_NC.device)
 
     def run(
-        self, need_d_hidden: bool, need_d_weight: bool
+        self, needs_d_hidden: bool, needs_d_weight: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the losses (N,) and, if needed, the gradients of the hidden states (N, C) and the
         weight (V, C).
@@ -175,7 +182,7 @@ class _ChunkedLoss:
         N = hidden.shape[0]
         size = chunk_size(weight.shape[0])
         losses = hidden.new_empty(N, dtype=_loss_dtype(hidden))
-        d_hidden = torch.empty_like(hidden) if need_d_hidden else None
+        d_hidden = torch.empty_like(hidden) if needs_d_hidden else None
         d_weight = None
 
         for start in range(0, N, size):
@@ -184,17 +191,17 @@ class _ChunkedLoss:
             # Liger's kernels convert each element themselves.
             if self._kernels is None:
                 logits = logits.to(losses.dtype)
-            losses[chunk], exponentials, sums = self._losses(logits, chunk)
+            losses[chunk], exponentials, divisors = self._losses(logits, chunk)
             # Deleted as soon as possible: chunks of logits are the largest tensors here.
             del logits
-            if not (need_d_hidden or need_d_weight):
+            if not (needs_d_hidden or needs_d_weight):
                 continue
 
-            d_logits = self._d_logits(exponentials, sums, chunk).to(hidden.dtype)
+            d_logits = self._d_logits(exponentials, divisors, chunk).to(hidden.dtype)
             del exponentials
-            if need_d_hidden:
+            if needs_d_hidden:
                 torch.mm(d_logits, weight, out=d_hidden[chunk])
-            if need_d_weight:
+            if needs_d_weight:
                 if d_weight is None:
                     d_weight = d_logits.T @ hidden[chunk]
                     if N > size:
@@ -219,52 +226,57 @@ class _ChunkedLoss:
         if self._group is not None:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
         if self._kernels is not None:
-            exps, sums, of_label = self._kernels.exponentials(
-                logits_nV, largest, self._labels[chunk], self._first
+            exps, sums, label_logits = self._kernels.exponentials(
+                logits_nV, largest, self._labels[chunk], self._first_label
             )
         else:
             logits_nV.sub_(largest[:, None])
-            of_label = logits_nV.gather(1, self._rows[chunk, None])[:, 0].masked_fill(
+            # The sum over the shards needs zeros for labels of other shards.
+            label_logits = logits_nV.gather(1, self._rows[chunk, None])[:, 0].masked_fill(
                 self._in_other_shard[chunk], 0.0
             )
             exps = logits_nV.exp_()
             sums = exps.sum(-1)
 
         # One collective for both sums over the shards of the vocabulary.
-        reduced = torch.stack([of_label, sums])
+        reduced = torch.stack([label_logits, sums])
         if self._group is not None:
             dist.all_reduce(reduced, group=self._group)
-        of_label, sums = reduced
-        losses = sums.log() - of_label
+        label_logits, sums = reduced
+        losses = sums.log() - label_logits
 
+        divisors = sums
         if self._z_factor:
             log_z = sums.log() + largest
             self.z_loss += self._z_factor * (self._factors[chunk] * log_z.square()).sum()
             # The z-loss adds 2 `z_loss` log_z times the softmax to the gradient; the softmax is
             # exponentials / sums.
-            sums = sums / (1 + 2 * self._z_factor * log_z)
-        return losses, exps, sums
+            divisors = sums / (1 + 2 * self._z_factor * log_z)
+        return losses, exps, divisors
 
     def _d_logits(
         self,
         exponentials_nV: Tensor,
-        sums: Tensor,
+        divisors: Tensor,
         chunk: slice,
     ) -> Tensor:
-        """Return the gradient of the logits (n, V), which overwrites their exponentials."""
+        """Return the gradient of the logits (n, V), which overwrites their exponentials.
+
+        Exponentials and divisors (n,) are those of `_losses`.
+        """
         factors = self._factors[chunk]
         if self._kernels is not None:
             return self._kernels.to_gradients(
                 exponentials_nV,
-                sums,
+                divisors,
                 self._labels[chunk],
                 factors,
-                self._first,
+                self._first_label,
             )
         # The gradient of a token's loss is softmax minus 1 at the label.
-        exponentials_nV.mul_((factors / sums)[:, None])
-        of_label = -factors.masked_fill(self._in_other_shard[chunk], 0.0)
-        return exponentials_nV.scatter_add_(1, self._rows[chunk, None], of_label[:, None])
+        exponentials_nV.mul_((factors / divisors)[:, None])
+        at_label = -factors.masked_fill(self._in_other_shard[chunk], 0.0)
+        return exponentials_nV.scatter_add_(1, self._rows[chunk, None], at_label[:, None])
 
 
 def _loss_dtype(x: Tensor) -> torch.dtype:

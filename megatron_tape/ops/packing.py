@@ -45,6 +45,7 @@ def causal_mask(
     its document.
     """
     keys = torch.arange(T, device=device)
+    # (1, 1, S, T); the queries are the last S tokens.
     mask = (keys <= keys[T - S :, None])[None, None]
     if bounds_2BT is None:
         return mask
@@ -104,7 +105,7 @@ class Packing:
         starts_BT = self.bounds_2BT[0]
         return self.cached(("first", S), lambda: starts_BT[:, -S:].amin(0).tolist())
 
-    def lengths(self, S: int) -> tuple[Tensor, Tensor, int, int]:
+    def varlen_arguments(self, S: int) -> tuple[Tensor, Tensor, int, int]:
         """Return flash-attn's cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k of the
         documents.
 
@@ -112,15 +113,17 @@ class Packing:
         first call synchronizes the host with the device.
         """
 
-        def lengths() -> tuple[Tensor, Tensor, int, int]:
-            """Return the four values of the outer `lengths`, which caches them."""
+        def make() -> tuple[Tensor, Tensor, int, int]:
+            """Return the four values, which `cached` keeps."""
             _, B, T = self.bounds_2BT.shape
             starts_BT = self.bounds_2BT[0]
             is_start = torch.arange(T, device=starts_BT.device) == starts_BT
             k_starts = is_start.flatten().nonzero().flatten()
             cu_seqlens_k = F.pad(k_starts, (0, 1), value=B * T)
 
-            # Documents that end before the first query have no queries.
+            # Token t of sequence b has the index b * T + t among all keys and, if it is a query,
+            # the index b * S + t - (T - S) among all queries. Documents that end before the first
+            # query have none.
             queries_before = (cu_seqlens_k % T - (T - S)).clamp(min=0)
             cu_seqlens_q = cu_seqlens_k // T * S + queries_before
 
@@ -128,4 +131,4 @@ class Packing:
             longest = torch.stack([cu_seqlens_q.diff().max(), cu_seqlens_k.diff().max()])
             return cu_seqlens_q.int(), cu_seqlens_k.int(), *longest.tolist()
 
-        return self.cached(("lengths", S), lengths)
+        return self.cached(("varlen", S), make)

@@ -113,11 +113,11 @@ def deviations(
 
         for block in blocks:
             true_block = truth[block]
-            # At least the norm of ones, since the size of a gradient of mere rounding errors is
-            # meaningless.
-            size = true_block.norm().clamp(min=true_block.numel() ** 0.5)
-            error = float((our[block] - true_block).norm() / size)
-            rounding = float((theirs[block] - true_block).norm() / size)
+            # At least the norm of a tensor of ones: if the exact gradient is zero, errors relative
+            # to its own norm are meaningless.
+            norm = true_block.norm().clamp(min=true_block.numel() ** 0.5)
+            error = float((our[block] - true_block).norm() / norm)
+            rounding = float((theirs[block] - true_block).norm() / norm)
             allowed = 2 * rounding + FLOOR[dtype]
             yield Deviation(index, (block.start, block.stop - 1), error, rounding, allowed)
 
@@ -158,14 +158,15 @@ class Shapes:
     context_parallel_size: int = 1
 
     @property
-    def local(self) -> tuple[int, int]:
+    def heads_and_groups_per_rank(self) -> tuple[int, int]:
         """Query heads and key/value groups per rank in attention, where context parallelism divides
         them too.
         """
         groups = self.groups // self.tensor_parallel_size
         ranks = self.context_parallel_size
         heads = self.heads // self.tensor_parallel_size // ranks
-        # If the ranks cannot divide the groups evenly, several ranks hold the same group.
+        # Groups are copied until the ranks can divide them evenly: several ranks may hold the same
+        # group.
         return heads, math.lcm(groups, ranks) // ranks
 
 
@@ -204,28 +205,24 @@ def attention_checks(
     and not packed.
     """
     draw = _random_tensors(dtype, device)
-    H, G = shapes.local
+    H, G = shapes.heads_and_groups_per_rank
     *qkv, z = (draw(length, 2, n, shapes.head_dim) for n in (H, G, G, G))
 
     # The state is the last of `tensors` or, if it needs no gradient, the constant z.
-    def attend(
-        average: bool,
-        backend: str,
-        packing: Packing | None,
-        *tensors: Tensor,
-    ) -> Outputs:
+    def rotate_and_attend(*tensors: Tensor, **options: Any) -> Outputs:
         q, k, v, *learned = tensors
         state = learned[0] if learned else z.to(q)
-        return attention(q, k, v, state, average, packing, backend)
+        return attention(q, k, v, state, **options)
 
     if not shapes.averages:
-        return _of_attention("", partial(attend, False), backend, qkv)
+        return _with_and_without_packing("", rotate_and_attend, backend, qkv)
     # The first layer's state needs no gradient and the last layer's is not averaged; both cases
     # have separate kernels.
+    average = partial(rotate_and_attend, average_state=True)
     return {
-        **_of_attention("", partial(attend, True), backend, [*qkv, z]),
-        **_of_attention(" in the first layer", partial(attend, True), backend, qkv),
-        **_of_attention(" in the last layer", partial(attend, False), backend, [*qkv, z]),
+        **_with_and_without_packing("", average, backend, [*qkv, z]),
+        **_with_and_without_packing(" in the first layer", average, backend, qkv),
+        **_with_and_without_packing(" in the last layer", rotate_and_attend, backend, [*qkv, z]),
     }
 
 
@@ -271,18 +268,20 @@ def score_checks(
     takes the same path through flex as gates.
     """
     draw = _random_tensors(dtype, device)
-    H, G = shapes.local
+    H, G = shapes.heads_and_groups_per_rank
     D = shapes.head_dim
     qkv = [draw(LENGTH, 2, n, D) for n in (H, G, G)]
     logits = draw(LENGTH, 2, H)
     if not shapes.reflects:
-        return _of_attention(" with gates", _with_gates, backend, [*qkv, logits])
+        return _with_and_without_packing(" with gates", _with_gates, backend, [*qkv, logits])
 
     tensors = [*qkv, draw(LENGTH, 2, G, D), draw(LENGTH, 2, G)]
     name = " through reflections"
-    alone = _of_attention(name, _with_reflections, backend, tensors)
+    without_gates = _with_and_without_packing(name, _with_reflections, backend, tensors)
     tensors = [*tensors, logits]
-    return alone | _of_attention(f"{name} with gates", _with_reflections, backend, tensors)
+    return without_gates | _with_and_without_packing(
+        f"{name} with gates", _with_reflections, backend, tensors
+    )
 
 
 def _random_tensors(dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
@@ -292,14 +291,16 @@ def _random_tensors(dtype: torch.dtype, device: torch.device) -> Callable[..., T
     return lambda *shape: torch.randn(shape, generator=generator).to(device, dtype)
 
 
-def _of_attention(
+def _with_and_without_packing(
     name: str,
     attend: Callable[..., Outputs],
     backend: str,
     inputs: list[Tensor],
 ) -> dict[str, Check]:
-    """Return checks of `attend(backend, packing, *inputs)` against naive, without and with
+    """Return checks of `attend(*inputs, backend=..., packing=...)` against naive, without and with
     packing.
+
+    `name` is the part of the checks' names that follows "attention".
     """
     length = len(inputs[0])
     device = inputs[0].device
@@ -308,17 +309,19 @@ def _of_attention(
     documents = torch.arange(length, device=device) >= starts
     checks = {}
     for suffix, packing in (("", None), (PACKED, Packing.of(documents))):
-        ours = partial(attend, backend, packing)
-        plain = partial(attend, "naive", packing)
+        ours = partial(attend, backend=backend, packing=packing)
+        plain = partial(attend, backend="naive", packing=packing)
         checks[f"attention{name}{suffix}"] = Check(ours, plain, inputs)
     return checks
 
 
-def _with_gates(backend: str, packing: Packing | None, *tensors: Tensor) -> Outputs:
-    """Return attention with forget gates; `tensors` are q, k, v and the logits of the gates."""
+def _with_gates(*tensors: Tensor, **options: Any) -> Outputs:
+    """Return attention with forget gates; `tensors` are q, k, v and the logits of the gates.
+
+    `options` are `backend` and `packing`.
+    """
     *qkv, logits = tensors
-    gates = _gates(logits)
-    return attention(*qkv, packing=packing, backend=backend, log_gate_TBH=gates)
+    return attention(*qkv, log_gate_TBH=_gates(logits), **options)
 
 
 def _gates(logits: Tensor) -> Tensor:
@@ -327,9 +330,9 @@ def _gates(logits: Tensor) -> Tensor:
 
 
 def _with_reflections(
+    *tensors: Tensor,
     backend: str,
     packing: Packing | None,
-    *tensors: Tensor,
 ) -> Outputs:
     """Return attention with reflections; `tensors` are q, k, v, w, the logits of beta and,
     optionally, of gates.
@@ -346,6 +349,7 @@ def _with_reflections(
     prepare = reflections.prepare
 
     def prepare_rounded(q: Tensor, k: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the results of `Rescore.prepare`, rounded to the dtype of `k`."""
         return tuple(x.to(k.dtype) for x in prepare(q, k, *tensors))
 
     if backend == "naive":
@@ -362,8 +366,10 @@ def _update(
     z: Tensor,
     *tensors: Tensor,
 ) -> Outputs:
-    """Return the updated state. With `fp32_state`, z is in fp32, with values that a 16-bit dtype
-    cannot represent.
+    """Return a list with the state that `function` updates; `tensors` are u, the gate and the
+    matrices.
+
+    With `fp32_state`, z is converted to fp32, with values that a 16-bit dtype cannot represent.
     """
     if fp32_state and z.dtype.itemsize == 2:
         # 1.0001 differs from 1 by less than bf16 can represent.
@@ -384,7 +390,7 @@ def backend_fails(
     This compiles and runs the backend's kernels and compares them with plain torch. For the
     backends in `LIBRARIES`, packed documents are checked only if `packed` is True.
     """
-    # These two run only with encodings that change scores.
+    # flex and fla run only with encodings that change scores.
     if backend in ("flex", "fla"):
         return first_failure(score_checks(backend, shapes, dtype, device), dtype, device)
     if backend not in LIBRARIES:
@@ -441,26 +447,26 @@ def loss_check(
     shapes = (35, 2, 16), (vocabulary, 16)
     inputs = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
-    def losses(fused: bool, hidden: Tensor, weight: Tensor) -> list[Tensor]:
-        """Return the losses for both kinds of vocabulary as one tensor, (2,)."""
-
-        def loss_of(labels: Tensor, first: int) -> Tensor:
-            """Return the loss of labels for a shard that starts at `first`."""
+    def losses(hidden: Tensor, weight: Tensor, fused: bool) -> list[Tensor]:
+        """Return a list with one tensor (2,): the losses for the unsharded vocabulary and for the
+        shard.
+        """
+        values = []
+        # Unsharded, all labels are below `vocabulary`; the second shard begins at this label.
+        for own_labels, first_label in ((labels % vocabulary, 0), (labels, vocabulary)):
             loss, *_ = linear_cross_entropy(
                 hidden,
                 weight,
-                labels,
+                own_labels,
                 weights,
                 fused=fused,
-                first=first,
+                first_label=first_label,
                 z_loss=0.1,
             )
-            return loss
+            values.append(loss)
+        return [torch.stack(values)]
 
-        unsharded = loss_of(labels % vocabulary, 0)
-        return [torch.stack([unsharded, loss_of(labels, vocabulary)])]
-
-    return Check(partial(losses, True), partial(losses, False), inputs)
+    return Check(partial(losses, fused=True), partial(losses, fused=False), inputs)
 
 
 def swiglu_check(
@@ -470,8 +476,9 @@ def swiglu_check(
 ) -> Check:
     """Return the check of the fused SwiGLU; `width` is the size of this rank's shard of the MLP."""
 
-    def run(fused: bool, gate_and_up: Tensor) -> list[Tensor]:
+    def run(gate_and_up: Tensor, fused: bool) -> list[Tensor]:
+        """Return a list with the result of `swiglu`."""
         return [swiglu(gate_and_up, fused)]
 
     gate_and_up = _random_tensors(dtype, device)(35, 2, 2 * width)
-    return Check(partial(run, True), partial(run, False), [gate_and_up])
+    return Check(partial(run, fused=True), partial(run, fused=False), [gate_and_up])

@@ -44,8 +44,8 @@ def philox(counter: Words, key: Key) -> Words:
     c0, c1, c2, c3 = (word.clone() for word in torch.broadcast_tensors(*counter))
     k0, k1 = key
     for _ in range(ROUNDS):
-        # Products may overflow into the sign bit; words are truncated to 32 bits before they are
-        # multiplied again.
+        # Products may overflow into the sign bit. Only their lower 32 bits count: `_mix`, and the
+        # masks at the end, remove the others.
         p0 = c0 * MULTIPLIERS[0]
         p1 = c2 * MULTIPLIERS[1]
         _mix(p1, c1, k0, out=c0)
@@ -109,8 +109,8 @@ def _words(
     device: torch.device | str,
 ) -> Words:
     """Return four words (rows, blocks) for each block of four columns that `columns` touches."""
-    last_block = -(-columns.stop // 4)
-    block = torch.arange(columns.start // 4, last_block, device=device)
+    end_block = -(-columns.stop // 4)
+    block = torch.arange(columns.start // 4, end_block, device=device)
     row = torch.arange(rows.start, rows.stop, device=device)[:, None]
     zero = torch.zeros((), dtype=torch.int64, device=device)
     return philox((block, row, zero, zero), key)

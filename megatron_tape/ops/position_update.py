@@ -70,11 +70,11 @@ def compact_update(
         mixing,
         up_PG,
         down_GP,
-        _kept(z_NGD, u_NHD, rounded_NGD),
+        _z_to_save(z_NGD, u_NHD, rounded_NGD),
     )
 
 
-def _kept(
+def _z_to_save(
     z: Tensor,
     u: Tensor,
     rounded: Tensor | None,
@@ -92,7 +92,9 @@ def _kept(
 
 
 class _CompactUpdate(Function):
-    """The differentiable form of `plain_update`; `kept` is saved instead of z unless None."""
+    """The differentiable form of `plain_update`; `kept`, the result of `_z_to_save`, is saved
+    instead of z unless None.
+    """
 
     @staticmethod
     def forward(ctx, z, u, gate, mixing, up, down, kept):
@@ -105,14 +107,15 @@ class _CompactUpdate(Function):
     def backward(ctx, dz):
         z, u, gate, mixing, up, down = ctx.saved_tensors
         N, G, _ = z.shape
-        z = mix_tokens(z, u, mixing)
+        mixed = mix_tokens(z, u, mixing)
         g = F.silu(gate)
         outer = outer_products(up, down)
         M = (g @ outer).view(N, G, G)
 
-        # z'' = z' + M z': `dz` is first the gradient of z'', then that of z', which z shares.
+        # z'' = z' + M z': `dz` is first the gradient of z'', then that of z', which is also that of
+        # z. `rounded` is always `dz` in u's dtype, for products.
         rounded = dz.to(u.dtype)
-        dM = torch.bmm(rounded, z.mT).flatten(1)
+        dM = torch.bmm(rounded, mixed.mT).flatten(1)
         if dz.dtype == u.dtype:
             dz = rounded = torch.baddbmm(dz, M.mT, rounded)
         else:
@@ -161,7 +164,7 @@ def fused_update(
         mixing,
         up_PG,
         down_GP,
-        _kept(z_NGD, u_NHD, rounded_NGD),
+        _z_to_save(z_NGD, u_NHD, rounded_NGD),
     )
 
 

@@ -122,8 +122,8 @@ class _WithModulus(Function):
         re, im = z.chunk(2, dim=-1)
         dy_re, dy_im = dy.chunk(2, dim=-1)
 
-        # The modulus of the result is fixed, so the part of the gradient along z vanishes. Short
-        # numbers are only scaled, and keep the whole gradient.
+        # The modulus of the result is fixed, so the part of the gradient along z is removed.
+        # Numbers below `SHORTEST` are only scaled, and keep the whole gradient.
         along = (re * dy_re + im * dy_im) / clamped.square()
         along = torch.where(moduli > SHORTEST, along, 0)
         across = dy - z * _twice(along)

@@ -53,6 +53,7 @@ class ShiftedSegments:
             )
         length = T // SEGMENTS
         tokens = torch.arange(T, device=tokens_BT.device)
+        # Tensors (B, T) with documents.
         document_starts, document_ends = 0, T
         if packing is not None:
             document_starts, document_ends = packing.bounds_2BT
@@ -64,7 +65,11 @@ class ShiftedSegments:
             bounds = starts.clamp(min=document_starts), ends.clamp(max=document_ends)
             return Packing(torch.stack([x.expand(B, T) for x in bounds]).int())
 
-        return cls(shifted_by(0), shifted_by(length // 2), unshifted_groups)
+        return cls(
+            plain=shifted_by(0),
+            shifted=shifted_by(length // 2),
+            unshifted_groups=unshifted_groups,
+        )
 
 
 def unshifted_groups(query_groups: int, own_groups: list[int] | None = None) -> int:

@@ -87,7 +87,7 @@ def check_of(name, shapes, dtype):
 
 
 def attend(backend, rotate, *tensors):
-    return attention(*tensors, True, None, backend, rotate=rotate)
+    return attention(*tensors, average_state=True, backend=backend, rotate=rotate)
 
 
 def strided(x):

@@ -31,9 +31,9 @@ def test_recorded_attention_has_the_same_gradients(backend, packing):
     tensors = inputs()
     run = partial(AttentionRecorder().run, "layer")
     with torch.no_grad():
-        first = attention(*tensors, True, packing, backend, run=run)
-    second = attention(*tensors, True, packing, backend, run=run)
-    plain = attention(*tensors, True, packing, backend)
+        first = attention(*tensors, average_state=True, packing=packing, backend=backend, run=run)
+    second = attention(*tensors, average_state=True, packing=packing, backend=backend, run=run)
+    plain = attention(*tensors, average_state=True, packing=packing, backend=backend)
     assert all(torch.equal(a, b) for a, b in zip(first, second))
     assert_same(second, plain, tensors, rtol=1e-12, atol=1e-12)
 
@@ -115,7 +115,7 @@ def test_a_forward_pass_without_a_backward_pass_is_freed(backend):
                 k,
                 v,
                 z,
-                True,
+                average_state=True,
                 backend=backend,
                 run=partial(recorder.run, 0),
             )

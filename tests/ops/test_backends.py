@@ -93,7 +93,9 @@ def test_a_backend_equals_the_naive_backend(
     monkeypatch.setattr(tiled_attention, "KEYS", 6)
     tensors = draw_qkvz(21, 6, 2, 8, queries)
     ours, theirs = (
-        attention(*tensors, averages, packing, name, rotate=queries == 21)
+        attention(
+            *tensors, average_state=averages, packing=packing, backend=name, rotate=queries == 21
+        )
         for name in (backend, "naive")
     )
     assert (ours[1] is not None) == averages
@@ -119,14 +121,15 @@ def test_a_wide_value_takes_one_call_restricted_to_cudnn(monkeypatch):
         lambda q, k, v, **more: values.append(v.shape[-1]) or attend(q, k, v, **more),
     )
     tensors = draw_qkvz(21, 6, 2, 8)
-    ours = attention(*tensors, True, None, "torch_wide")
+    ours = attention(*tensors, average_state=True, backend="torch_wide")
     assert requests == [SDPBackend.CUDNN_ATTENTION, None]
     assert values == [16]
-    assert_same(ours, attention(*tensors, True, None, "naive"), tensors)
+    assert_same(ours, attention(*tensors, average_state=True, backend="naive"), tensors)
     # But not for a single key (the first step of sampling from one token), nor with a mask.
     for inputs, documents in ((draw_qkvz(1, 6, 2, 8), None), (tensors, PACKING)):
         ours, theirs = (
-            attention(*inputs, True, documents, name) for name in ("torch_wide", "naive")
+            attention(*inputs, average_state=True, packing=documents, backend=name)
+            for name in ("torch_wide", "naive")
         )
         assert len(requests) == 2
         assert_same(ours, theirs, inputs)
@@ -148,9 +151,9 @@ def test_flash_attn_4_averages_v_and_z_in_one_call_with_our_tile_sizes(flash_att
     module = flash_attn(4)
     tensors = draw_qkvz(21, 4, 4, 8)
     for _ in range(2):
-        ours = attention(*tensors, True, None, "flash_attn")
+        ours = attention(*tensors, average_state=True, backend="flash_attn")
     assert module.widths == [2, 2]
-    assert_same(ours, attention(*tensors, True, None, "naive"), tensors)
+    assert_same(ours, attention(*tensors, average_state=True, backend="naive"), tensors)
     forward = module._tile_size_fwd_sm90
     backward = module._tile_size_bwd_sm90
     assert forward(128, 256, True, False, sparse_block_size_q=None)[:2] == (128, 96)
@@ -161,7 +164,7 @@ def test_flash_attn_4_averages_v_and_z_in_one_call_with_our_tile_sizes(flash_att
 def test_flash_attn_gets_the_deterministic_flag(flash_attn):
     torch.use_deterministic_algorithms(True)
     try:
-        attention(*draw_qkvz(21, 6, 2, 8), False, None, "flash_attn")
+        attention(*draw_qkvz(21, 6, 2, 8), backend="flash_attn")
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -172,13 +175,22 @@ def test_decoding_with_a_cache_equals_the_whole_sequence(flash_attn, backend, pa
     q, k, v, z = draw_qkvz(12, 4, 2, 8)
     # The second sequence is shorter and starts with padding.
     documents = (torch.arange(12) >= torch.tensor([[0], [padding]])).long()
-    whole = attention(q, k, v, z, True, Packing.of(documents), "naive")
+    whole = attention(
+        q, k, v, z, average_state=True, packing=Packing.of(documents), backend="naive"
+    )
     rotated_q = rotate_groups(q, z)
     rotated_k = rotate_groups(k, z)
     for a, b in ((0, 7), (7, 8), (8, 9), (9, 12)):  # a prompt, tokens one by one, a few at once
         packing = Packing.of(documents[:, :b]) if padding else None
         cache = rotated_k[:b], v[:b], z[:b]
-        ours = attention(rotated_q[a:b], *cache, True, packing, backend, rotate=False)
+        ours = attention(
+            rotated_q[a:b],
+            *cache,
+            average_state=True,
+            packing=packing,
+            backend=backend,
+            rotate=False,
+        )
         for x, y in zip(ours, whole, strict=True):
             torch.testing.assert_close(x, y[a:b])
 
@@ -205,21 +217,21 @@ def test_document_bounds_are_the_starts_of_this_and_the_next_document():
 
 def test_inconsistent_arguments_are_refused():
     one, five, six = (torch.zeros(n, 1, 2, 8) for n in (1, 5, 6))
-    for message, arguments in (
-        ("each query's own token", (six, five, five, five)),
-        ("pass rotate=False", (one, five, five, five)),
-        ("no position state to average", (five, five, five, None, True)),
-        ("v_TBGD has shape", (five, five, six, None)),
-        ("z_TBGD has shape", (five, five, five, five.expand(-1, 2, -1, -1))),
-        ("z_TBGD has shape", (one, five, five, one, True)),
-        ("document bounds", (five, five, five, None, False, Packing(torch.zeros(2, 1, 6)))),
-        ("do not fit", (torch.zeros(5, 1, 3, 8), five, five, None)),
-        ("do not fit", (torch.zeros(5, 2, 2, 8), five, five, None)),
-        ("; use one", (five, five.double(), five, None)),
+    for message, tensors, options in (
+        ("each query's own token", (six, five, five, five), {}),
+        ("pass rotate=False", (one, five, five, five), {}),
+        ("no position state to average", (five, five, five), {"average_state": True}),
+        ("v_TBGD has shape", (five, five, six), {}),
+        ("z_TBGD has shape", (five, five, five, five.expand(-1, 2, -1, -1)), {}),
+        ("z_TBGD has shape", (one, five, five, one), {"average_state": True}),
+        ("document bounds", (five, five, five), {"packing": Packing(torch.zeros(2, 1, 6))}),
+        ("do not fit", (torch.zeros(5, 1, 3, 8), five, five), {}),
+        ("do not fit", (torch.zeros(5, 2, 2, 8), five, five), {}),
+        ("; use one", (five, five.double(), five), {}),
     ):
         for backend in BACKENDS:
             with pytest.raises(ValueError, match=message):
-                attention(*arguments, backend=backend)
+                attention(*tensors, backend=backend, **options)
 
 
 def test_unsupported_backends_are_refused(monkeypatch):

@@ -53,7 +53,8 @@ def test_biases_and_gates_equal_explicit_scores_with_all_gradients(backend, pack
     gates = draw(LENGTH, 2, HEADS, seed=6)
     changes = {"bias": bias, "log_gate_TBH": logsigmoid(gates), "rotate": queries == LENGTH}
     ours, theirs = (
-        attention(*tensors, True, packing, name, **changes) for name in (backend, "naive")
+        attention(*tensors, average_state=True, packing=packing, backend=name, **changes)
+        for name in (backend, "naive")
     )
     assert_same(ours, theirs, [*tensors, *learned, gates])
 
@@ -80,7 +81,14 @@ def test_blocks_of_rows_equal_whole_rows_with_all_gradients(packing, queries):
     )
     changes = {"bias": bias, "log_gate_TBH": -gates.square(), "rescore": rescore}
     ours, theirs = (
-        attention(*tensors, True, packing, backend, rotate=queries == LENGTH, **changes)
+        attention(
+            *tensors,
+            average_state=True,
+            packing=packing,
+            backend=backend,
+            rotate=queries == LENGTH,
+            **changes,
+        )
         for backend in ("tiled", "naive")
     )
     assert_same(ours, theirs, [*tensors, *learned, gates, weight])

@@ -78,7 +78,7 @@ def check_attention(length=65, heads=4, groups=2, dim=64, dtype=FP32, ends=None,
         packing = Packing.of(torch.stack(documents).to(DEVICE))
 
     def attend(backend, *tensors):
-        return attention(*tensors, wide, packing, backend)
+        return attention(*tensors, average_state=wide, packing=packing, backend=backend)
 
     assert_as_exact_as_torch(attend, inputs, dtype)
 
@@ -131,14 +131,18 @@ def test_fewer_queries_than_keys_see_the_whole_cache(queries, keys, dim, dtype, 
     documents = torch.arange(keys, device=DEVICE) >= starts
     packing = Packing.of(documents) if packed else None
     assert_as_exact_as_torch(
-        lambda backend, *x: attention(*x, True, packing, backend, rotate=False), inputs, dtype
+        lambda backend, *x: attention(
+            *x, average_state=True, packing=packing, backend=backend, rotate=False
+        ),
+        inputs,
+        dtype,
     )
 
 
 def test_a_second_derivative_is_refused():
     q, k, v, z = (draw(5, 1, 2, 32, dtype=FP32, seed=n).requires_grad_() for n in range(4))
     for backend in ("triton", "tiled"):
-        o, u = attention(q, k, v, z, True, None, backend)
+        o, u = attention(q, k, v, z, average_state=True, backend=backend)
         (slope,) = torch.autograd.grad(
             o.square().sum() + u.square().sum(),
             q,
@@ -246,7 +250,7 @@ def test_an_error_in_one_row_is_named():
     inputs = [draw(48, 1, 2, 32, dtype=BF16, seed=n) for n in range(4)]
 
     def exact(*x):
-        return attention(*x, True, None, "torch")
+        return attention(*x, average_state=True)
 
     def wrong(*x):
         o, u = exact(*x)
@@ -265,7 +269,7 @@ def test_attention_saves_only_inputs_outputs_and_one_number_per_query():
 
     inputs = [draw(64, 2, n, 32, dtype=BF16, seed=n).requires_grad_() for n in (4, 2, 2, 2)]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        outputs = attention(*inputs, True, None, "triton")
+        outputs = attention(*inputs, average_state=True, backend="triton")
     assert sum(saved.values()) == sum(x.nbytes for x in (*inputs, *outputs)) + 4 * 64 * 2 * 4
     assert {x.data_ptr() for x in (*inputs, *outputs)} <= set(saved)
 
@@ -337,7 +341,7 @@ def test_kernels_are_checked_before_training(monkeypatch):
 
 def test_the_check_of_a_library_detects_a_wrong_rotation(monkeypatch):
     """The reference of the check must not use the kernel for rotation."""
-    monkeypatch.setattr(attention_inputs, "rotates_fused", lambda x: True)
+    monkeypatch.setattr(attention_inputs, "supports_rotation_kernels", lambda x: True)
     monkeypatch.setattr(parity, "LENGTHS", (17,))
     shapes = parity.Shapes(2, 2, 32, averages=True, inner=4)
     assert backend_fails("torch", shapes, FP32, DEVICE) is None
@@ -359,7 +363,7 @@ def test_the_fused_rotation_for_other_backends_is_as_exact_as_torch(
     """On a GPU, it prepares the inputs of library kernels, which get [v | z] as one tensor."""
 
     def attend(fused, q, k, v, *state):
-        monkeypatch.setattr(attention_inputs, "rotates_fused", lambda x: fused)
+        monkeypatch.setattr(attention_inputs, "supports_rotation_kernels", lambda x: fused)
         z = state[0] if state else broadcast.to(q)
         inputs = attention_inputs.AttentionInputs(z, wide, q_SBHD=q, k_TBGD=k, v_TBGD=v)
         return inputs.with_one_value()

@@ -161,7 +161,7 @@ def unsupported(
 def flash_attn_version(device: torch.device) -> int | None:
     """Return the newest version of flash-attn that is installed and runs on this GPU, or None."""
     major, _ = torch.cuda.get_device_capability(device)
-    return _flash_attn_version(major, torch.version.hip is not None)
+    return _flash_attn_version(major, amd=torch.version.hip is not None)
 
 
 @functools.cache
@@ -190,15 +190,15 @@ def takes_wide_value(
     return head_dim in {HOPPER: (64, 128), BLACKWELL: (64,)}[generation(device)]
 
 
-def rotates_fused(x: torch.Tensor) -> bool:
-    """Return whether `ops.kernels.triton_rotation` can rotate x: on a GPU with Triton, in fp32,
-    bf16 or fp16.
+def supports_rotation_kernels(x: torch.Tensor) -> bool:
+    """Return whether the kernels of `ops.kernels.triton_rotation` run on x: on a GPU with Triton,
+    in fp32, bf16 or fp16.
     """
-    return x.is_cuda and x.dtype.itemsize <= 4 and _rotation_runs(x.device, x.dtype)
+    return x.is_cuda and x.dtype.itemsize <= 4 and _rotation_kernel_runs(x.device, x.dtype)
 
 
 @functools.cache
-def _rotation_runs(device: torch.device, dtype: torch.dtype) -> bool:
+def _rotation_kernel_runs(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the rotation kernel compiles and runs on `device`; log a warning if not."""
     # 64 is one of the supported head dimensions; the kernel itself supports all.
     why = unsupported("triton", device, dtype, 64)

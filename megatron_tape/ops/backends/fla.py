@@ -43,12 +43,14 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
         if gates is None:
             gates = torch.zeros(S, B, H, device=q.device)
 
-    # The kernels expect the sequences first, (B, S, ...).
+    # The kernels expect the sequences first, (B, S, ...). Only the kernel for reflections may lack
+    # gates; they are the last argument.
     tensors = [q, k, *x.values(), *reflections, gates]
     tensors = [y.transpose(0, 1).contiguous() for y in tensors if y is not None]
     if x.packing is not None:
-        # The same tensor object in all layers, so that fla reuses its cached block counts.
-        cu_seqlens = x.packing.cached(("fla", S), lambda: x.packing.lengths(S)[1].long())
+        # The same tensor object in all layers, so that fla reuses its cached block counts. [1] is
+        # cu_seqlens_k.
+        cu_seqlens = x.packing.cached(("fla", S), lambda: x.packing.varlen_arguments(S)[1].long())
         kernel = partial(kernel, cu_seqlens=cu_seqlens)
         # All documents of the batch are passed as one sequence.
         tensors = [y.flatten(0, 1)[None] for y in tensors]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_tape.ops.attention_inputs import AttentionInputs
 from megatron_tape.ops.backends.choice import FLASH_ATTN, flash_attn_version, takes_wide_value
-from megatron_tape.ops.backends.sdpa import parts
+from megatron_tape.ops.backends.sdpa import split_average
 
 # For (D, 2D): the tile (queries, keys) forward, and FlashAttention-4's `BwdConfig` backward. Both
 # compile for capability 9.0 without spills and within 227 KiB, and are exact on an H200 (version
@@ -48,7 +48,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     if x.packing is not None:
         kernel = functions.flash_attn_varlen_func
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-        options |= zip(names, x.packing.lengths(S))
+        options |= zip(names, x.packing.varlen_arguments(S))
         # The sequences of the batch are concatenated, (B * S, H, D).
         tensors = [y.flatten(0, 1) for y in tensors]
 
@@ -66,7 +66,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     for output in x.run(averages, *tensors):
         if x.packing is not None:
             output = output.unflatten(0, (B, S))
-        averaged += parts(output.transpose(0, 1), D)
+        averaged += split_average(output.transpose(0, 1), D)
     return tuple(averaged)
 
 
@@ -75,7 +75,7 @@ def _choose_tiles(functions: Any) -> None:
 
     Its arguments cannot set the tile sizes of the backward pass.
     """
-    # Once per process: each call would wrap the functions again.
+    # Once per process: another call would wrap the functions again.
     if hasattr(functions, "has_our_tiles"):
         return
     functions.has_our_tiles = True

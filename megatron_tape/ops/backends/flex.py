@@ -65,7 +65,7 @@ def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
 
 @functools.cache
 def _compiled():
-    """Return the compiled `flex_attention`, which torch compiles again for each bias and shape."""
+    """Return `flex_attention` as a function that torch compiles for each bias and shape."""
     import torch._dynamo
 
     # Beyond these limits torch would run the uncompiled function, which materializes all scores.
@@ -100,7 +100,8 @@ def block_mask(
     first_key = torch.arange(0, T, BLOCK, device=device)
     last_key = first_key + BLOCK - 1
 
-    # Starts never decrease, so the first query of a block attends to the earliest keys.
+    # The next four tensors are (B or 1, 1, query blocks, key blocks or 1). Starts never decrease,
+    # so the first query of a block attends to the earliest keys.
     starts = starts_BT
     if starts is None:
         starts = torch.zeros(1, T, dtype=torch.int32, device=device)
@@ -119,17 +120,19 @@ def block_mask(
         return past & (key >= starts_BT[b, query + offset])
 
     return BlockMask.from_kv_blocks(
-        *_listed(visible_in_part & ~visible),
-        *_listed(visible),
+        *_counts_and_indices(visible_in_part & ~visible),
+        *_counts_and_indices(visible),
         BLOCK_SIZE=BLOCK,
         mask_mod=seen,
         seq_lengths=(S, T),
     )
 
 
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _counts_and_indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return, for each block of queries, the number of key blocks that are True, and the indices of
-    all key blocks, with these first.
+    all key blocks, those that are True first.
+
+    `blocks` is (B or 1, 1, query blocks, key blocks).
     """
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.int()

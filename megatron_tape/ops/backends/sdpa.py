@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_tape.ops.attention_inputs import AttentionInputs
-from megatron_tape.ops.backends.choice import rotates_fused
+from megatron_tape.ops.backends.choice import supports_rotation_kernels
 from megatron_tape.ops.bias import NEAR, Bias
 from megatron_tape.ops.packing import additive_mask
 
@@ -36,16 +36,17 @@ def attend_to(
     """
     mask = _mask(x)
     heads_per_group = q.shape[2] // k.shape[2]
-    grouped = [k, *values]
+    keys_and_values = [k, *values]
     if mask is not None and heads_per_group > 1:
         # SDPA's kernels with a mask do not support groups; its fallback would materialize all S x S
         # scores.
-        grouped = [y.repeat_interleave(heads_per_group, dim=2) for y in grouped]
-    tensors = [y.permute(1, 2, 0, 3) for y in (q, *grouped)]
+        keys_and_values = [y.repeat_interleave(heads_per_group, dim=2) for y in keys_and_values]
+    # SDPA expects the tokens after the heads, (B, H, S, D).
+    tensors = [y.permute(1, 2, 0, 3) for y in (q, *keys_and_values)]
 
     with _without_cudnn(tensors[0], mask):
-        # Without a bias, the mask is not passed to `run`, which may request its gradient; no fast
-        # kernel computes that.
+        # `run` may request the gradients of all its tensors. Without a bias, the mask is not one of
+        # them, as no fast kernel computes the gradient of a mask.
         if x.bias is None:
             averages = x.run(partial(_averages, mask), *tensors)
         else:
@@ -53,18 +54,18 @@ def attend_to(
 
     outputs: list[Tensor] = []
     for average in averages:
-        outputs += parts(average.permute(2, 0, 1, 3), q.shape[-1])
+        outputs += split_average(average.permute(2, 0, 1, 3), q.shape[-1])
     return tuple(outputs)
 
 
-def parts(average: Tensor, width: int) -> tuple[Tensor, ...]:
+def split_average(average: Tensor, width: int) -> tuple[Tensor, ...]:
     """Return o and u of the average [o | u] (S, B, H, 2 * width), or only o of an average o (S, B,
     H, width).
     """
     if average.shape[-1] == width:
         return (average,)
-    # The kernel concatenates the gradients of both parts faster than torch does.
-    if rotates_fused(average):
+    # `halves` concatenates the gradients of both parts faster than torch does.
+    if supports_rotation_kernels(average):
         from megatron_tape.ops.kernels.triton_rotation import halves
 
         return halves(average)
@@ -137,10 +138,10 @@ def _bias(
     rows: slice,
     keys: int,
 ) -> Tensor:
-    """Return the bias with the constants that small tiles omit; without them, it is too large to
-    round to bf16.
+    """Return the bias of the queries `rows` (a slice of tokens) and all `keys` keys.
 
-    `rows` are the queries' tokens, `keys` is the number of keys.
+    The constants that small tiles omit are added, since the bias without them is too large to round
+    to bf16.
     """
     tile = bias.of(rows, slice(0, keys))
     if bias.left_out is None or rows.stop - rows.start > NEAR:

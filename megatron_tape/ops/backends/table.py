@@ -90,7 +90,7 @@ class Row:
         return f"{self.reason} ({self.measured or 'not measured'})"
 
 
-def _free(case: Case) -> bool:
+def _suits_any_kernel(case: Case) -> bool:
     """Return whether a 16-bit kernel suffices that supports neither document masks nor
     determinism.
     """
@@ -113,8 +113,8 @@ TABLE = (
         WITH_CUDNN,
         "torch_wide",
         "one call of cuDNN on [v | z]",
-        range(8, 65),
-        _free,
+        head_dims=range(8, 65),
+        condition=_suits_any_kernel,
         measured=_H200,
     ),
     Row(
@@ -122,8 +122,8 @@ TABLE = (
         frozenset({HOPPER}),
         "flash_attn",
         "one call of FlashAttention-4 on [v | z]",
-        (128,),
-        lambda case: _free(case) and not case.grouped,
+        head_dims=(128,),
+        condition=lambda case: _suits_any_kernel(case) and not case.grouped,
         flash_attn_4=True,
         measured=_H200,
     ),
@@ -132,8 +132,8 @@ TABLE = (
         WITH_CUDNN,
         "torch",
         "a call of cuDNN for v and one for z",
-        range(65, 257),
-        _free,
+        head_dims=range(65, 257),
+        condition=_suits_any_kernel,
         measured=_H200,
     ),
     Row(

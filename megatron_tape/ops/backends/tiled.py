@@ -62,7 +62,7 @@ class _Tiles:
 
     `starts` (B, T) are the starts of the tokens' documents; None if each sequence is one document.
     `first_seen` holds, for each query, the first key that it or a later query may attend to in any
-    sequence of the batch.
+    sequence of the batch. Each of the B sequences has S queries in R heads per group, and T keys.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class _Tiles:
         self.S = S
         self.R = R
         self.keys = torch.arange(T, device=device)
-        # Queries are numbered from 0, keys from the start of the cache.
+        # Slices of queries count from the first query, slices of keys from the first cached key.
         self.offset = T - S
         self.queries = self.keys[self.offset :]
         self.starts = None if starts is None else starts[:, self.offset :]
@@ -116,47 +116,52 @@ class _Tiles:
         columns: slice,
         value: float,
     ) -> None:
-        """Overwrite the masked elements of `scores` (B*G, R*rows, columns) with `value`."""
+        """Overwrite the masked elements of `scores` (B*G, R*rows, columns) with `value`, in
+        place.
+        """
+        # A view, (B, G, R, rows, columns).
+        by_head = scores.unflatten(-2, (self.R, -1)).unflatten(0, (self.B, -1))
         if self.starts is None:
             # All queries of the block attend to every key up to the first query's own token.
-            first = max(columns.start, rows.start + self.offset + 1)
+            own_token = rows.start + self.offset
+            first = max(columns.start, own_token + 1)
             if first >= columns.stop:
                 return
             if value == 0.0:  # for a whole tile, tril_ takes a tenth of the time of a mask
-                scores.unflatten(-2, (self.R, -1)).tril_(rows.start + self.offset - columns.start)
+                by_head.tril_(own_token - columns.start)
                 return
-            scores = scores[..., first - columns.start :]
+            by_head = by_head[..., first - columns.start :]
             columns = slice(first, columns.stop)
 
-        queries = self.queries[rows, None]
         keys = self.keys[columns]
-        hidden = keys > queries
-        # Each sequence of the batch has documents of its own.
+        hidden = keys > self.queries[rows, None]
         if self.starts is not None:
-            hidden = (hidden | (keys < self.starts[:, rows, None]))[:, None, None]
-            scores = scores.unflatten(0, (len(self.starts), -1))
-        scores.unflatten(-2, (self.R, -1)).masked_fill_(hidden, value)
+            # Each sequence of the batch has documents of its own: (B, 1, 1, rows, columns).
+            hidden = hidden | (keys < self.starts[:, None, None, rows, None])
+        by_head.masked_fill_(hidden, value)
 
 
 class _TiledAttention(Function):
-    """Maps q (B, G, R, S, D), k (B, G, T, D) and `count` values (B, G, T, E) to averages of the
-    values, (B, G, R, S, E).
+    """Maps q (B, G, R, S, D), k (B, G, T, D) and `value_count` values (B, G, T, E) to averages of
+    the values, (B, G, R, S, E).
 
     `tensors` are the values, then the tensors of `bias`. See `_Tiles` for `first_seen` and
     `starts`. Scores are base-2 logarithms: they include the factor LOG2_E.
     """
 
     @staticmethod
-    def forward(ctx, count: int, bias: Bias | None, first_seen: list[int], starts, q, k, *tensors):
-        values = tensors[:count]
-        bias_tensors = tensors[count:]
+    def forward(
+        ctx, value_count: int, bias: Bias | None, first_seen: list[int], starts, q, k, *tensors
+    ):
+        values = tensors[:value_count]
+        bias_tensors = tensors[value_count:]
         B, G, R, S, D = q.shape
         dtype = torch.promote_types(q.dtype, torch.float32)
         tiles = _Tiles(B, S, k.shape[2], R, starts, first_seen, q.device)
         keys, value = (x.flatten(0, 1).to(dtype) for x in (k, torch.cat(values, dim=-1)))
 
-        # In memory, the sequence axis comes first, as the output projection expects; otherwise it
-        # would make a copy.
+        # In memory, the sequence axis comes first, as the output projection expects: it would copy
+        # other layouts.
         outputs = []
         for v in values:
             output = torch.empty(S, B, G, R, v.shape[-1], dtype=v.dtype, device=q.device)
@@ -175,7 +180,8 @@ class _TiledAttention(Function):
                     tiles.add_bias(scores, bias.tile(tiles.of_tokens(rows), columns, *bias_tensors))
                 tiles.hide(scores, rows, columns, float("-inf"))
                 new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
-                # A query without any visible key so far has no largest score to subtract.
+                # A query without any visible key so far has no largest score to subtract; the
+                # difference of two infinities would be NaN.
                 shift = new_largest.masked_fill(new_largest == float("-inf"), 0.0)
                 p = _exp2(scores.sub_(shift))
                 # `_exp2` gives masked keys a small weight instead of zero.
@@ -193,7 +199,7 @@ class _TiledAttention(Function):
             lse[:, :, :, rows] = total.log2_().add_(largest).view(B, G, R, -1)
 
         ctx.save_for_backward(q, k, lse, starts, *values, *outputs, *bias_tensors)
-        ctx.count = count
+        ctx.value_count = value_count
         ctx.bias = bias
         ctx.first_seen = first_seen
         return tuple(outputs)
@@ -202,9 +208,9 @@ class _TiledAttention(Function):
     @once_differentiable
     def backward(ctx, *gradients):
         q, k, lse, starts, *rest = ctx.saved_tensors
-        values = rest[: ctx.count]
-        outputs = rest[ctx.count : 2 * ctx.count]
-        bias_tensors = rest[2 * ctx.count :]
+        values = rest[: ctx.value_count]
+        outputs = rest[ctx.value_count : 2 * ctx.value_count]
+        bias_tensors = rest[2 * ctx.value_count :]
         B, G, R, S, D = q.shape
         dtype = lse.dtype
         tiles = _Tiles(B, S, k.shape[2], R, starts, ctx.first_seen, q.device)
@@ -246,7 +252,7 @@ class _TiledAttention(Function):
         # `queries` include LOG2_E, unlike the scores of `ds`.
         dk = dk.div_(LOG2_E).view_as(k).to(k.dtype)
         dvalues = dvalue.view(B, G, k.shape[2], -1).split([v.shape[-1] for v in values], dim=-1)
-        # No gradients of `count`, `bias`, `first_seen` and `starts`.
+        # No gradients of `value_count`, `bias`, `first_seen` and `starts`.
         return (
             None,
             None,

@@ -25,18 +25,18 @@ def exponentials(
     logits_nV: Tensor,
     largest_n: Tensor,
     labels_n: Tensor,
-    first: int,
+    first_label: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return exp(logits - largest) (n, V), its sums (n,), and the labels' logits - largest (n,),
     all in float32.
 
     `largest_n` is the largest logit of each token. `labels_n` are indices into the whole
-    vocabulary; this shard starts at `first`. The last tensor is 0 for labels of other shards.
+    vocabulary; this shard begins at `first_label`. The last tensor is 0 for labels of other shards.
     """
     n, V = logits_nV.shape
     results = logits_nV.new_empty(n, V, dtype=torch.float32)
     sums = results.new_empty(n)
-    of_label = results.new_empty(n)
+    label_logits = results.new_empty(n)
     # Triton launches on the current device, which may be another one. Each program has one token.
     with torch.cuda.device_of(logits_nV):
         liger_vocab_parallel_ce_forward_kernel[(n,)](
@@ -46,38 +46,38 @@ def exponentials(
             results.stride(0),
             largest_n,
             labels_n,
-            of_label,
+            label_logits,
             sums,
-            first,
+            first_label,
             V,
             NOTHING_IGNORED,
             BLOCK_SIZE=_block(V),
             num_warps=32,
         )
-    return results, sums, of_label
+    return results, sums, label_logits
 
 
 def to_gradients(
     exponentials_nV: Tensor,
-    sums_n: Tensor,
+    divisors_n: Tensor,
     labels_n: Tensor,
     factors_n: Tensor,
-    first: int,
+    first_label: int,
 ) -> Tensor:
     """Return the logits' gradient (n, V), which overwrites the exponentials.
 
-    `sums_n` are the sums of the exponentials over the whole vocabulary, and `factors_n` the
-    gradients of the tokens' losses.
+    Divided by `divisors_n`, the exponentials are the softmax, or its product with 1 + 2 z_loss
+    log_z if the z-loss is used. `factors_n` are the gradients of the tokens' losses.
     """
     n, V = exponentials_nV.shape
     with torch.cuda.device_of(exponentials_nV):
         liger_vocab_parallel_ce_backward_kernel[(n,)](
             exponentials_nV,
             exponentials_nV.stride(0),
-            sums_n,
+            divisors_n,
             labels_n,
             factors_n,
-            first,
+            first_label,
             V,
             NOTHING_IGNORED,
             0.0,  # without label smoothing
