@@ -217,7 +217,7 @@ def _attention_bytes(plan: Plan, layer: int) -> int:
     batch = plan.batch
     width = plan.width
     dim = model.head_dim
-    groups = batch.groups(model.query_groups)
+    groups = batch.groups_per_rank(model.query_groups)
     heads = model.num_attention_heads // batch.head_shards
     grouped = heads > groups  # several heads of queries share keys and values
     exchanged = batch.context_size > 1  # ranks exchange tokens and heads around attention

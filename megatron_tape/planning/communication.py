@@ -117,7 +117,7 @@ def _all_to_all_traffic(plan: Plan) -> dict[tuple[str, str], int]:
 
     # Queries and outputs have all heads, keys and values only groups.
     heads = model.num_attention_heads // batch.head_shards
-    sent_heads = 2 * heads + 2 * batch.groups(model.query_groups)
+    sent_heads = 2 * heads + 2 * batch.groups_per_rank(model.query_groups)
     passes = plan.micro_batches * len(plan.contents.layers) * (plan.forward_passes + 1)
     of_attention = passes * batch.tokens * sent_heads * model.head_dim * plan.width
     if plan.tensor_size > 1:

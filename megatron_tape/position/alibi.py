@@ -53,7 +53,7 @@ class AlibiPosition(PositionEncoding):
 def alibi_slopes(heads: int) -> list[float]:
     """Return the slopes of H = `heads` heads: 2^(-8 h / H) for h = 1..H if H is a power of two.
 
-    Otherwise, as in the paper's code, they are the slopes for the next smaller power of two,
+    For any other H, as in the paper's code, they are the slopes for the next smaller power of two,
     followed by every other slope for the next larger one.
     """
     power = 2 ** math.floor(math.log2(heads))

@@ -59,14 +59,15 @@ class CopePosition(PositionEncoding):
         """
         from megatron_tape.ops.rescore import Rescore
 
-        return PositionInputs(rescore=Rescore(_rows, (parameters["table"],)))
+        return PositionInputs(rescore=Rescore(_rescored, (parameters["table"],)))
 
 
-def _rows(scores_BHrt, q_BHrD, k, seen, tokens, table):
+def _rescored(scores_BHrt, q_BHrD, k, seen, tokens, table):
     """Return each score plus the product of the query and the embedding of the key's position, (B,
     H, r, t).
 
-    This is the function `rows` of `ops.rescore.Rescore`; `table` is the parameter.
+    `scores_BHrt` are the products of queries `q_BHrD` and keys `k`, divided by sqrt(D). `seen` (B or
+    1, 1, r, t) is True where a query may attend to a key. The embeddings `table` are (p, D).
     """
     from megatron_tape.ops.contextual import add_contextual_positions
 

@@ -99,26 +99,32 @@ class MicroBatchSizes:
         """
         return self.tensor_size * self.context_size
 
-    def groups(self, query_groups: int) -> int:
-        """Return the number of key/value groups that this rank holds inside attention.
+    def groups_per_rank(self, query_groups: int) -> int:
+        """Return the number of key/value groups that one rank holds inside attention, for a model
+        with `query_groups` groups.
 
         If the context-parallel ranks cannot divide a tensor-parallel rank's groups evenly, several
         hold the same group.
         """
-        # The least number of copies that the context-parallel ranks can divide evenly.
+        # Groups are copied until the context-parallel ranks can divide them evenly.
         return math.lcm(query_groups // self.tensor_size, self.context_size) // self.context_size
 
-    def sent_groups(self, query_groups: int) -> int:
-        """Return the number of groups per token in an all-to-all; a group counts once for each rank
-        that holds it.
+    def groups_in_all_to_all(self, query_groups: int) -> int:
+        """Return the number of key/value groups that a rank sends per token in an all-to-all: those
+        of all `head_shards` ranks.
+
+        A group counts once for each rank that holds it.
         """
-        return self.groups(query_groups) * self.head_shards
+        return self.groups_per_rank(query_groups) * self.head_shards
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """The costs of an encoding in one layer, for estimates. Bytes are those of one GPU for one
-    micro-batch.
+    """The costs of an encoding in one layer, for estimates.
+
+    Bytes are those of one GPU for one micro-batch. `MicroBatchSizes.groups_per_rank` counts the
+    key/value groups that a rank holds inside attention, for bytes saved there.
+    `MicroBatchSizes.groups_in_all_to_all` counts those that a rank sends per token, for bytes sent.
     """
 
     multiply_adds: int = 0
@@ -132,7 +138,7 @@ class Costs:
     parallelism.
     """
     sent_backward: int = 0
-    """The same for the backward pass."""
+    """Bytes that this rank passes to all-to-alls in the backward pass."""
     state: int = 0
     """Elements per token in the state that enters the layer."""
     state_width: int | None = None
@@ -274,7 +280,7 @@ class PositionEncoding:
 
         constant = self._constants.get(name)
         if constant is None or constant.device != device:
-            # Autograd cannot use inference tensors if training follows.
+            # Not an inference tensor: autograd could not use it if training follows.
             with torch.inference_mode(False):
                 constant = make().to(device)
             # Tensors created during torch.export are invalid afterwards. Older versions of torch
@@ -373,8 +379,12 @@ class PositionEncoding:
         hidden_states_sBC: Tensor,
         cache: TokenCache,
     ) -> Tensor | None:
-        """Return the state to use in layer `layer` (from 0), given the state that enters it and its
-        normalized input.
+        """Return the position state that layer `layer` (from 0) uses; by default, `state` itself.
+
+        `state` is that of the previous layer, or the result of `initial_state`. An encoding that
+        learns its state in this layer (`learns_on_entry`) computes it here, from the layer's
+        `parameters` and its normalized input `hidden_states_sBC`. During generation, the input has
+        only the new tokens; `cache` keeps what they need from earlier tokens.
         """
         return state
 

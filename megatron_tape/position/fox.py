@@ -57,12 +57,12 @@ class FoxPosition(PositionEncoding):
         """
         model = self.model
         heads = model.num_attention_heads
-        gates = 4 * batch.local_tokens * heads  # bytes in fp32
+        gate_bytes = 4 * batch.local_tokens * heads  # in fp32
         return Costs(
             multiply_adds=heads * (model.hidden_size + model.seq_length // 2),
-            saved=2 * gates + 8 * batch.tokens * heads // batch.head_shards,
-            sent_forward=gates,
-            sent_backward=gates,
+            saved=2 * gate_bytes + 8 * batch.tokens * heads // batch.head_shards,
+            sent_forward=gate_bytes,
+            sent_backward=gate_bytes,
             reads_hidden_states=True,
         )
 

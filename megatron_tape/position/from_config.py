@@ -27,8 +27,10 @@ def encoding_of(
     token_layout: TokenLayout | None = None,
     fused: bool = False,
 ) -> PositionEncoding:
-    """Return the positional encoding of `model`; for `token_layout` and `fused` see
-    `PositionEncoding`.
+    """Return the positional encoding of `model`.
+
+    `token_layout` is the layout of tokens and heads over ranks, which only computations require.
+    With `fused`, the encoding uses its Triton kernels, if it has any.
     """
     encoding = ENCODINGS[model.position_encoding]
     assert isinstance(model.position, encoding.Settings), (

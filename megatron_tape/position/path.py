@@ -99,14 +99,15 @@ class PathPosition(PositionEncoding):
         other_blocks = dim * dim * model.seq_length // (2 * BLOCK)
         queries = heads * (BLOCK * dim + BLOCK * wide + other_blocks)
 
-        # Bytes. The closed form has the results [K; W], U and [K^T | I] - W^T U.
-        local_groups = batch.groups(groups)
+        # Bytes. The closed form has the results [K; W] with 2 C D elements, U and [K^T | I] - W^T U.
+        # The last two have (C + D)^2 elements together.
+        local_groups = batch.groups_per_rank(groups)
         sequences = batch.tokens // model.seq_length
         blocks = sequences * -(-model.seq_length // BLOCK) * local_groups
         narrow = batch.local_tokens * rank * batch.width
         inputs = 4 * batch.tokens * local_groups * (dim + 1)
         closed_forms = 4 * blocks * (2 * BLOCK * dim + wide * wide)
-        sent = batch.local_tokens * batch.sent_groups(groups) * (dim + 1) * batch.width
+        sent = batch.local_tokens * batch.groups_in_all_to_all(groups) * (dim + 1) * batch.width
         return Costs(
             multiply_adds=w + beta + keys + queries,
             saved=narrow + inputs + closed_forms,

@@ -67,10 +67,11 @@ class RandomizedPosition(RotaryPosition):
         """Return sorted positions, drawn with `random` in training and evenly spaced outside."""
         import numpy as np
 
-        whole = max(self.position_range, length)
+        # A sequence longer than the range has the positions 0, 1, ...
+        position_range = max(self.position_range, length)
         if random is None:
-            return np.arange(length) * whole // max(length, self.model.seq_length)
-        return np.sort(random.choice(whole, length, replace=False, shuffle=False))
+            return np.arange(length) * position_range // max(length, self.model.seq_length)
+        return np.sort(random.choice(position_range, length, replace=False, shuffle=False))
 
     def check_cached(self, length):
         """Raise NotImplementedError beyond `seq_length` tokens, where each new token changes all

@@ -93,9 +93,10 @@ class Reposition(RotaryPosition):
         width = self.inner_width
         if not self.predicts(layer):
             return base
-        angles = batch.groups(model.query_groups) * model.head_dim // 2
-        # Bytes are those of fp32.
-        sent = 4 * batch.sent_groups(model.query_groups) * batch.local_tokens
+        # A rank computes angles for all tokens, but only for the groups that it holds in attention.
+        angles = batch.groups_per_rank(model.query_groups) * model.head_dim // 2
+        # All-to-alls exchange one position, 4 bytes in fp32, per token and group.
+        sent = 4 * batch.groups_in_all_to_all(model.query_groups) * batch.local_tokens
         return replace(
             base,
             multiply_adds=width * (2 * model.hidden_size + model.query_groups),
@@ -110,10 +111,12 @@ class Reposition(RotaryPosition):
         """Return the phases of all tokens for this rank's groups: predicted, or those of RoPE."""
         if not self.predicts(layer):
             return PositionInputs(state)
-        positions_SBg = self.token_layout.to_heads(self.predicted(parameters, hidden_states_sBC))
+        positions_SBg = self.token_layout.to_heads(
+            self.predicted_positions(parameters, hidden_states_sBC)
+        )
         return PositionInputs(self.phases(positions_SBg).to(hidden_states_sBC.dtype))
 
-    def predicted(self, parameters, hidden_states_sBC):
+    def predicted_positions(self, parameters, hidden_states_sBC):
         """Return the predicted positions of this rank's tokens, (s, B, G), at least in float32."""
         import torch
         from torch.nn.functional import linear, silu

@@ -122,9 +122,10 @@ class RotaryPosition(PositionEncoding):
         file.
         """
         settings = self.settings
-        # In transformers a share is a `rope_type` of its own, so it excludes llama3 and yarn.
-        scales_some = settings.rope_share < 1 and settings.rope_scaling_type != "linear"
-        if scales_some or self.learns_increments or self.model.attention_output_gate:
+        # In transformers, a share is a `rope_type` of its own, so it excludes llama3 and yarn.
+        shares_and_scales = settings.rope_share < 1 and settings.rope_scaling_type != "linear"
+        # A plain export is Llama, Mistral, Qwen2, Qwen3 or SmolLM3, which have no output gate.
+        if shares_and_scales or self.learns_increments or self.model.attention_output_gate:
             return "code"
         return "plain"
 
@@ -187,15 +188,17 @@ class RotaryPosition(PositionEncoding):
         """
         model = self.model
         state = model.head_dim
-        if self.learns_increments:
-            state *= model.query_groups * (layer > 0)  # no state enters the first layer
+        if self.learns_on_entry(layer):
+            state = 0  # the first layer computes the state, so none enters it
+        elif self.learns_increments:
+            state *= model.query_groups
         if not self.learns_on_entry(layer):
             return Costs(state=state)
-        sent = batch.sent_groups(model.query_groups) * batch.width * batch.local_tokens
+        sent = batch.groups_in_all_to_all(model.query_groups) * batch.width * batch.local_tokens
         per_group = self.position_bytes + model.head_dim * batch.width
         return Costs(
             multiply_adds=model.query_groups * model.hidden_size,
-            saved=batch.tokens * batch.groups(model.query_groups) * per_group,
+            saved=batch.tokens * batch.groups_per_rank(model.query_groups) * per_group,
             sent_forward=sent,
             sent_backward=sent,
             state=state,

@@ -76,6 +76,7 @@ class TapePosition(RotaryPosition):
         encoding's file.
         """
         settings = self.settings
+        # The TAPE architecture has none of these settings.
         rescales_or_skips = settings.state_norm == "unit" or settings.rope_share < 1
         if rescales_or_skips or self.learns_increments or self.model.attention_output_gate:
             return "code"
@@ -170,7 +171,7 @@ class TapePosition(RotaryPosition):
         products = saved = sent = 0
 
         # The state on its way to attention; shared phases are sent once for all sequences.
-        sent_state = batch.sent_groups(model.query_groups) * model.head_dim * width
+        sent_state = batch.groups_in_all_to_all(model.query_groups) * model.head_dim * width
         if self.state_is_learned(layer):
             sent_state *= tokens
         else:
@@ -199,6 +200,7 @@ class TapePosition(RotaryPosition):
             elements = model.hidden_size + inner  # the gate's input, and the gate
             if sharded:
                 elements += averages_size
+            # The state, unless attention saves the same tensor.
             if sharded or not (layer > 0 or self.learns_on_entry(0)):
                 elements += state_size
             saved += tokens * elements * width
@@ -206,7 +208,8 @@ class TapePosition(RotaryPosition):
                 saved += tokens * state_size * self._state_bytes(width)
             sent += averages_size * width * tokens
 
-        # The state that enters the first layer is RoPE's, which all groups share.
+        # What enters the first layer is the same as in RoPE: phases that all groups share, or
+        # nothing if increments are learned.
         state = state_size
         if layer == 0:
             state = super().costs(0, batch).state
