@@ -66,13 +66,14 @@ def chosen_backend(
     device: torch.device,
     shifted_sparse: bool = False,
 ) -> str:
-    """Return the name of the backend that `model.attention_backend` selects on `device`; see
-    `choice`.
+    """Return the name of the backend that `model.attention_backend` selects on `device`.
+
+    `shifted_sparse` is whether heads attend within shifted segments (`ops.shifted`).
     """
-    return choice(model_config, dtype, device, shifted_sparse).backend
+    return backend_choice(model_config, dtype, device, shifted_sparse).backend
 
 
-def choice(
+def backend_choice(
     model_config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
@@ -83,7 +84,8 @@ def choice(
     """Return the backend that `model.attention_backend` selects on `device`, with the reason for
     this choice.
 
-    `auto` never selects a backend in `without`. See `choose_backend` for the other arguments.
+    `auto` never selects a backend in `without`. Its choice also depends on whether heads attend
+    within shifted segments (`shifted_sparse`), and on whether sequences are `packed` documents.
     Raises ConfigError if a named backend cannot run on `device`, or does not support the positional
     encoding.
     """
@@ -94,10 +96,10 @@ def choice(
         dtype,
         model_config.head_dim,
         encoding_of(model_config).needs,
-        shifted_sparse,
-        packed,
-        without,
-        grouped,
+        segments=shifted_sparse,
+        packed=packed,
+        without=without,
+        grouped=grouped,
     )
 
 
@@ -150,7 +152,7 @@ def verified_backend(
 
     # Each round checks one backend on all ranks, until one works everywhere.
     while True:
-        chosen = choice(model_config, dtype, device, shifted_sparse, packed, failed)
+        chosen = backend_choice(model_config, dtype, device, shifted_sparse, packed, failed)
         backend = chosen.backend
         is_library = backend in LIBRARIES
         checked = backend in _COMPILED or (device.type == "cuda" and is_library)
@@ -166,15 +168,16 @@ def verified_backend(
                         shapes,
                         dtype,
                         device,
-                        packed or shifted_sparse,
+                        packed=packed or shifted_sparse,
                     )
 
         problem = _why_slow(model_config, chosen, dtype, device)
+        inexact = None
         if mismatch is not None:
             problem = f"is {backend}, which {mismatch}"
+            inexact = backend
         # All backends that follow a slow one in the table are even slower.
         replaceable = auto and is_library and not chosen.slow
-        inexact = mismatch and backend
         # Decide from the failures of all ranks, so that all ranks decide the same.
         failures = _gather_failures(layout, problem, inexact, replaceable)
         failed |= {failure.inexact for failure in failures if failure.inexact}
@@ -216,8 +219,9 @@ def _gather_failures(
     inexact: str | None,
     replaceable: bool = False,
 ) -> list[_Failure]:
-    """Return the failures of all ranks, given the problem of this one. All ranks call this
-    together.
+    """Return the failures of all ranks. All ranks call this together.
+
+    The arguments are the fields of this rank's `_Failure`; with None for `problem`, it has none.
     """
     failure = None
     if problem is not None:
@@ -325,7 +329,8 @@ def verified_kernels(
         with layout.first_on_node():
             if not without_triton:
                 problem = first_failure(make_checks(), dtype, device)
-                inexact = problem and name
+                if problem:
+                    inexact = name
         # Decide from the failures of all ranks, so that all ranks decide the same.
         failures = _gather_failures(layout, problem, inexact)
         usable[name] = not failures
@@ -336,6 +341,7 @@ def verified_kernels(
         # Plain torch is slower than the kernel of the update, so that users must allow it.
         wrong = [failure for failure in failures if failure.inexact]
         if wrong and name == "position_update" and required:
+            # `_error_of` reports the first failure.
             problem = f"requires the fused position update, which {wrong[0].problem}"
             wrong[0] = wrong[0]._replace(problem=problem)
             raise _error_of(wrong, layout.world_size, auto=True)

@@ -103,7 +103,7 @@ def initialized_whole(
 ) -> Tensor:
     """Return the initial value of the unsharded parameter `name`, float32 on the CPU."""
     whole = torch.empty(initial.shape)
-    rows, columns = _shard_ranges(initial.shape, None, 0, 1)
+    rows, columns = _shard_ranges(initial.shape)
     key = philox.key_of(seed, seed_name(name))
     _fill(whole.view(-1), 0, rows, columns, initial, key)
     return whole
@@ -136,14 +136,15 @@ def initialize_weights(
 
 def _shard_ranges(
     shape: tuple[int, ...],
-    parameter: nn.Parameter | None,
-    rank: int,
-    size: int,
+    parameter: nn.Parameter | None = None,
+    rank: int = 0,
+    size: int = 1,
 ) -> tuple[list[range], range]:
-    """Return the shard of `model.weights.shard` as ranges of rows and of columns of the parameter
-    of `shape`.
+    """Return ranges of rows, and the range of columns, that form the shard of tensor-parallel rank
+    `rank` of `size`.
 
-    With None for `parameter`, which holds Megatron's attributes, the shard is the whole parameter.
+    `shape` is that of the unsharded parameter; Megatron's attributes of `parameter` say how it is
+    sharded. With None, the shard is the whole parameter.
     """
     *leading, width = shape
     all_rows = [range(prod(leading))]
@@ -177,21 +178,24 @@ def _fill(
     initial: Initialization,
     key: philox.Key,
 ) -> None:
-    """Fill `memory` with elements of the flattened shard (these rows and columns), starting at
-    index `first`.
+    """Fill `memory` with the elements of the flattened shard from index `first` on.
+
+    The shard consists of `rows`, in this order, and `columns` of the unsharded matrix.
     """
     width = len(columns)
     rows_at_once = max(1, CHUNKS[memory.device.type] // width)
-    # Index in `memory` at which the next chunk begins; negative before element `first`.
-    begin = -first
-    for block in rows:
-        for row in range(0, len(block), rows_at_once):
-            chunk = block[row : row + rows_at_once]
+    # All indices count elements of the flattened shard: `memory` has those from `first` to `last`,
+    # a chunk of rows those from `begin` to `end`.
+    last = first + len(memory)
+    begin = 0
+    for row_range in rows:
+        for row in range(0, len(row_range), rows_at_once):
+            chunk = row_range[row : row + rows_at_once]
             end = begin + len(chunk) * width
-            if end > 0 and begin < len(memory):
+            if end > first and begin < last:
                 values = initial.block(key, chunk, columns, memory.device).flatten()
                 # The first and the last chunk may extend beyond `memory`.
-                low = max(0, begin)
-                high = min(end, len(memory))
-                memory[low:high] = values[low - begin : high - begin]
+                low = max(first, begin)
+                high = min(last, end)
+                memory[low - first : high - first] = values[low - begin : high - begin]
             begin = end

@@ -158,15 +158,19 @@ class LanguageModel(torch.nn.Module):
                 )
             if self.is_last:
                 self.norm = RMSNorm(config, model_config.hidden_size, model_config.norm_epsilon)
-                self.output = OutputLayer(model_config, config, groups, self.fused.loss, z_loss)
+                self.output = OutputLayer(
+                    model_config, config, groups, fused=self.fused.loss, z_loss=z_loss
+                )
 
         self.received_embedding: Tensor | None = None
         """The copy of a tied embedding's weight in a chunk that has the output layer, but not the
         embedding. `pipeline.TiedWeight` sets it."""
         self._received: Tensor | None = None
-        """The input of a chunk that is not the first, from `set_input_tensor` to `forward`."""
+        """The input (s, B, `sent_width`) of a chunk that is not the first, from `set_input_tensor`
+        to `forward`.
+        """
 
-        # The layout slices tensors, so the indices of this rank's groups are those of a slice.
+        # The layout can only slice tensors, so it slices the indices of all groups.
         groups_of_model = torch.arange(model_config.query_groups, device="cpu")
         own_groups = self.token_layout.local_heads(groups_of_model).tolist()
         self._unshifted_groups = unshifted_groups(model_config.query_groups, own_groups)
@@ -190,7 +194,8 @@ class LanguageModel(torch.nn.Module):
 
         Every rank passes whole sequences; S must be a multiple of `token_layout.sequence_shards`.
         Tokens attend only to tokens with the same number in `documents` (B, S). `positions` (S,)
-        default to those of the encoding outside training, usually 0, 1, ...
+        are the positions of the tokens in a sequence. Default: those that the encoding uses outside
+        training, 0, 1, ... unless it defines others (`PositionEncoding.token_positions`).
         """
         if positions is None:
             positions = self.token_positions(tokens)
@@ -201,9 +206,10 @@ class LanguageModel(torch.nn.Module):
             attention_packing = ShiftedSegments.of(tokens, packing, self._unshifted_groups)
 
         recomputes = self.recompute != "none" and self.training
+        # The recorder keeps each layer's attention from the forward pass, and returns it when the
+        # backward pass runs the layer again. Without a backward pass, nothing would use it.
         recorder = None
         if recomputes and self.recompute == "selective" and torch.is_grad_enabled():
-            # Without a backward pass, the recorded calls would never be replayed.
             recorder = AttentionRecorder()
 
         if self.is_first:
@@ -239,7 +245,7 @@ class LanguageModel(torch.nn.Module):
         if packing is None or not self.encoding.restarts_in_documents:
             return positions[:, None]
 
-        # A token's position is that of its index in the document.
+        # The i-th token of a document has the position of the i-th token of a sequence.
         starts_SB = packing.bounds_2BT[0].T.long()
         index_S = torch.arange(len(positions), device=positions.device)
         return positions[index_S[:, None] - starts_SB]
@@ -284,8 +290,9 @@ class LanguageModel(torch.nn.Module):
         """
         width = self.model_config.hidden_size
         if self.encoding.sends_state(layer):
-            shape, dtype = self.encoding.sent_state(layer, 1, 1, self.dtype)
-            width += packed_width(shape, dtype, 1, self.dtype)
+            # Of one token of one sequence.
+            shape, dtype = self.encoding.sent_state(layer, tokens=1, batch=1, dtype=self.dtype)
+            width += packed_width(shape, dtype, tokens=1, dtype=self.dtype)
         return width
 
     def _logits_or_loss(

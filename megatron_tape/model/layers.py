@@ -230,7 +230,7 @@ class LayerEncoding(Module):
             # from its own tokens; `training.gradients` sums the gradients of flagged parameters.
             weight.sequence_parallel = config.sequence_parallel and dim is None
             if dim is not None:
-                set_tensor_model_parallel_attributes(weight, True, dim, 1)
+                set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
                 self._head_axes[name] = dim
             if declared.decay is not None:
                 weight.decay = declared.decay
@@ -246,8 +246,8 @@ class LayerEncoding(Module):
         self.updates = encoding.updates(layer)
         """Whether this layer updates the state."""
         self._learned = encoding.state_is_learned(layer)
-        # `_with_summed_gradient` sums over these ranks. With sequence parallelism it need not: each
-        # rank has the whole gradient of its own tokens.
+        # `_with_summed_gradient` sums over these ranks. With sequence parallelism no sum is needed:
+        # each rank has the whole gradient of its own tokens.
         self._group = None if config.sequence_parallel else encoding.token_layout.model_group
 
     def enter(
@@ -321,8 +321,8 @@ class LayerEncoding(Module):
         )
         if self.record_norms:
             with torch.no_grad():
-                # In fp32, as bf16 would round sums of many squares. A complex number has two
-                # elements; only the axis of groups remains.
+                # In fp32, as bf16 would round sums of many squares. The state is (s, B, G, D); only
+                # the axis of groups remains. A complex number has two elements.
                 after = new.float()
                 squares = after.square().sum((0, 1, 3))
                 update_squares = (after - state.float()).square().sum((0, 1, 3))

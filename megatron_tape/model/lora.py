@@ -97,11 +97,14 @@ class Lora(nn.Module):
             # like that of a norm.
             weight.sequence_parallel = token_layout.sequence_parallel and dim is None
             if dim is not None:
-                set_tensor_model_parallel_attributes(weight, True, dim, 1)
+                set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
             self.register_parameter(name, weight)
 
     def _updated(self, output: Tensor, narrow: Tensor, up: Tensor) -> Tensor:
-        """Return `output` (S, B, X) + scale * `narrow` (S, B, R) @ `up`^T, for `up` (X, R)."""
+        """Return `output` (S, B, X) plus the update: scale * `narrow` (S, B, R) @ `up`^T.
+
+        `up` (X, R) holds the factors B.
+        """
         return torch.addmm(
             output.flatten(0, 1),
             narrow.flatten(0, 1),
@@ -131,9 +134,9 @@ class QKVLora(Lora):
         else:
             enter = copy_to_tensor_model_parallel_region
         narrow = enter(narrow, group=self.token_layout.model_group)
-        return self._updated(output, narrow, self._fused(targets))
+        return self._updated(output, narrow, self._fused_b(targets))
 
-    def _fused(self, targets: list[str]) -> Tensor:
+    def _fused_b(self, targets: list[str]) -> Tensor:
         """Return B of all targets as one matrix (X, n r), its rows in Megatron's order: by group,
         then q, k, v.
         """

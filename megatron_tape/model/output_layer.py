@@ -48,14 +48,14 @@ class OutputLayer(ColumnParallelLinear):
         )
         self.fused = fused
         self.z_loss = z_loss
-        self._z_losses: Tensor | float = 0.0
+        self._z_loss_sum: Tensor | float = 0.0
 
     def take_z_loss(self) -> Tensor | float:
         """Return the sum of the z-losses of all forward passes with gradients since the last
         call.
         """
-        total = self._z_losses
-        self._z_losses = 0.0
+        total = self._z_loss_sum
+        self._z_loss_sum = 0.0
         return total
 
     def forward(
@@ -77,17 +77,17 @@ class OutputLayer(ColumnParallelLinear):
 
         weight = self.weight if tied_weight is None else tied_weight
         # In evaluation, the z-loss would only mix with the logged sum of training.
-        z_loss = self.z_loss if torch.is_grad_enabled() else 0.0
-        loss, losses_BS, z_loss_sum = linear_cross_entropy(
+        coefficient = self.z_loss if torch.is_grad_enabled() else 0.0
+        loss, losses_BS, z_loss = linear_cross_entropy(
             hidden_states,
             weight,
             labels,
             loss_weights,
             self.tp_group,
             self.fused,
-            z_loss=z_loss,
+            z_loss=coefficient,
         )
-        if z_loss:
+        if coefficient:
             # Summed on the device; reading the value would block the host.
-            self._z_losses = self._z_losses + z_loss_sum
+            self._z_loss_sum = self._z_loss_sum + z_loss
         return loss, losses_BS

@@ -166,7 +166,7 @@ class Pipeline(nn.Module):
         if self.is_last:
             return result
 
-        # The caller can then broadcast the result from the last stage.
+        # The caller can broadcast the result of the last stage into this tensor.
         result_shape: tuple[int, ...] = ()
         dtype = torch.float32
         if labels is None:
@@ -177,11 +177,16 @@ class Pipeline(nn.Module):
         return torch.empty(result_shape, dtype=dtype, device=tokens.device)
 
     def token_positions(self, tokens: Tensor, random: np.random.Generator | None = None) -> Tensor:
-        """See `LanguageModel.token_positions`."""
+        """Return the positions (S,) of token ids (B, S), on the same device.
+
+        `random` is the generator of a training step; None outside training.
+        """
         return self.model_chunks[0].token_positions(tokens, random)
 
     def take_z_loss(self) -> Tensor | float:
-        """See `LanguageModel.take_z_loss`; 0 except in the last stage."""
+        """Return the sum of the z-losses of all training forward passes since the last call; 0
+        except in the last stage.
+        """
         return self.model_chunks[-1].take_z_loss()
 
     def updating_encodings(self) -> list[LayerEncoding]:
@@ -244,7 +249,7 @@ class TiedWeight:
     def send_weight(self) -> None:
         """Send the weight from the first stage to the last one."""
         if self.weight is not None:
-            self._broadcast(self.weight.detach(), 0)
+            self._broadcast(self.weight.detach(), source=0)
 
     def send_gradient(self) -> Tensor | None:
         """Send the copy's gradient to the first stage, and return it there in fp32; return None in
@@ -255,9 +260,9 @@ class TiedWeight:
         if self.weight is None or not self.trained:
             return None
         if self._pipeline.is_last:
-            self._broadcast(self._gradient, 1)
+            self._broadcast(self._gradient, source=1)
             self._gradient = None
             return None
         received = torch.empty(self.weight.shape, device=self.weight.device)
-        self._broadcast(received, 1)
+        self._broadcast(received, source=1)
         return received

@@ -102,6 +102,7 @@ def sharded_shapes(
     F = model_config.ffn_hidden_size
     qkv = (H + 2 * G) * D
 
+    # The second argument of `ParameterShape` is the axis that tensor parallelism shards.
     layer = {
         "input_layernorm.weight": ParameterShape((C,)),
         "self_attention.linear_qkv.weight": ParameterShape((qkv, C), 0),

@@ -63,11 +63,11 @@ class CopePosition(PositionEncoding):
 
 
 def _rescored(scores_BHrt, q_BHrD, k, seen, tokens, table):
-    """Return each score plus the product of the query and the embedding of the key's position, (B,
-    H, r, t).
+    """Return each score plus the product of the query and the embedding of the key's position,
+    (B, H, r, t).
 
-    `scores_BHrt` are the products of queries `q_BHrD` and keys `k`, divided by sqrt(D). `seen` (B or
-    1, 1, r, t) is True where a query may attend to a key. The embeddings `table` are (p, D).
+    `scores_BHrt` are the products of queries and keys, divided by sqrt(D). `seen` (B or 1, 1, r, t)
+    is True where a query may attend to a key. `table` (p, D) holds the embeddings.
     """
     from megatron_tape.ops.contextual import add_contextual_positions
 

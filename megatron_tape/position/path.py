@@ -99,8 +99,8 @@ class PathPosition(PositionEncoding):
         other_blocks = dim * dim * model.seq_length // (2 * BLOCK)
         queries = heads * (BLOCK * dim + BLOCK * wide + other_blocks)
 
-        # Bytes. The closed form has the results [K; W] with 2 C D elements, U and [K^T | I] - W^T U.
-        # The last two have (C + D)^2 elements together.
+        # Bytes. The results of the closed form are [K; W], U and [K^T | I] - W^T U. The last two
+        # have (C + D)^2 elements together.
         local_groups = batch.groups_per_rank(groups)
         sequences = batch.tokens // model.seq_length
         blocks = sequences * -(-model.seq_length // BLOCK) * local_groups

@@ -232,7 +232,7 @@ def test_missing_kernels_are_refused_only_if_another_gpu_has_them(monkeypatch):
         choice, "why_not_importable", lambda name: None if name == "triton" else "is not installed"
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(model_backend, "backend_fails", lambda *_: None)
+    monkeypatch.setattr(model_backend, "backend_fails", lambda *_, **__: None)
     choice._flash_attn_version.cache_clear()
 
     def verified(encoding, **options):
