@@ -51,9 +51,9 @@ class AttentionInputs(PositionInputs):
             return q, k
         if fused and supports_rotation_kernels(q):
             # Imported here, since Triton is installed only on some systems.
-            from megatron_tape.ops.kernels.triton_rotation import prepared
+            from megatron_tape.ops.kernels.triton_rotation import rotated_and_joined
 
-            return prepared(q, k, self.v_TBGD, z, wide=False)
+            return rotated_and_joined(q, k, self.v_TBGD, z, wide=False)
         return rotate_groups(q, z), rotate_groups(k, z)
 
     def with_one_value(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,9 +64,9 @@ class AttentionInputs(PositionInputs):
         if not self.average_state:
             return *self.rotated(), self.v_TBGD
         if self.rotate and supports_rotation_kernels(self.q_SBHD):
-            from megatron_tape.ops.kernels.triton_rotation import prepared
+            from megatron_tape.ops.kernels.triton_rotation import rotated_and_joined
 
-            return prepared(self.q_SBHD, self.k_TBGD, self.v_TBGD, self.z_TBGD, wide=True)
+            return rotated_and_joined(self.q_SBHD, self.k_TBGD, self.v_TBGD, self.z_TBGD, wide=True)
         return *self.rotated(), torch.cat(self.values(), dim=-1)
 
     def values(self) -> list[Tensor]:

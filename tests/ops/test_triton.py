@@ -324,7 +324,7 @@ def test_kernels_are_checked_before_training(monkeypatch):
     for kernels, name in (
         (triton_attention, "attend"),
         (triton_attention, "attend_backward"),
-        (triton_rotation, "prepare"),
+        (triton_rotation, "rotate_and_join"),
     ):
         exact = getattr(kernels, name)
         with monkeypatch.context() as broken:
@@ -345,7 +345,8 @@ def test_the_check_of_a_library_detects_a_wrong_rotation(monkeypatch):
     monkeypatch.setattr(parity, "LENGTHS", (17,))
     shapes = parity.Shapes(2, 2, 32, averages=True, inner=4)
     assert backend_fails("torch", shapes, FP32, DEVICE) is None
-    monkeypatch.setattr(triton_rotation, "prepare", partial(scaled_by_two, triton_rotation.prepare))
+    wrong = partial(scaled_by_two, triton_rotation.rotate_and_join)
+    monkeypatch.setattr(triton_rotation, "rotate_and_join", wrong)
     assert "is off by" in backend_fails("torch", shapes, FP32, DEVICE)
 
 

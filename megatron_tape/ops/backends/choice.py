@@ -203,11 +203,11 @@ def _rotation_kernel_runs(device: torch.device, dtype: torch.dtype) -> bool:
     # 64 is one of the supported head dimensions; the kernel itself supports all.
     why = unsupported("triton", device, dtype, 64)
     if why is None:
-        from megatron_tape.ops.kernels.triton_rotation import prepared
+        from megatron_tape.ops.kernels.triton_rotation import rotated_and_joined
 
         x = torch.zeros(1, 1, 1, 64, dtype=dtype, device=device)
         try:
-            prepared(x, x, x, x, wide=True)
+            rotated_and_joined(x, x, x, x, wide=True)
         except torch.OutOfMemoryError:
             # Running out of memory says nothing about the kernel.
             raise

@@ -32,8 +32,8 @@ from megatron_tape.ops.kernels.triton_rotation import (
     last_contiguous,
     load_numbers,
     load_rows,
-    prepare,
-    prepare_backward,
+    rotate_and_join,
+    rotate_and_join_backward,
     store_rows,
 )
 
@@ -146,10 +146,11 @@ def _forward(
             largest_now = tl.maximum(largest, tl.max(scores, 1))
             shift = largest_now * scale
             if MASKED and PACKED:
-                # Queries without any visible key so far have no maximum to subtract.
+                # Queries without any visible key so far have no maximum to subtract; the difference
+                # of two infinities would be NaN.
                 shift = tl.where(largest_now == float("-inf"), 0.0, shift)
             p = tl.exp2(tl.fma(scores, scale, -shift[:, None]))
-            # Earlier sums subtracted a smaller score.
+            # Earlier sums subtracted the previous maximum.
             shrink = tl.exp2(largest * scale - shift)
             total = total * shrink + tl.sum(p, 1)
 
@@ -289,7 +290,7 @@ def _backward_keys(
     tail = S // BLOCK_S
     ends = keys  # unused without documents, but Triton requires a value
     if PACKED:
-        # With documents, it is the first tile with queries of a later document than that of the
+        # With documents, `tail` is the first tile with queries of a later document than that of the
         # block's first key.
         ENDS += batch_group * PER_GROUP // H * T
         ends = tl.load(ENDS + keys, mask=keys < T, other=0)
@@ -435,8 +436,8 @@ def _backward_queries(
     VALUE += batch_head // PER_GROUP * E
     q = load_rows(Q + batch_head * D, queries, batch_heads * D, S, D, BLOCK_D)
     do = load_rows(DOUT + batch_head * E, queries, batch_heads * E, S, E, BLOCK_E)
-    lse = load_numbers(LSE + batch_head * S, queries, S, float("inf"), True)
-    delta = load_numbers(DELTA + batch_head * S, queries, S, 0.0, True)
+    lse = load_numbers(LSE + batch_head * S, queries, S, float("inf"), CHECKED=True)
+    delta = load_numbers(DELTA + batch_head * S, queries, S, 0.0, CHECKED=True)
     dq = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
 
     low = 0
@@ -549,7 +550,8 @@ def _launch(
 ) -> None:
     """Launch `kernel` in the tiles that `_TILES` has for `name` on this GPU.
 
-    `tensors` are q, k, the value and further tensors; `options` are the kernel's last arguments.
+    `tensors` are the kernel's arguments before `scale`: q, k, the value and further tensors.
+    `options` are its last arguments, by name.
     """
     q, _, value, *_ = tensors
     S, B, H, D = q.shape
@@ -628,14 +630,14 @@ class _Attention(Function):
         dz = None
         if ctx.rotate:
             # z's gradient from the rotation and the average are added in one kernel.
-            split = dvalue if ctx.wide else None
-            dq, dk, dv, dz = prepare_backward(
+            d_wide_value = dvalue if ctx.wide else None
+            dq, dk, dv, dz = rotate_and_join_backward(
                 q,
                 k,
                 z,
                 dq,
                 dk,
-                split,
+                d_wide_value,
                 ctx.needs_input_grad[3],
             )
         elif ctx.wide:
@@ -654,15 +656,16 @@ def _contiguous_inputs(
     rotate: bool,
     wide: bool,
 ) -> list[Tensor]:
-    """Return the contiguous inputs of `attend`: q and k, rotated if `rotate`, and v or [v | z].
+    """Return the contiguous inputs of `attend`: q and k, rotated if `rotate`, and v or, if `wide`,
+    [v | z].
 
     The results of the rotation kernel are contiguous already. What it leaves as it is may be a view
-    of the projection and is copied: v if z is not averaged, and q and k if they are not rotated.
-    This takes a read and a write of these tensors, little compared with attention itself.
+    of the projection and is copied: v unless `wide`, and q and k unless `rotate`. This takes a read
+    and a write of these tensors, little compared with attention itself.
     """
     return [
         x.contiguous()
-        for x in prepare(
+        for x in rotate_and_join(
             q,
             k,
             v,
@@ -742,13 +745,14 @@ def attend_backward(
         wide,
     )
 
-    # Blocks of keys add to dq, unless a kernel of its own stores it.
+    # All blocks of keys add to dq, which must start at zero, unless `_backward_queries` stores it.
     dq = torch.empty_like(q) if in_one_order else torch.zeros_like(q, dtype=torch.float32)
     dk = torch.empty_like(k)
     dvalue = torch.empty_like(value)
     tensors = (q, k, value, dout, lse, delta)
     packed = starts is not None
-    # With wider heads, the registers cannot hold all sums, and two launches compute the scores.
+    # With wider heads, the registers cannot hold all sums: one launch computes the gradient of the
+    # values, another one those of keys and queries.
     for name in ("all",) if D <= 64 else ("values", "keys"):
         _launch(
             _backward_keys,

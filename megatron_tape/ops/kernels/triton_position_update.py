@@ -39,7 +39,7 @@ as many.
 
 
 @triton.jit
-def _matrix(
+def _load_matrix(
     pointer,
     rows,
     columns,
@@ -78,7 +78,7 @@ def _load_mixing(
 ):
     """Load A or, without FULL, one scale per head as a column."""
     if FULL:
-        mixing = _matrix(MIXING, groups, heads, H, G, H)
+        mixing = _load_matrix(MIXING, groups, heads, H, G, H)
     else:
         mixing = tl.load(MIXING + groups, mask=groups < G, other=0.0)[:, None]
     return mixing
@@ -130,12 +130,12 @@ def _update(
     first = tl.program_id(0).to(tl.int64) * tokens
 
     for token in range(first, tl.minimum(first + tokens, N)):
-        m = _matrix(M + token * G * G, groups, groups, G, G, G)
+        m = _load_matrix(M + token * G * G, groups, groups, G, G, G)
         u_token = U + token // B * u_sequence + token % B * u_batch
         for column in range(0, D, BLOCK_D):
             columns = column + tl.arange(0, BLOCK_D)
-            z = _matrix(Z + token * G * D, groups, columns, D, G, D)
-            u = _matrix(u_token, heads, columns, u_head, H, D)
+            z = _load_matrix(Z + token * G * D, groups, columns, D, G, D)
+            u = _load_matrix(u_token, heads, columns, u_head, H, D)
             mixed = _mixed(z, u, mixing, FULL)
             out = mixed + tl.dot(m, mixed.to(m.dtype), input_precision="ieee")
             _store_matrix(OUT + token * G * D, groups, columns, out, G, D)
@@ -185,14 +185,14 @@ def _update_backward(
     first = program * tokens
 
     for token in range(first, tl.minimum(first + tokens, N)):
-        m = _matrix(M + token * G * G, groups, groups, G, G, G)
+        m = _load_matrix(M + token * G * G, groups, groups, G, G, G)
         u_token = U + token // B * u_sequence + token % B * u_batch
         dm = tl.zeros((BLOCK_G, BLOCK_G), tl.float32)
         for column in range(0, D, BLOCK_D):
             columns = column + tl.arange(0, BLOCK_D)
-            z = _matrix(Z + token * G * D, groups, columns, D, G, D)
-            u = _matrix(u_token, heads, columns, u_head, H, D)
-            dout = _matrix(DOUT + token * G * D, groups, columns, D, G, D)
+            z = _load_matrix(Z + token * G * D, groups, columns, D, G, D)
+            u = _load_matrix(u_token, heads, columns, u_head, H, D)
+            dout = _load_matrix(DOUT + token * G * D, groups, columns, D, G, D)
 
             # z' is computed again, since the forward pass does not save it. Factors of products are
             # rounded to the dtype of A, sums are in fp32.
@@ -219,7 +219,9 @@ def _update_backward(
 
 
 class _Update(Function):
-    """The differentiable form of `_update`; `kept` is saved instead of z unless None."""
+    """The differentiable form of `_update`; `kept`, which is z rounded to the dtype of u, is saved
+    instead of z unless None.
+    """
 
     @staticmethod
     def forward(ctx, z, u, gate, mixing, up, down, kept):
@@ -252,7 +254,7 @@ class _Update(Function):
         dz = torch.empty_like(dout)
         du = u.new_empty(u.shape)
         dM = torch.empty_like(M)
-        programs = triton.cdiv(len(z), _tokens(z))
+        programs = triton.cdiv(len(z), _tokens_per_program(z))
         mixing_sums = z.new_empty(programs, *mixing.shape, dtype=torch.float32)
         _launch(_update_backward, z, u, M, mixing, dout, dz, du, dM, mixing_sums)
 
@@ -269,8 +271,8 @@ class _Update(Function):
         return dz, du, *gradients, None
 
 
-def _tokens(z: Tensor) -> int:
-    """Return the number of tokens per program."""
+def _tokens_per_program(z: Tensor) -> int:
+    """Return the number of tokens per program, given the state z (N, G, D)."""
     programs = PROGRAMS
     if z.is_cuda:
         programs *= torch.cuda.get_device_properties(z.device).multi_processor_count
@@ -285,10 +287,10 @@ def _launch(
     mixing: Tensor,
     *tensors: Tensor,
 ) -> None:
-    """Launch `_update` or `_update_backward`; `tensors` are the kernel's arguments after A."""
+    """Launch `_update` or `_update_backward`; `tensors` are the kernel's tensors after `mixing`."""
     N, G, D = z.shape
     _, B, H, _ = u.shape
-    tokens = _tokens(z)
+    tokens = _tokens_per_program(z)
     # Products of tiles need at least 16 rows and columns.
     block_g, block_h, block_d = (max(16, triton.next_power_of_2(n)) for n in (G, H, D))
     columns = COLUMNS

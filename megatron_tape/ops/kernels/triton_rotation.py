@@ -127,7 +127,7 @@ def _rotate(
 
 
 @triton.jit
-def _prepare(
+def _rotate_and_join(
     Q,
     K,
     V,
@@ -242,7 +242,8 @@ def _rotate_backward(
 ):
     """Write the gradient of X to DX, given the gradient DY of Y = X z; return the gradient of z.
 
-    With NEEDS_DZ, the part of this product is added to the gradient `dz_re`, `dz_im`.
+    With NEEDS_DZ, the gradient is `dz_re` and `dz_im` plus the part of this product; without it,
+    they are returned unchanged.
     """
     # The gradient of a factor is the product with the conjugate of the other one.
     dy_re, dy_im = _load_complex(DY, rows, dy_row, limit, F, BLOCK_F)
@@ -258,7 +259,7 @@ def _rotate_backward(
 
 
 @triton.jit
-def _prepare_backward(
+def _rotate_and_join_backward(
     Q,
     K,
     Z,
@@ -290,8 +291,9 @@ def _prepare_backward(
     """Compute the gradients of queries, keys and the state from those of rotated queries and keys.
 
     With WIDE, split the gradient of the value [v | z]: store that of v, and add that of z to the
-    state's gradient. For shapes, strides and the grid see `_prepare`; the gradients DQ, DK and
-    DVALUE and all results are contiguous.
+    state's gradient. DQ and DQ_OUT are (S, B, H, D), DK, DK_OUT, DV_OUT and DZ_OUT (S, B, G, D),
+    DVALUE is (S, B, G, 2D); all are contiguous. Q, K, Z, their strides and the grid are those of
+    `_rotate_and_join`.
     """
     D: tl.constexpr = 2 * F
     batch_groups = tl.num_programs(0)
@@ -390,7 +392,7 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [stride for x in tensors for stride in x.stride()[:3]]
 
 
-def prepare(
+def rotate_and_join(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -402,7 +404,7 @@ def prepare(
     value.
 
     The value is v, or [v | z] (T, B, G, 2D) if `wide`. `rotate` requires S = T. All last axes must
-    be contiguous.
+    be contiguous. What is neither rotated nor joined is returned as it is.
     """
     if not (rotate or wide):
         return q, k, v
@@ -420,7 +422,7 @@ def prepare(
     # Each program rotates about 2048 complex numbers of a head at once.
     block_f = triton.next_power_of_2(D // 2)
     block_t = max(1, 2048 // block_f)
-    _prepare[(B * G, triton.cdiv(T, block_t))](
+    _rotate_and_join[(B * G, triton.cdiv(T, block_t))](
         q,
         k,
         v,
@@ -441,7 +443,7 @@ def prepare(
     return rotated_q, rotated_k, value
 
 
-def prepare_backward(
+def rotate_and_join_backward(
     q: Tensor,
     k: Tensor,
     z: Tensor,
@@ -463,10 +465,11 @@ def prepare_backward(
     dv_out = k.new_empty(k.shape) if wide else None
     dz_out = z.new_empty(k.shape) if needs_dz else None
 
-    # Half as many numbers as in `prepare`, since a program also holds gradients in registers.
+    # Half as many numbers as in `rotate_and_join`, since a program also holds gradients in
+    # registers.
     block_f = triton.next_power_of_2(D // 2)
     block_s = max(1, 1024 // block_f)
-    _prepare_backward[(B * G, triton.cdiv(S, block_s))](
+    _rotate_and_join_backward[(B * G, triton.cdiv(S, block_s))](
         q,
         k,
         z,
@@ -490,13 +493,13 @@ def prepare_backward(
     return dq_out, dk_out, dv_out, dz_out
 
 
-class _Prepared(Function):
-    """The differentiable form of `prepare`."""
+class _RotatedAndJoined(Function):
+    """The differentiable form of `rotate_and_join`, which always rotates."""
 
     @staticmethod
     def forward(ctx, q, k, v, z, wide):
         q, k, v, z = (last_contiguous(x) for x in (q, k, v, z))
-        rotated_q, rotated_k, value = prepare(q, k, v, z, True, wide)
+        rotated_q, rotated_k, value = rotate_and_join(q, k, v, z, rotate=True, wide=wide)
 
         ctx.wide = wide
         if ctx.needs_input_grad[3]:
@@ -516,10 +519,10 @@ class _Prepared(Function):
         if ctx.wide:
             dvalue = dvalue.contiguous()
         if q is None:
-            # Only the shapes and dtypes matter.
+            # Without z's gradient, only the shapes and dtypes of q and k matter.
             q = dq
             k = dk
-        return *prepare_backward(
+        return *rotate_and_join_backward(
             q,
             k,
             z,
@@ -530,7 +533,7 @@ class _Prepared(Function):
         ), None
 
 
-def prepared(
+def rotated_and_joined(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -538,12 +541,10 @@ def prepared(
     wide: bool,
 ) -> tuple[Tensor, ...]:
     """Return q (S, B, H, D) and k (S, B, G, D) rotated by z (S, B or 1, G or 1, D) and, if `wide`,
-    [v | z].
-
-    This is the differentiable form of `prepare`.
+    [v | z] (S, B, G, 2D). All are differentiable.
     """
     with torch.cuda.device_of(q):
-        return _Prepared.apply(q, k, v, z.expand(k.shape), wide)
+        return _RotatedAndJoined.apply(q, k, v, z.expand(k.shape), wide)
 
 
 @triton.jit
