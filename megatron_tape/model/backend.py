@@ -121,7 +121,7 @@ def kernel_shapes(
         tensor_parallel_size=tensor_parallel_size,
         reflects=REFLECTIONS in encoding.needs,
         context_parallel_size=context_parallel_size,
-        **encoding.fused_update,
+        **encoding.update_kernel_shape,
     )
 
 

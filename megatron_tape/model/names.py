@@ -34,7 +34,7 @@ AVERAGE = "average"
 """The key of averaged weights in checkpoints, `average/NAME`, next to `weight/NAME` and moments
 (`exp_avg/NAME`).
 """
-PLAIN = {
+UNFUSED = {
     EMBEDDING: "model.embed_tokens.weight",
     NORM: "model.norm.weight",
     OUTPUT: HUGGING_FACE_OUTPUT,
@@ -94,7 +94,7 @@ def hugging_face_name(layer: int | None, suffix: str) -> str:
     # In Hugging Face's models, each matrix of an encoding is a linear layer with a `weight`.
     if suffix.startswith(POSITION):
         return f"{hugging_face_prefix(layer)}{suffix}.weight"
-    return hugging_face_prefix(layer) + PLAIN.get(suffix, suffix)
+    return hugging_face_prefix(layer) + UNFUSED.get(suffix, suffix)
 
 
 def seed_name(name: str) -> str:

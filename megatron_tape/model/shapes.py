@@ -168,7 +168,8 @@ def hugging_face_shapes(model_config: ModelConfig) -> dict[str, tuple[int, ...]]
         prefix = hugging_face_prefix(layer)
         if match := FUSED.fullmatch(suffix):
             for p in "qkv":
-                shapes[f"{prefix}self_attn.{p}_proj.{match[1]}"] = (widths[p][1], *shape[1:])
+                _, output_size = widths[p]
+                shapes[f"{prefix}self_attn.{p}_proj.{match[1]}"] = (output_size, *shape[1:])
         elif suffix == "mlp.linear_fc1.weight":
             for p in ("gate", "up"):
                 shapes[f"{prefix}mlp.{p}_proj.weight"] = (shape[0] // 2, *shape[1:])

@@ -319,9 +319,9 @@ class PositionEncoding:
         return Costs()
 
     @property
-    def fused_update(self) -> Mapping[str, Any]:
-        """Fields of `ops.parity.Shapes` that determine the kernel of the position update; empty
-        without a kernel.
+    def update_kernel_shape(self) -> Mapping[str, Any]:
+        """Values by name of the fields of `ops.parity.Shapes` for which the kernel of the position
+        update is compiled; empty without such a kernel.
         """
         return {}
 

@@ -93,7 +93,7 @@ class TapePosition(RotaryPosition):
         return self.settings.token_mixing == "full"
 
     @property
-    def fused_update(self):
+    def update_kernel_shape(self):
         """The sizes and options for which the kernel of the update is compiled."""
         fp32 = self.settings.state_precision == "fp32"
         return {"inner": self.mlp_width, "full_mixing": self.mixes_fully, "fp32_state": fp32}

@@ -22,10 +22,10 @@ _WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SD
 
 def attend(x: AttentionInputs) -> tuple[Tensor, ...]:
     """Return the averages over keys of v and, if it is averaged, z, each (S, B, H, D)."""
-    return attend_to(x, *x.rotated(), *x.values())
+    return attend_rotated(x, *x.rotated(), *x.values())
 
 
-def attend_to(
+def attend_rotated(
     x: AttentionInputs,
     q: Tensor,
     k: Tensor,

@@ -56,9 +56,9 @@ class Case:
         return PLAIN
 
     @property
-    def whole(self) -> bool:
-        """Whether every query attends to all earlier tokens of its sequence."""
-        return not (self.packed or self.segments)
+    def is_divided(self) -> bool:
+        """Whether sequences consist of documents or segments that do not attend to each other."""
+        return self.packed or self.segments
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,7 @@ def _suits_any_kernel(case: Case) -> bool:
     """Return whether a 16-bit kernel suffices that supports neither document masks nor
     determinism.
     """
-    return case.whole and case.half_precision and not case.deterministic
-
-
-def _divided(case: Case) -> bool:
-    """Return whether sequences are divided into documents or segments, whose keys a kernel may
-    skip.
-    """
-    return not case.whole
+    return case.half_precision and not case.is_divided and not case.deterministic
 
 
 _ON_CPU = frozenset({CPU})
@@ -154,8 +147,20 @@ TABLE = (
         "skips the keys of other segments",
         condition=lambda case: case.segments,
     ),
-    Row(PLAIN, GPUS, "flash_attn", "skips the keys of other documents", condition=_divided),
-    Row(PLAIN, GPUS, "triton", "skips the keys of other documents", condition=_divided),
+    Row(
+        PLAIN,
+        GPUS,
+        "flash_attn",
+        "skips the keys of other documents",
+        condition=lambda case: case.is_divided,
+    ),
+    Row(
+        PLAIN,
+        GPUS,
+        "triton",
+        "skips the keys of other documents",
+        condition=lambda case: case.is_divided,
+    ),
     Row(PLAIN, GPUS | _ON_CPU, "torch", "torch's choice among its kernels", measured=_H200),
     Row(PLAIN, GPUS, "triton", "the project's kernel instead of torch's"),
 )
