@@ -178,8 +178,9 @@ class PositionSelfAttention(SelfAttention):
         """Compute attention of this rank's normalized hidden states (s, B, C).
 
         Returns the projected output (s, B, C), and the position state averaged with the attention
-        weights (S, B, h, D), which is None if the encoding does not average it. See
-        `PositionTransformerLayer.forward` for `packing` and `recorder`.
+        weights (S, B, h, D), which is None if the encoding does not average it. `packing` holds the
+        boundaries of packed documents, or the segments of shifted sparse attention. `recorder`
+        records and replays attention under selective activation checkpointing.
         """
         run = run_directly
         if recorder is not None:

@@ -152,6 +152,8 @@ class Pipeline(nn.Module):
     ) -> Tensor:
         """Return the result of `LanguageModel.forward` in the last stage; elsewhere, an
         uninitialized tensor of the same shape and dtype.
+
+        `settings` are further keyword arguments of `LanguageModel.forward`.
         """
         # The shape of the tensors between chunks, (s, B, `LanguageModel.sent_width`).
         shape = [

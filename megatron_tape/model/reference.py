@@ -62,6 +62,7 @@ def rope_frequencies(config: ReferenceConfig, head_dim: int) -> Tensor:
     """
     f = torch.arange(head_dim // 2)
     rotates = f < int(config.rope_share * head_dim // 2)
+    # Frequencies that do not rotate are 0.
     frequencies = rotates / config.rope_theta ** (2 * f.float() / head_dim)
     scaled = frequencies / config.rope_scaling_factor
     if config.rope_scaling_type == "linear":
@@ -177,6 +178,7 @@ def forward(
     hidden_states = []
     position_states = []
 
+    # Layers are numbered from 0; the first number without weights ends the loop.
     layer = 0
     while (name := f"model.layers.{layer}.") + "input_layernorm.weight" in weights:
         w = {

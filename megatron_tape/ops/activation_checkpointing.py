@@ -80,8 +80,8 @@ class _RecordedCall:
         hooks = saved_tensors_hooks(
             lambda saved: weak_call()._pack(saved), lambda packed: weak_call()._unpack(packed)
         )
-        # Detached: otherwise parameters would be leaves of this graph, and their hooks would run
-        # without a gradient.
+        # Detached, since attached parameters would be leaves of this graph, and their hooks would
+        # run without a gradient.
         detached = (None if x is None else x.detach() for x in tensors)
         # Autograd builds a graph only if an argument requires a gradient; no detached tensor does.
         requires_grad = torch.empty(0, requires_grad=True)

@@ -41,8 +41,8 @@ class AttentionInputs(PositionInputs):
         """Return q (S, B, H, D) and k (T, B, G, D), rotated by z unless z is None or `rotate` is
         False.
 
-        With `fused`, the Triton kernel rotates on devices that support it; otherwise plain torch
-        does.
+        With `fused`, the Triton kernel rotates on devices that support it. Without it, and on other
+        devices, plain torch rotates.
         """
         q = self.q_SBHD
         k = self.k_TBGD

@@ -145,7 +145,8 @@ def scores_through_reflections(
         if low < high:
             inside = queries[:, low * R : high * R]
             products, w_products = (inside @ keys_and_w[j].mT).split([C, C], dim=-1)
-            # Only the H up to each query's own token apply to it; `own` is its index in the block.
+            # Only the H up to its own token apply to a query; `own` is that token's index in the
+            # block.
             index = torch.arange(C, device=inside.device)
             own = index[first + low - j * C : first + high - j * C].repeat_interleave(R)
             w_products = w_products.masked_fill(index > own[:, None], 0.0)

@@ -95,8 +95,10 @@ def uniform(
     columns: range,
     device: torch.device | str,
 ) -> Tensor:
-    """Return the block `rows` x `columns` of the float32 matrix of `key`, uniform between 0 and 1;
-    see `normal`.
+    """Return the block `rows` x `columns` of the float32 matrix of `key`, uniform between 0 and 1,
+    (len(rows), len(columns)).
+
+    Both ranges must have a step of 1.
     """
     words = torch.stack(_words(key, rows, columns, device), dim=-1)
     return _crop(_unit(words), columns)

@@ -89,10 +89,11 @@ def attend_in_segments(
     segments: ShiftedSegments,
     backend: str = "torch",
 ) -> tuple[Tensor, Tensor | None]:
-    """Return o and u of `ops.attention.attend`, with each head restricted to its segments. Requires
-    S = T.
+    """Return the averages o of the values and u of the position state, (S, B, H, D) each, where
+    each head attends only within its segments.
 
-    Raises ValueError as `attend` does, and if `x.rescore` is set, which computes the scores of all
+    u is None unless `x.average_state`. Requires S = T. Raises ValueError for inputs that
+    `ops.attention.attend` refuses, and if `x.rescore` is set, which computes the scores of all
     heads together.
     """
     if x.rescore is not None:

@@ -251,7 +251,7 @@ class PositionEncoding:
         earlier layers.
 
         If so, a pipeline stage that begins with this layer receives the state from the previous
-        stage. Otherwise it recomputes the state from the positions.
+        stage. If not, the stage recomputes the state from the positions.
         """
         return any(
             self.updates(earlier) or self.learns_on_entry(earlier) for earlier in range(layer)

@@ -79,6 +79,7 @@ def _choose_tiles(functions: Any) -> None:
     if hasattr(functions, "has_our_tiles"):
         return
     functions.has_our_tiles = True
+    # The flags are `mma_pv_is_rs` and `intra_wg_overlap`.
     forward = {widths: functions.FwdConfig(*tile, True, True) for widths, tile in _FORWARD.items()}
     backward = {widths: functions.BwdConfig(*tile) for widths, tile in _BACKWARD.items()}
     for name, tiles in (("_tile_size_fwd_sm90", forward), ("_tile_size_bwd_sm90", backward)):

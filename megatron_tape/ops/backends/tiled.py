@@ -145,8 +145,9 @@ class _TiledAttention(Function):
     """Maps q (B, G, R, S, D), k (B, G, T, D) and `value_count` values (B, G, T, E) to averages of
     the values, (B, G, R, S, E).
 
-    `tensors` are the values, then the tensors of `bias`. See `_Tiles` for `first_seen` and
-    `starts`. Scores are base-2 logarithms: they include the factor LOG2_E.
+    `tensors` are the values, then the tensors of `bias`. `starts` (B, T) and `first_seen`, one
+    index per query, say which keys a query may attend to, as described in `_Tiles`. Scores are
+    base-2 logarithms: they include the factor LOG2_E.
     """
 
     @staticmethod

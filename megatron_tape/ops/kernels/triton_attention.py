@@ -260,8 +260,9 @@ def _backward_keys(
     VALUES stores the gradients of values to DVALUE (T, B, G, E), KEYS stores those of keys to DK
     (T, B, G, D), and QUERIES adds to those of queries, DQ (S, B, H, D) in fp32. DOUT (S, B, H, E)
     is the gradient of the output, and DELTA the result of `_delta`. With PACKED, ENDS (B, T) holds
-    the ends of the tokens' documents. For the other arguments see `_forward`. The grid is (blocks
-    of BLOCK_T keys, B * G).
+    the ends of the tokens' documents. Q is (S, B, H, D), K (T, B, G, D), VALUE (T, B, G, E) and LSE
+    (B, H, S); the remaining arguments are those of `_forward`. The grid is (blocks of BLOCK_T keys,
+    B * G).
 
     Scores have the shape (keys, queries), so that the products with p and ds need no transposed
     registers.
@@ -422,8 +423,9 @@ def _backward_queries(
     """Compute the gradient DQ (S, B, H, D) of one block of one head's queries from the keys to
     which it attends, in their order.
 
-    For the arguments see `_forward` and `_backward_keys`. The grid is (blocks of BLOCK_S queries, B
-    * H).
+    Q is (S, B, H, D), K (T, B, G, D), VALUE (T, B, G, E), DOUT, the gradient of the output, (S, B,
+    H, E), LSE and DELTA (B, H, S), STARTS (B, T). The other arguments are those of `_forward`. The
+    grid is (blocks of BLOCK_S queries, B * H).
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     batch_heads = tl.num_programs(1)

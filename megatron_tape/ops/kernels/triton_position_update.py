@@ -170,8 +170,8 @@ def _update_backward(
     z''.
 
     DZ is (N, G, D), DM (N, G, G), and DU contiguous (N, H, D). DMIXING holds the sum over the
-    program's tokens of the gradient of A, (programs, G, H), or (programs, H) without FULL. For the
-    other arguments see `_update`.
+    program's tokens of the gradient of A, (programs, G, H), or (programs, H) without FULL. Z is (N,
+    G, D), U (N / B, B, H, D) and M (N, G, G); the remaining arguments are those of `_update`.
     """
     groups = tl.arange(0, BLOCK_G)
     heads = tl.arange(0, BLOCK_H)
