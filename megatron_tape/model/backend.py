@@ -148,11 +148,12 @@ def verified_backend(
     device = torch.device(layout.device)
     auto = model_config.attention_backend == "auto"
     shapes = kernel_shapes(model_config, layout.tensor_parallel_size, layout.context_parallel_size)
+    # Names of the backends whose kernels failed on any rank.
     failed: set[str] = set()
 
     # Each round checks one backend on all ranks, until one works everywhere.
     while True:
-        chosen = backend_choice(model_config, dtype, device, shifted_sparse, packed, failed)
+        chosen = backend_choice(model_config, dtype, device, shifted_sparse, packed, without=failed)
         backend = chosen.backend
         is_library = backend in LIBRARIES
         checked = backend in _COMPILED or (device.type == "cuda" and is_library)
@@ -199,8 +200,8 @@ def verified_backend(
             error.problem,
         )
         plain = [name for name in _PLAIN if name not in failed]
-        # torch materializes all S x S scores when an encoding changes them, which our kernel cannot
-        # do either.
+        # If an encoding changes the scores, the backend torch would materialize all S x S of them.
+        # These encodings are the ones that our Triton kernel does not support.
         if lacks("triton", encoding_of(model_config).needs):
             plain.remove("torch")
         chosen = Choice(plain[0], "as train.allow_slow_attention allows")
