@@ -155,6 +155,7 @@ def _shard_ranges(
     axis = parameter.partition_dim % len(shape)
     pieces = size * parameter.partition_stride
     length = shape[axis] // pieces
+    # The indices along `axis` at which this rank's pieces begin.
     starts = [piece * length for piece in range(rank, pieces, size)]
     if axis == len(leading):
         assert len(starts) == 1, "no parameter is sharded into interleaved columns"
@@ -165,8 +166,8 @@ def _shard_ranges(
     rows = []
     for outer in range(prod(leading[:axis])):
         for start in starts:
-            start += outer * shape[axis]
-            rows.append(range(start * inner, (start + length) * inner))
+            first = outer * shape[axis] + start
+            rows.append(range(first * inner, (first + length) * inner))
     return rows, range(width)
 
 

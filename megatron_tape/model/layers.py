@@ -108,9 +108,9 @@ class CoreAttention(Module):
         """Return the attention output (S, B, h, D), and the position state averaged with the
         attention weights or None.
 
-        Tensors have the axes of `ops.attention_inputs.AttentionInputs`. `packing` selects full
-        attention, attention within documents, or shifted sparse attention. `run` calls the kernels
-        (see `ops.activation_checkpointing`).
+        `query` is (S, B, h, D), `key` and `value` are (S, B, g, D) for this rank's g groups.
+        `packing` selects full attention (None), attention within documents, or shifted sparse
+        attention. `run` calls the kernels (see `ops.activation_checkpointing`).
         """
         # The fields of `PositionInputs` are fields of `AttentionInputs`, too.
         inputs = AttentionInputs(

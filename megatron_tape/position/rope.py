@@ -264,6 +264,7 @@ class RotaryPosition(PositionEncoding):
         else:
             increments_SBN = 2 * logits_SBN.sigmoid()
         # Cache the increments, not their sum, so that a cache can be cropped.
+        # With a cache, earlier tokens precede those of `logits_SBN`.
         positions_TBN = cache.append("increments", increments_SBN).cumsum(0)
         return positions_TBN[-len(increments_SBN) :]
 

@@ -187,7 +187,7 @@ class _TiledAttention(Function):
                 p = _exp2(scores.sub_(shift))
                 # `_exp2` gives masked keys a small weight instead of zero.
                 tiles.hide(p, rows, columns, 0.0)
-                # Earlier sums subtracted the previous largest score.
+                # `total` and `averaged` are sums of weights for the previous largest score.
                 shrink = largest.sub_(shift).exp2_()
                 total.mul_(shrink).add_(p.sum(-1, keepdim=True))
                 averaged.mul_(shrink).baddbmm_(p, value[:, columns])
@@ -219,7 +219,8 @@ class _TiledAttention(Function):
         dq = torch.empty_like(q)
         dk = torch.zeros_like(keys)
         dvalue = torch.zeros_like(value)
-        # The gradient of the softmax subtracts the dot product of each output and its gradient.
+        # The gradient of the softmax subtracts the dot product of each output and its gradient,
+        # (B, G, R, S).
         delta = sum((do.to(dtype) * o).sum(-1) for do, o in zip(gradients, outputs))
         bias = None
         if ctx.bias is not None:
