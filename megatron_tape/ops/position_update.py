@@ -125,6 +125,7 @@ class _CompactUpdate(Function):
         # z' = z + A u, with A a matrix or one scale per head.
         if mixing.dim() == 2:
             du = torch.matmul(mixing.T, rounded)
+            # Matrices (G, N * D) and (H, N * D).
             by_group = rounded.transpose(0, 1).flatten(1)
             by_head = u.transpose(0, 1).flatten(1)
             d_mixing = by_group @ by_head.T

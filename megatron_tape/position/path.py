@@ -130,7 +130,7 @@ class PathPosition(PositionEncoding):
 
         from megatron_tape.ops.householder import through_reflections
 
-        # Cached before `w_up`, as only `path_rank` numbers per token.
+        # Cached before `w_up` is applied, so that the cache has only `path_rank` numbers per token.
         narrow = cache.append("narrow", linear(hidden_states_sBC, parameters["w_down"]))
         w_sBGD = linear(narrow, parameters["w_up"]).unflatten(2, (self.model.query_groups, -1))
         betas_sBG = linear(hidden_states_sBC, parameters["beta_weight"], parameters["beta_bias"])

@@ -49,7 +49,7 @@ class XposPosition(RotaryPosition):
         # The largest factor is that of the fastest decay, length / 2 tokens from the middle.
         fastest_decay = math.log((1 + _GAMMA) / _GAMMA)
         least = length / 2 * fastest_decay / _LARGEST_LOGARITHM
-        # Also true for NaN.
+        # `not >=` instead of `<`, so that NaN is refused, too.
         if not base >= least:
             raise ConfigError(
                 ("model.position.xpos_scale_base", "model.seq_length"),

@@ -99,7 +99,10 @@ def _with_tiles(
         *arguments: object,
         **named: object,
     ) -> object:
-        """Return the tile sizes; the arguments are those of `theirs`."""
+        """Return the tile sizes for these widths of keys and values.
+
+        The other arguments are passed on to version 4's function.
+        """
         if (head_dim, head_dim_v) in ours:
             return ours[head_dim, head_dim_v]
         return theirs(head_dim, head_dim_v, *arguments, **named)

@@ -63,6 +63,7 @@ def attend_by_rows(x: AttentionInputs, rows: int) -> tuple[Tensor, ...]:
         checkpoint(attend_block, first, use_reentrant=False, preserve_rng_state=False)
         for first in range(0, S, rows)
     ]
+    # The averages of the concatenated values, D wide each.
     return torch.cat(blocks).split(D, dim=-1)
 
 
