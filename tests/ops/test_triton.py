@@ -309,9 +309,9 @@ def failure():
     return backend_fails("triton", shapes, FP32, DEVICE)
 
 
-def scaled_by_two(function, *inputs):
+def scaled_by_two(function, *inputs, **options):
     """Return the results of `function`, twice as large."""
-    results = function(*inputs)
+    results = function(*inputs, **options)
     if isinstance(results, torch.Tensor):
         return 2 * results
     return [x if x is None else 2 * x for x in results]
