@@ -54,39 +54,40 @@ def activations(plan: Plan) -> Activations:
     kernel. The input of a frozen matrix is kept only if the matrix has LoRA layers.
     """
     contents = plan.contents
-    layers = [_layer_bytes(plan, layer) for layer in contents.layers]
-    inputs = _input_bytes(plan)
+    layer_bytes = [_layer_bytes(plan, layer) for layer in contents.layers]
+    shared_inputs = _input_bytes(plan)
 
-    # The backward pass of a layer needs most memory in its MLP: five tensors of its width. The
-    # logits are freed by then.
-    backward = inputs + plan.mlp_width * plan.matrix_tokens * 5 * plan.width
+    # The backward pass of a layer needs most memory in the MLP: five tensors of the MLP's width.
+    # The logits are freed by then.
+    backward = shared_inputs + plan.mlp_width * plan.matrix_tokens * 5 * plan.width
     if plan.recomputes:
-        recomputed = layers
-        outputs = [0 for _ in layers]
+        outputs = [0 for _ in layer_bytes]
         if plan.keeps_attention:
             outputs = [_attention_output_bytes(plan, layer) for layer in contents.layers]
         # A recomputed layer keeps its inputs and, with selective recomputation, attention's
         # outputs.
-        entering = [_layer_input_bytes(plan, layer) for layer in contents.layers]
-        layers = [sum(kept) for kept in zip(entering, outputs)]
-        # Each layer is recomputed after the layers above it have freed their activations. Outputs
-        # that the forward pass kept are not recomputed.
-        moments = zip(accumulate(layers), recomputed, outputs)
-        backward += max(kept + layer - output for kept, layer, output in moments)
+        inputs = [_layer_input_bytes(plan, layer) for layer in contents.layers]
+        kept_by_layer = [sum(tensors) for tensors in zip(inputs, outputs)]
+        # When a layer is recomputed, only that layer and those below it (the cumulative sum) keep
+        # tensors of the forward pass. Outputs that were kept are not recomputed.
+        moments = zip(accumulate(kept_by_layer), layer_bytes, outputs)
+        backward += max(below + layer - output for below, layer, output in moments)
     else:
-        backward += sum(layers)
+        kept_by_layer = layer_bytes
+        backward += sum(kept_by_layer)
 
-    kept = sum(layers) + inputs
+    kept = sum(kept_by_layer) + shared_inputs
 
     gradient = 0
     loss = 0
-    if contents.last:
-        # The loss keeps the gradient of the last norm's output.
+    if contents.is_last:
+        # The last norm keeps its input. The loss keeps the gradient of the norm's output, which is
+        # as large as that output.
         kept += _norm_bytes(plan)
         if plan.trains_output:
             gradient = plan.vocabulary * plan.model.hidden_size * plan.width
         loss = _loss_bytes(plan, gradient)
-    # `backward` is in addition to what the forward pass saves.
+    # `Activations.backward` is in addition to what the forward pass saves.
     backward -= kept + gradient
 
     if plan.pipeline_size > 1:
@@ -94,22 +95,23 @@ def activations(plan: Plan) -> Activations:
         # All micro-batches in flight keep these tensors; those in transit exist once.
         kept = int(plan.in_flight * kept) + _bytes_in_transit(plan)
     return Activations(
-        kept,
-        gradient,
-        loss,
-        backward,
+        layers=kept,
+        output_gradient=gradient,
+        loss=loss,
+        backward=backward,
     )
 
 
 def _bytes_between_chunks(plan: Plan) -> int:
     """Return the bytes of tensors between model chunks that a pipeline stage keeps.
 
-    A stage keeps the tensor that it receives, and copies of the hidden states and the position
-    state in it. With several chunks, it also keeps the tensors that it sends.
+    These are the tensors that each chunk receives and, with several chunks, those that they send.
+    Copies of hidden states and position state that layers keep of a received tensor count there.
     """
     tensors = 0
     for chunk in plan.model_chunks:
-        # Without a state, the received tensor is the first layer's input, which that layer keeps.
+        # Without a position state, the received tensor itself is the input of the first layer, and
+        # counts there. Layer 1 stands for all layers that a later chunk may begin with.
         if chunk.start > 0 and plan.encoding.sends_state(1):
             tensors += 1
         if chunk.stop < plan.model.num_layers and len(plan.model_chunks) > 1:
@@ -118,16 +120,17 @@ def _bytes_between_chunks(plan: Plan) -> int:
 
 
 def _bytes_in_transit(plan: Plan) -> int:
-    """Return the bytes of a pipeline stage's latest output and of the latest gradients that it
-    received and sent.
+    """Return the bytes of the tensors that a pipeline stage is exchanging with its neighbors at the
+    peak: its latest output, and the latest gradients that it received and sent.
     """
-    outputs = int(not plan.contents.last)
-    gradients = 0
-    # Otherwise all micro-batches are in flight before the first gradients exist.
+    has_next = not plan.contents.is_last
+    tensors = int(has_next)  # the output
+    # If all micro-batches fit into the pipeline at once, no gradients exist yet at the peak.
     if plan.micro_batches > plan.in_flight:
-        # Received from the next stage, and sent to the previous one.
-        gradients = outputs + (not plan.contents.first)
-    return plan.sent_bytes * (outputs + gradients)
+        # The next stage sends the gradient of this stage's output, and the previous stage receives
+        # the gradient of this stage's input.
+        tensors += has_next + (not plan.contents.is_first)
+    return tensors * plan.sent_bytes
 
 
 def _input_bytes(plan: Plan) -> int:
@@ -138,8 +141,8 @@ def _input_bytes(plan: Plan) -> int:
     costs = plan.costs[0]
 
     token_ids = plan.matrix_tokens * 8  # int64
-    # A recomputed layer keeps its input state in the state's precision; otherwise attention keeps
-    # it in the run's.
+    # Without recomputation, attention keeps the state in the run's precision. A recomputed layer
+    # keeps its input state in the state's own precision.
     state_bytes = costs.state * plan.width
     if plan.recomputes:
         state_bytes = costs.state_bytes(plan.width)
@@ -172,6 +175,7 @@ def _layer_bytes(plan: Plan, layer: int) -> int:
     """Return the bytes that a layer keeps if it is not recomputed."""
     encoding = plan.encoding
     costs = plan.costs[layer]
+    # The output layer comes after all layers, so training it needs nothing here.
     trains_only_encoding = not plan.trained_kinds - {"position", "output"}
     learns_after_attention = encoding.updates(0) or not encoding.parameters(0)
     # Operations before the first trained parameter need no gradient, and so keep nothing.
@@ -186,27 +190,28 @@ def _layer_bytes(plan: Plan, layer: int) -> int:
     norms = 2 * _norm_bytes(plan)
     attention = _attention_bytes(plan, layer) + _attention_output_bytes(plan, layer)
     mlp_tensors = 2  # gate and up projection
-    inputs_of_frozen_matrices = 0
+    inputs_not_kept = 0
     if plan.trains_matrices:
         mlp_tensors += 1  # input of the down projection
     else:
         # `_norm_bytes` counts the inputs of attention and of the MLP, which frozen matrices do not
-        # keep. Attention's is kept if the encoding or LoRA multiplies it by trained parameters.
+        # keep. Attention's input is still kept if the encoding or LoRA multiplies it by trained
+        # parameters.
         reads_input = encoding.learns_on_entry(layer) or costs.reads_hidden_states
-        inputs_of_frozen_matrices = 2
+        inputs_not_kept = 2
         if reads_input or plan.lora_targets & {*"qkv"}:
-            inputs_of_frozen_matrices = 1
+            inputs_not_kept = 1
     mlp = plan.matrix_tokens * mlp_tensors * plan.mlp_width * plan.width
     # A LoRA layer keeps the product with its first factor.
     lora = plan.matrix_tokens * len(plan.lora_targets) * plan.extension.lora_rank * plan.width
     hidden_states = plan.batch.local_tokens * plan.model.hidden_size * plan.width
-    return norms + attention + mlp + lora + costs.saved - inputs_of_frozen_matrices * hidden_states
+    return norms + attention + mlp + lora + costs.saved - inputs_not_kept * hidden_states
 
 
 def _norm_bytes(plan: Plan) -> int:
     """Return the bytes that one RMSNorm over the hidden states keeps, including its output."""
     scale = 4  # in fp32, one per token
-    # The input and the output.
+    # The factor 2 is for the input and the output.
     return plan.batch.local_tokens * (plan.model.hidden_size * 2 * plan.width + scale)
 
 
@@ -220,13 +225,13 @@ def _attention_bytes(plan: Plan, layer: int) -> int:
     groups = batch.groups_per_rank(model.query_groups)
     heads = model.num_attention_heads // batch.head_shards
     grouped = heads > groups  # several heads of queries share keys and values
-    exchanged = batch.context_size > 1  # ranks exchange tokens and heads around attention
+    exchanges = batch.context_size > 1  # ranks exchange tokens and heads around attention
     rotates = ROTATION in encoding.needs_in(layer)
     # The Triton kernel keeps its inputs and repeats the rotation in the backward pass.
     rotates_again = plan.attention.backend == "triton"
     # A rotation that depends on parameters keeps its inputs.
-    learned = plan.costs[layer].learns_rotation or encoding.state_is_learned(layer)
-    learns_rotation = rotates and learned
+    has_learned_angles = plan.costs[layer].learns_rotation or encoding.state_is_learned(layer)
+    learns_rotation = rotates and has_learned_angles
     keeps_projection = learns_rotation or rotates_again
 
     # The heads that each kept tensor has per token.
@@ -244,7 +249,7 @@ def _attention_bytes(plan: Plan, layer: int) -> int:
 
     if model.qk_norm:
         scales_of_norms = 4 * (heads + groups)
-        if exchanged:
+        if exchanges:
             normed = projected  # context-parallel ranks exchange all as one tensor
         elif keeps_projection:
             normed = heads + groups
@@ -253,7 +258,7 @@ def _attention_bytes(plan: Plan, layer: int) -> int:
 
     # Megatron copies queries when it separates them from keys and values.
     copied = 0
-    if grouped and groups > 1 and (model.qk_norm or not exchanged):
+    if grouped and groups > 1 and (model.qk_norm or not exchanges):
         copied = heads
     # The rotation's input (or attention's, if there is no rotation) is kept only if the rotation
     # needs a gradient.
@@ -262,7 +267,7 @@ def _attention_bytes(plan: Plan, layer: int) -> int:
     if not rotates_again and (rotates or model.qk_norm):
         queries += heads
         keys = groups
-    if learns_rotation and not _keeps_state_elsewhere(plan, layer):
+    if learns_rotation and not _is_state_kept_elsewhere(plan, layer):
         values = groups
 
     if plan.config.data.reset_attention_mask and grouped and _needs_mask(plan):
@@ -286,7 +291,7 @@ def _attention_bytes(plan: Plan, layer: int) -> int:
 
     if model.attention_output_gate:
         gate = 2 * heads  # its sigmoid and the product
-    if exchanged:
+    if exchanges:
         returned = heads  # the outputs that the other context-parallel ranks return
 
     # FlashAttention-4 is assumed where it accepts values and state in one tensor; version 2
@@ -307,15 +312,17 @@ def _attention_bytes(plan: Plan, layer: int) -> int:
     return batch.tokens * (kept_heads * dim * width + widened + scales_of_norms)
 
 
-def _keeps_state_elsewhere(plan: Plan, layer: int) -> bool:
+def _is_state_kept_elsewhere(plan: Plan, layer: int) -> bool:
     """Return whether the encoding or an earlier layer already keeps the position state."""
     encoding = plan.encoding
     if not encoding.state_is_learned(layer):
         return False
-    # The nearest earlier layer that reads a state keeps this one, unless it changed it afterwards.
+    # The nearest earlier layer that reads a state keeps the same tensor, unless that layer then
+    # computed a new state.
     for earlier in reversed(range(layer)):
         if encoding.needs_in(earlier):
             return not encoding.updates(earlier)
+    # No layer read the state before, so the encoding keeps the state that it made.
     return True
 
 
@@ -327,7 +334,7 @@ def _attention_output_bytes(plan: Plan, layer: int) -> int:
     averages = 1 + plan.encoding.averages_state(layer)
     log_sums = 1
     if plan.computes_whole_rows:
-        # The backward pass recomputes whole rows, which needs none.
+        # The backward pass recomputes whole rows of scores, which needs no log-sum-exp.
         log_sums = 0
     elif plan.attention.backend in CALLED_TWICE:
         # One for the call with the values, and one for the call with the state.
@@ -336,33 +343,34 @@ def _attention_output_bytes(plan: Plan, layer: int) -> int:
 
 
 def _loss_bytes(plan: Plan, gradient: int) -> int:
-    """Return the additional bytes while the loss is computed, given the bytes of the output
-    weight's `gradient`.
+    """Return the additional bytes while the loss is computed. `gradient` are the bytes of the
+    output weight's gradient in the run's precision, 0 if it is frozen.
     """
     tokens = plan.matrix_tokens
     chunk = min(tokens, chunk_size(plan.vocabulary))
 
     hidden_states = tokens * plan.model.hidden_size * plan.width
     if plan.batch.local_tokens < tokens:
-        # Sequence parallelism gathers the hidden states of all tokens; otherwise only their
-        # gradient is additional.
+        # Sequence parallelism gathers the hidden states of all tokens, in addition to their
+        # gradient.
         hidden_states *= 2
     logits = chunk * plan.vocabulary * 4
-    rounded = 0
+    bf16_logits = 0
     if plan.width == 2:
-        rounded = chunk * plan.vocabulary * 2
+        bf16_logits = chunk * plan.vocabulary * 2
     # The weight gradient is summed over chunks in fp32; each chunk's gradient has the run's
     # precision.
-    total = 0
+    summed_gradient = 0
     if chunk < tokens:
-        total = 4 * gradient // plan.width
-    product = 0
+        summed_gradient = 4 * gradient // plan.width
+    chunk_gradient = 0
     if chunk == tokens or plan.width == 2:
-        product = gradient
-    # First the logits in fp32 and in the run's precision, then only the latter and the product.
-    largest = max(logits + rounded, (rounded or logits) + product)
-    # `output_gradient` counts the gradient already.
-    return hidden_states + total + largest - gradient
+        chunk_gradient = gradient
+    # At first, a chunk has its logits in fp32 and in the run's precision. Later, it has the latter
+    # and its gradient.
+    largest = max(logits + bf16_logits, (bf16_logits or logits) + chunk_gradient)
+    # `Activations.output_gradient` counts the gradient already.
+    return hidden_states + summed_gradient + largest - gradient
 
 
 def _needs_mask(plan: Plan) -> bool:

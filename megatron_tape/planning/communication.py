@@ -46,7 +46,7 @@ def communication(plan: Plan, replicated_share: int | None = None) -> Counter[tu
         if replicated_share is None:
             replicated = replicated_count(plan.model, plan.extension, plan.contents)
             replicated_share = -(-replicated // plan.data_context_size)  # rounded up
-        sent[TENSOR, ALL_REDUCE] += 4 * replicated_share  # sums their gradients in fp32
+        sent[TENSOR, ALL_REDUCE] += 4 * replicated_share  # their summed gradients, in fp32
     if plan.pipeline_size > 1:
         sent.update(_pipeline_traffic(plan))
     if plan.data_context_size > 1:
@@ -66,27 +66,27 @@ def _layer_traffic(plan: Plan) -> dict[tuple[str, str], int]:
     # Recomputation repeats the reductions of outputs.
     layer_sums = layers * (4 + 2 * plan.recomputes)
     gates = layers * plan.model.attention_output_gate
-    sums = layer_sums + gates + plan.contents.first + plan.contents.last
+    sums = layer_sums + gates + plan.contents.is_first + plan.contents.is_last
     # The loss reduces the maximum over the vocabulary, the sum of exponentials and the label's
     # logit, in fp32.
-    softmax = tokens * plan.contents.last * 3 * 4
+    softmax = tokens * plan.contents.is_last * 3 * 4
     if not plan.config.parallel.uses_sequence_parallel:
         return {(TENSOR, ALL_REDUCE): hidden_states * sums + softmax}
 
     # Sequence parallelism reduce-scatters these sums and gathers inputs, twice if trained weights
     # need a gradient.
-    gathers = layer_sums + gates * plan.forward_passes + plan.contents.last
+    gathers = layer_sums + gates * plan.forward_passes + plan.contents.is_last
     if plan.trains_matrices:
         gathers += layers * 2 + gates
-    if plan.contents.first and "embeddings" in plan.trained_kinds:
+    if plan.contents.is_first and "embeddings" in plan.trained_kinds:
         gathers += 1
     # LoRA gathers the low-rank tensors of q, k and v and reduce-scatters that of o; the backward
     # pass does the reverse.
     low_rank = tokens * plan.extension.lora_rank * plan.width * layers
-    qkv = len(plan.lora_targets - {"o"})
-    o = len(plan.lora_targets) - qkv
-    gathered_by_lora = low_rank * (qkv * plan.forward_passes + o)
-    summed_by_lora = low_rank * (qkv + o * plan.forward_passes)
+    qkv_count = len(plan.lora_targets - {"o"})
+    o_count = len(plan.lora_targets) - qkv_count
+    gathered_by_lora = low_rank * (qkv_count * plan.forward_passes + o_count)
+    summed_by_lora = low_rank * (qkv_count + o_count * plan.forward_passes)
     return {
         (TENSOR, ALL_GATHER): hidden_states * gathers + gathered_by_lora,
         (TENSOR, REDUCE_SCATTER): hidden_states * sums + summed_by_lora,
@@ -102,40 +102,41 @@ def _all_to_all_traffic(plan: Plan) -> dict[tuple[str, str], int]:
     """
     model = plan.model
     batch = plan.batch
-    # Every rank has all heads or all tokens, so that none are exchanged.
+    # Ranks with all heads or all tokens exchange nothing.
     if batch.head_shards == 1 or batch.local_tokens == batch.tokens:
         return {}
 
-    exchanged = 0
+    encoding_bytes = 0
     for layer in plan.contents.layers:
         costs = plan.costs[layer]
-        exchanged += costs.sent_forward * plan.forward_passes + costs.sent_backward
-    exchanged *= plan.micro_batches
+        encoding_bytes += costs.sent_forward * plan.forward_passes + costs.sent_backward
+    encoding_bytes *= plan.micro_batches
     # Without context parallelism, only the encoding exchanges tensors.
     if plan.context_size == 1:
-        return {(TENSOR, ALL_TO_ALL): exchanged}
+        return {(TENSOR, ALL_TO_ALL): encoding_bytes}
 
     # Queries and outputs have all heads, keys and values only groups.
     heads = model.num_attention_heads // batch.head_shards
     sent_heads = 2 * heads + 2 * batch.groups_per_rank(model.query_groups)
     passes = plan.micro_batches * len(plan.contents.layers) * (plan.forward_passes + 1)
-    of_attention = passes * batch.tokens * sent_heads * model.head_dim * plan.width
+    attention_bytes = passes * batch.tokens * sent_heads * model.head_dim * plan.width
     if plan.tensor_size > 1:
-        return {(CONTEXT, ALL_TO_ALL): of_attention, (SEQUENCE, ALL_TO_ALL): exchanged}
-    return {(CONTEXT, ALL_TO_ALL): of_attention + exchanged}
+        return {(CONTEXT, ALL_TO_ALL): attention_bytes, (SEQUENCE, ALL_TO_ALL): encoding_bytes}
+    return {(CONTEXT, ALL_TO_ALL): attention_bytes + encoding_bytes}
 
 
 def _pipeline_traffic(plan: Plan) -> dict[tuple[str, str], int]:
     """Return the bytes that a pipeline stage sends: outputs of its model chunks, gradients, and a
     tied embedding.
     """
-    # Each chunk but the last sends its output, and each but the first its input's gradient.
+    # Each chunk but the model's last sends its output, and each but the model's first sends the
+    # gradient of its input.
     sends = 0
     for chunk in plan.model_chunks:
         sends += (chunk.stop < plan.model.num_layers) + (chunk.start > 0)
     sent = {(PIPELINE, SEND): sends * plan.micro_batches * plan.sent_bytes}
 
-    has_embedding = plan.contents.first or plan.contents.last
+    has_embedding = plan.contents.is_first or plan.contents.is_last
     if plan.model.tie_embeddings and has_embedding and plan.trains_output:
         elements = plan.vocabulary * plan.model.hidden_size
         # The gradient in fp32, and the updated weights.
@@ -149,18 +150,19 @@ def _zero_traffic(plan: Plan) -> dict[tuple[str, str], int]:
     # ZeRO 1 averages gradients once per step, ZeRO 2 and 3 after each micro-batch.
     if plan.zero_stage > 1:
         gradients *= plan.micro_batches
-    gathered = plan.trained_elements
+    gathered_elements = plan.trained_elements
     if plan.zero_stage == 3:
         # Parameters above the threshold are gathered for each forward pass, and for the backward
         # pass if they were released in between. All others are gathered once, after the step.
-        large = 0
+        large_elements = 0
         for parameter, count in parameters(plan.model, plan.extension, plan.contents).items():
             size = parameter.shape.elements(plan.tensor_size)
             if size > PERSISTENCE_THRESHOLD:
-                large += size * count
-        # Between the two uses of a parameter, all elements behind it are used twice.
-        released = max(0, large - REUSE_DISTANCE // 2)
-        gathered = plan.elements
-        gathered += (plan.micro_batches - 1) * large
-        gathered += plan.micro_batches * released
-    return {(DATA, REDUCE_SCATTER): gradients, (DATA, ALL_GATHER): plan.width * gathered}
+                large_elements += size * count
+        # Between the two uses of a parameter, all elements behind it are used twice. So a parameter
+        # is released if more than half of the distance is behind it.
+        released_elements = max(0, large_elements - REUSE_DISTANCE // 2)
+        gathered_elements = plan.elements
+        gathered_elements += (plan.micro_batches - 1) * large_elements
+        gathered_elements += plan.micro_batches * released_elements
+    return {(DATA, REDUCE_SCATTER): gradients, (DATA, ALL_GATHER): plan.width * gathered_elements}

@@ -38,12 +38,12 @@ def layer_works(model: ModelConfig) -> tuple[LayerWork, ...]:
     query_width = model.num_attention_heads * model.head_dim
     group_width = model.query_groups * model.head_dim
     encoding = encoding_of(model)
-    # On one GPU. The bytes per element, 2, have no effect on multiply-adds.
+    # On one GPU. The width in bytes has no effect on multiply-adds.
     one_sequence = MicroBatchSizes(
-        model.seq_length,
-        model.seq_length,
-        2,
-        1,
+        tokens=model.seq_length,
+        local_tokens=model.seq_length,
+        width=2,
+        tensor_size=1,
     )
 
     qkv = hidden * (query_width + 2 * group_width)
@@ -58,11 +58,11 @@ def layer_works(model: ModelConfig) -> tuple[LayerWork, ...]:
     works = []
     for layer in range(model.num_layers):
         encoding_work = encoding.costs(layer, one_sequence).multiply_adds
-        averaged = 1
+        averages = 1  # of the values
         if encoding.averages_state(layer):
-            averaged = 2  # values and state; `encoding_work` includes the latter
+            averages = 2  # of values and states; `encoding_work` includes the latter
         total = qkv + output + gate + mlp + 2 * scores + encoding_work
-        works.append(LayerWork(total, (1 + averaged) * scores))
+        works.append(LayerWork(total, (1 + averages) * scores))
     return tuple(works)
 
 
@@ -82,7 +82,7 @@ def flops_per_token(
     output = model.hidden_size * model.vocab_size
     if contents is not None:
         works = tuple(works[layer] for layer in contents.layers)
-        output *= contents.last
+        output *= contents.is_last
 
     forward = sum(work.total for work in works) + output
     # Each element of a LoRA layer takes one multiply-add per token.
@@ -90,7 +90,7 @@ def flops_per_token(
 
     frozen = 0
     if not trains_matrices(extension):
-        frozen += parameter_count(model, None, MATRICES, contents=contents)
+        frozen += parameter_count(model, kinds=MATRICES, contents=contents)
     if not trains_output(model, extension):
         frozen += output
     # Two FLOPs for each multiply-add, of one forward and two backward products.

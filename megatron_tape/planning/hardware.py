@@ -35,6 +35,7 @@ class Hardware(NamedTuple):
 # accumulation in fp32. These cards have PCIe 4.0 x16. The NVLink bridge of two A6000s is not
 # counted. Between nodes, 100 Gb/s per GPU are assumed. MI300X: AMD's data sheet, dense; seven
 # Infinity Fabric links of 128 GB/s in both directions. Between nodes, 400 Gb/s per GPU are assumed.
+# Values: name, generation, GiB, FLOP/s, and bandwidths within and between nodes.
 KINDS = {
     kind.name: kind
     for kind in (

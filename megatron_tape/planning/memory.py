@@ -74,48 +74,50 @@ def memory(plan: Plan) -> Memory:
 def memory_of_pipeline_stage(plan: Plan) -> Memory:
     """Return the memory of a GPU on the plan's pipeline stage."""
     state = model_state_memory(plan)
-    kept = activations(plan)
+    activation_bytes = activations(plan)
     weights = state.weights
     gradients = state.gradients
     buffers = state.buffers
 
     if plan.copies_embedding:
-        # Its gradient is in fp32.
-        copied = plan.vocabulary * plan.model.hidden_size
-        weights += plan.width * copied
-        gradients += 4 * copied * plan.trains_output
-    trains_matrices = plan.trains_matrices or "output" in plan.trained_kinds
-    if trains_matrices and plan.config.parallel.uses_sequence_parallel:
+        # The copy's gradient is in fp32.
+        copied_elements = plan.vocabulary * plan.model.hidden_size
+        weights += plan.width * copied_elements
+        gradients += 4 * copied_elements * plan.trains_output
+    trains_any_matrix = plan.trains_matrices or "output" in plan.trained_kinds
+    if trains_any_matrix and plan.config.parallel.uses_sequence_parallel:
         # Megatron gathers the input of trained matrices into one permanent buffer.
         buffers += plan.matrix_tokens * plan.model.hidden_size * plan.width
 
     # Additional memory at the moments of a step when the memory may peak.
-    micro_batch = kept.layers / plan.in_flight
-    loss = kept.loss
+    micro_batch_bytes = activation_bytes.layers / plan.in_flight
+    loss = activation_bytes.loss
     if plan.zero_stage == 2:
         loss -= state.buffers  # allocated at the first gradient, after the logits are freed
-    # When the first bucket is full, activations of the last layers and of other micro-batches are
-    # already freed.
+    # When the first bucket is full and reduced, the activations of the last layers and of all other
+    # micro-batches are already freed.
     share_reduced = min(1, plan.config.deepspeed.reduce_bucket_size / max(1, plan.trained_elements))
-    layers_left = int((1 - share_reduced) * (micro_batch + max(0, kept.backward)))
-    reducing = state.bucket_copy + layers_left - kept.saved
+    layers_left = int((1 - share_reduced) * (micro_batch_bytes + max(0, activation_bytes.backward)))
+    reducing = state.bucket_copy + layers_left - activation_bytes.saved
     # The update begins after all activations and most buffers are freed.
-    updating = state.update - kept.saved - buffers
+    updating = state.update - activation_bytes.saved - buffers
 
     # Pairs of the gradients and the additional memory at these moments.
-    moments = [(gradients, extra) for extra in (loss, kept.backward, reducing, updating)]
-    # The first backward pass may then begin without any gradients.
+    moments = [
+        (gradients, extra) for extra in (loss, activation_bytes.backward, reducing, updating)
+    ]
+    # If all micro-batches are in flight before the first backward pass, no gradients exist then.
     if plan.zero_stage < 3 and plan.micro_batches <= plan.in_flight:
         copy_gradients = gradients - state.gradients
-        first_backward = _first_backward(plan, state, kept, copy_gradients)
+        first_backward = _first_backward(plan, state, activation_bytes, copy_gradients)
         moments = [(0, loss), *first_backward, (gradients, updating)]
         if plan.micro_batches > 1:
-            # One micro-batch less is in flight.
-            later_backward = kept.backward - int(micro_batch)
+            # In later backward passes, one micro-batch less is in flight.
+            later_backward = activation_bytes.backward - int(micro_batch_bytes)
             moments += [(gradients, later_backward), (gradients, reducing)]
     gradients, additional = max(moments, key=sum)
-    # If the memory peaks in the update, the gradients take the place of activations that are freed
-    # before it.
+    # `additional` is negative if the memory peaks in the update and the update needs less than the
+    # activations that are freed before it. `gradients` is then lowered, so that `peak` is right.
     working = max(0, additional)
     return Memory(
         weights=weights,
@@ -124,8 +126,8 @@ def memory_of_pipeline_stage(plan: Plan) -> Memory:
         buffers=buffers,
         bucket_copy=state.bucket_copy,
         update=state.update,
-        layer_activations=kept.layers,
-        output_gradient=kept.output_gradient,
+        layer_activations=activation_bytes.layers,
+        output_gradient=activation_bytes.output_gradient,
         working=working,
     )
 
@@ -133,7 +135,7 @@ def memory_of_pipeline_stage(plan: Plan) -> Memory:
 def _first_backward(
     plan: Plan,
     state: ModelStateMemory,
-    kept: Activations,
+    activation_bytes: Activations,
     copy_gradients: int,
 ) -> Iterator[tuple[int, int]]:
     """Yield pairs of the bytes of gradients and of additional memory during the first backward pass
@@ -144,8 +146,9 @@ def _first_backward(
     elements are contiguous, in the order of the model: embedding, layers, output layer.
     """
     trained = plan.trained_elements
-    is_last = plan.micro_batches == 1  # so that each group is averaged as soon as it is complete
-    micro_batch = kept.layers / plan.in_flight
+    # In the last micro-batch, each group is averaged as soon as it is complete.
+    is_last = plan.micro_batches == 1
+    micro_batch_bytes = activation_bytes.layers / plan.in_flight
 
     # Bytes per element of a group's gradients, before and after they are averaged.
     allocated = 0  # ZeRO 2's bucket is counted as a buffer
@@ -157,26 +160,29 @@ def _first_backward(
         elif plan.config.deepspeed.overlap_comm:
             averaged = plan.gradient_width
 
-    # Where the layers begin and end among the trained elements.
+    # The indices among the trained elements at which the layers begin and end.
     layers_begin = plan.elements_of({"embeddings"} & plan.trained_kinds)
     layers_end = trained - plan.elements_of({"output"} & plan.trained_kinds)
 
     def share_before(element: int) -> float:
-        """Return the fraction of the layers before an element."""
-        layers = max(1, layers_end - layers_begin)
-        return min(1, max(0, (element - layers_begin) / layers))
+        """Return the fraction (0 to 1) of the layers' elements that come before `element`."""
+        layer_elements = max(1, layers_end - layers_begin)
+        return min(1, max(0, (element - layers_begin) / layer_elements))
 
     # More than 256 groups hardly change the result.
-    size = max(plan.config.deepspeed.reduce_bucket_size, trained // 256)
-    for begin in range(0, trained, size):
-        end = min(begin + size, trained)
+    group_size = max(plan.config.deepspeed.reduce_bucket_size, trained // 256)
+    for begin in range(0, trained, group_size):
+        end = min(begin + group_size, trained)
         # Groups behind this one are averaged already, and the activations of their layers freed.
         gradients = int(allocated * (end - begin) + averaged * (trained - end))
         gradients += copy_gradients
-        yield gradients, kept.backward - int((1 - share_before(end)) * micro_batch)
+        freed = int((1 - share_before(end)) * micro_batch_bytes)
+        yield gradients, activation_bytes.backward - freed
         if is_last:
-            layers_left = int(share_before(begin) * (micro_batch + max(0, kept.backward)))
-            yield gradients, state.bucket_copy + layers_left - kept.saved
+            layers_left = int(
+                share_before(begin) * (micro_batch_bytes + max(0, activation_bytes.backward))
+            )
+            yield gradients, state.bucket_copy + layers_left - activation_bytes.saved
 
 
 def check_host_memory(config: RunConfig, processes: int) -> None:
@@ -244,10 +250,15 @@ def model_state_memory(plan: Plan) -> ModelStateMemory:
     if plan.zero_stage == 1:
         gradients = 4 * trained
     counts = parameters(plan.model, plan.extension, plan.contents)
-    sizes = [x.shape.elements(plan.tensor_size) for x in counts if x.kind in plan.trained_kinds]
+    sizes = [
+        parameter.shape.elements(plan.tensor_size)
+        for parameter in counts
+        if parameter.kind in plan.trained_kinds
+    ]
     # A large matrix may be in several partitions.
     largest = min(partition, max(sizes, default=0))
-    norm = 8 * largest  # of each matrix, computed in float64
+    # DeepSpeed converts one gradient at a time to float64 to compute its norm.
+    norm_bytes = 8 * largest
     buffers, bucket_copy = _bucket_bytes(plan)
     # In the update, a rank needs only the gradients of its partition.
     return ModelStateMemory(
@@ -256,7 +267,7 @@ def model_state_memory(plan: Plan) -> ModelStateMemory:
         optimizer=optimizer,
         buffers=buffers,
         bucket_copy=bucket_copy,
-        update=4 * partition - gradients + norm,
+        update=4 * partition - gradients + norm_bytes,
     )
 
 
@@ -297,7 +308,7 @@ def checkpoint_bytes(plan: Plan) -> int:
     total = 0
     for stage in plan.pipeline_stages():
         # Moments of all ranks together, and master weights.
-        total += _moment_bytes(stage, 1) + 4 * stage.trained_elements
+        total += _moment_bytes(stage, ranks=1) + 4 * stage.trained_elements
         if plan.config.checkpoint.frozen:
             total += 4 * (stage.elements - stage.trained_elements)
     # Each tensor-parallel rank has a shard of this size.

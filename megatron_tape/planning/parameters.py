@@ -45,9 +45,9 @@ class PipelineStageContents(NamedTuple):
     """The layers of a pipeline stage, and whether it has the embedding and the output layer."""
 
     layers: tuple[int, ...]
-    first: bool
+    is_first: bool
     """Whether this is the first stage, which has the embedding."""
-    last: bool
+    is_last: bool
     """Whether this is the last stage, which has the last norm and the output layer."""
 
     def includes(self, name: str) -> bool:
@@ -56,9 +56,9 @@ class PipelineStageContents(NamedTuple):
         if layer is not None:
             return layer in self.layers
         if name.startswith("embedding."):
-            return self.first
+            return self.is_first
         # The last norm and the output layer.
-        return self.last
+        return self.is_last
 
 
 def parameters(

@@ -86,7 +86,7 @@ class Plan:
             return Row(case.kind, generations, model.attention_backend, reason)
         # As at run time: the first row of the table whose backend can run.
         for row in rows(case):
-            if self._runs(row.backend):
+            if self._can_run(row.backend):
                 return row
 
         raise ConfigError(
@@ -95,8 +95,10 @@ class Plan:
             "raise it, or lower model.kv_channels",
         )
 
-    def _runs(self, backend: str) -> bool:
-        """Return whether a backend has kernels for the run's precision and head dimension."""
+    def _can_run(self, backend: str) -> bool:
+        """Return whether a backend is assumed to be installed, and has kernels for the run's
+        precision and head dimension.
+        """
         if backend in NOT_ASSUMED:
             return False
         precisions = BACKENDS[backend].precisions
@@ -121,7 +123,9 @@ class Plan:
 
     @property
     def pipeline(self) -> str:
-        """The number of stages, such as `4`, or stages x model chunks per stage, such as `4x2`."""
+        """The layout of the pipeline as text: the number of stages, such as `4`, or stages x model
+        chunks per stage, such as `4x2`.
+        """
         virtual = self.config.parallel.virtual_pipeline_size
         if virtual > 1:
             return f"{self.pipeline_size}x{virtual}"
@@ -142,27 +146,27 @@ class Plan:
         layers = tuple(layer for chunk in self.model_chunks for layer in chunk)
         return PipelineStageContents(
             layers,
-            first=self.pipeline_stage == 0,
-            last=self.pipeline_stage == self.pipeline_size - 1,
+            is_first=self.pipeline_stage == 0,
+            is_last=self.pipeline_stage == self.pipeline_size - 1,
         )
 
     @property
     def in_flight(self) -> float:
-        """The largest number of micro-batches between their forward and backward passes on this
-        stage.
+        """The largest number of micro-batches that this stage has computed forward but not yet
+        backward, and whose activations it keeps.
 
         With V virtual stages, a micro-batch in one of this stage's V model chunks counts as 1/V.
         """
         later_pipeline_stages = self.pipeline_size - 1 - self.pipeline_stage
-        virtual = len(self.model_chunks)
-        if virtual == 1:
-            # Before its first backward pass, a pipeline stage runs one forward pass for each later
-            # one, and its own.
+        chunks = len(self.model_chunks)
+        if chunks == 1:
+            # The first backward pass comes after this many forward passes: one for each later
+            # pipeline stage, while the first micro-batch goes through it, and one more.
             return min(later_pipeline_stages + 1, self.micro_batches)
-        # Megatron's interleaved schedule runs so many forward passes of chunks before the first
-        # backward pass.
-        chunks = 2 * later_pipeline_stages + (virtual - 1) * self.pipeline_size + 1
-        return min(chunks, virtual * self.micro_batches) / virtual
+        # In Megatron's interleaved schedule, the first backward pass comes after this many forward
+        # passes of single chunks: those of the warmup, and one more.
+        chunk_passes = 2 * later_pipeline_stages + (chunks - 1) * self.pipeline_size + 1
+        return min(chunk_passes, chunks * self.micro_batches) / chunks
 
     @property
     def sent_bytes(self) -> int:
@@ -182,7 +186,7 @@ class Plan:
         """Whether this is the last of several stages and holds a copy of the tied embedding for its
         output layer.
         """
-        return self.pipeline_size > 1 and self.contents.last and self.model.tie_embeddings
+        return self.pipeline_size > 1 and self.contents.is_last and self.model.tie_embeddings
 
     def pipeline_stages(self) -> "list[Plan]":
         """Return a copy of this plan for each pipeline stage."""
@@ -263,7 +267,7 @@ class Plan:
         parallel = self.config.parallel
         tokens = self.config.train.micro_batch_size * self.model.seq_length
         local_tokens = tokens // self.context_size
-        # Outside attention, tensor-parallel ranks then share the tokens too.
+        # With sequence parallelism, tensor-parallel ranks share the tokens outside attention.
         if parallel.uses_sequence_parallel:
             local_tokens = tokens // parallel.ranks_per_pipeline_stage
         return MicroBatchSizes(

@@ -176,11 +176,10 @@ def _train(config: RunConfig, tracker: "Tracker") -> None:
     layout = initialize_distributed(
         parallel.tensor_model_parallel_size,
         parallel.uses_sequence_parallel,
-        None,  # the default timeout
-        parallel.context_parallel_size,
-        parallel.pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
     )
-    tracker.name_groups(layout)
+    tracker.label_groups(layout)
 
     watch = Watch(None)  # without a timeout
     model = build_model(config, layout, watch)
@@ -206,20 +205,25 @@ def _train(config: RunConfig, tracker: "Tracker") -> None:
     for step in range(1, STEPS):
         engine.train_step(batches, config.optimizer.lr, step)
 
-    # Under ZeRO 3, `ds_tensor` is this rank's partition.
+    # Under ZeRO 3, `ds_tensor` is this rank's partition of a parameter. Under ZeRO 1 and 2, each
+    # rank has the whole parameter, without this attribute.
     weights = [getattr(parameter, "ds_tensor", parameter) for parameter in model.parameters()]
+    # Only a `Pipeline` has `tied`, and only its first and last stage have the tied weight.
     tied = getattr(model, "tied", None)
-    if tied is not None and tied.weight is not None:  # on the first and the last pipeline stage
+    if tied is not None and tied.weight is not None:
         weights.append(tied.weight)
-    optimizer = [*engine.adam.state, *tree_leaves([*engine.adam.state.values()])]
     outcome.weights = _bytes_of(weights)
-    # Tensors that are both count as weights.
+    # Adam's state has the master weights as keys, and dictionaries of moments as values. A storage
+    # that is also one of the weights counts as weights only.
+    optimizer = [*engine.adam.state, *tree_leaves([*engine.adam.state.values()])]
     outcome.optimizer = _bytes_of([*weights, *optimizer]) - outcome.weights
 
     for parameter in replicated_parameters(engine.module):
         if hasattr(parameter, "ds_id"):  # under ZeRO 3
             outcome.replicated_share += parameter.partition_numel()
-        elif parameter._hp_mapping is not None:  # part of it is in this rank's partition
+        # Under ZeRO 1 and 2, DeepSpeed maps a parameter to the fragment of it (hp: high precision,
+        # lp: low precision) in this rank's partition, if there is one.
+        elif parameter._hp_mapping is not None:
             outcome.replicated_share += parameter._hp_mapping.lp_fragment_address.numel
 
     # The peak of earlier steps includes allocations that happen only once.
@@ -250,7 +254,7 @@ def install_fake_world(world_size: int, rank: int) -> None:
         gathered[:] = [own] * len(gathered)
 
     nothing = lambda *_, **__: None  # noqa: E731
-    # The order matters: before DeepSpeed compiles its operators for CPUs.
+    # First, since it must run before DeepSpeed compiles its operators for CPUs.
     prepare_cpu()
     parallel_layout._own_device = own_device
     # Megatron's buffers are on the GPU.
@@ -276,7 +280,7 @@ def install_fake_world(world_size: int, rank: int) -> None:
     optimizers: Any = sys.modules["torch.optim.optimizer"]
     optimizers._get_fused_kernels_supported_devices = lambda: ["meta"]
     deepspeed.accelerator.set_accelerator(_Accelerator())
-    # Autocast does not support meta.
+    # Autocast does not support the device meta, so these modules keep the accelerator of CPUs.
     linear.get_accelerator = torch_autocast.get_accelerator = CPU_Accelerator
 
     os.environ |= {
@@ -413,11 +417,11 @@ class Tracker(MemTracker):
         # pipeline's tensors.
         self._mod_tracker._fw_pre_hook = self._mod_tracker._fw_post_hook = lambda *_: None
 
-    def name_groups(self, layout: ParallelLayout) -> None:
+    def label_groups(self, layout: ParallelLayout) -> None:
         """Label the collectives of the layout's process groups."""
         groups = layout.groups
-        # Of several groups with the same ranks, the last one has its label.
-        named = (
+        # If several groups have the same ranks, the last of them gives the label.
+        labeled = (
             (dist.group.WORLD, "all ranks"),
             (groups.mp, "tensor and pipeline parallel"),
             (groups.tp_cp, communication.SEQUENCE),
@@ -427,9 +431,9 @@ class Tracker(MemTracker):
             (groups.tp, communication.TENSOR),
             (groups.dp_cp, communication.DATA),
         )
-        for group, name in named:
+        for group, label in labeled:
             if group is not None:  # inner stages have no group for the embedding
-                self.group_labels[tuple(dist.get_process_group_ranks(group))] = name
+                self.group_labels[tuple(dist.get_process_group_ranks(group))] = label
 
     def observe_forward(self, model: LanguageModel | Pipeline) -> None:
         """Record the activations at the end of every forward pass of `model`."""
@@ -465,10 +469,10 @@ class Tracker(MemTracker):
         activations = self.get_tracker_snapshot("current")[GPU][_MemRefType.ACT]
         # Several tensors may view one storage.
         for storage in {x.untyped_storage() for x in excluded}:
-            # MemTracker's record and a weak reference, if it has seen the storage.
-            for record in (self._WINFO.get(storage) or ())[:1]:
-                if record.reftype == _MemRefType.ACT:
-                    activations -= record.mem_consumed
+            # MemTracker has a record and a weak reference for each storage that it has seen.
+            record, _ = self._WINFO.get(storage, (None, None))
+            if record is not None and record.reftype == _MemRefType.ACT:
+                activations -= record.mem_consumed
         return activations
 
     def _register_global_optimizer_hook(self) -> None:
@@ -476,10 +480,12 @@ class Tracker(MemTracker):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run `func` on fake tensors, and record collectives and synchronizations."""
+        # The operator of `Tensor.item`.
         if func is aten._local_scalar_dense.default:
             if args[0].device == GPU:
                 self._note_wait("item")
-            # Fake tensors have no value: 1.0 is finite, 0 a valid index.
+            # Fake tensors have no value. 1.0 passes checks for infinite numbers, and 0 is a valid
+            # index.
             if args[0].is_floating_point():
                 return 1.0
             return 0
@@ -489,7 +495,7 @@ class Tracker(MemTracker):
             self._note_collective(func, args, inputs)
         result = super().__torch_dispatch__(func, types, args, kwargs)
 
-        # The last input is the source of a copy.
+        # In both operators of copies, the last tensor among the arguments is the source.
         copies = func in (aten._to_copy.default, aten.copy_.default)
         if copies and inputs[-1].device != result.device:
             target = "host" if inputs[-1].device == GPU else "GPU"

@@ -92,12 +92,12 @@ def search(
     cannot be estimated.
     """
     result = SearchResult()
-    # Memory is estimated below, only until enough layouts fit.
+    # All layouts are timed, but memory is estimated only until enough of them fit.
     layouts = list(candidates(plan, validate, result.refused))
-    timed = [(step_time(changed, hardware), changed) for changed in layouts]
+    timed = [(step_time(layout, hardware), layout) for layout in layouts]
     # The sort is stable: among equally fast layouts, the one that needs less memory comes first.
-    for time, changed in sorted(timed, key=lambda pair: pair[0].total):
-        candidate = Candidate(changed, time, memory(changed))
+    for time, layout in sorted(timed, key=lambda pair: pair[0].total):
+        candidate = Candidate(layout, time, memory(layout))
         if fits(candidate.memory, gib):
             result.fitting.append(candidate)
         else:
@@ -114,10 +114,10 @@ def candidates(plan: Plan, validate: Validate, refused: Counter[str]) -> Iterato
     batch_size = plan.config.train.global_batch_size
     for layout in _layouts(plan):
         tensor_size, context_size, pipeline_size, virtual_size, layers = layout
-        # Pipeline parallelism requires ZeRO 1.
         zero_stages = ZERO_STAGES
+        # Pipeline parallelism requires ZeRO 1.
         if pipeline_size > 1:
-            zero_stages = ZERO_STAGES[:1]
+            zero_stages = (1,)
         # A micro-batch has 1, 2, 4, ... of the sequences that a data-parallel rank has in a step.
         sequences = batch_size * tensor_size * context_size * pipeline_size // plan.processes
         # At least one, so that `validate` says why the batch is too small.
@@ -154,14 +154,15 @@ def _layouts(plan: Plan) -> Iterator[tuple[int, int, int, int, list[int] | None]
         other_ranks = plan.processes // tensor_size
         for context_size in _divisors(other_ranks, plan.model.num_attention_heads):
             sizes = (tensor_size, context_size)
+            # Without pipeline parallelism: one stage, no virtual stages, and all layers on it.
             yield *sizes, 1, 1, None
-            # A pipeline stage has at least two layers.
+            # A pipeline stage has at least two layers. The first divisor is 1, the case above.
             for pipeline_size in _divisors(other_ranks // context_size, layers // 2)[1:]:
                 if layers % pipeline_size == 0:
                     for virtual_size in _divisors(layers // pipeline_size, MOST_VIRTUAL):
                         yield *sizes, pipeline_size, virtual_size, None
                 # The embedding and the loss each take about as long as a layer, so the first and
-                # the last pipeline stage get one layer less. Two would be equal again.
+                # the last pipeline stage get one layer less. Two stages would get equal numbers.
                 inner, remainder = divmod(layers + 2, pipeline_size)
                 if remainder == 0 and pipeline_size > 2:
                     unequal = [inner - 1, *[inner] * (pipeline_size - 2), inner - 1]

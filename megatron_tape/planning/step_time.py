@@ -56,7 +56,8 @@ def step_time(plan: Plan, hardware: Hardware) -> StepTime:
         )
     stages = plan.pipeline_stages()
     if not plan.config.parallel.pipeline_layers:
-        # Inner stages are alike, so three are enough.
+        # Inner stages are alike, so the first, the second and the last are enough. `stages[2:]` is
+        # empty with two stages, whose last one must not count twice.
         stages = [*stages[:2], *stages[2:][-1:]]
     times = (_pipeline_stage_time(stage, hardware) for stage in stages)
     return max(times, key=lambda time: time.total)
@@ -75,8 +76,8 @@ def _pipeline_stage_time(plan: Plan, hardware: Hardware) -> StepTime:
     seconds = {key: _seconds(plan, *key, size, hardware) for key, size in traffic}
     # ZeRO's collectives are not part of the pipeline's schedule.
     in_schedule = sum(time for (group, _), time in seconds.items() if group != DATA)
-    # A pipeline stage waits once for each other one, as long as a micro-batch takes in one of its
-    # model chunks.
+    # A pipeline stage waits once for each other stage, each time as long as a micro-batch takes in
+    # one model chunk.
     idle_share = (plan.pipeline_size - 1) / len(plan.model_chunks) / plan.micro_batches
     bubble = idle_share * (computation + in_schedule)
     return StepTime(computation, sum(seconds.values()), bubble)
