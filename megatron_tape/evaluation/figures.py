@@ -262,7 +262,8 @@ def curve(
     values = _numbers(y)
     axes.plot(x, values, **style)
     if low is not None and high is not None:
-        # Rounding may put a value slightly outside of its interval.
+        # Lengths (2, N) of the bars below and above each value. Rounding may put a value slightly
+        # outside of its interval, and matplotlib refuses negative lengths.
         distances = np.clip([values - _numbers(low), _numbers(high) - values], 0, None)
         axes.errorbar(
             x,
@@ -302,7 +303,7 @@ def log_scale(axes: Axes, which: Literal["x", "y"], base: float = 10) -> None:
     axis = axes.xaxis if which == "x" else axes.yaxis
     formatter: Any = LogFormatter(base)
     if base == 2:
-        # 12 digits show every integer in full.
+        # With 12 digits, no number below 10**12 has an exponent.
         formatter = FuncFormatter(lambda value, _: f"{value:,.12g}")
     axis.set_major_formatter(formatter)
     axis.set_minor_formatter(formatter)
@@ -373,15 +374,16 @@ def heat_map(
     row_label: str = "",
     column_label: str = "",
     high: float = 1.0,
-    bar: str | None = None,
+    bar_label: str | None = None,
 ) -> None:
     """Draw a matrix of values, rows from top to bottom, with a color range from 0 to `high`.
 
-    Cells with None or NaN show a cross. Small matrices also show the values as text. `bar` is the
-    label of a color bar; by default, there is none. If several panels have the same range, add a
-    color bar to the last one only.
+    Cells with None or NaN show a cross. Small matrices also show the values as text. Without
+    `bar_label`, there is no color bar. If several panels have the same range, add a color bar to
+    the last one only.
     """
-    matrix = np.array([_numbers(row) for row in values]).reshape(len(rows), len(columns))
+    # NumPy converts None to NaN. A matrix without rows needs its shape.
+    matrix = np.array(values, dtype=float).reshape(len(rows), len(columns))
 
     image = axes.imshow(
         matrix,
@@ -420,11 +422,11 @@ def heat_map(
                 color=color,
             )
 
-    if bar is not None:
+    if bar_label is not None:
         drawn: Any = axes.figure.colorbar(
             image,
             ax=[axes],
-            label=bar,
+            label=bar_label,
             pad=0.02,
         )
         drawn.outline.set_visible(False)

@@ -35,21 +35,21 @@ if TYPE_CHECKING:
 Results = dict[str, TaskResult]
 """The results of one task by model label."""
 _MOST_ROWS = 60
-"""Maximum number of rows (groups and metrics) of `by_group`."""
+"""Maximum number of rows (groups and metrics) of `pictures_by_group`."""
 
 
-def by_length(
+def pictures_by_length(
     results: Results,
     metric: str,
-    name: str,
-    axis: str,
-    steep: float = math.inf,
+    file_name: str,
+    y_label: str,
+    log_ratio: float = math.inf,
 ) -> list[Picture]:
     """Return a picture of a metric by context length, with intervals and a panel for each group; an
     empty list if no model has the metric.
 
-    `name` is the file name, and `axis` the label of the y axis. The y axis is logarithmic if the
-    largest value is more than `steep` times the smallest.
+    `file_name` has no suffix. The y axis is logarithmic if the largest value is more than
+    `log_ratio` times the smallest, so never by default.
     """
     scores = [score for result in results.values() for score in result.scores]
     shown = [score for score in scores if score.metric == metric and score.length is not None]
@@ -81,17 +81,18 @@ def by_length(
             sentences.append(f"{label}: {', '.join(points)}")
 
         length_axis(axes, lengths)
-        # Panels share the y axis, so the scores of all groups decide.
+        # Panels share the y axis, so its limits follow from the scores of all groups.
         if all(score.is_fraction for score in shown):
             axes.set_ylim(*limits((), fraction=True))
-        elif 0 < steep * min(values) < max(values):
+        elif 0 < log_ratio * min(values) < max(values):
             log_scale(axes, "y")
         return sentences
 
-    return _group_panels(groups, name, f"{axis.capitalize()} by context length", axis, draw)
+    title = f"{y_label.capitalize()} by context length"
+    return _group_panels(groups, draw, file_name, title, y_label)
 
 
-def by_position(results: Results, name: str) -> list[Picture]:
+def pictures_by_position(results: Results, file_name: str) -> list[Picture]:
     """Return a picture of mean losses by position in the first window of documents; an empty list
     without these data."""
     by_label = {
@@ -118,20 +119,22 @@ def by_position(results: Results, name: str) -> list[Picture]:
         axes.set_xlabel("number of tokens before")
         return sentences
 
-    return _group_panels(groups, name, "Loss by position", "loss (nats per token)", draw)
+    return _group_panels(
+        groups, draw, file_name, title="Loss by position", y_label="loss (nats per token)"
+    )
 
 
 def _group_panels(
     groups: list[str],
-    name: str,
-    title: str,
-    axis: str,
     draw: Callable[[Axes, str], list[str]],
+    file_name: str,
+    title: str,
+    y_label: str,
 ) -> list[Picture]:
     """Return a picture with a panel for each group; an empty list without groups.
 
-    `draw` draws one panel, and returns sentences that describe it. `axis` is the label of the y
-    axes.
+    `draw` draws the panel of a group, and returns sentences that describe it. `title` begins the
+    description of the picture.
     """
     if not groups:
         return []
@@ -146,25 +149,26 @@ def _group_panels(
             description = f"On {group}: {description}"
         descriptions.append(description)
         axes.set_title(plain(group, LONGEST_LABEL), fontsize=10)
-        axes.set_ylabel(plain(axis, LONGEST_AXIS_LABEL))
+        axes.set_ylabel(plain(y_label, LONGEST_AXIS_LABEL))
     legend(figure)
-    return [Picture(name, f"{title}. {' '.join(descriptions)}", figure)]
+    return [Picture(file_name, f"{title}. {' '.join(descriptions)}", figure)]
 
 
-def by_group(
+def pictures_by_group(
     results: Results,
-    keep: Callable[[Score], bool],
-    name: str,
-    title: str,
+    is_shown: Callable[[Score], bool],
+    file_name: str,
+    x_label: str,
 ) -> list[Picture]:
-    """Return a picture of the scores that `keep` selects, a row per group and metric; no picture
-    without scores. At most the first `_MOST_ROWS` rows are shown. `title` is also the label of the
-    x axis.
+    """Return a picture of the scores for which `is_shown` is true, with a row for each group and
+    metric; an empty list without such scores.
+
+    At most the first `_MOST_ROWS` rows are shown. `x_label` also begins the description.
     """
     by_label = {}
     for label, result in results.items():
-        kept = filter(keep, result.scores)
-        by_label[label] = {f"{score.group} {score.metric}".strip(): score for score in kept}
+        shown_scores = filter(is_shown, result.scores)
+        by_label[label] = {f"{score.group} {score.metric}".strip(): score for score in shown_scores}
     all_rows = dict.fromkeys(row for scores in by_label.values() for row in scores)
     if not all_rows:
         return []
@@ -175,7 +179,8 @@ def by_group(
     figure, (axes,) = new_figure(width=7.0, height=height)
     sentences = []
     for number, (label, look) in enumerate(styles(results).items()):
-        # Points of several models in one row do not cover each other.
+        # The points of models in one row are spread around its middle, at most 0.7 rows apart, so
+        # that they do not cover each other.
         middle = (len(results) - 1) / 2
         offset = (number - middle) * 0.7 / max(2, len(results))
         scores = {row: score for row, score in by_label[label].items() if row in rows}
@@ -196,24 +201,24 @@ def by_group(
     axes.set_yticks(range(len(rows)), [plain(row) for row in rows])
     # The first row is at the top.
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlabel(plain(title, LONGEST_AXIS_LABEL))
+    axes.set_xlabel(plain(x_label, LONGEST_AXIS_LABEL))
     if all(score.is_fraction for scores in by_label.values() for score in scores.values()):
         axes.set_xlim(*limits((), fraction=True))
     legend(figure)
-    return [Picture(name, f"{title}. {' '.join(sentences)}", figure)]
+    return [Picture(file_name, f"{x_label}. {' '.join(sentences)}", figure)]
 
 
 def fraction_maps(
     results: Results,
     matrix_of: Callable[[TaskResult], tuple[list, list, list]],
-    name: str,
+    file_name: str,
     title: str,
     axes_labels: tuple[str, str] = ("", "context length (tokens)"),
 ) -> list[Picture]:
     """Return a picture with a heat map for each model.
 
-    `matrix_of` returns a result's matrix of values from 0 to 1, and the names of its rows and of
-    its columns.
+    `matrix_of` returns a model's matrix of values from 0 to 1, or None for cells without samples,
+    and the names of its rows and of its columns. `axes_labels` are what rows and columns stand for.
     """
     row_label, column_label = axes_labels
     figure, shown = model_panels(results, width=4.6, height=3.6)
@@ -221,7 +226,7 @@ def fraction_maps(
     for axes, (label, result) in zip(shown, results.items()):
         matrix, rows, columns = matrix_of(result)
         # Panels have the same range, so one color bar is enough.
-        bar = "fraction" if axes is shown[-1] else None
+        bar_label = "fraction" if axes is shown[-1] else None
         heat_map(
             axes,
             matrix,
@@ -229,7 +234,7 @@ def fraction_maps(
             columns,
             row_label=row_label,
             column_label=column_label,
-            bar=bar,
+            bar_label=bar_label,
         )
 
         # Cells without samples have no value.
@@ -239,7 +244,9 @@ def fraction_maps(
             for column, value in zip(columns, values)
             if value is not None
         ]
-        least, where_least = min(cells)
-        most, where_most = max(cells)
-        sentences.append(f"{label}: from {least:.2f} ({where_least}) to {most:.2f} ({where_most}).")
-    return [Picture(name, f"{title}. {' '.join(sentences)}", figure)]
+        lowest, lowest_place = min(cells)
+        highest, highest_place = max(cells)
+        sentences.append(
+            f"{label}: from {lowest:.2f} ({lowest_place}) to {highest:.2f} ({highest_place})."
+        )
+    return [Picture(file_name, f"{title}. {' '.join(sentences)}", figure)]

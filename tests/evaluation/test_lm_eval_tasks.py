@@ -195,7 +195,9 @@ def test_few_shot_examples_do_not_depend_on_earlier_tasks(model, folder):
 def test_an_unknown_task_is_refused(folder, monkeypatch):
     # The harness's whole list takes long to read.
     monkeypatch.setattr(
-        harness, "index", lambda include, defaults, read=harness.index: read(include, False)
+        harness,
+        "task_index",
+        lambda include, defaults, read=harness.task_index: read(include, False),
     )
     with pytest.raises(ConfigError, match="next_wrd") as error:
         evaluated(random_llama(bpe_tokenizer(bos=True), 64), folder, "next_wrd")

@@ -52,8 +52,8 @@ def title_of(name: str) -> str:
 
 
 def group_names(name: str, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return `Task.group_names` of the task `name` with settings from a file; empty if they are
-    invalid or unknown.
+    """Return the names for readers of the groups of scores of the task `name`, by group, given its
+    settings from a file; empty if the task or its settings are unknown or invalid.
     """
     # Defaults would name groups that the file does not describe.
     if name not in TASKS or not settings:

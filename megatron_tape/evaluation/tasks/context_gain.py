@@ -14,7 +14,7 @@ import numpy as np
 from megatron_tape.config.evaluation import ContextGainSettings
 from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.results import Score
-from megatron_tape.evaluation.score_pictures import by_length
+from megatron_tape.evaluation.score_pictures import pictures_by_length
 from megatron_tape.evaluation.statistics import ratio_score
 from megatron_tape.evaluation.task import (
     EvaluatedModel,
@@ -78,7 +78,7 @@ class ContextGain(WindowTask):
     def summarize(self, values: Values, info: ModelInfo) -> Summary:
         """Return gains and losses by length and source, and each document's key tokens."""
         short, *longer = self.context_lengths(info)
-        # Arrays of losses by unit key, `SOURCE/NUMBER/LENGTH`.
+        # Arrays of the losses of scored tokens by unit key, `SOURCE/NUMBER/LENGTH`.
         losses = {key: np.array(value["losses"]) for key, value in values.items()}
         key_tokens = {}
         by_source = {}
@@ -87,6 +87,7 @@ class ContextGain(WindowTask):
             # The scored tokens are the same at every length, so their losses can be subtracted.
             longest = losses[f"{document}/{longer[-1]}"]
             gain = losses[f"{document}/{short}"] - longest
+            # -loss is the log-probability.
             key_tokens[document] = np.flatnonzero(
                 (gain > self.settings.alpha) & (-longest > self.settings.beta)
             )
@@ -101,7 +102,7 @@ class ContextGain(WindowTask):
                 scores += _scores(before, after, key_indices, length, source_name)
             notes.append(
                 f"{source_name}: gains are relative to a context of {short:,} tokens;"
-                f" {_size(key_indices):,} of {_size(before):,} tokens of"
+                f" {_token_count(key_indices):,} of {_token_count(before):,} tokens of"
                 f" {counted(len(documents), 'document')} are key tokens."
             )
 
@@ -116,10 +117,16 @@ class ContextGain(WindowTask):
     @classmethod
     def draw(cls, results: TaskResults) -> list[Picture]:
         """Return pictures of the gains by context length, on all tokens and on key tokens."""
-        key_axis = "gain of key tokens (nats per token)"
         return [
-            *by_length(results, "gain", "context-gain", "gain (nats per token)"),
-            *by_length(results, "key_gain", "context-gain-of-key-tokens", key_axis),
+            *pictures_by_length(
+                results, "gain", file_name="context-gain", y_label="gain (nats per token)"
+            ),
+            *pictures_by_length(
+                results,
+                "key_gain",
+                file_name="context-gain-of-key-tokens",
+                y_label="gain of key tokens (nats per token)",
+            ),
         ]
 
 
@@ -139,7 +146,7 @@ def _scores(
     # Positive if the longer context lowers the loss.
     gains = [short - longer for short, longer in zip(before, after)]
     scores = [_mean("gain", gains, "higher", **common)]
-    if _size(key_tokens):
+    if _token_count(key_tokens):
         key_gains = [gain[indices] for gain, indices in zip(gains, key_tokens)]
         scores.append(_mean("key_gain", key_gains, "higher", **common))
         key_losses = [losses[indices] for losses, indices in zip(after, key_tokens)]
@@ -149,12 +156,12 @@ def _scores(
     return scores
 
 
-def _mean(metric: str, parts: list[np.ndarray], better: str, **fields: Any) -> Score:
-    """Return the mean over the tokens of all documents as a score. `parts` has their values by
-    document.
+def _mean(metric: str, by_document: list[np.ndarray], better: str, **fields: Any) -> Score:
+    """Return the mean over the tokens of all documents as a score, given the values of each
+    document's tokens. `fields` are other fields of `Score`.
     """
-    sums = [float(part.sum()) for part in parts]
-    sizes = [len(part) for part in parts]
+    sums = [float(values.sum()) for values in by_document]
+    sizes = [len(values) for values in by_document]
     return ratio_score(
         metric,
         sums,
@@ -166,6 +173,6 @@ def _mean(metric: str, parts: list[np.ndarray], better: str, **fields: Any) -> S
     )
 
 
-def _size(parts: list[np.ndarray]) -> int:
-    """Return the number of tokens of all documents."""
-    return sum(map(len, parts))
+def _token_count(by_document: list[np.ndarray]) -> int:
+    """Return the number of tokens of all documents, given one array for each."""
+    return sum(map(len, by_document))

@@ -84,11 +84,10 @@ class DocumentTask(Task):
 
 
 class WindowTask(DocumentTask):
-    """Base class. A unit is a document at a context length; `units` sets `work` to the windows of
-    each unit, by key.
-    """
+    """Base class of tasks whose unit is a document at a context length."""
 
     work: dict[str, Work]
+    """The windows of each unit, by its key; set by `units`."""
     skipped: dict[str, int]
     """Number of documents that were too short, by name of the source."""
 
@@ -100,7 +99,7 @@ class WindowTask(DocumentTask):
 
     def minimum_tokens(self, info: ModelInfo) -> int:
         """Return the number of tokens that the longest context length needs."""
-        # One more than the longest context: the token that it predicts.
+        # One more than the longest context, for the token that the context predicts.
         return max(self.context_lengths(info)) + 1
 
     def units(self, model: EvaluatedModel) -> list[Unit]:
@@ -145,7 +144,8 @@ class WindowTask(DocumentTask):
         """
         stride = self.settings.stride
         longest = max(self.context_lengths(model.info))
-        # The first scored token has the longest context before it.
+        # At the longest length, the first window ends with token `longest`, and so is full. Its
+        # first scored token is the first one at every length.
         first = longest + 1 - scored_per_window(longest, stride)
         stop = min(first + (self.settings.windows or 8) * stride, len(document.tokens))
         # The model reads `length` tokens, including the beginning-of-text token; the last token is
@@ -166,7 +166,8 @@ class WindowTask(DocumentTask):
 
         Models with equal digests were measured on the same tokens.
         """
-        # Lengths share their scored tokens, but the units of protocol longlora follow each other.
+        # Units of different lengths have the same scored tokens. With protocol longlora, the units
+        # of one source follow each other.
         by_document = {}
         for work in self.work.values():
             by_document.setdefault(work.document.key, []).append(work)
@@ -220,7 +221,7 @@ def window_losses(
     tokens = np.concatenate(
         [np.asarray(prefix, np.int64), document.tokens[window.start : window.stop]]
     )
-    # The first token has no tokens before it that could predict it.
+    # No token precedes the first one, so its loss is not defined.
     first = 1 if whole else len(tokens) - window.scored
     losses = model.losses(tokens, first)
     if not np.isfinite(losses).all():
@@ -236,8 +237,8 @@ def perplexity_score(loss: Score, metric: str) -> Score:
     """Return the perplexity for the score of a loss in nats, limited to finite values."""
     # A diverged model must not make the results invalid JSON.
     perplexities: dict[str, Any] = {
-        end: math.exp(min(getattr(loss, end), 700.0))  # exp(710) overflows
-        for end in ("value", "low", "high")
-        if getattr(loss, end) is not None
+        name: math.exp(min(getattr(loss, name), 700.0))  # exp(710) overflows
+        for name in ("value", "low", "high")
+        if getattr(loss, name) is not None
     }
     return replace(loss, metric=metric, unit="", **perplexities)

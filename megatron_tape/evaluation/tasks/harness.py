@@ -40,12 +40,12 @@ def find_tasks(names: Sequence[str], include: Sequence[str] = ()) -> TaskManager
     `include` are directories of task files. The harness's own 14,000 task files are slow to read,
     so they are read only if these directories lack a name. Raises ConfigError for an unknown name.
     """
-    # First without the harness's own tasks.
+    # The first index is without the harness's own tasks, the second with them.
     for defaults in (False, True):
-        manager = index(tuple(include), defaults)
+        manager = task_index(tuple(include), defaults)
         known = set(manager.all_tasks)
         if not defaults:
-            # Groups in `include` may contain tasks of the harness.
+            # Groups in `include` may contain tasks of the harness, and then need the full index.
             known -= set(manager.all_groups)
         missing = [
             name for name in names if name not in known and not name.endswith((".yaml", ".yml"))
@@ -60,7 +60,7 @@ def find_tasks(names: Sequence[str], include: Sequence[str] = ()) -> TaskManager
 
 
 @lru_cache(maxsize=4)
-def index(include: tuple[str, ...], defaults: bool) -> TaskManager:
+def task_index(include: tuple[str, ...], defaults: bool) -> TaskManager:
     """Return the index of the tasks in the directories `include` and, if `defaults`, of the
     harness's own tasks.
     """
@@ -78,8 +78,10 @@ def index(include: tuple[str, ...], defaults: bool) -> TaskManager:
 
 
 def load_tasks(manager: TaskManager, name: str, fewshot: int | None = None) -> dict:
-    """Load the tasks and groups of a name, and their data, for `run`. Raises ConfigError if they
-    cannot be loaded.
+    """Load the tasks and groups of a name, and their data, as input of `run`. Raises ConfigError if
+    they cannot be loaded.
+
+    `fewshot` is the number of examples in each prompt; None keeps that of each task.
     """
     try:
         with quiet(), seeded(name):
@@ -94,10 +96,10 @@ def load_tasks(manager: TaskManager, name: str, fewshot: int | None = None) -> d
 
     for task in loaded["tasks"].values():
         # As in the harness's command, a task that sets num_fewshot to 0 keeps it.
-        number = task.get_config("num_fewshot")
-        if fewshot is not None and number != 0:
-            number = fewshot
-        task.set_config(key="num_fewshot", value=number or 0)
+        examples = task.get_config("num_fewshot")
+        if fewshot is not None and examples != 0:
+            examples = fewshot
+        task.set_config(key="num_fewshot", value=examples or 0)
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
     return loaded
 
@@ -148,8 +150,8 @@ def run(model: Any, tasks: dict, seed: str, limit: int | None = None) -> list[di
         seeded(seed),
         without_bars(),
         contextlib.redirect_stdout(io.StringIO()),
-        # Otherwise, the bootstrap of the harness forks this process, including the model, once per
-        # core.
+        # Without this variable, the harness forks this process, including the model, once per core
+        # to compute standard errors.
         mock.patch.dict(os.environ, DISABLE_MULTIPROC="1"),
     ):
         results = evaluate(
@@ -160,7 +162,7 @@ def run(model: Any, tasks: dict, seed: str, limit: int | None = None) -> list[di
             log_samples=True,
         )
 
-    # Only a `HarnessModel` records these.
+    # Other models of the harness than `HarnessModel` record no truncated requests.
     truncated = getattr(model, "truncated", set())
     return [
         {
@@ -175,7 +177,9 @@ def run(model: Any, tasks: dict, seed: str, limit: int | None = None) -> list[di
 
 
 def _metrics(values: dict, higher_is_better: dict) -> dict:
-    """Return the field `metrics` of an outcome, given the harness's results of a task or group."""
+    """Return the field `metrics` of an outcome (see `run`), given the harness's results of a task
+    or group, and whether higher values are better, by metric.
+    """
     metrics = {}
     for key, value in values.items():
         # Results also have other keys, such as the alias of the task.
@@ -196,50 +200,57 @@ def _metrics(values: dict, higher_is_better: dict) -> dict:
 
 
 def _documents(samples: list[dict], truncated: set[tuple[str, ...]]) -> dict:
-    """Return the fields `documents` to `truncated` of an outcome. `samples` has one item per
-    document and filter.
+    """Return the fields `documents`, `responses`, `values` and `truncated` of an outcome (see
+    `run`).
+
+    `samples` are the harness's records of a task, one for each document and filter. `truncated` has
+    the texts of the truncated requests: (prompt,) or (context, continuation).
     """
-    by_number = {}
+    # A record of each document by its number. What is read from it does not depend on the filter.
+    documents = {}
+    # Values by `metric,filter`, and by the number of the document.
     values = {}
-    for sample in samples:
-        # Documents and requests are the same with every filter.
-        by_number.setdefault(sample["doc_id"], sample)
-        for metric in sample["metrics"]:
-            column = values.setdefault(f"{metric},{sample['filter']}", {})
-            column[sample["doc_id"]] = sample[metric]
+    for record in samples:
+        number = record["doc_id"]
+        documents.setdefault(number, record)
+        for metric in record["metrics"]:
+            by_number = values.setdefault(f"{metric},{record['filter']}", {})
+            by_number[number] = record[metric]
 
-    def is_truncated(sample: dict) -> bool:
-        """Return whether one of the requests of a sample was truncated."""
-        # As `HarnessModel.truncated` has them, without the options of a request.
-        texts = [
+    def is_truncated(record: dict) -> bool:
+        """Return whether one of the requests of a document was truncated."""
+        # A request to generate text has a dictionary of options after the prompt.
+        requests = [
             tuple(part for part in request if isinstance(part, str))
-            for request in sample["arguments"]
+            for request in record["arguments"]
         ]
-        return any(text in truncated for text in texts)
+        return not truncated.isdisjoint(requests)
 
-    documents = [sample for _, sample in sorted(by_number.items())]
+    numbers = sorted(documents)
+    records = [documents[number] for number in numbers]
     return {
-        "documents": [sample["doc_hash"][:16] for sample in documents],
-        "responses": [sample["resps"][0][0] for sample in documents],
+        "documents": [record["doc_hash"][:16] for record in records],
+        # The first response to the first request.
+        "responses": [record["resps"][0][0] for record in records],
         "values": {
-            key: [column.get(sample["doc_id"]) for sample in documents]
-            for key, column in values.items()
+            key: [by_number.get(number) for number in numbers] for key, by_number in values.items()
         },
-        "truncated": sum(map(is_truncated, documents)),
+        "truncated": sum(map(is_truncated, records)),
     }
 
 
 @contextlib.contextmanager
 def seeded(seed: str) -> Iterator[None]:
-    """Seed the random generators of Python, NumPy and torch with a text, and restore their states
-    afterwards.
+    """Within the context, seed the random generators of Python, NumPy and torch with a text. Their
+    states are restored afterwards.
     """
     import torch
 
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     torch_state = torch.get_rng_state()
-    seeds = random.Random(seed)  # Random hashes a text in the same way in every process
+    # `Random` hashes a text in the same way in every process, unlike `hash`.
+    seeds = random.Random(seed)
     random.seed(seeds.getrandbits(64))
     np.random.seed(seeds.getrandbits(32))
     torch.manual_seed(seeds.getrandbits(63))
@@ -253,7 +264,7 @@ def seeded(seed: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hide warnings, such as one of the harness for each truncated request, but not errors."""
+    """Within the context, log only errors: the harness warns of each truncated request."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -264,7 +275,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_bars() -> Iterator[None]:
-    """Hide progress bars of the harness; the evaluation shows its own progress."""
+    """Within the context, hide progress bars of the harness; the evaluation shows its own."""
     original = tqdm.tqdm.__init__
 
     def hidden(self: Any, *arguments: Any, **options: Any) -> None:

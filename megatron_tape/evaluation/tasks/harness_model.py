@@ -74,8 +74,8 @@ class HarnessModel(HFLM):
 
         A request consists of its texts, and the token ids of context and continuation.
         """
-        # A context of spaces, which become part of the continuation, has no tokens if the tokenizer
-        # adds none.
+        # The harness moves spaces at the end of a context to the continuation. A context of spaces
+        # only is then empty, unless the tokenizer adds a token before texts.
         requests = [
             (texts, context or [self.prefix_token_id], answer)
             for texts, context, answer in requests
@@ -88,17 +88,17 @@ class HarnessModel(HFLM):
                     f" {self.max_length:,}",
                     "remove its task",
                 )
-            # The last token is predicted, but the model does not read it.
+            # Plus one: the last token is predicted, but the model does not read it.
             if texts and len(context) + len(continuation) > self.max_length + 1:
                 self.truncated.add(tuple(texts))
         return super()._loglikelihood_tokens(requests, *arguments, **options)
 
 
 def _no_bos_in_texts() -> Any:
-    """Return a context in which a text that starts with the characters of `bos_token` gets that
-    token like any other.
+    """Return a context in which the characters of `bos_token` at the start of a text are ordinary
+    characters, so that the token is added to this text as to any other.
 
-    The harness takes these characters for the token. Here, no text encodes to a special token.
+    The harness would take these characters for the token.
     """
     return mock.patch.object(huggingface, "has_bos_prefix", lambda *_: False)
 
@@ -114,7 +114,8 @@ def harness_model(model: Any, batch_size: int, max_length: int | None) -> Harnes
             f"of {model.info.label} has no end-of-text token, which lm_eval requires",
             "set eos_token in its tokenizer_config.json",
         )
-    # The harness encodes prompt and answer one after the other.
+    # The harness encodes prompt and answer separately, so a token at the end of each text would be
+    # between them.
     last = tokenizer("a", verbose=False)["input_ids"][-1]
     if last != tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"][-1]:
         raise ConfigError(

@@ -7,7 +7,7 @@ from typing import Literal
 from megatron_tape.config.evaluation import LmEvalSettings
 from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.results import Score
-from megatron_tape.evaluation.score_pictures import by_group
+from megatron_tape.evaluation.score_pictures import pictures_by_group
 from megatron_tape.evaluation.statistics import NORMAL_QUANTILE, Interval, wilson
 from megatron_tape.evaluation.task import (
     HuggingFaceModel,
@@ -47,7 +47,7 @@ class LmEval(Task):
             raise ConfigError(
                 self.key("tasks"), "is []", "give at least one task; lm_eval ls tasks lists all"
             )
-        for folder in self._include:
+        for folder in self._folders:
             if not Path(folder).is_dir():
                 raise ConfigError(
                     self.key("include_path"),
@@ -62,13 +62,13 @@ class LmEval(Task):
         from megatron_tape.evaluation.tasks.harness import find_tasks
 
         # Raises ConfigError for an unknown name.
-        find_tasks(tasks, self._include)
+        find_tasks(tasks, self._folders)
 
     def refuse_code(self) -> None:
         """Raise ConfigError if the settings name task files."""
         # The harness imports functions named in task files, and its templates can run any Python
         # code.
-        files = [*self._include, *self._task_files]
+        files = [*self._folders, *self._task_files]
         if files:
             raise ConfigError(
                 self.section,
@@ -79,7 +79,7 @@ class LmEval(Task):
     def inputs(self) -> list[Path]:
         """Return the user's own task files, and the files that they may read."""
         files = [Path(name) for name in self._task_files]
-        for folder in self._include:
+        for folder in self._folders:
             files += sorted(
                 path for path in Path(folder).rglob("*") if path.is_file() and path.suffix in _FILES
             )
@@ -95,7 +95,7 @@ class LmEval(Task):
 
         settings = self.settings
         # Data is loaded here instead of in `units`, since each rank runs only some of the tasks.
-        manager = find_tasks(settings.tasks, self._include)
+        manager = find_tasks(settings.tasks, self._folders)
         tasks = load_tasks(manager, unit.key, settings.num_fewshot)
         harness = model.harness(settings.batch_size, settings.max_length)
         outcomes = run(harness, tasks, unit.key, settings.limit)
@@ -130,11 +130,13 @@ class LmEval(Task):
     @classmethod
     def draw(cls, results: TaskResults) -> list[Picture]:
         """Return a picture of the metrics that are fractions."""
-        return by_group(results, lambda score: score.is_fraction, "lm_eval", "score")
+        return pictures_by_group(
+            results, lambda score: score.is_fraction, file_name="lm_eval", x_label="score"
+        )
 
     @property
-    def _include(self) -> tuple[str, ...]:
-        """The directory of the user's own task files, or nothing."""
+    def _folders(self) -> tuple[str, ...]:
+        """The directory of the user's own task files: one path, or an empty tuple."""
         return tuple(filter(None, [self.settings.include_path]))
 
     @property
@@ -204,7 +206,7 @@ def _interval(metric: dict, values: list[float] | None) -> Interval:
     harness's standard error.
     """
     value = metric["value"]
-    # A metric may also aggregate such values in another way, such as F1.
+    # A metric of values 0 and 1 need not be their mean: F1, for example, is not.
     if values and set(values) <= {0.0, 1.0} and math.isclose(sum(values) / len(values), value):
         return wilson(sum(values), len(values))
     if metric["error"] is None:

@@ -8,7 +8,7 @@ import numpy as np
 from megatron_tape.config.evaluation import PasskeySettings
 from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.results import TaskResult
-from megatron_tape.evaluation.score_pictures import by_length, fraction_maps
+from megatron_tape.evaluation.score_pictures import fraction_maps, pictures_by_length
 from megatron_tape.evaluation.statistics import fraction_score
 from megatron_tape.evaluation.task import (
     HuggingFaceModel,
@@ -54,11 +54,10 @@ class Passkey(Task):
         """Return a unit for each length and depth, with the key `LENGTH/INDEX OF THE DEPTH`."""
         lengths = self.context_lengths(model.info)
         # Raises ConfigError before any unit runs if the shortest length has no room for a key.
-        self.prompt(model, lengths[0], 0.0, "9" * self.settings.digits)
-        samples = self.settings.samples
-        # The index is that of the depth; the cost is in tokens.
+        self.prompt(model, lengths[0], depth=0.0, key="9" * self.settings.digits)
+        # The cost is the number of tokens.
         return [
-            Unit(f"{length}/{index}", samples * length)
+            Unit(f"{length}/{index}", self.settings.samples * length)
             for length in lengths
             for index in range(self.settings.depths)
         ]
@@ -100,11 +99,11 @@ class Passkey(Task):
                 f"has {length}, but a prompt without filler and its answer have {shortest} tokens",
                 f"set lengths of at least {shortest}",
             )
-        # Repeated, since encoding the whole filler would take long for a million tokens.
+        # The tokens are repeated, since encoding a text of a million tokens would take long.
         encoded = model.encode(" ".join([FILLER] * REPEATS))
         filler = np.resize(encoded, length - shortest).tolist()
-        place = round(depth * len(filler))
-        return [*task, *filler[:place], *information, *filler[place:], *question]
+        before = round(depth * len(filler))  # the number of filler tokens before the key
+        return [*task, *filler[:before], *information, *filler[before:], *question]
 
     def summarize(self, values: Values, info: ModelInfo) -> Summary:
         """Return the accuracy by length, and by length and depth."""
@@ -137,16 +136,22 @@ class Passkey(Task):
         """Return a heat map by depth and length, and curves by length."""
 
         def accuracy(result: TaskResult) -> tuple[list, list, list]:
-            """Return the matrix, rows and columns for `fraction_maps`."""
+            """Return the accuracies by depth and length, and the names of depths and lengths."""
             rows = [f"{depth:.0%}" for depth in result.details["depths"]]
             columns = [f"{length:,}" for length in result.details["lengths"]]
             return result.details["accuracy"], rows, columns
 
-        title = "Passkey retrieval by depth and length"
-        labels = "depth of the key", "context length (tokens)"
         return [
-            *fraction_maps(results, accuracy, cls.name, title, labels),
-            *by_length(results, "accuracy", "passkey-lengths", "accuracy"),
+            *fraction_maps(
+                results,
+                accuracy,
+                cls.name,
+                title="Passkey retrieval by depth and length",
+                axes_labels=("depth of the key", "context length (tokens)"),
+            ),
+            *pictures_by_length(
+                results, "accuracy", file_name="passkey-lengths", y_label="accuracy"
+            ),
         ]
 
     @property

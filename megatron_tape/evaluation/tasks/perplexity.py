@@ -9,7 +9,7 @@ import numpy as np
 from megatron_tape.config.evaluation import PerplexitySettings
 from megatron_tape.errors import FileError
 from megatron_tape.evaluation.results import Score
-from megatron_tape.evaluation.score_pictures import by_length, by_position
+from megatron_tape.evaluation.score_pictures import pictures_by_length, pictures_by_position
 from megatron_tape.evaluation.statistics import ratio_score
 from megatron_tape.evaluation.task import (
     EvaluatedModel,
@@ -88,7 +88,7 @@ class Perplexity(WindowTask):
         if not self._longlora:
             return super().plan(text_source, documents, model)
 
-        # The protocol reads the whole source as one text.
+        # The protocol reads the whole source as one text, so its windows belong to one document.
         tokens = np.concatenate([document.tokens for document in documents])
         stream = Document(text_source.name, tokens, documents[0].is_text)
         work = {}
@@ -116,7 +116,9 @@ class Perplexity(WindowTask):
         work = self.work[unit.key]
         document = work.document
         if self._longlora:
-            means = [window_losses(model, document, window, []).mean() for window in work.windows]
+            means = [
+                window_losses(model, document, window, prefix=[]).mean() for window in work.windows
+            ]
             return {"means": list(map(float, means))}
 
         tokens = sum(window.scored for window in work.windows)
@@ -175,8 +177,14 @@ class Perplexity(WindowTask):
     def draw(cls, results: TaskResults) -> list[Picture]:
         """Return pictures of the perplexity by context length, and of the loss by position."""
         return [
-            *by_length(results, "perplexity", "perplexity", "perplexity", steep=10),
-            *by_position(results, "perplexity-by-position"),
+            *pictures_by_length(
+                results,
+                "perplexity",
+                file_name="perplexity",
+                y_label="perplexity",
+                log_ratio=10,
+            ),
+            *pictures_by_position(results, file_name="perplexity-by-position"),
         ]
 
 
@@ -192,13 +200,14 @@ def _by_position(losses: np.ndarray) -> list[np.ndarray]:
 
 def _mean_by_position(sums: list[list[float]], length: int) -> dict[str, list[float]]:
     """Return the mean loss of each range of positions, and the mean number of tokens before its
-    positions.
+    positions. `sums` has the sums of losses by document and range.
     """
     # The first token is not scored, so the losses are of tokens 1 to `length`.
-    parts = _by_position(np.arange(1, length + 1))
-    counts = np.array([len(part) for part in parts]) * len(sums)
+    positions = _by_position(np.arange(1, length + 1))
+    # Each document adds one sum to a range, over all positions of the range.
+    counts = np.array([len(part) for part in positions]) * len(sums)
     return {
-        "tokens_before": [float(part.mean()) for part in parts],
+        "tokens_before": [float(part.mean()) for part in positions],
         "loss": (np.sum(sums, axis=0) / counts).tolist(),
     }
 
@@ -220,16 +229,8 @@ def _scores_of_documents(values: list[Value], length: int, group: str) -> list[S
     if "bytes" in values[0]:
         bits = [value / math.log(2) for value in nats]
         sizes = [value["bytes"] for value in values]
-        unit = "bits per byte"
         scores.append(
-            ratio_score(
-                "bits_per_byte",
-                bits,
-                sizes,
-                "lower",
-                unit=unit,
-                **place,
-            )
+            ratio_score("bits_per_byte", bits, sizes, "lower", unit="bits per byte", **place)
         )
     return scores
 

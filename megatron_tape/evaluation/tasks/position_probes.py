@@ -51,11 +51,12 @@ def similarity(state: Tensor, distances: Collection[int]) -> list[float]:
     normalized = state.float() / state_norms(state).unsqueeze(-1)
     # The halves of the head dimension.
     real, imaginary = normalized.chunk(2, dim=-1)
-    z = torch.complex(real.contiguous(), imaginary.contiguous())
+    z = torch.complex(real, imaginary)
     means = []
     for distance in distances:
-        inner = (z[:-distance].conj() * z[distance:]).sum(-1)
-        means.append(inner.abs().mean().item())
+        # (N - distance, G): the inner products of all pairs.
+        products = (z[:-distance].conj() * z[distance:]).sum(-1)
+        means.append(products.abs().mean().item())
     return means
 
 

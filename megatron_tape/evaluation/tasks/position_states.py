@@ -22,7 +22,7 @@ from megatron_tape.evaluation.figures import (
     shades,
 )
 from megatron_tape.evaluation.results import Score
-from megatron_tape.evaluation.score_pictures import by_group
+from megatron_tape.evaluation.score_pictures import pictures_by_group
 from megatron_tape.evaluation.statistics import ratio_score
 from megatron_tape.evaluation.task import (
     HuggingFaceModel,
@@ -86,7 +86,7 @@ class PositionPictures(DocumentTask):
         length = self.minimum_tokens(model.info)
         # The length includes the beginning-of-text token.
         size = length - len(model.bos)
-        # The settings allow only one.
+        # The settings of this task allow only one source.
         (text_source,) = self.text_sources
         documents, _ = long_documents(text_source, model, size, self.most_documents)
         self._tokens = [
@@ -125,15 +125,15 @@ class PositionPictures(DocumentTask):
 
         distances = distances_of(tokens.shape[1])
         # Filled by `on_state`, one item per layer.
-        by_group = []
-        by_position = []
+        distance_by_group = []
+        distance_by_position = []
         similarity = []
 
         def on_state(_: int, state: Tensor, phases: Tensor) -> None:
             """Measure the state of a layer, (N, G, D)."""
             distance = probes.relative_distance(state, phases)
-            by_group.append(distance.mean(0).tolist())
-            by_position.append(_bucket_means(distance.mean(1)))
+            distance_by_group.append(distance.mean(0).tolist())
+            distance_by_position.append(_bucket_means(distance.mean(1)))
             similarity.append(probes.similarity(state, distances))
 
         def ablated_loss(layers: Sequence[int]) -> float:
@@ -146,8 +146,8 @@ class PositionPictures(DocumentTask):
         value = {
             "tokens": tokens.shape[1] - 1,
             "loss": loss,
-            "distance": by_group,
-            "by_position": by_position,
+            "distance": distance_by_group,
+            "by_position": distance_by_position,
             "similarity": similarity,
         }
         if self.settings.ablation:
@@ -171,32 +171,18 @@ class PositionPictures(DocumentTask):
         def loss_score(metric: str, sums: np.ndarray, better: str, group: str = "") -> Score:
             """Return a sum of losses by document as a score per token."""
             tokens = column("tokens")
-            return ratio_score(
-                metric,
-                sums,
-                tokens,
-                better,
-                group=group,
-                unit=NATS,
-                **common,
-            )
+            return ratio_score(metric, sums, tokens, better, group=group, unit=NATS, **common)
 
         # How far the states are from RoPE's phases: (documents, layers, head groups).
         distance = column("distance")
         scores = []
+        # The mean over head groups, with layers first.
         for layer, by_document in enumerate(distance.mean(2).T):
             # Each document counts as one, so the ratio is the mean over documents.
             ones = np.ones(count)
             group = f"layer {layer}"
             scores.append(
-                ratio_score(
-                    "state_distance",
-                    by_document,
-                    ones,
-                    "neither",
-                    group=group,
-                    **common,
-                )
+                ratio_score("state_distance", by_document, ones, "neither", group=group, **common)
             )
 
         # How much the loss depends on the states.
@@ -227,14 +213,18 @@ class PositionPictures(DocumentTask):
     @classmethod
     def draw(cls, results: TaskResults) -> list[Picture]:
         """Return pictures of distances, similarities, losses and attention."""
-        ablation = by_group(
+        ablation = pictures_by_group(
             results,
             lambda score: score.metric == "loss_increase",
-            "positions-ablation",
-            "loss increase with RoPE's phases in a layer",
+            file_name="positions-ablation",
+            x_label="loss increase with RoPE's phases in a layer",
         )
-        pictures = [_distances(results), _along(results), _similarities(results)]
-        return [*pictures, *ablation, _changes(results)]
+        pictures = [
+            _distances_by_layer(results),
+            _distances_by_position(results),
+            _similarities(results),
+        ]
+        return [*pictures, *ablation, _attention_changes(results)]
 
 
 def distances_of(length: int) -> list[int]:
@@ -250,70 +240,70 @@ def _bucket_means(values: np.ndarray) -> list[float]:
     return [float(part.mean()) for part in parts]
 
 
-def _distances(results: TaskResults) -> Picture:
+def _distances_by_layer(results: TaskResults) -> Picture:
     """Return a picture of distances from RoPE's phases by layer and head group."""
     distances = {label: result.details["distance"] for label, result in results.items()}
     # The end of the color range must not be 0.
     high = max(np.max(distance) for distance in distances.values()) or 1.0
     return _heat_maps(
         distances,
-        "head group",
-        "|z - z0| / |z0|",
-        high,
-        "positions-distance",
-        "Mean distance of the position state from RoPE's phases by layer and head group",
+        file_name="positions-distance",
+        description="Mean distance of the position state from RoPE's phases by layer and head"
+        " group",
+        column_label="head group",
+        bar_label="|z - z0| / |z0|",
+        high=high,
     )
 
 
-def _changes(results: TaskResults) -> Picture:
+def _attention_changes(results: TaskResults) -> Picture:
     """Return a picture of the attention that the states move, by layer and head."""
     changes = {label: result.details["maps"]["change"] for label, result in results.items()}
     return _heat_maps(
         changes,
-        "head",
-        "fraction of attention moved to other tokens",
-        1.0,
-        "positions-attention",
-        "Heat map by layer and head: the fraction of attention moved if RoPE's phases replace the"
-        " state",
+        file_name="positions-attention",
+        description="Heat map by layer and head: the fraction of attention moved if RoPE's phases"
+        " replace the state",
+        column_label="head",
+        bar_label="fraction of attention moved to other tokens",
     )
 
 
 def _heat_maps(
     values: dict[str, list[list[float]]],
-    column: str,
-    bar: str,
-    high: float,
-    name: str,
-    text: str,
+    file_name: str,
+    description: str,
+    column_label: str,
+    bar_label: str,
+    high: float = 1.0,
 ) -> Picture:
-    """Return a picture with a heat map of each model's matrix (layers, columns).
-
-    `column` says what a column is, `bar` is the label of the color bar, `high` the end of its
-    range, and `text` the beginning of the description.
+    """Return a picture with a heat map of each model's matrix (layers, columns), whose colors range
+    from 0 to `high`. `description` begins the description of the picture.
     """
     figure, panels = model_panels(values)
     maxima = []
     for axes, (label, matrix) in zip(panels, values.items()):
         rows, columns = np.shape(matrix)
         # Panels have the same range, so one color bar is enough.
-        bar_label = bar if axes is panels[-1] else None
+        shown_bar = bar_label if axes is panels[-1] else None
         heat_map(
             axes,
             matrix,
             range(rows),
             range(columns),
             row_label="layer",
-            column_label=column,
+            column_label=column_label,
             high=high,
-            bar=bar_label,
+            bar_label=shown_bar,
         )
         layer, index = np.unravel_index(np.argmax(matrix), (rows, columns))
-        maxima.append(f"{label}: at most {np.max(matrix):.3g}, in layer {layer}, {column} {index}")
-    return Picture(name, f"{text}. {'; '.join(maxima)}.", figure)
+        maxima.append(
+            f"{label}: at most {np.max(matrix):.3g}, in layer {layer}, {column_label} {index}"
+        )
+    return Picture(file_name, f"{description}. {'; '.join(maxima)}.", figure)
 
 
-def _along(results: TaskResults) -> Picture:
+def _distances_by_position(results: TaskResults) -> Picture:
     """Return a picture of distances from RoPE's phases by position in the document."""
     figure, panels = model_panels(results)
     for axes, result in zip(panels, results.values()):
@@ -338,7 +328,7 @@ def _similarities(results: TaskResults) -> Picture:
         _layer_curves(axes, distances, similarity)
         # Layer 0 reads RoPE's phases.
         axes.plot(distances, similarity[0], color="0.5", linestyle="--", label="RoPE")
-        log_scale(axes, "x", 2)
+        log_scale(axes, "x", base=2)
         axes.set(xlabel="distance of two tokens", ylabel="similarity of their states")
         axes.set_ylim(0, 1.02)
     legend(figure)

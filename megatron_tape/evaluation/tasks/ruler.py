@@ -9,7 +9,7 @@ from megatron_tape.config.evaluation import RulerSettings
 from megatron_tape.config.values import format_value
 from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.evaluation.results import Score, TaskResult
-from megatron_tape.evaluation.score_pictures import by_length, fraction_maps
+from megatron_tape.evaluation.score_pictures import fraction_maps, pictures_by_length
 from megatron_tape.evaluation.statistics import fraction_score
 from megatron_tape.evaluation.task import (
     HuggingFaceModel,
@@ -110,7 +110,7 @@ class Ruler(Task):
     def units(self, model: HuggingFaceModel) -> list[Unit]:
         """Return a unit for each task and length, after a test whether samples fit."""
         lengths = self.context_lengths(model.info)
-        # Missing data leads to an error at the first length.
+        # The first length is always checked, so that missing data is an error here.
         checked = [lengths[0], *(length for length in lengths[1:] if length <= _CHECKED)]
         for task in self.tasks:
             for length in checked:
@@ -182,23 +182,30 @@ class Ruler(Task):
     @classmethod
     def draw(cls, results: TaskResults) -> list[Picture]:
         """Return curves of the means by length, and heat maps of tasks by length."""
-        # Means over different tasks are never in one panel.
+        # Results by the name of the mean and the tasks behind it, since means over different tasks
+        # are not comparable. A picture shows the means over the same tasks.
         by_tasks = {}
         for label, result in results.items():
-            tasks = (result.details["mean_name"], *result.details["tasks"])
-            by_tasks.setdefault(tasks, {})[label] = result
+            mean_and_tasks = (result.details["mean_name"], *result.details["tasks"])
+            by_tasks.setdefault(mean_and_tasks, {})[label] = result
         pictures = []
         for (mean_name, *_), comparable in by_tasks.items():
-            pictures += by_length(comparable, mean_name, "ruler", mean_name)
+            pictures += pictures_by_length(
+                comparable, metric=mean_name, file_name="ruler", y_label=mean_name
+            )
 
-        def fractions(result: TaskResult) -> tuple[list, list, list]:
-            """Return the matrix, rows and columns for `fraction_maps`."""
+        def score_matrix(result: TaskResult) -> tuple[list, list, list]:
+            """Return the scores by task and length, the tasks, and the lengths as text."""
             tasks = result.details["tasks"]
             columns = [f"{length:,}" for length in result.details["lengths"]]
             return list(tasks.values()), list(tasks), columns
 
-        title = "RULER's tasks by context length"
-        return pictures + fraction_maps(results, fractions, "ruler-tasks", title)
+        return pictures + fraction_maps(
+            results,
+            score_matrix,
+            file_name="ruler-tasks",
+            title="RULER's tasks by context length",
+        )
 
     @property
     def tasks(self) -> list[str]:
@@ -239,12 +246,12 @@ class Ruler(Task):
         ]
         trained = self.settings.trained_length or info.trained_length
         # 0 if the training length is not one of the lengths.
-        own = max((mean.value for mean in means if mean.length == trained), default=0)
-        if own > 0:
-            scores.append(longest("own effective length", own))
+        own_score = max((mean.value for mean in means if mean.length == trained), default=0)
+        if own_score > 0:
+            scores.append(longest("own effective length", own_score))
             notes.append(
-                f"The own effective length is the longest with at least {own:.3f}, the model's"
-                f" score at the training length of {trained:,} tokens."
+                f"The own effective length is the longest with at least {own_score:.3f}, the"
+                f" model's score at the training length of {trained:,} tokens."
             )
         if name != "mean of all 13 tasks":
             notes.append(

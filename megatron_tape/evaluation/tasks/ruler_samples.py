@@ -40,7 +40,7 @@ from megatron_tape.evaluation.tasks.harness import (
     without_bars,
 )
 
-_MOST = 500
+_DEFAULT_COUNT = 500
 """Number of samples per task and length that the harness makes by default."""
 _ENDLESS = ("sys_vartrack_w_noise_random", "sys_word_pair_random")
 """Functions of the harness that make samples of vt and cwe. They never return if the smallest
@@ -90,11 +90,11 @@ def make_samples(
     available = length - config["generation_kwargs"]["max_gen_toks"]
     reserve = 0
     for _ in range(_ROUNDS):
-        measure = _Measure(tokenizer, reserve)
+        counter = _TokenCounter(tokenizer, reserve)
         # Each round draws the same samples, as far as they fit.
         with seeded(f"{settings.seed} {task} {length}"):
-            rows = _generate(task, config["custom_dataset"], length, count, measure, settings)
-        _check(task, rows, count)
+            rows = _generate(task, config["custom_dataset"], length, count, counter, settings)
+        _check_samples(task, rows, count)
 
         data = datasets.Dataset.from_list(rows)
         # `data=data` binds the samples of this round.
@@ -117,7 +117,7 @@ def make_samples(
     raise TooShort("its prompts do not fit")
 
 
-class _Measure:
+class _TokenCounter:
     """Replaces the harness's tokenizer: adds `reserve` to the number of tokens, and detects endless
     loops.
     """
@@ -162,17 +162,17 @@ def _generate(
     function: Callable[..., Any],
     length: int,
     count: int,
-    measure: _Measure,
+    counter: _TokenCounter,
     settings: RulerSettings,
 ) -> list[dict]:
     """Call a function of the harness that makes samples, with parts of its module replaced; return
     the samples.
     """
     module = function.__globals__
-    replaced: dict[str, Any] = {"get_tokenizer": lambda *_, **__: measure, "tqdm": measure.each}
+    replaced: dict[str, Any] = {"get_tokenizer": lambda *_, **__: counter, "tqdm": counter.each}
     for name in _GENERATORS:
         if name in module:
-            replaced[name] = _limited(module[name], count, measure)
+            replaced[name] = _limited(module[name], count, counter)
     if "RNG" in module:  # a random generator of the module, whose state would persist between calls
         replaced["RNG"] = random.Random(random.getrandbits(64))
     if "get_haystack" in module:
@@ -182,7 +182,7 @@ def _generate(
         for name in ("read_squad", "read_hotpotqa"):  # without their caches
             replaced[name] = module[name].__wrapped__
 
-    # Sentences are split in the module that defines `generate_samples`, which niah tasks import.
+    # Niah tasks import `generate_samples` from another module, in which sentences are split.
     splitting = {}
     if not has_punkt():
         splitting["cached_sent_tokenize"] = _sentences
@@ -220,23 +220,25 @@ def _generate(
             ) from None
 
 
-def _limited(function: Callable[..., Any], count: int, measure: _Measure) -> Callable[..., Any]:
-    """Wrap a function of the harness to make at most `count` samples, and raise TooShort instead of
-    looping forever.
+def _limited(
+    function: Callable[..., Any], count: int, counter: _TokenCounter
+) -> Callable[..., Any]:
+    """Return a function of the harness that makes at most `count` samples, and raises TooShort
+    instead of looping forever.
     """
 
     def limited(*arguments: Any, **options: Any) -> Any:
         """Call the function with at most `count` as its number of samples."""
         # The first samples do not depend on their number.
-        options["num_samples"] = min(options.get("num_samples", _MOST), count)
+        options["num_samples"] = min(options.get("num_samples", _DEFAULT_COUNT), count)
         if function.__name__ in _ENDLESS:
-            _refuse_endless(function, options, measure)
+            _refuse_endless(function, options, counter)
         return function(*arguments, **options)
 
     return limited
 
 
-def _refuse_endless(function: Callable[..., Any], options: dict, measure: _Measure) -> None:
+def _refuse_endless(function: Callable[..., Any], options: dict, counter: _TokenCounter) -> None:
     """Raise TooShort if the smallest samples of vt or cwe do not fit.
 
     If a sample is too long, the harness draws it again with fewer words; at `incremental` words, it
@@ -251,7 +253,7 @@ def _refuse_endless(function: Callable[..., Any], options: dict, measure: _Measu
     # Samples of vt have an example before them, which is itself made without one.
     example = arguments.get("icl_example")
     if example is not None:
-        available -= measure.count(f"{example['input']} {' '.join(example['outputs'])}\n\n")
+        available -= counter.count(f"{example['input']} {' '.join(example['outputs'])}\n\n")
 
     module = function.__globals__
     draw = module["generate_input_output"]
@@ -264,11 +266,11 @@ def _refuse_endless(function: Callable[..., Any], options: dict, measure: _Measu
                 text, _ = draw(size, *chains, is_icl=example is None)
             else:
                 _, text, _ = draw(size, length)
-            if measure.count(text) > available:
+            if counter.count(text) > available:
                 raise TooShort("its smallest sample does not fit")
 
 
-def _check(task: str, rows: list[dict], count: int) -> None:
+def _check_samples(task: str, rows: list[dict], count: int) -> None:
     """Raise TooShort if there are too few samples, or if prompts lack their answers (except for qa
     tasks).
     """

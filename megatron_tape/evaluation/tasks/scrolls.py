@@ -27,7 +27,7 @@ from megatron_tape.config.values import format_value
 from megatron_tape.data.examples import ExampleEncoder, read_examples
 from megatron_tape.errors import ConfigError, FileError
 from megatron_tape.evaluation.results import Score
-from megatron_tape.evaluation.score_pictures import by_group
+from megatron_tape.evaluation.score_pictures import pictures_by_group
 from megatron_tape.evaluation.statistics import Interval, percentiles, ratio_score
 from megatron_tape.evaluation.task import (
     HuggingFaceModel,
@@ -228,13 +228,13 @@ class Scrolls(Task):
         scores = []
         notes = []
         parts = {}
-        resampled = []
+        resampled = []  # bootstrap scores of each dataset
         for name in self.settings.data:
             examples = [value for key, value in values.items() if key.rpartition("/")[0] == name]
             count = len(examples)
             common = {"length": length, "count": count, "counted": "example", "group": name}
 
-            # Values of generated answers, (examples, `PARTS`).
+            # Values of generated answers: a row for each example, a column for each of `PARTS`.
             if self.settings.generate:
                 metric = self._metric(name)
                 example_parts = np.array([value["scores"] for value in examples])
@@ -259,14 +259,7 @@ class Scrolls(Task):
                 tokens = [value["tokens"] for value in examples]
                 unit = "nats per target token"
                 scores.append(
-                    ratio_score(
-                        "target_loss",
-                        nats,
-                        tokens,
-                        "lower",
-                        unit=unit,
-                        **common,
-                    )
+                    ratio_score("target_loss", nats, tokens, "lower", unit=unit, **common)
                 )
 
             notes += self._notes(name, examples)
@@ -309,10 +302,19 @@ class Scrolls(Task):
     @classmethod
     def draw(cls, results: TaskResults) -> list[Picture]:
         """Return pictures of the scores and of the losses by dataset."""
-        loss_axis = "loss (nats per target token)"
         return [
-            *by_group(results, lambda score: score.unit == "%", "scrolls-scores", "score (%)"),
-            *by_group(results, lambda score: score.unit != "%", "scrolls-loss", loss_axis),
+            *pictures_by_group(
+                results,
+                lambda score: score.unit == "%",
+                file_name="scrolls-scores",
+                x_label="score (%)",
+            ),
+            *pictures_by_group(
+                results,
+                lambda score: score.unit != "%",
+                file_name="scrolls-loss",
+                x_label="loss (nats per target token)",
+            ),
         ]
 
 
@@ -359,7 +361,7 @@ def normalize(text: str) -> str:
 
 
 def _f1(prediction: str, reference: str) -> tuple[float]:
-    """Return the F1 of words, from 0 to 1."""
+    """Return the F1 of words, from 0 to 1, as a tuple like those of the other metrics."""
     predicted = normalize(prediction).split()
     expected = normalize(reference).split()
     # Words in both, as often as in the one with fewer of them.

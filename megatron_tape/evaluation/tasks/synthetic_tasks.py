@@ -21,7 +21,7 @@ from megatron_tape.config.evaluation import (
 )
 from megatron_tape.errors import ConfigError
 from megatron_tape.evaluation.results import TaskResult
-from megatron_tape.evaluation.score_pictures import by_group, fraction_maps
+from megatron_tape.evaluation.score_pictures import fraction_maps, pictures_by_group
 from megatron_tape.evaluation.statistics import fraction_score, ratio_score
 from megatron_tape.evaluation.task import (
     EvaluatedModel,
@@ -63,12 +63,13 @@ def correct_answers(
         padded = np.zeros((len(batch), max(len(tokens) for tokens, _ in batch)), dtype=np.int64)
         for row, (tokens, _) in zip(padded, batch):
             row[: len(tokens)] = tokens
-        # Padding after a sequence does not change the logits before it.
+        # Padding after a sequence does not change the logits before it. The last token predicts
+        # nothing.
         likeliest = model.logits(torch.from_numpy(padded[:, :-1])).argmax(-1).numpy()
-        for row, (tokens, answers) in zip(likeliest, batch):
+        for predicted, (tokens, answers) in zip(likeliest, batch):
             # The logits at position i predict token i + 1.
-            correct = row[: len(tokens) - 1] == tokens[1:]
-            masks.append(correct[answers[1:]])
+            is_correct = predicted[: len(tokens) - 1] == tokens[1:]
+            masks.append(is_correct[answers[1:]])
     return masks
 
 
@@ -157,7 +158,7 @@ class Addition(SyntheticTask):
         sums = self.sums
         right = []
         for second in self.lengths:
-            # Sums of other lengths have other random numbers.
+            # Every pair of lengths and every sample has its own index, so its own random numbers.
             offset = (first * INDEX_FACTOR + second) * INDEX_FACTOR
             problems = [
                 sums.problem(self.random(offset + sample), first, second)
@@ -173,8 +174,8 @@ class Addition(SyntheticTask):
         trained = self.settings.digits
         lengths = np.array(self.lengths)
         right = np.array([values[str(first)]["right"] for first in self.lengths])
-        # Axes: digits of the first operand, digits of the second.
-        within = np.maximum(lengths[:, None], lengths) <= trained
+        # A row for each length of the first operand, a column for each of the second.
+        within = np.maximum.outer(lengths, lengths) <= trained
         groups = {f"up to {self.longest} digits": np.ones_like(within)}
         # Without both kinds of operands, there is only one group.
         if within.any() and not within.all():
@@ -192,7 +193,7 @@ class Addition(SyntheticTask):
         """Return pictures of the fractions of correct answers."""
 
         def accuracy(result: TaskResult) -> tuple[list, list, list]:
-            """Return the matrix, rows and columns for `fraction_maps`."""
+            """Return the fractions of correct sums, and the lengths of both operands."""
             lengths = result.details["lengths"]
             return result.details["accuracy"], lengths, lengths
 
@@ -232,13 +233,13 @@ class Variants(SyntheticTask):
         `VARIANT/FIRST INDEX`.
         """
         return [
-            Unit(f"{name}/{start}", generator.length * len(self._part(start)))
+            Unit(f"{name}/{start}", generator.length * len(self._indices(start)))
             for name, generator in self.generators().items()
             for start in range(0, self.settings.samples, SEQUENCES_PER_UNIT)
         ]
 
-    def _part(self, start: int) -> range:
-        """Return the indices of the sequences of a unit."""
+    def _indices(self, start: int) -> range:
+        """Return the indices of the sequences of the unit that begins at `start`."""
         return range(start, min(self.settings.samples, start + SEQUENCES_PER_UNIT))
 
     def evaluate(self, unit: Unit, model: EvaluatedModel) -> Value:
@@ -248,10 +249,11 @@ class Variants(SyntheticTask):
         name, _, start = unit.key.rpartition("/")
         generators = self.generators()
         generator: Any = generators[name]
-        # Variants use different sample indices, and so different random numbers.
+        # Sample indices of different variants are 2**40 apart, so that no two samples have the same
+        # random numbers.
         offset = list(generators).index(name) << 40
         sequences = [
-            generator.sequence(self.random(offset + number)) for number in self._part(int(start))
+            generator.sequence(self.random(offset + number)) for number in self._indices(int(start))
         ]
         masks = correct_answers(model, sequences, self.settings.batch_size)
         # A model that always answers blank would have this many correct answers.
@@ -276,7 +278,7 @@ class Variants(SyntheticTask):
             right = np.concatenate([part["right"] for part in parts])
             answers = np.concatenate([part["answers"] for part in parts])
             count = len(right)
-            whole = int((right == answers).sum())  # sequences without an error
+            faultless = int((right == answers).sum())  # sequences without an error
             scores += [
                 ratio_score(
                     "accuracy",
@@ -286,7 +288,7 @@ class Variants(SyntheticTask):
                     group=name,
                     count=count,
                 ),
-                fraction_score("exact match", whole, count, group=name),
+                fraction_score("exact match", faultless, count, group=name),
             ]
             blanks[name] = sum(part["blanks"] for part in parts) / max(1, int(answers.sum()))
         if any(blanks.values()):
@@ -300,8 +302,12 @@ class Variants(SyntheticTask):
     @classmethod
     def draw(cls, results: TaskResults) -> list[Picture]:
         """Return pictures of the fractions of correct answers."""
-        title = "fraction of correct answers"
-        return by_group(results, lambda score: score.metric == "accuracy", cls.name, title)
+        return pictures_by_group(
+            results,
+            lambda score: score.metric == "accuracy",
+            cls.name,
+            x_label="fraction of correct answers",
+        )
 
 
 class SelectiveCopy(Variants):
@@ -317,7 +323,7 @@ class SelectiveCopy(Variants):
         blanks = self.settings.blanks
         shown = sorted(blanks, key=blanks.__getitem__)
         names = {name: counted(blanks[name], "blank") for name in shown}
-        # The first variant, if there is one.
+        # The first variant is that of the training. There may be none before `check`.
         for trained in list(blanks)[:1]:
             names[trained] += f" ({TRAINED})"
         return names
@@ -389,10 +395,12 @@ class GridNavigation(Variants):
         for name in sorted(variants, key=variants.__getitem__):
             steps, width, blanks = variants[name]
             cells = " \N{MULTIPLICATION SIGN} ".join([f"{width:g}"] * self.settings.dimensions)
-            mark = ""
+            training_note = ""
             if name == trained:
-                mark = f", {TRAINED}"
-            names[name] = f"{steps:g} steps on {cells} cells ({100 * blanks:g} % blank{mark})"
+                training_note = f", {TRAINED}"
+            names[name] = (
+                f"{steps:g} steps on {cells} cells ({100 * blanks:g} % blank{training_note})"
+            )
         return names
 
     def generators(self) -> dict[str, Generator]:

@@ -164,7 +164,7 @@ def check_sources(
             # A token has at least one byte.
             sizes = (len(text.encode()) for text in _texts(text_source))
             longest = max(sizes, default=0)
-            # A tokenizer may add a token before the text.
+            # Plus one: a tokenizer may add a token before the text.
             if longest + 1 < minimum:
                 raise _too_short(text_source, minimum, f"{longest:,} bytes")
 
@@ -178,8 +178,8 @@ def long_documents(
     """Return the first `most` documents of at least `minimum` tokens, and the number of skipped,
     shorter documents.
 
-    `most` = None returns all. Raises UserError if no document is long enough, or if the data is
-    invalid.
+    `most` is None for all of them. Raises UserError if no document is long enough, or if the data
+    is invalid.
     """
     documents: Iterator[np.ndarray]
     if text_source.kind == "text":
@@ -196,7 +196,11 @@ def _select(
     most: int | None,
     info: ModelInfo,
 ) -> tuple[list[Document], int]:
-    """Return the result of `long_documents`, given the tokens (N,) of each document of a source."""
+    """Return the first `most` documents of at least `minimum` tokens, and the number of skipped,
+    shorter documents, given the token ids (N,) of each document of a source.
+
+    Raises the errors of `long_documents`.
+    """
     is_text = text_source.kind == "text"
     long = []
     short_sizes = [0]  # for `max`, if there are no documents
@@ -204,12 +208,12 @@ def _select(
         if len(tokens) < minimum:
             short_sizes.append(len(tokens))
             continue
-        invalid = first_invalid_id(tokens, info.vocab_size)
-        if invalid is not None:
+        invalid_index = first_invalid_id(tokens, info.vocab_size)
+        if invalid_index is not None:
             raise FileError(
                 text_source.path,
-                f"cannot be used: token {invalid} of document {number} is {tokens[invalid]},"
-                f" outside the model's vocabulary of {info.vocab_size:,}",
+                f"cannot be used: token {invalid_index} of document {number} is"
+                f" {tokens[invalid_index]}, outside the model's vocabulary of {info.vocab_size:,}",
                 "give data that the model's tokenizer encoded",
             )
         long.append(Document(f"{text_source.name}/{number}", tokens, is_text))
@@ -275,11 +279,11 @@ def _raw_tokens(text_source: TextSource, info: ModelInfo) -> np.ndarray:
     key = f"{text_source.section}.token_dtype"
     # Such files are little-endian.
     dtype = np.dtype(text_source.settings.token_dtype).newbyteorder("<")
-    ids = np.iinfo(dtype).max + 1
-    if ids < info.vocab_size:
+    possible_ids = np.iinfo(dtype).max + 1
+    if possible_ids < info.vocab_size:
         raise ConfigError(
             key,
-            f"is {dtype.name}, which has {ids:,} values, but {info.label} has"
+            f"is {dtype.name}, which has {possible_ids:,} values, but {info.label} has"
             f" {info.vocab_size:,} token ids",
             f"set it to uint32 if {path} was written so; otherwise give its texts or an indexed"
             " dataset",
