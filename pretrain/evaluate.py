@@ -296,7 +296,7 @@ def _run(
 ) -> None:
     """Run a task on all ranks; rank 0 records its results and prints its scores."""
     from megatron_tape.evaluation.figures import clean
-    from megatron_tape.evaluation.report.tables import markdown, score_table
+    from megatron_tape.evaluation.report.tables import markdown, score_tables
     from megatron_tape.evaluation.runner import add_result, draw, run_task
 
     started = time.monotonic()
@@ -316,7 +316,7 @@ def _run(
     pictures = draw(output, task, results)
 
     print(f"{task.name}: {label}, {duration(time.monotonic() - started)}")
-    for table in score_table({label: with_group_names(task.name, result)}):
+    for table in score_tables({label: with_group_names(task.name, result)}):
         print("\n".join(markdown(table, clean)))
     for note in result.notes:
         print(f"  note: {note}")

@@ -9,6 +9,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -152,7 +153,7 @@ def add_runs(comparison: Comparison, path: Path, base: RunConfig) -> None:
         # Earlier versions of passkey had the setting `form`, and other prompts.
         if "form" in before:
             differences.append(f"{task} was evaluated with other prompts")
-        differences += _changes(task, before, settings)
+        differences += _changes(before, settings, task)
     # A file without runs has no results that could differ.
     if recorded.runs:
         refuse_changed(path, differences)
@@ -180,19 +181,21 @@ def changed_settings(saved: Settings, config: RunConfig, of_variants: bool = Fal
     ignored = ["attention_backend"]
     if of_variants:
         ignored.append("position_encoding")
-    # Types are those of the file.
+    # Converted to JSON and back, so that types are the same as in the file.
     now = json.loads(json.dumps(config_dict(config)))
     model = now.pop("model")
     differences = model_differences(saved.get("model", {}), model, ignored, ("was", "is now"))
-    # Without the section `model`, which `now` no longer contains.
-    return differences + _changes("", saved, now)
+    # The section `model` is skipped, since `now` no longer has it.
+    return differences + _changes(saved, now)
 
 
-def _changes(name: str, before: dict, now: dict) -> list[str]:
-    """Return how the settings of section `name` differ, like `changed_settings`."""
+def _changes(before: dict, now: dict, section: str = "") -> list[str]:
+    """Return how settings differ, in sentences such as `key: was X, is now Y`. `section` precedes
+    the keys. Settings without effect on results are left out.
+    """
     return [
         f"{key}: was {json.dumps(was)}, is now {json.dumps(value)}"
-        for key, was, value in changed_values(before, now, name)
+        for key, was, value in changed_values(before, now, section)
         if not key.startswith(WITHOUT_EFFECT)
     ]
 
@@ -237,15 +240,10 @@ def training_scores(config: RunConfig, run: Run) -> list[Score]:
     tokens = train.samples_after(train.steps) * config.model.seq_length
     teraflops = flops_per_token(config.model) * tokens / 1e12
     parameters = float(parameter_count(config.model))
+    training_score = partial(Score, task=TRAINING)
     scores = [
-        Score("parameters", parameters, "neither", task=TRAINING),
-        Score(
-            "arithmetic",
-            teraflops,
-            "neither",
-            unit="TFLOP",
-            task=TRAINING,
-        ),
+        training_score("parameters", parameters, "neither"),
+        training_score("arithmetic", teraflops, "neither", unit="TFLOP"),
     ]
 
     # The first metric that ranks variants is in the headline, so time comes before parameters, and
@@ -253,25 +251,9 @@ def training_scores(config: RunConfig, run: Run) -> list[Score]:
     tokens_per_second = run.curve(TOKENS_PER_SECOND).median
     if tokens_per_second:
         seconds = train.global_batch_size * config.model.seq_length / tokens_per_second
-        scores.insert(
-            0,
-            Score(
-                "seconds per step",
-                seconds,
-                "lower",
-                unit="s",
-                task=TRAINING,
-            ),
-        )
+        scores.insert(0, training_score("seconds per step", seconds, "lower", unit="s"))
     # An earlier validation would be of a model that was trained less.
     step, loss = run.curve(VALIDATION_LOSS).last or (0, None)
     if loss is not None and step == train.steps:
-        score = Score(
-            "validation loss",
-            loss,
-            "lower",
-            unit="nats per token",
-            task=TRAINING,
-        )
-        scores.insert(0, score)
+        scores.insert(0, training_score("validation loss", loss, "lower", unit="nats per token"))
     return scores

@@ -259,12 +259,15 @@ def curve(
 
     None in `y` leaves a gap; None in `low` or `high` omits the error bar.
     """
-    values = _numbers(y)
+    # NumPy converts None to NaN, which matplotlib leaves out.
+    values = np.array(y, dtype=float)
     axes.plot(x, values, **style)
     if low is not None and high is not None:
-        # Lengths (2, N) of the bars below and above each value. Rounding may put a value slightly
-        # outside of its interval, and matplotlib refuses negative lengths.
-        distances = np.clip([values - _numbers(low), _numbers(high) - values], 0, None)
+        # Rounding may put a value slightly outside of its interval, and matplotlib refuses negative
+        # lengths of error bars.
+        below = values - np.array(low, dtype=float)
+        above = np.array(high, dtype=float) - values
+        distances = np.clip([below, above], 0, None)
         axes.errorbar(
             x,
             values,
@@ -445,8 +448,3 @@ def png(picture: Picture) -> bytes:
             facecolor="white",
         )
     return content.getvalue()
-
-
-def _numbers(values: Iterable[float | None]) -> np.ndarray:
-    """Return values as an array, with NaN for None."""
-    return np.array(list(values), dtype=float)

@@ -75,7 +75,7 @@ class ModelSource:
         if self.is_checkpoint:
             return model_digest(self.path, self.average)
 
-        # With the names, since exchanged contents are another model.
+        # The names are included, since files with exchanged contents are another model.
         combined = hashlib.sha256()
         for file in self.files():
             combined.update(f"{file.name} {digest(file)['sha256']}\n".encode())
@@ -204,10 +204,10 @@ def _from_transformers(path: Path, label: str | None) -> ModelSource:
             "set it to an integer above 0",
         )
     # GPT-2 and similar models use n_positions, MPT max_seq_len.
-    names = ("max_position_embeddings", "n_positions", "max_seq_len")
-    length = next((text_config[name] for name in names if name in text_config), None)
+    keys = ("max_position_embeddings", "n_positions", "max_seq_len")
+    length = next((text_config[key] for key in keys if key in text_config), None)
     if type(length) is not int or length < 1:
-        # Tasks then require lengths.
+        # Tasks then require the setting `lengths`.
         length = None
 
     name = path.resolve().name
@@ -220,13 +220,13 @@ def _from_transformers(path: Path, label: str | None) -> ModelSource:
         tokenizer=_tokenizer_record(path),
     )
     # Both the model and the tokenizer may name classes in Python files.
-    foreign = "auto_map" in settings and not _is_own_code(path, settings)
+    model_runs_code = "auto_map" in settings and not _is_own_code(path, settings)
     return ModelSource(
         path,
         info,
         run=None,
         default_output=Path("evaluations") / name,
-        runs_foreign_code=foreign or _tokenizer_runs_code(path),
+        runs_foreign_code=model_runs_code or _tokenizer_runs_code(path),
     )
 
 
@@ -280,7 +280,7 @@ def info_of_run(config: RunConfig, tokenizer: Tokenizer | None = None) -> ModelI
     if tokenizer is not None:
         record = tokenizer_record(tokenizer)
     has_tokenizer = record is not None or config.data.tokenizer is not None
-    return _info(config.model, name, has_tokenizer, record)
+    return _model_info(config.model, name, has_tokenizer, record)
 
 
 def check_trained_on(task: str, model_source: ModelSource) -> None:
@@ -321,31 +321,32 @@ def _from_checkpoint(path: Path, label: str | None, average: bool) -> ModelSourc
 
     # Results of a run stay with it; a checkpoint elsewhere may be in a read-only directory.
     if path.parent.name == "checkpoints":
-        run = path.parent.parent
-        output = run / "evaluation" / f"{path.name}{suffix}"
+        directory = path.parent.parent
+        output = directory / "evaluation" / f"{path.name}{suffix}"
     else:
-        run = path
-        output = Path("evaluations") / f"{run.resolve().name}{suffix}"
-    label = label or f"{run.resolve().name}{suffix}"
+        directory = path
+        output = Path("evaluations") / f"{directory.resolve().name}{suffix}"
+    label = label or f"{directory.resolve().name}{suffix}"
+    has_tokenizer = (path / TOKENIZER).is_dir()
     tokenizer = state["progress"].get("tokenizer")
     return ModelSource(
         path,
-        _info(model, label, (path / TOKENIZER).is_dir(), tokenizer),
+        _model_info(model, label, has_tokenizer, tokenizer),
         run={"settings": state["config"], "step": state["step"]},
         default_output=output,
         average=average,
     )
 
 
-def _info(
+def _model_info(
     model: ModelConfig,
     label: str,
     has_tokenizer: bool,
     tokenizer: TokenizerRecord | None = None,
 ) -> ModelInfo:
     """Return the `ModelInfo` of a model of this project."""
-    # As in an export's config.json. If that has a built-in type of transformers, the name of the
-    # encoding says more.
+    # The type in an export's config.json. If that is a built-in type of transformers, the name of
+    # the encoding says more.
     model_type = model.position_encoding
     if encoding_of(model).exports_to == "code":
         model_type = ENCODED

@@ -104,7 +104,7 @@ class Ranks:
     def assign(self, units: list[Unit]) -> list[list[Unit]]:
         """Return the units of each rank. The most expensive unit comes first, and each goes to the
         least loaded rank."""
-        # The order keeps the ranks balanced: cheap units at the end even out the loads.
+        # Cheap units come last, and even out the loads.
         loads = [0.0] * self.count
         rank_of = {}
         for unit in sorted(units, key=lambda unit: -unit.cost):

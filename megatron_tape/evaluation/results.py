@@ -169,9 +169,9 @@ def read_dataclass(file: str | Path, cls: type, limit: int = RECORD_BYTES) -> An
         return validator(cls).validate_python(value)
     except ValidationError as error:
         # One problem is enough. Keys of a damaged file may be long.
-        first = error.errors()[0]
-        key = ".".join(str(part)[:40] for part in first["loc"]) or "the whole file"
-        raise FileError(file, f"cannot be used: {key}: {first['msg']}") from None
+        problem = error.errors()[0]
+        key = ".".join(str(part)[:40] for part in problem["loc"]) or "the whole file"
+        raise FileError(file, f"cannot be used: {key}: {problem['msg']}") from None
 
 
 def write_results(directory: Path, results: Results) -> None:

@@ -88,8 +88,8 @@ def unfinished(plans: list[TaskPlan], output: Path, overwrite: bool) -> list[Tas
     for plan in plans:
         finished = _finished_tasks(output, plan)
         # A result with other settings or data is replaced.
-        same = plan.task in finished and finished[plan.task].identity == plan.identity
-        if same and not overwrite:
+        is_current = plan.task in finished and finished[plan.task].identity == plan.identity
+        if is_current and not overwrite:
             command_line.log(f"{plan.task} is finished already; --overwrite evaluates it again")
         else:
             remaining.append(plan)
@@ -141,7 +141,7 @@ def append_part(directory: Path, rank: int, key: str, value: dict) -> dict:
     """
     directory.mkdir(parents=True, exist_ok=True)
     line = json.dumps({"key": key, "value": value}, allow_nan=False)
-    # Starts with a newline, in case a killed process left an incomplete line.
+    # A newline comes first, in case a killed process left an incomplete line before.
     with open(directory / f"rank-{rank:05d}.jsonl", "ab") as file:
         file.write(f"\n{line}\n".encode())
     # Values of this attempt and those that are read from files must have the same types.
@@ -173,16 +173,16 @@ def run_task(
     units = task.units(model)
     values = ranks.run_on_rank_0(lambda: read_parts(plan.parts(output)))
     remaining = [unit for unit in units if unit.key not in values]
-    finished = len(units) - len(remaining)
+    finished_count = len(units) - len(remaining)
     if ranks.rank == 0:
         command_line.log(f"{task.name}: {counted(len(units), 'part')}")
-        if finished:
-            command_line.log(f"{task.name}: {finished:,} of them already finished")
+        if finished_count:
+            command_line.log(f"{task.name}: {finished_count:,} of them already finished")
 
     rank_units = ranks.assign(remaining)[ranks.rank]
     rank_values = _evaluate(task, model, ranks, plan.parts(output), rank_units)
-    # Not read from the files: a network file system may show files of other machines only after a
-    # minute.
+    # The values are not read from the files, because a network file system may show files of other
+    # machines only after a minute.
     for gathered in ranks.gather(rank_values):
         values |= gathered
     if ranks.rank != 0:
@@ -204,7 +204,7 @@ def run_task(
         hardware=hardware(model.device),
         versions=versions_with_commit(),
         identity=plan.identity,
-        parts_before=finished,
+        parts_before=finished_count,
     )
 
 
@@ -219,17 +219,17 @@ def _evaluate(
     0 shows progress.
     """
     # Progress is in costs, since units may differ in length.
-    total = round(sum(unit.cost for unit in units))
-    progress = command_line.Progress(total)
-    finished = 0.0
+    total_cost = round(sum(unit.cost for unit in units))
+    progress = command_line.Progress(total_cost)
+    finished_cost = 0.0
     values = {}
     for number, unit in enumerate(units, 1):
         with ranks.rank_0_reports():
             values[unit.key] = append_part(parts, ranks.rank, unit.key, task.evaluate(unit, model))
-        finished += unit.cost
+        finished_cost += unit.cost
         if ranks.rank == 0:
             message = f"{task.name}: {number:,} of {len(units):,} parts"
-            progress.update(round(finished), lambda _: message)  # noqa: B023
+            progress.update(round(finished_cost), lambda _: message)  # noqa: B023
     if ranks.rank == 0:
         progress.end()
     return values
@@ -247,7 +247,8 @@ def add_result(
 
     Raises FileError if the directory now holds results of another model.
     """
-    # Several evaluations may write to one directory, each with other tasks.
+    # Several evaluations may write to one directory at a time, each with other tasks. So the other
+    # results are read again, under the lock.
     with locked(output):
         tasks = {**_finished_tasks(output, plan), plan.task: result}
         results = Results(label, model, time.time(), tasks)

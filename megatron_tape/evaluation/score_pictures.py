@@ -51,8 +51,12 @@ def pictures_by_length(
     `file_name` has no suffix. The y axis is logarithmic if the largest value is more than
     `log_ratio` times the smallest, so never by default.
     """
-    scores = [score for result in results.values() for score in result.scores]
-    shown = [score for score in scores if score.metric == metric and score.length is not None]
+    shown = [
+        score
+        for result in results.values()
+        for score in result.scores
+        if score.metric == metric and score.length is not None
+    ]
     groups = list(dict.fromkeys(score.group for score in shown))
     looks = styles(results)
 

@@ -45,10 +45,10 @@ def bootstrap_ratio(
         # Some documents may have nothing to measure, such as no key tokens.
         if denominator != 0:
             ratios.append(numerator / denominator)
-    return percentiles(np.array(ratios))
+    return percentiles(ratios)
 
 
-def percentiles(resampled: np.ndarray) -> Interval:
+def percentiles(resampled: Numbers) -> Interval:
     """Return the interval in which 95 % of resampled values lie."""
     low, high = np.percentile(resampled, [TAIL, 100 - TAIL])
     return float(low), float(high)
@@ -66,7 +66,7 @@ def ratio_score(
     Both arguments have one number for each document; denominators are whole numbers. `fields` are
     other fields of `Score`.
     """
-    # Without anything to measure, the ratio is 0.
+    # If there is nothing to measure, both sums are 0, and the ratio is 0.
     ratio = float(sum(numerators)) / max(1, int(sum(denominators)))
     interval = bootstrap_ratio(numerators, denominators)
     return Score(metric, ratio, better, *interval, **fields)
@@ -139,15 +139,15 @@ def paired_t(differences: Sequence[float]) -> PairedTest:
 
 
 def holm(tests: Sequence[PairedTest]) -> list[PairedTest]:
-    """Return the tests with p values corrected for multiple comparisons by Holm's method (1979);
-    None is kept.
+    """Return the tests with p values corrected for multiple comparisons by Holm's method (1979).
+    Tests without a p value stay as they are.
     """
     known = sorted((test.p, index) for index, test in enumerate(tests) if test.p is not None)
     corrected = list(tests)
     largest = 0.0
     for rank, (p, index) in enumerate(known):
-        # The smallest p value is multiplied by the number of tests, the next by one less. The order
-        # of the values stays.
+        # The smallest p value is multiplied by the number of tests, the next by one less. A product
+        # below the previous one is raised to it, so that the order of the values stays.
         largest = max(largest, min(1.0, p * (len(known) - rank)))
         corrected[index] = replace(tests[index], p=largest)
     return corrected

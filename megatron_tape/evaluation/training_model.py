@@ -41,7 +41,7 @@ class TrainingModel:
         self._engine = trainer.engine
         self._watch = trainer.watch
         self._phase = phase
-        self._tokens = trainer.layout.token_layout
+        self._token_layout = trainer.layout.token_layout
         self._device = trainer.layout.device
 
     def encode(self, text: str) -> list[int]:
@@ -79,10 +79,10 @@ class TrainingModel:
         # A long evaluation must not look like a hang.
         self._watch.progress(self._phase)
         # Under ZeRO 3, tells ranks without work that this pass comes.
-        self._any_rank_works(True)
+        self._any_rank_works(this_rank=True)
         length = tokens_BS[0].shape[1]
         # All shards of a sequence have the same length. Padding has no effect on earlier tokens.
-        padding = -length % self._tokens.sequence_shards
+        padding = -length % self._token_layout.sequence_shards
         padded_BS = [F.pad(part, (0, padding)).to(self._device) for part in tokens_BS]
         return function(*padded_BS)[:, :length]
 
@@ -90,19 +90,22 @@ class TrainingModel:
         """Take part in forward passes of other ranks until all have finished. Each rank calls this
         after its last pass."""
         # The shortest input that has a token for each shard.
-        dummy = torch.zeros(1, self._tokens.sequence_shards, dtype=torch.int64, device=self._device)
-        while self._any_rank_works(False):
+        dummy = torch.zeros(
+            1, self._token_layout.sequence_shards, dtype=torch.int64, device=self._device
+        )
+        while self._any_rank_works(this_rank=False):
             self._watch.progress(self._phase)
             self._engine.losses(dummy, dummy)
 
     def _any_rank_works(self, this_rank: bool) -> bool:
-        """Return whether any data-parallel rank has a forward pass to run. This is a collective
-        call under ZeRO 3.
+        """Return whether any data-parallel rank has a forward pass to run, given whether
+        `this_rank` has one. This is a collective call under ZeRO 3. Without ZeRO 3, ranks need not
+        agree, and the result is False.
         """
         if self._engine.zero_stage < 3:
             return False
         works = torch.tensor(float(this_rank), device=self._device)
-        return self._tokens.total(works).item() > 0
+        return self._token_layout.total(works).item() > 0
 
 
 class TaskHook(Hook):

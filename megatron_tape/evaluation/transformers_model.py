@@ -106,11 +106,12 @@ class HFModel:
 
     def _supports_cache(self, length: int) -> bool:
         """Return whether the positional encoding supports a cache for a text of `length` tokens."""
-        # Models that this project exports have this function.
-        check = getattr(self.model.base_model, "check_cached", None)
+        # Only models that this project exports have this function. It raises NotImplementedError if
+        # a cache is not possible.
+        check_cached = getattr(self.model.base_model, "check_cached", None)
         try:
-            if check is not None:
-                check(length)
+            if check_cached is not None:
+                check_cached(length)
         except NotImplementedError:
             return False
         return True
@@ -135,7 +136,7 @@ class HFModel:
             losses = self._losses_by_chunk(ids, first)
             if losses is not None:
                 return losses
-            # Models with their own code may not support the cache.
+            # Models with their own code may ignore the cache. Later texts do not try it again.
             self.supports_chunks = False
         # `logits_to_keep` = 0 would keep all.
         if first == len(tokens):
@@ -163,12 +164,13 @@ class HFModel:
         label_chunks = ids[1:].split(self.chunk)
         for inputs, labels in zip(input_chunks, label_chunks):
             start = cache.get_seq_length()
-            # The logits at position i predict token i + 1.
+            # The logits at position i predict token i + 1, so those from position first - 1 on are
+            # scored. `scored` is their number in this chunk.
             scored = max(0, len(inputs) - max(0, first - 1 - start))
             output = self.model(
                 inputs[None],
                 use_cache=True,
-                logits_to_keep=max(1, scored),
+                logits_to_keep=max(1, scored),  # 0 would keep all
                 **{cache_name: cache},
             )
             if cache.get_seq_length() != start + len(inputs):
@@ -207,12 +209,12 @@ class HFModel:
         output = self.model.generate(
             ids, attention_mask=torch.ones_like(ids), generation_config=settings
         )
-        answer = output[0, len(prompt) :].tolist()
-        # Otherwise, generation ended after `count` tokens.
-        ended = bool(answer) and answer[-1] in ends
+        generated = output[0, len(prompt) :].tolist()
+        # Without an end token, generation stopped after `count` tokens.
+        ended = bool(generated) and generated[-1] in ends
         if ended:
-            answer.pop()
-        return self.tokenizer.decode(answer, skip_special_tokens=True).strip(), ended
+            generated.pop()
+        return self.tokenizer.decode(generated, skip_special_tokens=True).strip(), ended
 
     def harness(self, batch_size: int = 1, max_length: int | None = None) -> Any:
         """Return this model as an `HFLM` of lm-evaluation-harness."""

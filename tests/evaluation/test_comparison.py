@@ -27,7 +27,7 @@ from megatron_tape.evaluation.report.comparison_tables import (
     task_tables,
     warnings,
 )
-from megatron_tape.evaluation.report.findings import finding, measured
+from megatron_tape.evaluation.report.findings import finding, first_measured
 from megatron_tape.evaluation.report.page import page
 from megatron_tape.evaluation.results import Score
 
@@ -251,7 +251,7 @@ def finding_of(values):
                     length=length,
                 )
             ] = losses
-    return finding(measured(scores))
+    return finding(first_measured(scores))
 
 
 @pytest.mark.parametrize(

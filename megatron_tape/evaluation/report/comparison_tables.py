@@ -15,7 +15,7 @@ from megatron_tape.evaluation.comparison_file import (
     results_by_metric,
 )
 from megatron_tape.evaluation.report import tables
-from megatron_tape.evaluation.report.findings import finding, measured
+from megatron_tape.evaluation.report.findings import finding, first_measured
 from megatron_tape.evaluation.report.tables import Cell, Table, enumerated, number
 from megatron_tape.evaluation.results import Score
 from megatron_tape.evaluation.statistics import t_quantile
@@ -84,7 +84,7 @@ def task_tables(by_metric: ByMetric, baseline: str) -> list[Table]:
             row = ""
         rows.setdefault(row, {})[column] = metric
 
-    # By the names of the columns.
+    # Rows with the same columns, by the names of these columns.
     shared = {}
     for row, by_column in rows.items():
         shared.setdefault(tuple(by_column), {})[row] = by_column
@@ -97,11 +97,11 @@ def _task_table(
     """Return a table of the metrics in `rows`, by the names of row and column. A row is shown once
     for each variant.
     """
-    # The most seeds that a variant has in one of the metrics.
+    # For each variant, the largest number of seeds that it has in one of the metrics.
     seeds = Counter()
     for by_column in rows.values():
         for metric in by_column.values():
-            # The maximum of two counters.
+            # `|=` keeps the larger of two counts.
             seeds |= Counter({result.variant: len(result.values) for result in by_metric[metric]})
 
     cells = []
@@ -134,7 +134,8 @@ def _decimals(by_metric: ByMetric, metric: Score) -> int | None:
         if (other.metric, other.unit) == (metric.metric, metric.unit):
             values += _values(results)
     decimals = tables.decimals_for(values)
-    # Means over seeds have one more decimal, but not whole numbers (0) and large ones (None).
+    # Means over seeds have one more decimal than values. `and` keeps 0, for whole numbers, and
+    # None, for large ones.
     return decimals and decimals + 1
 
 
@@ -198,12 +199,12 @@ def picture(by_metric: ByMetric, variants: Sequence[str]) -> list[Picture]:
     height = 0.9 + 0.28 * len(labels)
     figure, panels = figures.panels(
         len(shown),
-        2,
+        columns=2,
         width=5.4,
         height=height,
         sharey=True,
     )
-    kind = "One run of each variant"
+    point_meaning = "One run of each variant"
     descriptions = []
     for axes, metric in zip(panels, shown):
         means = []
@@ -213,7 +214,7 @@ def picture(by_metric: ByMetric, variants: Sequence[str]) -> list[Picture]:
             look = looks[result.variant]
             axes.plot(values, [y] * len(values), **look | {"linestyle": "none", "alpha": 0.7})
             if len(values) > 1:
-                kind = "Each point is a seed, and each line a mean"
+                point_meaning = "Each point is a seed, and each line a mean"
                 axes.plot(
                     [result.mean] * 2,
                     [y - 0.35, y + 0.35],
@@ -227,14 +228,18 @@ def picture(by_metric: ByMetric, variants: Sequence[str]) -> list[Picture]:
         axes.set_yticks(range(len(labels)), [looks[label]["label"] for label in labels], fontsize=8)
         # The first variant is at the top.
         axes.set_ylim(len(labels) - 0.5, -0.5)
-        axes.set_xlabel(figures.plain(title, 60), fontsize=9)
-        same_metric = [other for other in shown if other.metric == metric.metric]
-        values = [value for other in same_metric for value in _values(by_metric[other])]
+        axes.set_xlabel(figures.plain(title, longest=60), fontsize=9)
+        values = [
+            value
+            for other in shown
+            if other.metric == metric.metric
+            for value in _values(by_metric[other])
+        ]
         axes.set_xlim(*figures.limits(values, fraction=metric.is_fraction))
         # Readers would overlook an offset such as +3.2 at the end of an axis.
         axes.ticklabel_format(axis="x", useOffset=False)
         axes.locator_params(axis="x", nbins=6)
-    return [Picture("comparison", f"{kind}. {'; '.join(descriptions)}.", figure)]
+    return [Picture("comparison", f"{point_meaning}. {'; '.join(descriptions)}.", figure)]
 
 
 def _values(results: Sequence[VariantResult]) -> list[float]:
@@ -256,18 +261,18 @@ def headline(comparison: Comparison) -> tuple[str, list[str]]:
         shown_seeds = f"{min(counts)} to {shown_seeds}"
     evaluated = [task_title(task) for task in by_task(comparison) if task != TRAINING]
     compared = (
-        f"Compared: {counted(len(variants), 'variant')} of one recipe ({enumerated(variants, 6)}),"
-        f" trained with {shown_seeds} each, by {enumerated(evaluated) or 'the validation loss'}."
+        f"Compared: {counted(len(variants), 'variant')} of one recipe"
+        f" ({enumerated(variants, most=6)}), trained with {shown_seeds} each, by {enumerated(evaluated) or 'the validation loss'}."
     )
 
     findings = _findings(comparison)
-    outcome, significant = _outcome(comparison)
-    if significant is False:
+    test_sentence, is_significant = _test_sentence(comparison)
+    if is_significant is False:
         # What may be due to chance is not the first thing to read.
-        paragraphs = [outcome, *findings, compared]
+        paragraphs = [test_sentence, *findings, compared]
     else:
-        paragraphs = [*findings, f"{outcome} {compared}"]
-    return f"Comparison of {enumerated(variants, 4)}", paragraphs
+        paragraphs = [*findings, f"{test_sentence} {compared}"]
+    return f"Comparison of {enumerated(variants, most=4)}", paragraphs
 
 
 def _seeds(comparison: Comparison) -> dict[str, set[int]]:
@@ -286,7 +291,7 @@ def _findings(comparison: Comparison) -> list[str]:
     some have would make them look better or worse than the others.
     """
     seeds = _seeds(comparison).values()
-    # Without shared seeds, all count.
+    # If no seed is shared, all seeds count.
     shared = set.intersection(*seeds) or set.union(*seeds)
     runs = [run for run in comparison.runs if run.seed in shared]
     tasks = by_task(replace(comparison, runs=runs))
@@ -299,7 +304,7 @@ def _findings(comparison: Comparison) -> list[str]:
             for metric, results in tasks[task].items()
             if metric.better != "neither"
         }
-        values = measured(means, prefix="mean" if len(shared) > 1 else "")
+        values = first_measured(means, prefix="mean" if len(shared) > 1 else "")
         if values is not None:
             title = f"{task_title(task)}: " if len(evaluated) > 1 else ""
             sentences.append(title + finding(values, comparison.baseline))
@@ -310,9 +315,9 @@ def _findings(comparison: Comparison) -> list[str]:
     return sentences
 
 
-def _outcome(comparison: Comparison) -> tuple[str, bool | None]:
-    """Return a sentence on the tests of the first metric that ranks variants, and whether one of
-    them is significant; None if nothing is tested.
+def _test_sentence(comparison: Comparison) -> tuple[str, bool | None]:
+    """Return a sentence on the tests of the first metric that ranks variants, and whether a
+    difference is significant (None if nothing is tested).
     """
     tasks = by_task(comparison)
     ranking = [
@@ -347,7 +352,7 @@ def _outcome(comparison: Comparison) -> tuple[str, bool | None]:
         return f"No difference in {name} from {baseline} is significant ({method}).", False
     return (
         f"In {name}, these differ significantly from {baseline} (bold in the table; {method}):"
-        f" {enumerated(significant, 8)}.",
+        f" {enumerated(significant, most=8)}.",
         True,
     )
 

@@ -58,10 +58,12 @@ class Measured:
         return shown_number(value, decimals_for(self._flat_values))
 
     def best(self, condition: str) -> list[str]:
-        """Return the labels with the best value under a condition, or one that counts as equal."""
+        """Return the labels with the best value under a condition, or with one that counts as
+        equal to it.
+        """
 
         def rounded(label: str) -> str:
-            """Return the text by which values are compared, with whole percentages."""
+            """Return the value of a label as the text by which it is compared."""
             value = self.values[condition][label]
             if self._are_fractions:
                 return f"{value:.0%}"
@@ -104,9 +106,11 @@ class Measured:
         return f"{low.removesuffix(' %')} to {high}"
 
 
-def measured(scores: Mapping[Score, Mapping[str, float]], prefix: str = "") -> Measured | None:
-    """Return the values of the first metric in `scores`, which are those of a task by subject (see
-    `Score.subject`) and label.
+def first_measured(
+    scores: Mapping[Score, Mapping[str, float]], prefix: str = ""
+) -> Measured | None:
+    """Return the values of the first metric in `scores`: the values of a task by subject (a score
+    without its value) and by label.
 
     `prefix`, such as `mean`, precedes the name in sentences. Returns None without a metric, or if
     no label has a value under every condition.
@@ -144,12 +148,14 @@ def finding(measured: Measured, reference: str = "") -> str:
 
 
 def _sentence(measured: Measured, reference: str) -> str:
-    """Return `finding` for the labels that have all values."""
+    """Return a sentence with the labels that have the best values, their values, and those of
+    `reference` or of all others. Labels without a value under every condition are left out.
+    """
     name = measured.name
     labels = measured.labels
     best = {condition: measured.best(condition) for condition in measured.values}
-    always = [label for label in labels if all(label in leaders for leaders in best.values())]
-    others = [label for label in labels if label not in always]
+    always_best = [label for label in labels if all(label in leaders for leaders in best.values())]
+    others = [label for label in labels if label not in always_best]
     if len(labels) == 1:
         return f"{labels[0]} has the {name} {measured.describe(labels)}."
     if not others:
@@ -157,20 +163,20 @@ def _sentence(measured: Measured, reference: str) -> str:
         return f"{names} have about the same {name}: {measured.describe(labels)}."
 
     # Exactly the variants with one setting are best everywhere.
-    setting = _common_setting(always, labels)
+    setting = _common_setting(always_best, labels)
     if setting:
         return (
-            f"With {setting}, the {name} is {measured.describe(always)};"
+            f"With {setting}, the {name} is {measured.describe(always_best)};"
             f" without, it is {measured.describe(others)}."
         )
 
     extreme = "highest" if measured.better == "higher" else "lowest"
     # The same labels are best everywhere.
-    if always:
+    if always_best:
         compared = _compared(measured, others, reference)
-        verb = "has" if len(always) == 1 else "have"
-        subject = f"{enumerated(always, MOST_LISTED)} {verb} the {extreme} {name}"
-        return f"{subject}: {measured.describe(always)}{compared}."
+        verb = "has" if len(always_best) == 1 else "have"
+        subject = f"{enumerated(always_best, MOST_LISTED)} {verb} the {extreme} {name}"
+        return f"{subject}: {measured.describe(always_best)}{compared}."
 
     # Different labels are best under different conditions.
     conditions_led = {}
@@ -181,7 +187,7 @@ def _sentence(measured: Measured, reference: str) -> str:
         for leaders, conditions in conditions_led.items()
     ]
     others = [label for label in labels if not any(label in leaders for leaders in conditions_led)]
-    # Its values are given even if it is sometimes the best.
+    # The values of the reference are given even if it is sometimes the best.
     if reference in labels:
         others.append(reference)
     compared = _compared(measured, others, reference)
@@ -189,7 +195,9 @@ def _sentence(measured: Measured, reference: str) -> str:
 
 
 def _compared(measured: Measured, others: Sequence[str], reference: str) -> str:
-    """Return a clause with the values of `reference`, if it is among `others`, or else of all."""
+    """Return a clause with the values of `reference` if it is among `others`, or else of all
+    `others`; empty without any.
+    """
     if not others:
         return ""
     if reference in others:
@@ -201,10 +209,10 @@ def _compared(measured: Measured, others: Sequence[str], reference: str) -> str:
 
 
 def _common_setting(chosen: Sequence[str], labels: Sequence[str]) -> str:
-    """Return the part of variants' names that all of `chosen` have and no other label has; empty
-    without one.
+    """Return the part of a variant's name, such as `increments=signed`, that all of `chosen` have
+    and no other label has; empty if there is none.
     """
-    # One variant is named by its own name.
+    # A single variant is named by its whole name.
     if len(chosen) < 2:
         return ""
     # A variant's name is its encoding and its settings.

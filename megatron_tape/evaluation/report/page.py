@@ -21,7 +21,7 @@ from megatron_tape.evaluation import figures
 from megatron_tape.evaluation.comparison_file import Comparison
 from megatron_tape.evaluation.figures import clean, encoding_of, model_encodings, png
 from megatron_tape.evaluation.report import comparison_tables
-from megatron_tape.evaluation.report.findings import finding, measured
+from megatron_tape.evaluation.report.findings import finding, first_measured
 from megatron_tape.evaluation.report.tables import (
     Table,
     by_subject,
@@ -29,7 +29,7 @@ from megatron_tape.evaluation.report.tables import (
     enumerated,
     leader,
     number,
-    score_table,
+    score_tables,
     table,
     text,
 )
@@ -168,14 +168,14 @@ def page(
         if runs:
             pictures = draw(curves(runs))
             warnings = training_warnings(runs)
-            sections.append(Section("Training", runs_table(runs), pictures, warnings))
+            sections.append(Section("Training", [runs_table(runs)], pictures, warnings))
 
     # Figures of training are not the first thing to read if models were evaluated.
     if results:
-        titles.append(f"evaluation of {enumerated(list(results), 4)}")
-        sentences += _outcome(results, comparable)
+        titles.append(f"evaluation of {enumerated(list(results), most=4)}")
+        sentences += _evaluation_paragraphs(results, comparable)
     elif runs:
-        titles.append(f"training of {enumerated(list(runs), 4)}")
+        titles.append(f"training of {enumerated(list(runs), most=4)}")
         if len(runs) > 1:
             sentences.append(_ONE_RUN_EACH)
 
@@ -196,16 +196,16 @@ def page(
     )
 
 
-def _outcome(results: Mapping[str, Results], comparable: Sequence[str]) -> list[str]:
-    """Return paragraphs: the best models by the first metric of each task, in how many scores a
-    model leads (see `leader`), and which models were evaluated.
+def _evaluation_paragraphs(results: Mapping[str, Results], comparable: Sequence[str]) -> list[str]:
+    """Return paragraphs: the best models by the first metric of each task, in how many scores the
+    interval of the best model is separate from all others, and which models were evaluated.
 
     `comparable` names the tasks whose scores can be compared.
     """
     findings = []
-    # Numbers of scores that several models have, and of those in which one leads.
-    compared = 0
-    led = 0
+    # The number of scores that several models have, and how many of them have a leader.
+    compared_count = 0
+    led_count = 0
     for name in comparable:
         tasks = {
             label: result.tasks[name] for label, result in results.items() if name in result.tasks
@@ -214,23 +214,23 @@ def _outcome(results: Mapping[str, Results], comparable: Sequence[str]) -> list[
         for subject, scores in by_subject(tasks).items():
             if subject.better != "neither":
                 values[subject] = {label: score.value for label, score in scores.items()}
-                compared += len(scores) > 1
-                led += leader(scores) is not None
-        first_metric = measured(values)
+                compared_count += len(scores) > 1
+                led_count += leader(scores) is not None
+        first_metric = first_measured(values)
         if first_metric is not None:
             findings.append(f"{title_of(name)}: {finding(first_metric)}")
 
-    models = f"{counted(len(results), 'model')} evaluated: {enumerated(list(results), 6)}."
-    if not compared:
+    models = f"{counted(len(results), 'model')} evaluated: {enumerated(list(results), most=6)}."
+    if not compared_count:
         return [
             *findings,
             f"No two models have comparable scores, so these results rank no model. {models}",
         ]
     scope = "Intervals reflect the choice of test samples, but not that of the training seed."
-    compared_scores = counted(compared, "score")
-    if led:
+    compared_scores = counted(compared_count, "score")
+    if led_count:
         clear = (
-            f"In {led} of {compared_scores}, 95 % intervals separate the best model from the"
+            f"In {led_count} of {compared_scores}, 95 % intervals separate the best model from the"
             " others."
         )
         return [*findings, f"{clear} {scope} {models}"]
@@ -257,9 +257,10 @@ def training_warnings(runs: Mapping[str, Run]) -> list[str]:
 
 
 def _shown(value: Any) -> Any:
-    """Return a text without the characters that a page cannot show; jinja2 escapes it
-    afterwards.
+    """Return a value of the template as it is shown. jinja2 calls this for each value, and escapes
+    texts afterwards.
     """
+    # Also excludes `Markup`, a subclass of str for texts that are safe.
     if type(value) is not str:
         return value
     # No line ends between a number and its percent sign.
@@ -272,15 +273,17 @@ def draw(drawings: Iterable[Drawing]) -> list[tuple[str, str, float]]:
     """
     pictures: list[tuple[str, str, float]] = []
     progress = Progress(None)
-    for subject, make in drawings:
+    for subject, make_pictures in drawings:
         progress.update(0, lambda _: f"drawing {clean(subject)}")  # noqa: B023
         try:
-            for picture in make():
+            for picture in make_pictures():
                 address = Markup(f"data:image/png;base64,{base64.b64encode(png(picture)).decode()}")
                 pictures.append((address, picture.alternative_text, picture.figure.get_figwidth()))
         except Exception as error:  # of a task's drawing; the other pictures are still shown
             reason = f"{type(error).__name__}: {error}"
-            sentence = clean(f"The picture of {subject} could not be drawn ({reason}).", 300)
+            sentence = clean(
+                f"The picture of {subject} could not be drawn ({reason}).", longest=300
+            )
             print(f"warning: {sentence}", file=sys.stderr)
             pictures.append(("", sentence, 0.0))
     progress.end()
@@ -291,9 +294,10 @@ def _comparison_sections(comparison: Comparison, missing: Sequence[str]) -> list
     """Return a section for each task and for the training, and one on how to read them."""
     sections = []
     for task, by_metric in comparison_tables.by_task(comparison).items():
-        make = partial(comparison_tables.picture, by_metric, comparison.variants)
         tables = comparison_tables.task_tables(by_metric, comparison.baseline)
-        sections.append(Section(comparison_tables.task_title(task), tables, draw([(task, make)])))
+        make_pictures = partial(comparison_tables.picture, by_metric, comparison.variants)
+        pictures = draw([(task, make_pictures)])
+        sections.append(Section(comparison_tables.task_title(task), tables, pictures))
     notes = comparison_tables.notes(comparison, missing)
     sections.append(Section("How to read the comparison", notes=notes))
     # Warnings concern all sections, and come before the first table.
@@ -307,24 +311,26 @@ def _task_section(results: Mapping[str, Results], name: str) -> Section:
     tasks = {label: result.tasks[name] for label, result in results.items()}
     warnings = comparison_warnings(list(results.values()), name)
     pictures = []
-    # The file may be of a version with other tasks.
+    # The results may come from a version with other tasks.
     if name in TASKS:
         pictures = draw([(name, partial(TASKS[name].draw, tasks))])
 
+    # The models to which each note applies.
     labels_by_note = {}
     for label, task in tasks.items():
         for note in task.notes:
             labels_by_note.setdefault(note, []).append(label)
     notes = []
     for note, labels in labels_by_note.items():
-        # A note about all models needs no names.
+        # A note about all models needs no labels.
         if len(labels) < len(tasks):
             note = f"{enumerated(labels)}: {note}"
         notes.append(note)
-    return Section(title_of(name), score_table(tasks, not warnings), pictures, warnings, notes)
+    tables = score_tables(tasks, comparable=not warnings)
+    return Section(title_of(name), tables, pictures, warnings, notes)
 
 
-def runs_table(runs: Mapping[str, Run]) -> list[Table]:
+def runs_table(runs: Mapping[str, Run]) -> Table:
     """Return a table of the progress, losses and speed of each run."""
     rows = []
     for label, run in runs.items():
@@ -336,6 +342,7 @@ def runs_table(runs: Mapping[str, Run]) -> list[Table]:
         if teraflops is not None:
             speed = replace(speed, text=f"{flop_count(teraflops * 1e12)}/s")
 
+        # 0 and 4 are numbers of decimals.
         rows.append(
             [
                 text(label),
@@ -353,12 +360,12 @@ def runs_table(runs: Mapping[str, Run]) -> list[Table]:
         "Losses are in nats per token. Speeds are medians over the steps, for all processes"
         " together."
     )
-    return [table(caption, _RUN_COLUMNS, rows)]
+    return table(caption, _RUN_COLUMNS, rows)
 
 
 def curves(runs: Mapping[str, Run]) -> Iterator[Drawing]:
-    """Yield a drawing for each of `_NAMES` and each task evaluated during training that was logged
-    at least twice; a task has a panel per metric.
+    """Yield a drawing for each of `_NAMES` and for each task evaluated during training, if it was
+    logged at least twice. The drawing of a task has a panel for each of its metrics.
     """
     # A single point is no curve.
     keys = {
@@ -370,7 +377,7 @@ def curves(runs: Mapping[str, Run]) -> Iterator[Drawing]:
         # Keys are DURING, then TASK/METRIC/GROUP/LENGTH without empty parts.
         if key.startswith(DURING):
             task, *parts = key.removeprefix(DURING).split("/")
-            # Groups have the names that the settings of the runs give them.
+            # The names for readers of the task's groups, from the settings of all runs.
             names = {}
             for run in runs.values():
                 names |= group_names(task, run.settings.get("evaluation", {}).get(task) or {})
@@ -393,7 +400,7 @@ def _draw_curves(runs: Mapping[str, Run], name: str, titles: Mapping[str, str]) 
             if curve.last is not None:
                 steps = _thinned(curve.steps)
                 axes.plot(steps, _thinned(curve.values), **looks[label] | {"marker": ""})
-                # A single panel has no title.
+                # A single panel has an empty title, which would leave two spaces.
                 ends.append(f"{label} {title} {curve.last[1]:.4g}".replace("  ", " "))
         axes.set(xlabel="step", ylabel=figures.plain(name, figures.LONGEST_AXIS_LABEL))
         axes.set_title(figures.plain(title, figures.LONGEST_LABEL), fontsize=10)

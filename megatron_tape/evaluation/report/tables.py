@@ -50,7 +50,7 @@ class Table:
     @property
     def grouped_rows(self) -> list[tuple[str, list[Sequence[Cell]]]]:
         """The names of groups, and their rows; without groups, all rows with an empty name."""
-        # Called once for each row, in order.
+        # `groupby` calls its key function once for each row, in order.
         names = iter(self.row_groups or [""] * len(self.rows))
         return [(name, list(rows)) for name, rows in groupby(self.rows, lambda _: next(names))]
 
@@ -97,7 +97,7 @@ def markdown(shown: Table, escape: Callable[[str], str]) -> list[str]:
         rule = "-" * width
         if is_number:
             align = str.rjust
-            rule = f"{rule[1:]}:"  # a colon at its end aligns a column on the right
+            rule = f"{rule[1:]}:"  # a colon at the end of a rule aligns the column on the right
         heading, *values = [align(text, width) for text in texts]
         columns.append([heading, rule, *values])
     return [f"| {' | '.join(line)} |" for line in zip(*columns)]
@@ -194,9 +194,9 @@ def enumerated(items: Sequence[str], most: int = 1000) -> str:
     return f"{', '.join(items[:-1])} and {items[-1]}"
 
 
-def score_table(tasks: Mapping[str, TaskResult], comparable: bool = True) -> list[Table]:
-    """Return the scores of a task: a row for each metric, group and length, and a column for each
-    model.
+def score_tables(tasks: Mapping[str, TaskResult], comparable: bool = True) -> list[Table]:
+    """Return a table of a task's scores, or an empty list without scores: a row for each metric,
+    group and length, and a column for each model.
 
     The best value of a row is bold if its interval overlaps none of the others and the models are
     `comparable`.
@@ -205,8 +205,8 @@ def score_table(tasks: Mapping[str, TaskResult], comparable: bool = True) -> lis
     values = {}
     for subject, scores in subjects.items():
         for score in scores.values():
+            # All values of a metric decide on the number of decimals in its rows.
             known = {score.value, score.low, score.high} - {None}
-            # A metric has the same number of decimals in all its rows.
             values.setdefault(subject.metric, []).extend(known)
 
     rows = []
@@ -219,7 +219,7 @@ def score_table(tasks: Mapping[str, TaskResult], comparable: bool = True) -> lis
         if comparable:
             best = leader(scores)
         decimals = decimals_for(values[subject.metric])
-        row = [text(metric_name(subject)), text(subject.group), number(subject.length, 0)]
+        row = [text(metric_name(subject)), text(subject.group), number(subject.length, decimals=0)]
         for label in tasks:
             row.append(_score_cell(scores.get(label), decimals, strong=label == best))
         rows.append(row)
@@ -240,6 +240,7 @@ def _score_cell(score: Score | None, decimals: int | None, strong: bool) -> Cell
         return Cell(MISSING)
     details = (interval(score.low, score.high, decimals), score.shown_count)
     shown = shown_number(score.value, decimals)
+    # Both details may be empty.
     return Cell(shown, score.value, "\n".join(filter(None, details)), strong)
 
 

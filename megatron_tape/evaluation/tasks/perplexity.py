@@ -116,10 +116,10 @@ class Perplexity(WindowTask):
         work = self.work[unit.key]
         document = work.document
         if self._longlora:
-            means = [
-                window_losses(model, document, window, prefix=[]).mean() for window in work.windows
+            by_window = [
+                window_losses(model, document, window, prefix=[]) for window in work.windows
             ]
-            return {"means": list(map(float, means))}
+            return {"means": [float(losses.mean()) for losses in by_window]}
 
         tokens = sum(window.scored for window in work.windows)
         value: Value = {"nats": 0.0, "tokens": tokens}

@@ -175,15 +175,20 @@ class PositionPictures(DocumentTask):
 
         # How far the states are from RoPE's phases: (documents, layers, head groups).
         distance = column("distance")
-        scores = []
-        # The mean over head groups, with layers first.
-        for layer, by_document in enumerate(distance.mean(2).T):
-            # Each document counts as one, so the ratio is the mean over documents.
-            ones = np.ones(count)
-            group = f"layer {layer}"
-            scores.append(
-                ratio_score("state_distance", by_document, ones, "neither", group=group, **common)
+        # Each document counts as one, so the ratio is the mean over documents.
+        ones = np.ones(count)
+        scores = [
+            ratio_score(
+                "state_distance",
+                by_document,
+                ones,
+                "neither",
+                group=f"layer {layer}",
+                **common,
             )
+            # Means over head groups, (layers, documents).
+            for layer, by_document in enumerate(distance.mean(2).T)
+        ]
 
         # How much the loss depends on the states.
         losses = column("loss")

@@ -395,12 +395,11 @@ class GridNavigation(Variants):
         for name in sorted(variants, key=variants.__getitem__):
             steps, width, blanks = variants[name]
             cells = " \N{MULTIPLICATION SIGN} ".join([f"{width:g}"] * self.settings.dimensions)
-            training_note = ""
+            trained_note = ""
             if name == trained:
-                training_note = f", {TRAINED}"
-            names[name] = (
-                f"{steps:g} steps on {cells} cells ({100 * blanks:g} % blank{training_note})"
-            )
+                trained_note = f", {TRAINED}"
+            blank = f"{100 * blanks:g} % blank{trained_note}"
+            names[name] = f"{steps:g} steps on {cells} cells ({blank})"
         return names
 
     def generators(self) -> dict[str, Generator]:
