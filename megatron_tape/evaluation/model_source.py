@@ -199,9 +199,7 @@ def _from_transformers(path: Path, label: str | None) -> ModelSource:
     # `type`, because True is an int.
     if type(vocab_size) is not int or vocab_size < 1:
         raise FileError(
-            path / "config.json",
-            f"has vocab_size {vocab_size!r}",
-            "set it to an integer above 0",
+            path / "config.json", f"has vocab_size {vocab_size!r}", "set it to an integer above 0"
         )
     # GPT-2 and similar models use n_positions, MPT max_seq_len.
     keys = ("max_position_embeddings", "n_positions", "max_seq_len")
@@ -339,10 +337,7 @@ def _from_checkpoint(path: Path, label: str | None, average: bool) -> ModelSourc
 
 
 def _model_info(
-    model: ModelConfig,
-    label: str,
-    has_tokenizer: bool,
-    tokenizer: TokenizerRecord | None = None,
+    model: ModelConfig, label: str, has_tokenizer: bool, tokenizer: TokenizerRecord | None = None
 ) -> ModelInfo:
     """Return the `ModelInfo` of a model of this project."""
     # The type in an export's config.json. If that is a built-in type of transformers, the name of

@@ -108,8 +108,9 @@ class Ranks:
         loads = [0.0] * self.count
         rank_of = {}
         for unit in sorted(units, key=lambda unit: -unit.cost):
-            rank_of[unit.key] = loads.index(min(loads))
-            loads[rank_of[unit.key]] += unit.cost
+            least_loaded = loads.index(min(loads))
+            loads[least_loaded] += unit.cost
+            rank_of[unit.key] = least_loaded
         # A rank evaluates its units in their original order.
         return [[unit for unit in units if rank_of[unit.key] == rank] for rank in range(self.count)]
 

@@ -159,10 +159,7 @@ def _group_panels(
 
 
 def pictures_by_group(
-    results: Results,
-    is_shown: Callable[[Score], bool],
-    file_name: str,
-    x_label: str,
+    results: Results, is_shown: Callable[[Score], bool], file_name: str, x_label: str
 ) -> list[Picture]:
     """Return a picture of the scores for which `is_shown` is true, with a row for each group and
     metric; an empty list without such scores.

@@ -17,20 +17,19 @@ Interval = tuple[float | None, float | None]
 """Low and high end of a confidence interval; None if the data does not determine them."""
 TAIL = 2.5
 """Percentage of resampled values on each side of a 95 % interval."""
+RESAMPLINGS = 1000
+"""Number of bootstrap samples of an interval."""
 NORMAL_QUANTILE = 1.959963984540054
 """Half the width of a 95 % interval in standard errors."""
 
 
-def bootstrap_ratio(
-    numerators: Numbers,
-    denominators: Numbers,
-    samples: int = 1000,
-) -> Interval:
+def bootstrap_ratio(numerators: Numbers, denominators: Numbers) -> Interval:
     """Return the bootstrap interval of sum(`numerators`) / sum(`denominators`), such as of nats per
     token.
 
-    Both arguments have one number for each document. Documents are drawn with replacement `samples`
-    times. Returns (None, None) if fewer than two documents have a nonzero denominator.
+    Both arguments have one number for each document. Documents are drawn with replacement
+    `RESAMPLINGS` times. Returns (None, None) if fewer than two documents have a nonzero
+    denominator.
     """
     if np.count_nonzero(denominators) < 2:
         return None, None
@@ -39,7 +38,7 @@ def bootstrap_ratio(
     # The seed is fixed, so that the same values have the same interval.
     random = np.random.default_rng(0)
     ratios = []
-    for _ in range(samples):
+    for _ in range(RESAMPLINGS):
         drawn = random.integers(count, size=count)
         numerator, denominator = pairs[drawn].sum(axis=0)
         # Some documents may have nothing to measure, such as no key tokens.

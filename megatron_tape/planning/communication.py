@@ -162,7 +162,6 @@ def _zero_traffic(plan: Plan) -> dict[tuple[str, str], int]:
         # Between the two uses of a parameter, all elements behind it are used twice. So a parameter
         # is released if more than half of the distance is behind it.
         released_elements = max(0, large_elements - REUSE_DISTANCE // 2)
-        gathered_elements = plan.elements
-        gathered_elements += (plan.micro_batches - 1) * large_elements
+        gathered_elements = plan.elements + (plan.micro_batches - 1) * large_elements
         gathered_elements += plan.micro_batches * released_elements
     return {(DATA, REDUCE_SCATTER): gradients, (DATA, ALL_GATHER): plan.width * gathered_elements}

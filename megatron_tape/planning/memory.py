@@ -133,10 +133,7 @@ def memory_of_pipeline_stage(plan: Plan) -> Memory:
 
 
 def _first_backward(
-    plan: Plan,
-    state: ModelStateMemory,
-    activation_bytes: Activations,
-    copy_gradients: int,
+    plan: Plan, state: ModelStateMemory, activation_bytes: Activations, copy_gradients: int
 ) -> Iterator[tuple[int, int]]:
     """Yield pairs of the bytes of gradients and of additional memory during the first backward pass
     of a step, under ZeRO 1 and 2. `copy_gradients` are the bytes of a copied embedding's gradients.

@@ -262,7 +262,8 @@ def headline(comparison: Comparison) -> tuple[str, list[str]]:
     evaluated = [task_title(task) for task in by_task(comparison) if task != TRAINING]
     compared = (
         f"Compared: {counted(len(variants), 'variant')} of one recipe"
-        f" ({enumerated(variants, most=6)}), trained with {shown_seeds} each, by {enumerated(evaluated) or 'the validation loss'}."
+        f" ({enumerated(variants, most=6)}), trained with {shown_seeds} each, by"
+        f" {enumerated(evaluated) or 'the validation loss'}."
     )
 
     findings = _findings(comparison)
@@ -405,9 +406,7 @@ def warnings(comparison: Comparison) -> list[str]:
 
 
 def markdown(
-    comparison: Comparison,
-    missing: Sequence[str] = (),
-    escape: Callable[[str], str] = _escape,
+    comparison: Comparison, missing: Sequence[str] = (), escape: Callable[[str], str] = _escape
 ) -> str:
     """Return the headline, the tables and the notes as Markdown, with columns that are aligned in a
     terminal.

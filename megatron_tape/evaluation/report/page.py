@@ -190,9 +190,7 @@ def page(
     )
     title = "; ".join(titles)
     return environment.get_template("page.html").render(
-        title=title[:1].upper() + title[1:],
-        sentences=sentences,
-        sections=sections,
+        title=title[:1].upper() + title[1:], sentences=sentences, sections=sections
     )
 
 

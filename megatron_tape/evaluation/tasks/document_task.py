@@ -108,10 +108,7 @@ class WindowTask(DocumentTask):
         self.skipped = {}
         for text_source in self.text_sources:
             documents, short = long_documents(
-                text_source,
-                model,
-                self.minimum_tokens(model.info),
-                self.most_documents,
+                text_source, model, self.minimum_tokens(model.info), self.most_documents
             )
             self.skipped[text_source.name] = short
             self.work |= self.plan(text_source, documents, model)
@@ -123,10 +120,7 @@ class WindowTask(DocumentTask):
         ]
 
     def plan(
-        self,
-        text_source: TextSource,
-        documents: list[Document],
-        model: EvaluatedModel,
+        self, text_source: TextSource, documents: list[Document], model: EvaluatedModel
     ) -> dict[str, Work]:
         """Return the work for a source by unit key, `SOURCE/DOCUMENT/LENGTH`: each document at each
         length.

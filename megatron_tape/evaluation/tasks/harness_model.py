@@ -65,10 +65,7 @@ class HarnessModel(HFLM):
         return super().generate_until(requests, disable_tqdm)
 
     def _loglikelihood_tokens(
-        self,
-        requests: list[Any],
-        *arguments: Any,
-        **options: Any,
+        self, requests: list[Any], *arguments: Any, **options: Any
     ) -> list[tuple[float, bool]]:
         """Return log-likelihoods, and record the requests that are truncated for them.
 

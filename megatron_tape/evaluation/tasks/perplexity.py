@@ -77,10 +77,7 @@ class Perplexity(WindowTask):
         return super().minimum_tokens(info)
 
     def plan(
-        self,
-        text_source: TextSource,
-        documents: list[Document],
-        model: EvaluatedModel,
+        self, text_source: TextSource, documents: list[Document], model: EvaluatedModel
     ) -> dict[str, Work]:
         """Return the work for a source by unit key: documents or, with longlora, groups of windows,
         at each length.

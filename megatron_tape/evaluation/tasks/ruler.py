@@ -177,7 +177,7 @@ class Ruler(Task):
 
         effective, notes = self._effective(means, info)
         details = {"lengths": lengths, "tasks": by_task, "mean_name": mean_name}
-        return Summary([*means, *effective, *scores], details, [*self._notes(), *notes])
+        return Summary(means + effective + scores, details, self._notes() + notes)
 
     @classmethod
     def draw(cls, results: TaskResults) -> list[Picture]:
@@ -191,7 +191,7 @@ class Ruler(Task):
         pictures = []
         for (mean_name, *_), comparable in by_tasks.items():
             pictures += pictures_by_length(
-                comparable, metric=mean_name, file_name="ruler", y_label=mean_name
+                comparable, mean_name, file_name="ruler", y_label=mean_name
             )
 
         def score_matrix(result: TaskResult) -> tuple[list, list, list]:
@@ -201,10 +201,7 @@ class Ruler(Task):
             return list(tasks.values()), list(tasks), columns
 
         return pictures + fraction_maps(
-            results,
-            score_matrix,
-            file_name="ruler-tasks",
-            title="RULER's tasks by context length",
+            results, score_matrix, file_name="ruler-tasks", title="RULER's tasks by context length"
         )
 
     @property

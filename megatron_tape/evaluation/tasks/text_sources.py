@@ -127,10 +127,7 @@ def _check_split(split: str, text_sources: list[TextSource], key: str) -> None:
 
 
 def check_sources(
-    text_sources: Sequence[TextSource],
-    info: ModelInfo,
-    minimum: int,
-    most: int | None,
+    text_sources: Sequence[TextSource], info: ModelInfo, minimum: int, most: int | None
 ) -> None:
     """Raise UserError, with file and line, if documents that `long_documents` would read are
     invalid.
@@ -170,10 +167,7 @@ def check_sources(
 
 
 def long_documents(
-    text_source: TextSource,
-    model: EvaluatedModel,
-    minimum: int,
-    most: int | None,
+    text_source: TextSource, model: EvaluatedModel, minimum: int, most: int | None
 ) -> tuple[list[Document], int]:
     """Return the first `most` documents of at least `minimum` tokens, and the number of skipped,
     shorter documents.
