@@ -122,7 +122,7 @@ class PairedTest:
 
 
 def paired_t(differences: Sequence[float]) -> PairedTest:
-    """Test whether the mean of `differences` (at least one) is zero."""
+    """Return Student's t test of whether the mean of `differences` (at least one) is zero."""
     from scipy.special import stdtr
 
     count = len(differences)

@@ -130,7 +130,8 @@ class HFModel:
     def losses(self, tokens: np.ndarray, first: int) -> np.ndarray:
         """Return the losses (N - first,), float64, of `tokens[first:]` for tokens (N,)."""
         self.reset_rope_frequencies()
-        ids = torch.from_numpy(np.ascontiguousarray(tokens, dtype=np.int64)).to(self.device)
+        # Datasets store ids in several types.
+        ids = torch.from_numpy(np.asarray(tokens, dtype=np.int64)).to(self.device)
         length = len(tokens) - 1  # the last token is only a label
         if length > self.chunk and self.supports_chunks and self._supports_cache(length):
             losses = self._losses_by_chunk(ids, first)
@@ -138,7 +139,7 @@ class HFModel:
                 return losses
             # Models with their own code may ignore the cache. Later texts do not try it again.
             self.supports_chunks = False
-        # `logits_to_keep` = 0 would keep all.
+        # Without scored tokens, `logits_to_keep` would be 0, which keeps all logits.
         if first == len(tokens):
             return np.empty(0)
         scored = len(tokens) - first

@@ -161,7 +161,7 @@ def _input_bytes(plan: Plan) -> int:
 
 def _layer_input_bytes(plan: Plan, layer: int) -> int:
     """Return the bytes of a recomputed layer's inputs: hidden states, and a state that the previous
-    layer changed.
+    layer changed. `_input_bytes` counts a state that is the same in all layers.
     """
     encoding = plan.encoding
     previous = layer - 1

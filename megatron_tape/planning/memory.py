@@ -143,7 +143,8 @@ def _first_backward(
     elements are contiguous, in the order of the model: embedding, layers, output layer.
     """
     trained = plan.trained_elements
-    # In the last micro-batch, each group is averaged as soon as it is complete.
+    # In the last backward pass of a step, each group is averaged as soon as it is complete. With one
+    # micro-batch, the first pass is the last.
     is_last = plan.micro_batches == 1
     micro_batch_bytes = activation_bytes.layers / plan.in_flight
 
@@ -304,7 +305,8 @@ def checkpoint_bytes(plan: Plan) -> int:
     """
     total = 0
     for stage in plan.pipeline_stages():
-        # Moments of all ranks together, and master weights.
+        # The moments of all data-parallel ranks together (as if one rank had them), and the master
+        # weights.
         total += _moment_bytes(stage, ranks=1) + 4 * stage.trained_elements
         if plan.config.checkpoint.frozen:
             total += 4 * (stage.elements - stage.trained_elements)

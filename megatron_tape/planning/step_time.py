@@ -104,6 +104,7 @@ def _seconds(
         PIPELINE: (pipeline, tensor * context),
         DATA: (plan.data_context_size, tensor),
     }[group]
+    # The number of the group's ranks that are on one node.
     on_node = min(ranks, max(1, NODE_SIZE // stride))
     if group == DATA:
         # Context-parallel ranks are adjacent; data-parallel ranks are separated by all pipeline

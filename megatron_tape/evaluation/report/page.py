@@ -275,6 +275,7 @@ def draw(drawings: Iterable[Drawing]) -> list[tuple[str, str, float]]:
         progress.update(0, lambda _: f"drawing {clean(subject)}")  # noqa: B023
         try:
             for picture in make_pictures():
+                # `Markup`, because `_shown` would shorten a long str.
                 address = Markup(f"data:image/png;base64,{base64.b64encode(png(picture)).decode()}")
                 pictures.append((address, picture.alternative_text, picture.figure.get_figwidth()))
         except Exception as error:  # of a task's drawing; the other pictures are still shown

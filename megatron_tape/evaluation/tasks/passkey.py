@@ -99,7 +99,7 @@ class Passkey(Task):
                 f"has {length}, but a prompt without filler and its answer have {shortest} tokens",
                 f"set lengths of at least {shortest}",
             )
-        # The tokens are repeated, since encoding a text of a million tokens would take long.
+        # `np.resize` repeats the tokens. Encoding a text of a million tokens would take long.
         encoded = model.encode(" ".join([FILLER] * REPEATS))
         filler = np.resize(encoded, length - shortest).tolist()
         before = round(depth * len(filler))  # the number of filler tokens before the key

@@ -276,7 +276,7 @@ class Scrolls(Task):
                     mean,
                     "higher",
                     *interval,
-                    length,
+                    length=length,
                     count=sum(counts),
                     unit="%",
                 )

@@ -275,6 +275,7 @@ class Variants(SyntheticTask):
         blanks = {}
         for name in self.generators():
             parts = [value for key, value in values.items() if key.rpartition("/")[0] == name]
+            # The numbers of correct answers and of all answers, by sequence.
             right = np.concatenate([part["right"] for part in parts])
             answers = np.concatenate([part["answers"] for part in parts])
             count = len(right)
