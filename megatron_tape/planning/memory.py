@@ -143,8 +143,8 @@ def _first_backward(
     elements are contiguous, in the order of the model: embedding, layers, output layer.
     """
     trained = plan.trained_elements
-    # In the last backward pass of a step, each group is averaged as soon as it is complete. With one
-    # micro-batch, the first pass is the last.
+    # In the last backward pass of a step, each group is averaged as soon as it is complete. With
+    # one micro-batch, the first pass is the last.
     is_last = plan.micro_batches == 1
     micro_batch_bytes = activation_bytes.layers / plan.in_flight
 

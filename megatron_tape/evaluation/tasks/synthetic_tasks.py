@@ -173,6 +173,7 @@ class Addition(SyntheticTask):
         """Return the fraction of correct sums within and beyond the lengths of training."""
         trained = self.settings.digits
         lengths = np.array(self.lengths)
+        # 0 or 1 for each length of the first operand, length of the second operand, and sample.
         right = np.array([values[str(first)]["right"] for first in self.lengths])
         # A row for each length of the first operand, a column for each of the second.
         within = np.maximum.outer(lengths, lengths) <= trained
