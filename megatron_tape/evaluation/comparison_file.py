@@ -201,7 +201,7 @@ def _changes(before: dict, now: dict, section: str = "") -> list[str]:
 
 
 def results_by_metric(comparison: Comparison) -> dict[Score, list[VariantResult]]:
-    """Return the results of all variants for each metric (see `Score.subject`)."""
+    """Return the results of all variants by metric: a score without its value."""
     values = {}
     for run in comparison.runs:
         for score in run.scores:

@@ -79,8 +79,8 @@ DOTS_PER_INCH = 150
 def styles(labels: Iterable[str]) -> dict[str, dict]:
     """Return the plot style of each model: `axes.plot(x, y, **styles(results)[label])`.
 
-    The color is that of the model's encoding (see `model_encodings`). Models of one encoding differ
-    in shade and line style. The keys are `color`, `marker`, `markersize`, `linestyle`, `linewidth`
+    The color is that of the model's encoding, as set by `model_encodings`. Models of one encoding
+    differ in shade and line style. The keys are `color`, `marker`, `markersize`, `linestyle`, `linewidth`
     and `label`. Use `label` in legends and titles: it is short, and contains no markup of
     matplotlib.
     """
@@ -216,7 +216,7 @@ def new_figure(
     # Labels come from files, and a single $ would raise an error.
     matplotlib.rcParams["text.parse_math"] = False
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
-    # Connects itself to the figure, which pyplot would do otherwise.
+    # The canvas connects itself to the figure, as pyplot would do.
     FigureCanvasAgg(figure)
     grid = figure.subplots(rows, columns, squeeze=False, **subplots)
 

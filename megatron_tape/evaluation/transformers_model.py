@@ -247,7 +247,8 @@ def load_model(
     """Load a model in transformers format from safetensors files. Raises FileError if transformers
     cannot load it.
 
-    `saved_tokenizer` is that of `HFModel`. If it is given, the directory needs no tokenizer.
+    `saved_tokenizer` is the tokenizer of the training. If given, it encodes and decodes texts, and
+    the directory needs no tokenizer.
     """
     import transformers
 

@@ -366,8 +366,8 @@ def _loss_bytes(plan: Plan, gradient: int) -> int:
     chunk_gradient = 0
     if chunk == tokens or plan.width == 2:
         chunk_gradient = gradient
-    # At first, a chunk has its logits in fp32 and in the run's precision. Later, it has the latter
-    # and its gradient.
+    # At first, a chunk has its logits in fp32 and in the run's precision. Later, it has those in
+    # the run's precision and its gradient.
     largest = max(logits + bf16_logits, (bf16_logits or logits) + chunk_gradient)
     # `Activations.output_gradient` counts the gradient already.
     return hidden_states + summed_gradient + largest - gradient

@@ -139,7 +139,7 @@ def _first_backward(
     of a step, under ZeRO 1 and 2. `copy_gradients` are the bytes of a copied embedding's gradients.
 
     All micro-batches are in flight when it begins, so activations are freed while gradients are
-    allocated. A parameter group is allocated at its first gradient (see `training.gradients`). Its
+    allocated. The gradients of a parameter group are allocated at its first gradient. A group's
     elements are contiguous, in the order of the model: embedding, layers, output layer.
     """
     trained = plan.trained_elements

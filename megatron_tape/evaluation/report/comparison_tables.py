@@ -25,7 +25,7 @@ from megatron_tape.huggingface.export import markdown as markdown_text
 from megatron_tape.text import counted
 
 ByMetric = dict[Score, list[VariantResult]]
-"""Results of one task: for each metric (see `Score.subject`), the results of all variants."""
+"""Results of all variants in one task, by metric: a score without its value."""
 SIGNIFICANT = 0.05
 """Differences with a smaller p value are bold."""
 
@@ -309,7 +309,7 @@ def _findings(comparison: Comparison) -> list[str]:
         if values is not None:
             title = f"{task_title(task)}: " if len(evaluated) > 1 else ""
             sentences.append(title + finding(values, comparison.baseline))
-    # Readers would otherwise miss values that the table has.
+    # The table has values of all seeds, so readers are told which ones this counts.
     if len(runs) < len(comparison.runs):
         names = ", ".join(map(str, sorted(shared)))
         sentences.append(f"This counts only the seeds that all variants have: {names}.")

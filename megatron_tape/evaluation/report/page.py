@@ -266,8 +266,8 @@ def _shown(value: Any) -> Any:
 
 
 def draw(drawings: Iterable[Drawing]) -> list[tuple[str, str, float]]:
-    """Draw pictures; return URL, description and width of each (see `Section.pictures`). Warns if a
-    drawing fails.
+    """Draw pictures; return a data URL, a description and the width in inches of each. If a drawing
+    fails, print a warning, and return an empty URL with the reason as description.
     """
     pictures: list[tuple[str, str, float]] = []
     progress = Progress(None)

@@ -168,8 +168,8 @@ def decimals_for(values: Iterable[float]) -> int | None:
 
 
 def shown_number(value: float, decimals: int | None) -> str:
-    """Return a number as text with thousands separators and a minus sign; see `decimals_for` for
-    `decimals`.
+    """Return a number as text with thousands separators and a minus sign. If `decimals` is None, it
+    has four significant digits.
     """
     if decimals is None:
         shown = f"{value:z,.4g}"
@@ -245,7 +245,7 @@ def _score_cell(score: Score | None, decimals: int | None, strong: bool) -> Cell
 
 
 def by_subject(tasks: Mapping[str, TaskResult]) -> dict[Score, dict[str, Score]]:
-    """Return the scores of a task by subject (see `Score.subject`) and model label."""
+    """Return the scores of a task by subject (a score without its value) and model label."""
     scores = {}
     for label, task in tasks.items():
         for score in task.scores:

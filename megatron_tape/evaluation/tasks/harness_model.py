@@ -28,12 +28,14 @@ class HarnessModel(HFLM):
         """
 
     def tok_encode(self, *arguments: Any, **options: Any) -> list[int]:
-        """Encode a text; the characters of a beginning-of-text token are like any other."""
+        """Return the token ids of a text, in which `bos_token` has no special meaning."""
         with _no_bos_in_texts():
             return super().tok_encode(*arguments, **options)
 
     def tok_batch_encode(self, *arguments: Any, **options: Any) -> tuple[Any, Any]:
-        """Encode several texts like `tok_encode`."""
+        """Return the token ids and the attention mask of texts, in which `bos_token` has no special
+        meaning.
+        """
         with _no_bos_in_texts():
             return super().tok_batch_encode(*arguments, **options)
 

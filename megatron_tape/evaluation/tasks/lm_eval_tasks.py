@@ -146,8 +146,8 @@ class LmEval(Task):
 
 
 def _finite(outcome: dict) -> dict:
-    """Drop `responses` and infinite or NaN metrics from an outcome; list the names of these metrics
-    in `not_finite`.
+    """Return the outcome of a task or group (see `harness.run`) without `responses` and infinite or
+    NaN metrics. The names of these metrics are in `not_finite`.
     """
     metrics = outcome["metrics"]
     # JSON has neither infinite numbers nor NaN.
@@ -166,7 +166,7 @@ def _finite(outcome: dict) -> dict:
 
 
 def _scores(outcome: dict) -> list[Score]:
-    """Return the metrics of a task or group as scores."""
+    """Return the metrics of a task or group as scores, given its outcome."""
     scores = []
     for key, metric in outcome["metrics"].items():
         interval = _interval(metric, outcome["values"].get(key))
@@ -185,7 +185,7 @@ def _scores(outcome: dict) -> list[Score]:
 
 
 def _notes(outcome: dict, max_length: int) -> list[str]:
-    """Return sentences about truncated documents and omitted metrics."""
+    """Return sentences about truncated documents and omitted metrics of a task or group."""
     notes = []
     if outcome["truncated"]:
         notes.append(
@@ -203,7 +203,7 @@ def _notes(outcome: dict, max_length: int) -> list[str]:
 
 def _interval(metric: dict, values: list[float] | None) -> Interval:
     """Return Wilson's interval if the metric is a fraction of documents, else one from the
-    harness's standard error.
+    harness's standard error. `values` are those of the documents, or None if unknown.
     """
     value = metric["value"]
     # A metric of values 0 and 1 need not be their mean: F1, for example, is not.

@@ -52,7 +52,7 @@ def correct_answers(
     """Return for each sequence a mask (A,) of its A answer tokens that the model predicts
     correctly.
 
-    `sequences` are pairs of token ids and mask, as `Generator.sequence` returns them.
+    `sequences` are pairs of token ids (N,) and a mask (N,) of the answers among them.
     """
     import torch
 
