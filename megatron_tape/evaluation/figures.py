@@ -80,9 +80,9 @@ def styles(labels: Iterable[str]) -> dict[str, dict]:
     """Return the plot style of each model: `axes.plot(x, y, **styles(results)[label])`.
 
     The color is that of the model's encoding, as set by `model_encodings`. Models of one encoding
-    differ in shade and line style. The keys are `color`, `marker`, `markersize`, `linestyle`, `linewidth`
-    and `label`. Use `label` in legends and titles: it is short, and contains no markup of
-    matplotlib.
+    differ in shade and line style. The keys are `color`, `marker`, `markersize`, `linestyle`,
+    `linewidth` and `label`. Use `label` in legends and titles: it is short, and contains no markup
+    of matplotlib.
     """
     labels = list(labels)
     encodings = dict(_ENCODINGS.get())

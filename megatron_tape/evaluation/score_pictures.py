@@ -85,7 +85,8 @@ def pictures_by_length(
             sentences.append(f"{label}: {', '.join(points)}")
 
         length_axis(axes, lengths)
-        # Panels share the y axis, so its limits follow from the scores of all groups.
+        # Panels share the y axis, so the scores of all groups decide whether its limits are those of
+        # fractions, around 0 to 1.
         if all(score.is_fraction for score in shown):
             axes.set_ylim(*limits((), fraction=True))
         elif 0 < log_ratio * min(values) < max(values):

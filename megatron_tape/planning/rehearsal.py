@@ -355,15 +355,17 @@ def _attention(
     enable_gqa=False,
 ):
     """Replace torch's `scaled_dot_product_attention`: call the operator that a GPU would select,
-    because the saved tensors depend on the operator. Arguments have its names and shapes.
+    because the saved tensors depend on the operator. Returns the outputs (B, H, S, D) for queries
+    (B, H, S, D), and keys and values (B, G, S, D).
     """
-    # After the mask, the arguments are: whether to return the log-sum-exp, dropout, and causality.
+    # The arguments after the mask are: whether to compute the log-sum-exp, dropout, and causality.
+    # The first of the results is attention's output.
     if v.shape[-1] != q.shape[-1]:  # only cuDNN supports wider values
         return aten._scaled_dot_product_cudnn_attention(q, k, v, attn_mask, True, 0.0, is_causal)[0]
     # FlashAttention supports neither masks nor fp32.
     if attn_mask is None and q.dtype.itemsize == 2:
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
-    # This operator supports neither grouped keys nor broadcast masks.
+    # The memory-efficient operator supports neither grouped keys nor broadcast masks.
     repeats = q.shape[1] // k.shape[1]
     k = k.repeat_interleave(repeats, dim=1)
     v = v.repeat_interleave(repeats, dim=1)
