@@ -377,13 +377,13 @@ def heat_map(
     row_label: str = "",
     column_label: str = "",
     high: float = 1.0,
-    bar_label: str | None = None,
+    bar: str | None = None,
 ) -> None:
     """Draw a matrix of values, rows from top to bottom, with a color range from 0 to `high`.
 
-    Cells with None or NaN show a cross. Small matrices also show the values as text. Without
-    `bar_label`, there is no color bar. If several panels have the same range, add a color bar to
-    the last one only.
+    Cells with None or NaN show a cross. Small matrices also show the values as text. `bar` is the
+    label of a color bar; None for no color bar. If several panels have the same range, add a color
+    bar to the last one only.
     """
     # NumPy converts None to NaN. A matrix without rows needs its shape.
     matrix = np.array(values, dtype=float).reshape(len(rows), len(columns))
@@ -425,11 +425,11 @@ def heat_map(
                 color=color,
             )
 
-    if bar_label is not None:
+    if bar is not None:
         drawn: Any = axes.figure.colorbar(
             image,
             ax=[axes],
-            label=bar_label,
+            label=bar,
             pad=0.02,
         )
         drawn.outline.set_visible(False)

@@ -85,8 +85,8 @@ def pictures_by_length(
             sentences.append(f"{label}: {', '.join(points)}")
 
         length_axis(axes, lengths)
-        # Panels share the y axis, so the scores of all groups decide whether its limits are those of
-        # fractions, around 0 to 1.
+        # Panels share the y axis, so the scores of all groups decide whether its limits are around
+        # 0 to 1.
         if all(score.is_fraction for score in shown):
             axes.set_ylim(*limits((), fraction=True))
         elif 0 < log_ratio * min(values) < max(values):
@@ -236,7 +236,7 @@ def fraction_maps(
             columns,
             row_label=row_label,
             column_label=column_label,
-            bar_label=bar_label,
+            bar=bar_label,
         )
 
         # Cells without samples have no value.

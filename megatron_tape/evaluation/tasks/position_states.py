@@ -299,7 +299,7 @@ def _heat_maps(
             row_label="layer",
             column_label=column_label,
             high=high,
-            bar_label=shown_bar,
+            bar=shown_bar,
         )
         layer, index = np.unravel_index(np.argmax(matrix), (rows, columns))
         maxima.append(
