@@ -412,8 +412,8 @@ class Tracker(MemTracker):
         """
         self.group_labels: dict[tuple[int, ...], str] = {}
         """Labels of process groups by their ranks."""
-        # MemTracker counts new tensors as activations unless this is set. Here, only those of
-        # forward passes count.
+        # While `_in_opt` is set, MemTracker counts new tensors as optimizer state. `_in_forward`
+        # unsets it, so that only tensors of forward passes count as activations.
         self._in_opt = True
         # MemTracker's hooks for per-module figures support one micro-batch only, and would keep a
         # pipeline's tensors.
