@@ -96,7 +96,7 @@ def settings(stages=1, cache="auto", method=None):
 def test_the_cache_has_twice_the_head_size(plugin, given):
     for_vllm = settings(**given)
     for _ in range(2):  # vLLM calls it at start, and the model again
-        plugin.prepare(for_vllm)
+        plugin.double_head_size(for_vllm)
         assert for_vllm.model_config.model_arch_config.head_size == 96
 
 
@@ -110,7 +110,7 @@ def test_the_cache_has_twice_the_head_size(plugin, given):
 )
 def test_unsupported_vllm_settings_are_refused_by_name(plugin, given, names):
     with pytest.raises(NotImplementedError, match=f"^TAPE models in vLLM do not support .*{names}"):
-        plugin.prepare(settings(**given))
+        plugin.double_head_size(settings(**given))
 
 
 def test_an_incompatible_vllm_gives_a_warning_instead_of_an_error(plugin, monkeypatch):

@@ -18,6 +18,7 @@ ROWS = 128
 
 def under_autocast(x: Tensor) -> bool:
     """Return whether autocast is enabled on the device of x."""
+    # torch raises RuntimeError for the meta device, which has no autocast.
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
@@ -46,9 +47,10 @@ def attend_with_scores(
 
     query (B, H, S, D), key (B, G, T, D), value (B, G, T, E). The mask (B or 1, 1, S, T) is boolean
     (True: attend) or additive. The queries are the last S of T tokens; attention is causal.
-    `positions` (`PositionInputs`) has the encoding's `bias`, `log_gate_TBH` and `rescore`, for all
-    tokens. Computes at least in float32. Training recomputes blocks in the backward pass, and saves
-    no S x T tensors.
+    `positions` (`PositionInputs`) changes the scores of all tokens in up to three ways: `rescore`
+    replaces them, `bias` is added, and so are the sums of `log_gate_TBH`, the logarithms of forget
+    gates. Each may be None. Computes at least in float32. Training recomputes blocks in the
+    backward pass, and saves no S x T tensors.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     S = query.shape[2]
@@ -59,11 +61,11 @@ def attend_with_scores(
     if bias is not None:
         bias = bias.in_float32()
     rescore = positions.rescore
-    prepared = ()
+    rescore_tensors = ()
     if rescore is not None:
         rescore = rescore.in_float32()
-        # What all blocks need, computed once.
-        prepared = rescore.prepared(q, k)
+        # `rescore.rows` takes these tensors in every block, so they are computed once.
+        rescore_tensors = rescore.prepared(q, k)
 
     sums_BHT = None
     if positions.log_gate_TBH is not None:
@@ -77,9 +79,11 @@ def attend_with_scores(
         """
         num_keys = tokens.stop
         keys = torch.arange(num_keys, device=q.device)
+        # (1, 1, r, t): a query attends to the keys up to its own token.
         attended = (keys <= keys[tokens, None])[None, None]
         additive = None
         if attention_mask is not None:
+            # The rows of the mask are the new tokens, but `tokens` counts all tokens.
             mask_rows = slice(tokens.start - T + S, num_keys - T + S)
             mask = attention_mask.expand(-1, -1, S, T)[:, :, mask_rows, :num_keys]
             if mask.dtype != torch.bool:
@@ -93,11 +97,17 @@ def attend_with_scores(
         G = k.shape[1]
         scores = 0.0
         if rescore is None or rescore.takes_scores:
+            # The queries of all heads of a group, H / G r, are the rows of one matrix.
             scaled_q = q.reshape(B, G, -1, D) * D**-0.5
             scores = (scaled_q @ k_BGtD.mT).view(B, H, r, num_keys)
         if rescore is not None:
             scores = rescore.rows(
-                scores if rescore.takes_scores else None, q, k_BGtD, attended, tokens, *prepared
+                scores if rescore.takes_scores else None,
+                q,
+                k_BGtD,
+                attended,
+                tokens,
+                *rescore_tensors,
             )
 
         if bias is not None:
@@ -137,6 +147,7 @@ def attend_with_scores(
             outputs.append(attend_block(*inputs))
 
     averages = torch.cat([average for average, _ in outputs], dim=2).to(value.dtype)
+    # With weights, there is only one block; otherwise, this is None.
     weights = outputs[0][1]
     if weights is not None:
         weights = weights.to(value.dtype)

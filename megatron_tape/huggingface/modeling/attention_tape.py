@@ -67,9 +67,10 @@ class TapeAttention(nn.Module):
         """Return the output (B, S, C), the averaged state (B, S, H, D) or None, and the attention
         weights (B, H, S, T) or None.
 
-        hidden_states (B, S, C), state (B, S, G, D). The mask is in the format of the attention
-        implementation. `cache` is a Cache of transformers, and cache_position (S,) has the indices
-        of the new tokens in it. The state is averaged if `average_state` is set.
+        hidden_states (B, S, C), state (B, S, G, D). The mask is the one that transformers'
+        `create_causal_mask` returns for the attention implementation. `cache` is a Cache of
+        transformers, and cache_position (S,) has the indices of the new tokens in it. The state is
+        averaged if `average_state` is set.
         """
         query, key, value = self.project(hidden_states, state, average_state)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
@@ -84,7 +85,7 @@ class TapeAttention(nn.Module):
         output = self.o_proj(averages[0].flatten(2))
         averaged_state = None
         if average_state:
-            # `project` has concatenated the state to the values.
+            # `project` has concatenated the state to the values, so the second average is its own.
             averaged_state = averages[1]
         return output, averaged_state, weights
 
@@ -178,10 +179,11 @@ def attend(
     """Return a list of averages (B, S, H, D), and the attention weights (B, H, S, T) or None.
 
     query (B, H, S, D), key (B, G, T, D). The value is (B, G, T, D) or, with the position state,
-    [value | z] of size 2 D. The list has one average for each part of size D. The mask is in the
-    format of the attention implementation in `module.config`. Without a mask, query i attends to
-    the first i + 1 keys. kwargs are those of transformers' attention functions, with `scaling` and
-    `dropout`. Raises NotImplementedError for a server's attention function.
+    [value | z] of size 2 D. The list has one average for each part of size D. The mask is the one
+    that transformers' `create_causal_mask` returns for the attention implementation in
+    `module.config`. Without a mask, query i attends to the first i + 1 keys. kwargs are passed to
+    the attention function, and must include `scaling`. Raises NotImplementedError for a server's
+    attention function.
     """
     implementation = module.config._attn_implementation
     D = query.shape[-1]
@@ -221,9 +223,9 @@ def attend(
 
 
 def _is_inference(module: nn.Module, *tensors: Tensor, dropout: float = 0.0, **kwargs) -> bool:
-    """Return whether attention runs without gradients, dropout and tracing.
+    """Return whether attention with these `tensors` runs without gradients, dropout and tracing.
 
-    The keyword arguments are those of transformers' attention functions.
+    The other keyword arguments of an attention function do not matter.
     """
     # In training, gradient checkpointing runs first without gradients, then with them. Both runs
     # must compute the same.
@@ -234,17 +236,18 @@ def _is_inference(module: nn.Module, *tensors: Tensor, dropout: float = 0.0, **k
 def attend_by_blocks(
     query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float
 ) -> list[Tensor]:
-    """Compute attention on a CPU, one block of queries at a time.
+    """Compute attention on a CPU, one block of queries at a time. Return a list with one average
+    (B, S, H, D) for each part of size D of the value.
 
-    The arguments and the returned averages are those of `attend`. The mask (B or 1, 1, S or 1, T)
-    is boolean (True: attend) or additive. Computes whole rows of scores, except for keys that no
-    query of the block attends to. Uses float32 for half-precision inputs. Does not support
-    gradients.
+    query (B, H, S, D), key (B, G, T, D), value (B, G, T, D or 2 D). The mask (B or 1, 1, S or 1, T)
+    is boolean (True: attend) or additive; None: causal. Computes whole rows of scores, except for
+    keys that no query of the block attends to. Uses float32 for half-precision inputs. Does not
+    support gradients.
     """
     B, H, S, D = query.shape
     G, T = key.shape[1:3]
     E = value.shape[-1]
-    R = H // G
+    R = H // G  # query heads per key/value head
     # Half-precision matrix products are slow on CPUs.
     dtype = torch.promote_types(query.dtype, torch.float32)
     scaled_query = query.to(dtype).mul(scaling)
@@ -256,6 +259,7 @@ def attend_by_blocks(
     output = query.new_empty(B, S, H, E)
     # At least 16 queries per block, even if long sequences then exceed BLOCK_SCORES.
     block_queries = min(S, max(16, min(BLOCK_ROWS, BLOCK_SCORES // T) // R))
+    # At least one key/value head, and at most THREAD_SCORES scores for each thread.
     heads_at_once = min(
         B * G, max(1, THREAD_SCORES * torch.get_num_threads() // (R * block_queries * T))
     )
@@ -265,7 +269,7 @@ def attend_by_blocks(
 
     for start in range(0, S, block_queries):
         stop = min(start + block_queries, S)
-        n = stop - start
+        num_queries = stop - start
         # Without a mask, attention is causal, so the block attends to no key after its last query.
         mask = None
         first_key = 0
@@ -274,24 +278,27 @@ def attend_by_blocks(
             mask = attention_mask.expand(-1, -1, S, T)[:, :, start:stop]
             first_key, end_key = _attended_keys(mask)
 
-        averages = queries.new_zeros(B * G, R * n, E)
+        averages = queries.new_zeros(B * G, R * num_queries, E)
         for first_head in range(0, B * G, heads_at_once):
             # All queries of the block are padding, so their averages remain zero.
             if first_key == end_key:
                 break
             heads = slice(first_head, min(first_head + heads_at_once, B * G))
-            shape = (heads.stop - first_head, R * n, end_key - first_key)
+            shape = (heads.stop - first_head, R * num_queries, end_key - first_key)
             size = math.prod(shape)
             scores = scores_memory[:size].view(shape)
             weights = weights_memory[:size].view(shape)
 
             query_rows = queries[heads, :, start:stop].flatten(1, 2)
             torch.bmm(query_rows, keys[heads, first_key:end_key].mT, out=scores)
-            head_scores = scores.unflatten(1, (R, n))
+            head_scores = scores.unflatten(1, (R, num_queries))
             if mask is None:
                 # Keys before `start` are visible to all queries of the block.
-                head_scores[..., start:].masked_fill_(is_later[:n, :n], float("-inf"))
+                head_scores[..., start:].masked_fill_(
+                    is_later[:num_queries, :num_queries], float("-inf")
+                )
             elif len(mask) == 1:
+                # All sequences have this mask.
                 _apply_mask(head_scores, mask[..., first_key:end_key])
             else:
                 # Each of the G heads of a sequence has the sequence's mask.
@@ -300,7 +307,7 @@ def attend_by_blocks(
 
             torch.softmax(scores, -1, out=weights)
             torch.bmm(weights, values[heads, first_key:end_key], out=averages[heads])
-        output[:, start:stop] = averages.view(B, H, n, E).transpose(1, 2)
+        output[:, start:stop] = averages.view(B, H, num_queries, E).transpose(1, 2)
     return list(output.split(D, dim=-1))
 
 

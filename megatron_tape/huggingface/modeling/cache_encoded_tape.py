@@ -19,8 +19,6 @@ class EncodedLayer(GrowingLayer):
     keys.
     """
 
-    _layer_type = None
-
     def __init__(self) -> None:
         super().__init__()
         self.encoding_tensors: dict[str, Tensor] = {}
@@ -98,11 +96,12 @@ def check_cache(cache: Cache | None) -> None:
     """Raise NotImplementedError for a cache that cannot store an encoding's tensors."""
     if cache is None:
         return
-    unsupported = type(cache).__name__
-    if type(cache) is DynamicCache and cache.offloading:
+    if type(cache) is not DynamicCache:
+        unsupported = type(cache).__name__
+    elif cache.offloading:
         unsupported = "offloaded caches"
-    elif type(cache) is DynamicCache:
-        # `prepare_cache` can replace layers only while they are empty.
+    else:
+        # `use_encoded_layers` can replace layers only while they are empty.
         for layer in cache.layers:
             if type(layer) is not EncodedLayer and layer.get_seq_length() > 0:
                 raise NotImplementedError(
@@ -116,8 +115,8 @@ def check_cache(cache: Cache | None) -> None:
     )
 
 
-def prepare_cache(cache: Cache | None, layers: int) -> None:
-    """Make the first `layers` layers of a cache able to store an encoding's tensors.
+def use_encoded_layers(cache: Cache | None, layers: int) -> None:
+    """Replace the first `layers` layers of a cache by `EncodedLayer`s, in place.
 
     `check_cache` must have accepted the cache.
     """

@@ -131,7 +131,7 @@ def can_write_in_place(states: Tensor) -> bool:
     )
 
 
-def preallocate(cache: Cache | None, states: Tensor) -> None:
+def use_growing_layers(cache: Cache | None, states: Tensor) -> None:
     """Replace the layers of a DynamicCache by `GrowingLayer`s, if `can_write_in_place(states)`.
 
     Caches of other classes and offloaded caches, which move their layers between devices, remain

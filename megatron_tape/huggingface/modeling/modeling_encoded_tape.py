@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention_encoded_tape import attend_with_scores, under_autocast, without_autocast
 from .attention_tape import TapeAttention, attend
-from .cache_encoded_tape import EncodingCache, check_cache, prepare_cache
+from .cache_encoded_tape import EncodingCache, check_cache, use_encoded_layers
 from .cache_tape import CACHE
 from .configuration_encoded_tape import EncodedConfig
 from .encoding_tape import Encoding, TokenCache, in_some_layers
@@ -81,11 +81,11 @@ def make_encoding(config: EncodedConfig):
         tie_embeddings=config.tie_word_embeddings,
     )
 
-    # `in_some_layers` returns a subclass that encodes nothing in the other layers.
-    encoding = Encoding
+    encoding_class = Encoding
     if config.layers_without_positions is not None:
-        encoding = in_some_layers(Encoding)
-    return encoding(model, SingleProcess())
+        # A subclass that encodes nothing in every n-th layer, n = layers_without_positions.
+        encoding_class = in_some_layers(Encoding)
+    return encoding_class(model, SingleProcess())
 
 
 class EncodedParameter(nn.Module):
@@ -145,7 +145,8 @@ class EncodedAttention(TapeAttention):
         weights (B, H, S, T) or None.
 
         hidden_states (B, S, C); `positions` are the encoding's inputs to attention in this layer
-        (`PositionInputs`). The other arguments are those of `TapeAttention.forward`.
+        (`PositionInputs`). The mask is None, boolean or additive. `cache` is a Cache of
+        transformers, and cache_position (S,) has the indices of the new tokens in it.
         """
         # Encodings have the sequence as the first axis.
         state = positions.z_TBGD
@@ -306,7 +307,7 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
 
     def _prepare_cache(self, cache, hidden_states: Tensor) -> None:
         """Make `cache` able to store the encoding's tensors, and check its new length."""
-        prepare_cache(cache, self.config.num_hidden_layers)
+        use_encoded_layers(cache, self.config.num_hidden_layers)
         if cache is not None and (past_length := cache.get_seq_length()) > 0:
             self.check_cached(past_length + hidden_states.shape[1])
 
@@ -318,6 +319,7 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
         from a mask (B, T).
         """
         if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+            # A token's position is the number of tokens before it.
             positions = attention_mask.long().cumsum(-1)[:, -len(cache_position) :] - 1
             if positions.shape[1] == len(cache_position):
                 # Padding before the first token has -1.
@@ -333,10 +335,11 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
         hidden_states (B, S, C) are the embedded tokens, position_ids (B or 1, S).
         """
         # Some encodings replace 0, 1, ... by positions that depend on the length of a sequence,
-        # but not on that of others in the batch.
+        # but not on that of others in the batch. The others return None for every length.
         if self.encoding.token_positions(1, None) is not None:
             new_ids = []
             for ids in position_ids:
+                # The sequence's positions, by the ids 0, 1, ... that they replace.
                 table = torch.as_tensor(self.encoding.token_positions(int(ids.max()) + 1, None))
                 new_ids.append(table.to(ids.device)[ids])
             position_ids = torch.stack(new_ids)

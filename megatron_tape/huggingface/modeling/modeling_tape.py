@@ -34,7 +34,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple, logging
 
 from .attention_tape import TapeAttention, refuse_servers
-from .cache_tape import CACHE, check_cache, preallocate, refuse_paged
+from .cache_tape import CACHE, check_cache, refuse_paged, use_growing_layers
 from .configuration_tape import TapeConfig
 from .position_tape import TapePhases, TapePosition, warn_if_frozen
 
@@ -141,7 +141,8 @@ class TapePreTrainedModel(PreTrainedModel):
             nn.init.normal_(module.weight, std=module.initial_std)
         elif isinstance(module, TapePhases):
             # Checkpoints do not contain this buffer, so loading leaves it uninitialized.
-            module.inv_freq.copy_(module.frequencies()[0])
+            frequencies, _ = module.frequencies()
+            module.inv_freq.copy_(frequencies)
         else:
             super()._init_weights(module)
 
@@ -182,7 +183,7 @@ class TapeModel(TapePreTrainedModel):
 
     def _prepare_cache(self, cache: Cache | None, hidden_states: Tensor) -> None:
         """Change the layers of `cache` in place for this model, before its first update."""
-        preallocate(cache, hidden_states)
+        use_growing_layers(cache, hidden_states)
 
     def _default_positions(self, cache_position: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Return the default positions of the new tokens, (1, S), given their indices in the cache,

@@ -62,12 +62,12 @@ def effective_weight(linear: nn.Module, columns: int, like: Tensor) -> Tensor:
     """
     # accelerate replaces `forward` on the instance to load offloaded weights.
     is_hooked = linear._forward_pre_hooks or linear._forward_hooks or "forward" in vars(linear)
-    if type(linear) is nn.Linear and not is_hooked:
-        weight = linear.weight
-        # Quantized weights are subclasses of Tensor.
-        if type(weight) in (nn.Parameter, Tensor):
-            return weight
-    # A batch of one sequence: with one adapter per sequence, peft would reject another batch size.
+    # The weight of a quantized linear layer is of another class than these two.
+    if type(linear) is nn.Linear and type(linear.weight) in (nn.Parameter, Tensor):
+        if not is_hooked:
+            return linear.weight
+    # (1, columns, columns): if a batch has `adapter_names`, peft accepts only an input with as many
+    # sequences, which is possible here only for a batch of one.
     identity = torch.eye(columns, dtype=like.dtype, device=like.device)[None]
     return linear(identity)[0].T
 
@@ -87,12 +87,13 @@ class TapePosition(nn.Module):
         self.x_proj = nn.Linear(config.hidden_size, P, bias=False)
         self.up_proj = nn.Linear(G, P, bias=False)
         self.down_proj = nn.Linear(P, G, bias=False)
-        # `TapePreTrainedModel._init_weights` reads these. transformers calls it for the matrices,
-        # not for this module, which owns no parameters.
+        # `TapePreTrainedModel._init_weights` initializes a matrix with its `initial_std`.
+        # transformers calls it for the matrices, not for this module, which owns no parameters.
         self.token_mixing.initial_std = 0.0
         self.down_proj.initial_std = 0.0
         self.up_proj.initial_std = G**-0.5
-        # Outside of a model of transformers, too, the update starts as RoPE.
+        # For a TapePosition outside of transformers' models, which does not get `_init_weights`:
+        # with these two matrices at zero, the update changes nothing, so the state stays RoPE's.
         nn.init.zeros_(self.token_mixing.weight)
         nn.init.zeros_(self.down_proj.weight)
 
@@ -106,7 +107,8 @@ class TapePosition(nn.Module):
         N = B * S
         state = state.reshape(N, G, D)
         averaged = averaged.reshape(N, -1, D)
-        # An fp32 state accumulates in fp32, and is rounded only as a factor of products.
+        # An fp32 state remains fp32 in half-precision models. It is rounded only as a factor of
+        # matrix products.
         state_is_wider = state.dtype != averaged.dtype
         if averaged.shape[1] == self.num_heads:
             mixing = effective_weight(self.token_mixing, self.num_heads, averaged).expand(N, -1, -1)
@@ -115,7 +117,8 @@ class TapePosition(nn.Module):
             else:
                 mixed = torch.baddbmm(state, mixing, averaged)
         else:
-            # Heads of one tensor-parallel process of vLLM, whose module sums over processes.
+            # In vLLM with tensor parallelism, `averaged` has only the heads of this process. There,
+            # token_mixing multiplies them by its columns of A, and sums over processes.
             by_head = averaged.transpose(1, 2).contiguous()
             mixed = state + self.token_mixing(by_head).transpose(1, 2)
 
@@ -138,7 +141,8 @@ def warn_if_frozen(model: nn.Module) -> None:
     """Warn if TAPE's matrices are zero and frozen, so that the model stays RoPE."""
     weights = {name: weight for name, weight in model.named_parameters() if ".position." in name}
     for weight in weights.values():
-        # Offloaded or sharded weights cannot be checked.
+        # A weight that is trained can leave zero. The values of offloaded (meta) and sharded
+        # (empty) weights are not known here.
         if weight.requires_grad or weight.is_meta or not weight.numel():
             return
     # If these are zero, the update of the state is zero.

@@ -62,7 +62,8 @@ def _add_architectures_again(module):
 def _add_configuration(module):
     """Add TapeConfig to the classes that AutoConfig knows."""
     module.CONFIG_MAPPING_NAMES[MODEL_TYPE] = CONFIG
-    # Names for documentation; early versions require one for each configuration.
+    # Names for documentation. Early versions of transformers require one for each configuration;
+    # later versions do not have the mapping.
     getattr(module, "MODEL_NAMES_MAPPING", {})[MODEL_TYPE] = "TAPE"
 
 

@@ -28,7 +28,7 @@ from vllm.sequence import IntermediateTensors
 from .attention_tape import rotate
 from .configuration_tape import TapeConfig
 from .position_tape import TapePhases, TapePosition
-from .vllm_plugin import prepare
+from .vllm_plugin import double_head_size
 
 
 class VllmTapeAttention(nn.Module):
@@ -62,13 +62,16 @@ class VllmTapeAttention(nn.Module):
             self.q_norm = RMSNorm(D, eps=config.rms_norm_eps)
             self.k_norm = RMSNorm(D, eps=config.rms_norm_eps)
 
-        # Heads of this process. Several processes share a key/value head if there are more
-        # processes than such heads.
+        # Heads of this process.
         H = self.qkv_proj.num_heads
         G = self.qkv_proj.num_kv_heads
         self.local_sizes = H, G, D
-        self.first_local_group = get_tensor_model_parallel_rank() * H // (heads // groups)
-        # Of twice the size, since values are [value | z]; the scale is that of queries and keys.
+        # Index, among those of all processes, of the key/value head of this process's first query
+        # head. Several processes have the same one if there are more processes than such heads.
+        first_local_head = get_tensor_model_parallel_rank() * H
+        self.first_local_group = first_local_head // (heads // groups)
+        # vLLM's heads have size 2 D, since values are [value | z]. Queries and keys are padded with
+        # zeros from size D, so the scale remains that of D.
         self.attn = Attention(
             H,
             2 * D,
@@ -94,6 +97,7 @@ class VllmTapeAttention(nn.Module):
         # Every process holds the state of all K key/value heads, but rotates only its own.
         first = self.first_local_group
         z = state[:, first : first + G].to(query.dtype)
+        # The query heads of a group, (N, G, H / G, D), are multiplied by the group's z.
         query = rotate(query.unflatten(1, (G, -1)), z.unsqueeze(2)).flatten(1, 2)
         key = rotate(key, z)
 
@@ -129,8 +133,8 @@ class VllmTapeDecoderLayer(nn.Module):
         # No layer reads the state after the last layer.
         self.position = None if is_last else TapePosition(config)
         if self.position is not None and get_tensor_model_parallel_world_size() > 1:
-            # Each process multiplies its H heads by H columns of the matrix; the products are
-            # summed over processes.
+            # Each process multiplies its H heads by H columns of the matrix. RowParallelLinear sums
+            # the products over processes.
             self.position.token_mixing = RowParallelLinear(
                 config.num_attention_heads,
                 config.num_key_value_heads,
@@ -143,9 +147,9 @@ class VllmTapeDecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return this layer's MLP output (N, C), the residual (N, C) and the next state (N, K, D).
 
-        The arguments are those of the previous layer. The first layer gets the embedded tokens,
-        None and RoPE's phases. As in vLLM's Llama, the next layer's norm adds the MLP output to the
-        residual.
+        The arguments are the three results of the previous layer. The first layer gets the embedded
+        tokens, None and RoPE's phases. As in vLLM's Llama, the next layer's norm adds the MLP
+        output to the residual.
         """
         if residual is None:
             hidden_states, residual = self.input_layernorm(hidden_states), hidden_states
@@ -238,8 +242,9 @@ class VllmTapeForCausalLM(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
-        # Again, in case this version of vLLM does not call `verify_and_update_config`.
-        prepare(vllm_config)
+        # vLLM has already called this as `verify_and_update_config` when it created `vllm_config`.
+        # The second call is for versions of vLLM without that hook.
+        double_head_size(vllm_config)
         config: TapeConfig = vllm_config.model_config.hf_config
         self.config = config
         self.model = VllmTapeModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))

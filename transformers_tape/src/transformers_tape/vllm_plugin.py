@@ -33,15 +33,15 @@ def register() -> None:
     class TapeModels(VerifyAndUpdateConfig):
         """vLLM calls `verify_and_update_config` before it chooses an attention backend."""
 
-        verify_and_update_config = staticmethod(prepare)
+        verify_and_update_config = staticmethod(double_head_size)
 
     # Registered by name, so that vLLM imports the model only in the processes that run it.
     ModelRegistry.register_model(ARCHITECTURE, f"{__package__}.vllm_model:Vllm{ARCHITECTURE}")
     MODELS_CONFIG_MAP[ARCHITECTURE] = TapeModels
 
 
-def prepare(vllm_config) -> None:
-    """Double the head size in `vllm_config`, so that vLLM's cache can hold [value | z].
+def double_head_size(vllm_config) -> None:
+    """Set the head size in `vllm_config` to 2 D, so that vLLM's cache can hold [value | z].
 
     vLLM chooses an attention backend and allocates its cache by this size. Raises
     NotImplementedError for settings that TAPE models do not support.
@@ -65,5 +65,5 @@ def prepare(vllm_config) -> None:
             " uses hidden states without the position state; choose one of"
             f" {', '.join(SPECULATIVE_METHODS)}"
         )
-    # Computed from hf_config, since this may run more than once.
+    # Computed from hf_config, since a second call must not double it again.
     model.model_arch_config.head_size = 2 * model.hf_config.head_dim
