@@ -83,15 +83,15 @@ def write_tokenizer(
         tokens = ", ".join(missing_tokens)[:_SHOWN_CHARACTERS]
         warn(f"warning: the export omits special tokens that {source} names but lacks: {tokens}")
 
-    # tokenizer_config.json: the tokens eos and bos are those of the training, the others those that
-    # the source's settings name.
+    # In tokenizer_config.json, eos and bos are the tokens of the training. The tokenizer's own
+    # settings name the others.
     for key, token in token_by_key.items():
         if key not in ("eos_token", "bos_token"):
             settings[key] = token
     if "pad_token" in token_by_key:
         special_ids["pad"] = hf_tokenizer.token_to_id(token_by_key["pad_token"])
 
-    # In this list, transformers finds the flags of added tokens.
+    # From `added_tokens_decoder`, transformers reads the flags of added tokens.
     added = sorted(hf_tokenizer.get_added_tokens_decoder().items())
     settings["added_tokens_decoder"] = {
         str(i): {key: getattr(token, key) for key in _TOKEN_FLAGS} for i, token in added
@@ -235,10 +235,12 @@ def _from_tokenizer_json(
 def _from_sentencepiece(
     tokenizer: Tokenizer, source: str, context: int
 ) -> tuple[Any, dict[str, int | None], dict]:
-    """Convert a SentencePiece model; return the same as `_from_tokenizer_json`.
+    """Convert a SentencePiece model. Return a tokenizer of the `tokenizers` library, the ids of
+    special tokens and the contents of a new tokenizer_config.json.
 
-    The ids also have the keys `unk` and `pad` if the model has these tokens. `source` names the
-    tokenizer in messages. Raises FileError if transformers is not installed.
+    The ids have the keys `bos` and `eos`, and `unk` and `pad` if the model has these tokens. An id
+    is None if the tokenizer has no such token. `source` names the tokenizer in messages. Raises
+    FileError if transformers is not installed.
     """
     from sentencepiece import sentencepiece_model_pb2
     from tokenizers import processors
@@ -304,7 +306,7 @@ def _convert_sentencepiece(model: Any) -> Any:
         ]
         result = SpmConverter.build_tokenizer_from_spm_proto(model, scores)
         # A low score does not suffice: next to characters that no piece contains, such a piece
-        # would still match.
+        # would still match. So the text is cut after the first character of each such name.
         cuts = "|".join(
             f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in unmatched_names
         )

@@ -81,14 +81,16 @@ def write_card(
     `loader` the name of the class that loads its tokenizer, or None if the export has no tokenizer.
     """
     encoding = encoding_of(saved.model)
+    # What is exported: "tape", the TAPE architecture; "plain", an architecture of transformers with
+    # RoPE; "code", an architecture that runs the encoding's file.
+    export_format = str(encoding.exports_to)
     # Tags make a model found on the Hub. All exports with "code" have the same model_type.
-    tag = encoding.name if encoding.exports_to == "code" else model_type
-    tags = [tag]
+    tags = [encoding.name if export_format == "code" else model_type]
     pretrained = _was_pretrained_here(saved.state)
     if pretrained:
         tags.append("pretrained")
 
-    short_positions = {
+    position_names = {
         "tape": "TAPE",
         "plain": "RoPE",
         "code": f"the positional encoding {escape_markdown(encoding.name)}",
@@ -98,41 +100,43 @@ def write_card(
         _card_data(saved, library_name="transformers", tags=tags),
         _TEMPLATES / "model_card.md",
         name=escape_markdown(options.name),
-        short_positions=short_positions[str(encoding.exports_to)],
+        position_name=position_names[export_format],
         facts=_model_facts(saved, vocab_size, options.dtype),
         training=_training_table(saved) if options.with_lora else _BASE_MODEL_NOTE,
         scores=_score_rows(options.results),
         notes=_score_notes(options.results),
-        remote=_remote_code_argument(saved),
+        remote_code_argument=_remote_code_argument(saved),
         loader=loader,
-        padding=saved.model.vocab_size - vocab_size,
+        omitted_rows=saved.model.vocab_size - vocab_size,
         # The card warns that a model pretrained on plain text follows no instructions.
         text_only=pretrained and saved.state["config"]["data"].get("prefix") is not None,
-        # The card says how to train TAPE's matrices with peft.
-        adapts=encoding.exports_to == "tape" and options.with_lora,
+        # Only for TAPE's matrices does the card say how to train them with peft.
+        explains_peft=export_format == "tape" and options.with_lora,
     )
     _write(card, directory)
 
 
 def _model_facts(saved: SavedWeights, vocab_size: int, dtype: str) -> dict[str, object]:
-    """Return the rows of the card's first table: labels and Markdown.
+    """Return the rows of the card's first table: values in Markdown by their labels.
 
-    The arguments are those of `write_card`, and the `dtype` of the weights.
+    `vocab_size` is the number of exported embedding rows, and `dtype` that of the weights.
     """
     model = saved.model
     encoding = encoding_of(model)
-    # The first line of the docstring of the encoding's file describes the encoding.
-    described = (sys.modules[type(encoding).__module__].__doc__ or "").strip().partition("\n")[0]
+    # The file of an encoding begins with a docstring, whose first line describes the encoding.
+    file_docstring = sys.modules[type(encoding).__module__].__doc__ or ""
+    description, _, _ = file_docstring.strip().partition("\n")
+    # By format of the export.
     positions = {
         "tape": f"contextualized equivariant positional encoding ([TAPE]({_PAPER}))",
         "plain": "rotary (RoPE)",
-        "code": escape_markdown(f"{encoding.name}: {described.rstrip('.')}"),
+        "code": escape_markdown(f"{encoding.name}: {description.rstrip('.')}"),
     }
-    # Exports omit the padding of the vocabulary, in the embedding and in the output layer.
-    matrices = 1 if model.tie_embeddings else 2
-    padding = matrices * (model.vocab_size - vocab_size) * model.hidden_size
+    # Exports omit the rows that pad the embedding and, unless it is the same, the output layer.
+    padded_matrices = 1 if model.tie_embeddings else 2
+    omitted = padded_matrices * (model.vocab_size - vocab_size) * model.hidden_size
     return {
-        "Parameters": f"{parameter_count(model) - padding:,}",
+        "Parameters": f"{parameter_count(model) - omitted:,}",
         "Positions": positions[str(encoding.exports_to)],
         "Layers": model.num_layers,
         "Hidden size": model.hidden_size,
@@ -165,13 +169,14 @@ def write_adapter_card(
     too.
     """
     card = ModelCard.from_template(
-        # The exported base model has no name on the Hub.
+        # Not the name of an imported model: the adapter's base model is the exported one, which is
+        # not on the Hub.
         _card_data(saved, library_name="peft", base_model=None),
         _TEMPLATES / "adapter_card.md",
         name=escape_markdown(name),
         dtype=dtype,
         training=_training_table(saved),
-        remote=_remote_code_argument(saved),
+        remote_code_argument=_remote_code_argument(saved),
     )
     _write(card, directory)
 
@@ -228,18 +233,19 @@ def _final_losses(saved: SavedWeights) -> dict[str, str]:
     """Return the last losses that the run logged up to this checkpoint, by their labels in the
     card.
     """
-    names = {LOSS: "Training loss", VALIDATION_LOSS: "Validation loss"}
+    labels = {LOSS: "Training loss", VALIDATION_LOSS: "Validation loss"}
     # The training loss is that of the weights before averaging.
     if saved.average:
-        names = {VALIDATION_LOSS_AVERAGED: "Validation loss"}
+        labels = {VALIDATION_LOSS_AVERAGED: "Validation loss"}
 
+    # The checkpoint is in RUN/checkpoints/step-N, and the metrics are in RUN.
     losses = {}
     for line in read_lines(saved.path.parents[1] / METRICS):
         with suppress(ValueError):  # a killed process may leave an incomplete line
             row = parse_record(line, dict[str, Any])
-            for key, name in names.items():
-                if row.get(key) and row["step"] <= saved.state["step"]:
-                    losses[name] = f"{row[key]:.4f} nats per token, at step {row['step']:,}"
+            for metric, label in labels.items():
+                if row.get(metric) and row["step"] <= saved.state["step"]:
+                    losses[label] = f"{row[metric]:.4f} nats per token, at step {row['step']:,}"
     return losses
 
 

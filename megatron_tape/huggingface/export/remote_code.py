@@ -131,7 +131,7 @@ class _Module:
     name: str
     """Dotted name in this package; for a user's module, the name of its file."""
     path: Path
-    flat: str
+    flat_name: str
     """The module's name in an export: the name of its file without .py."""
 
 
@@ -151,16 +151,16 @@ def encoding_files(encoding: type[PositionEncoding]) -> dict[str, str]:
     pending_modules = [encoding_module, interface, some_layers]
     while pending_modules:
         module = pending_modules.pop()
-        if f"{module.flat}.py" not in texts:
-            texts[f"{module.flat}.py"], imported = _flatten(module)
+        if f"{module.flat_name}.py" not in texts:
+            texts[f"{module.flat_name}.py"], imported = _flatten(module)
             pending_modules += imported
 
     entry = _ENTRY.format(
         name=encoding.name,
         encoding=encoding.__qualname__,
-        interface=interface.flat,
-        some_layers=some_layers.flat,
-        module=encoding_module.flat,
+        interface=interface.flat_name,
+        some_layers=some_layers.flat_name,
+        module=encoding_module.flat_name,
     )
     return {"encoding_tape.py": entry} | dict(sorted(texts.items()))
 
@@ -214,6 +214,7 @@ def _flatten(module: _Module) -> tuple[str, list[_Module]]:
         for node in ast.walk(tree)
         if isinstance(node, ast.If) and ast.unparse(node.test) in _TYPES_ONLY
     ]
+    # All nodes in these blocks; their imports are not exported.
     omitted = {
         node
         for block in type_checking_blocks
@@ -244,6 +245,7 @@ def _flatten(module: _Module) -> tuple[str, list[_Module]]:
     # From the last to the first, so that line numbers remain valid.
     lines = text.split("\n")
     for first, last, new in sorted(changes, key=lambda change: -change[0].lineno):
+        # The rest of the first and the last line, which may hold other statements.
         before = lines[first.lineno - 1][: first.col_offset]
         after = lines[last.end_lineno - 1][last.end_col_offset :]  # type: ignore[operator]
         lines[first.lineno - 1 : last.end_lineno] = [before + new + after]
@@ -276,7 +278,7 @@ def _relative_imports(
         by_module.setdefault(target, []).append(ast.unparse(alias))
     imported_modules += by_module
     return "; ".join(
-        f"from .{target.flat} import {', '.join(names)}" for target, names in by_module.items()
+        f"from .{target.flat_name} import {', '.join(names)}" for target, names in by_module.items()
     )
 
 

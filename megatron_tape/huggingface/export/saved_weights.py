@@ -66,10 +66,11 @@ class SavedWeights:
         return lora_pairs(self.model, self.extension)
 
     def exported(self, name: str, with_lora: bool) -> dict[str, Tensor]:
-        """Return the unsharded fp32 weights by Hugging Face's names that the parameter `name` of
-        the model becomes, such as q_proj, k_proj and v_proj.
+        """Return the weights that the model's parameter `name` becomes in an export, unsharded and
+        in fp32, by Hugging Face's names.
 
-        With `with_lora`, LoRA layers are merged into the matrices.
+        One parameter may become several weights, such as q_proj, k_proj and v_proj. With
+        `with_lora`, LoRA layers are merged into the matrices.
         """
         weights = from_megatron(name, self.read_parameter(name), self.model)
         if not with_lora:
@@ -93,7 +94,7 @@ class SavedWeights:
             # Opened for each parameter, because the pages of an open file stay in memory.
             with safe_open(path, "pt") as file:
                 shards.append(file.get_tensor(key))
-        # All ranks have the whole of a parameter that is not sharded.
+        # Every rank has the whole of a parameter that is not sharded.
         if (sharding := self.state["sharded"].get(name)) is None:
             return shards[0]
         # `unshard` reads the attributes that Megatron sets on a sharded parameter.

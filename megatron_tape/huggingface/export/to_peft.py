@@ -52,11 +52,19 @@ def export_adapter(
     """Export the trained parameters of a run to the directory `output`, for
     `PeftModel.from_pretrained`; return the checkpoint's path.
 
-    The base model is written to `output`/base, to which the adapter refers as given here. The
-    arguments are those of `to_transformers.export`. Raises UserError or OSError, for example if an
-    adapter cannot contain a trained parameter.
+    The base model is written to the directory `base` in `output`; adapter_config.json contains this
+    path, which is relative if `output` is. Raises UserError or OSError, for example if an adapter
+    cannot contain a trained parameter.
+
+    Args:
+        checkpoint: a run, a checkpoints directory or one step.
+        dtype: of the exported weights, a key of DTYPES.
+        tokenizer: replaces the run's tokenizer; `none` exports without a tokenizer.
+        average: export the averaged weights.
+        overwrite: replace `output` when the new export is complete, if it is an export of this
+            project.
     """
-    # For the card; the context's directory has a temporary name.
+    # The card shows this name; `directory` has a temporary name.
     name = Path(output).resolve().name
     with new_export(output, overwrite) as directory:
         saved = open_exportable(checkpoint, average)
@@ -72,7 +80,7 @@ def export_adapter(
         base_directory = directory / BASE
         base_directory.mkdir()
         write_model(saved, base_directory, ExportOptions(BASE, dtype, tokenizer, with_lora=False))
-        # Without the padding for tensor parallelism.
+        # Number of embedding rows, without the padding for tensor parallelism.
         rows = read_settings(base_directory / "config.json")["vocab_size"]
         _write_tensors(saved, directory / "adapter_model.safetensors", rows, DTYPES[dtype])
         config = _adapter_config(saved, Path(output) / BASE)
@@ -102,7 +110,8 @@ def _write_tensors(saved: SavedWeights, path: Path, rows: int, dtype: torch.dtyp
     for name in saved.trained:
         for key, shape in exported_shapes(saved.model, name, shapes[name], rows).items():
             peft_shapes |= dict.fromkeys(peft_keys(key), shape)
-    # In the same order. A generator, so that only one parameter at a time is in memory.
+    # In the order of `peft_shapes`. A generator, so that only one parameter at a time is in memory.
+    # Embeddings and output layer lose their padding; other weights have no further rows.
     tensors = (
         weight[: peft_shapes[peft_key][0]]
         for name in saved.trained
@@ -117,16 +126,18 @@ def _adapter_config(saved: SavedWeights, base_directory: Path) -> dict:
     model = saved.model
     extension = saved.extension
     shapes = parameter_shapes(model)
-    # Names of modules that peft replaces as a whole; a dictionary keeps their order.
+    # Names of modules that peft replaces as a whole: the dictionary's keys, which keep their order.
     saved_modules = {}
     for name in saved.trained:
         kind = kind_of(name)
         if kind == "position":
-            # All of a layer's TAPE matrices are one module. By its own name, up_proj would also be
-            # that of the MLP.
+            # The module of all TAPE matrices of a layer. The name up_proj would also be that of the
+            # MLP's matrix.
             saved_modules["position"] = None
         elif kind != "lora":
+            # Only the names of the weights are used, so they have no data.
             weights = from_megatron(name, torch.empty(shapes[name], device="meta"), model)
+            # The name of a weight ends in the name of its module and `weight`.
             saved_modules |= {key.split(".")[-2]: None for key in weights}
     embedding_is_tied = model.tie_embeddings and "embed_tokens" in saved_modules
     if embedding_is_tied:

@@ -108,7 +108,7 @@ def export(
         overwrite: replace `output` when the new export is complete, if it is an export of this
             project.
     """
-    # For the card; the context's directory has a temporary name.
+    # The card shows this name; `directory` has a temporary name.
     name = Path(output).resolve().name
     with new_export(output, overwrite) as directory:
         saved = open_exportable(checkpoint, average)
@@ -119,16 +119,15 @@ def export(
 
 
 def new_export(output: str | Path, overwrite: bool) -> AbstractContextManager[Path]:
-    """Return a context with an empty directory that becomes `output` if the block succeeds; see
-    `atomic_directory`.
+    """Return a context with an empty directory, which is renamed to `output` if the block succeeds.
 
     Raises FileError if `output` exists. With `overwrite`, an export of this project is replaced,
     but no other directory.
     """
     return atomic_directory(
         output,
-        check_export if overwrite else None,
-        "pass --overwrite to replace it, or choose another output",
+        check_replaceable=check_export if overwrite else None,
+        fix="pass --overwrite to replace it, or choose another output",
     )
 
 
@@ -179,10 +178,11 @@ def open_exportable(checkpoint: str | Path, average: bool = False) -> SavedWeigh
 
 
 def write_model(saved: SavedWeights, directory: Path, options: ExportOptions) -> None:
-    """Write a whole model to an empty directory, and flush it to disk; see `export`."""
+    """Write all files of a model's export to an empty directory, and flush them to disk."""
     model = saved.model
     encoding = encoding_of(model)
-    # First, because the tokenizer determines the number of embedding rows and the special ids.
+    # The tokenizer is written first, because it determines the number of embedding rows and the
+    # special ids. It is None if the export has none.
     tokenizer = _write_tokenizer(saved, options.tokenizer, directory)
 
     rows = vocabulary_rows(model, tokenizer)
@@ -239,17 +239,17 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
             "position_state_precision": model.position.state_precision,
         }
 
-    name, kind = _ROPE_ARCHITECTURES[model.qkv_bias, model.qk_norm]
+    class_prefix, model_type = _ROPE_ARCHITECTURES[model.qkv_bias, model.qk_norm]
     if model.layers_without_positions is not None:
-        name, kind = "SmolLM3", "smollm3"
-    elif kind == "llama" and model.hidden_size % model.num_attention_heads:
+        class_prefix, model_type = "SmolLM3", "smollm3"
+    elif model_type == "llama" and model.hidden_size % model.num_attention_heads:
         # Llama requires that the number of heads divides the hidden size. Mistral is the same
         # model without this rule.
-        name, kind = "Mistral", "mistral"
+        class_prefix, model_type = "Mistral", "mistral"
 
     # transformers 4 reads rotary settings only outside rope_parameters; transformers 5 reads both.
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-    config = _shared_config(name, kind, model, rows, dtype) | {
+    config = _shared_config(class_prefix, model_type, model, rows, dtype) | {
         "max_position_embeddings": _rotary_context(model),
         "rope_parameters": rope,
         "rope_theta": model.position.rope_theta,
@@ -257,16 +257,17 @@ def huggingface_config(model: ModelConfig, rows: int, dtype: str) -> dict:
     }
 
     # Settings of these architectures whose defaults are wrong here.
-    if kind == "mistral":
+    if model_type == "mistral":
         return config | {"sliding_window": None}
-    if kind != "llama":
+    if model_type != "llama":
         config["use_sliding_window"] = False
-    if kind == "smollm3":
+    if model_type == "smollm3":
+        # In spite of its name, `no_rope_layers` has 1 for each layer with RoPE.
         interval = model.layers_without_positions
         layers = range(1, model.num_layers + 1)
         config["no_rope_layer_interval"] = interval
         config["no_rope_layers"] = [int(layer % interval > 0) for layer in layers]
-    if kind in ("llama", "smollm3"):
+    if model_type in ("llama", "smollm3"):
         config["mlp_bias"] = False
     return config
 
@@ -318,20 +319,19 @@ def _rotary_context(model: ModelConfig) -> int:
 
 
 def _shared_config(
-    name: str,
-    kind: str,
+    class_prefix: str,
+    model_type: str,
     model: ModelConfig,
     rows: int,
     dtype: str,
 ) -> dict:
     """Return the settings that all architectures have in `config.json`.
 
-    `name` is the prefix of the class, such as Llama, and `kind` the `model_type`. The model has
-    `rows` embedding rows.
+    `class_prefix` is Llama for LlamaForCausalLM, for example. The model has `rows` embedding rows.
     """
     return {
-        "architectures": [f"{name}ForCausalLM"],
-        "model_type": kind,
+        "architectures": [f"{class_prefix}ForCausalLM"],
+        "model_type": model_type,
         "vocab_size": rows,
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn_hidden_size,
@@ -441,11 +441,11 @@ def exported_shapes(
 def _write_tokenizer(
     saved: SavedWeights, replacement: str | None, directory: Path
 ) -> ExportedTokenizer | None:
-    """Write the run's tokenizer to `directory`, or its `replacement`, a path, if both give the same
-    ids.
+    """Write the run's tokenizer, or the one at the path `replacement` if it gives the same ids, to
+    `directory`.
 
-    `none` writes no tokenizer and returns None. Raises FileError if the replacement differs, and
-    CheckpointError if there is no tokenizer.
+    With the replacement `none`, nothing is written and None is returned. Raises FileError if the
+    replacement gives other ids, and CheckpointError if there is no tokenizer.
     """
     if replacement == NO_TOKENIZER:
         return None

@@ -92,7 +92,7 @@ _TAPE_SETTINGS = {
     "position_state_precision": "state_precision",
 }
 """TAPE's keys in config.json, and the corresponding settings in `model.position`."""
-# Keys of each rope_type, in addition to _ROPE_SHARED.
+# Keys of each rope_type, in addition to _SHARED_ROPE_KEYS.
 _ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -294,7 +294,7 @@ def _layers_without_positions(settings: dict, path: Path) -> int | None:
 
     Raises UserError for other patterns.
     """
-    # This project's exports have the key of ModelConfig.
+    # Other models have no such layers, except for this project's exports, with ModelConfig's key.
     if settings["model_type"] != "smollm3":
         return settings.get("layers_without_positions")
 
@@ -304,7 +304,7 @@ def _layers_without_positions(settings: dict, path: Path) -> int | None:
     # In spite of its name, this list has 1 for each layer with RoPE. It overrides the interval.
     if has_rope := settings.get("no_rope_layers"):
         key = "no_rope_layers"
-        # The first layer without RoPE; beyond the last layer if all have it.
+        # Number of the first layer without RoPE; beyond the last layer if all have RoPE.
         interval = [*has_rope, 0].index(0) + 1
         if has_rope != [int(layer % interval > 0) for layer in range(1, layers + 1)]:
             interval = 0  # irregular

@@ -124,9 +124,9 @@ def _model_config(
 
     Raises UserError for unsupported settings, and the errors that `errors_of_settings` converts.
     """
-    kind = settings.get("rpe_type")
+    rpe_type = settings.get("rpe_type")
     # A tuple, since `in` a dictionary would raise TypeError for a list.
-    if kind not in tuple(_ENCODINGS):
+    if rpe_type not in tuple(_ENCODINGS):
         raise cannot_import(settings, path, "rpe_type", ", ".join(_ENCODINGS))
     if settings.get("hidden_act", "silu") != "silu":
         raise cannot_import(settings, path, "hidden_act", "silu")
@@ -134,7 +134,7 @@ def _model_config(
         if settings.get(key):
             raise cannot_import(settings, path, key, "false or null")
 
-    encoding = _ENCODINGS[kind]
+    encoding = _ENCODINGS[rpe_type]
     position = {
         "rope_theta": settings.get("rope_theta", 10000.0),
         **_position_settings(settings, path),
@@ -162,16 +162,16 @@ def _position_settings(settings: dict, path: Path) -> dict:
 
     Raises UserError for unsupported values.
     """
-    kind = settings["rpe_type"]
-    for key in _REQUIRED_SETTINGS.get(kind, ()):
+    rpe_type = settings["rpe_type"]
+    for key in _REQUIRED_SETTINGS.get(rpe_type, ()):
         if type(settings.get(key)) is not int or settings[key] < 1:
             raise cannot_import(settings, path, key, "a positive integer")
     scaling = settings.get("rope_scaling") or {"type": "linear", "factor": 1.0}
-    expected = "yarn" if kind == "yarn" else "linear"
+    expected = "yarn" if rpe_type == "yarn" else "linear"
     if scaling.get("type", scaling.get("rope_type")) != expected:
         raise cannot_import(settings, path, "rope_scaling", expected)
 
-    if kind == "yarn":
+    if rpe_type == "yarn":
         # The released code ignores the factor. It divides the context length by the original one
         # and rounds up.
         original = settings["original_max_position_embeddings"]
@@ -181,7 +181,7 @@ def _position_settings(settings: dict, path: Path) -> dict:
             "rope_original_seq_length": original,
         }
     position: dict[str, Any] = {"rope_scaling_factor": scaling["factor"]}
-    if kind == "t5rb":
+    if rpe_type == "t5rb":
         position["t5_num_buckets"] = settings["relative_attention_num_buckets"]
         position["t5_max_distance"] = settings["relative_attention_max_distance"]
     return position

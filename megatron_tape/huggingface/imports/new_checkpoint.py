@@ -104,7 +104,7 @@ def with_new_tape(weights: LazyTensors, model: ModelConfig, seed: int) -> LazyTe
         if name not in tape_names:
             return weights[name]
         own_name = tape_names[name]
-        # Names and shapes of exports may differ from the model's own.
+        # `from_megatron` converts the parameter to the name and the shape that exports have.
         return from_megatron(
             own_name, initialized_whole(own_name, initializations[own_name], seed), model
         )[name]
@@ -148,7 +148,8 @@ def write_imported(
     padded = _checked_and_padded(weights, model, origin)
     shapes = parameter_shapes(model)
     with atomic_directory(output) as directory:
-        # The weights, in files of at most FILE_BYTES bytes; each is read when it is written.
+        # The files of the only tensor-parallel rank, of at most FILE_BYTES bytes each. A weight is
+        # read when it is written.
         announced = on_meta(shapes, torch.float32)
         converted = (to_megatron(padded, name, model) for name in shapes)
         tensors = with_progress(converted, announced.values())

@@ -17,7 +17,7 @@ _CARD_BYTES = 4 << 20
 _METADATA_CHARACTERS = 100_000
 """Maximum number of characters of a card's metadata; parsing more YAML would take seconds."""
 _FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
-_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # Longer facts are not imported.
 _FACT_CHARACTERS = 200
 
@@ -43,7 +43,7 @@ def source_card(
     that is None, an export of this project (`is_export`) has the name in its README.md. Raises
     UserError if `base_model` is not a valid Hub name.
     """
-    if base_model is not None and not _NAME.fullmatch(base_model):
+    if base_model is not None and not _HUB_NAME.fullmatch(base_model):
         raise UserError(
             "--base-model", f"is {base_model!r}, but names on the Hub have the form OWNER/NAME"
         )
@@ -58,15 +58,16 @@ def source_card(
     for key in ("license", "license_name", "license_link"):
         if text := _short_text(metadata.get(key)):
             facts[key] = text
-    if "://" not in facts.get("license_link", "://"):
-        del facts["license_link"]  # a relative link to a file that the export does not have
+    # A relative link refers to a file that the export does not have.
+    if "license_link" in facts and "://" not in facts["license_link"]:
+        del facts["license_link"]
 
-    languages = metadata.get("language")
-    if not isinstance(languages, list):
-        languages = [languages]
+    listed = metadata.get("language")
+    if not isinstance(listed, list):
+        listed = [listed]
     # In YAML, an unquoted `no` (Norwegian) is false.
-    languages = ["no" if item is False else _short_text(item) for item in languages]
-    if languages := [text for text in languages if text]:
+    texts = ["no" if item is False else _short_text(item) for item in listed]
+    if languages := [text for text in texts if text]:
         facts["language"] = languages
     return facts
 

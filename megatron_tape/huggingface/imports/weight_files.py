@@ -174,8 +174,8 @@ def check_weights(weights: LazyTensors, model: ModelConfig, origin: str) -> None
     for name in sorted(weights):
         # Older versions of transformers also saved rotary frequencies, which follow from the
         # settings.
-        known = name in expected or name.endswith("rotary_emb.inv_freq")
-        if not known and not (model.tie_embeddings and name == HUGGING_FACE_OUTPUT):
+        is_known = name in expected or name.endswith("rotary_emb.inv_freq")
+        if not is_known and not (model.tie_embeddings and name == HUGGING_FACE_OUTPUT):
             raise FileError(
                 origin,
                 f"contains {name:.100}, which the model of its settings does not have",
