@@ -6,7 +6,7 @@ A candidate is an encoding with a backend of `model.attention_backend`, such as 
 encodings rotate queries and keys; TAPE also averages its position state and computes the state's
 gradient. Repetitions alternate between candidates, and medians are reported. A candidate that
 cannot run, or has more than twice the error of plain torch, is not timed but listed with the
-reason. `of_rope` is the time of TAPE's fastest backend divided by that of RoPE's.
+reason. `of_rope` is the time of TAPE's fastest_candidate backend divided by that of RoPE's.
 
 TFLOP/s count the encoding's matrix products, halved for the causal mask: RoPE has two forward and
 five backward, TAPE three and seven. Without a GPU, TRITON_INTERPRET=1 includes `triton`, checked
@@ -62,9 +62,9 @@ class Shape(NamedTuple):
         """
         match = re.fullmatch(r"(\d+)(?:/(\d+))?x(\d+)@(\d+)", text)
         if match:
-            # Without G, there are as many groups as heads.
+            # Only G may be missing; there are then as many groups as heads, match[1].
             shape = cls(*(int(size or match[1]) for size in match.groups()))
-            if min(shape) >= 1 and shape.heads % shape.groups == shape.head_dim % 2 == 0:
+            if min(shape) >= 1 and shape.heads % shape.groups == 0 and shape.head_dim % 2 == 0:
                 return shape
         raise argparse.ArgumentTypeError(
             f"{text} is not a shape such as 12x64@1024 or 32/8x128@4096, with groups that divide"
@@ -164,10 +164,10 @@ def naive_comparison(name: str, shape: Shape, dtype: torch.dtype) -> Check:
 
 
 def why_inexact(name: str, length: int, shape: Shape, dtype: torch.dtype) -> str | None:
-    """Return why a candidate is not exact at a length, or None if its errors are at most twice
-    those of plain torch.
+    """Return why a candidate is not exact for sequences of `length` tokens, or None if its errors
+    are at most twice those of plain torch.
 
-    `shape` gives the other sizes.
+    `shape` gives the sizes of heads and groups; its length is not used.
     """
     try:
         problem = inexact(*naive_comparison(name, shape._replace(length=length), dtype), dtype)
@@ -187,7 +187,7 @@ def measure(shape: Shape, arguments: argparse.Namespace, deadline: float) -> Ite
     """
     dtype = DTYPES[arguments.precision]
     batch = max(1, arguments.tokens // shape.length)
-    names, rejected = candidates(shape.head_dim, dtype, arguments.flex)
+    names, rejected = candidates(shape.head_dim, dtype, flex=arguments.flex)
     result = {
         "shape": str(shape),
         "batch": batch,
@@ -221,19 +221,19 @@ def measure(shape: Shape, arguments: argparse.Namespace, deadline: float) -> Ite
     for direction in DIRECTIONS:
         runs = {
             name: functools.partial(
-                _run_candidate, name, tensors, output_grads, direction != "forward"
+                _run_candidate, name, tensors, output_grads, backward=direction != "forward"
             )
             for name in exact
         }
-        timings, failed = timed(runs, arguments.repetitions, device_here())
-        for name, problem in failed.items():
+        timings, errors = timed(runs, arguments.repetitions, device_here())
+        for name, problem in errors.items():
             rejected[f"{name}, {direction}"] = problem
 
-        fastest_tape = fastest(timings, "tape")
-        fastest_rope = fastest(timings, "rope")
+        fastest_tape = fastest_candidate(timings, "tape")
+        fastest_rope = fastest_candidate(timings, "rope")
         for name, timing in timings.items():
             if "seconds" not in timing:
-                continue  # interpreted
+                continue  # an interpreted kernel, which runs but is not timed
             encoding, _ = name.split()
             timing["tflops"] = PRODUCTS[encoding][direction] * tflop_per_product / timing["seconds"]
             if fastest_rope:
@@ -261,16 +261,17 @@ def auto_candidates(shape: Shape, dtype: torch.dtype) -> dict[str, str]:
     return names
 
 
-def fastest(timings: dict[str, dict], encoding: str) -> str | None:
-    """Return the name of an encoding's fastest candidate, or None if none was timed. `timings` are
-    those that `timed` returns.
+def fastest_candidate(timings: dict[str, dict], encoding: str) -> str | None:
+    """Return the name of an encoding's candidate with the shortest time, or None if none was timed.
+
+    `timings` has the entry `seconds` for each candidate that was timed, by its name.
     """
-    times = {
+    seconds_by_name = {
         name: timing["seconds"]
         for name, timing in timings.items()
         if name.startswith(encoding) and "seconds" in timing
     }
-    return min(times, key=times.get, default=None)
+    return min(seconds_by_name, key=seconds_by_name.get, default=None)
 
 
 def _run_candidate(

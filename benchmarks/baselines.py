@@ -69,27 +69,27 @@ class PlainEngine:
         the gradient's norm before clipping.
         """
         self.adam.param_groups[0]["lr"] = lr
-        total = 0.0
+        mean_loss = 0.0
         for batch in batches:
             loss = self.model(**batch) / len(batches)
             loss.backward()
-            total += loss.detach()
+            mean_loss += loss.detach()
 
         # Gradients are clipped and applied in fp32.
-        for master, weight in self.copies:
-            master.grad = weight.grad.float()
-            weight.grad = None
-        norm = nn.utils.clip_grad_norm_(self.fp32_weights, 1.0)
+        for fp32_weight, bf16_copy in self.copies:
+            fp32_weight.grad = bf16_copy.grad.float()
+            bf16_copy.grad = None
+        gradient_norm = nn.utils.clip_grad_norm_(self.fp32_weights, 1.0)
         self.adam.step()
         self.adam.zero_grad()
-        for master, weight in self.copies:
-            weight.data.copy_(master)
-        return StepResult(total.item(), norm.item(), skipped=False)
+        for fp32_weight, bf16_copy in self.copies:
+            bf16_copy.data.copy_(fp32_weight)
+        return StepResult(mean_loss.item(), gradient_norm.item(), skipped=False)
 
 
 class Baseline(MeasuredModel):
-    """The baseline with its optimizer, measured like this project's models. `config` is the RoPE
-    model's.
+    """The baseline with its optimizer, measured like this project's models. `config` is that of the
+    RoPE model with the same sizes.
     """
 
     def __init__(self, config: RunConfig, layout: ParallelLayout):

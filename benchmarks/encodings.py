@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
     """Measure all variants, print a table, and write the record to the file that --output names."""
     arguments = parse(argv)
     quiet_libraries()
-    layout = initialize_distributed(1)
+    layout = initialize_distributed()
     configs = {name: config_of(name, arguments) for name in [BASELINE, *arguments.only]}
     parameters = {name: parameter_count(config.model) for name, config in configs.items()}
     rows = {
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
     }
     record = Record(arguments)
     for measure in (measure_steps, measure_decoding):
-        # Each adds to `rows`, and yields when it has measured another variant.
+        # Each function adds to `rows`, and yields when it has measured another variant.
         for _ in measure(configs, arguments, layout, rows):
             record.write(result)
     print("\n".join(table(rows)))
@@ -132,7 +132,7 @@ def config_of(name: str, arguments: argparse.Namespace) -> RunConfig:
     config = run_config(BASELINE, SHAPES[arguments.shape], arguments.precision)
     settings = {f"model.{key}": value for key, value in VARIANTS[name].items()}
     config = replace_settings(config, settings)
-    validate(config, 1)
+    validate(config, world_size=1)
     return config
 
 
@@ -155,7 +155,7 @@ def measure_steps(
     for name in arguments.only:
         print(f"training steps: {name}", flush=True)
         row = rows[name]
-        free_memory()  # a variant that failed was not released
+        free_memory()  # if the last variant has failed, its memory was not released
         bytes_before = allocated_bytes()
         try:
             variant = build_model(configs[name], layout)
@@ -167,13 +167,13 @@ def measure_steps(
         seconds_of_pairs = [
             (rope.step().seconds, variant.step().seconds) for _ in range(arguments.repetitions + 1)
         ]
-        of_rope, of_variant = zip(*seconds_of_pairs[1:])
-        row["seconds_per_step"] = statistics.median(of_variant)
-        row["step_over_rope"] = median_ratio(of_variant, of_rope)
+        rope_seconds, variant_seconds = zip(*seconds_of_pairs[1:])
+        row["seconds_per_step"] = statistics.median(variant_seconds)
+        row["step_over_rope"] = median_ratio(variant_seconds, rope_seconds)
         row["memory"] = peak_of_step(variant, bytes_before)
         row["memory_over_rope"] = row["memory"] / baseline["memory"]
         row["attention"] = variant.backend
-        baseline.setdefault("seconds_per_step", statistics.median(of_rope))
+        baseline.setdefault("seconds_per_step", statistics.median(rope_seconds))
         variant.release()
         yield
     rope.release()
@@ -228,7 +228,7 @@ def measure_decoding(
     rope_config = configs[BASELINE].model
     dtype = dtype_of(configs[BASELINE])
     llama = checked_export(rope_config, dtype, layout.device)
-    # With the decoded tokens and a warm-up token, it fills the context.
+    # The prompt, one warm-up token and the decoded tokens fill the context.
     length = min(arguments.context, rope_config.seq_length) - arguments.tokens - 1
     prompt = torch.randint(rope_config.vocab_size, (1, length), device=layout.device)
     for name in arguments.only:
@@ -244,10 +244,10 @@ def measure_decoding(
         with torch.inference_mode():
             seconds_by_model = decode_seconds(models, "dynamic", prompt, 1 + arguments.tokens)
         # Without the first token, which is the warm-up.
-        of_llama = seconds_by_model["llama"][1:]
-        of_variant = seconds_by_model["variant"][1:]
-        row["seconds_per_token"] = statistics.median(of_variant)
-        row["decoding_over_rope"] = median_ratio(of_variant, of_llama)
+        llama_seconds = seconds_by_model["llama"][1:]
+        variant_seconds = seconds_by_model["variant"][1:]
+        row["seconds_per_token"] = statistics.median(variant_seconds)
+        row["decoding_over_rope"] = median_ratio(variant_seconds, llama_seconds)
         yield
 
 
@@ -287,7 +287,7 @@ def export_with_random_weights(model: ModelConfig) -> PreTrainedModel:
             json.dumps(huggingface_config(model, model.vocab_size, "fp32"))
         )
         if encoding.exports_to == "tape":
-            write_code(directory, None)
+            write_code(directory)
         elif encoding.exports_to != "plain":
             write_code(directory, type(encoding))
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=True)
@@ -314,9 +314,9 @@ def table(rows: dict[str, dict]) -> list[str]:
             lines.append(f"| {name} | 1 | 1 | {row['parameters']:,} | 1 |")
             continue
 
-        step = _ratio(row, "step_over_rope")
-        memory = _ratio(row, "memory_over_rope")
-        token = _ratio(row, "decoding_over_rope")
+        step = _ratio_cell(row, "step_over_rope")
+        memory = _ratio_cell(row, "memory_over_rope")
+        token = _ratio_cell(row, "decoding_over_rope")
         additional = row["additional_parameters"]
         lines.append(f"| {name} | {step} | {memory} | {additional:+,} | {token} |")
         for key in ("failed", "decoding_failed"):
@@ -325,8 +325,8 @@ def table(rows: dict[str, dict]) -> list[str]:
     return lines + failures
 
 
-def _ratio(row: dict, key: str) -> str:
-    """Return the text of a cell, "-" if the row does not have the figure."""
+def _ratio_cell(row: dict, key: str) -> str:
+    """Return the text of a cell with the ratio `row[key]`; "-" if it was not measured."""
     if key not in row:
         return "-"
     return f"{row[key]:.2f}"

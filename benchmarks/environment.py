@@ -82,7 +82,7 @@ class Record:
         environment = describe()
         if arguments.commit is not None:
             environment["commit"] = arguments.commit
-        # The options may hold paths and shapes, which JSON does not have.
+        # `default=str`, since options may be paths or shapes, which JSON does not have.
         options = json.loads(json.dumps(vars(arguments), default=str))
         self.origin = {"environment": environment, "arguments": options}
         self.path.parent.mkdir(parents=True, exist_ok=True)

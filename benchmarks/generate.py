@@ -29,7 +29,13 @@ from transformers import (
 )
 
 from benchmarks.environment import Record
-from benchmarks.timing import DTYPES, add_time_arguments, device_here, median_ratio, seconds
+from benchmarks.timing import (
+    DTYPES,
+    add_time_arguments,
+    device_here,
+    median_ratio,
+    seconds_per_call,
+)
 from megatron_tape import command_line
 from megatron_tape.command_line import whole_number
 from megatron_tape.huggingface.modeling.configuration_tape import TapeConfig
@@ -108,13 +114,14 @@ def check_parity(arguments: argparse.Namespace) -> None:
     randomize(tape)
     logits = tape(prompt).logits
     tape.set_attn_implementation("eager")
-    sdpa_and_eager = (logits - tape(prompt).logits).abs().max().item()
-    tape_and_llama = (zero_logits - llama(prompt).logits).abs().max().item()
+    eager_difference = (logits - tape(prompt).logits).abs().max().item()
+    llama_difference = (zero_logits - llama(prompt).logits).abs().max().item()
     # Both models compute phases in float32, hence 1e-5. Not `>`, which is false for NaN.
-    if not (tape_and_llama <= 1e-5 and sdpa_and_eager <= 1e-9):
+    if not (llama_difference <= 1e-5 and eager_difference <= 1e-9):
         sys.exit(
-            f"error: logits of TAPE with zero matrices differ by {tape_and_llama:.1e} from Llama's,"
-            f" those of sdpa by {sdpa_and_eager:.1e} from eager attention's, so nothing is measured"
+            f"error: logits of TAPE with zero matrices differ by {llama_difference:.1e} from"
+            f" Llama's, those of sdpa by {eager_difference:.1e} from eager attention's, so nothing"
+            " is measured"
         )
 
     tape.set_attn_implementation("sdpa")
@@ -167,11 +174,11 @@ def decode_seconds(
 
     seconds_by_model = {name: [] for name in models}
     for step in range(steps):
-        # Any token will do: the time does not depend on it.
+        # One token (1, 1). Any will do: the time does not depend on it.
         token = prompt[:, step % length, None]
         for name, model in models.items():
             call = functools.partial(model, token, cache=caches[name], use_cache=True)
-            seconds_by_model[name].append(seconds(call, prompt.device))
+            seconds_by_model[name].append(seconds_per_call(call, prompt.device))
     return seconds_by_model
 
 
@@ -184,7 +191,7 @@ def prefill_seconds(models: Models, prompt: torch.Tensor, passes: int) -> dict[s
         for name, model in models.items():
             cache = new_cache("dynamic", model, prompt.shape[1])
             call = functools.partial(model, prompt, cache=cache, use_cache=True, logits_to_keep=1)
-            seconds_by_model[name].append(seconds(call, prompt.device))
+            seconds_by_model[name].append(seconds_per_call(call, prompt.device))
     return seconds_by_model
 
 

@@ -169,7 +169,7 @@ class Trial:
                 entry["results"] = json.loads((self.output / f"{part.name}.json").read_bytes())
             self.save()
 
-        # The end of the log, in which an error would be.
+        # Only the end of the log, in which an error would be.
         print(log.read_text(errors="replace")[-3000:].strip())
         print(f"=== {part.name}: {entry['status']} after {entry['seconds']:.0f} s", flush=True)
 
@@ -205,12 +205,13 @@ def terminate(program: subprocess.Popen) -> None:
 
     The program must lead a process group.
     """
+    # SIGKILL is sent even if the program has ended, since its children may still run.
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(program.pid, number)
             program.wait(GRACE_SECONDS)
         except ProcessLookupError:
-            return
+            return  # no process of the group is left
         except subprocess.TimeoutExpired:
             continue
 
@@ -220,7 +221,7 @@ def problems(record: dict) -> Iterator[tuple[str, str]]:
 
     `record` has the format of results.json.
     """
-    # The name in records of the first trials.
+    # Records have called parts `stages` since the first trials.
     parts = record["stages"]
     if all(part["status"] in NOT_STARTED for part in parts.values()):
         yield "nothing ran", next(iter(parts.values()))["reason"]
@@ -256,7 +257,7 @@ def summary(record: dict) -> list[str]:
     if environments and not environments[0]["gpus"]:
         lines += ["**No GPU: toy size on a CPU. The figures say nothing about a GPU.**", ""]
     lines += [
-        f"Machine: {_machine(environments, results_by_part.get('machine', {}))}",
+        f"Machine: {_machine_line(environments, results_by_part.get('machine', {}))}",
         "",
         f"Commit {origin['commit']}, {origin['date']}: `{origin['command']}`",
         "",
@@ -273,11 +274,11 @@ def summary(record: dict) -> list[str]:
         if name in results_by_part
     }
     tables = (
-        _parts(record),
-        _cases(results_by_part),
+        _part_table(record),
+        _case_table(results_by_part),
         attention_table(results_by_part.get("attention", {}).get("results", [])),
         step_table(steps),
-        _training(results_by_part),
+        _training_table(results_by_part),
     )
     for name, results in steps.items():
         if "ratio_time" in results:
@@ -288,9 +289,11 @@ def summary(record: dict) -> list[str]:
     return lines
 
 
-def _machine(environments: list[dict], rates: dict) -> str:
-    """Describe the machine of the first of `environments` in one line. `rates` are the results of
-    the part `machine`.
+def _machine_line(environments: list[dict], rates: dict) -> str:
+    """Return the line of summary.md about the machine.
+
+    `environments` are those in the records of the parts, and `rates` the results of the part
+    `machine`.
     """
     if not environments:
         return "unknown"
@@ -309,7 +312,7 @@ def _machine(environments: list[dict], rates: dict) -> str:
     return ", ".join(fields)
 
 
-def _parts(record: dict) -> Iterator[str]:
+def _part_table(record: dict) -> Iterator[str]:
     """Yield the lines of the table of all parts."""
     yield "| part | status | seconds | cases | reason |"
     yield "|---|---|--:|--:|---|"
@@ -322,7 +325,7 @@ def _parts(record: dict) -> Iterator[str]:
         yield f"| {name} | {part['status']} | {part['seconds']:.0f} | {cases} | {reason} |"
 
 
-def _cases(results_by_part: dict) -> Iterator[str]:
+def _case_table(results_by_part: dict) -> Iterator[str]:
     """Yield the lines of a table of the largest errors, divided by the allowed errors, by kernel
     and shape. There are no lines without results.
     """
@@ -335,12 +338,14 @@ def _cases(results_by_part: dict) -> Iterator[str]:
         yield f"| error / allowed error | {' | '.join(columns)} |"
         yield "|---" + "|--:" * len(columns) + "|"
     for name in names:
-        cells = [_worst(cases.get((column, name), {})) for column in columns]
+        cells = [_error_cell(cases.get((column, name), {})) for column in columns]
         yield f"| {name} | {' | '.join(cells)} |"
 
 
-def _worst(case: dict) -> str:
-    """Return the cell of a case, in bold if it is a problem; "" if the case has not run."""
+def _error_cell(case: dict) -> str:
+    """Return the largest error of a case divided by the allowed one, in bold if it is a problem; ""
+    if the case has not run.
+    """
     if "error" in case:
         return "**fails**"
     if "worst" not in case:
@@ -353,7 +358,7 @@ def _worst(case: dict) -> str:
     return worst
 
 
-def _training(results_by_part: dict) -> Iterator[str]:
+def _training_table(results_by_part: dict) -> Iterator[str]:
     """Yield the lines of the table of tests that the part `training` has run."""
     if tests := results_by_part.get("training", {}).get("tests", {}):
         yield "| training | |"
@@ -362,8 +367,8 @@ def _training(results_by_part: dict) -> Iterator[str]:
             yield f"| {test} | {outcome} |"
 
 
-def prepare(options: argparse.Namespace, packages: Path) -> None:
-    """Create the output folder and install wheels into `packages`.
+def install_requirements(options: argparse.Namespace, packages: Path) -> None:
+    """Create the output folder, install wheels into `packages`, and check that parts can run.
 
     Raises ConfigError if no part could run, and FileError if the folder has results.
     """
@@ -435,16 +440,16 @@ def main(argv: list[str] | None = None) -> int:
     deadline = started + 60 * options.minutes
     parts = [part for part in PARTS if part.name in options.part]
     with tempfile.TemporaryDirectory(prefix="gpu-trial-") as work:
-        prepare(options, Path(work))
+        install_requirements(options, Path(work))
         trial = Trial(options, parts, Path(work))
-        # A signal, too, must leave a complete record.
+        # Whatever ends the trial, such as Ctrl-C, must leave a complete record.
         try:
             for part in parts:
                 trial.run(part, deadline)
         finally:
             trial.save()
             print("", *summary(trial.record), sep="\n")
-    # `save` has listed them.
+    # `save` has listed the problems.
     return int(bool(trial.record["problems"]))
 
 

@@ -92,7 +92,7 @@ def kernel_cases(toy: bool) -> list[Case]:
 
 def _cases_of_kernels(shapes: Sequence[str], length: int) -> list[Case]:
     """Return the cases of all kernels at these shapes and this length."""
-    # The length does not matter for the names.
+    # The names of the checks do not depend on the length, so 1 stands for any.
     return [
         Case(shape, name, length)
         for shape in shapes
@@ -106,7 +106,7 @@ def library_cases(toy: bool) -> list[Case]:
     length = TOY_LENGTH if toy else LIBRARY_LENGTH
     cases = []
     for shape in shapes:
-        # `kernel_cases` has those of triton.
+        # `kernel_cases` returns the cases of triton.
         names, _ = candidates(Shape.parse(f"{shape}@1").head_dim, dtype_here())
         cases += [Case(shape, name, length) for name in names if not name.endswith("triton")]
     return cases
@@ -155,7 +155,7 @@ def run_cases(function: Callable[[Case], dict], cases: list[Case]) -> Iterator[d
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_run_and_send, args=(sender, function, case), daemon=True)
         process.start()
-        # The pipe then ends when the process dies.
+        # Now only the process holds the sending end, so `recv` raises EOFError when it dies.
         sender.close()
         result = {"error": f"took more than {CASE_SECONDS:.0f} s"}
         if receiver.poll(CASE_SECONDS):
@@ -164,13 +164,13 @@ def run_cases(function: Callable[[Case], dict], cases: list[Case]) -> Iterator[d
             except EOFError:
                 process.join()
                 result = {"error": f"the process died with exit status {process.exitcode}"}
-        # It may still run, if it took too long.
+        # A process that took too long still runs.
         process.kill()
         return case._asdict() | result
 
     with ThreadPoolExecutor(min(MAX_PROCESSES, os.cpu_count() or 1)) as threads:
-        for done in as_completed([threads.submit(run, case) for case in cases]):
-            yield done.result()
+        for future in as_completed([threads.submit(run, case) for case in cases]):
+            yield future.result()
 
 
 def _run_and_send(sender: Connection, function: Callable[[Case], dict], case: Case) -> None:
@@ -189,12 +189,12 @@ def _run_and_send(sender: Connection, function: Callable[[Case], dict], case: Ca
 def _kernel_checks(shape: Shape, dtype: torch.dtype) -> dict[str, Check]:
     """Return the checks of this project's kernels at a shape, by the kernel's name."""
     device = device_here()
-    width = 4 * shape.heads * shape.head_dim
+    mlp_width = 4 * shape.heads * shape.head_dim
     # `inner` is the default width of TAPE's position MLP, whose update is checked on few tokens.
     shapes = Shapes(shape.heads, shape.groups, shape.head_dim, averages=True, inner=4 * shape.heads)
     checks = kernel_checks(shapes, dtype, device, shape.length, tokens=min(shape.length, 48))
-    checks["swiglu"] = swiglu_check(width, dtype, device)
+    checks["swiglu"] = swiglu_check(mlp_width, dtype, device)
     if importlib.util.find_spec("liger_kernel"):
-        # The vocabulary has the size of the MLP's width.
-        checks["loss"] = loss_check(width, dtype, device)
+        # The loss is checked with a vocabulary of this size, too.
+        checks["loss"] = loss_check(mlp_width, dtype, device)
     return checks

@@ -217,8 +217,8 @@ class MeasuredModel:
         loss = "liger" if self.fused.loss else "plain torch"
         names = {"attention": self.backend, "loss": loss}
         if self.model.updating_encodings():
-            fused = self.model.encoding.update_function() is fused_update
-            names["position_update"] = "triton" if fused else "plain torch"
+            is_fused = self.model.encoding.update_function() is fused_update
+            names["position_update"] = "triton" if is_fused else "plain torch"
         return names
 
     def activation_bytes(self) -> int:
@@ -234,21 +234,21 @@ class MeasuredModel:
             self.config, {"model.attention_backend": self.model.attention_backend}
         )
         estimated = memory(Plan(config, self.layout.world_size))
-        state = estimated.weights + estimated.gradients + estimated.optimizer
-        return self.peaks(state) | {"estimated_peak": estimated.peak}
+        state_bytes = estimated.weights + estimated.gradients + estimated.optimizer
+        return self.peaks(state_bytes) | {"estimated_peak": estimated.peak}
 
-    def peaks(self, state: int) -> dict[str, int]:
+    def peaks(self, state_bytes: int) -> dict[str, int]:
         """Return the measured peaks of memory in bytes, as `peak` and, on a GPU, `reserved`.
 
         On a GPU, they are the peaks of torch's allocator since the last reset. On a CPU, the peak
-        is `state` (the bytes of weights, gradients and optimizer state) plus the saved activations.
+        is `state_bytes`, of weights, gradients and optimizer state, plus the saved activations.
         """
         if self.layout.device.type == "cuda":
             return {
                 "peak": torch.cuda.max_memory_allocated(),
                 "reserved": torch.cuda.max_memory_reserved(),
             }
-        return {"peak": state + self.activation_bytes()}
+        return {"peak": state_bytes + self.activation_bytes()}
 
     def release(self) -> None:
         """Free the memory of the model and its optimizer, which cannot be used afterwards."""
@@ -283,7 +283,7 @@ def activation_bytes(model: torch.nn.Module, forward: Callable[[], Tensor]) -> i
     """Return the bytes that `forward()` saves for the backward pass, not counting the model's
     weights.
     """
-    # By address, since several operations may save the same memory, or views of it.
+    # Bytes by address, since several operations may save the same memory, or views of it.
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved_bytes: dict[int, int] = {}
 
@@ -300,13 +300,13 @@ def activation_bytes(model: torch.nn.Module, forward: Callable[[], Tensor]) -> i
         below.
         """
         packed = original_pack(call, saved)
-        # An index of a tensor that is recomputed instead.
+        # A tensor that is recomputed is replaced by an index, which takes no memory.
         if isinstance(packed, int):
             return packed
         return pack(packed)
 
     def checkpoint_and_count(block: Callable, *arguments: Any, **options: Any) -> Tensor:
-        """Count the tensors that a block of rows keeps until it is recomputed: those of its
+        """Count the tensors that a block of rows keeps until it is recomputed: the variables of its
         closure.
         """
         cells = block.__closure__ if torch.is_grad_enabled() else ()

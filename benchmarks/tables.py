@@ -15,7 +15,7 @@ def attention_table(results: list[dict]) -> Iterator[str]:
     for result in results:
         timings_by_direction = [result["timed"].get(direction, {}) for direction in DIRECTIONS]
         for name in sorted({name for timings in timings_by_direction for name in timings}):
-            cells = [_timing(timings.get(name)) for timings in timings_by_direction]
+            cells = [_timing_cell(timings.get(name)) for timings in timings_by_direction]
             auto = " (auto)" if name in result["auto"].values() else ""
             rows.append(f"| {result['shape']} | {name}{auto} | {' | '.join(cells)} |")
         missing = dict.fromkeys(result["no_time"], "out of time") | result["rejected"]
@@ -26,13 +26,13 @@ def attention_table(results: list[dict]) -> Iterator[str]:
         yield from rows
 
 
-def _timing(timing: dict | None) -> str:
-    """Return a cell: milliseconds, TFLOP/s and the ratio to RoPE. `timing` is None if the candidate
-    failed.
+def _timing_cell(timing: dict | None) -> str:
+    """Return a cell: milliseconds, TFLOP/s and the ratio to RoPE; "" if `timing` is None, which it
+    is for a candidate that failed.
     """
     if timing is None:
         return ""
-    # An interpreted kernel.
+    # A kernel that Triton interprets has no time.
     if "seconds" not in timing:
         return "exact, not timed"
     return (
@@ -58,9 +58,9 @@ def step_table(results: dict[str, dict]) -> Iterator[str]:
                 model.get("attention", ""),
                 f"{model['seconds_per_step']:.4f}",
                 f"{model['tokens_per_second']:,.0f}",
-                _percent(model.get("mfu")),
-                _percent(model.get("mfu_of_rope_flops")),
-                _percent(model["of_matmul"]),
+                _percent_cell(model.get("mfu")),
+                _percent_cell(model.get("mfu_of_rope_flops")),
+                _percent_cell(model["of_matmul"]),
                 " / ".join(f"{peak / 2**30:.2f}" for peak in peaks),
             ]
             rows.append(f"| {' | '.join(cells)} |")
@@ -73,7 +73,7 @@ def step_table(results: dict[str, dict]) -> Iterator[str]:
         yield from rows
 
 
-def _percent(share: float | None) -> str:
+def _percent_cell(share: float | None) -> str:
     """Return a cell, which is empty if the share is not known."""
     if share is None:
         return ""

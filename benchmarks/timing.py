@@ -38,7 +38,7 @@ def describe_error(error: Exception) -> str:
     """Return an error's class and message in one line. Raises AcceleratorError if the GPU's context
     is unusable after the error.
     """
-    # Older versions of torch do not have the class.
+    # Older versions of torch do not have the class; no error is an instance of ().
     fault = getattr(torch, "AcceleratorError", ())
     if not isinstance(error, fault) and torch.cuda.is_initialized():
         # Triton reports a fault as an ordinary error; torch then raises at the next
@@ -56,7 +56,7 @@ def synchronized_time(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def seconds(call: Callable[[], object], device: torch.device, count: int = 1) -> float:
+def seconds_per_call(call: Callable[[], object], device: torch.device, count: int = 1) -> float:
     """Return the mean seconds of one of `count` calls, including their kernels on the GPU."""
     started = synchronized_time(device)
     for _ in range(count):
@@ -74,27 +74,28 @@ def timed(
 ) -> tuple[dict[str, dict], dict[str, str]]:
     """Time functions, alternating between them.
 
-    Return two dictionaries by name: `seconds` (the median) and `repetitions` of each timed
-    function, and the error of each function that failed. On a GPU, one repetition calls a function
-    for 20 ms, which hides the launch time. On a CPU, where kernels are interpreted, functions with
-    names that end in triton run once and are not timed; they have `interpreted` instead.
+    Return two dictionaries by the function's name: `seconds` (the median) and `repetitions` of each
+    timed function, and the error of each function that failed. On a GPU, one repetition calls a
+    function for 20 ms, which hides the launch time. On a CPU, where kernels are interpreted,
+    functions with names that end in triton run once and are not timed; they have `interpreted`
+    instead.
     """
     on_gpu = device.type == "cuda"
     timings: dict[str, dict] = {}
-    failed: dict[str, str] = {}
+    errors: dict[str, str] = {}
     calls_per_time: dict[str, int] = {}
     for name, function in functions.items():
         try:
             # The first call compiles kernels, so it is not timed.
-            seconds(function, device)
+            seconds_per_call(function, device)
             if name.endswith("triton") and not on_gpu:
                 timings[name] = {"interpreted": True}
                 continue
             calls_per_time[name] = 1
             if on_gpu:
-                calls_per_time[name] = max(1, int(0.02 / seconds(function, device)))
+                calls_per_time[name] = max(1, int(0.02 / seconds_per_call(function, device)))
         except Exception as error:
-            failed[name] = describe_error(error)
+            errors[name] = describe_error(error)
 
     times: dict[str, list[float]] = {name: [] for name in calls_per_time}
     for _ in range(repetitions):
@@ -103,9 +104,9 @@ def timed(
             if len(times_so_far) >= 3 and sum(times_so_far) * calls_per_time[name] > ENOUGH_SECONDS:
                 continue
             try:
-                times_so_far.append(seconds(functions[name], device, calls_per_time[name]))
+                times_so_far.append(seconds_per_call(functions[name], device, calls_per_time[name]))
             except Exception as error:
-                failed[name] = describe_error(error)
+                errors[name] = describe_error(error)
                 del times[name]
 
     for name, times_so_far in times.items():
@@ -113,7 +114,7 @@ def timed(
             "seconds": statistics.median(times_so_far),
             "repetitions": len(times_so_far),
         }
-    return timings, failed
+    return timings, errors
 
 
 def matmul_peak(dtype: torch.dtype, device: torch.device) -> float:
@@ -134,6 +135,6 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def _median_seconds(function: Callable[[], object], device: torch.device) -> float:
-    """Return the median seconds of up to 10 repetitions of `timed`."""
+    """Return the median seconds of a call of `function`, in up to 10 repetitions (see `timed`)."""
     timings, _ = timed({"function": function}, 10, device)
     return timings["function"]["seconds"]

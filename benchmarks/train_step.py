@@ -133,7 +133,7 @@ class Comparison:
         peak = None
         if self.on_gpu:
             gpu = torch.cuda.get_device_name(layout.device)
-            # The table of peaks is for bf16.
+            # The peaks of `peak_flops` are those of bf16.
             if arguments.precision == "bf16":
                 peak = peak_flops(gpu)
         self.result: dict = {
@@ -169,7 +169,7 @@ class Comparison:
         for group in groups:
             with ExitStack() as stack:
                 models = {name: stack.enter_context(self._build_model(name)) for name in group}
-                # As soon as RoPE and TAPE have both been built.
+                # Once, as soon as RoPE and TAPE have both been built.
                 if len(self.first_losses) == len(ENCODINGS) and "parity" not in self.result:
                     self._check_parity()
                 self._measure(models)
@@ -179,8 +179,9 @@ class Comparison:
         """Return whether --against requests the baseline and it can take a step. If it cannot,
         record the reason.
         """
+        # A list of one or no baseline; None, without the option.
         is_requested = self.arguments.against
-        # By default, if the package is installed whose name BASELINE is.
+        # By default, a single process measures the baseline if the package BASELINE is installed.
         if is_requested is None:
             is_requested = self.layout.world_size == 1 and importlib.util.find_spec(BASELINE)
         if not is_requested:
@@ -227,17 +228,18 @@ class Comparison:
         model = measured.config.model
         flops = flops_per_token(model)
         seconds = statistics.median(step.seconds for step in steps)
-        tokens = self.result["run"]["tokens_per_step"] / seconds
-        rate = flops * tokens / self.layout.world_size
+        tokens_per_second = self.result["run"]["tokens_per_step"] / seconds
+        # Per GPU.
+        flops_per_second = flops * tokens_per_second / self.layout.world_size
         peak = self.result["peak_flops"]
         self.result["models"][measured.name] = {
             **measured.description(),
             "seconds_per_step": seconds,
-            "tokens_per_second": tokens,
-            "tflops": rate / 1e12,
+            "tokens_per_second": tokens_per_second,
+            "tflops": flops_per_second / 1e12,
             # None if the peak is not known.
-            "mfu": peak and rate / peak,
-            "of_matmul": rate / self.result["matmul_flops"],
+            "mfu": peak and flops_per_second / peak,
+            "of_matmul": flops_per_second / self.result["matmul_flops"],
             "flops_per_token": flops,
             "seconds": [step.seconds for step in steps],
             "losses": [step.loss for step in steps],
@@ -257,18 +259,18 @@ class Comparison:
             if tape["mfu"]:
                 flops_ratio = rope["flops_per_token"] / tape["flops_per_token"]
                 tape["mfu_of_rope_flops"] = tape["mfu"] * flops_ratio
-            self.result["ratio_time"] = self._ratio("tape", "rope")
+            self.result["ratio_time"] = self._time_ratio("tape", "rope")
             self.result["ratio_memory"] = tape["memory"]["peak"] / rope["memory"]["peak"]
         if BASELINE in models:
-            # The keys of records from when there were several baselines.
+            # The keys are those of older records, which had several baselines.
             self.result["fastest_rival"] = BASELINE
             self.result["ratios_to_fastest_rival"] = {
-                name: self._ratio(name, BASELINE) for name in models
+                name: self._time_ratio(name, BASELINE) for name in models
             }
         if self.record and "parity" in self.result:
             self.record.write(self.result)
 
-    def _ratio(self, name: str, other: str) -> float:
+    def _time_ratio(self, name: str, other: str) -> float:
         """Return the step time of the model `name` divided by that of the model `other`. On a CPU,
         it is the median over pairs of alternating steps.
         """
@@ -331,8 +333,8 @@ class Comparison:
             return
         with profile() as profiler:
             measured.step()
-        order = "self_device_time_total" if self.on_gpu else "self_cpu_time_total"
-        self.log(profiler.key_averages().table(sort_by=order, row_limit=20))
+        sort_by = "self_device_time_total" if self.on_gpu else "self_cpu_time_total"
+        self.log(profiler.key_averages().table(sort_by=sort_by, row_limit=20))
         if self.record and (path := self.record.path):
             trace = path.with_name(f"{path.stem}-{measured.name}.trace.json.gz")
             profiler.export_chrome_trace(str(trace))

@@ -89,7 +89,7 @@ def attention(record: Record, options: argparse.Namespace) -> None:
     """Time every available attention backend with TAPE and RoPE."""
     from benchmarks import attention
 
-    # Nothing starts in the last ten seconds.
+    # No check or shape starts in the last ten seconds.
     seconds = max(1.0, options.seconds - 10)
     arguments = ["--minutes", str(seconds / 60), *_record_arguments(options)]
     if options.also == "flex":
@@ -128,7 +128,7 @@ def training(record: Record, options: argparse.Namespace) -> None:
 
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
             """Record an outcome. pytest calls this after each phase of a test."""
-            # A test also has a setup and a teardown, which matter only if they fail.
+            # The phases are setup, call and teardown. Setup and teardown matter only if they fail.
             if report.passed and report.when != "call":
                 return
             test = report.nodeid.partition("::")[2]
@@ -143,7 +143,7 @@ def training(record: Record, options: argparse.Namespace) -> None:
     file = ROOT / "tests" / "gpu" / "test_training_on_gpu.py"
     names = TOY_TRAINING_TESTS if options.toy else TRAINING_TESTS
     tests = [f"{file}::{name}" for name in names]
-    # Without the repository's options, which need plug-ins that a GPU machine may lack.
+    # Without the repository's pytest options, which need plug-ins that a GPU machine may lack.
     arguments = ["-o", "addopts=", "--tb=short", "-p", "no:cacheprovider", *tests]
     status = pytest.main(arguments, plugins=[OutcomeRecorder()])
     # Failed tests are in the record, as problems of the trial.
@@ -170,7 +170,7 @@ def _record_arguments(options: argparse.Namespace) -> list[str]:
     return arguments
 
 
-def watch(seconds: float) -> None:
+def start_watchdog(seconds: float) -> None:
     """Start a thread that kills this process and its group when the parent ends or after
     `seconds`.
 
@@ -184,7 +184,8 @@ def watch(seconds: float) -> None:
         # A process whose parent ends gets another parent.
         while os.getppid() == parent and time.monotonic() < deadline:
             time.sleep(0.2)
-        if os.getpgrp() == os.getpid():  # true under gpu_trial, where each part leads a group
+        # Under gpu_trial, each part leads a process group. Otherwise, the group is the caller's.
+        if os.getpgrp() == os.getpid():
             os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
@@ -202,12 +203,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--also", choices=["flex"], help="also time FlexAttention")
     add_record_arguments(parser)
     options = parser.parse_args(argv)
-    # The trial stops a part at its limit. This is in case the trial itself is killed.
-    watch(options.seconds + 10)
+    # The trial stops a part at its limit. The watchdog ends it if the trial itself was killed.
+    start_watchdog(options.seconds + 10)
     # Print the stacks of a part that crashes, or that still runs shortly before its limit.
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(1.0, options.seconds - 2))
-    # Before torch is imported, which reads it.
+    # Set before torch is imported, which reads the variable.
     if options.toy:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch

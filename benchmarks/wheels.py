@@ -65,7 +65,7 @@ names exactly.
 """
 
 
-def pinned_for(python: str) -> dict[str, str]:
+def pins_of_python(python: str) -> dict[str, str]:
     """Return the requirements, by package, that requirements.txt pins for this version of Python,
     but not for all.
 
@@ -98,8 +98,8 @@ def main() -> None:
             error.name, "is not installed here", "run this in the environment of make install"
         ) from None
 
-    # What pip needs to know about the GPU machine, which differs from this one.
-    pins = pinned_for(arguments.python)
+    # pip must choose wheels for the Python and the platform of the GPU machine, not for this one's.
+    pins = pins_of_python(arguments.python)
     requirements = {name: pins.get(name, requirement) for name, requirement in installed.items()}
     platforms = [f"manylinux_2_{minor}_{platform.machine()}" for minor in GLIBC]
     platforms += [
@@ -113,7 +113,9 @@ def main() -> None:
     ]
 
     with atomic_directory(arguments.directory) as partial:
-        downloaded = [each for name, each in requirements.items() if name not in SOURCE_PACKAGES]
+        downloaded = [
+            requirement for name, requirement in requirements.items() if name not in SOURCE_PACKAGES
+        ]
         _pip("download", "--no-deps", *target_options, "--dest", str(partial), *downloaded)
 
         command_line.log("building deepspeed from source, which takes a minute ...")

@@ -118,7 +118,7 @@ def test_results_survive_if_the_trial_is_killed(tmp_path, number):
     program = f"""
 import sys
 from benchmarks import gpu_trial
-watches = "from benchmarks.trial_parts import watch; watch(60)"  # as a part does
+watches = "from benchmarks.trial_parts import start_watchdog; start_watchdog(60)"  # as a part does
 programs = {{"works": {WORKS!r}, "hangs": watches + {HANGS!r}, "later": {WORKS!r}}}
 gpu_trial.PARTS = [gpu_trial.Part(name, "", 0, 60) for name in programs]
 gpu_trial.Trial.command = lambda self, part, seconds: [

@@ -27,7 +27,7 @@ def write_wheel(folder, name="toy", tags="py3-none-any"):
 
 @pytest.mark.parametrize("python, version", [("3.11", "0.16.1"), ("3.12", "0.19.2")])
 def test_megatron_has_the_version_for_the_other_python(python, version):
-    assert wheels.pinned_for(python) == {"megatron-core": f"megatron-core=={version}"}
+    assert wheels.pins_of_python(python) == {"megatron-core": f"megatron-core=={version}"}
 
 
 def test_all_wheels_are_collected_and_built_or_none(tmp_path, monkeypatch):
