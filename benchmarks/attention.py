@@ -279,9 +279,12 @@ def _run_candidate(
 ) -> None:
     """Run a candidate's forward pass and, with `backward`, the backward pass from
     `output_grads`.
+
+    `tensors` are those of `random_inputs`.
     """
+    encoding, backend = name.split()
     with torch.set_grad_enabled(backward):
-        outputs = [x for x in attend(*name.split(), *tensors) if x is not None]
+        outputs = [x for x in attend(encoding, backend, *tensors) if x is not None]
     if backward:
         # RoPE does not use z.
         torch.autograd.grad(outputs, tensors, output_grads[: len(outputs)], allow_unused=True)

@@ -163,7 +163,8 @@ def measure_steps(
             row["failed"] = describe_error(error)
             continue
 
-        # Pairs of steps; the first step of a variant creates the optimizer's state.
+        # Pairs of steps. The first pair is left out below, since the variant's first step also
+        # creates its optimizer's state.
         seconds_of_pairs = [
             (rope.step().seconds, variant.step().seconds) for _ in range(arguments.repetitions + 1)
         ]
@@ -205,6 +206,7 @@ def build_model(config: RunConfig, layout: ParallelLayout) -> MeasuredModel:
     backend = chosen_backend(config.model, dtype, layout.device)
     measured = MeasuredModel(config, layout, backend)
     difference = measured.attention_error
+    # In nats. Rounding errors are much larger in bf16.
     allowed = MAX_LOSS_ERROR if dtype is torch.float32 else 0.1
     # Not `>`, which is false for NaN.
     if not difference <= allowed:

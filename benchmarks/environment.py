@@ -28,7 +28,7 @@ PACKAGES = (
 )
 
 
-def describe() -> dict:
+def describe_environment() -> dict:
     """Return the environment of a measurement as JSON data: hardware, versions, git commit, command
     and time.
 
@@ -79,7 +79,7 @@ class Record:
         if self.path is None:
             return
 
-        environment = describe()
+        environment = describe_environment()
         if arguments.commit is not None:
             environment["commit"] = arguments.commit
         # `default=str`, since options may be paths or shapes, which JSON does not have.

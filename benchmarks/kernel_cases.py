@@ -106,7 +106,8 @@ def library_cases(toy: bool) -> list[Case]:
     length = TOY_LENGTH if toy else LIBRARY_LENGTH
     cases = []
     for shape in shapes:
-        # `kernel_cases` returns the cases of triton.
+        # Candidates do not depend on the length, so 1 stands for any. Those of triton are among
+        # the cases that `kernel_cases` returns.
         names, _ = candidates(Shape.parse(f"{shape}@1").head_dim, dtype_here())
         cases += [Case(shape, name, length) for name in names if not name.endswith("triton")]
     return cases

@@ -309,6 +309,7 @@ def activation_bytes(model: torch.nn.Module, forward: Callable[[], Tensor]) -> i
         """Count the tensors that a block of rows keeps until it is recomputed: the variables of its
         closure.
         """
+        # Without gradients, nothing is recomputed, so nothing is kept.
         cells = block.__closure__ if torch.is_grad_enabled() else ()
         for cell in cells:
             contents = cell.cell_contents

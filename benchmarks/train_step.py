@@ -208,7 +208,7 @@ class Comparison:
         total = warmup + self.arguments.repetitions
         steps: dict[str, list] = {name: [] for name in models}
         for repetition in range(total):
-            # The peak is that of the timed steps.
+            # The recorded peak of memory is that of the timed steps.
             if repetition == warmup and self.on_gpu:
                 torch.cuda.reset_peak_memory_stats()
             for name, measured in models.items():

@@ -80,6 +80,7 @@ def _run_cases(record: Record, function: Callable, cases: list) -> None:
     for result in run_cases(function, cases):
         results.append(result)
         record.write({"planned": len(cases), "cases": results})
+        # A failed case has an `error`, and a checked case the list `inexact` of wrong results.
         outcome = result.get("error") or "; ".join(result.get("inexact", [])) or "passed"
         case = f"{result['shape']} {result['name']}"
         print(f"{len(results)} of {len(cases)}: {case}: {outcome}", flush=True)
@@ -104,8 +105,8 @@ def step(
 ) -> None:
     """Time training steps of TAPE, RoPE and transformers' Llama.
 
-    `shape` is a key of `measured_model.SHAPES`, and `more_arguments` are those of
-    `benchmarks.train_step`.
+    `shape` is a key of `measured_model.SHAPES`, and `more_arguments` are further
+    options of `benchmarks.train_step`.
     """
     from benchmarks import train_step
 

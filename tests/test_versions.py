@@ -8,7 +8,7 @@ from megatron_tape.io.versions import versions, versions_with_commit
 
 
 def test_records_have_torchs_own_version_with_its_build():
-    for packages in (versions_with_commit(), environment.describe()["packages"]):
+    for packages in (versions_with_commit(), environment.describe_environment()["packages"]):
         assert packages["torch"] == torch.__version__
         assert "megatron-core" in packages
     assert versions(["numpy"]).keys() == {"python", "numpy"}

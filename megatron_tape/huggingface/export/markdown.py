@@ -23,7 +23,8 @@ def escape_markdown(value: object, max_length: int = 1000) -> str:
     characters that are not printable become spaces.
     """
     text = str(value)
-    text = text if len(text) <= max_length else f"{text[:max_length]}..."
+    if len(text) > max_length:
+        text = f"{text[:max_length]}..."
     printable = (
         character if character.isprintable() or character in _JOINERS else " " for character in text
     )

@@ -238,8 +238,8 @@ def _final_losses(saved: SavedWeights) -> dict[str, str]:
     if saved.average:
         labels = {VALIDATION_LOSS_AVERAGED: "Validation loss"}
 
-    # The checkpoint is in RUN/checkpoints/step-N, and the metrics are in RUN.
     losses = {}
+    # The checkpoint is in RUN/checkpoints/step-N, and the metrics are in RUN.
     for line in read_lines(saved.path.parents[1] / METRICS):
         with suppress(ValueError):  # a killed process may leave an incomplete line
             row = parse_record(line, dict[str, Any])

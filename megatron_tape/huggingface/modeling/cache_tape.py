@@ -92,6 +92,7 @@ class GrowingLayer(DynamicLayer):
         used = old.shape[-2] if old.numel() else 0
         total = used + new.shape[-2]
         buffer, view = self._buffers.pop(name, (None, None))
+        # Allocate a new buffer unless the attribute still is the view of this one, which has room.
         if (
             view is not old
             or buffer.shape[-2] < total

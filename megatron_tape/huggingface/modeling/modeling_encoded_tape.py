@@ -334,8 +334,8 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
 
         hidden_states (B, S, C) are the embedded tokens, position_ids (B or 1, S).
         """
-        # Some encodings replace 0, 1, ... by positions that depend on the length of a sequence,
-        # but not on that of others in the batch. The others return None for every length.
+        # `token_positions` returns None, or positions that replace 0, 1, ... in a sequence of the
+        # given length. Its second argument None stands for no random positions.
         if self.encoding.token_positions(1, None) is not None:
             new_ids = []
             for ids in position_ids:
