@@ -129,9 +129,9 @@ def config_of(name: str, arguments: argparse.Namespace) -> RunConfig:
     """Return the configuration of the variant `name`, a key of VARIANTS. Raises ConfigError if it
     is invalid.
     """
-    config = run_config(BASELINE, SHAPES[arguments.shape], arguments.precision)
+    rope_config = run_config(BASELINE, SHAPES[arguments.shape], arguments.precision)
     settings = {f"model.{key}": value for key, value in VARIANTS[name].items()}
-    config = replace_settings(config, settings)
+    config = replace_settings(rope_config, settings)
     validate(config, world_size=1)
     return config
 
@@ -286,7 +286,7 @@ def export_with_random_weights(model: ModelConfig) -> PreTrainedModel:
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         (directory / "config.json").write_text(
-            json.dumps(huggingface_config(model, model.vocab_size, "fp32"))
+            json.dumps(huggingface_config(model, rows=model.vocab_size, dtype="fp32"))
         )
         if encoding.exports_to == "tape":
             write_code(directory)

@@ -169,6 +169,7 @@ def decode_seconds(
     """
     length = prompt.shape[1]
     caches = {name: new_cache(kind, model, length + steps) for name, model in models.items()}
+    # Fill the caches with the prompt, without timing.
     for name, model in models.items():
         model(prompt, cache=caches[name], use_cache=True, logits_to_keep=1)
 

@@ -313,7 +313,7 @@ def _machine_line(environments: list[dict], rates: dict) -> str:
 
 
 def _part_table(record: dict) -> Iterator[str]:
-    """Yield the lines of the table of all parts."""
+    """Yield the lines of the table of all parts, which are the `stages` of `record`."""
     yield "| part | status | seconds | cases | reason |"
     yield "|---|---|--:|--:|---|"
     for name, part in record["stages"].items():

@@ -98,8 +98,9 @@ def run_config(
     """Return the configuration of a run that trains a model of `shape`. Raises ConfigError if it is
     invalid.
 
-    The other arguments are the run's settings of the same or a similar name; `backend` is that of
-    attention.
+    `precision` is fp32 or bf16, `world_size` the number of processes, `tensor_parallel` that of
+    tensor-parallel ranks, and `backend` the one of attention. `zero_stage` and `recompute` are
+    settings of the sections `deepspeed` and `train`.
     """
     width = shape.heads * shape.head_dim
     # Number of data-parallel ranks; `validate` refuses a world_size that is too small.
@@ -188,9 +189,9 @@ class MeasuredModel:
         # At initialization, TAPE equals RoPE. Only with noise does an error of its attention show.
         self.first_losses = self._token_losses()
         self._perturb_encoding()
-        losses = self._token_losses()
+        perturbed_losses = self._token_losses()
         self._set_attention_backend("naive")
-        self.attention_error = rms_difference(losses, self._token_losses())
+        self.attention_error = rms_difference(perturbed_losses, self._token_losses())
         self._set_attention_backend(backend)
 
         self.engine = Engine(self.model, config, layout)

@@ -112,6 +112,8 @@ def main(argv: list[str] | None = None) -> None:
 class Comparison:
     """Measures all models at one shape. It runs on every rank; rank 0 prints and writes the
     record.
+
+    `configs` are the configurations of RoPE and TAPE by the encoding's name.
     """
 
     def __init__(

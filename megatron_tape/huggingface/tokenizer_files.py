@@ -77,6 +77,8 @@ def write_tokenizer(
         else:
             hf_tokenizer, special_ids, settings = _from_sentencepiece(tokenizer, source, context)
             files[TOKENIZER_JSON] = hf_tokenizer.to_str(pretty=True).encode()
+        # The special tokens that the settings name, by key such as pad_token, and those that do
+        # not exist.
         token_by_key, missing_tokens = tokenizer.special_tokens.existing(hf_tokenizer.token_to_id)
 
     if missing_tokens:
@@ -224,7 +226,7 @@ def _from_tokenizer_json(
         key: value for key, value in original_settings.items() if not names_tokens(key, value)
     }
     settings.pop("auto_map", None)  # the code is not copied
-    # LlamaTokenizer's default, which the class below does not have.
+    # Padding on the left is LlamaTokenizer's default, but not that of FROM_THE_FILE.
     if str(original_settings.get("tokenizer_class")).startswith("Llama"):
         settings.setdefault("padding_side", "left")
     # Other classes, such as GPT2Tokenizer, build a tokenizer from the vocabulary alone and ignore
@@ -351,6 +353,7 @@ def _check_same_ids(converted: Tokenizer, tokenizer: Any, source: str) -> None:
 
     model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.files[TOKENIZER_MODEL])
     symbols = [piece.piece for piece in model.pieces if piece.type == _USER_DEFINED]
+    # The last texts contain the name of a byte token, or a user-defined symbol within a word.
     texts = [*trial_texts(), "a <0x41> b", *(f"a{symbol}b" for symbol in symbols)]
     text = find_difference(tokenizer.encode, converted.encode, texts, tokenizer.scores)
     if text is not None:

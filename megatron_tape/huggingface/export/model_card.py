@@ -73,12 +73,13 @@ def write_card(
     saved: SavedWeights,
     options: ExportOptions,
     vocab_size: int,
-    loader: str | None,
+    tokenizer_class: str | None,
 ) -> None:
     """Write the README.md of an exported model.
 
     `model_type` is its type in transformers, `vocab_size` the number of its embedding rows, and
-    `loader` the name of the class that loads its tokenizer, or None if the export has no tokenizer.
+    `tokenizer_class` the name of the class that loads its tokenizer, or None if the export has no
+    tokenizer.
     """
     encoding = encoding_of(saved.model)
     # What is exported: "tape", the TAPE architecture; "plain", an architecture of transformers with
@@ -106,7 +107,7 @@ def write_card(
         scores=_score_rows(options.results),
         notes=_score_notes(options.results),
         remote_code_argument=_remote_code_argument(saved),
-        loader=loader,
+        tokenizer_class=tokenizer_class,
         omitted_rows=saved.model.vocab_size - vocab_size,
         # The card warns that a model pretrained on plain text follows no instructions.
         text_only=pretrained and saved.state["config"]["data"].get("prefix") is not None,

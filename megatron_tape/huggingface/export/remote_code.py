@@ -87,11 +87,10 @@ def code_files(encoding: type[PositionEncoding] | None = None) -> dict[str, byte
     files |= encoding_texts
 
     # Some versions of transformers copy only files that the modeling file imports directly.
-    modules = sorted(name.removesuffix(".py") for name in files)
     imports = "".join(
-        f"from .{name} import __name__ as _\n"
-        for name in modules
-        if f"{name}.py" not in (_ENCODED_MODELING, "encoding_tape.py")
+        f"from .{name.removesuffix('.py')} import __name__ as _\n"
+        for name in sorted(files)
+        if name not in (_ENCODED_MODELING, "encoding_tape.py")
     )
     text = files[_ENCODED_MODELING].decode()
     assert text.count(_ENCODING_IMPORT) == 1
@@ -261,12 +260,13 @@ def _relative_imports(
     An import of kernels is replaced by an error. Raises FileError for an import that cannot be
     exported.
     """
+    # The dots exclude a module whose name only begins like that of the kernels.
     if f"{node.module}.".startswith(f"{_KERNELS}."):
         # At the top level, the error would be raised when the export is loaded.
         if node.col_offset == 0:
             raise _not_exportable(module, node, "loads GPU kernels outside of a function")
         return 'raise NotImplementedError("an exported model has no GPU kernels of its own")'
-    by_module = {}
+    names_by_module = {}
     for alias in node.names:
         target = _defining_module(str(node.module), alias.name)
         if target is None:
@@ -275,10 +275,11 @@ def _relative_imports(
                 node,
                 f"imports {alias.name}, which is no function, class or constant of a module",
             )
-        by_module.setdefault(target, []).append(ast.unparse(alias))
-    imported_modules += by_module
+        names_by_module.setdefault(target, []).append(ast.unparse(alias))
+    imported_modules += names_by_module
     return "; ".join(
-        f"from .{target.flat_name} import {', '.join(names)}" for target, names in by_module.items()
+        f"from .{target.flat_name} import {', '.join(names)}"
+        for target, names in names_by_module.items()
     )
 
 

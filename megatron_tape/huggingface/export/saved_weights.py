@@ -127,15 +127,15 @@ def open_weights(path: Path, average: bool = False) -> SavedWeights:
     prefixes = ["weight"]
     if average:
         check_average(path, index)
-        # Averages replace weights; frozen parameters have no average.
+        # Below, averages replace weights. Frozen parameters have no average.
         prefixes.append(AVERAGE)
     files: list[dict[str, tuple[Path, str]]] = [{} for _ in range(size)]
     for prefix in prefixes:
-        for file, places in index.items():
+        for file, keys in index.items():
             shards = files[shard_of(file)]
-            for key in places:
-                kind, name = split_key(key)
-                if kind == prefix:
+            for key in keys:
+                key_prefix, name = split_key(key)
+                if key_prefix == prefix:
                     shards[name] = path / file, key
 
     # The run may have stored its frozen parameters only in the checkpoint from which it started.

@@ -189,13 +189,13 @@ def write_model(saved: SavedWeights, directory: Path, options: ExportOptions) ->
     config = huggingface_config(model, rows, options.dtype)
     ids: dict[str, Any] = _NO_IDS
     generation = {}
-    loader = None
+    tokenizer_class = None
     if tokenizer is not None:
         ids = tokenizer.special_ids
         generation = tokenizer.generation
-        loader = "AutoTokenizer"
+        tokenizer_class = "AutoTokenizer"
         if config["model_type"] == "qwen2":
-            loader = FROM_THE_FILE
+            tokenizer_class = FROM_THE_FILE
             command_line.log(
                 "with model.qkv_bias, this export is a Qwen2 model; AutoTokenizer would replace its"
                 f" tokenizer by Qwen's; load the tokenizer with {FROM_THE_FILE}.from_pretrained"
@@ -207,7 +207,7 @@ def write_model(saved: SavedWeights, directory: Path, options: ExportOptions) ->
         write_code(directory)
     elif encoding.exports_to == "code":
         write_code(directory, type(encoding))
-    write_card(directory, config["model_type"], saved, options, rows, loader)
+    write_card(directory, config["model_type"], saved, options, rows, tokenizer_class)
     _write_weights(saved, directory, rows, options)
     for file in directory.iterdir():
         sync_directory(file)
@@ -412,7 +412,7 @@ def _write_weights(
         write_safetensors(directory / file_name, shard, tensors, {"format": "pt"})
         file_of_weight |= dict.fromkeys(shard, file_name)
 
-    tensors.close()
+    tensors.close()  # ends the progress report
     if count > 1:
         metadata = {
             "total_parameters": sum(math.prod(shape) for shape in shapes.values()),

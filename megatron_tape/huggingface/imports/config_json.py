@@ -281,11 +281,11 @@ def _check_supported(settings: dict, path: Path) -> None:
     types = settings.get("layer_types")
     if types is None:
         return
-    full = {"full_attention"}
+    full_types = {"full_attention"}
     if window is not None:  # a window that holds the whole context is full attention
-        full.add("sliding_attention")
+        full_types.add("sliding_attention")
     layers = settings["num_hidden_layers"]
-    if not set(types) <= full or len(types) != layers:
+    if not set(types) <= full_types or len(types) != layers:
         raise cannot_import(settings, path, "layer_types", f"full_attention in all {layers} layers")
 
 
@@ -353,7 +353,8 @@ def _rope_position(settings: dict, path: Path) -> dict:
             "rope_scaling", f"and rope_parameters differ in {path}", "remove the wrong one"
         )
 
-    # transformers uses the first of these; the others must be equal.
+    # Where several places have a rope_theta, transformers uses that of `rope`. The others must be
+    # equal.
     default = _DEFAULT_THETAS.get(settings["model_type"], 10000.0)
     theta = rope.get("rope_theta", settings.get("rope_theta", default))
     for place in (new_format, settings):
@@ -430,20 +431,22 @@ def _yarn_position(rope: dict, length_ratio: float) -> dict:
     `mscale` and `mscale_all_dim` are DeepSeek's way to give the attention factor.
     """
     factor = length_ratio if rope["factor"] is None else rope["factor"]
-    attention = rope.get("attention_factor")
+    attention_factor = rope.get("attention_factor")
     mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
-    if attention is None and mscale and mscale_all_dim:
-        attention = yarn_attention_factor(factor, mscale)
-        attention /= yarn_attention_factor(factor, mscale_all_dim)
+    if attention_factor is None and mscale and mscale_all_dim:
+        attention_factor = yarn_attention_factor(factor, mscale)
+        attention_factor /= yarn_attention_factor(factor, mscale_all_dim)
     # None stands for yarn's own value, which then also follows a later change of the factor.
-    if attention is not None and math.isclose(attention, yarn_attention_factor(factor)):
-        attention = None
+    if attention_factor is not None and math.isclose(
+        attention_factor, yarn_attention_factor(factor)
+    ):
+        attention_factor = None
     return {
         "rope_scaling_factor": factor,
         "rope_beta_fast": rope.get("beta_fast") or 32.0,
         "rope_beta_slow": rope.get("beta_slow") or 1.0,
         "rope_truncate": rope.get("truncate", True),
-        "rope_attention_factor": attention,
+        "rope_attention_factor": attention_factor,
     }
 
 

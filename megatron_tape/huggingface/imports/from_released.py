@@ -88,7 +88,7 @@ def import_released(
         output,
         model,
         _renamed(released, unread_prefixes),
-        f"a checkpoint of the TAPE authors' code, {Path(weights).name}",
+        origin=f"a checkpoint of the TAPE authors' code, {Path(weights).name}",
     )
     advise(output, model)
 

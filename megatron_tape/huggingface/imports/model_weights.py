@@ -65,12 +65,12 @@ def _split_fused(weights: LazyTensors, model: ModelConfig, origin: str) -> LazyT
                 stop = start + expected[prefix + part][0]
                 rows_by_name[prefix + part] = fused, slice(start, stop)
                 start = stop
-            # The shapes of pickled weights are not known before they are read.
+            # An unknown shape, that of a pickled weight which is not read yet, is not checked.
             if shapes.pop(fused, (stop,))[0] != stop:
                 raise FileError(origin, f"gives {fused} another shape than {stop} rows", MISMATCH)
 
     def load_weight(name: str) -> Tensor:
-        """Read a weight by Llama's name. If Phi-3 has fused it, read its rows of the fused one."""
+        """Read a weight by Llama's name: the rows of a fused weight, or Phi-3's weight of this name."""
         if name not in rows_by_name:
             return weights[name]
         fused, rows = rows_by_name[name]
@@ -93,11 +93,13 @@ def _reordered_for_rope_share(weight: Tensor, model: ModelConfig) -> Tensor:
     import torch
 
     half_dim = model.head_dim // 2
+    # Positional encodings without `rope_share` get 1, which leaves the order unchanged.
     num_pairs = int(getattr(model.position, "rope_share", 1.0) * model.head_dim // 2)
     # In Phi-3's order: the first and the second elements of rotated pairs, then the others.
     first_of_pairs, second_of_pairs, others = torch.arange(model.head_dim).split(
         [num_pairs, num_pairs, model.head_dim - 2 * num_pairs]
     )
+    # Elements i and i + D/2 of this order are a pair.
     order = torch.cat(
         [
             first_of_pairs,

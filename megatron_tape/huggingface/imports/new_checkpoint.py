@@ -158,10 +158,11 @@ def write_imported(
         for number, part in enumerate(in_parts(announced, FILE_BYTES)):
             file = tensor_file(0, number)
             contents = {f"weight/{name}": part[name] for name in part}
+            # The file's size and digest are for the manifest, its tensors' places for the index.
             entries[file], index[file] = write_safetensors(
                 directory / file, contents, tensors, {"format": "pt"}
             )
-        tensors.close()
+        tensors.close()  # ends the progress report
         write_record(directory / INDEX, {"files": index})
 
         # The state of a run at step 0, and the model's settings.
@@ -233,7 +234,7 @@ def find_tokenizer(source: Path, rows: int) -> Tokenizer | None:
     # The first two are the files of vocabularies; the others only add settings.
     if not any((source / name).is_file() for name in TOKENIZER_FILES[:2]):
         return None
-    # Outside of the block below: an unsafe link must not become a warning.
+    # Raises the FileError for an unsafe link, which must not become the warning below.
     find_files(source)
     try:
         tokenizer = load_tokenizer(source)

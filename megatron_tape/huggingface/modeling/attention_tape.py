@@ -85,7 +85,7 @@ class TapeAttention(nn.Module):
         output = self.o_proj(averages[0].flatten(2))
         averaged_state = None
         if average_state:
-            # `project` has concatenated the state to the values, so the second average is its own.
+            # `project` has concatenated the state to the values. The second average is the state's.
             averaged_state = averages[1]
         return output, averaged_state, weights
 

@@ -182,6 +182,7 @@ class EncodedAttention(TapeAttention):
             output = output * self.gate_proj(hidden_states).sigmoid()
         averaged_state = None
         if positions.average_state:
+            # `project` has concatenated the state to the values. The second average is the state's.
             averaged_state = averages[1].transpose(0, 1)
         return self.o_proj(output), averaged_state, weights
 
@@ -335,7 +336,7 @@ class EncodedModel(EncodedPreTrainedModel, TapeModel):
         hidden_states (B, S, C) are the embedded tokens, position_ids (B or 1, S).
         """
         # `token_positions` returns None, or positions that replace 0, 1, ... in a sequence of the
-        # given length. Its second argument None stands for no random positions.
+        # given length. Its second argument would be a random generator in training.
         if self.encoding.token_positions(1, None) is not None:
             new_ids = []
             for ids in position_ids:

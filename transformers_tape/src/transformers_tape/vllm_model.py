@@ -190,7 +190,7 @@ class VllmTapeModel(nn.Module):
         last = config.num_hidden_layers - 1
         self.layers = nn.ModuleList(
             [
-                VllmTapeDecoderLayer(config, vllm_config, f"{prefix}.layers.{i}", i == last)
+                VllmTapeDecoderLayer(config, vllm_config, f"{prefix}.layers.{i}", is_last=i == last)
                 for i in range(last + 1)
             ]
         )
