@@ -70,7 +70,7 @@ def _split_fused(weights: LazyTensors, model: ModelConfig, origin: str) -> LazyT
                 raise FileError(origin, f"gives {fused} another shape than {stop} rows", MISMATCH)
 
     def load_weight(name: str) -> Tensor:
-        """Read a weight by Llama's name: the rows of a fused weight, or Phi-3's weight of this name."""
+        """Read a weight by Llama's name: rows of a fused weight, or Phi-3's weight of this name."""
         if name not in rows_by_name:
             return weights[name]
         fused, rows = rows_by_name[name]
