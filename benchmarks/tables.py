@@ -8,8 +8,10 @@ DIRECTIONS = ("forward", "forward+backward")
 
 
 def attention_table(results: list[dict]) -> Iterator[str]:
-    """Yield the lines of a table of results of `benchmarks.attention.measure`, one per shape. There
-    are no lines without results.
+    """Yield the lines of a table with one row for each candidate at each shape. There are no lines
+    without results.
+
+    `results` are those of `benchmarks.attention.measure`, one for each shape.
     """
     rows = []
     for result in results:

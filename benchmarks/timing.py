@@ -136,5 +136,5 @@ def copy_bandwidth(device: torch.device) -> float:
 
 def _median_seconds(function: Callable[[], object], device: torch.device) -> float:
     """Return the median seconds of a call of `function`, in up to 10 repetitions (see `timed`)."""
-    timings, _ = timed({"function": function}, 10, device)
+    timings, _ = timed({"function": function}, repetitions=10, device=device)
     return timings["function"]["seconds"]

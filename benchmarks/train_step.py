@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     layout = initialize_distributed(arguments.tensor_parallel)
     try:
         result = Comparison(arguments, shape, configs, layout).run()
-        # Wait for all ranks: one that exits closes connections that others use.
+        # This collective waits for all ranks. A rank that exits closes connections that others use.
         layout.any_rank(False)
     except BaseException:
         abort_process_groups()

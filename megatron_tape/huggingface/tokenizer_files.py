@@ -332,7 +332,8 @@ def _convert_sentencepiece(model: Any) -> Any:
         normalizer_steps.append(normalizers.Replace(Regex(" {2,}"), " "))
     decoder_steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if spec.add_dummy_prefix:
-        # A text that begins with a word has the same tokens as within a sentence.
+        # A text that begins with a word has the same tokens as within a sentence. In decoding, at
+        # most one space is removed at the beginning of a text, and none at its end.
         normalizer_steps.append(normalizers.Prepend("▁"))
         decoder_steps.append(decoders.Strip(" ", 1, 0))
     result.normalizer = normalizers.Sequence([*normalizer_steps, normalizers.Replace(" ", "▁")])

@@ -167,18 +167,18 @@ def write_imported(
 
         # The state of a run at step 0, and the model's settings.
         model_section = {"model": as_dict(model)}
-        progress = {"bad_steps": 0, "origin": origin} | {
+        saved_progress = {"bad_steps": 0, "origin": origin} | {
             key: value for key, value in progress.items() if value
         }
         other_files = [INDEX, checkpoint_files.STATE, "model.yaml"]
         if tokenizer is not None:
-            progress["tokenizer"] = tokenizer_record(tokenizer)
+            saved_progress["tokenizer"] = tokenizer_record(tokenizer)
             other_files += write_tokenizer_files(tokenizer.files, directory)
         state = {
             "step": 0,
             "optimizer_steps": 0,
             "consumed_samples": 0,
-            "progress": progress,
+            "progress": saved_progress,
             "tensor_model_parallel_size": 1,
             "data_parallel_size": 1,
             "sharded": {},

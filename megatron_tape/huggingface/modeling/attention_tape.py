@@ -215,7 +215,7 @@ def attend(
         averages, *_ = attention(module, query, key, value, attention_mask, **kwargs)
         return averages.split(D, dim=-1), None
     # Other kernels require values of the same size as keys, so they run once for the values and
-    # once for the state.
+    # once for the state. Each returns the average first, and weights that are not used.
     parts = value.split(D, dim=-1)
     return [
         attention(module, query, key, part, attention_mask, **kwargs)[0] for part in parts

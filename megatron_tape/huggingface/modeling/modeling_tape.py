@@ -346,7 +346,8 @@ class TapeForCausalLM(TapePreTrainedModel, GenerationMixin):
 
         A `logits_to_keep` above 0 restricts the logits to that many last tokens; a tensor selects
         tokens by index. labels (B, S) are the input ids, with -100 at tokens to ignore; the loss
-        shifts them by one token. The other arguments are those of `TapeModel.forward`.
+        shifts them by one token. The tokens (B, S), their mask and positions, and the cache are
+        passed to `TapeModel.forward`.
         """
         outputs = self.model(
             input_ids=input_ids,
