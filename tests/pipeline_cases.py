@@ -147,9 +147,11 @@ def not_finite(step=2):
     losses.
     """
     calls = itertools.count()
-    scaled = engine._scaled
+    scaled = engine._nan_unless_finite
     return mock.patch.object(
-        engine, "_scaled", lambda x: scaled(x * (math.nan if next(calls) // 8 == step - 1 else 1))
+        engine,
+        "_nan_unless_finite",
+        lambda x: scaled(x * (math.nan if next(calls) // 8 == step - 1 else 1)),
     )
 
 

@@ -320,14 +320,16 @@ def resumed_run(folder, name, *overrides, then=(), steps=STEPS, at=2, interval=2
 def spikes(step, times):
     """Multiply the gradient by a thousand in these attempts at this step."""
     train_step = engine.Engine.train_step
-    scaled = engine._scaled
+    scaled = engine._nan_unless_finite
     seen = []
 
     def changed(self, batches, lr, number=0):
         seen.extend([number] * (number == step))
         spike = number == step and len(seen) in times
         with mock.patch.object(
-            engine, "_scaled", lambda loss: scaled(1000 * loss) if spike else scaled(loss)
+            engine,
+            "_nan_unless_finite",
+            lambda loss: scaled(1000 * loss) if spike else scaled(loss),
         ):
             return train_step(self, batches, lr, number)
 

@@ -106,7 +106,7 @@ class Save:
         self._begin(f"could not write checkpoint {step}", self._write)
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether this rank's thread is running."""
         return self._thread is not None and self._thread.is_alive()
 
@@ -114,7 +114,7 @@ class Save:
         """Wait for the current part of the save, then start the next one.
 
         Return None or, after the last part, the checkpoint's directory. All ranks call this
-        together. It does not wait for files if no rank is `busy`.
+        together. It does not wait for files if `is_busy` is false on all ranks.
         """
         self._end()
         if self._is_publishing:

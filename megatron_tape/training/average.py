@@ -40,6 +40,7 @@ class WeightAverage:
         `updates` is the number of updates so far, without skipped steps. `skipped` is whether
         `step` skipped its update.
         """
+        # The average moves toward the weights by this fraction of the difference.
         fraction = self._settings.share(step, self._steps, updates, skipped)
         for tensor in self._weights:
             state = self._state[tensor]

@@ -23,6 +23,7 @@ LAST_SAVE_TRIES = 20
 LAST_SAVE_WAIT = 30.0
 """Seconds between two tries."""
 NEXT_INTERVAL = "at the next checkpoint.interval"
+"""When a failed save is tried again, in the words of the warning."""
 POLL_SECONDS = 1.0
 """Seconds between two checks for a signal, while waiting for the next try."""
 
@@ -36,7 +37,7 @@ class CheckpointSaver:
 
     All methods raise StaleAttempt if a newer attempt has taken over the run. They raise
     TrainingStopped if a save fails for another reason, such as a bug, because every later save
-    would fail too. See `Writer` for `frozen_from` and `tokenizer_files`.
+    would fail too.
     """
 
     def __init__(
@@ -47,11 +48,21 @@ class CheckpointSaver:
         frozen_from: FrozenWeightsSource | None,
         tokenizer_files: Mapping[str, bytes],
     ):
+        """Create the saver of a run.
+
+        Args:
+            engine: contains the training state to save.
+            config: the run's settings.
+            watch: this process's watchdog.
+            frozen_from: the checkpoint with the frozen parameters, which are then omitted; None to
+                save them.
+            tokenizer_files: the contents of the tokenizer's files by name.
+        """
         self._engine = engine
         self._config = config
         self._watch = watch
         self._writer = Writer(engine, config, watch.attempt, frozen_from, tokenizer_files)
-        self._current: Save | None = None
+        self._pending: Save | None = None
 
     def save(
         self,
@@ -60,7 +71,7 @@ class CheckpointSaver:
         progress: dict,
         wait: bool,
     ) -> bool:
-        """Save a checkpoint, and return whether it is complete.
+        """Save a checkpoint, and return whether it is complete on disk.
 
         If saves are asynchronous and `wait` is false, the save is only started; `poll` and `finish`
         complete it. The save of the last step is tried up to `LAST_SAVE_TRIES` times, or until a
@@ -69,7 +80,7 @@ class CheckpointSaver:
         Args:
             step: the last completed step.
             samples: the number of sequences that the run has trained on or skipped.
-            progress: the run's `Trainer.progress`.
+            progress: other state of the run, as JSON (`Trainer.progress`).
             wait: whether to wait until the checkpoint is complete or has failed.
         """
         # At most one save is pending, since each has its own copy of the training state.
@@ -80,7 +91,7 @@ class CheckpointSaver:
         self._watch.progress("saving")
         in_thread = self._config.checkpoint.asynchronous and not wait
         with self._failure_reported(NEXT_INTERVAL):
-            self._current = Save(self._writer, step, samples, progress, in_thread=in_thread)
+            self._pending = Save(self._writer, step, samples, progress, in_thread=in_thread)
         if in_thread:
             return False
         return self.finish()
@@ -89,16 +100,16 @@ class CheckpointSaver:
         """Advance a pending save if its threads have finished on all ranks. Call this between
         steps.
         """
-        if self._current is not None and not self._engine.layout.any_rank(self._current.busy):
+        if self._pending is not None and not self._engine.layout.any_rank(self._pending.is_busy):
             self._advance()
 
     def finish(self) -> bool:
         """Wait for the pending save, and return whether it succeeded; False if there is none."""
-        complete = False
-        while self._current is not None:
+        is_complete = False
+        while self._pending is not None:
             self._watch.progress("saving")
-            complete = self._advance()
-        return complete
+            is_complete = self._advance()
+        return is_complete
 
     def _advance(self) -> bool:
         """Advance the pending save, and return whether it is now complete.
@@ -107,9 +118,9 @@ class CheckpointSaver:
         """
         path = None
         with self._failure_reported(NEXT_INTERVAL):
-            path = self._current.advance()
+            path = self._pending.advance()
         if path is not None:
-            self._current = None
+            self._pending = None
             logger.info("saved %s", path)
         return path is not None
 
@@ -123,14 +134,14 @@ class CheckpointSaver:
         try:
             yield
         except UnexpectedCheckpointError as error:
-            self._current = None
+            self._pending = None
             raise TrainingStopped(
                 f"{error}; every later save would fail too, so the run ends; earlier checkpoints"
                 " are intact; the log has the traceback: report it, and try another"
                 " deepspeed.zero_stage or layout"
             ) from None
         except CheckpointError as error:
-            self._current = None
+            self._pending = None
             if next_try is None:
                 raise
             logger.warning(
@@ -154,7 +165,8 @@ class CheckpointSaver:
                 logger.info("saved %s", path)
                 return True
 
-            # All ranks must take the same decision, since they save together.
+            # A signal ends the wait. All ranks must notice it in the same iteration, since they
+            # save together. The number of iterations therefore does not depend on a clock.
             for _ in range(math.ceil(LAST_SAVE_WAIT / POLL_SECONDS)):
                 if self._engine.layout.any_rank(self._watch.stop is not None):
                     return False

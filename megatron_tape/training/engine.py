@@ -116,8 +116,9 @@ def zero_partition(config: RunConfig, layout: ParallelLayout) -> Callable[[Param
         return None
     with _torch_launcher_variables(layout):
         # Without a `module`, DeepSpeed keeps torch's linear function, which would save gathered
-        # weights for the backward pass. The module may be empty.
-        zero = deepspeed.zero.Init(
+        # weights for the backward pass. The module is empty, because DeepSpeed would broadcast the
+        # weights of the model, which are not loaded yet.
+        zero_init = deepspeed.zero.Init(
             module=Module(),
             data_parallel_group=layout.mpu.get_data_parallel_group(),
             config_dict_or_path=deepspeed_config(config, layout),
@@ -125,9 +126,7 @@ def zero_partition(config: RunConfig, layout: ParallelLayout) -> Callable[[Param
         )
 
     def partition(parameter: Parameter) -> None:
-        # If `module` were the parameter's own module, DeepSpeed would broadcast weights that are
-        # not loaded yet.
-        zero._convert_to_deepspeed_param(parameter)
+        zero_init._convert_to_deepspeed_param(parameter)
         parameter.partition()
 
     return partition
@@ -135,7 +134,8 @@ def zero_partition(config: RunConfig, layout: ParallelLayout) -> Callable[[Param
 
 def step_rng(seed: int, step: int) -> np.random.Generator:
     """Return the random generator of a training step, which is the same on all ranks."""
-    # In the counters of `synthetic.generator`, the last word is 0, so their numbers differ.
+    # The last word is 1, because the counters of `synthetic.generator` have 0 there. Two purposes
+    # never share random numbers.
     bits = np.random.Philox(counter=[0, 0, 0, 1], key=[seed, step])
     return np.random.Generator(bits)
 
@@ -191,7 +191,7 @@ class Engine:
             )
 
         # The first and last pipeline stages share the embedding's weight and add up its gradients.
-        self._tied = None
+        self._tied = None  # `model.pipeline.TiedWeight`
         tied_weight = None
         if layout.pipeline_size > 1 and model.tied is not None:
             self._tied = model.tied
@@ -301,8 +301,9 @@ class Engine:
         if self.zero_stage < 3:
             zero.update_lp_params()
         else:
-            # Gathered parameters would keep their old values.
+            # Parameters that are gathered now would keep their old values.
             zero._partition_all_parameters()
+            # For each group, copy this rank's fp32 partition to the model's partition.
             for group in range(len(zero.fp16_groups)):
                 zero._reassign_or_swap_out_partitioned_parameters(group)
             # DeepSpeed keeps these small parameters gathered between steps.
@@ -325,7 +326,7 @@ class Engine:
 
     def _z_loss(self) -> float:
         """Return the mean of the step's z-loss over micro-batches and ranks. Collective."""
-        # Without an output layer, `take_z_loss` returns the number 0.
+        # A pipeline stage without an output layer returns the number 0, not a tensor.
         total = torch.zeros((), device=self.layout.device) + self.module.take_z_loss()
         total = self.layout.broadcast_from_last_pipeline_stage(total)
         return self.layout.token_layout.average(total / self.micro_batches).item()
@@ -340,7 +341,7 @@ class Engine:
                 loss = self.deepspeed_engine(**batch, positions=self._positions(batch, step))
                 self._loss_sum += loss.detach()
             with self.clock.phase(BACKWARD):
-                self.deepspeed_engine.backward(_scaled(loss))
+                self.deepspeed_engine.backward(_nan_unless_finite(loss))
             if self.deepspeed_engine.is_gradient_accumulation_boundary():
                 self._finish_gradients()
             with self.clock.phase(OPTIMIZER):
@@ -355,17 +356,17 @@ class Engine:
         """
         micro_batches = list(self.clock.each(DATA, batches))
         engine = self.deepspeed_engine
-        # They depend on the step and on the length, which all micro-batches share.
+        # All micro-batches have the same positions, which depend only on the step and the length.
         positions = self._positions(micro_batches[0], step)
         with self.clock.phase(FORWARD_BACKWARD):
-            total = self.module.train_micro_batches(
-                micro_batches, positions, _scaled, self._accumulating
+            loss_sum = self.module.train_micro_batches(
+                micro_batches, positions, _nan_unless_finite, self._accumulating
             )
         tied_is_trained = self._tied is not None and self._tied.trained
         with self.clock.phase(COMMUNICATION):
-            self._loss_sum = self.layout.broadcast_from_last_pipeline_stage(total)
+            self._loss_sum = self.layout.broadcast_from_last_pipeline_stage(loss_sum)
             gradient = self._tied.send_gradient() if tied_is_trained else None
-            if gradient is not None:
+            if gradient is not None:  # on the first stage
                 self._scattered.add_to_deferred(gradient)
             engine.allreduce_gradients()
         self._finish_gradients()
@@ -459,11 +460,17 @@ class Engine:
         return state
 
     def state_sizes(self, frozen: bool = True) -> dict[str, int]:
-        """Return the size in bytes of each tensor of `training_state`, by key."""
+        """Return the size in bytes of each fp32 tensor of `training_state`, by key.
+
+        `frozen` is whether to include frozen weights.
+        """
         return {key: 4 * shard_shape(p).numel() for key, p in self._state_keys(frozen)}
 
     def _state_keys(self, frozen: bool) -> Iterator[tuple[str, Parameter]]:
-        """Yield the keys of `training_state`, each with its parameter."""
+        """Yield the keys of `training_state`, such as `exp_avg/NAME`, each with its parameter.
+
+        `frozen` is whether to include frozen parameters.
+        """
         for name, parameter in self.parameters.items():
             if frozen or name in self.trained:
                 for kind in self._kinds_of(name):
@@ -478,7 +485,8 @@ class Engine:
         is_frozen = name in self.parameters and name not in self.trained
         if is_frozen or not self.optimizer_steps:
             return ("weight",)
-        return ("weight", *self._moments(self._uses_muon and is_matrix(name)))
+        by_muon = self._uses_muon and is_matrix(name)
+        return ("weight", *self._moments(by_muon))
 
     def load_training_state(
         self,
@@ -520,9 +528,9 @@ class Engine:
                 muon_tensors.update(group["params"])
 
         for tensor in self._master_weights():
-            keys = self._moments(tensor in muon_tensors)
-            state = {key: torch.zeros_like(tensor) for key in keys}
-            if tensor not in muon_tensors:
+            by_muon = tensor in muon_tensors
+            state = {key: torch.zeros_like(tensor) for key in self._moments(by_muon)}
+            if not by_muon:
                 # The fused AdamW requires this counter in fp32 on the device.
                 state["step"] = torch.tensor(float(steps), device=tensor.device)
             self.adam.state[tensor] = state
@@ -545,7 +553,7 @@ class Engine:
             deepspeed_patches.link_optimizer_states(self._zero)
 
 
-def _scaled(loss: Tensor) -> Tensor:
+def _nan_unless_finite(loss: Tensor) -> Tensor:
     """Return the loss, multiplied by NaN if it is not finite.
 
     All gradients are then NaN, so DeepSpeed skips the step. Without this, an infinite loss could

@@ -132,14 +132,18 @@ class ScatteredGradients:
         self._missing = [set(range(len(parameters))) for parameters in self._zero.bit16_groups]
 
     def _add(self, parameter: Parameter, group: int) -> None:
-        """Accumulate a parameter's gradient of one micro-batch. DeepSpeed calls this during the
-        backward pass.
+        """Accumulate a parameter's gradient of one micro-batch. If it completes the gradients of the
+        parameter group with index `group`, start to average them.
+
+        DeepSpeed calls this during the backward pass.
         """
         self._accumulate(parameter, parameter.grad, group)
         parameter.grad = None
         # `partition_gradients` is true for ZeRO 2, which averages in each micro-batch.
-        averages = self._zero.partition_gradients or self._zero.is_gradient_accumulation_boundary()
-        if not averages or parameter is self._deferred:
+        is_averaged = (
+            self._zero.partition_gradients or self._zero.is_gradient_accumulation_boundary()
+        )
+        if not is_averaged or parameter is self._deferred:
             return
 
         missing = self._missing[group]
@@ -151,15 +155,16 @@ class ScatteredGradients:
         """Add a gradient of `deferred` from another pipeline stage. Call this before `_finish`
         averages its group.
         """
-        for number, parameters in enumerate(self._zero.bit16_groups):
+        for group, parameters in enumerate(self._zero.bit16_groups):
+            # `in` would compare the elements of tensors.
             if any(parameter is self._deferred for parameter in parameters):
-                self._accumulate(self._deferred, gradient, number)
+                self._accumulate(self._deferred, gradient, group)
 
     def _accumulate(self, parameter: Parameter, gradient: Tensor, group: int) -> None:
         """Add a gradient to its place in the flat sum of its parameter group."""
-        first = self._zero.round_robin_bit16_offsets[group][parameter.param_idx_in_group]
-        stop = first + parameter.numel()
-        self._flat_sum(group)[first:stop].add_(gradient.reshape(-1))
+        start = self._zero.round_robin_bit16_offsets[group][parameter.param_idx_in_group]
+        stop = start + parameter.numel()
+        self._flat_sum(group)[start:stop].add_(gradient.reshape(-1))
 
     def _flat_sum(self, group: int) -> Tensor:
         """Return the flat gradients of a group that this rank has accumulated; zeros at first."""
@@ -181,6 +186,7 @@ class ScatteredGradients:
         del self._sums[group]
 
         process_group = self._zero.dp_process_group
+        # The sum overwrites this rank's partition of `flat`.
         shard = flat.chunk(process_group.size())[process_group.rank()]
         work = dist.reduce_scatter_tensor(shard, flat, group=process_group, async_op=True)
         self._pending.append(_PendingReduceScatter(group, work, shard))
@@ -197,11 +203,12 @@ class ScatteredGradients:
             group, work, shard = self._pending.pop(0)
             with self._waiting():
                 work.wait()
+            # The fp32 buffer from which ZeRO updates this rank's partition of the group.
             averaged = self._zero._get_compact_grad_partition_buffer(group).flat_partition
             averaged.add_(shard, alpha=1 / self._zero.dp_process_group.size())
 
     def _finish(self, **_: Any) -> None:
-        """Average the remaining groups, and prepare for the next backward pass.
+        """Average the groups that `_add` has not averaged, and prepare for the next backward pass.
 
         These are the group of `deferred`, and groups with a parameter that had no gradient.
         DeepSpeed calls this after the backward pass, with arguments that are not needed here.

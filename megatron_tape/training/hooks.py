@@ -178,8 +178,8 @@ class Sample(Hook):
 
             token = torch.tensor([-1])  # stands for logits that are not finite
             if torch.isfinite(logits).all():
-                probabilities = torch.softmax(logits / TEMPERATURE, -1)
-                token = torch.multinomial(probabilities, 1, generator=generator)
+                probabilities = torch.softmax(logits / TEMPERATURE, dim=-1)
+                token = torch.multinomial(probabilities, num_samples=1, generator=generator)
             # Logits may differ between ranks by rounding, but all must continue the same text.
             token = token.to(layout.device)
             dist.broadcast(token, src=0)
@@ -217,17 +217,16 @@ class GradientNorms(Hook):
         trainer.engine.before_update = lambda: None
         dist.all_reduce(self._sums)
         scalars = {}
-        for kind, square, count in zip(KINDS, *self._sums.tolist()):
+        for kind, sum_of_squares, count in zip(KINDS, *self._sums.tolist()):
             if count:
-                scalars[f"grad_norm/{kind}"] = square**0.5
+                scalars[f"grad_norm/{kind}"] = sum_of_squares**0.5
         return HookResult(scalars)
 
     def _measure(self, engine: Engine) -> None:
-        """Store in `_sums` (2, len(KINDS)), in fp64, for each parameter kind: the sum of squared
-        gradients, and the number of gradients.
+        """Set `_sums` to an fp64 tensor (2, len(KINDS)) with this rank's sums by parameter kind.
 
-        They cover this rank's partition of the gradients. In the sum over all ranks, each element
-        is counted once.
+        Row 0 has the sums of squared gradients, and row 1 the numbers of gradients. A rank has only
+        its partition of the gradients, so over all ranks each element is counted once.
         """
         import torch
 
@@ -250,11 +249,11 @@ class GradientNorms(Hook):
             dtype=torch.float64,
             device=layout.device,
         )
-        for column, of_kind in enumerate(gradients.values()):
-            if of_kind:
-                norms = torch.stack(torch._foreach_norm(of_kind))
+        for column, kind_gradients in enumerate(gradients.values()):
+            if kind_gradients:
+                norms = torch.stack(torch._foreach_norm(kind_gradients))
                 sums[0, column] = norms.to(layout.device, torch.float64).square().sum()
-                sums[1, column] = len(of_kind)
+                sums[1, column] = len(kind_gradients)
         self._sums = sums
 
 
@@ -268,21 +267,21 @@ class PositionNorms(Hook):
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         """Record the norms in this step if it is logged."""
-        self._record(trainer, trainer.logs(step))
+        self._set_recording(trainer, trainer.logs(step))
 
     def after_step(self, trainer: Trainer, step: int, result: StepResult) -> HookResult:
         """Return `position/state_norm` and `position/update_norm`, and both for each layer, such as
         `position/state_norm/layer_03`.
         """
-        self._record(trainer, False)
+        self._set_recording(trainer, enabled=False)
         if not trainer.logs(step):
             return HookResult()
 
         scalars = {}
         norms = _position_norms(trainer.model)
-        # By layer, `norms` has the values of the state and of its update.
-        for column, name in enumerate(("state_norm", "update_norm")):
-            values = [of_layer[column] for of_layer in norms.values()]
+        # `norms` maps each layer to its norm of the state and its norm of the update.
+        for index, name in enumerate(("state_norm", "update_norm")):
+            values = [layer_norms[index] for layer_norms in norms.values()]
             if values:
                 # The root mean square of the layers' values.
                 scalars[f"position/{name}"] = math.hypot(*values) / math.sqrt(len(values))
@@ -290,15 +289,15 @@ class PositionNorms(Hook):
                 scalars[f"position/{name}/layer_{layer:02d}"] = value
         return HookResult(scalars)
 
-    def _record(self, trainer: Trainer, record: bool) -> None:
+    def _set_recording(self, trainer: Trainer, enabled: bool) -> None:
         """Set whether the model's layers compute the norms in their forward pass."""
-        for update in trainer.model.updating_encodings():
-            update.record_norms = record
+        for encoding in trainer.model.updating_encodings():
+            encoding.record_norms = enabled
 
 
 def _position_norms(model: LanguageModel | Pipeline) -> dict[int, list[float]]:
-    """Return the root mean squares of the position state and of its update over all ranks, by
-    layer.
+    """Return by layer a list of two root mean squares over all ranks: of the position state, and of
+    its last update.
 
     Only layers that update the state are included. All ranks call this together.
     """
@@ -310,17 +309,18 @@ def _position_norms(model: LanguageModel | Pipeline) -> dict[int, list[float]]:
     if not layers:
         return {}
 
-    local = {update.layer: update.norms for update in model.updating_encodings()}
-    # Other pipeline stages have the norms of the other layers. The rows are two sums of squares and
-    # their number of elements (see `LayerEncoding.norms`).
+    # The rows of a layer's `norms` are the sum of squares of the state, that of its update, and the
+    # number of elements of both. The columns are the query groups.
+    local = {encoding.layer: encoding.norms for encoding in model.updating_encodings()}
+    # Layers of other pipeline stages count as zeros here, and these stages add their norms.
     device = next(model.parameters()).device
     zeros = torch.zeros(3, model.model_config.query_groups, device=device)
     totals = torch.stack([local.get(layer, zeros) for layer in layers])
     dist.all_reduce(totals)
 
-    *squares, counts = totals.sum(-1).T
-    norms = (torch.stack(squares, dim=1) / counts[:, None]).sqrt()
-    return dict(zip(layers, norms.tolist()))
+    state_squares, update_squares, counts = totals.sum(dim=-1).T  # each has a value for each layer
+    norms = (torch.stack([state_squares, update_squares]) / counts).sqrt()
+    return dict(zip(layers, norms.T.tolist()))
 
 
 HOOKS: dict[str, Callable[[], Hook]] = {

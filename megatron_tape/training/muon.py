@@ -66,7 +66,7 @@ class Matrix(NamedTuple):
     name: str
     parameter: Parameter
     first: int
-    """Offset of the shard in its flat parameter group."""
+    """Offset of the shard's first element in its flat parameter group."""
 
 
 class Matrices:
@@ -113,8 +113,8 @@ class Matrices:
     def update(self, tensor: Tensor, direction: Tensor) -> Tensor:
         """Return the update of `tensor`, to be multiplied by the learning rate.
 
-        `tensor` and its momentum `direction` are this rank's partition of a parameter group. All
-        ranks call this together.
+        `tensor` is this rank's flat partition of a parameter group. `direction` is its momentum, of
+        the same shape. Padding gets an update of 0. All ranks call this together.
         """
         numel = direction.numel()
         local = direction.reshape(-1).to(self._dtype)
@@ -122,18 +122,19 @@ class Matrices:
         whole = local.new_empty(numel * self._process_group.size())
         dist.all_gather_into_tensor(whole, local, group=self._process_group)
 
-        # In `whole`, this rank's partition is [begin, begin + numel).
+        # Offsets are those in `whole`, the momentum of the group. This rank's partition is
+        # [begin, begin + numel).
         result = torch.zeros_like(direction).view(-1)
         for matrix in self._matrices[tensor]:
             end = matrix.first + matrix.parameter.numel()
             low = max(matrix.first, begin)
             high = min(end, begin + numel)
-            # The partition contains the elements [low, high) of the matrix, or none.
+            # The elements [low, high) of the matrix are in the partition, or none if low >= high.
             if low < high:
                 momentum = whole[matrix.first : end].view(matrix.parameter.shape)
                 update = self._orthogonal(matrix, momentum).reshape(-1)
-                own = update[low - matrix.first : high - matrix.first]
-                result[low - begin : high - begin] = own
+                part = update[low - matrix.first : high - matrix.first]
+                result[low - begin : high - begin] = part
         return result.view_as(direction)
 
     def _orthogonal(self, matrix: Matrix, momentum: Tensor) -> Tensor:

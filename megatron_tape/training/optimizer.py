@@ -32,7 +32,8 @@ def parameter_groups(
     order of the model.
 
     All pipeline stages have the same groups, because ZeRO runs collective operations over all
-    stages for each group. A stage without parameters for a group adds a placeholder.
+    stages for each group. A stage without parameters for a group adds an empty parameter.
+    `gather_pipeline_stages` returns the values that all stages pass.
     """
     groups: dict[_GroupKey, list[Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -40,11 +41,13 @@ def parameter_groups(
             groups.setdefault(_group_key(name, parameter, config), []).append(parameter)
 
     chunks = {key: _split(parameters, largest) for key, parameters in groups.items()}
-    # Each stage adds as many placeholders as other stages have more chunks for a key.
-    for counts in gather_pipeline_stages({key: len(of_key) for key, of_key in chunks.items()}):
-        for key, count in counts.items():
-            of_key = chunks.setdefault(key, [])
-            of_key += [[model.add_empty()] for _ in range(count - len(of_key))]
+    # If another stage has more chunks for a key, this stage adds as many with an empty parameter.
+    chunk_counts = {key: len(key_chunks) for key, key_chunks in chunks.items()}
+    for stage_counts in gather_pipeline_stages(chunk_counts):
+        for key, count in stage_counts.items():
+            key_chunks = chunks.setdefault(key, [])
+            while len(key_chunks) < count:
+                key_chunks.append([model.add_empty()])
 
     ordered = []
     for key in sorted(chunks):
@@ -62,7 +65,7 @@ def parameter_groups(
 
 
 def _group_key(name: str, parameter: Parameter, config: OptimizerConfig) -> _GroupKey:
-    """Return the group that a parameter belongs to.
+    """Return the key of the group that a parameter belongs to.
 
     By default, weight decay applies to matrices but not to vectors. `config.weight_decay_of`
     applies it to the vectors of a kind. A parameter's attribute `decay` overrides both, and a value
@@ -79,8 +82,10 @@ def _group_key(name: str, parameter: Parameter, config: OptimizerConfig) -> _Gro
     if decays:
         weight_decay = config.weight_decay if configured is None else configured
     lr_scale = _value_of(config.lr_scale_of, name)
+    if lr_scale is None:
+        lr_scale = 1.0
     by_muon = config.kind == "muon" and is_matrix(name)
-    return not decays, weight_decay, 1.0 if lr_scale is None else lr_scale, by_muon
+    return not decays, weight_decay, lr_scale, by_muon
 
 
 def _split(parameters: list[Parameter], largest: float) -> list[list[Parameter]]:

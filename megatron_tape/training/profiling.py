@@ -60,15 +60,15 @@ class Profiling(Hook):
 
     def _write_trace(self, trainer: Trainer, step: int) -> None:
         """Stop the profiler after `step`, and write its trace; log a warning if that fails."""
-        finished = self._active
+        profiler = self._active
         self._active = None
         self._requested = None
-        finished.stop()
+        profiler.stop()
         directory = Path(trainer.config.logging.directory) / "profile"
         path = directory / f"steps-{self._first}-{step}-rank-{trainer.layout.rank}.json.gz"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            finished.export_chrome_trace(str(path))
+            profiler.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:  # a full disk must not end the run
             logger.warning("warning: the profile %s cannot be written: %s", path, error)
         else:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DEVIATIONS = 1.4826
+STANDARD_PER_ABSOLUTE = 1.4826
 """Ratio of the standard deviation to the median absolute deviation of a normal distribution."""
-SMALLEST = 1e-3
+SMALLEST_DEVIATION = 1e-3
 """Minimum of the standard deviation as a fraction of the median, so that noise on a plateau is no
 spike.
 """
@@ -44,7 +44,7 @@ class Spikes:
     """
 
     def __init__(self, settings: SpikeSettings, values: list[list[float]] | None = None):
-        """Start with `values`, the attribute of an earlier object, or without any values."""
+        """Start with `values`, two lists with recent losses and gradient norms; None for none."""
         self._settings = settings
         self.values = values or [[], []]
         """Recent losses, and recent gradient norms. `add` replaces the lists, which a checkpoint
@@ -63,8 +63,8 @@ class Spikes:
             recent = values[-window:]
             if len(recent) == window:
                 middle = median(recent)
-                deviation = DEVIATIONS * median(abs(x - middle) for x in recent)
-                deviation = max(deviation, SMALLEST * abs(middle))
+                deviation = STANDARD_PER_ABSOLUTE * median(abs(x - middle) for x in recent)
+                deviation = max(deviation, SMALLEST_DEVIATION * abs(middle))
                 if value > middle + self._settings.threshold * deviation:
                     return True
         return False
@@ -72,16 +72,16 @@ class Spikes:
     def add(self, loss: float, norm: float) -> None:
         """Add the loss and the gradient norm of an update."""
         losses, norms = self.values
-        # Keep window - 1 earlier values.
-        first = 1 - self._settings.window
-        self.values = [[*losses[first:], loss], [*norms[first:], norm]]
+        # Keep the last window - 1 of the earlier values.
+        start = 1 - self._settings.window
+        self.values = [[*losses[start:], loss], [*norms[start:], norm]]
 
 
 class SpikeHook(Hook):
     """Detects spikes, and warns, skips the update, or raises `Rewind`, according to
     `train.spikes.action`.
 
-    All ranks have the same values, and so come to the same decision.
+    All ranks come to the same decision, since they have the same values.
     """
 
     def __init__(self, settings: SpikeSettings):
@@ -156,7 +156,8 @@ class SpikeHook(Hook):
                 " data, or raise the limit"
             )
         if action == "rewind":
-            # The restarted run reads this record, or it would meet the same data again.
+            # The restarted run reads this record, and skips the data. Without it, the run would meet
+            # the same spike again.
             attempt = trainer.watch.attempt
             with RankErrors(trainer.layout, attempt.check_owner) as errors:
                 if trainer.layout.rank == 0:

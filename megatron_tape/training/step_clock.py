@@ -36,9 +36,9 @@ class StepClock:
         self._clock = clock
         self._open: list[str] = []
         """The phases that have begun and not ended, the innermost one last."""
-        self._marks: list[tuple[Any, str | None]] = []
-        """Points in time (seconds, or events on a GPU), and the phase that starts there, or None if
-        no phase does.
+        self._changes: list[tuple[Any, str | None]] = []
+        """The changes of phase: a time (seconds, or an event on a GPU), and the phase that starts
+        then, or None if no phase does.
         """
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
@@ -50,12 +50,12 @@ class StepClock:
             yield
             return
         self._open.append(name)
-        self._mark()
+        self._record_change()
         try:
             yield
         finally:
             self._open.pop()
-            self._mark()
+            self._record_change()
 
     def waiting(self) -> AbstractContextManager:
         """Measure the time within the context as `COMMUNICATION`, but only inside of another
@@ -83,31 +83,31 @@ class StepClock:
         self._seconds.clear()
         return seconds
 
-    def add_up(self, at_least: int = 0) -> None:
+    def add_up(self, min_changes: int = 0) -> None:
         """Add the times between the recorded changes of phase to the sums, and forget the changes.
 
-        Does nothing if there are fewer than `at_least` changes. Waits for the GPU. Call this
+        Does nothing if there are fewer than `min_changes` changes. Waits for the GPU. Call this
         between steps.
         """
-        if self._open or len(self._marks) < max(2, at_least):
+        if self._open or len(self._changes) < max(2, min_changes):
             return
         if self._stream is not None:
-            self._marks[-1][0].synchronize()
+            self._changes[-1][0].synchronize()
 
         # A phase lasts until the next change; CUDA events measure milliseconds.
-        for (begun, name), (ended, _) in itertools.pairwise(self._marks):
+        for (start, name), (end, _) in itertools.pairwise(self._changes):
             if name is not None and self._stream is not None:
-                self._seconds[name] += begun.elapsed_time(ended) / 1e3
+                self._seconds[name] += start.elapsed_time(end) / 1e3
             elif name is not None:
-                self._seconds[name] += ended - begun
-        self._marks.clear()
+                self._seconds[name] += end - start
+        self._changes.clear()
 
-    def _mark(self) -> None:
+    def _record_change(self) -> None:
         """Record that the phase has changed to the innermost open one."""
         if self._stream is None:
-            moment = self._clock()
+            time_or_event = self._clock()
         else:
-            moment = torch.cuda.Event(enable_timing=True)
-            moment.record()
+            time_or_event = torch.cuda.Event(enable_timing=True)
+            time_or_event.record()
         name = self._open[-1] if self._open else None
-        self._marks.append((moment, name))
+        self._changes.append((time_or_event, name))

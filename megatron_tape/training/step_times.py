@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 COMPUTING = (FORWARD, BACKWARD, FORWARD_BACKWARD)
 """The phases that make up a rank's computing time."""
-MOST_MARKS = 10_000
+MOST_CHANGES = 10_000
 """Maximum number of phase changes to store before they are summed."""
 WINDOW = 10
 """Minimum number of steps over which ranks are compared."""
@@ -33,7 +33,7 @@ CPU_RANKS = 3
 """Minimum number of ranks for warnings in runs on CPUs. Two processes that share a CPU often differ
 by chance.
 """
-SLOW = 1.3
+SLOW_RATIO = 1.3
 """A rank is slow if its computing time exceeds this multiple of the median rank's."""
 
 
@@ -56,11 +56,11 @@ class StepTimes(Hook):
         """Number of steps since the last logged one."""
         self._names: Sequence[str] = ()
         """The node and GPU of each rank."""
-        self._warm = False
+        self._started = False
         """Whether the first logged step is over. Steps up to it include start-up costs, and are not
         compared.
         """
-        self._compared: list[Sequence[float]] = []
+        self._compared_times: list[Sequence[float]] = []
         """Computing time of each rank in each compared step."""
         self._reported: set[int] = set()
         """The slow ranks about which a warning was logged."""
@@ -70,7 +70,7 @@ class StepTimes(Hook):
         self._steps += 1
         if not trainer.logs(step):
             # Bounds the memory of runs that log rarely.
-            clock.add_up(MOST_MARKS)
+            clock.add_up(MOST_CHANGES)
             return HookResult()
 
         steps = self._steps
@@ -83,10 +83,10 @@ class StepTimes(Hook):
             # The next peaks are those of the steps until the next logged one.
             torch.cuda.reset_peak_memory_stats()
         if trainer.layout.world_size > 1:
-            self._compare(trainer.layout, steps, seconds, metrics)
+            self._compare_ranks(trainer.layout, steps, seconds, metrics)
         return metrics
 
-    def _compare(
+    def _compare_ranks(
         self, layout: ParallelLayout, steps: int, seconds: dict[str, float], metrics: HookResult
     ) -> None:
         """Add the metrics of all ranks to `metrics`, and warn about slow ranks.
@@ -104,21 +104,22 @@ class StepTimes(Hook):
         metrics.words["slowest_rank"] = f"{slowest} on {self._names[slowest]}"
 
         warns = layout.device.type == "cuda" or layout.world_size >= CPU_RANKS
-        if self._warm and layout.rank == 0 and warns:
-            # Each step counts once in the mean, whatever the interval of logged steps.
-            self._compared += [computing_times] * steps
-            if len(self._compared) >= WINDOW:
-                self._report_slow([statistics.fmean(times) for times in zip(*self._compared)])
-                self._compared = []
-        self._warm = True
+        if self._started and layout.rank == 0 and warns:
+            # These are averages over `steps` steps. Each step counts once in the mean, so they are
+            # repeated.
+            self._compared_times += [computing_times] * steps
+            if len(self._compared_times) >= WINDOW:
+                self._report_slow([statistics.fmean(times) for times in zip(*self._compared_times)])
+                self._compared_times = []
+        self._started = True
 
     def _report_slow(self, means: list[float]) -> None:
         """Warn about slow ranks. `means` are the mean computing times of all ranks in seconds."""
-        # Of two ranks, the faster one is the median, so the other one can be slow.
+        # The lower median is the faster one of two ranks, so the other one can be slow.
         median = statistics.median_low(means)
         for rank, mean in enumerate(means):
             # The median is 0 if the clock measured no phase.
-            if 0 < SLOW * median < mean and rank not in self._reported:
+            if 0 < SLOW_RATIO * median < mean and rank not in self._reported:
                 self._reported.add(rank)
                 logger.warning(
                     "warning: rank %d on %s computes %.2f times as long as the median rank (%.4g s"

@@ -162,7 +162,7 @@ def test_a_background_save_contains_the_step_at_which_it_started(saved, tmp_path
         [{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}],
         lr=0.1,
     )
-    assert save.busy
+    assert save.is_busy
     assert directories.list_checkpoints(tmp_path / "checkpoints") == []
     written.set()
     assert save.advance() is None
