@@ -132,8 +132,8 @@ class ScatteredGradients:
         self._missing = [set(range(len(parameters))) for parameters in self._zero.bit16_groups]
 
     def _add(self, parameter: Parameter, group: int) -> None:
-        """Accumulate a parameter's gradient of one micro-batch. If it completes the gradients of the
-        parameter group with index `group`, start to average them.
+        """Accumulate a parameter's gradient of one micro-batch. If the gradients of parameter group
+        number `group` are then complete, start to average them.
 
         DeepSpeed calls this during the backward pass.
         """

@@ -156,8 +156,8 @@ class SpikeHook(Hook):
                 " data, or raise the limit"
             )
         if action == "rewind":
-            # The restarted run reads this record, and skips the data. Without it, the run would meet
-            # the same spike again.
+            # The restarted run reads this record, and skips the data. It would meet the same spike
+            # again without the record.
             attempt = trainer.watch.attempt
             with RankErrors(trainer.layout, attempt.check_owner) as errors:
                 if trainer.layout.rank == 0:

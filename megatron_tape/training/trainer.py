@@ -94,8 +94,8 @@ class Trainer:
     """The last completed step."""
     samples = 0
     """The number of sequences that the run has trained on or skipped."""
-    _trained = 0
-    """`samples` after the last step, without the data that is skipped after it."""
+    _trained_samples = 0
+    """The value of `samples` after the last step, before data after it was skipped."""
 
     def __init__(
         self,
@@ -131,9 +131,9 @@ class Trainer:
         self.layout = initialize_distributed(
             parallel.tensor_model_parallel_size,
             parallel.uses_sequence_parallel,
-            longest_wait(config.train.hang_timeout),
-            parallel.context_parallel_size,
-            parallel.pipeline_model_parallel_size,
+            timeout=longest_wait(config.train.hang_timeout),
+            context_parallel_size=parallel.context_parallel_size,
+            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         )
         # Refuse an attention backend that cannot run here before an attempt starts.
         chosen_backend(config.model, dtype_of(config), self.layout.device)
@@ -150,17 +150,20 @@ class Trainer:
             self.samples = self.checkpoint.state["consumed_samples"]
         elif find_base is not None:
             self.base = open_base(find_base(config, self.layout, watch), self.layout)
-        self._trained = self.samples
+        self._trained_samples = self.samples
         self._skip_data()
 
     def _skip_data(self) -> None:
-        """Skip the data up to the spike at which an earlier attempt returned to the checkpoint."""
+        """Skip the data up to the spike at which an earlier attempt returned to the checkpoint.
+
+        Sets `spikes` to the number of spikes up to that one, or 0 if no data is skipped.
+        """
         self.spikes = 0
         directory = Path(self.config.checkpoint.directory)
         skipped = on_rank_0(
             self.layout, directory, "cannot start", partial(read_skipped_data, directory)
         )
-        # The record remains; it is outdated if the checkpoint is of a later step.
+        # The record is never removed. It is outdated if the checkpoint is of a later step.
         if skipped is not None and skipped["samples"] > self.samples:
             self.samples = skipped["samples"]
             self.spikes = skipped["spikes"]
@@ -216,12 +219,14 @@ class Trainer:
         self._build()
         reason = None
         try:
-            # Ranks would collect in different steps, and the others would wait each time.
+            # With automatic garbage collection, ranks would collect in different steps, and the
+            # other ranks would wait for each of them.
             gc.disable()
             stopped = self._train()
             if stopped is not None:
                 reason = f"{self.watch.stop or 'a signal to another rank'} {stopped}"
-        # Both are raised on all ranks. A save may be pending, and the run continues from it later.
+        # All ranks raise these two errors, so they can complete a pending save together. The run
+        # continues from it later.
         except Rewind as rewind:
             self.saves.finish()
             reason = str(rewind)
@@ -247,11 +252,11 @@ class Trainer:
         The run may enter a stage in its middle, if it skips the stage's first data.
         """
         # Before its first step, the run is in no stage.
-        if self._trained == 0:
+        if self._trained_samples == 0:
             return False
         # A step belongs to the stage of its last sequence.
         last = self.samples + self.config.train.batch_size(self.samples) - 1
-        return stage_at(self.stages, last) != stage_at(self.stages, self._trained - 1)
+        return stage_at(self.stages, last) != stage_at(self.stages, self._trained_samples - 1)
 
     def _leave_together(self) -> None:
         """Wait for all ranks, and end the attempt.
@@ -385,14 +390,14 @@ class Trainer:
         # The number of samples changes the order only if it changes the number of epochs.
         if self.config.data.prefix is not None and only_size_changed(keys):
             before = with_saved_size(saved, self.config)
-            size_before = before.train.samples_after(before.train.steps - self.step, consumed)
+            samples_before = before.train.samples_after(before.train.steps - self.step, consumed)
             order_before = None
             with suppress(UserError, OSError):  # a stage's dataset may have been moved or removed
-                order_before = sample_order(before, size_before, consumed)
+                order_before = sample_order(before, samples_before, consumed)
             if order_before == sample_order(self.config, self.batches.samples.stop, consumed):
                 return
-            # Without a changed setting, the data skipped after a spike makes the run read more of
-            # it.
+            # If no setting has changed, the run needs more samples because it has skipped data
+            # after a spike.
             keys = keys or ["train.spikes"]
         if keys:
             logger.info(
@@ -467,9 +472,9 @@ class Trainer:
         writer.text("parameters", self.parameters, start)
         writer.text("layout", config.parallel.describe(self.layout.world_size), start)
         # data.allow_changed must not apply to later attempts.
-        later = replace(config, data=replace(config.data, allow_changed=False))
+        next_config = replace(config, data=replace(config.data, allow_changed=False))
         with atomic_output(Path(directory) / "config.yaml", "w", overwrite=True) as file:
-            file.write(to_yaml(later))
+            file.write(to_yaml(next_config))
         return writer
 
     def _train(self) -> str | None:
@@ -493,17 +498,17 @@ class Trainer:
             for hook in self.hooks.values():
                 hook.before_step(self, step)
 
-            rate = learning_rate(step, config.optimizer, config.schedule, config.train.steps)
+            lr = learning_rate(step, config.optimizer, config.schedule, config.train.steps)
             started = time.perf_counter()
-            size = config.train.batch_size(self.samples)
-            self.engine.set_batch_size(size)
-            result = self.engine.train_step(self._shown_to_hooks(step), rate, step)
+            batch_size = config.train.batch_size(self.samples)
+            self.engine.set_batch_size(batch_size)
+            result = self.engine.train_step(self._shown_to_hooks(step), lr, step)
             seconds += time.perf_counter() - started
-            timed_samples += size
+            timed_samples += batch_size
             self.step = step
             # Skipped steps count, too: their data is not used again.
-            self.samples += size
-            self._trained = self.samples
+            self.samples += batch_size
+            self._trained_samples = self.samples
             watch.progress(TRAINING, step)
             self._count_bad_steps(result)
 
@@ -512,7 +517,7 @@ class Trainer:
             ]
             if self.logs(step):
                 tokens_per_second = timed_samples * config.model.seq_length / seconds
-                self._log(result, rate, tokens_per_second, hook_results)
+                self._log(result, lr, tokens_per_second, hook_results)
                 seconds = 0.0
                 timed_samples = 0
 
@@ -534,14 +539,14 @@ class Trainer:
         with self.engine.clock.phase(SAVE):
             self.saves.poll()
         stopping = self._must_stop()
-        last = step == self.config.train.steps
+        is_last = step == self.config.train.steps
         saved = False
-        if step % self.config.checkpoint.interval == 0 or last or stopping:
+        if step % self.config.checkpoint.interval == 0 or is_last or stopping:
             # The metrics on disk must not lag behind the checkpoint.
             if self.writer is not None:
                 self.writer.sync()
             with self.engine.clock.phase(SAVE):
-                wait = last or stopping
+                wait = is_last or stopping
                 saved = self.saves.save(step, self.samples, self.progress, wait)
             # A signal may have come during the save.
             stopping = self._must_stop()
@@ -550,7 +555,7 @@ class Trainer:
 
         if stopping and not saved:
             return f"stopped the run after step {step}, which is not saved"
-        if stopping and not last:
+        if stopping and not is_last:
             return f"stopped the run after step {step}"
         return None
 
@@ -591,23 +596,25 @@ class Trainer:
     def _log(
         self,
         result: StepResult,
-        rate: float,
+        lr: float,
         tokens_per_second: float,
         hook_results: list[tuple[str, HookResult]],
     ) -> None:
         """Run due evaluations, and log their results and the step's metrics.
 
-        `rate` is the learning rate. `hook_results` are the results of `Hook.after_step` by hook.
+        `lr` is the step's learning rate. `hook_results` are the results of `Hook.after_step`, each
+        with the hook's name. All ranks call this together, but only rank 0 logs.
         """
-        flops = tokens_per_second * flops_per_token(self.config.model, self.config.extension)
+        token_flops = flops_per_token(self.config.model, self.config.extension)
+        flops_per_second = tokens_per_second * token_flops
         scalars = {
             metrics.LOSS: result.loss,
             metrics.GRAD_NORM: result.grad_norm,
-            metrics.LEARNING_RATE: rate,
+            metrics.LEARNING_RATE: lr,
             metrics.TOKENS: self.samples * self.config.model.seq_length,
             metrics.TOKENS_PER_SECOND: tokens_per_second,
-            metrics.TFLOPS_PER_SECOND: flops / 1e12,
-            **utilization(flops, self.config, self.layout),
+            metrics.TFLOPS_PER_SECOND: flops_per_second / 1e12,
+            **utilization(flops_per_second, self.config, self.layout),
         }
         if self.config.data.stages is not None:
             scalars[metrics.DATA_STAGE] = stage_at(self.stages, self.samples - 1)

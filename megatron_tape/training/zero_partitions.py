@@ -34,9 +34,10 @@ def whole_tensor(parameter: Parameter, key: str) -> Tensor:
 
 
 def set_local_elements(parameter: Parameter, key: str, value: Tensor) -> None:
-    """Set this rank's partition of the tensor `key` of a trained parameter, as in `whole_tensor`.
+    """Set this rank's partition of the fp32 tensor `key` of a trained parameter: its `weight`,
+    `exp_avg` and so on.
 
-    `value` is the whole tensor, on the parameter's device.
+    `value` is the whole tensor-parallel shard, on the parameter's device.
     """
     if not hasattr(parameter, "ds_id"):
         if key == "weight":
@@ -47,8 +48,8 @@ def set_local_elements(parameter: Parameter, key: str, value: Tensor) -> None:
 
     # With ZeRO 3, DeepSpeed's functions for whole tensors fail on ranks whose partitions are
     # padded.
-    storage, first = local_storage(parameter)
-    partition = value.flatten()[first : first + len(storage)]
+    storage, offset = local_storage(parameter)
+    partition = value.flatten()[offset : offset + len(storage)]
     padded = F.pad(partition, (0, parameter.partition_numel() - len(partition)))
     if key == "weight":
         safe_set_local_fp32_param(parameter, padded)
